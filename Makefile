@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 # Our sources are compiled once, and not anew by each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-integrations docs dist gpu faults fuzz bench clean
+.PHONY: run test test-integrations examples docs dist gpu faults fuzz bench clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ring_dilated_attention needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -49,6 +49,29 @@ $(OTHERS)/.installed: pyproject.toml tests/integrations/versions.txt
 test-integrations: $(OTHERS)/.installed
 	$(EXTENSIONS) python -m pytest -rs tests/integrations
 	$(EXTENSIONS) python tests/fuzzing/fuzz.py --kinds transformers --prove $(if $(SEED),--seed $(SEED))
+
+# Every example at its size. examples/README.md says what each shows, and how long it takes.
+WRITTEN := runs/examples
+RANKS   := -m torch.distributed.run --standalone --nproc-per-node
+
+examples: $(VENV)/.installed $(OTHERS)/.installed
+	rm -rf $(WRITTEN) && mkdir -p $(WRITTEN)
+	$(BIN)/python examples/encoder.py
+	$(BIN)/python examples/chromosome.py
+	$(BIN)/python examples/code_base.py
+	$(BIN)/python examples/video.py
+	$(BIN)/python $(RANKS) 2 examples/serve.py
+	$(BIN)/python examples/slide.py --folder $(WRITTEN)
+	$(BIN)/python $(RANKS) 2 examples/finetune_slides.py --out $(WRITTEN)/finetuned.safetensors
+	$(BIN)/python $(RANKS) 4 examples/train_fsdp2.py
+	$(OTHERS)/bin/python examples/convert_dense.py
+	$(OTHERS)/bin/python examples/train_hugging_face.py
+	$(OTHERS)/bin/python $(RANKS) 2 examples/train_hugging_face_ranks.py
+	$(OTHERS)/bin/python $(RANKS) 2 examples/train_hugging_face_long.py
+	$(OTHERS)/bin/python $(RANKS) 2 examples/train_accelerate.py
+	$(OTHERS)/bin/python $(RANKS) 2 examples/train_lightning.py
+	$(OTHERS)/bin/python $(RANKS) 4 examples/train_fabric.py
+	$(EXTENSIONS) python $(RANKS) 2 examples/train_deepspeed.py
 
 # The documentation site, into site/: strict, and without the network once its environment is made. Its pages are then
 # opened in a browser, where one is installed. To read it: python -m http.server --directory site

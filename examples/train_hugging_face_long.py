@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 examples/train_hugging_face_long.py
 """
 
+import argparse
 from pathlib import Path
 
 import torch
@@ -13,9 +14,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.integrations.transformers import BoundedCache, context_parallel, register
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--seq-len", type=int, default=16_384, help="bytes of a sequence (default %(default)s)")
+parser.add_argument("--steps", type=int, default=30, help="training steps (default %(default)s)")
+options = parser.parse_args()
 register()
 dist.init_process_group()
-length, pattern = 16_384, {"segment_lengths": [256, 16_384], "dilation_rates": [1, 64]}
+length = options.seq_len
+pattern = {"segment_lengths": [256, length], "dilation_rates": [1, 64]}
 sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 sizes |= {"max_position_embeddings": 2 * length}
 config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, dilated_attention=pattern)
@@ -27,14 +33,14 @@ text = torch.tensor(list(b"".join(page.read_bytes() for page in pages)))
 sharded = context_parallel(model, ContextParallel(sharding="zigzag"))
 replicas = DistributedDataParallel(model)  # takes the mean of both ranks' gradients
 optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-for step in range(1, 31):
+for step in range(1, options.steps + 1):
     start = int(torch.randint(len(text) - length, ()))  # the same on both ranks, as their seed is
     ids = text[None, start : start + length]  # whole on both: the model cuts it
     loss = replicas(input_ids=ids, labels=ids).loss  # logits of 4,096 positions at a time
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    if dist.get_rank() == 0 and step in (1, 10, 20, 30):
+    if dist.get_rank() == 0 and (step == 1 or step % 10 == 0):
         print(f"step {step}: loss {loss.item():.3f}", flush=True)
 sharded.remove()  # whole sequences again, for generation
 if dist.get_rank() == 0:

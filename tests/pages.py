@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from helpers import ROOT
 
-ELSEWHERE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md")
-PAGES = (*ELSEWHERE, *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+ELSEWHERE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+IN_FOLDERS = ("benchmarks/README.md", "examples/README.md")
+PAGES = (*ELSEWHERE, *IN_FOLDERS, *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 # A block has an optional mark above it, and is fenced or indented.
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>[^\n]*?) -->\n\n?)?"

@@ -271,7 +271,7 @@ def test_the_workflow_runs_the_makefile():
     steps = set(re.findall(r"make ([\w-]+)", text_of_file(".github/workflows/tests.yml")))
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     assert steps <= targets
-    assert {"test", "test-integrations", "docs", "dist"} <= steps
+    assert {"test", "test-integrations", "examples", "docs", "dist"} <= steps
 
 
 def text_of_file(path: str) -> str:

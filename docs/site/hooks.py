@@ -25,6 +25,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
     "benchmarks/README.md": "benchmarks.md",
+    "examples/README.md": "examples.md",
 }
 SHOWN = {".py": "python", ".toml": "toml", ".yml": "yaml"}  # files that get a page, and their languages
 LINK = re.compile(r"(?<=\]\()[^)\s]+")

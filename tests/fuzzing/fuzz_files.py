@@ -172,7 +172,8 @@ def cut_the_start(rng: random.Random, path: Path) -> None:
 
 
 def append(rng: random.Random, path: Path) -> None:
-    path.write_bytes(path.read_bytes() + noise(rng, rng.choice([1, 8, 4096])))
+    more = noise(rng, rng.choice([1, 8, 4096]))
+    path.write_bytes(path.read_bytes() + (more if more.strip() else b"\0"))  # white space after JSON is no damage
 
 
 def overwrite(rng: random.Random, path: Path) -> None:

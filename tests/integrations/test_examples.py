@@ -30,7 +30,13 @@ CASES = {
     "finetune_slides": (("transformers",), 2),
 }
 # These have more to show than 40 lines.
-LINES = {"convert_dense": 60, "train_fabric": 60, "train_hugging_face_long": 60, "finetune_slides": 110}
+LINES = {
+    "train_fsdp2": 70,
+    "convert_dense": 60,
+    "train_fabric": 60,
+    "train_hugging_face_long": 60,
+    "finetune_slides": 110,
+}
 
 
 def output_of(example, num_processes, folder):
@@ -70,6 +76,9 @@ def test_runs_in_a_minute(example, tmp_path):
         assert converted[0] > dense[-1] + 0.1
         assert trained[-1] < dense[-1] + 0.05
         return
+    if example == "train_fsdp2":
+        [(norm, expected)] = re.findall(r"first gradient ([\d.]+); on one rank ([\d.]+)", output)
+        assert float(norm) == pytest.approx(float(expected), rel=1e-4)
     losses = [float(x) for x in re.findall(r"loss'?:? '?([\d.]+)", output)]
     assert len(losses) >= 3
     assert losses[-1] < losses[0] - 0.3

@@ -1,0 +1,114 @@
+"""Examples that need torch alone, at a toy size, in this process or on two ranks: they print what they should.
+
+The examples of trainers run in tests/integrations/test_examples.py. `make examples` runs all of them at their size.
+"""
+
+import contextlib
+import io
+import re
+import runpy
+
+import pytest
+import torch
+from distributed import run
+from helpers import ROOT
+from pages import text_of
+
+EXAMPLES = ROOT / "examples"
+README = text_of("examples/README.md")
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+def output_of(name, *arguments):
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](list(map(str, arguments)))
+    return printed.getvalue()
+
+
+def numbers(pattern, text):
+    """Those of the one line that has the pattern."""
+    [found] = re.findall(pattern, text)
+    return [float(x.replace(",", "")) for x in ([found] if isinstance(found, str) else found)]
+
+
+def test_torchs_encoder_made_long():
+    """It learns what only the long branch shows it."""
+    printed = output_of("encoder", "--seq-len", 512, "--steps", 40)
+    assert numbers(r"at most (\S+)", printed)[0] < 1e-5
+    assert numbers(r": right at ([\d.]+)%", printed)[0] > 99
+    assert numbers(r"branch alone: ([\d.]+)%", printed)[0] < 80
+
+
+FASTA = ">one first\nACGTNacgt\nTTT\n\n>two\nRRAC\n"
+
+
+def test_a_chromosome(tmp_path):
+    example = runpy.run_path(str(EXAMPLES / "chromosome.py"))
+    (tmp_path / "genome.fa").write_text(FASTA)
+    genome = example["read_fasta"](tmp_path / "genome.fa")
+    assert {name: "".join("ACGTN"[i] for i in bases) for name, bases in genome.items()} == {
+        "one": "ACGTNACGTTTT",
+        "two": "NNAC",
+    }
+    assert example["reverse_complement"](genome["one"]).tolist() == ["ACGTN".index(x) for x in "AAAACGTNACGT"]
+    drawn = example["windows"]([genome["one"], genome["two"]], 50, 5)
+    assert {x for row in drawn for x in row.tolist()} == {0, 1, 2, 3, 4}
+    printed = output_of("chromosome", "--bases", 1000, "--seq-len", 256, "--embed-dim", 16, "--steps", 30)
+    forward, reverse, least = numbers(r"chr3: ([\d.]+) bits.* strand ([\d.]+)\n.* first base ([\d.]+)", printed)
+    assert least < forward < 2.2
+    assert least < reverse < 2.2
+    with pytest.raises(SystemExit):
+        output_of("chromosome", "--fasta", tmp_path / "genome.fa", "--held-out", "three")
+
+
+def test_a_code_base(tmp_path):
+    for i in range(11):
+        (tmp_path / f"{i:02}.py").write_text(f"def function_{i}():\n    return {i}\n" * (i + 1))
+    printed = output_of("code_base", "--folder", tmp_path, "--seq-len", 256, "--embed-dim", 32, "--steps", 60)
+    packed, alone = numbers(r"packed ([\d.]+), one by one ([\d.]+)", printed)
+    assert packed == pytest.approx(alone, abs=2e-5)
+    reached, without = numbers(r"files: ([\d.]+) bits per byte; ([\d.]+) by", printed)
+    assert reached < without
+    assert "\ndef " in printed
+
+
+def test_packing_loses_no_byte():
+    pack = runpy.run_path(str(EXAMPLES / "code_base.py"))["pack"]
+    documents = [bytes([i]) * length for i, length in enumerate((3, 20, 1, 8, 9, 2), start=1)]
+    sequences = pack(documents, 10)
+    assert b"".join(bytes(tokens[0].tolist()) for tokens, _ in sequences) == b"".join(documents)
+    for tokens, borders in sequences:
+        assert tokens.shape[1] == borders[-1] <= 10
+        assert all(len(set(piece.tolist())) == 1 for piece in tokens[0].split(borders.diff().tolist()))
+
+
+def test_video_tokens():
+    printed = output_of("video", "--frames", 20, "--patches", 16, "--embed-dim", 16)
+    assert numbers(r"planned for ([\d,]+) tokens: ([\d.]+) GB", printed)[0] == 320
+    loss, guess = numbers(r"loss ([\d.]+); a guess has ln 1024 = ([\d.]+)", printed)
+    assert loss == pytest.approx(guess, abs=0.5)
+
+
+def serve(rank, world_size):
+    torch.set_num_threads(1)
+    return output_of("serve", "--prompt-len", 701, "--new-tokens", 12)
+
+
+def test_serving_on_two_ranks_writes_what_one_writes():
+    written, silent = run(2, serve)
+    assert "2 ranks computed a prompt of 701 tokens" in written
+    assert "12 of 12 tokens are those of rank 0 alone" in written
+    assert silent == ""
+
+
+def test_the_readme_lists_every_example():
+    """With the command that runs it, and `make examples` runs it too."""
+    files = sorted(path.name for path in EXAMPLES.glob("*.py"))
+    assert sorted(set(re.findall(r"^\| \[(\w+\.py)\]\(\1\)", README, flags=re.MULTILINE))) == files
+    for name in files:
+        assert f"examples/{name}" in MAKEFILE
+
+
+@pytest.mark.parametrize("name", ["chromosome", "code_base", "encoder", "serve", "video"])
+def test_is_short(name):
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 120
