@@ -36,7 +36,7 @@ def ours(case: Case, **instead):
 
 
 def bound(case: Case) -> float:
-    return 1e-2 if case.dtype == torch.bfloat16 else 1e-6
+    return 2e-3 if case.dtype == torch.float16 else 1e-5 if "sum(1" in case.ours else 1e-6
 
 
 def test_the_page_has_a_row_for_each_case():
@@ -46,7 +46,7 @@ def test_the_page_has_a_row_for_each_case():
         assert all(not said[name] for name in COLUMNS[1:]) or all(said[name] for name in COLUMNS)
 
 
-@pytest.mark.parametrize("case", [x for x in CASES if "mesh" not in x.ours and "torchscale.pt" not in x.ours], ids=str)
+@pytest.mark.parametrize("case", [x for x in CASES if "mesh" not in x.ours and "torchscale.pt" not in x.ours], ids=lambda x: x.name)
 def test_ours_is_the_definition_and_what_theirs_computed(case):
     """On one rank. Where the page says that the two are one function, against what the library computed."""
     out = ours(case)
@@ -76,8 +76,8 @@ def test_the_module_with_weights_of_torchscale(tmp_path, monkeypatch):
     projections = torch.nn.ModuleDict({f"{name}_proj": torch.nn.Linear(32, 32) for name in ("q", "k", "v", "out")})
     torch.save(projections.state_dict(), "torchscale.pt")
     query, key, value = (projections[f"{name}_proj"](case.given()["x"]).unflatten(2, (4, 8)) for name in "qkv")
-    names = {}
-    exec(case.snippets[1], names | case.given(), names)
+    names = case.given()
+    exec(case.snippets[1], names)
     whole = by_definition(query, key, value, names["attention"].pattern)
     assert relative_error(names["out"], projections["out_proj"](whole.float().flatten(2))) < 1e-6
 

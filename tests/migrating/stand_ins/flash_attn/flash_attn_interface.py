@@ -1,4 +1,4 @@
-"""What ring-flash-attn takes of flash_attn, in plain torch and any dtype. A causal mask ends at the last key.
+"""What ring-flash-attn takes of flash_attn, in plain torch. The last query of a causal call sees the last key.
 
 Fixed lengths: q (B, M, H, D), k and v (B, N, G, D), lse (B, H, M). Packed: q (M, H, D), k and v (N, G, D), lse (H, M).
 """
@@ -10,6 +10,7 @@ from torch import Tensor
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.float() for x in (q, k, v))
     score = _score(q, k, scale, causal)
     lse = score.logsumexp(-1)
     return torch.einsum("bhij,bjhd->bihd", (score - lse[..., None]).exp(), _repeated(v, q)), lse
@@ -29,7 +30,7 @@ def _backward(
 
 
 def _score(q: Tensor, k: Tensor, scale: float, causal: bool) -> Tensor:
-    score = torch.einsum("bihd,bjhd->bhij", q, _repeated(k, q)).float() * scale
+    score = torch.einsum("bihd,bjhd->bhij", q, _repeated(k, q)) * scale
     if causal:
         hidden = torch.ones(score.shape[-2:], dtype=torch.bool).triu(k.shape[1] - q.shape[1] + 1)
         score = score.masked_fill(hidden, -torch.inf)
