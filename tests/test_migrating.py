@@ -1,16 +1,21 @@
 """docs/migrating.md: our snippets give the definition, and what other libraries gave. `make migrating` runs theirs."""
 
+import re
+
 import pytest
 import torch
 from distributed import run
 from helpers import relative_error
-from migrating.cases import CASES, CHECK, COLUMNS, IMPORTS, PADDED, Case, stated
+from migrating.cases import CASES, CHECK, COLUMNS, IMPORTS, PADDED, PAGE, ZIGZAG, Case, stated
 from migrating.compare import KEPT, agrees
+from pages import text_of
 from safetensors.torch import load_file
 
+from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.reference import dilated_attention_reference
 
 TABLE = stated()
+ALONE = [case for case in CASES if "mesh" not in case.ours and "torchscale.pt" not in case.ours]
 ON_RANKS = list({case.ours: case for case in CASES if case.ranks > 1}.values())
 
 
@@ -46,7 +51,16 @@ def test_the_page_has_a_row_for_each_case():
         assert all(not said[name] for name in COLUMNS[1:]) or all(said[name] for name in COLUMNS)
 
 
-@pytest.mark.parametrize("case", [x for x in CASES if "mesh" not in x.ours and "torchscale.pt" not in x.ours], ids=lambda x: x.name)
+def test_the_sections_give_figures_of_the_table():
+    figures = {figure for said in TABLE.values() for figure in said.values()}
+    given = re.findall(r"\berror (?=\d)([\d.]+\d|\d)(?: (?:and|to) ([\d.]+))?", text_of(PAGE))
+    assert len(given) > 10
+    assert {x for pair in given for x in pair if x} <= figures
+
+
+@pytest.mark.parametrize(
+    "case", [x for x in CASES if "mesh" not in x.ours and "torchscale.pt" not in x.ours], ids=lambda x: x.name
+)
 def test_ours_is_the_definition_and_what_theirs_computed(case):
     """On one rank. Where the page says that the two are one function, against what the library computed."""
     out = ours(case)
@@ -64,9 +78,15 @@ def test_ours_on_two_ranks():
 
 
 def on_a_rank(rank, world_size):
-    """Every snippet with ranks."""
+    """Every snippet with ranks; and shards that another library dealt."""
     for case in ON_RANKS:
         assert relative_error(ours(case), ours(case, dilated_attention=by_definition)) < bound(case)
+    dealt = ZIGZAG["theirs"].partition("out = ")[0].partition("\n\n")[2]
+    names = CASES[0].given()
+    exec(IMPORTS + dealt, names)
+    parallel = ContextParallel(sharding="zigzag")
+    assert torch.equal(parallel.unshard(names["q"]), names["query"])
+    parallel.close()
 
 
 def test_the_module_with_weights_of_torchscale(tmp_path, monkeypatch):
