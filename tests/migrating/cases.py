@@ -14,6 +14,7 @@ from torch import Tensor
 PAGE = "docs/migrating.md"
 COLUMNS = ("out", "dq", "dk", "dv")
 HEADS, HEAD_DIM = 4, 8
+SIDES = ("theirs", "ours")
 
 
 def parts_of(snippets: str) -> dict[str, str]:
@@ -98,6 +99,12 @@ SHARDED = (  # torchscale over ranks
 PADDED = (("pattern = ", "from ring_dilated_attention.models import torchscale_attention\npattern = "),)
 PADDED += (("= dilated_attention(", "= torchscale_attention("),)
 MODULE_ALONE = re.sub(r"^(attention\.q_proj|out).*\n", "", TORCHSCALE["theirs"], flags=re.MULTILINE)
+SDPA = "F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in x), is_causal=True).transpose(1, 2)"
+DILATED = (
+    ("attention = lambda", "from ring_dilated_attention import DilatedPattern, dilated_attention\nattention = lambda"),
+    (SDPA, "dilated_attention(*x, DilatedPattern.dense(is_causal=True))"),
+    ("DilatedPattern.dense(is_causal=True)", "DilatedPattern([16, 64], [1, 4])"),
+)
 UNDIVIDED = DIVIDED["ours"].partition("out = out /")[0]
 THREE = (("[16, 64]", "[16, 32, 64]"), ("[1, 2]", "[1, 2, 4]"))
 
@@ -158,9 +165,13 @@ CASES = (
     _of_rings("ring-attention-pytorch, buckets of 24", LUCIDRAINS["theirs"], LUCIDRAINS["ours"], ("=16", "=24")),
     _of_rings("ring-attention-pytorch, 2 key/value heads", LUCIDRAINS["theirs"], LUCIDRAINS["ours"], num_kv_heads=2),
     _of_rings("the same, ours in its order of heads", LUCIDRAINS["theirs"], GROUPED["ours"], num_kv_heads=2),
+    _of_rings("ring-attention-pytorch, bfloat16", LUCIDRAINS["theirs"], LUCIDRAINS["ours"], dtype=torch.bfloat16),
     Case("`context_parallel`", CONTEXT_PARALLEL["theirs"], CONTEXT_PARALLEL["ours"], "", 2, "zigzag"),
     Case("`context_parallel`, causal", CONTEXT_PARALLEL["theirs"], CONTEXT_PARALLEL["ours"], "", 2, replaced=(CAUSAL,)),
-    Case("DeepSpeed Ulysses", DEEPSPEED["theirs"], DEEPSPEED["ours"], "deepspeed", 2),
+    Case("DeepSpeed Ulysses", *(DEEPSPEED[side] for side in SIDES), "deepspeed", 2),
+    Case(
+        "DeepSpeed Ulysses around ours, rate 4", *(DEEPSPEED[side] for side in SIDES), "deepspeed", 2, replaced=DILATED
+    ),
     _class("`DilatedAttention`", "DilatedAttention([16, 64], [1, 2])"),
     _class("`ImprovedDilatedAttention`", _IMPROVED),
     _class("the same, beside attention among heads", _IMPROVED, ours=AMONG_HEADS),
