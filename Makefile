@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 # Our sources are compiled once, and not anew by each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-integrations examples docs dist gpu faults fuzz bench clean
+.PHONY: run test test-integrations examples docs migrating dist gpu faults fuzz bench clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ring_dilated_attention needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -85,6 +85,12 @@ $(SITE)/.installed: docs/site/requirements.txt
 docs: $(SITE)/.installed
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build
 	$(SITE)/bin/python docs/site/browse.py
+
+# The snippets of docs/migrating.md, theirs and ours, compared. Those other libraries are not installed here, but in
+# environments in benchmarks/.environments (made there, or linked); what is missing is named, and how to make it. `make docs`
+# leaves this out: it needs no other library and no network.
+migrating: $(VENV)/.installed
+	PYTHONPATH=tests $(BIN)/python -m migrating.compare
 
 # sdist and wheel, into dist/. The wheel is installed beside torch alone, and used. Nothing is uploaded. For several:
 # make dist PYTHONS='python3.11 python3.12 python3.13'

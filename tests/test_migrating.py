@@ -1,0 +1,131 @@
+"""docs/migrating.md: our snippets give the definition, and what other libraries gave. `make migrating` runs theirs."""
+
+import re
+
+import pytest
+import torch
+from distributed import run
+from helpers import relative_error
+from migrating.cases import CASES, CHECK, COLUMNS, IMPORTS, PADDED, PAGE, ZIGZAG, Case, stated
+from migrating.compare import KEPT, agrees, cells
+from pages import text_of
+from safetensors.torch import load_file
+
+from ring_dilated_attention import ContextParallel
+from ring_dilated_attention.reference import dilated_attention_reference
+
+TABLE = stated()
+ALONE = [case for case in CASES if "mesh" not in case.ours and "torchscale.pt" not in case.ours]
+ON_RANKS = list({case.ours: case for case in CASES if case.ranks > 1}.values())
+
+
+def by_definition(query, key, value, pattern, *, parallel=None, cu_seqlens=None, scale=None):
+    """In place of `dilated_attention`, with shards where it takes shards."""
+    rows = (x if parallel is None else parallel.unshard(x) for x in (query, key, value))
+    documents = None if cu_seqlens is None else cu_seqlens.tolist()
+    out, _ = dilated_attention_reference(*(x.double() for x in rows), pattern, cu_seqlens=documents, scale=scale)
+    return out if parallel is None else parallel.shard(out)
+
+
+def ours(case: Case, **instead):
+    """`out` of our snippet, whole; with other functions in place of some that it imports."""
+    names = case.given()
+    exec(IMPORTS, names)
+    names.update(instead)
+    exec(case.snippets[1].removeprefix(IMPORTS), names)
+    parallel = names.get("parallel")
+    out = names["out"] if parallel is None else parallel.unshard(names["out"])
+    if parallel is not None:
+        parallel.close()
+    return out
+
+
+def bound(case: Case) -> float:
+    if "out.sum(" in case.ours:  # a division by what may be small
+        return 1e-5
+    return {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[case.dtype]
+
+
+def test_the_page_has_a_row_for_each_case():
+    assert list(TABLE) == [case.name for case in CASES]
+    for said in TABLE.values():
+        assert said["out"]
+        assert all(not said[name] for name in COLUMNS[1:]) or all(said[name] for name in COLUMNS)
+
+
+def test_the_sections_give_figures_of_the_table():
+    figures = {figure for said in TABLE.values() for figure in said.values()}
+    given = re.findall(r"\berror (?=\d)([\d.]+\d|\d)(?: (?:and|to) ([\d.]+))?", text_of(PAGE))
+    assert len(given) > 10
+    assert {x for pair in given for x in pair if x} <= figures
+
+
+@pytest.mark.parametrize(
+    "case", [x for x in CASES if "mesh" not in x.ours and "torchscale.pt" not in x.ours], ids=lambda x: x.name
+)
+def test_ours_is_the_definition_and_what_theirs_computed(case):
+    """On one rank. Where the page says that the two are one function, against what the library computed."""
+    out = ours(case)
+    if not set(PADDED) <= set(case.replaced):  # its definition is another: tests/models has it
+        assert relative_error(out, ours(case, dilated_attention=by_definition)) < bound(case)
+    said = TABLE[case.name]["out"]
+    kept = load_file(KEPT)
+    assert (case.name in kept) == said.startswith("<")
+    if case.name in kept:
+        assert agrees(said, relative_error(kept[case.name], out))
+
+
+def test_ours_on_two_ranks():
+    run(2, on_a_rank)
+
+
+def on_a_rank(rank, world_size):
+    """Every snippet with ranks; and shards that another library dealt."""
+    for case in ON_RANKS:
+        assert relative_error(ours(case), ours(case, dilated_attention=by_definition)) < bound(case)
+    dealt = ZIGZAG["theirs"].partition("out = ")[0].partition("\n\n")[2]
+    names = CASES[0].given()
+    exec(IMPORTS + dealt, names)
+    parallel = ContextParallel(sharding="zigzag")
+    assert torch.equal(parallel.unshard(names["q"]), names["query"])
+    parallel.close()
+
+
+def test_the_module_with_weights_of_torchscale(tmp_path, monkeypatch):
+    """Its projections around the definition."""
+    monkeypatch.chdir(tmp_path)
+    [case] = [x for x in CASES if "torchscale.pt" in x.ours]
+    projections = torch.nn.ModuleDict({f"{name}_proj": torch.nn.Linear(32, 32) for name in ("q", "k", "v", "out")})
+    torch.save(projections.state_dict(), "torchscale.pt")
+    query, key, value = (projections[f"{name}_proj"](case.given()["x"]).unflatten(2, (4, 8)) for name in "qkv")
+    names = case.given()
+    exec(case.snippets[1], names)
+    whole = by_definition(query, key, value, names["attention"].pattern)
+    assert relative_error(names["out"], projections["out_proj"](whole.float().flatten(2))) < 1e-6
+
+
+def test_the_check_prints_an_error(tmp_path, monkeypatch, capsys):
+    """Of the same function, and of another."""
+    monkeypatch.chdir(tmp_path)
+    for name, is_same in (("torchscale", True), ("torchscale beside ours by default", False)):
+        [case] = [x for x in CASES if x.name == name]
+        names = case.given() | {"out": ours(case)}
+        exec(IMPORTS + CHECK["theirs"] + CHECK["ours"], names)
+        error = float(capsys.readouterr().out.removeprefix("relative error "))
+        assert (error < 1e-6) if is_same else (error > 0.1)
+
+
+def test_a_figure_that_is_not_found_is_noticed():
+    assert agrees("< 1e-6", 5e-7)
+    assert not agrees("< 1e-6", 2e-6)
+    assert agrees("0.41", 0.414)
+    assert not agrees("0.41", 0.5)
+    assert not agrees("0.41", 1e-7)
+    assert not agrees("", 1e-7)
+
+
+def test_another_error_than_the_stated_one_is_noticed():
+    said = dict.fromkeys(COLUMNS, "") | {"out": "NotImplementedError"}
+    for raised, is_right in (("NotImplementedError: no CPU", True), ("ImportError: no module", False)):
+        assert [right for _, right in cells(said, {"raised": raised}, {"out": torch.zeros(())})] == [is_right]
+    assert not all(right for _, right in cells(said, {"out": torch.zeros(3)}, {"out": torch.ones(3)}))
