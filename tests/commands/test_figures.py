@@ -39,7 +39,7 @@ def test_filled_rows_are_the_plan():
 
 def test_the_pictures_of_the_readme(tmp_path):
     paths = draw_readme(tmp_path)
-    assert [path.name for path in paths] == ["pattern.png", "ring.png"]
+    assert [path.name for path in paths] == ["pattern.png", "ring.png", "off_phase.png"]
     for path in paths:
         image = imread(path)
         assert image.shape[1] > 1000

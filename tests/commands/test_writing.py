@@ -64,9 +64,9 @@ def test_a_run_is_a_model(folder):
     assert torch.equal(model(tokens), LongNetLM.from_run(str(folder), device="cpu")(tokens))
 
 
-def test_the_readmes_example(folder, capsys):
+def test_the_pages_example(folder, capsys):
     """As it is written, with a folder that exists."""
-    exec(block("README.md", "of a run").replace("runs/20250131-120000", str(folder)), {})
+    exec(block("docs/generation.md", "of a run").replace("runs/20250131-120000", str(folder)), {})
     assert len(capsys.readouterr().out) == 3 * 200
 
 

@@ -9,7 +9,16 @@ from fuzz import KINDS, fuzz, lines_of
 from helpers import ROOT
 
 SEED = 20251122
-FEWER = {"losses": 80, "borders": 80, "styles": 40, "streams": 30}
+FEWER = {
+    "files": 100,
+    "ranks": 100,
+    "commands": 120,
+    "caches": 100,
+    "losses": 80,
+    "borders": 80,
+    "styles": 40,
+    "streams": 30,
+}
 # Kinds that take ten seconds or more are shared out, so that no process has a whole one to itself at the end.
 SHARES = {"commands": 2, "files": 2, "ranks": 2, "streams": 2}
 
