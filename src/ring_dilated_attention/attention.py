@@ -26,9 +26,9 @@ from .run.views import accumulator_dtype, with_unit_stride
 @overload
 def dilated_attention(
     query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, parallel: ContextParallel | None = None,
-    cu_seqlens: Tensor | None = None, scale: float | None = None, return_lse: Literal[False] = False,
-    heads_held: range | None = None, num_heads: int | None = None, cache: DilatedCache | None = None,
-    lengths: Tensor | None = None, backend: str = "auto",
+    cu_seqlens: Tensor | None = None, scale: float | None = None, backend: str = "auto",
+    return_lse: Literal[False] = False, heads_held: range | None = None, num_heads: int | None = None,
+    cache: DilatedCache | None = None, lengths: Tensor | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def dilated_attention(
