@@ -105,6 +105,7 @@ def test_the_pick_is_the_best(seed, capsys):
     figures = [
         (
             row["layers_for_most"] or 10**9,
+            0 if row["layers_for_most"] else 1 - row["reach_by_layer"][-1],
             -row["segment_lengths"][0],
             1 - row["reach_by_layer"][-1],
             row["largest_received_bytes"],

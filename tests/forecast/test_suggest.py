@@ -11,7 +11,7 @@ import torch
 
 from ring_dilated_attention.commands import cli, suggest
 from ring_dilated_attention.forecast.reach import MOST_FOLLOWED, every_query, queries_to_follow, reach, some_queries
-from ring_dilated_attention.forecast.suggest import suggestions, unread_positions
+from ring_dilated_attention.forecast.suggest import ALL_READ, suggestions, unread_positions
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.cache_plan import plan_cache
 from ring_dilated_attention.plan.counts import pairs
@@ -191,7 +191,7 @@ def test_reach_grows_with_the_job():
 
 
 def test_a_billion_positions_need_more_than_one_layer(capsys):
-    """All four patterns are dense at first, over more positions than can be followed one by one."""
+    """All patterns are dense at first, over more positions than can be followed one by one."""
     argv = ["suggest", "--seq-len", "1000000007", "--heads", "4", "--speedup", "100", "--layers", "4", "--json"]
     assert cli.main(argv) == 0
     found = json.loads(capsys.readouterr().out)["suggestions"]
@@ -223,6 +223,19 @@ def test_a_little_is_not_rounded_away(capsys):
             "In each segment of 64 positions a head takes one in 8: a query there sees every key there up to itself, "
             "and others gain nothing; 50 % of the positions are taken by no head."
         )
+
+
+@pytest.mark.parametrize(("n", "heads"), [(2048, 4), (700, 3), (4096, 8), (2048, 1)])
+def test_one_pattern_has_no_more_phases_than_heads(n, heads, capsys):
+    """A position that no head takes is recalled by chance (docs/learning.md): where the budget allows a pattern that
+    takes all, it is suggested, and before those that leave most out."""
+    found = suggestions(n, heads, pairs(DilatedPattern.dense(), n, heads) / 2, is_causal=False)
+    taken = [pattern for pattern, rule in found if rule == ALL_READ or not any(unread_positions(pattern, n, heads))]
+    assert taken or heads == 1
+    assert not any(sum(unread_positions(pattern, n, heads)) for pattern in taken)
+    assert cli.main(["suggest", "--seq-len", "2Ki", "--heads", "4", "--speedup", "6", "--layers", "2", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)["suggestions"][0]
+    assert (first["rule"], first["dilation_rates"], sum(first["unread_positions"])) == (ALL_READ, [1, 4], 0)
 
 
 def test_what_cannot_be_followed_is_said():

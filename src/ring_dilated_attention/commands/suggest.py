@@ -30,10 +30,10 @@ there see the keys there; heads take them in turn. Nearby a query sees every key
 cannot connect, a stack of layers can, from one branch into another. docs/planning.md has the rule and its limits.
 """
 MOST_RANKS = 2**16
-# What decides between candidates, in this order.
+# What decides between candidates, in this order. What is unheard decides early only between those that never hear 99 %.
 BETTER = (
-    *("needs fewer layers to hear of 99 %", "shows more neighbours", "leaves less unheard", "sends less"),
-    "uses more of the budget",
+    *("needs fewer layers to hear of 99 %", "leaves less unheard", "shows more neighbours", "leaves less unheard"),
+    *("sends less", "uses more of the budget"),
 )
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
 
@@ -152,8 +152,9 @@ def ranked(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
     """The suggestions, the best first; and why that one is better than each other one."""
 
     def costs(row: dict[str, Any]) -> tuple[float, ...]:
-        layers, most_seen = row["layers_for_most"] or math.inf, row["segment_lengths"][0]
-        return layers, -most_seen, -row["reach_by_layer"][-1], row["largest_received_bytes"], -row["pairs"]
+        layers, heard, neighbours = row["layers_for_most"], row["reach_by_layer"][-1], row["segment_lengths"][0]
+        first = (layers, 0) if layers else (math.inf, -heard)
+        return *first, -neighbours, -heard, row["largest_received_bytes"], -row["pairs"]
 
     found = sorted(found, key=costs)
     beaten: dict[str, list[str]] = {}

@@ -1,7 +1,9 @@
 """Suggests patterns for a sequence length and a budget of pairs of a query and a key. Pure integers, no torch.
 
-Four patterns are tried. Three follow LongNet's rule with a ratio a of 2, 4 or 8: segment lengths w_0 * a**i up to the
-whole sequence, with rates a**i. The fourth has two branches: every position of w_0, and one in r of the whole sequence.
+Five patterns are tried. Three follow LongNet's rule with a ratio a of 2, 4 or 8: segment lengths w_0 * a**i up to the
+whole sequence, with rates a**i. Two have two branches: every position of w_0, and one in r of the whole sequence. The
+first of these balances the keys of its branches. The second has no more phases than heads, so that every position is
+read: such a pattern recalled most of what dense attention did (docs/learning.md, "Recall at a distance").
 In each pattern, w_0 is the largest power of two that keeps the pairs within the budget.
 
 Rates and segment lengths are powers of two (but for the whole sequence), because `reach` needs them to be.
@@ -11,7 +13,8 @@ from ..pattern import DilatedPattern
 from ..plan.counts import Phases, pairs
 from .reach import phases_read
 
-RATIOS = (2, 4, 8)
+BALANCED, ALL_READ = "two branches", "two branches, all read"
+RULES = {"LongNet, ratio 2": 2, "LongNet, ratio 4": 4, "LongNet, ratio 8": 8, BALANCED: None, ALL_READ: None}
 SHORTEST = 64
 
 
@@ -25,21 +28,24 @@ def suggestions(
         return [(dense, "dense attention")]
     found: dict[DilatedPattern, str] = {}
     lengths = [SHORTEST * 2**k for k in range(seq_len.bit_length()) if SHORTEST * 2**k < seq_len]
-    for ratio in (*RATIOS, None):
+    for rule in RULES:
         for first in reversed(lengths):
-            pattern = _pattern(first, seq_len, ratio, is_causal=is_causal)
+            pattern = _pattern(rule, first, seq_len, num_heads, is_causal=is_causal)
             if pairs(pattern, seq_len, num_heads) <= most_pairs:
-                found.setdefault(pattern, "two branches" if ratio is None else f"LongNet, ratio {ratio}")
+                found.setdefault(pattern, rule)
                 break
     return sorted(found.items(), key=lambda each: -pairs(each[0], seq_len, num_heads))
 
 
-def _pattern(first: int, seq_len: int, ratio: int | None, *, is_causal: bool) -> DilatedPattern:
-    """LongNet's branches from a first length on. If `ratio` is None, two branches: that length and the sequence."""
-    if ratio is not None:
+def _pattern(rule: str, first: int, seq_len: int, num_heads: int, *, is_causal: bool) -> DilatedPattern:
+    """The branches of a rule, the first of which has segments of `first` positions."""
+    if (ratio := RULES[rule]) is not None:
         return DilatedPattern.longnet(seq_len, first_length=first, ratio=ratio, is_causal=is_causal)
     # A query in a head's phase sees about as many keys of the whole sequence as of its short segment (at least half).
-    return DilatedPattern((first, seq_len), (1, 2 ** ((seq_len - 1) // first).bit_length()), is_causal=is_causal)
+    rate = 2 ** ((seq_len - 1) // first).bit_length()
+    if rule == ALL_READ:
+        rate = min(rate, 2 ** (num_heads.bit_length() - 1))
+    return DilatedPattern((first, seq_len), (1, rate), is_causal=is_causal)
 
 
 def unread_positions(pattern: DilatedPattern, seq_len: int, num_heads: int) -> list[int]:
