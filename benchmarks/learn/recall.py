@@ -51,6 +51,7 @@ FULL = (
     Settings(RULES, (256,), (600,), (0,)),
     Settings(RULES, (256, 2048), (600, 150), (0,), num_scored=2048),
     Settings(RULES, (256,), (600,), (1, 2)),
+    Settings(RULES, (256, 2048), (600, 150), (1, 2), num_scored=2048),
     Settings(("wide 16",), (256,), (600,), (0,)),
     Settings(("wide 4", "dense"), (256, 8192), (600, 200), (0,), num_scored=512),
 )

@@ -329,9 +329,10 @@ def text(rows: Rows) -> Drawn:
 
 
 def _curves(panels: Mapping[str, Sequence[tuple[str, Sequence[Sequence[float]]]]], column: int, label: str) -> Figure:
-    """Lines against CPU seconds; those of one name have one colour."""
-    figure, names = _figure(2.2 * len(panels) + 0.9), list(dict.fromkeys(n for p in panels.values() for n, _ in p))
-    looks: list[tuple[str, Any]] = [(colour, dashes) for dashes in ("-", (0, (4, 2))) for colour in (*SERIES, FAINT)]
+    """Lines against CPU seconds; those of one name have one colour, and dense attention the ink in each picture."""
+    figure = _figure(2.2 * len(panels) + 0.9)
+    names = list(dict.fromkeys(["dense", *(n for p in panels.values() for n, _ in p)]))
+    looks: list[tuple[str, Any]] = [(colour, dashes) for dashes in ("-", (0, (4, 2))) for colour in (INK, *SERIES)]
     style, line = dict(zip(names, looks, strict=False)), {"linewidth": 1, "marker": ".", "markersize": 2.5}
     for axes, (title, lines) in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels.items(), strict=True):
         for name, curve in lines:
