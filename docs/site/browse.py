@@ -53,6 +53,13 @@ def served(folder: Path) -> Iterator[str]:
         server.server_close()
 
 
+def why_no_browser() -> str | None:
+    """Why there is no browser, or None."""
+    if shutil.which("chromedriver") and (shutil.which("chromium") or shutil.which("google-chrome")):
+        return None
+    return "a browser needs chromium and chromedriver (Debian: apt-get install chromium chromium-driver)"
+
+
 @contextmanager
 def browser() -> Iterator[Chrome]:
     options = ChromeOptions()
@@ -68,9 +75,12 @@ def browser() -> Iterator[Chrome]:
             driver.quit()
 
 
-def be(driver: Chrome, width: int) -> None:
+def be(driver: Chrome, width: int, scheme: str = "light") -> None:
+    """Make the window this wide, for pages that are light or dark."""
     metrics = {"width": width, "height": WIDTHS[width], "deviceScaleFactor": 1, "mobile": width < 600}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    media = [{"name": "prefers-color-scheme", "value": scheme}]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
 
 
 def faults_of(driver: Chrome, address: str, name: str, width: int) -> Iterator[str]:
@@ -97,9 +107,7 @@ def faults_of_the_search(driver: Chrome, address: str) -> Iterator[str]:
 def photograph(driver: Chrome, address: str, name: str, folder: Path) -> None:
     for width in WIDTHS:
         for scheme in ("light", "dark"):
-            media = [{"name": "prefers-color-scheme", "value": scheme}]
-            driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
-            be(driver, width)
+            be(driver, width, scheme)
             driver.get(f"{address}/{name}.html")
             driver.save_screenshot(str(folder / f"{name}-{width}-{scheme}.png"))
 
@@ -111,8 +119,8 @@ def main() -> int:
     names = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html") if path.name != "404.html")
     if not names:
         sys.exit(f"no page in {SITE}: build the site first, with `make docs`")
-    if not (shutil.which("chromedriver") and (shutil.which("chromium") or shutil.which("google-chrome"))):
-        print("no page was opened: a browser needs `chromium` (or `google-chrome`) and `chromedriver`")
+    if reason := why_no_browser():
+        print(f"no page was opened: {reason}")
         return 0
     with served(SITE) as address, browser() as driver:
         faults = []

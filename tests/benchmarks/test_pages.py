@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 
-import browser
+import browse
 import pytest
 from helpers import ROOT
 
@@ -13,8 +13,6 @@ from benchmarks.pages import evidence, figures, reports
 
 RESULTS, EVIDENCE, REPORTS = ROOT / "benchmarks/results", ROOT / "docs/evidence.html", ROOT / "docs/reports.md"
 REMAKE = "python -m benchmarks --page --html docs/evidence.html --reports docs/reports.md"
-
-WIDTHS = "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
 
 
 def without_pictures(page):
@@ -135,27 +133,24 @@ def test_links_of_the_reports_lead_somewhere(link):
     assert not heading or heading in headings
 
 
-def test_evidence_in_a_browser(tmp_path):
+def test_evidence_in_a_browser():
     """On a phone and on a desk, light and dark: nothing is wider than the window, nothing is complained of."""
-    if reason := browser.why_not():
+    if reason := browse.why_no_browser():
         pytest.skip(reason)
-    with browser.browser(tmp_path / "profile") as opened:
-        for width, is_dark in ((390, False), (1280, True)):
-            opened.open(EVIDENCE, width, is_dark=is_dark)
-            opened.run("document.querySelectorAll('details').forEach(each => { each.open = true; })")
-            inside = opened.run(WIDTHS)
-            assert inside[0] <= inside[1] <= width
-            assert opened.run("return getComputedStyle(document.body).backgroundColor") == (
-                "rgb(20, 23, 26)" if is_dark else "rgb(254, 254, 254)"
-            )
+    with browse.browser() as opened:
+        for width, scheme, paper in ((390, "light", "rgba(254, 254, 254, 1)"), (1280, "dark", "rgba(20, 23, 26, 1)")):
+            browse.be(opened, width, scheme)
+            assert [*browse.faults_of(opened, EVIDENCE.parent.as_uri(), EVIDENCE.name, width)] == []
+            opened.execute_script("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+            assert opened.execute_script(browse.TOO_WIDE) is None
+            assert opened.find_element("tag name", "body").value_of_css_property("background-color") == paper
             drawn = "body, h1, h2, p, figure, figcaption, svg, svg text, small, .table"
-            beyond = (
-                f"return [...document.querySelectorAll('{drawn}')].filter(each => each.getBoundingClientRect().right"
-            )
-            beyond += " > innerWidth + 1).map(each => each.textContent)"
-            assert opened.run(beyond) == []
-        assert opened.console() == []
+            beyond = f"return [...document.querySelectorAll('{drawn}')].filter(each => "
+            beyond += "each.getBoundingClientRect().right > innerWidth + 1).map(each => each.textContent)"
+            assert opened.execute_script(beyond) == []
         # The same checks notice what is wrong.
-        opened.run("console.error('heard'); document.body.insertAdjacentHTML('beforeend', '<img width=3000>')")
-        assert opened.run(WIDTHS)[0] > 3000
-        assert "heard" in "".join(opened.console())
+        opened.execute_script(
+            "console.error('heard'); document.body.insertAdjacentHTML('beforeend', '<img width=3000>')"
+        )
+        assert opened.execute_script(browse.TOO_WIDE)
+        assert "heard" in "".join(entry["message"] for entry in opened.get_log("browser"))
