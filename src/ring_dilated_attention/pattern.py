@@ -72,7 +72,7 @@ class DilatedPattern:
     """
 
     segment_lengths: Sequence[int]  # kept as tuples
-    dilation_rates: Sequence[int] = ()  # refused, by a sentence that says what is missing
+    dilation_rates: Sequence[int] = ()  # this default is refused, with an error that says what is missing
     _: KW_ONLY
     is_causal: bool = False
     phase: str = "modulo"
@@ -123,15 +123,16 @@ class DilatedPattern:
     ) -> "DilatedPattern":
         """LongNet's rule: segment lengths and rates grow alike, w_i = w_0 * a**i and r_i = a**i, up to max_len.
 
-        On average a query sees about w_0 / a**i keys of branch i, and at most w_0 * a / (a - 1) in all. So the work is
-        linear in the length (arXiv 2307.02486, section 2.4). The paper's experiments (section 4.1) have other rates:
+        On average a query sees about w_0 / a**i keys of branch i, and fewer than w_0 * a / (a - 1) in all. So the work
+        is linear in the length (arXiv 2307.02486, section 2.4). The paper's experiments (section 4.1) have other rates:
         lengths (2048, 4096, 8192, 16384, 32768) with rates (1, 2, 4, 6, 12). Give those to `DilatedPattern` itself. If
-        a branch has more phases than there are heads, no head reads some of them; `explain` lists these phases. Where a
-        segment begins all shorter ones begin, too, so that a first query sees little (docs/learning.md has its cost).
+        a branch has more phases than there are heads, no head reads some of them; `explain` lists these. Where a long
+        segment starts, shorter ones start too, unless its length was cut to max_len. If causal, the query there sees
+        few keys (docs/learning.md has the cost).
 
         Args:
             max_len: the longest segment length; a longer sequence has several such segments.
-            first_length: w_0, the segment length of the branch at rate 1. With max_len or more it is the only branch.
+            first_length: w_0, the segment length of the branch at rate 1. If it is >= max_len, this is the only branch.
             ratio: a, the common ratio of lengths and rates. The last length is cut to max_len, but its rate is not.
 
         Raises:
@@ -262,7 +263,7 @@ class DilatedPattern:
 
         Args:
             lengths: of the documents; by default one period of the pattern. If the period is above 2^20 positions, only
-                the first 2^20 of each document are looked at (fewer if more than 64 heads differ).
+                the first 2^20 of each document are looked at (fewer if heads read more than 64 combinations of phases).
         """
         longest = max(lengths) if lengths is not None else math.inf
         # (t mod w) mod r has the period r if r divides w, or if no document is longer than w. Else the period is w.
@@ -304,7 +305,7 @@ class DilatedPattern:
             share = f"heads {heads.start}..{heads.stop - 1}" if self.heads == "split" else f"all {num_heads} heads"
             note = "; every phase is read"
             there = [s for s in read if s in phases]
-            if len(there) < len(phases):  # a range, because memory may not hold them all
+            if len(there) < len(phases):  # a list of `phases` may not fit into memory
                 is_split = self.heads == "split" and there
                 unread = f"all but {there[0]}" if is_split else _shorten(phases[len(there) :])
                 note = f"; phases that no head reads: {unread}"

@@ -59,7 +59,7 @@ def test_small_chunks_go_at_once():
     assert SMALL_CHUNK_BYTES > 2 * 7 * 8 * 8 * 4
     assert tiny.exchange == "ring"  # seven chunks as large as the shard itself
     two = choose(DilatedPattern((24,), (1,)), 3, 24, heads=(2, 2), head_dim=8).reason
-    assert "that a rank meets are 2,048, at most two chunks or its own keys and values" in two  # which are 1,024
+    assert "a rank receives 2,048, no more than two chunks or its own keys and values" in two  # which are 1,024
 
 
 def test_the_reason_names_what_it_rests_on():
@@ -113,7 +113,7 @@ def test_kernel_calls_count_too():
     assert choose(causal, *sizes, heads=(16, 16), documents=few).exchange == "all_to_all"
     choice = choose(causal, *sizes, heads=(16, 16), documents=many)
     assert choice.exchange == "ring"
-    assert "but takes 257 calls" in choice.reason
+    assert "but in 257 calls" in choice.reason
 
 
 def test_the_rank_that_receives_most_decides():

@@ -164,7 +164,7 @@ def test_ring_order_is_stable():
 def heads_must_divide(rank, world_size):
     cp = ContextParallel(exchange="all_to_all")
     q = torch.randn(1, 5, 3, 8)
-    with pytest.raises(ValueError, match=r"3 mod 2 = 1.*exchange ring takes any"):
+    with pytest.raises(ValueError, match=r"3 mod 2 = 1.*exchange='ring' takes any"):
         dilated_attention(q, q, q, DilatedPattern((4,), (1,)), parallel=cp)
 
 

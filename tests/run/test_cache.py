@@ -701,7 +701,7 @@ def test_a_state_of_something_else_is_refused():
     other = make(PATTERN, 2, 2, 2, 8).state_dict()
     unchanged(cache, lambda: cache.load_state_dict(other), "'head_dim': 8", "'head_dim': 4")
     state = cache.state_dict()
-    unchanged(cache, lambda: cache.load_state_dict(state | {"rows": state["rows"] * 2}), "4 sequences", "1 or as many")
+    unchanged(cache, lambda: cache.load_state_dict(state | {"rows": state["rows"] * 2}), "4 sequences", "needs 1 or 2")
     short = state | {"rows": [state["rows"][0], state["rows"][1][:, 1:]]}
     unchanged(cache, lambda: cache.load_state_dict(short), "damaged", "10 positions", "sequence 1")
 
@@ -723,7 +723,7 @@ def test_caches_that_cannot_be(monkeypatch):
             ("heads_held=range(1, 3)", "share a key/value head"),
         ),
         (lambda: make(PATTERN, 1, 4, 2, 4, heads_held=4), ("heads_held=4", "range")),
-        (lambda: make(DilatedPattern.dense(is_causal=True), 1, 1, 1, 4), ("bytes", "No buffer is larger than max_len")),
+        (lambda: make(DilatedPattern.dense(is_causal=True), 1, 1, 1, 4), ("bytes", "Give max_len, which no buffer")),
         (lambda: make(dense, 2, 1, 1, 4), ("2 * 2 * 1,099,511,627,776 * 4 * 8 = 140,737,488,355,328 bytes", "max_len")),
     ):
         with pytest.raises(ValueError) as caught:

@@ -348,7 +348,7 @@ class TestCommand:
             ({"dilation_rates": 1}, "segment_lengths has 2 entries and dilation_rates has 1"),
             (
                 {"ranks": 3, "exchange": "all_to_all"},
-                "2 key/value heads do not divide among 3 ranks: 2 mod 3 = 2. The exchange ring takes",
+                "2 key/value heads do not divide among 3 ranks: 2 mod 3 = 2. exchange='ring' takes",
             ),
             ({"resume": "."}, "--resume .: there is no checkpoint in this folder"),
             ({"ranks": 49}, "--ranks 49 share the 48 positions of --seq-len, so that 1 of them would own none"),

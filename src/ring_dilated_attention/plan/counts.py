@@ -26,8 +26,8 @@ class Share(NamedTuple):
     """What a rank computes and receives of a segment that it does not own as a whole.
 
     place: the branch, and the position at which the segment starts. starts: where the rank's pieces start in it.
-    rows: for each chunk that it may send, the size of its own keys and values there, in units of B * D elements.
-    received: the size of the keys and values that it receives from others, in the same units.
+    rows: the size of each chunk that the rank may send of this segment, in units of B * D elements.
+    received: the size of the keys and values that the rank receives from others, in the same units.
     """
 
     place: tuple[int, int]

@@ -39,5 +39,5 @@ def check_dealing(num_kv_heads: int, world_size: int) -> None:
     if num_kv_heads % world_size:
         raise ValueError(
             f"all_to_all deals heads to ranks, and {num_kv_heads} key/value heads do not divide among {world_size} "
-            f"ranks: {num_kv_heads} mod {world_size} = {num_kv_heads % world_size}. The exchange ring takes any number."
+            f"ranks: {num_kv_heads} mod {world_size} = {num_kv_heads % world_size}. exchange='ring' takes any number."
         )

@@ -21,7 +21,7 @@ ALL_TO_ALL_SAVING = 3
 
 
 class RankPlan(NamedTuple):
-    """What a rank does under an exchange. dealing: how heads are dealt, or None. plan: for the heads it then has."""
+    """What a rank does under an exchange. dealing: how it deals heads, or None. plan: for its heads after that."""
 
     plan: Plan
     dealing: Dealing | None
@@ -88,8 +88,8 @@ def choose_exchange(job: Job, sizes: Sizes) -> Choice:
 
 
 def choice_by(counted: JobCount, job: Job, sizes: Sizes) -> Choice:
-    """The exchange for a forward, given what the ranks receive. The choice goes by bytes, memory and the number of
-    kernel calls: many small calls can take longer than fewer bytes save."""
+    """The exchange for a forward, given what the ranks receive. The choice goes by bytes, memory, hops and kernel
+    calls: many small calls can cost more time than sending fewer bytes saves."""
     unit = sizes.unit * sizes.itemsize
     received, two_chunks = unit * max(counted.received), 2 * unit * max(counted.buffers)
     if not received:
@@ -100,21 +100,20 @@ def choice_by(counted: JobCount, job: Job, sizes: Sizes) -> Choice:
     num_hops = f"{hops} hop{'s' * (hops > 1)}"
     ring = f"by the ring a rank receives up to {received:,} bytes in {num_hops} and holds {two_chunks:,} (two chunks)"
     if hops > 1 and largest <= SMALL_CHUNK_BYTES and received <= max(two_chunks, 2 * num_kv_held * unit * max(lengths)):
-        small = f"chunks of {largest:,} bytes are small, and all that a rank meets are {received:,}, at most two chunks"
+        small = f"chunks of {largest:,} bytes are small, and a rank receives {received:,}, no more than two chunks"
         return Choice("all_gather", f"{small} or its own keys and values: one round instead of {hops} hops; {ring}")
     if num_kv_held % job.num_ranks:
         return Choice("ring", f"{ring}; {num_kv_held} key/value heads cannot be dealt to {job.num_ranks} ranks")
     moved = most_dealt(lengths, len(job.held_heads), num_kv_held, sizes)
     dealt_calls = plan_exchange("all_to_all", job, 0).plan.num_tiles
     calls = make_plan(job, counted.received.index(max(counted.received))).num_tiles
-    ring += f", in {calls} kernel calls"
+    ring += f", and makes {calls} kernel calls meanwhile"
     if moved * ALL_TO_ALL_SAVING > received:
-        return Choice("ring", f"{ring}, behind computation; dealing heads would send {moved:,}, hidden by nothing")
+        return Choice("ring", f"{ring}; dealing heads would send {moved:,} bytes while ranks wait")
     if dealt_calls > 2 * calls:
-        return Choice("ring", f"{ring}; dealing heads would send {moved:,}, but takes {dealt_calls} calls")
-    saving = f"sends {moved:,} bytes, less than the ring by {ALL_TO_ALL_SAVING} times or more (its bytes hide behind "
-    held = f"computation, these do not), in {dealt_calls} kernel calls, and holds them beside the inputs"
-    return Choice("all_to_all", f"{saving}{held}; {ring}")
+        return Choice("ring", f"{ring}; dealing heads would send {moved:,} bytes, but in {dealt_calls} calls")
+    held = f"a rank sends up to {moved:,} bytes, at most 1/{ALL_TO_ALL_SAVING} of the ring's, and waits for them"
+    return Choice("all_to_all", f"{held}, holds them beside the inputs and makes {dealt_calls} kernel calls; {ring}")
 
 
 def dealt_bytes(

@@ -162,7 +162,7 @@ class _Planner:
                 yield held, groups
 
     def candidates(self, branch: int, origin: int, stop: int) -> list[int]:
-        """The ranks that may hold rows of a segment. They are searched row by row: at high rates few ranks hold any."""
+        """The ranks that may hold rows of a segment. Spans without rows are skipped: at high rates most have none."""
         rate, groups = self.pattern.dilation_rates[branch], self.groups[branch]
         lowest = min((group.phase for group in groups), default=0)
         highest = max((g.phase + (len(g.query_heads) - 1) * g.phase_step for g in groups), default=0)
@@ -197,8 +197,8 @@ class _Planner:
     def cut(self, tile: Tile, rank: int) -> Iterator[Tile]:
         """Cut a tile into blocks of heads. So a kernel's result is small beside the tensor to which it is added.
 
-        A result takes at most a third of one local tensor, unless a block would have fewer than 4 key/value heads for
-        the kernel's threads. A first tile of all rows stays whole, since its result becomes the accumulator.
+        A result takes at most a third of one local tensor, unless blocks would then have fewer than 4 key/value heads,
+        too few for the kernel's threads. A first tile of all rows stays whole: its result becomes the accumulator.
         """
         local_size = shard_length(self.shards[rank]) * self.num_heads
         size = len(tile.query.heads) * tile.query.num_rows * tile.query.segments

@@ -82,7 +82,7 @@ class Band(NamedTuple):
 
     @property
     def kv_heads(self) -> range:
-        """On a diagonal (`pattern.head_groups`) each query head has its own. A group of one phase is one band."""
+        """The band's K/V heads: one for each query head on a diagonal (`pattern.head_groups`), else all its group's."""
         return self.group.kv_heads[self.lo : self.hi] if self.group.phase_step else self.group.kv_heads
 
     def query_rows(self, rate: int) -> Rows:

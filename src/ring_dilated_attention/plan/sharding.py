@@ -70,7 +70,7 @@ class Cut(NamedTuple):
     """How ranks cut a sequence.
 
     num_shards: the number of ranks. align, lengths: as `ContextParallel` takes them.
-    inner: the number of neighbouring ranks that share one shard, in near-equal slices (a 2-D mesh).
+    inner: how many neighbouring ranks' shards are slices of one larger shard (2-D mesh; otherwise 1).
     """
 
     sharding: str

@@ -7,7 +7,7 @@ from .step import Compute, Packing
 
 
 class Sizes(NamedTuple):
-    """itemsize: bytes of an element of query, key and value. num_threads: the CPU kernel's, each with scratch."""
+    """itemsize: bytes of an element of query, key and value. num_threads: CPU kernel threads, each with scratch."""
 
     batch: int
     head_dim: int

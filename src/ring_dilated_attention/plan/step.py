@@ -21,8 +21,8 @@ STAGES = ("forward", "backward")
 class Packing(NamedTuple):
     """The tiles that a kernel computes faster from a copy in which the rows lie side by side.
 
-    distance: least bytes from one row to the next. num_bytes: least query rows, and least key rows, times itemsize.
-    max_rows: query rows that are copied at a time; a tile of more is split into several calls.
+    distance: rows at least this many bytes apart are copied, if rows * itemsize of query and of key reach num_bytes.
+    max_rows: query rows copied at a time. A larger tile is split by heads and segments; a larger head is not copied.
     """
 
     distance: int
@@ -38,7 +38,7 @@ class Terms(NamedTuple):
     folds: one stride steps through batch and segments. If not, a tile of several segments is a call per batch entry.
     dealing: how heads are dealt before and after, or None. has_dlse: lse has a gradient (backward).
     distances: bytes from one position to the next in query, and in key and value. itemsize: bytes of their elements.
-    is_brief: list only two calls of a tile and two batch entries, since the others are alike. Times need all.
+    is_brief: list only two calls of a tile and two batch entries, which show the peak of memory, but not the time.
     """
 
     in_place: bool = False
@@ -129,7 +129,7 @@ class Start(NamedTuple):
 
 
 class Prepare(NamedTuple):
-    """Make delta, which a kernel that adds in place reads in backward."""
+    """Make delta = rowsum(dout * out) - dlse, which a kernel that adds in place reads in backward."""
 
 
 class Copy(NamedTuple):

@@ -55,7 +55,7 @@ def append(
     check_append(plan, positions, counts)
     runs = list(_alike(positions, counts))
     results = []
-    # A single row is written before it attends. If plan.keep > 0, it overwrites a row that `crop` may need.
+    # A single row is written before it attends. If plan.keep > 0 and the call fails, `crop` may need the row under it.
     ones = [(memory[:, entries], position) for entries, position, count in runs if count == 1 and plan.keep]
     written_over = [(slot, slot.clone()) for one in ones for slot in _next_slots(plan, *one)]
     try:
@@ -136,7 +136,7 @@ def _many(
 ) -> tuple[Tensor, Tensor]:
     """out (B, M, H, D) and lse (B, M, H) of M new rows, the first at position t."""
     rank_plan = RankPlan(plan_chunk(plan, t, query.shape[1]), None)
-    # A tile's rows already say which buffer is read. So every key/value head is a view of the same memory.
+    # A cached tile's rows count through the memory of all buffers. So every key/value head is a view of all of it.
     keys, values = memory.unsqueeze(3).expand(-1, -1, -1, plan.num_kv_held, -1)
     return executor.forward(rank_plan, executor.Means(kernel, scale), query, key, value, cached=(keys, values))
 
@@ -164,7 +164,7 @@ def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -
 
 
 def rows_at(x_BNHD: Tensor, buffers: Buffers, numbers: range, first: int) -> Tensor:
-    """The rows with these numbers, (B, G, L, D), of a tensor whose rows are the positions from `first` on."""
+    """The rows with these numbers in their phase, (B, G, L, D), of a tensor whose row 0 is position `first`."""
     number = torch.arange(numbers.start, numbers.stop, device=x_BNHD.device)
     per_segment = buffers.rows_per_segment
     position = number // per_segment * buffers.segment_length + buffers.phase + number % per_segment * buffers.rate

@@ -102,7 +102,7 @@ class DilatedCache:
         gets_one = to is None or to == ranks.rank
         with ranks.refusing():
             if to is not None and not (is_integer(to) and 0 <= to < ranks.world_size):
-                raise ValueError(f"to={to!r}: the ranks are 0 to {ranks.world_size - 1}, and None is each of them.")
+                raise ValueError(f"to={to!r}: the ranks are 0 to {ranks.world_size - 1}. Give one, or None for all.")
             if key.dim() != 4 or (key.shape, key.dtype, key.device) != (value.shape, value.dtype, value.device):
                 both = " and ".join(f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (key, value))
                 raise ValueError(f"key and value must both be (batch, positions, K/V heads, head dim), alike: {both}.")
@@ -212,9 +212,9 @@ class DilatedCache:
         progress: Any = state.get("progress")
         saved: Any = state.get("rows")
         if isinstance(saved, list) and len(saved) not in (1, self.batch):
-            raise ValueError(f"the state has {len(saved)} sequences, and the batch {self.batch} entries: 1 or as many.")
+            raise ValueError(f"the state has {len(saved)} sequences; this batch needs 1 or {self.batch}.")
         if not _fit(progress, saved):
-            raise ValueError(f"the state is damaged: progress {progress} is not that of sequences with rows.")
+            raise ValueError(f"the state is damaged: progress {progress} does not fit the rows.")
         own, limit = self.plan, self.plan.max_len
         source = plan_cache(own.pattern, own.num_heads, own.num_kv_heads, None, state.get("keep"), own.held)
         places = progress.T.tolist()  # of each saved sequence: its positions, and the lowest that `crop` may go back to
@@ -285,7 +285,7 @@ class DilatedCache:
             return
         rows = f"{self.num_rows:,} rows of {self.head_dim} {self.dtype} for keys and as many for values"
         product = f"2 * {self.batch} * {self.num_rows:,} * {self.head_dim} * {self.dtype.itemsize}"
-        limit = "No buffer is larger than max_len" if self.plan.max_len is None else "Give a smaller max_len"
+        limit = "Give max_len, which no buffer exceeds" if self.plan.max_len is None else "Give a smaller max_len"
         raise ValueError(
             f"the cache would hold {rows}, for a batch of {self.batch}: {product} = {self._bytes_of_rows():,} bytes, "
             f"and {free:,} are free on {self.device}. {limit}, or use a smaller batch, fewer key/value heads or "

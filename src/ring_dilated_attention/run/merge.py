@@ -1,4 +1,4 @@
-"""Merges partials (out, lse): a monoid with the identity (0, -inf). The executor and `append` merge only here."""
+"""Merges partials (out, lse): a monoid with the identity (0, -inf). Kernels that add in place merge elsewhere."""
 
 import torch
 from torch import Tensor
