@@ -505,7 +505,7 @@ def rank_takes_a_mean(rank, world_size):
     for count in (float("nan"), float("inf"), -5, True):
         assert "must be one number of at least 0" in message_of(lambda n=count: context.mean_loss(terms.detach(), n))
     one = -5 if rank else 8  # what one rank gets wrong, all learn
-    assert "at least 0, of terms in the sum, got -5" in message_of(lambda: context.mean_loss(terms.detach(), one))
+    assert "at least 0 (the terms in the sum), got -5" in message_of(lambda: context.mean_loss(terms.detach(), one))
     assert "reduction='sum'" in message_of(lambda: context.mean_loss(torch.zeros(2), 2))
 
 
@@ -538,8 +538,10 @@ def rank_passes_the_whole(rank, world_size):
         other.shard(whole)
         other.shard(x)
 
-    taken = "every rank has 8 positions, as many as the sequence that was cut last: they are taken for one of 16"
-    again = "shard was given 4 positions, as many as each rank's shard of the 8 that were cut last, and different ones"
+    taken = "every rank has 8 positions, as many as the sequence that was cut last: they count as one sequence of 16"
+    again = (
+        "shard was given 4 positions, as many as each rank's shard of the 8 positions cut last, and the ranks' tensors"
+    )
     for deed, x, fragment in (
         (attend, whole, taken),
         (ContextParallel.unshard, whole, taken),

@@ -58,9 +58,9 @@ def _agree_on(ranks: Ranks, described: dict[str, Any], samples: dict[str, int]) 
             raise
         raise ValueError(
             f"{error} The numbers are fingerprints: ranks that share a sequence were given different samples. Give "
-            "all of them the same one (a DistributedSampler with num_replicas and rank of the *other* mesh axis, "
-            "or shuffle=False and one seed), or let one rank deal it out: shard_batch(batch, source=0). Under "
-            "transformers' Trainer, SameSample does this."
+            "all of them the same one (a DistributedSampler with num_replicas and rank of the data-parallel axis, "
+            "or shuffle=False and one seed; under transformers' Trainer, SameSample), or let one rank deal it out: "
+            "shard_batch(batch, source=0)."
         ) from error
 
 
@@ -68,7 +68,7 @@ def fingerprint(x: Tensor) -> int:
     """A 64-bit hash of a tensor's bytes. Different bytes hardly ever have the same hash."""
     raw = x.detach().contiguous().flatten().view(torch.uint8)
     words = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
-    place = torch.arange(1, words.numel() + 1, device=x.device) * -7046029254386353131  # odd: all places differ
+    place = torch.arange(1, words.numel() + 1, device=x.device) * -7046029254386353131  # odd factor: no two are equal
     mixed = (words ^ (words >> 31)) * -4417276706812531889 + place
     return int(((mixed ^ (mixed >> 29)) * (place | 1)).sum())
 

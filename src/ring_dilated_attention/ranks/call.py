@@ -1,4 +1,4 @@
-"""Holds an attention call's arguments other than query, key and value, and what its backward takes from its forward."""
+"""`Call`: what a text can hold of an attention call's arguments. `Begun`: what its backward takes from its forward."""
 
 from dataclasses import dataclass
 from functools import lru_cache

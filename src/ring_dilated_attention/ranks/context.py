@@ -46,8 +46,8 @@ class ContextParallel:
     no position. A backward runs only if the loss depends on the output of its forward: a rank that has no use for the
     output adds 0 * out.sum() to its loss. (A forward runs even if nothing uses its output, compiled or not.)
 
-    The ranks of one host are neighbours in the ring. (On a 2-D mesh, rows on the same hosts are.) `rank` is this
-    process's place in the ring. `name` stands for this context in errors, and is the same on every rank.
+    The ranks of one host are neighbours in the ring. (On a 2-D mesh, the mesh's rows on the same hosts are
+    neighbours.) `rank` is this process's place in the ring. `name` is this context's name in errors, on every rank.
 
     Copies of a module (EMA, nn.TransformerEncoder) hold the same context. Until `close` a context belongs to the thread
     of its first call; all ranks refuse calls in other threads. torch.compile(fullgraph=True) takes
@@ -59,7 +59,7 @@ class ContextParallel:
             Over a 2-D mesh heads are dealt (all-to-all) along the last axis, and chunks travel along the first.
         sharding: "contiguous" shards in rank order; "zigzag" gives rank k the parts k and 2p-1-k of 2p near-equal ones.
         exchange: "ring", "all_gather" (all at once), "all_to_all" (heads for positions), or "auto", which chooses by
-            bytes, memory and number of messages.
+            bytes, memory, hops and kernel calls.
         timeout: how long a rank waits for another before it raises. (gloo notices a dead rank at once. With NCCL that
             depends on its watchdog.)
         align: the borders of contiguous shards are multiples of it.
@@ -125,7 +125,7 @@ class ContextParallel:
     def close(self) -> None:
         """Give back the groups, with their connections and threads. No call can follow.
 
-        All ranks call it when they need the context no more, even after an error, and before they make another one.
+        All ranks call it when they no longer need the context, even after an error, and before they make another one.
         """
         self.ranks.close()
 
@@ -151,8 +151,8 @@ class ContextParallel:
         fields = {**rows_fields("shard", x, dim), "length of the whole": length}
         if len(set(ranks.agree(mark, fields, None))) > 1:
             text = (
-                f"shard was given {length} positions, as many as each rank's shard of the {last} that were cut last, "
-                "and different ones on each rank: a shard is cut again. Pass it on as it is, or unshard it first"
+                f"shard was given {length} positions, as many as each rank's shard of the {last} positions cut last, "
+                "and the ranks' tensors differ: a shard is cut again. Pass it on as it is, or unshard it first"
             )
             ranks.warn_once("shard", text)
         lengths = ranks.lengths_of(length)
@@ -179,7 +179,7 @@ class ContextParallel:
         return shard_batch(self.ranks, batch, source)
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole tensor from every rank's rows. All ranks must compute the same from it: its gradient is sliced."""
+        """The whole tensor, from all ranks' rows. All ranks must compute the same from it: gradients are not summed."""
         self.ranks.check_all_here("unshard")
         with self.ranks.refusing():
             check_dim("unshard", x, dim)

@@ -80,7 +80,7 @@ class GroupLink:
         self.failure: str | None = None
         self.links = links  # if one of them breaks, all do
         links.append(self)
-        # The backend of each type of device. (dist.get_backend gives only one name, the user's text, or "undefined".)
+        # The backend of each type of device. (dist.get_backend returns a single name, the user's text or "undefined".)
         self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._pending: weakref.WeakSet[GroupPending] = weakref.WeakSet()
         self._watcher: Watcher | None = None
@@ -152,7 +152,7 @@ class GroupLink:
         if set(self.backends.values()) != {"gloo"}:
             self.group.abort()
         self._disconnect()
-        # Messages may be stuck in gloo. They must end now, and not after torch's profiler has stopped (`Sentinel`).
+        # Messages may be stuck in gloo. End them now: after torch's profiler stops they would write to memory it freed.
         pending = [x for x in list(self._pending) if x.handles and self.on_gloo(x.tensors[0])]
         for work in (handle.work for x in pending for handle in x.handles):
             with suppress(RuntimeError):

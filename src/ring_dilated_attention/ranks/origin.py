@@ -42,7 +42,7 @@ def why_doubtful(lengths: Sequence[int], ranks: Ranks) -> str | None:
     if ranks.last_whole is not None or not _last or _last[0].lengths != tuple(lengths) or _is_own(_last[0], ranks):
         return None
     return (
-        f"ranks have {tuple(lengths)} positions, as many as the sequence that was cut last, by a context that cuts "
+        f"ranks have {tuple(lengths)} positions, the lengths of the shards that were cut last, by a context that cuts "
         f"{_last[0].sharding}; they are taken for {ranks.cut.sharding} shards. Cut with the context that computes"
     )
 

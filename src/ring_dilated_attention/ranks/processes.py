@@ -39,7 +39,7 @@ def _give_back(links: list[GroupLink]) -> None:
     """
     for link in links:
         link.close()
-    if dist.is_initialized() and dist.get_world_size() > 2:  # torch names groups of all ranks otherwise
+    if dist.is_initialized() and dist.get_world_size() > 2:  # else groups are of all ranks, and a counter names them
         for _ in links:
             _leave_empty_group()
 
@@ -174,8 +174,8 @@ class Processes(Ranks):
     def notice_whole(self, lengths: Sequence[int]) -> bool:
         if not sum(lengths) or set(lengths) != {self.last_whole}:
             return False
-        text = f"every rank has {self.last_whole} positions, as many as the sequence that was cut last: they are taken "
-        self.warn_once("whole", text + f"for one of {sum(lengths)}. Pass what `shard` returns")
+        text = f"every rank has {self.last_whole} positions, as many as the sequence that was cut last: they count "
+        self.warn_once("whole", text + f"as one sequence of {sum(lengths)}. Pass what `shard` returns")
         return True
 
     def fields(self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor) -> dict[str, object]:

@@ -26,7 +26,7 @@ Links = tuple[Link | None, Dealer | None]
 class Ranks:
     """The ranks that share sequences. This class is for one process alone; subclasses override what differs.
 
-    rank: the place of this process in the ring. name: that of the context in errors, "" for one process. calls: the
+    rank: the place of this process in the ring. name: the context's name in errors, "" for one process. calls: the
     number of forwards so far, the same on every rank.
     """
 
@@ -37,7 +37,7 @@ class Ranks:
         self.last_whole: int | None = None  # the length of the sequence that was cut last
         self.warned: set[str] = set()  # what `warn_once` has warned of
         self.turn = RLock()  # held by the one thread that agrees with other ranks, or exchanges records
-        self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # a write to it keeps a call in a graph
+        self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # compiled calls add to it, so none is dropped
 
     def lengths_of(self, seq_len: int) -> tuple[int, ...]:
         """Every rank's number of rows, if this context cuts a sequence of this length."""

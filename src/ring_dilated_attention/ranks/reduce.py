@@ -39,7 +39,7 @@ def _sum_and_count(local_sum: Any, local_count: Any) -> Tensor:
         )
     count = local_count.item() if _is_one_number(local_count) else local_count
     if not is_finite_number(count) or count < 0:
-        raise ValueError(f"local_count must be one number of at least 0, of terms in the sum, got {count!r:.99}.")
+        raise ValueError(f"local_count must be one number of at least 0 (the terms in the sum), got {count!r:.99}.")
     count = torch.tensor(float(count), dtype=torch.float64, device="cpu")
     return torch.stack([local_sum.detach().reshape(()).double().cpu(), count])
 

@@ -15,7 +15,7 @@ def check_dim(call: str, x: Any, dim: Any) -> None:
     if not isinstance(x, Tensor) or x.layout != torch.strided:
         raise ValueError(f"{call} takes a dense tensor, got {x.layout if isinstance(x, Tensor) else type(x).__name__}")
     if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
-        text = f"{call} along dim={dim!r} of a tensor {tuple(x.shape)}, which has {x.dim()}"
+        text = f"{call} along dim={dim!r} of a {x.dim()}-dimensional tensor {tuple(x.shape)}"
         raise ValueError(f"{text}: give the dim of the positions")
 
 

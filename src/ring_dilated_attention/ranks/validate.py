@@ -34,7 +34,7 @@ def autocast(x: Any) -> Any:
     """As torch's own attention under autocast: floating types other than float64 become the autocast type."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
-    device = x.device.type  # is_autocast_available would tell of "meta" too, and torch 2.11 cannot compile it
+    device = x.device.type  # is_autocast_available rules out "meta" too, but torch 2.11 cannot compile that function
     if not x.is_meta and torch.is_autocast_enabled(device):
         return x.to(torch.get_autocast_dtype(device))
     return x
@@ -129,7 +129,7 @@ def _check_scale(scale: Any, dtype: torch.dtype) -> None:
         raise ValueError(f"scale must be a finite number or None, got {scale!r}.")
     if abs(float(scale)) > (largest := torch.finfo(dtype).max):
         raise ValueError(
-            f"scale={float(scale):g} is beyond {largest:.1e}, the largest {dtype} number, in which scores are made. "
+            f"scale={float(scale):g} is beyond {largest:.1e}, the largest number of {dtype}, the dtype of the scores. "
             "Pass float64 tensors, or a smaller scale."
         )
 

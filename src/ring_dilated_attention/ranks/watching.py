@@ -30,7 +30,7 @@ _threads: "weakref.WeakSet[Thread]" = weakref.WeakSet()
 
 
 def start_thread(function: Callable[..., None], *args: object) -> None:
-    thread = Thread(target=function, args=args, daemon=True, name="rda")  # no Thread-N: ranks compare users' names
+    thread = Thread(target=function, args=args, daemon=True, name="rda")  # leaves "Thread-N" to users: ranks compare N
     _threads.add(thread)
     thread.start()
 
@@ -57,7 +57,7 @@ class Sentinel:
         posted.wait()  # so that no `close` comes before the receive
 
     def _watch(self, receive: Callable[[], dist.Work], posted: Event) -> None:
-        # A message that ends writes into its profiler event, which torch's profiler frees when the profiler stops.
+        # A message writes into its profiler event as it ends. torch's profiler frees the event when the profiler stops.
         if hasattr(torch.autograd, "_enable_record_function"):
             torch.autograd._enable_record_function(False)  # in this thread
         try:

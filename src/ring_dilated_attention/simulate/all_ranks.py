@@ -156,7 +156,7 @@ class SimulatedRanks(Ranks):
 
     def __init__(self, cut: Cut) -> None:
         super().__init__(cut)
-        # Given a rank's link and the rows that it begins with: the context manager in which its part of a call runs.
+        # Makes, from a rank's link and rows, the context manager in which the rank runs its part of a call.
         self.around: Callable[[SimulatedLink, Given], AbstractContextManager[Any]] = lambda link, rows: nullcontext()
 
     def lengths_of(self, seq_len: int) -> tuple[int, ...]:

@@ -42,9 +42,7 @@ def measuring(parallel: ContextParallel) -> Iterator[list[Use]]:
     """
     ranks = parallel.ranks
     if not isinstance(ranks, SimulatedRanks):
-        raise ValueError(
-            "measuring needs all ranks in this process, and this context is no simulate.all_ranks(p). Make such a one."
-        )
+        raise ValueError("measuring needs all ranks in this process: pass a context that simulate.all_ranks(p) made.")
     uses = [Use(rank, ranks.cut.num_shards) for rank in range(ranks.cut.num_shards)]
 
     @contextmanager
@@ -65,7 +63,7 @@ def measuring(parallel: ContextParallel) -> Iterator[list[Use]]:
 class Held(TorchDispatchMode):
     """Counts bytes: of the given rows, and of every storage that an op of this thread returns, while the storage lives.
 
-    What an op frees itself is not seen: a kernel's scratch, a cast to the dtype of a sum.
+    Memory that an op takes and frees inside one call is not seen: a kernel's scratch, a cast to the dtype of a sum.
     """
 
     def __init__(self, rows: Given) -> None:

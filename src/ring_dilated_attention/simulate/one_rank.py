@@ -33,7 +33,7 @@ class OtherRanks:
         raise NotImplementedError
 
     def take_gradient(self, chunk: GlobalChunk, gradient: Tensor) -> None:
-        """Take this rank's part of the gradient of another rank's chunk, ordered as the chunk. Copy it to keep it."""
+        """Take what this rank adds to the gradient of another's chunk, laid out by `chunk.rows`. Copy it to keep it."""
 
     def gradient_home(self, chunk: GlobalChunk) -> Tensor | None:
         """The sum of the other ranks' contributions to the gradient of this rank's chunk, or None for zero."""
@@ -49,7 +49,7 @@ def one_rank(
     align: int = 1,
     lengths: Sequence[int] | None = None,
 ) -> Simulated:
-    """A context that runs one rank of a larger job, on its rows. Without `lengths` all ranks own equally many.
+    """A context that runs one rank of a larger job, on its rows. Without `lengths` all own equally many positions.
 
     Args:
         others: makes what the other ranks send, and takes what this rank sends.
@@ -134,7 +134,7 @@ class OneRank(Ranks):
     def check_all_here(self, method: str) -> None:
         raise ValueError(
             f"{method} needs the tensors of all ranks, and only rank {self.rank} of {self.cut.num_shards} is run. "
-            "Make its rows where they are needed, at the positions that `positions` tells."
+            "Make this rank's rows yourself, at the positions that `positions` gives, or run simulate.all_ranks."
         )
 
     def choose(self, job: Job, sizes: Sizes) -> Choice:
