@@ -341,7 +341,7 @@ def _integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
 
 
 def why_no_pattern(value: object) -> str | None:
-    """A sentence, or None for a DilatedPattern."""
+    """Why a value is no DilatedPattern, as a sentence, or None if it is one."""
     if isinstance(value, DilatedPattern):
         return None
     remedy = "DilatedPattern(segment_lengths=[2048, 4096], dilation_rates=[1, 2]) makes one"

@@ -237,10 +237,10 @@ def test_the_example_of_measuring_is_code():
 
 
 def test_measuring_is_for_simulated_ranks():
-    with pytest.raises(ValueError, match="that simulate.all_ranks"), simulate.measuring(ContextParallel()):
+    with pytest.raises(ValueError, match=r"that simulate\.all_ranks"), simulate.measuring(ContextParallel()):
         pass
     alone = simulate.one_rank(1, 4, OtherRanks())
-    with pytest.raises(ValueError, match="that simulate.all_ranks"), simulate.measuring(alone):
+    with pytest.raises(ValueError, match=r"that simulate\.all_ranks"), simulate.measuring(alone):
         pass
 
 

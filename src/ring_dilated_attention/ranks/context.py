@@ -47,7 +47,7 @@ class ContextParallel:
     output adds 0 * out.sum() to its loss. (A forward runs even if nothing uses its output, compiled or not.)
 
     The ranks of one host are neighbours in the ring. (On a 2-D mesh, the mesh's rows on the same hosts are
-    neighbours.) `rank` is this process's place in the ring. `name` is this context's name in errors, on every rank.
+    neighbours.) `rank`: this process's place in the ring. `name`: the context's name in errors, the same on every rank.
 
     Copies of a module (EMA, nn.TransformerEncoder) hold the same context. Until `close` a context belongs to the thread
     of its first call; all ranks refuse calls in other threads. torch.compile(fullgraph=True) takes
@@ -55,7 +55,7 @@ class ContextParallel:
     `unshard`, `mean_loss`, LongNetLM's loss) outside compiled code.
 
     Args:
-        group: a ProcessGroup, a DeviceMesh, or None for all ranks (one, if torch.distributed is not initialised).
+        group: a ProcessGroup, a DeviceMesh, or None: all ranks, or one process if torch.distributed is not initialised.
             Over a 2-D mesh heads are dealt (all-to-all) along the last axis, and chunks travel along the first.
         sharding: "contiguous" shards in rank order; "zigzag" gives rank k the parts k and 2p-1-k of 2p near-equal ones.
         exchange: "ring", "all_gather" (all at once), "all_to_all" (heads for positions), or "auto", which chooses by

@@ -88,7 +88,7 @@ def call_of(
 
 
 def why_no_rows(name: str, x: Any) -> str | None:
-    """A sentence, or None for a tensor of four dimensions."""
+    """Why x is no tensor of four dimensions, as a sentence, or None if it is one."""
     layout = "(batch, seq, heads, head_dim)"
     if not isinstance(x, Tensor):
         return f"{name} must be a tensor {layout}, got {type(x).__name__}: torch.as_tensor makes one"
