@@ -160,7 +160,9 @@ A *plan* lists in integers what a rank computes, sends and receives. A *program*
 The program is made before anything is computed, and later calls of the same shape use it again.
 
 Each line below is a step. Rows are numbered within the rank: row 0 of rank 1 is position 4. A *tile* is a set of query
-rows times a set of key rows, which one call of a kernel computes.
+rows times a set of key rows, which one call of a kernel computes. `take` allocates a buffer, and `free` releases it.
+"8 units at 0" are the first 8 units of a buffer. A *block* is the keys of some heads in a buffer, and then their
+values; "a block at 0" begins at the first unit.
 
 Rank 0, forward:
 

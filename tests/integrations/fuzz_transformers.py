@@ -229,11 +229,11 @@ def try_refused(rng: random.Random) -> Trial:
     if name != "bert":
         cases["packed beside padding"] = (
             {"attention_mask": padded_after(padded, 3), "position_ids": packed},
-            "count on",
+            "increase by 1",
         )
         cases["positions fall"] = (
             {"attention_mask": padded_after(padded, 3), "position_ids": packed.flip(1)},
-            "count on",
+            "increase by 1",
         )
     how = rng.choice([*cases])
     inputs, part = cases[how]

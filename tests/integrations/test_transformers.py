@@ -200,7 +200,7 @@ def test_compiled_code_refuses_documents_that_it_cannot_see():
     """Catches documents that see each other, in silence, since a graph cannot look for where positions start anew."""
     model = make("llama")
     inputs, _ = inputs_of("positions")
-    with pytest.raises(RuntimeError, match="say where documents begin with cu_seq_lens_q"):
+    with pytest.raises(RuntimeError, match="pass the borders of documents as cu_seq_lens_q"):
         torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs)
     torch._dynamo.reset()
 
@@ -215,7 +215,7 @@ def test_compiled_code_refuses_what_a_padded_batch_cannot_hold(kind):
     else:
         positions[0, 5:] -= 5
     model = torch.compile(make("llama"), backend="aot_eager")
-    with pytest.raises(RuntimeError, match="attention_mask has holes, or position_ids that do not count on"):
+    with pytest.raises(RuntimeError, match="attention_mask has holes, or position_ids do not increase by 1"):
         model(tokens(2, 12), attention_mask=mask, position_ids=positions, use_cache=False)
     torch._dynamo.reset()
 
@@ -424,7 +424,7 @@ def test_refused_by_models():
         )
     two = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]])
     mask = torch.tensor([[1] * 6, [0] + [1] * 5])
-    assert "position_ids do not count on at position 3 of row 1" in message_of(
+    assert "position_ids do not increase by 1 at position 3 of row 1" in message_of(
         lambda: model(ids, attention_mask=mask, position_ids=two)
     )
 

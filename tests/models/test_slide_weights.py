@@ -52,13 +52,13 @@ def test_weights_that_are_refused(tmp_path):
     del weights["encoder.layers.1.ffn.fc1.weight"]
     with pytest.raises(ValueError, match=r"few\.pth: the weights do not fit .* missing encoder.layers.1.ffn.fc1"):
         load(save(weights, tmp_path / "few.pth"))
-    with pytest.raises(ValueError, match="not hold a slide encoder's weights: of cls_token there is no such tensor"):
+    with pytest.raises(ValueError, match="not hold a slide encoder's weights: it has no cls_token"):
         load(save({"a": torch.ones(2)}, tmp_path / "other.pth"))
     torch.save(nn.Linear(2, 2), tmp_path / "module.pth")
     with pytest.raises(ValueError, match=r"module\.pth cannot be read as weights: torch.load.* and it is not read"):
         load(tmp_path / "module.pth")
     path = save(whole | {"cls_token": torch.ones(1, 1, 0)}, tmp_path / "narrow.pth")
-    with pytest.raises(ValueError, match=r"of cls_token there is shape \(1, 1, 0\)"):
+    with pytest.raises(ValueError, match=r"cls_token has shape \(1, 1, 0\)"):
         load(path)
     path = save(whole, tmp_path / "bit.pth")
     damaged = bytearray(path.read_bytes())

@@ -4,7 +4,7 @@ The ops compute ds = p * (dp - delta) with delta = rowsum(dout * out), and a gra
 one column is added: q, k and v are 0 in it, out is -dlse and dout is 1. Only delta changes: it becomes delta - dlse.
 
 dlse is float32, and 16-bit inputs would round it (GradScaler begins with 65,536, beyond float16). They take three
-columns instead. dout is one power of 2 in all three, and out holds what the columns before it left of -dlse / dout.
+columns instead. dout is one power of 2 in all three. In out, the first is -dlse / dout, each other what rounding left.
 """
 
 import torch

@@ -92,7 +92,7 @@ def _cudnn_refuses(tile: TileFacts) -> str | None:
         return "is not part of ROCm"
     version = torch.backends.cudnn.version() or 0
     if version < 91501:  # older ones went out of bounds where M is not a multiple of 128 (pytorch#169849)
-        return f"is taken from cuDNN 9.15.1 (91501) on, got {version}"
+        return f"needs cuDNN 9.15.1 (91501) or later, got {version}"
     # Torch never gives cuDNN a single key, and a single row gave NaN (cudnn-frontend#1072).
     if 1 in (tile.num_rows, tile.num_keys):
         return f"takes two or more rows and keys, got {tile.num_rows} and {tile.num_keys}"

@@ -3,7 +3,7 @@
 Unverified: no GPU has run it. It is written from the ops' schemas and sources, and tested on meta tensors and with
 stand-ins that keep to the ops' contracts.
 
-The first op of `cuda_ops.OPS` that takes a call runs it. `torch.nn.attention.sdpa_kernel([...])` selects ops as usual,
+The first op of `cuda_ops.OPS` that takes a tile runs it. `torch.nn.attention.sdpa_kernel([...])` selects ops as usual,
 but the order stays that of the table, also with set_priority. FlashAttention 3 and 4 run in the place of torch's flash
 after the caller has called `torch.nn.attention.activate_flash_attention_impl`. Names are those of `contract.py`.
 """

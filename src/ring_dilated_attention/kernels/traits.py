@@ -12,7 +12,7 @@ def query_block(num_rows: int) -> int:
 
 
 def cpu_scratch(step: Compute, sizes: Sizes, num_heads: int) -> int:
-    """Torch's CPU flash attention takes blocks of scores for each thread. Backward also takes blocks of the scores'
+    """Torch's CPU flash attention holds a block of scores for each thread. Backward also holds a block of the scores'
     gradients, and a copy of dout unless the tile's rows lie side by side with all heads."""
     tile, is_forward = step.tile, step.what == "partial"
     queries = min(query_block(tile.query.num_rows), tile.query.num_rows)

@@ -28,14 +28,14 @@ class MultiheadDilatedAttention(nn.Module):
         out = out_proj(subln(dilated_attention(rotate(query Wq), rotate(key Wk), value Wv)))
 
     `rotary` adds `rotate`; `sub_layernorm` adds `subln`, a LayerNorm as in MAGNETO. Parameters have the names and
-    shapes of torch's module, so its `state_dict` loads as it is; in_proj_weight_(E+2GD)E has the rows of Wq, Wk, Wv.
+    shapes of torch's module, so its `state_dict` loads as it is. in_proj_weight (E + 2GD, E) has rows of Wq, Wk, Wv.
 
     Args:
         pattern: who attends whom; causality is part of it.
         num_kv_heads: G, grouped queries; num_heads must be a multiple of it. None means num_heads.
         rotary: rotary position embeddings (rotate-half form); True for base 10,000 or the base itself.
         parallel: the ranks that share sequences; inputs and outputs are then shards. Use `parallel.mean_loss`: a mean
-            of each shard's loss weights ranks wrongly, and no error says so.
+            over each shard alone gives ranks wrong weights, and no error says so.
         backend: as for `dilated_attention`.
         heads_held: which of the num_heads query heads this module holds (tensor parallelism), as range(3, 6). A head's
             phase follows from its number in the layer. The outputs of modules that together hold all heads add up to
@@ -361,7 +361,7 @@ class MultiheadDilatedAttention(nn.Module):
         cache: DilatedCache | None,
         lengths: Tensor | None,
     ) -> None:
-        """What to check before `_table` reads cu_seqlens or a cache. `dilated_attention` makes the others."""
+        """What must be checked before `_table` reads cu_seqlens or a cache. `dilated_attention` checks the rest."""
         if cu_seqlens is not None and mask is not None:
             raise ValueError("key_padding_mask and cu_seqlens both describe the documents: pass one of them")
         if cu_seqlens is not None:

@@ -88,7 +88,7 @@ def map_names(state_dict: Mapping[str, Any], model: nn.Module, prefix: str = "")
 
 
 def _bare(name: str, prefix: str, own: set[str]) -> str | None:
-    """The name without the prefix and what wrappers add. None if it does not have the prefix, or is not in `own`."""
+    """The name without prefix and what wrappers add. None if it lacks the prefix, or without one is not in `own`."""
     for infix in INFIXES:
         name = name.replace(infix, "")
     while True:

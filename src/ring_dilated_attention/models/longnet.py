@@ -228,8 +228,8 @@ class LongNetLM(nn.Module):
 
     @torch.no_grad()
     def token_losses(self, tokens_BN: Tensor) -> Tensor:
-        """The terms of `loss`, without gradients: (B, N) float32 or float64, in nats, of the token after each of these;
-        0 after the last one of a sequence."""
+        """The terms of `loss`, without gradients: (B, N) float32 or float64, in nats. Each is the loss
+        of the next token; the last position of a sequence has 0."""
         documents = self._agree(tokens_BN, None)
         labels_T = self._labels(tokens_BN, documents).flatten()
         hidden_TE = self._hidden(tokens_BN, documents, None).flatten(0, 1)

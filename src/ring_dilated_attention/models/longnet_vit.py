@@ -42,7 +42,7 @@ PUBLISHED = {
 
 
 def segment_lengths_for(max_wsi_size: int = 262_144, tile_size: float = 256) -> tuple[int, ...]:
-    """GigaPath's five segment lengths: from 2^10 to the largest power of two up to a square slide's number of tiles.
+    """GigaPath's five segment lengths, from 2^10 to the largest power of two that is at most a square slide's tiles.
 
     Args:
         max_wsi_size: the side of that slide, in pixels. The original code has 262,144 as its default, and 250,000 in
@@ -109,7 +109,7 @@ class LongNetViT(CheckedLoading):
                 raise ValueError(f"{name}={count!r} must be a whole number, at least 1.")
         tile_size, mlp_ratio = checked_size("tile_size", tile_size), checked_size("mlp_ratio", mlp_ratio)
         if embed_dim % 4:
-            raise ValueError(f"embed_dim={embed_dim} is not a multiple of 4: a quarter is sine or cosine of an axis.")
+            raise ValueError(f"embed_dim={embed_dim} is not a multiple of 4: sin and cos of x and y take quarters.")
         if parallel is not None and parallel.sharding != "contiguous":
             raise ValueError(
                 f"parallel has sharding={parallel.sharding!r}: make the ContextParallel with sharding='contiguous'."
@@ -273,7 +273,7 @@ class LongNetViT(CheckedLoading):
         if coords.shape != (*x.shape[:2], 2):
             return f"coords have shape {tuple(coords.shape)}, these features need {(*x.shape[:2], 2)}: x and y of each"
         if coords.is_complex() or coords.dtype == torch.bool:
-            return f"coords have dtype {coords.dtype}, not numbers of pixels: x and y are two of them"
+            return f"coords have dtype {coords.dtype}: pass x and y as two real numbers of pixels"
         if coords.is_floating_point() and coords.dtype.itemsize < 4:
             return (
                 f"coords have dtype {coords.dtype}, which has not every pixel: pass integers or float32 (FSDP casts "
@@ -303,7 +303,7 @@ class LongNetViT(CheckedLoading):
             return (
                 f"coordinates outside the grid of {self.slide_ngrids} x {self.slide_ngrids} cells of "
                 f"tile_size={self.tile_size:.10g}: {_tile(wrong, first, len(x))} at ({at}) lies in cell ({cell})"
-                f"{_and_more(wrong)}. Give coordinates from 0 on, and the tile_size that is one step in them"
+                f"{_and_more(wrong)}. Give coordinates from 0 on, and as tile_size the distance between tiles in them"
             )
         return None
 

@@ -1,4 +1,4 @@
-"""Computed again in backward: a layer without its attention, and the loss of some rows at a time."""
+"""What backward computes again: all of a layer but its attention, and the loss, some rows at a time."""
 
 from collections.abc import Callable
 from typing import Any

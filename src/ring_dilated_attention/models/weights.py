@@ -184,6 +184,6 @@ def _size(path: Path | str, weights: Mapping[str, Tensor], name: str, dim: int) 
     """The last of a tensor's `dim + 1` sizes. Its name may have any prefix."""
     found = weights.get(name, next((x for key, x in weights.items() if key.endswith("." + name)), None))
     if found is None or found.dim() != dim + 1 or not found.shape[dim]:
-        got = "no such tensor" if found is None else f"shape {tuple(found.shape)}"
-        raise ValueError(f"{path} does not hold a slide encoder's weights: of {name} there is {got}")
+        got = f"it has no {name}" if found is None else f"{name} has shape {tuple(found.shape)}"
+        raise ValueError(f"{path} does not hold a slide encoder's weights: {got}")
     return found.shape[dim]

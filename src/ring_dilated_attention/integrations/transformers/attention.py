@@ -31,11 +31,11 @@ REFUSED = {
     "cache": "continuous batching is not supported; call generate",
 }
 PACKED_IN_COMPILED_CODE = (
-    "position_ids start anew inside a row, and compiled code cannot see where: say where documents begin with "
-    "cu_seq_lens_q, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) does."
+    "position_ids start anew inside a row, and compiled code cannot see where: pass the borders of documents "
+    "as cu_seq_lens_q, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) does."
 )
 PADDED_IN_COMPILED_CODE = (
-    "attention_mask has holes, or position_ids that do not count on: a padded batch holds one document per row, with "
+    "attention_mask has holes, or position_ids do not increase by 1: a padded batch holds one document per row, with "
     "padding on the left or on the right. Uncompiled code says where."
 )
 
@@ -133,8 +133,8 @@ def _check_one_document(valid_BM: Tensor, position_ids: Tensor | None) -> None:
     elif resets.any():
         row, place = resets.nonzero()[0].tolist()
         raise ValueError(
-            f"position_ids do not count on at position {place + 1} of row {row}: a batch with padding (attention_mask) "
-            "or a BoundedCache holds one document per row. Pack documents without them."
+            f"position_ids do not increase by 1 at position {place + 1} of row {row}: a batch with padding "
+            "(attention_mask) or a BoundedCache holds one document per row. Pack documents without them."
         )
 
 

@@ -51,15 +51,15 @@ def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
     asked = getattr(config, "_attn_implementation", None)
     if asked == NAME:
         check_model(type(module), module.config)
-    elif getattr(config, FIELD, None) is not None and asked in ("sdpa", "eager"):  # set by the whole for this part
+    elif getattr(config, FIELD, None) is not None and asked in ("sdpa", "eager"):  # the outer model set it
         raise ValueError(
-            f"{type(module).__name__} would have attn_implementation={asked!r}, and its config has a pattern. Name "
-            f"the attention ({NAME!r}; for a part {{'text_config': {NAME!r}}}), or set config.{FIELD} = None."
+            f"{type(module).__name__} would have attn_implementation={asked!r}, and its config has a pattern. Pass "
+            f"attn_implementation={NAME!r} (for a part {{'text_config': {NAME!r}}}), or set config.{FIELD} = None."
         )
 
 
 def attend_seen(module: nn.Module, query_BHMD: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
-    """`attend` for tiny copies: marks the module that called it with the number of rows."""
+    """`attend` for tiny copies: stores the number of rows in the module that called it."""
     setattr(module, SEEN, query_BHMD.shape[2])
     return attend(module, query_BHMD, *args, **options)
 
@@ -147,7 +147,7 @@ def _check_copy(name: str, model: Any) -> bool:
         where = f" in {type(modules[other]).__name__} ({other})" if other else ""
         raise Refusal(
             f"{name}: positions meet{where} without dilated attention, so that it would compute another function than "
-            "its config says. Use a model whose attention is all of transformers' attention interface."
+            "its config says. Use a model that computes all attention through transformers' interface."
         )
     causal = {bool(getattr(module, "is_causal", True)) for module in callers.values()}
     if len(causal) > 1:
@@ -183,7 +183,7 @@ def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
 def _trace(model: Any, pattern: DilatedPattern | None, changed: int | None = None) -> Trace:
     """Run the model. For each module, by name and in the order in which they end: its first input and output tensor.
 
-    pattern: None for the model's own attention. changed: where the token differs, or else a vector in the first layer.
+    pattern: None for the model's own attention. changed: the position whose token (or first layer's input) is changed.
     """
     found: Trace = {}
 

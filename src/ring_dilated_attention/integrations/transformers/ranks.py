@@ -26,7 +26,7 @@ IGNORED_LABEL = -100  # transformers' and torch's
 TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
 # Arguments that are not passed on: they repeat cu_seq_lens_q, or do not apply to a shard.
 DROPPED = ("attention_mask", "cu_seq_lens_k", "max_length_q", "max_length_k", "use_cache", "return_dict", "seq_idx")
-OWN_LABEL = 0  # of one row, for which a model computes its own loss
+OWN_LABEL = 0  # the label of the row on which a model's own loss is checked
 CUT = ("input_ids", "token_type_ids", "position_ids", "labels", "shift_labels")
 
 
@@ -60,7 +60,7 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     if not takes_more or "position_ids" not in parameters:
         raise ValueError(
             f"the forward of {name} takes no {'position_ids' if takes_more else 'further keywords'}: it could not tell "
-            "its attention which rows a rank has. Use a model that takes both."
+            "its attention which rows a rank has. Use a model that takes position_ids and **kwargs."
         )
     convolutions = {f"{type(x).__name__} of {x.kernel_size[0]}" for x in model.modules() if isinstance(x, nn.Conv1d)}
     if others := ", ".join(sorted(convolutions - {"Conv1d of 1"})):
@@ -111,7 +111,7 @@ class ShardedForward:
             check_meshes(model, self.parallel)
             batch, rest = self._batch(model, self._named(args, kwargs))
         local = self.parallel.shard_batch(batch)
-        self.hooks[0].remove()  # it comes after those that FSDP2 and ZeRO 3 may have added, which watch hidden states
+        self.hooks[0].remove()  # registered anew, to run after those of FSDP2 and ZeRO 3, which watch hidden states
         self.hooks[0] = model.get_submodule(self.decoder).register_forward_hook(self.sum_loss)
         inputs = {name: local[name] for name in CUT[:3] if name in local}
         more = {"cu_seq_lens_q": local.get("cu_seqlens"), "parallel": self.parallel, "use_cache": False}
@@ -205,7 +205,7 @@ class ShardedForward:
             num_labels = int((labels != IGNORED_LABEL).sum()) if num_items is None else num_items
             if not 1 <= num_labels < math.inf:
                 why = "no label but -100" if num_items is None else f"num_items_in_batch={num_items}"
-                raise ValueError(f"the batch has {why}: the mean of a loss needs one label at least. Leave it out.")
+                raise ValueError(f"the batch has {why}: the mean of a loss needs one label at least. Skip this batch.")
             self.num_labels = num_labels
         taken = (*CUT, *DROPPED, "cu_seq_lens_q", "num_items_in_batch")
         rest = {name: value for name, value in given.items() if name not in taken}

@@ -26,7 +26,7 @@ SIZES = (
 
 
 def device_function(function: Callable) -> Any:
-    """A function for use in kernels. The interpreter gets it unjitted: it would prepare every jitted call."""
+    """A function for use in kernels. Not jitted in the interpreter, where each call would patch triton's language."""
     return function if IS_INTERPRETED else triton.jit(function)
 
 
@@ -54,7 +54,7 @@ class Places(NamedTuple):
 class Tables(NamedTuple):
     """What the fused kernels read beside the tensors.
 
-    strips: (num_strips, 4) document start, document length, first position in it, positions in the strip.
+    strips: (num_strips, 4) start and length of the document, the strip's first position in it, number of rows.
     branches: (num_branches, 2) segment length and rate.
     phases: (num_branches, H // HEADS), -1 if the heads do not run the branch.
     """

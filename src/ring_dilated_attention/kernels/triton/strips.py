@@ -114,7 +114,7 @@ def phases_of_heads(pattern: DilatedPattern, num_heads: int) -> list[tuple[int, 
 
 
 def fused_strips(borders: tuple[int, ...], step: int, positions: int) -> list[Strip]:
-    """Strips of up to `positions` rows, with every position in one. The last comes first: if causal, it sees most."""
+    """Strips of up to `positions` rows: each position is in one. The last comes first: if causal, it sees most."""
     strips = [
         Strip(document, stop - document, first, min(positions, -(-(stop - document - first) // step)))
         for document, stop in pairwise(borders)

@@ -1,7 +1,7 @@
 """One token with a cache. `token_kernel` computes partials over splits of the cached rows; `merge_kernel` merges them.
 
-A Triton program reads the position of its sequence on the device, so grids are the same for every token. A *unit* is a
-rolling buffer with query heads that read it. Only units of the token's phase have work.
+A Triton program reads the position of its sequence on the device, so grids are the same for every token. A *unit*, in
+these tables, is a rolling buffer with query heads that read it. Only units of the token's phase have work.
 """
 
 import triton

@@ -47,7 +47,7 @@ class BranchCall(NamedTuple):
 
 @dataclass(frozen=True)
 class ZeroRows:
-    """The calls that compute one pattern with zero rows, for one split of documents; the same for all layers."""
+    """The calls that compute one pattern with zero rows, for given documents and shards. All layers use them."""
 
     pattern: DilatedPattern
     calls: tuple[BranchCall, ...]
@@ -84,15 +84,15 @@ def torchscale_attention(
     """`dilated_attention` with the zero rows that torchscale pads with, as its published weights were trained.
 
     The output is torchscale's, with one exception: torchscale drops a branch whose lse rounds to 0. In float32 this
-    happens to one zero row beside scores below about -17. The gradient is the derivative of this forward. torchscale's
-    gradient takes the weights of the branches as constants.
+    happens where a query sees one zero row and else only scores below about -17. The gradient is the derivative of this
+    forward. torchscale's gradient takes the weights of the branches as constants.
 
     Args:
         pattern: with phase="blocked", torchscale's rule, and heads="all".
         counted: what `zero_rows` made for this pattern, sequence and number of heads; by default it is made here.
 
-    The other arguments, the result and the errors are those of `dilated_attention`, which also has heads_held and
-    num_heads (tensor parallelism), cache and lengths (token by token). Zero rows are those of all heads and positions.
+    The other arguments, the result and the errors are those of `dilated_attention`. Its heads_held, num_heads, cache
+    and lengths are not taken, because zero rows are counted for all heads and positions.
     """
     split: dict[str, Any] = {"parallel": parallel, "cu_seqlens": cu_seqlens}
     if counted is None:

@@ -238,8 +238,8 @@ class _LongNet(CheckedLoading):
             num_rows = self.embed_positions.num_embeddings
             if documents.longest + FIRST_LEARNED_POSITION > num_rows:  # on all ranks
                 raise ValueError(
-                    f"{documents.longest} positions, and {num_rows} learned ones from {FIRST_LEARNED_POSITION} on: at "
-                    f"most {num_rows - FIRST_LEARNED_POSITION}"
+                    f"a document has {documents.longest} positions, and {num_rows - FIRST_LEARNED_POSITION} were "
+                    f"learned ({num_rows} rows, the first {FIRST_LEARNED_POSITION} of which are no positions)"
                 )
             x_BNE = x_BNE + self.embed_positions(documents.positions().to(x_BNE.device) + FIRST_LEARNED_POSITION)
         return x_BNE if self.layernorm_embedding is None else self.layernorm_embedding(x_BNE)
@@ -247,7 +247,7 @@ class _LongNet(CheckedLoading):
     def _failure(self, tokens_BN: Tensor | None, embeddings: Tensor | None) -> str | None:
         """Why this rank's input does not fit, or None."""
         if (tokens_BN is None) == (embeddings is None):
-            return "give either tokens or embeddings=, not both and not neither"
+            return "give tokens or embeddings=, one of the two"
         if embeddings is not None:
             if failure := why_not_dense(embeddings=embeddings):
                 return failure
