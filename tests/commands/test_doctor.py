@@ -339,7 +339,7 @@ def test_tasks_outside_of_a_step_are_ignored(monkeypatch, capsys):
     monkeypatch.setattr(processes, "run_ranks", lambda *arguments: [[one(0)]])
     monkeypatch.setattr(doctor, "report", lambda arguments, everyone: 0)
     assert cli.main(["doctor"]) == 0
-    said = "rda doctor: SLURM_NTASKS=4 is ignored outside of a step of several tasks: srun starts them\n"
+    said = "rda doctor: SLURM_NTASKS=4 is ignored: this is a single task, and srun starts several\n"
     assert capsys.readouterr().err == said
 
 

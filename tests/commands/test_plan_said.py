@@ -90,7 +90,7 @@ def test_what_is_said_of_shardings_is_the_plans(seed, capsys):
     argv += f" --documents {' '.join(map(str, documents))}" if documents else ""
     is_timed = seed % 2 == 0
     assert cli.main([*argv.split(), *(TIME if is_timed else ())]) == 0
-    said = said_of(capsys).partition("balance by sharding, near-equal: ")[2]
+    said = said_of(capsys).partition("balance by sharding, with near-equal shards: ")[2]
     borders, rows = documents and (0, documents[0], n), []
     for sharding in ("contiguous", "zigzag"):
         shards = make_shards(sharding, default_lengths(sharding, n, ranks))

@@ -126,7 +126,7 @@ def test_a_sample_of_queries_is_called_one(capsys):
     number = json.loads(capsys.readouterr().out)["suggestions"][0]["queries_followed"]
     assert number < 100
     out = words(capsys, *argv)
-    assert f"This holds of the {number} queries followed, at starts of segments, where least is heard." in out
+    assert f"This was computed for {number} queries at starts of segments, where least is heard." in out
     assert "After 12 layers it can have heard of all but " in out
     assert "queries followed" not in words(capsys, *argv[:2], "4Ki", *argv[3:])
 
@@ -217,8 +217,8 @@ def test_a_little_is_not_rounded_away(capsys):
         ((0.1, 0.3), "add lay"),
     ):
         said = suggest.words(Namespace(layers=2, seq_len=64, is_causal=True), row | {"reach_by_layer": shares})
-        assert said[1].startswith("Query 7 hears nothing of ")
-        assert said[1].partition(" in 2 layers; ")[2].startswith(remedy)
+        assert said[1].startswith("After 2 layers query 7 has not heard of ")
+        assert said[1].partition("; ")[2].startswith(remedy)
         assert said[0] == (
             "In each segment of 64 positions a head takes one in 8: a query there sees every key there up to itself, "
             "and others gain nothing; 50 % of the positions are taken by no head."
@@ -334,7 +334,7 @@ def test_more_layers_than_can_add_anything_take_no_longer():
     ("more", "message"),
     [
         (["--speedup", "0.5"], "--speedup must be at least 1"),
-        (["--speedup", "1e9"], "no pattern of the rule has as few as"),
+        (["--speedup", "1e9"], "none of the patterns tried has as few as"),
         (["--seconds", "1"], "--seconds needs --hardware"),
         (["--speedup", "2", "--hardware", "a100-nvlink"], "--hardware a100-nvlink is for --seconds"),
         (["--speedup", "2", "--kv-heads", "3"], "cannot share 3 key/value heads"),

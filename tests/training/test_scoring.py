@@ -72,7 +72,7 @@ def test_it_is_said_where_context_does_not_help():
         "bits_per_byte": [2.0, 1.9, 1.895],
     }
     assert by_context(record) == [
-        "with its context cut, on 1,000 of these bytes:",
+        "with the model's context cut, on 1,000 of these bytes:",
         "            64 to 127 bytes before  2.000",
         "         512 to 1,023 bytes before  1.900",
         "       2,048 to 4,095 bytes before  1.895",

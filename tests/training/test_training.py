@@ -405,7 +405,7 @@ class TestCommand:
             monkeypatch.setenv(name, value)
         assert main(["train", *tiny_arguments(data="text.txt", steps=1)]) == 0
         error = capsys.readouterr().err
-        assert error.startswith("rda train: SLURM_NTASKS=4 is ignored outside of a step of several tasks: srun starts")
+        assert error.startswith("rda train: SLURM_NTASKS=4 is ignored: this is a single task, and srun")
         assert error.count("SLURM") == 1
 
     @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ class Trial(NamedTuple):
 
 
 def plan_trials(num_ranks: int) -> tuple[list[Trial], list[Row]]:
-    """The trials that can run on this machine with `num_ranks` ranks, and for each other one a row that says why."""
+    """Trials that can run on this machine with `num_ranks` ranks, and a row with the reason for each that cannot."""
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     exchanges = (*EXCHANGES, SIMULATED) if num_ranks > 1 else ("none", CACHE)
     trials, rows = [], []

@@ -98,7 +98,7 @@ def measure(
 ) -> Squares:
     """This rank's difference to the definition, by quantity. Every rank of `parallel` must call `measure`.
 
-    through_lse: lse has a gradient, too. Some kernels need one more column for it.
+    through_lse: lse has a gradient, too. Some kernels need more columns for it (`kernels/column.py`).
     """
     inputs, dout, dlse = make_inputs(case, dtype)
     expected = defined(case, inputs, dout, dlse if through_lse else None)

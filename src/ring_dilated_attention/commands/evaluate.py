@@ -36,16 +36,16 @@ EXAMPLES = """examples:
 The text is cut into contexts. The first byte of a context is not predicted. If more context helps, bits per byte fall
 from row to row. FASTA, known by its name (as .fa), is read as the run read it; on stdin it is text.
 
-A whole context goes through one forward, and short contexts in batches, if a forward takes at most a quarter of this
-machine's memory: 64 bytes times the context times --embed-dim. Otherwise, and with --chunk, the model reads through
-caches: that memory grows neither with the text nor with the context. After Ctrl-C what is known is shown, and the exit
-code is 130.
+A forward takes 64 bytes times the context times --embed-dim. If that is at most a quarter of this machine's memory, a
+context goes through one forward, and short contexts in batches. Otherwise, and with --chunk, the model reads through
+caches: their memory grows neither with the text nor with the context. After Ctrl-C the command shows what it has
+measured, and the exit code is 130.
 """
 MAKER = "rda evaluate --picture"
 DEFAULT_CHUNK = 4096
-BYTES_PER_NUMBER = 64  # of memory in a forward, for each position and number of the model's width: 16 rows in float32
+BYTES_PER_NUMBER = 64  # of memory in a forward, for each position and entry of --embed-dim: 16 float32 numbers
 SECONDS, JOIN_SECONDS = 20 * 86_400, 120  # the longest evaluation on several ranks, and how long they take to meet
-# What was measured of one part by one rank, or of all by all; what was read until then; the most resident bytes.
+# What one rank measured of one part, or all ranks of all parts; what was read until then; the most resident bytes.
 Measured = tuple["Part", Text, int]
 
 

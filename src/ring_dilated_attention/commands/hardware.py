@@ -56,9 +56,9 @@ _GIVEN = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--hardware", metavar="NAME", help=f"model a step's time: a TOML file, or {', '.join(PRESETS)}")
-    add("--flops", type=amount, metavar="RATE", help="or with a rank's FLOPs per second")
-    add("--bandwidth", type=amount, metavar="BYTES", help="and bytes per second, one way")
-    add("--latency", type=amount, metavar="S", help="of a message, in seconds (default 0)")
+    add("--flops", type=amount, metavar="RATE", help="a rank's FLOPs per second; with --bandwidth, needs no --hardware")
+    add("--bandwidth", type=amount, metavar="BYTES", help="bytes per second, one way, in place of --hardware's")
+    add("--latency", type=amount, metavar="S", help="latency of a message in seconds (default --hardware's, or 0)")
     add("--gpus-per-host", type=count, metavar="G", help="ranks of a host (--hardware h100 and a100: 8)")
 
 

@@ -41,7 +41,7 @@ class Launch(NamedTuple):
     num_threads: int = 1  # torch's threads in each rank
     is_pinned: bool = False  # rank k runs on the k-th core that this process may use, and nowhere else (Linux)
     has_gpus: bool = False  # rank k takes the k-th GPU
-    seconds: float = 60  # ranks are ended after so long: from the start, or with join_seconds from when all met
+    seconds: float = 60  # ranks are ended so long after the start; if join_seconds is given, after all have met
     join_seconds: float | None = None  # within this time from the start, all ranks must meet
 
 
@@ -134,7 +134,7 @@ def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Ca
 
 
 def _end_with_the_starter() -> None:
-    """End this process with the starting one, which may be killed."""
+    """End this process when the one that started it ends, even if that one is killed."""
     if (starter := multiprocessing.parent_process()) is not None:
         wait([starter.sentinel])
         os._exit(1)

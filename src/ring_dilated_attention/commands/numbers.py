@@ -43,7 +43,7 @@ def _parse(text: str) -> Fraction:
     is_short = len(digits) <= _MOST_DIGITS and len(exponent) <= _MOST_DIGITS and abs(int(exponent or 0)) <= _MOST_DIGITS
     number = Fraction(f"{digits}e{exponent or 0}") * unit if is_short else None
     if number is None or abs(number) > sys.float_info.max:
-        raise argparse.ArgumentTypeError(f"{in_short(text.strip())} is beyond {sys.float_info.max:.1e}, or too fine")
+        raise argparse.ArgumentTypeError(f"{in_short(text.strip())} is beyond {sys.float_info.max:.1e}, or too precise")
     return number
 
 

@@ -27,10 +27,10 @@ EXAMPLES = """examples:
 
 A branch (w, r) cuts the sequence into segments of w positions. A head takes one position in r of each, and the queries
 there see the keys there; heads take them in turn. Nearby a query sees every key, and far away few. What one layer
-cannot connect, a stack of layers can, from one branch into another. docs/planning.md has the rule and its limits.
+cannot connect, a stack can: through one branch in one layer, through another in the next. docs/planning.md says more.
 """
 MOST_RANKS = 2**16
-# What decides between candidates, in this order. What is unheard decides early only between those that never hear 99 %.
+# What decides between candidates, in this order. The first "leaves less unheard" is for those that never hear of 99 %.
 BETTER = (
     *("needs fewer layers to hear of 99 %", "leaves less unheard", "shows more neighbours", "leaves less unheard"),
     *("sends less", "uses more of the budget"),
@@ -118,7 +118,7 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
         few = (
             f"{most_pairs:,.3g} pairs, {dense / most_pairs:,.0f} times fewer than dense attention over {n:,} positions"
         )
-        raise ValueError(f"no pattern of the rule has as few as {few}: allow more, or take a shorter sequence")
+        raise ValueError(f"none of the patterns tried has as few as {few}: allow more, or take a shorter sequence")
     row = 2 * arguments.head_dim * sizes.itemsize  # bytes of a key and a value
     rows = []
     with progress_bar(len(found) * arguments.ranks, "rank", delay=2) as bar:
@@ -149,7 +149,7 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
 
 
 def ranked(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """The suggestions, the best first; and why that one is better than each other one."""
+    """The suggestions, the best first; and why the first is better than every other."""
 
     def costs(row: dict[str, Any]) -> tuple[float, ...]:
         layers, heard, neighbours = row["layers_for_most"], row["reach_by_layer"][-1], row["segment_lengths"][0]
@@ -160,8 +160,8 @@ def ranked(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
     beaten: dict[str, list[str]] = {}
     for i, row in enumerate(found[1:]):
         compared = zip(BETTER, costs(found[0]), costs(row), strict=True)
-        reason = next((reason for reason, best, other in compared if best < other), "comes no later")
-        beaten.setdefault(reason, []).append(str(i + 2))
+        reason = next((reason for reason, best, other in compared if best < other), "is no worse")
+        beaten.setdefault(reason, []).append(f"#{i + 2}")
     reasons = [f"it {reason} than {' and '.join(numbers)}" for reason, numbers in beaten.items()]
     return found, ": " + (", ".join(reasons) or "the budget allows it")
 
@@ -185,7 +185,7 @@ def commands(arguments: argparse.Namespace, row: dict[str, Any]) -> list[str]:
     a, width, branches = arguments, arguments.heads * arguments.head_dim, options_of(arguments, row)
     shared = f"--seq-len {a.seq_len}{f' --ranks {a.ranks}' * (a.ranks > 1)} {branches}"
     plan = f"rda plan {shared} --heads {a.heads} --kv-heads {a.kv_heads} --head-dim {a.head_dim} --dtype {a.dtype}"
-    file = shlex.quote(a.hardware or "").replace(" ", "\0")  # so that no line ends in a name
+    file = shlex.quote(a.hardware or "").replace(" ", "\0")  # so that no line breaks inside the name
     plan += " --causal" * a.is_causal + f" --hardware {file}" * (a.hardware is not None)
     train = f"rda train {shared} --num-layers {a.layers} --embed-dim {width} --num-heads {a.heads} --num-kv-heads "
     lacking = ["only causal patterns"] * (not a.is_causal) + [f"no odd head dim, as {a.head_dim}"] * (a.head_dim % 2)
@@ -221,15 +221,15 @@ def words(arguments: argparse.Namespace, row: dict[str, Any]) -> list[str]:
     if most is None:
         is_final = shares[-2:-1] == shares[-1:]
         remedy = "more layers add nothing: add heads, or lower rates" if is_final else "add layers, or a wider branch"
-        lines.append(f"Query {row['worst_query']:,} hears nothing of {rest} of {before} in {layers}; {remedy}.")
+        lines.append(f"After {layers} query {row['worst_query']:,} has not heard of {rest} of {before}; {remedy}.")
     else:
         share = "all" if row["layers_for_all"] == most else "99 %"
         lines.append(f"After {counted(most, 'layer')} a query can have heard of {share} of {before}.")
         if shares[-1] < 1:
             lines.append(f"After {layers} it can have heard of all but {rest}, which lies at ends of segments.")
     if (followed := row["queries_followed"]) < arguments.seq_len:
-        lines.append(f"This holds of the {followed:,} queries followed, at starts of segments, where least is heard.")
-    learnt = "Within reach is not yet learnt: train the candidates on your data, and compare their losses."
+        lines.append(f"This was computed for {followed:,} queries at starts of segments, where least is heard.")
+    learnt = "What is within reach is not yet learnt: train the candidates on your data, and compare their losses."
     return [*lines, learnt]
 
 
@@ -243,7 +243,7 @@ def table(arguments: argparse.Namespace, found: list[dict[str, Any]]) -> str:
         share, layers = f"1/{1 / row['of_dense']:,.1f}", str(row["layers_for_most"] or f"over {arguments.layers:,}")
         cells = share, layers, percent(1 - row["reach_by_layer"][-1]), *(size_text(row[name]) for name in sizes)
         rows.append((f"{i + 1}. {row['rule']}", *cells))
-    headers = ("candidates", "pairs of\ndense's", "layers to\nhear 99 %", unheard, *sizes.values())
+    headers = ("candidates", "of dense\npairs", "layers to\nhear 99 %", unheard, *sizes.values())
     options = (f"{i + 1}. {options_of(arguments, row)}" for i, row in enumerate(found) if i)
     return "\n".join([aligned(headers, rows), *map(wrapped, options)])
 

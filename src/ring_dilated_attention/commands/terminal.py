@@ -70,7 +70,7 @@ def say(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
-        drop_unwritten(sys.stderr)  # stdout, if nobody reads it, still ends the command
+        drop_unwritten(sys.stderr)  # not stdout: if nobody reads it, the command must end
 
 
 def drop_unwritten(*streams: TextIO) -> None:

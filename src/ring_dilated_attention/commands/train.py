@@ -36,8 +36,8 @@ DEFAULTS = {"ranks": None, "exchange": "auto", "save_every": 30, "eval_every": N
 DEFAULTS |= {"activation_checkpointing": False, "tensorboard": False}
 # What is said of the command that goes on from the parameters of a run.
 FROM = """(a new run that reads as many bytes again; --seq-len, --segment-lengths and
---data may be others. The learning rate rises to its peak again, so a few steps
-make the model worse)"""
+--data may be others. The learning rate rises to its peak again, so a run of few
+steps makes the model worse)"""
 PACKAGES = ("matplotlib", "numpy", "safetensors", "tqdm")
 # The error of gloo in DDP's all-reduce of gradients, when another rank has ended.
 LOST_CONNECTION = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed out|gloo/transport")
@@ -78,8 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--activation-checkpointing", action="store_true", help="recompute blocks to save memory")
     add("--run-folder", type=Path, metavar="DIR", help="where to write (default runs/<date and time>)")
     add("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint of a run folder")
-    new = "begin anew from the newest parameters of another run; its hyperparameters are the defaults, without phases. "
-    new += "The learning rate rises to its peak again: a few steps make the model worse"
+    new = "begin anew from another run's newest parameters. The defaults are its hyperparameters, and no --phases. "
+    new += "The learning rate rises to its peak again: a run of few steps makes the model worse"
     add("--from", dest="origin", type=Path, metavar="DIR", help=new)
     add("--save-every", type=count, metavar="N", help="steps between checkpoints; older ones are deleted (default 30)")
     steps = "steps between scores on the held-out bytes (default: a fifth of all)"

@@ -1,4 +1,4 @@
-"""Predicts what an attention call computes, sends, holds and takes over all ranks. Numbers only, no torch.
+"""Predicts what an attention call computes, sends and holds over all ranks, and its time. Numbers only, no torch.
 
 Pairs and received bytes are always counted exactly. For up to MOST_PLANNED ranks, memory and time follow from the plan
 of every rank. For more ranks, they are estimated (`large.py`).
@@ -66,7 +66,7 @@ class BranchShare(NamedTuple):
 
 
 class PlaceCount(NamedTuple):
-    """The counts of the ranks that have one place in their groups. If no heads are dealt, of all ranks."""
+    """The counts of the ranks at the same place of their groups. If no heads are dealt, these are all ranks."""
 
     counter: Counter
     counted: JobCount
@@ -109,7 +109,7 @@ class Counted(NamedTuple):
         return min(1, hops) if self.way.exchange == "all_gather" else hops
 
     def most_moved(self, sizes: Sizes) -> tuple[int, int]:
-        """The most bytes received as chunks plus the most dealt as heads: in a forward; with its backward."""
+        """The most bytes received as chunks plus the most dealt as heads: of a forward, and of both stages together."""
         received = sizes.unit * max(max(place.counted.received) for place in self.places)
         forward, gradients = received * sizes.itemsize, received * sizes.sum_itemsize
         size, lengths = len(self.places), list(map(shard_length, self.job.shards))
@@ -192,7 +192,7 @@ def forecast(
     counted: Counted | None = None,
     step: Callable[[], object] = lambda: None,
 ) -> Figures:
-    """The figures of a call over all ranks. If `counted`, the result of `count`, is None, it is made with `step`."""
+    """The figures of a call over all ranks. counted: the result of `count`, which is called if this is None."""
     counted = count(job, way, step) if counted is None else counted
     pairs = counted.pairs
     most = max(pairs)

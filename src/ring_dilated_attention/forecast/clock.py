@@ -68,8 +68,8 @@ class Hardware(NamedTuple):
 
 
 class RankTime(NamedTuple):
-    """One rank's seconds, by stage and of both. A stage begins when all ranks have ended the one before. Exposed time
-    is spent in waits for handshakes and for messages, whether a message is slow or its sender is late."""
+    """One rank's seconds. Two fields are for one stage each, the others for both stages. A stage begins when all ranks
+    have ended the one before. Exposed time is spent in waits: for handshakes, slow messages and late senders."""
 
     forward_seconds: float
     backward_seconds: float
@@ -113,8 +113,8 @@ class StepTime(NamedTuple):
 def model_step(
     plans: Sequence[Plan], sizes: Sizes, hardware: Hardware, dealings: Sequence[Dealing] | None = None
 ) -> StepTime:
-    """The time of a step with a kernel that computes one tile at a time. plans, dealings: those of every rank in order;
-    dealings if heads are dealt for positions."""
+    """The time of a step with a kernel that computes one tile at a time. plans: one for each rank, in order. dealings:
+    the same, if heads are dealt for positions."""
     network = Network(len(plans), hardware)
     ranks = [_Rank(i, plan, network, sizes, None if dealings is None else dealings[i]) for i, plan in enumerate(plans)]
     handshake = hardware.handshake(len(plans)) if len(plans) > 1 else 0.0
@@ -168,7 +168,7 @@ class _Rank:
         self.computing += seconds
 
     def post(self, step: Post) -> tuple[list["Side"], list["Side"]]:
-        # If heads are dealt, a ring has one rank of each group, all with this place. A peer is the number of a group.
+        # If heads are dealt, a ring has one rank of each group, all at the same place. A peer is then a group's number.
         size, place = (1, 0) if self.dealing is None else (self.dealing.size, self.dealing.place)
 
         def side(message: Message) -> Side:

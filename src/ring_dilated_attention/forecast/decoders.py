@@ -7,7 +7,7 @@ from typing import Any
 from ..pattern import is_integer
 from .shape import Blocks, Shape
 
-# By the option of `rda plan model` that says the same, in the order of `Shape`.
+# Fields of config.json, by the option of `rda plan model` that says the same. The order is that of `Shape`.
 SIZES = {
     "layers": "num_hidden_layers",
     "embed_dim": "hidden_size",
@@ -18,7 +18,7 @@ SIZES = {
 }
 _TABLES = tomllib.loads(Path(__file__).with_name("decoders.toml").read_text())
 FAMILIES = {family: Blocks(**fields) for family, fields in _TABLES.items()}
-_OWN_HEAD_DIM = ("gemma", "gemma2", "gemma3_text", "glm", "glm4", "qwen3")  # in others it follows, if absent
+_OWN_HEAD_DIM = ("gemma", "gemma2", "gemma3_text", "glm", "glm4", "qwen3")  # others may lack head_dim
 
 
 def read_decoder(config: dict[str, Any]) -> tuple[str, Shape]:
@@ -29,10 +29,10 @@ def read_decoder(config: dict[str, Any]) -> tuple[str, Shape]:
         raise ValueError(f"model_type = {family!r} is not planned; these are: {', '.join(FAMILIES)}")
     for name in ("num_local_experts", "num_experts", "n_routed_experts", "qk_layernorm"):
         if config.get(name) is True or config.get(name) not in (None, 0, 1):
-            raise ValueError(f"{name} = {config[name]!r}: neither experts nor such norms are planned")
+            raise ValueError(f"{name} = {config[name]!r}: models with this are not planned")
     if family not in _OWN_HEAD_DIM:
         config = {"head_dim": None} | config
-    if family == "gpt_neox":  # which reads neither
+    if family == "gpt_neox":  # it reads neither of these
         config = config | {"num_key_value_heads": None, "head_dim": None}
     sizes: dict[str, Any] = {name: config.get(name, "absent") for name in (*SIZES.values(), "head_dim")}
     for name, value in sizes.items():

@@ -27,8 +27,8 @@ FEW = 8
 MEMORY_ERRORS, TIME_ERRORS, TIME_ERRORS_OF_HOSTS = (0.95, 1.17), (0.69, 1.1), (0.69, 1.35)
 
 ERRORS_TEXT = (
-    "about: an estimate. In random jobs the memory was never below {:g} times that of the plans of all ranks, and in "
-    "19 of 20 at most {:g} times; the time was {:g} to {:g} times the clock's in nine of ten ({:g} to {:g} with hosts)"
+    "about: an estimate, compared with the plans of all ranks in random jobs. Memory: at least {:g} times theirs, and "
+    "in 19 of 20 jobs at most {:g} times. Time: in 9 of 10 jobs {:g} to {:g} times theirs ({:g} to {:g} with hosts)"
 ).format(*MEMORY_ERRORS, *TIME_ERRORS, *TIME_ERRORS_OF_HOSTS)
 
 
@@ -45,7 +45,7 @@ def peak_memory(
     plans = [make_plan(small, rank) for rank in range(small.num_ranks)]
     buffer = max(counted.buffers)
     received_and_home = {(buffer, buffer)}
-    if is_gathered:  # at each moment another rank may hold most: one pair of weights for each moment
+    if is_gathered:  # which rank holds most differs by moment: `weights` has a pair for each
         plans = [gathered(plan) for plan in plans]
         moved = list(zip(counted.received, _coming_home(counter, counted), strict=True))
         weights = ((1, 0), (0, 1), (1, 1), (sizes.itemsize + sizes.sum_itemsize, sizes.sum_itemsize))
@@ -58,7 +58,7 @@ def peak_memory(
 
 
 def _coming_home(counter: Counter, counted: JobCount) -> list[int]:
-    """For each rank, the rows of gradients that it receives: one for each of its rows from each rank with the row."""
+    """For each rank, the rows of gradients that it receives: one for each own row, from each rank that uses the row."""
     shares = [
         [share for share in counter.of(rank).shares if any(share.rows) and counted.segments[share.place].received]
         for rank in range(counter.job.num_ranks)
@@ -101,7 +101,7 @@ def _few(job: Job, counted: JobCount) -> Job:
 
 
 def step_seconds(counter: Counter, counted: JobCount, sizes: Sizes, hardware: Hardware) -> float:
-    """Seconds of a forward and its backward on the rank that computes or receives most, or at its host's ends."""
+    """Seconds of the slowest of these: ranks that compute or receive most, and the first and last in their hosts."""
     ranks = {column.index(max(column)) for column in (counted.pairs, counted.received)}
     if size := hardware.gpus_per_host:
         ranks |= {min(rank // size * size + x, counter.job.num_ranks - 1) for rank in ranks for x in (0, size - 1)}
@@ -135,7 +135,7 @@ def _rank_seconds(own: "_Load", rings: dict[int, "_Load"], sizes: Sizes, hardwar
 
 
 class _Load(NamedTuple):
-    """Pairs, kernel calls, and the seconds of received rows for each byte of a unit, by a ring's slowest network."""
+    """Pairs, kernel calls, and the seconds to receive rows if a unit were one byte, on a ring's slowest network."""
 
     pairs: float = 0.0
     calls: int = 0

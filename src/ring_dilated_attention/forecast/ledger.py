@@ -1,9 +1,9 @@
 """Predicts the memory of one attention call on one rank, from what its program allocates and frees. No torch.
 
 A figure is a sum over named items, not a formula. It counts what torch's allocator gives out. `kernels/traits.py` says
-what a kernel takes beside its results. Not counted: the column that a gradient of lse needs; on CPUs, the float32
-copies of one tile in the float16 backward; on CPUs with AMX, the packed keys and values of one tile in torch's
-bfloat16 kernel; what the transport allocates.
+what a kernel takes beside its results. Not counted: the columns that a gradient of lse needs (`kernels/column.py`); on
+CPUs, the float32 copies of one tile in the float16 backward; on CPUs with AMX, the packed keys and values of one tile
+in torch's bfloat16 kernel; what the transport allocates.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def attention_memory(plan: Plan, sizes: Sizes, traits: Traits, dealing: Dealing 
     ValueError if the plan has hops and the kernel computes a whole forward or backward in one call."""
     if traits.is_whole and plan.hops:
         raise ValueError(
-            "a kernel of whole passes serves one device, and here chunks come from others. Choose another kernel."
+            "this kernel computes a stage in one call, so it takes no chunks from other ranks. Choose another kernel."
         )
     terms = steps.Terms(
         in_place=traits.in_place,
@@ -110,7 +110,7 @@ class _Ledger:
             self.hold(self.given(name), self.tensor(name, is_dealt=False))
 
     def given(self, name: str) -> str:
-        """The item of this rank's own rows of a tensor. If heads are dealt, `name` is the item of the dealt heads."""
+        """The item of this rank's own rows of a tensor: `name`, or another if `name` is the item of the dealt heads."""
         return name if self.terms.dealing is None else f"{name}, own rows"
 
     def add_up(self, stage: str) -> None:

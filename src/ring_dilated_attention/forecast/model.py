@@ -119,12 +119,12 @@ def _working(job: ModelJob, traits: Traits | None, again: int) -> int:
     """
     shape = job.shape
     row, wide = shape.embed_dim * shape.itemsize, shape.ffn_dim * shape.itemsize
-    # The gradient of the residual stream is held (+ E), and what the last norm saved is free. When the attention's
-    # backward runs, so is what the block saved behind it.
+    # The gradient of the residual stream is held. What the last norm saved is free. When the attention's backward runs,
+    # what the block saved after its attention is free, too.
     stream = row - shape.last_norm
     # If shards > 1, `model_memory` counts the matrix with the gradients of a block.
     matrix = _gradient_of(shape, shape.embed_dim * shape.ffn_dim) if job.mesh.shards == 1 else 0
-    # Beside the gradient of F: that of its matrix, and later that of what the activation is multiplied with.
+    # Two gradients are held: the hidden rows', and the matrix's or (later) that of the activation's other factor.
     beside = 0 if shape.blocks.ffn == "plain" else job.rows * wide
     hidden = job.rows * wide + max(matrix, beside)
     feed_forward = job.rows * stream + hidden + again
@@ -161,7 +161,7 @@ def attention_of(job: ModelJob, traits: Traits | None = None, hardware: Hardware
 
 
 def of_a_group(num_ranks: int, mesh: Mesh, hardware: Hardware) -> Hardware:
-    """The hardware of consecutive ranks of a mesh. Hosts count as smaller if groups begin at several places of them."""
+    """The hardware of consecutive ranks of a mesh. If such groups begin inside hosts, hosts are counted as smaller."""
     size = hardware.gpus_per_host
     if size is None or num_ranks == mesh.num_ranks or mesh.num_ranks <= size:
         return hardware
@@ -207,7 +207,7 @@ def gradient_seconds(job: ModelJob, hardware: Hardware) -> float:
 
 
 def seconds_a_byte(num_ranks: int, hardware: Hardware) -> float:
-    """Seconds of a scatter or gather over all ranks, for each byte: within hosts, then of each rank's share between."""
+    """Seconds per byte of a scatter or gather over all ranks: within hosts, then of each rank's share between hosts."""
     there = min(hardware.gpus_per_host or 1, num_ranks)
     inside, between = (hardware.network(0, last)[0] for last in (there - 1, num_ranks - 1))
     return (1 - 1 / there) / inside + (1 / there - 1 / num_ranks) / between
@@ -269,7 +269,7 @@ def smallest_mesh(job: ModelJob, activations: str, traits: Traits, num_bytes: in
 def _fitting(
     search: Callable[[Callable[[ModelJob], bool]], ModelJob | None], activations: str, traits: Traits, num_bytes: int
 ) -> ModelJob | None:
-    """What a search finds. The first search is quick: it leaves the attention out. Mostly its result fits with it."""
+    """What a search finds. The first search is quick: it leaves out the attention. Mostly what it finds fits anyway."""
     found = search(lambda job: model_memory(job, activations, None).total <= num_bytes)
     if found is None or model_memory(found, activations, traits).total <= num_bytes:
         return found

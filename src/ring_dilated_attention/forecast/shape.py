@@ -3,20 +3,20 @@
 from typing import Any, NamedTuple
 
 FLOAT = 4
-# A norm's weights for each entry; what its forward saves for each entry in float32 at least, and in the activations'
-# dtype; and the float32 numbers that it saves for each row.
+# For each entry of a norm: its weights, the numbers saved in float32 (or wider), and the numbers saved in the
+# activations' dtype. For each row: the numbers saved in float32.
 NORMS = {
     "layer": (2, 0, 1, 2),  # torch's
     "bare": (0, 1, 0, 2),  # OLMo's
     "rms": (1, 1, 1, 1),  # Llama's
     "rms in float32": (1, 2, 0, 1),  # Gemma's
 }
-# Matrices of a feed-forward, and the numbers that it saves for each of its width. "gelu" is computed in Python.
+# Matrices of a feed-forward, and how many times ffn_dim numbers a row saves. "gelu" is computed in Python.
 FEED_FORWARDS = {"gated": (3, 4), "plain": (2, 2), "gelu": (2, 5)}
 
 
 class Blocks(NamedTuple):
-    """How blocks and ends are made; by default as in Llama, where a text is the name of a field of its config.json."""
+    """How blocks, embedding and head are made, by default as in Llama. A str for a bool names a config.json field."""
 
     norm: str = "rms"
     num_norms: int = 2  # of the model's width, in a block
@@ -27,7 +27,7 @@ class Blocks(NamedTuple):
     ffn_bias: Any = "mlp_bias"
     head_bias: bool = False
     is_tied: Any = "tie_word_embeddings"  # embedding and head are one matrix
-    is_fused: bool = False  # one matrix makes query, key and value: what saves the value saves all
+    is_fused: bool = False  # one matrix makes query, key and value: to save the value keeps all three
     is_parallel: Any = False  # attention and feed-forward start from the same rows
     has_sub_norms: bool = False  # of the attention's output, and of the feed-forward's width
 
@@ -83,7 +83,7 @@ class Shape(NamedTuple):
         return self.num_layers * self.block_parameters + ends
 
     def saved(self) -> tuple[int, int, int]:
-        """Bytes saved for each position: of a block, of a checkpointed block, and at the ends."""
+        """Bytes saved for each position: by a block, by a checkpointed block, and outside the blocks."""
         made, e, attended = self.blocks, self.embed_dim, self.query_dim + self.kv_dim
         scalars = NORMS[made.norm][3]
         normed = -(-made.num_norms // 2) * e + bool(made.head_norms) * attended
@@ -94,7 +94,7 @@ class Shape(NamedTuple):
 
     @property
     def behind_attention(self) -> int:
-        """Bytes for each position of what a block saves behind its attention."""
+        """Bytes that a block saves after its attention, for each position."""
         made, e, f = self.blocks, self.embed_dim, self.ffn_dim
         normed = made.num_norms // 2 * e
         numbers = min(normed, e) + FEED_FORWARDS[made.ffn][1] * f + made.has_sub_norms * (self.query_dim + f)
@@ -106,6 +106,6 @@ class Shape(NamedTuple):
         return self._normed(self.embed_dim, self.embed_dim) + self.embed_dim * self.itemsize
 
     def _normed(self, entries: int, own: int) -> int:
-        """Bytes that norms save of their entries, whose input nothing else has saved for `own` of them."""
+        """Bytes that norms save of `entries` numbers. For `own` of these, nothing else saves the norm's input."""
         _, wide, narrow, _ = NORMS[self.blocks.norm]
         return wide * entries * max(FLOAT, self.itemsize) + narrow * own * self.itemsize

@@ -1,4 +1,4 @@
-"""Lets all ranks go on or none: they exchange errors, which the first rank of each machine reports, and values."""
+"""Lets all ranks go on or none. They exchange values, and errors, which the first rank of each machine reports."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def values_of_all(parallel: ContextParallel, value: Any) -> list[Any]:
 
 
 def words_of_refusal(table: Sequence[Account], me: int) -> str:
-    """What rank `me` says about the ranks that refuse: all on the first rank of a machine, "" on its others."""
+    """What rank `me` says about all refusals, if it is the first rank of its machine; else ""."""
     if any(account.machine == table[me].machine for account in table[:me]):
         return ""
     ranks_by_refusal = _ranks_by([account.refusal for account in table], table)

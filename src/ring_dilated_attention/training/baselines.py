@@ -5,7 +5,7 @@ from typing import Any
 
 from .data import Document
 
-SMOOTHING = 2.0  # what a table knows is worth as much as this many sights of the bytes before
+SMOOTHING = 2.0  # the shorter context's table counts as much as this many occurrences of the context
 BLOCK = 2**22  # bytes of the training part that are counted at a time
 
 

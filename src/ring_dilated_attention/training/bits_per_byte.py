@@ -17,7 +17,7 @@ POSITIONS_AT_ONCE = 16_384  # of short contexts, in one forward: fewer or more a
 
 
 class Part(NamedTuple):
-    """What was measured, by the power of two of the number of bytes before: the bits, and the number of bytes."""
+    """Bits and the number of bytes that took them, in buckets by the number of bytes before: 1, 2 to 3, 4 to 7, ..."""
 
     num_read: int = 0  # also those that are not predicted
     bits: Sequence[float] = (0.0,) * NUM_BUCKETS
@@ -31,7 +31,7 @@ class Part(NamedTuple):
         return sum(self.bits) / sum(self.counts)
 
     def buckets(self) -> list[dict[str, Any]]:
-        """A record for each power of two: of the bytes that have `first` to `last` bytes of their context before."""
+        """A record for each bucket that is not empty. Its bytes have `first` to `last` bytes of context before them."""
         return [
             {"first": 2**k, "last": 2 ** (k + 1) - 1, "num_bytes": count, "bits_per_byte": bits / count}
             for k, (bits, count) in enumerate(zip(self.bits, self.counts, strict=True))
@@ -43,8 +43,8 @@ class Part(NamedTuple):
 def score(model: LongNetLM, blocks: Iterable[bytes], context: int | None, chunk: int | None = None) -> Iterator[Part]:
     """Measure the cross-entropy of a text, a part at a time. A context's first byte is not predicted.
 
-    A `context` of None is the whole text, and takes a `chunk`: so many bytes at a time are read through caches, whose
-    memory grows with neither. Under `parallel` every rank gives the same text, and scores its shard of each context.
+    A `context` of None is the whole text, and needs a `chunk`: so many bytes at a time are read through caches, whose
+    memory does not grow with the text. With `parallel` all ranks give the same text and score their shards of contexts.
     """
     if chunk is not None:
         yield from _by_caches(model, cut_into_contexts(blocks, chunk, context), context)

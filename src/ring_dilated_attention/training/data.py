@@ -83,7 +83,7 @@ def source_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def cut_into_contexts(blocks: Iterable[bytes], size: int, context: int | None) -> Iterator[tuple[int, bytes]]:
-    """Up to `size` bytes at a time, with their position in their context. If it is None, the whole text is one."""
+    """Up to `size` bytes at a time, with their position in their context. A `context` of None is the whole text."""
     position, held, length = 0, bytearray(), context or sys.maxsize
     for block in blocks:
         held += block

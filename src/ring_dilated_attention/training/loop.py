@@ -55,7 +55,7 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
         recorded_waits(parallel.ranks) as waits,
         tqdm(total=options.total_steps, initial=state["step"], unit="step", **terminal) as bar,
     ):
-        if parallel.rank == 0:  # not before: whatever is refused until here is one sentence
+        if parallel.rank == 0:  # not earlier: a run that is refused prints only the reason
             bar.write(run.document.read, file=bar.fp)
         while state["step"] < options.total_steps and not stopping:
             began = time.perf_counter()
@@ -104,7 +104,7 @@ def take_step(
     phase = options.phase_of(step)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = group["peak"] * share_of_peak(options, step)
-    number = step + sum(origin["step"] for origin in state["from"])  # so that it reads other windows than those did
+    number = step + sum(origin["step"] for origin in state["from"])  # so that windows are not those of the earlier runs
     windows = run.document.train_windows(options.seed, number, phase.length, phase.batch_size)
     borders = torch.arange(0, phase.num_positions + 1, phase.length, dtype=torch.int32)
     loss = loss_of(shard(windows, parallel), borders)
@@ -128,7 +128,7 @@ def load(run: Run, model: nn.Module, optimizers: list[Optimizer]) -> None:
 
 
 def make_optimizers(model: nn.Module, options: Hyperparameters) -> list[Optimizer]:
-    """AdamW, after Muon for the matrices of blocks if the run takes it. A group's "peak" is its peak learning rate."""
+    """AdamW; or Muon for the matrices of blocks, and AdamW for the rest. A group's "peak" is its peak learning rate."""
     named, decay = list(model.named_parameters()), options.weight_decay
     is_muons = {name: options.optimizer == "muon" and ".blocks." in f".{name}" and x.dim() == 2 for name, x in named}
     rest = [x for name, x in named if not is_muons[name]]

@@ -17,7 +17,7 @@ LARGEST_FLOAT, SMALLEST_FLOAT = 1e30, 1e-30  # AdamW computes in float32, and di
 # Short sequences teach most in the same time. They take half of the time of a run of the default length and steps.
 DEFAULT_STEPS, DEFAULT_PHASES = 18, ("512:2:1500", "1024:2:400", "4096:2:120")
 FILES = ("data", "held_out")
-# A run from another run's parameters has another's width and heads, since these decide the shapes of parameters.
+# A run of --from has that run's layers, width and heads, since these decide the shapes of parameters.
 SHAPE = ("num_layers", "embed_dim", "num_heads", "num_kv_heads")
 
 
@@ -61,8 +61,8 @@ class Hyperparameters:
     steps: int = _option(DEFAULT_STEPS, "optimiser steps with sequences of --seq-len, after those of --phases")
     phases: tuple[str, ...] = _option(
         (),
-        "shorter sequences that are read first, as LENGTH:BATCH:STEPS, or none (default: "
-        f"{' '.join(DEFAULT_PHASES)}, those shorter than --seq-len; none if --steps is given, or --from)",
+        "shorter sequences that are read first, as LENGTH:BATCH:STEPS, or none (default: those of "
+        f"{' '.join(DEFAULT_PHASES)} that are shorter than --seq-len; none if --steps or --from is given)",
         kind=str,
         metavar="PHASE",
     )
@@ -74,12 +74,12 @@ class Hyperparameters:
     dilation_rates: tuple[int, ...] = _option((1, 1, 4, 16), "dilation rate of each branch", 1, LONGEST)
     optimizer: str = _choice("muon: Muon for matrices of blocks, AdamW for the rest", "muon", "adamw")
     learning_rate: float = _real(4e-3, "peak learning rate of AdamW; cosine down to 5 %% of it")
-    muon_learning_rate: float = _real(0.015, "the same of Muon")
+    muon_learning_rate: float = _real(0.015, "the same for Muon")
     warmup_steps: int = _option(10, "steps of linear warm-up", 0)
-    weight_decay: float = _real(0.1, "of both, on matrices only", 0)
+    weight_decay: float = _real(0.1, "of AdamW and Muon, on matrices only", 0)
     clip_norm: float = _real(1.0, "largest norm of the gradient")
-    held_out: tuple[str, ...] = _option((), "files whose first bytes are held out, not the document's last", kind=str)
-    held_out_bytes: int = _option(131_072, "bytes, the document's last, that only score the model")
+    held_out: tuple[str, ...] = _option((), "files whose first bytes are held out, not --data's last", kind=str)
+    held_out_bytes: int = _option(131_072, "bytes that only score the model: --data's last, or --held-out's first")
     seed: int = _option(0, "seed of the initial weights and of the order of the data", -LARGEST)
 
     def __post_init__(self) -> None:
@@ -129,7 +129,7 @@ class Hyperparameters:
         return -(-self.positions_before(self.total_steps) // self.schedule[-1].num_positions)
 
     def phase_of(self, step: int) -> Phase:
-        """The phase of a step, counted from 0. Behind the last step, the last phase."""
+        """The phase of a step, counted from 0. After the last step it is the last phase."""
         for phase in self.schedule:
             if step < phase.steps:
                 break
@@ -208,7 +208,7 @@ def add_hyperparameters(parser: argparse._ArgumentGroup, whole: Callable[[str], 
 def resolve(arguments: argparse.Namespace, before: Hyperparameters | None = None) -> Hyperparameters:
     """The hyperparameters of a run. A ValueError refuses bad values, and changes that cannot be.
 
-    before: those of the run that --resume or --from names. A resumed run keeps them, a run from another's only SHAPE.
+    before: those of the run that --resume or --from names. A resumed run keeps them all, a run of --from keeps SHAPE.
     """
     given = {item.name: getattr(arguments, item.name) for item in fields(Hyperparameters) if item.name in arguments}
     for name in FILES:

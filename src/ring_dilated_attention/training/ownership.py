@@ -1,6 +1,6 @@
 """Keeps a second run out of a run's folder, and tells it who has the folder. The file imports no torch.
 
-The lock is the system's (flock), on a file that says who holds it, and ends with the last process that has it open.
+The lock is the system's (flock), on a file that names the owner. It ends with the last process that has the file open.
 On a file system without such locks the file itself is the lock, and a run that was killed leaves it behind.
 """
 
@@ -24,8 +24,8 @@ LOCK_FILE = ".rda-train.lock"
 def own_folder(folder: Path, *, must_be_new: bool = False) -> Iterator[tuple[Path, int]]:
     """Make a folder if it is not there, and keep other runs out of it. At the end an empty folder is removed.
 
-    Yields the folder, and the descriptor of its lock, which a process that inherits it holds, too. If the folder is
-    there already, must_be_new makes another, with a number after its name. A ValueError if another run has the folder.
+    Yields the folder and the lock's descriptor. A process that inherits the descriptor holds the lock too. must_be_new:
+    if the folder is there, make another with a number after its name. Raises ValueError if another run has the folder.
     """
     with _new_folder_made(folder) if must_be_new else folder_made(folder) as own:
         lock = _lock(own / LOCK_FILE)

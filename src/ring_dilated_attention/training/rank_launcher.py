@@ -44,7 +44,7 @@ class Place(NamedTuple):
 def started() -> Place:
     """The place that torchrun or srun gives to this process, or rank 0 of 1 if neither started several.
 
-    Outside a step (in a batch script) Slurm's variables describe the whole job. A ValueError refuses bad numbers.
+    Outside a job step (in a batch script) Slurm's variables describe the whole job. A ValueError refuses bad numbers.
     """
     rank, size = "RANK", "WORLD_SIZE"
     if not _is_under_torchrun() and "SLURM_STEP_ID" in os.environ:
@@ -63,7 +63,7 @@ def unjoined(*, joins: bool) -> str:
     """A warning if a launcher's processes do not work together, else "". joins: whether the command joins them."""
     (rank, num_ranks), tasks = started(), os.environ.get("SLURM_NTASKS", "1")
     if joins and num_ranks == 1 and tasks != "1" and not _is_under_torchrun():
-        return f"SLURM_NTASKS={in_short(tasks)} is ignored outside of a step of several tasks: srun starts them"
+        return f"SLURM_NTASKS={in_short(tasks)} is ignored: this is a single task, and srun starts several"
     is_repeated = not joins and num_ranks > 1 and rank == 0
     return f"a launcher started {num_ranks} of these, and each does all of the work: start one" if is_repeated else ""
 

@@ -31,9 +31,8 @@ OPEN: dict[str, Any] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
 
 
 class Text:
-    """A file, and what was read of it so far: its str(). At most `most` bytes of it are given out, and they alone are
-    counted; a record counts if it has letters. `how` has the hyperparameters "fasta_case" and "fasta_records";
-    older runs lack them."""
+    """A file. Its str() says what was read of it so far. At most `most` bytes are given out, and only they are counted.
+    A record counts if it has letters. how: the "fasta_case" and "fasta_records" of a run; older runs lack them."""
 
     def __init__(self, name: str, how: Mapping[str, Any], most: int = sys.maxsize) -> None:
         self.name, self.most, self.num_bytes, self.packing = name, most, 0, ""
@@ -50,7 +49,7 @@ class Text:
         A ValueError refuses damaged files, other containers, and FASTA without letters."""
         try:
             whole = self._opened(file)
-            # FASTA gives no more bytes than are read, but for the last border: what is counted is given.
+            # FASTA gives at most the bytes that are read and a last border, so every letter that is counted is given.
             blocks = iter(lambda: whole.read(min(BLOCK, self.most - self.num_bytes)), b"")
             for block in self._of_sequences(blocks) if self.is_fasta else blocks:
                 if self.num_bytes == 0 and not self.is_fasta:
@@ -77,7 +76,7 @@ class Text:
         return self._opened(OPEN[kind](file))
 
     def _of_sequences(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
-        """The blocks of a FASTA file without its header lines and line ends. A border ends each record with letters."""
+        """The letters of a FASTA file, without header lines. A border is put after each record that has letters."""
         at_start, in_header, is_open = True, False, False
         for block in blocks:
             found = []

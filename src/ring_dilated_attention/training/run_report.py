@@ -116,7 +116,7 @@ def by_context(record: dict[str, Any]) -> list[str]:
     if (found := record["bits_by_context"]) is None:
         return []
     cuts, bits = found["least_context"], found["bits_per_byte"]
-    lines = [f"with its context cut, on {found['num_bytes']:,} of these bytes:"]
+    lines = [f"with the model's context cut, on {found['num_bytes']:,} of these bytes:"]
     for c, value in zip(cuts, bits, strict=True):
         lines.append(f"  {f'{c:,} to {2 * c - 1:,} bytes before':>32}  {value:.3f}")
     best = min(bits)

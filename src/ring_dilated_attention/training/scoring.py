@@ -13,7 +13,7 @@ from .data import Document
 
 CUTS = (64, 512, 4_096)
 CUT_BYTES = 32_768  # held-out bytes that are scored with each cut
-CLEAR_BYTES = 64  # the bytes before it that a target sees at least of its segment
+CLEAR_BYTES = 64  # a byte is scored only if it sees at least so many bytes of its segment before it
 HELPS = 0.01  # bits per byte; less is noise on so few bytes
 
 
@@ -26,8 +26,8 @@ def held_out_bits_per_byte(model: LongNetLM, document: Document) -> float:
 def bits_by_context(model: LongNetLM, document: Document) -> dict[str, Any] | None:
     """Bits per byte with the context cut to c bytes, for each of CUTS and for half a sequence, on the same bytes.
 
-    Contexts of 2 c bytes overlap by c, and their second halves are scored. A byte counts if it always is CLEAR_BYTES or
-    more behind the start of its longest segment of rate 1. None if a sequence is too short, or no byte counts.
+    Contexts of 2 c bytes overlap by c; second halves are scored. A byte counts if with every cut it lies CLEAR_BYTES
+    or more after the start of its longest segment of rate 1. None if a sequence is too short, or no byte counts.
     """
     cuts = [c for c in CUTS if 2 * c < document.seq_len] + [document.seq_len // 2]
     number = min(CUT_BYTES, document.num_held_out)
@@ -54,7 +54,7 @@ def bits_per_byte(
     total, number, at_once = torch.zeros((), dtype=torch.float64), 0, max(1, POSITIONS_AT_ONCE // length)
     for i in range(0, len(pieces), at_once):
         some = pieces[i : i + at_once]
-        # The last piece may be shorter. The zeros behind it change nothing before them.
+        # The last piece may be shorter. The zeros after it change nothing before them.
         rows = b"".join(document.content[x.start - num_before : x.stop].ljust(length, b"\0") for x in some)
         tokens_BN = torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(-1, length).long()
         is_next_scored_BN = torch.zeros_like(tokens_BN, dtype=torch.bool)

@@ -159,7 +159,7 @@ def to_mend(everyone: list[dict[str, Any]]) -> list[str]:
     for name in everyone[0]["versions"]:
         found += _differing(everyone, name, [x["versions"][name] for x in everyone], "Install the same everywhere")
     models = [one["gpu"]["name"] if one["gpu"] else "none" for one in everyone]
-    found += _differing(everyone, "GPU", models, "Every step waits for the slowest: take ranks of one model")
+    found += _differing(everyone, "GPU", models, "Every step waits for the slowest: take ranks with the same GPU")
     found += _told_by_all(everyone)
     algorithms = [one["matter"].get("NCCL_ALGO", UNSET) for one in everyone]
     found += _differing(everyone, "NCCL_ALGO", algorithms, "Ranks that do not choose alike may hang: unset it")

@@ -56,8 +56,8 @@ def examine_on(worker: Worker, folder: Path, seconds: float, environment: Mappin
 
 def examine(folder: Path, seconds: float, environment: Mapping[str, str], dtype: str = "") -> list[dict[str, Any]]:
     """The findings of all ranks, in the order of the ring; every rank gets them. folder: where runs will be written.
-    seconds: the timeout of a message. environment: the environment variables as the user set them. dtype: of the rates;
-    that which is advised if it is empty."""
+    seconds: the timeout of a message. environment: the environment variables as the user set them. dtype: the one in
+    which rates are measured. If it is empty, the advised dtype is taken."""
     parallel = ContextParallel(exchange="ring", timeout=timedelta(seconds=seconds))
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     own = facts(parallel.rank, device, folder, environment)
@@ -110,7 +110,7 @@ def gpu_versions() -> dict[str, str]:
 
 
 def processors() -> dict[str, float]:
-    """Seconds of all processors of this machine: so far, those in which they were busy, and those of this process."""
+    """Processor seconds until now: those that this machine had, those of them that were busy, those of this process."""
     ticks = [0] * 8
     with suppress(OSError, ValueError):  # where the system does not say
         ticks = list(map(int, Path("/proc/stat").read_text().split()[1:9]))
@@ -175,7 +175,7 @@ def agreement(parallel: ContextParallel, device: str) -> dict[str, Any]:
 
 
 def speeds(parallel: ContextParallel, device: str, card: dict[str, Any] | None, dtype: str) -> dict[str, Any]:
-    """The findings of `speedup`, and those of `rates` and `messages` as medians of all rounds; and of `processors`."""
+    """The findings of `speedup` and `processors`, and, as medians over all rounds, those of `rates` and `messages`."""
     rounds, before, gain = [], processors(), speedup(parallel, device)
     least = min(one["gain"] for one in gathered(parallel, {"gain": gain}))
     dtype = dtype or dtype_advice(card, least).replace(":", " ").split()[0]
@@ -292,7 +292,7 @@ def hardware_of(everyone: list[dict[str, Any]]) -> Hardware:
 
 
 def pairs_of(everyone: list[dict[str, Any]]) -> list[tuple[int, int, float]]:
-    """(place, peer's place, bytes per second) of each pair that was measured, the slowest first. Places in the ring."""
+    """(place in the ring, peer's place, bytes per second) of each pair that was measured, the slowest first."""
     p = len(everyone)
     found = [
         (place, (place + int(distance)) % p, LARGE / seconds)

@@ -54,13 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--embedding", choices=EMBEDDINGS, default="pooled", help="the tiles' mean (default) or the class token")
     layers = "last (default), encoder (last, with the encoder's LayerNorm), all, or a state's number from 0"
     add("--layer", default="last", metavar="LAYER", help=layers)
-    add("--padding", choices=PADDINGS, default="torchscale", help="keep (default) or leave out training's zero rows")
+    padding = "torchscale (default) counts the zero rows that torchscale pads with; exact does not"
+    add("--padding", choices=PADDINGS, default="torchscale", help=padding)
     sides = "side of a slide, which sets the segment lengths (default 262144; GigaPath's fine-tuning has 250000)"
     add("--max-wsi-size", type=count, default=262_144, metavar="PIXELS", help=sides)
-    steps = "from tile to tile: PIXELS, whatever files state; file: what each states; file:PIXELS: that, or else "
-    steps += "PIXELS (default 256, and files that state others are refused); segment lengths are always those of 256"
+    steps = "step from tile to tile. PIXELS: for all files. file: as each file states. file:PIXELS: as it states, else "
+    steps += "PIXELS. Default: 256; files that state another are refused. Segment lengths are always those of 256"
     add("--tile-size", metavar="PIXELS", help=steps)
-    add("--heads", type=count, metavar="H", help="attention heads of the weights (default 16, of published sizes only)")
+    add("--heads", type=count, metavar="H", help="attention heads; needed unless the weights are of a published size")
     layers = "layers that the weights must have (default 12 for the published widths, 768 and 384; otherwise any)"
     add("--depth", type=count, metavar="LAYERS", help=layers)
     add("--dtype", choices=DTYPES, default="float32", help="16 bits under autocast (default float32)")
@@ -179,7 +180,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All that decides an embedding's values. Raises ValueError for options that fit neither weights nor device."""
+    """All that decides an embedding's values. Raises ValueError for options that do not fit weights or device."""
     from ...models.weights import read_weights, slide_encoder_size
     from .embedder import check_device
 

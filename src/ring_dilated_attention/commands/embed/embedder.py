@@ -143,7 +143,7 @@ def _forward(model: LongNetViT, options: Namespace, group: list[Tiles], device: 
     model.tile_size, lengths = group[0].entry.tile_size, None
     features, coords = group[0].features[None], group[0].coords[None]
     if len(group) > 1:
-        lengths = [len(tiles.features) for tiles in group]  # a slide without tiles is refused, then alone again
+        lengths = [len(tiles.features) for tiles in group]  # with a 0 the batch is refused, then tried one by one
         pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
         features, coords = pad([x.features for x in group]), pad([x.coords.double() for x in group])
     dtype = getattr(torch, options.dtype)

@@ -37,19 +37,19 @@ class Entry(NamedTuple):
     fingerprint: str  # of the slide's file
     num_tiles: int
     tile_size: float
-    stated: float | str | None = None  # the tile size that the slide's file states, or the text of what is no size
+    stated: float | str | None = None  # what the slide's file states as tile size; a repr if that is no size
 
 
 class TileSizes(NamedTuple):
-    """The tile size is `otherwise` for a file that states none. None refuses such files. What a file states is "taken",
-    "overruled" by `otherwise`, or "compared": refused unless it is `otherwise`."""
+    """A file that states no tile size gets `otherwise`. If this is None, such files are refused. What a file states is
+    "taken", "overruled" by `otherwise`, or "compared": refused unless it is `otherwise`."""
 
     otherwise: float | None
     stated: str
 
     @classmethod
     def parse(cls, option: str | None) -> "TileSizes":
-        """The rule of --tile-size: None if it is not given, "512", "file" or "file:512"."""
+        """The rule of --tile-size as the user wrote it: "512", "file" or "file:512"; None if it was not given."""
         if option is None or option == "file":
             return cls(256.0, "compared") if option is None else cls(None, "taken")
         number = positive(option.removeprefix("file:"))
@@ -132,7 +132,7 @@ class EmbeddingFile:
             settings = dict(json.loads(metadata["settings"]).items())
             found = {name: Entry(*entry) for name, entry in json.loads(metadata["slides"]).items()}
             if "file" in (sizes := {settings.get("tile_size"), self.settings.get("tile_size")}):
-                # One of the two says nothing of files that state no tile size.
+                # With "file", every file stated its tile size: then the other setting's number does not matter.
                 settings["tile_size"] = self.settings["tile_size"] = next(iter(sizes - {"file"}), "file")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise self._refusal("is there, and what it says of itself cannot be read") from error

@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mesh_help = "data x sequence parallel, states cut over F ranks (FSDP; default 1x--ranks)"
     add("--mesh", metavar="DxS[xF]", help=mesh_help)
     add_hardware_options(parser)
-    add("--tokens", type=amount, metavar="T", help="says how long training on so many tokens takes, as 1e11")
-    add("--memory", type=count, metavar="BYTES", help="of a rank, as 80G: says what fits")
+    add("--tokens", type=amount, metavar="T", help="tokens of the training, such as 1e11: shows its time")
+    add("--memory", type=count, metavar="BYTES", help="memory of a rank, such as 80G: shows what fits")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -105,7 +105,7 @@ def fill_in(arguments: argparse.Namespace) -> None:
 
 
 def read_config(path: Path, sizes: dict[str, int]) -> dict[str, Any]:
-    """What a run's folder or a config.json says, by the names of the options; of a config.json the `model`, too.
+    """The values in a run's folder or a config.json, by the options' names. A config.json also gives `model`.
 
     sizes: fields of a config.json that the options give.
     """
@@ -125,7 +125,7 @@ def read_config(path: Path, sizes: dict[str, int]) -> dict[str, Any]:
     try:
         model = read_decoder(fields | sizes)
         found: dict[str, Any] = {"model": model, "causal": True} | dict(zip(SIZES, model[1], strict=False))
-        if fields.get("dilated_attention") is not None:  # the integration saves it
+        if fields.get("dilated_attention") is not None:  # saved by integrations/transformers
             made = DilatedPattern(**fields["dilated_attention"])
             found |= {"segment_lengths": list(made.segment_lengths), "dilation_rates": list(made.dilation_rates)}
             found |= {"phase": made.phase, "split_heads": made.heads == "split"}

@@ -110,7 +110,7 @@ def _sharding_line(found: list[dict[str, Any]], *, is_planned: bool) -> str:
         time = "" if row["step_seconds"] is None else f", {about}{time_text(row['step_seconds'])} modelled"
         return f"{row['sharding']} {row['balance']:.1%} ({row['sent_bytes'] / 1e6:,.1f} MB {moved} at most{time})"
 
-    return f"balance by sharding, near-equal: {', '.join(map(described, found))}: {_better(found, moves)}"
+    return f"balance by sharding, with near-equal shards: {', '.join(map(described, found))}: {_better(found, moves)}"
 
 
 def _better(found: list[dict[str, Any]], moves: str) -> str:
@@ -182,11 +182,11 @@ def _text_of_many(found: dict[str, Any]) -> str:
         (f"largest work, rank {found['busiest_rank']:,}", scaled(found["largest_flops"], "FLOP")),
         ("balance (mean work over the largest)", f"{found['balance']:.1%}"),
         ("received by a rank in a forward, at most", size_text(found["largest_forward_received_bytes"])),
-        ("and in all, gradients sent included", size_text(found["largest_received_bytes"])),
+        ("the same with the backward, and with the gradients sent", size_text(found["largest_received_bytes"])),
         ("peak memory of a rank, at most", f"about {size_text(found['peak_bytes'])}"),
     ]
     if found["step_seconds"] is not None:
         rows.append(("modelled step", f"about {time_text(found['step_seconds'])}"))
     lines = [f"{found['num_ranks']:,} ranks, {found['method']}", aligned(("", "forward and backward"), rows)]
-    lines.append("the rank that holds most, about, at its peak:")
+    lines.append("at its peak, the rank that holds most has about:")
     return "\n".join([*lines, *map(_item, found["peak_items"]), wrapped(ERRORS_TEXT)])
