@@ -1,4 +1,4 @@
-"""What happens to the loss of a dense model that becomes dilated: it rises, and training on brings it down again.
+"""What happens to the loss of a dense model that becomes dilated: it rises, and further training brings it down again.
 
 python examples/convert_dense.py
 """
@@ -46,4 +46,4 @@ convert_to_dilated(model, DilatedPattern((32, 128), (1, 2)))
 report("dilated, as it is")
 for _ in range(2):
     train(100)
-    report("dilated, trained on")
+    report("dilated, trained further")

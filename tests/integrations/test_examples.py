@@ -71,7 +71,7 @@ def test_runs_in_a_minute(example, tmp_path):
     if example == "convert_dense":
         dense, converted, trained = (
             [float(x) for x in re.findall(rf"^{name}: ([\d.]+)$", output, flags=re.MULTILINE)]
-            for name in ("dense", "dilated, as it is", "dilated, trained on")
+            for name in ("dense", "dilated, as it is", "dilated, trained further")
         )
         assert converted[0] > dense[-1] + 0.1
         assert trained[-1] < dense[-1] + 0.05

@@ -181,7 +181,7 @@ CASES = (
         ours=AMONG_HEADS,
     ),
     _class("`RingDilatedAttentionV2`", "RingDilatedAttentionV2([16, 64], [1, 2])"),
-    _class("`RingDilatedAttentionProduction`, ours undivided", _PRODUCTION, _UNDIVIDED),
+    _class("`RingDilatedAttentionProduction`, ours without `/ len(pattern.branches)`", _PRODUCTION, _UNDIVIDED),
     _class("the same, causal", _PRODUCTION, _UNDIVIDED, CAUSAL),
 )
 
