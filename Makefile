@@ -2,8 +2,9 @@
 # torch is installed first and by its exact pin: a plain `torch` brings gigabytes of CUDA packages.
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
-# The version that belongs to this torch: the kernels are tested without a GPU too. A CUDA build brings its own.
-TRITON ?= $(if $(filter torch==2.13.0,$(TORCH)),triton==3.7.1)
+# The version that belongs to this torch: the kernels are tested without a GPU too. A CUDA build brings its own, and the
+# interpreter of Triton 3.6, which torch 2.11 brings, needs an older NumPy.
+TRITON ?= $(if $(filter torch==2.13.0,$(TORCH)),triton==3.7.1,$(if $(filter torch==2.11.0,$(TORCH)),'numpy<2.4'))
 VENV   := .venv
 BIN    := $(VENV)/bin
 
