@@ -121,7 +121,7 @@ def _ranks(call: Call) -> Ranks:
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, call: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, and on the CPU what the backward takes from this forward (`Begun`)."""
+    """out, lse, and a tensor on the CPU that holds what the backward takes from this forward (`Begun`)."""
     found = Call.from_text(call)
     out, lse, begun = _ranks(found).forward(found, query, key, value, cu_seqlens)
     return out, lse, begun.tensor

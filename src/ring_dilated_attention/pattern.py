@@ -101,7 +101,7 @@ class DilatedPattern:
     def text(self) -> str:
         """The pattern as a custom op takes it; see `from_text`.
 
-        The text is not a field, because FSDP copies the fields of a dataclass that a module is passed.
+        The text is not a field, because FSDP rebuilds a dataclass among a module's inputs from its fields.
         """
         return json.dumps((self.segment_lengths, self.dilation_rates, self.is_causal, self.phase, self.heads))
 

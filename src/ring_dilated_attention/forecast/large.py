@@ -45,7 +45,7 @@ def peak_memory(
     plans = [make_plan(small, rank) for rank in range(small.num_ranks)]
     buffer = max(counted.buffers)
     received_and_home = {(buffer, buffer)}
-    if is_gathered:  # which rank holds most differs by moment: `weights` has a pair for each
+    if is_gathered:  # at each moment another rank may hold most, so `weights` has a pair for each
         plans = [gathered(plan) for plan in plans]
         moved = list(zip(counted.received, _coming_home(counter, counted), strict=True))
         weights = ((1, 0), (0, 1), (1, 1), (sizes.itemsize + sizes.sum_itemsize, sizes.sum_itemsize))
@@ -135,7 +135,7 @@ def _rank_seconds(own: "_Load", rings: dict[int, "_Load"], sizes: Sizes, hardwar
 
 
 class _Load(NamedTuple):
-    """Pairs, kernel calls, and the seconds to receive rows if a unit were one byte, on a ring's slowest network."""
+    """Pairs, kernel calls, and the seconds to receive the rows for each byte of a unit, on the slowest networks."""
 
     pairs: float = 0.0
     calls: int = 0
@@ -143,7 +143,7 @@ class _Load(NamedTuple):
 
 
 def _work_of(counter: Counter, counted: JobCount, rank: int, hardware: Hardware) -> tuple[_Load, dict[int, _Load]]:
-    """A rank's load with its own keys; and, for each number of hops, its load in one hop of the rings with so many."""
+    """A rank's load with its own keys; and, by the number of hops of a ring, its load in one hop of such rings."""
     job, count = counter.job, counter.of(rank)
     heads = job.num_heads, job.num_kv_heads, job.held
     calls = [len(job.pattern.head_groups(branch, *heads)) for branch in range(len(job.pattern.branches))]

@@ -56,7 +56,7 @@ def attention_memory(plan: Plan, sizes: Sizes, traits: Traits, dealing: Dealing 
         packing=traits.packing,
         distances=(row_bytes("query", plan, sizes), row_bytes("key", plan, sizes)),
         itemsize=sizes.itemsize,
-        is_brief=True,  # two equal calls show the peak: the second runs while results of the first are held
+        is_brief=True,  # list two of many equal kernel calls: at the peak the second runs, the first one's results held
     )
     ledger = _Ledger(plan, sizes, terms, traits)
     ledger.give("query", "key", "value")
@@ -110,7 +110,7 @@ class _Ledger:
             self.hold(self.given(name), self.tensor(name, is_dealt=False))
 
     def given(self, name: str) -> str:
-        """The item of this rank's own rows of a tensor: `name`, or another if `name` is the item of the dealt heads."""
+        """The name of the item of this rank's own rows. If heads are dealt, `name` is the item of the dealt heads."""
         return name if self.terms.dealing is None else f"{name}, own rows"
 
     def add_up(self, stage: str) -> None:

@@ -124,7 +124,7 @@ def _working(job: ModelJob, traits: Traits | None, again: int) -> int:
     stream = row - shape.last_norm
     # If shards > 1, `model_memory` counts the matrix with the gradients of a block.
     matrix = _gradient_of(shape, shape.embed_dim * shape.ffn_dim) if job.mesh.shards == 1 else 0
-    # Two gradients are held: the hidden rows', and the matrix's or (later) that of the activation's other factor.
+    # Two gradients are held: that of the hidden rows; and first the matrix's, later (if gated) the other factor's.
     beside = 0 if shape.blocks.ffn == "plain" else job.rows * wide
     hidden = job.rows * wide + max(matrix, beside)
     feed_forward = job.rows * stream + hidden + again
@@ -207,7 +207,7 @@ def gradient_seconds(job: ModelJob, hardware: Hardware) -> float:
 
 
 def seconds_a_byte(num_ranks: int, hardware: Hardware) -> float:
-    """Seconds per byte of a scatter or gather over all ranks: within hosts, then of each rank's share between hosts."""
+    """Seconds per byte of a scatter or gather: all bytes pass within hosts, a rank's share of them between hosts."""
     there = min(hardware.gpus_per_host or 1, num_ranks)
     inside, between = (hardware.network(0, last)[0] for last in (there - 1, num_ranks - 1))
     return (1 - 1 / there) / inside + (1 / there - 1 / num_ranks) / between
@@ -242,12 +242,12 @@ def longest_sequence(job: ModelJob, activations: str, traits: Traits, num_bytes:
 def smallest_mesh(job: ModelJob, activations: str, traits: Traits, num_bytes: int, host: int = 1) -> Mesh | None:
     """The mesh with the fewest sequence-parallel ranks, at most MOST_RANKS, on which the sequence fits, or None.
 
-    It fills whole hosts of `host` ranks. If the job's mesh fits and does so, the result has at most as many ranks.
+    It fills whole hosts of `host` ranks. It has no more ranks than the job's mesh, if that fits and fills whole hosts.
     `data` and `shards` stay as they are; but a job that shards its states over all its ranks gets such a mesh, too.
     """
     mesh = job.mesh
     is_over_all = mesh.shards == mesh.num_ranks > 1
-    # The ranks must be whole hosts, and divide into shards unless these are over all ranks.
+    # The ranks must fill whole hosts, and divide into groups of `shards` ranks unless the states are cut over all.
     unit = lcm(*(x // gcd(x, mesh.data) for x in (1 if is_over_all else mesh.shards, host)))
 
     def of(count: int) -> ModelJob:

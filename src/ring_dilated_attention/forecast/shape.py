@@ -11,7 +11,7 @@ NORMS = {
     "rms": (1, 1, 1, 1),  # Llama's
     "rms in float32": (1, 2, 0, 1),  # Gemma's
 }
-# Matrices of a feed-forward, and how many times ffn_dim numbers a row saves. "gelu" is computed in Python.
+# The number of matrices of a feed-forward, and what a row saves in multiples of ffn_dim. "gelu" is computed in Python.
 FEED_FORWARDS = {"gated": (3, 4), "plain": (2, 2), "gelu": (2, 5)}
 
 

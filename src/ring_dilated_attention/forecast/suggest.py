@@ -21,8 +21,8 @@ SHORTEST = 64
 def suggestions(
     seq_len: int, num_heads: int, most_pairs: float, *, is_causal: bool
 ) -> list[tuple[DilatedPattern, str]]:
-    """Patterns with at most `most_pairs` pairs over all heads, most first, each with the rule that made it. Only dense
-    attention, if it has so few."""
+    """Patterns with at most `most_pairs` pairs over all heads, most first, each with the rule that made it. If
+    dense attention has so few pairs, only that."""
     dense = DilatedPattern.dense(is_causal=is_causal)
     if pairs(dense, seq_len, num_heads) <= most_pairs:
         return [(dense, "dense attention")]

@@ -141,7 +141,7 @@ class CachePlan:
     def live(self, buffers: Buffers, position: int) -> range:
         """The numbers of the rows that the query at `position - 1`, or a later query, sees.
 
-        If no position of its segment from `position - 1` on has the phase, its rows are kept but not live.
+        If the segment of `position - 1` has no row of the phase from there on, its earlier rows are kept but not live.
         """
         stop = buffers.before(position)
         number = stop - 1 if position and buffers.has(position - 1) else stop  # the last query's row, or the next one's
@@ -231,7 +231,7 @@ def check_append(plan: CachePlan, positions: Sequence[int], counts: Sequence[int
 
 
 def check_crop(plan: CachePlan, positions: Sequence[int], floors: Sequence[int], counts: Sequence[int]) -> None:
-    """Raise ValueError if positions cannot be taken back: there are fewer, or rows that they need were dropped."""
+    """Raise ValueError if `counts` cannot be taken back: a sequence has fewer positions, or would need dropped rows."""
     for row, (position, floor, count) in enumerate(zip(positions, floors, counts, strict=True)):
         if count < 0 or count > position:
             raise ValueError(

@@ -63,7 +63,7 @@ def held_heads(num_held: int, ratio: int, heads_held: Any, num_heads: Any) -> ra
         raise ValueError(f"heads_held={heads_held} are {len(heads_held)} heads, and query holds {num_held}.")
     if num_heads % ratio or heads_held.start % ratio or num_held % ratio:
         raise ValueError(
-            f"heads_held={heads_held} of num_heads={num_heads} cut through query heads that share a key/value head, "
-            f"{ratio} each. Deal whole groups."
+            f"heads_held={heads_held} of num_heads={num_heads} cut through a group of {ratio} query heads that "
+            f"share a key/value head. Give whole groups."
         )
     return heads_held

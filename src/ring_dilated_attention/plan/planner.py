@@ -139,7 +139,7 @@ class _Planner:
 
     def members(self, branch: int, origin: int, stop: int) -> Iterator[tuple[dict[int, list[Piece]], list[HeadGroup]]]:
         """Group the heads whose rows the same ranks need: yield these ranks, each with its pieces, and the heads.
-        A rank needs the rows of each phase that it holds. If causal, it needs only those before its last piece."""
+        A rank needs all rows of the phases of which it has rows; if causal, only those before its last piece."""
         rate = self.pattern.dilation_rates[branch]
         pieces = {rank: self.pieces(rank, origin, stop) for rank in self.candidates(branch, origin, stop)}
 

@@ -21,8 +21,8 @@ STAGES = ("forward", "backward")
 class Packing(NamedTuple):
     """The tiles that a kernel computes faster from a copy in which the rows lie side by side.
 
-    distance: rows at least this many bytes apart are copied, if rows * itemsize of query and of key reach num_bytes.
-    max_rows: query rows copied at a time. A larger tile is split by heads and segments; a larger head is not copied.
+    distance: rows this many bytes apart or more are copied, if both sides of a tile have num_bytes / itemsize rows.
+    max_rows: rows copied at a time. A larger tile is split by heads and segments. If one head has more, none is copied.
     """
 
     distance: int

@@ -80,7 +80,7 @@ class GroupLink:
         self.failure: str | None = None
         self.links = links  # if one of them breaks, all do
         links.append(self)
-        # The backend of each type of device. (dist.get_backend returns a single name, the user's text or "undefined".)
+        # The backend of each type of device. (dist.get_backend has one text for all types.)
         self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._pending: weakref.WeakSet[GroupPending] = weakref.WeakSet()
         self._watcher: Watcher | None = None

@@ -69,7 +69,7 @@ class Processes(Ranks):
     """
 
     def __init__(self, members: list[int], timeout: timedelta) -> None:
-        """Make the control group. All ranks do so, even those with bad arguments. They agree over it in `connect`."""
+        """Make the control group. All ranks do so, even with bad arguments: `connect` compares them over it."""
         super().__init__(Cut("contiguous", len(members)))
         self.timeout, self.world_size = timeout, len(members)
         self.opened: list[GroupLink] = []  # if one of them breaks, all do

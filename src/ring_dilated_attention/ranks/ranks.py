@@ -105,7 +105,7 @@ class Ranks:
             warnings.warn(text + ". This is said once.", stacklevel=3)
 
     def expect(self, lengths: Sequence[int]) -> None:
-        """Do not warn of these numbers of rows: a model made such rows from its shards."""
+        """Do not warn of these numbers of rows: a model added rows of its own to its shards (a class token)."""
 
     def check_all_here(self, method: str) -> None:
         """Raise ValueError if other ranks' tensors do not exist (one simulated rank)."""
@@ -155,7 +155,7 @@ class Ranks:
             rank_plan, means, query = self.route(call, "backward", begun, rows.query, rows.key)
         with self.all_or_none():
             if rank_plan.dealing is not None and rows.dlse is None and call.return_lse:
-                # This rank's loss may not use lse, but all ranks must deal the gradient of lse, or none.
+                # This rank's loss need not use lse, but all ranks must deal the gradient of lse, or none.
                 rows = rows._replace(dlse=torch.zeros_like(rows.lse))
             return executor.backward(rank_plan, means, rows._replace(query=query))
 

@@ -30,7 +30,7 @@ _threads: "weakref.WeakSet[Thread]" = weakref.WeakSet()
 
 
 def start_thread(function: Callable[..., None], *args: object) -> None:
-    thread = Thread(target=function, args=args, daemon=True, name="rda")  # leaves "Thread-N" to users: ranks compare N
+    thread = Thread(target=function, args=args, daemon=True, name="rda")  # uses up no "Thread-N": ranks compare names
     _threads.add(thread)
     thread.start()
 

@@ -136,7 +136,7 @@ def _many(
 ) -> tuple[Tensor, Tensor]:
     """out (B, M, H, D) and lse (B, M, H) of M new rows, the first at position t."""
     rank_plan = RankPlan(plan_chunk(plan, t, query.shape[1]), None)
-    # A cached tile's rows count through the memory of all buffers. So every key/value head is a view of all of it.
+    # A cached tile numbers its rows from the start of the memory. So every key/value head is a view of all memory.
     keys, values = memory.unsqueeze(3).expand(-1, -1, -1, plan.num_kv_held, -1)
     return executor.forward(rank_plan, executor.Means(kernel, scale), query, key, value, cached=(keys, values))
 

@@ -1,4 +1,4 @@
-"""Measures bits per byte by the number of preceding bytes: whole contexts in one forward, or by caches, in chunks."""
+"""Measures bits per byte, grouped by the number of preceding bytes: in one forward, or in chunks through caches."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence

@@ -13,7 +13,7 @@ from .data import Document
 
 CUTS = (64, 512, 4_096)
 CUT_BYTES = 32_768  # held-out bytes that are scored with each cut
-CLEAR_BYTES = 64  # a byte is scored only if it sees at least so many bytes of its segment before it
+CLEAR_BYTES = 64  # of its segment that a scored byte sees before it, or half the segment if that is less
 HELPS = 0.01  # bits per byte; less is noise on so few bytes
 
 
@@ -26,8 +26,8 @@ def held_out_bits_per_byte(model: LongNetLM, document: Document) -> float:
 def bits_by_context(model: LongNetLM, document: Document) -> dict[str, Any] | None:
     """Bits per byte with the context cut to c bytes, for each of CUTS and for half a sequence, on the same bytes.
 
-    Contexts of 2 c bytes overlap by c; second halves are scored. A byte counts if with every cut it lies CLEAR_BYTES
-    or more after the start of its longest segment of rate 1. None if a sequence is too short, or no byte counts.
+    Contexts of 2 c bytes overlap by c; second halves are scored. A byte counts if, with every cut, CLEAR_BYTES or
+    half a segment precede it in the longest segments of rate 1. None if a sequence is too short, or no byte counts.
     """
     cuts = [c for c in CUTS if 2 * c < document.seq_len] + [document.seq_len // 2]
     number = min(CUT_BYTES, document.num_held_out)

@@ -52,14 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, required=True, metavar="FILE", help="safetensors file to write, or to go on with")
     add("--csv", type=Path, metavar="FILE", help="also write all that --out holds as a table, a line for each slide")
     add("--embedding", choices=EMBEDDINGS, default="pooled", help="the tiles' mean (default) or the class token")
-    layers = "last (default), encoder (last, with the encoder's LayerNorm), all, or a state's number from 0"
+    layers = "last (default), encoder (last, with the encoder's LayerNorm), all, or k: the state after k layers"
     add("--layer", default="last", metavar="LAYER", help=layers)
     padding = "torchscale (default) counts the zero rows that torchscale pads with; exact does not"
     add("--padding", choices=PADDINGS, default="torchscale", help=padding)
     sides = "side of a slide, which sets the segment lengths (default 262144; GigaPath's fine-tuning has 250000)"
     add("--max-wsi-size", type=count, default=262_144, metavar="PIXELS", help=sides)
     steps = "step from tile to tile. PIXELS: for all files. file: as each file states. file:PIXELS: as it states, else "
-    steps += "PIXELS. Default: 256; files that state another are refused. Segment lengths are always those of 256"
+    steps += "PIXELS. Default: 256; files that state another are refused. Segments stay those of steps of 256"
     add("--tile-size", metavar="PIXELS", help=steps)
     add("--heads", type=count, metavar="H", help="attention heads; needed unless the weights are of a published size")
     layers = "layers that the weights must have (default 12 for the published widths, 768 and 384; otherwise any)"
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cpu", help="cpu (default), cuda or another of torch's")
     add("--batch", type=count, default=1, metavar="N", help="slides, of any sizes, embedded at once (default 1)")
     add("--ranks", type=count, default=1, metavar="P", help="processes that share every slide (default 1)")
-    add("--keys", nargs=2, metavar=("FEATURES", "COORDS"), help="names of the arrays in the files, if others")
+    add("--keys", nargs=2, metavar=("FEATURES", "COORDS"), help="the files' names of them, if others are not found")
     add("--json", action="store_true", help="print what became of each slide on stdout, all else on stderr")
 
 

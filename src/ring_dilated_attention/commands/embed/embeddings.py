@@ -65,7 +65,7 @@ class TileSizes(NamedTuple):
             raise ValueError(f"states {TILE_SIZE}={size}, which is no positive number of pixels: {remedy}")
         if size is None or (self.stated == "compared" and size != self.otherwise):
             said = f"no {TILE_SIZE}" if size is None else f"{TILE_SIZE}={str(size).removesuffix('.0')}"
-            remedy = "--tile-size 256 takes 256 in any case (GigaPath), file:256 what is stated (TRIDENT) or else 256"
+            remedy = "--tile-size 256 always takes 256 (as GigaPath does), file:256 takes what is stated or else 256"
             raise ValueError(f"states {said}, the step from tile to tile: {remedy}")
         return size
 
@@ -132,7 +132,7 @@ class EmbeddingFile:
             settings = dict(json.loads(metadata["settings"]).items())
             found = {name: Entry(*entry) for name, entry in json.loads(metadata["slides"]).items()}
             if "file" in (sizes := {settings.get("tile_size"), self.settings.get("tile_size")}):
-                # With "file", every file stated its tile size: then the other setting's number does not matter.
+                # A number is for files that state no tile size. With "file" there are none: any number will do.
                 settings["tile_size"] = self.settings["tile_size"] = next(iter(sizes - {"file"}), "file")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise self._refusal("is there, and what it says of itself cannot be read") from error

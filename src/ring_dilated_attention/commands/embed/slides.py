@@ -60,7 +60,7 @@ def _array(arrays: Mapping[str, Any], what: str, names: tuple[str, ...]) -> tupl
         raise ValueError(f"holds no {what}: it has {there}, and {wanted} were looked for (--keys names others)")
     array = arrays[name]
     if isinstance(array, Tensor) and (array.layout != torch.strided or array.is_meta or array.is_quantized):
-        raise ValueError(f"{name} has {array.layout} and {array.dtype} on {array.device}: save its numbers themselves")
+        raise ValueError(f"{name} is {array.layout} {array.dtype} on {array.device}: save a plain dense tensor")
     shape = tuple(getattr(array, "shape", None) or ())  # an empty HDF5 data set's is None
     if len(shape) == 2 or (len(shape) == 3 and shape[0] == 1):
         return array, name

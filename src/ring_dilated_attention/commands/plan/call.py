@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     exchange_help = "how chunks travel (default auto: chosen, with the reason)"
     add("--exchange", choices=("auto", *EXCHANGES), default="auto", help=exchange_help)
     add("--sharding", choices=SHARDINGS, default="contiguous", help="who owns what (both are shown up to 4,096 ranks)")
-    add("--align", type=whole_number, default=1, metavar="A", help="borders of shards at multiples of it")
+    add("--align", type=whole_number, default=1, metavar="A", help="borders of shards at multiples of A")
     documents_help = "lengths of packed documents, which add up to --seq-len"
     add("--documents", type=whole_number, nargs="+", metavar="N", help=documents_help)
     add_hardware_options(parser)

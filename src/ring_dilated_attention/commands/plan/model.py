@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--config", type=Path, metavar="PATH", help="a Hugging Face config.json, or a run's folder")
     add_call(parser)
     add("--sharding", choices=SHARDINGS, default="contiguous", help="who owns which positions")
-    mesh_help = "data x sequence parallel, states cut over F ranks (FSDP; default 1x--ranks)"
+    mesh_help = "data x sequence parallel, states cut over F ranks by FSDP (default: 1 x --ranks)"
     add("--mesh", metavar="DxS[xF]", help=mesh_help)
     add_hardware_options(parser)
     add("--tokens", type=amount, metavar="T", help="tokens of the training, such as 1e11: shows its time")
