@@ -70,7 +70,7 @@ def test_every_printed_figure_is_that_of_the_plans(seed, capsys):
         assert [*cells, f"{time.exposed_seconds / step.step_seconds:.1%}"] in [row.split() for row in out.splitlines()]
     assert f"balance: {sum(work) / ranks / max(work):.1%}" in out
     waits = max(rank.exposed_seconds for rank in step.ranks) / step.step_seconds
-    assert f"efficiency {step.efficiency:.1%}; a rank waits at most {waits:.1%} of it" in words(out)
+    assert f"efficiency {step.efficiency:.1%}; a rank waits at most {waits:.1%} of the step" in words(out)
     times = (time_text(x) for x in (step.step_seconds, step.forward_seconds, step.backward_seconds))
     assert "modelled step: {} (forward {}, backward {})".format(*times) in words(out)
     largest = max(memory, key=lambda x: x.forward_backward.num_bytes).forward_backward

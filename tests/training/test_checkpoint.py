@@ -296,7 +296,7 @@ DEEPER_DAMAGES = {
     ),
     "a foreign moment": (
         edit(OPTIMIZER_FILE, lambda t: t.update({"momentum/x": torch.zeros(1)})),
-        "it has besides 1 tensors, 'momentum/x' first",
+        "it also has 1 tensors, 'momentum/x' first",
     ),
     "a moment of another step": (
         edit(OPTIMIZER_FILE, lambda t: t[max(t)].fill_(-1.0)),
@@ -306,7 +306,7 @@ DEEPER_DAMAGES = {
         edit(OPTIMIZER_FILE, lambda t: t[max(x for x in t if "exp_avg_sq" in x)].fill_(-1.0)),
         "is a mean of squares below 0",
     ),
-    "a foreign parameter": (edit(MODEL_FILE, lambda t: t.update({"x": torch.zeros(1)})), "it has besides 1 tensors"),
+    "a foreign parameter": (edit(MODEL_FILE, lambda t: t.update({"x": torch.zeros(1)})), "it also has 1 tensors"),
     "a parameter is no number": (
         edit(MODEL_FILE, lambda t: t[min(t)].fill_(float("nan"))),
         f"{MODEL_FILE} cannot be used",

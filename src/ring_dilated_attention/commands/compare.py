@@ -114,7 +114,7 @@ def measure(
 
 
 def measure_cached(case: Case, dtype: torch.dtype, backend: str, device: str) -> Squares:
-    """The difference of out and lse if the sequence is appended to a cache: some tokens in bulk, some one by one."""
+    """How far out and lse are off if the sequence is appended to a cache: some tokens in bulk, some one by one."""
     inputs, dout, _ = make_inputs(case, dtype)
     expected = defined(case, inputs, dout, None)
     sizes = (case.batch, case.num_heads, case.num_kv_heads, case.head_dim)

@@ -45,7 +45,7 @@ MAKER = "rda evaluate --picture"
 DEFAULT_CHUNK = 4096
 BYTES_PER_NUMBER = 64  # of memory in a forward, for each position and entry of --embed-dim: 16 float32 numbers
 SECONDS, JOIN_SECONDS = 20 * 86_400, 120  # the longest evaluation on several ranks, and how long they take to meet
-# What one rank measured of one part, or all ranks of all parts; what was read until then; the most resident bytes.
+# Figures of one rank's part, or of all ranks' parts; the text with what was read so far; the peak of resident bytes.
 Measured = tuple["Part", Text, int]
 
 

@@ -110,7 +110,7 @@ def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> d
 
 
 class Text:
-    """A UTF-8 stream of whole characters. Other bytes, and on a terminal control characters, become U+FFFD."""
+    """A UTF-8 stream of whole characters. Other bytes become U+FFFD, and so do control characters on a terminal."""
 
     def __init__(self, file: TextIO) -> None:
         self.file, self.is_terminal = file, file.isatty()

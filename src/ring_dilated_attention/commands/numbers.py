@@ -14,7 +14,7 @@ BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _NUMBER = re.compile(r"([+-]?(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)")
 _MOST_DIGITS = 400  # beyond any float's digits and exponent; writing out 1e999999999 would take hours
 _RULE = (
-    "K, M, G, T are thousands, Ki, Mi, Gi, Ti are 1,024s: 1M = 1,000,000, 64Ki = 65,536, 1e6, 131,072; several are set "
+    "K, M, G, T are powers of 1,000, Ki, Mi, Gi, Ti of 1,024: write 1M, 64Ki, 1e6 or 131,072; set several numbers "
     "apart by spaces"
 )
 

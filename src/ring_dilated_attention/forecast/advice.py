@@ -23,7 +23,7 @@ def advice(job: Job, way: Way, sizes: Sizes, figures: Figures, hardware: Hardwar
     # A rank never waits for the whole step, so the text does not say 100 %.
     bound = f"bound by communication: a rank waits {min(figures.exposed, 0.99):.0%} of the step"
     if way.is_dealt:
-        remedy = "fewer key/value heads (grouped queries) or a faster network would help, and rates would not"
+        remedy = "fewer key/value heads (grouped queries) or a faster network would help, and dilation rates would not"
         everything = "every position of queries, keys, values and outputs, whatever the pattern"
         return f"{bound}. Dealing heads sends {everything}: {remedy}"
     sent, branch = max((share.sent, i) for i, share in enumerate(figures.branches))

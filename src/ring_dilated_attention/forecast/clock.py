@@ -2,8 +2,9 @@
 
 Assumptions:
 
-- Computation: a tile takes `call_seconds`, plus its FLOPs divided by the rate of the stage. The rate is the one that
-  kernels reach; it includes packing, merging and adding. Messages do not slow computation. Posting takes no time.
+- Computation: a tile takes `call_seconds`, plus its FLOPs divided by the rate of its stage (forward or backward).
+  The rate is the one that kernels reach; it includes packing, merging and adding. Messages do not slow computation.
+  Posting takes no time.
 - Network: a rank has one way out and one way in, each with `bytes_per_second`. On each way messages go one after the
   other, in the order in which the rank posts them, as on one NCCL stream. A message starts when its sender and its
   receiver have posted it and both ways are free. For both sides it ends one latency after its last byte has left.

@@ -5,7 +5,7 @@ from typing import Any
 
 from .data import Document
 
-SMOOTHING = 2.0  # the shorter context's table counts as much as this many occurrences of the context
+SMOOTHING = 2.0  # the weight of p_{n-1} in the formula below, in occurrences of the context
 BLOCK = 2**22  # bytes of the training part that are counted at a time
 
 

@@ -44,7 +44,7 @@ def score(model: LongNetLM, blocks: Iterable[bytes], context: int | None, chunk:
     """Measure the cross-entropy of a text, a part at a time. A context's first byte is not predicted.
 
     A `context` of None is the whole text, and needs a `chunk`: so many bytes at a time are read through caches, whose
-    memory does not grow with the text. With `parallel` all ranks give the same text and score their shards of contexts.
+    memory does not grow with the text. Ranks of `model.parallel` all give the same text, and score their shards.
     """
     if chunk is not None:
         yield from _by_caches(model, cut_into_contexts(blocks, chunk, context), context)

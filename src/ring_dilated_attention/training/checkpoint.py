@@ -95,7 +95,7 @@ def _load(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError, KeyError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    for names, what in ((expected.keys() - found.keys(), "lacks"), (found.keys() - expected.keys(), "has besides")):
+    for names, what in ((expected.keys() - found.keys(), "lacks"), (found.keys() - expected.keys(), "also has")):
         if names:
             raise ValueError(f"{path} does not fit the model: it {what} {len(names)} tensors, {min(names)!r} first")
     for name, x in found.items():

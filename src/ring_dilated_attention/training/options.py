@@ -13,7 +13,7 @@ from ..models.longnet_config import LongNetConfig
 MOST_LAYERS = 10_000  # each layer is a module, which takes time and memory
 LONGEST = 2**40  # the longest segment, and the largest dilation rate
 LARGEST = 2**63 - 1  # the largest integer of 64 bits, also of a tensor's stride
-LARGEST_FLOAT, SMALLEST_FLOAT = 1e30, 1e-30  # AdamW computes in float32, and divides by 0.1
+LARGEST_FLOAT, SMALLEST_FLOAT = 1e30, 1e-30  # AdamW stays within float32: its first step divides by 1 - 0.9
 # Short sequences teach most in the same time. They take half of the time of a run of the default length and steps.
 DEFAULT_STEPS, DEFAULT_PHASES = 18, ("512:2:1500", "1024:2:400", "4096:2:120")
 FILES = ("data", "held_out")

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from .machine import physical_bytes
 
-STDIN, BLOCK, MOST_SAID = "-", 2**16, 4  # bytes of a file at a time; files that get a line each
+STDIN, BLOCK, MOST_SAID = "-", 2**16, 4  # bytes read at a time; files that get a line each, at most
 FASTA = re.compile(r"\.(fa|fasta|fna|ffn|faa|fas|frn)$")
 # How FASTA begins under another name: header or comment lines, then a line of letters alone.
 LIKE_FASTA = re.compile(rb"([>;][^\n]*\n)+[A-Za-z*-]+\r?(\n|\Z)")

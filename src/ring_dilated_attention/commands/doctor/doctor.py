@@ -139,7 +139,7 @@ def join(rank: int, num_ranks: int, seconds: float) -> None:
             missing = [other for other in missing if not store.check([f"rank {other}"])]
             time.sleep(0.05 if missing else 0)
     except RuntimeError as error:  # the store has ended, and rank 0 with it
-        raise RuntimeError("rank 0 ended: not all ranks joined; it says which") from error
+        raise RuntimeError("rank 0 ended: not all ranks joined; rank 0 says which are missing") from error
     if missing:
         time.sleep(min(1.0, seconds / 10) if is_host else 0)  # rank 0 has the store: the others still read it
         raise RuntimeError(f"{len(missing)} of {num_ranks} ranks did not join within {seconds:g} s: {names(missing)}")

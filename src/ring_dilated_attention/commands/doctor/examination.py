@@ -124,9 +124,9 @@ def dtype_advice(card: dict[str, Any] | None, speedup: float) -> str:
         faster = "bfloat16" if speedup >= WORTH_16_BITS else "float32"
         return f"{faster}: attention in bfloat16 was {speedup:.2f} times as fast as in float32 on this CPU"
     if (major := card["capability"][0]) >= 8:
-        return "bfloat16: its matrix units are 16-bit, and its range is float32's"
+        return "bfloat16: this GPU's matrix units compute it, and its range is float32's"
     if major == 7:
-        return "float16 with loss scaling: its matrix units know no bfloat16"
+        return "float16 with loss scaling: this GPU's matrix units know no bfloat16"
     return "float32: Pascal and older have no matrix units, and compute 16-bit types no faster"
 
 
@@ -284,7 +284,7 @@ def hardware_of(everyone: list[dict[str, Any]]) -> Hardware:
         return Hardware(forward, NO_NETWORK, 0.0, backward, call)
     measured = [one["messages"] for one in everyone]
     small, large = (max(x[size]["1"] for x in measured) for size in ("small", "large"))
-    # The work of a call outside its tiles takes time once in each stage, as the handshake does.
+    # The work of a call outside its tiles takes time once in a forward and once in a backward, as the handshake does.
     handshake = max(x["handshake_seconds"] + y["around_seconds"] for x, y in zip(measured, rates, strict=True))
     # If others use the machine, the small message may have taken about as long as the large one. Then do not subtract.
     bandwidth = LARGE / (large - small) if large > 2 * small else LARGE / large

@@ -117,7 +117,7 @@ def embed_slides(arguments: argparse.Namespace) -> int:
 
 
 def tile_sizes_in_words(entries: dict[str, Entry]) -> list[str]:
-    """A line for each tile size that was taken and what the files state, with the names of slides."""
+    """A line for each pair of a tile size taken and a tile size stated, with the names of its slides."""
     found: dict[str, list[str]] = {}
     for name, (_, _, size, stated) in entries.items():
         said = "as stated" if stated == size else f"and {str(stated or 'none').removesuffix('.0')} is stated"
@@ -159,7 +159,7 @@ def embed(arguments: argparse.Namespace, slides: dict[str, Path], file: Embeddin
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Refuse what can be before a file is read, and fill in --keys and --tile-size."""
+    """Refuse what can be refused before a file is read, and fill in --keys and --tile-size."""
     if arguments.out.suffix.lower() == ".csv" or arguments.csv == arguments.out:
         raise ValueError(f"--out {arguments.out} would hold safetensors: name it so, and write a table with --csv FILE")
     files = [path for given in arguments.slides for path in (given.iterdir() if given.is_dir() else [given])]

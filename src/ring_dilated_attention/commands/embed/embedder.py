@@ -20,7 +20,7 @@ from ..terminal import is_out_of_memory
 from .embeddings import Entry, fingerprint
 from .slides import open_slide
 
-SECONDS = 20 * 24 * 3600.0  # then ranks are ended; `poll` takes at most 24 days
+SECONDS = 20 * 24 * 3600.0  # after so long ranks are ended; what waits for them takes at most 24 days
 RANK_TIMEOUT = timedelta(hours=1)  # of a message: another rank may take long to read a file
 
 Slides = Sequence[tuple[str, Path]]
@@ -86,7 +86,7 @@ def _embed_here(
         sizes = {"num_heads": options.heads, "depth": options.depth, "max_wsi_size": options.max_wsi_size}
         how: dict[str, Any] = {"global_pool": options.embedding == "pooled", "padding": options.padding, **sizes}
         model = load_slide_encoder(options.weights, **how, dtype=dtype, parallel=parallel)[0].to(device)
-    except (ValueError, MemoryError, RuntimeError) as error:  # torch raises RuntimeError for a device
+    except (ValueError, MemoryError, RuntimeError) as error:  # RuntimeError: torch cannot use the device
         return first_line(error)
     ranks = ALONE if parallel is None else parallel.ranks
     for start in range(0, len(slides), options.batch):

@@ -49,7 +49,7 @@ class TileSizes(NamedTuple):
 
     @classmethod
     def parse(cls, option: str | None) -> "TileSizes":
-        """The rule of --tile-size as the user wrote it: "512", "file" or "file:512"; None if it was not given."""
+        """The rule of --tile-size. `option` is what the user wrote: "512", "file" or "file:512", or None."""
         if option is None or option == "file":
             return cls(256.0, "compared") if option is None else cls(None, "taken")
         number = positive(option.removeprefix("file:"))

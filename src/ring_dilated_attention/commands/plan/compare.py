@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_call(parser)
     add_head_dim(parser)
     add_hardware_options(parser)
-    parser.add_argument("--memory", type=count, metavar="BYTES", help="memory of a rank, such as 80G: shows what fits")
+    parser.add_argument("--memory", type=count, metavar="BYTES", help="memory of a rank, as 80G: recommend what fits")
 
 
 def run(arguments: argparse.Namespace) -> int:

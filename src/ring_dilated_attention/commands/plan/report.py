@@ -172,7 +172,7 @@ def _exposed_shares(model: dict[str, Any]) -> list[float]:
 
 def _model_line(model: dict[str, Any]) -> str:
     step, forward, backward = (time_text(model[f"{name}_seconds"]) for name in ("step", "forward", "backward"))
-    rest = f"{model['efficiency']:.1%}; a rank waits at most {max(_exposed_shares(model)):.1%} of it"
+    rest = f"{model['efficiency']:.1%}; a rank waits at most {max(_exposed_shares(model)):.1%} of the step"
     return f"modelled step: {step} (forward {forward}, backward {backward}), parallel efficiency {rest}"
 
 
