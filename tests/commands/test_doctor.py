@@ -291,7 +291,9 @@ def test_whoever_waits_when_rank_0_gives_up_says_so_in_a_sentence():
     assert [process.returncode for process in processes] == [1, 1]
     missing = re.fullmatch(r"rda doctor: not ready: rank 0: \d of 3 ranks did not join within 8 s: (1, )?2\n", first)
     assert missing is not None
-    assert second == "rda doctor: not ready: rank 1: rank 0 ended: not all ranks joined; rank 0 says which are missing\n"
+    assert (
+        second == "rda doctor: not ready: rank 1: rank 0 ended: not all ranks joined; rank 0 says which are missing\n"
+    )
 
 
 def meet_and_sleep(worker, seconds):

@@ -310,7 +310,7 @@ def test_the_kernel_decides_what_is_held(capsys):
     assert not any("one tile" in item["name"] for item in peaks[1]["peak_items"])
     assert "delta" in {item["name"] for item in peaks[1]["peak_items"]}
     assert cli.main(["plan", *common, "triton-fused", "--ranks", "2"]) == 2
-    assert "so it takes no chunks from other ranks. Choose another kernel." in capsys.readouterr().err
+    assert "takes no chunks of others: choose another." in capsys.readouterr().err
 
 
 BRANCHES = ["--segment-lengths", "2048", "65536", "1048576", "--dilation-rates", "1", "16", "256"]

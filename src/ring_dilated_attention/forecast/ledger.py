@@ -45,7 +45,7 @@ def attention_memory(plan: Plan, sizes: Sizes, traits: Traits, dealing: Dealing 
     ValueError if the plan has hops and the kernel computes a whole forward or backward in one call."""
     if traits.is_whole and plan.hops:
         raise ValueError(
-            "this kernel computes a whole forward or backward in one call, and takes no chunks of others: choose another."
+            "this kernel computes a whole forward or backward at once, and takes no chunks of others: choose another."
         )
     terms = steps.Terms(
         in_place=traits.in_place,
