@@ -164,7 +164,7 @@ def bad_slides(folder):
     yield write(folder / "half.pt", features, coords.half()), "coords has dtype torch.float16, too coarse for pixels"
     yield write(folder / "complex.npz", features, coords + 0j), "coords has dtype complex64, not real numbers"
     yield write(folder / "complex.pt", features, coords + 0j), "coords has dtype torch.complex64, not real"
-    yield write(folder / "sparse.pt", features.to_sparse(), coords), "features has torch.sparse_coo"
+    yield write(folder / "sparse.pt", features.to_sparse(), coords), "features is torch.sparse_coo"
     yield write(folder / "large.pt", features * 1e38, coords), "its features are finite and its embedding is not"
     yield write(folder / "larger.pt", features.double() * 1e300, coords), "tile 0 (and 8 more), taken as"
     torch.save({1: features, 2: coords}, folder / "numbered.pt")
