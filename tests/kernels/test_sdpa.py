@@ -474,7 +474,7 @@ def test_tiles_of_one_call_may_take_several_ops(stand_ins):
     torch.manual_seed(0)
     inputs = [torch.randn(1, 41, 4, 24).half().requires_grad_() for _ in range(3)]
     pattern = DilatedPattern((8, 41), (1, 2), is_causal=True)
-    with sdpa_kernel(SELECT["cudnn"]), pytest.raises(ValueError, match=r"1 keys, head dim 24: flash is sw.*Enable"):
+    with sdpa_kernel(SELECT["cudnn"]), pytest.raises(ValueError, match=r"1 keys.* 24: flash is switched off.*Enable"):
         dilated_attention(*inputs, pattern, backend="sdpa")
     refuses = cuda_ops.OPS["efficient"]._replace(
         refuses=lambda tile: None if tile.num_keys == 1 else "is for this test only"

@@ -1,8 +1,8 @@
 """What all kernels share: access to rows in memory, and the loops over blocks of rows.
 
 Names: i_ index, o_ offsets, m_ mask, p_ pointer or `Rows`, b_ block in registers. A *strip* is the rows that a
-Triton program holds: BN key rows, or BM query rows: HEADS for each position, one for each head of a *bundle*. The
-program loops over blocks of the other side's rows. A block has BD >= D columns, a power of two. Scores are in base
+Triton program holds: BN key rows or BM query rows. HEADS rows are of one position, one for each head of a *bundle*.
+The program loops over blocks of the other side's rows. A block has BD >= D columns, a power of two. Scores are in base
 2: exp(x) = exp2(x * log2(e)).
 """
 
