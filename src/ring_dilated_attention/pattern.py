@@ -366,7 +366,7 @@ def is_finite_number(value: object) -> bool:
 
 
 def _within(heads: range, held: range) -> tuple[int, range]:
-    """How many of `heads` come before the first one in `held`, and those in `held`, numbered from held.start."""
+    """The number of `heads` before the first one in `held`; and the heads in `held`, numbered from held.start."""
     inside = [i for i, head in enumerate(heads) if head in held]
     if not inside:
         return 0, range(0)

@@ -302,7 +302,7 @@ def test_the_tile_size_that_a_file_states(weights, tmp_path):
         (["--weights", "other.pth"], "other.pth does not hold a slide encoder's weights"),
         (["--weights", "none.pth"], "none.pth cannot be read: No such file"),
         (["--weights", "short.pth"], "short.pth holds 11 layers x 384, and published encoders of this width have 12"),
-        (["--weights", "short.pth", "--depth", "12"], "short.pth holds 11 layers x 384, and asked for were 12 layers"),
+        (["--weights", "short.pth", "--depth", "12"], "short.pth holds 11 layers x 384, and you asked for 12 layers"),
         (["--depth", "0"], "--depth must be at least 1, got 0"),
         (["--device", "no"], "--device no cannot be used: "),
         (["--device", "meta"], "--device meta cannot be used: "),

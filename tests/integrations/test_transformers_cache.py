@@ -89,7 +89,7 @@ def test_bad_input():
     update = layer.update
     layer.update = lambda self, key, value, *more: (key, value)  # a model that changes keys afterwards
     try:
-        with pytest.raises(ValueError, match="came without its mark"):
+        with pytest.raises(ValueError, match="changes the keys that a BoundedCache has returned"):
             model(ids[:, :1], past_key_values=cache)
     finally:
         layer.update = update

@@ -180,7 +180,7 @@ def rank_has_bad_input(rank, world_size):
         "another tensor": ({"pixel_values": torch.zeros(1, 3)}, "pixel_values: it is not known how to cut this"),
         "no label": ({"labels": ids.new_full(ids.shape, -100)}, "the batch has no label but -100: the mean of a loss"),
         "no items": ({"labels": ids, "num_items_in_batch": 0}, "the batch has num_items_in_batch=0: the mean"),
-        "a tuple": ({"return_dict": False}, "return_dict=False: the loss of all ranks is put in by its name"),
+        "a tuple": ({"return_dict": False}, "return_dict=False: a tuple has no output.loss"),
         "a list": ({"position_ids": list(range(12))}, "'list' object has no attribute"),
         "embeddings": ({"input_ids": None, "inputs_embeds": torch.zeros(1, 12, 32)}, "needs input_ids, (batch, N)"),
     }
@@ -254,7 +254,8 @@ def rank_shards_heads(rank, world_size):
         own._forward_pre_hooks.clear()
         own._forward_hooks.clear()
     message = message_of(lambda: lost(tokens(1, 6)))
-    assert "computes 2 of 4 heads, and its parameters do not say which (their shards: none)" in message
+    assert "computes 2 of 4 heads. The phases" in message
+    assert "do not say (their shards: none)" in message
 
 
 def test_tensor_parallel_heads():
@@ -368,7 +369,7 @@ def rank_asks_too_much_of_trainer(rank, world_size, folder):
     trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch: outputs.logits.sum()
     assert "compute_loss_func would be given whole labels" in message_of(trainer.get_train_dataloader)
     trainer.compute_loss_func = None
-    assert "9 samples are no multiple of 8" in message_of(trainer.get_eval_dataloader)
+    assert "9 samples are no multiple of the 8 of a step" in message_of(trainer.get_eval_dataloader)
     arguments.per_device_eval_batch_size = 3
     assert len(trainer.get_eval_dataloader()) == 3
     assert "each rank has its shard of them" in message_of(lambda: trainer.predict(samples(3)))

@@ -227,8 +227,8 @@ def test_a_strip_wider_than_every_segment_is_not_considered():
     """Catches a strip of rows that are all in different segments: its work is nearly all masked."""
     found, reason = choose_pass(DilatedPattern((64, 128), (63, 64)), (0, 512))
     assert found is None
-    assert reason == "branch by branch: all at once, rows would lie 4032 apart, and the longest segment has 128"
+    assert reason == "branch by branch: in one pass rows lie 4032 positions apart, and the longest segment has 128"
     _, reason = choose_pass(DilatedPattern((2**31,), (300,)), (0, 200, 300))  # documents end segments
-    assert reason.endswith("lie 300 apart, and the longest segment has 200")
+    assert reason.endswith("lie 300 positions apart, and the longest segment has 200")
     pattern, borders = DilatedPattern((2**31,), (199,)), (0, 200, 300)
     assert choose_pass(pattern, borders) == (FusedPass(pattern, borders), "all branches at once, with rows 199 apart")

@@ -4,8 +4,8 @@ Run by `test_triton.py` in a process of its own, since triton reads TRITON_INTER
 
     TRITON_INTERPRET=1 python -m pytest tests/kernels/triton_interpreted.py
 
-Blocks are 16 x 16 here, so that short sequences have several. bfloat16 is not among the types: the interpreter's
-products of it are wrong. All tests but one run with uninitialised memory filled with NaN.
+Blocks are 16 x 16 here, so that short sequences have several. bfloat16 is not among the types: the interpreter
+multiplies it wrongly. All tests but one run with uninitialised memory filled with NaN.
 """
 
 import gc

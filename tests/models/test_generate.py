@@ -338,7 +338,7 @@ def test_draws_follow_the_weights():
         (([[1]], 1), {"stop": torch.tensor(3)}, r"stop=tensor\(3\) must be integers"),
         (([[1]], 1), {"stop": (True,)}, r"stop=\(True,\) must be integers"),
         (([[1]], 1), {"stop": ([1],)}, r"stop=\(\[1\],\) must be integers"),
-        (([[1]], 1), {"stop": (3, 50)}, "stop has the token 50, and the vocabulary those from 0 to 49"),
+        (([[1]], 1), {"stop": (3, 50)}, "stop has the token 50, but the vocabulary goes from 0 to 49"),
         (([[1]], 1), {"stop": (-1,)}, "stop has the token -1"),
         (([[1]], 1), {"seed": 2**64}, "seed=18446744073709551616 must be an integer of 64 bits, or None"),
         (([[1]], 1), {"seed": -(2**63) - 1}, "seed=-9223372036854775809 must be an integer of 64 bits"),

@@ -363,7 +363,7 @@ def test_two_ranks_hold_half_of_what_one_holds():
         (lambda x, c: (x, c.to_sparse()), r"coords have torch.sparse_coo on cpu: pass a dense tensor"),
         (lambda x, c: (x.to("meta"), c), r"features have torch.strided on meta: pass a dense tensor"),
         (lambda x, c: (x, c.to("meta")), r"coords have torch.strided on meta: pass a dense tensor"),
-        (lambda x, c: (x, c.bfloat16()), "dtype torch.bfloat16, which has not every pixel: pass integers or float32"),
+        (lambda x, c: (x, c.bfloat16()), "dtype torch.bfloat16, which cannot hold every pixel: pass integers"),
         (lambda x, c: (x.tolist(), c), "features must be a tensor, got list"),
     ],
 )

@@ -160,7 +160,7 @@ def test_weights_that_lack_their_last_layers(width, tmp_path):
     with pytest.raises(ValueError, match=rf"short\.pth holds 2 layers x {width}, and published .* have 12 layers"):
         load(path)
     assert len(load(path, depth=2)[0].encoder.layers) == 2
-    with pytest.raises(ValueError, match="and asked for were 3 layers: some are missing, or pass depth=2"):
+    with pytest.raises(ValueError, match="and you asked for 3 layers: some are missing, or pass depth=2"):
         load(path, depth=3)
 
 

@@ -231,9 +231,9 @@ def test_weights_that_do_not_fit_change_nothing(change, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"moe_freq": 2}, "moe_freq=2 is not served: mixtures of experts"),
-        ({"multiway": True}, "multiway=True is not served"),
-        ({"rel_pos_buckets": 32}, "rel_pos_buckets=32 is not served"),
+        ({"moe_freq": 2}, "moe_freq=2 is not supported: mixtures of experts"),
+        ({"multiway": True}, "multiway=True is not supported"),
+        ({"rel_pos_buckets": 32}, "rel_pos_buckets=32 is not supported"),
         ({"segment_length": None}, "have no segment_length: these are not those of a LongNet"),
         ({"segment_length": "[a]"}, r"segment_lengths='\[a\]' is not a list of integers"),
         ({"activation_fn": "tanh"}, "activation='tanh' is unknown; choose one of"),
@@ -266,7 +266,7 @@ def test_a_side_of_an_encoder_decoder():
     both = {**encoder, "decoder_layers": 5}
     config = TorchscaleConfig.from_torchscale(both, side="encoder", num_tokens=11)
     assert (config.num_logits, config.num_decoder_layers, config.shares_embedding) == (None, 5, False)
-    with pytest.raises(ValueError, match="has cross-attention, which is not served: pass is_encoder_decoder=False"):
+    with pytest.raises(ValueError, match="has cross-attention, which is not supported: pass is_encoder_decoder=False"):
         TorchscaleConfig.from_torchscale(both, side="decoder", num_tokens=11)
     with pytest.raises(ValueError, match="have no decoder_layers, on which an encoder's scales depend"):
         TorchscaleConfig.from_torchscale(encoder, is_encoder_decoder=True)

@@ -241,7 +241,7 @@ def rank_starts_anew(rank, world_size):
     new = ContextParallel(timeout=PATIENCE)
     assert old.key != new.key
     message = message_of(lambda: dilated_attention(*tensors(), PATTERN, parallel=old), ExchangeError)
-    assert "torch.distributed was shut down since it was made. Make a new ContextParallel." in message
+    assert "torch.distributed was shut down after this context was made. Make a new ContextParallel." in message
     assert dilated_attention(*tensors(), PATTERN, parallel=new).shape == (1, 8, 4, 8)
 
 

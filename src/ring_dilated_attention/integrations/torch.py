@@ -131,7 +131,7 @@ def _each_input(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, tupl
 class _ScaleGradient(torch.autograd.Function):
     """y = x, dx = c dy, with c = 1/p before the computation in shards and c = p after it.
 
-    In shards a rank's gradient is p times its share; elsewhere it is the whole gradient. The mean is right for both."""
+    Between the two a rank's gradient is p times its share, elsewhere the whole gradient. The mean is right for both."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
@@ -261,7 +261,7 @@ def held_heads(module: nn.Module, num_held: int, num_heads: int) -> range | None
             return range(rank * num_held, (rank + 1) * num_held)
     sharded = ", ".join(f"{rank} of {size}" for rank, size in sorted(found)) or "none"
     raise ValueError(
-        f"{type(module).__name__} computes {num_held} of {num_heads} heads, and its parameters do not say which (their "
-        f"shards: {sharded}), on which the phases depend. Shard the projections over one mesh axis, with equally many "
-        "heads on each rank."
+        f"{type(module).__name__} computes {num_held} of {num_heads} heads. The phases depend on which these are, and "
+        f"its parameters do not say (their shards: {sharded}). Shard the projections over one mesh axis, with equally "
+        "many heads on each rank."
     )

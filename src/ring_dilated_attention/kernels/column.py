@@ -3,8 +3,8 @@
 The ops compute ds = p * (dp - delta) with delta = rowsum(dout * out), and a gradient of lse adds p * dlse to ds. So
 one column is added: q, k and v are 0 in it, out is -dlse and dout is 1. Only delta changes: it becomes delta - dlse.
 
-dlse is float32, and 16-bit inputs would round it (GradScaler begins with 65,536, beyond float16). They take three
-columns instead. dout is one power of 2 in all three. In out, the first is -dlse / dout, each other what rounding left.
+dlse is float32. 16-bit inputs would round it (GradScaler begins with 65,536, beyond float16), so they take three
+columns. dout is the same power of 2 in all three. out is -dlse / dout in the first, and what rounding left in the next.
 """
 
 import torch

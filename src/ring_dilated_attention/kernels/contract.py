@@ -49,7 +49,7 @@ class WholePasses(NamedTuple):
     reason: str
 
 
-# One new row for each batch entry of a cache, at positions that are read on the device only.
+# Appends a row to each batch entry of a cache, and attends from it. Positions are read on the device only.
 # (plan, scale, query (B, 1, H, D), key, value (B, 1, G, D), memory, progress, lengths) -> out and lse, as `run.append`.
 AppendOne = Callable[[CachePlan, float, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
@@ -61,7 +61,7 @@ class _Backend(Protocol):
     choose_pass: Callable[[DilatedPattern, tuple[int, ...]], WholePasses] | None  # given the borders (0, ..., N)
     append_one: AppendOne | None  # None: a token is computed by tiles
     # For a (B, N, H, D) tensor: each op, with the reason why it cannot run dense attention on it, or None if it can.
-    # The first op that can is run. `ops` is None for a backend with one op.
+    # The first with None is run. `ops` is None for a backend with one op.
     ops: Callable[[Tensor], dict[str, str | None]] | None
 
     def why_not(self, query: Tensor) -> str | None:

@@ -75,12 +75,12 @@ def _flash_refuses(tile: TileFacts) -> str | None:
     found = tile.capability
     if active := current_flash_attention_impl():
         majors = _MAJORS.get(active, found[:1])
-        runs_on = " and ".join(f"{major}.x" for major in majors)
+        runs_on = "compute capability " + " and ".join(f"{major}.x" for major in majors)
         return None if found[0] in majors else f"is {active} now, which runs on {runs_on}, got {_dotted(found)}"
     if not torch.backends.cuda.is_flash_attention_available():
         return "is not part of this build of torch"
     if 192 < tile.head_dim <= 224 and ((8, 6) <= found <= (8, 9) or found[0] == 12):
-        return f"has no backward for head dims 193 to 224 on {_dotted(found)}, got {tile.head_dim}"
+        return f"has no backward for head dims 193 to 224 on compute capability {_dotted(found)}, got {tile.head_dim}"
     # Backward counts the elements of its padded accumulator of dq in 32 bits. Beyond that it writes out of bounds.
     row = tile.head_dim + -tile.head_dim % (32 if tile.head_dim <= 128 else 64)
     size = tile.batch * tile.num_heads * (tile.num_rows + -tile.num_rows % 128) * row

@@ -70,7 +70,7 @@ def _choose(tile: TileFacts) -> str:
     for name, reason in against.items():
         if reason is None:
             return name
-    size = f"{tile.batch} x {tile.num_heads} x {tile.num_rows} queries and {tile.num_keys} keys of {tile.head_dim}"
+    size = f"{tile.batch} x {tile.num_heads} x {tile.num_rows} queries, {tile.num_keys} keys, head dim {tile.head_dim}"
     raise ValueError(f"backend='sdpa' has no op for {size}: {_listed(against)}. Enable another.")
 
 

@@ -13,7 +13,7 @@ def query_block(num_rows: int) -> int:
 
 def cpu_scratch(step: Compute, sizes: Sizes, num_heads: int) -> int:
     """Torch's CPU flash attention holds a block of scores for each thread. Backward also holds a block of the scores'
-    gradients, and a copy of dout unless the tile's rows lie side by side with all heads."""
+    gradients, and a copy of dout unless the tile has all heads of consecutive rows."""
     tile, is_forward = step.tile, step.what == "partial"
     queries = min(query_block(tile.query.num_rows), tile.query.num_rows)
     scores = queries * min(KEY_BLOCK, tile.key.num_rows)

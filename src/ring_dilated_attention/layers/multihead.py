@@ -33,7 +33,7 @@ class MultiheadDilatedAttention(nn.Module):
     Args:
         pattern: who attends whom; causality is part of it.
         num_kv_heads: G, grouped queries; num_heads must be a multiple of it. None means num_heads.
-        rotary: rotary position embeddings (rotate-half form); True for base 10,000 or the base itself.
+        rotary: rotary position embeddings (rotate-half form). True means base 10,000; a number is the base.
         parallel: the ranks that share sequences; inputs and outputs are then shards. Use `parallel.mean_loss`: a mean
             over each shard alone gives ranks wrong weights, and no error says so.
         backend: as for `dilated_attention`.

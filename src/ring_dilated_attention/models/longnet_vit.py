@@ -42,7 +42,7 @@ PUBLISHED = {
 
 
 def segment_lengths_for(max_wsi_size: int = 262_144, tile_size: float = 256) -> tuple[int, ...]:
-    """GigaPath's five segment lengths, from 2^10 to the largest power of two that is at most a square slide's tiles.
+    """GigaPath's five segment lengths, from 2^10 to the largest power of two up to a square slide's number of tiles.
 
     Args:
         max_wsi_size: the side of that slide, in pixels. The original code has 262,144 as its default, and 250,000 in
@@ -276,8 +276,8 @@ class LongNetViT(CheckedLoading):
             return f"coords have dtype {coords.dtype}: pass x and y as two real numbers of pixels"
         if coords.is_floating_point() and coords.dtype.itemsize < 4:
             return (
-                f"coords have dtype {coords.dtype}, which has not every pixel: pass integers or float32 (FSDP casts "
-                "floating ones to 16 bits unless its policy has cast_forward_inputs=False)"
+                f"coords have dtype {coords.dtype}, which cannot hold every pixel: pass integers or float32 (FSDP "
+                "casts floating ones to 16 bits unless its policy has cast_forward_inputs=False)"
             )
         if lengths is None:
             return None
@@ -303,7 +303,7 @@ class LongNetViT(CheckedLoading):
             return (
                 f"coordinates outside the grid of {self.slide_ngrids} x {self.slide_ngrids} cells of "
                 f"tile_size={self.tile_size:.10g}: {_tile(wrong, first, len(x))} at ({at}) lies in cell ({cell})"
-                f"{_and_more(wrong)}. Give coordinates from 0 on, and as tile_size the distance between tiles in them"
+                f"{_and_more(wrong)}. Count coordinates from 0. tile_size is the distance of tiles in the same pixels"
             )
         return None
 

@@ -1,4 +1,4 @@
-"""What backward computes again: all of a layer but its attention, and the loss, some rows at a time."""
+"""What backward computes again: a layer without its attention; and the loss, some rows at a time."""
 
 from collections.abc import Callable
 from typing import Any

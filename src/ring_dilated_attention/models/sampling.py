@@ -91,7 +91,7 @@ def generate(
     device, vocab_size = model.head.weight.device, model.head.weight.shape[0]
     for token in sampling.stop:
         if not 0 <= token < vocab_size:
-            raise ValueError(f"stop has the token {token}, and the vocabulary those from 0 to {vocab_size - 1}.")
+            raise ValueError(f"stop has the token {token}, but the vocabulary goes from 0 to {vocab_size - 1}.")
     padded_BN, lengths = pad(tokens, vocab_size, device)
     if caches is None:
         caches = model.make_caches(len(lengths), max_len=max(lengths) + max_new_tokens)

@@ -111,7 +111,7 @@ def slide_encoder_size(
     expected = published.get(embed_dim, found) if depth is None else depth
     size = EncoderSize(in_chans, embed_dim, expected, ffn_dim, NUM_HEADS if num_heads is None else num_heads)
     if strict and found != expected:
-        who = "published encoders of this width have" if depth is None else "asked for were"
+        who = "published encoders of this width have" if depth is None else "you asked for"
         raise ValueError(
             f"{path} holds {size._replace(depth=found)}, and {who} {expected} layers: some are missing, or pass "
             f"depth={found} (--depth {found}) if it is another model"

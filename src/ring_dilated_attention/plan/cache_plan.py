@@ -117,7 +117,7 @@ class CachePlan:
     def kept(self, buffers: Buffers, position: int, floor: int = 0) -> range:
         """The numbers of the rows that are kept after `position` positions, if nobody goes back below `floor`.
 
-        They are the rows of the open segment, and of each segment that taking back up to `keep` positions would reopen.
+        They are the rows of the open segment, and of those that are open again after going back up to `keep` positions.
         """
         return range(buffers.seen(max(position - self.keep, floor)).start, buffers.before(position))
 

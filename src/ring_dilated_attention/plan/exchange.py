@@ -64,7 +64,7 @@ def dealers(exchange: str, job: Job, inner: int = 1) -> int:
 
 
 def dealt(job: Job, size: int, place: int) -> tuple[Job, list[Dealing]]:
-    """Groups of `size` ranks deal heads: the job of the ranks at `place` in their groups, and the dealing of each.
+    """If groups of `size` ranks deal heads: the job of the ranks at `place` in their groups, and each one's dealing.
 
     Raises:
         ValueError: if heads cannot be dealt.

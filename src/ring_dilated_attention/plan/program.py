@@ -158,8 +158,8 @@ class _Maker:
         """Start to send the gradients of hop s. Returns the waits until they are sent.
 
         Finished gradients go to the owners of their chunks, the others to the next rank. Both are received into one
-        buffer, one after the other, so there are two posts. Every rank starts them in this order, so that no message
-        waits for one that the peer starts later.
+        buffer, the others when the finished ones have been added to dk and dv. So there are two posts. Every rank
+        starts them in this order, so that no message waits for one that the peer starts later.
         """
         hop, moment, leaving = self.plan.hops[s], f"backward, hop {s + 1}, gradients", []
         for which, is_finished in (("finished", True), ("onward", False)):

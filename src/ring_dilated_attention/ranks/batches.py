@@ -96,7 +96,7 @@ def _check(batch: Any, ranks: Ranks, source: int | None) -> None:
         if dim is not None:
             lengths[name] = x.shape[dim]
     if len(set(lengths.values())) != 1:
-        listed = ", ".join(f"{name} has {length}" for name, length in lengths.items()) or "there is none"
+        listed = ", ".join(f"{name} has {length}" for name, length in lengths.items()) or "none of them has positions"
         raise ValueError(f"the tensors of a batch must share one number of positions, but {listed}.")
     if BORDERS in batch:
         validate_cu_seqlens(batch[BORDERS], 1)

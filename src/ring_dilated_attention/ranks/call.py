@@ -1,4 +1,4 @@
-"""`Call`: what a text can hold of an attention call's arguments. `Begun`: what its backward takes from its forward."""
+"""`Call`: an attention call's arguments without its tensors. `Begun`: what its backward takes from its forward."""
 
 from dataclasses import dataclass
 from functools import lru_cache

@@ -79,8 +79,8 @@ class ContextParallel:
         align: int = 1,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        # With this line a call that is refused in compilation tells the other ranks at once. It imports dynamo, which
-        # takes a second or two. Every rank does so here, before the ranks meet, so none waits for another's import.
+        # Makes torch.compile run `refuse` while it traces: the other ranks hear of a refused call at once. It imports
+        # dynamo, a second or two. Every rank does so here, before the ranks meet: none waits for another's import.
         torch.compiler.assume_constant_result(refuse)
         mesh, inner = group if isinstance(group, DeviceMesh) else None, 1
         self.group = resolve_group(group)

@@ -6,7 +6,7 @@ import torch
 
 from .link import GroupLink
 
-_NUM_FIELDS = 16  # columns of a record: no call compares more
+_NUM_FIELDS = 16  # a record has room for so many; no call compares more
 
 
 class RefusedError(ValueError):

@@ -232,7 +232,7 @@ class GroupLink:
             except RuntimeError as error:
                 self.fail(moment, ", ".join(deeds), error)
             except ValueError as error:  # torch does not know the group any more
-                self.failure = "torch.distributed was shut down since it was made"
+                self.failure = "torch.distributed was shut down after this context was made"
                 raise ExchangeError(f"{moment}: {self.failure}. Make a new ContextParallel.") from error
             if len(works) != len(batch):  # the transport returns one handle for all messages
                 deeds = [", ".join(deeds)] * len(works)

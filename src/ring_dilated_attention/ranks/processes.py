@@ -139,7 +139,7 @@ class Processes(Ranks):
         return link
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
-        with self.turn:  # the refusal of another thread is sent between two calls of the owner
+        with self.turn:  # another thread's refusal is sent between two handshakes of the owner
             failure = self._why_other_thread() or failure
             owner = {"the name of the calling thread (Thread(name=...) sets it)": self.owner and self.owner.name}
             return agree(self.control, length, fields | owner, failure)

@@ -147,8 +147,8 @@ def check_cache(
     for name, x in (("parallel", parallel), ("cu_seqlens", cu_seqlens)):
         if x is not None:
             raise ValueError(
-                f"cache and {name} cannot go together: a cache holds whole sequences, of which each batch entry is "
-                f"one. Leave out {name}, or fill the cache from ranks with DilatedCache.gather."
+                f"cache and {name} cannot go together: a cache holds one whole sequence for each batch entry. Leave "
+                f"out {name}, or fill the cache from ranks with DilatedCache.gather."
             )
     if call.pattern != cache.pattern:
         raise ValueError(f"the cache is of {cache.pattern}, the call of {call.pattern}. Make a cache for each pattern.")

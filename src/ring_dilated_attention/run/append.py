@@ -55,7 +55,7 @@ def append(
     check_append(plan, positions, counts)
     runs = list(_alike(positions, counts))
     results = []
-    # A single row is written before it attends. If plan.keep > 0 and the call fails, `crop` may need the row under it.
+    # A single row is written before it attends. If plan.keep > 0 and the call fails, `crop` may need the old row.
     ones = [(memory[:, entries], position) for entries, position, count in runs if count == 1 and plan.keep]
     written_over = [(slot, slot.clone()) for one in ones for slot in _next_slots(plan, *one)]
     try:

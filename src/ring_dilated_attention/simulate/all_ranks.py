@@ -209,7 +209,7 @@ class SimulatedRanks(Ranks):
 
 def _rows_of(x: Tensor, shard: Shard) -> Tensor:
     """A rank's rows of a full (B, N, ...) tensor: a view if they are one span of a batch of 1, else a copy.
-    They are contiguous, as the rows of a real rank are, so that kernels are called as often as on a real rank."""
+    They are contiguous, as on a real rank: otherwise a batch would take more kernel calls (`views.folds`)."""
     if len(shard) == 1:
         return x[:, shard[0].start : shard[0].stop].contiguous()
     return torch.cat([x[:, :0], *(x[:, start:stop] for start, stop in shard)], dim=1)

@@ -56,7 +56,7 @@ def one_rank(
         sharding, align, lengths: how the ranks share the sequence, as `ContextParallel` takes them.
 
     Raises:
-        ValueError: for a rank outside 0 to num_ranks - 1, and as `all_ranks`.
+        ValueError: for a rank outside 0 to num_ranks - 1, for `others` of another type, and what `all_ranks` refuses.
     """
     cut = cut_of(num_ranks, sharding, align, lengths)
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < num_ranks:

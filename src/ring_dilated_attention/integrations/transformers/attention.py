@@ -194,7 +194,7 @@ def _check_mask(mask: Tensor | None, num_heads: int, query: Tensor, key: Tensor,
     if is_padding or (mask.is_floating_point() and mask.shape in expected):
         return
     if mask.dtype == torch.uint8:
-        raise ValueError("a BoundedCache's keys came without its mark: this model changes them. Use a DynamicCache.")
+        raise ValueError("this model changes the keys that a BoundedCache has returned to it. Use a DynamicCache.")
     raise ValueError(
         f"attention_mask of shape {tuple(mask.shape)} and {mask.dtype}: who attends whom is the pattern's to say. Pass "
         f"a 2-D mask of padding, ({batch}, {num_rows}), or none."

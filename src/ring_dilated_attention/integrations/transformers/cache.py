@@ -112,7 +112,7 @@ class BoundedLayer(CacheLayerMixin):
             self.cache.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last -tokens_to_remove positions."""
+        """Take back the last positions. transformers passes tokens_to_remove, minus their number."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass minus the number of positions to take back.")
         if self.cache is not None and tokens_to_remove:

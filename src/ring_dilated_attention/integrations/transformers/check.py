@@ -44,7 +44,7 @@ def watch_models() -> None:
 
 def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
     """Check a model when it gets its first child: its class and config are known by then."""
-    # Not isinstance, which may read attributes: other modules may have none yet.
+    # Not isinstance, which may read attributes: a module of another class may have none yet.
     if not issubclass(type(module), PreTrainedModel) or module._modules:
         return
     config = module.__dict__.get("config")
@@ -78,7 +78,7 @@ def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
         pattern.check_heads(heads, getattr(config, "num_key_value_heads", None) or heads)
     key = kind, repr(config.to_dict())  # not its JSON: a user's config may hold anything
     if key not in _causal:
-        # Some classes of transformers do not run alone, but their base does. A user's class may change its base.
+        # Some classes of transformers do not run alone, but their base does. No base for a user's class: it may differ.
         base = MODEL_MAPPING.get(type(config), ()) if kind.__module__.startswith("transformers.") else ()
         here = torch.device("cpu"), local_torch_dtype(torch.float32, name), torch.autocast("cpu", enabled=False)
         with ExitStack() as stack:  # the model may be made on the device "meta", in another dtype, under autocast
@@ -163,7 +163,7 @@ def _check_copy(name: str, model: Any) -> bool:
 
 
 def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
-    """The innermost module that mixes positions without our attention: one input row changes, several output rows."""
+    """The innermost module that mixes positions without ours: if one input row changes, several output rows do."""
     rows = next((getattr(module, SEEN) for module in callers.values()), ROWS)
 
     def meet(x: Tensor | None, y: Tensor | None) -> bool:
@@ -174,7 +174,7 @@ def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
 
     before = _trace(model, ALONE)
     for after in (_trace(model, ALONE, place) for place in PLACES):
-        for at, (given, output) in before.items():  # an expert may run in one of them alone
+        for at, (given, output) in before.items():  # an expert may run in only one of the two runs
             if at in after and meet(output, after[at][1]) and not meet(given, after[at][0]):
                 return at
     return None

@@ -40,7 +40,7 @@ class PatternField:
             )
         config.__dict__[FIELD] = to_fields(value)
         config.__dict__["attn_implementation"] = NAME  # what is saved
-        config._attn_implementation = {"": NAME}  # what is computed, here and not in configs of parts
+        config._attn_implementation = {"": NAME}  # what is computed, under this config and not its sub-configs
 
 
 def pattern_of(config: Any, *, is_causal: bool) -> DilatedPattern:

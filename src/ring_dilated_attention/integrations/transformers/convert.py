@@ -42,7 +42,7 @@ def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> 
     register()
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model must be a PreTrainedModel of transformers, got {name}. Convert what is inside.")
+        raise ValueError(f"model must be a PreTrainedModel of transformers, got {name}. If it wraps one, convert that.")
     fields, config = to_fields(pattern), copy.deepcopy(model.config)
     config._attn_implementation = {"": NAME}
     setattr(config, FIELD, fields)

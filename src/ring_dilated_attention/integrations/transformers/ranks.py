@@ -172,7 +172,7 @@ class ShardedForward:
                 "that it returned, then generate."
             )
         if given.get("return_dict") is False:
-            raise ValueError("return_dict=False: the loss of all ranks is put in by its name; leave return_dict out.")
+            raise ValueError("return_dict=False: a tuple has no output.loss to replace. Leave return_dict out.")
         ids = given.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2:
             raise ValueError("under context_parallel a model needs input_ids, (batch, N), the whole of them.")

@@ -79,7 +79,7 @@ class SameSample:
         """Refuse a smaller last batch: Trainer would weigh it as if the ranks of a group had different samples."""
         if self._sharded().parallel.world_size > 1 and loader.total_dataset_length % loader.total_batch_size:
             raise ValueError(
-                f"{loader.total_dataset_length} samples are no multiple of {loader.total_batch_size} in a step: the "
-                "mean over them would not be exact. Choose per_device_eval_batch_size (1 always fits one group)."
+                f"{loader.total_dataset_length} samples are no multiple of the {loader.total_batch_size} of a step: "
+                "their mean would not be exact. Choose another per_device_eval_batch_size (1 always fits one group)."
             )
         return loader

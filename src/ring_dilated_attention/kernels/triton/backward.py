@@ -53,7 +53,7 @@ def query_gradient_kernel(
     IS_CAUSAL: tl.constexpr, ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """dq of views as in `forward_kernel`; strides d of dout, l of lse and of delta, g of dq. ACCUMULATE: add to dq."""
+    """dq, for views as in `forward_kernel`; strides d of dout, l of lse and delta, g of dq. ACCUMULATE: add to dq."""
     i_b, i_g, i_h, first, o_x, at = blocks.queries_in_place(num_strips, num_bundles, num_kv_heads, num_rows, HEADS, BM)
     p_k = rows_at(k, stride_kb, stride_kg, stride_kl, i_b, i_g, 0)
     p_v = rows_at(v, stride_vb, stride_vg, stride_vl, i_b, i_g, 0)

@@ -1,9 +1,9 @@
 """What all kernels share: access to rows in memory, and the loops over blocks of rows.
 
 Names: i_ index, o_ offsets, m_ mask, p_ pointer or `Rows`, b_ block in registers. A *strip* is the rows that a
-Triton program holds: BN key rows or BM query rows. Query rows are those of a *bundle* of HEADS query heads, for each
-position. The program loops over blocks of the other side's rows. A block has BD >= D columns, a power of two. Scores
-are in base 2: exp(x) = exp2(x * log2(e)).
+Triton program holds: BN key rows or BM query rows. HEADS rows are of one position, one for each head of a *bundle*.
+The program loops over blocks of the other side's rows. A block has BD >= D columns, a power of two. Scores are in base
+2: exp(x) = exp2(x * log2(e)).
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 
 
 class Places(NamedTuple):
-    """The row and head of each row of a block, counted from the first (64 bits); and a mask of the rows that exist."""
+    """Where each row of a block lies, in rows and heads from `Rows.start` (64 bits); and a mask of those that exist."""
 
     row: tl.tensor
     head: tl.tensor
@@ -81,7 +81,7 @@ def queries_in_place(
 ) -> tuple:  # fmt: skip
     """Batch entry, key/value head and first query head of this program; its first position, all positions, places."""
     i_r, i_c, i_g, i_b = program_of(num_strips, num_bundles, num_kv_heads)
-    first = (num_strips - 1 - i_r) * (BM // HEADS)  # causal: strips that see most keys first
+    first = (num_strips - 1 - i_r) * (BM // HEADS)  # if causal, the strips that see most keys come first
     o_i = tl.arange(0, BM)
     o_x = first + o_i // HEADS
     m_x = (o_x < num_rows) & (o_i // HEADS < BM // HEADS)

@@ -42,7 +42,7 @@ class FusedPass(NamedTuple):
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
         tensors = (query, key, value, out, lse)
-        # Half a tile's rows, since they lie up to R times as far apart. If causal, all compute what the last row sees.
+        # Half the rows of "forward": they lie up to R times as far apart. If causal, each computes the last row's keys.
         self._launch(fused_forward_kernel, "forward_half", tensors, launch.strides(*tensors), scale)
         return out, lse
 
@@ -104,6 +104,6 @@ def choose_pass(pattern: DilatedPattern, borders: tuple[int, ...]) -> WholePasse
     step = step_of(pattern)
     longest = min(max(pattern.segment_lengths), max(stop - start for start, stop in pairwise(borders)))
     if step >= longest:
-        reason = f"branch by branch: all at once, rows would lie {step} apart, and the longest segment has {longest}"
+        reason = f"branch by branch: in one pass rows lie {step} positions apart, and the longest segment has {longest}"
         return WholePasses(None, reason)
     return WholePasses(FusedPass(pattern, borders), f"all branches at once, with rows {step} apart")

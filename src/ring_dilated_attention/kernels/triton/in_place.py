@@ -43,7 +43,7 @@ def why_not(query: Tensor) -> str | None:
         return f"serves head dims up to 256, got {query.shape[-1]}"
     if interpreted:
         if query.dtype == torch.bfloat16:
-            return "cannot serve torch.bfloat16 in Triton's interpreter, whose products of it are wrong"
+            return "cannot serve torch.bfloat16 in Triton's interpreter, which multiplies bfloat16 wrongly"
     elif torch.compiler.is_compiling():  # the compiler cannot trace reading a file; the call asks again
         return None
     elif not has_config(architecture(query.device)):

@@ -44,7 +44,7 @@ def token_kernel(
         i_g, branch, writes = tl.load(p_unit + 9), tl.load(p_unit + 10), tl.load(p_unit + 11)
         first_slot = position // width * tl.load(p_unit + 3) % capacity
         num_cached = position % width // rate
-        # This split has the cached rows begin to end-1, in whole blocks but for the last.
+        # This split has the cached rows begin..end-1, in whole blocks but for the last.
         share = tl.cdiv(tl.cdiv(num_cached, SPLITS), BN) * BN
         begin = tl.minimum(i_s * share, num_cached)
         end = tl.minimum(begin + share, num_cached)

@@ -33,7 +33,7 @@ class TorchscaleConfig:
         num_learned_positions: rows of a learned position embedding, two more than there are positions; None for none.
         shares_embedding: the output layer has the token embedding's weights.
         normalize_before: LayerNorm before attention and feed-forward (else after the residual).
-        normalize_output: an encoder with normalize_before has a last LayerNorm. Such a decoder always has one.
+        normalize_output: a LayerNorm at the end of an encoder with normalize_before. Such a decoder always has one.
         scale_embedding: token embeddings times sqrt(embed_dim).
         sub_layernorm: MAGNETO's LayerNorms inside attention and feed-forward (arXiv 2210.06423).
         deepnorm: residuals times `residual_scale` (DeepNet, arXiv 2203.00555).
@@ -156,7 +156,7 @@ class TorchscaleConfig:
         num_decoder_layers = _num_decoder_layers(settings, side) if is_encoder_decoder else None
         for name, why in _REFUSED.items():
             if settings.get(name):
-                raise ValueError(f"torchscale's {name}={settings[name]!r} is not served: {why}.")
+                raise ValueError(f"torchscale's {name}={settings[name]!r} is not supported: {why}.")
         names = {ours: theirs.format(side=side) for ours, theirs in _NAMES.items()}
         given = {ours: settings[theirs] for ours, theirs in names.items() if theirs in settings}
         for name in ("segment_lengths", "dilation_rates"):
@@ -227,8 +227,8 @@ def _side(settings: Mapping[str, Any], side: str | None) -> str:
 def _num_decoder_layers(settings: Mapping[str, Any], side: str) -> Any:
     if side == "decoder":
         raise ValueError(
-            "the decoder of an encoder-decoder has cross-attention, which is not served: pass is_encoder_decoder=False "
-            "for a decoder that stands alone."
+            "the decoder of an encoder-decoder has cross-attention, which is not supported: pass "
+            "is_encoder_decoder=False for a decoder that stands alone."
         )
     if settings.get("decoder_layers") is None:
         raise ValueError(

@@ -2,8 +2,8 @@
 
     out' = out * sigmoid(lse - log C)         lse' = log(exp(lse) + C)
 
-C(t, h) is the number of zero rows that query t of head h sees (`zero_rows.py`): keys of score 0 and value 0. Each
-misaligned branch is computed on its own. Its rows are moved to where torchscale puts them, and merged with the others.
+C(t, h): the number of zero rows (keys of score 0 and value 0) that query t of head h sees. `zero_rows.py` explains
+misaligned branches: each is computed on its own, its rows are moved to where torchscale puts them, and then merged.
 
 B batch, N positions of this rank, H heads, G key/value heads, D head dim, M rows of one zero query, Z zero queries.
 """

@@ -32,7 +32,7 @@ LEAST_SCALE = 0.4 / 1.4
 
 
 class XPos(nn.Module):
-    """Rotary positions (arXiv 2212.10554): scores decay with the distance to an earlier key. Dims (2i, 2i + 1) pair."""
+    """Rotary positions (arXiv 2212.10554): scores decay with the distance to an earlier key. Dims 2i, 2i+1 pair up."""
 
     scale: Tensor
 

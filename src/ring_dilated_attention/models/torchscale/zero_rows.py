@@ -82,7 +82,7 @@ def zero_queries(branch: Branch, num_heads: int, length: int) -> Iterator[ZeroQu
     """The zero queries of a misaligned branch, in order. There are none if m = 1: those places stay empty."""
     w, r = branch
     num_seen = -(-w // r)
-    if not is_misaligned(branch, length) or num_seen == 1:  # a lone zero key: torchscale takes lse = 0 for "no key"
+    if not is_misaligned(branch, length) or num_seen == 1:  # lse = log 1 = 0, which torchscale takes for "no key"
         return
     for i, start in enumerate(range(0, length, num_seen * r)):
         for s, heads in enumerate(heads_of_phases(num_heads, r)[w % r :], start=w % r):
