@@ -145,9 +145,9 @@ which both ranks share.
 ## Which rows travel
 
 Each rank sends only the keys and values that queries of the other rank see. These rows are the rank's *chunk*. The
-table lists their positions in the whole sequence. Sizes are in *units* of batch times head dim numbers: the key of one
-position and head is one unit, and its value is another. So each chunk has 8 units: keys and values of 2 positions for
-each of 2 heads.
+table lists their positions in the whole sequence. Sizes are in *units*: the key of one position and head is one unit,
+and its value is another. (With batch B and head dim D, a unit has B × D numbers.) So each chunk has 8 units: keys and
+values of 2 positions for each of 2 heads.
 
 {travelling()}
 
