@@ -45,6 +45,24 @@ for heads, rows in ((slice(0, 2), slice(0, None)), (slice(2, 4), slice(1, None, 
 """
 
 
+# dilated-attention-pytorch's module, and ours between its projections and its norm.
+ITS_MODULE = """
+from dilated_attention_pytorch.dilated_attention import MultiheadDilatedAttention
+
+attention = MultiheadDilatedAttention(32, 4, dilation_rates=[1, 2], segment_lengths=[16, 64]).double()
+out, _ = attention(x, x, x)
+torch.save(attention.state_dict(), "weights.pt")
+"""
+BY_HAND = """
+weights = torch.load("weights.pt")
+query, key, value = (F.linear(x, weights[f"{n}_proj.weight"], weights[f"{n}_proj.bias"]) for n in "qkv")
+query, key, value = (x.unflatten(2, (4, 8)) for x in (query, key, value))
+ATTENTION
+out = F.layer_norm(out.flatten(2), (32,), weights["norm.weight"], weights["norm.bias"])
+out = F.linear(out, weights["out_proj.weight"], weights["out_proj.bias"])
+""".replace("ATTENTION", DIVIDED["ours"])
+
+
 class Case(NamedTuple):
     """A row. `environment` is where theirs runs; `order` is how its ranks deal positions."""
 
@@ -64,6 +82,11 @@ class Case(NamedTuple):
     def key(self) -> str:
         """A name for a folder."""
         return re.sub(r"\W+", "_", self.name)
+
+    @property
+    def loads_weights(self) -> bool:
+        """Whether ours reads what theirs saved."""
+        return "torch.load(" in self.ours
 
     @property
     def snippets(self) -> tuple[str, str]:
@@ -114,8 +137,12 @@ def _of_torchscale(name: str, *replaced: tuple[str, str], **options: Any) -> Cas
     return Case(name, *pair, "dilated", checkouts=("TORCHSCALE_CHECKOUT",), replaced=replaced, **options)
 
 
-def _of_fkodom(name: str, *replaced: tuple[str, str], ours: str = DIVIDED["ours"]) -> Case:
-    return Case(f"dilated-attention-pytorch{name}", DIVIDED["theirs"], ours, "dilated", replaced=replaced)
+def _of_fkodom(
+    name: str, *replaced: tuple[str, str], theirs: str = DIVIDED["theirs"], ours: str = DIVIDED["ours"]
+) -> Case:
+    """In float64: the division by a sum amplifies rounding."""
+    name = f"dilated-attention-pytorch{name}"
+    return Case(name, theirs, ours, "dilated", replaced=replaced, dtype=torch.float64)
 
 
 def _of_flash(name: str, theirs: str, ours: str, **options: Any) -> Case:
@@ -148,6 +175,7 @@ CASES = (
     _of_torchscale("torchscale, causal", CAUSAL),
     _of_torchscale("torchscale beside ours by default", (', phase="blocked"', "")),
     _of_torchscale("torchscale, 60 positions", num_positions=60),
+    _of_torchscale("torchscale, 60 positions, causal", CAUSAL, num_positions=60),
     _of_torchscale("torchscale, 60 positions, `torchscale_attention`", *PADDED, num_positions=60),
     _of_torchscale("torchscale's module", pair=(MODULE_ALONE + MODULE["theirs"], MODULE["ours"])),
     _of_torchscale("torchscale, 2 ranks", *SHARDED, ranks=2),
@@ -156,6 +184,7 @@ CASES = (
     _of_fkodom(", causal", CAUSAL),
     _of_fkodom(", 3 branches", *THREE),
     _of_fkodom(" beside ours without the last line", ours=UNDIVIDED),
+    _of_fkodom("'s module", theirs=ITS_MODULE, ours=BY_HAND),
     _of_flash("ring_flash_attn_func", RING["theirs"], RING["ours"]),
     _of_flash("ring_flash_attn_func, 2 key/value heads", RING["theirs"], RING["ours"], num_kv_heads=2),
     _of_flash("zigzag_ring_flash_attn_func", ZIGZAG["theirs"], ZIGZAG["ours"], order="zigzag"),
