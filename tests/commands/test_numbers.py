@@ -30,7 +30,7 @@ def test_units_multiply(number, unit):
 
 @pytest.mark.parametrize("text", ["", "M", "1.5", "12x", "1 2", "64KiB", "1e-3", "inf", "2048,65536", "1,32", "1,"])
 def test_what_is_no_count_is_quoted(text):
-    with pytest.raises(argparse.ArgumentTypeError, match=r"thousands"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"powers of 1,000"):
         count(text)
 
 
