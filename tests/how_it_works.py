@@ -180,8 +180,9 @@ Between `post` and `wait` the messages travel, and the rank computes the two til
 tile covers all rows and heads, so its result is *adopted*: it becomes the accumulator. Later results are merged into
 it.
 
-In backward the same chunks travel again. Each rank computes the gradients of the chunk that it received. It sends them
-to the chunk's owner, which adds them to the gradients of its own rows (step `home`).
+In backward the same chunks travel again. Each rank computes the gradients of the chunk that it received. When they are
+complete (*finished*), it sends them to the chunk's owner. The owner adds them to the gradients of its own rows (step
+`home`).
 
 Rank 0, backward:
 

@@ -1,6 +1,6 @@
 """ring-attention-pytorch 0.5.20, from torchrun --nproc-per-node 2: the gradients of keys and values are mixed.
 
-`ring_pass` returns what was received and what was sent; the backward takes the two for dk and dv.
+`ring_pass` returns what was received and what was sent; the backward uses the two as dk and dv.
 """
 
 import torch
