@@ -231,7 +231,10 @@ def test_files_that_state_a_tile_size_beside_others_that_do_not(weights, tmp_pat
     none = "tile size 256, and none is stated, in 1 file: b"
     code, found, sizes, error = run("one.st")
     assert (code, found, sizes) == (1, {"b": (256, None), "c": (256, 256)}, [none, of_256])
-    assert f"{mixed / 'a.pt'}: states patch_size_level0=512, the step from tile to tile: --tile-size 256 always takes" in error
+    assert (
+        f"{mixed / 'a.pt'}: states patch_size_level0=512, the step from tile to tile: --tile-size 256 always takes"
+        in error
+    )
     code, found, sizes, error = run("one.st", "--tile-size", "file:256")
     assert (code, found) == (0, {"a": (512, 512), "b": (256, None), "c": (256, 256)})
     assert sorted(sizes) == [none, of_256, "tile size 512, as stated, in 1 file: a"]
