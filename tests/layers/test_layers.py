@@ -420,7 +420,7 @@ def test_modules_that_hold_some_heads_add_up(num_heads, num_kv_heads, rules):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"heads_held": range(3, 5), "num_kv_heads": 3}, "cut through a group of 2 query heads that share a key/value head"),
+        ({"heads_held": range(3, 5), "num_kv_heads": 3}, "cut through a group of 2 query heads"),
         ({"heads_held": range(4, 8)}, "not consecutive heads of num_heads=6"),
         ({"heads_held": 3}, "heads_held=3 and num_heads=6: give both or none"),
         ({"heads_held": range(3), "sub_layernorm": True}, "takes its mean over all 6 heads"),
