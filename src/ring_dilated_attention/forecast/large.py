@@ -28,7 +28,7 @@ MEMORY_ERRORS, TIME_ERRORS, TIME_ERRORS_OF_HOSTS = (0.95, 1.17), (0.69, 1.1), (0
 
 ERRORS_TEXT = (
     "about: an estimate, compared with the plans of all ranks in random jobs. Memory: at least {:g} times theirs, and "
-    "in 19 of 20 jobs at most {:g} times. Time: in 9 of 10 jobs {:g} to {:g} times theirs ({:g} to {:g} with hosts)"
+    "in 19 of 20 jobs at most {:g} times. Time: in 9 of 10 jobs {:g} to {:g} times theirs ({:g} to {:g}, two networks)"
 ).format(*MEMORY_ERRORS, *TIME_ERRORS, *TIME_ERRORS_OF_HOSTS)
 
 
@@ -80,8 +80,9 @@ def _coming_home(counter: Counter, counted: JobCount) -> list[int]:
 def _few(job: Job, counted: JobCount) -> Job:
     """A small job: FEW ranks, whose shards are as long as the longest shard of the job.
 
-    A segment of the whole sequence becomes one of the whole small sequence. Any other segment is cut to about half of
-    the small sequence, and ends at the same place in a shard. If it straddles shards in the job, it does so here.
+    A segment of the whole sequence becomes one of the whole small sequence. Any other segment is cut to about half
+    of the small sequence or less, and ends at the same place in a shard. If it straddles shards in the job, it does so
+    here.
     """
     length, longest = max(map(shard_length, job.shards)), max(b - a for a, b in pairwise(job.borders))
     seq_len, segments = FEW * length, []
@@ -135,7 +136,7 @@ def _rank_seconds(own: "_Load", rings: dict[int, "_Load"], sizes: Sizes, hardwar
 
 
 class _Load(NamedTuple):
-    """Pairs, kernel calls, and the seconds to receive the rows for each byte of a unit, on the slowest networks."""
+    """Pairs, kernel calls, and the seconds to receive the rows if a unit had one byte, on the slowest networks."""
 
     pairs: float = 0.0
     calls: int = 0

@@ -49,7 +49,7 @@ class Text:
         A ValueError refuses damaged files, other containers, and FASTA without letters."""
         try:
             whole = self._opened(file)
-            # From FASTA come at most the bytes that are read, plus one border: `given` never cuts off a counted letter.
+            # FASTA gives at most as many bytes as are read, and a border: `given` never cuts off a counted letter.
             blocks = iter(lambda: whole.read(min(BLOCK, self.most - self.num_bytes)), b"")
             for block in self._of_sequences(blocks) if self.is_fasta else blocks:
                 if self.num_bytes == 0 and not self.is_fasta:

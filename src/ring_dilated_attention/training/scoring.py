@@ -13,7 +13,7 @@ from .data import Document
 
 CUTS = (64, 512, 4_096)
 CUT_BYTES = 32_768  # held-out bytes that are scored with each cut
-CLEAR_BYTES = 64  # of its segment that a scored byte sees before it, or half the segment if that is less
+CLEAR_BYTES = 64  # at least so many of its segment precede a scored byte, or half the segment if that is less
 HELPS = 0.01  # bits per byte; less is noise on so few bytes
 
 

@@ -127,7 +127,7 @@ def dtype_advice(card: dict[str, Any] | None, speedup: float) -> str:
         return "bfloat16: this GPU's matrix units compute it, and its range is float32's"
     if major == 7:
         return "float16 with loss scaling: this GPU's matrix units know no bfloat16"
-    return "float32: Pascal and older have no matrix units, and compute 16-bit types no faster"
+    return "float32: Pascal and older have no matrix units for 16-bit types"
 
 
 def harmful(environment: Mapping[str, str]) -> dict[str, str]:

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("slides", nargs="+", type=Path, metavar="SLIDE", help="files of tile features, or folders of them")
     add("--weights", type=Path, required=True, metavar="FILE", help="slide_encoder.pth, or safetensors")
     add("--out", type=Path, required=True, metavar="FILE", help="safetensors file to write, or to go on with")
-    add("--csv", type=Path, metavar="FILE", help="also write all that --out holds as a table, a line for each slide")
+    add("--csv", type=Path, metavar="FILE", help="also write --out as a table, a line for each slide (and layer)")
     add("--embedding", choices=EMBEDDINGS, default="pooled", help="the tiles' mean (default) or the class token")
     layers = "last (default), encoder (last, with the encoder's LayerNorm), all, or k: the state after k layers"
     add("--layer", default="last", metavar="LAYER", help=layers)
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cpu", help="cpu (default), cuda or another of torch's")
     add("--batch", type=count, default=1, metavar="N", help="slides, of any sizes, embedded at once (default 1)")
     add("--ranks", type=count, default=1, metavar="P", help="processes that share every slide (default 1)")
-    add("--keys", nargs=2, metavar=("FEATURES", "COORDS"), help="the files' names of them, if others are not found")
+    add("--keys", nargs=2, metavar=("FEATURES", "COORDS"), help="names of the two arrays in files, if not usual")
     add("--json", action="store_true", help="print what became of each slide on stdout, all else on stderr")
 
 
