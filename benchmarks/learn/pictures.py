@@ -50,22 +50,24 @@ def _recall(figure: "Figure", rows: Sequence[Row]) -> None:
     """Accuracy by distance, over all seeds together, a panel for each length."""
     lengths = sorted({row["stages"][-1]["seq_len"] for row in rows})
     panels = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
+    colours = dict(zip(_by_name(rows, point_name), COLOURS, strict=False))  # one in all panels
     for axes, seq_len in zip(panels, lengths, strict=True):
         there = _by_name([row for row in rows if row["stages"][-1]["seq_len"] == seq_len], point_name)
-        for (name, some), colour in zip(there.items(), COLOURS, strict=False):
+        for name, some in there.items():
             counts = [
                 [sum(each) for each in zip(*bucket, strict=True)]
                 for bucket in zip(*(r["by_distance"] for r in some), strict=True)
             ]
             points = [(2**k * 1.41, (a[1] + a[3]) / (a[0] + a[2])) for k, a in enumerate(counts) if a[0] + a[2]]
-            axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=3, label=name)
+            axes.plot(*zip(*points, strict=True), color=colours[name], marker="o", markersize=3, label=name)
         axes.axhline(1 / rows[0]["settings"]["num_values"], color="gray", linestyle=":", label="chance")
         axes.set_xscale("log", base=2)
         axes.set_ylim(0, 1.02)
         axes.set_xlabel("positions from the fact to its question")
         axes.set_title(f"{seq_len:,} positions", fontsize=10)
     panels[0].set_ylabel("questions answered right")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8)
+    shown = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=6, fontsize=8)
 
 
 def _text(figure: "Figure", rows: Sequence[Row]) -> None:

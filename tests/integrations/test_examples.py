@@ -1,4 +1,4 @@
-"""The examples of trainers run as they are written, each in under a minute, and their losses fall."""
+"""The examples of trainers run, each in under a minute, and their losses fall."""
 
 import os
 import re
@@ -29,6 +29,8 @@ CASES = {
     # It needs safetensors alone, and takes more of the time that `make test` has than the test of its losses on ranks.
     "finetune_slides": (("transformers",), 2),
 }
+# `make test` runs this one too, smaller. `make examples` runs all at their size.
+TOY = {"train_fsdp2": ("--seq-len", "128", "--steps", "15")}
 # These have more to show than 40 lines.
 LINES = {
     "train_fsdp2": 70,
@@ -44,7 +46,7 @@ def output_of(example, num_processes, folder):
     if num_processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
     done = subprocess.run(
-        [*launcher, EXAMPLES / f"{example}.py"],
+        [*launcher, EXAMPLES / f"{example}.py", *TOY.get(example, ())],
         cwd=folder,
         capture_output=True,
         text=True,
