@@ -29,8 +29,11 @@ CASES = {
     # It needs safetensors alone, and takes more of the time that `make test` has than the test of its losses on ranks.
     "finetune_slides": (("transformers",), 2),
 }
-# `make test` runs this one too, smaller. `make examples` runs all at their size.
-TOY = {"train_fsdp2": ("--seq-len", "128", "--steps", "15")}
+# Smaller here, as `make test` runs them where their packages are there. `make examples` runs all at their size.
+TOY = {
+    "train_fsdp2": ("--seq-len", "128", "--steps", "15"),
+    "train_hugging_face_long": ("--seq-len", "4096", "--steps", "20"),
+}
 # These have more to show than 40 lines.
 LINES = {
     "train_fsdp2": 70,
