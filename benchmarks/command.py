@@ -14,6 +14,7 @@ from ring_dilated_attention.commands.terminal import guarded
 from ring_dilated_attention.training.files import check_mine
 
 from . import (
+    before,
     billion,
     crossover,
     device,
@@ -78,7 +79,7 @@ CASES: dict[str, ModuleType] = {
     "gpu_small": gpu_small,
 }
 # What makes the table of each record.
-TABLES = {name: module.table for name, module in CASES.items()} | learn.TABLES
+TABLES = {name: module.table for name, module in CASES.items()} | learn.TABLES | {"before": before.table}
 RESULTS = Path(__file__).with_name("results")
 
 EXAMPLES = f"""cases:
