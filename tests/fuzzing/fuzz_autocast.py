@@ -147,13 +147,13 @@ def cast_by_hand(module: MultiheadDilatedAttention, x: Tensor, dtype: torch.dtyp
     sizes = (module.num_heads * dim, module.num_kv_heads * dim, module.num_kv_heads * dim)
     bias = module.in_proj_bias
     joined = F.linear(x.to(dtype), module.in_proj_weight.to(dtype), None if bias is None else bias.to(dtype))
-    q, k, v = (x.unflatten(-1, (-1, dim)) for x in joined.split(sizes, dim=-1))
+    q, k, v = (y.unflatten(-1, (-1, dim)) for y in joined.split(sizes, dim=-1))
     if module.rotary_base is not None:
         positions = torch.arange(x.shape[1])
         if documents is not None:
             positions = positions - documents[torch.searchsorted(documents, positions, right=True) - 1]
         angles = positions.double()[:, None] * module.rotary_base ** (-torch.arange(0, dim, 2).double() / dim)
-        q, k = (turned(x.double(), angles).to(dtype) for x in (q, k))
+        q, k = (turned(y.double(), angles).to(dtype) for y in (q, k))
     out = dilated_attention(q, k, v, module.pattern, cu_seqlens=documents)
     assert isinstance(out, Tensor)
     out = out.flatten(2)
@@ -289,9 +289,9 @@ def try_model(rng: random.Random) -> Trial:
         found = outcome(model, inputs)
     if how == "recomputed":
         plain = copy.deepcopy(model)
-        for x in plain.modules():
-            if hasattr(x, "activation_checkpointing"):
-                x.activation_checkpointing = False
+        for submodule in plain.modules():
+            if hasattr(submodule, "activation_checkpointing"):
+                submodule.activation_checkpointing = False
         with under(short):
             right = outcome(plain, inputs)
         dout = torch.randn_like(right)

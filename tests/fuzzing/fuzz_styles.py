@@ -211,8 +211,8 @@ class Desk(fuzz_ranks.Desk):
             fully_shard(sharded, mesh=self.grid["dp"])
         description = f"{num_heads} heads, {kv_heads} key/value heads, {pattern}, FSDP {is_sharded_over_dp}"
         if kv_heads % mesh.size():
-            weights = zip(*(linear.weight.chunk(mesh.size()) for linear in (alone.q, alone.k)), strict=False)
-            widths = [(len(q), len(k)) for q, k in weights]
+            pairs = zip(*(linear.weight.chunk(mesh.size()) for linear in (alone.q, alone.k)), strict=False)
+            widths = [(len(q), len(k)) for q, k in pairs]
             # A rank with whole heads by chance would wait for those that refuse, and so would one without a column,
             # for which torch's linear gathers the others' columns.
             if len(widths) < mesh.size() or any(k % sharded.head_dim == 0 and q % k == 0 for q, k in widths):
