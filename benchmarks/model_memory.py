@@ -25,7 +25,7 @@ from .measure import Sizes, held_and_peak
 from .record import markdown
 
 SUMMARY = "memory of training by part, measured and planned"
-PARTS = ("parameters", "gradients", "optimiser", "activations", "working")
+KINDS = ("parameters", "gradients", "optimiser", "activations", "working")
 TARGET = 0.05
 
 
@@ -63,7 +63,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
             launch = Launch(num_ranks, seconds=settings.seconds)
             found = run_ranks(launch, _measure, options, how == "checkpointed")
             planned = model_memory(_job(options, num_ranks), how, TRAITS["cpu"])._asdict()
-            measured = {name: max(rank[name] for rank in found) for name in PARTS}
+            measured = {name: max(rank[name] for rank in found) for name in KINDS}
             rows.append(
                 {
                     "ranks": num_ranks,
@@ -73,7 +73,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
                     **sizes.as_json(),
                     "hyperparameters": options.to_dict(),
                     "measured": measured,
-                    "planned": {name: planned[name] for name in PARTS},
+                    "planned": {name: planned[name] for name in KINDS},
                     "target": TARGET,
                     "gate": passed,
                 }
@@ -124,7 +124,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells = [
             f"{row['measured'][name] / 1e6:.1f} / {row['planned'][name] / 1e6:.1f} "
             f"({row['measured'][name] / row['planned'][name] - 1:+.1%})"
-            for name in PARTS
+            for name in KINDS
         ]
         sums = [sum(row[which].values()) for which in ("measured", "planned")]
         cells.append(f"{sums[0] / 1e6:.1f} / {sums[1] / 1e6:.1f} ({sums[0] / sums[1] - 1:+.1%})")
@@ -133,5 +133,5 @@ def table(rows: list[dict[str, Any]]) -> str:
     return (
         f"{options['num_layers']} layers of {options['embed_dim']}, {options['seq_len']:,} positions over all ranks, "
         "float32; measured / planned, MB, of the rank that holds most.\n\n"
-        + markdown(("ranks", "activations", *PARTS, "in all"), lines)
+        + markdown(("ranks", "activations", *KINDS, "in all"), lines)
     )

@@ -156,6 +156,33 @@ def test_every_page_is_in_the_navigation():
     assert sorted(listed) == sorted(elsewhere.get(page, page.removeprefix("docs/")) for page in PAGES)
 
 
+# The words of CONTRIBUTING.
+
+
+def names_given(source: str) -> set[str]:
+    """What the source itself names: classes, functions, parameters and variables, cut at underscores and capitals."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return {word.lower().removesuffix("s") for name in found for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
+
+
+UNNAMED = {"part", "stretch"}  # ordinary words, of which several things could be called so
+
+
+def test_ordinary_words_name_nothing():
+    """Catches a second meaning that comes back as an identifier."""
+    assert names_given("class StepParts: ...\ndef f(num_parts): first.stretch = 1") >= UNNAMED
+    assert {
+        path.name: words for path in PACKAGE.rglob("*.py") if (words := names_given(path.read_text()) & UNNAMED)
+    } == {}
+
+
 # The API.
 
 

@@ -79,7 +79,7 @@ def test_packing_loses_no_byte():
     assert b"".join(bytes(tokens[0].tolist()) for tokens, _ in sequences) == b"".join(documents)
     for tokens, borders in sequences:
         assert tokens.shape[1] == borders[-1] <= 10
-        assert all(len(set(piece.tolist())) == 1 for piece in tokens[0].split(borders.diff().tolist()))
+        assert all(len(set(one.tolist())) == 1 for one in tokens[0].split(borders.diff().tolist()))
 
 
 def test_video_tokens():

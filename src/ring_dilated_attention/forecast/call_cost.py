@@ -148,7 +148,7 @@ class Figures(NamedTuple):
     forward_bytes, sent_bytes: the most bytes that a rank sends, in a forward and in a forward with its backward. If
         ranks are not planned, what a rank receives is taken for what it sends.
     peak: that of the rank that holds most, in a forward with its backward; None if no kernel is given.
-    time: None if no hardware is given. If ranks are not planned, only the ring without dealt heads has a time.
+    time: None if no hardware is given. If ranks are not planned, only "ring" without dealt heads has a time.
     exposed: the share of the time in which the busiest rank waits.
     ranks, step: the planned ranks and their times; empty and None if ranks are not planned. step needs hardware.
     """
