@@ -306,7 +306,8 @@ def test_versions_are_those_of_the_package():
     assert f"\n## {ring_dilated_attention.__version__}" in text_of("CHANGELOG.md")
     python, [torch] = project["requires-python"].removeprefix(">="), project["dependencies"]
     start, workflow = text_of("docs/start.md"), text_of_file(".github/workflows/tests.yml")
-    assert f"Python {python} or newer, and PyTorch {torch.removeprefix('torch>=')} or newer" in start
+    for page in (start, text_of_file("docs/site/package_index.md")):
+        assert f"Python {python} or newer, and PyTorch {torch.removeprefix('torch>=')} or newer" in page
     assert f'python: "{python}"' in workflow
     assert f"torch=={torch.removeprefix('torch>=')}" in workflow
     for extra in project["optional-dependencies"]:
