@@ -244,7 +244,7 @@ def test_sharded_heads(world_size, num_kv_heads):
     run(world_size, rank_shards_heads, num_kv_heads)
 
 
-def test_a_part_is_what_the_whole_was():
+def test_what_is_held_is_what_the_whole_was():
     """Catches random numbers that are drawn for a part, after which the dropout of two ranks differs; frozen parameters
     that are trained; a norm that begins anew; a part of a part, whose heads are counted from another one."""
     layer = MultiheadDilatedAttention(16, 4, CAUSAL, sub_layernorm=True)
