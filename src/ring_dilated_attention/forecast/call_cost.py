@@ -250,15 +250,13 @@ def _of_counts(
 
 
 def _peak_of_counts(counted: Counted, sizes: Sizes, traits: Traits) -> Peak | None:
-    """The largest peak of two places: the one with the largest buffers, and the one with the most pairs."""
+    """The largest peak of all places. If places have the same largest counts, one of them stands for all."""
     size, longest = len(counted.places), max(map(shard_length, counted.job.shards))
     dealing = None if size == 1 else Dealing(0, (longest,) * size, ())
-    by_buffers = max(counted.places, key=lambda place: max(place.counted.buffers))
-    by_work = max(counted.places, key=lambda place: max(place.counted.pairs))
+    kinds = {(max(place.counted.buffers), max(place.counted.pairs)): place for place in counted.places}
     is_gathered = counted.way.exchange == "all_gather"
     return _largest(
-        large.peak_memory(*place, sizes, traits, dealing=dealing, is_gathered=is_gathered)
-        for place in ([by_work] if by_work is by_buffers else [by_work, by_buffers])
+        large.peak_memory(*place, sizes, traits, dealing=dealing, is_gathered=is_gathered) for place in kinds.values()
     )
 
 
