@@ -48,7 +48,7 @@ $(OTHERS)/.installed: pyproject.toml tests/integrations/versions.txt
 	touch $@
 
 test-integrations: $(OTHERS)/.installed
-	$(EXTENSIONS) python -m pytest -rs tests/integrations
+	$(EXTENSIONS) python -m pytest -rs tests/integrations tests/test_documentation.py
 	$(EXTENSIONS) python tests/fuzzing/fuzz.py --kinds transformers --prove $(if $(SEED),--seed $(SEED))
 
 # Every example at its size. examples/README.md says what each shows, and how long it takes.
@@ -88,8 +88,8 @@ docs: $(SITE)/.installed
 	$(SITE)/bin/python docs/site/browse.py
 
 # The snippets of docs/migrating.md, theirs and ours, compared. Those other libraries are not installed here, but in
-# environments in benchmarks/.environments (made there, or linked); what is missing is named, and how to make it. `make docs`
-# leaves this out: it needs no other library and no network.
+# the environments that `python -m benchmarks peers` makes; what is missing is named, and how to make it. `make docs` leaves
+# this out: it needs no other library and no network.
 migrating: $(VENV)/.installed
 	PYTHONPATH=tests $(BIN)/python -m migrating.compare
 

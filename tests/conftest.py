@@ -4,6 +4,7 @@ they save (sixfold, where other processes keep the cores busy)."""
 import os
 import signal
 import sys
+from collections.abc import Iterator
 
 import pytest
 from order import dealt
@@ -38,3 +39,20 @@ def pytest_collection_finish() -> None:
     """Where ranks will be needed, their server imports what it needs while the first tests run."""
     if (distributed := sys.modules.get("distributed")) is not None:
         distributed.start_server()
+
+
+@pytest.fixture(scope="module")
+def nan_in_new_memory() -> Iterator[None]:
+    """Memory that is not initialised is NaN, for the tests of a module that asks for it."""
+    from helpers import poisoned_memory  # which imports torch
+
+    with poisoned_memory():
+        yield
+
+
+@pytest.fixture
+def seeded() -> None:
+    """Each test draws the same numbers, whatever ran before it."""
+    import torch
+
+    torch.manual_seed(0)

@@ -10,6 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ring_dilated_attention.commands import cli
+from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.reference import multiplicity
+
 ROOT = Path(__file__).parents[1]  # of the clone
 
 
@@ -25,6 +29,21 @@ def relative_error(x: Tensor, exact: Tensor) -> float:
 
 def make_tokens(vocab_size: int, batch: int, seq_len: int, seed: int = 1) -> Tensor:
     return torch.randint(0, vocab_size, (batch, seq_len), generator=torch.Generator().manual_seed(seed))
+
+
+def heard_of(pattern: DilatedPattern, n: int, num_heads: int) -> Iterator[list[int]]:
+    """By the definition: how many positions each query has heard of after each layer."""
+    sees = (multiplicity(pattern, n, num_heads).sum(0) > 0).float()
+    heard = torch.eye(n)
+    while True:
+        heard = ((heard @ sees) + heard > 0).float()
+        yield heard.sum(1).int().tolist()
+
+
+def words(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What a command prints, without its line breaks."""
+    assert cli.main(list(argv)) == 0
+    return " ".join(capsys.readouterr().out.split())
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from drawn import patterns
-from helpers import poisoned_memory, relative_error
+from helpers import relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,11 +21,7 @@ from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
 from ring_dilated_attention.run.merge import merge_
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _poisoned_memory():
-    with poisoned_memory():
-        yield
+pytestmark = pytest.mark.usefixtures("nan_in_new_memory")
 
 
 def test_the_poison_works():

@@ -12,6 +12,7 @@ import json
 import re
 import shlex
 import tomllib
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -224,14 +225,23 @@ def test_whatever_is_public_is_on_the_page():
     assert lacking(API.replace("::: ring_dilated_attention.explain\n", "")) == {("ring_dilated_attention", "explain")}
 
 
+def functions_of(public: object) -> list[Callable]:
+    """A function itself; of a class its public methods and properties."""
+    if not inspect.isclass(public):
+        return [public] if inspect.isfunction(public) else []
+    members = [getattr(public, name) for name in vars(public) if not name.startswith("_")]
+    found = [member.fget if isinstance(member, property) else member for member in members]
+    return [member for member in found if inspect.isfunction(member)]
+
+
 def test_what_public_functions_return_is_on_the_page():
     """A class of ours that a user gets, and never imports."""
     returned = set()
     for module, name in public_names():
         if "transformers" in module and find_spec("transformers") is None:
-            continue  # its package is not there; make test-integrations has it
+            continue  # its package is not there; make test-integrations runs this file too
         public = getattr(import_module(module), name, None)  # or a module
-        hints = [get_type_hints(public).get("return")] if inspect.isfunction(public) else []
+        hints = [get_type_hints(function).get("return") for function in functions_of(public)]
         while hints:
             hint = hints.pop()
             hints += get_args(hint)

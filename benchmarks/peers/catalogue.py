@@ -35,7 +35,10 @@ ENVIRONMENTS = {
     "": Environment(),
     "rings": Environment(("numpy ring-attention-pytorch==0.5.20 ring-flash-attn==0.1.8 yunchang==0.6.4",)),
     "dilated": Environment(
-        ("numpy einops==0.6.1", "--no-deps dilated-attention-pytorch==0.2.0 LongNet==0.5.7 zetascale==2.8.8"),
+        (
+            "numpy einops==0.6.1",
+            "--no-deps dilated-attention-pytorch==0.2.0 LongNet==0.5.7 zetascale==2.8.8 fairscale==0.4.13",
+        ),
         checkout="TORCHSCALE_CHECKOUT",
     ),
     "deepspeed": Environment(

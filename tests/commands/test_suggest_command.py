@@ -8,27 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import heard_of, words
 
 from ring_dilated_attention.commands import cli, suggest
 from ring_dilated_attention.commands import train as train_command
 from ring_dilated_attention.commands.hardware import PRESETS, as_toml
 from ring_dilated_attention.commands.numbers import count
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.reference import multiplicity
-
-
-def words(capsys, *argv):
-    assert cli.main(list(argv)) == 0
-    return " ".join(capsys.readouterr().out.split())
-
-
-def heard_of(pattern, n, heads):
-    """By the definition: how many positions each query has heard of after each layer."""
-    sees = (multiplicity(pattern, n, heads).sum(0) > 0).float()
-    heard = torch.eye(n)
-    while True:
-        heard = ((heard @ sees) + heard > 0).float()
-        yield heard.sum(1).int().tolist()
 
 
 def pick_of(out):

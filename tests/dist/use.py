@@ -14,6 +14,7 @@ import torch
 
 import ring_dilated_attention
 from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention.models import LongNetLM
 
 NAME = "ring-dilated-attention"
 SOURCES = Path(__file__).parents[2] / "src" / "ring_dilated_attention"
@@ -26,6 +27,13 @@ EXTRAS = {
     ("train", "--steps", "1"): ("safetensors", "train"),
     ("embed", "slides", "--weights", "weights.pth", "--out", "out.safetensors"): ("safetensors", "slides"),
     (*PLAN, "--picture", "."): ("matplotlib", "train"),
+    ("generate", "."): ("safetensors", "train"),
+    ("evaluate", ".", "text"): ("safetensors", "train"),
+}
+# The same in Python: a package, its extra, and what needs it.
+PYTHON_EXTRAS = {
+    "transformers": ("hf", lambda: import_module("ring_dilated_attention.integrations.transformers")),
+    "safetensors": ("train", lambda: LongNetLM.from_run("run")),
 }
 
 
@@ -74,12 +82,13 @@ def faults_of_commands() -> Iterator[str]:
         is_a_sentence = done.returncode == 2 and len(done.stderr.splitlines()) == 1 and remedy in done.stderr
         if find_spec(package) is None and not is_a_sentence:
             yield f"rda {' '.join(arguments)} ended with {done.returncode} and without {remedy}: {done.stderr}"
-    if find_spec("transformers") is None:
-        try:
-            import_module("ring_dilated_attention.integrations.transformers")
-        except ImportError as error:
-            if f"pip install '{NAME}[hf]'" not in str(error):
-                yield f"without transformers: {error}"
+    for package, (extra, call) in PYTHON_EXTRAS.items():
+        if find_spec(package) is None:
+            try:
+                call()
+            except (ImportError, ValueError) as error:
+                if f"pip install '{NAME}[{extra}]'" not in str(error):
+                    yield f"without {package}: {error}"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Alternatives side by side, what is recommended, and what is said where communication binds."""
 
 import json
+import random
 import re
 from dataclasses import replace
 
@@ -223,14 +224,25 @@ def test_the_command_compares(capsys):
     assert all(len(line) <= 80 for line in out.splitlines())
 
 
-def test_the_json_of_a_comparison_is_its_rows(capsys):
-    argv = ["plan", "compare", "--seq-len", "4097", "--segment-lengths", "1Ki", "--dilation-rates", "1", "--heads", "2"]
-    argv += ["--head-dim", "8", "--flops", "1T", "--bandwidth", "1G", "--ranks", "3", "--json"]
+@pytest.mark.parametrize("seed", range(6))
+def test_the_table_of_a_comparison_is_that_of_the_forecasts(seed, capsys):
+    """In random calls. The forecasts are compared with plans, ledger and clock in test_forecast.py."""
+    rng = random.Random(seed)
+    n, num_ranks, heads, rate = rng.randint(500, 5000), rng.randint(2, 6), rng.choice([2, 4]), rng.choice([1, 3, 8])
+    w = rng.randint(n // 8, n)
+    argv = ["plan", "compare", "--seq-len", f"{n}", "--segment-lengths", f"{w}", "--dilation-rates", f"{rate}"]
+    argv += ["--heads", f"{heads}", "--head-dim", "8", "--flops", "1T", "--bandwidth", "1G", "--ranks", f"{num_ranks}"]
+    argv += ["--json"]
     assert cli.main(argv) == 0
     found = json.loads(capsys.readouterr().out)
-    job = Call(DilatedPattern((1024,), (1,)), 4097, 3, 2, 2, Sizes(1, 8, 4))
-    rows = alternatives(job, Hardware(1e12, 1e9), TRAITS["cpu"])
+    job = Call(DilatedPattern((w,), (rate,)), n, num_ranks, heads, heads, Sizes(1, 8, 4))
+    hardware, traits = Hardware(1e12, 1e9), TRAITS["cpu"]
+    rows = alternatives(job, hardware, traits)
     assert found["alternatives"] == [command._as_json(row) for row in rows]
+    for row in (row for row in rows if row.figures is not None):
+        one = job if row.function == "dilated" else job._replace(pattern=DilatedPattern.dense())
+        own = one.job(row.sharding, row.way.inner)
+        assert row.figures == forecast(own, row.way, job.sizes, traits=traits, hardware=hardware)
     timed = [row["step_seconds"] for row in found["alternatives"] if not row["why_not"]]
     assert found["recommended"]["step_seconds"] in timed
     assert cli.main(argv[:-1]) == 0

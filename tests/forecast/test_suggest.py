@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import heard_of, words
 
 from ring_dilated_attention.commands import cli, suggest
 from ring_dilated_attention.forecast.reach import MOST_FOLLOWED, every_query, queries_to_follow, reach, some_queries
@@ -71,15 +72,6 @@ def test_reach_is_powers_of_the_definition(pattern, n):
 
 def counts_of_every(pattern, n, heads):
     return ([positions.bit_count() for positions in sets] for sets in every_query(pattern, n, heads))
-
-
-def heard_of(pattern, n, heads):
-    """By the definition: how many positions each query has heard of after each layer."""
-    sees = (multiplicity(pattern, n, heads).sum(0) > 0).float()
-    heard = torch.eye(n)
-    while True:
-        heard = ((heard @ sees) + heard > 0).float()
-        yield heard.sum(1).int().tolist()
 
 
 @pytest.mark.parametrize(
@@ -347,8 +339,3 @@ def test_more_layers_than_can_add_anything_take_no_longer():
 def test_bad_budgets_and_numbers_are_refused(more, message, capsys):
     assert cli.main(["suggest", "--seq-len", "4Ki", "--heads", "4", *more]) == 2
     assert message in capsys.readouterr().err
-
-
-def words(capsys, *argv):
-    assert cli.main(list(argv)) == 0
-    return " ".join(capsys.readouterr().out.split())

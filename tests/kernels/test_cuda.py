@@ -14,7 +14,7 @@ from itertools import product
 
 import pytest
 import torch
-from helpers import hurry_the_interpreter, poisoned_memory, relative_error
+from helpers import hurry_the_interpreter, relative_error
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -42,7 +42,7 @@ REASON = "needs a CUDA GPU, and torch sees none"
 on_device = pytest.mark.skipif(not (HAS_GPU or IS_REHEARSAL), reason=REASON)
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason=REASON)
 # What compilers and drivers of a new machine warn of is not known beforehand.
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("nan_in_new_memory", "seeded")]
 
 BACKENDS = ("triton", "triton-fused", "sdpa")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -50,13 +50,6 @@ HEAD_DIMS = (16, 24, 48, 64, 96, 128, 256)
 MAIN = torch.bfloat16 if HAS_GPU else torch.float32
 # Positions, and those of a short segment: several tiles of 128 rows that lie three positions apart; 16 in a rehearsal.
 N, SHORT, LONG = (419, 64, 3001) if HAS_GPU else (37, 8, 61)
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory():
-    torch.manual_seed(0)
-    with poisoned_memory():
-        yield
 
 
 def require(backend: str, dtype: torch.dtype = MAIN) -> None:

@@ -118,7 +118,7 @@ def test_why_not():
     reason = in_place.why_not(torch.zeros(1, 1, 1, 16))
     assert reason is not None
     if importlib.util.find_spec("triton") is None:
-        assert "not installed; pip install triton" in reason
+        assert "not installed; pip install 'ring-dilated-attention[triton]'" in reason
     else:
         assert "serves CUDA tensors (others only in Triton's interpreter, TRITON_INTERPRET=1), got cpu" in reason
 

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import hurry_the_interpreter, poisoned_memory, relative_error
+from helpers import hurry_the_interpreter, relative_error
 from torch import Tensor
 
 from benchmarks.measure import allocated
@@ -36,16 +36,11 @@ from ring_dilated_attention.reference import dilated_attention_reference, multip
 assert IS_INTERPRETED, "set TRITON_INTERPRET=1"
 hurry_the_interpreter()
 
+pytestmark = pytest.mark.usefixtures("nan_in_new_memory", "seeded")
+
 # As in test_attention.py: the exact result rounded once is off by eps / 4 in relative L2.
 FLOORS = {dtype: torch.finfo(dtype).eps / 4 for dtype in (torch.float32, torch.float16)}
 NAMES = ("out", "lse", "dq", "dk", "dv")
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory():
-    torch.manual_seed(0)
-    with poisoned_memory():
-        yield
 
 
 class Call:

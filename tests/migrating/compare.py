@@ -2,9 +2,9 @@
 
     python -m migrating.compare [--environments FOLDER] [--only WORD] [--keep]
 
-FOLDER holds the environments of `ENVIRONMENTS`, or symlinks to them. TORCHSCALE_CHECKOUT and DARCSTAR_CHECKOUT name
-clones. What cannot be run fails, with the reason. `--keep` writes what peers computed, where ours is the same, to
-data/migrating.safetensors: `make test` compares ours with it.
+FOLDER holds the environments that `python -m benchmarks peers` makes, or symlinks to them. TORCHSCALE_CHECKOUT and
+DARCSTAR_CHECKOUT name clones. What cannot be run fails, with the reason. `--keep` writes what peers computed, where
+ours is the same, to data/migrating.safetensors: `make test` compares ours with it.
 """
 
 import argparse
@@ -24,12 +24,6 @@ from safetensors.torch import save_file
 HERE = Path(__file__).parent
 OURS = str(ROOT / "src")
 KEPT = ROOT / "tests" / "data" / "migrating.safetensors"
-# What pip installs beside torch==2.13.0.
-ENVIRONMENTS = {
-    "dilated": "numpy einops==0.6.1, and with --no-deps dilated-attention-pytorch==0.2.0 fairscale==0.4.13",
-    "rings": "numpy ring-attention-pytorch==0.5.20 ring-flash-attn==0.1.8",
-    "deepspeed": "numpy setuptools wheel ninja, and with --no-build-isolation deepspeed==0.19.8",
-}
 CHECKOUTS = {
     "TORCHSCALE_CHECKOUT": "github.com/microsoft/torchscale (read at 4d1e0e8)",
     "DARCSTAR_CHECKOUT": "github.com/DarcStar-Solutions-Tech/dilated-attention-pytorch (read at f6094f7)",
@@ -64,7 +58,7 @@ def interpreter(place: Place, folder: Path) -> tuple[str, dict[str, str]]:
             raise NotRunError(f"{name} is not set: it names a clone of {CHECKOUTS[name]}")
     python = folder / place.environment / "bin" / "python"
     if not python.exists():
-        raise NotRunError(f"{python} is not there: make an environment of {ENVIRONMENTS[place.environment]}")
+        raise NotRunError(f"{python} is not there: python -m benchmarks peers makes it")
     stand_ins = [str(HERE / "stand_ins")] if place in STOOD_IN else []
     return str(python), {
         "PYTHONPATH": os.pathsep.join([*stand_ins, *(os.environ[name] for name in place.checkouts), OURS]),

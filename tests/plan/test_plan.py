@@ -237,7 +237,7 @@ def test_nothing_is_sent_to_a_rank_that_sees_nothing_of_it(data):
 
 
 def test_zigzag_sends_a_quarter_less_than_whole_shards_around():
-    """The later parts, half of each shard, are met by the ranks below alone: on the average by half of all."""
+    """The later pieces, half of each shard, are met by the ranks below alone: on the average by half of all."""
     n, p = 4096, 8
     shards = make_shards("zigzag", (n // p,) * p)
     plans = [make_plan(Job(DilatedPattern((n,), (1,), is_causal=True), shards, 1, 1), k) for k in range(p)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from drawn import patterns
-from helpers import poisoned_memory, relative_error
+from helpers import relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -24,13 +24,8 @@ from ring_dilated_attention.ranks.call import Call
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
 from ring_dilated_attention.run import dilated_cache as cache_module
 
+pytestmark = pytest.mark.usefixtures("nan_in_new_memory")
 PATTERN = DilatedPattern((4, 12), (1, 3), is_causal=True)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _poisoned_memory():
-    with poisoned_memory():
-        yield
 
 
 def randn(*shape):

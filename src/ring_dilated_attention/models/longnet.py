@@ -192,9 +192,11 @@ class LongNetLM(nn.Module):
         folder: str | Path, *, device: torch.device | str | None = None, parallel: ContextParallel | None = None
     ) -> "LongNetLM":
         """The model of a run of `rda train`, from its newest checkpoint. A ValueError if it has none to be read."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
+        try:
+            from safetensors import SafetensorError
+            from safetensors.torch import load_file
+        except ImportError as error:
+            raise ValueError("runs need safetensors: pip install 'ring-dilated-attention[train]'") from error
         checkpoint = newest_checkpoint(Path(folder))
         try:
             state = check_whole(checkpoint)

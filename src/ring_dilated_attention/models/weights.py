@@ -52,7 +52,7 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
             return load_file(path)
         found = load_tensors(path)
     except ImportError as error:
-        raise ValueError(f"{path} needs the package safetensors: pip install safetensors") from error
+        raise ValueError(f"{path} needs safetensors: pip install 'ring-dilated-attention[train]'") from error
     except Exception as error:  # a damaged file raises anything
         raise ValueError(f"{path} cannot be read as weights: {first_line(error)}") from error
     for name in _NESTS:

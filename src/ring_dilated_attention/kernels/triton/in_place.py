@@ -33,7 +33,7 @@ ONLY_BY_NAME: str | None = "has not run on a GPU yet, so it is used only when as
 
 def why_not(query: Tensor) -> str | None:
     if importlib.util.find_spec("triton") is None:
-        return "needs triton, which is not installed; pip install triton"
+        return "needs triton, which is not installed; pip install 'ring-dilated-attention[triton]'"
     interpreted = launch.is_interpreted()
     if query.device.type != "cuda" and not (interpreted and query.device.type == "cpu"):
         return f"serves CUDA tensors (others only in Triton's interpreter, TRITON_INTERPRET=1), got {query.device}"
