@@ -22,7 +22,7 @@ from ..plan.exchange import EXCHANGES
 from ..training.files import in_words
 from ..training.options import add_hyperparameters, flag
 from ..training.ownership import own_folder
-from ..training.rank_launcher import LOST_ANOTHER, Ended, check_meeting, launch, leave_reason, started
+from ..training.rank_launcher import LOST_ANOTHER, Ended, launch, leave_reason, started
 from ..training.restarts import MOST_STARTS, are_by_torchrun, are_meant, count_start, forget_starts, name_of, num_starts
 from ..training.run import RECORD_FILE, Run, fingerprint, prepare
 from ..training.stop_request import StopRequest, end_with
@@ -245,12 +245,13 @@ def run_rank(arguments: argparse.Namespace) -> int:
         from ..ranks.context import ContextParallel
         from ..training.agreement import Refusal, agree, together, values_of_all
         from ..training.loop import TrainingDiverged, train
+        from ..training.meeting import join_ranks
 
     folder = Path()
     try:
         try:
-            join_ranks(arguments)
-            parallel = ContextParallel(exchange=arguments.exchange, timeout=timedelta(seconds=arguments.timeout))
+            join_ranks(arguments.launched, timeout := timedelta(seconds=arguments.timeout))
+            parallel = ContextParallel(exchange=arguments.exchange, timeout=timeout)
         except (ValueError, RuntimeError):
             prepare_checked(arguments)  # if this rank refuses the request, its refusal is the reason to show
             raise
@@ -312,20 +313,6 @@ def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int
     goes_on = code == FAILED_EXIT_CODE and arguments.launched is None and find_checkpoint(folder) is not None
     say(said + f"\nrda train: go on with: {train_command(arguments, '--resume', folder)}" * goes_on)
     return code
-
-
-def join_ranks(arguments: argparse.Namespace) -> None:
-    """Join the process group, by the launcher's folder or by the variables of torchrun or srun."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        return
-    rank, num_ranks = started()
-    if arguments.launched is None:
-        check_meeting()
-    store = dist.FileStore(str(arguments.launched / "store"), num_ranks) if arguments.launched else None
-    timeout = timedelta(seconds=arguments.timeout)
-    dist.init_process_group("gloo", timeout=timeout, store=store, rank=rank, world_size=num_ranks)
 
 
 def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> None:
