@@ -32,9 +32,9 @@ from ring_dilated_attention.models.saved_run import find_checkpoint
 from ring_dilated_attention.training.files import MOST_BYTES, check_mine, json_object
 from ring_dilated_attention.training.machine import hardware, versions
 
-STEPS, TIMEOUT, RESTARTS = 60, 5, 4
+RESTARTS = 4
 OPTIONS = "--seq-len 48 --embed-dim 16 --num-heads 2 --segment-lengths 8 48 --dilation-rates 1 3 --warmup-steps 2 "
-OPTIONS += f"--held-out-bytes 96 --save-every 5 --steps {STEPS} --timeout {TIMEOUT} --data text.txt --run-folder run"
+OPTIONS += "--held-out-bytes 96 --save-every 5 --data text.txt --run-folder run"
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
 KINDS = ("worker", "rank 0", "two", "agent", "writing", "restarting", "stop", "disk")
 ORPHAN_SECONDS, MOST_SECONDS = 60, 180
@@ -42,6 +42,13 @@ TRAIN = ("-m", "ring_dilated_attention.commands.cli", "train")
 # The store of two torchruns, in a process of its own.
 STORE = "import sys, signal, torch.distributed as d; "
 STORE += "s = d.TCPStore('127.0.0.1', int(sys.argv[1]), is_master=True, wait_for_workers=False); signal.pause()"
+
+
+class Size(NamedTuple):
+    """Of a run, with its --timeout."""
+
+    steps: int = 60
+    timeout: int = 5
 
 
 class Process(Protocol):
@@ -82,15 +89,16 @@ def started(words: Sequence[str], said: Path, environment: dict[str, str]) -> Pr
 class Job:
     """A command that trains in the present folder, and its processes."""
 
-    def __init__(self, launcher: str, start: Callable[..., Process] = started) -> None:
-        self.launcher, self.start, self.said = launcher, start, Path("said.txt")
+    def __init__(self, launcher: str, size: Size, start: Callable[..., Process] = started) -> None:
+        self.launcher, self.size, self.start, self.said = launcher, size, start, Path("said.txt")
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         self.heads: list[Process] = []  # the launcher, or the agents
         self.known: set[int] = set()  # all processes of ranks that were seen
         self.store: Process | None = None
 
     def begin(self) -> None:
-        words = [*TRAIN, *OPTIONS.split()]
+        size = f"--steps {self.size.steps} --timeout {self.size.timeout}"
+        words = [*TRAIN, *OPTIONS.split(), *size.split()]
         if self.launcher == "rda":
             commands = [[*words, "--ranks", "2", "--restarts", str(RESTARTS)]]
         elif self.launcher == "torchrun":
@@ -170,7 +178,7 @@ def result() -> Result | None:
     record = json.loads(path.read_bytes()) if path.exists() else {}
     if record.get("status") != "complete":
         return None
-    parameters = Path(f"run/checkpoint-{STEPS:06d}/model.safetensors").read_bytes()
+    parameters = Path(f"run/checkpoint-{record['steps_done']:06d}/model.safetensors").read_bytes()
     return Result(record["bits_per_byte"], record["held_out_bits_per_byte"], parameters)
 
 
@@ -178,7 +186,7 @@ def result() -> Result | None:
 
 
 def strike(job: Job, kind: str, rng: random.Random) -> bool:
-    step = rng.randrange(1, STEPS - 15)
+    step = rng.randrange(1, job.size.steps - 15)
     if not job.wait_until(lambda: steps_done() >= step and len(job.ranks()) == 2):
         return False
     if kind == "writing":
@@ -208,10 +216,12 @@ def strike(job: Job, kind: str, rng: random.Random) -> bool:
     return True
 
 
-def run_trial(kind: str, launcher: str, rng: random.Random, whole: Result, start: Callable = started) -> Trial:
+def run_trial(kind: str, job: Job, rng: random.Random, whole: Result) -> Trial:
     """Strike a run in the present folder, and judge what it comes to."""
     Path("text.txt").write_bytes(TEXT)
-    job, complaints, ended = Job(launcher, start), [], None
+    launcher = job.launcher
+    complaints: list[str] = []
+    ended: float | None = None
     began, outcome = time.monotonic(), "went on"
     try:
         job.begin()
@@ -264,10 +274,9 @@ def judge(whole: Result, found: Result | None, is_elastic: bool) -> list[str]:
     return complaints
 
 
-def whole_result(start: Callable = started) -> Result:
+def whole_result(job: Job) -> Result:
     """The result of a run in the present folder that is never struck."""
     Path("text.txt").write_bytes(TEXT)
-    job = Job("rda", start)
     try:
         job.begin()
         job.end()
@@ -340,13 +349,13 @@ def main() -> int:
     print(f"seed {arguments.seed}")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="rda-trials-") as folder:
-        whole = in_folder(Path(folder, "whole"), whole_result)
+        whole = in_folder(Path(folder, "whole"), whole_result, Job("rda", Size()))
         for kind in arguments.kinds:
             trials: list[Trial] = []
             for number in range(arguments.number):
                 rng = random.Random(f"{arguments.seed} {kind} {number}")
                 launcher = launcher_of(kind, number)
-                trial = in_folder(Path(folder, "trial"), run_trial, kind, launcher, rng, whole)
+                trial = in_folder(Path(folder, "trial"), run_trial, kind, Job(launcher, Size()), rng, whole)
                 trials.append(trial)
                 verdict = "FAILED" if trial.complaints else "ok"
                 ended = "" if trial.ended is None else f", ranks ended after {trial.ended:.1f} s"

@@ -85,10 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--exchange", choices=("auto", *EXCHANGES), help="how chunks travel (default auto)")
     add("--activation-checkpointing", action="store_true", help="recompute blocks to save memory")
     add("--run-folder", type=Path, metavar="DIR", help="where to write (default runs/<date and time>)")
-    again = (
-        "start the ranks again up to K times when one is lost, from the newest checkpoint. An unfinished run of this "
-    )
-    again += "command in --run-folder goes on"
+    again = "start the ranks again up to K times when one is lost, from the newest checkpoint. "
+    again += "An unfinished run of this command in --run-folder goes on"
     add("--restarts", type=count, metavar="K", help=again)
     late = "after so many seconds a rank that does not answer is lost (default 600)"
     add("--timeout", type=count, metavar="S", help=late)
@@ -170,7 +168,7 @@ def launch_ranks(arguments: argparse.Namespace, run: Run, lock: int) -> int:
                 return code  # the ranks have printed the reason, or nobody reads the output
         reason = "stopped at once" if ended.was_aborted else f"the ranks failed: {'; '.join(causes(ended))}"
         has_progress = restarts == 0 or num_starts(run.folder) < MOST_STARTS
-        if ended.was_aborted or USER_ERROR_EXIT_CODE in ended.codes or restart == restarts or not has_progress:
+        if ended.was_asked or USER_ERROR_EXIT_CODE in ended.codes or restart == restarts or not has_progress:
             break
         restart += 1
         begin = find_checkpoint(run.folder) or "the beginning"
@@ -223,7 +221,8 @@ def train_alone(arguments: argparse.Namespace, run: Run) -> int:
 
     try:
         with StopRequest(second_aborts=True) as stop:
-            record = train(run, ContextParallel(exchange=arguments.exchange), stop)
+            timeout = timedelta(seconds=arguments.timeout)
+            record = train(run, ContextParallel(exchange=arguments.exchange, timeout=timeout), stop)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

@@ -32,6 +32,7 @@ class Ended(NamedTuple):
     codes: tuple[int, ...]  # negative: the signal that killed the rank
     was_aborted: bool  # by a second request to stop
     reasons: tuple[str, ...]  # what each left with `leave_reason`, or ""
+    was_asked: bool = False  # to stop, once or twice
 
 
 class Place(NamedTuple):
@@ -128,7 +129,7 @@ def launch(arguments: Sequence[str], num_ranks: int, lock: int) -> Ended:
             for process in processes:
                 process.kill()
                 process.wait()
-    return Ended(tuple(process.returncode for process in processes), stop.number > 1, reasons)
+    return Ended(tuple(process.returncode for process in processes), stop.number > 1, reasons, stop.requested)
 
 
 def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]], stop: StopRequest, asking: BinaryIO) -> None:

@@ -36,7 +36,7 @@ def count_start(folder: Path, *, anew: bool = False) -> None:
     number = 0 if anew else num_starts(folder)
     if number >= MOST_STARTS:
         since = f"a checkpoint after {newest}" if newest else "a first checkpoint"
-        raise ValueError(f"{folder}: {number} starts in a row ended without {since}: mend what ended them")
+        raise ValueError(f"{folder}: {number} starts in a row ended without {since}: mend what ended them first")
     note = {
         "made_by": MAKER,
         "run": _note(folder).get("run", secrets.token_hex(16)),
