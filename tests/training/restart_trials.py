@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # for what tests share
 
 from helpers import free_port
 
-from ring_dilated_attention.models.saved_run import find_checkpoint
+from ring_dilated_attention.models.saved_run import find_checkpoint, step_of
 from ring_dilated_attention.training.files import MOST_BYTES, check_mine, json_object
 from ring_dilated_attention.training.machine import hardware, versions
 
@@ -92,6 +92,7 @@ class Job:
     def __init__(self, launcher: str, size: Size, start: Callable[..., Process] = started) -> None:
         self.launcher, self.size, self.start, self.said = launcher, size, start, Path("said.txt")
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        self.num_ranks = 2
         self.heads: list[Process] = []  # the launcher, or the agents
         self.known: set[int] = set()  # all processes of ranks that were seen
         self.store: Process | None = None
@@ -100,7 +101,7 @@ class Job:
         size = f"--steps {self.size.steps} --timeout {self.size.timeout}"
         words = [*TRAIN, *OPTIONS.split(), *size.split()]
         if self.launcher == "rda":
-            commands = [[*words, "--ranks", "2", "--restarts", str(RESTARTS)]]
+            commands = [[*words, "--ranks", str(self.num_ranks), "--restarts", str(RESTARTS)]]
         elif self.launcher == "torchrun":
             run = f"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts {RESTARTS}"
             commands = [[*run.split(), *words]]
@@ -172,6 +173,11 @@ def steps_done() -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+def newest_step() -> int:
+    newest = find_checkpoint(Path("run"))
+    return step_of(newest) if newest else 0
+
+
 def result() -> Result | None:
     """What the run came to; None if it is not complete."""
     path = Path("run/record.json")
@@ -227,7 +233,7 @@ def run_trial(kind: str, job: Job, rng: random.Random, whole: Result) -> Trial:
         job.begin()
         if not strike(job, kind, rng):
             complaints.append("the fault never came")
-        struck = time.monotonic()
+        struck, kept = time.monotonic(), newest_step()
         if kind == "agent" and launcher != "two agents":
             left = [pid for pid in job.known if pid in {found for found, *_ in processes()}]
             while any(pid in {found for found, *_ in processes()} for pid in left):
@@ -244,11 +250,10 @@ def run_trial(kind: str, job: Job, rng: random.Random, whole: Result) -> Trial:
             if kind != "agent" and "rda train: " not in job.said.read_text(errors="replace"):
                 complaints.append("it stopped without a word")
             job.clear()
-            newest = find_checkpoint(Path("run"))
+            if newest_step() < kept:
+                complaints.append(f"the newest checkpoint was that of step {kept}, and is that of {newest_step()}")
             job.begin()
             job.end()
-            if newest is None:
-                complaints += ["no checkpoint was left"] if steps_done() >= 10 else []
     finally:
         job.clear()
     said = job.said.read_text(errors="replace")
