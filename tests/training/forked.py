@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,12 +25,19 @@ preload("matplotlib.figure", "matplotlib.backends.backend_agg", *(f"ring_dilated
 class Forked:
     """A rank, started as `subprocess.Popen` starts one."""
 
-    def __init__(self, words: Sequence[str], *, stdin: Any, env: dict[str, str], **_: object) -> None:
+    def __init__(
+        self, words: Sequence[str], *, stdin: Any, env: dict[str, str], start_new_session: bool, pass_fds: Sequence[int]
+    ) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
+            assert start_new_session
             os.setsid()
             os.dup2(stdin.fileno(), 0)
+            for name in os.listdir("/proc/self/fd"):
+                if int(name) > 2 and int(name) not in pass_fds:
+                    with suppress(OSError):  # the one by which the folder is listed
+                        os.close(int(name))
             os._exit(_main(words[3:], env))
 
     def poll(self) -> int | None:

@@ -135,7 +135,7 @@ def launch(arguments: Sequence[str], num_ranks: int, lock: int) -> Ended:
 def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]], stop: StopRequest, asking: BinaryIO) -> None:
     """Return when all have ended, on a second request to stop, or GRACE_SECONDS after a rank failed."""
     deadline = math.inf
-    while any(process.poll() is None for process in processes) and stop.number < 2 and time.monotonic() < deadline:
+    while None in [process.poll() for process in processes] and stop.number < 2 and time.monotonic() < deadline:
         if stop.requested:
             asking.close()
         if deadline == math.inf and any(process.returncode for process in processes):

@@ -53,10 +53,10 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        if not self._watch_stdin:
-            return self.number > 0 or self._parent not in (None, os.getppid())
-        readable, _, _ = select.select([sys.stdin.fileno()], [], [], 0)  # readable only at its end: nothing is written
-        return self.number > 0 or bool(readable)
+        if self.number > 0 or self._parent not in (None, os.getppid()):
+            return True
+        # Readable only at its end: nothing is written.
+        return self._watch_stdin and bool(select.select([sys.stdin.fileno()], [], [], 0)[0])
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.number += 1
