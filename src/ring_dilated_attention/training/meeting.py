@@ -19,7 +19,8 @@ def join_ranks(folder: Path | None, timeout: timedelta) -> None:
     """Join the process group. folder: the launcher's, or None. timeout: of the messages that torch sends for DDP."""
     if dist.is_initialized():
         return
-    (rank, num_ranks), store = started(), None
+    store: dist.Store | None = None
+    rank, num_ranks = started()
     if folder is not None:
         store = dist.FileStore(str(folder / "store"), num_ranks)
     else:
