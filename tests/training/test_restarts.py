@@ -25,7 +25,7 @@ from ring_dilated_attention.training.rank_launcher import LOST_ANOTHER, Ended
 from ring_dilated_attention.training.restarts import STARTS_FILE, count_start, forget_starts, name_of, num_starts
 from ring_dilated_attention.training.stop_request import StopRequest, end_with
 
-SIZE = Size(steps=30, timeout=1)
+SIZE = Size(steps=24, timeout=1)
 
 
 def new_job():
