@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 sys.path.append(str(Path(__file__).parents[1]))  # for what tests share
 
 from helpers import free_port
+from pages import block
 
 from ring_dilated_attention.models.saved_run import find_checkpoint, step_of
 from ring_dilated_attention.training.files import MOST_BYTES, check_mine, json_object
@@ -39,9 +40,7 @@ TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
 KINDS = ("worker", "rank 0", "two", "agent", "writing", "restarting", "stop", "disk")
 ORPHAN_SECONDS, MOST_SECONDS = 60, 180
 TRAIN = ("-m", "ring_dilated_attention.commands.cli", "train")
-# The store of two torchruns, in a process of its own.
-STORE = "import sys, signal, torch.distributed as d; "
-STORE += "s = d.TCPStore('127.0.0.1', int(sys.argv[1]), is_master=True, wait_for_workers=False); signal.pause()"
+STORE = block("docs/reliability.md", "store")
 
 
 class Size(NamedTuple):
@@ -95,6 +94,7 @@ class Job:
         self.num_ranks = 2
         self.heads: list[Process] = []  # the launcher, or the agents
         self.known: set[int] = set()  # all processes of ranks that were seen
+        self.has_lost_head = False
         self.store: Process | None = None
 
     def begin(self) -> None:
@@ -147,6 +147,18 @@ class Job:
             except ProcessLookupError:
                 continue
 
+    def lose_head(self, rng: random.Random) -> None:
+        """Kill the launcher, or one of the agents."""
+        self.has_lost_head = True
+        self.kill([rng.choice(self.heads).pid])
+
+    def orphans(self) -> list[int]:
+        """The processes in the present folder that no living launcher has started."""
+        heads = {head.pid for head in self.heads if head.poll() is None}
+        known = {os.getpid(), self.store.pid if self.store else 0, *heads}
+        here = [(pid, parent) for pid, parent, _ in processes() if is_here(pid)]
+        return [pid for pid, parent in here if pid not in known and parent not in heads]
+
     def clear(self) -> None:
         self.kill([*self.known, *(head.pid for head in self.heads if head.poll() is None)])
         if self.store is not None:
@@ -166,6 +178,13 @@ def processes() -> Iterable[tuple[int, int, int]]:
             continue
         if state != "Z":
             yield int(path.parent.name), int(parent), int(rest[17])
+
+
+def is_here(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cwd").readlink() == Path.cwd()
+    except OSError:  # it has ended
+        return False
 
 
 def steps_done() -> int:
@@ -209,7 +228,7 @@ def strike(job: Job, kind: str, rng: random.Random) -> bool:
     elif kind == "stop":
         job.kill([rng.choice([first, second])], signal.SIGSTOP)
     elif kind == "agent":
-        job.kill([rng.choice(job.heads).pid])
+        job.lose_head(rng)
     else:
         struck = {"worker": [second], "rank 0": [first], "writing": [first], "two": [first, second]}
         job.kill(struck.get(kind, [rng.choice([first, second])]))
@@ -217,8 +236,12 @@ def strike(job: Job, kind: str, rng: random.Random) -> bool:
         before = set(job.known)
         if not job.wait_until(lambda: set(job.ranks()) - before):
             return False
-        time.sleep(rng.uniform(0, 3))
-        job.kill(rng.sample(sorted(set(job.ranks()) - before), 1))
+        time.sleep(rng.uniform(0, 0.6 * job.size.timeout))
+        new = sorted(set(job.ranks()) - before)
+        if not new or rng.random() < 0.3:
+            job.lose_head(rng)
+        else:
+            job.kill([rng.choice(new)])
     return True
 
 
@@ -234,20 +257,18 @@ def run_trial(kind: str, job: Job, rng: random.Random, whole: Result) -> Trial:
         if not strike(job, kind, rng):
             complaints.append("the fault never came")
         struck, kept = time.monotonic(), newest_step()
-        if kind == "agent" and launcher != "two agents":
-            left = [pid for pid in job.known if pid in {found for found, *_ in processes()}]
-            while any(pid in {found for found, *_ in processes()} for pid in left):
-                if time.monotonic() > struck + ORPHAN_SECONDS:
-                    complaints.append(f"ranks still ran {ORPHAN_SECONDS} s after their launcher was killed")
-                    break
+        if job.has_lost_head:
+            while job.orphans() and time.monotonic() < struck + ORPHAN_SECONDS:
                 time.sleep(0.1)
             ended = time.monotonic() - struck
+            if job.orphans():
+                complaints.append(f"ranks still ran {ORPHAN_SECONDS} s after their launcher was killed")
         codes = job.end()
         if None in codes:
             complaints.append(f"no end within {MOST_SECONDS} s")
         if result() is None:
             outcome = "the same command went on"
-            if kind != "agent" and "rda train: " not in job.said.read_text(errors="replace"):
+            if not job.has_lost_head and "rda train: " not in job.said.read_text(errors="replace"):
                 complaints.append("it stopped without a word")
             job.clear()
             if newest_step() < kept:

@@ -126,7 +126,10 @@ class TestSameCommand:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--restarts", "2", "--run-folder", "run"], "--restarts 2, but the launcher of these ranks starts them again"),
+        (
+            ["--restarts", "2", "--run-folder", "run"],
+            "--restarts 2, but another launcher started these ranks, and it alone",
+        ),
         ([], "torchrun --max-restarts needs --run-folder: by it, ranks that start again find their run"),
     ],
 )

@@ -134,7 +134,7 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
     if num_started > 1 and arguments.ranks not in (None, num_started):
         raise ValueError(f"--ranks {num_asked}, but a launcher started {num_started} ranks: leave --ranks out")
     if arguments.restarts is not None and arguments.launched is None and (num_started > 1 or are_by_torchrun()):
-        rule = "the launcher of these ranks starts them again: give torchrun --max-restarts, and leave --restarts out"
+        rule = "another launcher started these ranks, and it alone can start them again: use torchrun --max-restarts"
         raise ValueError(f"--restarts {arguments.restarts}, but {rule}")
     if are_by_torchrun() and arguments.resume is None and arguments.run_folder is None:
         raise ValueError("torchrun --max-restarts needs --run-folder: by it, ranks that start again find their run")

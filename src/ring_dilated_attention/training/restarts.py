@@ -49,7 +49,7 @@ def count_start(folder: Path, *, anew: bool = False) -> None:
 def num_starts(folder: Path) -> int:
     """How often the run was started since its newest checkpoint."""
     note, newest = _note(folder), find_checkpoint(folder)
-    return int(note["starts"]) if note.get("newest", "") == (newest and newest.name) else 0
+    return int(note.get("starts", 0)) if note.get("newest", "") == (newest and newest.name) else 0
 
 
 def forget_starts(folder: Path) -> None:
