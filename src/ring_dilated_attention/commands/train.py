@@ -289,6 +289,8 @@ def run_rank(arguments: argparse.Namespace) -> int:
 
 def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int:
     """Tell the user and the launcher why this rank ends. An unforeseen error is raised, with its traceback."""
+    from torch.distributed import DistNetworkError, DistStoreError
+
     from ..ranks.link import ExchangeError
 
     who = f"rda train: rank {started().rank} on host {socket.gethostname()}"
@@ -298,7 +300,7 @@ def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int
     if isinstance(error, (ValueError, OSError)):
         code, reason = USER_ERROR_EXIT_CODE, in_words(error)
         said = f"{who}: {reason}"
-    elif isinstance(error, ExchangeError) or is_lost:
+    elif isinstance(error, (ExchangeError, DistNetworkError, DistStoreError)) or is_lost:
         reason, said = LOST_ANOTHER, f"{who} lost another: {first_line}"
     elif is_out_of_memory(error):
         reason, said = NO_MEMORY, f"\n{who}: {NO_MEMORY}"  # "\n": another rank's progress bar may be on this line

@@ -37,12 +37,7 @@ def count_start(folder: Path, *, anew: bool = False) -> None:
     if number >= MOST_STARTS:
         since = f"a checkpoint after {newest}" if newest else "a first checkpoint"
         raise ValueError(f"{folder}: {number} starts in a row ended without {since}: mend what ended them first")
-    note = {
-        "made_by": MAKER,
-        "run": _note(folder).get("run", secrets.token_hex(16)),
-        "newest": newest and newest.name,
-        "starts": number + 1,
-    }
+    note = {"made_by": MAKER, "run": name_of(folder), "newest": newest and newest.name, "starts": number + 1}
     write_whole(folder / STARTS_FILE, json.dumps(note).encode(), _is_ours, MAKER)
 
 
