@@ -21,6 +21,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -30,10 +32,16 @@ from helpers import free_port
 from pages import block
 
 from ring_dilated_attention.models.saved_run import find_checkpoint, step_of
-from ring_dilated_attention.training.files import MOST_BYTES, check_mine, json_object
+from ring_dilated_attention.training.files import (
+    MADE_BY,
+    MOST_BYTES,
+    check_mine,
+    is_our_picture,
+    json_object,
+    write_whole,
+)
 from ring_dilated_attention.training.machine import hardware, versions
 
-RESTARTS = 4
 OPTIONS = "--seq-len 48 --embed-dim 16 --num-heads 2 --segment-lengths 8 48 --dilation-rates 1 3 --warmup-steps 2 "
 OPTIONS += "--held-out-bytes 96 --save-every 5 --data text.txt --run-folder run"
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
@@ -44,10 +52,11 @@ STORE = block("docs/reliability.md", "store")
 
 
 class Size(NamedTuple):
-    """Of a run, with its --timeout."""
+    """Of a run, with its --timeout and --restarts."""
 
     steps: int = 60
     timeout: int = 5
+    restarts: int = 4
 
 
 class Process(Protocol):
@@ -101,15 +110,15 @@ class Job:
         size = f"--steps {self.size.steps} --timeout {self.size.timeout}"
         words = [*TRAIN, *OPTIONS.split(), *size.split()]
         if self.launcher == "rda":
-            commands = [[*words, "--ranks", str(self.num_ranks), "--restarts", str(RESTARTS)]]
+            commands = [[*words, "--ranks", str(self.num_ranks), "--restarts", str(self.size.restarts)]]
         elif self.launcher == "torchrun":
-            run = f"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts {RESTARTS}"
+            run = f"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts {self.size.restarts}"
             commands = [[*run.split(), *words]]
         else:
             port = free_port()
             self.store = self.start(["-c", STORE, port], self.said, self.environment)
-            run = f"-m torch.distributed.run --nnodes 1:2 --nproc-per-node 1 --max-restarts {RESTARTS} --rdzv-id job"
-            run += f" --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --local-addr 127.0.0.1"
+            run = f"-m torch.distributed.run --nnodes 1:2 --nproc-per-node 1 --max-restarts {self.size.restarts}"
+            run += f" --rdzv-id job --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --local-addr 127.0.0.1"
             run += " --rdzv-conf is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
             commands = [[*run.split(), *words]] * 2
         self.heads = [self.start(command, self.said, self.environment) for command in commands]
@@ -211,8 +220,7 @@ def result() -> Result | None:
 
 
 def strike(job: Job, kind: str, rng: random.Random) -> bool:
-    step = rng.randrange(1, job.size.steps - 15)
-    if not job.wait_until(lambda: steps_done() >= step and len(job.ranks()) == 2):
+    if not job.wait_until(partial(is_running, job, rng.randrange(1, job.size.steps - 15))):
         return False
     if kind == "writing":
         unfinished = Path("run")
@@ -313,6 +321,51 @@ def whole_result(job: Job) -> Result:
     return found
 
 
+def struck_six_times(job: Job) -> tuple[Result, list[int]]:
+    """The result of a run in the present folder whose ranks are killed six times, and the steps at which they were."""
+    Path("text.txt").write_bytes(TEXT)
+    struck: list[int] = []
+    try:
+        job.begin()
+        for number in range(6):
+            if not job.wait_until(partial(is_running, job, job.size.steps * (number + 1) // 7)):
+                break
+            struck.append(steps_done())
+            job.kill((job.ranks()[:1], job.ranks()[1:], job.ranks())[number % 3])
+        job.end()
+    finally:
+        job.clear()
+    found = result()
+    assert found is not None, job.said.read_text(errors="replace")
+    return found, struck
+
+
+def is_running(job: Job, step: int) -> bool:
+    return steps_done() >= step and len(job.ranks()) == job.num_ranks
+
+
+def draw(whole: Result, found: Result, struck: Sequence[int]) -> bytes:
+    """The losses of a run that was struck, over those of one that never was."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    steps = range(1, len(whole.losses) + 1)
+    axes.plot(steps, whole.losses, color="tab:orange", linewidth=5, alpha=0.5, label="never struck")
+    axes.plot(steps, found.losses, color="tab:blue", linewidth=1, label=f"killed {len(struck)} times")
+    for i, step in enumerate(struck):
+        label = "ranks killed" if i == 0 else None
+        axes.axvline(step, color="tab:gray", linestyle=":", linewidth=1, label=label)
+    axes.set_xlabel("step")
+    axes.set_ylabel("bits per byte")
+    equal = "equal to the bit" if whole == found else "NOT equal"
+    axes.set_title(f"Losses and parameters are {equal}; held out {found.held_out:.3f} bits per byte")
+    axes.legend()
+    content = BytesIO()
+    figure.savefig(content, format="png", dpi=120, metadata={"Software": MADE_BY, "Source": "restart_trials.py"})
+    return content.getvalue()
+
+
 def launcher_of(kind: str, number: int) -> str:
     if kind == "agent":
         return ("rda", "two agents", "torchrun", "two agents")[number % 4]
@@ -363,13 +416,27 @@ def row_of(kind: str, trials: Sequence[Trial]) -> dict[str, Any]:
     }
 
 
+def make_picture(path: Path) -> int:
+    is_ours = partial(is_our_picture, source="restart_trials.py")
+    path, size = path.resolve(), Size(steps=280, restarts=9)
+    with tempfile.TemporaryDirectory(prefix="rda-trials-") as folder:
+        whole = in_folder(Path(folder, "whole"), whole_result, Job("rda", size))
+        found, struck = in_folder(Path(folder, "struck"), struck_six_times, Job("rda", size))
+    write_whole(path, draw(whole, found, struck), is_ours, "restart_trials.py")
+    print(f"killed at steps {struck}; {'equal' if whole == found else 'NOT equal'} to the bit")
+    return 0 if whole == found and len(struck) == 6 else 1
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--number", type=int, default=20, help="trials of each kind")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--record", type=Path, help="a file for what was found, as JSON")
+    parser.add_argument("--picture", type=Path, help="only draw the losses of a run that is killed six times, as PNG")
     arguments = parser.parse_args()
+    if arguments.picture is not None:
+        return make_picture(arguments.picture)
     if arguments.record is not None:
         check_mine(arguments.record, is_record, "restart_trials.py")
     print(f"seed {arguments.seed}")
