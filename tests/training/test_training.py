@@ -302,6 +302,23 @@ def test_the_first_request_closes_the_ranks_stdin_and_the_second_ends_the_waitin
         assert asked.read() == b""
 
 
+def test_a_rank_that_fails_beside_one_that_hangs_is_noticed(monkeypatch):
+    """Whichever of them comes first."""
+    monkeypatch.setattr("ring_dilated_attention.training.rank_launcher.GRACE_SECONDS", 0)
+    hangs, fails = mock.Mock(returncode=None), mock.Mock(returncode=None)
+    hangs.poll.return_value = None
+
+    def poll():
+        fails.returncode = 1
+        return 1
+
+    fails.poll.side_effect = poll
+    for ranks in ([hangs, fails], [fails, hangs]):
+        fails.returncode = None
+        wait_for_ranks(ranks, mock.Mock(number=0, requested=False), mock.Mock())
+        assert fails.returncode == 1
+
+
 def test_memory_figures():
     assert 0 < resident_bytes() <= peak_resident_bytes()
 

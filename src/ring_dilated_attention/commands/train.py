@@ -10,6 +10,7 @@ import socket
 import sys
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,9 +22,10 @@ from ..plan.exchange import EXCHANGES
 from ..training.files import in_words
 from ..training.options import add_hyperparameters, flag
 from ..training.ownership import own_folder
-from ..training.rank_launcher import LOST_ANOTHER, Ended, check_meeting, launch, leave_reason, started
+from ..training.rank_launcher import LOST_ANOTHER, Ended, launch, leave_reason, started
+from ..training.restarts import MOST_STARTS, are_by_torchrun, are_meant, count_start, forget_starts, name_of, num_starts
 from ..training.run import RECORD_FILE, Run, fingerprint, prepare
-from ..training.stop_request import StopRequest
+from ..training.stop_request import StopRequest, end_with
 from .generate import sample
 from .interrupts import INTERRUPTED_EXIT_CODE, leaving_at_once
 from .limits import check_at_least, check_memory, check_ranks_fit
@@ -33,7 +35,8 @@ from .terminal import NO_MEMORY, UNREAD_EXIT_CODE, is_out_of_memory, say
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
 # The options that a checkpoint does not hold: the command that resumes a run repeats them.
 DEFAULTS = {"ranks": None, "exchange": "auto", "save_every": 30, "eval_every": None}
-DEFAULTS |= {"activation_checkpointing": False, "tensorboard": False}
+DEFAULTS |= {"activation_checkpointing": False, "tensorboard": False, "restarts": None, "timeout": 600}
+OWNER_SECONDS = 60  # within this time a run ends whose launcher was killed
 # What is said of the command that goes on from the parameters of a run.
 FROM = """(a new run that reads as many bytes again; --seq-len, --segment-lengths and
 --data may be others. The learning rate rises to its peak again, so a run of few
@@ -54,8 +57,13 @@ EXAMPLES = """examples:
                                              --data, --seq-len and
                                              --segment-lengths may be others
   rda train --steps 5                        a quick look: 5 steps of --seq-len
+  rda train --ranks 2 --restarts 9 --run-folder runs/a   start lost ranks again;
+                                             the same command goes on with a
+                                             run that was killed
   torchrun --nproc-per-node 2 -m ring_dilated_attention.commands.cli train
-                                             your own launcher, any hosts
+                                             your own launcher, any hosts; with
+                                             its --max-restarts, --run-folder
+                                             is as with --restarts
   srun python -m ring_dilated_attention.commands.cli train
                                   Slurm, with MASTER_ADDR and MASTER_PORT set
 
@@ -77,6 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--exchange", choices=("auto", *EXCHANGES), help="how chunks travel (default auto)")
     add("--activation-checkpointing", action="store_true", help="recompute blocks to save memory")
     add("--run-folder", type=Path, metavar="DIR", help="where to write (default runs/<date and time>)")
+    again = "start the ranks again up to K times when one is lost, from the newest checkpoint. "
+    again += "An unfinished run of this command in --run-folder goes on"
+    add("--restarts", type=count, metavar="K", help=again)
+    late = "after so many seconds a rank that does not answer is lost (default 600)"
+    add("--timeout", type=count, metavar="S", help=late)
     add("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint of a run folder")
     new = "begin anew from another run's newest parameters. The defaults are its hyperparameters, and no --phases. "
     new += "The learning rate rises to its peak again: a run of few steps makes the model worse"
@@ -91,17 +104,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if started().num_ranks > 1:
+    if arguments.launched is not None or started().num_ranks > 1 or are_by_torchrun():
         return run_rank(arguments)
     run, num_ranks = prepare_checked(arguments), arguments.ranks or 1
     with own(arguments, run) as (folder, lock):
         run = replace(run, folder=folder)
-        return launch_ranks(arguments, run, lock) if num_ranks > 1 else train_alone(arguments, run)
+        is_alone = num_ranks == 1 and arguments.restarts is None
+        return train_alone(arguments, run) if is_alone else launch_ranks(arguments, run, lock)
 
 
 def own(arguments: argparse.Namespace, run: Run) -> AbstractContextManager[tuple[Path, int]]:
     """Own the run's folder. If its name is taken, and the user did not choose it, another folder is made."""
-    return own_folder(run.folder, must_be_new=arguments.resume is None and arguments.run_folder is None)
+    is_new = arguments.resume is None and arguments.run_folder is None
+    return own_folder(run.folder, must_be_new=is_new, seconds=OWNER_SECONDS if are_meant(arguments) else 0)
 
 
 def prepare_checked(arguments: argparse.Namespace) -> Run:
@@ -113,9 +128,16 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
     num_started, num_asked = started().num_ranks, 1 if arguments.ranks is None else arguments.ranks
     check_at_least("--ranks", num_asked)
     check_at_least("--save-every", arguments.save_every)
+    check_at_least("--timeout", arguments.timeout)
+    check_at_least("--restarts", arguments.restarts or 0, 0)
     check_at_least("--eval-every", 1 if arguments.eval_every is None else arguments.eval_every)
     if num_started > 1 and arguments.ranks not in (None, num_started):
         raise ValueError(f"--ranks {num_asked}, but a launcher started {num_started} ranks: leave --ranks out")
+    if arguments.restarts is not None and arguments.launched is None and (num_started > 1 or are_by_torchrun()):
+        rule = "another launcher started these ranks, and it alone can start them again: use torchrun --max-restarts"
+        raise ValueError(f"--restarts {arguments.restarts}, but {rule}")
+    if are_by_torchrun() and arguments.resume is None and arguments.run_folder is None:
+        raise ValueError("torchrun --max-restarts needs --run-folder: by it, ranks that start again find their run")
     run, num_ranks = prepare(arguments), max(num_started, num_asked)
     options = run.hyperparameters
     positions = [phase.num_positions for phase in options.schedule]
@@ -131,15 +153,28 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
 
 
 def launch_ranks(arguments: argparse.Namespace, run: Run, lock: int) -> int:
+    """Start the ranks, and again while they may be and one is lost. Returns the exit code."""
     folder = [] if arguments.resume else ["--run-folder", str(run.folder)]
     command = ["-m", "ring_dilated_attention.commands.cli", "train", *arguments.argv, *folder]
-    ended = launch(command, arguments.ranks, lock)
-    if not any(ended.codes):
-        return code_of(json.loads((run.folder / RECORD_FILE).read_text()))
-    for code in (USER_ERROR_EXIT_CODE, UNREAD_EXIT_CODE):
-        if not ended.was_aborted and set(ended.codes) <= {0, code}:
-            return code  # the ranks have printed the reason, or nobody reads the output
-    reason = "stopped at once" if ended.was_aborted else f"the ranks failed: {'; '.join(causes(ended))}"
+    restarts, restart = arguments.restarts or 0, 0
+    while True:
+        if arguments.restarts is not None:
+            count_start(run.folder, anew=restart == 0)
+        ended = launch(command, arguments.ranks or 1, lock)
+        if not any(ended.codes):
+            return code_of(json.loads((run.folder / RECORD_FILE).read_text()))
+        for code in (USER_ERROR_EXIT_CODE, UNREAD_EXIT_CODE):
+            if not ended.was_aborted and set(ended.codes) <= {0, code}:
+                return code  # the ranks have printed the reason, or nobody reads the output
+        reason = "stopped at once" if ended.was_aborted else f"the ranks failed: {'; '.join(causes(ended))}"
+        has_progress = restarts == 0 or num_starts(run.folder) < MOST_STARTS
+        if ended.was_asked or USER_ERROR_EXIT_CODE in ended.codes or restart == restarts or not has_progress:
+            break
+        restart += 1
+        begin = find_checkpoint(run.folder) or "the beginning"
+        say(f"rda train: {reason}; restart {restart} of {restarts} from {begin}")
+    if not has_progress:
+        reason += f"; {MOST_STARTS} starts in a row left no new checkpoint"
     say(f"rda train: {reason}; {what_is_left(arguments, run.folder)}")
     return INTERRUPTED_EXIT_CODE if ended.was_aborted else FAILED_EXIT_CODE
 
@@ -186,7 +221,8 @@ def train_alone(arguments: argparse.Namespace, run: Run) -> int:
 
     try:
         with StopRequest(second_aborts=True) as stop:
-            record = train(run, ContextParallel(exchange=arguments.exchange), stop)
+            timeout = timedelta(seconds=arguments.timeout)
+            record = train(run, ContextParallel(exchange=arguments.exchange, timeout=timeout), stop)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -198,23 +234,27 @@ def train_alone(arguments: argparse.Namespace, run: Run) -> int:
 
 def run_rank(arguments: argparse.Namespace) -> int:
     """Train in this process, which is one rank of several. If one rank refuses, all ranks do."""
+    parent = None
+    if arguments.launched is not None or "TORCHELASTIC_RUN_ID" in os.environ:
+        parent = os.getppid()  # before the seconds that the imports take
+        end_with(parent)
     with leaving_at_once("rda train"):
         import torch.distributed as dist
 
         from ..ranks.context import ContextParallel
         from ..training.agreement import Refusal, agree, together, values_of_all
         from ..training.loop import TrainingDiverged, train
+        from ..training.meeting import join_ranks
 
     folder = Path()
     try:
         try:
-            join_ranks(arguments)
-            parallel = ContextParallel(exchange=arguments.exchange)
+            join_ranks(arguments.launched, timeout := timedelta(seconds=arguments.timeout))
+            parallel = ContextParallel(exchange=arguments.exchange, timeout=timeout)
         except (ValueError, RuntimeError):
             prepare_checked(arguments)  # if this rank refuses the request, its refusal is the reason to show
             raise
         run = together(parallel, partial(prepare_checked, arguments))
-        agree(parallel, together(parallel, partial(fingerprint, run)))
         with ExitStack() as stack:
             # The first rank owns the folder, unless the launcher does.
             claim = partial(stack.enter_context, own(arguments, run))
@@ -222,7 +262,15 @@ def run_rank(arguments: argparse.Namespace) -> int:
             claimed, _ = together(parallel, claim if is_owner else lambda: (run.folder, 0))
             # If the user named no folder, each rank has made up a name: take that of the first rank.
             folder = Path(values_of_all(parallel, str(claimed))[0])
-            with StopRequest(watch_stdin=arguments.launched is not None, is_rank=True) as stop:
+            # An owner that was waited for may have saved once more.
+            is_newest = find_checkpoint(run.folder) == run.checkpoint
+            run = together(parallel, lambda: run if is_newest else prepare_checked(arguments))
+            agree(parallel, together(parallel, partial(fingerprint, run)))
+            if are_meant(arguments):
+                note = partial(count_start, folder, anew=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0")
+                together(parallel, note if is_owner else lambda: None)
+                run = replace(run, name=name_of(folder))
+            with StopRequest(watch_stdin=arguments.launched is not None, is_rank=True, parent=parent) as stop:
                 record = train(replace(run, folder=folder), parallel, stop)
             if parallel.rank == 0:
                 report(arguments, run, record)
@@ -241,6 +289,8 @@ def run_rank(arguments: argparse.Namespace) -> int:
 
 def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int:
     """Tell the user and the launcher why this rank ends. An unforeseen error is raised, with its traceback."""
+    from torch.distributed import DistNetworkError, DistStoreError
+
     from ..ranks.link import ExchangeError
 
     who = f"rda train: rank {started().rank} on host {socket.gethostname()}"
@@ -250,7 +300,7 @@ def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int
     if isinstance(error, (ValueError, OSError)):
         code, reason = USER_ERROR_EXIT_CODE, in_words(error)
         said = f"{who}: {reason}"
-    elif isinstance(error, ExchangeError) or is_lost:
+    elif isinstance(error, (ExchangeError, DistNetworkError, DistStoreError)) or is_lost:
         reason, said = LOST_ANOTHER, f"{who} lost another: {first_line}"
     elif is_out_of_memory(error):
         reason, said = NO_MEMORY, f"\n{who}: {NO_MEMORY}"  # "\n": another rank's progress bar may be on this line
@@ -266,19 +316,6 @@ def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int
     return code
 
 
-def join_ranks(arguments: argparse.Namespace) -> None:
-    """Join the process group, by the launcher's folder or by the variables of torchrun or srun."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        return
-    rank, num_ranks = started()
-    if arguments.launched is None:
-        check_meeting()
-    store = dist.FileStore(str(arguments.launched / "store"), num_ranks) if arguments.launched else None
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-
-
 def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> None:
     from ..training.run_report import summary, write_report, write_sample
 
@@ -289,6 +326,7 @@ def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> N
     for_people = sys.stderr if arguments.json else sys.stdout
     print(summary(record), file=for_people)
     if is_complete:
+        forget_starts(Path(folder))
         text, more = sample(folder, run.document)
         write_sample(record, text)
         onward = train_command(arguments, "--from", folder, "--steps", run.hyperparameters.steps_again)

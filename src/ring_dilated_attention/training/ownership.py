@@ -18,17 +18,19 @@ from ..models.saved_run import MAKER
 from .files import folder_made, json_object, named_in_errors
 
 LOCK_FILE = ".rda-train.lock"
+POLL_SECONDS = 0.5
 
 
 @contextmanager
-def own_folder(folder: Path, *, must_be_new: bool = False) -> Iterator[tuple[Path, int]]:
+def own_folder(folder: Path, *, must_be_new: bool = False, seconds: float = 0) -> Iterator[tuple[Path, int]]:
     """Make a folder if it is not there, and keep other runs out of it. At the end an empty folder is removed.
 
     Yields the folder and the lock's descriptor. A process that inherits the descriptor holds the lock too. must_be_new:
-    if the folder is there, make another with a number after its name. Raises ValueError if another run has the folder.
+    if the folder is there, make another with a number after its name. Raises ValueError if another run has the folder,
+    and still has it after so many seconds.
     """
     with _new_folder_made(folder) if must_be_new else folder_made(folder) as own:
-        lock = _lock(own / LOCK_FILE)
+        lock = _lock(own / LOCK_FILE, time.monotonic() + seconds)
         try:
             yield own, lock
         finally:
@@ -51,8 +53,8 @@ def _new_folder_made(folder: Path) -> Iterator[Path]:
                 path.rmdir()
 
 
-def _lock(path: Path) -> int:
-    """The descriptor of the locked file, which names this process."""
+def _lock(path: Path, deadline: float) -> int:
+    """The descriptor of the locked file, which names this process. Until the deadline it waits for another owner."""
     while True:
         try:
             descriptor, is_made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
@@ -63,7 +65,12 @@ def _lock(path: Path) -> int:
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError as error:  # another run has the lock, or the file system has no locks
-                    if isinstance(error, BlockingIOError) or not is_made:
+                    is_owned = isinstance(error, BlockingIOError)
+                    if is_owned and time.monotonic() < deadline:
+                        time.sleep(POLL_SECONDS)
+                        os.close(descriptor)
+                        continue
+                    if is_owned or not is_made:
                         owner = _owner(path)
                         who = "process {pid} on host {host} since {since}".format(**owner) if owner else "another run"
                         remedy = f"let it end, or choose another --run-folder. If it is dead already, remove {path}"

@@ -32,6 +32,7 @@ class Ended(NamedTuple):
     codes: tuple[int, ...]  # negative: the signal that killed the rank
     was_aborted: bool  # by a second request to stop
     reasons: tuple[str, ...]  # what each left with `leave_reason`, or ""
+    was_asked: bool = False  # to stop, once or twice
 
 
 class Place(NamedTuple):
@@ -128,13 +129,13 @@ def launch(arguments: Sequence[str], num_ranks: int, lock: int) -> Ended:
             for process in processes:
                 process.kill()
                 process.wait()
-    return Ended(tuple(process.returncode for process in processes), stop.number > 1, reasons)
+    return Ended(tuple(process.returncode for process in processes), stop.number > 1, reasons, stop.requested)
 
 
 def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]], stop: StopRequest, asking: BinaryIO) -> None:
     """Return when all have ended, on a second request to stop, or GRACE_SECONDS after a rank failed."""
     deadline = math.inf
-    while any(process.poll() is None for process in processes) and stop.number < 2 and time.monotonic() < deadline:
+    while None in [process.poll() for process in processes] and stop.number < 2 and time.monotonic() < deadline:
         if stop.requested:
             asking.close()
         if deadline == math.inf and any(process.returncode for process in processes):

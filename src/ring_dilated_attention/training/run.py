@@ -18,7 +18,8 @@ from .. import __version__
 from ..models.saved_run import STATE_FILE, check_whole, find_checkpoints, newest_checkpoint, read_state, step_of
 from .data import Document, load_document
 from .files import MOST_BYTES, check_mine, is_our_picture, json_object
-from .options import FILES, Hyperparameters, flag, resolve
+from .options import FILES, Hyperparameters, changes, flag, resolve
+from .restarts import are_meant
 
 RECORD_FILE, PICTURE_FILE = "record.json", "loss.png"
 README_FILE, README_TITLE = "README.txt", "Run {} of rda train"
@@ -38,23 +39,29 @@ class Run:
     eval_every: int | None = None
     activation_checkpointing: bool = False
     tensorboard: bool = False
+    name: str = ""  # of a run that may be started again before its first checkpoint
 
 
 def prepare(arguments: argparse.Namespace) -> Run:
     """The run that the command line asks for. A ValueError holds the message for the user."""
     checkpoint = state = origin = None
     if arguments.resume is None:
-        folder, before = _new_folder(arguments.run_folder), None
+        goes_on = arguments.run_folder and are_meant(arguments) and find_checkpoints(arguments.run_folder)
+        folder, before = arguments.run_folder if goes_on else _new_folder(arguments.run_folder), None
         if arguments.origin is not None:
             origin, its_state = _newest_checkpoint("--from", arguments.origin)
             before = Hyperparameters.from_dict(its_state["hyperparameters"])
         options = resolve(arguments, before)
+        if goes_on:
+            checkpoint, state = _newest_checkpoint("--run-folder", folder)
+            _check_same_command(arguments, options, state)
     else:
         for name, other in (("--run-folder", arguments.run_folder), ("--from", arguments.origin)):
             if other is not None:
                 raise ValueError(f"--resume goes on with the run in its own folder: leave {name} out")
         folder, (checkpoint, state) = arguments.resume, _newest_checkpoint("--resume", arguments.resume)
         options = resolve(arguments, Hyperparameters.from_dict(state["hyperparameters"]))
+    if state is not None:
         for file, is_ours in files_of(state["run"]).items():
             check_mine(folder / file, is_ours, "this run")
     document = load_document(options.data, options.seq_len, options.held_out_bytes, vars(options), options.held_out)
@@ -79,7 +86,7 @@ def initial_state(run: Run) -> dict[str, Any]:
         before, folder = read_state(run.origin), str(run.origin.parent.resolve())
         origins = [{"folder": folder, "run": before["run"], "step": before["step"]}, *before["from"]]
     return {
-        "run": secrets.token_hex(16),
+        "run": run.name or secrets.token_hex(16),
         "from": origins,
         "step": 0,
         "hyperparameters": run.hyperparameters.to_dict(),
@@ -206,6 +213,17 @@ _STATE |= {"document.num_held_out": int, "document.sha256": str}
 # The objects in two of these lists: the held-out losses, and the checkpoints that a run comes from, the last one first.
 _ENTRIES = {"held_out": {"step": int, "bits_per_byte": float}, "from": {"folder": str, "run": str, "step": int}}
 _KINDS = {str: "a text", int: "an integer", dict: "an object", list: "a list"}
+
+
+def _check_same_command(arguments: argparse.Namespace, options: Hyperparameters, saved: dict[str, Any]) -> None:
+    """Raise ValueError unless the command that began the run in its --run-folder had these options."""
+    differing = changes(options, Hyperparameters.from_dict(saved["hyperparameters"]))
+    asked = str(arguments.origin.resolve()) if arguments.origin else "none"
+    began = saved["from"][0]["folder"] if saved["from"] else "none"
+    differing |= {"origin": f"--from {asked} was {began}"} if asked != began else {}
+    if differing:
+        what = f"--run-folder {arguments.run_folder} holds a run of another command: {'; '.join(differing.values())}"
+        raise ValueError(f"{what}. Give its options, or choose another folder")
 
 
 def _check_same_document(document: Document, saved: dict[str, Any]) -> None:

@@ -1,16 +1,21 @@
 """Notes a request to stop (SIGINT or SIGTERM). The training loop acts on it between two steps.
 
 `rda train --ranks P` holds the write end of a pipe that is every rank's stdin. It closes the pipe to ask them to stop.
-The pipe closes as well if that process is killed, so that no rank is left behind.
+The pipe closes as well if that process is killed. A rank of torchrun sees that its parent process is another. A rank
+that then comes to no end of its step ends wherever it is, so that none is left behind.
 """
 
 import os
 import select
 import signal
 import sys
+import time
+from contextlib import suppress
+from threading import Thread
 from types import FrameType
 
 STDERR = 2  # os.write writes to it: a signal may come while sys.stderr is in use
+ORPHAN_SECONDS = 40  # for the end of a step, and a checkpoint
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _NOTICE = b"\nstopping after this step, to save; a second time stops at once\n"
 
@@ -21,10 +26,19 @@ class StopRequest:
     second_aborts: a second signal ends the process at once.
     is_rank: prints no notice. After an error SIGTERM is still only noted: the rank has time to report the error.
     watch_stdin: the end of stdin is a request as well.
+    parent: so is the end of this process, which started this one. None: there is no such process.
     """
 
-    def __init__(self, *, second_aborts: bool = False, is_rank: bool = False, watch_stdin: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        second_aborts: bool = False,
+        is_rank: bool = False,
+        watch_stdin: bool = False,
+        parent: int | None = None,
+    ) -> None:
         self._second_aborts, self._is_rank, self._watch_stdin = second_aborts, is_rank, watch_stdin
+        self._parent = parent
         self.number = 0
 
     def __enter__(self) -> "StopRequest":
@@ -39,10 +53,10 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        if not self._watch_stdin:
-            return self.number > 0
-        readable, _, _ = select.select([sys.stdin.fileno()], [], [], 0)  # readable only at its end: nothing is written
-        return self.number > 0 or bool(readable)
+        if self.number > 0 or self._parent not in (None, os.getppid()):
+            return True
+        # Readable only at its end: nothing is written.
+        return self._watch_stdin and bool(select.select([sys.stdin.fileno()], [], [], 0)[0])
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.number += 1
@@ -51,3 +65,17 @@ class StopRequest:
         elif self.number > 1 and self._second_aborts:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+
+def end_with(parent: int, seconds: float = ORPHAN_SECONDS) -> None:
+    """Let a thread end this process so many seconds after its parent process has ended, whatever it waits for."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        time.sleep(seconds)
+        with suppress(OSError):
+            os.write(STDERR, b"\nrda train: this rank ends: the process that started it has ended\n")
+        os._exit(1)
+
+    Thread(target=watch, daemon=True, name="rda parent").start()

@@ -1,0 +1,251 @@
+"""A run that goes on after its ranks or its launcher were lost. `make faults` has 20 trials of each kind."""
+
+import json
+import os
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from threading import Timer
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from distributed import START
+from forked import ForkedLauncher
+from helpers import free_port
+from restart_trials import KINDS, OPTIONS, TEXT, Job, Size, newest_step, result, run_trial, whole_result
+
+from ring_dilated_attention.commands.cli import main
+from ring_dilated_attention.training.meeting import _of_this_start
+from ring_dilated_attention.training.ownership import own_folder
+from ring_dilated_attention.training.rank_launcher import LOST_ANOTHER, Ended
+from ring_dilated_attention.training.restarts import STARTS_FILE, count_start, forget_starts, name_of, num_starts
+from ring_dilated_attention.training.stop_request import StopRequest, end_with
+
+SIZE = Size(steps=24, timeout=1)
+
+
+def new_job():
+    return Job("rda", SIZE, ForkedLauncher)
+
+
+@pytest.fixture(scope="module")
+def whole_folder(tmp_path_factory):
+    """Where a run ended that was never struck."""
+    return tmp_path_factory.mktemp("whole")
+
+
+@pytest.fixture(scope="module")
+def whole(whole_folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(whole_folder)
+        return whole_result(new_job())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_is_struck_comes_to_the_same_result(kind, whole, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trial = run_trial(kind, new_job(), random.Random(f"test {kind}"), whole)
+    assert not trial.complaints, "\n".join(trial.complaints)
+
+
+def test_another_number_of_ranks_goes_on(whole, tmp_path, monkeypatch):
+    """The first loss agrees within 1e-5 with that of the ranks before, the final one within 1 %."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_bytes(TEXT)
+    job = new_job()
+    try:
+        job.begin()
+        assert job.wait_until(lambda: newest_step() >= 10 and len(job.ranks()) == 2)
+        job.kill(head.pid for head in job.heads)
+        job.num_ranks = 3
+        job.begin()  # waits for the ranks of the first
+        assert job.end() == [0]
+    finally:
+        job.clear()
+    steps = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    first = next(i for i, step in enumerate(steps) if len(step["waited_seconds"]) == 3)
+    found = result()
+    assert 10 <= first < SIZE.steps
+    assert found.losses[:first] == whole.losses[:first]
+    assert found.losses[first] == pytest.approx(whole.losses[first], abs=1e-5)
+    assert found.held_out == pytest.approx(whole.held_out, rel=0.01)
+
+
+WORDS = ["train", *OPTIONS.split(), "--steps", str(SIZE.steps)]
+
+
+@pytest.mark.usefixtures("whole")
+class TestSameCommand:
+    """On a finished run. The refusals start no rank, and change no file."""
+
+    @pytest.fixture(autouse=True)
+    def in_its_folder(self, whole_folder, monkeypatch):
+        monkeypatch.chdir(whole_folder)
+
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            (["--seed", "1", "--embed-dim", "32"], "--embed-dim 32 was 16; --seed 1 was 0"),
+            (["--data", "other.txt"], "--data {0}/other.txt was {0}/text.txt"),
+            (["--from", "run"], "--from {0}/run was none"),
+        ],
+    )
+    def test_another_command_is_refused(self, changes, said, capsys):
+        Path("other.txt").write_bytes(TEXT)
+        capsys.readouterr()
+        assert main([*WORDS, "--restarts", "0", *changes]) == 2
+        said = f"--run-folder run holds a run of another command: {said.format(Path.cwd())}. Give its options, or"
+        assert capsys.readouterr().err == f"rda train: {said} choose another folder\n"
+
+    def test_changed_data_is_refused(self, capsys):
+        Path("text.txt").write_bytes(TEXT + b"more")
+        assert main([*WORDS, "--restarts", "0"]) == 2
+        assert "the document changed since the run began" in capsys.readouterr().err
+        Path("text.txt").write_bytes(TEXT)
+
+    def test_a_finished_run_is_reported(self, monkeypatch, capsys):
+        """And not repeated: its checkpoint is the one that was there."""
+        checkpoint = Path(f"run/checkpoint-{SIZE.steps:06d}")
+        inode = checkpoint.stat().st_ino
+        variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        for name, value in (variables | {"TORCHELASTIC_MAX_RESTARTS": "3"}).items():
+            monkeypatch.setenv(name, value)
+        Path("run/record.json").unlink()
+        assert main(WORDS) == 0
+        said = f"the run in run is complete, all {SIZE.steps} steps of it; only its report was made again"
+        assert said in capsys.readouterr().err
+        assert json.loads(Path("run/record.json").read_text())["status"] == "complete"
+        assert checkpoint.stat().st_ino == inode
+        assert not Path("run", STARTS_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--restarts", "2", "--run-folder", "run"],
+            "--restarts 2, but another launcher started these ranks, and it alone",
+        ),
+        ([], "torchrun --max-restarts needs --run-folder: by it, ranks that start again find their run"),
+    ],
+)
+def test_torchrun_counts_restarts_itself(words, said, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert main(["train", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "restarts", "launches", "said"),
+    [
+        ([], 9, 3, "; 3 starts in a row left no new checkpoint; newest checkpoint: none; start it again\n"),
+        ([2], 9, 4, "; 3 starts in a row left no new checkpoint; newest checkpoint: run/checkpoint-000002; go on"),
+        ([2, 4, 6, 8, 10], 4, 5, "rank 1 was ended by SIGKILL; newest checkpoint: run/checkpoint-000010; go on"),
+        ([2, 4], 1, 2, "restart 1 of 1 from run/checkpoint-000002\n"),
+    ],
+)
+def test_restarts_end(checkpoints, restarts, launches, said, tmp_path, monkeypatch, capsys):
+    """When they are used up, or when three starts left no new checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_bytes(TEXT)
+    left, launched = iter(checkpoints), []
+
+    def launch(command, num_ranks, lock):
+        launched.append(num_ranks)
+        for step in islice(left, 1):
+            Path(f"run/checkpoint-{step:06d}").mkdir()
+        return Ended((1, -9), False, (LOST_ANOTHER, ""))
+
+    monkeypatch.setattr("ring_dilated_attention.commands.train.launch", launch)
+    assert main([*WORDS, "--ranks", "2", "--restarts", str(restarts)]) == 1
+    assert launched == [2] * launches
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("the ranks failed: rank 1 was ended by SIGKILL") == launches
+
+
+@pytest.mark.parametrize("ended", [Ended((1, -9), False, ("", ""), True), Ended((2, 1), False, ("full", LOST_ANOTHER))])
+def test_what_is_not_started_again(ended, tmp_path, monkeypatch):
+    """Ranks that somebody asked to stop, and ranks that refused."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_bytes(TEXT)
+    launch = mock.Mock(return_value=ended)
+    monkeypatch.setattr("ring_dilated_attention.commands.train.launch", launch)
+    assert main([*WORDS, "--ranks", "2", "--restarts", "5"]) == 1
+    assert launch.call_count == 1
+
+
+def test_starts_of_torchrun_are_counted_in_the_folder(tmp_path):
+    count_start(tmp_path, anew=True)
+    name = name_of(tmp_path)
+    count_start(tmp_path)
+    count_start(tmp_path)
+    with pytest.raises(ValueError, match="3 starts in a row ended without a first checkpoint: mend what ended them"):
+        count_start(tmp_path)
+    count_start(tmp_path, anew=True)
+    (tmp_path / "checkpoint-000005").mkdir()
+    assert num_starts(tmp_path) == 0
+    for _ in range(3):
+        count_start(tmp_path)
+    with pytest.raises(ValueError, match=r"ended without a checkpoint after .*/checkpoint-000005: mend"):
+        count_start(tmp_path)
+    assert name_of(tmp_path) == name
+    forget_starts(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000005"]
+    (tmp_path / STARTS_FILE).write_text("mine")
+    with pytest.raises(ValueError, match="was not made by rda train"):
+        count_start(tmp_path)
+
+
+def test_a_folder_is_waited_for(tmp_path):
+    """A run whose launcher was killed saves, and leaves its folder."""
+    first = own_folder(tmp_path / "run")
+    folder, _ = first.__enter__()
+    (folder / "file").touch()
+    Timer(0.2, first.__exit__, (None, None, None)).start()
+    with own_folder(folder, seconds=30) as (again, _):
+        assert again == folder
+
+
+def orphan(tells):
+    """A process that starts one that waits for ever, and ends."""
+    child = os.fork()
+    if child == 0:
+        end_with(os.getppid(), seconds=0)
+        with StopRequest(parent=os.getppid()) as stop:
+            tells.send(stop.requested)
+            while not stop.requested:
+                time.sleep(0.01)
+            tells.send(stop.requested)
+            time.sleep(600)
+    time.sleep(0.3)
+    os._exit(0)
+
+
+def test_a_rank_ends_after_its_parent():
+    hears, tells = START.Pipe(duplex=False)
+    START.Process(target=orphan, args=(tells,)).start()
+    tells.close()
+    assert [hears.recv(), hears.recv()] == [False, True]
+    assert hears.poll(30)  # the pipe closes with the process
+    with pytest.raises(EOFError):
+        hears.recv()
+
+
+def test_ranks_meet_apart_from_those_of_an_earlier_start(monkeypatch):
+    """Catches ranks that find addresses of dead ones in torchrun's store, which stays."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    for start in ("first", "second"):
+        with ThreadPoolExecutor(3) as ranks:
+            stores = list(ranks.map(partial(_of_this_start, num_ranks=3), range(3)))
+        assert not any(store.check(["address"]) for store in stores)
+        stores[0].set("address", start)
+        assert [store.get("address") for store in stores] == [start.encode()] * 3
