@@ -66,6 +66,12 @@ class LongNetBlock(nn.Module):
         self.ffn_layernorm = nn.LayerNorm(config.embed_dim)
         self.ffn = FeedForward(config.embed_dim, config.ffn_dim or 4 * config.embed_dim)
 
+    def reset_parameters(self, *, gain: float) -> None:
+        self.attention_layernorm.reset_parameters()
+        self.attention.reset_parameters(gain=gain)
+        self.ffn_layernorm.reset_parameters()
+        self.ffn.reset_parameters(gain=gain)
+
     def forward(
         self,
         x_BNE: Tensor,
@@ -116,15 +122,19 @@ class LongNetLM(nn.Module):
 
     def reset_parameters(self) -> None:
         """MAGNETO's decoder: gain sqrt(log(2 * num_layers)) on value, output and feed-forward weights."""
-        gain = math.sqrt(math.log(2 * self.config.num_layers))
+        self.reset_ends()
+        for block in self._blocks():
+            block.reset_parameters(gain=self.gain)
+
+    @property
+    def gain(self) -> float:
+        return math.sqrt(math.log(2 * self.config.num_layers))
+
+    def reset_ends(self) -> None:
+        """`reset_parameters` of all but the blocks."""
         nn.init.normal_(self.embedding.weight)
         nn.init.normal_(self.head.weight, std=HEAD_STD)
         self.final_layernorm.reset_parameters()
-        for block in self._blocks():
-            block.attention_layernorm.reset_parameters()
-            block.attention.reset_parameters(gain=gain)
-            block.ffn_layernorm.reset_parameters()
-            block.ffn.reset_parameters(gain=gain)
 
     def forward(self, tokens_BN: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Integer tokens (B, N) -> logits (B, N, V) of the token after each of them.
@@ -195,11 +205,15 @@ class LongNetLM(nn.Module):
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
+        from .shards import read_shards
+
         checkpoint = newest_checkpoint(Path(folder))
         try:
             state = check_whole(checkpoint)
             model = LongNetLM(LongNetConfig.of_run(state["hyperparameters"]), parallel=parallel)
-            model.load_state_dict(load_file(checkpoint / MODEL_FILE), strict=True)
+            whole = checkpoint / MODEL_FILE
+            found = load_file(whole) if whole.exists() else read_shards(checkpoint, model.state_dict())
+            model.load_state_dict(found, strict=True)
         except (KeyError, OSError, SafetensorError, RuntimeError) as error:
             raise ValueError(f"{checkpoint} cannot be loaded: {error}") from error
         return model.to(device)

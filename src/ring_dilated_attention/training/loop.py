@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..ranks.context import ContextParallel
 from ..ranks.processes import recorded_waits
 from .agreement import together, values_of_all
 from .baselines import baselines
-from .checkpoint import load_checkpoint, save_checkpoint
+from .checkpoint import load_checkpoint, own_part, save_checkpoint
 from .files import LossyStream
 from .machine import hardware, peak_resident_bytes, resident_bytes, versions
 from .metrics import Metrics, Step, beside_the_bar
@@ -25,6 +26,7 @@ from .options import Hyperparameters
 from .run import Run, initial_state, offering_older
 from .run_report import make_record, planned_attention_bytes
 from .scoring import bits_by_context, held_out_bits_per_byte
+from .sharded import shard_writer, sharded_model
 from .stop_request import StopRequest
 
 NATS_PER_BIT = math.log(2)
@@ -39,9 +41,11 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
     """Train to the last step, or to the first step boundary after a request to stop. Returns the run's record."""
     options = run.hyperparameters
     torch.manual_seed(options.seed)
-    model = LongNetLM(options.model_config(), parallel=parallel, activation_checkpointing=run.activation_checkpointing)
+    is_sharded = run.fsdp and parallel.world_size > 1  # one rank has nothing to share
+    make_model = partial(sharded_model if is_sharded else LongNetLM, options.model_config(), parallel=parallel)
+    model = make_model(activation_checkpointing=run.activation_checkpointing)
     optimizers = make_optimizers(model, options)
-    loss_of = average_gradients(NextTokenLoss(model), parallel)
+    loss_of = NextTokenLoss(model) if is_sharded else average_gradients(NextTokenLoss(model), parallel)
     state = together(parallel, partial(initial_state, run))
     together(parallel, partial(load, run, model, optimizers))
     planned = planned_attention_bytes(options, parallel)
@@ -53,6 +57,7 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
     with (
         together(parallel, writes) as metrics,
         recorded_waits(parallel.ranks) as waits,
+        shard_writer(run.folder, parallel) if is_sharded else nullcontext() as writer,
         tqdm(total=options.total_steps, initial=state["step"], unit="step", **terminal) as bar,
     ):
         if parallel.rank == 0:  # not before: whatever is refused until here is one sentence
@@ -61,8 +66,9 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
             began = time.perf_counter()
             nats = take_step(run, state, loss_of, optimizers, parallel)
             waited = round(sum(wait.end - wait.start for wait in waits), 6)
-            status = values_of_all(parallel, (waited, resident_bytes(), stop.requested))
-            all_waited, all_resident, requests = map(list, zip(*status, strict=True))
+            status = (waited, resident_bytes(), stop.requested, writer is None or writer.is_written)
+            all_status = zip(*values_of_all(parallel, status), strict=True)
+            all_waited, all_resident, requests, are_written = map(list, all_status)
             stopping = any(requests)  # so that all stop at the same step
             seconds = time.perf_counter() - began
             speed = options.phase_of(state["step"]).num_positions / seconds
@@ -79,13 +85,19 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
             metrics.add(step)
             bar.set_postfix_str(beside_the_bar(step, planned), refresh=False)
             bar.update()
+            if writer is not None and all(are_written):
+                writer.finish()
             if state["step"] % run.save_every == 0 or is_last or stopping:
                 # A checkpoint with NaN would replace a good one.
-                is_finite = all(bool(x.isfinite().all()) for x in model.parameters())
+                is_finite = all(bool(own_part(x).isfinite().all()) for x in model.parameters())
+                is_finite = all(values_of_all(parallel, is_finite))  # ranks with --fsdp hold different ones
                 check_finite(is_finite, "a parameter is not finite", state["step"])
                 state |= measured()
                 save = partial(save_checkpoint, run.folder, state, model, optimizers)
-                together(parallel, save if parallel.rank == 0 else lambda: None)
+                if writer is not None:
+                    writer.start(state, model, optimizers)
+                else:
+                    together(parallel, save if parallel.rank == 0 else lambda: None)
     record = make_record(run.folder, state, sum(x.numel() for x in model.parameters()))
     if state["step"] == options.total_steps:
         held_out = record["held_out_bits_per_byte"] = held_out_bits_per_byte(model, run.document)
