@@ -15,11 +15,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Muon, Optimizer
 
 from ..models import saved_run
-from ..models.shards import described_shards, read_shards
 from .files import flush, replaced
 
 MARK_FILE = "made-by-rda-train"  # is in a folder that is not finished yet, and holds the name of the run
@@ -138,7 +136,10 @@ def _load(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
         theirs, ours = (f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in (x, expected[name]))
         if theirs != ours:
             raise ValueError(f"{path} does not fit the model: {name!r} is {theirs}, and the model's is {ours}")
-    found = found if is_whole else read_shards(path.parent, expected)
+    if not is_whole:
+        from ..models.shards import read_shards
+
+        found = read_shards(path.parent, expected)
     for name, x in found.items():
         if x.is_floating_point() and not bool(own_part(x).isfinite().all()):
             raise ValueError(f"{path} cannot be used: {name!r} has numbers that are not finite")
@@ -147,13 +148,15 @@ def _load(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _described(path: Path) -> dict[str, Tensor]:
     """The tensors of this file that are in shards, on meta. Those of the optimiser have a "/" in their names."""
+    from ..models.shards import described_shards
+
     is_moments = path.name == saved_run.OPTIMIZER_FILE
     return {name: x for name, x in described_shards(path.parent).items() if ("/" in name) == is_moments}
 
 
 def own_part(x: Tensor) -> Tensor:
     """This rank's part of a tensor that is cut over the ranks, or the whole of another."""
-    return x.to_local() if isinstance(x, DTensor) else x
+    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def _signed(files: dict[str, Any], state: dict[str, Any]) -> str:

@@ -26,7 +26,6 @@ from .options import Hyperparameters
 from .run import Run, initial_state, offering_older
 from .run_report import make_record, planned_attention_bytes
 from .scoring import bits_by_context, held_out_bits_per_byte
-from .sharded import shard_writer, sharded_model
 from .stop_request import StopRequest
 
 NATS_PER_BIT = math.log(2)
@@ -42,8 +41,12 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
     options = run.hyperparameters
     torch.manual_seed(options.seed)
     is_sharded = run.fsdp and parallel.world_size > 1  # one rank has nothing to share
-    make_model = partial(sharded_model if is_sharded else LongNetLM, options.model_config(), parallel=parallel)
-    model = make_model(activation_checkpointing=run.activation_checkpointing)
+    make_model: Any = LongNetLM
+    if is_sharded:  # imported now, since it takes a second
+        from .sharded import shard_writer
+        from .sharded import sharded_model as make_model
+    checkpointing = {"activation_checkpointing": run.activation_checkpointing}
+    model: LongNetLM = make_model(options.model_config(), parallel=parallel, **checkpointing)
     optimizers = make_optimizers(model, options)
     loss_of = NextTokenLoss(model) if is_sharded else average_gradients(NextTokenLoss(model), parallel)
     state = together(parallel, partial(initial_state, run))

@@ -40,7 +40,7 @@ def sharded_model(config: LongNetConfig, parallel: ContextParallel, *, activatio
     for block in model.blocks:
         block.to_empty(device="cpu").reset_parameters(gain=model.gain)
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)  # or its parameters are whole after `token_losses`
     for method in ("loss", "token_losses"):  # they gather the parameters of the ends, as `forward` does
         register_fsdp_forward_method(model, method)
     return model
