@@ -198,7 +198,11 @@ def test_loss_refusals(tokens, message):
         (asdict(CONFIG), {}, "config must be a LongNetConfig, got {'segment_lengths'"),
         (CONFIG, {"parallel": "x"}, "parallel must be a ContextParallel or None, got 'x'"),
         (CONFIG, {"backend": "flash"}, "backend='flash' is unknown"),
-        (CONFIG, {"activation_checkpointing": "no"}, "activation_checkpointing must be True or False, got 'no'"),
+        (
+            CONFIG,
+            {"activation_checkpointing": "no"},
+            "activation_checkpointing must be True, False or \"offload\", got 'no'",
+        ),
     ],
 )
 def test_constructor_refusals(config, options, message):

@@ -19,7 +19,7 @@ from ..ranks.origin import why_foreign
 from ..run.dilated_cache import DilatedCache
 from .documents import Documents, agree_on_documents, why_no_tokens
 from .longnet_config import LongNetConfig
-from .recompute import loss_chunk_rows, run_layer, sum_in_chunks
+from .recompute import Checkpointing, check_checkpointing, loss_chunk_rows, run_layer, sum_in_chunks
 from .sampling import Sampling, generate
 from .saved_run import MODEL_FILE, check_whole, newest_checkpoint
 from .sharded import shift_left
@@ -95,6 +95,7 @@ class LongNetLM(nn.Module):
 
     Args:
         activation_checkpointing: keep only each block's input and attention, and recompute the rest in backward.
+            "offload" keeps these in the memory of the host.
         backend: as for `dilated_attention`.
     """
 
@@ -103,14 +104,13 @@ class LongNetLM(nn.Module):
         config: LongNetConfig,
         *,
         parallel: ContextParallel | None = None,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: Checkpointing = False,
         backend: str = "auto",
     ) -> None:
         super().__init__()
         if not isinstance(config, LongNetConfig):
             raise ValueError(f"config must be a LongNetConfig, got {config!r}.")
-        if not isinstance(activation_checkpointing, bool):
-            raise ValueError(f"activation_checkpointing must be True or False, got {activation_checkpointing!r}.")
+        check_checkpointing(activation_checkpointing)
         self.config = config
         self.parallel = parallel
         self.activation_checkpointing = activation_checkpointing
