@@ -62,7 +62,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
             step(f"{num_ranks} ranks, activations {how}")
             launch = Launch(num_ranks, seconds=settings.seconds)
             found = run_ranks(launch, _measure, options, how == "checkpointed")
-            planned = model_memory(_job(options, num_ranks), how, TRAITS["cpu"])._asdict()
+            planned = model_memory(job_of(options, Mesh(1, num_ranks)), how, TRAITS["cpu"])._asdict()
             measured = {name: max(rank[name] for rank in found) for name in PARTS}
             rows.append(
                 {
@@ -81,7 +81,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
     return rows
 
 
-def _job(options: Hyperparameters, num_ranks: int) -> ModelJob:
+def job_of(options: Hyperparameters, mesh: Mesh) -> ModelJob:
     config: LongNetConfig = options.model_config()
     shape = Shape(
         config.num_layers,
@@ -91,7 +91,7 @@ def _job(options: Hyperparameters, num_ranks: int) -> ModelJob:
         config.num_heads,
         config.num_kv_heads or config.num_heads,
     )
-    return ModelJob(shape, config.pattern, options.seq_len, 1, Mesh(1, num_ranks))
+    return ModelJob(shape, config.pattern, options.seq_len, 1, mesh)
 
 
 def _measure(worker: Worker, options: Hyperparameters, checkpointing: bool) -> dict[str, int]:

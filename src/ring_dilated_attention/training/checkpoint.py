@@ -124,7 +124,8 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizers: Sequence[Opt
 
 
 def _load(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    is_whole = path.exists()  # in one file, not in shards
+    # From shards, or for them, torch.distributed.checkpoint reads what this rank needs.
+    is_whole = path.exists() and not any(hasattr(x, "to_local") for x in expected.values())
     try:
         found: dict[str, Tensor] = load_file(path) if is_whole else _described(path)
     except (OSError, SafetensorError, KeyError) as error:

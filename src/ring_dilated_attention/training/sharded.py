@@ -5,17 +5,19 @@ Every function here is called by all ranks, at the same step.
 
 import copy
 import secrets
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, async_save
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
@@ -27,6 +29,8 @@ from ..models.shards import why_failed
 from ..ranks.context import ContextParallel
 from .agreement import together, values_of_all
 from .checkpoint import begin, finish, removed_on_failure, target_of, tensors_of
+
+SECONDS_BETWEEN_LOOKS = 0.05
 
 
 def sharded_model(config: LongNetConfig, parallel: ContextParallel, *, activation_checkpointing: bool) -> LongNetLM:
@@ -71,33 +75,41 @@ class ShardWriter:
         file_of = {name: number for number, part in enumerate(parts.values(), start=1) for name in part}
         writer = HuggingFaceStorageWriter(made, file_of, save_distributed=True)  # it flushes each file
         tensors = {name: x for part in parts.values() for name, x in part.items()}
-        future = async_save(tensors, storage_writer=writer, process_group=self._group)
-        self._pending = Path(made), copy.deepcopy(state), future
+        written, copies = Future[dict[str, Any]](), writer.stage(tensors)
+        self._pending = Path(made), copy.deepcopy(state), written
+        # A daemon, unlike the thread of `async_save`: a rank that ends does not wait for one that hangs.
+        Thread(target=self._write, args=(target, copies, writer, written), daemon=True).start()
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank's part is written."""
+        """Whether this rank's part is written, or never will be."""
         return self._pending is None or self._pending[2].done()
 
     def finish(self) -> None:
         """Wait until all ranks have written, and make the checkpoint one. A Refusal on all if one rank could not."""
         if self._pending is None:
             return
-        (unfinished, state, future), self._pending = self._pending, None
+        while not all(values_of_all(self.parallel, self.is_written)):  # it notices ranks that ended
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        (unfinished, state, written), self._pending = self._pending, None
         target = target_of(self.run_folder, state)
-        own = together(self.parallel, partial(self._written, target, unfinished, future))
-        files = {name: found for part in values_of_all(self.parallel, own) for name, found in part.items()}
+        with removed_on_failure(target, unfinished):
+            parts = values_of_all(self.parallel, together(self.parallel, written.result))
+        files = {name: found for part in parts for name, found in part.items()}
         self._on_first(partial(finish, target, unfinished, state, files))
 
-    def _written(self, target: Path, unfinished: Path, future: Future[Any]) -> dict[str, Any]:
-        """The identities of the files that this rank wrote."""
-        with removed_on_failure(target, unfinished):
-            try:
-                future.result()
-            except CheckpointException as error:
-                raise ValueError(f"{target} cannot be written: {why_failed(error)}") from error
+    def _write(
+        self, target: Path, copies: dict[str, Any], writer: HuggingFaceStorageWriter, written: Future[dict[str, Any]]
+    ) -> None:
+        """In a thread: write this rank's part. The result is the identities of its files."""
+        try:
+            save(copies, storage_writer=writer, process_group=self._group)
             shard = SHARDS.replace("*", f"{dist.get_rank() + 1:05d}-*")
-            return {path.name: identity(path) for path in unfinished.glob(shard)}
+            written.set_result({path.name: identity(path) for path in Path(writer.path).glob(shard)})
+        except CheckpointException as error:
+            written.set_exception(ValueError(f"{target} cannot be written: {why_failed(error)}"))
+        except Exception as error:  # noqa: BLE001  the main thread raises it
+            written.set_exception(error)
 
     def _check_shared(self) -> None:
         """Raise a Refusal on all ranks unless each sees a file that the first one makes in the run's folder."""
