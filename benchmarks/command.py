@@ -16,6 +16,7 @@ from ring_dilated_attention.training.files import check_mine
 from . import (
     billion,
     crossover,
+    deep,
     device,
     evaluate,
     flops,
@@ -64,6 +65,7 @@ CASES: dict[str, ModuleType] = {
     "crossover": crossover,
     "packing": packing,
     "model_memory": model_memory,
+    "deep": deep,
     "sharded": sharded,
     "transformers_loss": transformers_loss,
     "parameters": parameters,

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from ring_dilated_attention.commands.local_ranks import Launch, Worker, run_ranks
-from ring_dilated_attention.forecast.model import ACTIVATIONS, Mesh, ModelJob, Shape, model_memory
+from ring_dilated_attention.forecast.model import Mesh, ModelJob, Shape, model_memory
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.models.longnet import LongNetLM, NextTokenLoss
 from ring_dilated_attention.models.longnet_config import LongNetConfig
@@ -36,6 +36,7 @@ TARGET = 0.05
 class Settings(NamedTuple):
     hyperparameters: Hyperparameters
     ranks: tuple[int, ...] = (1, 2, 4)
+    activations: tuple[str, ...] = ("kept", "checkpointed")
     seconds: float = 300
 
 
@@ -52,7 +53,7 @@ QUICK = Settings(
 
 
 def num_steps(settings: Settings) -> int:
-    return len(ACTIVATIONS) * len(settings.ranks)
+    return len(settings.activations) * len(settings.ranks)
 
 
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -62,7 +63,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
     sizes = Sizes(options.seq_len, config.num_heads, config.embed_dim // config.num_heads)
     passed = gate(sizes, config.pattern)
     for num_ranks in settings.ranks:
-        for how in ACTIVATIONS:
+        for how in settings.activations:
             step(f"{num_ranks} ranks, activations {how}")
             launch = Launch(num_ranks, seconds=settings.seconds)
             found = run_ranks(launch, _measure, options, how)
@@ -137,7 +138,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         found, planned = row["measured"], row["planned"]
         cells = [_beside(found[name], planned[name]) for name in PARTS]
         cells.append(_beside(*(sum(each[name] for name in PARTS) for each in (found, planned))))
-        cells.append(_beside(found["host"], planned["host"]) if planned["host"] else "")
+        cells.append(_beside(found["host"], planned["host"]) if planned.get("host") else "")
         lines.append((str(row["ranks"]), row["activations_are"], *cells))
     options = rows[0]["hyperparameters"]
     return (

@@ -56,6 +56,7 @@ FULL = Settings(
 QUICK = Settings(
     Hyperparameters(seq_len=64, segment_lengths=(16, 64), dilation_rates=(1, 4), embed_dim=32, optimizer="adamw"),
     ranks=(1, 2),
+    readers=(1,),
     repeats=1,
 )
 

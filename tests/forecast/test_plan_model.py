@@ -4,7 +4,6 @@ import json
 import re
 from dataclasses import replace
 
-import numpy
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
