@@ -3,6 +3,8 @@
 It is measured as in `model_memory`, beside what `rda plan model` says of it.
 """
 
+from dataclasses import replace
+
 from ring_dilated_attention.forecast.model import ACTIVATIONS
 from ring_dilated_attention.training.options import Hyperparameters
 
@@ -11,6 +13,6 @@ from .model_memory import Settings, num_steps, run, table
 __all__ = ["FULL", "QUICK", "SUMMARY", "num_steps", "run", "table"]
 
 SUMMARY = "memory of training 100 layers: activations kept, checkpointed, offloaded"
-SHORT = {"seq_len": 2048, "segment_lengths": (256, 2048), "dilation_rates": (1, 8), "optimizer": "adamw"}
-FULL = Settings(Hyperparameters(num_layers=100, embed_dim=64, **SHORT), (1, 2), ACTIVATIONS)
-QUICK = Settings(Hyperparameters(num_layers=8, embed_dim=32, **SHORT), (1,), ("offloaded",))
+_SHORT = Hyperparameters(seq_len=2048, segment_lengths=(256, 2048), dilation_rates=(1, 8), optimizer="adamw")
+FULL = Settings(replace(_SHORT, num_layers=100, embed_dim=64), (1, 2), ACTIVATIONS)
+QUICK = Settings(replace(_SHORT, num_layers=8, embed_dim=32), (1,), ("offloaded",))

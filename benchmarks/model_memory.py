@@ -113,7 +113,7 @@ def _measure(worker: Worker, options: Hyperparameters, how: str) -> dict[str, in
     state = sum(
         x.nbytes for entry in optimizer.state.values() for x in entry.values() if torch.is_tensor(x) and x.dim() > 0
     )
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=False)  # or the step makes them again, and they count as working
     on_host: list[int] = []
 
     def to_host(x: torch.Tensor) -> torch.Tensor:

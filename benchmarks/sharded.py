@@ -11,6 +11,7 @@ import hashlib
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -160,7 +161,7 @@ def _measure(worker: Worker, options: Hyperparameters, folder: Path, repeats: in
             steps.append(0)
             continue
         if repeat == 0:
-            copied = allocated(lambda state=state: writer.start(state, model, optimizers)).peak_bytes
+            copied = allocated(partial(writer.start, state, model, optimizers)).peak_bytes
         else:
             writer.start(state, model, optimizers)
         overlapped.append(time.perf_counter() - began)

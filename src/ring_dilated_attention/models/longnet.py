@@ -66,12 +66,6 @@ class LongNetBlock(nn.Module):
         self.ffn_layernorm = nn.LayerNorm(config.embed_dim)
         self.ffn = FeedForward(config.embed_dim, config.ffn_dim or 4 * config.embed_dim)
 
-    def reset_parameters(self, *, gain: float) -> None:
-        self.attention_layernorm.reset_parameters()
-        self.attention.reset_parameters(gain=gain)
-        self.ffn_layernorm.reset_parameters()
-        self.ffn.reset_parameters(gain=gain)
-
     def forward(
         self,
         x_BNE: Tensor,
@@ -123,18 +117,20 @@ class LongNetLM(nn.Module):
     def reset_parameters(self) -> None:
         """MAGNETO's decoder: gain sqrt(log(2 * num_layers)) on value, output and feed-forward weights."""
         self.reset_ends()
-        for block in self._blocks():
-            block.reset_parameters(gain=self.gain)
-
-    @property
-    def gain(self) -> float:
-        return math.sqrt(math.log(2 * self.config.num_layers))
+        for block in self.each_block():
+            self.reset_block(block)
 
     def reset_ends(self) -> None:
-        """`reset_parameters` of all but the blocks."""
         nn.init.normal_(self.embedding.weight)
         nn.init.normal_(self.head.weight, std=HEAD_STD)
         self.final_layernorm.reset_parameters()
+
+    def reset_block(self, block: LongNetBlock) -> None:
+        gain = math.sqrt(math.log(2 * self.config.num_layers))
+        block.attention_layernorm.reset_parameters()
+        block.attention.reset_parameters(gain=gain)
+        block.ffn_layernorm.reset_parameters()
+        block.ffn.reset_parameters(gain=gain)
 
     def forward(self, tokens_BN: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Integer tokens (B, N) -> logits (B, N, V) of the token after each of them.
@@ -146,7 +142,7 @@ class LongNetLM(nn.Module):
 
     def make_caches(self, batch: int, *, max_len: int | None = None, keep: int = 0) -> list[DilatedCache]:
         """A cache for each layer, for `append`. The arguments are those of `DilatedCache`."""
-        return [block.attention.make_cache(batch, max_len=max_len, keep=keep) for block in self._blocks()]
+        return [block.attention.make_cache(batch, max_len=max_len, keep=keep) for block in self.each_block()]
 
     def append(self, tokens_BN: Tensor, caches: Sequence[DilatedCache], lengths: Tensor | None = None) -> Tensor:
         """Append tokens to caches. Returns their final hidden states (B, N, E), from which `head` computes logits.
@@ -161,9 +157,9 @@ class LongNetLM(nn.Module):
             raise ValueError(f"{len(caches)} caches for {len(self.blocks)} layers: each has its own; use make_caches.")
         if failure := why_no_tokens(tokens_BN, "vocab_size", self.config.vocab_size):
             raise ValueError(failure)
-        table = next(self._blocks()).attention.rotary_table(caches[0].next_positions(tokens_BN.shape[1]))
+        table = next(self.each_block()).attention.rotary_table(caches[0].next_positions(tokens_BN.shape[1]))
         x_BNE = self.embedding(tokens_BN.long())
-        for block, cache in zip(self._blocks(), caches, strict=True):
+        for block, cache in zip(self.each_block(), caches, strict=True):
             x_BNE = block(x_BNE, table, cache=cache, lengths=lengths)
         return self.final_layernorm(x_BNE)
 
@@ -253,7 +249,7 @@ class LongNetLM(nn.Module):
         return torch.cat(terms).view(tokens_BN.shape)
 
     def _hidden(self, tokens_BN: Tensor, documents: Documents, cu_seqlens: Tensor | None) -> Tensor:
-        table = next(self._blocks()).attention.rotary_table(documents.positions().to(tokens_BN.device))
+        table = next(self.each_block()).attention.rotary_table(documents.positions().to(tokens_BN.device))
         x_BNE = self.embedding(tokens_BN.long())
         for block in self.blocks:
             x_BNE = run_layer(block, x_BNE, table, cu_seqlens, recompute=self.activation_checkpointing)
@@ -273,7 +269,7 @@ class LongNetLM(nn.Module):
             "LongNetLM", tokens_BN, parallel=self.parallel, cu_seqlens=cu_seqlens, failure=failure
         )
 
-    def _blocks(self) -> Iterator[LongNetBlock]:
+    def each_block(self) -> Iterator[LongNetBlock]:
         for block in self.blocks:
             assert isinstance(block, LongNetBlock)
             yield block

@@ -1,6 +1,8 @@
 """Computed again in backward: a layer without its attention, and the loss of some rows at a time."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -31,28 +33,24 @@ def run_layer(layer: nn.Module, x: Tensor, *more: Any, recompute: Checkpointing)
     """
     if not (recompute and torch.is_grad_enabled()):
         return layer(x, *more)
-    again = {"use_reentrant": False, "preserve_rng_state": False}
-    if recompute == "offload":
-        with save_on_cpu(pin_memory=x.is_cuda):
-            return checkpoint(layer, x, *more, **again, context_fn=offload_attention)
-    return checkpoint(layer, x, *more, **again, context_fn=save_attention)
+    host = save_on_cpu(pin_memory=x.is_cuda) if recompute == "offload" else None
+    kept = save_attention if host is None else partial(offload_attention, host)
+    with host or nullcontext():
+        return checkpoint(layer, x, *more, use_reentrant=False, preserve_rng_state=False, context_fn=kept)
 
 
-def offload_attention() -> tuple[Any, Any]:
-    """`save_attention`, with out and lse in the memory of the host until backward. Not for `torch.compile`.
-
-    Torch's own selective checkpointing offloads in compiled code alone.
-    """
-    kept: list[list[tuple[torch.device, Tensor]]] = []
-    return _Offloading(kept, is_again=False), _Offloading(kept, is_again=True)
+def offload_attention(host: save_on_cpu) -> tuple[Any, Any]:
+    """`save_attention` with out and lse on the host. That of torch offloads in compiled code alone."""
+    kept: list[list[Any]] = []
+    return _Offloading(kept, host, is_again=False), _Offloading(kept, host, is_again=True)
 
 
 class _Offloading(TorchDispatchMode):
     """Takes each call's outputs to the host, or, when the same calls run again, gives these in their order."""
 
-    def __init__(self, kept: list[list[tuple[torch.device, Tensor]]], *, is_again: bool) -> None:
+    def __init__(self, kept: list[list[Any]], host: save_on_cpu, *, is_again: bool) -> None:
         super().__init__()
-        self.kept, self.is_again = kept, is_again
+        self.kept, self.host, self.is_again = kept, host, is_again
 
     def __enter__(self) -> Self:
         self.calls = iter(self.kept)  # anew, if the graph is retained and its backward runs again
@@ -61,17 +59,11 @@ class _Offloading(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_attention = func is torch.ops.ring_dilated_attention.forward.default
         if is_attention and self.is_again:
-            return tuple(x.to(device, non_blocking=True) for device, x in next(self.calls))
+            return tuple(map(self.host.unpack_hook, next(self.calls)))
         outputs = func(*args, **(kwargs or {}))
         if is_attention:
-            self.kept.append([(x.device, _on_host(x)) for x in outputs])
+            self.kept.append([self.host.pack_hook(x) for x in outputs])
         return outputs
-
-
-def _on_host(x: Tensor) -> Tensor:
-    if not x.is_cuda:
-        return x.cpu()
-    return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
 
 
 def loss_chunk_rows(vocab_size: int) -> int:

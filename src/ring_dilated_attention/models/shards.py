@@ -1,6 +1,6 @@
 """Reads checkpoints of which each rank wrote its part, at any number of ranks: safetensors, never a pickle.
 
-torch.distributed.checkpoint finds the part of each tensor that is wanted. Each rank reads on its own: no messages.
+torch.distributed.checkpoint finds the parts that this rank wants. Ranks send no messages for it.
 """
 
 import warnings
@@ -21,23 +21,12 @@ def described_shards(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def read_shards(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of these names, with the dtype and shape of `like`; of a DTensor this rank's part is read.
-
-    Raises:
-        ValueError: a tensor is missing, has another shape, or cannot be read.
-    """
+    """The tensors of these names, dtypes and shapes; of a DTensor this rank's part. A ValueError if they do not fit."""
     found = {name: torch.empty_like(x, requires_grad=False) for name, x in like.items()}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what no_dist asks for
             load(dict(found), storage_reader=HuggingFaceStorageReader(str(checkpoint)), no_dist=True)
     except CheckpointException as error:
-        raise ValueError(f"{checkpoint} cannot be read: {why_failed(error)}") from error
+        raise ValueError(f"{checkpoint} cannot be read: {next(iter(error.failures.values()))[0]}") from error
     return found
-
-
-def why_failed(error: CheckpointException) -> str:
-    """What the first rank that failed says, in one line."""
-    first, _ = next(iter(error.failures.values()))
-    strerror = first.strerror if isinstance(first, OSError) else None
-    return strerror or next(iter(str(first).splitlines()), type(first).__name__)

@@ -6,7 +6,7 @@ Every function here is called by all ranks, at the same step.
 import copy
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -25,12 +25,10 @@ from torch.optim import Optimizer
 from ..models.longnet import LongNetLM
 from ..models.longnet_config import LongNetConfig
 from ..models.saved_run import SHARDS, identity
-from ..models.shards import why_failed
 from ..ranks.context import ContextParallel
 from .agreement import together, values_of_all
 from .checkpoint import begin, finish, removed_on_failure, target_of, tensors_of
-
-SECONDS_BETWEEN_LOOKS = 0.05
+from .files import in_words
 
 
 def sharded_model(config: LongNetConfig, parallel: ContextParallel, *, activation_checkpointing: bool) -> LongNetLM:
@@ -41,8 +39,8 @@ def sharded_model(config: LongNetConfig, parallel: ContextParallel, *, activatio
     for end in (model.embedding, model.head, model.final_layernorm):
         end.to_empty(device="cpu")
     model.reset_ends()
-    for block in model.blocks:
-        block.to_empty(device="cpu").reset_parameters(gain=model.gain)
+    for block in model.each_block():
+        model.reset_block(block.to_empty(device="cpu"))
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)  # or its parameters are whole after `token_losses`
     for method in ("loss", "token_losses"):  # they gather the parameters of the ends, as `forward` does
@@ -51,10 +49,9 @@ def sharded_model(config: LongNetConfig, parallel: ContextParallel, *, activatio
 
 
 class ShardWriter:
-    """Writes checkpoints of which each rank holds a part, while training goes on.
+    """Writes checkpoints, of which each rank holds a part, while training goes on.
 
-    `start` copies the parts; a thread of each rank writes its copy; `finish` waits for all threads and gives the
-    checkpoint its name. Until then its folder counts as unfinished, and a crash loses no other checkpoint.
+    A thread of each rank writes a copy. Until `finish` gives the folder its name, it counts as unfinished.
     """
 
     def __init__(self, run_folder: Path, parallel: ContextParallel) -> None:
@@ -65,11 +62,10 @@ class ShardWriter:
         self._pending: tuple[Path, dict[str, Any], Future[Any]] | None = None
 
     def start(self, state: dict[str, Any], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Begin to write RUN/checkpoint-<step>. A Refusal on all ranks if one of them cannot."""
+        """Begin to write RUN/checkpoint-<step>."""
         self.finish()
         target = target_of(self.run_folder, state)
-        made = self._on_first(lambda: str(begin(target, state) or ""))
-        if not made:
+        if not (made := self._on_first(lambda: str(begin(target, state) or ""))):
             return
         parts = tensors_of(model, optimizers)
         file_of = {name: number for number, part in enumerate(parts.values(), start=1) for name in part}
@@ -78,7 +74,7 @@ class ShardWriter:
         written, copies = Future[dict[str, Any]](), writer.stage(tensors)
         self._pending = Path(made), copy.deepcopy(state), written
         # A daemon, unlike the thread of `async_save`: a rank that ends does not wait for one that hangs.
-        Thread(target=self._write, args=(target, copies, writer, written), daemon=True).start()
+        Thread(target=self._write, args=(copies, writer, written), daemon=True).start()
 
     @property
     def is_written(self) -> bool:
@@ -90,46 +86,50 @@ class ShardWriter:
         if self._pending is None:
             return
         while not all(values_of_all(self.parallel, self.is_written)):  # it notices ranks that ended
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+            time.sleep(0.05)
         (unfinished, state, written), self._pending = self._pending, None
         target = target_of(self.run_folder, state)
         with removed_on_failure(target, unfinished):
-            parts = values_of_all(self.parallel, together(self.parallel, written.result))
+            own = together(self.parallel, partial(_result, target, written))
+        parts = values_of_all(self.parallel, own)
         files = {name: found for part in parts for name, found in part.items()}
         self._on_first(partial(finish, target, unfinished, state, files))
 
-    def _write(
-        self, target: Path, copies: dict[str, Any], writer: HuggingFaceStorageWriter, written: Future[dict[str, Any]]
-    ) -> None:
+    def _write(self, copies: dict[str, Any], writer: HuggingFaceStorageWriter, written: Future[dict[str, Any]]) -> None:
         """In a thread: write this rank's part. The result is the identities of its files."""
         try:
             save(copies, storage_writer=writer, process_group=self._group)
             shard = SHARDS.replace("*", f"{dist.get_rank() + 1:05d}-*")
             written.set_result({path.name: identity(path) for path in Path(writer.path).glob(shard)})
-        except CheckpointException as error:
-            written.set_exception(ValueError(f"{target} cannot be written: {why_failed(error)}"))
-        except Exception as error:  # noqa: BLE001  the main thread raises it
+        except (Exception, CheckpointException) as error:  # noqa: BLE001  the main thread raises it
             written.set_exception(error)
 
     def _check_shared(self) -> None:
         """Raise a Refusal on all ranks unless each sees a file that the first one makes in the run's folder."""
-        name = f"seen-by-all-ranks-{secrets.token_hex(8)}"
-        token = Path(self._on_first(lambda: (self.run_folder / name).touch() or name))
-
-        def check() -> None:
-            if not (self.run_folder / token).exists():
-                rule = "--fsdp needs one folder that all hosts share, since each rank writes its part there"
-                raise ValueError(f"{self.run_folder} is not the folder that the first rank sees: {rule}")
-
+        token = self.run_folder / self._on_first(lambda: f"seen-by-all-ranks-{secrets.token_hex(8)}")
+        self._on_first(token.touch)
         try:
-            together(self.parallel, check)
+            together(self.parallel, partial(_check_seen, token))
         finally:
-            self._on_first((self.run_folder / token).unlink)
+            self._on_first(token.unlink)
 
-    def _on_first(self, action: Any) -> Any:
+    def _on_first(self, action: Callable[[], Any]) -> Any:
         """action()'s result on the first rank, which all ranks get."""
         found = together(self.parallel, action if self.parallel.rank == 0 else lambda: None)
         return values_of_all(self.parallel, found)[0]
+
+
+def _check_seen(token: Path) -> None:
+    if not token.exists():
+        rule = "--fsdp needs one folder that all hosts share, since each rank writes its part there"
+        raise ValueError(f"{token.parent} is not the folder that the first rank sees: {rule}")
+
+
+def _result(target: Path, written: Future[dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return written.result()
+    except CheckpointException as error:
+        raise ValueError(f"{target} cannot be written: {in_words(next(iter(error.failures.values()))[0])}") from error
 
 
 @contextmanager
