@@ -98,6 +98,8 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
         rows.append(
             {
                 "ranks": num_ranks,
+                "segment_lengths": config.pattern.segment_lengths,
+                "dilation_rates": config.pattern.dilation_rates,
                 **sizes.as_json(),
                 "hyperparameters": options.to_dict(),
                 "measured": {name: max(rank.measured[name] for rank in found) for name in PARTS},
