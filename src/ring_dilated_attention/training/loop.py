@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -41,12 +42,11 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
     options = run.hyperparameters
     torch.manual_seed(options.seed)
     is_sharded = run.fsdp and parallel.world_size > 1  # one rank has nothing to share
-    make_model: Any = LongNetLM
     if is_sharded:  # imported now, since it takes a second
-        from .sharded import shard_writer
-        from .sharded import sharded_model as make_model
-    checkpointing = {"activation_checkpointing": run.activation_checkpointing}
-    model: LongNetLM = make_model(options.model_config(), parallel=parallel, **checkpointing)
+        from .sharded import shard_writer, sharded_model
+    make: Callable[..., LongNetLM] = sharded_model if is_sharded else LongNetLM
+    checkpointing = run.activation_checkpointing
+    model = make(options.model_config(), parallel=parallel, activation_checkpointing=checkpointing)
     optimizers = make_optimizers(model, options)
     loss_of = NextTokenLoss(model) if is_sharded else average_gradients(NextTokenLoss(model), parallel)
     state = together(parallel, partial(initial_state, run))
@@ -91,10 +91,7 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
             if writer is not None and all(are_written):
                 writer.finish()
             if state["step"] % run.save_every == 0 or is_last or stopping:
-                # A checkpoint with NaN would replace a good one.
-                is_finite = all(bool(own_part(x).isfinite().all()) for x in model.parameters())
-                is_finite = all(values_of_all(parallel, is_finite))  # ranks with --fsdp hold different ones
-                check_finite(is_finite, "a parameter is not finite", state["step"])
+                check_parameters(model, parallel, state["step"])
                 state |= measured()
                 save = partial(save_checkpoint, run.folder, state, model, optimizers)
                 if writer is not None:
@@ -187,6 +184,12 @@ def shard(window: bytearray, parallel: ContextParallel) -> Tensor:
 def check_finite(is_finite: bool, what: str, step: int) -> None:
     if not is_finite:
         raise TrainingDiverged(f"{what} at step {step}: start again with smaller learning rates")
+
+
+def check_parameters(model: nn.Module, parallel: ContextParallel, step: int) -> None:
+    """A checkpoint with NaN would replace a good one. Ranks with --fsdp hold different parameters."""
+    is_finite = all(bool(own_part(x).isfinite().all()) for x in model.parameters())
+    check_finite(all(values_of_all(parallel, is_finite)), "a parameter is not finite", step)
 
 
 def trained_on(options: Hyperparameters, parallel: ContextParallel, planned: int, before: int) -> dict[str, Any]:
