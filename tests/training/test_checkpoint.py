@@ -20,6 +20,7 @@ from ring_dilated_attention.models.saved_run import (
     check_whole,
     find_checkpoint,
     find_checkpoints,
+    identity,
     read_state,
 )
 from ring_dilated_attention.training import checkpoint as checkpoints
@@ -63,7 +64,8 @@ def listing(folder):
 def sign(checkpoint, state=None):
     """Make the digests those of the files that are there, as only somebody who means it would."""
     content = json.loads((checkpoint / STATE_FILE).read_text())
-    (checkpoint / STATE_FILE).write_text(checkpoints._signed(checkpoint, content["state"] if state is None else state))
+    files = {name: identity(checkpoint / name) for name in (MODEL_FILE, OPTIMIZER_FILE)}
+    (checkpoint / STATE_FILE).write_text(checkpoints._signed(files, content["state"] if state is None else state))
 
 
 def test_restores_every_tensor(trained, tmp_path):

@@ -35,7 +35,7 @@ from .terminal import NO_MEMORY, UNREAD_EXIT_CODE, is_out_of_memory, say
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
 # The options that a checkpoint does not hold: the command that resumes a run repeats them.
 DEFAULTS = {"ranks": None, "exchange": "auto", "save_every": 30, "eval_every": None}
-DEFAULTS |= {"activation_checkpointing": False, "tensorboard": False, "restarts": None, "timeout": 600}
+DEFAULTS |= {"activation_checkpointing": False, "fsdp": False, "tensorboard": False, "restarts": None, "timeout": 600}
 OWNER_SECONDS = 60  # within this time a run ends whose launcher was killed
 # What is said of the command that goes on from the parameters of a run.
 FROM = """(a new run that reads as many bytes again; --seq-len, --segment-lengths and
@@ -84,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=count, metavar="P", help="processes that share every sequence (default 1)")
     add("--exchange", choices=("auto", *EXCHANGES), help="how chunks travel (default auto)")
     add("--activation-checkpointing", action="store_true", help="recompute blocks to save memory")
+    add("--fsdp", action="store_true", help="cut parameters and optimiser state over ranks, in checkpoints too (FSDP2)")
     add("--run-folder", type=Path, metavar="DIR", help="where to write (default runs/<date and time>)")
     again = "start the ranks again up to K times when one is lost, from the newest checkpoint. "
     again += "An unfinished run of this command in --run-folder goes on"
@@ -144,9 +145,10 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
     check_ranks_fit(num_ranks, min(positions), "--seq-len" if len(positions) == 1 else "--phases")
     if arguments.exchange == "all_to_all":  # otherwise every rank refuses it only in its first attention
         check_dealing(options.num_kv_heads or options.num_heads, num_ranks)
-    num_bytes = options.num_training_bytes() * (num_ranks if num_started == 1 else 1)
-    remedy = "use a smaller --embed-dim or fewer --num-layers"
-    check_memory("parameters, gradients and optimiser state, on every rank, take", num_bytes, remedy)
+    num_bytes = options.num_training_bytes() * (num_ranks if num_started == 1 else 1) // (num_ranks if run.fsdp else 1)
+    where, remedy = "in parts" if run.fsdp else "on every rank", "use a smaller --embed-dim or fewer --num-layers"
+    remedy += "" if run.fsdp else ", or --fsdp with more --ranks"
+    check_memory(f"parameters, gradients and optimiser state, {where}, take", num_bytes, remedy)
     activations = 4 * options.embed_dim * options.num_layers * max(positions) // (num_ranks if num_started > 1 else 1)
     check_memory("the inputs of the blocks in one step take", activations, "use a smaller batch or shorter sequences")
     return run

@@ -3,6 +3,8 @@
 import math
 import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,7 @@ from ..ranks.context import ContextParallel
 from ..ranks.processes import recorded_waits
 from .agreement import together, values_of_all
 from .baselines import baselines
-from .checkpoint import load_checkpoint, save_checkpoint
+from .checkpoint import load_checkpoint, own_part, save_checkpoint
 from .files import LossyStream
 from .machine import hardware, peak_resident_bytes, resident_bytes, versions
 from .metrics import Metrics, Step, beside_the_bar
@@ -39,9 +41,14 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
     """Train to the last step, or to the first step boundary after a request to stop. Returns the run's record."""
     options = run.hyperparameters
     torch.manual_seed(options.seed)
-    model = LongNetLM(options.model_config(), parallel=parallel, activation_checkpointing=run.activation_checkpointing)
+    is_sharded = run.fsdp and parallel.world_size > 1  # one rank has nothing to share
+    if is_sharded:  # imported now, since it takes a second
+        from .sharded import shard_writer, sharded_model
+    make: Callable[..., LongNetLM] = sharded_model if is_sharded else LongNetLM
+    checkpointing = run.activation_checkpointing
+    model = make(options.model_config(), parallel=parallel, activation_checkpointing=checkpointing)
     optimizers = make_optimizers(model, options)
-    loss_of = average_gradients(NextTokenLoss(model), parallel)
+    loss_of = NextTokenLoss(model) if is_sharded else average_gradients(NextTokenLoss(model), parallel)
     state = together(parallel, partial(initial_state, run))
     together(parallel, partial(load, run, model, optimizers))
     planned = planned_attention_bytes(options, parallel)
@@ -53,6 +60,7 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
     with (
         together(parallel, writes) as metrics,
         recorded_waits(parallel.ranks) as waits,
+        shard_writer(run.folder, parallel) if is_sharded else nullcontext() as writer,
         tqdm(total=options.total_steps, initial=state["step"], unit="step", **terminal) as bar,
     ):
         if parallel.rank == 0:  # not earlier: a run that is refused prints only the reason
@@ -61,8 +69,9 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
             began = time.perf_counter()
             nats = take_step(run, state, loss_of, optimizers, parallel)
             waited = round(sum(wait.end - wait.start for wait in waits), 6)
-            status = values_of_all(parallel, (waited, resident_bytes(), stop.requested))
-            all_waited, all_resident, requests = map(list, zip(*status, strict=True))
+            status = (waited, resident_bytes(), stop.requested, writer is None or writer.is_written)
+            all_status = zip(*values_of_all(parallel, status), strict=True)
+            all_waited, all_resident, requests, are_written = map(list, all_status)
             stopping = any(requests)  # so that all stop at the same step
             seconds = time.perf_counter() - began
             speed = options.phase_of(state["step"]).num_positions / seconds
@@ -79,13 +88,16 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
             metrics.add(step)
             bar.set_postfix_str(beside_the_bar(step, planned), refresh=False)
             bar.update()
+            if writer is not None and all(are_written):
+                writer.finish()
             if state["step"] % run.save_every == 0 or is_last or stopping:
-                # A checkpoint with NaN would replace a good one.
-                is_finite = all(bool(x.isfinite().all()) for x in model.parameters())
-                check_finite(is_finite, "a parameter is not finite", state["step"])
+                check_parameters(model, parallel, state["step"])
                 state |= measured()
                 save = partial(save_checkpoint, run.folder, state, model, optimizers)
-                together(parallel, save if parallel.rank == 0 else lambda: None)
+                if writer is not None:
+                    writer.start(state, model, optimizers)
+                else:
+                    together(parallel, save if parallel.rank == 0 else lambda: None)
     record = make_record(run.folder, state, sum(x.numel() for x in model.parameters()))
     if state["step"] == options.total_steps:
         held_out = record["held_out_bits_per_byte"] = held_out_bits_per_byte(model, run.document)
@@ -172,6 +184,12 @@ def shard(window: bytearray, parallel: ContextParallel) -> Tensor:
 def check_finite(is_finite: bool, what: str, step: int) -> None:
     if not is_finite:
         raise TrainingDiverged(f"{what} at step {step}: start again with smaller learning rates")
+
+
+def check_parameters(model: nn.Module, parallel: ContextParallel, step: int) -> None:
+    """A checkpoint with NaN would replace a good one. Ranks with --fsdp hold different parameters."""
+    is_finite = all(bool(own_part(x).isfinite().all()) for x in model.parameters())
+    check_finite(all(values_of_all(parallel, is_finite)), "a parameter is not finite", step)
 
 
 def trained_on(options: Hyperparameters, parallel: ContextParallel, planned: int, before: int) -> dict[str, Any]:

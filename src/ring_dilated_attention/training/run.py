@@ -25,6 +25,8 @@ RECORD_FILE, PICTURE_FILE = "record.json", "loss.png"
 README_FILE, README_TITLE = "README.txt", "Run {} of rda train"
 SAMPLE_FILE, SAMPLE_TITLE = "sample.txt", "Text that the model of run {} wrote"
 
+ALIKE = ("save_every", "eval_every", "activation_checkpointing", "fsdp")  # choices that all ranks make alike
+
 
 @dataclass(frozen=True)
 class Run:
@@ -38,6 +40,7 @@ class Run:
     save_every: int = 30
     eval_every: int | None = None
     activation_checkpointing: bool = False
+    fsdp: bool = False
     tensorboard: bool = False
     name: str = ""  # of a run that may be started again before its first checkpoint
 
@@ -72,7 +75,7 @@ def prepare(arguments: argparse.Namespace) -> Run:
         if found["sha256"] == saved["sha256"] and found["num_held_out"] > (most := saved["num_held_out"]):
             rule = f"the run of --from trained on all but the last {most:,} bytes of this document"
             raise ValueError(f"--held-out-bytes {found['num_held_out']:,}, but {rule}: hold out no more than these")
-    names = ("save_every", "eval_every", "activation_checkpointing", "tensorboard")
+    names = (*ALIKE, "tensorboard")
     choices = {name: getattr(arguments, name) for name in names}
     return Run(options, document, folder, checkpoint, origin, **choices)
 
@@ -106,7 +109,7 @@ def fingerprint(run: Run) -> dict[str, str]:
         "the code": code_version(),
         "the checkpoint": f"step {state['step']} of run {state['run']}" if state else "none",
         **options,
-        **{flag(name): str(getattr(run, name)) for name in ("save_every", "eval_every", "activation_checkpointing")},
+        **{flag(name): str(getattr(run, name)) for name in ALIKE},
     }
 
 

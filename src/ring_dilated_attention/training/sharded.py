@@ -1,0 +1,144 @@
+"""`rda train --fsdp`: FSDP2 cuts parameters, gradients and optimiser state over the ranks, and each writes its part.
+
+Every function here is called by all ranks, at the same step.
+"""
+
+import copy
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.optim import Optimizer
+
+from ..models.longnet import LongNetLM
+from ..models.longnet_config import LongNetConfig
+from ..models.saved_run import SHARDS, identity
+from ..ranks.context import ContextParallel
+from .agreement import together, values_of_all
+from .checkpoint import begin, finish, removed_on_failure, target_of, tensors_of
+from .files import in_words
+
+
+def sharded_model(config: LongNetConfig, parallel: ContextParallel, *, activation_checkpointing: bool) -> LongNetLM:
+    """A model with parameters that are cut over the ranks. No rank ever holds more of it than its part and a block."""
+    with torch.device("meta"):
+        model = LongNetLM(config, parallel=parallel, activation_checkpointing=activation_checkpointing)
+    mesh = init_device_mesh("cpu", (parallel.world_size,))
+    for end in (model.embedding, model.head, model.final_layernorm):
+        end.to_empty(device="cpu")
+    model.reset_ends()
+    for block in model.each_block():
+        model.reset_block(block.to_empty(device="cpu"))
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)  # or its parameters are whole after `token_losses`
+    for method in ("loss", "token_losses"):  # they gather the parameters of the ends, as `forward` does
+        register_fsdp_forward_method(model, method)
+    return model
+
+
+class ShardWriter:
+    """Writes checkpoints, of which each rank holds a part, while training goes on.
+
+    A thread of each rank writes a copy. Until `finish` gives the folder its name, it counts as unfinished.
+    """
+
+    def __init__(self, run_folder: Path, parallel: ContextParallel) -> None:
+        self.run_folder, self.parallel = run_folder, parallel
+        self._check_shared()
+        # The threads have a group of their own: their messages must not mix with those of the steps.
+        self._group = dist.new_group(backend="gloo")
+        self._pending: tuple[Path, dict[str, Any], Future[Any]] | None = None
+
+    def start(self, state: dict[str, Any], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Begin to write RUN/checkpoint-<step>."""
+        self.finish()
+        target = target_of(self.run_folder, state)
+        if not (made := self._on_first(lambda: str(begin(target, state) or ""))):
+            return
+        parts = tensors_of(model, optimizers)
+        file_of = {name: number for number, part in enumerate(parts.values(), start=1) for name in part}
+        writer = HuggingFaceStorageWriter(made, file_of, save_distributed=True)  # it flushes each file
+        tensors = {name: x for part in parts.values() for name, x in part.items()}
+        written, copies = Future[dict[str, Any]](), writer.stage(tensors)
+        self._pending = Path(made), copy.deepcopy(state), written
+        # A daemon, unlike the thread of `async_save`: a rank that ends does not wait for one that hangs.
+        Thread(target=self._write, args=(copies, writer, written), daemon=True).start()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's part is written, or never will be."""
+        return self._pending is None or self._pending[2].done()
+
+    def finish(self) -> None:
+        """Wait until all ranks have written, and make the checkpoint one. A Refusal on all if one rank could not."""
+        if self._pending is None:
+            return
+        while not all(values_of_all(self.parallel, self.is_written)):  # it notices ranks that ended
+            time.sleep(0.05)
+        (unfinished, state, written), self._pending = self._pending, None
+        target = target_of(self.run_folder, state)
+        with removed_on_failure(target, unfinished):
+            own = together(self.parallel, partial(_result, target, written))
+        parts = values_of_all(self.parallel, own)
+        files = {name: found for part in parts for name, found in part.items()}
+        self._on_first(partial(finish, target, unfinished, state, files))
+
+    def _write(self, copies: dict[str, Any], writer: HuggingFaceStorageWriter, written: Future[dict[str, Any]]) -> None:
+        """In a thread: write this rank's part. The result is the identities of its files."""
+        try:
+            save(copies, storage_writer=writer, process_group=self._group)
+            shard = SHARDS.replace("*", f"{dist.get_rank() + 1:05d}-*")
+            written.set_result({path.name: identity(path) for path in Path(writer.path).glob(shard)})
+        except (Exception, CheckpointException) as error:  # noqa: BLE001  the main thread raises it
+            written.set_exception(error)
+
+    def _check_shared(self) -> None:
+        """Raise a Refusal on all ranks unless each sees a file that the first one makes in the run's folder."""
+        token = self.run_folder / self._on_first(lambda: f"seen-by-all-ranks-{secrets.token_hex(8)}")
+        self._on_first(token.touch)
+        try:
+            together(self.parallel, partial(_check_seen, token))
+        finally:
+            self._on_first(token.unlink)
+
+    def _on_first(self, action: Callable[[], Any]) -> Any:
+        """action()'s result on the first rank, which all ranks get."""
+        found = together(self.parallel, action if self.parallel.rank == 0 else lambda: None)
+        return values_of_all(self.parallel, found)[0]
+
+
+def _check_seen(token: Path) -> None:
+    if not token.exists():
+        rule = "--fsdp needs one folder that all hosts share, since each rank writes its part there"
+        raise ValueError(f"{token.parent} is not the folder that the first rank sees: {rule}")
+
+
+def _result(target: Path, written: Future[dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return written.result()
+    except CheckpointException as error:
+        raise ValueError(f"{target} cannot be written: {in_words(next(iter(error.failures.values()))[0])}") from error
+
+
+@contextmanager
+def shard_writer(run_folder: Path, parallel: ContextParallel) -> Iterator[ShardWriter]:
+    """What it began to write is finished at the end of the block, also if all ranks refuse to go on."""
+    writer = ShardWriter(run_folder, parallel)
+    try:
+        yield writer
+    except ValueError:
+        writer.finish()
+        raise
+    writer.finish()

@@ -1,0 +1,194 @@
+"""`rda train --fsdp`: each rank holds and writes its part, and any number of ranks read them again."""
+
+import os
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from distributed import preload
+from distributed import run as run_ranks
+
+from ring_dilated_attention import ContextParallel
+from ring_dilated_attention.models.longnet import LongNetLM
+from ring_dilated_attention.models.saved_run import check_whole, find_checkpoint, find_checkpoints, read_state
+from ring_dilated_attention.training.agreement import Refusal
+from ring_dilated_attention.training.checkpoint import load_checkpoint, tensors_of
+from ring_dilated_attention.training.data import Document
+from ring_dilated_attention.training.loop import make_optimizers, train
+from ring_dilated_attention.training.options import Hyperparameters
+from ring_dilated_attention.training.run import Run
+
+preload("torch.distributed.checkpoint", "torch.distributed.fsdp", "ring_dilated_attention.training.loop")
+
+TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
+# A width of 4 on three ranks: the last rank's part of a norm is empty.
+TINY = Hyperparameters(
+    seq_len=48, steps=5, num_layers=2, embed_dim=4, num_heads=2, segment_lengths=(8, 48), dilation_rates=(1, 3),
+    warmup_steps=2, held_out_bytes=96,
+)  # fmt: skip
+
+
+class Stop:
+    """Asks to stop during the given step."""
+
+    def __init__(self, step=10**9):
+        self.left = step
+
+    @property
+    def requested(self):
+        self.left -= 1
+        return self.left <= 0
+
+
+def make_run(folder, *, fsdp=True, resume=False, **changes):
+    options = Hyperparameters(**{**vars(TINY), **changes})
+    document = Document(TEXT, "text", options.seq_len, options.held_out_bytes)
+    return Run(options, document, folder, find_checkpoint(folder) if resume else None, save_every=2, fsdp=fsdp)
+
+
+def train_rank(rank, world_size, run, stop_at=10**9):
+    return train(run, ContextParallel(), Stop(stop_at))
+
+
+def sharded(options):
+    from ring_dilated_attention.training.sharded import sharded_model
+
+    torch.manual_seed(options.seed)
+    model = sharded_model(options.model_config(), parallel=ContextParallel(), activation_checkpointing=False)
+    return model, make_optimizers(model, options)
+
+
+def whole(model, optimizers):
+    """Every tensor of a checkpoint, whole."""
+    parts = tensors_of(model, optimizers).values()
+    return {name: getattr(x, "full_tensor", x.clone)().numpy() for part in parts for name, x in part.items()}
+
+
+def write_rank(rank, world_size, folder):
+    """Two steps, a checkpoint, and at once a third step. Returns what was to be written."""
+    from ring_dilated_attention.training.sharded import ShardWriter
+
+    model, optimizers = sharded(TINY)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        model.loss(model.parallel.shard(torch.randint(256, (1, 48), generator=generator))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        if step == 1:
+            expected = whole(model, optimizers)
+            writer = ShardWriter(folder, model.parallel)
+            writer.start({"run": "a run", "step": 2}, model, optimizers)
+            assert find_checkpoint(folder) is None
+    writer.finish()
+    assert not all(numpy.array_equal(x, expected[name]) for name, x in whole(model, optimizers).items())
+    return expected
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A checkpoint that two ranks wrote, and what they were to write."""
+    folder = tmp_path_factory.mktemp("written")
+    expected, _ = run_ranks(2, write_rank, folder)
+    return find_checkpoint(folder), expected
+
+
+def read_rank(rank, world_size, checkpoint):
+    model, optimizers = sharded(TINY)
+    initial = whole(model, [])
+    load_checkpoint(checkpoint, model, optimizers)
+    return initial, whole(model, optimizers)
+
+
+def test_what_two_ranks_wrote_one_and_three_read_to_the_bit(written):
+    """Steps after the save do not reach the file. Muon's and AdamW's states are among the tensors."""
+    checkpoint, expected = written
+    assert read_state(checkpoint) == check_whole(checkpoint) == {"run": "a run", "step": 2}
+    assert {path.name for path in checkpoint.iterdir()} == {"state.json"} | {
+        f"shard-0000{rank}-model-0000{file}-of-00002.safetensors" for rank in (1, 2) for file in (1, 2)
+    }
+    alone = LongNetLM(TINY.model_config())
+    optimizers = make_optimizers(alone, TINY)
+    load_checkpoint(checkpoint, alone, optimizers)
+    by_three = run_ranks(3, read_rank, checkpoint)
+    for found in (whole(alone, optimizers), *(read for _, read in by_three)):
+        assert found.keys() == expected.keys()
+        assert all(numpy.array_equal(x, expected[name]) for name, x in found.items())
+    torch.manual_seed(TINY.seed)
+    alone.reset_parameters()
+    for name, x in alone.named_parameters():  # the same beginning at any number of ranks
+        assert all(numpy.array_equal(x.detach(), initial[name]) for initial, _ in by_three)
+
+
+def test_a_run_goes_on_to_the_bit_and_at_other_numbers_of_ranks(tmp_path):
+    never = run_ranks(2, train_rank, make_run(tmp_path / "never"))[0]
+    run_ranks(2, train_rank, make_run(tmp_path / "stopped"), 3)
+    shutil.copytree(tmp_path / "stopped", tmp_path / "alone")
+    resumed = run_ranks(2, train_rank, make_run(tmp_path / "stopped", resume=True))[0]
+    assert resumed["bits_per_byte"] == never["bits_per_byte"]
+    assert resumed["held_out"] == never["held_out"]
+    assert [path.name for path in find_checkpoints(tmp_path / "stopped")] == ["checkpoint-000005", "checkpoint-000004"]
+    models = [LongNetLM.from_run(tmp_path / name) for name in ("never", "stopped")]
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(a, b)
+    alone = train(make_run(tmp_path / "alone", fsdp=False, resume=True), ContextParallel(), Stop())
+    assert alone["bits_per_byte"] == pytest.approx(never["bits_per_byte"], abs=1e-4)  # Muon computes in bfloat16
+    assert (find_checkpoint(tmp_path / "alone") / "model.safetensors").exists()
+    again = run_ranks(2, train_rank, make_run(tmp_path / "alone", resume=True))[0]  # parts of files that are whole
+    assert again["held_out_bits_per_byte"] == pytest.approx(alone["held_out_bits_per_byte"], abs=1e-5)
+
+
+def refused_rank(rank, world_size, folder, prepare):
+    prepare(rank, folder)
+    with pytest.raises(Refusal) as caught:
+        train(make_run(Path("run")), ContextParallel(), Stop())
+    return str(caught.value), sorted(path.name for path in Path("run").iterdir())
+
+
+def in_a_folder_of_its_own(rank, folder):
+    (folder / str(rank) / "run").mkdir(parents=True)
+    os.chdir(folder / str(rank))
+
+
+def test_hosts_without_a_shared_folder_are_refused_in_a_sentence(tmp_path):
+    for said, left in run_ranks(2, refused_rank, tmp_path, in_a_folder_of_its_own):
+        assert said.startswith("rank 1 on host ")
+        assert said.endswith(
+            ": run is not the folder that the first rank sees: --fsdp needs one folder that all hosts share, since "
+            "each rank writes its part there"
+        )
+        assert "\n" not in said
+        assert not [name for name in left if name.startswith("seen-by")]
+
+
+def with_a_full_disk_on_the_second(rank, folder):
+    (folder / "run").mkdir(exist_ok=True)
+    os.chdir(folder)
+    if rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+
+
+def test_a_disk_that_is_full_on_one_rank_is_a_sentence_on_all_and_nothing_is_left(tmp_path):
+    for said, left in run_ranks(2, refused_rank, tmp_path, with_a_full_disk_on_the_second):
+        assert "run/checkpoint-000002 cannot be written: File too large" in said
+        assert not [name for name in left if "checkpoint" in name]
+
+
+@pytest.mark.parametrize("damage", ["missing", "flipped"])
+def test_a_damaged_part_is_named(written, tmp_path, damage):
+    checkpoint = tmp_path / written[0].name
+    shutil.copytree(written[0], checkpoint)
+    part = checkpoint / "shard-00002-model-00001-of-00002.safetensors"
+    if damage == "missing":
+        part.unlink()
+    else:
+        content = bytearray(part.read_bytes())
+        content[-3] ^= 4
+        part.write_bytes(content)
+    model = LongNetLM(TINY.model_config())
+    with pytest.raises(ValueError, match=rf"{part.name} is (missing|damaged: its sha256 is another)"):
+        load_checkpoint(checkpoint, model, make_optimizers(model, TINY))
