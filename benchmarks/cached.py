@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ring_dilated_attention.attention import dilated_attention
-from ring_dilated_attention.commands.compare import measure_cached, worst
+from ring_dilated_attention.commands.errors import measure_cached, worst
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.cache_plan import CachePlan
 from ring_dilated_attention.run.dilated_cache import DilatedCache

@@ -5,7 +5,7 @@ It is measured as in `model_memory`, beside what `rda plan model` says of it.
 
 from dataclasses import replace
 
-from ring_dilated_attention.forecast.model import ACTIVATIONS
+from ring_dilated_attention.forecast.training_cost import ACTIVATIONS
 from ring_dilated_attention.training.options import Hyperparameters
 
 from .model_memory import Settings, num_steps, run, table

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ring_dilated_attention.commands.compare import Case, Squares, measure, worst
+from ring_dilated_attention.commands.errors import Case, Squares, measure, worst
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.ranks.context import ContextParallel
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ring_dilated_attention.attention import dilated_attention
-from ring_dilated_attention.commands.compare import relative, squares, tolerances
+from ring_dilated_attention.commands.errors import relative, squares, tolerances
 from ring_dilated_attention.commands.local_ranks import Worker
 from ring_dilated_attention.pattern import DilatedPattern
 

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from ring_dilated_attention.commands.local_ranks import Launch, Worker, run_ranks
-from ring_dilated_attention.forecast.model import Mesh, ModelJob, Shape, model_memory
+from ring_dilated_attention.forecast.training_cost import Mesh, ModelJob, Shape, model_memory
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.models.longnet import LongNetLM, NextTokenLoss
 from ring_dilated_attention.models.longnet_config import LongNetConfig

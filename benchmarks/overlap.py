@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ring_dilated_attention.commands.compare import Squares
+from ring_dilated_attention.commands.errors import Squares
 from ring_dilated_attention.commands.local_ranks import Launch, Worker, run_ranks
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.job import Job

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ring_dilated_attention.commands.local_ranks import Launch, Worker, run_ranks
-from ring_dilated_attention.forecast.model import Mesh, model_memory
+from ring_dilated_attention.forecast.training_cost import Mesh, model_memory
 from ring_dilated_attention.models.longnet import LongNetLM, NextTokenLoss
 from ring_dilated_attention.models.saved_run import find_checkpoint
 from ring_dilated_attention.ranks.context import ContextParallel

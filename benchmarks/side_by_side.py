@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ring_dilated_attention import explain
-from ring_dilated_attention.commands.compare import defined, make_inputs, relative, squares, tolerances
+from ring_dilated_attention.commands.errors import defined, make_inputs, relative, squares, tolerances
 from ring_dilated_attention.commands.local_ranks import Worker
 from ring_dilated_attention.pattern import DilatedPattern
 

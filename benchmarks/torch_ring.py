@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
 
-from ring_dilated_attention.commands.compare import Squares, defined, make_inputs, squares
+from ring_dilated_attention.commands.errors import Squares, defined, make_inputs, squares
 from ring_dilated_attention.commands.local_ranks import Launch, Worker, run_ranks
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.ranks.context import ContextParallel

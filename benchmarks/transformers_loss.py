@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ring_dilated_attention.commands.local_ranks import Launch, Worker, run_ranks
-from ring_dilated_attention.forecast.model import Mesh, ModelJob, Shape, model_memory
+from ring_dilated_attention.forecast.training_cost import Mesh, ModelJob, Shape, model_memory
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.ranks.context import ContextParallel

@@ -95,15 +95,19 @@ class Ranks:
 
     def __enter__(self) -> Self:
         try:
-            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             start = _start_method()
             for rank in range(self.world_size):
-                ours, theirs = start.Pipe(duplex=False)
-                args = (theirs, rank, self.world_size, self.store.port, *self.task)
+                ours, theirs = start.Pipe()
+                args = (theirs, rank, self.world_size, *self.task)
                 self.processes.append(start.Process(target=_rank, args=args, daemon=True))
                 self.pipes.append(ours)
                 self.processes[-1].start()
                 theirs.close()
+            # Only now: its thread names whoever connects, under a lock of the C library's that a rank forked at that
+            # moment would find taken for ever.
+            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            for pipe in self.pipes:
+                pipe.send(self.store.port)
         except BaseException:
             self.__exit__()
             raise
@@ -137,7 +141,6 @@ def _rank(
     pipe: Connection,
     rank: int,
     world_size: int,
-    port: int,
     function: Callable[..., Any],
     args: tuple,
     stay: bool,
@@ -149,7 +152,7 @@ def _rank(
         tqdm.set_lock(threading.RLock())  # its own, which a compiler takes, would outlive a process that is killed
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
         _meet(world_size)
         pipe.send((True, function(rank, world_size, *args)))

@@ -17,7 +17,7 @@ from ring_dilated_attention.commands.plan.figures import (
     pictures_at,
     save,
 )
-from ring_dilated_attention.forecast.call import Way, count
+from ring_dilated_attention.forecast.call_cost import Way, count
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.sharding import make_shards
 

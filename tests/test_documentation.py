@@ -7,12 +7,15 @@ as a whole, by other tests.
 """
 
 import ast
+import inspect
 import json
 import re
 import shlex
 import tomllib
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
+from typing import get_args, get_type_hints
 
 import pytest
 from helpers import ROOT
@@ -192,6 +195,23 @@ def test_whatever_is_public_is_on_the_page():
     assert ("ring_dilated_attention.integrations.torch", "ShardHeads") in public_names()
     assert lacking(API) == set()
     assert lacking(API.replace("::: ring_dilated_attention.explain\n", "")) == {("ring_dilated_attention", "explain")}
+
+
+def test_what_public_functions_return_is_on_the_page():
+    """A class of ours that a user gets, and never imports."""
+    returned = set()
+    for module, name in public_names():
+        if "transformers" in module and find_spec("transformers") is None:
+            continue  # its package is not there; make test-integrations has it
+        public = getattr(import_module(module), name, None)  # or a module
+        hints = [get_type_hints(public).get("return")] if inspect.isfunction(public) else []
+        while hints:
+            hint = hints.pop()
+            hints += get_args(hint)
+            if isinstance(hint, type) and hint.__module__.startswith("ring_dilated_attention"):
+                returned.add(f"{hint.__module__}.{hint.__qualname__}")
+    assert "ring_dilated_attention.ranks.explain.Explanation" in returned
+    assert {name.rpartition(".")[2] for name in returned} <= {name.rpartition(".")[2] for name in SHOWN}
 
 
 def wrong_parameters(text: str) -> list[str]:

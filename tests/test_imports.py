@@ -161,7 +161,7 @@ def modules_with_the_reference(modules):
     def compares(name: str) -> bool:
         return name in (
             "reference",
-            "commands.compare",
+            "commands.errors",
             "commands.check",
             "commands.doctor.examination",
             "commands.doctor.doctor",

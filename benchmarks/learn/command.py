@@ -22,7 +22,7 @@ EXAMPLES = f"""parts:
 
 examples:
   python -m benchmarks learn                          all parts, one after the other
-  python -m benchmarks learn recall --only "256 "     the runs whose names hold these letters
+  python -m benchmarks learn text --only "240 s"      the runs whose names hold these letters
   python -m benchmarks learn text --list              the runs of a part, and which are done
   python -m benchmarks learn --pictures docs          draw what the records say; runs nothing
   python -m benchmarks learn --quick                  tiny sizes; writes nothing unless --results is given

@@ -2,7 +2,7 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("tab:red", "tab:blue", "tab:green", "black", "tab:orange", "tab:purple")
+COLOURS = ("tab:red", "tab:blue", "tab:green", "tab:orange", "tab:purple")  # dense attention is black
 HIGHEST = 3.5  # bits per byte; the first steps are above
 MAKER = "python -m benchmarks learn --pictures"
 
@@ -46,39 +46,48 @@ def _by_name(rows: Sequence[Row], name_of: Callable[[Row], str]) -> dict[str, li
     return found
 
 
+def _colours(names: Iterable[str]) -> dict[str, str]:
+    """One for each pattern, in all panels."""
+    return {"dense": "black"} | dict(zip((name for name in names if name != "dense"), COLOURS, strict=False))
+
+
 def _recall(figure: "Figure", rows: Sequence[Row]) -> None:
     """Accuracy by distance, over all seeds together, a panel for each length."""
     lengths = sorted({row["stages"][-1]["seq_len"] for row in rows})
     panels = figure.subplots(1, len(lengths), sharey=True, squeeze=False)[0]
+    colours = _colours(_by_name(rows, point_name))
     for axes, seq_len in zip(panels, lengths, strict=True):
         there = _by_name([row for row in rows if row["stages"][-1]["seq_len"] == seq_len], point_name)
-        for (name, some), colour in zip(there.items(), COLOURS, strict=False):
+        for name, some in there.items():
             counts = [
                 [sum(each) for each in zip(*bucket, strict=True)]
                 for bucket in zip(*(r["by_distance"] for r in some), strict=True)
             ]
             points = [(2**k * 1.41, (a[1] + a[3]) / (a[0] + a[2])) for k, a in enumerate(counts) if a[0] + a[2]]
-            axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=3, label=name)
+            axes.plot(*zip(*points, strict=True), color=colours[name], marker="o", markersize=3, label=name)
         axes.axhline(1 / rows[0]["settings"]["num_values"], color="gray", linestyle=":", label="chance")
         axes.set_xscale("log", base=2)
         axes.set_ylim(0, 1.02)
-        axes.set_xlabel("positions from the fact to its question")
         axes.set_title(f"{seq_len:,} positions", fontsize=10)
+    panels[len(panels) // 2].set_xlabel("positions from the fact to its question")
     panels[0].set_ylabel("questions answered right")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8)
+    shown = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=6, fontsize=8)
 
 
 def _text(figure: "Figure", rows: Sequence[Row]) -> None:
     """Held-out bits by steps and by CPU seconds; a line for each run."""
-    panels = figure.subplots(1, 2, sharey=True)
+    panels, there = (
+        figure.subplots(1, 2, sharey=True),
+        _by_name(rows, lambda row: named(row, row["settings"]["seq_len"])),
+    )
+    colours = _colours(there)
     for axes, column, label in zip(panels, (0, 1), ("steps", "CPU seconds"), strict=True):
-        there = _by_name(rows, lambda row: named(row, row["settings"]["seq_len"]))
-        for (name, some), colour in zip(there.items(), COLOURS, strict=False):
+        for name, some in there.items():
             for row in some:
                 points = [(point[column], point[3]) for point in row["curve"]]
-                axes.plot(
-                    *zip(*points, strict=True), color=colour, linewidth=1.2, label=name if row is some[0] else None
-                )
+                style = {"color": colours[name], "linewidth": 1.2, "label": name if row is some[0] else None}
+                axes.plot(*zip(*points, strict=True), **style)
         axes.set_xlabel(label)
     panels[0].set_ylim(top=max(HIGHEST, *(row["curve"][-1][3] for row in rows)))
     panels[0].set_ylabel("held-out bits per byte")

@@ -48,11 +48,8 @@ class Settings(NamedTuple):
 
 RULES = ("local", "wide 4", "LongNet", "dense")
 FULL = (
-    Settings(RULES, (256,), (600,), (0,)),
-    Settings(RULES, (256, 2048), (600, 150), (0,), num_scored=2048),
-    Settings(RULES, (256,), (600,), (1, 2)),
-    Settings(RULES, (256, 2048), (600, 150), (1, 2), num_scored=2048),
-    Settings(("wide 16",), (256,), (600,), (0,)),
+    Settings((*RULES, "wide 16"), (256,), (600,), (0, 1, 2)),
+    Settings((*RULES, "wide 16"), (256, 2048), (600, 150), (0, 1, 2), num_scored=2048),
     Settings(("wide 4", "dense"), (256, 8192), (600, 200), (0,), num_scored=512),
 )
 QUICK = (Settings(("local", "dense"), (32,), (2,), (0,), 16, Shape(1, 16, 2), 2, 2, 128, 0.99, 64),)

@@ -44,8 +44,7 @@ LOCAL, LONGER, WIDE = ((32,), (1,)), ((256,), (1,)), ((32, 1024), (1, 4))
 LONGNET, DENSE = ((32, 128, 512, 1024), (1, 4, 16, 64)), ((1024,), (1,))
 FULL = (
     Settings((LOCAL, DENSE, WIDE, LONGNET, LONGER), (0, 1, 2), 10_000, 80.0),
-    Settings((LOCAL, WIDE, DENSE), (0,), 10_000, 240.0),
-    Settings((LOCAL, DENSE), (1, 2), 10_000, 240.0),
+    Settings((LOCAL, WIDE, DENSE), (0, 1, 2), 10_000, 240.0),
 )
 QUICK = (Settings((((8,), (1,)), ((64,), (1,))), (0,), 2, 1.0, 128, Shape(1, 16, 2), 128, 1, 512),)
 

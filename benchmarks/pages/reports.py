@@ -92,7 +92,6 @@ def said(records: Mapping[str, Record]) -> dict[str, Any]:
     million = rows["million"][0]
     return {
         "provenance": provenance(records["reports"]),
-        "busy": busy(records["reports"]["hardware"]),
         "waiting": _percent([row["waiting_share"]["median"] for row in rows["scaling"]]),
         "ceiling": _percent([row["ratio"] for row in rows["scaling"]]),
         "efficiency": _percent([row["efficiency"]["median"] for row in rows["scaling"]]),
@@ -104,12 +103,6 @@ def said(records: Mapping[str, Record]) -> dict[str, Any]:
         "billion": f"{rows['billion'][0]['seq_len']:,}",
         "crossover": f"{max(row['faster_from'] for row in rows['crossover']):,}",
     }
-
-
-def busy(hardware: Mapping[str, Any]) -> str:
-    """The load of the machine at the end of a run, if others used it too; the run itself keeps two cores busy."""
-    load, cores = hardware["load_average_at_the_end"], hardware["cores"]
-    return f"{load:.1f} on {cores} cores" if load is not None and load > 3 else ""
 
 
 def _percent(shares: Sequence[float]) -> str:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_dilated_attention.commands.compare import (
+from ring_dilated_attention.commands.errors import (
     QUANTITIES,
     Case,
     Squares,

@@ -127,8 +127,7 @@ class DilatedPattern:
         is linear in the length (arXiv 2307.02486, section 2.4). The paper's experiments (section 4.1) have other rates:
         lengths (2048, 4096, 8192, 16384, 32768) with rates (1, 2, 4, 6, 12). Give those to `DilatedPattern` itself. If
         a branch has more phases than there are heads, no head reads some of them; `explain` lists these. Where a long
-        segment starts, shorter ones start too, unless its length was cut to max_len. If causal, the query there sees
-        few keys (docs/learning.md has the cost).
+        segment starts, shorter ones start too, unless its length was cut: a causal query there sees few keys.
 
         Args:
             max_len: the longest segment length; a longer sequence has several such segments.

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from ring_dilated_attention import kernels
-from ring_dilated_attention.commands import check, cli, compare
+from ring_dilated_attention.commands import check, cli, errors
 from ring_dilated_attention.commands.local_ranks import Launch, RankFailedError, run_ranks
 from ring_dilated_attention.pattern import DilatedPattern
 
-CASE = compare.Case("small", DilatedPattern((8, 19), (1, 3), is_causal=True), 19, 1, 3, 3, 8)
+CASE = errors.Case("small", DilatedPattern((8, 19), (1, 3), is_causal=True), 19, 1, 3, 3, 8)
 
 
 def result_of(dtype=torch.float32):
-    return compare.worst([CASE], dtype, [[compare.measure(CASE, dtype, "auto", "cpu", None)]])
+    return errors.worst([CASE], dtype, [[errors.measure(CASE, dtype, "auto", "cpu", None)]])
 
 
-@pytest.mark.parametrize("dtype", compare.DTYPES)
+@pytest.mark.parametrize("dtype", errors.DTYPES)
 def test_one_device_passes(dtype):
     assert result_of(dtype).passed
 
@@ -53,12 +53,12 @@ def test_a_wrong_gradient_fails(monkeypatch):
 def test_a_query_without_keys_must_have_no_weight():
     """-inf is met exactly or the error is infinite."""
     expected = torch.tensor([0.0, -torch.inf], dtype=torch.float64)
-    assert compare.relative(compare.squares(torch.tensor([0.0, -1e30]), expected)) == math.inf
-    assert compare.relative(compare.squares(expected, expected)) == 0
+    assert errors.relative(errors.squares(torch.tensor([0.0, -1e30]), expected)) == math.inf
+    assert errors.relative(errors.squares(expected, expected)) == 0
 
 
 def test_tolerances_follow_the_dtype():
-    double, single, half = (compare.tolerances(CASE, x)["out"] for x in (torch.float64, torch.float32, torch.bfloat16))
+    double, single, half = (errors.tolerances(CASE, x)["out"] for x in (torch.float64, torch.float32, torch.bfloat16))
     assert double < 1e-14 < single < 1e-6 < half < 0.02
 
 

@@ -7,7 +7,7 @@ from readme_pictures import draw_readme
 from benchmarks.scaled import scaled_down
 from ring_dilated_attention.commands.plan import figures
 from ring_dilated_attention.commands.plan.sketch import panels
-from ring_dilated_attention.forecast.call import Way, count
+from ring_dilated_attention.forecast.call_cost import Way, count
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan

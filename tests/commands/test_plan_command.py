@@ -11,7 +11,7 @@ import pytest
 
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.plan import figures
-from ring_dilated_attention.forecast import call
+from ring_dilated_attention.forecast import call_cost
 from ring_dilated_attention.forecast.clock import Hardware, RankTime, model_step, time_text
 from ring_dilated_attention.forecast.ledger import attention_memory
 from ring_dilated_attention.kernels.traits import TRAITS
@@ -113,7 +113,7 @@ def test_a_picture_has_the_name_that_is_given(tmp_path, capsys):
 def test_a_sketch_of_many_ranks_takes_no_plans(exchange, tmp_path, capsys, monkeypatch):
     """Catches hours of planning for what is counted."""
     monkeypatch.setattr(figures, "make_plan", None)
-    monkeypatch.setattr(call, "all_plans", None)
+    monkeypatch.setattr(call_cost, "all_plans", None)
     drawn = []
     monkeypatch.setattr(figures, "draw_panel", lambda axes, panel, *others, **more: drawn.append(panel.notes[-1]))
     argv = ["plan", "--seq-len", "16Mi", "--ranks", "4Ki", "--segment-lengths", "2Ki", "64Ki", "16Mi"]
@@ -376,7 +376,7 @@ def test_queries_without_keys_are_said(capsys):
 def as_if_many(capsys, monkeypatch, *arguments):
     """What is found of ranks as if they were many, and by the plans of all."""
     with monkeypatch.context() as many:
-        many.setattr(call, "MOST_PLANNED", 4)
+        many.setattr(call_cost, "MOST_PLANNED", 4)
         found = planned(capsys, *arguments)
     return found, planned(capsys, *arguments)
 

@@ -7,9 +7,9 @@ import pytest
 
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.hardware import Machine, as_toml
-from ring_dilated_attention.forecast.call import all_plans
+from ring_dilated_attention.forecast.call_cost import all_plans
 from ring_dilated_attention.forecast.clock import Hardware, model_step, time_text
-from ring_dilated_attention.forecast.compare import ALIKE, Call, ways_of
+from ring_dilated_attention.forecast.exchanges import ALIKE, Call, ways_of
 from ring_dilated_attention.forecast.ledger import attention_memory
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern

@@ -27,6 +27,16 @@ def one_device(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return out + both
 
 
+def two_devices() -> None:
+    parallel = ContextParallel()
+    pattern = DilatedPattern(segment_lengths=(1024, 4096), dilation_rates=(1, 4), is_causal=True)
+    shape = (1, 4096, 8, 64)
+    query, key, value = (parallel.shard(torch.randn(shape)).requires_grad_() for _ in range(3))
+    out = dilated_attention(query, key, value, pattern, parallel=parallel)
+    rank: int = parallel.rank
+    print(f"rank {rank}: {tuple(out.shape)}")  # torch's own backward has no types
+
+
 def many(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     parallel = ContextParallel(sharding="zigzag")
     pattern = DilatedPattern.dense(is_causal=True)

@@ -9,7 +9,7 @@ from helpers import ROOT
 
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.forecast.decoders import FAMILIES, read_decoder
-from ring_dilated_attention.forecast.model import Mesh, ModelJob, model_memory
+from ring_dilated_attention.forecast.training_cost import Mesh, ModelJob, model_memory
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
 

@@ -7,8 +7,8 @@ from statistics import median
 
 import pytest
 
-from ring_dilated_attention.forecast import call
-from ring_dilated_attention.forecast.call import Way, all_plans, forecast
+from ring_dilated_attention.forecast import call_cost
+from ring_dilated_attention.forecast.call_cost import Way, all_plans, forecast
 from ring_dilated_attention.forecast.clock import Hardware, model_step
 from ring_dilated_attention.forecast.large import MEMORY_ERRORS, TIME_ERRORS, TIME_ERRORS_OF_HOSTS
 from ring_dilated_attention.forecast.ledger import attention_memory
@@ -105,7 +105,7 @@ def test_many_ranks_receive_what_is_counted(way, monkeypatch):
         16,
     )
     sizes, plans = Sizes(2, 8, 2), all_plans(job, way)
-    monkeypatch.setattr(call, "MOST_PLANNED", 1)
+    monkeypatch.setattr(call_cost, "MOST_PLANNED", 1)
     found = forecast(job, way, sizes)
     chunks = [sum(m.size for hop in x.plan.hops for m in hop.receives) * sizes.unit for x in plans]
     sent = [[x.bytes_sent(sizes, backward=backward) for backward in (False, True)] for x in plans]
@@ -125,7 +125,7 @@ def estimates(seed: int, number: int, monkeypatch, way: Way | None = None):
         traits, hardware = TRAITS[rng.choice(["cpu", "triton"])], random_hardware(rng, job, sizes)
         exact = forecast(job, one, sizes, traits=traits, hardware=hardware)
         with monkeypatch.context() as many:
-            many.setattr(call, "MOST_PLANNED", 1)
+            many.setattr(call_cost, "MOST_PLANNED", 1)
             yield forecast(job, one, sizes, traits=traits, hardware=hardware), exact
         number -= 1
 
@@ -145,9 +145,18 @@ def test_the_memory_of_uneven_shards_is_not_below_that_of_the_plans(seed, monkey
     job = Job(pattern, Cut("contiguous", num_ranks).shards_of(lengths), num_kv_heads, num_kv_heads)
     sizes, traits = Sizes(1, 64, 2), TRAITS[rng.choice(["cpu", "triton"])]
     found = forecast(job, way, sizes, traits=traits)
-    monkeypatch.setattr(call, "MOST_PLANNED", 128)
+    monkeypatch.setattr(call_cost, "MOST_PLANNED", 128)
     assert not found.is_planned
     assert found.peak_bytes >= MEMORY_ERRORS[0] * forecast(job, way, sizes, traits=traits).peak_bytes
+
+
+def test_the_memory_of_256_equal_ranks_is_that_of_the_plans(monkeypatch):
+    """To the byte: every rank has the shard and the buffers of the imagined one."""
+    job = Job(DilatedPattern((128, 512), (1, 4)), Cut("contiguous", 256).shards_of((32,) * 256), 1, 1)
+    found = forecast(job, Way(), Sizes(1, 64, 2), traits=TRAITS["cpu"])
+    assert not found.is_planned
+    monkeypatch.setattr(call_cost, "MOST_PLANNED", 256)
+    assert found.peak_bytes == forecast(job, Way(), Sizes(1, 64, 2), traits=TRAITS["cpu"]).peak_bytes
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -174,7 +183,7 @@ def test_the_time_of_many_ranks_is_about_the_clocks(monkeypatch):
     assert 0.45 < min(ratios) <= max(ratios) < 1.8
     assert median(ratios) == pytest.approx(1, abs=0.15)
     sizes, pattern = Sizes(1, 64, 2), DilatedPattern((900,), (1,))
-    monkeypatch.setattr(call, "MOST_PLANNED", 1)
+    monkeypatch.setattr(call_cost, "MOST_PLANNED", 1)
     for way in (Way("all_gather"), Way("ring", 2), Way("all_to_all")):
         job = Job(pattern, Cut("contiguous", 18, inner=way.inner).shards_of((50,) * 18), 18, 18)
         assert forecast(job, way, sizes, hardware=Hardware(1e12, 1e10)).time is None
@@ -183,7 +192,7 @@ def test_the_time_of_many_ranks_is_about_the_clocks(monkeypatch):
 def test_hosts_of_many_ranks_are_estimated(monkeypatch):
     """One host is one network, and so are hosts of one rank. With several, most estimates are within what is said."""
     rng, ratios = random.Random(3), []
-    monkeypatch.setattr(call, "MOST_PLANNED", 1)
+    monkeypatch.setattr(call_cost, "MOST_PLANNED", 1)
     for _ in range(8):
         job, way, sizes = random_job(rng, Way())
         slow = random_hardware(rng, job, sizes)
@@ -197,7 +206,7 @@ def test_hosts_of_many_ranks_are_estimated(monkeypatch):
         both = both._replace(gpus_per_host=rng.choice([2, 3, 4, 8]))
         found = forecast(job, way, sizes, hardware=both).time.seconds
         with monkeypatch.context() as few:
-            few.setattr(call, "MOST_PLANNED", 64)
+            few.setattr(call_cost, "MOST_PLANNED", 64)
             ratios.append(found / forecast(job, way, sizes, hardware=both).time.seconds)
     assert sum(TIME_ERRORS_OF_HOSTS[0] <= ratio <= TIME_ERRORS_OF_HOSTS[1] for ratio in ratios) >= 6
 
@@ -209,7 +218,7 @@ def test_steps_and_kernel_calls_cost_what_they_cost(monkeypatch):
     for slow in (Hardware(1e15, 1e15, call_seconds=1e-3), Hardware(1e15, 1e15, handshake_seconds=1.0)):
         exact = forecast(job, Way(), sizes, hardware=slow).time.seconds
         with monkeypatch.context() as many:
-            many.setattr(call, "MOST_PLANNED", 1)
+            many.setattr(call_cost, "MOST_PLANNED", 1)
             assert forecast(job, Way(), sizes, hardware=slow).time.seconds == pytest.approx(exact, rel=0.15)
 
 

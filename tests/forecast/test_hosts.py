@@ -8,7 +8,7 @@ import pytest
 
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.hardware import PRESETS, as_toml, machine_of
-from ring_dilated_attention.forecast import model as planned
+from ring_dilated_attention.forecast import training_cost as planned
 from ring_dilated_attention.forecast.clock import Hardware
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern

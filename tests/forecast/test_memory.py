@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.measure import allocated
-from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.commands.local_ranks import Launch, run_ranks
 from ring_dilated_attention.forecast.ledger import attention_memory
 from ring_dilated_attention.kernels import cpu
@@ -24,7 +24,7 @@ from ring_dilated_attention.plan.step import Packing
 from ring_dilated_attention.run import executor
 from ring_dilated_attention.run.executor import Means
 from ring_dilated_attention.simulate.measuring import Held
-from ring_dilated_attention.simulate.one_rank import Delivered, OtherRanks
+from ring_dilated_attention.simulate.one_rank import Delivered
 
 CPU = TRAITS["cpu"]
 VISIBLE = CPU._replace(scratch=no_scratch)  # what a dispatch mode sees: not what a kernel makes and frees in one op
@@ -188,60 +188,6 @@ def test_the_estimate_is_what_the_allocator_sees(world_size):
         for case, pairs in zip(CASES, found, strict=True):
             for measured, estimated in pairs:
                 assert abs(estimated / measured - 1) < 0.05, (rank, case, measured, estimated)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "sharding"),
-    [
-        (DilatedPattern((2048,), (1,), is_causal=True), "zigzag"),
-        (DilatedPattern((256, 2048), (1, 8)), "contiguous"),
-    ],
-)
-def test_what_a_simulated_rank_is_said_to_hold(pattern, sharding):
-    """To the byte, on every rank. Catches a simulation that makes other calls than a real rank, or shares memory that
-    real ranks would hold each."""
-    n, world_size = 2048, 4
-    cp = simulate.all_ranks(world_size, sharding=sharding)
-    inputs = [torch.randn(2, n, h, 64, requires_grad=True) for h in (4, 2, 2)]
-    with simulate.measuring(cp) as both:
-        out = dilated_attention(*inputs, pattern, parallel=cp)
-        torch.autograd.grad(out, inputs, torch.ones_like(out))
-    for rank in range(world_size):
-        plan = make_plan(Job(pattern, make_shards(sharding, default_lengths(sharding, n, world_size)), 4, 2), rank)
-        planned = attention_memory(plan, Sizes(2, 64, 4), VISIBLE).forward_backward
-        sent = [plan.bytes_sent(2, 64, 4, backward=backward) for backward in (False, True)]
-        assert both[rank].peak_bytes == planned.num_bytes
-        assert both[rank].sent_bytes == sum(sent) > 0
-
-
-def test_measuring_adds_up_over_calls():
-    """Bytes sent are a sum, the peak is a maximum; and what is done outside of the block is not counted."""
-    cp = simulate.all_ranks(2)
-    x, pattern = torch.ones(1, 8, 2, 4), DilatedPattern((8,), (1,))
-    dilated_attention(x, x, x, pattern, parallel=cp)
-    with simulate.measuring(cp) as once:
-        dilated_attention(x, x, x, pattern, parallel=cp)
-    with simulate.measuring(cp) as twice:
-        dilated_attention(x, x, x, pattern, parallel=cp)
-        dilated_attention(x, x, x, pattern, parallel=cp)
-    dilated_attention(x, x, x, pattern, parallel=cp)
-    for rank, (a, b) in enumerate(zip(once, twice, strict=True)):
-        assert b == (rank, 2, 2 * a.sent_bytes, a.peak_bytes)
-        assert a.sent_bytes == 2 * 4 * 2 * 4 * 4  # K and V, 4 positions, 2 heads of 4, float32
-        assert str(a) == f"rank {rank} of 2: held {a.peak_bytes:,} bytes at most, sent 256"
-
-
-def test_the_example_of_measuring_is_code():
-    """Catches an escape that Python reads when it reads the docstring."""
-    assert 'print(*ranks, sep="\\n")' in simulate.measuring.__doc__
-
-
-def test_measuring_is_for_simulated_ranks():
-    with pytest.raises(ValueError, match=r"that simulate\.all_ranks"), simulate.measuring(ContextParallel()):
-        pass
-    alone = simulate.one_rank(1, 4, OtherRanks())
-    with pytest.raises(ValueError, match=r"that simulate\.all_ranks"), simulate.measuring(alone):
-        pass
 
 
 def planned(n=8192, ranks=1, itemsize=4, pattern=None, num_threads=1, kernel="cpu"):

@@ -9,13 +9,13 @@ import pytest
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.plan import compare as command
 from ring_dilated_attention.commands.plan.model import advice_on as advice_on_model
-from ring_dilated_attention.forecast import call
+from ring_dilated_attention.forecast import call_cost
 from ring_dilated_attention.forecast.advice import advice
-from ring_dilated_attention.forecast.call import Figures, Time, Way, forecast
+from ring_dilated_attention.forecast.call_cost import Figures, Time, Way, forecast
 from ring_dilated_attention.forecast.clock import Hardware, time_text
-from ring_dilated_attention.forecast.compare import Alternative, Call, alternatives, recommended
+from ring_dilated_attention.forecast.exchanges import Alternative, Call, alternatives, recommended
 from ring_dilated_attention.forecast.ledger import Item, Peak
-from ring_dilated_attention.forecast.model import Mesh, ModelJob, Shape
+from ring_dilated_attention.forecast.training_cost import Mesh, ModelJob, Shape
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.counts import branch_pairs, pairs
@@ -82,7 +82,7 @@ def test_many_ranks_are_compared_by_what_was_held_against_the_clock(monkeypatch)
     job = Call(DilatedPattern((64, 1536), (1, 8), is_causal=True), 1536, 12, 4, 4, Sizes(1, 16, 2))
     hardware = Hardware(1e10, 1e8, 1e-5)
     every = alternatives(job, hardware, TRAITS["cpu"])
-    monkeypatch.setattr(call, "MOST_PLANNED", 4)
+    monkeypatch.setattr(call_cost, "MOST_PLANNED", 4)
     found = alternatives(job, hardware, TRAITS["cpu"])
     for x, y in zip(found, every, strict=True):
         assert x[:3] == y[:3]
@@ -104,7 +104,7 @@ def test_of_split_heads_the_memory_is_that_of_all_places(monkeypatch):
     pattern = DilatedPattern((64, 1024, 4096), (1, 3, 1), is_causal=True, heads="split")
     job, way = Call(pattern, 4096, 32, 32, 4, Sizes(1, 16, 4)).job("contiguous", 4), Way("ring", 4)
     every = forecast(job, way, Sizes(1, 16, 4), traits=TRAITS["cpu"])
-    monkeypatch.setattr(call, "MOST_PLANNED", 4)
+    monkeypatch.setattr(call_cost, "MOST_PLANNED", 4)
     found = forecast(job, way, Sizes(1, 16, 4), traits=TRAITS["cpu"])
     assert found.peak.num_bytes == pytest.approx(every.peak.num_bytes, rel=0.05)
 

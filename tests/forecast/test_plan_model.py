@@ -11,11 +11,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.hardware import PRESETS, Machine, as_toml, machine_of
 from ring_dilated_attention.commands.numbers import size_text
-from ring_dilated_attention.forecast import call, large
-from ring_dilated_attention.forecast import model as planned
+from ring_dilated_attention.forecast import call_cost, large
+from ring_dilated_attention.forecast import training_cost as planned
 from ring_dilated_attention.forecast.clock import Hardware, model_step, time_text
 from ring_dilated_attention.forecast.ledger import attention_memory
-from ring_dilated_attention.forecast.model import Mesh, ModelJob, Shape, model_memory
+from ring_dilated_attention.forecast.training_cost import Mesh, ModelJob, Shape, model_memory
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.models import recompute
 from ring_dilated_attention.models.longnet import LongNetLM
@@ -225,7 +225,7 @@ def test_what_fits_is_searched_without_a_plan_of_many_ranks(monkeypatch):
     """Catches lengths and meshes for which plans of 4,096 ranks are made."""
 
     def few(job, rank):
-        assert job.num_ranks <= call.MOST_PLANNED
+        assert job.num_ranks <= call_cost.MOST_PLANNED
         return make_plan(job, rank)
 
     monkeypatch.setattr(large, "make_plan", few)
@@ -246,8 +246,8 @@ def test_attention_holds_and_takes_what_its_plans_do(num_ranks):
     hardware = Hardware(1e12, 1e9, 1e-5)
     seconds = model_step(plans, job.sizes, hardware).step_seconds
     found = planned.attention_of(job, TRAITS["cpu"], hardware)
-    assert found.peak.num_bytes == pytest.approx(most, rel=0.1 if num_ranks > call.MOST_PLANNED else 0)
-    assert found.time.seconds == pytest.approx(seconds, rel=0.3 if num_ranks > call.MOST_PLANNED else 0)
+    assert found.peak.num_bytes == pytest.approx(most, rel=0.1 if num_ranks > call_cost.MOST_PLANNED else 0)
+    assert found.time.seconds == pytest.approx(seconds, rel=0.3 if num_ranks > call_cost.MOST_PLANNED else 0)
     parts = planned.step_parts(job, "kept", hardware)
     assert parts.attention.seconds == found.time.seconds
     assert parts.all.seconds == parts.matrices + parts.attention.seconds + parts.gradients

@@ -11,7 +11,7 @@ import torch
 
 from ring_dilated_attention.commands import cli, suggest
 from ring_dilated_attention.forecast.reach import MOST_FOLLOWED, every_query, queries_to_follow, reach, some_queries
-from ring_dilated_attention.forecast.suggest import ALL_READ, suggestions, unread_positions
+from ring_dilated_attention.forecast.suggestions import ALL_READ, suggestions, unread_positions
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.cache_plan import plan_cache
 from ring_dilated_attention.plan.counts import pairs

@@ -32,7 +32,7 @@ from ring_dilated_attention.commands import (
 )
 from ring_dilated_attention.commands.doctor import examination
 from ring_dilated_attention.commands.plan import figures
-from ring_dilated_attention.commands.plan import options as plan_options
+from ring_dilated_attention.commands.plan import job_options as plan_options
 from ring_dilated_attention.models import LongNetViT, segment_lengths_for
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES
 from ring_dilated_attention.training import checkpoint, files, options, ownership, run

@@ -24,7 +24,7 @@ from transformers.models.auto import modeling_auto
 
 from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.integrations.transformers import convert_to_dilated, register
-from ring_dilated_attention.integrations.transformers.check import FAILURES
+from ring_dilated_attention.integrations.transformers.probe import FAILURES
 from ring_dilated_attention.reference import multiplicity
 
 LIST = Path(__file__).with_name("architectures.json")
@@ -216,7 +216,7 @@ def refused(model_class: type, config_class: type, fields: dict[str, Any]) -> tu
     try:
         made(model_class, config_class, fields, "dilated")
     except ValueError as error:
-        if "check.py" not in {Path(x.filename).name for x in traceback.extract_tb(error.__traceback__)}:
+        if "probe.py" not in {Path(x.filename).name for x in traceback.extract_tb(error.__traceback__)}:
             raise
         sentences[0] = str(error)
     dense = made(model_class, config_class, fields, "eager")

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from ring_dilated_attention import DilatedPattern, save_attention
-from ring_dilated_attention.integrations.transformers import attention
+from ring_dilated_attention.integrations.transformers import attention_function as ours
 from ring_dilated_attention.integrations.transformers.config import FIELD, NAME, to_fields
 from ring_dilated_attention.reference import multiplicity
 
@@ -276,16 +276,16 @@ def _blocked(config: Any, *, is_causal: bool) -> DilatedPattern:
     return DilatedPattern(pattern.segment_lengths, pattern.dilation_rates, is_causal=is_causal, phase="blocked")
 
 
-_find_borders, _pattern_of = attention.find_borders, attention.pattern_of
-_dilated_attention = attention.dilated_attention
+_find_borders, _pattern_of = ours.find_borders, ours.pattern_of
+_dilated_attention = ours.dilated_attention
 BREAKAGES: dict[str, Callable[[], Any]] = {
-    "padding is attended": broken("_attend_padded", _take_padding, attention),
-    "documents see each other": broken("find_borders", _one_document, attention),
-    "documents are forgotten when a layer is computed again": broken("find_borders", _one_document_again, attention),
-    "borders are dropped": broken("dilated_attention", _without_borders, attention),
-    "phases are blocked": broken("pattern_of", _blocked, attention),
-    "holes are taken": broken("_check_one_run", nothing, attention),
-    "documents beside padding are taken": broken("_check_one_document", nothing, attention),
-    "borders beside padding are taken": broken("_check_no_borders", nothing, attention),
-    "masks of any shape are taken": broken("_check_mask", nothing, attention),
+    "padding is attended": broken("_attend_padded", _take_padding, ours),
+    "documents see each other": broken("find_borders", _one_document, ours),
+    "documents are forgotten when a layer is computed again": broken("find_borders", _one_document_again, ours),
+    "borders are dropped": broken("dilated_attention", _without_borders, ours),
+    "phases are blocked": broken("pattern_of", _blocked, ours),
+    "holes are taken": broken("_check_one_run", nothing, ours),
+    "documents beside padding are taken": broken("_check_one_document", nothing, ours),
+    "borders beside padding are taken": broken("_check_no_borders", nothing, ours),
+    "masks of any shape are taken": broken("_check_mask", nothing, ours),
 }

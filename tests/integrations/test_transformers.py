@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from ring_dilated_attention import DilatedPattern, save_attention
-from ring_dilated_attention.integrations.transformers import attention as ours
+from ring_dilated_attention.integrations.transformers import attention_function as ours
 from ring_dilated_attention.integrations.transformers import register
 from ring_dilated_attention.reference import multiplicity
 

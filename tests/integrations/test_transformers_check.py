@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from ring_dilated_attention.integrations.transformers import convert_to_dilated, register
-from ring_dilated_attention.integrations.transformers.check import _causal
+from ring_dilated_attention.integrations.transformers.probe import _causal
 
 GPT = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4}
 MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}

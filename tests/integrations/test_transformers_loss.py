@@ -18,7 +18,7 @@ from benchmarks import command
 from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.integrations.transformers import context_parallel, register
-from ring_dilated_attention.integrations.transformers.check import FAILURES
+from ring_dilated_attention.integrations.transformers.probe import FAILURES
 from ring_dilated_attention.models import recompute
 
 ROWS = 7  # in a chunk

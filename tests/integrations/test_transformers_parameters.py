@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from ring_dilated_attention import DilatedPattern, save_attention
 from ring_dilated_attention.forecast.decoders import FAMILIES, read_decoder
-from ring_dilated_attention.forecast.model import (
+from ring_dilated_attention.forecast.training_cost import (
     LOSS_CHUNK_LOGITS,
     LOSS_CHUNK_ROWS,
     Mesh,

@@ -170,7 +170,7 @@ def rank_has_bad_input(rank, world_size):
     ids = tokens(1, 12)
     message = message_of(lambda: model(tokens(1, 12, seed=rank), labels=ids))
     assert "were given different samples" in message
-    assert "Under transformers' Trainer, SameSample" in message
+    assert "under transformers' Trainer, SameSample" in message
     mask = torch.ones(1, 12, dtype=torch.int64)
     mask[0, :3] = 0
     given = {
@@ -351,7 +351,7 @@ def test_trainer_that_deals_different_samples_to_the_ranks_of_a_sequence(tmp_pat
     """accelerate's default. Caught before the first step."""
     with pytest.raises(RankFailedError, match="were given different samples") as caught:
         run(2, rank_of_trainer, "unpaired", str(tmp_path), seconds=120)
-    assert "Under transformers' Trainer, SameSample" in str(caught.value)
+    assert "under transformers' Trainer, SameSample" in str(caught.value)
 
 
 def rank_asks_too_much_of_trainer(rank, world_size, folder):

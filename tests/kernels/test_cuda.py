@@ -28,7 +28,7 @@ from ring_dilated_attention import (
     simulate,
 )
 from ring_dilated_attention.commands import check
-from ring_dilated_attention.commands.compare import Case, measure, tolerances, worst
+from ring_dilated_attention.commands.errors import Case, measure, tolerances, worst
 from ring_dilated_attention.kernels import choose
 from ring_dilated_attention.ranks.call import Call
 

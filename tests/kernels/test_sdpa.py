@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, activate_flash_attention_impl, restor
 from torch.nn.functional import pad
 
 from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention, explain
-from ring_dilated_attention.commands.compare import (
+from ring_dilated_attention.commands.errors import (
     QUANTITIES,
     Case,
     defined,

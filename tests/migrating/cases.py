@@ -35,6 +35,7 @@ LUCIDRAINS = parts_of(block("docs/migrating.md", "ring-attention-pytorch"))
 GROUPED = parts_of(block("docs/migrating.md", "ring-attention-pytorch's order of heads"))
 CONTEXT_PARALLEL = parts_of(block("docs/migrating.md", "context_parallel"))
 DEEPSPEED = parts_of(block("docs/migrating.md", "DeepSpeed"))
+FAIRSCALE = parts_of(block("docs/fairscale.md", "FairScale"))
 CLASSES = parts_of(block("docs/migrating.md", "RingDilatedAttention"))
 
 # What ImprovedDilatedAttention computes: the heads of a position are the sequence.
@@ -201,6 +202,7 @@ CASES = (
     Case(
         "DeepSpeed Ulysses around ours, rate 4", *(DEEPSPEED[side] for side in SIDES), "deepspeed", 2, replaced=DILATED
     ),
+    Case("FairScale's `checkpoint_wrapper`", *(FAIRSCALE[side] for side in SIDES), "dilated"),
     _class("`DilatedAttention`", "DilatedAttention([16, 64], [1, 2])"),
     _class("`ImprovedDilatedAttention`", _IMPROVED),
     _class("the same, beside attention among heads", _IMPROVED, ours=AMONG_HEADS),

@@ -26,7 +26,7 @@ OURS = str(ROOT / "src")
 KEPT = ROOT / "tests" / "data" / "migrating.safetensors"
 # What pip installs beside torch==2.13.0.
 ENVIRONMENTS = {
-    "dilated": "numpy einops==0.6.1, and with --no-deps dilated-attention-pytorch==0.2.0",
+    "dilated": "numpy einops==0.6.1, and with --no-deps dilated-attention-pytorch==0.2.0 fairscale==0.4.13",
     "rings": "numpy ring-attention-pytorch==0.5.20 ring-flash-attn==0.1.8",
     "deepspeed": "numpy setuptools wheel ninja, and with --no-build-isolation deepspeed==0.19.8",
 }

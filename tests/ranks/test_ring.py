@@ -1,7 +1,5 @@
 """Many ranks compute what one does: value and every gradient against the definition, on every rank."""
 
-import threading
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -14,7 +12,6 @@ from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_atte
 from ring_dilated_attention.plan.sharding import ring_order
 from ring_dilated_attention.ranks import processes
 from ring_dilated_attention.reference import dilated_attention_reference
-from ring_dilated_attention.simulate.all_ranks import run_in_turn
 
 
 def shards_equal_reference(rank, world_size, cases, make=ContextParallel):
@@ -170,22 +167,3 @@ def heads_must_divide(rank, world_size):
 
 def test_all_to_all_refuses_heads_that_do_not_divide():
     run(2, heads_must_divide)
-
-
-def test_simulated_ranks_run_on_the_stream_of_the_caller(monkeypatch):
-    """Catches threads on the default stream, whose kernels may run before those that make their inputs.
-
-    A thread begins with the first device and its default stream; a stand-in plays CUDA.
-    """
-    entered = []
-
-    @contextmanager
-    def stream(which):
-        entered.append((which, threading.get_ident()))
-        yield
-
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: f"stream of {threading.get_ident()}")
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    threads = run_in_turn(3, lambda rank, link: threading.get_ident())
-    assert entered == [(f"stream of {threading.get_ident()}", thread) for thread in threads]

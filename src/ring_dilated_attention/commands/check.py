@@ -17,7 +17,7 @@ from ..pattern import DilatedPattern
 from ..plan.exchange import EXCHANGES
 from ..ranks.context import ContextParallel
 from ..simulate import all_ranks
-from .compare import DTYPES, Case, Squares, measure, measure_cached, worst
+from .errors import DTYPES, Case, Squares, measure, measure_cached, worst
 from .limits import check_at_least, check_ranks_fit, check_seconds
 from .local_ranks import Launch, RankFailedError, Worker, run_ranks
 from .numbers import count, counted

@@ -30,7 +30,7 @@ SUBCOMMANDS = {
     "generate": Subcommand(".generate", "write on from a prompt with the model of a run"),
     "evaluate": Subcommand(".evaluate", "measure bits per byte of any text, by the number of bytes before"),
     "check": Subcommand(".check", "compare every backend and exchange on this machine with the definition"),
-    "plan": Subcommand(".plan.call", "show what each rank would compute, send and hold in one attention call"),
+    "plan": Subcommand(".plan.one_call", "show what each rank would compute, send and hold in one attention call"),
     "plan model": Subcommand(".plan.model", "show the memory and the time of a whole model on a mesh of ranks"),
     "plan compare": Subcommand(".plan.compare", "compare exchanges and shardings, and recommend one"),
     "doctor": Subcommand(".doctor.doctor", "say whether this machine or cluster is ready and how fast it is", True),

@@ -7,11 +7,11 @@ import shlex
 import textwrap
 from typing import Any
 
-from ..forecast.call import FLOPS_PER_PAIR, Way
-from ..forecast.call import count as count_ranks
-from ..forecast.compare import Call
+from ..forecast.call_cost import FLOPS_PER_PAIR, Way
+from ..forecast.call_cost import count as count_ranks
+from ..forecast.exchanges import Call
 from ..forecast.reach import reach
-from ..forecast.suggest import suggestions, unread_positions
+from ..forecast.suggestions import suggestions, unread_positions
 from ..pattern import WHOLE_DOCUMENT, DilatedPattern
 from ..plan.counts import pairs
 from ..plan.sizes import Sizes

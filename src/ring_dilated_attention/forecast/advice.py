@@ -6,7 +6,7 @@ from itertools import pairwise
 from ..plan.counts import branch_pairs
 from ..plan.job import Job
 from ..plan.sizes import Sizes
-from .call import Figures, Way, forecast
+from .call_cost import Figures, Way, forecast
 from .clock import Hardware
 
 # If the busiest rank waits for at least this share of a step, the step counts as bound by communication.

@@ -26,7 +26,7 @@ from ...pattern import DilatedPattern
 from ...ranks.context import ContextParallel
 from ...ranks.link import GroupLink
 from ...training.machine import hardware, physical_bytes, versions
-from ..compare import Case, measure, worst
+from ..errors import Case, measure, worst
 from ..hardware import NO_NETWORK
 from ..local_ranks import Worker
 

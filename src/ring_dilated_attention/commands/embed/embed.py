@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cpu", help="cpu (default), cuda or another of torch's")
     add("--batch", type=count, default=1, metavar="N", help="slides, of any sizes, embedded at once (default 1)")
     add("--ranks", type=count, default=1, metavar="P", help="processes that share every slide (default 1)")
-    add("--keys", nargs=2, metavar=("FEATURES", "COORDS"), help="names of the two arrays in files, if not usual")
+    add("--keys", nargs=2, metavar=("FEATURES", "COORDS"), help="names of these two arrays, if not the usual")
     add("--json", action="store_true", help="print what became of each slide on stdout, all else on stderr")
 
 

@@ -5,16 +5,16 @@ import json
 from typing import Any
 
 from ...forecast.advice import advice
-from ...forecast.call import MOST_PLANNED
+from ...forecast.call_cost import MOST_PLANNED
 from ...forecast.clock import time_text
-from ...forecast.compare import Alternative, alternatives, recommended, ways_of
+from ...forecast.exchanges import Alternative, alternatives, recommended, ways_of
 from ...forecast.large import ERRORS_TEXT
 from ...kernels.traits import TRAITS
 from ..hardware import add_options as add_hardware_options
 from ..hardware import described, machine_for
 from ..numbers import count
 from ..output import aligned, progress_bar, wrapped
-from .options import SUGGEST, add_call, add_head_dim, call_of
+from .job_options import SUGGEST, add_call, add_head_dim, call_of
 
 EXAMPLES = f"""examples:
   rda plan compare --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 128Ki 1Mi \\

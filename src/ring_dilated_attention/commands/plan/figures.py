@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...forecast.call import BranchShare, Way, count
+from ...forecast.call_cost import BranchShare, Way, count
 from ...pattern import DilatedPattern
 from ...plan.job import Job
 from ...plan.plan import Hop, Message, Plan

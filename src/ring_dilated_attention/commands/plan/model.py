@@ -7,14 +7,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ...forecast import model as forecast
+from ...forecast import training_cost as forecast
 from ...forecast.advice import BOUND_BY_COMMUNICATION, advice
-from ...forecast.call import MOST_PLANNED, Time, Way
+from ...forecast.call_cost import MOST_PLANNED, Time, Way
 from ...forecast.clock import Hardware, time_text
 from ...forecast.decoders import SIZES, read_decoder
 from ...forecast.large import ERRORS_TEXT
-from ...forecast.model import ACTIVATIONS, Mesh, ModelJob
 from ...forecast.shape import Shape
+from ...forecast.training_cost import ACTIVATIONS, Mesh, ModelJob
 from ...kernels.traits import TRAITS
 from ...models.saved_run import find_checkpoint, read_state
 from ...pattern import DilatedPattern
@@ -26,7 +26,7 @@ from ..limits import LARGEST, MOST_RANKS, check_at_least, check_given
 from ..numbers import amount, count, scaled, size_text
 from ..numbers import counted as number
 from ..output import aligned, progress_bar, wrapped
-from .options import SUGGEST, add_call, complete, pattern_of
+from .job_options import SUGGEST, add_call, complete, pattern_of
 
 EXAMPLES = f"""examples:
   rda plan model --layers 24 --embed-dim 2048 --heads 16 --vocab 32K \\

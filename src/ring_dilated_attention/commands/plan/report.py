@@ -3,7 +3,7 @@
 from operator import itemgetter
 from typing import Any
 
-from ...forecast.call import FLOPS_PER_PAIR, Figures
+from ...forecast.call_cost import FLOPS_PER_PAIR, Figures
 from ...forecast.clock import Hardware, StepTime, time_text
 from ...forecast.large import ERRORS_TEXT
 from ...forecast.ledger import Peak

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...forecast.call import BranchShare
+from ...forecast.call_cost import BranchShare
 from ...plan.sharding import Shard, Span, shard_length
 
 if TYPE_CHECKING:

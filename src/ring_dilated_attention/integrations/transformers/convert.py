@@ -6,9 +6,9 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from ...pattern import DilatedPattern
-from .attention import attend, make_mask
-from .check import attend_seen, check_model, watch_models
+from .attention_function import attend, make_mask
 from .config import FIELD, NAME, SEEN, PatternField, to_fields
+from .probe import attend_seen, check_model, watch_models
 
 
 def register() -> None:

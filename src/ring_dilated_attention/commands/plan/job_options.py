@@ -4,7 +4,7 @@ import argparse
 from itertools import accumulate
 from typing import Any
 
-from ...forecast.compare import Call
+from ...forecast.exchanges import Call
 from ...kernels.traits import TRAITS
 from ...pattern import PHASE_RULES, DilatedPattern
 from ...plan.sizes import Sizes

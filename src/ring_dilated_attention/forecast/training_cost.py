@@ -13,9 +13,9 @@ from typing import NamedTuple
 from ..pattern import DilatedPattern
 from ..plan.counts import pairs
 from ..plan.sizes import Sizes, Traits
-from .call import FLOPS_PER_PAIR, Figures, Time, Way, forecast
+from .call_cost import FLOPS_PER_PAIR, Figures, Time, Way, forecast
 from .clock import Hardware
-from .compare import Call
+from .exchanges import Call
 from .shape import FLOAT, Shape
 
 ACTIVATIONS = ("kept", "checkpointed", "offloaded")

@@ -18,7 +18,7 @@ from ...models.recompute import loss_chunk_rows, sum_in_chunks
 from ...ranks.context import ContextParallel
 from ...ranks.reduce import GlobalMean, all_reduce
 from ..torch import check_meshes
-from .attention import find_borders
+from .attention_function import find_borders
 from .config import NAME
 
 IGNORED_LABEL = -100  # transformers' and torch's

@@ -9,7 +9,7 @@ from ..plan.dealing import check_dealing
 from ..plan.job import Job
 from ..plan.sharding import SHARDINGS, Cut
 from ..plan.sizes import Sizes, Traits
-from .call import Figures, Way, count, forecast
+from .call_cost import Figures, Way, count, forecast
 from .clock import Hardware
 
 # Ways that take at most ALIKE times the least time are alike. The best of them sends least; if equal, it holds least.

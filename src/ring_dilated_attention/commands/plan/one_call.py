@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...forecast.advice import advice
-from ...forecast.call import MOST_PLANNED, Counted, Way, count, forecast
+from ...forecast.call_cost import MOST_PLANNED, Counted, Way, count, forecast
 from ...forecast.clock import Hardware
-from ...forecast.compare import Call
+from ...forecast.exchanges import Call
 from ...kernels.traits import TRAITS
 from ...plan.exchange import EXCHANGES, Choice, choice_by
 from ...plan.job import Job
@@ -20,7 +20,7 @@ from ..numbers import count as whole_number
 from ..output import progress_bar, wrapped
 from . import report
 from .figures import check_picture, draw
-from .options import add_call, add_head_dim, call_of, documents_of
+from .job_options import add_call, add_head_dim, call_of, documents_of
 
 MOST_COMPARED = 4096  # ranks for which other shardings are counted, too
 EXAMPLES = f"""examples:

@@ -22,7 +22,7 @@ from transformers import MODEL_MAPPING, PreTrainedModel
 from transformers.modeling_utils import local_torch_dtype
 
 from ...pattern import DilatedPattern
-from .attention import attend
+from .attention_function import attend
 from .config import FIELD, NAME, SEEN, pattern_of
 
 ROWS, PLACES = 8, (4, 0, -1)  # the length of a copy's input, and where it is changed
