@@ -315,7 +315,7 @@ DEEPER_DAMAGES = {
     ),
     "no safetensors": (
         lambda c: [(c / MODEL_FILE).write_bytes(b"\0" * 20), sign(c)],
-        f"{MODEL_FILE} cannot be read: Error while deserializing",
+        "checkpoint-000006 cannot be read: Error while deserializing",
     ),
 }
 

@@ -1,14 +1,16 @@
 """A run that goes on after its ranks or its launcher were lost. `make faults` has 20 trials of each kind."""
 
+import argparse
 import json
 import os
 import random
+import re
 import time
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from threading import Timer
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -19,10 +21,14 @@ from helpers import free_port
 from restart_trials import KINDS, OPTIONS, TEXT, Job, Size, newest_step, result, run_trial, whole_result
 
 from ring_dilated_attention.commands.cli import main
-from ring_dilated_attention.training.meeting import _of_this_start
+from ring_dilated_attention.commands.train import own
+from ring_dilated_attention.models.saved_run import STATE_FILE
+from ring_dilated_attention.training.checkpoint import _signed
+from ring_dilated_attention.training.meeting import store_of_launcher
+from ring_dilated_attention.training.metrics import METRICS_FILE, Metrics, run_begun
 from ring_dilated_attention.training.ownership import own_folder
 from ring_dilated_attention.training.rank_launcher import LOST_ANOTHER, Ended
-from ring_dilated_attention.training.restarts import STARTS_FILE, count_start, forget_starts, name_of, num_starts
+from ring_dilated_attention.training.restarts import check_progress, this_start, variables
 from ring_dilated_attention.training.stop_request import StopRequest, end_with
 
 SIZE = Size(steps=24, timeout=1)
@@ -120,7 +126,6 @@ class TestSameCommand:
         assert said in capsys.readouterr().err
         assert json.loads(Path("run/record.json").read_text())["status"] == "complete"
         assert checkpoint.stat().st_ino == inode
-        assert not Path("run", STARTS_FILE).exists()
 
 
 @pytest.mark.parametrize(
@@ -141,33 +146,54 @@ def test_torchrun_counts_restarts_itself(words, said, monkeypatch, capsys):
     assert said in capsys.readouterr().err
 
 
+def leave_checkpoint(step):
+    folder = Path(f"run/checkpoint-{step:06d}")
+    folder.mkdir(parents=True)
+    state = {"run": "a", "step": step, "start": this_start()}
+    (folder / STATE_FILE).write_text(_signed({}, state))
+
+
+def ranks_are_killed(launched, checkpoints, monkeypatch):
+    """For `launch`: each start leaves one of these checkpoints. Ranks refuse to start without progress."""
+    left = iter(checkpoints)
+
+    def launch(command, num_ranks, lock, variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        launched.append(num_ranks)
+        try:
+            check_progress(Path("run"))
+        except ValueError as error:
+            print(error)
+            return Ended((2, 2), False, ("", ""))
+        for step in islice(left, 1):
+            leave_checkpoint(step)
+        return Ended((1, -9), False, (LOST_ANOTHER, ""))
+
+    return launch
+
+
 @pytest.mark.parametrize(
-    ("checkpoints", "restarts", "launches", "said"),
+    ("checkpoints", "restarts", "launches", "code", "said"),
     [
-        ([], 9, 3, "; 3 starts in a row left no new checkpoint; newest checkpoint: none; start it again\n"),
-        ([2], 9, 4, "; 3 starts in a row left no new checkpoint; newest checkpoint: run/checkpoint-000002; go on"),
-        ([2, 4, 6, 8, 10], 4, 5, "rank 1 was ended by SIGKILL; newest checkpoint: run/checkpoint-000010; go on"),
-        ([2, 4], 1, 2, "restart 1 of 1 from run/checkpoint-000002\n"),
+        ([], 9, 4, 2, "run: 3 starts in a row ended without a first checkpoint: mend what ended them first\n"),
+        ([2], 9, 5, 2, "run: 3 starts in a row ended without a checkpoint after run/checkpoint-000002: mend what"),
+        ([2, 4, 6, 8, 10], 4, 5, 1, "rank 1 was ended by SIGKILL; newest checkpoint: run/checkpoint-000010; go on"),
+        ([2, 4], 1, 2, 1, "restart 1 of 1 from run/checkpoint-000002\n"),
     ],
 )
-def test_restarts_end(checkpoints, restarts, launches, said, tmp_path, monkeypatch, capsys):
+def test_restarts_end(checkpoints, restarts, launches, code, said, tmp_path, monkeypatch, capsys):
     """When they are used up, or when three starts left no new checkpoint."""
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_bytes(TEXT)
-    left, launched = iter(checkpoints), []
-
-    def launch(command, num_ranks, lock):
-        launched.append(num_ranks)
-        for step in islice(left, 1):
-            Path(f"run/checkpoint-{step:06d}").mkdir()
-        return Ended((1, -9), False, (LOST_ANOTHER, ""))
-
+    launched = []
+    launch = ranks_are_killed(launched, checkpoints, monkeypatch)
     monkeypatch.setattr("ring_dilated_attention.commands.train.launch", launch)
-    assert main([*WORDS, "--ranks", "2", "--restarts", str(restarts)]) == 1
+    assert main([*WORDS, "--ranks", "2", "--restarts", str(restarts)]) == code
     assert launched == [2] * launches
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("the ranks failed: rank 1 was ended by SIGKILL") == launches
+    printed, error = capsys.readouterr()
+    assert said in printed + error
+    assert error.count("the ranks failed: rank 1 was ended by SIGKILL") == launches - (code == 2)
 
 
 @pytest.mark.parametrize("ended", [Ended((1, -9), False, ("", ""), True), Ended((2, 1), False, ("full", LOST_ANOTHER))])
@@ -181,26 +207,26 @@ def test_what_is_not_started_again(ended, tmp_path, monkeypatch):
     assert launch.call_count == 1
 
 
-def test_starts_of_torchrun_are_counted_in_the_folder(tmp_path):
-    count_start(tmp_path, anew=True)
-    name = name_of(tmp_path)
-    count_start(tmp_path)
-    count_start(tmp_path)
-    with pytest.raises(ValueError, match="3 starts in a row ended without a first checkpoint: mend what ended them"):
-        count_start(tmp_path)
-    count_start(tmp_path, anew=True)
-    (tmp_path / "checkpoint-000005").mkdir()
-    assert num_starts(tmp_path) == 0
-    for _ in range(3):
-        count_start(tmp_path)
-    with pytest.raises(ValueError, match=r"ended without a checkpoint after .*/checkpoint-000005: mend"):
-        count_start(tmp_path)
-    assert name_of(tmp_path) == name
-    forget_starts(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000005"]
-    (tmp_path / STARTS_FILE).write_text("mine")
-    with pytest.raises(ValueError, match="was not made by rda train"):
-        count_start(tmp_path)
+def test_checkpoints_of_an_earlier_command_are_no_progress(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, value in variables("first", 7, 9).items():
+        monkeypatch.setenv(name, value)
+    leave_checkpoint(5)
+    for restart in range(4):
+        for name, value in variables("second", restart, 9).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match="3 starts") if restart == 3 else nullcontext():
+            check_progress(Path("run"))
+
+
+@pytest.mark.parametrize("content", ["", '{"run": "a", "bits_per_byte": 8.0, "step": 1}\n'])
+def test_a_run_that_was_killed_in_its_first_steps_begins_again(content, tmp_path):
+    """Its metrics are of no checkpoint: those of the same run replace them."""
+    (tmp_path / METRICS_FILE).write_text(content)
+    name = run_begun(tmp_path)
+    assert name == ("a" if content else "")
+    with Metrics(tmp_path, name or "another", 0, 0):
+        assert (tmp_path / METRICS_FILE).read_text() == ""
 
 
 def test_a_folder_is_waited_for(tmp_path):
@@ -209,30 +235,36 @@ def test_a_folder_is_waited_for(tmp_path):
     folder, _ = first.__enter__()
     (folder / "file").touch()
     Timer(0.2, first.__exit__, (None, None, None)).start()
-    with own_folder(folder, seconds=30) as (again, _):
+    said = []
+    with own_folder(folder, seconds=30, notice=said.append) as (again, _):
         assert again == folder
+    [only] = said
+    assert re.fullmatch(rf"waiting up to 30 s for {folder}, in use by process {os.getpid()} on host .+ since .+", only)
 
 
-def orphan(tells):
+def orphan(tells, trains):
     """A process that starts one that waits for ever, and ends."""
     child = os.fork()
     if child == 0:
-        end_with(os.getppid(), seconds=0)
-        with StopRequest(parent=os.getppid()) as stop:
-            tells.send(stop.requested)
-            while not stop.requested:
+        end_with(os.getppid(), seconds=0.5)
+        with StopRequest() if trains else nullcontext() as stop:
+            tells.send("started")
+            while not (trains and stop.requested):
                 time.sleep(0.01)
-            tells.send(stop.requested)
+            tells.send("stopping")
             time.sleep(600)
     time.sleep(0.3)
     os._exit(0)
 
 
-def test_a_rank_ends_after_its_parent():
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_rank_ends_after_its_parent(trains):
+    """At once, where it takes a place at the meeting; where it trains, it may save first."""
     hears, tells = START.Pipe(duplex=False)
-    START.Process(target=orphan, args=(tells,)).start()
+    START.Process(target=orphan, args=(tells, trains)).start()
     tells.close()
-    assert [hears.recv(), hears.recv()] == [False, True]
+    for said in ("started", "stopping")[: 1 + trains]:
+        assert hears.recv() == said
     assert hears.poll(30)  # the pipe closes with the process
     with pytest.raises(EOFError):
         hears.recv()
@@ -241,11 +273,30 @@ def test_a_rank_ends_after_its_parent():
 def test_ranks_meet_apart_from_those_of_an_earlier_start(monkeypatch):
     """Catches ranks that find addresses of dead ones in torchrun's store, which stays."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(server.port))
-    for start in ("first", "second"):
-        with ThreadPoolExecutor(3) as ranks:
-            stores = list(ranks.map(partial(_of_this_start, num_ranks=3), range(3)))
-        assert not any(store.check(["address"]) for store in stores)
-        stores[0].set("address", start)
-        assert [store.get("address") for store in stores] == [start.encode()] * 3
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for restart in range(2):
+        for name, value in (environment | variables("job", restart, 3)).items():
+            monkeypatch.setenv(name, value)
+        first, second = map(store_of_launcher, range(2))
+        assert not second.check(["address"])
+        first.set("address", "here")
+        assert second.get("address") == b"here"
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun"):
+        store_of_launcher(0)
+
+
+def test_a_timeout_beyond_a_day_is_refused(capsys):
+    """Catches one that overflows in torch."""
+    assert main(["train", "--timeout", "1e15"]) == 2
+    said = "--timeout must be a positive number of seconds, at most 86,400, got 1e+15"
+    assert capsys.readouterr().err == f"rda train: {said}\n"
+
+
+def test_the_other_ranks_do_not_wait_longer_than_the_first_one(tmp_path):
+    """It waits for the folder less long than they wait for it."""
+    arguments = argparse.Namespace(resume=None, run_folder=tmp_path, restarts=1, timeout=8)
+    with mock.patch("ring_dilated_attention.commands.train.own_folder") as claim:
+        own(arguments, SimpleNamespace(folder=tmp_path), is_rank=True)
+        own(arguments, SimpleNamespace(folder=tmp_path), is_rank=False)
+    assert [call.kwargs["seconds"] for call in claim.call_args_list] == [4, 60]

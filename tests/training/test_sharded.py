@@ -1,9 +1,11 @@
 """`rda train --fsdp`: each rank holds and writes its part, and any number of ranks read them again."""
 
 import os
+import re
 import resource
 import shutil
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy
@@ -20,6 +22,7 @@ from ring_dilated_attention.training.checkpoint import load_checkpoint, tensors_
 from ring_dilated_attention.training.data import Document
 from ring_dilated_attention.training.loop import make_optimizers, train
 from ring_dilated_attention.training.options import Hyperparameters
+from ring_dilated_attention.training.ownership import own_folder
 from ring_dilated_attention.training.run import Run
 
 preload("torch.distributed.checkpoint", "torch.distributed.fsdp", "ring_dilated_attention.training.loop")
@@ -118,8 +121,7 @@ def test_what_two_ranks_wrote_one_and_three_read_to_the_bit(written):
         assert found.keys() == expected.keys()
         assert all(numpy.array_equal(x, expected[name]) for name, x in found.items())
     torch.manual_seed(TINY.seed)
-    alone.reset_parameters()
-    for name, x in alone.named_parameters():  # the same beginning at any number of ranks
+    for name, x in LongNetLM(TINY.model_config()).named_parameters():  # a seed has one beginning, however a run is cut
         assert all(numpy.array_equal(x.detach(), initial[name]) for initial, _ in by_three)
 
 
@@ -153,15 +155,31 @@ def in_a_folder_of_its_own(rank, folder):
     os.chdir(folder / str(rank))
 
 
-def test_hosts_without_a_shared_folder_are_refused_in_a_sentence(tmp_path):
-    for said, left in run_ranks(2, refused_rank, tmp_path, in_a_folder_of_its_own):
+def sharing_rank(rank, world_size, folder, other):
+    """The first rank has a lock in its folder, and the other rank another one or none. Then they share a folder."""
+    from ring_dilated_attention.training.sharded import check_shared
+
+    in_a_folder_of_its_own(rank, folder)
+    owns = nullcontext() if rank == world_size - 1 and other == "none" else own_folder(Path("run"))
+    with owns, pytest.raises(Refusal) as caught:
+        check_shared(Path("run"), ContextParallel())
+    with own_folder(folder / "shared") if rank == 0 else nullcontext():
+        torch.distributed.barrier()
+        check_shared(folder / "shared", ContextParallel())
+        torch.distributed.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("other", ["its own", "none"])
+def test_hosts_without_a_shared_folder_are_refused_in_a_sentence(tmp_path, other):
+    """The other host has a lock of its own, or none."""
+    for said in run_ranks(2, sharing_rank, tmp_path, other):
         assert said.startswith("rank 1 on host ")
         assert said.endswith(
             ": run is not the folder that the first rank sees: --fsdp needs one folder that all hosts share, since "
             "each rank writes its part there"
         )
         assert "\n" not in said
-        assert not [name for name in left if name.startswith("seen-by")]
 
 
 def with_a_full_disk_on_the_second(rank, folder):
@@ -189,6 +207,11 @@ def test_a_damaged_part_is_named(written, tmp_path, damage):
         content = bytearray(part.read_bytes())
         content[-3] ^= 4
         part.write_bytes(content)
-    model = LongNetLM(TINY.model_config())
-    with pytest.raises(ValueError, match=rf"{part.name} is (missing|damaged: its sha256 is another)"):
-        load_checkpoint(checkpoint, model, make_optimizers(model, TINY))
+    refused = []
+    for rank in range(3):  # each verifies some of the five files
+        try:
+            check_whole(checkpoint, rank, 3)
+        except ValueError as error:
+            refused.append(str(error))
+    assert len(refused) == 1
+    assert re.search(rf"{part.name} is (missing|damaged: its sha256 is another)", refused[0])

@@ -4,11 +4,12 @@ import argparse
 import json
 import os
 import re
+import secrets
 import shlex
 import signal
 import socket
 import sys
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -20,23 +21,24 @@ from ..models.saved_run import find_checkpoint, step_of
 from ..plan.dealing import check_dealing
 from ..plan.exchange import EXCHANGES
 from ..training.files import in_words
+from ..training.metrics import run_begun
 from ..training.options import add_hyperparameters, flag
 from ..training.ownership import own_folder
 from ..training.rank_launcher import LOST_ANOTHER, Ended, launch, leave_reason, started
-from ..training.restarts import MOST_STARTS, are_by_torchrun, are_meant, count_start, forget_starts, name_of, num_starts
+from ..training.restarts import are_by_torchrun, are_meant, check_progress, variables
 from ..training.run import RECORD_FILE, Run, fingerprint, prepare
 from ..training.stop_request import StopRequest, end_with
 from .generate import sample
 from .interrupts import INTERRUPTED_EXIT_CODE, leaving_at_once
-from .limits import check_at_least, check_memory, check_ranks_fit
+from .limits import check_at_least, check_memory, check_ranks_fit, check_seconds
 from .numbers import count
 from .terminal import NO_MEMORY, UNREAD_EXIT_CODE, is_out_of_memory, say
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
+MOST_SECONDS = 86_400  # of --timeout
 # The options that a checkpoint does not hold: the command that resumes a run repeats them.
 DEFAULTS = {"ranks": None, "exchange": "auto", "save_every": 30, "eval_every": None}
 DEFAULTS |= {"activation_checkpointing": False, "fsdp": False, "tensorboard": False, "restarts": None, "timeout": 600}
-OWNER_SECONDS = 60  # within this time a run ends whose launcher was killed
 # What is said of the command that goes on from the parameters of a run.
 FROM = """(a new run that reads as many bytes again; --seq-len, --segment-lengths and
 --data may be others. The learning rate rises to its peak again, so a run of few
@@ -108,16 +110,19 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.launched is not None or started().num_ranks > 1 or are_by_torchrun():
         return run_rank(arguments)
     run, num_ranks = prepare_checked(arguments), arguments.ranks or 1
-    with own(arguments, run) as (folder, lock):
+    with own(arguments, run, is_rank=False) as (folder, lock):
         run = replace(run, folder=folder)
         is_alone = num_ranks == 1 and arguments.restarts is None
         return train_alone(arguments, run) if is_alone else launch_ranks(arguments, run, lock)
 
 
-def own(arguments: argparse.Namespace, run: Run) -> AbstractContextManager[tuple[Path, int]]:
+def own(arguments: argparse.Namespace, run: Run, *, is_rank: bool) -> AbstractContextManager[tuple[Path, int]]:
     """Own the run's folder. If its name is taken, and the user did not choose it, another folder is made."""
     is_new = arguments.resume is None and arguments.run_folder is None
-    return own_folder(run.folder, must_be_new=is_new, seconds=OWNER_SECONDS if are_meant(arguments) else 0)
+    # A run ends within a minute of its launcher. Other ranks wait --timeout for the one that waits for the folder.
+    seconds = min(60, arguments.timeout / 2) if is_rank else 60
+    seconds = seconds if are_meant(arguments) else 0
+    return own_folder(run.folder, must_be_new=is_new, seconds=seconds, notice=lambda why: say(f"rda train: {why}"))
 
 
 def prepare_checked(arguments: argparse.Namespace) -> Run:
@@ -129,7 +134,7 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
     num_started, num_asked = started().num_ranks, 1 if arguments.ranks is None else arguments.ranks
     check_at_least("--ranks", num_asked)
     check_at_least("--save-every", arguments.save_every)
-    check_at_least("--timeout", arguments.timeout)
+    check_seconds("--timeout", arguments.timeout, MOST_SECONDS)
     check_at_least("--restarts", arguments.restarts or 0, 0)
     check_at_least("--eval-every", 1 if arguments.eval_every is None else arguments.eval_every)
     if num_started > 1 and arguments.ranks not in (None, num_started):
@@ -146,8 +151,8 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
     if arguments.exchange == "all_to_all":  # otherwise every rank refuses it only in its first attention
         check_dealing(options.num_kv_heads or options.num_heads, num_ranks)
     num_bytes = options.num_training_bytes() * (num_ranks if num_started == 1 else 1) // (num_ranks if run.fsdp else 1)
-    where, remedy = "in parts" if run.fsdp else "on every rank", "use a smaller --embed-dim or fewer --num-layers"
-    remedy += "" if run.fsdp else ", or --fsdp with more --ranks"
+    where = "in parts" if run.fsdp else "on every rank"
+    remedy = "use a smaller --embed-dim, fewer --num-layers, or --fsdp over more hosts"
     check_memory(f"parameters, gradients and optimiser state, {where}, take", num_bytes, remedy)
     activations = 4 * options.embed_dim * options.num_layers * max(positions) // (num_ranks if num_started > 1 else 1)
     check_memory("the inputs of the blocks in one step take", activations, "use a smaller batch or shorter sequences")
@@ -158,25 +163,20 @@ def launch_ranks(arguments: argparse.Namespace, run: Run, lock: int) -> int:
     """Start the ranks, and again while they may be and one is lost. Returns the exit code."""
     folder = [] if arguments.resume else ["--run-folder", str(run.folder)]
     command = ["-m", "ring_dilated_attention.commands.cli", "train", *arguments.argv, *folder]
-    restarts, restart = arguments.restarts or 0, 0
+    job, restarts, restart = secrets.token_hex(8), arguments.restarts or 0, 0
     while True:
-        if arguments.restarts is not None:
-            count_start(run.folder, anew=restart == 0)
-        ended = launch(command, arguments.ranks or 1, lock)
+        ended = launch(command, arguments.ranks or 1, lock, variables(job, restart, restarts))
         if not any(ended.codes):
             return code_of(json.loads((run.folder / RECORD_FILE).read_text()))
         for code in (USER_ERROR_EXIT_CODE, UNREAD_EXIT_CODE):
             if not ended.was_aborted and set(ended.codes) <= {0, code}:
                 return code  # the ranks have printed the reason, or nobody reads the output
         reason = "stopped at once" if ended.was_aborted else f"the ranks failed: {'; '.join(causes(ended))}"
-        has_progress = restarts == 0 or num_starts(run.folder) < MOST_STARTS
-        if ended.was_asked or USER_ERROR_EXIT_CODE in ended.codes or restart == restarts or not has_progress:
+        if ended.was_asked or USER_ERROR_EXIT_CODE in ended.codes or restart == restarts:
             break
         restart += 1
         begin = find_checkpoint(run.folder) or "the beginning"
         say(f"rda train: {reason}; restart {restart} of {restarts} from {begin}")
-    if not has_progress:
-        reason += f"; {MOST_STARTS} starts in a row left no new checkpoint"
     say(f"rda train: {reason}; {what_is_left(arguments, run.folder)}")
     return INTERRUPTED_EXIT_CODE if ended.was_aborted else FAILED_EXIT_CODE
 
@@ -236,15 +236,13 @@ def train_alone(arguments: argparse.Namespace, run: Run) -> int:
 
 def run_rank(arguments: argparse.Namespace) -> int:
     """Train in this process, which is one rank of several. If one rank refuses, all ranks do."""
-    parent = None
-    if arguments.launched is not None or "TORCHELASTIC_RUN_ID" in os.environ:
-        parent = os.getppid()  # before the seconds that the imports take
-        end_with(parent)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid())  # before the seconds that the imports take
     with leaving_at_once("rda train"):
         import torch.distributed as dist
 
         from ..ranks.context import ContextParallel
-        from ..training.agreement import Refusal, agree, together, values_of_all
+        from ..training.agreement import Refusal, agree, on_first, together
         from ..training.loop import TrainingDiverged, train
         from ..training.meeting import join_ranks
 
@@ -258,21 +256,22 @@ def run_rank(arguments: argparse.Namespace) -> int:
             raise
         run = together(parallel, partial(prepare_checked, arguments))
         with ExitStack() as stack:
-            # The first rank owns the folder, unless the launcher does.
-            claim = partial(stack.enter_context, own(arguments, run))
-            is_owner = parallel.rank == 0 and arguments.launched is None
-            claimed, _ = together(parallel, claim if is_owner else lambda: (run.folder, 0))
-            # If the user named no folder, each rank has made up a name: take that of the first rank.
-            folder = Path(values_of_all(parallel, str(claimed))[0])
+            # The first rank owns the folder, unless the launcher does. If the user named no folder, each rank has made
+            # up a name: take that of the first rank.
+            claim = nullcontext((run.folder, 0)) if arguments.launched else own(arguments, run, is_rank=True)
+            folder = Path(on_first(parallel, lambda: str(stack.enter_context(claim)[0])))
             # An owner that was waited for may have saved once more.
             is_newest = find_checkpoint(run.folder) == run.checkpoint
             run = together(parallel, lambda: run if is_newest else prepare_checked(arguments))
             agree(parallel, together(parallel, partial(fingerprint, run)))
+            if run.fsdp:
+                from ..training.sharded import check_shared
+
+                check_shared(folder, parallel)
             if are_meant(arguments):
-                note = partial(count_start, folder, anew=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0")
-                together(parallel, note if is_owner else lambda: None)
-                run = replace(run, name=name_of(folder))
-            with StopRequest(watch_stdin=arguments.launched is not None, is_rank=True, parent=parent) as stop:
+                on_first(parallel, partial(check_progress, folder))
+                run = replace(run, name=run_begun(folder))
+            with StopRequest(watch_stdin=arguments.launched is not None, is_rank=True) as stop:
                 record = train(replace(run, folder=folder), parallel, stop)
             if parallel.rank == 0:
                 report(arguments, run, record)
@@ -291,7 +290,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
 
 def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int:
     """Tell the user and the launcher why this rank ends. An unforeseen error is raised, with its traceback."""
-    from torch.distributed import DistNetworkError, DistStoreError
+    from torch.distributed import DistError
 
     from ..ranks.link import ExchangeError
 
@@ -302,7 +301,7 @@ def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int
     if isinstance(error, (ValueError, OSError)):
         code, reason = USER_ERROR_EXIT_CODE, in_words(error)
         said = f"{who}: {reason}"
-    elif isinstance(error, (ExchangeError, DistNetworkError, DistStoreError)) or is_lost:
+    elif isinstance(error, (ExchangeError, DistError)) or is_lost:
         reason, said = LOST_ANOTHER, f"{who} lost another: {first_line}"
     elif is_out_of_memory(error):
         reason, said = NO_MEMORY, f"\n{who}: {NO_MEMORY}"  # "\n": another rank's progress bar may be on this line
@@ -328,7 +327,6 @@ def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> N
     for_people = sys.stderr if arguments.json else sys.stdout
     print(summary(record), file=for_people)
     if is_complete:
-        forget_starts(Path(folder))
         text, more = sample(folder, run.document)
         write_sample(record, text)
         onward = train_command(arguments, "--from", folder, "--steps", run.hyperparameters.steps_again)

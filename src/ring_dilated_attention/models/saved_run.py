@@ -50,11 +50,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return dict(_read_state_file(checkpoint)["state"])
 
 
-def check_whole(checkpoint: Path) -> dict[str, Any]:
-    """`read_state`, after verifying the other files too."""
+def check_whole(checkpoint: Path, rank: int = 0, num_ranks: int = 1) -> dict[str, Any]:
+    """`read_state`, after verifying the other files too. Ranks that read the same folder share them among them."""
     content = _read_state_file(checkpoint)
-    for name, written in content["files"].items():
-        path = checkpoint / name
+    for name in sorted(content["files"])[rank::num_ranks]:
+        path, written = checkpoint / name, content["files"][name]
         found = _read(path, identity)
         if found != written:
             num_bytes = written.get("bytes") if isinstance(written, dict) else None

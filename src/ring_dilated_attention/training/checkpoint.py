@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
@@ -96,10 +96,11 @@ def removed_on_failure(target: Path, unfinished: Path) -> Iterator[None]:
 
 
 def load_checkpoint(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Load parameters, and the optimisers' state if any are given. A ValueError if a file is unfit: nothing changes."""
-    saved_run.check_whole(checkpoint)
+    """Load parameters, and the optimisers' state if any are given. A ValueError if a file is unfit: nothing changes.
+
+    checkpoint: one that `saved_run.check_whole` did not refuse.
+    """
     by_name: dict[str, Tensor] = dict(model.named_parameters())
-    parameters = _load(checkpoint / saved_run.MODEL_FILE, by_name)
     name_of = {x: name for name, x in by_name.items()}
     places = {
         f"{field}/{name_of[x]}": (optimizer, x)
@@ -108,51 +109,51 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizers: Sequence[Opt
         for x in group["params"]
         for field in _FIELDS[type(optimizer)]
     }
-    expected = {key: torch.zeros(()) if key.startswith("step/") else x for key, (_, x) in places.items()}
-    found = _load(file := checkpoint / saved_run.OPTIMIZER_FILE, expected) if optimizers else {}
-    for key, x in found.items():
+    moments = {key: torch.zeros(()) if key.startswith("step/") else x for key, (_, x) in places.items()}
+    found = _load(checkpoint, by_name | moments)
+    for key in moments:
+        x = found[key]
         if key.startswith("step/") and x.item() != saved_run.step_of(checkpoint):
-            raise ValueError(f"{file} is damaged: {key!r} is {x.item():g}, not the run's step")
+            raise ValueError(f"{_file(checkpoint, key)} is damaged: {key!r} is {x.item():g}, not the run's step")
         if key.startswith("exp_avg_sq/") and bool((own_part(x) < 0).any()):
-            raise ValueError(f"{file} is damaged: {key!r} is a mean of squares below 0")
+            raise ValueError(f"{_file(checkpoint, key)} is damaged: {key!r} is a mean of squares below 0")
     with torch.no_grad():
-        for name, x in parameters.items():
-            by_name[name].copy_(x)
-        for key, x in found.items():
-            optimizer, parameter = places[key]
-            optimizer.state[parameter][key.partition("/")[0]] = x
+        for name, parameter in by_name.items():
+            parameter.copy_(found[name])
+        for key, (optimizer, parameter) in places.items():
+            optimizer.state[parameter][key.partition("/")[0]] = found[key]
 
 
-def _load(path: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    # From shards, or for them, torch.distributed.checkpoint reads what this rank needs.
-    is_whole = path.exists() and not any(hasattr(x, "to_local") for x in expected.values())
+def _load(checkpoint: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of these names, or this rank's parts of them. Names of the optimisers' tensors have a "/"."""
+    from ..models.shards import described_shards, read_shards
+
     try:
-        found: dict[str, Tensor] = load_file(path) if is_whole else _described(path)
+        found = described_shards(checkpoint)
     except (OSError, SafetensorError, KeyError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise ValueError(f"{checkpoint} cannot be read: {error}") from error
+    if not any("/" in name for name in expected):
+        found = {name: x for name, x in found.items() if "/" not in name}
     for names, what in ((expected.keys() - found.keys(), "lacks"), (found.keys() - expected.keys(), "also has")):
         if names:
-            raise ValueError(f"{path} does not fit the model: it {what} {len(names)} tensors, {min(names)!r} first")
+            misfit = f"{_file(checkpoint, min(names))} does not fit the model: it {what}"
+            raise ValueError(f"{misfit} {len(names)} tensors, {min(names)!r} first")
     for name, x in found.items():
         theirs, ours = (f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in (x, expected[name]))
         if theirs != ours:
-            raise ValueError(f"{path} does not fit the model: {name!r} is {theirs}, and the model's is {ours}")
-    if not is_whole:
-        from ..models.shards import read_shards
-
-        found = read_shards(path.parent, expected)
+            misfit = f"{_file(checkpoint, name)} does not fit the model"
+            raise ValueError(f"{misfit}: {name!r} is {theirs}, and the model's is {ours}")
+    found = read_shards(checkpoint, expected)
     for name, x in found.items():
         if x.is_floating_point() and not bool(own_part(x).isfinite().all()):
-            raise ValueError(f"{path} cannot be used: {name!r} has numbers that are not finite")
+            raise ValueError(f"{_file(checkpoint, name)} cannot be used: {name!r} has numbers that are not finite")
     return found
 
 
-def _described(path: Path) -> dict[str, Tensor]:
-    """The tensors of this file that are in shards, on meta. Those of the optimiser have a "/" in their names."""
-    from ..models.shards import described_shards
-
-    is_moments = path.name == saved_run.OPTIMIZER_FILE
-    return {name: x for name, x in described_shards(path.parent).items() if ("/" in name) == is_moments}
+def _file(checkpoint: Path, name: str) -> Path:
+    """The file with a tensor, or the checkpoint if ranks wrote its parts."""
+    file = checkpoint / (saved_run.OPTIMIZER_FILE if "/" in name else saved_run.MODEL_FILE)
+    return file if file.exists() else checkpoint
 
 
 def own_part(x: Tensor) -> Tensor:

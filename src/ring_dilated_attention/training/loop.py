@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 from ..models.longnet import LongNetLM, NextTokenLoss
+from ..models.saved_run import check_whole
 from ..ranks.context import ContextParallel
 from ..ranks.processes import recorded_waits
 from .agreement import together, values_of_all
@@ -45,12 +46,11 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
     if is_sharded:  # imported now, since it takes a second
         from .sharded import shard_writer, sharded_model
     make: Callable[..., LongNetLM] = sharded_model if is_sharded else LongNetLM
-    checkpointing = run.activation_checkpointing
-    model = make(options.model_config(), parallel=parallel, activation_checkpointing=checkpointing)
+    model = make(options.model_config(), parallel=parallel, activation_checkpointing=run.activation_checkpointing)
     optimizers = make_optimizers(model, options)
     loss_of = NextTokenLoss(model) if is_sharded else average_gradients(NextTokenLoss(model), parallel)
     state = together(parallel, partial(initial_state, run))
-    together(parallel, partial(load, run, model, optimizers))
+    load(run, model, optimizers, parallel, is_sharded=is_sharded)
     planned = planned_attention_bytes(options, parallel)
     eval_every = run.eval_every or -(-options.total_steps // NUM_EVALUATIONS)
     measured, stopping = partial(trained_on, options, parallel, planned, resident_bytes()), False
@@ -93,13 +93,18 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
             if state["step"] % run.save_every == 0 or is_last or stopping:
                 check_parameters(model, parallel, state["step"])
                 state |= measured()
-                save = partial(save_checkpoint, run.folder, state, model, optimizers)
                 if writer is not None:
                     writer.start(state, model, optimizers)
                 else:
+                    save = partial(save_checkpoint, run.folder, state, model, optimizers)
                     together(parallel, save if parallel.rank == 0 else lambda: None)
+    return scored_record(run, state, model, parallel)
+
+
+def scored_record(run: Run, state: dict[str, Any], model: LongNetLM, parallel: ContextParallel) -> dict[str, Any]:
+    """The run's record, with the scores of a complete one."""
     record = make_record(run.folder, state, sum(x.numel() for x in model.parameters()))
-    if state["step"] == options.total_steps:
+    if record["status"] == "complete":
         held_out = record["held_out_bits_per_byte"] = held_out_bits_per_byte(model, run.document)
         check_finite(math.isfinite(held_out), f"the loss is {held_out}", state["step"])
         record["held_out"] = [*state["held_out"], {"step": state["step"], "bits_per_byte": held_out}]
@@ -130,13 +135,16 @@ def take_step(
     return nats
 
 
-def load(run: Run, model: nn.Module, optimizers: list[Optimizer]) -> None:
+def load(
+    run: Run, model: nn.Module, optimizers: list[Optimizer], parallel: ContextParallel, *, is_sharded: bool
+) -> None:
     """Load the checkpoint that the run goes on from, or the parameters of the one that it begins from."""
-    if run.checkpoint is not None:
-        with offering_older(run.checkpoint):
-            load_checkpoint(run.checkpoint, model, optimizers)
-    elif run.origin is not None:
-        load_checkpoint(run.origin, model, [])
+    if (begun := run.checkpoint or run.origin) is None:
+        return
+    share = (parallel.rank, parallel.world_size) if is_sharded else ()  # ranks that read all of it verify all of it
+    checked = offering_older(begun)
+    together(parallel, checked(partial(check_whole, begun, *share)))
+    together(parallel, checked(partial(load_checkpoint, begun, model, optimizers if run.checkpoint else [])))
 
 
 def make_optimizers(model: nn.Module, options: Hyperparameters) -> list[Optimizer]:

@@ -1,55 +1,40 @@
 """How the ranks of a run join one process group, by the launcher's folder or by the variables of torchrun or srun."""
 
-import json
 import os
-import secrets
-import time
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
 from .rank_launcher import check_meeting, started
+from .restarts import are_by_torchrun, this_start
 
-POLL_SECONDS = 0.2
-JOIN_SECONDS = 300  # that ranks may start apart
+JOIN_TIME = timedelta(seconds=300)  # that ranks may start apart
 
 
 def join_ranks(folder: Path | None, timeout: timedelta) -> None:
     """Join the process group. folder: the launcher's, or None. timeout: of the messages that torch sends for DDP."""
     if dist.is_initialized():
         return
-    store: dist.Store | None = None
     rank, num_ranks = started()
-    if folder is not None:
-        store = dist.FileStore(str(folder / "store"), num_ranks)
-    else:
-        check_meeting()
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store = _of_this_start(rank, num_ranks)
+    store = dist.FileStore(str(folder / "store"), num_ranks) if folder else store_of_launcher(rank)
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{other}" for other in range(num_ranks)], JOIN_TIME)
     dist.init_process_group("gloo", timeout=timeout, store=store, rank=rank, world_size=num_ranks)
 
 
-def _of_this_start(rank: int, num_ranks: int) -> dist.Store:
-    """A part of the agents' store that no earlier start has written to. torch 2.13 keeps the store over restarts, and
-    ranks would find the addresses of dead ones there.
+def store_of_launcher(rank: int) -> dist.Store:
+    """Where the ranks of this start meet, under torchrun or srun. Ranks of earlier starts are not there.
 
-    The first rank names the part, and lists who came to it. Another rank comes to the part that is named last, until it
-    is on the list: there may be a part that an earlier start named, but that start's ranks are on its list.
+    torch 2.13 has one store for all starts of a torchrun, with the addresses of dead ranks. Each host counts its own
+    restarts: several hosts need a store for each start.
     """
-    joining = timedelta(seconds=JOIN_SECONDS)
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=joining)
-    own, deadline = secrets.token_hex(8), time.monotonic() + JOIN_SECONDS
-    if rank == 0:
-        store.set("rda/named", own)
-        came = {str(other): store.get(f"rda/{own}/{other}").decode() for other in range(1, num_ranks)}
-        store.set(f"rda/{own}/list", json.dumps(came))
-        return dist.PrefixStore(f"rda/{own}", store)
-    while time.monotonic() < deadline:
-        name = store.get("rda/named").decode()
-        store.set(f"rda/{name}/{rank}", own)
-        is_listed = store.check([f"rda/{name}/list"])
-        if is_listed and json.loads(store.get(f"rda/{name}/list")).get(str(rank)) == own:
-            return dist.PrefixStore(f"rda/{name}", store)
-        time.sleep(POLL_SECONDS)
-    raise RuntimeError(f"timed out: rank 0 did not list this one within {JOIN_SECONDS} s")
+    check_meeting()
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if is_torchruns and are_by_torchrun() and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        remedy = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun"
+        raise ValueError(f"--max-restarts of several torchruns: ranks would find the addresses of dead ones: {remedy}")
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_master = rank == 0 and not is_torchruns
+    store = dist.TCPStore(*address, is_master=is_master, timeout=JOIN_TIME, wait_for_workers=False, multi_tenant=True)
+    return dist.PrefixStore(f"start-{this_start()[1]}", store) if is_torchruns else store

@@ -73,8 +73,24 @@ class Metrics(AbstractContextManager["Metrics"]):
 
 
 def is_of(file: BinaryIO, run: str) -> bool:
-    first = json_object(file.readline(MOST_BYTES))
-    return first.get("run") == run and "bits_per_byte" in first
+    """Also of a run that was killed in its first step: the file is empty."""
+    first = file.readline(MOST_BYTES)
+    return not first or _run_of(first) == run
+
+
+def run_begun(folder: Path) -> str:
+    """The name of the run whose metrics are in a folder, or "". It may have no checkpoint yet."""
+    path = folder / METRICS_FILE
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return _run_of(file.readline(MOST_BYTES))
+
+
+def _run_of(line: bytes) -> str:
+    """The name of the run in a line of a metrics.jsonl; "" if it is none."""
+    step = json_object(line)
+    return str(step.get("run", "")) if "bits_per_byte" in step else ""
 
 
 def beside_the_bar(step: Step, planned_attention: int) -> str:

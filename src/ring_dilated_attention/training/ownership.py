@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain, count
 from pathlib import Path
@@ -22,15 +22,17 @@ POLL_SECONDS = 0.5
 
 
 @contextmanager
-def own_folder(folder: Path, *, must_be_new: bool = False, seconds: float = 0) -> Iterator[tuple[Path, int]]:
+def own_folder(
+    folder: Path, *, must_be_new: bool = False, seconds: float = 0, notice: Callable[[str], object] = print
+) -> Iterator[tuple[Path, int]]:
     """Make a folder if it is not there, and keep other runs out of it. At the end an empty folder is removed.
 
     Yields the folder and the lock's descriptor. A process that inherits the descriptor holds the lock too. must_be_new:
     if the folder is there, make another with a number after its name. Raises ValueError if another run has the folder,
-    and still has it after so many seconds.
+    and still has it after so many seconds. `notice` gets a sentence when the waiting begins.
     """
     with _new_folder_made(folder) if must_be_new else folder_made(folder) as own:
-        lock = _lock(own / LOCK_FILE, time.monotonic() + seconds)
+        lock = _lock(own / LOCK_FILE, seconds, notice)
         try:
             yield own, lock
         finally:
@@ -53,9 +55,9 @@ def _new_folder_made(folder: Path) -> Iterator[Path]:
                 path.rmdir()
 
 
-def _lock(path: Path, deadline: float) -> int:
-    """The descriptor of the locked file, which names this process. Until the deadline it waits for another owner."""
-    while True:
+def _lock(path: Path, seconds: float, notice: Callable[[str], object]) -> int:
+    """The descriptor of the locked file, which names this process. It waits so many seconds for another owner."""
+    for attempt in count():
         try:
             descriptor, is_made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
         except FileExistsError:
@@ -65,14 +67,15 @@ def _lock(path: Path, deadline: float) -> int:
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError as error:  # another run has the lock, or the file system has no locks
-                    is_owned = isinstance(error, BlockingIOError)
-                    if is_owned and time.monotonic() < deadline:
-                        time.sleep(POLL_SECONDS)
-                        os.close(descriptor)
-                        continue
-                    if is_owned or not is_made:
+                    if (is_owned := isinstance(error, BlockingIOError)) or not is_made:
                         owner = _owner(path)
                         who = "process {pid} on host {host} since {since}".format(**owner) if owner else "another run"
+                        if is_owned and attempt * POLL_SECONDS < seconds:
+                            if attempt == 0:
+                                notice(f"waiting up to {seconds:g} s for {path.parent}, in use by {who}")
+                            time.sleep(POLL_SECONDS)
+                            os.close(descriptor)
+                            continue
                         remedy = f"let it end, or choose another --run-folder. If it is dead already, remove {path}"
                         raise ValueError(f"{path.parent} is in use by {who}: {remedy}") from error
                 with suppress(FileNotFoundError):
@@ -83,6 +86,7 @@ def _lock(path: Path, deadline: float) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)  # its last owner removed it just now
+    raise AssertionError("it counts for ever")
 
 
 def _sign(descriptor: int, path: Path) -> None:

@@ -1,20 +1,23 @@
-"""Restarts of a run: who starts the ranks again, and when it is of no use any more. The file imports no torch.
-
-A file in the run's folder holds the name of the run, which has no checkpoint at first, and how often it was started
-since its newest checkpoint.
-"""
+"""Restarts of a run by `--restarts` or by torchrun, which tell ranks of them by the same variables. No torch."""
 
 import argparse
-import json
 import os
-import secrets
 from pathlib import Path
-from typing import Any, BinaryIO
 
-from ..models.saved_run import MAKER, find_checkpoint
-from .files import MOST_BYTES, json_object, write_whole
+from ..models.saved_run import find_checkpoint, read_state
 
-STARTS_FILE, MOST_STARTS = ".rda-train.starts", 3
+MOST_STARTS = 3
+
+
+def variables(job: str, restart: int, restarts: int) -> dict[str, str]:
+    """What torchrun would say to its ranks."""
+    names = ("RUN_ID", "RESTART_COUNT", "MAX_RESTARTS")
+    return {f"TORCHELASTIC_{name}": str(x) for name, x in zip(names, (job, restart, restarts), strict=True)}
+
+
+def this_start() -> tuple[str, int]:
+    """The name of the launcher's job, and how often it has started ranks again."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", ""), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def are_by_torchrun() -> bool:
@@ -27,41 +30,11 @@ def are_meant(arguments: argparse.Namespace) -> bool:
     return arguments.restarts is not None or are_by_torchrun()
 
 
-def count_start(folder: Path, *, anew: bool = False) -> None:
-    """Note that the run is started. A ValueError if the last MOST_STARTS starts left no new checkpoint.
-
-    anew: this is the first start of a command, and earlier ones do not count.
-    """
+def check_progress(folder: Path) -> None:
+    """Raise ValueError if the last MOST_STARTS starts of this launcher's job left no new checkpoint."""
+    job, restart = this_start()
     newest = find_checkpoint(folder)
-    number = 0 if anew else num_starts(folder)
-    if number >= MOST_STARTS:
+    its_job, saved = read_state(newest)["start"] if newest else ("", -1)
+    if restart - (saved if its_job == job else -1) > MOST_STARTS:
         since = f"a checkpoint after {newest}" if newest else "a first checkpoint"
-        raise ValueError(f"{folder}: {number} starts in a row ended without {since}: mend what ended them first")
-    note = {"made_by": MAKER, "run": name_of(folder), "newest": newest and newest.name, "starts": number + 1}
-    write_whole(folder / STARTS_FILE, json.dumps(note).encode(), _is_ours, MAKER)
-
-
-def num_starts(folder: Path) -> int:
-    """How often the run was started since its newest checkpoint."""
-    note, newest = _note(folder), find_checkpoint(folder)
-    return int(note.get("starts", 0)) if note.get("newest", "") == (newest and newest.name) else 0
-
-
-def forget_starts(folder: Path) -> None:
-    if _note(folder):
-        (folder / STARTS_FILE).unlink(missing_ok=True)
-
-
-def name_of(folder: Path) -> str:
-    """The name of the run that restarts in this folder, or a new one."""
-    return str(_note(folder).get("run", secrets.token_hex(16)))
-
-
-def _note(folder: Path) -> dict[str, Any]:
-    path = folder / STARTS_FILE
-    note = json_object(path.read_bytes()) if path.is_file() else {}
-    return note if note.get("made_by") == MAKER else {}
-
-
-def _is_ours(file: BinaryIO) -> bool:
-    return json_object(file.read(MOST_BYTES)).get("made_by") == MAKER
+        raise ValueError(f"{folder}: {MOST_STARTS} starts in a row ended without {since}: mend what ended them first")

@@ -19,7 +19,7 @@ from ..models.saved_run import STATE_FILE, check_whole, find_checkpoints, newest
 from .data import Document, load_document
 from .files import MOST_BYTES, check_mine, is_our_picture, json_object
 from .options import FILES, Hyperparameters, changes, flag, resolve
-from .restarts import are_meant
+from .restarts import are_meant, this_start
 
 RECORD_FILE, PICTURE_FILE = "record.json", "loss.png"
 README_FILE, README_TITLE = "README.txt", "Run {} of rda train"
@@ -82,8 +82,9 @@ def prepare(arguments: argparse.Namespace) -> Run:
 
 def initial_state(run: Run) -> dict[str, Any]:
     """What a checkpoint holds beside tensors."""
+    start = {"start": this_start()}
     if run.checkpoint is not None:
-        return read_state(run.checkpoint)
+        return read_state(run.checkpoint) | start
     origins = []
     if run.origin is not None:
         before, folder = read_state(run.origin), str(run.origin.parent.resolve())
@@ -94,6 +95,7 @@ def initial_state(run: Run) -> dict[str, Any]:
         "step": 0,
         "hyperparameters": run.hyperparameters.to_dict(),
         "document": run.document.identity(),
+        **start,
         **{name: [] for name in ("bits_per_byte", "step_seconds", "held_out")},
     }
 
@@ -169,7 +171,8 @@ def offering_older(checkpoint: Path) -> Iterator[None]:
         newest_first = find_checkpoints(checkpoint.parent)
         for number in range(newest_first.index(checkpoint) + 1, len(newest_first)):
             with suppress(ValueError):
-                _checked_state(whole := newest_first[number])
+                check_whole(whole := newest_first[number])
+                _checked_state(whole)
                 newer = " and ".join(path.name for path in newest_first[:number])
                 offer = f"; the newest whole checkpoint before it is {whole}: move {newer} away, and --resume takes it"
                 break
@@ -179,8 +182,8 @@ def offering_older(checkpoint: Path) -> Iterator[None]:
 
 
 def _checked_state(checkpoint: Path) -> dict[str, Any]:
-    """The state of a whole checkpoint. A ValueError names a file or a field that is missing or bad."""
-    state = check_whole(checkpoint)
+    """The state of a checkpoint. A ValueError names a field that is missing or bad."""
+    state = read_state(checkpoint)
     try:
         _check_state(state, step_of(checkpoint))
     except ValueError as error:

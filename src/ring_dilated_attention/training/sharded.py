@@ -4,9 +4,8 @@ Every function here is called by all ranks, at the same step.
 """
 
 import copy
-import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -22,19 +21,27 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from ..models.longnet import LongNetLM
+from ..models.longnet import LongNetBlock, LongNetLM
 from ..models.longnet_config import LongNetConfig
 from ..models.saved_run import SHARDS, identity
 from ..ranks.context import ContextParallel
-from .agreement import together, values_of_all
+from .agreement import on_first, together, values_of_all
 from .checkpoint import begin, finish, removed_on_failure, target_of, tensors_of
 from .files import in_words
+from .ownership import LOCK_FILE
+
+POLL_SECONDS = 0.05
 
 
 def sharded_model(config: LongNetConfig, parallel: ContextParallel, *, activation_checkpointing: bool) -> LongNetLM:
     """A model with parameters that are cut over the ranks. No rank ever holds more of it than its part and a block."""
     with torch.device("meta"):
         model = LongNetLM(config, parallel=parallel, activation_checkpointing=activation_checkpointing)
+    # Random numbers that a model draws before it resets its parameters: with and without --fsdp these are the same.
+    nn.Embedding(config.vocab_size, config.embed_dim)
+    for _ in model.blocks:
+        LongNetBlock(config, parallel, "auto")
+    nn.Linear(config.embed_dim, config.vocab_size, bias=False)
     mesh = init_device_mesh("cpu", (parallel.world_size,))
     for end in (model.embedding, model.head, model.final_layernorm):
         end.to_empty(device="cpu")
@@ -56,16 +63,15 @@ class ShardWriter:
 
     def __init__(self, run_folder: Path, parallel: ContextParallel) -> None:
         self.run_folder, self.parallel = run_folder, parallel
-        self._check_shared()
         # The threads have a group of their own: their messages must not mix with those of the steps.
-        self._group = dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo", timeout=parallel.ranks.timeout)
         self._pending: tuple[Path, dict[str, Any], Future[Any]] | None = None
 
     def start(self, state: dict[str, Any], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Begin to write RUN/checkpoint-<step>."""
         self.finish()
         target = target_of(self.run_folder, state)
-        if not (made := self._on_first(lambda: str(begin(target, state) or ""))):
+        if not (made := on_first(self.parallel, lambda: str(begin(target, state) or ""))):
             return
         parts = tensors_of(model, optimizers)
         file_of = {name: number for number, part in enumerate(parts.values(), start=1) for name in part}
@@ -85,15 +91,18 @@ class ShardWriter:
         """Wait until all ranks have written, and make the checkpoint one. A Refusal on all if one rank could not."""
         if self._pending is None:
             return
-        while not all(values_of_all(self.parallel, self.is_written)):  # it notices ranks that ended
-            time.sleep(0.05)
+        is_over, deadline = False, time.monotonic() + self.parallel.ranks.timeout.total_seconds()
+        while not is_over:  # the exchange of values notices ranks that ended
+            time.sleep(POLL_SECONDS)
+            known = values_of_all(self.parallel, (self.is_written, time.monotonic() > deadline))
+            is_over = all(is_written for is_written, _ in known) or any(is_late for _, is_late in known)
         (unfinished, state, written), self._pending = self._pending, None
         target = target_of(self.run_folder, state)
         with removed_on_failure(target, unfinished):
             own = together(self.parallel, partial(_result, target, written))
         parts = values_of_all(self.parallel, own)
         files = {name: found for part in parts for name, found in part.items()}
-        self._on_first(partial(finish, target, unfinished, state, files))
+        on_first(self.parallel, lambda: finish(target, unfinished, state, files))
 
     def _write(self, copies: dict[str, Any], writer: HuggingFaceStorageWriter, written: Future[dict[str, Any]]) -> None:
         """In a thread: write this rank's part. The result is the identities of its files."""
@@ -104,30 +113,25 @@ class ShardWriter:
         except (Exception, CheckpointException) as error:  # noqa: BLE001  the main thread raises it
             written.set_exception(error)
 
-    def _check_shared(self) -> None:
-        """Raise a Refusal on all ranks unless each sees a file that the first one makes in the run's folder."""
-        token = self.run_folder / self._on_first(lambda: f"seen-by-all-ranks-{secrets.token_hex(8)}")
-        self._on_first(token.touch)
-        try:
-            together(self.parallel, partial(_check_seen, token))
-        finally:
-            self._on_first(token.unlink)
 
-    def _on_first(self, action: Callable[[], Any]) -> Any:
-        """action()'s result on the first rank, which all ranks get."""
-        found = together(self.parallel, action if self.parallel.rank == 0 else lambda: None)
-        return values_of_all(self.parallel, found)[0]
+def check_shared(run_folder: Path, parallel: ContextParallel) -> None:
+    """Raise a Refusal on all ranks unless each sees the lock of the run that the first one sees."""
+    lock = run_folder / LOCK_FILE
+    firsts = on_first(parallel, lock.read_text)
+    together(parallel, partial(_check_same, lock, firsts))
 
 
-def _check_seen(token: Path) -> None:
-    if not token.exists():
+def _check_same(lock: Path, content: str) -> None:
+    if not lock.exists() or lock.read_text() != content:
         rule = "--fsdp needs one folder that all hosts share, since each rank writes its part there"
-        raise ValueError(f"{token.parent} is not the folder that the first rank sees: {rule}")
+        raise ValueError(f"{lock.parent} is not the folder that the first rank sees: {rule}")
 
 
 def _result(target: Path, written: Future[dict[str, Any]]) -> dict[str, Any]:
     try:
-        return written.result()
+        return written.result(timeout=0)
+    except TimeoutError:
+        raise ValueError(f"{target} cannot be written: it took longer than --timeout") from None
     except CheckpointException as error:
         raise ValueError(f"{target} cannot be written: {in_words(next(iter(error.failures.values()))[0])}") from error
 

@@ -1,8 +1,8 @@
 """Notes a request to stop (SIGINT or SIGTERM). The training loop acts on it between two steps.
 
 `rda train --ranks P` holds the write end of a pipe that is every rank's stdin. It closes the pipe to ask them to stop.
-The pipe closes as well if that process is killed. A rank of torchrun sees that its parent process is another. A rank
-that then comes to no end of its step ends wherever it is, so that none is left behind.
+A rank whose parent process has ended sends itself SIGTERM. If it then comes to no end of its step, it ends wherever it
+is, so that none is left behind.
 """
 
 import os
@@ -26,19 +26,10 @@ class StopRequest:
     second_aborts: a second signal ends the process at once.
     is_rank: prints no notice. After an error SIGTERM is still only noted: the rank has time to report the error.
     watch_stdin: the end of stdin is a request as well.
-    parent: so is the end of this process, which started this one. None: there is no such process.
     """
 
-    def __init__(
-        self,
-        *,
-        second_aborts: bool = False,
-        is_rank: bool = False,
-        watch_stdin: bool = False,
-        parent: int | None = None,
-    ) -> None:
+    def __init__(self, *, second_aborts: bool = False, is_rank: bool = False, watch_stdin: bool = False) -> None:
         self._second_aborts, self._is_rank, self._watch_stdin = second_aborts, is_rank, watch_stdin
-        self._parent = parent
         self.number = 0
 
     def __enter__(self) -> "StopRequest":
@@ -53,10 +44,8 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        if self.number > 0 or self._parent not in (None, os.getppid()):
-            return True
-        # Readable only at its end: nothing is written.
-        return self._watch_stdin and bool(select.select([sys.stdin.fileno()], [], [], 0)[0])
+        # stdin is readable only at its end: nothing is written.
+        return self.number > 0 or (self._watch_stdin and bool(select.select([sys.stdin.fileno()], [], [], 0)[0]))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.number += 1
@@ -68,11 +57,12 @@ class StopRequest:
 
 
 def end_with(parent: int, seconds: float = ORPHAN_SECONDS) -> None:
-    """Let a thread end this process so many seconds after its parent process has ended, whatever it waits for."""
+    """Let a thread send this process SIGTERM when its parent process has ended, and end it so many seconds later."""
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(1)
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)  # outside a `StopRequest` it ends here, and meets no rank of a later start
         time.sleep(seconds)
         with suppress(OSError):
             os.write(STDERR, b"\nrda train: this rank ends: the process that started it has ended\n")
