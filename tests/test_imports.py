@@ -31,7 +31,7 @@ HARMLESS = {
     "init_process_group",
     "destroy_process_group",
 }
-HARMLESS |= {"TCPStore", "PrefixStore", "Work", "DistError"}  # where ranks meet; what is waited for; what is raised
+HARMLESS |= {"TCPStore", "PrefixStore", "rendezvous", "Work"}  # where ranks meet; what is waited for
 HARMLESS |= {"is_available", "is_initialized", "get_rank", "get_world_size", "get_backend", "get_process_group_ranks"}
 
 # What imports by a string: a literal is read here as any other import, and others are for these modules alone, the

@@ -100,6 +100,7 @@ class Job:
     def __init__(self, launcher: str, size: Size, start: Callable[..., Process] = started) -> None:
         self.launcher, self.size, self.start, self.said = launcher, size, start, Path("said.txt")
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        self.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as docs/launching.md says
         self.num_ranks = 2
         self.heads: list[Process] = []  # the launcher, or the agents
         self.known: set[int] = set()  # all processes of ranks that were seen
@@ -159,7 +160,10 @@ class Job:
     def lose_head(self, rng: random.Random) -> None:
         """Kill the launcher, or one of the agents."""
         self.has_lost_head = True
-        self.kill([rng.choice(self.heads).pid])
+        lost = rng.choice(self.heads)
+        self.kill([lost.pid])
+        while lost.poll() is None:  # until then its ranks are no orphans
+            time.sleep(0.001)
 
     def orphans(self) -> list[int]:
         """The processes in the present folder that no living launcher has started."""

@@ -282,7 +282,7 @@ DAMAGES = {
     "a document without digest": (change(document__sha256=None), "document.sha256 is missing, and should be a text"),
 }
 DEEPER_DAMAGES = {
-    "no moments": (edit(OPTIMIZER_FILE, dict.clear), f"{OPTIMIZER_FILE} does not fit the model: it lacks"),
+    "no moments": (edit(OPTIMIZER_FILE, dict.clear), "checkpoint-000006 does not fit the model: it lacks"),
     "a moment is missing": (edit(OPTIMIZER_FILE, lambda t: t.pop(first(t))), "it lacks 1 tensors, 'exp_avg/"),
     "a misshapen moment": (
         edit(OPTIMIZER_FILE, lambda t: t.update({first(t): torch.zeros(7)})),
@@ -302,7 +302,7 @@ DEEPER_DAMAGES = {
     ),
     "a moment of another step": (
         edit(OPTIMIZER_FILE, lambda t: t[max(t)].fill_(-1.0)),
-        f"{OPTIMIZER_FILE} is damaged: 'step/",
+        "checkpoint-000006 is damaged: 'step/",
     ),
     "squares below zero": (
         edit(OPTIMIZER_FILE, lambda t: t[max(x for x in t if "exp_avg_sq" in x)].fill_(-1.0)),
@@ -311,7 +311,7 @@ DEEPER_DAMAGES = {
     "a foreign parameter": (edit(MODEL_FILE, lambda t: t.update({"x": torch.zeros(1)})), "it also has 1 tensors"),
     "a parameter is no number": (
         edit(MODEL_FILE, lambda t: t[min(t)].fill_(float("nan"))),
-        f"{MODEL_FILE} cannot be used",
+        "checkpoint-000006 cannot be used",
     ),
     "no safetensors": (
         lambda c: [(c / MODEL_FILE).write_bytes(b"\0" * 20), sign(c)],

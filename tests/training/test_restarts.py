@@ -25,10 +25,10 @@ from ring_dilated_attention.commands.train import own
 from ring_dilated_attention.models.saved_run import STATE_FILE
 from ring_dilated_attention.training.checkpoint import _signed
 from ring_dilated_attention.training.meeting import store_of_launcher
-from ring_dilated_attention.training.metrics import METRICS_FILE, Metrics, run_begun
+from ring_dilated_attention.training.metrics import METRICS_FILE, Metrics
 from ring_dilated_attention.training.ownership import own_folder
 from ring_dilated_attention.training.rank_launcher import LOST_ANOTHER, Ended
-from ring_dilated_attention.training.restarts import check_progress, this_start, variables
+from ring_dilated_attention.training.restarts import JOB, RESTART, check_progress, this_start
 from ring_dilated_attention.training.stop_request import StopRequest, end_with
 
 SIZE = Size(steps=24, timeout=1)
@@ -209,37 +209,38 @@ def test_what_is_not_started_again(ended, tmp_path, monkeypatch):
 
 def test_checkpoints_of_an_earlier_command_are_no_progress(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, value in variables("first", 7, 9).items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(JOB, "first")
+    monkeypatch.setenv(RESTART, "7")
     leave_checkpoint(5)
+    monkeypatch.setenv(JOB, "second")
     for restart in range(4):
-        for name, value in variables("second", restart, 9).items():
-            monkeypatch.setenv(name, value)
+        monkeypatch.setenv(RESTART, str(restart))
         with pytest.raises(ValueError, match="3 starts") if restart == 3 else nullcontext():
             check_progress(Path("run"))
 
 
 @pytest.mark.parametrize("content", ["", '{"run": "a", "bits_per_byte": 8.0, "step": 1}\n'])
-def test_a_run_that_was_killed_in_its_first_steps_begins_again(content, tmp_path):
-    """Its metrics are of no checkpoint: those of the same run replace them."""
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(content, tmp_path):
     (tmp_path / METRICS_FILE).write_text(content)
-    name = run_begun(tmp_path)
-    assert name == ("a" if content else "")
-    with Metrics(tmp_path, name or "another", 0, 0):
+    with pytest.raises(ValueError, match="was not made by this run") if content else nullcontext():
+        Metrics(tmp_path, "another", 0, 0).__exit__(None, None, None)
+    with Metrics(tmp_path, None, 0, 0):
         assert (tmp_path / METRICS_FILE).read_text() == ""
+    (tmp_path / METRICS_FILE).write_text("mine\n")
+    with pytest.raises(ValueError, match="was not made by this run"):
+        Metrics(tmp_path, None, 0, 0)
 
 
-def test_a_folder_is_waited_for(tmp_path):
+def test_a_folder_is_waited_for(tmp_path, capsys):
     """A run whose launcher was killed saves, and leaves its folder."""
     first = own_folder(tmp_path / "run")
     folder, _ = first.__enter__()
     (folder / "file").touch()
     Timer(0.2, first.__exit__, (None, None, None)).start()
-    said = []
-    with own_folder(folder, seconds=30, notice=said.append) as (again, _):
+    with own_folder(folder, seconds=30) as (again, _):
         assert again == folder
-    [only] = said
-    assert re.fullmatch(rf"waiting up to 30 s for {folder}, in use by process {os.getpid()} on host .+ since .+", only)
+    expected = rf"rda train: waiting up to 30 s for {folder}, in use by process {os.getpid()} on host .+ since .+\n"
+    assert re.fullmatch(expected, capsys.readouterr().err)
 
 
 def orphan(tells, trains):
@@ -273,17 +274,19 @@ def test_a_rank_ends_after_its_parent(trains):
 def test_ranks_meet_apart_from_those_of_an_earlier_start(monkeypatch):
     """Catches ranks that find addresses of dead ones in torchrun's store, which stays."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "RANK": "0", "WORLD_SIZE": "2"}
+    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     for restart in range(2):
-        for name, value in (environment | variables("job", restart, 3)).items():
-            monkeypatch.setenv(name, value)
-        first, second = map(store_of_launcher, range(2))
+        monkeypatch.setenv(RESTART, str(restart))
+        first, second = (store_of_launcher(rank, 2) for rank in range(2))
         assert not second.check(["address"])
         first.set("address", "here")
         assert second.get("address") == b"here"
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun"):
-        store_of_launcher(0)
+        store_of_launcher(0, 2)
 
 
 def test_a_timeout_beyond_a_day_is_refused(capsys):

@@ -21,11 +21,10 @@ from ..models.saved_run import find_checkpoint, step_of
 from ..plan.dealing import check_dealing
 from ..plan.exchange import EXCHANGES
 from ..training.files import in_words
-from ..training.metrics import run_begun
 from ..training.options import add_hyperparameters, flag
 from ..training.ownership import own_folder
 from ..training.rank_launcher import LOST_ANOTHER, Ended, launch, leave_reason, started
-from ..training.restarts import are_by_torchrun, are_meant, check_progress, variables
+from ..training.restarts import JOB, RESTART, are_by_torchrun, are_meant, check_progress
 from ..training.run import RECORD_FILE, Run, fingerprint, prepare
 from ..training.stop_request import StopRequest, end_with
 from .generate import sample
@@ -35,7 +34,6 @@ from .numbers import count
 from .terminal import NO_MEMORY, UNREAD_EXIT_CODE, is_out_of_memory, say
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
-MOST_SECONDS = 86_400  # of --timeout
 # The options that a checkpoint does not hold: the command that resumes a run repeats them.
 DEFAULTS = {"ranks": None, "exchange": "auto", "save_every": 30, "eval_every": None}
 DEFAULTS |= {"activation_checkpointing": False, "fsdp": False, "tensorboard": False, "restarts": None, "timeout": 600}
@@ -44,8 +42,8 @@ FROM = """(a new run that reads as many bytes again; --seq-len, --segment-length
 --data may be others. The learning rate rises to its peak again, so a run of few
 steps makes the model worse)"""
 PACKAGES = ("matplotlib", "numpy", "safetensors", "tqdm")
-# The error of gloo in DDP's all-reduce of gradients, when another rank has ended.
-LOST_CONNECTION = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed out|gloo/transport")
+# The errors of gloo in DDP's all-reduce of gradients, and of a store, when another rank has ended.
+LOST_CONNECTION = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed? ?out|gloo/transport")
 EXAMPLES = """examples:
   rda train                                  one process; the document is
                                              Python's standard library
@@ -59,13 +57,9 @@ EXAMPLES = """examples:
                                              --data, --seq-len and
                                              --segment-lengths may be others
   rda train --steps 5                        a quick look: 5 steps of --seq-len
-  rda train --ranks 2 --restarts 9 --run-folder runs/a   start lost ranks again;
-                                             the same command goes on with a
-                                             run that was killed
+  rda train --ranks 2 --restarts 9 --run-folder runs/a   go on if a rank is lost
   torchrun --nproc-per-node 2 -m ring_dilated_attention.commands.cli train
-                                             your own launcher, any hosts; with
-                                             its --max-restarts, --run-folder
-                                             is as with --restarts
+                                             your own launcher, any hosts
   srun python -m ring_dilated_attention.commands.cli train
                                   Slurm, with MASTER_ADDR and MASTER_PORT set
 
@@ -120,9 +114,8 @@ def own(arguments: argparse.Namespace, run: Run, *, is_rank: bool) -> AbstractCo
     """Own the run's folder. If its name is taken, and the user did not choose it, another folder is made."""
     is_new = arguments.resume is None and arguments.run_folder is None
     # A run ends within a minute of its launcher. Other ranks wait --timeout for the one that waits for the folder.
-    seconds = min(60, arguments.timeout / 2) if is_rank else 60
-    seconds = seconds if are_meant(arguments) else 0
-    return own_folder(run.folder, must_be_new=is_new, seconds=seconds, notice=lambda why: say(f"rda train: {why}"))
+    seconds = 0 if not are_meant(arguments) else min(60, arguments.timeout / 2) if is_rank else 60
+    return own_folder(run.folder, must_be_new=is_new, seconds=seconds)
 
 
 def prepare_checked(arguments: argparse.Namespace) -> Run:
@@ -134,7 +127,7 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
     num_started, num_asked = started().num_ranks, 1 if arguments.ranks is None else arguments.ranks
     check_at_least("--ranks", num_asked)
     check_at_least("--save-every", arguments.save_every)
-    check_seconds("--timeout", arguments.timeout, MOST_SECONDS)
+    check_seconds("--timeout", arguments.timeout, 86_400)
     check_at_least("--restarts", arguments.restarts or 0, 0)
     check_at_least("--eval-every", 1 if arguments.eval_every is None else arguments.eval_every)
     if num_started > 1 and arguments.ranks not in (None, num_started):
@@ -163,9 +156,9 @@ def launch_ranks(arguments: argparse.Namespace, run: Run, lock: int) -> int:
     """Start the ranks, and again while they may be and one is lost. Returns the exit code."""
     folder = [] if arguments.resume else ["--run-folder", str(run.folder)]
     command = ["-m", "ring_dilated_attention.commands.cli", "train", *arguments.argv, *folder]
-    job, restarts, restart = secrets.token_hex(8), arguments.restarts or 0, 0
-    while True:
-        ended = launch(command, arguments.ranks or 1, lock, variables(job, restart, restarts))
+    job, restarts = secrets.token_hex(8), arguments.restarts or 0
+    for restart in range(restarts + 1):
+        ended = launch(command, arguments.ranks or 1, lock, {JOB: job, RESTART: str(restart)})
         if not any(ended.codes):
             return code_of(json.loads((run.folder / RECORD_FILE).read_text()))
         for code in (USER_ERROR_EXIT_CODE, UNREAD_EXIT_CODE):
@@ -174,9 +167,8 @@ def launch_ranks(arguments: argparse.Namespace, run: Run, lock: int) -> int:
         reason = "stopped at once" if ended.was_aborted else f"the ranks failed: {'; '.join(causes(ended))}"
         if ended.was_asked or USER_ERROR_EXIT_CODE in ended.codes or restart == restarts:
             break
-        restart += 1
         begin = find_checkpoint(run.folder) or "the beginning"
-        say(f"rda train: {reason}; restart {restart} of {restarts} from {begin}")
+        say(f"rda train: {reason}; restart {restart + 1} of {restarts} from {begin}")
     say(f"rda train: {reason}; {what_is_left(arguments, run.folder)}")
     return INTERRUPTED_EXIT_CODE if ended.was_aborted else FAILED_EXIT_CODE
 
@@ -236,7 +228,7 @@ def train_alone(arguments: argparse.Namespace, run: Run) -> int:
 
 def run_rank(arguments: argparse.Namespace) -> int:
     """Train in this process, which is one rank of several. If one rank refuses, all ranks do."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if JOB in os.environ:
         end_with(os.getppid())  # before the seconds that the imports take
     with leaving_at_once("rda train"):
         import torch.distributed as dist
@@ -263,16 +255,12 @@ def run_rank(arguments: argparse.Namespace) -> int:
             # An owner that was waited for may have saved once more.
             is_newest = find_checkpoint(run.folder) == run.checkpoint
             run = together(parallel, lambda: run if is_newest else prepare_checked(arguments))
+            run = replace(run, folder=folder)
             agree(parallel, together(parallel, partial(fingerprint, run)))
-            if run.fsdp:
-                from ..training.sharded import check_shared
-
-                check_shared(folder, parallel)
             if are_meant(arguments):
                 on_first(parallel, partial(check_progress, folder))
-                run = replace(run, name=run_begun(folder))
             with StopRequest(watch_stdin=arguments.launched is not None, is_rank=True) as stop:
-                record = train(replace(run, folder=folder), parallel, stop)
+                record = train(run, parallel, stop)
             if parallel.rank == 0:
                 report(arguments, run, record)
         dist.destroy_process_group()
@@ -290,8 +278,6 @@ def run_rank(arguments: argparse.Namespace) -> int:
 
 def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int:
     """Tell the user and the launcher why this rank ends. An unforeseen error is raised, with its traceback."""
-    from torch.distributed import DistError
-
     from ..ranks.link import ExchangeError
 
     who = f"rda train: rank {started().rank} on host {socket.gethostname()}"
@@ -301,7 +287,7 @@ def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int
     if isinstance(error, (ValueError, OSError)):
         code, reason = USER_ERROR_EXIT_CODE, in_words(error)
         said = f"{who}: {reason}"
-    elif isinstance(error, (ExchangeError, DistError)) or is_lost:
+    elif isinstance(error, ExchangeError) or is_lost:
         reason, said = LOST_ANOTHER, f"{who} lost another: {first_line}"
     elif is_out_of_memory(error):
         reason, said = NO_MEMORY, f"\n{who}: {NO_MEMORY}"  # "\n": another rank's progress bar may be on this line

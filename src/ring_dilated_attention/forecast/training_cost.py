@@ -103,9 +103,7 @@ def model_memory(job: ModelJob, activations: str, traits: Traits | None) -> Mode
     optimiser = moments + (cut * FLOAT if shape.param_itemsize < FLOAT else 0)  # 16-bit parameters have a float32 copy
     block, checkpoint, ends = shape.saved()
     each = block if activations == "kept" else checkpoint
-    held, host = shape.num_layers, 0
-    if activations == "offloaded":
-        held, host = 1, job.rows * shape.num_layers * each
+    held, host = (1, job.rows * shape.num_layers * each) if activations == "offloaded" else (shape.num_layers, 0)
     saved = job.rows * (held * each + ends)
     working = _working(job, traits, job.rows * (block - each))
     if mesh.shards > 1:  # the parameters of this block and the next, and one block's gradients

@@ -4,8 +4,8 @@
                           optimizer.safetensors   the optimisers' state, as "<field>/<parameter>"
                           state.json              everything else, and the digests of all files
 
-With --fsdp the same tensors are in two files of each rank, shard-<rank>-model-<1 or 2>-of-00002.safetensors, in the
-format of torch.distributed.checkpoint (`shards.py` reads them).
+With --fsdp the same tensors are in a file of each rank, shard-<rank>-model-00001-of-00001.safetensors, in the format of
+torch.distributed.checkpoint (`shards.py` reads them).
 
 The file imports no torch.
 """

@@ -32,9 +32,10 @@ def save_checkpoint(run_folder: Path, state: dict[str, Any], model: nn.Module, o
         return target
     files = {}
     with removed_on_failure(target, unfinished):
-        for name, tensors in tensors_of(model, optimizers).items():
+        tensors = tensors_of(model, optimizers)
+        for name, are_moments in ((saved_run.MODEL_FILE, False), (saved_run.OPTIMIZER_FILE, True)):
             with replaced(unfinished / name) as path:
-                save_file(tensors, path)
+                save_file({key: x for key, x in tensors.items() if ("/" in key) == are_moments}, path)
             files[name] = saved_run.identity(unfinished / name)
     finish(target, unfinished, state, files)
     return target
@@ -57,16 +58,15 @@ def begin(target: Path, state: dict[str, Any]) -> Path | None:
     return unfinished
 
 
-def tensors_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Tensor]]:
-    """What a checkpoint holds, by file and name."""
+def tensors_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """What a checkpoint holds: parameters by name, and the optimisers' state as "<field>/<parameter>"."""
     moments = {
         f"{field}/{name}": x
         for name, parameter in model.named_parameters()
         for optimizer in optimizers
         for field, x in optimizer.state.get(parameter, {}).items()
     }
-    parameters = {name: x.detach() for name, x in model.named_parameters()}
-    return {saved_run.MODEL_FILE: parameters, saved_run.OPTIMIZER_FILE: moments}
+    return {name: x.detach() for name, x in model.named_parameters()} | moments
 
 
 def finish(target: Path, unfinished: Path, state: dict[str, Any], files: dict[str, Any]) -> None:
@@ -114,9 +114,9 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizers: Sequence[Opt
     for key in moments:
         x = found[key]
         if key.startswith("step/") and x.item() != saved_run.step_of(checkpoint):
-            raise ValueError(f"{_file(checkpoint, key)} is damaged: {key!r} is {x.item():g}, not the run's step")
+            raise ValueError(f"{checkpoint} is damaged: {key!r} is {x.item():g}, not the run's step")
         if key.startswith("exp_avg_sq/") and bool((own_part(x) < 0).any()):
-            raise ValueError(f"{_file(checkpoint, key)} is damaged: {key!r} is a mean of squares below 0")
+            raise ValueError(f"{checkpoint} is damaged: {key!r} is a mean of squares below 0")
     with torch.no_grad():
         for name, parameter in by_name.items():
             parameter.copy_(found[name])
@@ -136,24 +136,17 @@ def _load(checkpoint: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
         found = {name: x for name, x in found.items() if "/" not in name}
     for names, what in ((expected.keys() - found.keys(), "lacks"), (found.keys() - expected.keys(), "also has")):
         if names:
-            misfit = f"{_file(checkpoint, min(names))} does not fit the model: it {what}"
-            raise ValueError(f"{misfit} {len(names)} tensors, {min(names)!r} first")
+            misfit = f"{what} {len(names)} tensors, {min(names)!r} first"
+            raise ValueError(f"{checkpoint} does not fit the model: it {misfit}")
     for name, x in found.items():
         theirs, ours = (f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in (x, expected[name]))
         if theirs != ours:
-            misfit = f"{_file(checkpoint, name)} does not fit the model"
-            raise ValueError(f"{misfit}: {name!r} is {theirs}, and the model's is {ours}")
+            raise ValueError(f"{checkpoint} does not fit the model: {name!r} is {theirs}, and the model's is {ours}")
     found = read_shards(checkpoint, expected)
     for name, x in found.items():
         if x.is_floating_point() and not bool(own_part(x).isfinite().all()):
-            raise ValueError(f"{_file(checkpoint, name)} cannot be used: {name!r} has numbers that are not finite")
+            raise ValueError(f"{checkpoint} cannot be used: {name!r} has numbers that are not finite")
     return found
-
-
-def _file(checkpoint: Path, name: str) -> Path:
-    """The file with a tensor, or the checkpoint if ranks wrote its parts."""
-    file = checkpoint / (saved_run.OPTIMIZER_FILE if "/" in name else saved_run.MODEL_FILE)
-    return file if file.exists() else checkpoint
 
 
 def own_part(x: Tensor) -> Tensor:

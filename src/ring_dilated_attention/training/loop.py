@@ -25,6 +25,7 @@ from .files import LossyStream
 from .machine import hardware, peak_resident_bytes, resident_bytes, versions
 from .metrics import Metrics, Step, beside_the_bar
 from .options import Hyperparameters
+from .restarts import this_start
 from .run import Run, initial_state, offering_older
 from .run_report import make_record, planned_attention_bytes
 from .scoring import bits_by_context, held_out_bits_per_byte
@@ -44,23 +45,24 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
     torch.manual_seed(options.seed)
     is_sharded = run.fsdp and parallel.world_size > 1  # one rank has nothing to share
     if is_sharded:  # imported now, since it takes a second
-        from .sharded import shard_writer, sharded_model
+        from .sharded import ShardWriter, sharded_model
     make: Callable[..., LongNetLM] = sharded_model if is_sharded else LongNetLM
     model = make(options.model_config(), parallel=parallel, activation_checkpointing=run.activation_checkpointing)
     optimizers = make_optimizers(model, options)
     loss_of = NextTokenLoss(model) if is_sharded else average_gradients(NextTokenLoss(model), parallel)
     state = together(parallel, partial(initial_state, run))
-    load(run, model, optimizers, parallel, is_sharded=is_sharded)
+    load(run, model, optimizers, parallel)
     planned = planned_attention_bytes(options, parallel)
     eval_every = run.eval_every or -(-options.total_steps // NUM_EVALUATIONS)
     measured, stopping = partial(trained_on, options, parallel, planned, resident_bytes()), False
     state = measured() | state
-    writes = partial(Metrics, run.folder, state["run"], state["step"], parallel.rank, tensorboard=run.tensorboard)
+    owner = None if run.begins_again else state["run"]
+    writes = partial(Metrics, run.folder, owner, state["step"], parallel.rank, tensorboard=run.tensorboard)
     terminal = {"file": LossyStream(sys.stderr), "disable": parallel.rank != 0, "dynamic_ncols": True}
     with (
         together(parallel, writes) as metrics,
         recorded_waits(parallel.ranks) as waits,
-        shard_writer(run.folder, parallel) if is_sharded else nullcontext() as writer,
+        ShardWriter(run.folder, parallel) if is_sharded else nullcontext() as writer,
         tqdm(total=options.total_steps, initial=state["step"], unit="step", **terminal) as bar,
     ):
         if parallel.rank == 0:  # not earlier: a run that is refused prints only the reason
@@ -135,13 +137,11 @@ def take_step(
     return nats
 
 
-def load(
-    run: Run, model: nn.Module, optimizers: list[Optimizer], parallel: ContextParallel, *, is_sharded: bool
-) -> None:
+def load(run: Run, model: nn.Module, optimizers: list[Optimizer], parallel: ContextParallel) -> None:
     """Load the checkpoint that the run goes on from, or the parameters of the one that it begins from."""
     if (begun := run.checkpoint or run.origin) is None:
         return
-    share = (parallel.rank, parallel.world_size) if is_sharded else ()  # ranks that read all of it verify all of it
+    share = (parallel.rank, parallel.world_size) if run.fsdp else ()  # else each host may have a folder of its own
     checked = offering_older(begun)
     together(parallel, checked(partial(check_whole, begun, *share)))
     together(parallel, checked(partial(load_checkpoint, begun, model, optimizers if run.checkpoint else [])))
@@ -210,4 +210,4 @@ def trained_on(options: Hyperparameters, parallel: ContextParallel, planned: int
         "planned_attention": planned,
     }
     machine = hardware() | {"threads_per_rank": torch.get_num_threads()}
-    return {"hardware": machine, "versions": versions(), "ranks": values_of_all(parallel, own)}
+    return {"hardware": machine, "versions": versions(), "ranks": values_of_all(parallel, own), "start": this_start()}

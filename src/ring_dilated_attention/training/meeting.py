@@ -17,24 +17,22 @@ def join_ranks(folder: Path | None, timeout: timedelta) -> None:
     if dist.is_initialized():
         return
     rank, num_ranks = started()
-    store = dist.FileStore(str(folder / "store"), num_ranks) if folder else store_of_launcher(rank)
+    store = dist.FileStore(str(folder / "store"), num_ranks) if folder else store_of_launcher(rank, num_ranks)
     store.set(f"here/{rank}", "")
     store.wait([f"here/{other}" for other in range(num_ranks)], JOIN_TIME)
     dist.init_process_group("gloo", timeout=timeout, store=store, rank=rank, world_size=num_ranks)
 
 
-def store_of_launcher(rank: int) -> dist.Store:
-    """Where the ranks of this start meet, under torchrun or srun. Ranks of earlier starts are not there.
+def store_of_launcher(rank: int, num_ranks: int) -> dist.Store:
+    """Where the ranks of this start meet under torchrun or srun, apart from those of earlier starts.
 
-    torch 2.13 has one store for all starts of a torchrun, with the addresses of dead ranks. Each host counts its own
-    restarts: several hosts need a store for each start.
+    torch 2.13 has one store for all starts of a torchrun, with the addresses of dead ranks. Each torchrun counts its
+    own restarts, so several need torch's store for each start.
     """
     check_meeting()
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_torchruns and are_by_torchrun() and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         remedy = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun"
         raise ValueError(f"--max-restarts of several torchruns: ranks would find the addresses of dead ones: {remedy}")
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_master = rank == 0 and not is_torchruns
-    store = dist.TCPStore(*address, is_master=is_master, timeout=JOIN_TIME, wait_for_workers=False, multi_tenant=True)
+    store: dist.Store = next(dist.rendezvous("env://", rank, num_ranks, timeout=JOIN_TIME))[0]
     return dist.PrefixStore(f"start-{this_start()[1]}", store) if is_torchruns else store

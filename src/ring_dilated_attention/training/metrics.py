@@ -28,9 +28,12 @@ class Step(NamedTuple):
 
 
 class Metrics(AbstractContextManager["Metrics"]):
-    """The metrics of one run, written by the first rank alone. A ValueError refuses a file that another run made."""
+    """The metrics of one run, written by the first rank alone. A ValueError refuses a file that another run made.
 
-    def __init__(self, folder: Path, run: str, step: int, rank: int, *, tensorboard: bool = False) -> None:
+    run: the name of the run. None replaces the metrics of any run.
+    """
+
+    def __init__(self, folder: Path, run: str | None, step: int, rank: int, *, tensorboard: bool = False) -> None:
         self._file, self._writer = None, None
         self._folder, self._has_steps = folder, False
         if rank != 0:
@@ -72,25 +75,11 @@ class Metrics(AbstractContextManager["Metrics"]):
             self._writer.add_scalar("resident_bytes/most", max(step.resident_bytes), step.step)
 
 
-def is_of(file: BinaryIO, run: str) -> bool:
-    """Also of a run that was killed in its first step: the file is empty."""
-    first = file.readline(MOST_BYTES)
-    return not first or _run_of(first) == run
-
-
-def run_begun(folder: Path) -> str:
-    """The name of the run whose metrics are in a folder, or "". It may have no checkpoint yet."""
-    path = folder / METRICS_FILE
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        return _run_of(file.readline(MOST_BYTES))
-
-
-def _run_of(line: bytes) -> str:
-    """The name of the run in a line of a metrics.jsonl; "" if it is none."""
-    step = json_object(line)
-    return str(step.get("run", "")) if "bits_per_byte" in step else ""
+def is_of(file: BinaryIO, run: str | None) -> bool:
+    """Whether these are the metrics of this run, or of any if it is None. A run killed in its first step has none."""
+    line = file.readline(MOST_BYTES)
+    first = json_object(line)
+    return not line or ("bits_per_byte" in first and run in (None, first.get("run")))
 
 
 def beside_the_bar(step: Step, planned_attention: int) -> str:

@@ -8,31 +8,30 @@ import fcntl
 import json
 import os
 import socket
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain, count
 from pathlib import Path
 
 from ..models.saved_run import MAKER
-from .files import folder_made, json_object, named_in_errors
+from .files import LossyStream, folder_made, json_object, named_in_errors
 
 LOCK_FILE = ".rda-train.lock"
 POLL_SECONDS = 0.5
 
 
 @contextmanager
-def own_folder(
-    folder: Path, *, must_be_new: bool = False, seconds: float = 0, notice: Callable[[str], object] = print
-) -> Iterator[tuple[Path, int]]:
+def own_folder(folder: Path, *, must_be_new: bool = False, seconds: float = 0) -> Iterator[tuple[Path, int]]:
     """Make a folder if it is not there, and keep other runs out of it. At the end an empty folder is removed.
 
     Yields the folder and the lock's descriptor. A process that inherits the descriptor holds the lock too. must_be_new:
     if the folder is there, make another with a number after its name. Raises ValueError if another run has the folder,
-    and still has it after so many seconds. `notice` gets a sentence when the waiting begins.
+    and still has it after so many seconds.
     """
     with _new_folder_made(folder) if must_be_new else folder_made(folder) as own:
-        lock = _lock(own / LOCK_FILE, seconds, notice)
+        lock = _lock(own / LOCK_FILE, seconds)
         try:
             yield own, lock
         finally:
@@ -55,7 +54,7 @@ def _new_folder_made(folder: Path) -> Iterator[Path]:
                 path.rmdir()
 
 
-def _lock(path: Path, seconds: float, notice: Callable[[str], object]) -> int:
+def _lock(path: Path, seconds: float) -> int:
     """The descriptor of the locked file, which names this process. It waits so many seconds for another owner."""
     for attempt in count():
         try:
@@ -72,7 +71,8 @@ def _lock(path: Path, seconds: float, notice: Callable[[str], object]) -> int:
                         who = "process {pid} on host {host} since {since}".format(**owner) if owner else "another run"
                         if is_owned and attempt * POLL_SECONDS < seconds:
                             if attempt == 0:
-                                notice(f"waiting up to {seconds:g} s for {path.parent}, in use by {who}")
+                                said = f"rda train: waiting up to {seconds:g} s for {path.parent}, in use by {who}"
+                                print(said, file=LossyStream(sys.stderr), flush=True)
                             time.sleep(POLL_SECONDS)
                             os.close(descriptor)
                             continue

@@ -19,7 +19,8 @@ from ..models.saved_run import STATE_FILE, check_whole, find_checkpoints, newest
 from .data import Document, load_document
 from .files import MOST_BYTES, check_mine, is_our_picture, json_object
 from .options import FILES, Hyperparameters, changes, flag, resolve
-from .restarts import are_meant, this_start
+from .ownership import LOCK_FILE
+from .restarts import are_meant
 
 RECORD_FILE, PICTURE_FILE = "record.json", "loss.png"
 README_FILE, README_TITLE = "README.txt", "Run {} of rda train"
@@ -42,7 +43,7 @@ class Run:
     activation_checkpointing: bool = False
     fsdp: bool = False
     tensorboard: bool = False
-    name: str = ""  # of a run that may be started again before its first checkpoint
+    begins_again: bool = False  # over the metrics of a run that was killed before its first checkpoint
 
 
 def prepare(arguments: argparse.Namespace) -> Run:
@@ -75,27 +76,25 @@ def prepare(arguments: argparse.Namespace) -> Run:
         if found["sha256"] == saved["sha256"] and found["num_held_out"] > (most := saved["num_held_out"]):
             rule = f"the run of --from trained on all but the last {most:,} bytes of this document"
             raise ValueError(f"--held-out-bytes {found['num_held_out']:,}, but {rule}: hold out no more than these")
-    names = (*ALIKE, "tensorboard")
-    choices = {name: getattr(arguments, name) for name in names}
-    return Run(options, document, folder, checkpoint, origin, **choices)
+    choices = {name: getattr(arguments, name) for name in (*ALIKE, "tensorboard")}
+    begins_again = are_meant(arguments) and checkpoint is None
+    return Run(options, document, folder, checkpoint, origin, begins_again=begins_again, **choices)
 
 
 def initial_state(run: Run) -> dict[str, Any]:
     """What a checkpoint holds beside tensors."""
-    start = {"start": this_start()}
     if run.checkpoint is not None:
-        return read_state(run.checkpoint) | start
+        return read_state(run.checkpoint)
     origins = []
     if run.origin is not None:
         before, folder = read_state(run.origin), str(run.origin.parent.resolve())
         origins = [{"folder": folder, "run": before["run"], "step": before["step"]}, *before["from"]]
     return {
-        "run": run.name or secrets.token_hex(16),
+        "run": secrets.token_hex(16),
         "from": origins,
         "step": 0,
         "hyperparameters": run.hyperparameters.to_dict(),
         "document": run.document.identity(),
-        **start,
         **{name: [] for name in ("bits_per_byte", "step_seconds", "held_out")},
     }
 
@@ -105,6 +104,7 @@ def fingerprint(run: Run) -> dict[str, str]:
     options = {flag(name): str(value) for name, value in run.hyperparameters.to_dict().items() if name not in FILES}
     document, begun = run.document.identity(), run.checkpoint or run.origin
     state = begun and read_state(begun)
+    owner = lock.read_text() if run.fsdp and (lock := run.folder / LOCK_FILE).exists() else "nobody"
     return {
         "the document": f"{document['num_bytes']:,} bytes with sha256 {document['sha256'][:16]}...",
         "held-out bytes": str(document["num_held_out"]),
@@ -112,6 +112,7 @@ def fingerprint(run: Run) -> dict[str, str]:
         "the checkpoint": f"step {state['step']} of run {state['run']}" if state else "none",
         **options,
         **{flag(name): str(getattr(run, name)) for name in ALIKE},
+        "the owner of the run's folder, which --fsdp needs all hosts to share": owner,
     }
 
 

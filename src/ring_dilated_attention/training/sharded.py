@@ -5,9 +5,9 @@ Every function here is called by all ranks, at the same step.
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -28,9 +28,6 @@ from ..ranks.context import ContextParallel
 from .agreement import on_first, together, values_of_all
 from .checkpoint import begin, finish, removed_on_failure, target_of, tensors_of
 from .files import in_words
-from .ownership import LOCK_FILE
-
-POLL_SECONDS = 0.05
 
 
 def sharded_model(config: LongNetConfig, parallel: ContextParallel, *, activation_checkpointing: bool) -> LongNetLM:
@@ -55,7 +52,7 @@ def sharded_model(config: LongNetConfig, parallel: ContextParallel, *, activatio
     return model
 
 
-class ShardWriter:
+class ShardWriter(AbstractContextManager["ShardWriter"]):
     """Writes checkpoints, of which each rank holds a part, while training goes on.
 
     A thread of each rank writes a copy. Until `finish` gives the folder its name, it counts as unfinished.
@@ -67,17 +64,18 @@ class ShardWriter:
         self._group = dist.new_group(backend="gloo", timeout=parallel.ranks.timeout)
         self._pending: tuple[Path, dict[str, Any], Future[Any]] | None = None
 
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if error is None or isinstance(error, ValueError):  # which all ranks raise alike
+            self.finish()
+
     def start(self, state: dict[str, Any], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Begin to write RUN/checkpoint-<step>."""
         self.finish()
         target = target_of(self.run_folder, state)
         if not (made := on_first(self.parallel, lambda: str(begin(target, state) or ""))):
             return
-        parts = tensors_of(model, optimizers)
-        file_of = {name: number for number, part in enumerate(parts.values(), start=1) for name in part}
-        writer = HuggingFaceStorageWriter(made, file_of, save_distributed=True)  # it flushes each file
-        tensors = {name: x for part in parts.values() for name, x in part.items()}
-        written, copies = Future[dict[str, Any]](), writer.stage(tensors)
+        writer = HuggingFaceStorageWriter(made, save_distributed=True)  # it flushes its file
+        written, copies = Future[dict[str, Any]](), writer.stage(tensors_of(model, optimizers))
         self._pending = Path(made), copy.deepcopy(state), written
         # A daemon, unlike the thread of `async_save`: a rank that ends does not wait for one that hangs.
         Thread(target=self._write, args=(copies, writer, written), daemon=True).start()
@@ -93,7 +91,7 @@ class ShardWriter:
             return
         is_over, deadline = False, time.monotonic() + self.parallel.ranks.timeout.total_seconds()
         while not is_over:  # the exchange of values notices ranks that ended
-            time.sleep(POLL_SECONDS)
+            time.sleep(0.05)
             known = values_of_all(self.parallel, (self.is_written, time.monotonic() > deadline))
             is_over = all(is_written for is_written, _ in known) or any(is_late for _, is_late in known)
         (unfinished, state, written), self._pending = self._pending, None
@@ -114,19 +112,6 @@ class ShardWriter:
             written.set_exception(error)
 
 
-def check_shared(run_folder: Path, parallel: ContextParallel) -> None:
-    """Raise a Refusal on all ranks unless each sees the lock of the run that the first one sees."""
-    lock = run_folder / LOCK_FILE
-    firsts = on_first(parallel, lock.read_text)
-    together(parallel, partial(_check_same, lock, firsts))
-
-
-def _check_same(lock: Path, content: str) -> None:
-    if not lock.exists() or lock.read_text() != content:
-        rule = "--fsdp needs one folder that all hosts share, since each rank writes its part there"
-        raise ValueError(f"{lock.parent} is not the folder that the first rank sees: {rule}")
-
-
 def _result(target: Path, written: Future[dict[str, Any]]) -> dict[str, Any]:
     try:
         return written.result(timeout=0)
@@ -134,15 +119,3 @@ def _result(target: Path, written: Future[dict[str, Any]]) -> dict[str, Any]:
         raise ValueError(f"{target} cannot be written: it took longer than --timeout") from None
     except CheckpointException as error:
         raise ValueError(f"{target} cannot be written: {in_words(next(iter(error.failures.values()))[0])}") from error
-
-
-@contextmanager
-def shard_writer(run_folder: Path, parallel: ContextParallel) -> Iterator[ShardWriter]:
-    """What it began to write is finished at the end of the block, also if all ranks refuse to go on."""
-    writer = ShardWriter(run_folder, parallel)
-    try:
-        yield writer
-    except ValueError:
-        writer.finish()
-        raise
-    writer.finish()

@@ -10,7 +10,6 @@ import select
 import signal
 import sys
 import time
-from contextlib import suppress
 from threading import Thread
 from types import FrameType
 
@@ -64,8 +63,6 @@ def end_with(parent: int, seconds: float = ORPHAN_SECONDS) -> None:
             time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)  # outside a `StopRequest` it ends here, and meets no rank of a later start
         time.sleep(seconds)
-        with suppress(OSError):
-            os.write(STDERR, b"\nrda train: this rank ends: the process that started it has ended\n")
         os._exit(1)
 
     Thread(target=watch, daemon=True, name="rda parent").start()
