@@ -111,7 +111,7 @@ dist: $(DIST)/.installed
 
 # On a machine with a GPU, where torch is to be the build for it: make gpu TORCH=torch
 gpu: $(VENV)/.installed
-	$(BIN)/python -m pytest -rs tests/kernels/test_cuda.py tests/benchmarks/test_gpu_bench.py tests/kernels/test_sdpa.py tests/ranks/test_staging.py
+	$(BIN)/python -m pytest -rs tests/kernels/test_cuda.py tests/benchmarks/test_gpu_bench.py tests/kernels/test_sdpa.py tests/ranks/test_host_memory.py
 	$(BIN)/rda check --timeout 300
 	$(BIN)/python -m benchmarks gpu
 	$(BIN)/python -m benchmarks gpu_memory

@@ -112,13 +112,13 @@ def _prepare() -> None:
 
 def _stand_in(name: str, **members: Any) -> None:
     """A module of this name and its parents, unless the real one is installed."""
-    parts = name.split(".")
-    if parts[0] in sys.modules:
-        is_real = sys.modules[parts[0]].__spec__ is not None
+    names = name.split(".")
+    if names[0] in sys.modules:
+        is_real = sys.modules[names[0]].__spec__ is not None
     else:
-        is_real = importlib.util.find_spec(parts[0]) is not None
+        is_real = importlib.util.find_spec(names[0]) is not None
     if is_real:
         return
-    for i in range(len(parts)):
-        sys.modules.setdefault(".".join(parts[: i + 1]), ModuleType(".".join(parts[: i + 1])))
+    for i in range(len(names)):
+        sys.modules.setdefault(".".join(names[: i + 1]), ModuleType(".".join(names[: i + 1])))
     vars(sys.modules[name]).update(members)

@@ -14,6 +14,7 @@ from ring_dilated_attention.commands.terminal import guarded
 from ring_dilated_attention.training.files import check_mine
 
 from . import (
+    before,
     billion,
     crossover,
     deep,
@@ -82,7 +83,7 @@ CASES: dict[str, ModuleType] = {
     "gpu_small": gpu_small,
 }
 # What makes the table of each record.
-TABLES = {name: module.table for name, module in CASES.items()} | learn.TABLES
+TABLES = {name: module.table for name, module in CASES.items()} | learn.TABLES | {"before": before.table}
 RESULTS = Path(__file__).with_name("results")
 
 EXAMPLES = f"""cases:
@@ -94,7 +95,7 @@ examples:
   python -m benchmarks --all --quick    tiny sizes, to see that they run; writes nothing. A CPU stands in for a GPU
   python -m benchmarks --page --html docs/evidence.html --reports docs/reports.md
                                         make all pages from the records again
-  python -m benchmarks learn            what dilated patterns learn, in parts of up to an hour; --help says more
+  python -m benchmarks learn            what dilated patterns learn, in runs of up to an hour; --help says more
 
 Leave the machine alone while a case runs. No row is timed before the same call passed against the definition in
 float64 at a small size. Exit codes: 0 done, 1 a gate failed, 2 refused.

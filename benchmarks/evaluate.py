@@ -10,7 +10,7 @@ import torch
 
 from ring_dilated_attention.models import LongNetLM
 from ring_dilated_attention.models.longnet_config import LongNetConfig
-from ring_dilated_attention.training.bits_per_byte import Part, score
+from ring_dilated_attention.training.bits_per_byte import Score, score
 
 from .gate import GateError, gate
 from .measure import Sizes
@@ -62,7 +62,7 @@ def _rows(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any
 def _row(
     model: LongNetLM, text: bytes, context: int, settings: Settings, step: Callable[[str], None]
 ) -> dict[str, Any]:
-    bits = [_bits(model, text[: max(context, settings.num_gated)], context, chunk) for chunk in (None, 4096)]
+    bits = [_bits(model, text[: max(context, settings.num_gated)], context, num_bytes) for num_bytes in (None, 4096)]
     if abs(bits[0] - bits[1]) > ROUNDING * bits[1]:
         raise GateError(f"contexts of {context}: {bits[0]} bits per byte whole, {bits[1]} by caches")
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)[None]
@@ -96,10 +96,10 @@ def _row(
     }
 
 
-def _bits(model: LongNetLM, text: bytes, context: int, chunk: int | None) -> float:
-    total = Part()
-    for part in score(model, [text], context, chunk):
-        total = total.plus(part)
+def _bits(model: LongNetLM, text: bytes, context: int, num_bytes: int | None) -> float:
+    total = Score()
+    for scored in score(model, [text], context, num_bytes):
+        total = total.plus(scored)
     return total.mean()
 
 

@@ -54,7 +54,7 @@ def gate(
     case = small_case(sizes, pattern)
     if ranks is None:
         ranks = [gate_squares(sizes, pattern, backend=backend, device=device, through_lse=through_lse)]
-    result = worst([case], sizes.dtype, [[part] for part in ranks], device)
+    result = worst([case], sizes.dtype, [[found] for found in ranks], device)
     if not result.passed:
         raise GateError(
             f"{pattern} at {case.seq_len} positions on {len(ranks)} ranks: relative L2 error {result.error:.2e} of "

@@ -99,7 +99,7 @@ def _ceilings(worker: Worker, settings: Settings) -> Ceilings:
 def table(rows: list[dict[str, Any]]) -> str:
     measured = [row for row in rows if "reason" not in row]
     most = measured[0]["ceilings"]
-    parts = [
+    texts = [
         f"On {measured[0]['device']}. Median milliseconds (TFLOP/s) of forward, and of both ways; after each "
         "the share kept of the speed-up over dense attention that FLOPs allow, against the same kernel run dense "
         f"(target {OWN_DENSE_TARGET:.0%}) and against torch's fastest (targets "
@@ -111,8 +111,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     titles = {(row["head_dim"], row["is_causal"]): tensors(row) for row in measured}
     for (head_dim, is_causal), title in titles.items():
         of_size = [row for row in measured if (row["head_dim"], row["is_causal"]) == (head_dim, is_causal)]
-        parts += [f"{title}{', causal' if is_causal else ''}:", _table(of_size)]
-    return "\n\n".join([*parts, *not_measured(rows)])
+        texts += [f"{title}{', causal' if is_causal else ''}:", _table(of_size)]
+    return "\n\n".join([*texts, *not_measured(rows)])
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:

@@ -169,7 +169,7 @@ Item = tuple[str, Callable[[_Trial], dict[str, Any]]]
 ITEMS: tuple[Item, ...] = tuple(product(OWN, (given_length, longest_length)))
 
 
-def longest(fits: Callable[[int], bool], start: int, *, parts: int = 16) -> tuple[int, int]:
+def longest(fits: Callable[[int], bool], start: int, *, num_steps: int = 16) -> tuple[int, int]:
     """The largest start * 2**k that fits, and the largest of its steps, 16 to the next, that does.
 
     Raises:
@@ -182,11 +182,11 @@ def longest(fits: Callable[[int], bool], start: int, *, parts: int = 16) -> tupl
             raise ValueError("not even one position fits")
     while power >= start and fits(2 * power):
         power *= 2
-    low, high = parts, 2 * parts
+    low, high = num_steps, 2 * num_steps
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(power * middle // parts) else (low, middle)
-    return power, power * low // parts
+        low, high = (middle, high) if fits(power * middle // num_steps) else (low, middle)
+    return power, power * low // num_steps
 
 
 def table(rows: list[dict[str, Any]]) -> str:

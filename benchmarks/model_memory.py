@@ -29,7 +29,7 @@ from .measure import Sizes, held_and_peak
 from .record import markdown
 
 SUMMARY = "memory of training by part, measured and planned"
-PARTS = ("parameters", "gradients", "optimiser", "activations", "working")
+KINDS = ("parameters", "gradients", "optimiser", "activations", "working")
 TARGET = 0.05
 
 
@@ -68,7 +68,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
             launch = Launch(num_ranks, seconds=settings.seconds)
             found = run_ranks(launch, _measure, options, how)
             planned = model_memory(job_of(options, Mesh(1, num_ranks)), how, TRAITS["cpu"])._asdict()
-            measured = {name: max(rank[name] for rank in found) for name in (*PARTS, "host")}
+            measured = {name: max(rank[name] for rank in found) for name in (*KINDS, "host")}
             rows.append(
                 {
                     "ranks": num_ranks,
@@ -78,7 +78,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
                     **sizes.as_json(),
                     "hyperparameters": options.to_dict(),
                     "measured": measured,
-                    "planned": {name: planned[name] for name in (*PARTS, "host")},
+                    "planned": {name: planned[name] for name in (*KINDS, "host")},
                     "target": TARGET,
                     "gate": passed,
                 }
@@ -136,15 +136,15 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         found, planned = row["measured"], row["planned"]
-        cells = [_beside(found[name], planned[name]) for name in PARTS]
-        cells.append(_beside(*(sum(each[name] for name in PARTS) for each in (found, planned))))
+        cells = [_beside(found[name], planned[name]) for name in KINDS]
+        cells.append(_beside(*(sum(each[name] for name in KINDS) for each in (found, planned))))
         cells.append(_beside(found["host"], planned["host"]) if planned.get("host") else "")
         lines.append((str(row["ranks"]), row["activations_are"], *cells))
     options = rows[0]["hyperparameters"]
     return (
         f"{options['num_layers']} layers of {options['embed_dim']}, {options['seq_len']:,} positions over all ranks, "
         "float32; measured / planned, MB, of the rank that holds most.\n\n"
-        + markdown(("ranks", "activations", *PARTS, "in all", "on the host"), lines)
+        + markdown(("ranks", "activations", *KINDS, "in all", "on the host"), lines)
     )
 
 

@@ -125,18 +125,18 @@ def take_step(sizes: Sizes, pattern: DilatedPattern, parallel: ContextParallel) 
 
 
 def summary(plan: Plan, steps: Sequence[dict[str, Stage]]) -> dict[str, Any]:
-    """The step of all repeats, its exposed share, and the parts of each stage (handshake, own rows, hops)."""
+    """The step of all repeats, its exposed share, and what each stage is made of (handshake, own rows, hops)."""
     seconds = [sum(stage.seconds for stage in step.values()) for step in steps]
     exposed = [sum(stage.exposed for stage in step.values()) for step in steps]
     return {
         "step_seconds": quantiles(seconds),
         "computing_seconds": quantiles(a - b for a, b in zip(seconds, exposed, strict=True)),
         "exposed_share": quantiles(b / a for a, b in zip(seconds, exposed, strict=True)),
-        "parts": [part for name in steps[0] for part in _parts(plan, name, [step[name] for step in steps])],
+        "parts": [found for name in steps[0] for found in _of_stage(plan, name, [step[name] for step in steps])],
     }
 
 
-def _parts(plan: Plan, name: str, stages: Sequence[Stage]) -> Iterator[dict[str, Any]]:
+def _of_stage(plan: Plan, name: str, stages: Sequence[Stage]) -> Iterator[dict[str, Any]]:
     """What one stage is made of, over all repeats. Its computation and exposed time add up to the stage."""
     handshakes = (_exposed(w for w in stage.waits if w.moment.endswith(HANDSHAKE)) for stage in stages)
     yield {"stage": name, "part": HANDSHAKE, "exposed_seconds": quantiles(handshakes)}
@@ -200,17 +200,17 @@ def table(rows: list[dict[str, Any]]) -> str:
     )
     lines = []
     for row in rows:
-        for i, part in enumerate(row["parts"]):
+        for i, found in enumerate(row["parts"]):
             lines.append(
                 (
                     f"{branches(row)}, {row['sharding']}" if i == 0 else "",
                     str(row["rank"]) if i == 0 else "",
-                    part["stage"],
-                    part["part"],
-                    _milliseconds(part, "computing_seconds"),
-                    _milliseconds(part, "chunks_in_flight_seconds"),
-                    _milliseconds(part, "gradients_in_flight_seconds"),
-                    _milliseconds(part, "exposed_seconds"),
+                    found["stage"],
+                    found["part"],
+                    _milliseconds(found, "computing_seconds"),
+                    _milliseconds(found, "chunks_in_flight_seconds"),
+                    _milliseconds(found, "gradients_in_flight_seconds"),
+                    _milliseconds(found, "exposed_seconds"),
                     f"{row['step_seconds']['median']:.2f}" if i == 0 else "",
                     f"{row['exposed_share']['median']:.1%}" if i == 0 else "",
                 )
@@ -224,5 +224,5 @@ def table(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def _milliseconds(part: dict[str, Any], name: str) -> str:
-    return f"{1e3 * part[name]['median']:.1f}" if part.get(name, {}).get("max") else ""
+def _milliseconds(found: dict[str, Any], name: str) -> str:
+    return f"{1e3 * found[name]['median']:.1f}" if found.get(name, {}).get("max") else ""

@@ -79,7 +79,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
             row = _row(setup, num_ranks, found) | {"threads_per_rank": launch.num_threads}
             alone = alone or row["forward_backward_bytes"]
             row["of_one_rank"] = num_ranks * row["forward_backward_bytes"] / alone
-            rows.append(row | {"gate": gate(setup.sizes, setup.pattern, [part.squares for part in found])})
+            rows.append(row | {"gate": gate(setup.sizes, setup.pattern, [one.squares for one in found])})
     return rows
 
 
@@ -107,21 +107,21 @@ def _row(setup: Setup, num_ranks: int, found: list[Found]) -> dict[str, Any]:
     shards = make_shards("contiguous", default_lengths("contiguous", sizes.seq_len, num_ranks))
     arguments = (sizes.batch, sizes.head_dim, sizes.dtype.itemsize)
     forwards, boths, sent = [], [], []
-    for rank, part in enumerate(found):
+    for rank, one in enumerate(found):
         plan = make_plan(Job(pattern, shards, sizes.num_heads, sizes.num_heads), rank)
         planned = attention_memory(plan, sizes.planned(), TRAITS["cpu"])
-        forwards.append(part.forward / planned.forward.num_bytes)
-        boths.append(part.forward_backward / planned.forward_backward.num_bytes)
+        forwards.append(one.forward / planned.forward.num_bytes)
+        boths.append(one.forward_backward / planned.forward_backward.num_bytes)
         sent.append(sum(plan.bytes_sent(*arguments, backward=backward) for backward in (False, True)))
-    assert sent == [part.sent_bytes for part in found], "the plan and the messages disagree"
+    assert sent == [one.sent_bytes for one in found], "the plan and the messages disagree"
     return {
         "segment_lengths": pattern.segment_lengths,
         "dilation_rates": pattern.dilation_rates,
         "is_causal": pattern.is_causal,
         **sizes.as_json(),
         "ranks": num_ranks,
-        "forward_bytes": max(part.forward for part in found),
-        "forward_backward_bytes": max(part.forward_backward for part in found),
+        "forward_bytes": max(one.forward for one in found),
+        "forward_backward_bytes": max(one.forward_backward for one in found),
         "of_plan_forward": [min(forwards), max(forwards)],
         "of_plan_forward_backward": [min(boths), max(boths)],
         "sent_bytes": max(sent),

@@ -91,18 +91,18 @@ def is_page(file: BinaryIO) -> bool:
 def write_page(folder: Path, render: Mapping[str, Table]) -> Path:
     """Make the page: a table for each record. A record that was renamed, as linear.other-cpu.json, stays beside new
     ones: of another machine, say."""
-    parts = [
+    texts = [
         f"{HEAD} What times attention passed a correctness gate first: the same",
         "branches, heads and dtype at a small size against the definition in float64.",
     ]
     for name, table in render.items():
         records = [read_record(path) for path in sorted(folder.glob(f"{name}.*json"), key=lambda path: len(path.name))]
-        parts += ["", f"## {name}"] if records else []
+        texts += ["", f"## {name}"] if records else []
         for record in records:
-            parts += ["", table(record["rows"]), "", provenance(record)]
+            texts += ["", table(record["rows"]), "", provenance(record)]
     page = page_of(folder)
     page.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(page, ("\n".join(parts) + "\n").encode(), is_page, "python -m benchmarks")
+    write_whole(page, ("\n".join(texts) + "\n").encode(), is_page, "python -m benchmarks")
     return page
 
 

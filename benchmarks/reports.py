@@ -125,10 +125,10 @@ def _row(sizes: Sizes, shape: Shape, found: list[Found]) -> dict[str, Any]:
         **sizes.as_json(),
         "ranks": shape.num_ranks,
         "threads_per_rank": 1,
-        "forward_bytes": max(part.forward for part in found),
-        "forward_backward_bytes": max(part.forward_backward for part in found),
-        "sent_bytes": max(part.sent_bytes for part in found),
-        "gate": gate(sizes, shape.pattern, [part.squares for part in found]),
+        "forward_bytes": max(one.forward for one in found),
+        "forward_backward_bytes": max(one.forward_backward for one in found),
+        "sent_bytes": max(one.sent_bytes for one in found),
+        "gate": gate(sizes, shape.pattern, [one.squares for one in found]),
     }
 
 

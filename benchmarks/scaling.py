@@ -60,19 +60,19 @@ def num_steps(settings: Settings) -> int:
 
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
     launch = Launch(NUM_RANKS, num_threads=1, is_pinned=True, seconds=settings.seconds)
-    found = run_ranks(launch, _rank_and_links, settings, on_report=lambda rank, message: step(message))
-    ranks, links = zip(*found, strict=True)
+    found = run_ranks(launch, _rank_and_network, settings, on_report=lambda rank, message: step(message))
+    ranks, networks = zip(*found, strict=True)
     rows = []
     for i, (pattern, sharding, _) in enumerate(settings.patterns):
         passed = gate(settings.sizes, pattern, [found[i][0] for found in ranks])
         row = _row(settings.sizes, pattern, sharding, passed, [found[i][1] for found in ranks])
-        rate = min(rates[i] for rates in links)
+        rate = min(rates[i] for rates in networks)
         row["threads_per_rank"] = launch.num_threads
         rows.append(row | {"modelled": _modelled(settings.sizes, pattern, row, rate)})
     return rows
 
 
-def _rank_and_links(
+def _rank_and_network(
     worker: Worker, settings: Settings
 ) -> tuple[list[tuple[Squares, dict[str, list[float]]]], list[float]]:
     return _rank(worker, settings), [_bytes_per_second(settings.sizes, *setup[:2]) for setup in settings.patterns]
@@ -146,7 +146,7 @@ def _by_repeat(ranks: list[dict[str, list[float]]], name: str) -> list[tuple[flo
 
 
 def _bytes_per_second(sizes: Sizes, pattern: DilatedPattern, sharding: str) -> float:
-    """One way of this rank's link: the first hop's chunks with nothing to compute, the median of several passes."""
+    """One way of this rank's network: the first hop's chunks with nothing to compute, the median of several passes."""
     parallel = ContextParallel(exchange="ring", sharding=sharding)
     shards = parallel.cut.shards_of(parallel.cut.default_lengths(sizes.seq_len))
     plan = make_plan(Job(pattern, shards, sizes.num_heads, sizes.num_heads), parallel.rank)
@@ -195,10 +195,10 @@ def _pattern_json(pattern: DilatedPattern) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    parts = [_measured_table(rows)]
+    texts = [_measured_table(rows)]
     if all("modelled" in row for row in rows):  # records made before the model have none
-        parts.append(_modelled_table(rows))
-    return "\n\n".join(parts)
+        texts.append(_modelled_table(rows))
+    return "\n\n".join(texts)
 
 
 def _modelled_table(rows: list[dict[str, Any]]) -> str:
@@ -224,12 +224,13 @@ def _modelled_table(rows: list[dict[str, Any]]) -> str:
                 )
             )
     rates = [model["flops_per_second"] / 1e9 for row in rows for model in row["modelled"]]
-    links = [model["bytes_per_second"] / 1e9 for row in rows for model in row["modelled"]]
+    networks = [model["bytes_per_second"] / 1e9 for row in rows for model in row["modelled"]]
     return (
         "Two cores say nothing on 4 and 8 ranks: those rows are the plan's model (`rda plan --flops --bandwidth`), not "
-        "measurements. Each rank has a core as fast as the one rank's, and links as fast as a chunk alone between two, "
-        f"both from this run: {min(rates):.3g} to {max(rates):.3g} GFLOPS, {min(links):.2g} to {max(links):.2g} GB/s; "
-        "latency is left out. The model knows the waits of two ranks, but not what keeps the machine below its ceiling."
+        "measurements. Each rank has a core as fast as the one rank's, and a network as fast as a chunk alone, "
+        f"both from this run: {min(rates):.3g} to {max(rates):.3g} GFLOPS, {min(networks):.2g} to "
+        f"{max(networks):.2g} GB/s; latency is left out. The model knows the waits of two ranks, but not what keeps "
+        "the machine below its ceiling."
         f"\n\n{markdown(headers, lines)}"
     )
 

@@ -266,7 +266,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         [row for row in rows if row["kind"] == kind] for kind in ("embedding", "gradients", "fine-tuning")
     )
     first = embedded[0]
-    parts = [
+    texts = [
         f"Slide encoder of {first['depth']} layers of {first['embed_dim']} ({first['weight_bytes'] / 1e6:.0f} MB), "
         f"{first['num_heads']} heads, {first['in_chans']} features per tile, {first['dtype']}, {first['threads']} "
         "threads. Memory is the allocator's peak beside weights and tiles; error is against float64. The original is "
@@ -274,8 +274,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         _embedding_table(embedded),
     ]
     originals = [row["original"] for row in (*embedded, *gradients)]
-    parts += sorted({f"The original was not run: {found['reason']}." for found in originals if "reason" in found})
-    parts += {
+    texts += sorted({f"The original was not run: {found['reason']}." for found in originals if "reason" in found})
+    texts += {
         "The original ran with a grid that just holds the slide: its table of positions for 1,000 x 1,000 cells is "
         f"another {found['table_bytes'] / 1e6:,.0f} MB."
         for found in originals
@@ -284,13 +284,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in gradients:
         differences = row["original"].get("gradient_difference", {})
         said = ", ".join(f"{name} {x:.1%}" for name, x in differences.items())
-        parts += [f"Its gradient is off by (relative L2, {row['tiles']:,} tiles): {said}."] if said else []
-    parts += [
+        texts += [f"Its gradient is off by (relative L2, {row['tiles']:,} tiles): {said}."] if said else []
+    texts += [
         f"A step of fine-tuning, {trained[0]['tiles']:,} tiles, {trained[0]['depth']} layers of "
         f"{trained[0]['embed_dim']}, activation checkpointing; tiles are counted, weights and their gradients not.",
         _training_table(trained),
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join(texts)
 
 
 def _embedding_table(rows: list[dict[str, Any]]) -> str:

@@ -169,7 +169,7 @@ def growth(resident: Sequence[int]) -> dict[str, Any]:
     """From the second quarter to the last, and what memory varies by inside a quarter; 64 KiB are 16 pages."""
     quarter = len(resident) // 4
     second, last = resident[quarter : 2 * quarter], resident[-quarter:]
-    noise = max(max(part) - min(part) for part in (second, last)) + 2**16
+    noise = max(max(third) - min(third) for third in (second, last)) + 2**16
     grown = statistics.median(last) - statistics.median(second)
     return {"grown_bytes": grown, "noise_bytes": noise, "is_flat": abs(grown) <= noise}
 

@@ -89,9 +89,9 @@ def _rows(
         ours, theirs, visited = [], [], positions[::every]
         for position in visited:
             step(f"{pattern.segment_lengths}, batch {sizes.batch}, caches {state}")
-            part = numbers[: bytes_read(cache, position) // 4]
+            read = numbers[: bytes_read(cache, position) // 4]
             # By turns, in one run; each finds the caches in the same state.
-            functions: tuple[Callable[[], object], ...] = (partial(call, position), part.sum)
+            functions: tuple[Callable[[], object], ...] = (partial(call, position), read.sum)
             pair: tuple[list[float], ...] = ([], [])
             for _ in range(1 + -(-settings.repeats // every)):
                 for seconds, function in zip(pair, functions, strict=True):

@@ -150,8 +150,8 @@ def _peer_squares(sizes: Sizes, pattern: DilatedPattern, parallel: ContextParall
     out, lse = peer_forward(q, k, v, pattern.is_causal)
     grads = peer_backward(grad, q, k, v, out, lse, pattern.is_causal)
     found = {"out": out, "dq": grads[0], "dk": grads[1], "dv": grads[2]}
-    parts = {name: squares(x.transpose(1, 2), parallel.shard(expected[name])) for name, x in found.items()}
-    return parts | {"lse": squares(lse.squeeze(-1).transpose(1, 2), parallel.shard(expected["lse"]))}
+    found_squares = {name: squares(x.transpose(1, 2), parallel.shard(expected[name])) for name, x in found.items()}
+    return found_squares | {"lse": squares(lse.squeeze(-1).transpose(1, 2), parallel.shard(expected["lse"]))}
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -42,12 +42,12 @@ def make_genome(num_bases: int, num_families: int = 4, length: int = 120) -> tup
     """Three chromosomes, and the bits per base of who knows each repeat from its first base: 2 for the rest."""
     families, genome, unique = torch.randint(4, (num_families, length)), {}, 0
     for name in ("chr1", "chr2", "chr3"):
-        pieces, size = [], 0
+        drawn, size = [], 0
         while size < num_bases:
-            pieces += [torch.randint(4, (int(torch.randint(30, 91, ())),)), families[torch.randint(num_families, ())]]
-            size += len(pieces[-2]) + length
-            unique += len(pieces[-2])
-        genome[name] = torch.cat(pieces).to(torch.uint8)
+            drawn += [torch.randint(4, (int(torch.randint(30, 91, ())),)), families[torch.randint(num_families, ())]]
+            size += len(drawn[-2]) + length
+            unique += len(drawn[-2])
+        genome[name] = torch.cat(drawn).to(torch.uint8)
     return genome, 2 * unique / sum(map(len, genome.values()))
 
 

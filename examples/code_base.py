@@ -34,16 +34,16 @@ def pack(documents: Sequence[bytes], seq_len: int) -> list[Packed]:
     room = seq_len
     for document in documents:
         while document:
-            piece, document = document[:room], document[room:]
-            sequences[-1].append(piece)
-            room -= len(piece)
+            text, document = document[:room], document[room:]
+            sequences[-1].append(text)
+            room -= len(text)
             if room < 2:  # one byte alone has nothing to predict
                 sequences.append([])
                 room = seq_len
     return [
-        (torch.tensor([list(b"".join(pieces))]), torch.tensor([0, *accumulate(map(len, pieces))], dtype=torch.int32))
-        for pieces in sequences
-        if any(len(piece) > 1 for piece in pieces)
+        (torch.tensor([list(b"".join(texts))]), torch.tensor([0, *accumulate(map(len, texts))], dtype=torch.int32))
+        for texts in sequences
+        if any(len(text) > 1 for text in texts)
     ]
 
 
@@ -82,11 +82,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     lengths = (min(256, options.seq_len), options.seq_len)
     model = LongNetLM(LongNetConfig(lengths, (1, 4), embed_dim=options.embed_dim, num_layers=2))
     tokens, borders = max(kept, key=lambda packed: len(packed[1]))  # the one with most documents
-    pieces = [piece for piece in tokens.split(borders.diff().tolist(), dim=1) if piece.shape[1] > 1]
+    texts = [text for text in tokens.split(borders.diff().tolist(), dim=1) if text.shape[1] > 1]
     together = bits_per_byte(model, [(tokens, borders)])
-    alone = bits_per_byte(model, [(piece, torch.tensor([0, piece.shape[1]], dtype=torch.int32)) for piece in pieces])
+    alone = bits_per_byte(model, [(text, torch.tensor([0, text.shape[1]], dtype=torch.int32)) for text in texts])
     print(
-        f"before training, {len(pieces)} documents packed {together:.5f}, one by one {alone:.5f} bits per byte",
+        f"before training, {len(texts)} documents packed {together:.5f}, one by one {alone:.5f} bits per byte",
         flush=True,
     )
 

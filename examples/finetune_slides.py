@@ -8,7 +8,7 @@ The slides are made up: stroma, in two of three classes with a spot of tumour or
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -75,17 +75,19 @@ def make_classifier(parallel: ContextParallel, weights: Path | None = None) -> S
     return SlideClassifier(LongNetViT(32, 64, 2, 8, **branches, global_pool=True, parallel=parallel))
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, help="a published slide encoder")
+    parser.add_argument("--slides", type=int, default=48, help="to train on, and as many to test (default %(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="times that each slide is seen (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("finetuned.safetensors"), help="for what was trained")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.out.exists():
         parser.exit(2, f"examples/finetune_slides.py: {arguments.out} is there already: choose another --out\n")
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
     classifier = make_classifier(ContextParallel(), arguments.weights)
-    for epoch, (loss, accuracy) in enumerate(finetune(classifier, num_epochs=3)):
+    for epoch, (loss, accuracy) in enumerate(finetune(classifier, arguments.epochs, arguments.slides)):
         if classifier.parallel.rank == 0:
             print(f"{epoch} epochs: held-out loss {loss:.4f}, accuracy {accuracy:.0%}")
     if classifier.parallel.rank == 0:

@@ -34,8 +34,8 @@ def test_the_poison_works():
     assert torch.empty(7, dtype=torch.bfloat16).isnan().all()
 
 
-# Layouts of a (B, N, H, D) tensor with the same content; the name says what differs from a contiguous one.
-LAYOUTS = {
+# Strides of a (B, N, H, D) tensor with the same content; the name says what differs from a contiguous one.
+STRIDES = {
     "contiguous": lambda x: x.contiguous(),
     "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "positions first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
@@ -47,8 +47,8 @@ LAYOUTS = {
 }
 
 
-def arranged(x: Tensor, layout: str) -> Tensor:
-    y = LAYOUTS[layout](x).detach()
+def arranged(x: Tensor, strides: str) -> Tensor:
+    y = STRIDES[strides](x).detach()
     assert torch.equal(x, y)
     return y
 
@@ -90,7 +90,7 @@ def randn(*shape: int) -> Tensor:
 @settings(max_examples=250, deadline=None)
 @given(st.data())
 def test_any_call_equals_the_definition(data):
-    """Catches what no chosen case thought of: any pattern, length, heads, layout, scale, documents, use of results."""
+    """Catches what no chosen case thought of: any pattern, length, heads, strides, scale, documents, use of results."""
     num_kv_heads = data.draw(st.integers(1, 3))
     num_heads = num_kv_heads * data.draw(st.integers(1, 3))
     pattern = data.draw(patterns(num_heads, longest=80))
@@ -102,9 +102,9 @@ def test_any_call_equals_the_definition(data):
         inner = data.draw(st.sets(st.integers(1, seq_len - 1), max_size=3)) if seq_len > 1 else set()
         documents = [0, *sorted(inner), seq_len]
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
-    layouts = [data.draw(st.sampled_from(sorted(LAYOUTS))) for _ in range(4)]
+    several_strides = [data.draw(st.sampled_from(sorted(STRIDES))) for _ in range(4)]
     shapes = [(batch, seq_len, h, head_dim) for h in (num_heads, num_kv_heads, num_kv_heads, num_heads)]
-    *inputs, dout = (arranged(randn(*shape), layout) for shape, layout in zip(shapes, layouts, strict=True))
+    *inputs, dout = (arranged(randn(*shape), strides) for shape, strides in zip(shapes, several_strides, strict=True))
     compare(
         inputs,
         pattern,
@@ -131,16 +131,16 @@ def test_segments_longer_than_a_block_of_the_kernel(is_causal):
     compare(inputs, DilatedPattern((600, 1201), (1, 2), is_causal=is_causal))
 
 
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("strides", sorted(STRIDES))
 @pytest.mark.parametrize("seq_len", [40, 41])
-def test_layouts(layout, seq_len):
+def test_strides(strides, seq_len):
     """Catches views that are wrong where strides are not those of a contiguous tensor; 41 is no number of segments."""
-    inputs = [arranged(randn(2, seq_len, 4, 8), layout) for _ in range(3)]
-    compare(inputs, DilatedPattern((8, 20), (1, 2), is_causal=True), dout=arranged(randn(2, seq_len, 4, 8), layout))
+    inputs = [arranged(randn(2, seq_len, 4, 8), strides) for _ in range(3)]
+    compare(inputs, DilatedPattern((8, 20), (1, 2), is_causal=True), dout=arranged(randn(2, seq_len, 4, 8), strides))
 
 
 def test_a_branch_over_everything_before_a_branch_of_many_segments():
-    """Catches a first partial that is adopted in a layout whose later views are copies, so that additions get lost."""
+    """Catches a first partial that is adopted with strides whose later views are copies, so that additions get lost."""
     for num_kv_heads in (4, 2, 1):
         inputs = [randn(3, 24, h, 8) for h in (4, num_kv_heads, num_kv_heads)]
         compare(inputs, DilatedPattern((24, 4), (1, 2)))
@@ -319,7 +319,7 @@ def keys_seen(pattern: DilatedPattern, borders: list[int], num_heads: int, is_ca
     for b, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
         for h in range(num_heads):
             if pattern.heads == "split":
-                sizes = [len(part) for part in torch.arange(num_heads).tensor_split(len(pattern.segment_lengths))]
+                sizes = [len(own) for own in torch.arange(num_heads).tensor_split(len(pattern.segment_lengths))]
                 if not sum(sizes[:b]) <= h < sum(sizes[: b + 1]):
                     continue
                 phase = b % r
@@ -602,9 +602,9 @@ def test_some_heads_of_a_layer_are_a_slice_of_all(rules, make):
     grads = [torch.zeros_like(x) for x in wholes]
     for held in (range(0, 2), range(2, 6)):
         kv = slice(held.start // 2, held.stop // 2)
-        part = (query[:, :, held.start : held.stop], key[:, :, kv], value[:, :, kv])
+        own = (query[:, :, held.start : held.stop], key[:, :, kv], value[:, :, kv])
         found, found_lse = dilated_attention(
-            *part, pattern, parallel=context, return_lse=True, heads_held=held, num_heads=6
+            *own, pattern, parallel=context, return_lse=True, heads_held=held, num_heads=6
         )
         torch.testing.assert_close(found, out[:, :, held.start : held.stop])
         torch.testing.assert_close(found_lse, lse[:, :, held.start : held.stop])
@@ -612,7 +612,7 @@ def test_some_heads_of_a_layer_are_a_slice_of_all(rules, make):
             total += grad
     for total, whole in zip(grads, wholes, strict=True):
         torch.testing.assert_close(total, whole)
-    local = dilated_attention(*part, pattern, parallel=context)
+    local = dilated_attention(*own, pattern, parallel=context)
     assert not torch.allclose(local, out[:, :, 2:])  # what it would be without
 
 

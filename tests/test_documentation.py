@@ -156,6 +156,33 @@ def test_every_page_is_in_the_navigation():
     assert sorted(listed) == sorted(elsewhere.get(page, page.removeprefix("docs/")) for page in PAGES)
 
 
+# The words of CONTRIBUTING.
+
+
+def names_given(source: str) -> set[str]:
+    """What the source itself names: classes, functions, parameters and variables, cut at underscores and capitals."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return {word.lower().removesuffix("s") for name in found for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
+
+
+UNNAMED = {"part", "stretch"}  # ordinary words, of which several things could be called so
+
+
+def test_ordinary_words_name_nothing():
+    """Catches a second meaning that comes back as an identifier."""
+    assert names_given("class StepParts: ...\ndef f(num_parts): first.stretch = 1") >= UNNAMED
+    assert {
+        path.name: words for path in PACKAGE.rglob("*.py") if (words := names_given(path.read_text()) & UNNAMED)
+    } == {}
+
+
 # The API.
 
 
@@ -279,7 +306,8 @@ def test_versions_are_those_of_the_package():
     assert f"\n## {ring_dilated_attention.__version__}" in text_of("CHANGELOG.md")
     python, [torch] = project["requires-python"].removeprefix(">="), project["dependencies"]
     start, workflow = text_of("docs/start.md"), text_of_file(".github/workflows/tests.yml")
-    assert f"Python {python} or newer, and PyTorch {torch.removeprefix('torch>=')} or newer" in start
+    for page in (start, text_of_file("docs/site/package_index.md")):
+        assert f"Python {python} or newer, and PyTorch {torch.removeprefix('torch>=')} or newer" in page
     assert f'python: "{python}"' in workflow
     assert f"torch=={torch.removeprefix('torch>=')}" in workflow
     for extra in project["optional-dependencies"]:

@@ -105,8 +105,8 @@ def read(package: Path) -> dict[str, Module]:
     """All modules of a package by their dotted name, without that of the package ("" is its __init__)."""
     files = {}
     for path in sorted(package.rglob("*.py")):
-        parts = path.relative_to(package).with_suffix("").parts
-        files[".".join([NAME, *parts]).removesuffix(".__init__")] = path
+        names = path.relative_to(package).with_suffix("").parts
+        files[".".join([NAME, *names]).removesuffix(".__init__")] = path
     return {
         name.removeprefix(NAME).removeprefix("."): Module(
             name, path.name == "__init__.py", ast.parse(path.read_text()), set(files)
@@ -126,8 +126,8 @@ def inside(imports: set[str], modules: dict[str, Module]) -> set[str]:
     found = set()
     for name in imports:
         if name == NAME or name.startswith(NAME + "."):
-            parts = name.removeprefix(NAME).removeprefix(".").split(".")
-            found |= {".".join(parts[: i + 1]) for i in range(len(parts))}
+            names = name.removeprefix(NAME).removeprefix(".").split(".")
+            found |= {".".join(names[: i + 1]) for i in range(len(names))}
     return found & set(modules)
 
 

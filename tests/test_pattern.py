@@ -40,7 +40,7 @@ def test_a_dense_segment_ends_with_its_document():
     pattern, x = DilatedPattern.dense(), torch.randn(1, 40, 2, 8)
     borders = torch.tensor([0, 17, 40], dtype=torch.int32)
     packed = dilated_attention(x, x, x, pattern, cu_seqlens=borders)
-    separate = [dilated_attention(part, part, part, pattern) for part in (x[:, :17], x[:, 17:])]
+    separate = [dilated_attention(rows, rows, rows, pattern) for rows in (x[:, :17], x[:, 17:])]
     torch.testing.assert_close(packed, torch.cat(separate, dim=1))
     compiled = torch.compile(
         lambda x: dilated_attention(x, x, x, pattern), fullgraph=True, backend="aot_eager", dynamic=True

@@ -101,6 +101,15 @@ def test_links_lead_somewhere(link):
     assert (ROOT / link).exists()
 
 
+def test_a_package_index_shows_what_the_readme_says():
+    """Without links and pictures by relative paths, which lead nowhere on an index."""
+    shown = (ROOT / "docs" / "site" / "package_index.md").read_text()
+    assert re.findall(r"\]\((?!https://)[^)]*\)", shown) == []
+    said = " ".join(re.sub(r"\[([^\]]+)\]\((?!https://)[^)]*\)", r"\1", README).split())
+    for paragraph in shown.partition("## Install")[0].split("\n\n"):
+        assert " ".join(paragraph.split()) in said
+
+
 def test_commands_exist():
     assert set(re.findall(r"`rda ([\w ]+)`", README)) <= set(SUBCOMMANDS)
     table = (ROOT / "docs" / "start.md").read_text().partition("## The commands")[2]

@@ -1,6 +1,7 @@
-"""Examples that need torch alone, at a toy size, in this process or on two ranks: they print what they should.
+"""Examples at a toy size, in this process or on two ranks: they print what they should.
 
-The examples of trainers run in tests/integrations/test_examples.py. `make examples` runs all of them at their size.
+slide.py runs in tests/test_gigapath_page.py, and those of models and trainers in tests/integrations/test_examples.py.
+`make examples` runs all at their size.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import torch
 from distributed import run
 from helpers import ROOT
 from pages import text_of
+from safetensors.torch import load_file
 
 EXAMPLES = ROOT / "examples"
 README = text_of("examples/README.md")
@@ -79,7 +81,7 @@ def test_packing_loses_no_byte():
     assert b"".join(bytes(tokens[0].tolist()) for tokens, _ in sequences) == b"".join(documents)
     for tokens, borders in sequences:
         assert tokens.shape[1] == borders[-1] <= 10
-        assert all(len(set(piece.tolist())) == 1 for piece in tokens[0].split(borders.diff().tolist()))
+        assert all(len(set(one.tolist())) == 1 for one in tokens[0].split(borders.diff().tolist()))
 
 
 def test_video_tokens():
@@ -99,6 +101,22 @@ def test_serving_on_two_ranks_writes_what_one_writes():
     assert "2 ranks computed a prompt of 701 tokens" in written
     assert "12 of 12 tokens are those of rank 0 alone" in written
     assert silent == ""
+
+
+def finetune_slides(rank, world_size, out):
+    torch.set_num_threads(1)
+    return output_of("finetune_slides", "--slides", 6, "--epochs", 1, "--out", out)
+
+
+def test_slides_are_fine_tuned_on_two_ranks_as_in_one_process(tmp_path):
+    out = tmp_path / "finetuned.safetensors"
+    written, silent = run(2, finetune_slides, out)
+    before, after = (float(x) for x in re.findall(r"held-out loss ([\d.]+)", written))
+    assert after < before - 0.02
+    assert "head.weight" in load_file(out)
+    assert silent == ""
+    alone = finetune_slides(0, 1, tmp_path / "alone.safetensors")
+    assert [float(x) for x in re.findall(r"held-out loss ([\d.]+)", alone)] == pytest.approx([before, after], abs=2e-4)
 
 
 def test_the_readme_lists_every_example():

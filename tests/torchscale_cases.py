@@ -168,9 +168,9 @@ class Sequence(NamedTuple):
         if self.num_learned_positions is not None:
             learned = torchscale("component.embedding").PositionalEmbedding(self.num_learned_positions, 16)
         kind = models.LongNetDecoder if self.is_causal else models.LongNetEncoder
-        is_part = self.num_decoder_layers is not None
+        is_decoder_left_out = self.num_decoder_layers is not None
         tokens = nn.Embedding(11, 16)
-        return kind(self.original_config(**settings), tokens, learned, is_encoder_decoder=is_part).double()
+        return kind(self.original_config(**settings), tokens, learned, is_encoder_decoder=is_decoder_left_out).double()
 
     def original(self) -> Tensor:
         from benchmarks.checkout import activations_in_float64

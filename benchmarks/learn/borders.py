@@ -57,8 +57,8 @@ def run_one(settings: Settings, pattern: DilatedPattern, seed: int) -> Row:
 def bits_by_position(model: LongNetLM, document: Document) -> list[float]:
     held_out, length = document.content[document.num_train :], document.seq_len
     tokens = torch.frombuffer(bytearray(held_out[: len(held_out) // length * length]), dtype=torch.uint8)
-    parts = tokens.view(-1, length).long().split(max(1, POSITIONS_AT_ONCE // length))
-    nats = torch.cat([model.token_losses(part) for part in parts])[:, :-1]
+    batches = tokens.view(-1, length).long().split(max(1, POSITIONS_AT_ONCE // length))
+    nats = torch.cat([model.token_losses(batch) for batch in batches])[:, :-1]
     return (nats.double().mean(0) / math.log(2)).tolist()
 
 

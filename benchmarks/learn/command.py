@@ -1,4 +1,4 @@
-"""`python -m benchmarks learn`: run the parts of the study, a row at a time, and go on where an earlier start ended."""
+"""`python -m benchmarks learn`: run the studies, a row at a time, and go on where an earlier start ended."""
 
 import argparse
 import sys
@@ -15,20 +15,20 @@ from . import borders, influence, recall, text
 from .kept import is_done, keep, record_name, rows_of
 from .pictures import draw
 
-PARTS: dict[str, ModuleType] = {"influence": influence, "recall": recall, "text": text, "borders": borders}
-TABLES = {record_name(name): module.table for name, module in PARTS.items()}
-EXAMPLES = f"""parts:
-{chr(10).join(f"  {name:<10} {module.SUMMARY}" for name, module in PARTS.items())}
+STUDIES: dict[str, ModuleType] = {"influence": influence, "recall": recall, "text": text, "borders": borders}
+TABLES = {record_name(name): module.table for name, module in STUDIES.items()}
+EXAMPLES = f"""studies:
+{chr(10).join(f"  {name:<10} {module.SUMMARY}" for name, module in STUDIES.items())}
 
 examples:
-  python -m benchmarks learn                          all parts, one after the other
+  python -m benchmarks learn                          all studies, one after the other
   python -m benchmarks learn text --only "240 s"      the runs whose names hold these letters
-  python -m benchmarks learn text --list              the runs of a part, and which are done
+  python -m benchmarks learn text --list              the runs of a study, and which are done
   python -m benchmarks learn --pictures docs          draw what the records say; runs nothing
   python -m benchmarks learn --quick                  tiny sizes; writes nothing unless --results is given
 
 Each run is a row, written when it is done. A second start leaves out the rows that the same settings made, so Ctrl-C
-loses the run at hand. Parts can run at the same time. `python -m benchmarks --page` makes the page again.
+loses the run at hand. Studies can run at the same time. `python -m benchmarks --page` makes the page again.
 """
 
 
@@ -39,7 +39,7 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)} (default: all)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only runs whose names hold this text")
     parser.add_argument("--list", action="store_true", help="show the runs, and which are done")
     parser.add_argument("--pictures", type=Path, metavar="DIR", help="only draw the records' pictures into this folder")
@@ -50,10 +50,10 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
 
 def run(argv: Sequence[str], results: Path, write_page: Callable[[Path], Path]) -> int:
     arguments = parsed(argv)
-    parts = arguments.parts or list(PARTS)
-    unknown = [name for name in parts if name not in PARTS]
+    studies = arguments.studies or list(STUDIES)
+    unknown = [name for name in studies if name not in STUDIES]
     if unknown:
-        print(f"unknown part {unknown[0]!r}; choose from {', '.join(PARTS)}", file=sys.stderr)
+        print(f"unknown study {unknown[0]!r}; choose from {', '.join(STUDIES)}", file=sys.stderr)
         return 2
     folder = arguments.results or results
     is_kept = arguments.results is not None or not arguments.quick
@@ -65,10 +65,10 @@ def run(argv: Sequence[str], results: Path, write_page: Callable[[Path], Path]) 
         page_of(folder)
         if is_kept and not arguments.list:
             check_writable("--results", folder)
-        for name in parts:
+        for name in studies:
             check_mine(folder / f"{record_name(name)}.json", is_record, "python -m benchmarks")
-        for name in parts:
-            run_part(name, folder if is_kept else None, arguments)
+        for name in studies:
+            run_study(name, folder if is_kept else None, arguments)
         if is_kept and not arguments.list:
             print(f"page: {write_page(folder)}")
     except ValueError as error:
@@ -77,10 +77,10 @@ def run(argv: Sequence[str], results: Path, write_page: Callable[[Path], Path]) 
     return 0
 
 
-def run_part(name: str, folder: Path | None, arguments: argparse.Namespace) -> None:
-    """The runs of a part that are not done. Without a folder, nothing is written."""
-    part = PARTS[name]
-    order = part.runs(part.QUICK if arguments.quick else part.FULL)
+def run_study(name: str, folder: Path | None, arguments: argparse.Namespace) -> None:
+    """The runs of a study that are not done. Without a folder, nothing is written."""
+    study = STUDIES[name]
+    order = study.runs(study.QUICK if arguments.quick else study.FULL)
     rows = rows_of(folder, name) if folder is not None else []
     chosen = [run for run in order if arguments.only in run.name]
     if arguments.list:
@@ -96,4 +96,4 @@ def run_part(name: str, folder: Path | None, arguments: argparse.Namespace) -> N
                 keep(run.make(), run, folder, name, order, is_quick=arguments.quick)
     rows = rows_of(folder, name) if folder is not None else rows
     if rows:
-        print(f"{name}: {for_terminal(part.table(rows))}\n")
+        print(f"{name}: {for_terminal(study.table(rows))}\n")

@@ -1,4 +1,4 @@
-"""Rows of a part, written as soon as each is done, so that a second start goes on where the first one ended."""
+"""Rows of a study, written as soon as each is done, so that a second start goes on where the first one ended."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -18,12 +18,12 @@ class Run(NamedTuple):
     make: Callable[[], Row]
 
 
-def record_name(part: str) -> str:
-    return f"learn_{part}"
+def record_name(study: str) -> str:
+    return f"learn_{study}"
 
 
-def rows_of(folder: Path, part: str) -> list[Row]:
-    path = folder / f"{record_name(part)}.json"
+def rows_of(folder: Path, study: str) -> list[Row]:
+    path = folder / f"{record_name(study)}.json"
     return read_record(path)["rows"] if path.exists() else []
 
 
@@ -33,13 +33,13 @@ def is_done(run: Run, rows: Sequence[Row]) -> bool:
     return any(row["settings"] == settings for row in rows)
 
 
-def keep(row: Row, run: Run, folder: Path, part: str, order: Sequence[Run], *, is_quick: bool) -> Path:
-    """Add a row to the part's record, in the order of the runs. The record is read anew, since another process may have
+def keep(row: Row, run: Run, folder: Path, study: str, order: Sequence[Run], *, is_quick: bool) -> Path:
+    """Add a row to the study's record, in the order of the runs. The record is read anew: another process may have
     added to it; rows of settings that are no longer run go."""
-    record = make_record(record_name(part), [], is_quick=is_quick)
+    record = make_record(record_name(study), [], is_quick=is_quick)
     made = {name: record[name] for name in ("date", "commit")}
     row = {"name": run.name, "settings": json.loads(json.dumps(run.settings)), **row, **made}
-    rows = [*rows_of(folder, part), row]
+    rows = [*rows_of(folder, study), row]
     found = ([row | {"name": each.name} for row in rows if is_done(each, [row])][-1:] for each in order)
-    record["command"] = f"python -m benchmarks learn {part}" + (" --quick" if is_quick else "")
+    record["command"] = f"python -m benchmarks learn {study}" + (" --quick" if is_quick else "")
     return write_record(record | {"rows": [row for some in found for row in some]}, folder)

@@ -28,12 +28,12 @@ def draw(results: Path, folder: Path) -> list[Path]:
     from matplotlib.figure import Figure
 
     drawn = []
-    for part, draw_part in (("recall", _recall), ("text", _text), ("borders", _borders)):
-        if rows := rows_of(results, part):
+    for study, draw_study in (("recall", _recall), ("text", _text), ("borders", _borders)):
+        if rows := rows_of(results, study):
             figure, content = Figure(figsize=(8, 3.6), layout="constrained"), BytesIO()
-            draw_part(figure, rows)
+            draw_study(figure, rows)
             figure.savefig(content, format="png", dpi=110, metadata={"Software": MADE_BY})
-            drawn.append(folder / f"learning_{part}.png")
+            drawn.append(folder / f"learning_{study}.png")
             with folder_made(folder):
                 write_whole(drawn[-1], content.getvalue(), is_our_picture, MAKER)
     return drawn

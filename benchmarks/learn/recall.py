@@ -31,7 +31,7 @@ EVERY = 25  # steps of a point of the curve
 
 
 class Settings(NamedTuple):
-    """A pattern is made for each length that a run trains at, in turn; a stage ends at `enough`, or after its steps."""
+    """A pattern is made for each length that a run trains at, in turn; a lesson ends at `enough` or after its steps."""
 
     rules: tuple[str, ...]
     lengths: tuple[int, ...]
@@ -144,18 +144,18 @@ class Asker:
 def run_one(settings: Settings, rule: str, seed: int) -> Row:
     with one_thread():
         task = settings._replace(rules=(), lengths=(), most_steps=(), seeds=(), num_scored=0)
-        stages = tuple(zip(settings.lengths, settings.most_steps, strict=True))
-        model, told = trained(task, rule, seed, stages)
+        lessons = tuple(zip(settings.lengths, settings.most_steps, strict=True))
+        model, told = trained(task, rule, seed, lessons)
         return {"stages": list(told), **score(settings, rule, model, seed)}
 
 
 @cache
 def trained(
-    task: Settings, rule: str, seed: int, stages: tuple[tuple[int, int], ...]
+    task: Settings, rule: str, seed: int, lessons: tuple[tuple[int, int], ...]
 ) -> tuple[LongNetLM, tuple[dict[str, Any], ...]]:
-    """The model after stages of a length and the most steps, each from the parameters of the one before. Runs of
+    """The model after lessons of a length and the most steps, each from the parameters of the one before. Runs of
     several lengths begin alike, so that a process trains at the first one once."""
-    *before, (seq_len, most_steps) = stages
+    *before, (seq_len, most_steps) = lessons
     pattern = pattern_of(rule, seq_len, task.local)
     training = Training(task.shape, pattern, task.num_keys * (task.num_values + 1) + NUM_FILLERS, seed)
     told: tuple[dict[str, Any], ...] = ()
@@ -216,9 +216,9 @@ def point_name(row: Row) -> str:
     return names.get(rule, f"local {local} and {rule}")
 
 
-def point_at(stage: dict[str, Any], share: float) -> list[Any] | None:
+def point_at(lesson: dict[str, Any], share: float) -> list[Any] | None:
     """The first point of the curve at which `share` of what is within reach is answered."""
-    return next((point for point in stage["curve"] if (point[3] or 0) >= share), None)
+    return next((point for point in lesson["curve"] if (point[3] or 0) >= share), None)
 
 
 def table(rows: list[Row]) -> str:
@@ -240,17 +240,19 @@ def table(rows: list[Row]) -> str:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    stage, reached, settings = row["stages"][-1], row["within_reach"], row["settings"]
-    pattern = DilatedPattern(stage["segment_lengths"], stage["dilation_rates"], is_causal=True)
-    worst = reach(pattern, stage["seq_len"], settings["shape"]["num_heads"], settings["shape"]["num_layers"]).shares[-1]
+    lesson, reached, settings = row["stages"][-1], row["within_reach"], row["settings"]
+    pattern = DilatedPattern(lesson["segment_lengths"], lesson["dilation_rates"], is_causal=True)
+    worst = reach(pattern, lesson["seq_len"], settings["shape"]["num_heads"], settings["shape"]["num_layers"]).shares[
+        -1
+    ]
     most = reached + (1 - reached) / settings["num_values"]
     cells = [f"{worst:.1%}", f"{reached:.3f}", f"{most:.3f}", f"{row['accuracy']:.3f}"]
     for share in (row["accuracy_within_reach"], row["accuracy_beyond_reach"]):
         cells.append("none" if share is None else f"{share:.3f}")
     for share in (0.9, 0.99):
-        point = point_at(stage, share)
+        point = point_at(lesson, share)
         cells.append(f"{point[0]:,} ({point[1]:.0f} s)" if point else "not")
     steps = " + ".join(f"{each['steps']:,}" for each in row["stages"])
-    name = "dense" if settings["rules"] == "dense" else branches(stage)
-    per_step = f"{stage['cpu_seconds'] / stage['steps']:.2f}"
-    return name, f"{stage['seq_len']:,}", str(settings["seeds"]), *cells, per_step, steps
+    name = "dense" if settings["rules"] == "dense" else branches(lesson)
+    per_step = f"{lesson['cpu_seconds'] / lesson['steps']:.2f}"
+    return name, f"{lesson['seq_len']:,}", str(settings["seeds"]), *cells, per_step, steps

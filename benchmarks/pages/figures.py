@@ -132,7 +132,7 @@ def timeline(rows: Rows) -> Drawn:
     order = (SERIES[0], SERIES[2], SERIES[1], SERIES[3])
     _legend(figure, [Patch(color=c, label=word) for c, word in zip(order, words, strict=True)], 2)
     first, shares = rows[0], [row["exposed_share"]["median"] for row in rows]
-    flights = [1e3 * sum(_in_flight(part) for part in row["parts"]) for row in rows]
+    flights = [1e3 * sum(_in_flight(timing) for timing in row["parts"]) for row in rows]
     return Drawn(
         figure,
         f"One training step of the attention (forward, then backward) on {first['ranks']} ranks of one thread, "
@@ -151,22 +151,22 @@ def timeline(rows: Rows) -> Drawn:
 
 def _draw_step(axes: Axes, y: int, row: Mapping[str, Any]) -> None:
     at = 0.0
-    for stage, parts in groupby(row["parts"], lambda part: part["stage"]):
+    for stage, bars in groupby(row["parts"], lambda timing: timing["stage"]):
         axes.text(at, y - 0.36, stage, fontsize=7.5, va="bottom")
         before = at
-        for part in parts:
-            waited, computed = (part.get(k, {}).get("median", 0) for k in ("exposed_seconds", "computing_seconds"))
-            axes.barh(y + 0.3, _in_flight(part), left=before, height=0.14, color=SERIES[3], linewidth=0)
+        for timing in bars:
+            waited, computed = (timing.get(k, {}).get("median", 0) for k in ("exposed_seconds", "computing_seconds"))
+            axes.barh(y + 0.3, _in_flight(timing), left=before, height=0.14, color=SERIES[3], linewidth=0)
             axes.barh(y, waited, left=at, height=0.4, color=SERIES[1], linewidth=0)
-            colour = SERIES[2] if part["part"].startswith("hop") else SERIES[0]
+            colour = SERIES[2] if timing["part"].startswith("hop") else SERIES[0]
             axes.barh(y, computed, left=at + waited, height=0.4, color=colour, linewidth=0)
             before, at = at, at + waited + computed
         axes.plot([at, at], [y - 0.34, y + 0.38], color=INK, linewidth=0.8)
 
 
-def _in_flight(part: Mapping[str, Any]) -> float:
-    """Seconds in which the messages of a part are under way."""
-    return sum(part.get(f"{what}_in_flight_seconds", {}).get("median", 0.0) for what in ("chunks", "gradients"))
+def _in_flight(timing: Mapping[str, Any]) -> float:
+    """Seconds in which the messages of a hop or a handshake are under way."""
+    return sum(timing.get(f"{what}_in_flight_seconds", {}).get("median", 0.0) for what in ("chunks", "gradients"))
 
 
 def memory(rows: Rows) -> Drawn:
@@ -245,12 +245,12 @@ def sent(rows: Rows) -> Drawn:
     axes.margins(x=0.12)
     _legend(figure, axes.get_legend_handles_labels()[0], 1)
     row = rows[-1]
-    each, undilated = max(row["forward_bytes"]), max(row["undilated_forward_bytes"])
+    timing, undilated = max(row["forward_bytes"]), max(row["undilated_forward_bytes"])
     return Drawn(
         figure,
         f"Bytes that the rank which sends most really sent, {branches(row)}, {tensors(row)}, counted by torch's "
         f"profiler. They stay the same as ranks and sequence grow together, and the forward sends "
-        f"{undilated / each:.0f} times fewer than undilated keys and values would.",
+        f"{undilated / timing:.0f} times fewer than undilated keys and values would.",
         "Flat lines: "
         + listed(f"{max(r['forward_bytes']) / 1e6:.1f} MB forward on {r['ranks']} ranks" for r in rows)
         + f"; {max(row['backward_bytes']) / 1e6:.1f} MB backward; {undilated / 1e6:.1f} MB undilated.",

@@ -1,4 +1,4 @@
-"""The environments that peers run in: made by pip in benchmarks/.environments, or put there by the user as links."""
+"""The environments that peers run in: made by pip in benchmarks/.environments, or symbolic links by the user."""
 
 import os
 import re

@@ -30,7 +30,7 @@ def table(rows: list[Row]) -> str:
         for row in rows
     ]
     first = rows[0]
-    parts = [
+    texts = [
         INTRODUCTION.format(small=first["gate"]["seq_len"]),
         markdown(("peer", *inputs), verdicts),
         "Relative L2 errors, of full attention or, where there is none, of causal:",
@@ -39,7 +39,7 @@ def table(rows: list[Row]) -> str:
     ]
     if measured := [row for row in rows if "seconds" in row]:
         beside = next((branches(row) for row in rows if row["peer"] == "torch SDPA"), "")
-        parts += [
+        texts += [
             COSTS.format(
                 seq_len=first["seq_len"],
                 heads=first["num_heads"],
@@ -50,11 +50,11 @@ def table(rows: list[Row]) -> str:
             markdown(("peer", "their time / ours", "peak", "sent", "sent by ours"), [_cost(row) for row in measured]),
             *_cheaper(measured),
         ]
-    parts += _list("Wrong without a word:", _wrong(rows))
-    parts += _list("Shown by scripts in `benchmarks/peer_errors`:", _shown(rows))
-    parts += _list("Not run to an end:", _reasons(rows))
-    parts += _list("Stood in for, here alone:", _stood_in(rows))
-    return "\n\n".join(parts)
+    texts += _list("Wrong without a word:", _wrong(rows))
+    texts += _list("Shown by scripts in `benchmarks/peer_errors`:", _shown(rows))
+    texts += _list("Not run to an end:", _reasons(rows))
+    texts += _list("Stood in for, here alone:", _stood_in(rows))
+    return "\n\n".join(texts)
 
 
 def _verdict(row: Row, name: str) -> str:

@@ -29,7 +29,7 @@ class CounterTensors:
         """Rows (..., D) of a tensor at global positions of heads, two int64 tensors that broadcast to (...)."""
         which = torch.tensor(self.seed * len(TENSORS) + TENSORS.index(tensor))
         start = _mix(_mix(_mix(which) + heads) + positions)
-        made = [self._make(part) for part in start.flatten().split(_BLOCK)]
+        made = [self._make(some) for some in start.flatten().split(_BLOCK)]
         return torch.cat(made or [torch.empty(0, self.head_dim)]).view(*start.shape, self.head_dim)
 
     def local(self, tensor: str, positions_N: Tensor, num_heads: int) -> Tensor:

@@ -369,8 +369,8 @@ def _within(heads: range, held: range) -> tuple[int, range]:
     inside = [i for i, head in enumerate(heads) if head in held]
     if not inside:
         return 0, range(0)
-    part = heads[inside[0] : inside[-1] + 1]
-    return inside[0], range(part.start - held.start, part.stop - held.start, part.step)
+    common = heads[inside[0] : inside[-1] + 1]
+    return inside[0], range(common.start - held.start, common.stop - held.start, common.step)
 
 
 def _aligned(heads: range, phase: int, ratio: int) -> HeadGroups:

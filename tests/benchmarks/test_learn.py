@@ -113,7 +113,7 @@ def test_a_study_goes_on_where_it_ended(tmp_path, monkeypatch, capsys):
     assert said.count(": done") == 8
     assert "to come" not in said
     page = (tmp_path / "README.md").read_text()
-    assert all(f"## learn_{part}\n" in page for part in ("influence", "recall", "text", "borders"))
+    assert all(f"## learn_{study}\n" in page for study in ("influence", "recall", "text", "borders"))
     assert command.main([*learn, "--pictures", str(tmp_path)]) == 0
     assert sorted(path.name for path in tmp_path.glob("*.png")) == [
         "learning_borders.png",
@@ -122,6 +122,6 @@ def test_a_study_goes_on_where_it_ended(tmp_path, monkeypatch, capsys):
     ]
 
 
-def test_an_unknown_part_is_refused(capsys):
+def test_an_unknown_study_is_refused(capsys):
     assert command.main(["learn", "speed"]) == 2
-    assert "unknown part 'speed'; choose from influence" in capsys.readouterr().err
+    assert "unknown study 'speed'; choose from influence" in capsys.readouterr().err

@@ -93,12 +93,12 @@ def test_peers_and_learning_are_drawn():
     assert drawn.alternative == "a: 1.10 times. b: 1.10 times, wrong for full."
     assert drawn.caption.endswith("the table says more, also why 1 could not be measured.")
     shape = {"num_layers": 2}
-    stage = {"seq_len": 256, "curve": [[25, 1.5, 0.25, 0.5], [50, 3.0, 0.5, 0.9]]}
-    recall = {"settings": {"rules": "dense", "num_values": 4, "shape": shape}, "stages": [stage]}
+    lesson = {"seq_len": 256, "curve": [[25, 1.5, 0.25, 0.5], [50, 3.0, 0.5, 0.9]]}
+    recall = {"settings": {"rules": "dense", "num_values": 4, "shape": shape}, "stages": [lesson]}
     assert (
         "dense at 256: 0.50 of the questions answered after 3 seconds." in figures.recall([recall, recall]).alternative
     )
-    text = {"segment_lengths": [32], "dilation_rates": [1], "settings": {"seq_len": 1024}, "curve": stage["curve"]}
+    text = {"segment_lengths": [32], "dilation_rates": [1], "settings": {"seq_len": 1024}, "curve": lesson["curve"]}
     assert figures.text([text]).alternative == "(32)/(1) at 1,024: 0.90 bits per byte after 3 seconds."
 
 

@@ -97,9 +97,9 @@ def test_direct_evaluation_equals_the_definition(pattern, num_heads, num_kv_head
     for head in range(num_kv_heads):
         for mine, theirs in zip(direct.key_gradients(head, some), (dk, dv), strict=True):
             torch.testing.assert_close(mine, theirs[some, head], rtol=0, atol=1e-12)
-        parts = [direct.key_gradients(head, some, range(a, a + 32)) for a in (0, 32, 64)]
+        sums = [direct.key_gradients(head, some, range(a, a + 32)) for a in (0, 32, 64)]
         for k, theirs in enumerate((dk, dv)):
-            torch.testing.assert_close(sum(p[k] for p in parts), theirs[some, head], rtol=0, atol=1e-12)
+            torch.testing.assert_close(sum(p[k] for p in sums), theirs[some, head], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -198,8 +198,8 @@ def test_names_of_interfaces_are_read_as_gloo_and_nccl_do(name, value, absent):
     assert doctor.absent(name, value, ["eth0", "lo"]) == absent
 
 
-def test_one_rank_has_measured_no_link(tmp_path, monkeypatch, capsys):
-    """Catches a link of 1 TB/s without latency that nobody measured, with which eight ranks would wait for nothing."""
+def test_one_rank_has_measured_no_network(tmp_path, monkeypatch, capsys):
+    """Catches a network of 1 TB/s without latency that nobody measured, on which eight ranks would never wait."""
     file, rates = tmp_path / "here.toml", {"flops_per_second": 1e12, "backward_flops_per_second": 5e11}
     rates |= {"call_seconds": 1e-5, "around_seconds": 0.0}
     more = {"gpu": None, "rates": rates, "memory_bytes": 1e9, "threads": 1, "hardware": {"processor": "CPU"}}

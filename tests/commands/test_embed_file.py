@@ -144,13 +144,13 @@ def test_no_file_is_named_that_was_not_written(weights, slides, tmp_path, capsys
     assert json.loads(capsys.readouterr().out)["out"] == str(tmp_path / "out.st")
 
 
-def test_a_link_is_written_to_where_it_leads(weights, slides, tmp_path, capsys):
-    link, place = tmp_path / "link.st", tmp_path / "elsewhere" / "out.st"
-    link.symlink_to(place)
+def test_a_symlink_is_written_to_where_it_leads(weights, slides, tmp_path, capsys):
+    pointer, place = tmp_path / "link.st", tmp_path / "elsewhere" / "out.st"
+    pointer.symlink_to(place)
     for slide in slides[:2]:
-        assert embed(weights, link, slide) == 0
-        assert link.is_symlink()
-    assert f"1 slide embedded; {link}: " in " ".join(capsys.readouterr().out.split())
+        assert embed(weights, pointer, slide) == 0
+        assert pointer.is_symlink()
+    assert f"1 slide embedded; {pointer}: " in " ".join(capsys.readouterr().out.split())
     assert read(place)[0].keys() == {"a", "b"}
     loop = tmp_path / "loop.st"
     loop.symlink_to(loop)

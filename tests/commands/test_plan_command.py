@@ -279,7 +279,7 @@ def test_the_time_is_the_models(capsys):
 
 
 def test_the_time_decides_between_shardings(capsys):
-    """Catches a verdict by balance: dense and not causal both balance, but on a slow link zigzag waits longer: of its
+    """Catches a verdict by balance: dense and not causal both balance, on a slow network zigzag waits longer: of its
     smaller tiles only the first hides the gradients that come along."""
     assert cli.main(["plan", *DENSE, "--ranks", "4", "--causal", *TIME]) == 0
     out = capsys.readouterr().out

@@ -118,7 +118,7 @@ def test_the_pick_is_the_best(seed, capsys):
         assert not differing or differing[0] < 0
     for i, row in enumerate(figures[1:]):
         told = next(k for k, (a, b) in enumerate(zip(figures[0], row, strict=True)) if a != b)
-        [said] = [part for part in found["why"].split(", ") if str(i + 2) in part.split(" than ")[1]]
+        [said] = [clause for clause in found["why"].split(", ") if str(i + 2) in clause.split(" than ")[1]]
         assert f"it {suggest.BETTER[told]} than " in said
 
 

@@ -26,7 +26,7 @@ from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.commands.local_ranks import RankFailedError
 from ring_dilated_attention.models import LongNetLM
 from ring_dilated_attention.training import bits_per_byte, checkpoint, pictures
-from ring_dilated_attention.training.bits_per_byte import Part, score
+from ring_dilated_attention.training.bits_per_byte import Score, score
 from ring_dilated_attention.training.data import Document, cut_into_contexts
 from ring_dilated_attention.training.loop import train
 from ring_dilated_attention.training.options import Hyperparameters
@@ -218,26 +218,28 @@ def bits_one_call(model, text):
     return F.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="none") / math.log(2)
 
 
-def total(parts):
-    return functools.reduce(Part.plus, parts, Part())
+def total(scores):
+    return functools.reduce(Score.plus, scores, Score())
 
 
 WHOLE = [(None, 50), (None, 2), (None, 187), (None, 186), (None, 1000)]
 
 
-@pytest.mark.parametrize(("chunk", "context"), [(1, 50), (7, 50), (64, None), (1000, None), (50, 50), (3, 2), *WHOLE])
-def test_bits_by_position_are_those_of_one_call(folder, chunk, context, monkeypatch):
-    """Catches a byte that is predicted from the wrong one where a chunk ends, or from another context; and a context
+@pytest.mark.parametrize(
+    ("num_bytes", "context"), [(1, 50), (7, 50), (64, None), (1000, None), (50, 50), (3, 2), *WHOLE]
+)
+def test_bits_by_position_are_those_of_one_call(folder, num_bytes, context, monkeypatch):
+    """Catches a byte that is predicted from the wrong one where a slice ends, or from another context; and a context
     that is lost at the end of a batch."""
     monkeypatch.setattr(bits_per_byte, "POSITIONS_AT_ONCE", 100)
     model, text = LongNetLM.from_run(folder), TEXT[:187]
     length = context or len(text)
     contexts = [text[i : i + length] for i in range(0, len(text), length)]
     expected = {}
-    for part in contexts:
-        for i, bits in enumerate(bits_one_call(model, part).tolist() if len(part) > 1 else [], start=1):
+    for some in contexts:
+        for i, bits in enumerate(bits_one_call(model, some).tolist() if len(some) > 1 else [], start=1):
             expected.setdefault(i.bit_length(), []).append(bits)
-    measured = total(score(model, [text[:100], text[100:]], context, chunk))
+    measured = total(score(model, [text[:100], text[100:]], context, num_bytes))
     found = measured.buckets()
     assert measured.num_read == len(text)
     assert [b["first"] for b in found] == [2 ** (k - 1) for k in sorted(expected)]
@@ -245,7 +247,7 @@ def test_bits_by_position_are_those_of_one_call(folder, chunk, context, monkeypa
         assert bucket["last"] == 2 * bucket["first"] - 1
         assert bucket["num_bytes"] == len(bits)
         assert bucket["bits_per_byte"] == pytest.approx(sum(bits) / len(bits), rel=1e-5)
-    everything = [bits for part in expected.values() for bits in part]
+    everything = [bits for some in expected.values() for bits in some]
     assert measured.mean() == pytest.approx(sum(everything) / len(everything), rel=1e-5)
 
 
@@ -339,8 +341,8 @@ def test_evaluate_ends_after_so_many_bytes(folder, tmp_path, capsys):
     assert (record["num_bytes"], record["read"], record["interrupted"]) == (200 - 3, "text.txt: 200 bytes", False)
 
 
-@pytest.mark.parametrize("num_parts", [0, 2])
-def test_ctrl_c_shows_what_is_known(num_parts, folder, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("num_scores", [0, 2])
+def test_ctrl_c_shows_what_is_known(num_scores, folder, tmp_path, capsys, monkeypatch):
     """Catches figures that are lost, a picture that is not drawn, and an exit code of success."""
     (tmp_path / "text.txt").write_bytes(TEXT[:960])
     monkeypatch.setattr(bits_per_byte, "POSITIONS_AT_ONCE", 96)
@@ -348,7 +350,7 @@ def test_ctrl_c_shows_what_is_known(num_parts, folder, tmp_path, capsys, monkeyp
 
     def interrupted(*args):
         calls.append(args)
-        if len(calls) > num_parts:
+        if len(calls) > num_scores:
             raise KeyboardInterrupt
         return token_losses(*args)
 
@@ -356,8 +358,8 @@ def test_ctrl_c_shows_what_is_known(num_parts, folder, tmp_path, capsys, monkeyp
     picture = tmp_path / "bits.png"
     assert main(["evaluate", str(folder), str(tmp_path / "text.txt"), "--picture", str(picture)]) == 130
     out, err = capsys.readouterr()
-    assert picture.exists() == (num_parts > 0)
-    if num_parts:
+    assert picture.exists() == (num_scores > 0)
+    if num_scores:
         assert out.startswith("text.txt: 960 bytes\n")
         assert re.search(r"^interrupted: \d\.\d{3} bits per byte over 190 bytes, in contexts of 96", out, re.MULTILINE)
     else:
@@ -461,11 +463,11 @@ def test_contexts_are_cut_from_blocks():
             stop = start + draw.randint(1, 9)
             blocks.append(content[start:stop])
             start = stop
-        chunk, context = draw.randint(1, 9), draw.choice([None, 5, 9, 12])
+        num_bytes, context = draw.randint(1, 9), draw.choice([None, 5, 9, 12])
         position = 0
-        for at, some in cut_into_contexts(blocks, chunk, context):
+        for at, some in cut_into_contexts(blocks, num_bytes, context):
             assert at == (position if context is None else position % context)
-            assert 0 < len(some) <= chunk
+            assert 0 < len(some) <= num_bytes
             assert context is None or at + len(some) <= context
             assert some == content[position : position + len(some)]
             position += len(some)

@@ -1,5 +1,14 @@
-"""The README's calls as a user with strict types writes them. `make test` checks this file with the flags of mypy
---strict, and `make dist` with mypy --strict itself, against the installed wheel and its py.typed."""
+"""A user's file with strict types: the README's calls, and more of the public interface.
+
+`make dist` checks it with mypy --strict against the installed wheel and its py.typed. `make test` checks it against the
+sources, with those flags of --strict that concern one file. Nothing here runs.
+
+What is checked: arguments of our functions, methods and constructors fit their signatures, and their results fit the
+annotations here. What is not: the README's `out.sum().backward()`, which --strict refuses because torch's `backward`
+has no types, and `query.grad.shape`, because a gradient may be None. Calls of modules, such as
+`self.attention(x, x, x)`, give Any, as torch's nn.Module has it, so that neither their arguments nor their results are
+checked.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +43,7 @@ def two_devices() -> None:
     query, key, value = (parallel.shard(torch.randn(shape)).requires_grad_() for _ in range(3))
     out = dilated_attention(query, key, value, pattern, parallel=parallel)
     rank: int = parallel.rank
-    print(f"rank {rank}: {tuple(out.shape)}")  # torch's own backward has no types
+    print(f"rank {rank}: {tuple(out.shape)}")
 
 
 def many(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

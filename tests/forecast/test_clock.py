@@ -47,7 +47,7 @@ def test_local_work_hides_the_chunk():
     assert (step.step_seconds, step.efficiency, step.balance) == (8, 14 / 16, 1)
 
 
-def test_a_slow_link_is_seen_by_the_difference():
+def test_a_slow_network_is_seen_by_the_difference():
     """32 bytes take 2 s: 1 s longer than the local work forward, shorter than it backward."""
     assert two_ranks(Hardware(64, 16)).ranks[0] == RankTime(3, 7, 7, 3)
 
@@ -136,7 +136,7 @@ def test_computing_is_the_plans_flops(pattern, sharding):
 
 
 def test_without_messages_only_the_slowest_counts():
-    """Segments that stay at home: nobody waits, on the slowest link."""
+    """Segments that stay at home: nobody waits, on the slowest network."""
     shards = make_shards("contiguous", (16, 8))
     step = model_step(
         [make_plan(Job(DENSE, shards, 1, 1), rank) for rank in (0, 1)], Sizes(1, 1, 4), Hardware(256, 1e-9)
@@ -215,11 +215,11 @@ class VirtualLink:
     def carry_apart(self, sends, receives, moment):
         for x, _ in receives:
             x.zero_()
-        sides = [[Side(m.peer, x.nbytes, self.clock.now) for x, m in part] for part in (sends, receives)]
+        sides = [[Side(m.peer, x.nbytes, self.clock.now) for x, m in some] for some in (sends, receives)]
         with self.turn:
             posted = self.network.post(self.rank, *sides)
             self.turn.notify_all()
-        return tuple(VirtualPending(self, part) for part in posted)
+        return tuple(VirtualPending(self, some) for some in posted)
 
     def carry(self, sends, receives, moment):
         sent, received = self.carry_apart(sends, receives, moment)
@@ -285,7 +285,7 @@ JOBS = [
 MACHINES = [Hardware(64, 2.0**10, 1), Hardware(64, 2.0**6, 16), Hardware(64, 2.0**20, 0)]
 
 
-@pytest.mark.parametrize("hardware", MACHINES, ids=["even", "slow link", "fast link"])
+@pytest.mark.parametrize("hardware", MACHINES, ids=["even", "slow network", "fast network"])
 @pytest.mark.parametrize("exchange", ["ring", "all_gather"])
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job[0].segment_lengths}, {job[1]}, {job[3]} ranks")
 def test_the_clock_is_the_executor(job, exchange, hardware):

@@ -150,6 +150,34 @@ def test_the_memory_of_uneven_shards_is_not_below_that_of_the_plans(seed, monkey
     assert found.peak_bytes >= MEMORY_ERRORS[0] * forecast(job, way, sizes, traits=traits).peak_bytes
 
 
+FOUND_BELOW = {  # pattern, sharding, ranks, positions, heads, inner, itemsize
+    "joined middle of a zigzag": (DilatedPattern((2**62,), (1,), is_causal=True), "zigzag", 28, 1428, 2, 2, 4),
+    "segment around the middle of a zigzag": (DilatedPattern((400,), (1,)), "zigzag", 36, 1800, 4, 2, 2),
+    "even segment around the middle": (DilatedPattern((512,), (1,)), "zigzag", 44, 1408, 2, 2, 2),
+    "rows of six ranks": (DilatedPattern((32, 1024), (18, 3)), "contiguous", 18, 1152, 2, 1, 4),
+    "place of local heads": (
+        DilatedPattern((12, 999), (1, 8), is_causal=True, heads="split"),
+        "contiguous",
+        12,
+        600,
+        4,
+        4,
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND_BELOW)
+def test_the_memory_of_jobs_once_found_below_the_plans(name, monkeypatch):
+    pattern, sharding, num_ranks, n, num_heads, inner, itemsize = FOUND_BELOW[name]
+    cut = Cut(sharding, num_ranks, inner=inner)
+    job = Job(pattern, cut.shards_of(cut.default_lengths(n)), num_heads, num_heads)
+    way, sizes, traits = Way("ring", inner), Sizes(1, 64, itemsize), TRAITS["cpu"]
+    exact = forecast(job, way, sizes, traits=traits)
+    monkeypatch.setattr(call_cost, "MOST_PLANNED", 1)
+    assert forecast(job, way, sizes, traits=traits).peak_bytes >= 0.99 * exact.peak_bytes
+
+
 def test_the_memory_of_256_equal_ranks_is_that_of_the_plans(monkeypatch):
     """To the byte: every rank has the shard and the buffers of the imagined one."""
     job = Job(DilatedPattern((128, 512), (1, 4)), Cut("contiguous", 256).shards_of((32,) * 256), 1, 1)

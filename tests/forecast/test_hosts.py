@@ -43,7 +43,7 @@ def test_latency_inside_hosts_is_at_most_that_between(tmp_path):
     ("mesh", "inside", "between"),
     [
         ((4, 12, 1), 2 * 7 / 8, 2 * (1 / 8 - 1 / 48)),
-        ((4, 12, 4), 3 * 3 / 4 + 2 / 4 * 1 / 2, 2 / 4 * (1 / 2 - 1 / 12)),  # two of a part's twelve ranks on a host
+        ((4, 12, 4), 3 * 3 / 4 + 2 / 4 * 1 / 2, 2 / 4 * (1 / 2 - 1 / 12)),  # two of a shard's twelve ranks on a host
         ((4, 12, 16), 3 * 7 / 8, 3 * (1 / 8 - 1 / 16) + 2 / 16 * (1 - 1 / 3)),
         ((4, 12, 48), 3 * 7 / 8, 3 * (1 / 8 - 1 / 48)),
         ((2, 3, 3), 3 * 2 / 3 + 2 / 3 * 1 / 2, 0),  # all on one host
@@ -56,8 +56,8 @@ def test_states_are_gathered_where_they_are_cut(mesh, inside, between):
     expected = 4 * shape.num_parameters * (inside / 1e10 + between / 1e9)
     assert planned.gradient_seconds(job, HOSTS) == pytest.approx(expected)
     one = Hardware(1e12, 1e9)
-    parts, others = mesh[2], mesh[0] * mesh[1] // mesh[2]
-    passes = 3 * (1 - 1 / parts) + 2 / parts * (1 - 1 / others)
+    shards, others = mesh[2], mesh[0] * mesh[1] // mesh[2]
+    passes = 3 * (1 - 1 / shards) + 2 / shards * (1 - 1 / others)
     assert planned.gradient_seconds(job, one) == pytest.approx(4 * shape.num_parameters * passes / 1e9)
 
 

@@ -39,7 +39,7 @@ class NoLink:
     def carry_apart(self, sends, receives, moment):
         return Delivered(), Delivered()
 
-    def all_to_all_single(self, parts, sizes, like, moment):
+    def all_to_all_single(self, tensors, sizes, like, moment):
         return list(torch.empty(sum(sizes), dtype=like.dtype, device=like.device).split(list(sizes)))
 
 
@@ -215,7 +215,7 @@ def zigzag_peaks(worker):
 
 
 def test_a_chunk_that_is_sent_late_is_planned():
-    """Catches memory that only a zigzag rank in the middle needs: it dilates its later part once more."""
+    """Catches memory that only a zigzag rank in the middle needs: it dilates its later slice once more."""
     found = run_ranks(Launch(3), zigzag_peaks)
     assert [late for *_, late in found] == [False, True, False]
     for measured, planned, _ in found:

@@ -60,17 +60,17 @@ def test_flops_and_gradients_of_a_step(data, sequence, shards):
     assert job.tokens == tokens
     assert planned.flops_of_step(job) == 6 * tokens * entries + data * 3 * attention
     for activations, again in (("kept", 0), ("checkpointed", 2), ("offloaded", 2)):
-        parts = planned.step_parts(job, activations, Hardware(1e9, 1e6))
+        times = planned.step_times(job, activations, Hardware(1e9, 1e6))
         in_blocks = entries - 256 * 48  # the head is not computed again
         products = 6 * tokens * entries + again * tokens * in_blocks
-        assert parts.matrices == pytest.approx(products / (data * sequence) / 1e9)
+        assert times.matrices == pytest.approx(products / (data * sequence) / 1e9)
         passes = (3 if shards > 1 else 2) * (data * sequence - 1) / (data * sequence)
-        assert parts.gradients == pytest.approx(passes * 4 * job.shape.num_parameters / 1e6)
+        assert times.gradients == pytest.approx(passes * 4 * job.shape.num_parameters / 1e6)
 
 
 def test_the_loss_is_cut_as_in_the_model():
-    assert planned.LOSS_CHUNK_LOGITS == recompute.LOSS_CHUNK_LOGITS
-    assert planned.LOSS_CHUNK_ROWS == recompute.LOSS_CHUNK_ROWS
+    assert planned.LOSS_SLICE_LOGITS == recompute.LOSS_SLICE_LOGITS
+    assert planned.LOSS_SLICE_ROWS == recompute.LOSS_SLICE_ROWS
 
 
 @pytest.mark.parametrize("fields", [SMALL, dict(num_layers=2, embed_dim=32, num_heads=4)])
@@ -248,9 +248,9 @@ def test_attention_holds_and_takes_what_its_plans_do(num_ranks):
     found = planned.attention_of(job, TRAITS["cpu"], hardware)
     assert found.peak.num_bytes == pytest.approx(most, rel=0.1 if num_ranks > call_cost.MOST_PLANNED else 0)
     assert found.time.seconds == pytest.approx(seconds, rel=0.3 if num_ranks > call_cost.MOST_PLANNED else 0)
-    parts = planned.step_parts(job, "kept", hardware)
-    assert parts.attention.seconds == found.time.seconds
-    assert parts.all.seconds == parts.matrices + parts.attention.seconds + parts.gradients
+    times = planned.step_times(job, "kept", hardware)
+    assert times.attention.seconds == found.time.seconds
+    assert times.all.seconds == times.matrices + times.attention.seconds + times.gradients
 
 
 MODEL = ["plan", "model", "--layers", "2", "--embed-dim", "64", "--heads", "4", "--seq-len", "4Ki", "--causal"]
@@ -273,11 +273,11 @@ def test_the_command_plans_a_model(capsys):
     for words in ("a rank holds", "assumed of each rank: 1.00 TFLOP/s", "longest sequence", "tokens/s"):
         assert words in out
     columns = found["memory"].values()
-    for part in ("parameters", "gradients", "optimiser", "activations", "working", "total", "host"):
-        assert f" {part} {' '.join(size_text(row[part]) for row in columns)} " in out
+    for name in ("parameters", "gradients", "optimiser", "activations", "working", "total", "host"):
+        assert f" {name} {' '.join(size_text(row[name]) for row in columns)} " in out
     steps = [row["step"] for row in columns]
-    for name, part in (("products with weights", "matrices"), ("attention", "attention"), ("in all", "seconds")):
-        assert f" {name} {' '.join(time_text(step[part]) for step in steps)} " in out
+    for label, name in (("products with weights", "matrices"), ("attention", "attention"), ("in all", "seconds")):
+        assert f" {label} {' '.join(time_text(step[name]) for step in steps)} " in out
     assert f" tokens/s {' '.join(format(row['tokens_per_second'], ',.0f') for row in columns)} " in out
 
 

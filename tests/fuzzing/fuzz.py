@@ -70,7 +70,7 @@ MODULES = KINDS | INTEGRATIONS
 SECONDS_PER_CASE = 60
 MOST_TO_NOTICE = 2000  # cases, to notice that the program is broken
 BYTES_BEYOND_TORCH = 4 * 10**9
-BAR = re.compile(r"\d[kMG]?/[\d.]+[kMG]? \[\d")  # of progress, in pieces or in bytes
+BAR = re.compile(r"\d[kMG]?/[\d.]+[kMG]? \[\d")  # of progress, in numbers or in bytes
 _START = multiprocessing.get_context("forkserver")
 
 
@@ -234,12 +234,12 @@ def _redirected(descriptor: int, file: Any) -> Iterator[None]:
 
 
 def listing(folder: Path) -> dict[str, bytes | str]:
-    """Every file with its content, every link with its aim, and every folder."""
+    """Every file with its content, every symbolic link with its aim, and every folder."""
     found: dict[str, bytes | str] = {}
     for path in sorted(folder.rglob("*")):
         name = os.fsencode(path.relative_to(folder)).decode(errors="backslashreplace")
         if path.is_symlink():
-            found[name] = f"a link to {path.readlink()}"
+            found[name] = f"a symbolic link to {path.readlink()}"
         else:
             found[name] = "a folder" if path.is_dir() else path.read_bytes()
     return found

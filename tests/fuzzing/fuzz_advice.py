@@ -123,7 +123,7 @@ def why_wrong(
 
 
 def cached_rows(pattern: DilatedPattern, seq_len: int, heads: int, kv_heads: int) -> int:
-    """Rows of rings, one by one."""
+    """Rows of rolling buffers, one by one."""
     rows = 0
     for branch, (w, r) in enumerate(pattern.branches):
         for kv_head in range(kv_heads):

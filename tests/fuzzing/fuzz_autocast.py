@@ -147,13 +147,13 @@ def cast_by_hand(module: MultiheadDilatedAttention, x: Tensor, dtype: torch.dtyp
     sizes = (module.num_heads * dim, module.num_kv_heads * dim, module.num_kv_heads * dim)
     bias = module.in_proj_bias
     joined = F.linear(x.to(dtype), module.in_proj_weight.to(dtype), None if bias is None else bias.to(dtype))
-    q, k, v = (part.unflatten(-1, (-1, dim)) for part in joined.split(sizes, dim=-1))
+    q, k, v = (y.unflatten(-1, (-1, dim)) for y in joined.split(sizes, dim=-1))
     if module.rotary_base is not None:
         positions = torch.arange(x.shape[1])
         if documents is not None:
             positions = positions - documents[torch.searchsorted(documents, positions, right=True) - 1]
         angles = positions.double()[:, None] * module.rotary_base ** (-torch.arange(0, dim, 2).double() / dim)
-        q, k = (turned(part.double(), angles).to(dtype) for part in (q, k))
+        q, k = (turned(y.double(), angles).to(dtype) for y in (q, k))
     out = dilated_attention(q, k, v, module.pattern, cu_seqlens=documents)
     assert isinstance(out, Tensor)
     out = out.flatten(2)
@@ -212,13 +212,13 @@ def try_cache(rng: random.Random) -> Trial:
             if is_refused:
                 complaint = why_not_refused(lambda: module(x, x, x, cache=other))
                 return Trial("cache, refused", f"{module} under {short}", complaint)
-            parts, start = [], 0
+            outs, start = [], 0
             while start < num_positions:
                 rows = x[:, start : start + rng.choice([1, 1, 4, 11])]
-                parts.append(module(rows, rows, rows, cache=cache)[0])
+                outs.append(module(rows, rows, rows, cache=cache)[0])
                 start += rows.shape[1]
     complaint = None if cache.dtype == short else f"the cache is {cache.dtype}"
-    complaint = complaint or why_far("out", torch.cat(parts, 1), expected, short, 16 * torch.finfo(short).eps)
+    complaint = complaint or why_far("out", torch.cat(outs, 1), expected, short, 16 * torch.finfo(short).eps)
     return Trial("cache, computed", f"{module}, {tuple(x.shape)} under {short}", complaint)
 
 
@@ -289,9 +289,9 @@ def try_model(rng: random.Random) -> Trial:
         found = outcome(model, inputs)
     if how == "recomputed":
         plain = copy.deepcopy(model)
-        for part in plain.modules():
-            if hasattr(part, "activation_checkpointing"):
-                part.activation_checkpointing = False
+        for submodule in plain.modules():
+            if hasattr(submodule, "activation_checkpointing"):
+                submodule.activation_checkpointing = False
         with under(short):
             right = outcome(plain, inputs)
         dout = torch.randn_like(right)

@@ -1,7 +1,7 @@
 """Caches against the definition in float64: however a sequence is appended, its rows are those of one call.
 
-Tokens, chunks and ragged batches; positions that are taken back, entries that begin anew, forks, states that are saved
-and loaded; all heads of a layer or a part of them in each of two caches; plain calls and compiled ones.
+Tokens, slices and ragged batches; positions that are taken back, entries that begin anew, forks, states that are saved
+and loaded; all heads of a layer or some of them in each of two caches; plain calls and compiled ones.
 
 What must hold: every row of out and lse within a bound of the definition; padding comes out as nothing and is not read;
 what may be taken back is taken back; what cannot be is a ValueError, after which the cache is as it was.
@@ -24,7 +24,7 @@ from fuzz import Trial
 from fuzz_cache_misuse import try_hostile, why_changed
 from fuzz_commands import broken, nothing
 from fuzz_modules import by_hand, draw_language_model, draw_module, why_unequal
-from fuzz_oracle import DTYPES, LAYOUTS, Answer, Call, answer_to, difference, draw_call, tensors_of
+from fuzz_oracle import DTYPES, STRIDES, Answer, Call, answer_to, difference, draw_call, tensors_of
 from helpers import poisoned_memory
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -71,7 +71,7 @@ def draw_limits(rng: random.Random, call: Call) -> dict[str, Any]:
 
 
 @dataclass
-class Part:
+class Held:
     """Some heads of a layer, with their cache."""
 
     heads: slice
@@ -83,11 +83,11 @@ class Part:
         return [inputs[0][:, :, self.heads], *(x[:, :, self.kv_heads] for x in inputs[1:])]
 
 
-def draw_parts(rng: random.Random, call: Call, limits: dict[str, Any]) -> list[Part]:
+def draw_caches(rng: random.Random, call: Call, limits: dict[str, Any]) -> list[Held]:
     """One cache of all heads, or two of some."""
     ratio, num_kv_heads = call.num_heads // call.num_kv_heads, call.num_kv_heads
     border = rng.randint(1, num_kv_heads - 1) if num_kv_heads > 1 and rng.random() < 0.5 else num_kv_heads
-    parts = []
+    several = []
     for start, stop in ((0, border), (border, num_kv_heads)):
         if start == stop:
             continue
@@ -97,8 +97,8 @@ def draw_parts(rng: random.Random, call: Call, limits: dict[str, Any]) -> list[P
         sizes = (call.pattern, call.batch, call.num_heads, num_kv_heads, call.head_dim)
         made = DilatedCache(*sizes, dtype=call.dtype, **held, **limits)
         more = held and {**held, "num_heads": call.num_heads}
-        parts.append(Part(slice(heads.start, heads.stop), slice(start, stop), more, made))
-    return parts
+        several.append(Held(slice(heads.start, heads.stop), slice(start, stop), more, made))
+    return several
 
 
 class Conversation:
@@ -108,7 +108,7 @@ class Conversation:
         self.rng, self.compiler = rng, compiler
         self.call = causal(draw_call(rng, dtypes=DTYPES))
         self.limits = draw_limits(rng, self.call)
-        self.parts = draw_parts(rng, self.call, self.limits)
+        self.several = draw_caches(rng, self.call, self.limits)
         self.inputs, dout, dlse = tensors_of(self.call)
         with torch.inference_mode(False), torch.enable_grad():
             self.answer = answer_to(self.call, [x.clone() for x in self.inputs], dout.clone(), dlse.clone())
@@ -117,12 +117,12 @@ class Conversation:
         self.counter = CompileCounterWithBackend(compiler) if compiler else None
         self.only_tokens = compiler is not None and rng.random() < 0.5
         self.dynamic = rng.choice([None, None, True])
-        self.attends = [self._attend(part) for part in self.parts]
+        self.attends = [self._attend(one) for one in self.several]
         self.said: list[str] = []
 
-    def _attend(self, part: Part) -> Attend:
+    def _attend(self, one: Held) -> Attend:
         def attend(q: Tensor, k: Tensor, v: Tensor, cache: DilatedCache, lengths: Tensor | None) -> Any:
-            rules = {"scale": self.call.scale, "return_lse": True, **part.held}
+            rules = {"scale": self.call.scale, "return_lse": True, **one.held}
             return dilated_attention(q, k, v, self.call.pattern, cache=cache, lengths=lengths, **rules)
 
         if self.counter is None:
@@ -155,9 +155,9 @@ class Conversation:
                 x[b, :count] = whole[source, start : start + count]
         lengths = torch.tensor(counts, dtype=self.rng.choice([torch.int64, torch.int32])) if is_ragged else None
         outs, lses = [], []
-        for part, attend in zip(self.parts, self.attends, strict=True):
-            rows = [self.rng.choice(LAYOUTS)(x) if self.compiler is None else x for x in part.of_layer(given)]
-            out, lse = attend(*rows, part.cache, lengths)
+        for one, attend in zip(self.several, self.attends, strict=True):
+            rows = [self.rng.choice(STRIDES)(x) if self.compiler is None else x for x in one.of_layer(given)]
+            out, lse = attend(*rows, one.cache, lengths)
             outs.append(out)
             lses.append(lse)
         self.positions = [start + count for _, start, count in spans]
@@ -176,9 +176,9 @@ class Conversation:
         for b, _, count in alone:
             if not complaint and (out[b, count:].any() or (lse[b, count:] != -torch.inf).any()):
                 complaint = f"padding of entry {b} is not nothing"
-        for part in self.parts:
-            if not complaint and part.cache.position.tolist() != self.positions:
-                complaint = f"positions are {part.cache.position.tolist()}, and should be {self.positions}"
+        for one in self.several:
+            if not complaint and one.cache.position.tolist() != self.positions:
+                complaint = f"positions are {one.cache.position.tolist()}, and should be {self.positions}"
         return complaint
 
     def crop(self) -> str | None:
@@ -195,9 +195,9 @@ class Conversation:
         must = all(target >= floor for target, floor in zip(targets, floors, strict=True))
         given = self.rng.choice([counts, torch.tensor(counts)])
         answers = set()
-        for part in self.parts:
+        for one in self.several:
             try:
-                part.cache.crop(given)
+                one.cache.crop(given)
                 answers.add("taken")
             except ValueError as error:
                 answers.add("refused")
@@ -205,8 +205,8 @@ class Conversation:
                     return f"crop({counts}) from {self.positions} is refused: {error}"
         if len(answers) > 1:
             # One of two caches has no buffers of the shorter segments: both go on from where both can.
-            for part in self.parts:
-                part.cache.reset()
+            for one in self.several:
+                one.cache.reset()
             self.positions, self.highest = [0] * self.batch, [0] * self.batch
         elif answers == {"taken"}:
             self.positions = targets
@@ -217,9 +217,9 @@ class Conversation:
         if self.compiler is not None:  # another batch is another graph
             entries = [self.rng.randrange(self.batch) for _ in range(self.batch)]
         self.said.append(f"fork {entries}")
-        for part in self.parts:
-            before = part.cache
-            part.cache = before.fork(self.rng.choice([entries, torch.tensor(entries)]))
+        for one in self.several:
+            before = one.cache
+            one.cache = before.fork(self.rng.choice([entries, torch.tensor(entries)]))
             if self.rng.random() < 0.5:  # they share nothing
                 before.memory.fill_(math.nan)
                 before.reset()
@@ -231,14 +231,14 @@ class Conversation:
         """A state that goes through a file, into a cache of other limits."""
         limits = {**self.limits, "keep": self.rng.choice([self.limits["keep"], 0, 30])}
         self.said.append(f"load into keep={limits['keep']}")
-        for part in self.parts:
+        for one in self.several:
             file = io.BytesIO()
-            torch.save(part.cache.state_dict(), file)
+            torch.save(one.cache.state_dict(), file)
             file.seek(0)
             sizes = (self.call.pattern, self.batch, self.call.num_heads, self.call.num_kv_heads, self.call.head_dim)
-            held = part.held and {"heads_held": part.held["heads_held"]}
-            part.cache = DilatedCache(*sizes, dtype=self.call.dtype, **held, **limits)
-            part.cache.load_state_dict(torch.load(file, weights_only=True))
+            held = one.held and {"heads_held": one.held["heads_held"]}
+            one.cache = DilatedCache(*sizes, dtype=self.call.dtype, **held, **limits)
+            one.cache.load_state_dict(torch.load(file, weights_only=True))
         # What can be taken back is what both could.
         self.limits = {**limits, "keep": min(limits["keep"], self.limits["keep"])}
         return None
@@ -246,15 +246,15 @@ class Conversation:
     def reset(self) -> str | None:
         rows = None if self.rng.random() < 0.3 else [b for b in range(self.batch) if self.rng.random() < 0.5]
         self.said.append(f"reset {rows}")
-        for part in self.parts:
-            part.cache.reset(rows)
+        for one in self.several:
+            one.cache.reset(rows)
         for b in range(self.batch) if rows is None else rows:
             self.positions[b] = self.highest[b] = 0
         return None
 
     def refuse(self) -> str | None:
         """A call that cannot be: a ValueError, and nothing has changed."""
-        part, attend = self.rng.choice(list(zip(self.parts, self.attends, strict=True)))
+        one, attend = self.rng.choice(list(zip(self.several, self.attends, strict=True)))
         kinds = ["negative", "more than there are"]
         room = None if self.limits["max_len"] is None else self.limits["max_len"] - max(self.positions)
         if room is not None and room < 60:
@@ -265,8 +265,8 @@ class Conversation:
         if kind != "beyond max_len":
             counts[self.rng.randrange(self.batch)] = -1 if kind == "negative" else 3
         self.said.append(f"refuse lengths {kind}")
-        rows = [x[:1, :1].expand(self.batch, num_new, -1, -1) for x in part.of_layer(self.inputs)]
-        return why_changed(part.cache, lambda: attend(*rows, part.cache, torch.tensor(counts)))
+        rows = [x[:1, :1].expand(self.batch, num_new, -1, -1) for x in one.of_layer(self.inputs)]
+        return why_changed(one.cache, lambda: attend(*rows, one.cache, torch.tensor(counts)))
 
 
 def try_sequence(rng: random.Random, compiler: str | None) -> Trial:
@@ -279,16 +279,16 @@ def try_sequence(rng: random.Random, compiler: str | None) -> Trial:
         if complaint:
             break
     # (With dynamic=True torch takes a scale for a symbol at first, and begins anew.)
-    most = len(talk.parts) * (2 if talk.dynamic else 1)
+    most = len(talk.several) * (2 if talk.dynamic else 1)
     if talk.counter is not None and talk.only_tokens and talk.counter.frame_count > most:
-        complaint = complaint or f"{talk.counter.frame_count} graphs for tokens alone, of {len(talk.parts)} caches"
-    heads = "all heads" if not talk.parts[0].held else f"{len(talk.parts)} parts of the heads"
+        complaint = complaint or f"{talk.counter.frame_count} graphs for tokens alone, of {len(talk.several)} caches"
+    heads = "all heads" if not talk.several[0].held else f"{len(talk.several)} parts of the heads"
     how = f"sequence, {heads}, {f'compiled, {compiler}' if compiler else talk.call.dtype}"
-    return Trial(how, f"{talk.call}, {talk.limits}, {[p.held for p in talk.parts]}: {talk.said}", complaint)
+    return Trial(how, f"{talk.call}, {talk.limits}, {[p.held for p in talk.several]}: {talk.said}", complaint)
 
 
 def try_module(rng: random.Random, compiler: str | None) -> Trial:
-    """A module with a cache, whole or in parts by heads, against the same put together by hand."""
+    """A module with a cache, whole or several by heads, against the same put together by hand."""
     module = draw_module(rng, head_multiple=rng.choice([1, 2]))
     pattern = module.pattern
     rules = {"phase": pattern.phase, "heads": pattern.heads}
@@ -300,12 +300,12 @@ def try_module(rng: random.Random, compiler: str | None) -> Trial:
     if module.sub_layernorm is None and module.num_kv_heads > 1 and rng.random() < 0.6:
         border = rng.randint(1, module.num_kv_heads - 1) * ratio
         modules = [module.held(range(border)), module.held(range(border, module.num_heads))]
-    caches = [part.make_cache(batch, max_len=num_positions) for part in modules]
+    caches = [one.make_cache(batch, max_len=num_positions) for one in modules]
 
-    def step(part: Any, x: Tensor, cache: DilatedCache) -> Tensor:
-        return part(x, x, x, cache=cache)[0]
+    def step(one: Any, x: Tensor, cache: DilatedCache) -> Tensor:
+        return one(x, x, x, cache=cache)[0]
 
-    steps: list[Callable[..., Tensor]] = [functools.partial(step, part) for part in modules]
+    steps: list[Callable[..., Tensor]] = [functools.partial(step, one) for one in modules]
     if compiler:
         steps = [torch.compile(each, backend=compiler, fullgraph=True) for each in steps]
     lengths = rng.choice([[1] * num_positions, [rng.randint(1, 9) for _ in range(num_positions)]])
@@ -313,8 +313,8 @@ def try_module(rng: random.Random, compiler: str | None) -> Trial:
     for length in lengths[:12]:
         rows = x[:, position : position + length]
         if rows.shape[1]:
-            parts = [each(rows, cache) for each, cache in zip(steps, caches, strict=True)]
-            found.append(torch.stack(parts).sum(0))
+            several = [each(rows, cache) for each, cache in zip(steps, caches, strict=True)]
+            found.append(torch.stack(several).sum(0))
         position = min(num_positions, position + length)
     complaint = why_unequal("out", torch.cat(found, 1), expected[:, :position])
     how = f"module, {len(modules)} part{'s' * (len(modules) > 1)}{', compiled' * (compiler is not None)}"

@@ -18,7 +18,7 @@ import torch
 from fuzz import Trial
 from fuzz_commands import broken, nothing
 from fuzz_modules import MODULE_BREAKAGES, try_language_model, try_module
-from fuzz_oracle import LAYOUTS, NAMES, Call, answer_to, difference, draw_call, tensors_of
+from fuzz_oracle import NAMES, STRIDES, Call, answer_to, difference, draw_call, tensors_of
 from helpers import poisoned_memory
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -71,8 +71,8 @@ def judge_call(rng: random.Random, call: Call, how: str, **more: Any) -> str | N
 
 
 def arranged(rng: random.Random, call: Call, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The inputs in any layout; those that need a gradient want one."""
-    leaves = [rng.choice(LAYOUTS)(x).detach() for x in inputs]
+    """The inputs with any strides; those that need a gradient want one."""
+    leaves = [rng.choice(STRIDES)(x).detach() for x in inputs]
     return [x.requires_grad_(name in call.needs_grad) for name, x in zip("qkv", leaves, strict=True)]
 
 
@@ -98,7 +98,7 @@ def results(
 
 
 def try_heads_held(rng: random.Random) -> Trial:
-    """The heads of a layer in two parts."""
+    """The heads of a layer in two groups."""
     call = draw_call(rng, dtypes=[torch.float64])
     ratio = call.num_heads // call.num_kv_heads
     border = rng.randint(0, call.num_kv_heads)

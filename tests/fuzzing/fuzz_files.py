@@ -212,7 +212,7 @@ def make_folder(rng: random.Random, path: Path) -> None:
         (path / "mine").write_text("mine")
 
 
-def make_link(rng: random.Random, path: Path) -> None:
+def make_symlink(rng: random.Random, path: Path) -> None:
     path.unlink(missing_ok=True)
     path.symlink_to(rng.choice(["/nowhere", "/dev/null", path.name, "..", "/proc/self/mem"]))
 
@@ -246,7 +246,7 @@ DAMAGES = [
     (deed.__name__, deed)
     for deed in (
         flip_bits, flip_bits, flip_bits, cut, cut_the_start, append, overwrite, replace, replace_by_text, swap, remove,
-        make_folder, make_link,
+        make_folder, make_symlink,
     )
 ]  # fmt: skip
 FOLDER_DAMAGES = [(deed.__name__, deed) for deed in (empty_folder, file_instead, rename_folder)]
@@ -256,22 +256,22 @@ def change_state(rng: random.Random, folder: Path) -> None:
     """Another state, with digests that fit."""
     state = json.loads((folder / STATE_FILE).read_text())["state"]
     for _ in range(rng.choice([1, 1, 1, 3])):
-        part: Any = state
+        place: Any = state
         if rng.random() < 0.6:
-            part = part[rng.choice([key for key, value in state.items() if isinstance(value, (dict, list))])]
-        keys = list(part) if isinstance(part, dict) else list(range(len(part)))
+            place = place[rng.choice([key for key, value in state.items() if isinstance(value, (dict, list))])]
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
         if not keys:
             continue
         key = rng.choice(keys)
         how = rng.random()
         if how < 0.6:
-            part[key] = rng.choice(VALUES)
+            place[key] = rng.choice(VALUES)
         elif how < 0.8:
-            del part[key]
-        elif isinstance(part, dict):
-            part[rng.choice(["x", "step ", "\ud800", ""])] = rng.choice(VALUES)
+            del place[key]
+        elif isinstance(place, dict):
+            place[rng.choice(["x", "step ", "\ud800", ""])] = rng.choice(VALUES)
         else:
-            part.append(rng.choice(VALUES))
+            place.append(rng.choice(VALUES))
     (folder / STATE_FILE).write_text(checkpoint._signed(folder, state))
 
 

@@ -144,9 +144,9 @@ class Desk(fuzz_ranks.Desk):
             logits = self.rows(x, parallel, seq_len)[0] @ weight.T
             found = parallel.mean_loss(F.cross_entropy(logits, own, reduction="sum"), (own != -100).sum())
             complaint = why_unequal("loss", found, expected)
-            right, part = (torch.autograd.grad(y, [weight])[0] for y in (expected, found))
-            dist.all_reduce(part)
-            complaint = complaint or why_unequal("gradient", part / self.world_size, right)
+            right, gradient = (torch.autograd.grad(y, [weight])[0] for y in (expected, found))
+            dist.all_reduce(gradient)
+            complaint = complaint or why_unequal("gradient", gradient / self.world_size, right)
         return f"{int((labels != -100).sum())} of {seq_len} labels, {fuzz_ranks.told(parallel)}", complaint
 
 

@@ -105,10 +105,10 @@ def try_module(rng: random.Random) -> Trial:
 def padded_by_hand(module: MultiheadDilatedAttention, x_1NE: Tensor, length: int) -> Tensor:
     """The valid positions alone; padded ones come out as zeros (or what the norm makes of none) before out_proj."""
     rest = torch.zeros(1, x_1NE.shape[1] - length, module.embed_dim, dtype=x_1NE.dtype)
-    parts = [F.linear(rest, module.out_proj.weight, module.out_proj.bias)]
+    outs = [F.linear(rest, module.out_proj.weight, module.out_proj.bias)]
     if length:
-        parts.insert(0, by_hand(module, x_1NE[:, :length], torch.arange(length), None))
-    return torch.cat(parts, dim=1)
+        outs.insert(0, by_hand(module, x_1NE[:, :length], torch.arange(length), None))
+    return torch.cat(outs, dim=1)
 
 
 def why_unequal(name: str, found: Tensor, expected: Tensor) -> str | None:

@@ -22,7 +22,7 @@ BOUND = 24.0
 LARGEST = 60_000.0  # float16 ends at 65,504; beyond this the true number may round to infinity
 # Queries times a scale of 1e-40 are subnormal, and hold a few bits. What is that small may be anything that small.
 SMALLEST = {torch.float64: 0.0, torch.float32: 1e-32, torch.bfloat16: 1e-32, torch.float16: 0.0}
-LAYOUTS: list[Callable[[Tensor], Tensor]] = [
+STRIDES: list[Callable[[Tensor], Tensor]] = [
     lambda x: x,
     lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),

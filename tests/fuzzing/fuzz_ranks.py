@@ -230,8 +230,8 @@ class Desk(TeamDesk):
         """All ranks' gradients, summed and times a factor, against the right ones."""
         total = torch.cat([x.flatten() for x in own])
         dist.all_reduce(total)
-        parts = (total * factor).split([x.numel() for x in own])
-        for name, x, y in zip(names, parts, right, strict=True):
+        grads = (total * factor).split([x.numel() for x in own])
+        for name, x, y in zip(names, grads, right, strict=True):
             if complaint := why_unequal(f"gradient of {name}", x.view(y.shape), y):
                 return complaint
         return None

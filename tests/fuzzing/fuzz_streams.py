@@ -151,10 +151,10 @@ class Streams:
             return
         os.close(self.pipe[1])
         while len(self.read) < self.num_read:
-            part = os.read(self.pipe[0], self.num_read - len(self.read))
-            if not part:
+            some = os.read(self.pipe[0], self.num_read - len(self.read))
+            if not some:
                 break
-            self.read += part
+            self.read += some
         os.close(self.pipe[0])
 
     def ended(self, code: int) -> Ended:

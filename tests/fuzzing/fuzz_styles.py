@@ -112,17 +112,17 @@ class Desk(fuzz_ranks.Desk):
         """ShardHeads: outputs, and gradients of inputs and of what a rank holds of the parameters."""
         alone = draw_heads(rng, self.world_size)
         frozen = {name: rng.random() < 0.2 for name, _ in alone.named_parameters()}
-        part = nn.ModuleDict({"attention": copy.deepcopy(alone)})
-        for name, parameter in part["attention"].named_parameters():
+        sharded = nn.ModuleDict({"attention": copy.deepcopy(alone)})
+        for name, parameter in sharded["attention"].named_parameters():
             parameter.requires_grad_(not frozen[name])
-        parallelize_module(part, self.line, {"attention": ShardHeads()})
-        is_kept = all(x.requires_grad != frozen[name] for name, x in part["attention"].named_parameters())
+        parallelize_module(sharded, self.line, {"attention": ShardHeads()})
+        is_kept = all(x.requires_grad != frozen[name] for name, x in sharded["attention"].named_parameters())
         complaint = None if is_kept else "what was frozen is trained, or the other way round"
-        part.requires_grad_(True)
+        sharded.requires_grad_(True)
         inputs, more, expected = self.draw_inputs(rng, alone)  # random numbers, which must still be those of all ranks
-        found, _ = part["attention"](*inputs, **more)
+        found, _ = sharded["attention"](*inputs, **more)
         complaint = complaint or why_unequal("out", found, expected)
-        complaint = complaint or self.why_wrong_gradients(alone, part["attention"], inputs[:1], expected, found)
+        complaint = complaint or self.why_wrong_gradients(alone, sharded["attention"], inputs[:1], expected, found)
         return f"{alone}, {more}", complaint
 
     def draw_inputs(
@@ -145,7 +145,7 @@ class Desk(fuzz_ranks.Desk):
     def why_wrong_gradients(
         self,
         alone: MultiheadDilatedAttention,
-        part: MultiheadDilatedAttention,
+        sharded: MultiheadDilatedAttention,
         inputs: Sequence[Tensor],
         expected: Tensor,
         found: Tensor,
@@ -154,16 +154,16 @@ class Desk(fuzz_ranks.Desk):
         weights = torch.randn_like(expected)
         leaves = [x for x in inputs if x.requires_grad and x.is_leaf]
         right = torch.autograd.grad(expected, [*leaves, *alone.parameters()], weights, materialize_grads=True)
-        own = torch.autograd.grad(found, [*leaves, *part.parameters()], weights, materialize_grads=True)
+        own = torch.autograd.grad(found, [*leaves, *sharded.parameters()], weights, materialize_grads=True)
         for x, y in zip(own[: len(leaves)], right, strict=False):
             if complaint := why_unequal("gradient of the input", x, y):
                 return complaint
-        return self.why_other_part(alone, part, right[len(leaves) :], own[len(leaves) :])
+        return self.why_other_heads(alone, sharded, right[len(leaves) :], own[len(leaves) :])
 
-    def why_other_part(
+    def why_other_heads(
         self,
         alone: MultiheadDilatedAttention,
-        part: MultiheadDilatedAttention,
+        sharded: MultiheadDilatedAttention,
         right: Sequence[Tensor],
         own: Sequence[Tensor],
     ) -> str | None:
@@ -173,7 +173,7 @@ class Desk(fuzz_ranks.Desk):
             for parameter, grad in zip(whole.parameters(), right, strict=True):
                 parameter.copy_(grad)
         whole.parallel = None
-        for (name, x), y in zip(whole.held(part.heads_held).named_parameters(), own, strict=True):
+        for (name, x), y in zip(whole.held(sharded.heads_held).named_parameters(), own, strict=True):
             if complaint := why_unequal(f"gradient of {name}", y, x):
                 return complaint
         return None
@@ -187,7 +187,7 @@ class Desk(fuzz_ranks.Desk):
         parallelize_module(halved, self.line, ShardHeads())
         module = rng.choice([few, normed, halved, nn.Linear(2, 2), nn.MultiheadAttention(4, 2)])
         before = {name: (x.shape, id(x)) for name, x in module.named_parameters()}
-        said = {id(few): "1 key/value heads", id(normed): "sub_layernorm", id(halved): "take parts of a whole one"}
+        said = {id(few): "1 key/value heads", id(normed): "sub_layernorm", id(halved): "take heads of a whole one"}
         says = said.get(id(module), "MultiheadDilatedAttention")
         complaint = why_not_refused_at_once(lambda: parallelize_module(module, self.line, ShardHeads()), says)
         if {name: (x.shape, id(x)) for name, x in module.named_parameters()} != before:
@@ -201,30 +201,30 @@ class Desk(fuzz_ranks.Desk):
         torch.manual_seed(rng.randrange(2**31))
         pattern = draw_pattern(rng, num_heads)
         alone = Projected(num_heads * rng.choice([2, 4]), num_heads, kv_heads, pattern, rng.random() < 0.5)
-        part = copy.deepcopy(alone)
+        sharded = copy.deepcopy(alone)
         x = torch.randn(2, rng.randint(1, 30), alone.q.in_features, dtype=torch.float64)
         plan = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel()}
         mesh = self.line if self.grid is None or rng.random() < 0.5 else self.grid["cp"]
-        parallelize_module(part, mesh, plan)
+        parallelize_module(sharded, mesh, plan)
         is_sharded_over_dp = mesh is not self.line and rng.random() < 0.5
         if is_sharded_over_dp:
-            fully_shard(part, mesh=self.grid["dp"])
+            fully_shard(sharded, mesh=self.grid["dp"])
         description = f"{num_heads} heads, {kv_heads} key/value heads, {pattern}, FSDP {is_sharded_over_dp}"
         if kv_heads % mesh.size():
-            parts = zip(*(linear.weight.chunk(mesh.size()) for linear in (alone.q, alone.k)), strict=False)
-            widths = [(len(q), len(k)) for q, k in parts]
+            pairs = zip(*(linear.weight.chunk(mesh.size()) for linear in (alone.q, alone.k)), strict=False)
+            widths = [(len(q), len(k)) for q, k in pairs]
             # A rank with whole heads by chance would wait for those that refuse, and so would one without a column,
             # for which torch's linear gathers the others' columns.
-            if len(widths) < mesh.size() or any(k % part.head_dim == 0 and q % k == 0 for q, k in widths):
+            if len(widths) < mesh.size() or any(k % sharded.head_dim == 0 and q % k == 0 for q, k in widths):
                 return description, None
-            attempt = lambda: part(x)  # noqa: E731
+            attempt = lambda: sharded(x)  # noqa: E731
             return description, None if is_refused(attempt) else "projections that cut a head are taken"
-        expected, found = alone(x), part(x)
+        expected, found = alone(x), sharded(x)
         complaint = why_unequal("out", found, expected)
         weights = torch.randn_like(expected)
         (expected * weights).sum().backward()
         (found * weights).sum().backward()
-        for (name, p), q in zip(alone.named_parameters(), part.parameters(), strict=True):
+        for (name, p), q in zip(alone.named_parameters(), sharded.parameters(), strict=True):
             complaint = complaint or why_unequal(f"gradient of {name}", whole(q.grad), p.grad)
         return description, complaint
 
@@ -254,15 +254,15 @@ class Desk(fuzz_ranks.Desk):
         torch.manual_seed(rng.randrange(2**31))
         module = draw_heads(rng, 4)
         alone = Around(module, module.embed_dim)
-        part = copy.deepcopy(alone)
-        return self.why_unequal_over(rng, self.grid["cp"], alone, part, f"{module}", [self.grid["dp"]])
+        sharded = copy.deepcopy(alone)
+        return self.why_unequal_over(rng, self.grid["cp"], alone, sharded, f"{module}", [self.grid["dp"]])
 
     def why_unequal_over(
         self,
         rng: random.Random,
         mesh: DeviceMesh,
         alone: Around,
-        part: Around,
+        sharded: Around,
         told: str,
         heads_over: Sequence[DeviceMesh],
     ) -> Outcome:
@@ -277,7 +277,7 @@ class Desk(fuzz_ranks.Desk):
         )
         plans = [(axis, {"inner": ShardHeads()}) for axis in heads_over]
         for axis, plan in rng.sample([*plans, (mesh, {"inner": style})], len(plans) + 1):
-            parallelize_module(part, axis, plan)
+            parallelize_module(sharded, axis, plan)
         [parallel] = style.contexts.values()
         more: dict[str, Any] = {}
         if isinstance(alone.inner, MultiheadDilatedAttention) and seq_len > 1 and rng.random() < 0.4:
@@ -286,7 +286,7 @@ class Desk(fuzz_ranks.Desk):
         x = torch.randn(batch, seq_len, alone.before.in_features, dtype=torch.float64, requires_grad=True)
         expected = alone(x, **more)
         given = x if style.shard_inputs else self.rows(x.detach(), parallel, seq_len).requires_grad_()
-        found = part(given, **more)
+        found = sharded(given, **more)
         weights = torch.randn_like(expected)
         right, loss = expected, (found * weights).sum() if style.unshard_outputs else None
         if not style.unshard_outputs:
@@ -294,7 +294,7 @@ class Desk(fuzz_ranks.Desk):
             loss = (found * self.rows(weights, parallel, seq_len)).sum() * mesh.size()
         complaint = why_unequal("out", found, right)
         grads = torch.autograd.grad((expected * weights).sum(), [x, *alone.parameters()], materialize_grads=True)
-        own = torch.autograd.grad(loss, [given, *part.parameters()], materialize_grads=True)
+        own = torch.autograd.grad(loss, [given, *sharded.parameters()], materialize_grads=True)
         if style.shard_inputs:
             complaint = complaint or why_unequal("gradient of the input", self.mean(own[0], mesh), grads[0])
         else:
@@ -305,11 +305,11 @@ class Desk(fuzz_ranks.Desk):
         if heads_over:
             inner = [i for i, name in enumerate(names) if name.startswith("inner")]
             outer = [i for i, name in enumerate(names) if not name.startswith("inner")]
-            own_names = [name for name, _ in part.named_parameters()]  # a rank may hold no bias of out_proj
+            own_names = [name for name, _ in sharded.named_parameters()]  # a rank may hold no bias of out_proj
             held = [x for name, x in zip(own_names, means, strict=True) if name.startswith("inner")]
             rest = [x for name, x in zip(own_names, means, strict=True) if not name.startswith("inner")]
             right_of_inner = [grads[1 + i] for i in inner]
-            complaint = complaint or self.why_other_part(alone.inner, part.inner, right_of_inner, held)
+            complaint = complaint or self.why_other_heads(alone.inner, sharded.inner, right_of_inner, held)
             names, means, grads = [names[i] for i in outer], rest, (grads[0], *(grads[1 + i] for i in outer))
         for name, x, y in zip(names, means, grads[1:], strict=True):
             complaint = complaint or why_unequal(f"gradient of {name}", x, y)
@@ -374,9 +374,9 @@ class Desk(fuzz_ranks.Desk):
         alone, model = self.draw_models(rng, parallel, self.world_size)
         reshard = rng.choice([True, False, None])
         options = {} if over is None else {"mesh": over}
-        parts = [*model.model.blocks, *rng.choice([[], [model.model.head]]), model]
-        for part in parts[rng.choice([0, -1]) :]:
-            fully_shard(part, reshard_after_forward=reshard, **options)
+        modules = [*model.model.blocks, *rng.choice([[], [model.model.head]]), model]
+        for sharded in modules[rng.choice([0, -1]) :]:
+            fully_shard(sharded, reshard_after_forward=reshard, **options)
         check_averaged(model, parallel)
         seq_len, num_steps, clip = rng.randint(2, 30), rng.randint(1, 2), rng.choice([None, 0.05])
         micro = rng.choice([1, 1, 2])
@@ -411,8 +411,8 @@ class Desk(fuzz_ranks.Desk):
         over, cp, *_ = self.sharded_over(rng)
         parallel = ContextParallel(cp, timeout=PATIENCE)
         alone, model = self.draw_models(rng, parallel, self.world_size)
-        for part in (*model.model.blocks, model):
-            fully_shard(part, **({} if over is None else {"mesh": over}))
+        for sharded in (*model.model.blocks, model):
+            fully_shard(sharded, **({} if over is None else {"mesh": over}))
         seq_len = rng.randint(self.world_size, 20)
         tokens = torch.randint(alone.model.config.vocab_size, (1, seq_len))
         own = self.rows(tokens, parallel, seq_len)
@@ -436,20 +436,20 @@ class Desk(fuzz_ranks.Desk):
         alone = draw_heads(rng, 2)
         box = nn.ModuleDict({"attention": copy.deepcopy(alone)})
         parallelize_module(box, self.grid["cp"], {"attention": ShardHeads()})
-        part = box["attention"]
-        held = part.heads_held
-        fully_shard(part, mesh=self.grid["dp"])
+        sharded = box["attention"]
+        held = sharded.heads_held
+        fully_shard(sharded, mesh=self.grid["dp"])
         x = torch.randn(2, rng.randint(1, 30), alone.embed_dim, dtype=torch.float64)
         place = self.grid["dp"].get_local_rank()
         own = x[place : place + 1]
-        expected, found = alone(x, x, x)[0], part(own, own, own)[0]
+        expected, found = alone(x, x, x)[0], sharded(own, own, own)[0]
         complaint = why_unequal("out", found, expected[place : place + 1])
         weights = torch.randn_like(expected)
         grads = torch.autograd.grad((expected * weights).sum() / 2, [*alone.parameters()], materialize_grads=True)
         (found * weights[place : place + 1]).sum().backward()
-        assert part.heads_held == held
-        own_grads = [whole(p.grad) for p in part.parameters()]
-        complaint = complaint or self.why_other_part(alone, part, grads, own_grads)
+        assert sharded.heads_held == held
+        own_grads = [whole(p.grad) for p in sharded.parameters()]
+        complaint = complaint or self.why_other_heads(alone, sharded, grads, own_grads)
         return f"{alone}", complaint
 
     def not_averaged(self, rng: random.Random) -> Outcome:
@@ -461,14 +461,14 @@ class Desk(fuzz_ranks.Desk):
         how = rng.choice(["over samples", "a part over samples", "a part not at all", "a part frozen"])
         blocks, over = [*model.model.blocks], rng.choice([self.grid, self.all_of_grid])
         if how == "over samples":
-            for part in (*blocks, model):
-                fully_shard(part, mesh=self.grid["dp"])
+            for sharded in (*blocks, model):
+                fully_shard(sharded, mesh=self.grid["dp"])
         elif how == "a part over samples":
             fully_shard(blocks[-1], mesh=self.grid["dp"])
             fully_shard(model, mesh=over)
         else:
-            for part in blocks:
-                fully_shard(part, mesh=over)
+            for sharded in blocks:
+                fully_shard(sharded, mesh=over)
             if how == "a part frozen":
                 for parameter in model.parameters():
                     parameter.requires_grad_(isinstance(parameter, DTensor))
@@ -508,17 +508,17 @@ def _held_from_the_first(module: nn.Module, num_held: int, num_heads: int) -> ra
 
 
 def _held_with_bias(self: MultiheadDilatedAttention, heads: range) -> MultiheadDilatedAttention:
-    part = _held(self, heads)
-    if part.out_proj.bias is None and self.out_proj.bias is not None:
-        part.out_proj.bias = nn.Parameter(self.out_proj.bias.detach().clone())
-    return part
+    sharded = _held(self, heads)
+    if sharded.out_proj.bias is None and self.out_proj.bias is not None:
+        sharded.out_proj.bias = nn.Parameter(self.out_proj.bias.detach().clone())
+    return sharded
 
 
 def _held_as_first(self: MultiheadDilatedAttention, heads: range) -> MultiheadDilatedAttention:
     """Its parameters, with the phases of the first heads."""
-    part = _held(self, heads)
-    part.heads_held = range(len(heads))
-    return part
+    sharded = _held(self, heads)
+    sharded.heads_held = range(len(heads))
+    return sharded
 
 
 def _held_at_random(self: MultiheadDilatedAttention, heads: range) -> MultiheadDilatedAttention:

@@ -123,8 +123,8 @@ def _in_ranks(name: str) -> Callable[[], Any]:
     return context
 
 
-def why_not_refused_at_once(attempt: Callable[[], Any], *parts: str) -> str | None:
-    """All ranks try it together: none must compute, or wait for the timeout. parts: what the sentence must say."""
+def why_not_refused_at_once(attempt: Callable[[], Any], *words: str) -> str | None:
+    """All ranks try it together: none must compute, or wait for the timeout. words: what the sentence must say."""
     start = time.monotonic()
     try:
         attempt()
@@ -132,7 +132,7 @@ def why_not_refused_at_once(attempt: Callable[[], Any], *parts: str) -> str | No
         seconds = time.monotonic() - start
         if seconds > AT_ONCE:
             return f"it is refused after {seconds:.1f} s"
-        if len(str(error)) <= 10 or not all(part in str(error) for part in parts):
+        if len(str(error)) <= 10 or not all(word in str(error) for word in words):
             return f"it says too little: {error}"
         return None
     except Exception:  # noqa: BLE001  whatever it is, it is not what a user can be told

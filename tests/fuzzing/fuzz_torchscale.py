@@ -38,7 +38,7 @@ BY_HAND: dict[str, Callable[[Tensor], Tensor]] = {
     "swish": lambda x: x / (1 + torch.exp(-x)),
     "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
 }
-FEW = 64  # numbers of a chunk of the feed-forward
+FEW = 64  # numbers of a slice of the feed-forward
 
 
 def prepare(folder: Path) -> None:
@@ -92,7 +92,7 @@ def draw_model(rng: random.Random, **more: Any) -> Model:
 def by_hand(model: Model, given: Tensor, documents: tuple[int, ...]) -> list[Tensor]:
     """What goes into the first layer, what comes out of each, and the result; documents are computed one by one."""
     alone = [_by_hand(model, given[:, a:b]) for a, b in itertools.pairwise(documents)]
-    return [torch.cat(parts, 1) for parts in zip(*alone, strict=True)]
+    return [torch.cat(outs, 1) for outs in zip(*alone, strict=True)]
 
 
 def _by_hand(model: Model, given: Tensor) -> list[Tensor]:
@@ -134,11 +134,11 @@ def _by_hand(model: Model, given: Tensor) -> list[Tensor]:
                 f"{layer}.ffn.fc2", norm(f"{layer}.ffn.ffn_layernorm", hidden) if config.sub_layernorm else hidden
             )
 
-        for part, name in ((attention, "self_attn_layer_norm"), (ffn, "final_layer_norm")):
+        for sublayer, name in ((attention, "self_attn_layer_norm"), (ffn, "final_layer_norm")):
             if config.normalize_before:
-                x = alpha * x + part(norm(f"{layer}.{name}", x))
+                x = alpha * x + sublayer(norm(f"{layer}.{name}", x))
             else:
-                x = norm(f"{layer}.{name}", alpha * x + part(x))
+                x = norm(f"{layer}.{name}", alpha * x + sublayer(x))
         states.append(x)
     if config.normalize_before and (model.is_causal or config.normalize_output):
         x = norm("layer_norm", x)
@@ -194,7 +194,7 @@ def try_model(rng: random.Random) -> Trial:
         complaints = [why_unequal(f"state {i}", x, y) for i, (x, y) in enumerate(pairs)]
         return Trial(kind, description, next(filter(None, complaints), None))
     if how == "no gradient":
-        with torch.no_grad(), mock.patch.object(networks, "FFN_CHUNK_NUMBERS", FEW):
+        with torch.no_grad(), mock.patch.object(networks, "FFN_SLICE_NUMBERS", FEW):
             return Trial(kind, description, why_unequal("out", call(model, given, documents), expected[-1]))
     found = call(model, given, documents)
     complaint = why_unequal("out", found, expected[-1])

@@ -255,9 +255,9 @@ def compare(dense: Any, plain: Tensor, fields: dict[str, Any], pattern: dict[str
 
 def main() -> None:
     torch.set_num_threads(1)
-    part, parts = (int(x) for x in sys.argv[1].split("/")) if sys.argv[1:] else (0, 1)
+    share, shares = (int(x) for x in sys.argv[1].split("/")) if sys.argv[1:] else (0, 1)
     outcomes = json.loads(LIST.read_text()) if LIST.exists() else {}
-    todo = list(architectures().items())[part::parts]
+    todo = list(architectures().items())[share::shares]
     outcomes.update({name: outcome(*names) for name, names in todo})
     LIST.write_text(json.dumps(dict(sorted(outcomes.items())), indent=0) + "\n")
     print(Counter(found for found, _ in outcomes.values()), f"{time.process_time():.0f} CPU s")

@@ -92,8 +92,8 @@ def try_equal(rng: random.Random) -> Trial:
     counts = sample.counts
     found = learned(model, model(**sample.inputs, **caches).logits[counts], labels[counts])
     alone = model_of(name, pattern)
-    pieces = [logits_alone(alone, sample, document) for document in sample.documents]
-    complaint = why_off("alone", found, learned(alone, torch.cat(pieces), labels[counts]), EXACT)
+    logits = [logits_alone(alone, sample, document) for document in sample.documents]
+    complaint = why_off("alone", found, learned(alone, torch.cat(logits), labels[counts]), EXACT)
     if complaint is None and is_covered(pattern, sample):
         eager = model_of(name, pattern, "eager")
         mask = mask_of(pattern, sample, is_causal=name != "bert")
@@ -236,12 +236,12 @@ def try_refused(rng: random.Random) -> Trial:
             "increase by 1",
         )
     how = rng.choice([*cases])
-    inputs, part = cases[how]
+    inputs, said = cases[how]
     try:
         model(**{"input_ids": ids, **inputs})
         complaint: str | None = "it is taken"
     except ValueError as error:
-        complaint = None if part in str(error) else f"it says nothing of {part!r}: {error}"
+        complaint = None if said in str(error) else f"it says nothing of {said!r}: {error}"
     return Trial(f"refused, {how}", f"{name}, {how}, {n} positions", complaint)
 
 

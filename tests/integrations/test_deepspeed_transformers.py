@@ -24,6 +24,6 @@ def rank_makes_models(rank, world_size):
     assert all(x.numel() == 0 and x.ds_numel > 0 for x in model.parameters())
 
 
-def test_made_in_parts():
+def test_made_by_several_ranks():
     """The copy that is looked at is whole, and the model is divided as it was."""
     run(2, rank_makes_models, seconds=240)

@@ -30,9 +30,10 @@ CASES = {
     "train_deepspeed": (("deepspeed",), 2),
     "train_lightning": (("lightning",), 2),
     "train_fabric": (("lightning",), 4),
-    # It needs safetensors alone, and takes more of the time that `make test` has than the test of its losses on ranks.
-    "finetune_slides": (("transformers",), 2),
+    "finetune_slides": ((), 2),
 }
+# They need no package of others, but more time than `make test` has, which runs them at a toy size elsewhere.
+ELSEWHERE = {"finetune_slides": "tests/test_toy_examples.py"}
 # Smaller here, as `make test` runs them where their packages are there. `make examples` runs all at their size.
 TOY = {
     "train_fsdp2": ("--seq-len", "128", "--steps", "15", "--checkpoints", "saved"),
@@ -72,6 +73,8 @@ def test_runs_in_a_minute(example, tmp_path):
     missing = [name for name in needs if find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed: make test-integrations runs it")
+    if example in ELSEWHERE and find_spec("transformers") is None:  # as in the environment of `make test`
+        pytest.skip(f"{ELSEWHERE[example]} runs it at a toy size, and make test-integrations at its own")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     output = output_of(example, num_processes, tmp_path)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -98,9 +98,9 @@ def rank_of_fabric(rank, world_size):
 
     def parallelize(model, mesh):
         made.append(ContextParallel(mesh["tensor_parallel"]))
-        for part in model.modules():
-            if hasattr(part, "parallel"):
-                part.parallel = made[0]
+        for module in model.modules():
+            if hasattr(module, "parallel"):
+                module.parallel = made[0]
         fully_shard(model, mesh=mesh["data_parallel", "tensor_parallel"]._flatten("all"))
         return model
 

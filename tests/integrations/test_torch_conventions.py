@@ -113,9 +113,9 @@ def test_what_cannot_be_replaced():
         (own, "layers.1.self_attn is a Identity"),
         (nn.Sequential(nn.Linear(2, 2)), "Sequential has no nn.TransformerEncoderLayer"),
     ]
-    for module, part in cases:
+    for module, said in cases:
         before = [id(child) for child in module.modules()]
-        assert part in message_of(lambda module=module: replace_attention(module, PATTERN))
+        assert said in message_of(lambda module=module: replace_attention(module, PATTERN))
         assert [id(child) for child in module.modules()] == before
     split = DilatedPattern([2] * 5, [1] * 5, heads="split")
     assert "only 4" in message_of(lambda: replace_attention(encoder(), split))
@@ -219,9 +219,9 @@ def rank_shards_heads(rank, world_size, num_kv_heads):
     dx, x.grad = x.grad, None
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     parallelize_module(block, mesh, {"attention": ShardHeads()})
-    part = block["attention"]
-    assert part.in_proj_weight.numel() < layer.in_proj_weight.numel()
-    found = part(x, x, x)[0]
+    held = block["attention"]
+    assert held.in_proj_weight.numel() < layer.in_proj_weight.numel()
+    found = held(x, x, x)[0]
     close(found, expected)
     (found**2).sum().backward()
     close(x.grad, dx)
@@ -229,8 +229,8 @@ def rank_shards_heads(rank, world_size, num_kv_heads):
     with torch.no_grad():
         for name, p in grads.named_parameters():
             p.copy_(layer.get_parameter(name).grad)
-    expected = grads.held(part.heads_held)
-    close({name: p.grad for name, p in part.named_parameters()}, dict(expected.named_parameters()))
+    expected = grads.held(held.heads_held)
+    close({name: p.grad for name, p in held.named_parameters()}, dict(expected.named_parameters()))
     assert "for MultiheadDilatedAttention, got Linear" in message_of(
         lambda: parallelize_module(nn.Linear(2, 2), mesh, ShardHeads())
     )
@@ -244,20 +244,20 @@ def test_sharded_heads(world_size, num_kv_heads):
     run(world_size, rank_shards_heads, num_kv_heads)
 
 
-def test_a_part_is_what_the_whole_was():
+def test_what_is_held_is_what_the_whole_was():
     """Catches random numbers that are drawn for a part, after which the dropout of two ranks differs; frozen parameters
     that are trained; a norm that begins anew; a part of a part, whose heads are counted from another one."""
     layer = MultiheadDilatedAttention(16, 4, CAUSAL, sub_layernorm=True)
     nn.init.normal_(layer.sub_layernorm.weight)
     layer.in_proj_weight.requires_grad_(False)
     state = torch.get_rng_state()
-    part = layer.eval().held(range(4))
+    held = layer.eval().held(range(4))
     assert torch.get_rng_state().equal(state)
-    assert not part.training
-    close(part.state_dict(), layer.state_dict())
-    assert [x.requires_grad for x in part.parameters()] == [x.requires_grad for x in layer.parameters()]
-    part = MultiheadDilatedAttention(16, 4, CAUSAL).held(range(2, 4))
-    assert "this module has range(2, 4) of 4 heads" in message_of(lambda: part.held(range(2)))
+    assert not held.training
+    close(held.state_dict(), layer.state_dict())
+    assert [x.requires_grad for x in held.parameters()] == [x.requires_grad for x in layer.parameters()]
+    held = MultiheadDilatedAttention(16, 4, CAUSAL).held(range(2, 4))
+    assert "this module has range(2, 4) of 4 heads" in message_of(lambda: held.held(range(2)))
 
 
 def test_heads_that_parameters_do_not_tell():
@@ -348,8 +348,8 @@ def rank_shards_over_the_ranks_of_a_sequence(rank, world_size):
     parallel = ContextParallel(sharding="zigzag")
     torch.manual_seed(0)
     model = NextTokenLoss(LongNetLM(CONFIG, parallel=parallel).double())
-    for part in (*model.model.blocks, model):
-        fully_shard(part)
+    for module in (*model.model.blocks, model):
+        fully_shard(module)
     check_averaged(model, parallel)
     found, found_parameters = steps(model, parallel.shard)
     close(found, expected)

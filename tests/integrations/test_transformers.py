@@ -191,8 +191,8 @@ def test_compiled_whole():
         close(loss_and_gradients(whole, inputs, counts), loss_and_gradients(model, inputs, counts))
     torch._dynamo.reset()
     inputs, counts = inputs_of("both")
-    in_parts = torch.compile(model, backend="aot_eager")
-    close(loss_and_gradients(in_parts, inputs, counts), loss_and_gradients(model, inputs, counts))
+    with_breaks = torch.compile(model, backend="aot_eager")
+    close(loss_and_gradients(with_breaks, inputs, counts), loss_and_gradients(model, inputs, counts))
     torch._dynamo.reset()
 
 
@@ -377,7 +377,7 @@ def test_without_the_import_loading_fails(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "part"),
+    ("option", "value", "said"),
     [
         ("sliding_window", 4096, "sliding_window=4096 to dilated attention: a sliding window is another pattern"),
         ("softcap", 50.0, "softcap=50.0 to dilated attention: scores are not capped"),
@@ -388,11 +388,11 @@ def test_without_the_import_loading_fails(tmp_path, kind):
         ("dropout", 0.1, "dropout=0.1 to dilated attention, which has none. Set the config's attention dropout to 0"),
     ],
 )
-def test_what_attention_cannot_do(option, value, part):
+def test_what_attention_cannot_do(option, value, said):
     module = make("llama").model.layers[0].self_attn
     query = torch.randn(1, 4, 6, 8)
     key = torch.randn(1, 2, 6, 8)
-    assert f"LlamaAttention passes {part}" in message_of(
+    assert f"LlamaAttention passes {said}" in message_of(
         lambda: ours.attend(module, query, key, key, None, scaling=1.0, **{option: value})
     )
     assert ours.attend(module, query, key, key, None, scaling=1.0, use_cache=True)[0].shape == (1, 6, 4, 8)

@@ -95,8 +95,8 @@ def test_bad_input():
         layer.update = update
     assert not hasattr(ids, MARK)
     two = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "cu_seq_lens_q": torch.tensor([0, 3, 6])}
-    for name, part in (("position_ids", "do not increase by 1 at position 3"), ("cu_seq_lens_q", "rows of a cache")):
-        with pytest.raises(ValueError, match=part):  # or documents would see each other
+    for name, said in (("position_ids", "do not increase by 1 at position 3"), ("cu_seq_lens_q", "rows of a cache")):
+        with pytest.raises(ValueError, match=said):  # or documents would see each other
             model(ids[:1], past_key_values=BoundedCache(model), **{name: two[name]})
     assert PATTERN["segment_lengths"] == [4, 9]
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaModel
 
 from ring_dilated_attention.integrations.transformers import register
 
-CHUNKS = 24
+SHARES = 24
 COMMITTED = json.loads(LIST.read_text())
 
 
@@ -21,9 +21,9 @@ def test_all_are_named():
     assert counts["not built"] < len(COMMITTED) / 5
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_as_committed(chunk):
-    names = list(architectures().items())[chunk::CHUNKS]
+@pytest.mark.parametrize("share", range(SHARES))
+def test_as_committed(share):
+    names = list(architectures().items())[share::SHARES]
     assert {name: outcome(*kinds) for name, kinds in names} == {name: COMMITTED[name] for name, _ in names}
 
 

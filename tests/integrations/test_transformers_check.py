@@ -49,14 +49,14 @@ REFUSED = {
 def test_both_ways_refuse_alike(name):
     """Also without a word of it in the config's class: a pattern is ignored, or the future is seen, by none of them."""
     register()
-    make_config, part = REFUSED[name]
+    make_config, said = REFUSED[name]
     config = make_config()
     config.dilated_attention = PATTERN
     with pytest.raises(ValueError) as made:
         AutoModel.from_config(config)
     with pytest.raises(ValueError) as converted:
         convert_to_dilated(AutoModel.from_config(make_config()), PATTERN)
-    assert part in str(made.value)
+    assert said in str(made.value)
     assert str(made.value) == str(converted.value)
 
 
@@ -67,7 +67,7 @@ def test_refused_when_loaded(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path, dilated_attention=PATTERN)
 
 
-def test_a_part_that_lost_its_attention(tmp_path):
+def test_a_submodel_that_lost_its_attention(tmp_path):
     """transformers takes the name of the attention from a part when it makes the whole's config, and would load it
     dense, without a word."""
     vision = {"model_type": "clip_vision_model", "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8}
@@ -163,7 +163,7 @@ class Capped(LlamaModel):
 
 
 @pytest.mark.parametrize(
-    ("kind", "part"),
+    ("kind", "said"),
     [
         (Smeared, r"Smeared: positions meet in Before \(norm\) without dilated attention"),
         (Headed, r"Headed: positions meet in One \(norm\) without dilated attention"),
@@ -172,11 +172,11 @@ class Capped(LlamaModel):
         (Capped, "Capped: dilated attention with one segment of all positions is not the attention of LlamaAttention"),
     ],
 )
-def test_models_of_users(kind, part):
+def test_models_of_users(kind, said):
     register()
-    with pytest.raises(ValueError, match=part):
+    with pytest.raises(ValueError, match=said):
         kind(LlamaConfig(**SIZES, dilated_attention=PATTERN))
-    with pytest.raises(ValueError, match=part):
+    with pytest.raises(ValueError, match=said):
         convert_to_dilated(kind(LlamaConfig(**SIZES)), PATTERN)
 
 

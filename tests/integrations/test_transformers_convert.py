@@ -91,14 +91,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refused(kind):
-    make_model, part = REFUSED[kind]
+    make_model, said = REFUSED[kind]
     model = make_model()
     before = str(getattr(model, "config", None)), getattr(getattr(model, "config", None), "_attn_implementation", None)
     five = DilatedPattern([2] * 5, [1] * 5, heads="split")
     pattern = five if kind == "too few heads" else DilatedPattern((4, 9), (1, 3), is_causal=kind == "another causality")
     with pytest.raises(ValueError) as caught:
         convert_to_dilated(model, pattern)
-    assert part in str(caught.value)
+    assert said in str(caught.value)
     after = str(getattr(model, "config", None)), getattr(getattr(model, "config", None), "_attn_implementation", None)
     assert after == before
 
@@ -110,7 +110,7 @@ def test_a_model_that_cannot_be_given_another_attention():
     before = model.config._attn_implementation
     with pytest.raises(ValueError, match="chooses its attention itself"):
         convert_to_dilated(model, PATTERN)
-    assert {part.config._attn_implementation for part in (model, model.model)} == {before}
+    assert {x.config._attn_implementation for x in (model, model.model)} == {before}
     assert model.config.dilated_attention is None
 
 

@@ -1,4 +1,4 @@
-"""The loss in chunks of rows, against the model's own: for each kind of head, on one process and on two ranks."""
+"""The loss in slices of rows, against the model's own: for each kind of head, on one process and on two ranks."""
 
 import copy
 import json
@@ -21,7 +21,7 @@ from ring_dilated_attention.integrations.transformers import context_parallel, r
 from ring_dilated_attention.integrations.transformers.probe import FAILURES
 from ring_dilated_attention.models import recompute
 
-ROWS = 7  # in a chunk
+ROWS = 7  # in a slice
 # What is done to hidden states and logits beside a product with the head.
 HEADS = {
     "tied, scaled embeddings": ("Gemma", {"head_dim": 8, "num_key_value_heads": 1}),
@@ -54,18 +54,18 @@ def sample(length=19):
     return {"input_ids": ids, "labels": ids.masked_fill(ids % 7 == 0, -100)}
 
 
-def in_small_chunks():
-    recompute.LOSS_CHUNK_LOGITS, recompute.LOSS_CHUNK_ROWS = 1, ROWS
+def in_small_slices():
+    recompute.LOSS_SLICE_LOGITS, recompute.LOSS_SLICE_ROWS = 1, ROWS
 
 
 @pytest.fixture
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(recompute, "LOSS_CHUNK_LOGITS", 1)
-    monkeypatch.setattr(recompute, "LOSS_CHUNK_ROWS", ROWS)
+def small_slices(monkeypatch):
+    monkeypatch.setattr(recompute, "LOSS_SLICE_LOGITS", 1)
+    monkeypatch.setattr(recompute, "LOSS_SLICE_ROWS", ROWS)
 
 
 def rank_trains_heads(rank, world_size):
-    in_small_chunks()
+    in_small_slices()
     parallel = ContextParallel(sharding="zigzag")
     for kind in HEADS:
         model, batch = make_head(kind), sample()
@@ -81,32 +81,32 @@ def rank_trains_heads(rank, world_size):
 
 
 def test_heads_on_two_ranks():
-    """Catches a cap, scale or bias that chunks lose, and labels lost where chunks meet."""
+    """Catches a cap, scale or bias that slices lose, and labels lost where slices meet."""
     run(2, rank_trains_heads, seconds=180)
 
 
 def rank_shards_the_head(rank, world_size):
-    in_small_chunks()
+    in_small_slices()
     expected, parallel = loss_and_gradients(make("llama"), sample()), ContextParallel()
-    for parts in (("lm_head",), ("lm_head", "model", "")):
+    for paths in (("lm_head",), ("lm_head", "model", "")):
         model = make("llama")
         context_parallel(model, parallel)
-        for part in parts:
-            fully_shard(model.get_submodule(part), reshard_after_forward=True)
+        for path in paths:
+            fully_shard(model.get_submodule(path), reshard_after_forward=True)
         out = model(**sample())
         out.loss.backward()
         torch.testing.assert_close(out.loss.detach(), expected[0], rtol=2e-6, atol=2e-7)
-        if "" in parts:
+        if "" in paths:
             found = [x.grad.full_tensor() for x in model.parameters()]
             torch.testing.assert_close(found, expected[1], rtol=2e-6, atol=2e-7)
 
 
 def test_a_head_that_is_sharded_alone():
-    """FSDP2 gathers it for each chunk, in backward too."""
+    """FSDP2 gathers it for each slice, in backward too."""
     run(2, rank_shards_the_head, seconds=120)
 
 
-def test_autocast_and_dropout(small_chunks):
+def test_autocast_and_dropout(small_slices):
     """Backward draws again what forward drew."""
     model = make("llama", dtype=torch.float32).train()
     model.model.norm.register_forward_hook(lambda *_: None)
@@ -178,13 +178,13 @@ def language_models():
 # Their forwards take no positions. (Their losses take labels that are shifted already.)
 REFUSED = [f"{name}ForCausalLM" for name in ("Bart", "Blenderbot", "BlenderbotSmall", "Marian", "MBart", "Pegasus")]
 REFUSED += ["PLBartForCausalLM"]
-CHUNKS = 8
+SHARES = 8
 
 
-@pytest.mark.parametrize("part", range(CHUNKS))
-def test_every_language_model(part, small_chunks):
+@pytest.mark.parametrize("share", range(SHARES))
+def test_every_language_model(share, small_slices):
     """Each model of the pinned transformers has its own loss and gradients, or is refused."""
-    for kind, name in language_models()[part::CHUNKS]:
+    for kind, name in language_models()[share::SHARES]:
         model = tiny(kind, name)
         ids = inputs_of(model)["input_ids"]
         batch = {"input_ids": ids, "labels": ids.masked_fill(ids % 7 == 0, -100)}

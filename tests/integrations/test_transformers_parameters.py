@@ -14,8 +14,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from ring_dilated_attention import DilatedPattern, save_attention
 from ring_dilated_attention.forecast.decoders import FAMILIES, read_decoder
 from ring_dilated_attention.forecast.training_cost import (
-    LOSS_CHUNK_LOGITS,
-    LOSS_CHUNK_ROWS,
+    LOSS_SLICE_LOGITS,
+    LOSS_SLICE_ROWS,
     Mesh,
     ModelJob,
     model_memory,
@@ -109,17 +109,17 @@ def test_a_block_saves_what_is_planned(family, dtype):
 
 def measured(model, seq_len):
     """Bytes that are held after the forward, and at the peak of the step, by torch's allocator. The loss is summed over
-    chunks, as under `parallel`; gradients of an earlier backward are kept."""
+    slices, as under `parallel`; gradients of an earlier backward are kept."""
     tokens, vocab_size = torch.randint(3, model.config.vocab_size, (1, seq_len)), model.config.vocab_size
-    rows = max(LOSS_CHUNK_ROWS, LOSS_CHUNK_LOGITS // vocab_size)
+    rows = max(LOSS_SLICE_ROWS, LOSS_SLICE_LOGITS // vocab_size)
 
-    def chunk(hidden, labels):
+    def loss_of_rows(hidden, labels):
         return cross_entropy(model.lm_head(hidden).float(), labels, reduction="sum")
 
     def loss():
-        parts = model.base_model(tokens, use_cache=False)[0].flatten(0, 1).split(rows)
-        pairs = zip(parts, tokens.flatten().split(rows), strict=True)
-        return sum(checkpoint(chunk, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs)
+        slices = model.base_model(tokens, use_cache=False)[0].flatten(0, 1).split(rows)
+        pairs = zip(slices, tokens.flatten().split(rows), strict=True)
+        return sum(checkpoint(loss_of_rows, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs)
 
     loss().backward()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -154,8 +154,8 @@ def test_a_step_holds_what_is_planned(family, activations, monkeypatch):
     assert planned.activations + planned.working == pytest.approx(peak, rel=0.05)
 
 
-def test_a_wide_vocabulary_is_held_in_chunks(monkeypatch):
-    """The loss decides: 1,280 rows of 2,048 logits in two chunks, and the head's gradient summed over them."""
+def test_a_wide_vocabulary_is_held_in_slices(monkeypatch):
+    """The loss decides: 1,280 rows of 2,048 logits in two slices, and the head's gradient summed over them."""
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
     sizes = {"hidden_size": 512, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 2048}
     fields = config_of("llama", {**SIZES, **sizes, "head_dim": 64})

@@ -125,8 +125,8 @@ def rank_shards_parameters(rank, world_size):
         model, parallel = make("llama"), ContextParallel(sharding="zigzag")
         if first:
             context_parallel(model, parallel)
-        for part in (*model.model.layers, model):
-            fully_shard(part)
+        for module in (*model.model.layers, model):
+            fully_shard(module)
         if not first:
             context_parallel(model, parallel)
         out = model(**batch)
@@ -184,11 +184,11 @@ def rank_has_bad_input(rank, world_size):
         "a list": ({"position_ids": list(range(12))}, "'list' object has no attribute"),
         "embeddings": ({"input_ids": None, "inputs_embeds": torch.zeros(1, 12, 32)}, "needs input_ids, (batch, N)"),
     }
-    for kind, (more, part) in given.items():
+    for kind, (more, said) in given.items():
         for ranks in ((0, 1), (1,)):  # also where the other rank sees nothing wrong
             more_here = more if rank in ranks else {}
             message = message_of(lambda more_here=more_here: model(**{"input_ids": ids, **more_here}))
-            assert part in message, (kind, message)
+            assert said in message, (kind, message)
     two = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]).expand(2, -1)
     message = message_of(lambda: model(ids.expand(2, -1), position_ids=two))
     assert "position_ids start anew inside rows, and the batch has 2 of them" in message

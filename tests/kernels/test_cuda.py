@@ -179,7 +179,7 @@ def test_without_a_gradient_of_lse(backend):
 
 @on_device
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_layouts_make_no_difference(backend):
+def test_strides_make_no_difference(backend):
     """Catches strides that are taken from another tensor: heads first, and query, key and value in one tensor."""
     require(backend)
     both = make(2, N, 3, 4, 64)
@@ -405,8 +405,8 @@ def append_all(inputs, backend, *, steps) -> tuple[list[Tensor], DilatedCache]:
     cache = DilatedCache(
         PATTERN, batch, num_heads, inputs[1].shape[2], head_dim, dtype=inputs[0].dtype, device=DEVICE, keep=3
     )
-    parts = zip(*(x.split(steps, dim=1) for x in inputs), strict=True)
-    results = [dilated_attention(*rows, PATTERN, cache=cache, backend=backend, return_lse=True) for rows in parts]
+    slices = zip(*(x.split(steps, dim=1) for x in inputs), strict=True)
+    results = [dilated_attention(*rows, PATTERN, cache=cache, backend=backend, return_lse=True) for rows in slices]
     return [torch.cat(x, dim=1) for x in zip(*results, strict=True)], cache
 
 
@@ -502,7 +502,7 @@ def test_the_rehearsal():
     out; `triton_interpreted.py` has its like."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed (pip install triton==3.7.1)")
-    longest = ("run_to_run", "operators_pass", "compiled_whole", "layouts", "paper", "fused")
+    longest = ("run_to_run", "operators_pass", "compiled_whole", "strides", "paper", "fused")
     selected = " and ".join(f"not {name}" for name in longest)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", selected]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Rows that a tile reads are copied side by side where the kernel's rule says so: pieces, results, and what is held."""
+"""Rows that a tile reads are copied side by side where the kernel's rule says so: small tiles, results and memory."""
 
 from collections import Counter
 
@@ -39,24 +39,24 @@ def starts(rows):
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.integers(1, 40), st.booleans(), st.booleans())
-def test_pieces_are_the_tile(segments, num_heads, num_rows, max_rows, shares_keys, is_causal):
-    """Catches rows that no piece or two pieces have, pieces of more rows than asked for, and heads apart from their
+def test_small_tiles_are_the_tile(segments, num_heads, num_rows, max_rows, shares_keys, is_causal):
+    """Catches rows that no small tile or two have, small tiles of more rows than asked for, and heads apart from their
     keys."""
     rows = Rows(range(num_heads), 2, 1, 3, num_rows, segments, 50)
     keys = rows._replace(heads=range(1)) if shares_keys else rows
     tile = Tile(rows, keys, is_causal, True, True)
-    pieces = list(tile.split(max_rows))
-    assert sum((rows_of(piece) for piece in pieces), Counter()) == rows_of(tile)
-    assert sum(piece.pairs for piece in pieces) == tile.pairs
-    for piece in pieces:
-        num_query_rows = piece.query.segments * len(piece.query.heads) * num_rows
+    small_tiles = list(tile.split(max_rows))
+    assert sum((rows_of(small) for small in small_tiles), Counter()) == rows_of(tile)
+    assert sum(small.pairs for small in small_tiles) == tile.pairs
+    for small in small_tiles:
+        num_query_rows = small.query.segments * len(small.query.heads) * num_rows
         least = num_rows * (num_heads if shares_keys else 1)
         assert num_query_rows <= max(max_rows, least)
-        assert shares_keys or piece.key == piece.query
+        assert shares_keys or small.key == small.query
 
 
 def test_rows_are_copied_where_it_pays():
-    """Catches copies of rows that lie close together, of short segments, and of more than a piece."""
+    """Catches copies of rows that lie close together, of short segments, and of more than a small tile."""
     pattern = DilatedPattern((1024, 4096), (1, 4))
     assert cpu.TRAITS.packing == Packing(distance=4096, num_bytes=4096, max_rows=2**16)
     made = program(pattern, 8192, 8, packing=cpu.TRAITS.packing, distances=(2048, 2048), itemsize=4)
@@ -74,7 +74,7 @@ def test_rows_are_copied_where_it_pays():
         assert not any(isinstance(step, Copy) for step in program(pattern, 8192, 8, **terms))
 
 
-def test_a_tile_is_computed_in_pieces():
+def test_a_tile_is_computed_in_small_ones():
     made = program(DilatedPattern((64,), (1,)), 256, 4, packing=ALWAYS._replace(max_rows=128), distances=(9, 9))
     tiles = [step.tile for step in made if isinstance(step, Compute)]
     assert [len(tile.query.heads) * tile.query.segments * tile.query.num_rows for tile in tiles] == [128] * 8
@@ -83,7 +83,7 @@ def test_a_tile_is_computed_in_pieces():
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_results_are_the_definition(data):
-    """Catches a piece that reads or writes another's rows, with a batch whose segments are one stride and without."""
+    """Catches small tiles that read or write others' rows, with a batch whose segments are one stride and without."""
     shape = data.draw(st.sampled_from([(1, 40, 4), (2, 40, 4), (2, 37, 6)]), label="batch, positions, heads")
     batch, seq_len, num_heads = shape
     num_kv_heads = data.draw(st.sampled_from([num_heads, num_heads // 2]), label="kv heads")

@@ -406,15 +406,15 @@ def test_numbers_with_stand_ins(stand_ins, name, dtype, head_dim, num_kv_heads, 
 
 
 @pytest.mark.parametrize("name", ["flash", "efficient"])
-@pytest.mark.parametrize("chunk", [1, 9])
-def test_a_cache_with_stand_ins(stand_ins, name, chunk):
+@pytest.mark.parametrize("size", [1, 9])
+def test_a_cache_with_stand_ins(stand_ins, name, size):
     """Catches a token that an op refuses: one row, rows of a buffer that lie elsewhere, query heads as rows."""
     pattern = DilatedPattern((16, 36), (1, 3), is_causal=True)
     inputs = [torch.randn(2, 36, h, 24, dtype=torch.float16) for h in (4, 2, 2)]
     cache = DilatedCache(pattern, 2, 4, 2, 24, dtype=torch.float16, keep=2)
-    parts = zip(*(x.split(chunk, dim=1) for x in inputs), strict=True)
+    slices = zip(*(x.split(size, dim=1) for x in inputs), strict=True)
     with sdpa_kernel(SELECT[name]):
-        found = [dilated_attention(*rows, pattern, cache=cache, backend="sdpa") for rows in parts]
+        found = [dilated_attention(*rows, pattern, cache=cache, backend="sdpa") for rows in slices]
     assert set(stand_ins) == {name}
     expected = dilated_attention(*inputs, pattern, backend="cpu")
     torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=0, atol=2e-3)
@@ -426,16 +426,16 @@ UNALIGNED = {
 }
 
 
-@pytest.mark.parametrize("layout", UNALIGNED)
+@pytest.mark.parametrize("strides", UNALIGNED)
 @pytest.mark.parametrize(("name", "dtype"), SERVED, ids=str)
-def test_unaligned_inputs(stand_ins, name, dtype, layout):
+def test_unaligned_inputs(stand_ins, name, dtype, strides):
     """Catches addresses that are no whole numbers of 16 bytes: on a GPU an error that ends the process."""
     aligned = make(dtype, 4, 4, 37, 37, 16)
     with sdpa_kernel(SELECT[name]):
         out, lse = sdpa.forward(*aligned, True, 0.3)
         rows = BackwardRows(torch.ones_like(out), None, *aligned, out, lse)
         expected = out, lse, *sdpa.backward(rows, True, 0.3)
-        q, k, v, dout, also_out = (UNALIGNED[layout](x) for x in (*aligned, torch.ones_like(out), out))
+        q, k, v, dout, also_out = (UNALIGNED[strides](x) for x in (*aligned, torch.ones_like(out), out))
         with pytest.raises(AssertionError):
             check_inputs(q)
         rows = BackwardRows(dout, None, q, k, v, also_out, lse)
@@ -557,20 +557,20 @@ CASES = (
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: the real ops run nowhere else")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("layout", ["contiguous", "slice of packed qkv", *UNALIGNED])
+@pytest.mark.parametrize("strides", ["contiguous", "slice of packed qkv", *UNALIGNED])
 @pytest.mark.parametrize(("name", "dtype"), SERVED, ids=str)
 @pytest.mark.filterwarnings("default")  # what drivers of a new machine warn of is not known beforehand
-def test_the_ops_on_a_gpu(name, dtype, layout, case):
+def test_the_ops_on_a_gpu(name, dtype, strides, case):
     """Catches what the stand-ins get wrong about the real ops: out, lse and every gradient, also of lse."""
     inputs, dout, dlse = make_inputs(case, dtype)
     with sdpa_kernel(SELECT[name]):
         if reason := sdpa.why_not(inputs[0].to("cuda", dtype)):
             pytest.skip(reason)
         leaves = [x.to("cuda", dtype) for x in inputs]
-        if layout == "slice of packed qkv":
+        if strides == "slice of packed qkv":
             leaves = [torch.cat([x + 1, x, x - 1], dim=2)[:, :, x.shape[2] : 2 * x.shape[2]] for x in leaves]
-        elif layout in UNALIGNED:
-            leaves = [UNALIGNED[layout](x) for x in leaves]
+        elif strides in UNALIGNED:
+            leaves = [UNALIGNED[strides](x) for x in leaves]
         leaves = [x.detach().requires_grad_() for x in leaves]
         roots = dilated_attention(*leaves, case.pattern, backend="sdpa", return_lse=True)
         grads = torch.autograd.grad(roots, leaves, [dout.to(roots[0]), dlse.to(roots[1])])

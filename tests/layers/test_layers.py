@@ -158,7 +158,7 @@ def test_packed_documents_restart_rotary_positions():
     """Position 40 of the row is position 23 of its document, for rotary as for segments: as in calls of its own."""
     module, x = make(rotary=True, sub_layernorm=True), randn(1, 60, 24)
     packed = module(x, x, x, cu_seqlens=torch.tensor([0, 17, 60], dtype=torch.int32))[0]
-    separate = [module(part, part, part)[0] for part in (x[:, :17], x[:, 17:])]
+    separate = [module(some, some, some)[0] for some in (x[:, :17], x[:, 17:])]
     torch.testing.assert_close(packed, torch.cat(separate, 1), rtol=1e-10, atol=1e-10)
 
 
@@ -408,12 +408,12 @@ def test_modules_that_hold_some_heads_add_up(num_heads, num_kv_heads, rules):
     nn.init.normal_(whole.in_proj_bias)
     nn.init.normal_(whole.out_proj.bias)
     x = torch.randn(2, 21, 24, dtype=torch.float64)
-    parts = [whole.held(range(0, 2)), whole.held(range(2, 6))]
-    found = sum(part(x, x, x)[0] for part in parts)
+    groups = [whole.held(range(0, 2)), whole.held(range(2, 6))]
+    found = sum(some(x, x, x)[0] for some in groups)
     torch.testing.assert_close(found, whole(x, x, x)[0])
     padding = torch.zeros(2, 21, dtype=torch.bool)
     padding[1, 5:] = True
-    found = sum(part(x, x, x, padding)[0] for part in parts)
+    found = sum(some(x, x, x, padding)[0] for some in groups)
     torch.testing.assert_close(found, whole(x, x, x, padding)[0])
 
 

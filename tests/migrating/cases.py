@@ -17,26 +17,26 @@ HEADS, HEAD_DIM = 4, 8
 SIDES = ("theirs", "ours")
 
 
-def parts_of(snippets: str) -> dict[str, str]:
+def snippets_of(snippets: str) -> dict[str, str]:
     """The snippets of a block, by the comments at their heads: "theirs" and "ours"."""
-    _, *parts = re.split(r"^# (theirs.*|ours)\n", snippets, flags=re.MULTILINE)
-    return dict(zip(parts[::2], parts[1::2], strict=True))
+    _, *texts = re.split(r"^# (theirs.*|ours)\n", snippets, flags=re.MULTILINE)
+    return dict(zip(texts[::2], texts[1::2], strict=True))
 
 
 IMPORTS = block("docs/migrating.md", "imports")
-CHECK = parts_of(block("docs/migrating.md", "check"))
-TORCHSCALE = parts_of(block("docs/migrating.md", "torchscale"))
-MODULE = parts_of(block("docs/migrating.md", "torchscale's module"))
-DIVIDED = parts_of(block("docs/migrating.md", "dilated-attention-pytorch"))
-RING = parts_of(block("docs/migrating.md", "ring"))
-ZIGZAG = parts_of(block("docs/migrating.md", "zigzag"))
-LLAMA3 = parts_of(block("docs/migrating.md", "llama3"))
-LUCIDRAINS = parts_of(block("docs/migrating.md", "ring-attention-pytorch"))
-GROUPED = parts_of(block("docs/migrating.md", "ring-attention-pytorch's order of heads"))
-CONTEXT_PARALLEL = parts_of(block("docs/migrating.md", "context_parallel"))
-DEEPSPEED = parts_of(block("docs/migrating.md", "DeepSpeed"))
-FAIRSCALE = parts_of(block("docs/fairscale.md", "FairScale"))
-CLASSES = parts_of(block("docs/migrating.md", "RingDilatedAttention"))
+CHECK = snippets_of(block("docs/migrating.md", "check"))
+TORCHSCALE = snippets_of(block("docs/migrating.md", "torchscale"))
+MODULE = snippets_of(block("docs/migrating.md", "torchscale's module"))
+DIVIDED = snippets_of(block("docs/migrating.md", "dilated-attention-pytorch"))
+RING = snippets_of(block("docs/migrating.md", "ring"))
+ZIGZAG = snippets_of(block("docs/migrating.md", "zigzag"))
+LLAMA3 = snippets_of(block("docs/migrating.md", "llama3"))
+LUCIDRAINS = snippets_of(block("docs/migrating.md", "ring-attention-pytorch"))
+GROUPED = snippets_of(block("docs/migrating.md", "ring-attention-pytorch's order of heads"))
+CONTEXT_PARALLEL = snippets_of(block("docs/migrating.md", "context_parallel"))
+DEEPSPEED = snippets_of(block("docs/migrating.md", "DeepSpeed"))
+FAIRSCALE = snippets_of(block("docs/fairscale.md", "FairScale"))
+CLASSES = snippets_of(block("docs/migrating.md", "RingDilatedAttention"))
 
 # What ImprovedDilatedAttention computes: the heads of a position are the sequence.
 AMONG_HEADS = """

@@ -2,7 +2,7 @@
 
     python -m migrating.compare [--environments FOLDER] [--only WORD] [--keep]
 
-FOLDER holds the environments of `ENVIRONMENTS`, or links to them. TORCHSCALE_CHECKOUT and DARCSTAR_CHECKOUT name
+FOLDER holds the environments of `ENVIRONMENTS`, or symlinks to them. TORCHSCALE_CHECKOUT and DARCSTAR_CHECKOUT name
 clones. What cannot be run fails, with the reason. `--keep` writes what peers computed, where ours is the same, to
 data/migrating.safetensors: `make test` compares ours with it.
 """

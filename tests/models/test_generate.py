@@ -48,8 +48,8 @@ def test_a_layer_goes_on_where_it_was(options):
     with torch.no_grad():
         expected = module(x, x, x)[0]
         cache = module.make_cache(2, max_len=50, keep=3)
-        parts = [module(y, y, y, cache=cache)[0] for y in x.split([1, 1, 20, 1, 27], dim=1)]
-        torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-11, atol=1e-11)
+        outs = [module(y, y, y, cache=cache)[0] for y in x.split([1, 1, 20, 1, 27], dim=1)]
+        torch.testing.assert_close(torch.cat(outs, dim=1), expected, rtol=1e-11, atol=1e-11)
         cache.reset()
         module(x[:, :9], x[:, :9], x[:, :9], cache=cache, lengths=torch.tensor([9, 4]))
         y = torch.stack([x[0, 9:12], x[1, 4:7]])
@@ -64,9 +64,9 @@ def test_heads_of_a_layer_on_several_ranks():
     x = torch.randn(1, 40, 24, dtype=torch.float64)
     with torch.no_grad():
         expected, total = module(x, x, x)[0], 0
-        for part in (module.held(range(2)), module.held(range(2, 4))):
-            cache = part.make_cache(1)
-            total = total + torch.cat([part(y, y, y, cache=cache)[0] for y in x.split([30, *[1] * 10], dim=1)], dim=1)
+        for some in (module.held(range(2)), module.held(range(2, 4))):
+            cache = some.make_cache(1)
+            total = total + torch.cat([some(y, y, y, cache=cache)[0] for y in x.split([30, *[1] * 10], dim=1)], dim=1)
     torch.testing.assert_close(total, expected, rtol=1e-11, atol=1e-11)
 
 
@@ -77,9 +77,9 @@ def test_angles_of_far_positions_are_exact():
     with torch.no_grad():
         cache = module.make_cache(1)
         cache.progress.fill_(far)  # a segment begins there, so that nothing before it is seen
-        parts = [module(y, y, y, cache=cache)[0] for y in x.split(1, dim=1)]
+        outs = [module(y, y, y, cache=cache)[0] for y in x.split(1, dim=1)]
         expected = module(x, x, x, positions=far + torch.arange(8))[0]
-    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.cat(outs, dim=1), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_under_autocast():
@@ -88,10 +88,10 @@ def test_under_autocast():
     module, x = MultiheadDilatedAttention(24, 4, CAUSAL, rotary=True), torch.randn(1, 30, 24)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         cache, expected = module.make_cache(1), module(x, x, x)[0]
-        parts = [module(y, y, y, cache=cache)[0] for y in x.split([20, *[1] * 10], dim=1)]
+        outs = [module(y, y, y, cache=cache)[0] for y in x.split([20, *[1] * 10], dim=1)]
         assert len(list(make().float().generate([[1, 2]], 3))) == 3
     assert cache.dtype == torch.bfloat16
-    torch.testing.assert_close(torch.cat(parts, dim=1), expected)  # as bfloat16 rounds
+    torch.testing.assert_close(torch.cat(outs, dim=1), expected)  # as bfloat16 rounds
     assert module.make_cache(1).dtype == torch.float32
 
 
@@ -126,8 +126,8 @@ def test_the_model_goes_on_where_it_was():
     expected = model(tokens).detach()
     caches = model.make_caches(2)
     with torch.no_grad():
-        parts = [model.head(model.append(x, caches)) for x in tokens.split([30, 1, 1, 1, 20, 17], dim=1)]
-    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-11, atol=1e-11)
+        outs = [model.head(model.append(x, caches)) for x in tokens.split([30, 1, 1, 1, 20, 17], dim=1)]
+    torch.testing.assert_close(torch.cat(outs, dim=1), expected, rtol=1e-11, atol=1e-11)
 
 
 def test_one_graph_for_all_tokens_of_a_model():
@@ -145,8 +145,8 @@ def test_one_graph_for_all_tokens_of_a_model():
 
 
 def test_generated_is_what_recomputing_gives(monkeypatch):
-    """Prompts of different lengths in one batch, longer than a chunk of the prefill; over borders of all segments."""
-    monkeypatch.setattr("ring_dilated_attention.models.sampling.PREFILL_CHUNK", 11)
+    """Prompts of different lengths in one batch, longer than a slice of the prefill; over borders of all segments."""
+    monkeypatch.setattr("ring_dilated_attention.models.sampling.PREFILL_SLICE", 11)
     model, tokens = make(), make_tokens(3, 40)
     prompts = [tokens[0, :13], tokens[1, :40].tolist(), tokens[2, :1]]
     found = joined(model.generate(prompts, 30, temperature=0))
@@ -206,7 +206,7 @@ def test_after_stop_caches_hold_what_was_shown(monkeypatch):
 
     A second turn of a chat is what a fresh model draws after the same tokens, row by row.
     """
-    monkeypatch.setattr("ring_dilated_attention.models.sampling.PREFILL_CHUNK", 4)
+    monkeypatch.setattr("ring_dilated_attention.models.sampling.PREFILL_SLICE", 4)
     model, tokens = make(), make_tokens(3, 40)
     prompts = [tokens[0, :13], tokens[1, :7], tokens[2, :10]]
     free = joined(model.generate(prompts, 30, seed=3))
@@ -226,8 +226,8 @@ def test_after_stop_caches_hold_what_was_shown(monkeypatch):
 
 
 def test_a_prompt_that_does_not_fit_is_in_no_cache(monkeypatch):
-    """Catches chunks of a prompt that stay in the caches when a later one is refused."""
-    monkeypatch.setattr("ring_dilated_attention.models.sampling.PREFILL_CHUNK", 4)
+    """Catches slices of a prompt that stay in the caches when a later one is refused."""
+    monkeypatch.setattr("ring_dilated_attention.models.sampling.PREFILL_SLICE", 4)
     model, tokens = make(), make_tokens(2, 10)
     caches = model.make_caches(2, max_len=9)
     for prompts, message in (

@@ -67,15 +67,15 @@ def test_tokens_of_unsigned_integers(dtype):
 
 
 def test_loss_is_the_mean_over_next_tokens(monkeypatch):
-    """In chunks of positions (the last one ragged) as in one piece, gradients included."""
+    """In slices of positions (the last one ragged) as in one call, gradients included."""
     model, tokens = make(), make_tokens(2, 37)
     logits = model(tokens)
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     expected.backward()
     gradients = [x.grad for x in model.parameters()]
-    monkeypatch.setattr(recompute, "LOSS_CHUNK_ROWS", 1)
+    monkeypatch.setattr(recompute, "LOSS_SLICE_ROWS", 1)
     for rows in (5, 1000):
-        monkeypatch.setattr(recompute, "LOSS_CHUNK_LOGITS", rows * CONFIG.vocab_size)
+        monkeypatch.setattr(recompute, "LOSS_SLICE_LOGITS", rows * CONFIG.vocab_size)
         model.zero_grad()
         loss = model.loss(tokens)
         loss.backward()
@@ -95,8 +95,8 @@ def test_loss_never_holds_all_logits():
 
 
 @pytest.mark.parametrize(("vocab_size", "rows"), [(256, 4096), (1024, 1024), (2000, 1024), (128_256, 1024)])
-def test_chunks_of_the_loss_have_many_rows(vocab_size, rows):
-    """8 rows of a vocabulary of 128,256 took nine times as long as 1,024: each chunk has a gradient of the head."""
+def test_slices_of_the_loss_have_many_rows(vocab_size, rows):
+    """8 rows of a vocabulary of 128,256 took nine times as long as 1,024: each slice has a gradient of the head."""
     config = LongNetConfig((64,), (1,), vocab_size=vocab_size, num_layers=1, embed_dim=2, num_heads=1, ffn_dim=2)
     model, seen = LongNetLM(config), []
     model.head.register_forward_pre_hook(lambda _, arguments: seen.append(len(arguments[0])))
@@ -141,14 +141,14 @@ def test_magneto_gain():
     def std(x):
         return x.detach().std().item()
 
-    def ratio(part):
-        return std(part(deep.blocks[0])) / std(part(shallow.blocks[0]))
+    def ratio(weight_of):
+        return std(weight_of(deep.blocks[0])) / std(weight_of(shallow.blocks[0]))
 
     gain = math.sqrt(math.log(16) / math.log(2))
     assert ratio(lambda block: block.attention.in_proj_weight[:256]) == pytest.approx(1, abs=0.05)
     assert ratio(lambda block: block.attention.in_proj_weight[256:]) == pytest.approx(gain, rel=0.05)
-    for part in (lambda b: b.attention.out_proj.weight, lambda b: b.ffn.fc1.weight, lambda b: b.ffn.fc2.weight):
-        assert ratio(part) == pytest.approx(gain, rel=0.05)
+    for weight_of in (lambda b: b.attention.out_proj.weight, lambda b: b.ffn.fc1.weight, lambda b: b.ffn.fc2.weight):
+        assert ratio(weight_of) == pytest.approx(gain, rel=0.05)
 
 
 def test_config_survives_json():

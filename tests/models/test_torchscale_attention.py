@@ -76,7 +76,7 @@ def test_equals_torchscale_itself(branches, length, num_heads, is_causal):
 
 
 @needs_torchscale
-def test_torchscale_leaves_out_a_part_of_the_gradient():
+def test_torchscale_leaves_out_some_of_the_gradient():
     """Its forward is ours, its gradient is not: the weights of its branches are constants there. Stated in the docs."""
     case = Attention(blocked((8, 16, 64), (1, 2, 4)), 48)
     module = checkout.attention_module(case.pattern, 4, 4)

@@ -113,9 +113,9 @@ def rank_computes(rank, world_size, name):
     torch.testing.assert_close(out, case.model()(case.tokens()), rtol=1e-11, atol=1e-11)
     borders = torch.tensor([0, 13, 14, case.length], dtype=torch.int32)
     tokens = case.tokens()[:1]
-    parts = [case.model()(part) for part in tokens.tensor_split([13, 14], dim=1)]
+    outs = [case.model()(some) for some in tokens.tensor_split([13, 14], dim=1)]
     out = cp.unshard(model(cp.shard(tokens), cu_seqlens=borders))
-    torch.testing.assert_close(out, torch.cat(parts, 1), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(out, torch.cat(outs, 1), rtol=1e-11, atol=1e-11)
     before = cp.ranks.calls
     model(cp.shard(tokens)).sum().backward()
     assert cp.ranks.calls - before == len(model.layers)  # also where layers are recomputed
@@ -161,11 +161,11 @@ def test_activation_checkpointing_holds_less():
     assert recomputed < 0.6 * plain
 
 
-def test_feed_forward_in_chunks_without_gradients(monkeypatch):
+def test_feed_forward_in_slices_without_gradients(monkeypatch):
     case = SEQUENCES["encoder"]
     model = case.model()
     expected = model(case.tokens())
-    monkeypatch.setattr("ring_dilated_attention.models.torchscale.networks.FFN_CHUNK_NUMBERS", 24 * 5)
+    monkeypatch.setattr("ring_dilated_attention.models.torchscale.networks.FFN_SLICE_NUMBERS", 24 * 5)
     with torch.no_grad():
         torch.testing.assert_close(model(case.tokens()), expected, rtol=1e-13, atol=1e-13)
 

@@ -72,7 +72,7 @@ class Simulation:
                     u: x for u, x in (own if m.owner == k else held)[k].items() if m.offset <= u < m.offset + m.size
                 },
             )
-            held = [{u: x for _, part in parts for u, x in part.items()} for parts in arrived]
+            held = [{u: x for _, units in several for u, x in units.items()} for several in arrived]
             for k, hop in enumerate(hops):
                 for message in hop.grad_starts if hop else ():
                     assert message.offset not in grads[k], "a sum that came along is set to zero"
@@ -86,12 +86,12 @@ class Simulation:
             kept = [hop.grad_receives if hop else () for hop in hops]
             arrived = self.deliver(sent, kept, lambda k, m, grads=grads: grads[k].get(m.offset))
             grads = [{} for _ in self.plans]
-            for k, parts in enumerate(arrived):
-                for message, part in parts:
+            for k, several in enumerate(arrived):
+                for message, units in several:
                     if message.owner == k:
-                        self.home[k] += part
+                        self.home[k] += units
                     else:
-                        grads[k][message.offset] = part
+                        grads[k][message.offset] = units
         assert not any(grads), "a gradient was left on the way"
 
     def check_first_tiles(self, k: int) -> None:
@@ -124,14 +124,14 @@ class Simulation:
                 wires.setdefault((k, m.peer), deque()).append((m.size, content(k, m), m.offset))
         arrived = []
         for k, messages in enumerate(receives):
-            parts = []
+            several = []
             for m in messages:
-                size, part, offset = wires[m.peer, k].popleft()
+                size, units, offset = wires[m.peer, k].popleft()
                 assert size == m.size, f"rank {m.peer} sends {size}, rank {k} expects {m.size}"
-                assert part is not None, "a sum is sent that nobody started"
-                is_gradient = isinstance(part, Counter)
-                parts.append((m, part if is_gradient else {u - offset + m.offset: x for u, x in part.items()}))
-            arrived.append(parts)
+                assert units is not None, "a sum is sent that nobody started"
+                is_gradient = isinstance(units, Counter)
+                several.append((m, units if is_gradient else {u - offset + m.offset: x for u, x in units.items()}))
+            arrived.append(several)
         assert not any(wires.values()), "a message nobody received"
         return arrived
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.cached import live_rows
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.cache_plan import Buffers, check_append, check_crop, plan_cache, plan_chunk
+from ring_dilated_attention.plan.cache_plan import Buffers, check_append, check_crop, plan_append, plan_cache
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.program import program_of
@@ -145,7 +145,7 @@ def test_a_chunk_is_the_second_of_two_shards(call, position, num_new):
     or sends anything."""
     plan = plan_cache(*call)
     chunk, whole = (
-        plan_chunk(plan, position, num_new),
+        plan_append(plan, position, num_new),
         make_plan(Job(call[0], make_shards("contiguous", (position, num_new)), *call[1:]), 1),
     )
     assert chunk.pairs == whole.pairs
@@ -161,7 +161,7 @@ def test_a_chunk_is_the_second_of_two_shards(call, position, num_new):
 def test_layers_share_the_program_of_a_chunk():
     """Catches a plan that is made anew for each layer: the programs of such plans are kept, and never found again."""
     plan = plan_cache(PAPER, 12, 12)
-    first, second = (program_of(plan_chunk(plan, 5000, 40), "forward", Terms()) for _ in range(2))
+    first, second = (program_of(plan_append(plan, 5000, 40), "forward", Terms()) for _ in range(2))
     assert first is second
 
 

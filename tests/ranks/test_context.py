@@ -183,7 +183,7 @@ def test_a_context_that_is_closed():
     run(2, rank_closes_contexts)
 
 
-def rank_shares_a_part_again_and_again(rank, world_size):
+def rank_shares_a_subgroup_again_and_again(rank, world_size):
     group = dist.new_group([0, 1])
     names = []
     for turn in range(6 if rank < 2 else 0):
@@ -199,7 +199,7 @@ def rank_shares_a_part_again_and_again(rank, world_size):
 
 def test_contexts_of_some_ranks_that_are_closed_and_made_again():
     """Catches names that torch gives twice: under them its store still has the addresses of ports that are closed."""
-    run(3, rank_shares_a_part_again_and_again)
+    run(3, rank_shares_a_subgroup_again_and_again)
 
 
 def rank_alone_errs_between_calls(rank, world_size):

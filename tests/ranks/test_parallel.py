@@ -388,15 +388,15 @@ def contexts(rank, world_size):
 def expected_rows(n, world_size, rank, options):
     """The global positions of a rank's rows, written down apart from the code."""
 
-    def cuts(parts, unit=1):
+    def cuts(slices, unit=1):
         units = -(-n // unit)
-        sizes = [units // parts + (i < units % parts) for i in range(parts)]
-        borders = [min(sum(sizes[:i]) * unit, n) for i in range(parts + 1)]
+        sizes = [units // slices + (i < units % slices) for i in range(slices)]
+        borders = [min(sum(sizes[:i]) * unit, n) for i in range(slices + 1)]
         return [list(range(a, b)) for a, b in zip(borders, borders[1:], strict=False)]  # noqa: RUF007
 
     if options.get("sharding") == "zigzag":
-        parts = cuts(2 * world_size)
-        return parts[rank] + parts[-1 - rank]
+        slices = cuts(2 * world_size)
+        return slices[rank] + slices[-1 - rank]
     if "lengths" in options:
         start = sum(options["lengths"][:rank])
         return list(range(start, start + options["lengths"][rank]))
@@ -865,7 +865,7 @@ def test_compiled_recomputation_sends_nothing_twice():
 
 @pytest.mark.filterwarnings("default")  # torch's own checks warn of their own internals
 @pytest.mark.parametrize(
-    ("dtype", "layout", "kv_heads"),
+    ("dtype", "strides", "kv_heads"),
     [
         (torch.float32, "contiguous", 4),
         (torch.float32, "heads first", 2),
@@ -873,13 +873,13 @@ def test_compiled_recomputation_sends_nothing_twice():
     ],
     ids=str,
 )
-def test_operators_pass_the_checks_of_torch(dtype, layout, kv_heads):
+def test_operators_pass_the_checks_of_torch(dtype, strides, kv_heads):
     """Catches wrong fakes (strides too), aliased outputs and inputs that are changed, on one device."""
 
     def make(heads, *sizes):
         x = torch.randn(2, heads, 12, *sizes, dtype=dtype if sizes else torch.float32)
         x = x.transpose(1, 2)
-        return (x.contiguous() if layout == "contiguous" else x).requires_grad_(bool(sizes))
+        return (x.contiguous() if strides == "contiguous" else x).requires_grad_(bool(sizes))
 
     tensors = [make(h, 8) for h in (4, kv_heads, kv_heads)]
     for pattern in (DilatedPattern((4, 12), (1, 2)), DilatedPattern((12,), (1,)), DilatedPattern((6,), (2,))):

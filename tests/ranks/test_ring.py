@@ -9,7 +9,7 @@ from distributed import run
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
-from ring_dilated_attention.plan.sharding import ring_order
+from ring_dilated_attention.plan.sharding import order_by_host
 from ring_dilated_attention.ranks import processes
 from ring_dilated_attention.reference import dilated_attention_reference
 
@@ -116,7 +116,7 @@ def hosts_out_of_order(rank, world_size, case):
 
 
 def test_ranks_of_one_host_stand_side_by_side():
-    """Shards go by the place in the ring; sends go to the right rank."""
+    """Shards go by the order of ranks; sends go to the right rank."""
     run(4, hosts_out_of_order, (41, 2, 4, 4, 24, [(5, 1), (13, 2), (64, 7)], {"is_causal": True}, {}))
 
 
@@ -154,8 +154,8 @@ def test_errors_tell_contexts_apart():
     assert others == [names]
 
 
-def test_ring_order_is_stable():
-    assert ring_order(["b", "a", "b", "c", "a"]) == (0, 2, 1, 4, 3)
+def test_the_order_by_host_is_stable():
+    assert order_by_host(["b", "a", "b", "c", "a"]) == (0, 2, 1, 4, 3)
 
 
 def heads_must_divide(rank, world_size):

@@ -47,9 +47,9 @@ def posted(exchange: str, stage: str, pattern: DilatedPattern, sharding: str, wo
         ranks.append(
             [
                 [
-                    Side(is_send, part.message.peer, part.message.size, post.moment)
-                    for is_send, parts in ((True, post.sends), (False, post.receives))
-                    for part in parts
+                    Side(is_send, x.message.peer, x.message.size, post.moment)
+                    for is_send, slices in ((True, post.sends), (False, post.receives))
+                    for x in slices
                 ]
                 for post in posts
             ]

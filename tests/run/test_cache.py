@@ -83,7 +83,7 @@ def sequences(draw):
 @settings(max_examples=150, deadline=None)
 @given(sequences(), st.data())
 def test_any_way_of_appending_equals_one_call(sequence, data):
-    """Catches what no chosen case thought of: any pattern, heads, scale; tokens and chunks of any length, positions
+    """Catches what no chosen case thought of: any pattern, heads, scale; tokens and slices of any length, positions
     taken back as far as the cache allows, and a cache that is saved, loaded into one of other limits, or forked."""
     seq_len, batch = sequence.inputs[0].shape[1], sequence.sizes[0]
     limits = {"max_len": data.draw(st.sampled_from([None, seq_len, seq_len + 5]))}
@@ -110,13 +110,13 @@ def test_any_way_of_appending_equals_one_call(sequence, data):
 
 
 @pytest.mark.parametrize("keep", [1, 2, 5, 13])
-@pytest.mark.parametrize("chunk", [1, 3, 20])
-def test_as_many_positions_as_kept_can_be_taken_back_anywhere(chunk, keep):
+@pytest.mark.parametrize("size", [1, 3, 20])
+def test_as_many_positions_as_kept_can_be_taken_back_anywhere(size, keep):
     """Catches a buffer that is too small for the borders of segments: from every position, back and on again."""
     sequence = Sequence(seq_len=64)
     cache = sequence.cache(keep=keep)
-    for start in range(0, 61, chunk):
-        sequence.append(cache, start, stop := min(start + chunk, 61))
+    for start in range(0, 61, size):
+        sequence.append(cache, start, stop := min(start + size, 61))
         fork = cache.fork([0])
         fork.crop(min(keep, stop))
         sequence.append(fork, max(stop - keep, 0), 64)
@@ -253,12 +253,12 @@ def test_heads_of_a_layer_on_several_ranks(pattern, num_heads, num_kv_heads, sha
     sequence, ratio, num_rows = Sequence(pattern, 2, 30, num_heads, num_kv_heads), num_heads // num_kv_heads, 0
     for heads in shares:
         kv = slice(heads.start // ratio, heads.stop // ratio)
-        parts = [x[:, :, s] for x, s in zip(sequence.inputs, (slice(heads.start, heads.stop), kv, kv), strict=True)]
+        slices = [x[:, :, s] for x, s in zip(sequence.inputs, (slice(heads.start, heads.stop), kv, kv), strict=True)]
         of = {"heads_held": heads, "num_heads": num_heads}
         cache = make(pattern, 2, num_heads, num_kv_heads, 4, heads_held=heads)
         num_rows += cache.num_rows
         for start, stop in ((0, 7), (7, 8), (8, 9), (9, 23), (23, 24)):
-            rows = [x[:, start:stop] for x in parts]
+            rows = [x[:, start:stop] for x in slices]
             found = dilated_attention(*rows, pattern, cache=cache, return_lse=True, **of)
             for x, y in zip(found, sequence.exact, strict=True):
                 y = y[:, start:stop, heads.start : heads.stop]
@@ -266,7 +266,7 @@ def test_heads_of_a_layer_on_several_ranks(pattern, num_heads, num_kv_heads, sha
             other = make(pattern, 2, num_heads, num_kv_heads, 4, heads_held=heads, keep=2)
             other.load_state_dict(cache.state_dict())
             cache = other.fork([0, 1])
-        rows = [x[:, 24:25] for x in parts]
+        rows = [x[:, 24:25] for x in slices]
         unchanged(cache, partial(dilated_attention, *rows, pattern, cache=cache), f"heads {num_heads}")
         others = next(share for share in shares if share != heads)
         if len(others) == len(heads):
@@ -288,7 +288,7 @@ def keys_seen(pattern, num_heads, num_positions):
     return seen
 
 
-@pytest.mark.parametrize("chunk", [1, 5])
+@pytest.mark.parametrize("size", [1, 5])
 @pytest.mark.parametrize(
     ("pattern", "num_heads", "num_kv_heads"),
     [
@@ -298,7 +298,7 @@ def keys_seen(pattern, num_heads, num_positions):
     ],
     ids=str,
 )
-def test_a_token_moves_exactly_what_it_should(pattern, num_heads, num_kv_heads, chunk):
+def test_a_token_moves_exactly_what_it_should(pattern, num_heads, num_kv_heads, size):
     """Catches any key that is seen or missed wrongly, by another way than comparing numbers with the reference; and a
     bad row (NaN) that gets out of its segments, head or batch entry through the cache's memory."""
     num_positions, ratio = 23, num_heads // num_kv_heads
@@ -307,8 +307,8 @@ def test_a_token_moves_exactly_what_it_should(pattern, num_heads, num_kv_heads, 
 
     def run(tensors):
         cache = make(pattern, 2, num_heads, num_kv_heads, 4)
-        parts = [x.split(chunk, dim=1) for x in tensors]
-        return torch.cat([dilated_attention(*rows, pattern, cache=cache) for rows in zip(*parts, strict=True)], dim=1)
+        slices = [x.split(size, dim=1) for x in tensors]
+        return torch.cat([dilated_attention(*rows, pattern, cache=cache) for rows in zip(*slices, strict=True)], dim=1)
 
     clean = run(inputs)
     for g in range(num_kv_heads):
@@ -329,7 +329,7 @@ def test_a_token_moves_exactly_what_it_should(pattern, num_heads, num_kv_heads, 
         alike = torch.tensor(
             [
                 [
-                    h // ratio != g or not _same_chunk_or_sees(seen[h][i], t, i, chunk, pattern, h, num_heads)
+                    h // ratio != g or not _same_slice_or_sees(seen[h][i], t, i, size, pattern, h, num_heads)
                     for h in range(num_heads)
                 ]
                 for i in range(num_positions)
@@ -339,24 +339,24 @@ def test_a_token_moves_exactly_what_it_should(pattern, num_heads, num_kv_heads, 
         assert torch.equal(out[1], clean[1])
 
 
-def _same_chunk_or_sees(seen, t, i, chunk, pattern, head, num_heads):
-    """Within a chunk the kernel multiplies masked weights, which are 0, with later values of the segment."""
+def _same_slice_or_sees(seen, t, i, size, pattern, head, num_heads):
+    """Within a slice the kernel multiplies masked weights, which are 0, with later values of the segment."""
     if t in seen:
         return True
     together = any(
         i // w == t // w and i % w % r == t % w % r == pattern.phase_of(b, head, num_heads)
         for b, (w, r) in enumerate(pattern.branches)
     )
-    return together and i // chunk == t // chunk
+    return together and i // size == t // size
 
 
 # The exact result rounded once to the dtype is off by eps / 4 in relative L2: see test_attention.py.
 FLOORS = {dtype: torch.finfo(dtype).eps / 4 for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
-@pytest.mark.parametrize("chunk", [1, 40])
+@pytest.mark.parametrize("size", [1, 40])
 @pytest.mark.parametrize("dtype", FLOORS, ids=str)
-def test_precision(dtype, chunk):
+def test_precision(dtype, size):
     """Catches a sum or a weight kept in 16 bits. At most twice the error of torch's own attention in the same dtype
     under the same mask, plus the floor."""
     pattern, sizes = DilatedPattern((32, 64, 111), (1, 2, 3), is_causal=True), (2, 111, 6, 48)
@@ -364,8 +364,8 @@ def test_precision(dtype, chunk):
     inputs = [(torch.randn(2, 111, h, 48) * 2).to(dtype) for h in (6, 2, 2)]
     exact, exact_lse = dilated_attention_reference(*(x.double() for x in inputs), pattern)
     cache = make(pattern, 2, 6, 2, 48, dtype)
-    parts = [x.split(chunk, dim=1) for x in inputs]
-    results = [dilated_attention(*rows, pattern, cache=cache, return_lse=True) for rows in zip(*parts, strict=True)]
+    slices = [x.split(size, dim=1) for x in inputs]
+    results = [dilated_attention(*rows, pattern, cache=cache, return_lse=True) for rows in zip(*slices, strict=True)]
     out, lse = (torch.cat(x, dim=1) for x in zip(*results, strict=True))
     assert (out.shape, out.dtype, lse.dtype) == (sizes, dtype, torch.float32)
     bias = multiplicity(pattern, 111, 6).double().log().float().expand(2, -1, -1, -1)
@@ -391,15 +391,15 @@ def test_run_to_run_equal_to_the_bit():
     assert torch.equal(*runs)
 
 
-@pytest.mark.parametrize("layout", ["heads first", "strided head dim", "slice of packed qkv"])
-def test_layouts(layout):
+@pytest.mark.parametrize("strides", ["heads first", "strided head dim", "slice of packed qkv"])
+def test_strides(strides):
     """Catches views that are wrong where strides are not those of a contiguous tensor."""
     sequence = Sequence(batch=2, num_heads=2)
     arrange = {
         "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
         "strided head dim": lambda x: torch.stack([x, x + 1], dim=-1)[..., 0],
         "slice of packed qkv": lambda x: torch.cat([x + 1, x, x - 1], dim=2)[:, :, x.shape[2] : 2 * x.shape[2]],
-    }[layout]
+    }[strides]
     sequence.inputs = [arrange(x) for x in sequence.inputs]
     cache = sequence.cache()
     for start, stop in ((0, 9), (9, 10), (10, 11), (11, 40)):
@@ -758,18 +758,18 @@ def test_a_row_that_is_lost_is_seen(monkeypatch):
     a little wrong in one place."""
     sequence, seen, forward = Sequence(), Buffers.seen, cpu.forward
 
-    def by_tokens_and_by_chunks():
+    def by_tokens_and_by_slices():
         for step in (1, 7):
             cache = sequence.cache()
             for start in range(0, 40, step):
                 sequence.append(cache, start, min(start + step, 40))
 
-    by_tokens_and_by_chunks()
+    by_tokens_and_by_slices()
     monkeypatch.setattr(Buffers, "seen", lambda buffers, t: seen(buffers, t)[1:] or seen(buffers, t))
     with pytest.raises(AssertionError):
-        by_tokens_and_by_chunks()
+        by_tokens_and_by_slices()
     monkeypatch.setattr(Buffers, "seen", seen)
-    by_tokens_and_by_chunks()
+    by_tokens_and_by_slices()
     monkeypatch.setattr(cpu, "forward", lambda *x: [y + 1e-9 for y in forward(*x)])
     with pytest.raises(AssertionError):
-        by_tokens_and_by_chunks()
+        by_tokens_and_by_slices()

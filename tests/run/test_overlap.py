@@ -114,9 +114,9 @@ def rank_is_late_for_backward(rank, world_size):
     plan = make_plan(Job(pattern, cp.cut.shards_of(cp.cut.default_lengths(2048)), 2, 2), cp.rank)
     steps = [overlap.take_step(Sizes(2048, 2, 32), pattern, cp) for _ in range(2)]
     found = overlap.summary(plan, steps[1:])  # the first one connects
-    parts = {(part["stage"], part["part"]): part for part in found["parts"]}
+    timings = {(timing["stage"], timing["part"]): timing for timing in found["parts"]}
     seconds = {
-        name: {key: part[name]["median"] for key, part in parts.items() if name in part}
+        name: {key: timing[name]["median"] for key, timing in timings.items() if name in timing}
         for name in ("computing_seconds", "exposed_seconds", "chunks_in_flight_seconds", "gradients_in_flight_seconds")
     }
     total = sum(seconds["computing_seconds"].values()) + sum(seconds["exposed_seconds"].values())

@@ -143,16 +143,16 @@ def test_a_folder_that_another_run_has(hosts):
         assert "record.json" not in files
 
 
-def test_the_first_rank_of_the_ring_owns_and_writes_all(hosts):
-    """Catches a folder that one rank claims, and to which another writes, where the ring has an order of its own."""
-    (first, second) = run_ranks(2, as_rank_of_a_ring_turned_round, hosts)
+def test_the_first_rank_owns_and_writes_all(hosts):
+    """Catches a folder that one rank claims, and to which another writes, where ranks have an order of their own."""
+    (first, second) = run_ranks(2, as_rank_of_an_order_turned_round, hosts)
     assert (first[0], second[0]) == (0, 0), (first[1], second[1])
     assert first[2] == ["text.txt"]
     assert {"record.json", "loss.png", "metrics.jsonl"} < set(second[2])
 
 
-def as_rank_of_a_ring_turned_round(rank, world_size, folder):
-    processes.ring_order = lambda hosts: range(len(hosts))[::-1]
+def as_rank_of_an_order_turned_round(rank, world_size, folder):
+    processes.order_by_host = lambda hosts: range(len(hosts))[::-1]
     return as_rank(rank, world_size, folder, ([], []))
 
 

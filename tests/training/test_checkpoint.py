@@ -204,14 +204,14 @@ def change(**fields):
     def changed(checkpoint):
         state = json.loads((checkpoint / STATE_FILE).read_text())["state"]
         for name, value in fields.items():
-            part = state
+            place = state
             *path, name = name.split("__")
             for key in path:
-                part = part[key]
+                place = place[key]
             if value is None:
-                del part[name]
+                del place[name]
             else:
-                part[name] = value
+                place[name] = value
         sign(checkpoint, state)
 
     return changed

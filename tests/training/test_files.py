@@ -187,7 +187,7 @@ def test_what_is_replaced_keeps_its_mode(mode, tmp_path):
     assert modes(tmp_path)["out.safetensors"] == mode
 
 
-def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path):
+def test_a_symlink_stays_and_what_it_leads_to_is_written(tmp_path):
     """Also one whose aim is not there yet."""
     (tmp_path / "disk").mkdir()
     for name in ("bits.png", "new.png"):

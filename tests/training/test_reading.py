@@ -48,10 +48,10 @@ def test_fasta_is_its_letters_however_it_comes_in_blocks(monkeypatch):
         monkeypatch.setattr(reading, "BLOCK", draw.randint(1, 9))
         found, said = text_of("x.fa", content)
         assert found == strip_fasta(content)
-        records = [strip_fasta(part) for part in re.split(rb"^>.*$", content, flags=re.MULTILINE)]
+        records = [strip_fasta(lines_of_one) for lines_of_one in re.split(rb"^>.*$", content, flags=re.MULTILINE)]
         assert told(said) == (sum(map(bool, records)), len(found))
         bordered, _ = text_of("x.fa", content, {"fasta_records": "newline"})
-        assert bordered == b"".join(part + b"\n" for part in records if part)
+        assert bordered == b"".join(lines_of_one + b"\n" for lines_of_one in records if lines_of_one)
         for how, whole in (({}, found), ({"fasta_records": "newline"}, bordered)):
             most = draw.randint(1, len(whole))
             some, said = text_of("x.fa", content, how, most)

@@ -29,7 +29,7 @@ from ring_dilated_attention.training.loop import TrainingDiverged, make_optimize
 from ring_dilated_attention.training.machine import peak_resident_bytes, resident_bytes
 from ring_dilated_attention.training.options import Hyperparameters
 from ring_dilated_attention.training.pictures import draw_losses
-from ring_dilated_attention.training.rank_launcher import LOST_ANOTHER, Ended, started, unjoined, wait_for_ranks
+from ring_dilated_attention.training.rank_launcher import LOST_ANOTHER, Ended, started, unjoined, until_all_ended
 from ring_dilated_attention.training.run import Run
 from ring_dilated_attention.training.run_report import summary, write_report, write_sample
 from ring_dilated_attention.training.stop_request import StopRequest
@@ -297,7 +297,7 @@ def test_the_first_request_closes_the_ranks_stdin_and_the_second_ends_the_waitin
                 os.kill(os.getpid(), signal.SIGINT)
 
         rank.poll.side_effect = poll
-        wait_for_ranks([rank], stop, asking)
+        until_all_ended([rank], stop, asking)
         assert (stop.number, asking.closed) == (2, True)
         assert asked.read() == b""
 

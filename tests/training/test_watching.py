@@ -107,17 +107,17 @@ def test_smoothing_keeps_length_and_lines():
 
 
 def test_the_bar_keeps_to_the_terminal(monkeypatch):
-    parts = ["2.000 bits/byte", "200 tokens/s", "10+20 MB", "one attention: 5 MB"]
+    figures = ["2.000 bits/byte", "200 tokens/s", "10+20 MB", "one attention: 5 MB"]
 
     def fitting(columns):
         monkeypatch.setenv("COLUMNS", str(columns))
         return beside_the_bar(step(1), 5_000_000)
 
-    assert fitting(300) == ", ".join(parts)
-    for columns in range(BAR_COLUMNS + len(parts[0]), 120):
+    assert fitting(300) == ", ".join(figures)
+    for columns in range(BAR_COLUMNS + len(figures[0]), 120):
         assert len(fitting(columns)) <= columns - BAR_COLUMNS
-        assert ", ".join(parts).startswith(fitting(columns))
-    assert fitting(10) == parts[0]
+        assert ", ".join(figures).startswith(fitting(columns))
+    assert fitting(10) == figures[0]
 
 
 @pytest.mark.parametrize(("error", "is_kept"), [(RuntimeError, True), (OSError, False), (ValueError, False)])

@@ -24,7 +24,7 @@ from .numbers import count
 from .output import aligned, check_writable, progress_bar, wrapped
 
 if TYPE_CHECKING:
-    from ..training.bits_per_byte import Part
+    from ..training.bits_per_byte import Score
 
 EXAMPLES = """examples:
   rda evaluate runs/a book.txt                  contexts as long as in training
@@ -45,8 +45,8 @@ MAKER = "rda evaluate --picture"
 DEFAULT_CHUNK = 4096
 BYTES_PER_NUMBER = 64  # of memory in a forward, for each position and entry of --embed-dim: 16 float32 numbers
 SECONDS, JOIN_SECONDS = 20 * 86_400, 120  # the longest evaluation on several ranks, and how long they take to meet
-# Figures of one rank's part, or of all ranks' parts; the text with what was read so far; the peak of resident bytes.
-Measured = tuple["Part", Text, int]
+# The score of one rank, or of all; the text with what was read so far; the peak of resident bytes.
+Measured = tuple["Score", Text, int]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,8 +76,8 @@ def evaluate(arguments: argparse.Namespace) -> dict:
         check_writable("--picture", arguments.picture.parent, arguments.picture.name)
         check_mine(arguments.picture, is_our_picture, MAKER)
     text = Text(arguments.file, hyperparameters, arguments.max_bytes)
-    parts_of = partial(parts, arguments.run_folder, text, context, chunk)
-    (total, text, peak), is_whole = measure(parts_of, text, arguments.ranks)
+    scores_of = partial(scores, arguments.run_folder, text, context, chunk)
+    (total, text, peak), is_whole = measure(scores_of, text, arguments.ranks)
     if not (buckets := total.buckets()):
         if not is_whole:
             raise KeyboardInterrupt
@@ -120,39 +120,39 @@ def resolved(arguments: argparse.Namespace) -> tuple[int | None, int | None, dic
     return context, chunk, saved
 
 
-def measure(parts_of: Callable[..., Iterator[Measured]], text: Text, num_ranks: int) -> tuple[Measured, bool]:
+def measure(scores_of: Callable[..., Iterator[Measured]], text: Text, num_ranks: int) -> tuple[Measured, bool]:
     """What was measured, and whether that is all: Ctrl-C may have ended it."""
     with leaving_at_once("rda evaluate"):
-        from ..training.bits_per_byte import Part
+        from ..training.bits_per_byte import Score
 
-    total, peak, path, is_whole = Part(), 0, Path(text.name), False
+    total, peak, path, is_whole = Score(), 0, Path(text.name), False
     is_plain = path.is_file() and not PACKED.search(text.name.lower())
     size = min(path.stat().st_size if is_plain else LARGEST, text.most)
     with progress_bar(None if size == LARGEST else size, "B", delay=1) as bar, suppress(KeyboardInterrupt):
 
         def add(rank: int, told: Measured) -> None:
             nonlocal total, text, peak
-            part, text, resident = told
-            total, peak = total.plus(part), max(peak, resident)
-            bar.update(part.num_read * (rank == 0))
+            scored, text, resident = told
+            total, peak = total.plus(scored), max(peak, resident)
+            bar.update(scored.num_read * (rank == 0))
 
         if num_ranks > 1:
             launch = Launch(num_ranks, share_of_cores(num_ranks), seconds=SECONDS, join_seconds=JOIN_SECONDS)
             try:
-                run_ranks(launch, _on_rank, parts_of, on_report=add)
+                run_ranks(launch, _on_rank, scores_of, on_report=add)
             except RankFailedError as error:  # the last line is the error: most often a refusal of the text
                 raise ValueError(str(error).strip().splitlines()[-1].removeprefix("ValueError: ")) from error
         else:
-            for told in parts_of():
+            for told in scores_of():
                 add(0, told)
         is_whole = True
     return (total, text, peak), is_whole
 
 
-def parts(
+def scores(
     run_folder: Path, text: Text, context: int | None, chunk: int | None, *, is_rank: bool = False
 ) -> Iterator[Measured]:
-    """What is measured, part by part, and what has been read until then."""
+    """What is measured, score by score, and what has been read until then."""
     with leaving_at_once("rda evaluate"):
         from ..models.longnet import LongNetLM
         from ..ranks.context import ContextParallel
@@ -160,12 +160,12 @@ def parts(
 
     model = LongNetLM.from_run(run_folder, parallel=ContextParallel() if is_rank else None)
     with opened(text.name) as file:
-        for part in score(model, text.blocks(file), context, chunk):
-            yield part, text, peak_resident_bytes()
+        for scored in score(model, text.blocks(file), context, chunk):
+            yield scored, text, peak_resident_bytes()
 
 
-def _on_rank(worker: Worker, parts_of: Callable[..., Iterator[Measured]]) -> None:
-    for told in parts_of(is_rank=True):
+def _on_rank(worker: Worker, scores_of: Callable[..., Iterator[Measured]]) -> None:
+    for told in scores_of(is_rank=True):
         worker.report(told)
 
 

@@ -148,7 +148,7 @@ class Figures(NamedTuple):
     forward_bytes, sent_bytes: the most bytes that a rank sends, in a forward and in a forward with its backward. If
         ranks are not planned, what a rank receives is taken for what it sends.
     peak: that of the rank that holds most, in a forward with its backward; None if no kernel is given.
-    time: None if no hardware is given. If ranks are not planned, only the ring without dealt heads has a time.
+    time: None if no hardware is given. If ranks are not planned, only "ring" without dealt heads has a time.
     exposed: the share of the time in which the busiest rank waits.
     ranks, step: the planned ranks and their times; empty and None if ranks are not planned. step needs hardware.
     """
@@ -250,15 +250,13 @@ def _of_counts(
 
 
 def _peak_of_counts(counted: Counted, sizes: Sizes, traits: Traits) -> Peak | None:
-    """The largest peak of two places: the one with the largest buffers, and the one with the most pairs."""
+    """The largest peak of all places. If places have the same largest counts, one of them stands for all."""
     size, longest = len(counted.places), max(map(shard_length, counted.job.shards))
     dealing = None if size == 1 else Dealing(0, (longest,) * size, ())
-    by_buffers = max(counted.places, key=lambda place: max(place.counted.buffers))
-    by_work = max(counted.places, key=lambda place: max(place.counted.pairs))
+    kinds = {(max(place.counted.buffers), max(place.counted.pairs)): place for place in counted.places}
     is_gathered = counted.way.exchange == "all_gather"
     return _largest(
-        large.peak_memory(*place, sizes, traits, dealing=dealing, is_gathered=is_gathered)
-        for place in ([by_work] if by_work is by_buffers else [by_work, by_buffers])
+        large.peak_memory(*place, sizes, traits, dealing=dealing, is_gathered=is_gathered) for place in kinds.values()
     )
 
 

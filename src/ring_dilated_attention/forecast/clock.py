@@ -176,7 +176,7 @@ class _Rank:
             itemsize = self.sizes.sum_itemsize if message.is_gradient else self.sizes.itemsize
             return Side(message.peer * size + place, message.size * self.sizes.unit * itemsize, self.now)
 
-        sends, receives = ([side(part.message) for part in parts] for parts in (step.sends, step.receives))
+        sends, receives = ([side(x.message) for x in slices] for slices in (step.sends, step.receives))
         return self.network.post(self.number, sends, receives)
 
     def deal(self, step: Deal) -> list["Side"]:

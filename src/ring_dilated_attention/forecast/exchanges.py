@@ -79,7 +79,7 @@ def alternatives(
                 found.append(one._replace(why_not=str(error).split(":")[0]))
                 continue
         job = (call if one.function == "dilated" else dense).job(one.sharding, one.way.inner)
-        counted = counts(job, one.way if one.way.is_dealt else Way())._replace(way=one.way)  # all_gather counts as ring
+        counted = counts(job, one.way if one.way.is_dealt else Way())._replace(way=one.way)  # all_gather is as ring
         figures = forecast(job, one.way, call.sizes, traits=traits, hardware=hardware, counted=counted)
         found.append(one._replace(figures=figures))
     return found

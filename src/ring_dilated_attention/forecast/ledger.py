@@ -135,13 +135,13 @@ class _Ledger:
     # From here on, one method for each type of step.
 
     def deal(self, step: steps.Deal) -> None:
-        """Hold copies of the parts to send, then the parts received, then the tensor that is made of these."""
+        """Hold copies of the rows to send, then the rows received, then the tensor that is made of these."""
         own, dealt = self.tensor(step.name, is_dealt=False), self.tensor(step.name)
         leaves, comes = (own, dealt) if step.to_heads else (dealt, own)
-        self.hold("parts of dealt heads", leaves + comes)
-        self.hold("parts of dealt heads", comes)
+        self.hold("dealt heads", leaves + comes)
+        self.hold("dealt heads", comes)
         self.hold(step.name if step.to_heads else self.given(step.name), comes)
-        self.let_go("parts of dealt heads")
+        self.let_go("dealt heads")
         if not step.to_heads:
             self.let_go(step.name)
 
@@ -195,13 +195,13 @@ class _Ledger:
         self.let_go("results of one tile")
 
     def add(self, step: steps.Add) -> None:
-        part = self.results[step.name]
+        made = self.results[step.name]
         if step.how == "add" and self.terms.widens:
-            self.pass_by("adding", self.summed(part))
+            self.pass_by("adding", self.summed(made))
         self.results[step.name] = 0
         self.hold("results of one tile", sum(self.results.values()))
         if step.how == "adopt":
-            self.hold(step.name, part)
+            self.hold(step.name, made)
 
     def finish(self, step: steps.Finish) -> None:
         if step.name == "lse" or self.terms.widens:

@@ -173,8 +173,8 @@ def some_queries(
     while heard != before:
         before, heard = heard, []
         for node in before:
-            parts = (sets.common(branch.heard(node, height), there) for branch in branches)
-            heard.append(reduce(sets.union, parts, node))
+            sets_heard = (sets.common(branch.heard(node, height), there) for branch in branches)
+            heard.append(reduce(sets.union, sets_heard, node))
         yield [sets.count(node, height) for node in heard]
 
 

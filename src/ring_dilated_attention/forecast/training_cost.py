@@ -19,7 +19,7 @@ from .exchanges import Call
 from .shape import FLOAT, Shape
 
 ACTIVATIONS = ("kept", "checkpointed", "offloaded")
-LOSS_CHUNK_LOGITS, LOSS_CHUNK_ROWS = 2**20, 1024  # as in models/recompute.py, and tested to be
+LOSS_SLICE_LOGITS, LOSS_SLICE_ROWS = 2**20, 1024  # as in models/recompute.py, and tested to be
 BYTES_PER_LOGIT = 12
 # The search for what fits: the most ranks of a sequence, the most positions of a rank, and how exact a length is.
 MOST_RANKS, LONGEST, SEARCHED_TO = 65_536, 2**34, 1 / 256
@@ -140,12 +140,12 @@ def _working(job: ModelJob, traits: Traits | None, again: int) -> int:
 
 
 def _working_of_loss(job: ModelJob) -> int:
-    """The most that the loss holds: with a chunk's logits, or later with the gradient of the head's matrix."""
+    """The most that the loss holds: with a slice's logits, or later with the gradient of the head's matrix."""
     shape, row = job.shape, job.shape.embed_dim * job.shape.itemsize
-    chunk = min(job.rows, max(LOSS_CHUNK_ROWS, LOSS_CHUNK_LOGITS // shape.vocab_size))
-    logits, head = chunk * shape.vocab_size, _gradient_of(shape, shape.vocab_size * shape.embed_dim)
-    summed = head if job.rows > chunk else 0  # over the chunks before
-    at_logits = logits * BYTES_PER_LOGIT + (job.rows - chunk) * row
+    num_rows = min(job.rows, max(LOSS_SLICE_ROWS, LOSS_SLICE_LOGITS // shape.vocab_size))
+    logits, head = num_rows * shape.vocab_size, _gradient_of(shape, shape.vocab_size * shape.embed_dim)
+    summed = head if job.rows > num_rows else 0  # over the slices before
+    at_logits = logits * BYTES_PER_LOGIT + (job.rows - num_rows) * row
     return summed + max(at_logits, logits * FLOAT + job.rows * row + head)
 
 
@@ -169,8 +169,8 @@ def of_a_group(num_ranks: int, mesh: Mesh, hardware: Hardware) -> Hardware:
     return hardware._replace(gpus_per_host=gcd(size, num_ranks))
 
 
-class StepParts(NamedTuple):
-    """Seconds of a step, by part.
+class StepTimes(NamedTuple):
+    """Seconds of a step, by what takes them.
 
     matrices: the products with weights. attention: all layers, with their waits. gradients: `gradient_seconds`, which
     are assumed to overlap with nothing.
@@ -185,7 +185,7 @@ class StepParts(NamedTuple):
         return Time(self.matrices + self.attention.seconds + self.gradients, self.attention.is_about)
 
 
-def step_parts(job: ModelJob, activations: str, hardware: Hardware) -> StepParts:
+def step_times(job: ModelJob, activations: str, hardware: Hardware) -> StepTimes:
     """One step of all ranks: forward, backward and the sum of gradients; the optimiser's own work is not counted."""
     shape = job.shape
     times = 3 if activations == "kept" else 4  # 1 for the forward, 2 for the backward, 1 if the forward runs again
@@ -193,7 +193,7 @@ def step_parts(job: ModelJob, activations: str, hardware: Hardware) -> StepParts
     attention = attention_of(job, hardware=hardware).time
     assert attention is not None
     layers = Time(shape.num_layers * attention.seconds, attention.is_about)
-    return StepParts(products / hardware.flops_per_second, layers, gradient_seconds(job, hardware))
+    return StepTimes(products / hardware.flops_per_second, layers, gradient_seconds(job, hardware))
 
 
 def gradient_seconds(job: ModelJob, hardware: Hardware) -> float:

@@ -120,9 +120,9 @@ class MultiheadDilatedAttention(nn.Module):
     def held(self, heads: range) -> "MultiheadDilatedAttention":
         """A module that holds some of this module's query heads, with copies of the parameters' rows and columns."""
         if len(self.heads_held) < self.num_heads:
-            raise ValueError(f"this module has {self.heads_held} of {self.num_heads} heads: take parts of a whole one")
+            raise ValueError(f"this module has {self.heads_held} of {self.num_heads} heads: take heads of a whole one")
         weight = self.in_proj_weight
-        part = MultiheadDilatedAttention(
+        module = MultiheadDilatedAttention(
             *(self.embed_dim, self.num_heads, self.pattern),
             num_kv_heads=self.num_kv_heads,
             bias=self.in_proj_bias is not None,
@@ -131,20 +131,20 @@ class MultiheadDilatedAttention(nn.Module):
             parallel=self.parallel,
             backend=self.backend,
             heads_held=heads,
-            device="meta",  # draws no random numbers: ranks with different parts keep the same generator state
+            device="meta",  # draws no random numbers: ranks with different heads keep the same generator state
             dtype=weight.dtype,
         ).to_empty(device=weight.device)
         ratio, dim = self.num_heads // self.num_kv_heads, self.head_dim
         columns = slice(heads.start * dim, heads.stop * dim)
         kv_columns = slice(heads.start // ratio * dim, heads.stop // ratio * dim)
-        for name, own in part.named_parameters():
+        for name, own in module.named_parameters():
             whole: Tensor = self.get_parameter(name)
             own.requires_grad_(whole.requires_grad)
             if name.startswith("in_proj"):
                 query, key, value = whole.split(self._split_sizes)
                 whole = torch.cat([query[columns], key[kv_columns], value[kv_columns]])
             own.copy_(whole[:, columns] if name == "out_proj.weight" else whole)
-        return part.train(self.training)
+        return module.train(self.training)
 
     def extra_repr(self) -> str:
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"

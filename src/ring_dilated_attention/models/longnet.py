@@ -19,7 +19,7 @@ from ..ranks.origin import why_foreign
 from ..run.dilated_cache import DilatedCache
 from .documents import Documents, agree_on_documents, why_no_tokens
 from .longnet_config import LongNetConfig
-from .recompute import Checkpointing, check_checkpointing, loss_chunk_rows, run_layer, sum_in_chunks
+from .recompute import Checkpointing, check_checkpointing, loss_slice_rows, run_layer, sum_in_slices
 from .sampling import Sampling, generate
 from .saved_run import MODEL_FILE, check_whole, newest_checkpoint
 from .sharded import shift_left
@@ -229,9 +229,9 @@ class LongNetLM(nn.Module):
                 f"ranks in {len(documents.borders) - 1} documents: the loss needs a batch with a document of at least 2"
             )
         labels_BN = self._labels(tokens_BN, documents)
-        hidden_BNE, rows = self._hidden(tokens_BN, documents, cu_seqlens), loss_chunk_rows(self.config.vocab_size)
+        hidden_BNE, rows = self._hidden(tokens_BN, documents, cu_seqlens), loss_slice_rows(self.config.vocab_size)
         # On a rank without positions the sum is 0, and connected to every parameter.
-        local_sum = sum_in_chunks(partial(self._cross_entropy, reduction="sum"), hidden_BNE, labels_BN, rows)
+        local_sum = sum_in_slices(partial(self._cross_entropy, reduction="sum"), hidden_BNE, labels_BN, rows)
         if self.parallel is None:
             return local_sum / num_labels
         return self.parallel.mean_loss(local_sum, (labels_BN != IGNORED_LABEL).sum())
@@ -243,9 +243,9 @@ class LongNetLM(nn.Module):
         documents = self._agree(tokens_BN, None)
         labels_T = self._labels(tokens_BN, documents).flatten()
         hidden_TE = self._hidden(tokens_BN, documents, None).flatten(0, 1)
-        rows = loss_chunk_rows(self.config.vocab_size)
-        chunks = zip(hidden_TE.split(rows), labels_T.split(rows), strict=True)
-        terms = [self._cross_entropy(hidden, labels, "none") for hidden, labels in chunks]
+        rows = loss_slice_rows(self.config.vocab_size)
+        slices = zip(hidden_TE.split(rows), labels_T.split(rows), strict=True)
+        terms = [self._cross_entropy(hidden, labels, "none") for hidden, labels in slices]
         return torch.cat(terms).view(tokens_BN.shape)
 
     def _hidden(self, tokens_BN: Tensor, documents: Documents, cu_seqlens: Tensor | None) -> Tensor:

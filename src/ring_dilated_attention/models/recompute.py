@@ -16,9 +16,9 @@ from ..attention import save_attention
 Checkpointing = bool | Literal["offload"]
 
 # The logits of a loss are formed this many at a time, so that a long shard never holds (N, V) of them.
-LOSS_CHUNK_LOGITS = 2**20
-# A chunk has at least this many rows: each chunk adds a (V, E) gradient of the head, which is slow for few rows.
-LOSS_CHUNK_ROWS = 1024
+LOSS_SLICE_LOGITS = 2**20
+# A slice has at least this many rows: each slice adds a (V, E) gradient of the head, which is slow for few rows.
+LOSS_SLICE_ROWS = 1024
 
 
 def check_checkpointing(value: Checkpointing) -> None:
@@ -66,19 +66,19 @@ class _Offloading(TorchDispatchMode):
         return outputs
 
 
-def loss_chunk_rows(vocab_size: int) -> int:
+def loss_slice_rows(vocab_size: int) -> int:
     """The rows whose logits exist at once."""
-    return max(LOSS_CHUNK_ROWS, LOSS_CHUNK_LOGITS // vocab_size)
+    return max(LOSS_SLICE_ROWS, LOSS_SLICE_LOGITS // vocab_size)
 
 
-def sum_in_chunks(
+def sum_in_slices(
     loss: Callable[[Tensor, Tensor], Tensor], x_BNE: Tensor, labels_BN: Tensor, rows: int, *, is_random: bool = False
 ) -> Tensor:
-    """The sum of `loss(x_TE, labels_T)` over chunks of T = `rows` rows, of which backward computes each again.
+    """The sum of `loss(x_TE, labels_T)` over slices of T = `rows` rows, of which backward computes each again.
 
     is_random: the loss draws random numbers, and must draw the same ones again.
     """
     total = x_BNE.new_zeros((), dtype=torch.float32)
-    for chunk in zip(x_BNE.flatten(0, 1).split(rows), labels_BN.flatten().split(rows), strict=True):
-        total = total + checkpoint(loss, *chunk, use_reentrant=False, preserve_rng_state=is_random)
+    for hidden_and_labels in zip(x_BNE.flatten(0, 1).split(rows), labels_BN.flatten().split(rows), strict=True):
+        total = total + checkpoint(loss, *hidden_and_labels, use_reentrant=False, preserve_rng_state=is_random)
     return total

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .longnet import LongNetLM
 
 STOPPED = -1
-PREFILL_CHUNK = 4096
+PREFILL_SLICE = 4096
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,13 @@ def generate(
 
 
 def prefill(model: "LongNetLM", tokens_BN: Tensor, lengths: Sequence[int], caches: Sequence[DilatedCache]) -> Tensor:
-    """Append prompts of these lengths, chunk by chunk. Returns the hidden state of each prompt's last token, (B, E)."""
+    """Append prompts of these lengths, slice by slice. Returns the hidden state of each prompt's last token, (B, E)."""
     last: dict[int, Tensor] = {}
-    for start in range(0, max(lengths), PREFILL_CHUNK):
-        chunk_BN = tokens_BN[:, start : start + PREFILL_CHUNK]
-        counts = [min(max(length - start, 0), chunk_BN.shape[1]) for length in lengths]
-        alike = min(counts) == chunk_BN.shape[1]
-        hidden_BNE = model.append(chunk_BN, caches, None if alike else torch.tensor(counts, device=chunk_BN.device))
+    for start in range(0, max(lengths), PREFILL_SLICE):
+        slice_BN = tokens_BN[:, start : start + PREFILL_SLICE]
+        counts = [min(max(length - start, 0), slice_BN.shape[1]) for length in lengths]
+        alike = min(counts) == slice_BN.shape[1]
+        hidden_BNE = model.append(slice_BN, caches, None if alike else torch.tensor(counts, device=slice_BN.device))
         for b, count in enumerate(counts):
             if count and start + count == lengths[b]:
                 last[b] = hidden_BNE[b, count - 1]

@@ -193,7 +193,7 @@ def plan_cache(
 
 
 @lru_cache(maxsize=16)  # the layers of a model share it, and with it the program
-def plan_chunk(plan: CachePlan, position: int, num_new: int) -> Plan:
+def plan_append(plan: CachePlan, position: int, num_new: int) -> Plan:
     """The work of `num_new` rows from a position on, planned as rank 1 of two: rank 0 owns all rows before.
 
     The planner makes the tiles among the new rows. The cached rows take the place of the first rank's chunks.

@@ -164,7 +164,7 @@ def gathered(plan: Plan) -> Plan:
     """The same work in one round (all_gather): an owner sends its chunk to all ranks that meet it, and they send its
     gradients back.
 
-    This sends as many bytes as the ring, and waits once instead of g - 1 times. But a rank holds all chunks that it
+    This sends as many bytes as a ring, and waits once instead of g - 1 times. But a rank holds all chunks that it
     meets, and their gradients. Chunks lie in the order of their owners, then of hops.
     """
     if not plan.hops:

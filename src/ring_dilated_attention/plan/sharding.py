@@ -1,8 +1,8 @@
 """Which rank owns which positions: global position <-> (rank, local index). Pure integers, no torch.
 
 A shard is a tuple of spans (start, stop) of global positions, in local order. Contiguous shards have one span. Zigzag
-shards have two: the sequence is cut into 2p near-equal parts, and rank k holds parts k and 2p-1-k. Under a causal
-pattern every rank then has about the same work: one part that sees few keys and one that sees many.
+shards have two: the sequence is cut into 2p near-equal slices, and rank k holds slices k and 2p-1-k. Under a causal
+pattern every rank then has about the same work: one slice that sees few keys and one that sees many.
 """
 
 from bisect import bisect_left, bisect_right
@@ -25,10 +25,10 @@ Shard = tuple[Span, ...]
 
 
 @lru_cache(maxsize=64)
-def split_lengths(seq_len: int, num_parts: int, align: int = 1) -> tuple[int, ...]:
-    """Cut seq_len positions into near-equal parts whose borders are multiples of `align` (the last may be ragged)."""
-    size, larger = divmod(-(-seq_len // align), num_parts)
-    borders = [min((i * size + min(i, larger)) * align, seq_len) for i in range(num_parts + 1)]
+def split_lengths(seq_len: int, num_slices: int, align: int = 1) -> tuple[int, ...]:
+    """Cut seq_len positions into near-equal slices whose borders are multiples of `align` (the last may be ragged)."""
+    size, larger = divmod(-(-seq_len // align), num_slices)
+    borders = [min((i * size + min(i, larger)) * align, seq_len) for i in range(num_slices + 1)]
     return tuple(b - a for a, b in pairwise(borders))
 
 
@@ -36,15 +36,15 @@ def default_lengths(sharding: str, seq_len: int, world_size: int, align: int = 1
     """The number of positions of every rank under the near-equal split. align, inner: as in `Cut`."""
     if sharding != "zigzag":
         return split_lengths(seq_len, world_size, align)
-    parts = split_lengths(seq_len, 2 * (world_size // inner))
-    return tuple(n for k in range(len(parts) // 2) for n in split_lengths(parts[k] + parts[-1 - k], inner))
+    slices = split_lengths(seq_len, 2 * (world_size // inner))
+    return tuple(n for k in range(len(slices) // 2) for n in split_lengths(slices[k] + slices[-1 - k], inner))
 
 
 def make_shards(sharding: str, lengths: Sequence[int]) -> tuple[Shard, ...]:
     """The shard of every rank, given every rank's number of positions.
 
     Raises:
-        ValueError: if zigzag's lengths are not those of 2p near-equal parts.
+        ValueError: if zigzag's lengths are not those of 2p near-equal slices.
     """
     return _make_shards(sharding, tuple(lengths))
 
@@ -60,9 +60,9 @@ def _make_shards(sharding: str, lengths: tuple[int, ...]) -> tuple[Shard, ...]:
             f"zigzag shards of {sum(lengths)} positions over {world_size} ranks have lengths {expected}, "
             f"got {lengths}. Cut the sequence with ContextParallel.shard."
         )
-    parts = [Span(a, b) for a, b in pairwise(accumulate(split_lengths(sum(lengths), 2 * world_size), initial=0))]
-    # The last rank's two parts are neighbours, but stay two spans: as chunks they travel at different hops.
-    pairs = ((parts[k], parts[-1 - k]) for k in range(world_size))
+    slices = [Span(a, b) for a, b in pairwise(accumulate(split_lengths(sum(lengths), 2 * world_size), initial=0))]
+    # The last rank's two slices are neighbours, but stay two spans: as chunks they travel at different hops.
+    pairs = ((slices[k], slices[-1 - k]) for k in range(world_size))
     return tuple(tuple(span for span in pair if span.start < span.stop) for pair in pairs)
 
 
@@ -125,8 +125,8 @@ def joined(spans: Iterable[Span]) -> Shard:
     return tuple(found)
 
 
-def ring_order(hosts: Sequence[str]) -> tuple[int, ...]:
-    """The order of ranks in the ring: ranks of one host side by side, and hosts in the order of their lowest ranks."""
+def order_by_host(hosts: Sequence[str]) -> tuple[int, ...]:
+    """The order of ranks: those of one host side by side, and hosts in the order of their lowest ranks."""
     first_seen = {host: rank for rank, host in reversed(list(enumerate(hosts)))}
     return tuple(sorted(range(len(hosts)), key=lambda rank: (first_seen[hosts[rank]], rank)))
 

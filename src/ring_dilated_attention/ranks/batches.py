@@ -133,5 +133,5 @@ def _dealt(
         own[dim] = shard_length(shards[ranks.rank])
     sizes = [math.prod(own) if peer == source else 0 for peer in range(ranks.world_size)]
     with ranks.all_or_none():
-        parts = [like] * ranks.world_size if whole is None else [_rows(whole, s, dim).flatten().cpu() for s in shards]
-        return ranks.scatter(parts, sizes, like, "shard_batch")[source].view(own)
+        rows = [like] * ranks.world_size if whole is None else [_rows(whole, s, dim).flatten().cpu() for s in shards]
+        return ranks.scatter(rows, sizes, like, "shard_batch")[source].view(own)

@@ -46,8 +46,8 @@ class ContextParallel:
     no position. A backward runs only if the loss depends on the output of its forward: a rank that has no use for the
     output adds 0 * out.sum() to its loss. (A forward runs even if nothing uses its output, compiled or not.)
 
-    The ranks of one host are neighbours in the ring. (On a 2-D mesh, the mesh's rows on the same hosts are
-    neighbours.) `rank`: this process's place in the ring. `name`: the context's name in errors, the same on every rank.
+    The ranks of one host are neighbours. (On a 2-D mesh, the mesh's rows on the same hosts are
+    neighbours.) `rank`: this process's number. `name`: the context's name in errors, the same on every rank.
 
     Copies of a module (EMA, nn.TransformerEncoder) hold the same context. Until `close` a context belongs to the thread
     of its first call; all ranks refuse calls in other threads. torch.compile(fullgraph=True) takes
@@ -57,7 +57,7 @@ class ContextParallel:
     Args:
         group: a ProcessGroup, a DeviceMesh, or None: all ranks, or one process if torch.distributed is not initialised.
             Over a 2-D mesh heads are dealt (all-to-all) along the last axis, and chunks travel along the first.
-        sharding: "contiguous" shards in rank order; "zigzag" gives rank k the parts k and 2p-1-k of 2p near-equal ones.
+        sharding: "contiguous" shards in rank order; "zigzag" gives rank k the slices k and 2p-1-k of 2p near-equal.
         exchange: "ring", "all_gather" (all at once), "all_to_all" (heads for positions), or "auto", which chooses by
             bytes, memory, hops and kernel calls.
         timeout: how long a rank waits for another before it raises. (gloo notices a dead rank at once. With NCCL that
@@ -170,7 +170,7 @@ class ContextParallel:
 
         Args:
             batch: tensors by name, the same on all ranks. With `source`, other ranks may pass None.
-            source: the rank (place in the ring) that deals out its batch. None: all have it, and compare fingerprints.
+            source: the rank that deals out its batch. None: all have it, and compare fingerprints.
 
         Raises:
             ValueError: on every rank, if ranks were given different samples (a sampler left at its default gives each

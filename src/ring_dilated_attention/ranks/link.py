@@ -48,7 +48,7 @@ class GroupPending:
     moment: str
     handles: list[Handle] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
-    unstaged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    host_copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     posted: float = field(default_factory=time.perf_counter)
     progress: Progress | None = None  # while waits are recorded, a thread updates it from the start
 
@@ -58,10 +58,10 @@ class GroupPending:
         start = time.perf_counter()
         self.link.wait_for(self)
         self.handles.clear()
-        for tensor, staged in self.unstaged:
-            tensor.copy_(staged, non_blocking=True)
+        for tensor, host in self.host_copies:
+            tensor.copy_(host, non_blocking=True)
         self.tensors.clear()
-        self.unstaged.clear()
+        self.host_copies.clear()
         if self.link.waits is not None:
             end = time.perf_counter()
             arrived = end if self.progress is None else self.progress.end
@@ -69,7 +69,7 @@ class GroupPending:
 
 
 class GroupLink:
-    """Messages within one process group. Ranks and peers are places in the ring, in the order of `members`.
+    """Messages within one process group. Ranks and peers are numbers, in the order of `members`.
 
     Both ranks of a pair must post their messages in the same order, as plans do: NCCL has no tags.
     """
@@ -100,7 +100,7 @@ class GroupLink:
         self.rank = self.order.index(dist.get_rank(self.group))
 
     def on_gloo(self, x: Tensor) -> bool:
-        """Whether gloo sends a tensor. It also sends for devices without a transport in this group (`_staged`)."""
+        """Whether gloo sends a tensor. It also sends for devices without a transport in this group (`_on_host`)."""
         return self.backends.get(x.device.type, "gloo") == "gloo"
 
     def wait_for(self, pending: GroupPending) -> None:
@@ -220,7 +220,7 @@ class GroupLink:
             raise ExchangeError(f"this group has failed before ({self.failure}). Make a new ContextParallel.")
         pending = GroupPending(self, moment)
         self._pending.add(pending)
-        messages = [(op, self._staged(x, op is dist.isend, pending), peer, deed) for op, x, peer, deed in messages]
+        messages = [(op, self._on_host(x, op is dist.isend, pending), peer, deed) for op, x, peer, deed in messages]
         pending.tensors = [x for _, x, _, _ in messages]
         on_gloo = all(map(self.on_gloo, pending.tensors))
         # On gloo messages are posted one by one, so that an error names one of them.
@@ -243,19 +243,19 @@ class GroupLink:
             start_thread(pending.progress.follow, list(pending.handles))
         return pending
 
-    def _stages(self, x: Tensor) -> bool:
+    def _needs_host(self, x: Tensor) -> bool:
         """Whether host memory must carry a tensor: gloo cannot send CUDA tensors. (No GPU has run this.)"""
         return x.is_cuda and self.on_gloo(x)
 
-    def _staged(self, x: Tensor, is_sent: bool, pending: GroupPending) -> Tensor:
+    def _on_host(self, x: Tensor, is_sent: bool, pending: GroupPending) -> Tensor:
         """The tensor, or a pinned copy of it on the host. What arrives in a copy is copied back after the wait."""
-        if not self._stages(x):
+        if not self._needs_host(x):
             return x
         host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=torch.cuda.is_available())
         if is_sent:
             host.copy_(x)  # waits for the kernels that write x
         else:
-            pending.unstaged.append((x, host))
+            pending.host_copies.append((x, host))
         return host
 
     def all_to_all(self, record: Tensor, moment: str) -> list[Tensor]:
@@ -290,12 +290,12 @@ class GroupLink:
         return gathered
 
     def all_to_all_single(
-        self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
     ) -> list[Tensor]:
         """As `link_contract.Dealer` says."""
         received = list(torch.empty(sum(sizes), dtype=like.dtype, device=like.device).split(list(sizes)))
-        received[self.rank].copy_(parts[self.rank])
-        sends = [(parts[peer].contiguous(), peer) for peer in self._others() if len(parts[peer])]
+        received[self.rank].copy_(tensors[self.rank])
+        sends = [(tensors[peer].contiguous(), peer) for peer in self._others() if len(tensors[peer])]
         self.exchange(sends, [(received[peer], peer) for peer in self._others() if sizes[peer]], moment).wait()
         return received
 

@@ -1,4 +1,4 @@
-"""Connects several processes that share sequences: their groups, in the order of the ring, and a call's handshake."""
+"""Connects several processes that share sequences: their groups, in the order of ranks, and a call's handshake."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..plan.dealing import check_dealing
 from ..plan.exchange import Choice, choose_exchange
 from ..plan.job import Job
-from ..plan.sharding import Cut, ring_order
+from ..plan.sharding import Cut, order_by_host
 from ..plan.sizes import Sizes
 from .call import Begun, Call
 from .handshake import agree
@@ -65,7 +65,7 @@ class Processes(Ranks):
     """The processes of a group, with their own communicators: a failed message leaves those of the user intact.
 
     control: all ranks, over gloo. all: all ranks, for data. inner: the ranks that deal heads to each other on a 2-D
-    mesh. outer: the ranks of the ring.
+    mesh. outer: the ranks that exchange chunks.
     """
 
     def __init__(self, members: list[int], timeout: timedelta) -> None:
@@ -97,7 +97,7 @@ class Processes(Ranks):
         members = self.control.members
         hosts = [text.partition("\n")[0] for text in self._told()]
         rows = [range(i, i + cut.inner) for i in range(0, len(members), cut.inner)]  # of a 2-D mesh
-        order = ring_order([", ".join(hosts[k] for k in row) for row in rows])
+        order = order_by_host([", ".join(hosts[k] for k in row) for row in rows])
         members = [members[k] for i in order for k in rows[i]]
         self.control.reorder(members)
         self.all = self._open("data", None, members)
@@ -200,8 +200,8 @@ class Processes(Ranks):
     def gather(self, x: Tensor, lengths: Sequence[int], dim: int, moment: str) -> list[Tensor]:
         return self.all.all_gather(x, lengths, dim, moment)
 
-    def scatter(self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str) -> list[Tensor]:
-        return self.all.all_to_all_single(parts, sizes, like, moment)
+    def scatter(self, tensors: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str) -> list[Tensor]:
+        return self.all.all_to_all_single(tensors, sizes, like, moment)
 
     def choose(self, job: Job, sizes: Sizes) -> Choice:
         if self.cut.inner > 1:

@@ -26,7 +26,7 @@ Links = tuple[Link | None, Dealer | None]
 class Ranks:
     """The ranks that share sequences. This class is for one process alone; subclasses override what differs.
 
-    rank: the place of this process in the ring. name: the context's name in errors, "" for one process. calls: the
+    rank: the number of this process. name: the context's name in errors, "" for one process. calls: the
     number of forwards so far, the same on every rank.
     """
 
@@ -118,9 +118,9 @@ class Ranks:
         """All processes' tensors, which differ only in their length along `dim`."""
         return [x]
 
-    def scatter(self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str) -> list[Tensor]:
-        """Send a flat part to every process and receive one from each, of the given sizes. Parts may be empty."""
-        return list(parts)
+    def scatter(self, tensors: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str) -> list[Tensor]:
+        """Send a flat tensor to every process and receive one from each, of the given sizes. Tensors may be empty."""
+        return list(tensors)
 
     def choose(self, job: Job, sizes: Sizes) -> Choice:
         """The exchange of a call, and why."""

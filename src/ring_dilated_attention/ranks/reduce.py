@@ -15,8 +15,8 @@ def all_reduce(ranks: Ranks, x: Tensor) -> Tensor:
     ranks.check_all_here("all_reduce")
     ranks.agree(0, {"call": "all_reduce", "shape": tuple(x.shape), "dtype": x.dtype, "device": x.device.type}, None)
     with ranks.all_or_none():
-        parts = ranks.gather(x.detach().unsqueeze(0), [1] * ranks.world_size, 0, "all_reduce")
-        return torch.cat(parts).sum(0, dtype=x.dtype)
+        gathered = ranks.gather(x.detach().unsqueeze(0), [1] * ranks.world_size, 0, "all_reduce")
+        return torch.cat(gathered).sum(0, dtype=x.dtype)
 
 
 def mean_loss(ranks: Ranks, local_sum: Tensor, local_count: int | Tensor) -> Tensor:

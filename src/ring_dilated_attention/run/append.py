@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels.choose import choose
 from ..kernels.contract import Kernel
-from ..plan.cache_plan import Buffers, CachePlan, check_append, plan_chunk
+from ..plan.cache_plan import Buffers, CachePlan, check_append, plan_append
 from ..plan.exchange import RankPlan
 from ..plan.sharding import Shard, first_rows
 from . import executor
@@ -135,7 +135,7 @@ def _many(
     plan: CachePlan, kernel: Kernel, scale: float, query: Tensor, key: Tensor, value: Tensor, memory: Tensor, t: int
 ) -> tuple[Tensor, Tensor]:
     """out (B, M, H, D) and lse (B, M, H) of M new rows, the first at position t."""
-    rank_plan = RankPlan(plan_chunk(plan, t, query.shape[1]), None)
+    rank_plan = RankPlan(plan_append(plan, t, query.shape[1]), None)
     # A cached tile numbers its rows from the start of the memory. So every key/value head is a view of all memory.
     keys, values = memory.unsqueeze(3).expand(-1, -1, -1, plan.num_kv_held, -1)
     return executor.forward(rank_plan, executor.Means(kernel, scale), query, key, value, cached=(keys, values))

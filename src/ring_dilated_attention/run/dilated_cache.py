@@ -120,11 +120,11 @@ class DilatedCache:
         counts = [packed_size(plan, shard, position, key) if gets_one else 0 for shard in shards]
         with ranks.all_or_none():
             own = packed(plan, shards[ranks.rank], position, key.detach(), value.detach())
-            parts = [own if to in (None, rank) else own.new_empty(0) for rank in range(len(shards))]
-            received = ranks.scatter(parts, counts, key, "the exchange of what a cache keeps")
+            leaving = [own if to in (None, rank) else own.new_empty(0) for rank in range(len(shards))]
+            received = ranks.scatter(leaving, counts, key, "the exchange of what a cache keeps")
         if cache is not None:
-            for shard, part in zip(shards, received, strict=True):
-                unpack(plan, shard, position, part, cache.memory)
+            for shard, rows in zip(shards, received, strict=True):
+                unpack(plan, shard, position, rows, cache.memory)
             cache.progress[0], cache.progress[1] = position, plan.floor(position)
         return cache
 
@@ -241,9 +241,9 @@ class DilatedCache:
 
     def _put_rows(self, b: int, rows: Tensor, source: CachePlan, position: int, floor: int) -> None:
         """Write rows into their slots. `_rows_of` made them in a cache whose plan was `source`."""
-        entry, parts = self.memory[:, b : b + 1], rows[:, None].split(_sizes(source, position, floor), dim=2)
+        entry, by_buffer = self.memory[:, b : b + 1], rows[:, None].split(_sizes(source, position, floor), dim=2)
         own = {(branch, buffers.phase, buffers.kv_heads): buffers for branch, buffers in self.plan.by_branch}
-        for (branch, there), both in zip(source.by_branch, parts, strict=True):
+        for (branch, there), both in zip(source.by_branch, by_buffer, strict=True):
             saved = source.kept(there, position, floor)
             if saved:  # if not, this cache may lack such a buffer: its max_len may be small
                 here = own[branch, there.phase, there.kv_heads]

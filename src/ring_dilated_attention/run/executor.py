@@ -26,7 +26,7 @@ from .views import accumulator_dtype, block_views, folds, rows_view
 class Means(NamedTuple):
     """The means by which a rank carries out its programs.
 
-    link: connects the ranks of the ring. dealer: connects the ranks that deal heads to each other. whole: the kernel's
+    link: connects ranks that exchange chunks. dealer: connects ranks that deal heads to each other. whole: the kernel's
     own pass over all branches. factor: multiplies dq before dq is rounded, so that float16 can hold dq.
     """
 
@@ -294,11 +294,11 @@ def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> T
     """(B, N, H, D) -> (B, T, h, D), in the order of the sequence."""
     batch, _, num_heads, *dims = x_BNHD.shape
     share = num_heads // dealing.size
-    parts = [part.flatten() for part in x_BNHD.split(share, dim=2)]
+    leaving = [x.flatten() for x in x_BNHD.split(share, dim=2)]
     sizes = [batch * length * share * math.prod(dims) for length in dealing.lengths]
-    received = dealer.all_to_all_single(parts, sizes, x_BNHD, moment)
-    del parts
-    rows = [part.view(batch, n, share, *dims) for part, n in zip(received, dealing.lengths, strict=True)]
+    received = dealer.all_to_all_single(leaving, sizes, x_BNHD, moment)
+    del leaving
+    rows = [x.view(batch, n, share, *dims) for x, n in zip(received, dealing.lengths, strict=True)]
     return torch.cat([rows[k][:, first : first + n] for k, first, n in dealing.runs] or [rows[0]], dim=1)
 
 
@@ -309,8 +309,8 @@ def to_positions(x_BThD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) 
     runs = zip(dealing.runs, x_BThD.split([n for *_, n in dealing.runs], dim=1), strict=True)
     in_order = sorted(runs, key=itemgetter(0))  # by place, and there by row
     of_place = [[rows for (k, *_), rows in in_order if k == place] for place in range(dealing.size)]
-    parts = [torch.cat(found or [x_BThD[:, :0]], dim=1).flatten() for found in of_place]
+    leaving = [torch.cat(found or [x_BThD[:, :0]], dim=1).flatten() for found in of_place]
     sizes = [batch * own * share * math.prod(dims)] * dealing.size
-    received = dealer.all_to_all_single(parts, sizes, x_BThD, moment)
-    del parts
-    return torch.cat([part.view(batch, own, share, *dims) for part in received], dim=2)
+    received = dealer.all_to_all_single(leaving, sizes, x_BThD, moment)
+    del leaving
+    return torch.cat([x.view(batch, own, share, *dims) for x in received], dim=2)

@@ -34,9 +34,9 @@ class Dealer(Protocol):
     """Connects ranks that deal heads for positions."""
 
     def all_to_all_single(
-        self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
     ) -> list[Tensor]:
-        """Send a flat part to every rank and receive one from each, of the given sizes. Parts may be empty."""
+        """Send a flat tensor to every rank and receive one from each, of the given sizes. Tensors may be empty."""
 
 
 class Owners(Protocol):
@@ -55,7 +55,7 @@ class Owners(Protocol):
 
     def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]: ...
 
-    def scatter(self, parts: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str) -> list[Tensor]: ...
+    def scatter(self, tensors: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str) -> list[Tensor]: ...
 
 
 class Parallel(Protocol):

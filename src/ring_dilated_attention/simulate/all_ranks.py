@@ -1,4 +1,4 @@
-"""Runs all ranks of a ring in one process, with the plans and programs of real ranks. Nothing is sent.
+"""Runs all ranks of a sequence in one process, with the plans and programs of real ranks. Nothing is sent.
 
 Each rank is a thread. Only one thread runs at a time, until it has to wait for a message. What a message would carry
 is copied from the sender's buffer into the receiver's.
@@ -41,7 +41,7 @@ class Simulated(ContextParallel):
 def all_ranks(
     num_ranks: int, *, sharding: str = "contiguous", align: int = 1, lengths: Sequence[int] | None = None
 ) -> Simulated:
-    """A context that runs the ring of all ranks in this process, on full tensors. It sends nothing.
+    """A context that runs all ranks in this process, on full tensors. It sends nothing.
 
         parallel = simulate.all_ranks(4)
         out = dilated_attention(query, key, value, pattern, parallel=parallel)  # full tensors in, full tensors out
@@ -197,12 +197,12 @@ class SimulatedRanks(Ranks):
             with self.around(link, given):
                 return stage(plans[rank], means._replace(link=link), *given)
 
-        parts = run_in_turn(len(shards), work)
-        wholes = [x.new_empty((x.shape[0], seq_len, *x.shape[2:])) for x in parts[0]]
-        for shard, results in zip(shards, parts, strict=True):
-            for whole, part in zip(wholes, results, strict=True):
+        found = run_in_turn(len(shards), work)
+        wholes = [x.new_empty((x.shape[0], seq_len, *x.shape[2:])) for x in found[0]]
+        for shard, results in zip(shards, found, strict=True):
+            for whole, result in zip(wholes, results, strict=True):
                 lengths = [span.stop - span.start for span in shard]
-                for span, rows in zip(shard, part.split(lengths, dim=1), strict=True):
+                for span, rows in zip(shard, result.split(lengths, dim=1), strict=True):
                     whole[:, span.start : span.stop] = rows
         return wholes
 

@@ -60,7 +60,7 @@ def agree(parallel: ContextParallel, fields: Mapping[str, str]) -> None:
 
 
 def values_of_all(parallel: ContextParallel, value: Any) -> list[Any]:
-    """The values of all ranks, in the order of the ring. JSON must be able to hold them."""
+    """The values of all ranks, in order. JSON must be able to hold them."""
     moment = "the exchange of what ranks are doing"
     content = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
     lengths = parallel.ranks.agree(len(content), {"call": moment}, None)

@@ -1,4 +1,4 @@
-"""Measures bits per byte, grouped by the number of preceding bytes: in one forward, or in chunks through caches."""
+"""Measures bits per byte, grouped by the number of preceding bytes: in one forward, or in slices through caches."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,16 +16,16 @@ NUM_BUCKETS = 63
 POSITIONS_AT_ONCE = 16_384  # of short contexts, in one forward: fewer or more are slower on a CPU
 
 
-class Part(NamedTuple):
+class Score(NamedTuple):
     """Bits and the number of bytes that took them, in buckets by the number of bytes before: 1, 2 to 3, 4 to 7, ..."""
 
     num_read: int = 0  # also those that are not predicted
     bits: Sequence[float] = (0.0,) * NUM_BUCKETS
     counts: Sequence[int] = (0,) * NUM_BUCKETS
 
-    def plus(self, other: "Part") -> "Part":
+    def plus(self, other: "Score") -> "Score":
         bits, counts = map(add, self.bits, other.bits), map(add, self.counts, other.counts)
-        return Part(self.num_read + other.num_read, tuple(bits), tuple(counts))
+        return Score(self.num_read + other.num_read, tuple(bits), tuple(counts))
 
     def mean(self) -> float:
         return sum(self.bits) / sum(self.counts)
@@ -40,14 +40,14 @@ class Part(NamedTuple):
 
 
 @torch.no_grad()
-def score(model: LongNetLM, blocks: Iterable[bytes], context: int | None, chunk: int | None = None) -> Iterator[Part]:
-    """Measure the cross-entropy of a text, a part at a time. A context's first byte is not predicted.
+def score(model: LongNetLM, blocks: Iterable[bytes], context: int | None, size: int | None = None) -> Iterator[Score]:
+    """Measure the cross-entropy of a text, block by block. A context's first byte is not predicted.
 
-    A `context` of None is the whole text, and needs a `chunk`: so many bytes at a time are read through caches, whose
+    A `context` of None is the whole text, and needs a `size`: so many bytes at a time are read through caches, whose
     memory does not grow with the text. Ranks of `model.parallel` all give the same text, and score their shards.
     """
-    if chunk is not None:
-        yield from _by_caches(model, cut_into_contexts(blocks, chunk, context), context)
+    if size is not None:
+        yield from _by_caches(model, cut_into_contexts(blocks, size, context), context)
         return
     assert context is not None
     parallel, joined = model.parallel, max(1, POSITIONS_AT_ONCE // context) * context
@@ -59,10 +59,10 @@ def score(model: LongNetLM, blocks: Iterable[bytes], context: int | None, chunk:
                 num_before_N = 1 + (torch.arange(length) if parallel is None else parallel.positions(length))
                 nats_BN = model.token_losses(tokens_BN if parallel is None else parallel.shard(tokens_BN))
                 is_text = num_before_N < length  # nothing comes after the last byte
-                yield _part(tokens_BN.numel(), num_before_N[is_text], nats_BN[:, is_text])
+                yield _in_buckets(tokens_BN.numel(), num_before_N[is_text], nats_BN[:, is_text])
 
 
-def _by_caches(model: LongNetLM, text: Iterable[tuple[int, bytes]], context: int | None) -> Iterator[Part]:
+def _by_caches(model: LongNetLM, text: Iterable[tuple[int, bytes]], context: int | None) -> Iterator[Score]:
     caches, last_1E = model.make_caches(1, max_len=context), torch.empty(1, 0)
     for position, some in text:
         if position == 0:
@@ -74,7 +74,7 @@ def _by_caches(model: LongNetLM, text: Iterable[tuple[int, bytes]], context: int
         if position:  # the first of these bytes is predicted by the last one before them
             before_NE, labels_N = torch.cat([last_1E, before_NE]), tokens_N
         nats_N = F.cross_entropy(model.head(before_NE).float(), labels_N, reduction="none")
-        yield _part(len(some), torch.arange(max(position, 1), position + len(some)), nats_N[None])
+        yield _in_buckets(len(some), torch.arange(max(position, 1), position + len(some)), nats_N[None])
         last_1E = hidden_NE[-1:]
 
 
@@ -82,9 +82,9 @@ def _tokens(model: LongNetLM, some: bytes) -> Tensor:
     return torch.frombuffer(bytearray(some), dtype=torch.uint8).to(model.head.weight.device).long()
 
 
-def _part(num_read: int, num_before_N: Tensor, nats_BN: Tensor) -> Part:
+def _in_buckets(num_read: int, num_before_N: Tensor, nats_BN: Tensor) -> Score:
     bucket_N = torch.bucketize(num_before_N, 2 ** torch.arange(1, NUM_BUCKETS), right=True)
     bits_N = nats_BN.sum(0, dtype=torch.float64).cpu() / math.log(2)
     bits = torch.zeros(NUM_BUCKETS, dtype=torch.float64).index_add_(0, bucket_N, bits_N)
     counts = torch.bincount(bucket_N, minlength=NUM_BUCKETS) * len(nats_BN)
-    return Part(num_read, bits.tolist(), counts.tolist())
+    return Score(num_read, bits.tolist(), counts.tolist())

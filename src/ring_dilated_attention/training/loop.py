@@ -1,4 +1,4 @@
-"""The training loop. Every rank runs it, even one whose shard is empty. Only the first rank of the ring writes."""
+"""The training loop. Every rank runs it, even one whose shard is empty. Only the first rank writes."""
 
 import math
 import sys

@@ -85,8 +85,8 @@ def is_of(file: BinaryIO, run: str | None) -> bool:
 def beside_the_bar(step: Step, planned_attention: int) -> str:
     each = [f"{x / 1e6:.0f}" for x in step.resident_bytes]
     resident = "+".join(each) if len(each) <= 4 else f"at most {max(step.resident_bytes) / 1e6:.0f}"
-    parts = [f"{step.bits_per_byte:.3f} bits/byte", f"{step.tokens_per_second:,.0f} tokens/s", f"{resident} MB"]
-    parts.append(f"one attention: {planned_attention / 1e6:,.0f} MB")
-    while len(parts) > 1 and len(", ".join(parts)) > shutil.get_terminal_size().columns - BAR_COLUMNS:
-        parts.pop()
-    return ", ".join(parts)
+    figures = [f"{step.bits_per_byte:.3f} bits/byte", f"{step.tokens_per_second:,.0f} tokens/s", f"{resident} MB"]
+    figures.append(f"one attention: {planned_attention / 1e6:,.0f} MB")
+    while len(figures) > 1 and len(", ".join(figures)) > shutil.get_terminal_size().columns - BAR_COLUMNS:
+        figures.pop()
+    return ", ".join(figures)

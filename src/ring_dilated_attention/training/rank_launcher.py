@@ -122,7 +122,7 @@ def launch(arguments: Sequence[str], num_ranks: int, lock: int, variables: Mappi
                 own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 words = [sys.executable, *arguments, "--launched", folder]
                 processes.append(subprocess.Popen(words, stdin=asked, env=own, start_new_session=True, pass_fds=[lock]))
-            wait_for_ranks(processes, stop, asking)
+            until_all_ended(processes, stop, asking)
             # A rank that is ended here waited for another one: it did not fail.
             default = ["" if process.poll() is not None else LOST_ANOTHER for process in processes]
             reasons = tuple(_reason(Path(folder), rank) or text for rank, text in enumerate(default))
@@ -133,7 +133,7 @@ def launch(arguments: Sequence[str], num_ranks: int, lock: int, variables: Mappi
     return Ended(tuple(process.returncode for process in processes), stop.number > 1, reasons, stop.requested)
 
 
-def wait_for_ranks(processes: Sequence[subprocess.Popen[bytes]], stop: StopRequest, asking: BinaryIO) -> None:
+def until_all_ended(processes: Sequence[subprocess.Popen[bytes]], stop: StopRequest, asking: BinaryIO) -> None:
     """Return when all have ended, on a second request to stop, or GRACE_SECONDS after a rank failed."""
     deadline = math.inf
     while None in [process.poll() for process in processes] and stop.number < 2 and time.monotonic() < deadline:

@@ -50,11 +50,11 @@ def bits_per_byte(
     """The mean over the target bytes, or over those for which `counts` is true. A context has `num_before` bytes, and
     then the `size` bytes that it predicts."""
     size, parallel = min(size, len(targets)), model.parallel or ContextParallel()
-    pieces, length = [targets[i : i + size] for i in range(0, len(targets), size)], num_before + size
+    ranges, length = [targets[i : i + size] for i in range(0, len(targets), size)], num_before + size
     total, number, at_once = torch.zeros((), dtype=torch.float64), 0, max(1, POSITIONS_AT_ONCE // length)
-    for i in range(0, len(pieces), at_once):
-        some = pieces[i : i + at_once]
-        # The last piece may be shorter. The zeros after it change nothing before them.
+    for i in range(0, len(ranges), at_once):
+        some = ranges[i : i + at_once]
+        # The last range may be shorter. The zeros after it change nothing before them.
         rows = b"".join(document.content[x.start - num_before : x.stop].ljust(length, b"\0") for x in some)
         tokens_BN = torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(-1, length).long()
         is_next_scored_BN = torch.zeros_like(tokens_BN, dtype=torch.bool)

@@ -310,6 +310,6 @@ def text(everyone: list[dict[str, Any]]) -> str:
         hardware, (a, b, rate) = hardware_of(everyone), pairs[0]
         late, handshake = map(time_text, (hardware.latency_seconds, hardware.handshake(len(everyone))))
         times = f"latency {late}, handshake {handshake}"
-        lines.append(f"neighbours in the ring: {scaled(hardware.bytes_per_second, 'B/s')} one way, {times}")
+        lines.append(f"neighbouring ranks: {scaled(hardware.bytes_per_second, 'B/s')} one way, {times}")
         lines.append(f"slowest pair: ranks {a} and {b}, {scaled(rate, 'B/s')}")
     return wrapped("\n".join(lines))

@@ -55,7 +55,7 @@ def examine_on(worker: Worker, folder: Path, seconds: float, environment: Mappin
 
 
 def examine(folder: Path, seconds: float, environment: Mapping[str, str], dtype: str = "") -> list[dict[str, Any]]:
-    """The findings of all ranks, in the order of the ring; every rank gets them. folder: where runs will be written.
+    """The findings of all ranks, in order; every rank gets them. folder: where runs will be written.
     seconds: the timeout of a message. environment: the environment variables as the user set them. dtype: the one in
     which rates are measured. If it is empty, the advised dtype is taken."""
     parallel = ContextParallel(exchange="ring", timeout=timedelta(seconds=seconds))
@@ -253,7 +253,7 @@ def timed(parallel: ContextParallel, device: str, *actions: Callable[[], object]
 
 
 def messages(parallel: ContextParallel, device: str) -> dict[str, Any]:
-    """The seconds of a handshake, and those of small and large messages by the ranks' distance in the ring."""
+    """The seconds of a handshake, and those of small and large messages by the ranks' distance."""
     link = getattr(parallel.ranks, "all", None)
     assert isinstance(link, GroupLink)
     p = link.world_size
@@ -270,7 +270,7 @@ def messages(parallel: ContextParallel, device: str) -> dict[str, Any]:
 
 
 def _swap(link: GroupLink, leaves: Tensor, comes: Tensor, distance: int) -> None:
-    """Send to the rank that is `distance` ahead in the ring; receive from the rank that is `distance` behind."""
+    """Send to the rank that is `distance` ahead; receive from the rank that is `distance` behind."""
     onward, back = (link.rank + distance) % link.world_size, (link.rank - distance) % link.world_size
     link.exchange([(leaves, onward)], [(comes, back)], "rda doctor").wait()
 
@@ -292,7 +292,7 @@ def hardware_of(everyone: list[dict[str, Any]]) -> Hardware:
 
 
 def pairs_of(everyone: list[dict[str, Any]]) -> list[tuple[int, int, float]]:
-    """(place in the ring, peer's place, bytes per second) of each pair that was measured, the slowest first."""
+    """(rank, peer, bytes per second) of each pair that was measured, the slowest first."""
     p = len(everyone)
     found = [
         (place, (place + int(distance)) % p, LARGE / seconds)

@@ -20,7 +20,7 @@ from ..terminal import is_out_of_memory
 from .embeddings import Entry, fingerprint
 from .slides import open_slide
 
-SECONDS = 20 * 24 * 3600.0  # after so long ranks are ended; the wait for them accepts at most 24 days
+SECONDS = 20 * 24 * 3600.0  # after so long ranks are ended; multiprocessing counts at most 24 days
 RANK_TIMEOUT = timedelta(hours=1)  # of a message: another rank may take long to read a file
 
 Slides = Sequence[tuple[str, Path]]

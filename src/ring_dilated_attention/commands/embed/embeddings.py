@@ -100,7 +100,7 @@ class EmbeddingFile:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self.path, self.settings = path, dict(settings)
-        self.place = Path(os.path.realpath(path))  # if the path is a link, its target is written and the link stays
+        self.place = Path(os.path.realpath(path))  # if the path is a symbolic link, its target is written, and it stays
         self.embeddings: dict[str, Tensor] = {}
         self.entries: dict[str, Entry] = {}
         self._written, self._is_new = time.monotonic(), False

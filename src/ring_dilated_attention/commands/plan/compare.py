@@ -20,11 +20,11 @@ EXAMPLES = f"""examples:
   rda plan compare --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 128Ki 1Mi \\
                    --dilation-rates 1 16 64 --causal --heads 16 --head-dim 128 \\
                    --dtype bfloat16 --hardware h100-infiniband
-      by ring, all-gather, all-to-all and 2-D (a ring of groups that deal heads)
+      by ring, all_gather, all_to_all and 2-D (a ring of groups that deal heads)
       on both shardings, and by dense attention; which to take, and why
 
 Up to {MOST_PLANNED} ranks, every rank of every way is planned and timed. Beyond, the work is counted exactly, bytes are
-those that a rank receives, and memory is an estimate. Only rings have a time then, which is an estimate too.
+those that a rank receives, and memory is an estimate. Only exchange "ring" has a time then, an estimate too.
 """
 
 

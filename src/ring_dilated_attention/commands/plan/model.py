@@ -139,7 +139,7 @@ def mesh_of(text: str | None, num_ranks: int | None) -> Mesh:
     if text is None:
         return Mesh(1, num_ranks or 1)
     try:
-        sizes = [count(part) for part in text.lower().split("x")]
+        sizes = [count(size) for size in text.lower().split("x")]
     except argparse.ArgumentTypeError:
         sizes = []
     if not 2 <= len(sizes) <= 3 or min(sizes) < 1:
@@ -184,9 +184,9 @@ def _column(
     row: dict[str, Any] = memory._asdict() | {"total": memory.total}
     step()
     if machine is not None:
-        parts = forecast.step_parts(job, how, machine.hardware)
-        whole, is_about = parts.all
-        row["step"] = parts._asdict() | {"attention": parts.attention.seconds, "seconds": whole, "is_about": is_about}
+        times = forecast.step_times(job, how, machine.hardware)
+        whole, is_about = times.all
+        row["step"] = times._asdict() | {"attention": times.attention.seconds, "seconds": whole, "is_about": is_about}
         row["tokens_per_second"] = job.tokens / whole
         if arguments.tokens is not None:
             row["training_seconds"] = arguments.tokens / job.tokens * whole
@@ -207,13 +207,13 @@ def _smallest_mesh(arguments: argparse.Namespace, job: ModelJob, machine: Machin
 
 def advice_on(job: ModelJob, hardware: Hardware) -> list[str]:
     """If a step with kept activations is bound by communication: where, and what would help."""
-    parts, said = forecast.step_parts(job, "kept", hardware), []
+    times, said = forecast.step_times(job, "kept", hardware), []
     attention = forecast.attention_of(job, hardware=hardware)
-    waits = attention.exposed * parts.attention.seconds
-    if job.mesh.sequence > 1 and waits >= BOUND_BY_COMMUNICATION * parts.all.seconds:
+    waits = attention.exposed * times.attention.seconds
+    if job.mesh.sequence > 1 and waits >= BOUND_BY_COMMUNICATION * times.all.seconds:
         cut, hardware = job.call.job(job.sharding), forecast.of_a_group(job.mesh.sequence, job.mesh, hardware)
         said.append(f"attention of one layer: {advice(cut, Way(), job.sizes, attention, hardware)}")
-    share = parts.gradients / parts.all.seconds
+    share = times.gradients / times.all.seconds
     if share >= BOUND_BY_COMMUNICATION:
         remedy = "more sequences in a step (--batch), or a faster network, would help"
         said.append(f"bound by communication: the sum of gradients takes {share:.0%} of a step; {remedy}")
@@ -232,8 +232,8 @@ def text(arguments: argparse.Namespace, job: ModelJob, machine: Machine | None, 
         # Causality is shown because the config may have set it.
         f"pattern: {branches}; {'causal' if job.pattern.is_causal else 'not causal'}",
     ]
-    parts = ("parameters", "gradients", "optimiser", "activations", "working", "total", "host")
-    held = {part: [size_text(row[part]) for row in columns] for part in parts}
+    names = ("parameters", "gradients", "optimiser", "activations", "working", "total", "host")
+    held = {name: [size_text(row[name]) for row in columns] for name in names}
     lines = [*map(wrapped, lines), _table("a rank holds", held)]
     if machine is not None:
         lines += ["", wrapped(described(machine.hardware, machine.source))]

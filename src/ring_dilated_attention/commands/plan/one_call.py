@@ -106,12 +106,12 @@ def counted_of(job: Job, sizes: Sizes, asked_for: str, step: Callable[[], object
     """The counts of all ranks, and the exchange: the one asked for, or the one that a call would choose."""
     if job.num_ranks > 1 and asked_for != "auto":
         return count(job, Way(asked_for), step), Choice(asked_for, "asked for")
-    ring = count(job, Way(), step)
+    undealt = count(job, Way(), step)
     if job.num_ranks == 1:
-        return ring, Choice("none", "one rank: nothing to send")
-    choice = choice_by(ring.places[0].counted, job, sizes)
+        return undealt, Choice("none", "one rank: nothing to send")
+    choice = choice_by(undealt.places[0].counted, job, sizes)
     way = Way(choice.exchange)
-    return count(job, way, step) if way.is_dealt else ring._replace(way=way), choice
+    return count(job, way, step) if way.is_dealt else undealt._replace(way=way), choice
 
 
 def compared(call: Call, counted: Counted, hardware: Hardware | None, step: Callable[[], object]) -> list[dict]:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 
-from .parallel_forward import SHARDED, ShardedForward
+from .parallel import SHARDED, ShardedForward
 
 
 class SameSample:

@@ -26,7 +26,7 @@ Attend = Callable[..., Tensor]
 
 ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swish": F.silu}
 # Without gradients the feed-forward computes about this many hidden numbers at a time.
-FFN_CHUNK_NUMBERS = 2**24
+FFN_SLICE_NUMBERS = 2**24
 # The scale of the pair that decays fastest: (0 + 0.4 D) / (1.4 D).
 LEAST_SCALE = 0.4 / 1.4
 
@@ -110,10 +110,10 @@ class FeedForward(nn.Module):
         self.ffn_layernorm = nn.LayerNorm(config.ffn_dim, eps=config.layernorm_eps) if config.sub_layernorm else None
 
     def forward(self, x_BNE: Tensor) -> Tensor:
-        rows = max(1, FFN_CHUNK_NUMBERS // self.fc1.out_features)
+        rows = max(1, FFN_SLICE_NUMBERS // self.fc1.out_features)
         if torch.is_grad_enabled() or x_BNE.shape[:-1].numel() <= rows:
             return self._rows(x_BNE)
-        return torch.cat([self._rows(chunk) for chunk in x_BNE.flatten(0, 1).split(rows)]).view_as(x_BNE)
+        return torch.cat([self._rows(slice_TE) for slice_TE in x_BNE.flatten(0, 1).split(rows)]).view_as(x_BNE)
 
     def _rows(self, x: Tensor) -> Tensor:
         hidden = self.fc1(x)

@@ -72,11 +72,11 @@ def _flash_attn_varlen_forward(
     window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
 ):  # fmt: skip
     _check(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
-    parts = [
+    found = [
         _forward(*(x[None, rows] for x, rows in ((q, mine), (k, seen), (v, seen))), softmax_scale, causal)
         for mine, seen in _documents(cu_seqlens_q, cu_seqlens_k)
     ]
-    outs, lses = zip(*parts, strict=True)
+    outs, lses = zip(*found, strict=True)
     return torch.cat(outs, 1)[0].to(q.dtype), torch.cat(lses, 2)[0], None, None
 
 
@@ -90,9 +90,9 @@ def _flash_attn_varlen_backward(
     for mine, seen in _documents(cu_seqlens_q, cu_seqlens_k):
         rows = ((dout, mine), (q, mine), (k, seen), (v, seen), (out, mine))
         lse = softmax_lse[None, :, mine]
-        found = _backward(*(x[None, part] for x, part in rows), lse, softmax_scale, causal)
-        for to, part, grad in zip((dq, dk, dv), (mine, seen, seen), found, strict=True):
-            to[part].copy_(grad[0])
+        found = _backward(*(x[None, these] for x, these in rows), lse, softmax_scale, causal)
+        for to, these, grad in zip((dq, dk, dv), (mine, seen, seen), found, strict=True):
+            to[these].copy_(grad[0])
 
 
 def _documents(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[slice, slice]]:

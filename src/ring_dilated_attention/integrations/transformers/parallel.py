@@ -1,6 +1,6 @@
 """Context parallelism for models of transformers: each rank is given the whole sample and computes its shard.
 
-T rows of a chunk, E width.
+T rows of a slice, E width.
 """
 
 import inspect
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from ...models.recompute import loss_chunk_rows, sum_in_chunks
+from ...models.recompute import loss_slice_rows, sum_in_slices
 from ...ranks.context import ContextParallel
 from ...ranks.reduce import GlobalMean, all_reduce
 from ..torch import check_meshes
@@ -79,7 +79,7 @@ SHARDED = "sharded_forward"
 class ShardedForward:
     """The hooks of `context_parallel`: before and after a model's forward, and where its hidden states are made.
 
-    The logits of a chunk of rows are those of the model's own forward, in which the decoder returns the chunk's hidden
+    The logits of a slice of rows are those of the model's own forward, in which the decoder returns the slice's hidden
     states. Whatever a model does to its logits (NanoChat caps them, Cohere scales them) is therefore done.
     """
 
@@ -124,9 +124,9 @@ class ShardedForward:
         """Sum the loss of this rank's rows. The decoder then hands on two rows, by which `after` checks the loss."""
         if self.num_labels is None:
             return output
-        hidden, rows = output.last_hidden_state, loss_chunk_rows(self.model.config.get_text_config().vocab_size)
+        hidden, rows = output.last_hidden_state, loss_slice_rows(self.model.config.get_text_config().vocab_size)
         loss, labels = partial(self._loss, self.given, output), self.labels.to(hidden.device)
-        self.local_sum = sum_in_chunks(loss, hidden, labels, rows, is_random=True)
+        self.local_sum = sum_in_slices(loss, hidden, labels, rows, is_random=True)
         first = hidden[:1, :1].detach()
         return replace(output, last_hidden_state=torch.cat([first, first.flip(-1)], dim=1))
 
@@ -225,12 +225,12 @@ def _own_positions(model: nn.Module, ids: Tensor) -> Tensor:
     return torch.arange(ids.shape[1], device=ids.device)[None]
 
 
-def _with(module: Any, path: str, part: Any) -> Any:
-    """A module that shares all with another, but for one part. No `copy`: FSDP2's modules refuse it."""
+def _with(module: Any, path: str, new: Any) -> Any:
+    """A module that shares all with another, but for one submodule. No `copy`: FSDP2's modules refuse it."""
     name, _, rest = path.partition(".")
     other = object.__new__(type(module))
     other.__dict__.update(module.__dict__)
-    other.__dict__["_modules"] = {**module._modules, name: _with(module._modules[name], rest, part) if rest else part}
+    other.__dict__["_modules"] = {**module._modules, name: _with(module._modules[name], rest, new) if rest else new}
     return other
 
 

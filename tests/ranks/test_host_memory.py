@@ -12,14 +12,14 @@ PATTERN = DilatedPattern((8, 41), (1, 3), is_causal=True)
 
 
 def ring_on(rank, world_size, device, exchange):
-    staged = []
+    seen = []
     if device == "cpu":  # the same path, with nothing but the device pretended
 
-        def stages(link, x):
-            staged.append(x.shape)
+        def needs_host(link, x):
+            seen.append(x.shape)
             return True
 
-        GroupLink._stages = stages
+        GroupLink._needs_host = needs_host
     torch.manual_seed(0)
     dtype = torch.float64 if device == "cpu" else torch.float32
     full = [torch.randn(2, 41, 4, 16, dtype=dtype) for _ in range(4)]
@@ -34,12 +34,12 @@ def ring_on(rank, world_size, device, exchange):
     for x, y in zip((found, *grads), expected, strict=True):
         assert x.device.type == device
         torch.testing.assert_close(x.cpu().double(), cp.shard(y), rtol=0, atol=1e-12 if device == "cpu" else 1e-5)
-    return len(staged)
+    return len(seen)
 
 
 @pytest.mark.parametrize("exchange", ["ring", "all_gather", "all_to_all"])
-def test_staged_messages_bring_what_direct_ones_bring(exchange):
-    assert all(num_staged > 0 for num_staged in run(2, ring_on, "cpu", exchange))
+def test_messages_through_the_host_bring_what_direct_ones_bring(exchange):
+    assert all(number > 0 for number in run(2, ring_on, "cpu", exchange))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: two processes share it")
