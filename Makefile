@@ -65,6 +65,7 @@ examples: $(VENV)/.installed $(OTHERS)/.installed
 	$(BIN)/python examples/slide.py --folder $(WRITTEN)
 	$(BIN)/python $(RANKS) 2 examples/finetune_slides.py --out $(WRITTEN)/finetuned.safetensors
 	$(BIN)/python $(RANKS) 4 examples/train_fsdp2.py
+	$(BIN)/python -m pytest -rs -n 0 tests/integrations/launching.py
 	$(OTHERS)/bin/python examples/convert_dense.py
 	$(OTHERS)/bin/python examples/train_hugging_face.py
 	$(OTHERS)/bin/python $(RANKS) 2 examples/train_hugging_face_ranks.py

@@ -200,7 +200,7 @@ def _read(worker: Worker, options: Hyperparameters, folder: Path) -> dict[str, s
 
 
 def _digests(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, str]:
-    tensors = {name: x for part in tensors_of(model, optimizers).values() for name, x in part.items()}
+    tensors = tensors_of(model, optimizers)
     whole = ((name, x.full_tensor() if hasattr(x, "full_tensor") else x) for name, x in tensors.items())
     return {name: hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest() for name, x in whole}
 

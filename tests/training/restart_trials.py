@@ -29,7 +29,6 @@ from typing import Any, NamedTuple, Protocol
 sys.path.append(str(Path(__file__).parents[1]))  # for what tests share
 
 from helpers import free_port
-from pages import block
 
 from ring_dilated_attention.models.saved_run import find_checkpoint, step_of
 from ring_dilated_attention.training.files import (
@@ -48,7 +47,7 @@ TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
 KINDS = ("worker", "rank 0", "two", "agent", "writing", "restarting", "stop", "disk")
 ORPHAN_SECONDS, MOST_SECONDS = 60, 180
 TRAIN = ("-m", "ring_dilated_attention.commands.cli", "train")
-STORE = block("docs/reliability.md", "store")
+STORE = str(Path(__file__).parents[2] / "examples" / "launch" / "store.py")
 
 
 class Size(NamedTuple):
@@ -117,7 +116,7 @@ class Job:
             commands = [[*run.split(), *words]]
         else:
             port = free_port()
-            self.store = self.start(["-c", STORE, port], self.said, self.environment)
+            self.store = self.start([STORE, port], self.said, self.environment)
             run = f"-m torch.distributed.run --nnodes 1:2 --nproc-per-node 1 --max-restarts {self.size.restarts}"
             run += f" --rdzv-id job --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --local-addr 127.0.0.1"
             run += " --rdzv-conf is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"

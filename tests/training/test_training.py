@@ -315,7 +315,7 @@ def test_a_rank_that_fails_beside_one_that_hangs_is_noticed(monkeypatch):
     fails.poll.side_effect = poll
     for ranks in ([hangs, fails], [fails, hangs]):
         fails.returncode = None
-        wait_for_ranks(ranks, mock.Mock(number=0, requested=False), mock.Mock())
+        until_all_ended(ranks, mock.Mock(number=0, requested=False), mock.Mock())
         assert fails.returncode == 1
 
 
