@@ -303,3 +303,14 @@ def test_the_other_ranks_do_not_wait_longer_than_the_first_one(tmp_path):
         own(arguments, SimpleNamespace(folder=tmp_path), is_rank=True)
         own(arguments, SimpleNamespace(folder=tmp_path), is_rank=False)
     assert [call.kwargs["seconds"] for call in claim.call_args_list] == [4, 60]
+
+
+@pytest.mark.parametrize(("words", "where"), [([], "on every rank"), (["--fsdp"], "in parts")])
+def test_what_does_not_fit_a_machine_is_told_what_helps(words, where, capsys):
+    """More ranks of the same machine do not: they share its memory."""
+    assert (
+        main(["train", "--ranks", "2", "--embed-dim", "65536", "--num-layers", "96", "--num-heads", "64", *words]) == 2
+    )
+    said = capsys.readouterr().err
+    assert f"parameters, gradients and optimiser state, {where}, take" in said
+    assert said.endswith("use a smaller --embed-dim, fewer --num-layers, or --fsdp over more hosts\n")

@@ -5,8 +5,11 @@ import re
 import resource
 import shutil
 import signal
+import time
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import numpy
 import pytest
@@ -57,11 +60,12 @@ def train_rank(rank, world_size, run, stop_at=10**9):
     return train(run, ContextParallel(), Stop(stop_at))
 
 
-def sharded(options):
+def sharded_here(options, timeout=timedelta(seconds=60)):
     from ring_dilated_attention.training.sharded import sharded_model
 
     torch.manual_seed(options.seed)
-    model = sharded_model(options.model_config(), parallel=ContextParallel(), activation_checkpointing=False)
+    parallel = ContextParallel(timeout=timeout)
+    model = sharded_model(options.model_config(), parallel=parallel, activation_checkpointing=False)
     return model, make_optimizers(model, options)
 
 
@@ -75,7 +79,7 @@ def write_rank(rank, world_size, folder):
     """Two steps, a checkpoint, and at once a third step. Returns what was to be written."""
     from ring_dilated_attention.training.sharded import ShardWriter
 
-    model, optimizers = sharded(TINY)
+    model, optimizers = sharded_here(TINY)
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         model.loss(model.parallel.shard(torch.randint(256, (1, 48), generator=generator))).backward()
@@ -100,7 +104,7 @@ def written(tmp_path_factory):
 
 
 def read_rank(rank, world_size, checkpoint):
-    model, optimizers = sharded(TINY)
+    model, optimizers = sharded_here(TINY)
     initial = whole(model, [])
     load_checkpoint(checkpoint, model, optimizers)
     return initial, whole(model, optimizers)
@@ -176,6 +180,28 @@ def test_hosts_without_a_shared_folder_are_refused_in_a_sentence(tmp_path, other
         assert expected in said
         assert (": nobody)" in said) == (other == "none")
         assert "\n" not in said
+
+
+def hanging_rank(rank, world_size, folder):
+    """The second rank's disk hangs."""
+    from ring_dilated_attention.training import sharded
+
+    model, optimizers = sharded_here(TINY, timedelta(seconds=1))
+    writer = sharded.ShardWriter(folder, model.parallel)
+    with mock.patch.object(sharded, "save", lambda *args, **options: time.sleep(20)) if rank else nullcontext():
+        writer.start({"run": "a run", "step": 2}, model, optimizers)
+        with pytest.raises(RuntimeError) as caught:
+            writer.finish()
+    return str(caught.value)
+
+
+def test_a_write_that_hangs_on_one_rank_is_noticed_within_the_timeout(tmp_path):
+    """Also by the other, whose thread waits for messages of the first."""
+    said = run_ranks(2, hanging_rank, tmp_path, seconds=15)
+    assert (
+        said[1] == f"timed out: this rank did not write its part of {tmp_path / 'checkpoint-000002'} within --timeout"
+    )
+    assert not find_checkpoints(tmp_path)
 
 
 def with_a_full_disk_on_the_second(rank, folder):

@@ -116,6 +116,6 @@ def _result(target: Path, written: Future[dict[str, Any]]) -> dict[str, Any]:
     try:
         return written.result(timeout=0)
     except TimeoutError:
-        raise ValueError(f"{target} cannot be written: it took longer than --timeout") from None
+        raise RuntimeError(f"timed out: this rank did not write its part of {target} within --timeout") from None
     except CheckpointException as error:
         raise ValueError(f"{target} cannot be written: {in_words(next(iter(error.failures.values()))[0])}") from error
