@@ -182,13 +182,17 @@ def test_hosts_without_a_shared_folder_are_refused_in_a_sentence(tmp_path, other
         assert "\n" not in said
 
 
+def hang(*args, **options):
+    time.sleep(20)
+
+
 def hanging_rank(rank, world_size, folder):
     """The second rank's disk hangs."""
     from ring_dilated_attention.training import sharded
 
     model, optimizers = sharded_here(TINY, timedelta(seconds=1))
     writer = sharded.ShardWriter(folder, model.parallel)
-    with mock.patch.object(sharded, "save", lambda *args, **options: time.sleep(20)) if rank else nullcontext():
+    with mock.patch.object(sharded, "save", side_effect=hang) if rank else nullcontext():
         writer.start({"run": "a run", "step": 2}, model, optimizers)
         with pytest.raises(RuntimeError) as caught:
             writer.finish()
