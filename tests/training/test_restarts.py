@@ -18,7 +18,7 @@ import torch.distributed as dist
 from distributed import START
 from forked import ForkedLauncher
 from helpers import free_port
-from restart_trials import KINDS, OPTIONS, TEXT, Job, Size, newest_step, result, run_trial, whole_result
+from restart_trials import OPTIONS, TEXT, Job, Size, newest_step, result, run_trial, whole_result
 
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.commands.train import own
@@ -51,8 +51,9 @@ def whole(whole_folder):
         return whole_result(new_job())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["two", "writing"])
 def test_a_run_that_is_struck_comes_to_the_same_result(kind, whole, tmp_path, monkeypatch):
+    """`make faults` has 20 trials of each kind."""
     monkeypatch.chdir(tmp_path)
     trial = run_trial(kind, new_job(), random.Random(f"test {kind}"), whole)
     assert not trial.complaints, "\n".join(trial.complaints)

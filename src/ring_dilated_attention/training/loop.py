@@ -141,8 +141,8 @@ def load(run: Run, model: nn.Module, optimizers: list[Optimizer], parallel: Cont
     """Load the checkpoint that the run goes on from, or the parameters of the one that it begins from."""
     if (begun := run.checkpoint or run.origin) is None:
         return
-    share = (parallel.rank, parallel.world_size) if run.fsdp else ()  # else each host may have a folder of its own
-    checked = offering_older(begun)
+    is_shared, checked = run.fsdp and run.checkpoint is not None, offering_older(begun)  # else hosts may have copies
+    share = (parallel.rank, parallel.world_size) if is_shared else (0, 1)
     together(parallel, checked(partial(check_whole, begun, *share)))
     together(parallel, checked(partial(load_checkpoint, begun, model, optimizers if run.checkpoint else [])))
 
