@@ -26,7 +26,7 @@ from ring_dilated_attention.models.longnet import LongNetLM, NextTokenLoss
 from ring_dilated_attention.models.saved_run import find_checkpoint
 from ring_dilated_attention.ranks.context import ContextParallel
 from ring_dilated_attention.training.agreement import values_of_all
-from ring_dilated_attention.training.checkpoint import load_checkpoint, own_part, save_checkpoint, tensors_of
+from ring_dilated_attention.training.checkpoint import load_checkpoint, local_of, save_checkpoint, tensors_of
 from ring_dilated_attention.training.loop import make_optimizers, shard
 from ring_dilated_attention.training.options import Hyperparameters
 from ring_dilated_attention.training.sharded import ShardWriter, sharded_model
@@ -187,7 +187,7 @@ def _measure(worker: Worker, options: Hyperparameters, folder: Path, repeats: in
 
 
 def _held(tensors: Any) -> int:
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in map(own_part, tensors)}
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in map(local_of, tensors)}
     return sum(storages.values())
 
 

@@ -18,8 +18,8 @@
 # The ranks save 120 s before the time is over. The job goes on with the nodes
 # that are left if one is lost, and begins again if its first node is lost.
 set -euo pipefail
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export STORE=$first:$((29000 + SLURM_JOB_ID % 1000)) JOB=$SLURM_JOB_ID
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export STORE=${hosts%%$'\n'*}:$((29000 + SLURM_JOB_ID % 1000)) JOB=$SLURM_JOB_ID
 export HOSTS=1:$SLURM_JOB_NUM_NODES RANKS=${SLURM_GPUS_ON_NODE:-1}
 
 python examples/launch/store.py "${STORE##*:}" &

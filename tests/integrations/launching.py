@@ -133,8 +133,8 @@ def test_slurm_with_stand_ins(tmp_path):
 
 @pytest.mark.skipif(shutil.which("sbatch") is None, reason="Slurm is not installed: its parser has not read slurm.sh")
 def test_slurm_by_its_parser():
-    done = subprocess.run(
-        ["sbatch", "--test-only", LAUNCH / "slurm.sh", "doctor"], capture_output=True, text=True, check=False
-    )
-    assert "unrecognized" not in done.stderr
-    assert "Invalid" not in done.stderr
+    """A cluster without two hosts and GPUs refuses the job, once its parser has read the file."""
+    words = ["sbatch", "--test-only", LAUNCH / "slurm.sh", "doctor"]
+    said = subprocess.run(words, capture_output=True, text=True, check=False).stderr
+    assert "sbatch: Job " in said or "allocation failure" in said or "generic resource" in said, said
+    assert "--help" not in said

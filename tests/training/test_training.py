@@ -225,7 +225,8 @@ class TestLoop:
             state = json.loads(path.read_text())["state"]
             for name in ("hardware", "versions", "ranks"):
                 del state[name]
-            path.write_text(checkpoint._signed(path.parent, state))
+            files = json.loads(path.read_text())["files"]
+            path.write_text(checkpoint._signed(files, state))
             older = train(tiny_run(tmp_path, resume=True), ContextParallel(), NEVER)
         assert older["versions"] == {"torch": "another"}
         assert [row["positions"] for row in older["ranks"]] == [48]

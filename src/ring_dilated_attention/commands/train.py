@@ -261,8 +261,8 @@ def run_rank(arguments: argparse.Namespace) -> int:
                 on_first(parallel, partial(check_progress, folder))
             with StopRequest(watch_stdin=arguments.launched is not None, is_rank=True) as stop:
                 record = train(run, parallel, stop)
-            if parallel.rank == 0:
-                report(arguments, run, record)
+                if parallel.rank == 0:
+                    report(arguments, run, record)
         dist.destroy_process_group()
     except (Refusal, TrainingDiverged) as error:  # raised on every rank
         if str(error) and (isinstance(error, Refusal) or parallel.rank == 0):

@@ -115,7 +115,7 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizers: Sequence[Opt
         x = found[key]
         if key.startswith("step/") and x.item() != saved_run.step_of(checkpoint):
             raise ValueError(f"{checkpoint} is damaged: {key!r} is {x.item():g}, not the run's step")
-        if key.startswith("exp_avg_sq/") and bool((own_part(x) < 0).any()):
+        if key.startswith("exp_avg_sq/") and bool((local_of(x) < 0).any()):
             raise ValueError(f"{checkpoint} is damaged: {key!r} is a mean of squares below 0")
     with torch.no_grad():
         for name, parameter in by_name.items():
@@ -144,12 +144,12 @@ def _load(checkpoint: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
             raise ValueError(f"{checkpoint} does not fit the model: {name!r} is {theirs}, and the model's is {ours}")
     found = read_shards(checkpoint, expected)
     for name, x in found.items():
-        if x.is_floating_point() and not bool(own_part(x).isfinite().all()):
+        if x.is_floating_point() and not bool(local_of(x).isfinite().all()):
             raise ValueError(f"{checkpoint} cannot be used: {name!r} has numbers that are not finite")
     return found
 
 
-def own_part(x: Tensor) -> Tensor:
+def local_of(x: Tensor) -> Tensor:
     """This rank's part of a tensor that is cut over the ranks, or the whole of another."""
     return x.to_local() if hasattr(x, "to_local") else x
 

@@ -20,7 +20,7 @@ from ..ranks.context import ContextParallel
 from ..ranks.processes import recorded_waits
 from .agreement import together, values_of_all
 from .baselines import baselines
-from .checkpoint import load_checkpoint, own_part, save_checkpoint
+from .checkpoint import load_checkpoint, local_of, save_checkpoint
 from .files import LossyStream
 from .machine import hardware, peak_resident_bytes, resident_bytes, versions
 from .metrics import Metrics, Step, beside_the_bar
@@ -196,7 +196,7 @@ def check_finite(is_finite: bool, what: str, step: int) -> None:
 
 def check_parameters(model: nn.Module, parallel: ContextParallel, step: int) -> None:
     """A checkpoint with NaN would replace a good one. Ranks with --fsdp hold different parameters."""
-    is_finite = all(bool(own_part(x).isfinite().all()) for x in model.parameters())
+    is_finite = all(bool(local_of(x).isfinite().all()) for x in model.parameters())
     check_finite(all(values_of_all(parallel, is_finite)), "a parameter is not finite", step)
 
 

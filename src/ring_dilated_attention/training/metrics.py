@@ -76,10 +76,10 @@ class Metrics(AbstractContextManager["Metrics"]):
 
 
 def is_of(file: BinaryIO, run: str | None) -> bool:
-    """Whether these are the metrics of this run, or of any if it is None. A run killed in its first step has none."""
+    """Whether these are the metrics of this run. If it is None, any run's will do, or an empty file."""
     line = file.readline(MOST_BYTES)
     first = json_object(line)
-    return not line or ("bits_per_byte" in first and run in (None, first.get("run")))
+    return (run is None and not line) or ("bits_per_byte" in first and run in (None, first.get("run")))
 
 
 def beside_the_bar(step: Step, planned_attention: int) -> str:

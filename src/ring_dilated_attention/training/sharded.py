@@ -98,7 +98,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         target = target_of(self.run_folder, state)
         with removed_on_failure(target, unfinished):
             own = together(self.parallel, partial(_result, target, written))
-        files = {name: found for part in values_of_all(self.parallel, own) for name, found in part.items()}
+        files = {name: found for each in values_of_all(self.parallel, own) for name, found in each.items()}
         on_first(self.parallel, lambda: finish(target, unfinished, state, files))
 
     def _write(self, copies: dict[str, Any], writer: HuggingFaceStorageWriter, written: Future[dict[str, Any]]) -> None:
