@@ -33,7 +33,7 @@ preload("torch.distributed.checkpoint", "torch.distributed.fsdp", "ring_dilated_
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
 # A width of 4 on three ranks: the last rank's part of a norm is empty.
 TINY = Hyperparameters(
-    seq_len=48, steps=5, num_layers=2, embed_dim=4, num_heads=2, segment_lengths=(8, 48), dilation_rates=(1, 3),
+    seq_len=48, steps=3, num_layers=2, embed_dim=4, num_heads=2, segment_lengths=(8, 48), dilation_rates=(1, 3),
     warmup_steps=2, held_out_bytes=96,
 )  # fmt: skip
 
@@ -53,14 +53,16 @@ class Stop:
 def make_run(folder, *, fsdp=True, resume=False, **changes):
     options = Hyperparameters(**{**vars(TINY), **changes})
     document = Document(TEXT, "text", options.seq_len, options.held_out_bytes)
-    return Run(options, document, folder, find_checkpoint(folder) if resume else None, save_every=2, fsdp=fsdp)
+    return Run(
+        options, document, folder, find_checkpoint(folder) if resume else None, save_every=2, eval_every=2, fsdp=fsdp
+    )
 
 
 def train_rank(rank, world_size, folder):
-    """The record of a run that is never stopped, and of one that goes on after its third step."""
+    """The record of a run that is never stopped, and of one that goes on after its second step."""
     parallel = ContextParallel()
     never = train(make_run(folder / "never"), parallel, Stop())
-    train(make_run(folder / "stopped"), parallel, Stop(3))
+    train(make_run(folder / "stopped"), parallel, Stop(2))
     return never, train(make_run(folder / "stopped", resume=True), parallel, Stop())
 
 
@@ -141,7 +143,7 @@ def test_a_run_goes_on_to_the_bit(tmp_path):
     never, resumed = run_ranks(2, train_rank, tmp_path)[0]
     assert resumed["bits_per_byte"] == never["bits_per_byte"]
     assert resumed["held_out"] == never["held_out"]
-    assert [path.name for path in find_checkpoints(tmp_path / "stopped")] == ["checkpoint-000005", "checkpoint-000004"]
+    assert [path.name for path in find_checkpoints(tmp_path / "stopped")] == ["checkpoint-000003", "checkpoint-000002"]
     models = [LongNetLM.from_run(tmp_path / name) for name in ("never", "stopped")]
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(a, b)
@@ -187,7 +189,7 @@ def hanging_rank(rank, world_size, folder):
     """The second rank's disk hangs."""
     from ring_dilated_attention.training import sharded
 
-    model, optimizers = sharded_here(TINY, timedelta(seconds=1))
+    model, optimizers = sharded_here(TINY, timedelta(seconds=0.5))
     writer = sharded.ShardWriter(folder, model.parallel)
     with mock.patch.object(sharded, "save", side_effect=hang) if rank else nullcontext():
         writer.start({"run": "a run", "step": 2}, model, optimizers)
