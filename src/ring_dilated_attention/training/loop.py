@@ -50,12 +50,11 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
     model = make(options.model_config(), parallel=parallel, activation_checkpointing=run.activation_checkpointing)
     optimizers = make_optimizers(model, options)
     loss_of = NextTokenLoss(model) if is_sharded else average_gradients(NextTokenLoss(model), parallel)
-    state = together(parallel, partial(initial_state, run))
     load(run, model, optimizers, parallel)
     planned = planned_attention_bytes(options, parallel)
     eval_every = run.eval_every or -(-options.total_steps // NUM_EVALUATIONS)
     measured, stopping = partial(trained_on, options, parallel, planned, resident_bytes()), False
-    state = measured() | state
+    state = measured() | together(parallel, partial(initial_state, run))
     owner = None if run.begins_again else state["run"]
     writes = partial(Metrics, run.folder, owner, state["step"], parallel.rank, tensorboard=run.tensorboard)
     terminal = {"file": LossyStream(sys.stderr), "disable": parallel.rank != 0, "dynamic_ncols": True}
@@ -72,8 +71,7 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
             nats = take_step(run, state, loss_of, optimizers, parallel)
             waited = round(sum(wait.end - wait.start for wait in waits), 6)
             status = (waited, resident_bytes(), stop.requested, writer is None or writer.is_written)
-            all_status = zip(*values_of_all(parallel, status), strict=True)
-            all_waited, all_resident, requests, are_written = map(list, all_status)
+            all_waited, all_resident, requests, written = map(list, zip(*values_of_all(parallel, status), strict=True))
             stopping = any(requests)  # so that all stop at the same step
             seconds = time.perf_counter() - began
             speed = options.phase_of(state["step"]).num_positions / seconds
@@ -90,7 +88,7 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
             metrics.add(step)
             bar.set_postfix_str(beside_the_bar(step, planned), refresh=False)
             bar.update()
-            if writer is not None and all(are_written):
+            if writer is not None and all(written):
                 writer.finish()
             if state["step"] % run.save_every == 0 or is_last or stopping:
                 check_parameters(model, parallel, state["step"])
