@@ -65,6 +65,7 @@ examples: $(VENV)/.installed $(OTHERS)/.installed
 	$(BIN)/python examples/slide.py --folder $(WRITTEN)
 	$(BIN)/python $(RANKS) 2 examples/finetune_slides.py --out $(WRITTEN)/finetuned.safetensors
 	$(BIN)/python $(RANKS) 4 examples/train_fsdp2.py
+	$(BIN)/python -m pytest -rs -n 0 tests/integrations/launching.py
 	$(OTHERS)/bin/python examples/convert_dense.py
 	$(OTHERS)/bin/python examples/train_hugging_face.py
 	$(OTHERS)/bin/python $(RANKS) 2 examples/train_hugging_face_ranks.py
@@ -117,9 +118,11 @@ gpu: $(VENV)/.installed
 	$(BIN)/python -m benchmarks gpu_memory
 	$(BIN)/python -m benchmarks gpu_small
 
-# 30 trials of each kind: ranks that are killed, stopped, or raise. `make test` has some of each.
+# 30 trials of each kind: ranks that are killed, stopped, or raise. Then 20 of each kind of fault that a training run
+# recovers from (make faults NUMBER=3 for fewer). `make test` has some of each.
 faults: $(VENV)/.installed
 	$(BIN)/python tests/ranks/fault_trials.py
+	$(BIN)/python tests/training/restart_trials.py --record benchmarks/results/restarts.json $(if $(NUMBER),--number $(NUMBER))
 
 # Random and hostile use. `make test` has 200 cases of each kind or fewer; here are 2,000 or as many as go into half an
 # hour, and proofs that they notice what breaks. With a seed: make fuzz SEED=7

@@ -1,17 +1,28 @@
 """FSDP2 on a data x sequence mesh, with parameters sharded and clipped.
 
     torchrun --nproc-per-node 4 examples/train_fsdp2.py
+    torchrun --nproc-per-node 4 examples/train_fsdp2.py --checkpoints DIR
+    torchrun --nproc-per-node 3 examples/train_fsdp2.py --checkpoints DIR
 
 There are two replicas, each a sequence that two ranks share. The norm of the
 first gradient is compared with that of one rank, which reads the samples of all
 replicas.
+
+With --checkpoints each rank writes its part of parameters and AdamW's state, as
+safetensors; no rank has a whole copy. The next run goes on from there, with any
+number of ranks. All hosts must see the folder.
 """
 
 import argparse
+import os
+import shutil
 from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -22,6 +33,7 @@ from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLos
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--seq-len", type=int, default=512, help="positions of a sequence (default %(default)s)")
 parser.add_argument("--steps", type=int, default=20, help="training steps (default %(default)s)")
+parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="go on from the newest here, and write one more")
 options = parser.parse_args()
 device = "cuda" if torch.cuda.is_available() else "cpu"
 config = LongNetConfig((64, 256), (1, 4), embed_dim=64, num_layers=2, num_heads=4)
@@ -40,6 +52,38 @@ def samples(replica: int) -> Iterator[torch.Tensor]:
         yield (start + torch.arange(options.seq_len)[None] * 7) % 256
 
 
+def tensors() -> dict[str, torch.Tensor]:
+    """Parameters by name, and AdamW's state as "<field>/<name>"; of each this rank's part."""
+    found = dict(model.named_parameters())
+    for name, parameter in list(found.items()):
+        found |= {f"{field}/{name}": x for field, x in optimizer.state[parameter].items()}
+    return found
+
+
+def load(folder: Path) -> int:
+    """Read this rank's parts. Returns the number of steps that were taken."""
+    for x in model.parameters():
+        zeros = {field: torch.zeros_like(x) for field in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[x] = {"step": torch.zeros(()), **zeros}
+    dcp.load(tensors(), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    return int(next(iter(optimizer.state.values()))["step"])
+
+
+def save(folder: Path) -> None:
+    """Each rank writes and flushes its part. Then the first rank gives the folder its name."""
+    unfinished = folder.with_name("unfinished")
+    if dist.get_rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a job that was killed
+    dist.barrier()
+    dcp.save(tensors(), storage_writer=dcp.HuggingFaceStorageWriter(str(unfinished), save_distributed=True))
+    if dist.get_rank() == 0:
+        unfinished.rename(folder)
+        descriptor = os.open(folder.parent, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+        print(f"wrote {folder}")
+
+
 dist.init_process_group()
 replicas = 2 if dist.get_world_size() % 2 == 0 else 1
 mesh = init_device_mesh(device, (replicas, dist.get_world_size() // replicas), mesh_dim_names=("dp", "cp"))
@@ -54,7 +98,10 @@ for block in model.model.blocks:
 fully_shard(model, mesh=mesh)
 check_averaged(model, parallel)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-for step, tokens in zip(range(1, options.steps + 1), samples(mesh.get_local_rank("dp")), strict=False):
+newest = max(options.checkpoints.glob("step-*"), default=None) if options.checkpoints else None
+done = load(newest) if newest else 0
+batches = islice(samples(mesh.get_local_rank("dp")), done, done + options.steps)
+for step, tokens in enumerate(batches, start=done + 1):
     batch = parallel.shard_batch({"tokens": tokens})  # checked to be the same on the replica's ranks
     loss = model(batch["tokens"].to(device))  # the mean of this replica's sequence, on both its ranks
     loss.backward()
@@ -65,4 +112,6 @@ for step, tokens in zip(range(1, options.steps + 1), samples(mesh.get_local_rank
         print(f"norm of the first gradient {norm.item():.5f}; on one rank {expected.item():.5f}")
     if dist.get_rank() == 0 and step % 5 == 0:
         print(f"step {step}: loss {loss.item():.4f}, norm of the gradient {norm.item():.4f}")
+if options.checkpoints:
+    save(options.checkpoints / f"step-{done + options.steps:06d}")
 dist.destroy_process_group()

@@ -31,7 +31,7 @@ HARMLESS = {
     "init_process_group",
     "destroy_process_group",
 }
-HARMLESS |= {"TCPStore", "PrefixStore", "Work"}  # where ranks meet; what is waited for
+HARMLESS |= {"TCPStore", "PrefixStore", "rendezvous", "Work"}  # where ranks meet; what is waited for
 HARMLESS |= {"is_available", "is_initialized", "get_rank", "get_world_size", "get_backend", "get_process_group_ranks"}
 
 # What imports by a string: a literal is read here as any other import, and others are for these modules alone, the
@@ -40,7 +40,9 @@ BY_STRING = ("import_module", "__import__")
 MAY_LIST = ("", "models", "commands.cli")
 
 # The second sums over tensor parallel ranks by torch's DTensor, as torch's own parallel styles do.
-MAY_SEND = ("ranks.link", "integrations.torch")
+# Under --fsdp, FSDP2 and torch.distributed.checkpoint send on groups of their own. `models.shards` sends nothing: each
+# rank reads by itself.
+MAY_SEND = ("ranks.link", "integrations.torch", "training.sharded", "models.shards")
 
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)

@@ -27,7 +27,7 @@ PAGES = {
     "benchmarks/README.md": "benchmarks.md",
     "examples/README.md": "examples.md",
 }
-SHOWN = {".py": "python", ".toml": "toml", ".yml": "yaml"}  # files that get a page, and their languages
+SHOWN = {".py": "python", ".toml": "toml", ".yml": "yaml", ".sh": "bash"}  # files that get a page, and their languages
 LINK = re.compile(r"(?<=\]\()[^)\s]+")
 FENCE = re.compile(r"^(```+).*?^\1$", flags=re.MULTILINE | re.DOTALL)
 # What tests/test_documentation.py reads above a block. The reader of the page is told as well.

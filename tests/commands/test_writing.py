@@ -297,9 +297,9 @@ def upper_folder(folder, tmp_path):
     """A run that reads FASTA in upper case, each record with its newline."""
     [whole] = folder.glob("checkpoint-*")
     copy = shutil.copytree(whole, tmp_path / "upper" / whole.name)
-    state = json.loads((copy / "state.json").read_text())["state"]
-    state["hyperparameters"] |= {"fasta_case": "upper", "fasta_records": "newline"}
-    (copy / "state.json").write_text(checkpoint._signed(copy, state))
+    content = json.loads((copy / "state.json").read_text())
+    content["state"]["hyperparameters"] |= {"fasta_case": "upper", "fasta_records": "newline"}
+    (copy / "state.json").write_text(checkpoint._signed(content["files"], content["state"]))
     return copy.parent
 
 

@@ -272,7 +272,7 @@ def change_state(rng: random.Random, folder: Path) -> None:
             place[rng.choice(["x", "step ", "\ud800", ""])] = rng.choice(VALUES)
         else:
             place.append(rng.choice(VALUES))
-    (folder / STATE_FILE).write_text(checkpoint._signed(folder, state))
+    sign(folder, state)
 
 
 def change_header(rng: random.Random, folder: Path, name: str) -> None:
@@ -298,13 +298,19 @@ def change_header(rng: random.Random, folder: Path, name: str) -> None:
     text = json.dumps(header).encode()
     (folder / name).write_bytes(struct.pack("<Q", rng.choice([len(text)] * 9 + [0, 2**63])) + text + body)
     state = json.loads((folder / STATE_FILE).read_text())["state"]
-    (folder / STATE_FILE).write_text(checkpoint._signed(folder, state))
+    sign(folder, state)
 
 
-def _load_whatever_is_there(path: Path, expected: dict) -> dict:
+def sign(folder: Path, state: dict) -> None:
+    """Make the digests those of the files that are there."""
+    found = {name: saved_run.identity(folder / name) for name in TENSOR_FILES}
+    (folder / STATE_FILE).write_text(checkpoint._signed(found, state))
+
+
+def _load_whatever_is_there(folder: Path, expected: dict) -> dict:
     from safetensors.torch import load_file
 
-    return load_file(path)
+    return {key: x for name in TENSOR_FILES for key, x in load_file(folder / name).items()}
 
 
 BREAKAGES = {

@@ -10,7 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
+
+from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss
+from ring_dilated_attention.models.shards import read_shards
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
@@ -32,12 +36,12 @@ CASES = {
 ELSEWHERE = {"finetune_slides": "tests/test_toy_examples.py"}
 # Smaller here, as `make test` runs them where their packages are there. `make examples` runs all at their size.
 TOY = {
-    "train_fsdp2": ("--seq-len", "128", "--steps", "15"),
+    "train_fsdp2": ("--seq-len", "128", "--steps", "15", "--checkpoints", "saved"),
     "train_hugging_face_long": ("--seq-len", "4096", "--steps", "20"),
 }
 # These have more to show than 40 lines.
 LINES = {
-    "train_fsdp2": 70,
+    "train_fsdp2": 120,
     "convert_dense": 60,
     "train_fabric": 60,
     "train_hugging_face_long": 60,
@@ -87,6 +91,7 @@ def test_runs_in_a_minute(example, tmp_path):
     if example == "train_fsdp2":
         [(norm, expected)] = re.findall(r"first gradient ([\d.]+); on one rank ([\d.]+)", output)
         assert float(norm) == pytest.approx(float(expected), rel=1e-4)
+        check_parts(tmp_path / "saved" / "step-000015", output)
     losses = [float(x) for x in re.findall(r"loss'?:? '?([\d.]+)", output)]
     assert len(losses) >= 3
     assert losses[-1] < losses[0] - 0.3
@@ -102,6 +107,16 @@ def test_runs_in_a_minute(example, tmp_path):
     elif "hugging_face" in example:
         [written] = re.findall(r"^(b['\"].*['\"])$", output, flags=re.MULTILINE)
         assert len(eval(written)) == len(b"Exact dilated attention ") + 60
+
+
+def check_parts(checkpoint, output):
+    """What four processes wrote as two replicas is read by one, and has about the loss of the last step."""
+    assert {path.suffix for path in checkpoint.iterdir()} == {".safetensors"}
+    model = NextTokenLoss(LongNetLM(LongNetConfig((64, 256), (1, 4), embed_dim=64, num_layers=2, num_heads=4)))
+    model.load_state_dict(read_shards(checkpoint, model.state_dict()))
+    last = float(re.findall(r"step 15: loss ([\d.]+)", output)[0])
+    tokens = (torch.arange(128)[None] * 7) % 256
+    assert model(tokens).item() == pytest.approx(last, abs=0.3)  # a step later, of another sample
 
 
 @pytest.mark.parametrize("example", [*CASES])

@@ -400,7 +400,7 @@ SETTINGS = {"segment_length": "[4, 8]", "dilated_ratio": "[1, 2]", "encoder_laye
         (lambda: LongNetEncoder(None), "config must be a TorchscaleConfig, got None"),
         (
             lambda: LongNetEncoder(SMALL, activation_checkpointing=1),
-            "activation_checkpointing must be True or False, got 1",
+            'activation_checkpointing must be True, False or "offload", got 1',
         ),
         (lambda: LongNetEncoder(SMALL, parallel=2)(TOKENS), "parallel must be a ContextParallel or None, got 2"),
         (lambda: LongNetEncoder(SMALL)(TOKENS.bool()), "dtype torch.bool: pass integers"),

@@ -20,6 +20,7 @@ from ring_dilated_attention.models.saved_run import (
     check_whole,
     find_checkpoint,
     find_checkpoints,
+    identity,
     read_state,
 )
 from ring_dilated_attention.training import checkpoint as checkpoints
@@ -63,7 +64,8 @@ def listing(folder):
 def sign(checkpoint, state=None):
     """Make the digests those of the files that are there, as only somebody who means it would."""
     content = json.loads((checkpoint / STATE_FILE).read_text())
-    (checkpoint / STATE_FILE).write_text(checkpoints._signed(checkpoint, content["state"] if state is None else state))
+    files = {name: identity(checkpoint / name) for name in (MODEL_FILE, OPTIMIZER_FILE)}
+    (checkpoint / STATE_FILE).write_text(checkpoints._signed(files, content["state"] if state is None else state))
 
 
 def test_restores_every_tensor(trained, tmp_path):
@@ -280,7 +282,7 @@ DAMAGES = {
     "a document without digest": (change(document__sha256=None), "document.sha256 is missing, and should be a text"),
 }
 DEEPER_DAMAGES = {
-    "no moments": (edit(OPTIMIZER_FILE, dict.clear), f"{OPTIMIZER_FILE} does not fit the model: it lacks"),
+    "no moments": (edit(OPTIMIZER_FILE, dict.clear), "checkpoint-000006 does not fit the model: it lacks"),
     "a moment is missing": (edit(OPTIMIZER_FILE, lambda t: t.pop(first(t))), "it lacks 1 tensors, 'exp_avg/"),
     "a misshapen moment": (
         edit(OPTIMIZER_FILE, lambda t: t.update({first(t): torch.zeros(7)})),
@@ -300,7 +302,7 @@ DEEPER_DAMAGES = {
     ),
     "a moment of another step": (
         edit(OPTIMIZER_FILE, lambda t: t[max(t)].fill_(-1.0)),
-        f"{OPTIMIZER_FILE} is damaged: 'step/",
+        "checkpoint-000006 is damaged: 'step/",
     ),
     "squares below zero": (
         edit(OPTIMIZER_FILE, lambda t: t[max(x for x in t if "exp_avg_sq" in x)].fill_(-1.0)),
@@ -309,11 +311,11 @@ DEEPER_DAMAGES = {
     "a foreign parameter": (edit(MODEL_FILE, lambda t: t.update({"x": torch.zeros(1)})), "it also has 1 tensors"),
     "a parameter is no number": (
         edit(MODEL_FILE, lambda t: t[min(t)].fill_(float("nan"))),
-        f"{MODEL_FILE} cannot be used",
+        "checkpoint-000006 cannot be used",
     ),
     "no safetensors": (
         lambda c: [(c / MODEL_FILE).write_bytes(b"\0" * 20), sign(c)],
-        f"{MODEL_FILE} cannot be read: Error while deserializing",
+        "checkpoint-000006 cannot be read: Error while deserializing",
     ),
 }
 

@@ -225,7 +225,8 @@ class TestLoop:
             state = json.loads(path.read_text())["state"]
             for name in ("hardware", "versions", "ranks"):
                 del state[name]
-            path.write_text(checkpoint._signed(path.parent, state))
+            files = json.loads(path.read_text())["files"]
+            path.write_text(checkpoint._signed(files, state))
             older = train(tiny_run(tmp_path, resume=True), ContextParallel(), NEVER)
         assert older["versions"] == {"torch": "another"}
         assert [row["positions"] for row in older["ranks"]] == [48]
@@ -300,6 +301,23 @@ def test_the_first_request_closes_the_ranks_stdin_and_the_second_ends_the_waitin
         until_all_ended([rank], stop, asking)
         assert (stop.number, asking.closed) == (2, True)
         assert asked.read() == b""
+
+
+def test_a_rank_that_fails_beside_one_that_hangs_is_noticed(monkeypatch):
+    """Whichever of them comes first."""
+    monkeypatch.setattr("ring_dilated_attention.training.rank_launcher.GRACE_SECONDS", 0)
+    hangs, fails = mock.Mock(returncode=None), mock.Mock(returncode=None)
+    hangs.poll.return_value = None
+
+    def poll():
+        fails.returncode = 1
+        return 1
+
+    fails.poll.side_effect = poll
+    for ranks in ([hangs, fails], [fails, hangs]):
+        fails.returncode = None
+        until_all_ended(ranks, mock.Mock(number=0, requested=False), mock.Mock())
+        assert fails.returncode == 1
 
 
 def test_memory_figures():

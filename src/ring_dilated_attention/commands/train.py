@@ -4,12 +4,14 @@ import argparse
 import json
 import os
 import re
+import secrets
 import shlex
 import signal
 import socket
 import sys
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,26 +23,27 @@ from ..plan.exchange import EXCHANGES
 from ..training.files import in_words
 from ..training.options import add_hyperparameters, flag
 from ..training.ownership import own_folder
-from ..training.rank_launcher import LOST_ANOTHER, Ended, check_meeting, launch, leave_reason, started
+from ..training.rank_launcher import LOST_ANOTHER, Ended, launch, leave_reason, started
+from ..training.restarts import JOB, RESTART, are_by_torchrun, are_meant, check_progress
 from ..training.run import RECORD_FILE, Run, fingerprint, prepare
-from ..training.stop_request import StopRequest
+from ..training.stop_request import StopRequest, end_with
 from .generate import sample
 from .interrupts import INTERRUPTED_EXIT_CODE, leaving_at_once
-from .limits import check_at_least, check_memory, check_ranks_fit
+from .limits import check_at_least, check_memory, check_ranks_fit, check_seconds
 from .numbers import count
 from .terminal import NO_MEMORY, UNREAD_EXIT_CODE, is_out_of_memory, say
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
 # The options that a checkpoint does not hold: the command that resumes a run repeats them.
 DEFAULTS = {"ranks": None, "exchange": "auto", "save_every": 30, "eval_every": None}
-DEFAULTS |= {"activation_checkpointing": False, "tensorboard": False}
+DEFAULTS |= {"activation_checkpointing": False, "fsdp": False, "tensorboard": False, "restarts": None, "timeout": 600}
 # What is said of the command that goes on from the parameters of a run.
 FROM = """(a new run that reads as many bytes again; --seq-len, --segment-lengths and
 --data may be others. The learning rate rises to its peak again, so a run of few
 steps makes the model worse)"""
 PACKAGES = ("matplotlib", "numpy", "safetensors", "tqdm")
-# The error of gloo in DDP's all-reduce of gradients, when another rank has ended.
-LOST_CONNECTION = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed out|gloo/transport")
+# The errors of gloo in DDP's all-reduce of gradients, and of a store, when another rank has ended.
+LOST_CONNECTION = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed? ?out|gloo/transport")
 EXAMPLES = """examples:
   rda train                                  one process; the document is
                                              Python's standard library
@@ -54,6 +57,7 @@ EXAMPLES = """examples:
                                              --data, --seq-len and
                                              --segment-lengths may be others
   rda train --steps 5                        a quick look: 5 steps of --seq-len
+  rda train --ranks 2 --restarts 9 --run-folder runs/a   go on if a rank is lost
   torchrun --nproc-per-node 2 -m ring_dilated_attention.commands.cli train
                                              your own launcher, any hosts
   srun python -m ring_dilated_attention.commands.cli train
@@ -76,7 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=count, metavar="P", help="processes that share every sequence (default 1)")
     add("--exchange", choices=("auto", *EXCHANGES), help="how chunks travel (default auto)")
     add("--activation-checkpointing", action="store_true", help="recompute blocks to save memory")
+    add("--fsdp", action="store_true", help="cut parameters and optimiser state over ranks, in checkpoints too (FSDP2)")
     add("--run-folder", type=Path, metavar="DIR", help="where to write (default runs/<date and time>)")
+    again = "start the ranks again up to K times when one is lost, from the newest checkpoint. "
+    again += "An unfinished run of this command in --run-folder goes on"
+    add("--restarts", type=count, metavar="K", help=again)
+    late = "after so many seconds a rank that does not answer is lost (default 600)"
+    add("--timeout", type=count, metavar="S", help=late)
     add("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint of a run folder")
     new = "begin anew from another run's newest parameters. The defaults are its hyperparameters, and no --phases. "
     new += "The learning rate rises to its peak again: a run of few steps makes the model worse"
@@ -91,17 +101,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if started().num_ranks > 1:
+    if arguments.launched is not None or started().num_ranks > 1 or are_by_torchrun():
         return run_rank(arguments)
     run, num_ranks = prepare_checked(arguments), arguments.ranks or 1
-    with own(arguments, run) as (folder, lock):
+    with own(arguments, run, is_rank=False) as (folder, lock):
         run = replace(run, folder=folder)
-        return launch_ranks(arguments, run, lock) if num_ranks > 1 else train_alone(arguments, run)
+        is_alone = num_ranks == 1 and arguments.restarts is None
+        return train_alone(arguments, run) if is_alone else launch_ranks(arguments, run, lock)
 
 
-def own(arguments: argparse.Namespace, run: Run) -> AbstractContextManager[tuple[Path, int]]:
+def own(arguments: argparse.Namespace, run: Run, *, is_rank: bool) -> AbstractContextManager[tuple[Path, int]]:
     """Own the run's folder. If its name is taken, and the user did not choose it, another folder is made."""
-    return own_folder(run.folder, must_be_new=arguments.resume is None and arguments.run_folder is None)
+    is_new = arguments.resume is None and arguments.run_folder is None
+    # A run ends within a minute of its launcher. Other ranks wait --timeout for the one that waits for the folder.
+    seconds = 0 if not are_meant(arguments) else min(60, arguments.timeout / 2) if is_rank else 60
+    return own_folder(run.folder, must_be_new=is_new, seconds=seconds)
 
 
 def prepare_checked(arguments: argparse.Namespace) -> Run:
@@ -113,33 +127,48 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
     num_started, num_asked = started().num_ranks, 1 if arguments.ranks is None else arguments.ranks
     check_at_least("--ranks", num_asked)
     check_at_least("--save-every", arguments.save_every)
+    check_seconds("--timeout", arguments.timeout, 86_400)
+    check_at_least("--restarts", arguments.restarts or 0, 0)
     check_at_least("--eval-every", 1 if arguments.eval_every is None else arguments.eval_every)
     if num_started > 1 and arguments.ranks not in (None, num_started):
         raise ValueError(f"--ranks {num_asked}, but a launcher started {num_started} ranks: leave --ranks out")
+    if arguments.restarts is not None and arguments.launched is None and (num_started > 1 or are_by_torchrun()):
+        rule = "another launcher started these ranks, and it alone can start them again: use torchrun --max-restarts"
+        raise ValueError(f"--restarts {arguments.restarts}, but {rule}")
+    if are_by_torchrun() and arguments.resume is None and arguments.run_folder is None:
+        raise ValueError("torchrun --max-restarts needs --run-folder: by it, ranks that start again find their run")
     run, num_ranks = prepare(arguments), max(num_started, num_asked)
     options = run.hyperparameters
     positions = [phase.num_positions for phase in options.schedule]
     check_ranks_fit(num_ranks, min(positions), "--seq-len" if len(positions) == 1 else "--phases")
     if arguments.exchange == "all_to_all":  # otherwise every rank refuses it only in its first attention
         check_dealing(options.num_kv_heads or options.num_heads, num_ranks)
-    num_bytes = options.num_training_bytes() * (num_ranks if num_started == 1 else 1)
-    remedy = "use a smaller --embed-dim or fewer --num-layers"
-    check_memory("parameters, gradients and optimiser state, on every rank, take", num_bytes, remedy)
+    num_bytes = options.num_training_bytes() * (num_ranks if num_started == 1 else 1) // (num_ranks if run.fsdp else 1)
+    where = "in parts" if run.fsdp else "on every rank"
+    remedy = "use a smaller --embed-dim, fewer --num-layers, or --fsdp over more hosts"
+    check_memory(f"parameters, gradients and optimiser state, {where}, take", num_bytes, remedy)
     activations = 4 * options.embed_dim * options.num_layers * max(positions) // (num_ranks if num_started > 1 else 1)
     check_memory("the inputs of the blocks in one step take", activations, "use a smaller batch or shorter sequences")
     return run
 
 
 def launch_ranks(arguments: argparse.Namespace, run: Run, lock: int) -> int:
+    """Start the ranks, and again while they may be and one is lost. Returns the exit code."""
     folder = [] if arguments.resume else ["--run-folder", str(run.folder)]
     command = ["-m", "ring_dilated_attention.commands.cli", "train", *arguments.argv, *folder]
-    ended = launch(command, arguments.ranks, lock)
-    if not any(ended.codes):
-        return code_of(json.loads((run.folder / RECORD_FILE).read_text()))
-    for code in (USER_ERROR_EXIT_CODE, UNREAD_EXIT_CODE):
-        if not ended.was_aborted and set(ended.codes) <= {0, code}:
-            return code  # the ranks have printed the reason, or nobody reads the output
-    reason = "stopped at once" if ended.was_aborted else f"the ranks failed: {'; '.join(causes(ended))}"
+    job, restarts = secrets.token_hex(8), arguments.restarts or 0
+    for restart in range(restarts + 1):
+        ended = launch(command, arguments.ranks or 1, lock, {JOB: job, RESTART: str(restart)})
+        if not any(ended.codes):
+            return code_of(json.loads((run.folder / RECORD_FILE).read_text()))
+        for code in (USER_ERROR_EXIT_CODE, UNREAD_EXIT_CODE):
+            if not ended.was_aborted and set(ended.codes) <= {0, code}:
+                return code  # the ranks have printed the reason, or nobody reads the output
+        reason = "stopped at once" if ended.was_aborted else f"the ranks failed: {'; '.join(causes(ended))}"
+        if ended.was_asked or USER_ERROR_EXIT_CODE in ended.codes or restart == restarts:
+            break
+        begin = find_checkpoint(run.folder) or "the beginning"
+        say(f"rda train: {reason}; restart {restart + 1} of {restarts} from {begin}")
     say(f"rda train: {reason}; {what_is_left(arguments, run.folder)}")
     return INTERRUPTED_EXIT_CODE if ended.was_aborted else FAILED_EXIT_CODE
 
@@ -186,7 +215,8 @@ def train_alone(arguments: argparse.Namespace, run: Run) -> int:
 
     try:
         with StopRequest(second_aborts=True) as stop:
-            record = train(run, ContextParallel(exchange=arguments.exchange), stop)
+            timeout = timedelta(seconds=arguments.timeout)
+            record = train(run, ContextParallel(exchange=arguments.exchange, timeout=timeout), stop)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -198,34 +228,41 @@ def train_alone(arguments: argparse.Namespace, run: Run) -> int:
 
 def run_rank(arguments: argparse.Namespace) -> int:
     """Train in this process, which is one rank of several. If one rank refuses, all ranks do."""
+    if JOB in os.environ:
+        end_with(os.getppid())  # before the seconds that the imports take
     with leaving_at_once("rda train"):
         import torch.distributed as dist
 
         from ..ranks.context import ContextParallel
-        from ..training.agreement import Refusal, agree, together, values_of_all
+        from ..training.agreement import Refusal, agree, on_first, together
         from ..training.loop import TrainingDiverged, train
+        from ..training.meeting import join_ranks
 
     folder = Path()
     try:
         try:
-            join_ranks(arguments)
-            parallel = ContextParallel(exchange=arguments.exchange)
+            join_ranks(arguments.launched, timeout := timedelta(seconds=arguments.timeout))
+            parallel = ContextParallel(exchange=arguments.exchange, timeout=timeout)
         except (ValueError, RuntimeError):
             prepare_checked(arguments)  # if this rank refuses the request, its refusal is the reason to show
             raise
         run = together(parallel, partial(prepare_checked, arguments))
-        agree(parallel, together(parallel, partial(fingerprint, run)))
         with ExitStack() as stack:
-            # The first rank owns the folder, unless the launcher does.
-            claim = partial(stack.enter_context, own(arguments, run))
-            is_owner = parallel.rank == 0 and arguments.launched is None
-            claimed, _ = together(parallel, claim if is_owner else lambda: (run.folder, 0))
-            # If the user named no folder, each rank has made up a name: take that of the first rank.
-            folder = Path(values_of_all(parallel, str(claimed))[0])
+            # The first rank owns the folder, unless the launcher does. If the user named no folder, each rank has made
+            # up a name: take that of the first rank.
+            claim = nullcontext((run.folder, 0)) if arguments.launched else own(arguments, run, is_rank=True)
+            folder = Path(on_first(parallel, lambda: str(stack.enter_context(claim)[0])))
+            # An owner that was waited for may have saved once more.
+            is_newest = find_checkpoint(run.folder) == run.checkpoint
+            run = together(parallel, lambda: run if is_newest else prepare_checked(arguments))
+            run = replace(run, folder=folder)
+            agree(parallel, together(parallel, partial(fingerprint, run)))
+            if are_meant(arguments):
+                on_first(parallel, partial(check_progress, folder))
             with StopRequest(watch_stdin=arguments.launched is not None, is_rank=True) as stop:
-                record = train(replace(run, folder=folder), parallel, stop)
-            if parallel.rank == 0:
-                report(arguments, run, record)
+                record = train(run, parallel, stop)
+                if parallel.rank == 0:
+                    report(arguments, run, record)
         dist.destroy_process_group()
     except (Refusal, TrainingDiverged) as error:  # raised on every rank
         if str(error) and (isinstance(error, Refusal) or parallel.rank == 0):
@@ -264,19 +301,6 @@ def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int
     goes_on = code == FAILED_EXIT_CODE and arguments.launched is None and find_checkpoint(folder) is not None
     say(said + f"\nrda train: go on with: {train_command(arguments, '--resume', folder)}" * goes_on)
     return code
-
-
-def join_ranks(arguments: argparse.Namespace) -> None:
-    """Join the process group, by the launcher's folder or by the variables of torchrun or srun."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        return
-    rank, num_ranks = started()
-    if arguments.launched is None:
-        check_meeting()
-    store = dist.FileStore(str(arguments.launched / "store"), num_ranks) if arguments.launched else None
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
 
 
 def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> None:

@@ -92,7 +92,8 @@ class ModelMemory(NamedTuple):
 def model_memory(job: ModelJob, activations: str, traits: Traits | None) -> ModelMemory:
     """The memory of the rank that holds most, at its peak.
 
-    activations: one of ACTIVATIONS. Offloaded ones are checkpointed, and the host holds those of all blocks but two.
+    activations: one of ACTIVATIONS. Offloaded ones are checkpointed, and the host holds them: the device has those of
+        the block whose backward runs.
     traits: those of the kernel. None leaves the attention out of `working`: the result is then a lower bound.
     """
     shape, mesh = job.shape, job.mesh
@@ -102,8 +103,8 @@ def model_memory(job: ModelJob, activations: str, traits: Traits | None) -> Mode
     optimiser = moments + (cut * FLOAT if shape.param_itemsize < FLOAT else 0)  # 16-bit parameters have a float32 copy
     block, checkpoint, ends = shape.saved()
     each = block if activations == "kept" else checkpoint
-    held = min(2, shape.num_layers) if activations == "offloaded" else shape.num_layers
-    saved, host = job.rows * (held * each + ends), job.rows * (shape.num_layers - held) * each
+    held, host = (1, job.rows * shape.num_layers * each) if activations == "offloaded" else (shape.num_layers, 0)
+    saved = job.rows * (held * each + ends)
     working = _working(job, traits, job.rows * (block - each))
     if mesh.shards > 1:  # the parameters of this block and the next, and one block's gradients
         working += 3 * shape.block_parameters * shape.itemsize

@@ -19,7 +19,7 @@ from ..ranks.origin import why_foreign
 from ..run.dilated_cache import DilatedCache
 from .documents import Documents, agree_on_documents, why_no_tokens
 from .longnet_config import LongNetConfig
-from .recompute import loss_slice_rows, run_layer, sum_in_slices
+from .recompute import Checkpointing, check_checkpointing, loss_slice_rows, run_layer, sum_in_slices
 from .sampling import Sampling, generate
 from .saved_run import MODEL_FILE, check_whole, newest_checkpoint
 from .sharded import shift_left
@@ -89,6 +89,7 @@ class LongNetLM(nn.Module):
 
     Args:
         activation_checkpointing: keep only each block's input and attention, and recompute the rest in backward.
+            "offload" keeps these in the memory of the host.
         backend: as for `dilated_attention`.
     """
 
@@ -97,14 +98,13 @@ class LongNetLM(nn.Module):
         config: LongNetConfig,
         *,
         parallel: ContextParallel | None = None,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: Checkpointing = False,
         backend: str = "auto",
     ) -> None:
         super().__init__()
         if not isinstance(config, LongNetConfig):
             raise ValueError(f"config must be a LongNetConfig, got {config!r}.")
-        if not isinstance(activation_checkpointing, bool):
-            raise ValueError(f"activation_checkpointing must be True or False, got {activation_checkpointing!r}.")
+        check_checkpointing(activation_checkpointing)
         self.config = config
         self.parallel = parallel
         self.activation_checkpointing = activation_checkpointing
@@ -116,15 +116,21 @@ class LongNetLM(nn.Module):
 
     def reset_parameters(self) -> None:
         """MAGNETO's decoder: gain sqrt(log(2 * num_layers)) on value, output and feed-forward weights."""
-        gain = math.sqrt(math.log(2 * self.config.num_layers))
+        self.reset_ends()
+        for block in self.each_block():
+            self.reset_block(block)
+
+    def reset_ends(self) -> None:
         nn.init.normal_(self.embedding.weight)
         nn.init.normal_(self.head.weight, std=HEAD_STD)
         self.final_layernorm.reset_parameters()
-        for block in self._blocks():
-            block.attention_layernorm.reset_parameters()
-            block.attention.reset_parameters(gain=gain)
-            block.ffn_layernorm.reset_parameters()
-            block.ffn.reset_parameters(gain=gain)
+
+    def reset_block(self, block: LongNetBlock) -> None:
+        gain = math.sqrt(math.log(2 * self.config.num_layers))
+        block.attention_layernorm.reset_parameters()
+        block.attention.reset_parameters(gain=gain)
+        block.ffn_layernorm.reset_parameters()
+        block.ffn.reset_parameters(gain=gain)
 
     def forward(self, tokens_BN: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Integer tokens (B, N) -> logits (B, N, V) of the token after each of them.
@@ -136,7 +142,7 @@ class LongNetLM(nn.Module):
 
     def make_caches(self, batch: int, *, max_len: int | None = None, keep: int = 0) -> list[DilatedCache]:
         """A cache for each layer, for `append`. The arguments are those of `DilatedCache`."""
-        return [block.attention.make_cache(batch, max_len=max_len, keep=keep) for block in self._blocks()]
+        return [block.attention.make_cache(batch, max_len=max_len, keep=keep) for block in self.each_block()]
 
     def append(self, tokens_BN: Tensor, caches: Sequence[DilatedCache], lengths: Tensor | None = None) -> Tensor:
         """Append tokens to caches. Returns their final hidden states (B, N, E), from which `head` computes logits.
@@ -151,9 +157,9 @@ class LongNetLM(nn.Module):
             raise ValueError(f"{len(caches)} caches for {len(self.blocks)} layers: each has its own; use make_caches.")
         if failure := why_no_tokens(tokens_BN, "vocab_size", self.config.vocab_size):
             raise ValueError(failure)
-        table = next(self._blocks()).attention.rotary_table(caches[0].next_positions(tokens_BN.shape[1]))
+        table = next(self.each_block()).attention.rotary_table(caches[0].next_positions(tokens_BN.shape[1]))
         x_BNE = self.embedding(tokens_BN.long())
-        for block, cache in zip(self._blocks(), caches, strict=True):
+        for block, cache in zip(self.each_block(), caches, strict=True):
             x_BNE = block(x_BNE, table, cache=cache, lengths=lengths)
         return self.final_layernorm(x_BNE)
 
@@ -195,13 +201,17 @@ class LongNetLM(nn.Module):
         try:
             from safetensors import SafetensorError
             from safetensors.torch import load_file
+
+            from .shards import read_shards
         except ImportError as error:
             raise ValueError("runs need safetensors: pip install 'ring-dilated-attention[train]'") from error
         checkpoint = newest_checkpoint(Path(folder))
         try:
             state = check_whole(checkpoint)
             model = LongNetLM(LongNetConfig.of_run(state["hyperparameters"]), parallel=parallel)
-            model.load_state_dict(load_file(checkpoint / MODEL_FILE), strict=True)
+            whole = checkpoint / MODEL_FILE
+            found = load_file(whole) if whole.exists() else read_shards(checkpoint, model.state_dict())
+            model.load_state_dict(found, strict=True)
         except (KeyError, OSError, SafetensorError, RuntimeError) as error:
             raise ValueError(f"{checkpoint} cannot be loaded: {error}") from error
         return model.to(device)
@@ -241,7 +251,7 @@ class LongNetLM(nn.Module):
         return torch.cat(terms).view(tokens_BN.shape)
 
     def _hidden(self, tokens_BN: Tensor, documents: Documents, cu_seqlens: Tensor | None) -> Tensor:
-        table = next(self._blocks()).attention.rotary_table(documents.positions().to(tokens_BN.device))
+        table = next(self.each_block()).attention.rotary_table(documents.positions().to(tokens_BN.device))
         x_BNE = self.embedding(tokens_BN.long())
         for block in self.blocks:
             x_BNE = run_layer(block, x_BNE, table, cu_seqlens, recompute=self.activation_checkpointing)
@@ -261,7 +271,7 @@ class LongNetLM(nn.Module):
             "LongNetLM", tokens_BN, parallel=self.parallel, cu_seqlens=cu_seqlens, failure=failure
         )
 
-    def _blocks(self) -> Iterator[LongNetBlock]:
+    def each_block(self) -> Iterator[LongNetBlock]:
         for block in self.blocks:
             assert isinstance(block, LongNetBlock)
             yield block

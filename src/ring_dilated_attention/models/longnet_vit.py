@@ -18,6 +18,7 @@ from ..ranks.origin import why_foreign
 from ..ranks.reduce import SumOverRanks
 from .checked_loading import CheckedLoading
 from .documents import agree_on_lengths, why_not_dense
+from .recompute import Checkpointing
 from .torchscale.architecture import TorchscaleConfig, checked_size
 from .torchscale.networks import LongNetEncoder
 
@@ -83,6 +84,7 @@ class LongNetViT(CheckedLoading):
         padding: "torchscale" includes zero rows in the softmax, as the published weights need. "exact" leaves them out.
         parallel: the ranks that share each slide; contiguous shards of its tiles, as `parallel.shard` cuts them.
         activation_checkpointing: keep only each layer's input and attention, and recompute the rest in backward.
+            "offload" keeps these in the memory of the host.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class LongNetViT(CheckedLoading):
         global_pool: bool = False,
         padding: str = "torchscale",
         parallel: ContextParallel | None = None,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: Checkpointing = False,
     ) -> None:
         super().__init__()
         counts = {"in_chans": in_chans, "embed_dim": embed_dim, "depth": depth, "slide_ngrids": slide_ngrids}
@@ -141,7 +143,7 @@ class LongNetViT(CheckedLoading):
         global_pool: bool = False,
         padding: str = "torchscale",
         parallel: ContextParallel | None = None,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: Checkpointing = False,
     ) -> "LongNetViT":
         """A model of a published size, with random weights: "gigapath" (12 x 768) or "gigapath-flash" (12 x 384).
 

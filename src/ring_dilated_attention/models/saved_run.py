@@ -2,7 +2,10 @@
 
     RUN/checkpoint-000060/model.safetensors       the parameters, by name
                           optimizer.safetensors   the optimisers' state, as "<field>/<parameter>"
-                          state.json              everything else, and the digests of all three
+                          state.json              everything else, and the digests of all files
+
+With --fsdp the same tensors are in a file of each rank, shard-<rank>-model-00001-of-00001.safetensors, in the format of
+torch.distributed.checkpoint (`shards.py` reads them).
 
 The file imports no torch.
 """
@@ -16,6 +19,7 @@ from typing import Any
 
 MAKER = "rda train"
 MODEL_FILE, OPTIMIZER_FILE, STATE_FILE = "model.safetensors", "optimizer.safetensors", "state.json"
+SHARDS = "shard-*.safetensors"
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 
 
@@ -46,11 +50,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return dict(_read_state_file(checkpoint)["state"])
 
 
-def check_whole(checkpoint: Path) -> dict[str, Any]:
-    """`read_state`, after verifying the other files too."""
+def check_whole(checkpoint: Path, rank: int = 0, num_ranks: int = 1) -> dict[str, Any]:
+    """`read_state`, after verifying the other files too. Ranks that read the same folder share them among them."""
     content = _read_state_file(checkpoint)
-    for name in (MODEL_FILE, OPTIMIZER_FILE):
-        path, written = checkpoint / name, content["files"].get(name)
+    for name in sorted(content["files"])[rank::num_ranks]:
+        path, written = checkpoint / name, content["files"][name]
         found = _read(path, identity)
         if found != written:
             num_bytes = written.get("bytes") if isinstance(written, dict) else None

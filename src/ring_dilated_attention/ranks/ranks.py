@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from threading import RLock
 
 import torch
@@ -26,11 +27,11 @@ Links = tuple[Link | None, Dealer | None]
 class Ranks:
     """The ranks that share sequences. This class is for one process alone; subclasses override what differs.
 
-    rank: the number of this process. name: the context's name in errors, "" for one process. calls: the
-    number of forwards so far, the same on every rank.
+    rank: the number of this process. name: the context's name in errors, "" for one process. timeout: how long a rank
+    waits for another. calls: the number of forwards so far, the same on every rank.
     """
 
-    rank, world_size, name = 0, 1, ""
+    rank, world_size, name, timeout = 0, 1, "", timedelta()
 
     def __init__(self, cut: Cut) -> None:
         self.cut, self.calls = cut, 0

@@ -47,6 +47,11 @@ def together(parallel: ContextParallel, action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]  # no rank refused, so this one has a result
 
 
+def on_first(parallel: ContextParallel, action: Callable[[], Any]) -> Any:
+    """The first rank's action(), on every rank. JSON must be able to hold it. Errors are as in `together`."""
+    return values_of_all(parallel, together(parallel, action if parallel.rank == 0 else lambda: None))[0]
+
+
 def agree(parallel: ContextParallel, fields: Mapping[str, str]) -> None:
     """Raise a Refusal on every rank unless all have the same fields."""
     table = _exchange(parallel, "", fields)

@@ -82,7 +82,7 @@ def check_mine(path: Path, is_mine: Callable[[BinaryIO], bool], maker: str) -> N
         raise ValueError(f"{path} was not made by {maker}, and nothing is written over it. {remedy}")
 
 
-def in_words(error: Exception) -> str:
+def in_words(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error) or type(error).__name__

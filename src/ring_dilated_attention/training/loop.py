@@ -3,6 +3,8 @@
 import math
 import sys
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,15 +15,17 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 from ..models.longnet import LongNetLM, NextTokenLoss
+from ..models.saved_run import check_whole
 from ..ranks.context import ContextParallel
 from ..ranks.processes import recorded_waits
 from .agreement import together, values_of_all
 from .baselines import baselines
-from .checkpoint import load_checkpoint, save_checkpoint
+from .checkpoint import load_checkpoint, local_of, save_checkpoint
 from .files import LossyStream
 from .machine import hardware, peak_resident_bytes, resident_bytes, versions
 from .metrics import Metrics, Step, beside_the_bar
 from .options import Hyperparameters
+from .restarts import this_start
 from .run import Run, initial_state, offering_older
 from .run_report import make_record, planned_attention_bytes
 from .scoring import bits_by_context, held_out_bits_per_byte
@@ -39,20 +43,25 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
     """Train to the last step, or to the first step boundary after a request to stop. Returns the run's record."""
     options = run.hyperparameters
     torch.manual_seed(options.seed)
-    model = LongNetLM(options.model_config(), parallel=parallel, activation_checkpointing=run.activation_checkpointing)
+    is_sharded = run.fsdp and parallel.world_size > 1  # one rank has nothing to share
+    if is_sharded:  # imported now, since it takes a second
+        from .sharded import ShardWriter, sharded_model
+    make: Callable[..., LongNetLM] = sharded_model if is_sharded else LongNetLM
+    model = make(options.model_config(), parallel=parallel, activation_checkpointing=run.activation_checkpointing)
     optimizers = make_optimizers(model, options)
-    loss_of = average_gradients(NextTokenLoss(model), parallel)
-    state = together(parallel, partial(initial_state, run))
-    together(parallel, partial(load, run, model, optimizers))
+    loss_of = NextTokenLoss(model) if is_sharded else average_gradients(NextTokenLoss(model), parallel)
+    load(run, model, optimizers, parallel)
     planned = planned_attention_bytes(options, parallel)
     eval_every = run.eval_every or -(-options.total_steps // NUM_EVALUATIONS)
     measured, stopping = partial(trained_on, options, parallel, planned, resident_bytes()), False
-    state = measured() | state
-    writes = partial(Metrics, run.folder, state["run"], state["step"], parallel.rank, tensorboard=run.tensorboard)
+    state = measured() | together(parallel, partial(initial_state, run))
+    owner = None if run.begins_again else state["run"]
+    writes = partial(Metrics, run.folder, owner, state["step"], parallel.rank, tensorboard=run.tensorboard)
     terminal = {"file": LossyStream(sys.stderr), "disable": parallel.rank != 0, "dynamic_ncols": True}
     with (
         together(parallel, writes) as metrics,
         recorded_waits(parallel.ranks) as waits,
+        ShardWriter(run.folder, parallel) if is_sharded else nullcontext() as writer,
         tqdm(total=options.total_steps, initial=state["step"], unit="step", **terminal) as bar,
     ):
         if parallel.rank == 0:  # not earlier: a run that is refused prints only the reason
@@ -61,8 +70,8 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
             began = time.perf_counter()
             nats = take_step(run, state, loss_of, optimizers, parallel)
             waited = round(sum(wait.end - wait.start for wait in waits), 6)
-            status = values_of_all(parallel, (waited, resident_bytes(), stop.requested))
-            all_waited, all_resident, requests = map(list, zip(*status, strict=True))
+            status = (waited, resident_bytes(), stop.requested, writer is None or writer.is_written)
+            all_waited, all_resident, requests, written = map(list, zip(*values_of_all(parallel, status), strict=True))
             stopping = any(requests)  # so that all stop at the same step
             seconds = time.perf_counter() - began
             speed = options.phase_of(state["step"]).num_positions / seconds
@@ -79,15 +88,23 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
             metrics.add(step)
             bar.set_postfix_str(beside_the_bar(step, planned), refresh=False)
             bar.update()
+            if writer is not None and all(written):
+                writer.finish()
             if state["step"] % run.save_every == 0 or is_last or stopping:
-                # A checkpoint with NaN would replace a good one.
-                is_finite = all(bool(x.isfinite().all()) for x in model.parameters())
-                check_finite(is_finite, "a parameter is not finite", state["step"])
+                check_parameters(model, parallel, state["step"])
                 state |= measured()
-                save = partial(save_checkpoint, run.folder, state, model, optimizers)
-                together(parallel, save if parallel.rank == 0 else lambda: None)
+                if writer is not None:
+                    writer.start(state, model, optimizers)
+                else:
+                    save = partial(save_checkpoint, run.folder, state, model, optimizers)
+                    together(parallel, save if parallel.rank == 0 else lambda: None)
+    return scored_record(run, state, model, parallel)
+
+
+def scored_record(run: Run, state: dict[str, Any], model: LongNetLM, parallel: ContextParallel) -> dict[str, Any]:
+    """The run's record, with the scores of a complete one."""
     record = make_record(run.folder, state, sum(x.numel() for x in model.parameters()))
-    if state["step"] == options.total_steps:
+    if record["status"] == "complete":
         held_out = record["held_out_bits_per_byte"] = held_out_bits_per_byte(model, run.document)
         check_finite(math.isfinite(held_out), f"the loss is {held_out}", state["step"])
         record["held_out"] = [*state["held_out"], {"step": state["step"], "bits_per_byte": held_out}]
@@ -118,13 +135,14 @@ def take_step(
     return nats
 
 
-def load(run: Run, model: nn.Module, optimizers: list[Optimizer]) -> None:
+def load(run: Run, model: nn.Module, optimizers: list[Optimizer], parallel: ContextParallel) -> None:
     """Load the checkpoint that the run goes on from, or the parameters of the one that it begins from."""
-    if run.checkpoint is not None:
-        with offering_older(run.checkpoint):
-            load_checkpoint(run.checkpoint, model, optimizers)
-    elif run.origin is not None:
-        load_checkpoint(run.origin, model, [])
+    if (begun := run.checkpoint or run.origin) is None:
+        return
+    is_shared, checked = run.fsdp and run.checkpoint is not None, offering_older(begun)  # else hosts may have copies
+    share = (parallel.rank, parallel.world_size) if is_shared else (0, 1)
+    together(parallel, checked(partial(check_whole, begun, *share)))
+    together(parallel, checked(partial(load_checkpoint, begun, model, optimizers if run.checkpoint else [])))
 
 
 def make_optimizers(model: nn.Module, options: Hyperparameters) -> list[Optimizer]:
@@ -174,6 +192,12 @@ def check_finite(is_finite: bool, what: str, step: int) -> None:
         raise TrainingDiverged(f"{what} at step {step}: start again with smaller learning rates")
 
 
+def check_parameters(model: nn.Module, parallel: ContextParallel, step: int) -> None:
+    """A checkpoint with NaN would replace a good one. Ranks with --fsdp hold different parameters."""
+    is_finite = all(bool(local_of(x).isfinite().all()) for x in model.parameters())
+    check_finite(all(values_of_all(parallel, is_finite)), "a parameter is not finite", step)
+
+
 def trained_on(options: Hyperparameters, parallel: ContextParallel, planned: int, before: int) -> dict[str, Any]:
     """What a record says about the machine and about each rank. It is the same on every rank."""
     own = {
@@ -184,4 +208,4 @@ def trained_on(options: Hyperparameters, parallel: ContextParallel, planned: int
         "planned_attention": planned,
     }
     machine = hardware() | {"threads_per_rank": torch.get_num_threads()}
-    return {"hardware": machine, "versions": versions(), "ranks": values_of_all(parallel, own)}
+    return {"hardware": machine, "versions": versions(), "ranks": values_of_all(parallel, own), "start": this_start()}

@@ -28,9 +28,12 @@ class Step(NamedTuple):
 
 
 class Metrics(AbstractContextManager["Metrics"]):
-    """The metrics of one run, written by the first rank alone. A ValueError refuses a file that another run made."""
+    """The metrics of one run, written by the first rank alone. A ValueError refuses a file that another run made.
 
-    def __init__(self, folder: Path, run: str, step: int, rank: int, *, tensorboard: bool = False) -> None:
+    run: the name of the run. None replaces the metrics of any run.
+    """
+
+    def __init__(self, folder: Path, run: str | None, step: int, rank: int, *, tensorboard: bool = False) -> None:
         self._file, self._writer = None, None
         self._folder, self._has_steps = folder, False
         if rank != 0:
@@ -72,9 +75,11 @@ class Metrics(AbstractContextManager["Metrics"]):
             self._writer.add_scalar("resident_bytes/most", max(step.resident_bytes), step.step)
 
 
-def is_of(file: BinaryIO, run: str) -> bool:
-    first = json_object(file.readline(MOST_BYTES))
-    return first.get("run") == run and "bits_per_byte" in first
+def is_of(file: BinaryIO, run: str | None) -> bool:
+    """Whether these are the metrics of this run. If it is None, any run's will do, or an empty file."""
+    line = file.readline(MOST_BYTES)
+    first = json_object(line)
+    return (run is None and not line) or ("bits_per_byte" in first and run in (None, first.get("run")))
 
 
 def beside_the_bar(step: Step, planned_attention: int) -> str:

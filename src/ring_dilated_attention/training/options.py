@@ -226,19 +226,22 @@ def resolve(arguments: argparse.Namespace, before: Hyperparameters | None = None
         return Hyperparameters(**given)
     resumed = arguments.resume
     wanted = replace(before, **given if resumed else {"phases": ()} | given)
-    changed = [name for name, value in vars(wanted).items() if value != getattr(before, name)]
-    refused = changed if resumed else [name for name in changed if name in SHAPE]
+    refused = {name: said for name, said in changes(wanted, before).items() if resumed or name in SHAPE}
     if refused:
-        values = {name: (_shown(getattr(wanted, name)), _shown(getattr(before, name))) for name in refused}
-        words = [f"{flag(name)} {new} was {old}" for name, (new, old) in values.items()]
         rule = "a resumed run keeps its hyperparameters" if resumed else "the parameters of --from have other shapes"
         remedy = "Leave these options out, or start a new run from random parameters"
         if resumed and not set(refused) & set(SHAPE):
             given_anew = {name: entries_of(getattr(wanted, name)) or ("none",) for name in refused}
             command = [str(word) for name, entries in given_anew.items() for word in (flag(name), *entries)]
             remedy = f"A new run from its parameters: rda train --from {shlex.join([str(resumed), *command])}"
-        raise ValueError(f"{rule}, but {'; '.join(words)}. {remedy}")
+        raise ValueError(f"{rule}, but {'; '.join(refused.values())}. {remedy}")
     return wanted
+
+
+def changes(wanted: Hyperparameters, before: Hyperparameters) -> dict[str, str]:
+    """What is wanted other than it was, by name, in words."""
+    pairs = ((name, value, getattr(before, name)) for name, value in vars(wanted).items())
+    return {name: f"{flag(name)} {_shown(new)} was {_shown(old)}" for name, new, old in pairs if new != old}
 
 
 def _shown(value: Any) -> str:

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,20 +16,22 @@ from itertools import chain, count
 from pathlib import Path
 
 from ..models.saved_run import MAKER
-from .files import folder_made, json_object, named_in_errors
+from .files import LossyStream, folder_made, json_object, named_in_errors
 
 LOCK_FILE = ".rda-train.lock"
+POLL_SECONDS = 0.5
 
 
 @contextmanager
-def own_folder(folder: Path, *, must_be_new: bool = False) -> Iterator[tuple[Path, int]]:
+def own_folder(folder: Path, *, must_be_new: bool = False, seconds: float = 0) -> Iterator[tuple[Path, int]]:
     """Make a folder if it is not there, and keep other runs out of it. At the end an empty folder is removed.
 
     Yields the folder and the lock's descriptor. A process that inherits the descriptor holds the lock too. must_be_new:
-    if the folder is there, make another with a number after its name. Raises ValueError if another run has the folder.
+    if the folder is there, make another with a number after its name. Raises ValueError if another run has the folder,
+    and still has it after so many seconds.
     """
     with _new_folder_made(folder) if must_be_new else folder_made(folder) as own:
-        lock = _lock(own / LOCK_FILE)
+        lock = _lock(own / LOCK_FILE, seconds)
         try:
             yield own, lock
         finally:
@@ -51,9 +54,9 @@ def _new_folder_made(folder: Path) -> Iterator[Path]:
                 path.rmdir()
 
 
-def _lock(path: Path) -> int:
-    """The descriptor of the locked file, which names this process."""
-    while True:
+def _lock(path: Path, seconds: float) -> int:
+    """The descriptor of the locked file, which names this process. It waits so many seconds for another owner."""
+    for attempt in count():
         try:
             descriptor, is_made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
         except FileExistsError:
@@ -63,9 +66,16 @@ def _lock(path: Path) -> int:
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError as error:  # another run has the lock, or the file system has no locks
-                    if isinstance(error, BlockingIOError) or not is_made:
+                    if (is_owned := isinstance(error, BlockingIOError)) or not is_made:
                         owner = _owner(path)
                         who = "process {pid} on host {host} since {since}".format(**owner) if owner else "another run"
+                        if is_owned and attempt * POLL_SECONDS < seconds:
+                            if attempt == 0:
+                                said = f"rda train: waiting up to {seconds:g} s for {path.parent}, in use by {who}"
+                                print(said, file=LossyStream(sys.stderr), flush=True)
+                            time.sleep(POLL_SECONDS)
+                            os.close(descriptor)
+                            continue
                         remedy = f"let it end, or choose another --run-folder. If it is dead already, remove {path}"
                         raise ValueError(f"{path.parent} is in use by {who}: {remedy}") from error
                 with suppress(FileNotFoundError):
@@ -76,6 +86,7 @@ def _lock(path: Path) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)  # its last owner removed it just now
+    raise AssertionError("it counts for ever")
 
 
 def _sign(descriptor: int, path: Path) -> None:

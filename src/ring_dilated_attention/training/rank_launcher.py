@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -32,6 +32,7 @@ class Ended(NamedTuple):
     codes: tuple[int, ...]  # negative: the signal that killed the rank
     was_aborted: bool  # by a second request to stop
     reasons: tuple[str, ...]  # what each left with `leave_reason`, or ""
+    was_asked: bool = False  # to stop, once or twice
 
 
 class Place(NamedTuple):
@@ -97,13 +98,14 @@ def share_of_cores(num_ranks: int) -> int:
     return max(1, num_cores // num_ranks)
 
 
-def launch(arguments: Sequence[str], num_ranks: int, lock: int) -> Ended:
+def launch(arguments: Sequence[str], num_ranks: int, lock: int, variables: Mapping[str, str]) -> Ended:
     """Run `python <arguments> --launched FOLDER` on every rank, until all have ended.
 
     Each rank has a session of its own: Ctrl-C reaches only the launcher, which then closes the ranks' stdin. They are
     killed by a second Ctrl-C, or 10 seconds after one failed. They inherit the descriptor of the folder's `lock`.
     """
-    environment = {**os.environ, **loopback_only(), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    environment = {**os.environ, **loopback_only(), **variables}
+    environment |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     environment.setdefault("OMP_NUM_THREADS", str(share_of_cores(num_ranks)))
     processes: list[subprocess.Popen[bytes]] = []
     read_end, write_end = os.pipe()
@@ -128,13 +130,13 @@ def launch(arguments: Sequence[str], num_ranks: int, lock: int) -> Ended:
             for process in processes:
                 process.kill()
                 process.wait()
-    return Ended(tuple(process.returncode for process in processes), stop.number > 1, reasons)
+    return Ended(tuple(process.returncode for process in processes), stop.number > 1, reasons, stop.requested)
 
 
 def until_all_ended(processes: Sequence[subprocess.Popen[bytes]], stop: StopRequest, asking: BinaryIO) -> None:
     """Return when all have ended, on a second request to stop, or GRACE_SECONDS after a rank failed."""
     deadline = math.inf
-    while any(process.poll() is None for process in processes) and stop.number < 2 and time.monotonic() < deadline:
+    while None in [process.poll() for process in processes] and stop.number < 2 and time.monotonic() < deadline:
         if stop.requested:
             asking.close()
         if deadline == math.inf and any(process.returncode for process in processes):

@@ -18,11 +18,15 @@ from .. import __version__
 from ..models.saved_run import STATE_FILE, check_whole, find_checkpoints, newest_checkpoint, read_state, step_of
 from .data import Document, load_document
 from .files import MOST_BYTES, check_mine, is_our_picture, json_object
-from .options import FILES, Hyperparameters, flag, resolve
+from .options import FILES, Hyperparameters, changes, flag, resolve
+from .ownership import LOCK_FILE
+from .restarts import are_meant
 
 RECORD_FILE, PICTURE_FILE = "record.json", "loss.png"
 README_FILE, README_TITLE = "README.txt", "Run {} of rda train"
 SAMPLE_FILE, SAMPLE_TITLE = "sample.txt", "Text that the model of run {} wrote"
+
+ALIKE = ("save_every", "eval_every", "activation_checkpointing", "fsdp")  # choices that all ranks make alike
 
 
 @dataclass(frozen=True)
@@ -37,24 +41,31 @@ class Run:
     save_every: int = 30
     eval_every: int | None = None
     activation_checkpointing: bool = False
+    fsdp: bool = False
     tensorboard: bool = False
+    begins_again: bool = False  # over the metrics of a run that was killed before its first checkpoint
 
 
 def prepare(arguments: argparse.Namespace) -> Run:
     """The run that the command line asks for. A ValueError holds the message for the user."""
     checkpoint = state = origin = None
     if arguments.resume is None:
-        folder, before = _new_folder(arguments.run_folder), None
+        goes_on = arguments.run_folder and are_meant(arguments) and find_checkpoints(arguments.run_folder)
+        folder, before = arguments.run_folder if goes_on else _new_folder(arguments.run_folder), None
         if arguments.origin is not None:
             origin, its_state = _newest_checkpoint("--from", arguments.origin)
             before = Hyperparameters.from_dict(its_state["hyperparameters"])
         options = resolve(arguments, before)
+        if goes_on:
+            checkpoint, state = _newest_checkpoint("--run-folder", folder)
+            _check_same_command(arguments, options, state)
     else:
         for name, other in (("--run-folder", arguments.run_folder), ("--from", arguments.origin)):
             if other is not None:
                 raise ValueError(f"--resume goes on with the run in its own folder: leave {name} out")
         folder, (checkpoint, state) = arguments.resume, _newest_checkpoint("--resume", arguments.resume)
         options = resolve(arguments, Hyperparameters.from_dict(state["hyperparameters"]))
+    if state is not None:
         for file, is_ours in files_of(state["run"]).items():
             check_mine(folder / file, is_ours, "this run")
     document = load_document(options.data, options.seq_len, options.held_out_bytes, vars(options), options.held_out)
@@ -65,9 +76,9 @@ def prepare(arguments: argparse.Namespace) -> Run:
         if found["sha256"] == saved["sha256"] and found["num_held_out"] > (most := saved["num_held_out"]):
             rule = f"the run of --from trained on all but the last {most:,} bytes of this document"
             raise ValueError(f"--held-out-bytes {found['num_held_out']:,}, but {rule}: hold out no more than these")
-    names = ("save_every", "eval_every", "activation_checkpointing", "tensorboard")
-    choices = {name: getattr(arguments, name) for name in names}
-    return Run(options, document, folder, checkpoint, origin, **choices)
+    choices = {name: getattr(arguments, name) for name in (*ALIKE, "tensorboard")}
+    begins_again = are_meant(arguments) and checkpoint is None
+    return Run(options, document, folder, checkpoint, origin, begins_again=begins_again, **choices)
 
 
 def initial_state(run: Run) -> dict[str, Any]:
@@ -93,13 +104,15 @@ def fingerprint(run: Run) -> dict[str, str]:
     options = {flag(name): str(value) for name, value in run.hyperparameters.to_dict().items() if name not in FILES}
     document, begun = run.document.identity(), run.checkpoint or run.origin
     state = begun and read_state(begun)
+    owner = lock.read_text() if run.fsdp and (lock := run.folder / LOCK_FILE).exists() else "nobody"
     return {
         "the document": f"{document['num_bytes']:,} bytes with sha256 {document['sha256'][:16]}...",
         "held-out bytes": str(document["num_held_out"]),
         "the code": code_version(),
         "the checkpoint": f"step {state['step']} of run {state['run']}" if state else "none",
         **options,
-        **{flag(name): str(getattr(run, name)) for name in ("save_every", "eval_every", "activation_checkpointing")},
+        **{flag(name): str(getattr(run, name)) for name in ALIKE},
+        "the owner of the run's folder, which --fsdp needs all hosts to share": owner,
     }
 
 
@@ -159,7 +172,8 @@ def offering_older(checkpoint: Path) -> Iterator[None]:
         newest_first = find_checkpoints(checkpoint.parent)
         for number in range(newest_first.index(checkpoint) + 1, len(newest_first)):
             with suppress(ValueError):
-                _checked_state(whole := newest_first[number])
+                check_whole(whole := newest_first[number])
+                _checked_state(whole)
                 newer = " and ".join(path.name for path in newest_first[:number])
                 offer = f"; the newest whole checkpoint before it is {whole}: move {newer} away, and --resume takes it"
                 break
@@ -169,8 +183,8 @@ def offering_older(checkpoint: Path) -> Iterator[None]:
 
 
 def _checked_state(checkpoint: Path) -> dict[str, Any]:
-    """The state of a whole checkpoint. A ValueError names a file or a field that is missing or bad."""
-    state = check_whole(checkpoint)
+    """The state of a checkpoint. A ValueError names a field that is missing or bad."""
+    state = read_state(checkpoint)
     try:
         _check_state(state, step_of(checkpoint))
     except ValueError as error:
@@ -206,6 +220,17 @@ _STATE |= {"document.num_held_out": int, "document.sha256": str}
 # The objects in two of these lists: the held-out losses, and the checkpoints that a run comes from, the last one first.
 _ENTRIES = {"held_out": {"step": int, "bits_per_byte": float}, "from": {"folder": str, "run": str, "step": int}}
 _KINDS = {str: "a text", int: "an integer", dict: "an object", list: "a list"}
+
+
+def _check_same_command(arguments: argparse.Namespace, options: Hyperparameters, saved: dict[str, Any]) -> None:
+    """Raise ValueError unless the command that began the run in its --run-folder had these options."""
+    differing = changes(options, Hyperparameters.from_dict(saved["hyperparameters"]))
+    asked = str(arguments.origin.resolve()) if arguments.origin else "none"
+    began = saved["from"][0]["folder"] if saved["from"] else "none"
+    differing |= {"origin": f"--from {asked} was {began}"} if asked != began else {}
+    if differing:
+        what = f"--run-folder {arguments.run_folder} holds a run of another command: {'; '.join(differing.values())}"
+        raise ValueError(f"{what}. Give its options, or choose another folder")
 
 
 def _check_same_document(document: Document, saved: dict[str, Any]) -> None:

@@ -1,16 +1,20 @@
 """Notes a request to stop (SIGINT or SIGTERM). The training loop acts on it between two steps.
 
 `rda train --ranks P` holds the write end of a pipe that is every rank's stdin. It closes the pipe to ask them to stop.
-The pipe closes as well if that process is killed, so that no rank is left behind.
+A rank whose parent process has ended sends itself SIGTERM. If it then comes to no end of its step, it ends wherever it
+is, so that none is left behind.
 """
 
 import os
 import select
 import signal
 import sys
+import time
+from threading import Thread
 from types import FrameType
 
 STDERR = 2  # os.write writes to it: a signal may come while sys.stderr is in use
+ORPHAN_SECONDS = 40  # for the end of a step, and a checkpoint
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _NOTICE = b"\nstopping after this step, to save; a second time stops at once\n"
 
@@ -39,10 +43,8 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        if not self._watch_stdin:
-            return self.number > 0
-        readable, _, _ = select.select([sys.stdin.fileno()], [], [], 0)  # readable only at its end: nothing is written
-        return self.number > 0 or bool(readable)
+        # stdin is readable only at its end: nothing is written.
+        return self.number > 0 or (self._watch_stdin and bool(select.select([sys.stdin.fileno()], [], [], 0)[0]))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.number += 1
@@ -51,3 +53,16 @@ class StopRequest:
         elif self.number > 1 and self._second_aborts:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+
+def end_with(parent: int, seconds: float = ORPHAN_SECONDS) -> None:
+    """Let a thread send this process SIGTERM when its parent process has ended, and end it so many seconds later."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)  # outside a `StopRequest` it ends here, and meets no rank of a later start
+        time.sleep(seconds)
+        os._exit(1)
+
+    Thread(target=watch, daemon=True, name="rda parent").start()

@@ -17,7 +17,7 @@ from ...pattern import DilatedPattern
 from ...ranks.context import ContextParallel
 from ..checked_loading import CheckedLoading
 from ..documents import Documents, agree_on_documents, why_no_tokens, why_not_dense
-from ..recompute import run_layer
+from ..recompute import Checkpointing, check_checkpointing, run_layer
 from .architecture import FIRST_LEARNED_POSITION, TorchscaleConfig
 from .gate import torchscale_attention, zero_rows
 
@@ -158,13 +158,12 @@ class _LongNet(CheckedLoading):
         config: TorchscaleConfig,
         *,
         parallel: ContextParallel | None = None,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: Checkpointing = False,
     ) -> None:
         super().__init__()
         if not isinstance(config, TorchscaleConfig):
             raise ValueError(f"config must be a TorchscaleConfig, got {config!r}.")
-        if not isinstance(activation_checkpointing, bool):
-            raise ValueError(f"activation_checkpointing must be True or False, got {activation_checkpointing!r}.")
+        check_checkpointing(activation_checkpointing)
         if self.is_causal and config.num_decoder_layers is not None:
             raise ValueError(f"num_decoder_layers={config.num_decoder_layers} is for an encoder: a decoder takes None.")
         self.config = config
@@ -268,6 +267,7 @@ class LongNetEncoder(_LongNet):
         config: the settings; `TorchscaleConfig.from_torchscale` reads those of torchscale.
         parallel: inputs and outputs are then the local shards of sequences that the ranks hold together.
         activation_checkpointing: keep only each layer's input and attention, and recompute the rest in backward.
+            "offload" keeps these in the memory of the host.
     """
 
     is_causal = False

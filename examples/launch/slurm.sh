@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=rda
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@120
+#SBATCH --no-kill
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=rda-%j.log
+#
+# One torchrun on each node of a job, from the root of the repository:
+#
+#   sbatch examples/launch/slurm.sh doctor
+#   sbatch examples/launch/slurm.sh train --run-folder /shared/a
+#
+# The ranks save 120 s before the time is over. The job goes on with the nodes
+# that are left if one is lost, and begins again if its first node is lost.
+set -euo pipefail
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export STORE=${hosts%%$'\n'*}:$((29000 + SLURM_JOB_ID % 1000)) JOB=$SLURM_JOB_ID
+export HOSTS=1:$SLURM_JOB_NUM_NODES RANKS=${SLURM_GPUS_ON_NODE:-1}
+
+python examples/launch/store.py "${STORE##*:}" &
+trap 'kill $!' EXIT
+srun --kill-on-bad-exit=0 bash examples/launch/several_hosts.sh "$@"

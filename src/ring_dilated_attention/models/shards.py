@@ -1,0 +1,32 @@
+"""Reads checkpoints of which each rank wrote its part, at any number of ranks: safetensors, never a pickle.
+
+torch.distributed.checkpoint finds the parts that this rank wants. Ranks send no messages for it.
+"""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+
+def described_shards(checkpoint: Path) -> dict[str, Tensor]:
+    """The saved tensors by name, on meta: their dtypes and whole shapes."""
+    found = HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
+    tensors = {name: x for name, x in found.items() if isinstance(x, TensorStorageMetadata)}
+    return {name: torch.empty(x.size, dtype=x.properties.dtype, device="meta") for name, x in tensors.items()}
+
+
+def read_shards(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of these names, dtypes and shapes; of a DTensor this rank's part. A ValueError if they do not fit."""
+    found = {name: torch.empty_like(x, requires_grad=False) for name, x in like.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what no_dist asks for
+            load(dict(found), storage_reader=HuggingFaceStorageReader(str(checkpoint)), no_dist=True)
+    except CheckpointException as error:
+        raise ValueError(f"{checkpoint} cannot be read: {next(iter(error.failures.values()))[0]}") from error
+    return found

@@ -1,0 +1,96 @@
+"""`rda train` whose processes are forked from one that has imported what they need: a trial takes a second, not ten."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from distributed import START, preload
+from tqdm import tqdm
+
+from ring_dilated_attention.commands.cli import main
+from ring_dilated_attention.training import rank_launcher
+
+_ROOMS = ("commands.train", "training.loop", "training.meeting", "training.agreement", "training.run_report")
+preload("matplotlib.figure", "matplotlib.backends.backend_agg", *(f"ring_dilated_attention.{name}" for name in _ROOMS))
+
+
+class Forked:
+    """A rank, started as `subprocess.Popen` starts one."""
+
+    def __init__(
+        self, words: Sequence[str], *, stdin: Any, env: dict[str, str], start_new_session: bool, pass_fds: Sequence[int]
+    ) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            assert start_new_session
+            os.setsid()
+            os.dup2(stdin.fileno(), 0)
+            for name in os.listdir("/proc/self/fd"):
+                if int(name) > 2 and int(name) not in pass_fds:
+                    with suppress(OSError):  # the one by which the folder is listed
+                        os.close(int(name))
+            os._exit(_main(words[3:], env))
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            found, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if found else None
+        return self.returncode
+
+    def wait(self) -> None:
+        while self.poll() is None:
+            time.sleep(0.005)
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _main(words: Sequence[str], environment: dict[str, str]) -> int:
+    os.environ |= environment
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    tqdm.set_lock(threading.RLock())  # the one of all processes would outlive one that is killed
+    try:
+        return main(words)
+    except SystemExit as error:
+        return int(error.code or 0)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _launcher(words: Sequence[str], said: str, environment: dict[str, str], folder: str, grace: float) -> None:
+    os.chdir(folder)
+    file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout, sys.stderr = (open(n, "w", closefd=False, buffering=1) for n in (1, 2))  # noqa: SIM115
+    with (
+        mock.patch.object(rank_launcher, "subprocess", SimpleNamespace(Popen=Forked)),
+        mock.patch.object(rank_launcher, "GRACE_SECONDS", grace),
+    ):
+        os._exit(_main(words, environment))
+
+
+class ForkedLauncher:
+    """The launcher: `restart_trials.started`, for a command of `rda train --ranks`."""
+
+    def __init__(self, words: Sequence[str], said: Path, environment: dict[str, str]) -> None:
+        # The first two words are -m and the module of the command.
+        args = (words[2:], str(said), environment, os.getcwd(), 1.0)
+        self._process = START.Process(target=_launcher, args=args)
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        code: int | None = self._process.exitcode
+        return code

@@ -1,0 +1,469 @@
+"""`make faults`: a run is struck at a random moment, and must come to the result of a run that never was.
+
+    python tests/training/restart_trials.py --number 20 --record benchmarks/results/restarts.json
+
+Each trial is one small run of `rda train --ranks 2 --restarts`, of one torchrun, or of two torchruns that meet at a
+store of their own. What does not go on by itself must have said why, and the same command must go on. The exit status
+is 1 unless all trials pass.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+sys.path.append(str(Path(__file__).parents[1]))  # for what tests share
+
+from helpers import free_port
+
+from ring_dilated_attention.models.saved_run import find_checkpoint, step_of
+from ring_dilated_attention.training.files import (
+    MADE_BY,
+    MOST_BYTES,
+    check_mine,
+    is_our_picture,
+    json_object,
+    write_whole,
+)
+from ring_dilated_attention.training.machine import hardware, versions
+
+OPTIONS = "--seq-len 48 --embed-dim 16 --num-heads 2 --segment-lengths 8 48 --dilation-rates 1 3 --warmup-steps 2 "
+OPTIONS += "--held-out-bytes 96 --save-every 5 --data text.txt --run-folder run"
+TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
+KINDS = ("worker", "rank 0", "two", "agent", "writing", "restarting", "stop", "disk")
+ORPHAN_SECONDS, MOST_SECONDS = 60, 180
+TRAIN = ("-m", "ring_dilated_attention.commands.cli", "train")
+STORE = str(Path(__file__).parents[2] / "examples" / "launch" / "store.py")
+
+
+class Size(NamedTuple):
+    """Of a run, with its --timeout and --restarts."""
+
+    steps: int = 60
+    timeout: int = 5
+    restarts: int = 4
+
+
+class Process(Protocol):
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+
+class Trial(NamedTuple):
+    """What came of one fault. `complaints` is empty if everything is as it must be.
+
+    outcome: "went on", or "the same command went on".
+    ended: the seconds until no process was left whose launcher was killed.
+    """
+
+    kind: str
+    launcher: str
+    outcome: str
+    seconds: float
+    ended: float | None
+    complaints: list[str]
+
+
+class Result(NamedTuple):
+    """What a run comes to."""
+
+    losses: list[float]
+    held_out: float
+    parameters: bytes
+
+
+def started(words: Sequence[str], said: Path, environment: dict[str, str]) -> Process:
+    """A process of Python with these words. What it says goes to a file."""
+    with said.open("ab") as file:
+        return subprocess.Popen([sys.executable, *words], stdout=file, stderr=file, env=environment)
+
+
+class Job:
+    """A command that trains in the present folder, and its processes."""
+
+    def __init__(self, launcher: str, size: Size, start: Callable[..., Process] = started) -> None:
+        self.launcher, self.size, self.start, self.said = launcher, size, start, Path("said.txt")
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        self.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as docs/launching.md says
+        self.num_ranks = 2
+        self.heads: list[Process] = []  # the launcher, or the agents
+        self.known: set[int] = set()  # all processes of ranks that were seen
+        self.has_lost_head = False
+        self.store: Process | None = None
+
+    def begin(self) -> None:
+        size = f"--steps {self.size.steps} --timeout {self.size.timeout}"
+        words = [*TRAIN, *OPTIONS.split(), *size.split()]
+        if self.launcher == "rda":
+            commands = [[*words, "--ranks", str(self.num_ranks), "--restarts", str(self.size.restarts)]]
+        elif self.launcher == "torchrun":
+            run = f"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts {self.size.restarts}"
+            commands = [[*run.split(), *words]]
+        else:
+            port = free_port()
+            self.store = self.start([STORE, port], self.said, self.environment)
+            run = f"-m torch.distributed.run --nnodes 1:2 --nproc-per-node 1 --max-restarts {self.size.restarts}"
+            run += f" --rdzv-id job --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --local-addr 127.0.0.1"
+            run += " --rdzv-conf is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+            commands = [[*run.split(), *words]] * 2
+        self.heads = [self.start(command, self.said, self.environment) for command in commands]
+
+    def ranks(self) -> list[int]:
+        """The living ranks, in the order of their start."""
+        heads = {head.pid for head in self.heads}
+        found = sorted((began, pid) for pid, parent, began in processes() if parent in heads)
+        self.known |= {pid for _, pid in found}
+        return [pid for _, pid in found]
+
+    def end(self, seconds: float = MOST_SECONDS) -> list[int | None]:
+        """The exit codes, once all launchers have ended. Those that do not end in time have none, and are killed."""
+        deadline = time.monotonic() + seconds
+        while any(head.poll() is None for head in self.heads) and time.monotonic() < deadline:
+            self.ranks()
+            time.sleep(0.05)
+        codes = [head.poll() for head in self.heads]
+        self.kill(head.pid for head in self.heads if head.poll() is None)
+        return codes
+
+    def wait_until(self, condition: Callable[[], Any], seconds: float = MOST_SECONDS) -> bool:
+        """Whether the condition came true while a launcher was running."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline or all(head.poll() is not None for head in self.heads):
+                return False
+            time.sleep(0.002)
+        return True
+
+    def kill(self, pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:
+        for pid in pids:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+
+    def lose_head(self, rng: random.Random) -> None:
+        """Kill the launcher, or one of the agents."""
+        self.has_lost_head = True
+        lost = rng.choice(self.heads)
+        self.kill([lost.pid])
+        while lost.poll() is None:  # until then its ranks are no orphans
+            time.sleep(0.001)
+
+    def orphans(self) -> list[int]:
+        """The processes in the present folder that no living launcher has started."""
+        heads = {head.pid for head in self.heads if head.poll() is None}
+        known = {os.getpid(), self.store.pid if self.store else 0, *heads}
+        here = [(pid, parent) for pid, parent, _ in processes() if is_here(pid)]
+        return [pid for pid, parent in here if pid not in known and parent not in heads]
+
+    def clear(self) -> None:
+        self.kill([*self.known, *(head.pid for head in self.heads if head.poll() is None)])
+        if self.store is not None:
+            self.kill([self.store.pid])
+            self.store = None
+        for head in self.heads:
+            while head.poll() is None:
+                time.sleep(0.01)
+
+
+def processes() -> Iterable[tuple[int, int, int]]:
+    """(process, parent, when it began) of those that live."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent, *rest = path.read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if state != "Z":
+            yield int(path.parent.name), int(parent), int(rest[17])
+
+
+def is_here(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cwd").readlink() == Path.cwd()
+    except OSError:  # it has ended
+        return False
+
+
+def steps_done() -> int:
+    path = Path("run/metrics.jsonl")
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def newest_step() -> int:
+    newest = find_checkpoint(Path("run"))
+    return step_of(newest) if newest else 0
+
+
+def result() -> Result | None:
+    """What the run came to; None if it is not complete."""
+    path = Path("run/record.json")
+    record = json.loads(path.read_bytes()) if path.exists() else {}
+    if record.get("status") != "complete":
+        return None
+    parameters = Path(f"run/checkpoint-{record['steps_done']:06d}/model.safetensors").read_bytes()
+    return Result(record["bits_per_byte"], record["held_out_bits_per_byte"], parameters)
+
+
+# Faults. Each returns whether it struck.
+
+
+def strike(job: Job, kind: str, rng: random.Random) -> bool:
+    if not job.wait_until(partial(is_running, job, rng.randrange(1, job.size.steps - 15))):
+        return False
+    if kind == "writing":
+        unfinished = Path("run")
+        if not job.wait_until(lambda: next(unfinished.glob("unfinished-checkpoint-*"), None)):
+            return False
+        time.sleep(rng.uniform(0, 0.02))
+    else:
+        time.sleep(rng.uniform(0, 0.03))
+    first, second = job.ranks()
+    if kind == "disk":
+        most = Path("run/metrics.jsonl").stat().st_size + 3_000
+        resource.prlimit(first, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+    elif kind == "stop":
+        job.kill([rng.choice([first, second])], signal.SIGSTOP)
+    elif kind == "agent":
+        job.lose_head(rng)
+    else:
+        struck = {"worker": [second], "rank 0": [first], "writing": [first], "two": [first, second]}
+        job.kill(struck.get(kind, [rng.choice([first, second])]))
+    if kind == "restarting":
+        before = set(job.known)
+        if not job.wait_until(lambda: set(job.ranks()) - before):
+            return False
+        time.sleep(rng.uniform(0, 0.6 * job.size.timeout))
+        new = sorted(set(job.ranks()) - before)
+        if not new or rng.random() < 0.3:
+            job.lose_head(rng)
+        else:
+            job.kill([rng.choice(new)])
+    return True
+
+
+def run_trial(kind: str, job: Job, rng: random.Random, whole: Result) -> Trial:
+    """Strike a run in the present folder, and judge what it comes to."""
+    Path("text.txt").write_bytes(TEXT)
+    launcher = job.launcher
+    complaints: list[str] = []
+    ended: float | None = None
+    began, outcome = time.monotonic(), "went on"
+    try:
+        job.begin()
+        if not strike(job, kind, rng):
+            complaints.append("the fault never came")
+        struck, kept = time.monotonic(), newest_step()
+        if job.has_lost_head:
+            while job.orphans() and time.monotonic() < struck + ORPHAN_SECONDS:
+                time.sleep(0.1)
+            ended = time.monotonic() - struck
+            if job.orphans():
+                complaints.append(f"ranks still ran {ORPHAN_SECONDS} s after their launcher was killed")
+        codes = job.end()
+        if None in codes:
+            complaints.append(f"no end within {MOST_SECONDS} s")
+        if result() is None:
+            outcome = "the same command went on"
+            if not job.has_lost_head and "rda train: " not in job.said.read_text(errors="replace"):
+                complaints.append("it stopped without a word")
+            job.clear()
+            if newest_step() < kept:
+                complaints.append(f"the newest checkpoint was that of step {kept}, and is that of {newest_step()}")
+            job.begin()
+            job.end()
+    finally:
+        job.clear()
+    said = job.said.read_text(errors="replace")
+    complaints += judge(whole, result(), launcher == "two agents")
+    if complaints:
+        complaints.append(said[-3000:])
+    return Trial(kind, launcher, outcome, time.monotonic() - began, ended, complaints)
+
+
+def judge(whole: Result, found: Result | None, is_elastic: bool) -> list[str]:
+    """What is wrong with a result."""
+    if found is None:
+        return ["the run is not complete"]
+    if not is_elastic:
+        return [f"another {name}" for name in Result._fields if getattr(whole, name) != getattr(found, name)]
+    complaints = []
+    steps = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    alone = next((i for i, step in enumerate(steps) if len(step["waited_seconds"]) == 1), None)
+    if alone is not None and abs(found.losses[alone] - whole.losses[alone]) > 1e-5:
+        complaints.append(f"the first loss of one rank is {found.losses[alone]}, not {whole.losses[alone]}")
+    if abs(found.held_out / whole.held_out - 1) > 0.01:
+        complaints.append(f"the held-out loss is {found.held_out}, not {whole.held_out}")
+    return complaints
+
+
+def whole_result(job: Job) -> Result:
+    """The result of a run in the present folder that is never struck."""
+    Path("text.txt").write_bytes(TEXT)
+    try:
+        job.begin()
+        job.end()
+    finally:
+        job.clear()
+    found = result()
+    assert found is not None, job.said.read_text(errors="replace")
+    return found
+
+
+def struck_six_times(job: Job) -> tuple[Result, list[int]]:
+    """The result of a run in the present folder whose ranks are killed six times, and the steps at which they were."""
+    Path("text.txt").write_bytes(TEXT)
+    struck: list[int] = []
+    try:
+        job.begin()
+        for number in range(6):
+            if not job.wait_until(partial(is_running, job, job.size.steps * (number + 1) // 7)):
+                break
+            struck.append(steps_done())
+            job.kill((job.ranks()[:1], job.ranks()[1:], job.ranks())[number % 3])
+        job.end()
+    finally:
+        job.clear()
+    found = result()
+    assert found is not None, job.said.read_text(errors="replace")
+    return found, struck
+
+
+def is_running(job: Job, step: int) -> bool:
+    return steps_done() >= step and len(job.ranks()) == job.num_ranks
+
+
+def draw(whole: Result, found: Result, struck: Sequence[int]) -> bytes:
+    """The losses of a run that was struck, over those of one that never was."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    steps = range(1, len(whole.losses) + 1)
+    axes.plot(steps, whole.losses, color="tab:orange", linewidth=5, alpha=0.5, label="never struck")
+    axes.plot(steps, found.losses, color="tab:blue", linewidth=1, label=f"killed {len(struck)} times")
+    for i, step in enumerate(struck):
+        label = "ranks killed" if i == 0 else None
+        axes.axvline(step, color="tab:gray", linestyle=":", linewidth=1, label=label)
+    axes.set_xlabel("step")
+    axes.set_ylabel("bits per byte")
+    equal = "equal to the bit" if whole == found else "NOT equal"
+    axes.set_title(f"Losses and parameters are {equal}; held out {found.held_out:.3f} bits per byte")
+    axes.legend()
+    content = BytesIO()
+    figure.savefig(content, format="png", dpi=120, metadata={"Software": MADE_BY, "Source": "restart_trials.py"})
+    return content.getvalue()
+
+
+def launcher_of(kind: str, number: int) -> str:
+    if kind == "agent":
+        return ("rda", "two agents", "torchrun", "two agents")[number % 4]
+    return "torchrun" if number % 4 == 3 else "rda"
+
+
+def in_folder(folder: Path, function: Callable[..., Any], *args: Any) -> Any:
+    before = Path.cwd()
+    folder.mkdir()
+    os.chdir(folder)
+    try:
+        return function(*args)
+    finally:
+        os.chdir(before)
+        shutil.rmtree(folder)
+
+
+def is_record(file: Any) -> bool:
+    return json_object(file.read(MOST_BYTES)).get("case") == "restarts"
+
+
+def record_of(rows: list[dict[str, Any]], seed: int) -> dict[str, Any]:
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return {
+        "case": "restarts",
+        "command": " ".join(["python tests/training/restart_trials.py", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None,
+        "seed": seed,
+        "hardware": hardware(),
+        "versions": versions(),
+        "rows": rows,
+    }
+
+
+def row_of(kind: str, trials: Sequence[Trial]) -> dict[str, Any]:
+    ended = [trial.ended for trial in trials if trial.ended is not None]
+    return {
+        "kind": kind,
+        "number": len(trials),
+        "launchers": {name: sum(x.launcher == name for x in trials) for name in sorted({x.launcher for x in trials})},
+        "went_on": sum(trial.outcome == "went on" for trial in trials),
+        "went_on_by_the_same_command": sum(trial.outcome != "went on" for trial in trials),
+        "failed": sum(bool(trial.complaints) for trial in trials),
+        "median_seconds": round(statistics.median(trial.seconds for trial in trials), 1),
+        "most_seconds_of_orphans": round(max(ended), 1) if ended else None,
+        "complaints": [x for trial in trials for x in trial.complaints[:-1]],
+    }
+
+
+def make_picture(path: Path) -> int:
+    is_ours = partial(is_our_picture, source="restart_trials.py")
+    path, size = path.resolve(), Size(steps=280, restarts=9)
+    with tempfile.TemporaryDirectory(prefix="rda-trials-") as folder:
+        whole = in_folder(Path(folder, "whole"), whole_result, Job("rda", size))
+        found, struck = in_folder(Path(folder, "struck"), struck_six_times, Job("rda", size))
+    write_whole(path, draw(whole, found, struck), is_ours, "restart_trials.py")
+    print(f"killed at steps {struck}; {'equal' if whole == found else 'NOT equal'} to the bit")
+    return 0 if whole == found and len(struck) == 6 else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    parser.add_argument("--number", type=int, default=20, help="trials of each kind")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--record", type=Path, help="a file for what was found, as JSON")
+    parser.add_argument("--picture", type=Path, help="only draw the losses of a run that is killed six times, as PNG")
+    arguments = parser.parse_args()
+    if arguments.picture is not None:
+        return make_picture(arguments.picture)
+    if arguments.record is not None:
+        check_mine(arguments.record, is_record, "restart_trials.py")
+    print(f"seed {arguments.seed}")
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="rda-trials-") as folder:
+        whole = in_folder(Path(folder, "whole"), whole_result, Job("rda", Size()))
+        for kind in arguments.kinds:
+            trials: list[Trial] = []
+            for number in range(arguments.number):
+                rng = random.Random(f"{arguments.seed} {kind} {number}")
+                launcher = launcher_of(kind, number)
+                trial = in_folder(Path(folder, "trial"), run_trial, kind, Job(launcher, Size()), rng, whole)
+                trials.append(trial)
+                verdict = "FAILED" if trial.complaints else "ok"
+                ended = "" if trial.ended is None else f", ranks ended after {trial.ended:.1f} s"
+                print(
+                    f"{number:3}  {kind:10}  {launcher:10}  {trial.seconds:6.1f} s  {verdict}: {trial.outcome}{ended}"
+                )
+                print(*(f"     {complaint}\n" for complaint in trial.complaints), sep="", end="", flush=True)
+            rows.append(row_of(kind, trials))
+            if arguments.record is not None:
+                arguments.record.write_text(json.dumps(record_of(rows, arguments.seed), indent=1) + "\n")
+    return 1 if any(row["failed"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

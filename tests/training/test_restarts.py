@@ -1,0 +1,316 @@
+"""A run that goes on after its ranks or its launcher were lost. `make faults` has 20 trials of each kind."""
+
+import argparse
+import json
+import os
+import re
+import time
+from contextlib import nullcontext
+from itertools import islice
+from pathlib import Path
+from threading import Timer
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from distributed import START
+from forked import ForkedLauncher
+from helpers import free_port
+from restart_trials import OPTIONS, TEXT, Job, Size, newest_step, result, whole_result
+
+from ring_dilated_attention.commands.cli import main
+from ring_dilated_attention.commands.train import own
+from ring_dilated_attention.models.saved_run import STATE_FILE
+from ring_dilated_attention.training.checkpoint import _signed
+from ring_dilated_attention.training.meeting import store_of_launcher
+from ring_dilated_attention.training.metrics import METRICS_FILE, Metrics
+from ring_dilated_attention.training.ownership import own_folder
+from ring_dilated_attention.training.rank_launcher import LOST_ANOTHER, Ended
+from ring_dilated_attention.training.restarts import JOB, RESTART, check_progress, this_start
+from ring_dilated_attention.training.stop_request import StopRequest, end_with
+
+SIZE = Size(steps=18, timeout=1)
+
+
+def new_job():
+    return Job("rda", SIZE, ForkedLauncher)
+
+
+@pytest.fixture(scope="module")
+def whole_folder(tmp_path_factory):
+    """Where a run ended that was never struck."""
+    return tmp_path_factory.mktemp("whole")
+
+
+@pytest.fixture(scope="module")
+def whole(whole_folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(whole_folder)
+        return whole_result(new_job())
+
+
+def test_a_run_that_is_struck_goes_on_to_the_bit_and_with_another_number_of_ranks(whole, tmp_path, monkeypatch):
+    """Both ranks are killed, then the launcher. `make faults` has 20 trials of each kind of fault.
+
+    Three ranks go on. Their first loss agrees within 1e-5 with that of the ranks before, and the final one within 1 %.
+    """
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_bytes(TEXT)
+    job = new_job()
+    try:
+        job.begin()
+        assert job.wait_until(lambda: newest_step() >= 5 and len(job.ranks()) == 2)
+        job.kill(struck := job.ranks())
+        assert job.wait_until(lambda: newest_step() >= 10 and len(set(job.ranks()) - set(struck)) == 2)
+        job.kill(head.pid for head in job.heads)
+        job.num_ranks = 3
+        job.begin()  # waits for the ranks of the first
+        assert job.end() == [0], job.said.read_text()
+    finally:
+        job.clear()
+    assert "restart 1 of 4 from run/checkpoint-0000" in job.said.read_text()
+    steps = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    first = next(i for i, step in enumerate(steps) if len(step["waited_seconds"]) == 3)
+    found = result()
+    assert 10 <= first < SIZE.steps
+    assert found.losses[:first] == whole.losses[:first]
+    assert found.losses[first] == pytest.approx(whole.losses[first], abs=1e-5)
+    assert found.held_out == pytest.approx(whole.held_out, rel=0.01)
+
+
+WORDS = ["train", *OPTIONS.split(), "--steps", str(SIZE.steps)]
+
+
+@pytest.mark.usefixtures("whole")
+class TestSameCommand:
+    """On a finished run. The refusals start no rank, and change no file."""
+
+    @pytest.fixture(autouse=True)
+    def in_its_folder(self, whole_folder, monkeypatch):
+        monkeypatch.chdir(whole_folder)
+
+    @pytest.mark.parametrize(
+        ("changes", "said"),
+        [
+            (["--seed", "1", "--embed-dim", "32"], "--embed-dim 32 was 16; --seed 1 was 0"),
+            (["--data", "other.txt"], "--data {0}/other.txt was {0}/text.txt"),
+            (["--from", "run"], "--from {0}/run was none"),
+        ],
+    )
+    def test_another_command_is_refused(self, changes, said, capsys):
+        Path("other.txt").write_bytes(TEXT)
+        capsys.readouterr()
+        assert main([*WORDS, "--restarts", "0", *changes]) == 2
+        said = f"--run-folder run holds a run of another command: {said.format(Path.cwd())}. Give its options, or"
+        assert capsys.readouterr().err == f"rda train: {said} choose another folder\n"
+
+    def test_changed_data_is_refused(self, capsys):
+        Path("text.txt").write_bytes(TEXT + b"more")
+        assert main([*WORDS, "--restarts", "0"]) == 2
+        assert "the document changed since the run began" in capsys.readouterr().err
+        Path("text.txt").write_bytes(TEXT)
+
+    def test_a_finished_run_is_reported(self, monkeypatch, capsys):
+        """And not repeated: its checkpoint is the one that was there."""
+        checkpoint = Path(f"run/checkpoint-{SIZE.steps:06d}")
+        inode = checkpoint.stat().st_ino
+        variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        for name, value in (variables | {"TORCHELASTIC_MAX_RESTARTS": "3"}).items():
+            monkeypatch.setenv(name, value)
+        Path("run/record.json").unlink()
+        assert main(WORDS) == 0
+        said = f"the run in run is complete, all {SIZE.steps} steps of it; only its report was made again"
+        assert said in capsys.readouterr().err
+        assert json.loads(Path("run/record.json").read_text())["status"] == "complete"
+        assert checkpoint.stat().st_ino == inode
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--restarts", "2", "--run-folder", "run"],
+            "--restarts 2, but another launcher started these ranks, and it alone",
+        ),
+        ([], "torchrun --max-restarts needs --run-folder: by it, ranks that start again find their run"),
+    ],
+)
+def test_torchrun_counts_restarts_itself(words, said, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert main(["train", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def leave_checkpoint(step):
+    folder = Path(f"run/checkpoint-{step:06d}")
+    folder.mkdir(parents=True)
+    state = {"run": "a", "step": step, "start": this_start()}
+    (folder / STATE_FILE).write_text(_signed({}, state))
+
+
+def ranks_are_killed(launched, checkpoints, monkeypatch):
+    """For `launch`: each start leaves one of these checkpoints. Ranks refuse to start without progress."""
+    left = iter(checkpoints)
+
+    def launch(command, num_ranks, lock, variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        launched.append(num_ranks)
+        try:
+            check_progress(Path("run"))
+        except ValueError as error:
+            print(error)
+            return Ended((2, 2), False, ("", ""))
+        for step in islice(left, 1):
+            leave_checkpoint(step)
+        return Ended((1, -9), False, (LOST_ANOTHER, ""))
+
+    return launch
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "restarts", "launches", "code", "said"),
+    [
+        ([], 9, 4, 2, "run: 3 starts in a row ended without a first checkpoint: mend what ended them first\n"),
+        ([2], 9, 5, 2, "run: 3 starts in a row ended without a checkpoint after run/checkpoint-000002: mend what"),
+        ([2, 4, 6, 8, 10], 4, 5, 1, "rank 1 was ended by SIGKILL; newest checkpoint: run/checkpoint-000010; go on"),
+        ([2, 4], 1, 2, 1, "restart 1 of 1 from run/checkpoint-000002\n"),
+    ],
+)
+def test_restarts_end(checkpoints, restarts, launches, code, said, tmp_path, monkeypatch, capsys):
+    """When they are used up, or when three starts left no new checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_bytes(TEXT)
+    launched = []
+    launch = ranks_are_killed(launched, checkpoints, monkeypatch)
+    monkeypatch.setattr("ring_dilated_attention.commands.train.launch", launch)
+    assert main([*WORDS, "--ranks", "2", "--restarts", str(restarts)]) == code
+    assert launched == [2] * launches
+    printed, error = capsys.readouterr()
+    assert said in printed + error
+    assert error.count("the ranks failed: rank 1 was ended by SIGKILL") == launches - (code == 2)
+
+
+@pytest.mark.parametrize("ended", [Ended((1, -9), False, ("", ""), True), Ended((2, 1), False, ("full", LOST_ANOTHER))])
+def test_what_is_not_started_again(ended, tmp_path, monkeypatch):
+    """Ranks that somebody asked to stop, and ranks that refused."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_bytes(TEXT)
+    launch = mock.Mock(return_value=ended)
+    monkeypatch.setattr("ring_dilated_attention.commands.train.launch", launch)
+    assert main([*WORDS, "--ranks", "2", "--restarts", "5"]) == 1
+    assert launch.call_count == 1
+
+
+def test_checkpoints_of_an_earlier_command_are_no_progress(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(JOB, "first")
+    monkeypatch.setenv(RESTART, "7")
+    leave_checkpoint(5)
+    monkeypatch.setenv(JOB, "second")
+    for restart in range(4):
+        monkeypatch.setenv(RESTART, str(restart))
+        with pytest.raises(ValueError, match="3 starts") if restart == 3 else nullcontext():
+            check_progress(Path("run"))
+
+
+@pytest.mark.parametrize("content", ["", '{"run": "a", "bits_per_byte": 8.0, "step": 1}\n'])
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(content, tmp_path):
+    (tmp_path / METRICS_FILE).write_text(content)
+    with pytest.raises(ValueError, match="was not made by this run"):
+        Metrics(tmp_path, "another", 0, 0)
+    with Metrics(tmp_path, None, 0, 0):
+        assert (tmp_path / METRICS_FILE).read_text() == ""
+    (tmp_path / METRICS_FILE).write_text("mine\n")
+    with pytest.raises(ValueError, match="was not made by this run"):
+        Metrics(tmp_path, None, 0, 0)
+
+
+def test_a_folder_is_waited_for(tmp_path, capsys):
+    """A run whose launcher was killed saves, and leaves its folder."""
+    first = own_folder(tmp_path / "run")
+    folder, _ = first.__enter__()
+    (folder / "file").touch()
+    Timer(0.2, first.__exit__, (None, None, None)).start()
+    with own_folder(folder, seconds=30) as (again, _):
+        assert again == folder
+    expected = rf"rda train: waiting up to 30 s for {folder}, in use by process {os.getpid()} on host .+ since .+\n"
+    assert re.fullmatch(expected, capsys.readouterr().err)
+
+
+def orphan(tells, trains):
+    """A process that starts one that waits for ever, and ends."""
+    child = os.fork()
+    if child == 0:
+        end_with(os.getppid(), seconds=0.2)
+        with StopRequest() if trains else nullcontext() as stop:
+            tells.send("started")
+            while not (trains and stop.requested):
+                time.sleep(0.01)
+            tells.send("stopping")
+            time.sleep(600)
+    time.sleep(0.1)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_rank_ends_after_its_parent(trains):
+    """At once, where it takes a place at the meeting; where it trains, it may save first."""
+    hears, tells = START.Pipe(duplex=False)
+    START.Process(target=orphan, args=(tells, trains)).start()
+    tells.close()
+    for said in ("started", "stopping")[: 1 + trains]:
+        assert hears.recv() == said
+    assert hears.poll(30)  # the pipe closes with the process
+    with pytest.raises(EOFError):
+        hears.recv()
+
+
+def test_ranks_meet_apart_from_those_of_an_earlier_start(monkeypatch):
+    """Catches ranks that find addresses of dead ones in torchrun's store, which stays."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "RANK": "0", "WORLD_SIZE": "2"}
+    environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for restart in range(2):
+        monkeypatch.setenv(RESTART, str(restart))
+        first, second = (store_of_launcher(rank, 2) for rank in range(2))
+        assert not second.check(["address"])
+        first.set("address", "here")
+        assert second.get("address") == b"here"
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun"):
+        store_of_launcher(0, 2)
+
+
+def test_a_timeout_beyond_a_day_is_refused(capsys):
+    """Catches one that overflows in torch."""
+    assert main(["train", "--timeout", "1e15"]) == 2
+    said = "--timeout must be a positive number of seconds, at most 86,400, got 1e+15"
+    assert capsys.readouterr().err == f"rda train: {said}\n"
+
+
+def test_the_other_ranks_do_not_wait_longer_than_the_first_one(tmp_path):
+    """It waits for the folder less long than they wait for it."""
+    arguments = argparse.Namespace(resume=None, run_folder=tmp_path, restarts=1, timeout=8)
+    with mock.patch("ring_dilated_attention.commands.train.own_folder") as claim:
+        own(arguments, SimpleNamespace(folder=tmp_path), is_rank=True)
+        own(arguments, SimpleNamespace(folder=tmp_path), is_rank=False)
+    assert [call.kwargs["seconds"] for call in claim.call_args_list] == [4, 60]
+
+
+@pytest.mark.parametrize(("words", "where"), [([], "on every rank"), (["--fsdp"], "in parts")])
+def test_what_does_not_fit_a_machine_is_told_what_helps(words, where, tmp_path, monkeypatch, capsys):
+    """More ranks of the same machine do not: they share its memory."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_bytes(TEXT)
+    assert (
+        main(["train", "--ranks", "2", "--embed-dim", "65536", "--num-layers", "96", "--num-heads", "64", *words]) == 2
+    )
+    said = capsys.readouterr().err
+    assert f"parameters, gradients and optimiser state, {where}, take" in said
+    assert said.endswith("use a smaller --embed-dim, fewer --num-layers, or --fsdp over more hosts\n")

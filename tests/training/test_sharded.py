@@ -1,0 +1,248 @@
+"""`rda train --fsdp`: each rank holds and writes its part, and any number of ranks read them again."""
+
+import os
+import re
+import resource
+import shutil
+import signal
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import numpy
+import pytest
+import torch
+from distributed import preload
+from distributed import run as run_ranks
+
+from ring_dilated_attention import ContextParallel
+from ring_dilated_attention.models.longnet import LongNetLM
+from ring_dilated_attention.models.saved_run import check_whole, find_checkpoint, find_checkpoints, read_state
+from ring_dilated_attention.training.agreement import Refusal, agree
+from ring_dilated_attention.training.checkpoint import load_checkpoint, save_checkpoint, tensors_of
+from ring_dilated_attention.training.data import Document
+from ring_dilated_attention.training.loop import make_optimizers, train
+from ring_dilated_attention.training.options import Hyperparameters
+from ring_dilated_attention.training.ownership import own_folder
+from ring_dilated_attention.training.run import Run, fingerprint
+
+preload("torch.distributed.checkpoint", "torch.distributed.fsdp", "ring_dilated_attention.training.loop")
+
+TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
+# A width of 4 on three ranks: the last rank's part of a norm is empty.
+TINY = Hyperparameters(
+    seq_len=48, steps=3, num_layers=2, embed_dim=4, num_heads=2, segment_lengths=(8, 48), dilation_rates=(1, 3),
+    warmup_steps=2, held_out_bytes=96,
+)  # fmt: skip
+
+
+class Stop:
+    """Asks to stop during the given step."""
+
+    def __init__(self, step=10**9):
+        self.left = step
+
+    @property
+    def requested(self):
+        self.left -= 1
+        return self.left <= 0
+
+
+def make_run(folder, *, fsdp=True, resume=False, **changes):
+    options = Hyperparameters(**{**vars(TINY), **changes})
+    document = Document(TEXT, "text", options.seq_len, options.held_out_bytes)
+    return Run(
+        options, document, folder, find_checkpoint(folder) if resume else None, save_every=2, eval_every=2, fsdp=fsdp
+    )
+
+
+def train_rank(rank, world_size, folder):
+    """The record of a run that is never stopped, and of one that goes on after its second step."""
+    parallel = ContextParallel()
+    never = train(make_run(folder / "never"), parallel, Stop())
+    train(make_run(folder / "stopped"), parallel, Stop(2))
+    return never, train(make_run(folder / "stopped", resume=True), parallel, Stop())
+
+
+def sharded_here(options, timeout=timedelta(seconds=60)):
+    from ring_dilated_attention.training.sharded import sharded_model
+
+    torch.manual_seed(options.seed)
+    parallel = ContextParallel(timeout=timeout)
+    model = sharded_model(options.model_config(), parallel=parallel, activation_checkpointing=False)
+    return model, make_optimizers(model, options)
+
+
+def whole(model, optimizers):
+    """Every tensor of a checkpoint, whole."""
+    tensors = tensors_of(model, optimizers)
+    return {name: getattr(x, "full_tensor", x.clone)().numpy() for name, x in tensors.items()}
+
+
+def write_rank(rank, world_size, folder):
+    """Two steps, a checkpoint, and at once a third step. Returns what was to be written."""
+    from ring_dilated_attention.training.sharded import ShardWriter
+
+    model, optimizers = sharded_here(TINY)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        model.loss(model.parallel.shard(torch.randint(256, (1, 48), generator=generator))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        if step == 1:
+            expected = whole(model, optimizers)
+            writer = ShardWriter(folder, model.parallel)
+            writer.start({"run": "a run", "step": 2}, model, optimizers)
+            assert find_checkpoint(folder) is None
+    writer.finish()
+    assert not all(numpy.array_equal(x, expected[name]) for name, x in whole(model, optimizers).items())
+    return expected
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A checkpoint that two ranks wrote, and what they were to write."""
+    folder = tmp_path_factory.mktemp("written")
+    expected, _ = run_ranks(2, write_rank, folder)
+    return find_checkpoint(folder), expected
+
+
+def read_rank(rank, world_size, *checkpoints):
+    """The initial tensors, and those that are read from each checkpoint."""
+    model, optimizers = sharded_here(TINY)
+    found = [whole(model, [])]
+    for checkpoint in checkpoints:
+        load_checkpoint(checkpoint, model, optimizers)
+        found.append(whole(model, optimizers))
+    return found
+
+
+def test_what_two_ranks_wrote_one_and_three_read_to_the_bit(written, tmp_path):
+    """Steps after the save do not reach the file. Muon's and AdamW's states are among the tensors."""
+    checkpoint, expected = written
+    assert read_state(checkpoint) == check_whole(checkpoint) == {"run": "a run", "step": 2}
+    shards = {f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)}
+    assert {path.name for path in checkpoint.iterdir()} == {"state.json"} | shards
+    alone = LongNetLM(TINY.model_config())
+    optimizers = make_optimizers(alone, TINY)
+    load_checkpoint(checkpoint, alone, optimizers)
+    of_one = save_checkpoint(tmp_path, {"run": "another", "step": 2}, alone, optimizers)
+    by_three = run_ranks(3, read_rank, checkpoint, of_one)  # parts, and parts of files that are whole
+    for found in (whole(alone, optimizers), *(read for _, *each in by_three for read in each)):
+        assert found.keys() == expected.keys()
+        assert all(numpy.array_equal(x, expected[name]) for name, x in found.items())
+    torch.manual_seed(TINY.seed)
+    for name, x in LongNetLM(TINY.model_config()).named_parameters():  # a seed has one beginning, however a run is cut
+        assert all(numpy.array_equal(x.detach(), initial[name]) for initial, *_ in by_three)
+
+
+def test_a_run_goes_on_to_the_bit(tmp_path):
+    """It comes to the losses that the same run has without --fsdp. Muon computes in bfloat16."""
+    never, resumed = run_ranks(2, train_rank, tmp_path)[0]
+    assert resumed["bits_per_byte"] == never["bits_per_byte"]
+    assert resumed["held_out"] == never["held_out"]
+    assert [path.name for path in find_checkpoints(tmp_path / "stopped")] == ["checkpoint-000003", "checkpoint-000002"]
+    models = [LongNetLM.from_run(tmp_path / name) for name in ("never", "stopped")]
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(a, b)
+    alone = train(make_run(tmp_path / "alone", fsdp=False), ContextParallel(), Stop())
+    assert alone["bits_per_byte"][0] == pytest.approx(never["bits_per_byte"][0], abs=1e-6)  # the same parameters
+    assert alone["bits_per_byte"] == pytest.approx(never["bits_per_byte"], abs=1e-3)
+
+
+def in_a_folder_of_its_own(rank, folder):
+    (folder / str(rank) / "run").mkdir(parents=True)
+    os.chdir(folder / str(rank))
+
+
+def sharing_rank(rank, world_size, folder, other):
+    """The first rank has a lock in its folder, and the other rank another one or none. Then they share a folder."""
+    in_a_folder_of_its_own(rank, folder)
+    parallel, run = ContextParallel(), make_run(Path("run"))
+    owns = nullcontext() if rank == world_size - 1 and other == "none" else own_folder(Path("run"))
+    with owns, pytest.raises(Refusal) as caught:
+        agree(parallel, fingerprint(run))
+    with own_folder(folder / "shared") if rank == 0 else nullcontext():
+        torch.distributed.barrier()
+        agree(parallel, fingerprint(make_run(folder / "shared")))
+        torch.distributed.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("other", ["its own", "none"])
+def test_hosts_without_a_shared_folder_are_refused_in_a_sentence(tmp_path, other):
+    """The other host has a lock of its own, or none."""
+    for said in run_ranks(2, sharing_rank, tmp_path, other):
+        expected = "differ in the owner of the run's folder, which --fsdp needs all hosts to share (rank 0 on host "
+        assert expected in said
+        assert (": nobody)" in said) == (other == "none")
+        assert "\n" not in said
+
+
+def hang(*args, **options):
+    time.sleep(20)
+
+
+def hanging_rank(rank, world_size, folder):
+    """The second rank's disk hangs."""
+    from ring_dilated_attention.training import sharded
+
+    model, optimizers = sharded_here(TINY, timedelta(seconds=0.5))
+    writer = sharded.ShardWriter(folder, model.parallel)
+    with mock.patch.object(sharded, "save", side_effect=hang) if rank else nullcontext():
+        writer.start({"run": "a run", "step": 2}, model, optimizers)
+        with pytest.raises(RuntimeError) as caught:
+            writer.finish()
+    return str(caught.value)
+
+
+def test_a_write_that_hangs_on_one_rank_is_noticed_within_the_timeout(tmp_path):
+    """Also by the other, whose thread waits for messages of the first."""
+    said = run_ranks(2, hanging_rank, tmp_path, seconds=15)
+    assert (
+        said[1] == f"timed out: this rank did not write its part of {tmp_path / 'checkpoint-000002'} within --timeout"
+    )
+    assert not find_checkpoints(tmp_path)
+
+
+def full_disk_rank(rank, world_size, folder):
+    from ring_dilated_attention.training.sharded import ShardWriter
+
+    if rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+    model, optimizers = sharded_here(TINY)
+    writer = ShardWriter(folder, model.parallel)
+    writer.start({"run": "a run", "step": 2}, model, optimizers)
+    with pytest.raises(Refusal) as caught:
+        writer.finish()
+    return str(caught.value)
+
+
+def test_a_disk_that_is_full_on_one_rank_is_a_sentence_on_all_and_nothing_is_left(tmp_path):
+    for said in run_ranks(2, full_disk_rank, tmp_path):
+        assert f"{tmp_path / 'checkpoint-000002'} cannot be written: File too large" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("damage", ["missing", "flipped"])
+def test_a_damaged_part_is_named(written, tmp_path, damage):
+    checkpoint = tmp_path / written[0].name
+    shutil.copytree(written[0], checkpoint)
+    part = checkpoint / "shard-00002-model-00001-of-00001.safetensors"
+    if damage == "missing":
+        part.unlink()
+    else:
+        content = bytearray(part.read_bytes())
+        content[-3] ^= 4
+        part.write_bytes(content)
+    refused = []
+    for rank in range(3):  # each verifies some of the five files
+        try:
+            check_whole(checkpoint, rank, 3)
+        except ValueError as error:
+            refused.append(str(error))
+    assert len(refused) == 1
+    assert re.search(rf"{part.name} is (missing|damaged: its sha256 is another)", refused[0])
