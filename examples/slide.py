@@ -23,7 +23,7 @@ KINDS = ("stroma", "tumour", "necrosis")
 
 
 def make_slide(num_features: int, columns: int = 60, rows: int = 40) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Features (tiles, C), coordinates (tiles, 2) in pixels, and the kind of tissue (tiles,) of two cuts on glass."""
+    """Features (tiles, C), coordinates (tiles, 2) in pixels, and the kind of tissue (tiles,) of two sections."""
     generator = torch.Generator().manual_seed(0)
     y, x = (z.flatten() for z in torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))
     left = ((x - 0.3 * columns) / (0.24 * columns)) ** 2 + ((y - 0.5 * rows) / (0.42 * rows)) ** 2
