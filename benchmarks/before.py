@@ -1,13 +1,13 @@
 """`python -m benchmarks.before COMMIT`: an earlier commit beside this one, case by case, in one run on one machine.
 
 Each case runs at the earlier commit, in a checkout of its own, and at once here. Both write their own records, of which
-`results/before.json` keeps the times, with their spread, and the ratio of the medians. What a small call costs besides
-arithmetic is timed in turn.
+`results/before.json` keeps the times and their ratio. What a small call costs besides arithmetic is timed in turn.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,12 +17,11 @@ from typing import Any
 
 from ring_dilated_attention.commands.terminal import guarded
 
-from .measure import quantiles
-from .record import branches, make_record, markdown, seconds, write_record
+from .record import branches, make_record, markdown, write_record
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).with_name("results")
-# What is compared of each case. The times of `token` are single numbers, others have a median and a spread.
+# What is compared of each case. Times with a spread are records' medians, others are numbers.
 TIMES = {
     "flops": ("seconds",),
     "linear": ("forward_seconds", "seconds"),
@@ -96,9 +95,9 @@ def compared(case: str, earlier: Path, commit: str) -> list[dict[str, Any]]:
         if {name: before[name] for name in same} != same:
             raise ValueError(f"{case} measures something else now than at {commit}: {same}")
         for name in TIMES[case]:
+            times = [row[name] if isinstance(row[name], float) else row[name]["median"] for row in (before, now)]
             what = ", ".join([*(str(now[key]) for key in WHAT if key in now), *caches(now), name.replace("_", " ")])
-            times = ratio(before[name], now[name])
-            rows.append({"of": case, "what": what, **same, "batch": now["batch"], "commit": commit, **times})
+            rows.append({"of": case, "what": what, **same, "batch": now["batch"], "commit": commit, **ratio(*times)})
     return rows
 
 
@@ -109,6 +108,7 @@ def small_call(earlier: Path, commit: str) -> dict[str, Any]:
     for _ in range(ROUNDS):
         before, now = (float(python(checkout, "-c", SMALL_CALL)) for checkout in (earlier, ROOT))
         times.append((before, now))
+    medians = [statistics.median(column) for column in zip(*times, strict=True)]
     pattern = {"segment_lengths": [4, 4096, 4096], "dilation_rates": [4, 2048, 4096], "is_causal": False}
     sizes = {"seq_len": 4096, "num_heads": 1, "batch": 1}
     return {
@@ -117,7 +117,7 @@ def small_call(earlier: Path, commit: str) -> dict[str, Any]:
         **pattern,
         **sizes,
         "commit": commit,
-        **ratio(*map(quantiles, zip(*times, strict=True))),
+        **ratio(*medians),
     }
 
 
@@ -126,11 +126,8 @@ def caches(row: dict[str, Any]) -> list[str]:
     return [row["cpu_caches"]["state"]] if "cpu_caches" in row else []
 
 
-def ratio(*times: Any) -> dict[str, Any]:
-    """The times before and now, each with its spread where it has one, and the ratio of the medians."""
-    spreads = [quantiles([time]) if isinstance(time, float) else time for time in times]
-    before, now = (spread["median"] for spread in spreads)
-    return {"before_seconds": spreads[0], "seconds": spreads[1], "ratio": now / before}
+def ratio(before: float, now: float) -> dict[str, float]:
+    return {"before_seconds": before, "seconds": now, "ratio": now / before}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -139,8 +136,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{row['of']}: {row['what']}",
             branches(row),
             f"{row['seq_len']:,} x {row['batch']}, {row['num_heads']} heads",
-            seconds(row["before_seconds"]),
-            seconds(row["seconds"]),
+            f"{row['before_seconds']:.4g}",
+            f"{row['seconds']:.4g}",
             f"{row['ratio']:.2f}",
         )
         for row in rows

@@ -23,7 +23,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 SITE = Path(__file__).parents[2] / "site"
 WIDTHS = {390: 844, 1280: 900}  # and heights, in pixels
-PHOTOGRAPHED = ("index", "start", "idea", "is_it_for_me", "api")
+PHOTOGRAPHED = ("index", "start", "idea", "is_it_for_me", "launching", "migrating", "api")
 # The last four keep the browser from calling home; as root Chromium needs --no-sandbox.
 ARGUMENTS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic")
 ARGUMENTS += ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync")

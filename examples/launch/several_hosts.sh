@@ -7,6 +7,7 @@
 #   RANKS=8 bash examples/launch/several_hosts.sh train --run-folder /shared/a
 #
 # ADDRESS is where the other hosts reach this one, if its name leads elsewhere.
+# A store takes each JOB once: another name begins another job.
 set -euo pipefail
 
 # Each start has a store of its own. Ranks find addresses of dead ones otherwise.
@@ -14,7 +15,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 restarts=$([ "${1:-}" = train ] && echo 9 || echo 0)
 exec torchrun --nnodes "${HOSTS:?}" --nproc-per-node "${RANKS:?}" \
-    --rdzv-id "${JOB:-job}" --rdzv-backend c10d --rdzv-endpoint "${STORE:?}" \
+    --rdzv-id "${JOB:-${1:-job}}" --rdzv-backend c10d --rdzv-endpoint "${STORE:?}" \
     --rdzv-conf "is_host=0${LAST_CALL:+,last_call_timeout=$LAST_CALL}" \
     ${ADDRESS:+--local-addr "$ADDRESS"} \
     --max-restarts "$restarts" -m ring_dilated_attention "$@"

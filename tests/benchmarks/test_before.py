@@ -24,7 +24,6 @@ def test_times_stand_beside_each_other(earlier):
     rows = before.compared("linear", earlier.parents[2], "a1b2c3d")
     assert {row["what"]: row["ratio"] for row in rows} == {"float32, forward seconds": 1.0, "float32, seconds": 0.5}
     assert "seconds at a1b2c3d" in before.table(rows)
-    assert all(row["before_seconds"]["max"] > row["before_seconds"]["min"] for row in rows)
     assert before.small_call(earlier.parents[2], "a1b2c3d")["ratio"] == 1.0
 
 

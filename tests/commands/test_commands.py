@@ -76,7 +76,7 @@ def test_a_bar_that_is_not_shown_can_be_used_like_one(capsys, monkeypatch):
 @pytest.mark.parametrize("more", [["--json"], []], ids=["much", "little"])
 def test_nobody_reads_on(more):
     """As `rda ... | head -1`: no traceback, whether the pipe breaks while it is written to or at the end."""
-    command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", *PLAN, "--ranks", "8", *more]
+    command = [sys.executable, "-m", "ring_dilated_attention", *PLAN, "--ranks", "8", *more]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
     error = process.stderr.read()
@@ -96,7 +96,7 @@ def name_of(arguments):
 
 def command(*arguments, **options):
     """The same in a process of its own."""
-    module = "ring_dilated_attention.commands.cli"
+    module = "ring_dilated_attention"
     if arguments[0] == "slice":
         module, *arguments = "benchmarks.slice", *arguments[1:]
     words = [sys.executable, "-m", module, *arguments]
@@ -136,7 +136,7 @@ def test_a_sentence_for_a_full_stderr_does_not_hide_an_unread_stdout(monkeypatch
 def test_a_sentence_that_stderr_does_not_take():
     """Catches 120, Python's code for what is left in a stream's buffer: argparse passes over what it cannot write."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    words = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "suggest", "--seq-len", "x"]
+    words = [sys.executable, "-m", "ring_dilated_attention", "suggest", "--seq-len", "x"]
     with open("/dev/full", "w") as full:
         assert subprocess.run(words, stderr=full, env=environment, timeout=60, check=False).returncode == 2
 

@@ -271,7 +271,7 @@ TORCHRUN = ("RANK", "WORLD_SIZE")
 def started_rank(rank, num_ranks, port, seconds, names=TORCHRUN):
     place = {names[0]: str(rank), names[1]: str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     place["SLURM_STEP_ID"] = "0"
-    command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "doctor", "--timeout", seconds]
+    command = [sys.executable, "-m", "ring_dilated_attention", "doctor", "--timeout", seconds]
     return subprocess.Popen(command, env=os.environ | place, stderr=subprocess.PIPE, text=True)
 
 

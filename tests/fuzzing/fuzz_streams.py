@@ -227,7 +227,7 @@ def code_of(child: int) -> int:
 
 def as_process(arguments: list[str], *kinds: Any) -> Ended:
     streams = Streams(*kinds)
-    words = [sys.executable, "-m", "ring_dilated_attention.commands.cli", *arguments]
+    words = [sys.executable, "-m", "ring_dilated_attention", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     process = subprocess.Popen(words, preexec_fn=streams.take, close_fds=False, env=environment)
     streams.watch()

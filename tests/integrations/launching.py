@@ -112,7 +112,7 @@ def test_several_hosts():
     meeting = {"STORE": f"127.0.0.1:{port}", "HOSTS": "2", "RANKS": "1"}
     with ExitStack() as stack:
         start(stack, "store.py", port)
-        hosts = [start(stack, "several_hosts.sh", "doctor", JOB="doctor", **meeting) for _ in range(2)]
+        hosts = [start(stack, "several_hosts.sh", "doctor", **meeting) for _ in range(2)]
         assert all(host.wait(120) in (0, 1) for host in hosts), said()
         hosts = [start(stack, "several_hosts.sh", TRAIN, **meeting) for _ in range(2)]
         kill_a_rank()

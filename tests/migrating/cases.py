@@ -159,7 +159,7 @@ def _class(name: str, made: str, *replaced: tuple[str, str], ours: str = CLASSES
     """Another class of the package, called alike."""
     imports = "from dilated_attention_pytorch import DilatedAttention"
     replaced = (
-        (imports, "from dilated_attention_pytorch import *\nfrom dilated_attention_pytorch import DilatedAttention"),
+        (imports, "\n".join([imports, *(f"from dilated_attention_pytorch{module} import *" for module in _MODULES)])),
         ("attention = DilatedAttention([16, 64], [1, 2])", f"attention = {made}.eval()"),
         *replaced,
     )
@@ -167,6 +167,7 @@ def _class(name: str, made: str, *replaced: tuple[str, str], ours: str = CLASSES
     return Case(name, CLASSES["theirs"], ours, "dilated", checkouts=checkouts, replaced=replaced)
 
 
+_MODULES = ("", ".true_ring_dilated_attention", ".simulated_ring_dilated_attention")
 _IMPROVED = "ImprovedDilatedAttention([16, 64], [1, 2])"
 _COLLECTIVE = "RingDilatedAttentionV2Collective([16, 64], [1, 2])"
 _PRODUCTION = "RingDilatedAttentionProduction(RingAttentionConfig([16, 64], [1, 2]))"
@@ -212,6 +213,8 @@ CASES = (
         ours=AMONG_HEADS,
     ),
     _class("`RingDilatedAttentionV2`", "RingDilatedAttentionV2([16, 64], [1, 2])"),
+    _class("`TrueRingDilatedAttention`", "TrueRingDilatedAttention([16, 64], [1, 2])"),
+    _class("`SimulatedRingDilatedAttention`", "SimulatedRingDilatedAttention([16, 64], [1, 2])"),
     _class("`RingDilatedAttentionProduction`, ours without `/ len(pattern.branches)`", _PRODUCTION, _UNDIVIDED),
     _class("the same, causal", _PRODUCTION, _UNDIVIDED, CAUSAL),
 )

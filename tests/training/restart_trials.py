@@ -46,7 +46,7 @@ OPTIONS += "--held-out-bytes 96 --save-every 5 --data text.txt --run-folder run"
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
 KINDS = ("worker", "rank 0", "two", "agent", "writing", "restarting", "stop", "disk")
 ORPHAN_SECONDS, MOST_SECONDS = 60, 180
-TRAIN = ("-m", "ring_dilated_attention.commands.cli", "train")
+TRAIN = ("-m", "ring_dilated_attention", "train")
 STORE = str(Path(__file__).parents[2] / "examples" / "launch" / "store.py")
 
 

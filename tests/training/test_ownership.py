@@ -171,7 +171,7 @@ def test_two_ranks_are_alone_with_their_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_bytes(TEXT)
     arguments = [*RUN, "--run-folder", "run"]
-    command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", *arguments]
+    command = [sys.executable, "-m", "ring_dilated_attention", *arguments]
     more = ["--ranks", "2", "--steps", "100000"]
     process = subprocess.Popen([*command, *more], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:

@@ -580,7 +580,7 @@ class TestCommand:
         checkpoints in a folder of its own."""
         words = ["--save-every", "5", *tiny_arguments(data="text.txt", steps=100_000)]
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command = [*launcher, "-m", "ring_dilated_attention.commands.cli", "train", *words]
+        command = [*launcher, "-m", "ring_dilated_attention", "train", *words]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
         wait_for(lambda: any(map(find_checkpoint, Path("runs").glob("*"))), process)
@@ -588,9 +588,9 @@ class TestCommand:
         _, error = process.communicate(timeout=60)
         assert process.returncode == 1
         said = rf"rda train: rank {1 - killed} on host \S+ lost another: .*\nrda train: go on with: torchrun \.\.\. "
-        said += r"-m ring_dilated_attention\.commands\.cli train --resume runs/[\d-]+ --save-every 5\n"
+        said += r"-m ring_dilated_attention train --resume runs/[\d-]+ --save-every 5\n"
         assert re.search(said, error)
-        assert error.index("go on with") < error.index("ring_dilated_attention.commands.cli FAILED")
+        assert error.index("go on with") < error.index("ring_dilated_attention FAILED")
 
     @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
     def test_help_needs_no_torch(self, arguments):
@@ -601,7 +601,7 @@ class TestCommand:
 
 
 def start(*arguments, output=subprocess.PIPE, environment=None):
-    command = [sys.executable, "-m", "ring_dilated_attention.commands.cli", "train", "--save-every", "5", *arguments]
+    command = [sys.executable, "-m", "ring_dilated_attention", "train", "--save-every", "5", *arguments]
     own = os.environ | (environment or {})
     return subprocess.Popen(command, stdout=output, stderr=output, text=True, env=own)
 

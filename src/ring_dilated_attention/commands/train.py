@@ -58,9 +58,9 @@ EXAMPLES = """examples:
                                              --segment-lengths may be others
   rda train --steps 5                        a quick look: 5 steps of --seq-len
   rda train --ranks 2 --restarts 9 --run-folder runs/a   go on if a rank is lost
-  torchrun --nproc-per-node 2 -m ring_dilated_attention.commands.cli train
+  torchrun --nproc-per-node 2 -m ring_dilated_attention train
                                              your own launcher, any hosts
-  srun python -m ring_dilated_attention.commands.cli train
+  srun python -m ring_dilated_attention train
                                   Slurm, with MASTER_ADDR and MASTER_PORT set
 
 The sequence is cut among the ranks; each holds its part of every activation. The run folder gets checkpoints
@@ -155,7 +155,7 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
 def launch_ranks(arguments: argparse.Namespace, run: Run, lock: int) -> int:
     """Start the ranks, and again while they may be and one is lost. Returns the exit code."""
     folder = [] if arguments.resume else ["--run-folder", str(run.folder)]
-    command = ["-m", "ring_dilated_attention.commands.cli", "train", *arguments.argv, *folder]
+    command = ["-m", "ring_dilated_attention", "train", *arguments.argv, *folder]
     job, restarts = secrets.token_hex(8), arguments.restarts or 0
     for restart in range(restarts + 1):
         ended = launch(command, arguments.ranks or 1, lock, {JOB: job, RESTART: str(restart)})
@@ -193,7 +193,7 @@ def train_command(arguments: argparse.Namespace, *asked: object) -> str:
             words += [flag(name)] if value is True else [flag(name), str(value)]
     is_launched = started().num_ranks > 1 and arguments.launched is None
     launcher = "torchrun ..." if "WORLD_SIZE" in os.environ else "srun python"
-    start = f"{launcher} -m ring_dilated_attention.commands.cli train" if is_launched else "rda train"
+    start = f"{launcher} -m ring_dilated_attention train" if is_launched else "rda train"
     return f"{start} {shlex.join(words)}"
 
 

@@ -121,11 +121,13 @@ class LongNetLM(nn.Module):
             self.reset_block(block)
 
     def reset_ends(self) -> None:
+        """Draw the parameters outside of blocks anew."""
         nn.init.normal_(self.embedding.weight)
         nn.init.normal_(self.head.weight, std=HEAD_STD)
         self.final_layernorm.reset_parameters()
 
     def reset_block(self, block: LongNetBlock) -> None:
+        """Draw a block's parameters anew, with the gain of LongNet's depth (sub-LN)."""
         gain = math.sqrt(math.log(2 * self.config.num_layers))
         block.attention_layernorm.reset_parameters()
         block.attention.reset_parameters(gain=gain)
@@ -272,6 +274,7 @@ class LongNetLM(nn.Module):
         )
 
     def each_block(self) -> Iterator[LongNetBlock]:
+        """The blocks, from the embedding to the logits."""
         for block in self.blocks:
             assert isinstance(block, LongNetBlock)
             yield block

@@ -34,9 +34,9 @@ IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 EXAMPLES = """examples:
   rda doctor                              this machine, one process
   rda doctor --ranks 2 --save here.toml   two processes; file for rda plan
-  torchrun --nproc-per-node 8 -m ring_dilated_attention.commands.cli doctor
+  torchrun --nproc-per-node 8 -m ring_dilated_attention doctor
                                           a job's ranks, also over several hosts
-  srun python -m ring_dilated_attention.commands.cli doctor
+  srun python -m ring_dilated_attention doctor
                                   Slurm, with MASTER_ADDR and MASTER_PORT set
 
 Once all ranks have joined, they have two minutes to measure. The answer ends with "ready", or with a list of what to
