@@ -45,9 +45,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     if page.file.inclusion is InclusionLevel.NOT_IN_NAV:
         return markdown  # a file that is shown
-    markdown = NOT_RUN.sub(
-        r'\n\2\n\n<p class="not-run" markdown>No test of this page runs it: \1.</p>\n', markdown
-    )
+    markdown = NOT_RUN.sub(r'\n\2\n\n<p class="not-run" markdown>No test of this page runs it: \1.</p>\n', markdown)
     return repository_links(markdown, path_of(page.file.src_uri), name_of)  # pages with links lie at the root
 
 
