@@ -27,8 +27,8 @@ from ring_dilated_attention.training.meeting import store_of_launcher
 from ring_dilated_attention.training.metrics import METRICS_FILE, Metrics
 from ring_dilated_attention.training.ownership import own_folder
 from ring_dilated_attention.training.rank_launcher import LOST_ANOTHER, Ended
-from ring_dilated_attention.training.restarts import JOB, RESTART, check_progress, this_start
-from ring_dilated_attention.training.stop_request import StopRequest, end_with
+from ring_dilated_attention.training.restarts import RESTART, STARTS_FILE, count_start
+from ring_dilated_attention.training.stop_request import StopRequest, end_with_launcher
 
 SIZE = Size(steps=18, timeout=1)
 
@@ -147,8 +147,7 @@ def test_torchrun_counts_restarts_itself(words, said, monkeypatch, capsys):
 def leave_checkpoint(step):
     folder = Path(f"run/checkpoint-{step:06d}")
     folder.mkdir(parents=True)
-    state = {"run": "a", "step": step, "start": this_start()}
-    (folder / STATE_FILE).write_text(_signed({}, state))
+    (folder / STATE_FILE).write_text(_signed({}, {"run": "a", "step": step}))
 
 
 def ranks_are_killed(launched, checkpoints, monkeypatch):
@@ -160,7 +159,7 @@ def ranks_are_killed(launched, checkpoints, monkeypatch):
             monkeypatch.setenv(name, value)
         launched.append(num_ranks)
         try:
-            check_progress(Path("run"))
+            count_start(Path("run"))
         except ValueError as error:
             print(error)
             return Ended((2, 2), False, ("", ""))
@@ -175,7 +174,7 @@ def ranks_are_killed(launched, checkpoints, monkeypatch):
     ("checkpoints", "restarts", "launches", "code", "said"),
     [
         ([], 9, 4, 2, "run: 3 starts in a row ended without a first checkpoint: mend what ended them first\n"),
-        ([2], 9, 5, 2, "run: 3 starts in a row ended without a checkpoint after run/checkpoint-000002: mend what"),
+        ([2], 9, 5, 2, "run: 3 starts in a row ended without a checkpoint after checkpoint-000002: mend what"),
         ([2, 4, 6, 8, 10], 4, 5, 1, "rank 1 was ended by SIGKILL; newest checkpoint: run/checkpoint-000010; go on"),
         ([2, 4], 1, 2, 1, "restart 1 of 1 from run/checkpoint-000002\n"),
     ],
@@ -205,16 +204,42 @@ def test_what_is_not_started_again(ended, tmp_path, monkeypatch):
     assert launch.call_count == 1
 
 
-def test_checkpoints_of_an_earlier_command_are_no_progress(tmp_path, monkeypatch):
+def start(number, monkeypatch):
+    """The start of a run by a launcher that has started ranks so often before. Whether it may train."""
+    monkeypatch.setenv(RESTART, str(number))
+    try:
+        count_start(Path("run"))
+    except ValueError as error:
+        assert str(error).startswith("run: 3 starts in a row ended without a ")  # noqa: PT017
+        return False
+    return True
+
+
+def test_what_counts_is_starts_without_a_checkpoint_not_the_count_of_a_launcher(tmp_path, monkeypatch):
+    """Each torchrun counts its own restarts, and rank 0 may be of another one after each."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(JOB, "first")
-    monkeypatch.setenv(RESTART, "7")
     leave_checkpoint(5)
-    monkeypatch.setenv(JOB, "second")
-    for restart in range(4):
-        monkeypatch.setenv(RESTART, str(restart))
-        with pytest.raises(ValueError, match="3 starts") if restart == 3 else nullcontext():
-            check_progress(Path("run"))
+    assert [start(number, monkeypatch) for number in (0, 1, 7, 8)] == [True, True, True, False]
+    leave_checkpoint(10)  # the torchrun that had restarted least goes on: its 2 is less than 7, and no repetition
+    assert [start(number, monkeypatch) for number in (9, 2, 3, 4)] == [True, True, True, False]
+
+
+def test_the_first_start_of_a_command_counts_anew(tmp_path, monkeypatch):
+    """Although the job's id is one of before, and the checkpoint was saved after more restarts than follow now."""
+    monkeypatch.chdir(tmp_path)
+    leave_checkpoint(5)
+    for _ in range(2):
+        assert [start(number, monkeypatch) for number in range(5)] == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize("content", [b"", b"mine\n", b"\xff"])
+def test_a_file_of_somebody_else_counts_no_start(content, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(RESTART, "1")
+    Path("run").mkdir()
+    Path("run", STARTS_FILE).write_bytes(content)
+    with pytest.raises(ValueError, match=r"was not made by rda train, and nothing is written over it"):
+        count_start(Path("run"))
 
 
 @pytest.mark.parametrize("content", ["", '{"run": "a", "bits_per_byte": 8.0, "step": 1}\n'])

@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import re
-import secrets
 import shlex
 import signal
 import socket
@@ -24,7 +23,7 @@ from ..training.files import in_words
 from ..training.options import add_hyperparameters, flag
 from ..training.ownership import own_folder
 from ..training.rank_launcher import LOST_ANOTHER, Ended, launch, leave_reason, started
-from ..training.restarts import JOB, RESTART, are_by_torchrun, are_meant, check_progress
+from ..training.restarts import RESTART, STARTS_FILE, are_by_torchrun, are_meant, count_start
 from ..training.run import RECORD_FILE, Run, fingerprint, prepare
 from ..training.stop_request import StopRequest, end_with
 from .generate import sample
@@ -156,9 +155,8 @@ def launch_ranks(arguments: argparse.Namespace, run: Run, lock: int) -> int:
     """Start the ranks, and again while they may be and one is lost. Returns the exit code."""
     folder = [] if arguments.resume else ["--run-folder", str(run.folder)]
     command = ["-m", "ring_dilated_attention.commands.cli", "train", *arguments.argv, *folder]
-    job, restarts = secrets.token_hex(8), arguments.restarts or 0
-    for restart in range(restarts + 1):
-        ended = launch(command, arguments.ranks or 1, lock, {JOB: job, RESTART: str(restart)})
+    for restart in range((restarts := arguments.restarts or 0) + 1):
+        ended = launch(command, arguments.ranks or 1, lock, {RESTART: str(restart)})
         if not any(ended.codes):
             return code_of(json.loads((run.folder / RECORD_FILE).read_text()))
         for code in (USER_ERROR_EXIT_CODE, UNREAD_EXIT_CODE):
@@ -228,8 +226,8 @@ def train_alone(arguments: argparse.Namespace, run: Run) -> int:
 
 def run_rank(arguments: argparse.Namespace) -> int:
     """Train in this process, which is one rank of several. If one rank refuses, all ranks do."""
-    if JOB in os.environ:
-        end_with(os.getppid())  # before the seconds that the imports take
+    if RESTART in os.environ:
+        end_with_launcher()  # before the seconds that the imports take
     with leaving_at_once("rda train"):
         import torch.distributed as dist
 
@@ -258,11 +256,12 @@ def run_rank(arguments: argparse.Namespace) -> int:
             run = replace(run, folder=folder)
             agree(parallel, together(parallel, partial(fingerprint, run)))
             if are_meant(arguments):
-                on_first(parallel, partial(check_progress, folder))
+                on_first(parallel, partial(count_start, folder))
             with StopRequest(watch_stdin=arguments.launched is not None, is_rank=True) as stop:
                 record = train(run, parallel, stop)
                 if parallel.rank == 0:
                     report(arguments, run, record)
+                    (folder / STARTS_FILE).unlink(missing_ok=True)
         dist.destroy_process_group()
     except (Refusal, TrainingDiverged) as error:  # raised on every rank
         if str(error) and (isinstance(error, Refusal) or parallel.rank == 0):
