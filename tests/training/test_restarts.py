@@ -266,28 +266,34 @@ def test_a_folder_is_waited_for(tmp_path, capsys):
     assert re.fullmatch(expected, capsys.readouterr().err)
 
 
-def orphan(tells, trains):
+def orphan(tells, moment):
     """A process that starts one that waits for ever, and ends."""
-    child = os.fork()
-    if child == 0:
-        end_with(os.getppid(), seconds=0.2)
+    parent = os.getpid()
+    if os.fork() == 0:
+        while moment == "begins" and os.getppid() == parent:
+            time.sleep(0.01)
+        end_with_launcher(seconds=0.2)
+        trains = moment == "trains"
         with StopRequest() if trains else nullcontext() as stop:
             tells.send("started")
             while not (trains and stop.requested):
                 time.sleep(0.01)
             tells.send("stopping")
             time.sleep(600)
-    time.sleep(0.1)
+    time.sleep(0 if moment == "begins" else 0.1)
     os._exit(0)
 
 
-@pytest.mark.parametrize("trains", [False, True])
-def test_a_rank_ends_after_its_parent(trains):
-    """At once, where it takes a place at the meeting; where it trains, it may save first."""
+@pytest.mark.parametrize("moment", ["begins", "meets", "trains"])
+def test_a_rank_ends_after_its_parent(moment):
+    """At once, where it takes a place at the meeting; where it trains, it may save first.
+
+    One that looks for the first time when its parent has ended must not take the process that adopted it for one.
+    """
     hears, tells = START.Pipe(duplex=False)
-    START.Process(target=orphan, args=(tells, trains)).start()
+    START.Process(target=orphan, args=(tells, moment)).start()
     tells.close()
-    for said in ("started", "stopping")[: 1 + trains]:
+    for said in {"begins": [], "meets": ["started"], "trains": ["started", "stopping"]}[moment]:
         assert hears.recv() == said
     assert hears.poll(30)  # the pipe closes with the process
     with pytest.raises(EOFError):

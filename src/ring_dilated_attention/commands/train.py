@@ -25,8 +25,8 @@ from ..training.ownership import own_folder
 from ..training.rank_launcher import LOST_ANOTHER, Ended, launch, leave_reason, started
 from ..training.restarts import RESTART, STARTS_FILE, are_by_torchrun, are_meant, count_start
 from ..training.run import RECORD_FILE, Run, fingerprint, prepare
-from ..training.stop_request import StopRequest, end_with
-from .generate import sample
+from ..training.stop_request import StopRequest, end_with_launcher
+from .generate import sample, sampling
 from .interrupts import INTERRUPTED_EXIT_CODE, leaving_at_once
 from .limits import check_at_least, check_memory, check_ranks_fit, check_seconds
 from .numbers import count
