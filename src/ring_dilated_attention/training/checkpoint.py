@@ -8,6 +8,7 @@ import json
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -177,9 +178,10 @@ def _remove_superfluous(target: Path, run: str) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove the files of a checkpoint, and its folder if nothing else is in it."""
+    """Remove the files of a checkpoint, finished ones or not, and its folder if nothing else is in it."""
     with suppress(OSError):
-        files = (saved_run.MODEL_FILE, saved_run.OPTIMIZER_FILE, saved_run.STATE_FILE, MARK_FILE)  # the mark last
-        for path in (*folder.glob(saved_run.SHARDS), *(folder / name for name in files)):
+        names = [saved_run.SHARDS, saved_run.MODEL_FILE, saved_run.OPTIMIZER_FILE, saved_run.STATE_FILE]
+        begun = ["unfinished-*", ".tmp*"] if (folder / MARK_FILE).is_file() else []  # by `replaced` and safetensors
+        for path in chain.from_iterable(map(folder.glob, (*names, *begun, MARK_FILE))):  # the mark last
             path.unlink(missing_ok=True)
         folder.rmdir()
