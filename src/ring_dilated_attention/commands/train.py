@@ -312,10 +312,14 @@ def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> N
     for_people = sys.stderr if arguments.json else sys.stdout
     print(summary(record), file=for_people)
     if is_complete:
-        text, more = sample(folder, run.document)
-        write_sample(record, text)
+        prompt, more = sampling(folder, run.document)
+        is_cut = run.fsdp and record["num_ranks"] > 1
+        if not is_cut:  # else perhaps no process has room for the whole model
+            write_sample(record, text := sample(folder, prompt))
+            print(text, file=for_people)
         onward = train_command(arguments, "--from", folder, "--steps", run.hyperparameters.steps_again)
-        print(text, f"more of it: {more}", f"more steps: {onward}", FROM, sep="\n", file=for_people)
+        write = "what it writes" if is_cut else "more of it"
+        print(f"{write}: {more}", f"more steps: {onward}", FROM, sep="\n", file=for_people)
         print(f'in Python: LongNetLM.from_run("{folder}")\nanother pattern: docs/generation.md', file=for_people)
     print(f"README.txt says what is in {folder}", file=for_people)
     if arguments.json:
