@@ -30,8 +30,9 @@ from typing import Any, NamedTuple, Protocol
 sys.path.append(str(Path(__file__).parents[1]))  # for what tests share
 
 from helpers import free_port
+from safetensors import safe_open
 
-from ring_dilated_attention.models.saved_run import OPTIMIZER_FILE, find_checkpoint, step_of
+from ring_dilated_attention.models.saved_run import find_checkpoint, step_of
 from ring_dilated_attention.training.files import (
     MADE_BY,
     MOST_BYTES,
@@ -85,7 +86,7 @@ class Result(NamedTuple):
 
     losses: list[float]
     held_out: float
-    parameters: bytes
+    tensors: bytes  # of the parameters and of the optimisers' state
 
 
 def started(words: Sequence[str], said: Path, environment: dict[str, str]) -> Process:
@@ -232,9 +233,12 @@ def result() -> Result | None:
     record = json.loads(path.read_bytes()) if path.exists() else {}
     if record.get("status") != "complete":
         return None
-    checkpoint = Path(f"run/checkpoint-{record['steps_done']:06d}")
-    parameters = [path.read_bytes() for path in sorted(checkpoint.glob("*.safetensors")) if path.name != OPTIMIZER_FILE]
-    return Result(record["bits_per_byte"], record["held_out_bits_per_byte"], b"".join(parameters))
+    found = []  # which rank writes a tensor that all have may differ, so tensors are sorted by their names
+    for path in Path(f"run/checkpoint-{record['steps_done']:06d}").glob("*.safetensors"):
+        with safe_open(path, "numpy") as file:
+            found += [(name, path.name, file.get_tensor(name).tobytes()) for name in file.keys()]  # noqa: SIM118
+    tensors = b"".join(content for _, _, content in sorted(found))
+    return Result(record["bits_per_byte"], record["held_out_bits_per_byte"], tensors)
 
 
 # Faults. Each returns whether it struck.

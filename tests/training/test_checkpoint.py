@@ -28,8 +28,9 @@ from ring_dilated_attention.models.saved_run import (
 )
 from ring_dilated_attention.training import checkpoint as checkpoints
 from ring_dilated_attention.training.checkpoint import MARK_FILE, load_checkpoint, save_checkpoint
-from ring_dilated_attention.training.files import write_whole
+from ring_dilated_attention.training.files import flush, write_whole
 from ring_dilated_attention.training.loop import make_optimizers
+from ring_dilated_attention.training.metrics import METRICS_FILE
 from ring_dilated_attention.training.options import Hyperparameters
 
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
@@ -130,6 +131,20 @@ def test_what_a_killed_run_left_unfinished_goes(trained, tmp_path):
     (left / MODEL_FILE).write_text("half of a mod")
     after = save_checkpoint(tmp_path, state_at(6), *trained)
     assert list(tmp_path.iterdir()) == [after]
+
+
+def test_metrics_are_on_the_disk_before_a_checkpoint_is(trained, tmp_path, monkeypatch):
+    """Catches an empty file beside a good checkpoint after a host's crash: the run would not go on."""
+    flushed = []
+
+    def noted(path):
+        flush(path)
+        flushed.append(path.name)
+
+    monkeypatch.setattr(checkpoints, "flush", noted)
+    (tmp_path / METRICS_FILE).write_text("a line\n")
+    save_checkpoint(tmp_path, state_at(4), *trained)
+    assert flushed.index(METRICS_FILE) < flushed.index("checkpoint-000004")
 
 
 def die_writing(folder, most_bytes):

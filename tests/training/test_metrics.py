@@ -3,7 +3,6 @@
 import gzip
 import json
 import math
-import os
 
 import pytest
 
@@ -39,21 +38,6 @@ def test_each_step_is_there_at_once(tmp_path):
         assert row["tokens_per_second"] == 200
         assert row["waited_seconds"] == [0.1, 0.2]
         assert tuple(row) == Step._fields
-
-
-def test_they_are_on_the_disk_before_a_checkpoint_is(tmp_path, monkeypatch):
-    """Catches an empty file beside a good checkpoint after a host's crash: the run would not go on."""
-    flushed, fsync = [], os.fsync
-
-    def noted(descriptor):
-        fsync(descriptor)
-        flushed.append(os.fstat(descriptor).st_size)
-
-    with Metrics(tmp_path, "a", 0, 0) as metrics:
-        monkeypatch.setattr(os, "fsync", noted)
-        metrics.add(step(1))
-        metrics.add(step(2), is_saved=True)
-        assert flushed == [(tmp_path / METRICS_FILE).stat().st_size]
 
 
 def test_a_resumed_run_goes_on_where_it_was_saved(tmp_path):

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import random
 import re
 import time
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from distributed import START
 from forked import ForkedLauncher
 from helpers import free_port
-from restart_trials import OPTIONS, TEXT, Job, Size, newest_step, result, whole_result
+from restart_trials import KINDS, OPTIONS, TEXT, Size, job_of, newest_step, result, run_trial, whole_result
 
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.commands.train import own
@@ -33,8 +34,8 @@ from ring_dilated_attention.training.stop_request import StopRequest, end_with_l
 SIZE = Size(steps=18, timeout=1)
 
 
-def new_job():
-    return Job("rda", SIZE, ForkedLauncher)
+def new_job(launcher="rda", kind="worker"):
+    return job_of(launcher, kind, SIZE, ForkedLauncher)
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +78,32 @@ def test_a_run_that_is_struck_goes_on_to_the_bit_and_with_another_number_of_rank
     assert found.losses[:first] == whole.losses[:first]
     assert found.losses[first] == pytest.approx(whole.losses[first], abs=1e-5)
     assert found.held_out == pytest.approx(whole.held_out, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("two", "fsdp")])
+def test_one_of_each_fault(kind, whole, tmp_path, monkeypatch):
+    """`two` is in the test above, with a launcher that is killed after it."""
+    monkeypatch.chdir(tmp_path)
+    assert run_trial(kind, new_job(), random.Random(0), whole).complaints == []
+
+
+def test_torchrun_restarts_a_run(whole, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trial = run_trial("worker", new_job("torchrun"), random.Random(0), whole)
+    assert (trial.outcome, trial.complaints) == ("went on", [])
+
+
+def test_a_run_with_fsdp_is_restarted(tmp_path, monkeypatch):
+    """To the bit. At its end no process loads the whole model: it says how to."""
+    monkeypatch.chdir(tmp_path)
+    whole = whole_result(new_job(kind="fsdp"))
+    assert "\nwhat it writes: rda generate run --prompt " in Path("said.txt").read_text()
+    assert not Path("run/sample.txt").exists()
+    assert {path.name[:9] for path in Path(f"run/checkpoint-{SIZE.steps:06d}").iterdir()} == {"shard-000", "state.jso"}
+    for name in ("run", "said.txt"):
+        Path(name).rename(f"whole-{name}")
+    trial = run_trial("fsdp", new_job(kind="fsdp"), random.Random(0), whole)
+    assert (trial.outcome, trial.complaints) == ("went on", [])
 
 
 WORDS = ["train", *OPTIONS.split(), "--steps", str(SIZE.steps)]

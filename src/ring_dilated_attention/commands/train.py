@@ -26,7 +26,7 @@ from ..training.rank_launcher import LOST_ANOTHER, Ended, launch, leave_reason, 
 from ..training.restarts import RESTART, STARTS_FILE, are_by_torchrun, are_meant, count_start
 from ..training.run import RECORD_FILE, Run, fingerprint, prepare
 from ..training.stop_request import StopRequest, end_with_launcher
-from .generate import sample, sampling
+from .generate import sample
 from .interrupts import INTERRUPTED_EXIT_CODE, leaving_at_once
 from .limits import check_at_least, check_memory, check_ranks_fit, check_seconds
 from .numbers import count
@@ -66,9 +66,6 @@ The sequence is cut among the ranks; each holds its part of every activation. Th
 (safetensors and JSON) and metrics.jsonl, and at the end a README.txt that says what each of its files is. Only one run
 at a time can use it. Exit codes of the run, or of the ranks under a torchrun of your own: 0 done, 1 a rank was lost or
 memory ran out, 2 a sentence says what is wrong, 130 interrupted and saved.
-
-With --ranks nobody beyond this machine can reach the ranks. torchrun opens its stores on every interface, and unpickles
-what it finds there: let only the job's hosts reach its ports (29400 and 29500 by default) and those that gloo picks.
 """
 
 
@@ -312,14 +309,12 @@ def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> N
     for_people = sys.stderr if arguments.json else sys.stdout
     print(summary(record), file=for_people)
     if is_complete:
-        prompt, more = sampling(folder, run.document)
-        is_cut = run.fsdp and record["num_ranks"] > 1
-        if not is_cut:  # else perhaps no process has room for the whole model
-            write_sample(record, text := sample(folder, prompt))
-            print(text, file=for_people)
+        text, more = sample(folder, run.document, is_cut=run.fsdp and record["num_ranks"] > 1)
+        if text:
+            write_sample(record, text)
         onward = train_command(arguments, "--from", folder, "--steps", run.hyperparameters.steps_again)
-        write = "what it writes" if is_cut else "more of it"
-        print(f"{write}: {more}", f"more steps: {onward}", FROM, sep="\n", file=for_people)
+        written = [text, f"more of it: {more}"] if text else [f"what it writes: {more}"]
+        print(*written, f"more steps: {onward}", FROM, sep="\n", file=for_people)
         print(f'in Python: LongNetLM.from_run("{folder}")\nanother pattern: docs/generation.md', file=for_people)
     print(f"README.txt says what is in {folder}", file=for_people)
     if arguments.json:

@@ -84,13 +84,12 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
             waits.clear()
             numbers = (state["step"], nats, nats / NATS_PER_BIT, held_out, seconds, speed, all_waited, all_resident)
             step = Step(state["run"], *numbers)
-            is_saved = state["step"] % run.save_every == 0 or is_last or stopping
-            metrics.add(step, is_saved=is_saved)
+            metrics.add(step)
             bar.set_postfix_str(beside_the_bar(step, planned), refresh=False)
             bar.update()
             if writer is not None and all(written):
                 writer.finish()
-            if is_saved:
+            if state["step"] % run.save_every == 0 or is_last or stopping:
                 check_parameters(model, parallel, state["step"])
                 state |= measured()
                 if writer is not None:

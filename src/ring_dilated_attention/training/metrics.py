@@ -1,7 +1,6 @@
 """The progress of a run: metrics.jsonl with a `Step` on each line, the progress bar, and TensorBoard on request."""
 
 import json
-import os
 import shutil
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -62,14 +61,11 @@ class Metrics(AbstractContextManager["Metrics"]):
         if self._writer is not None:
             self._writer.close()
 
-    def add(self, step: Step, *, is_saved: bool = False) -> None:
-        """is_saved: a checkpoint of this step follows. The metrics are on the disk before it."""
+    def add(self, step: Step) -> None:
         if self._file is None:
             return
         self._file.write(json.dumps(step._asdict()) + "\n")
         self._file.flush()
-        if is_saved:
-            os.fsync(self._file.fileno())
         self._has_steps = True
         if self._writer is not None:
             for name in ("bits_per_byte", "loss", "tokens_per_second", "held_out_bits_per_byte"):

@@ -7,13 +7,8 @@ from pathlib import Path
 from ..models.saved_run import MAKER, find_checkpoint
 from .files import write_whole
 
-RESTART = "TORCHELASTIC_RESTART_COUNT"
+RESTART = "TORCHELASTIC_RESTART_COUNT"  # how often rda's launcher, or this host's torchrun, started ranks again
 STARTS_FILE, MOST_STARTS = ".rda-train.starts", 3
-
-
-def number_of_start() -> int:
-    """How often the launcher, or this host's torchrun, has started ranks again."""
-    return int(os.environ.get(RESTART, "0"))
 
 
 def are_by_torchrun() -> bool:
@@ -34,7 +29,7 @@ def count_start(folder: Path) -> None:
     newest, path = find_checkpoint(folder), folder / STARTS_FILE
     since = f"a checkpoint after {newest.name}" if newest else "a first checkpoint"
     notes = [f"{MAKER}: start {number} without {since}\n".encode() for number in range(1, MOST_STARTS + 1)]
-    noted = path.read_bytes() if number_of_start() and path.exists() else b""
+    noted = path.read_bytes() if os.environ.get(RESTART, "0") != "0" and path.exists() else b""
     if noted == notes[-1]:
         raise ValueError(f"{folder}: {MOST_STARTS} starts in a row ended without {since}: mend what ended them first")
     note = notes[notes.index(noted) + 1 if noted in notes else 0]

@@ -75,10 +75,8 @@ def end_with_launcher(seconds: float = ORPHAN_SECONDS) -> None:
 
 def _is_launched_by(pid: int) -> bool:
     """Whether it is the launcher. torchrun does not say who it is: it, or a process above, has loaded torch."""
-    if LAUNCHER in os.environ:
-        return os.environ[LAUNCHER] == str(pid)
-    if not Path("/proc/self/maps").exists():
-        return pid != 1
+    if LAUNCHER in os.environ or not Path("/proc/self/maps").exists():
+        return os.environ.get(LAUNCHER, str(pid)) == str(pid)
     with suppress(OSError):  # it has ended, or it is another user's
         if b"libtorch" in Path(f"/proc/{pid}/maps").read_bytes():
             return True
