@@ -77,9 +77,9 @@ def _is_launched_by(pid: int) -> bool:
     """Whether it is the launcher. torchrun does not say who it is: it, or a process above, has loaded torch."""
     if LAUNCHER in os.environ or not Path("/proc/self/maps").exists():
         return os.environ.get(LAUNCHER, str(pid)) == str(pid)
-    with suppress(OSError):  # it has ended, or it is another user's
-        if b"libtorch" in Path(f"/proc/{pid}/maps").read_bytes():
-            return True
-    with suppress(OSError):
-        return pid > 1 and _is_launched_by(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]))
+    with suppress(OSError):  # a process has ended, or it is another user's
+        while pid:
+            if b"libtorch" in Path(f"/proc/{pid}/maps").read_bytes():
+                return True
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])  # its parent
     return False
