@@ -157,7 +157,7 @@ class Job:
         while not condition():
             if time.monotonic() > deadline or all(head.poll() is not None for head in self.heads):
                 return False
-            time.sleep(0.002)
+            time.sleep(0.005)
         return True
 
     def kill(self, pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:

@@ -80,9 +80,9 @@ def test_a_run_that_is_struck_goes_on_to_the_bit_and_with_another_number_of_rank
     assert found.held_out == pytest.approx(whole.held_out, rel=0.01)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("two", "fsdp")])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("worker", "two", "fsdp")])
 def test_one_of_each_fault(kind, whole, tmp_path, monkeypatch):
-    """`two` is in the test above, with a launcher that is killed after it."""
+    """`two` is in the test above, with a launcher that is killed after it. `worker` and `fsdp` are in the next ones."""
     monkeypatch.chdir(tmp_path)
     assert run_trial(kind, new_job(), random.Random(0), whole).complaints == []
 
