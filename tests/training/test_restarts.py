@@ -31,7 +31,7 @@ from ring_dilated_attention.training.rank_launcher import LOST_ANOTHER, Ended
 from ring_dilated_attention.training.restarts import RESTART, STARTS_FILE, count_start
 from ring_dilated_attention.training.stop_request import StopRequest, end_with_launcher
 
-SIZE = Size(steps=18, timeout=1)
+SIZE = Size(steps=30, timeout=1)
 
 
 def new_job(launcher="rda", kind="worker"):
