@@ -4,31 +4,35 @@
     torchrun --nproc-per-node 4 examples/train_fsdp2.py --checkpoints DIR
     torchrun --nproc-per-node 3 examples/train_fsdp2.py --checkpoints DIR
 
-There are two replicas, each a sequence that two ranks share. The norm of the
-first gradient is compared with that of one rank, which reads the samples of all
-replicas.
+There are two replicas, each a sequence that two ranks share. A rank makes the
+model block by block, and keeps its part. Before, the first rank has a whole one
+for a moment, to compare the norm of the first gradient. Leave that out of a
+model that does not fit.
 
 With --checkpoints each rank writes its part of parameters and AdamW's state, as
-safetensors; no rank has a whole copy. The next run goes on from there, with any
-number of ranks. All hosts must see the folder.
+safetensors. The next run goes on from there, with any number of ranks. Hosts
+that do not share the folder are refused.
 """
 
 import argparse
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import closing, nullcontext
 from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.integrations.torch import check_averaged
 from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss
+from ring_dilated_attention.training.agreement import agree
+from ring_dilated_attention.training.ownership import LOCK_FILE, own_folder
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--seq-len", type=int, default=512, help="positions of a sequence (default %(default)s)")
@@ -39,9 +43,34 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 config = LongNetConfig((64, 256), (1, 4), embed_dim=64, num_layers=2, num_heads=4)
 
 
-def make_loss(parallel: ContextParallel | None) -> NextTokenLoss:
+def sharded_loss(parallel: ContextParallel, mesh: DeviceMesh) -> NextTokenLoss:
     torch.manual_seed(0)  # the same parameters on every rank
-    return NextTokenLoss(LongNetLM(config, parallel=parallel)).to(device)  # FSDP2 hooks the forward: the loss is one
+    with torch.device("meta"):
+        loss = NextTokenLoss(LongNetLM(config, parallel=parallel))  # FSDP2 hooks the forward: the loss is one
+    for end in (loss.model.embedding, loss.model.head, loss.model.final_layernorm):
+        end.to_empty(device=device)
+    loss.model.reset_ends()
+    for block in loss.model.blocks:
+        loss.model.reset_block(block.to_empty(device=device))
+        fully_shard(block, mesh=mesh)  # replicates over dp, shards over cp, averages over both
+    return fully_shard(loss, mesh=mesh)
+
+
+def norm_on_one_rank() -> float:
+    """The norm of the first gradient of a whole model, which reads the samples of all replicas."""
+    loss = NextTokenLoss(LongNetLM(config)).to(device)
+    torch.manual_seed(0)
+    loss.model.reset_parameters()
+    sum(loss(next(samples(replica)).to(device)) / replicas for replica in range(replicas)).backward()
+    return torch.nn.utils.get_total_norm([x.grad for x in loss.parameters()]).item()
+
+
+def check_shared(folder: Path) -> None:
+    """Raise ValueError on all ranks unless each sees the lock that the first one makes in the folder."""
+    with own_folder(folder) if dist.get_rank() == 0 else nullcontext(), closing(ContextParallel()) as everyone:
+        dist.barrier()
+        lock = folder / LOCK_FILE
+        agree(everyone, {f"the owner of {folder}, which all share": lock.read_text() if lock.exists() else "nobody"})
 
 
 def samples(replica: int) -> Iterator[torch.Tensor]:
@@ -87,15 +116,11 @@ def save(folder: Path) -> None:
 dist.init_process_group()
 replicas = 2 if dist.get_world_size() % 2 == 0 else 1
 mesh = init_device_mesh(device, (replicas, dist.get_world_size() // replicas), mesh_dim_names=("dp", "cp"))
-one_rank = make_loss(None)
-sum(one_rank(next(samples(replica)).to(device)) / replicas for replica in range(replicas)).backward()
-expected = torch.nn.utils.get_total_norm([x.grad for x in one_rank.parameters()])
-
+if options.checkpoints:
+    check_shared(options.checkpoints)
+expected = norm_on_one_rank() if dist.get_rank() == 0 else None
 parallel = ContextParallel(mesh["cp"])
-model = make_loss(parallel)
-for block in model.model.blocks:
-    fully_shard(block, mesh=mesh)  # replicates over dp, shards over cp, averages over both
-fully_shard(model, mesh=mesh)
+model = sharded_loss(parallel, mesh)
 check_averaged(model, parallel)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 newest = max(options.checkpoints.glob("step-*"), default=None) if options.checkpoints else None
@@ -109,7 +134,7 @@ for step, tokens in enumerate(batches, start=done + 1):
     optimizer.step()
     optimizer.zero_grad()
     if dist.get_rank() == 0 and step == 1:
-        print(f"norm of the first gradient {norm.item():.5f}; on one rank {expected.item():.5f}")
+        print(f"norm of the first gradient {norm.item():.5f}; on one rank {expected:.5f}")
     if dist.get_rank() == 0 and step % 5 == 0:
         print(f"step {step}: loss {loss.item():.4f}, norm of the gradient {norm.item():.4f}")
 if options.checkpoints:

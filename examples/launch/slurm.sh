@@ -22,6 +22,11 @@ hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export STORE=${hosts%%$'\n'*}:$((29000 + SLURM_JOB_ID % 1000)) JOB=$SLURM_JOB_ID
 export HOSTS=1:$SLURM_JOB_NUM_NODES RANKS=${SLURM_GPUS_ON_NODE:-1}
 
+# torchrun kills ranks 30 s after SIGTERM. This gives them the 120 s of --signal,
+# less those that torchrun itself takes to end. torch before 2.12 does not read it.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110
+
 python examples/launch/store.py "${STORE##*:}" &
 trap 'kill $!' EXIT
-srun --kill-on-bad-exit=0 bash examples/launch/several_hosts.sh "$@"
+# A job step does not inherit --no-kill.
+srun --no-kill --kill-on-bad-exit=0 bash examples/launch/several_hosts.sh "$@"

@@ -18,7 +18,7 @@ TRAIN = "train --seq-len 48 --embed-dim 16 --num-heads 2 --segment-lengths 8 48 
 TRAIN += "--held-out-bytes 96 --save-every 5 --steps 40 --timeout 20 --data text.txt --run-folder run"
 # Each task of a step is a process that Slurm starts with its number. `scontrol` prints the names of hosts.
 STAND_INS = {
-    "srun": 'shift\nfor task in 0 1; do "$@" & done\nwait -n\nwait -n\n',
+    "srun": 'shift 2\nfor task in 0 1; do "$@" & done\nwait -n\nwait -n\n',
     "scontrol": "printf 'localhost\\nlocalhost\\n'\n",
 }
 

@@ -13,12 +13,15 @@ from typing import Any
 from unittest import mock
 
 from distributed import START, preload
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from tqdm import tqdm
 
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.training import rank_launcher
 
 _ROOMS = ("commands.train", "training.loop", "training.meeting", "training.agreement", "training.run_report")
+_ROOMS += ("training.sharded", "commands.generate")
+preload("torch.distributed.run", "torch.distributed.launcher.api", "torch.distributed.checkpoint")
 preload("matplotlib.figure", "matplotlib.backends.backend_agg", *(f"ring_dilated_attention.{name}" for name in _ROOMS))
 
 
@@ -68,12 +71,16 @@ def _main(words: Sequence[str], environment: dict[str, str]) -> int:
         sys.stderr.flush()
 
 
-def _launcher(words: Sequence[str], said: str, environment: dict[str, str], folder: str, grace: float) -> None:
+def _saying_to(said: str, folder: str) -> None:
     os.chdir(folder)
     file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.stdout, sys.stderr = (open(n, "w", closefd=False, buffering=1) for n in (1, 2))  # noqa: SIM115
+
+
+def _launcher(words: Sequence[str], said: str, environment: dict[str, str], folder: str, grace: float) -> None:
+    _saying_to(said, folder)
     with (
         mock.patch.object(rank_launcher, "subprocess", SimpleNamespace(Popen=Forked)),
         mock.patch.object(rank_launcher, "GRACE_SECONDS", grace),
@@ -81,13 +88,37 @@ def _launcher(words: Sequence[str], said: str, environment: dict[str, str], fold
         os._exit(_main(words, environment))
 
 
+def _rank(words: Sequence[str]) -> None:
+    if code := _main(words, {}):
+        sys.exit(code)
+
+
+def _torchrun(words: Sequence[str], said: str, environment: dict[str, str], folder: str) -> None:
+    """`torchrun --standalone`, by its API: the ranks are forked."""
+    from torch.distributed import run
+    from torch.distributed.launcher.api import elastic_launch
+
+    _saying_to(said, folder)
+    os.environ |= environment
+    config, _, more = run.config_from_args(run.parse_args(["--start-method", "fork", *words]))
+    config.rdzv_backend, config.rdzv_endpoint = "c10d", "localhost:0"
+    try:
+        elastic_launch(config, _rank)(more[more.index("train") :])
+    except ChildFailedError:
+        os._exit(1)
+    os._exit(0)
+
+
 class ForkedLauncher:
-    """The launcher: `restart_trials.started`, for a command of `rda train --ranks`."""
+    """The launcher: `restart_trials.started`, for a command of `rda train --ranks` or of torchrun."""
 
     def __init__(self, words: Sequence[str], said: Path, environment: dict[str, str]) -> None:
         # The first two words are -m and the module of the command.
-        args = (words[2:], str(said), environment, os.getcwd(), 1.0)
-        self._process = START.Process(target=_launcher, args=args)
+        args = (words[2:], str(said), environment, os.getcwd())
+        if words[1] == "torch.distributed.run":
+            self._process = START.Process(target=_torchrun, args=args)
+        else:
+            self._process = START.Process(target=_launcher, args=(*args, 1.0))
         self._process.start()
         self.pid = self._process.pid
 

@@ -12,6 +12,7 @@ import datetime
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple, Protocol
 sys.path.append(str(Path(__file__).parents[1]))  # for what tests share
 
 from helpers import free_port
+from safetensors import safe_open
 
 from ring_dilated_attention.models.saved_run import find_checkpoint, step_of
 from ring_dilated_attention.training.files import (
@@ -44,8 +46,9 @@ from ring_dilated_attention.training.machine import hardware, versions
 OPTIONS = "--seq-len 48 --embed-dim 16 --num-heads 2 --segment-lengths 8 48 --dilation-rates 1 3 --warmup-steps 2 "
 OPTIONS += "--held-out-bytes 96 --save-every 5 --data text.txt --run-folder run"
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
-KINDS = ("worker", "rank 0", "two", "agent", "writing", "restarting", "stop", "disk")
+KINDS = ("worker", "rank 0", "two", "agent", "writing", "restarting", "stop", "disk", "fsdp")
 ORPHAN_SECONDS, MOST_SECONDS = 60, 180
+STEPS_OF_ORPHANS = 15  # ranks look for their parent every 50 ms: they do fewer steps without it
 TRAIN = ("-m", "ring_dilated_attention", "train")
 STORE = str(Path(__file__).parents[2] / "examples" / "launch" / "store.py")
 
@@ -84,7 +87,7 @@ class Result(NamedTuple):
 
     losses: list[float]
     held_out: float
-    parameters: bytes
+    tensors: bytes  # of the parameters and of the optimisers' state
 
 
 def started(words: Sequence[str], said: Path, environment: dict[str, str]) -> Process:
@@ -101,14 +104,16 @@ class Job:
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         self.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as docs/launching.md says
         self.num_ranks = 2
+        self.options: list[str] = []  # of `rda train`, more than all trials have
         self.heads: list[Process] = []  # the launcher, or the agents
         self.known: set[int] = set()  # all processes of ranks that were seen
-        self.has_lost_head = False
+        self.said_before = 0  # how many bytes had been said when a rank was first seen
+        self.has_lost_head, self.steps_left = False, 0  # at the moment when it lost it
         self.store: Process | None = None
 
     def begin(self) -> None:
         size = f"--steps {self.size.steps} --timeout {self.size.timeout}"
-        words = [*TRAIN, *OPTIONS.split(), *size.split()]
+        words = [*TRAIN, *OPTIONS.split(), *size.split(), *self.options]
         if self.launcher == "rda":
             commands = [[*words, "--ranks", str(self.num_ranks), "--restarts", str(self.size.restarts)]]
         elif self.launcher == "torchrun":
@@ -127,8 +132,14 @@ class Job:
         """The living ranks, in the order of their start."""
         heads = {head.pid for head in self.heads}
         found = sorted((began, pid) for pid, parent, began in processes() if parent in heads)
-        self.known |= {pid for _, pid in found}
+        if not self.known.issuperset(new := {pid for _, pid in found}):
+            self.known |= new
+            self.said_before = self.said.stat().st_size
         return [pid for _, pid in found]
+
+    def said_by_the_last(self) -> str:
+        """What was said since the ranks were last started."""
+        return self.said.read_bytes()[self.said_before :].decode(errors="replace")
 
     def end(self, seconds: float = MOST_SECONDS) -> list[int | None]:
         """The exit codes, once all launchers have ended. Those that do not end in time have none, and are killed."""
@@ -146,7 +157,7 @@ class Job:
         while not condition():
             if time.monotonic() > deadline or all(head.poll() is not None for head in self.heads):
                 return False
-            time.sleep(0.002)
+            time.sleep(0.005)
         return True
 
     def kill(self, pids: Iterable[int], number: signal.Signals = signal.SIGKILL) -> None:
@@ -158,7 +169,7 @@ class Job:
 
     def lose_head(self, rng: random.Random) -> None:
         """Kill the launcher, or one of the agents."""
-        self.has_lost_head = True
+        self.has_lost_head, self.steps_left = True, self.size.steps - steps_done()
         lost = rng.choice(self.heads)
         self.kill([lost.pid])
         while lost.poll() is None:  # until then its ranks are no orphans
@@ -179,6 +190,14 @@ class Job:
         for head in self.heads:
             while head.poll() is None:
                 time.sleep(0.01)
+
+
+def state_of(pid: int) -> str:
+    """ "R" if it runs, "T" if it is stopped, "Z" if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "Z"
 
 
 def processes() -> Iterable[tuple[int, int, int]]:
@@ -215,23 +234,43 @@ def result() -> Result | None:
     record = json.loads(path.read_bytes()) if path.exists() else {}
     if record.get("status") != "complete":
         return None
-    parameters = Path(f"run/checkpoint-{record['steps_done']:06d}/model.safetensors").read_bytes()
-    return Result(record["bits_per_byte"], record["held_out_bits_per_byte"], parameters)
+    found = []  # which rank writes a tensor that all have may differ, so tensors are sorted by their names
+    for path in Path(f"run/checkpoint-{record['steps_done']:06d}").glob("*.safetensors"):
+        with safe_open(path, "numpy") as file:
+            found += [(name, path.name, file.get_tensor(name).tobytes()) for name in file.keys()]  # noqa: SIM118
+    tensors = b"".join(content for _, _, content in sorted(found))
+    return Result(record["bits_per_byte"], record["held_out_bits_per_byte"], tensors)
 
 
 # Faults. Each returns whether it struck.
+
+
+def unfinished() -> list[Path]:
+    """The files of checkpoints that have no name yet."""
+    return [path for path in Path("run").glob("unfinished-checkpoint-*/*") if path.is_file()]
+
+
+def strike_writing(job: Job, rng: random.Random) -> bool:
+    """Kill the first rank while it writes. It is stopped before, and killed only if a write has begun and not ended."""
+    while job.wait_until(unfinished):
+        time.sleep(rng.choice([0, rng.uniform(0, 0.02)]))
+        first = job.ranks()[:1]
+        job.kill(first, signal.SIGSTOP)
+        while any(state_of(pid) not in "TZ" for pid in first):
+            time.sleep(0.001)
+        if unfinished():
+            job.kill(first)
+            return True
+        job.kill(first, signal.SIGCONT)  # it came too late: the next checkpoint
+    return False
 
 
 def strike(job: Job, kind: str, rng: random.Random) -> bool:
     if not job.wait_until(partial(is_running, job, rng.randrange(1, job.size.steps - 15))):
         return False
     if kind == "writing":
-        unfinished = Path("run")
-        if not job.wait_until(lambda: next(unfinished.glob("unfinished-checkpoint-*"), None)):
-            return False
-        time.sleep(rng.uniform(0, 0.02))
-    else:
-        time.sleep(rng.uniform(0, 0.03))
+        return strike_writing(job, rng)
+    time.sleep(rng.uniform(0, 0.03))
     first, second = job.ranks()
     if kind == "disk":
         most = Path("run/metrics.jsonl").stat().st_size + 3_000
@@ -241,7 +280,7 @@ def strike(job: Job, kind: str, rng: random.Random) -> bool:
     elif kind == "agent":
         job.lose_head(rng)
     else:
-        struck = {"worker": [second], "rank 0": [first], "writing": [first], "two": [first, second]}
+        struck = {"worker": [second], "rank 0": [first], "two": [first, second]}
         job.kill(struck.get(kind, [rng.choice([first, second])]))
     if kind == "restarting":
         before = set(job.known)
@@ -274,13 +313,15 @@ def run_trial(kind: str, job: Job, rng: random.Random, whole: Result) -> Trial:
             ended = time.monotonic() - struck
             if job.orphans():
                 complaints.append(f"ranks still ran {ORPHAN_SECONDS} s after their launcher was killed")
+            if launcher != "two agents" and result() is not None and job.steps_left >= STEPS_OF_ORPHANS:
+                complaints.append("ranks trained to the end without their launcher")
         codes = job.end()
         if None in codes:
             complaints.append(f"no end within {MOST_SECONDS} s")
         if result() is None:
             outcome = "the same command went on"
-            if not job.has_lost_head and "rda train: " not in job.said.read_text(errors="replace"):
-                complaints.append("it stopped without a word")
+            if not job.has_lost_head and not re.search("rda train: (?!waiting)", job.said_by_the_last()):
+                complaints.append("it stopped without a sentence")
             job.clear()
             if newest_step() < kept:
                 complaints.append(f"the newest checkpoint was that of step {kept}, and is that of {newest_step()}")
@@ -289,22 +330,24 @@ def run_trial(kind: str, job: Job, rng: random.Random, whole: Result) -> Trial:
     finally:
         job.clear()
     said = job.said.read_text(errors="replace")
-    complaints += judge(whole, result(), launcher == "two agents")
+    complaints += judge(whole, result())
+    if kind == "writing":
+        complaints += [f"{path} was left" for path in Path("run").rglob("*") if "unfinished-" in str(path)]
     if complaints:
         complaints.append(said[-3000:])
     return Trial(kind, launcher, outcome, time.monotonic() - began, ended, complaints)
 
 
-def judge(whole: Result, found: Result | None, is_elastic: bool) -> list[str]:
-    """What is wrong with a result."""
+def judge(whole: Result, found: Result | None) -> list[str]:
+    """What is wrong with a result. It must be equal to the bit, unless one of two agents went on alone."""
     if found is None:
         return ["the run is not complete"]
-    if not is_elastic:
-        return [f"another {name}" for name in Result._fields if getattr(whole, name) != getattr(found, name)]
-    complaints = []
     steps = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     alone = next((i for i, step in enumerate(steps) if len(step["waited_seconds"]) == 1), None)
-    if alone is not None and abs(found.losses[alone] - whole.losses[alone]) > 1e-5:
+    if alone is None:
+        return [f"another {name}" for name in Result._fields if getattr(whole, name) != getattr(found, name)]
+    complaints = []
+    if abs(found.losses[alone] - whole.losses[alone]) > 1e-5:
         complaints.append(f"the first loss of one rank is {found.losses[alone]}, not {whole.losses[alone]}")
     if abs(found.held_out / whole.held_out - 1) > 0.01:
         complaints.append(f"the held-out loss is {found.held_out}, not {whole.held_out}")
@@ -373,6 +416,12 @@ def launcher_of(kind: str, number: int) -> str:
     if kind == "agent":
         return ("rda", "two agents", "torchrun", "two agents")[number % 4]
     return "torchrun" if number % 4 == 3 else "rda"
+
+
+def job_of(launcher: str, kind: str, size: Size = Size(), start: Callable[..., Process] = started) -> Job:  # noqa: B008
+    job = Job(launcher, size, start)
+    job.options = ["--fsdp"] * (kind == "fsdp")
+    return job
 
 
 def in_folder(folder: Path, function: Callable[..., Any], *args: Any) -> Any:
@@ -445,13 +494,15 @@ def main() -> int:
     print(f"seed {arguments.seed}")
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="rda-trials-") as folder:
-        whole = in_folder(Path(folder, "whole"), whole_result, Job("rda", Size()))
+        wholes = [in_folder(Path(folder, "whole"), whole_result, job_of("rda", kind)) for kind in ("worker", "fsdp")]
         for kind in arguments.kinds:
             trials: list[Trial] = []
             for number in range(arguments.number):
                 rng = random.Random(f"{arguments.seed} {kind} {number}")
                 launcher = launcher_of(kind, number)
-                trial = in_folder(Path(folder, "trial"), run_trial, kind, Job(launcher, Size()), rng, whole)
+                trial = in_folder(
+                    Path(folder, "trial"), run_trial, kind, job_of(launcher, kind), rng, wholes[kind == "fsdp"]
+                )
                 trials.append(trial)
                 verdict = "FAILED" if trial.complaints else "ok"
                 ended = "" if trial.ended is None else f", ranks ended after {trial.ended:.1f} s"

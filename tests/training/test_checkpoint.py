@@ -2,12 +2,15 @@
 
 import json
 import re
+import resource
 import shutil
+import signal
 from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
+from distributed import START
 from full_disk import on_a_full_disk
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -25,8 +28,9 @@ from ring_dilated_attention.models.saved_run import (
 )
 from ring_dilated_attention.training import checkpoint as checkpoints
 from ring_dilated_attention.training.checkpoint import MARK_FILE, load_checkpoint, save_checkpoint
-from ring_dilated_attention.training.files import write_whole
+from ring_dilated_attention.training.files import flush, write_whole
 from ring_dilated_attention.training.loop import make_optimizers
+from ring_dilated_attention.training.metrics import METRICS_FILE
 from ring_dilated_attention.training.options import Hyperparameters
 
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
@@ -127,6 +131,45 @@ def test_what_a_killed_run_left_unfinished_goes(trained, tmp_path):
     (left / MODEL_FILE).write_text("half of a mod")
     after = save_checkpoint(tmp_path, state_at(6), *trained)
     assert list(tmp_path.iterdir()) == [after]
+
+
+def test_metrics_are_on_the_disk_before_a_checkpoint_is(trained, tmp_path, monkeypatch):
+    """Catches an empty file beside a good checkpoint after a host's crash: the run would not go on."""
+    flushed = []
+
+    def noted(path):
+        flush(path)
+        flushed.append(path.name)
+
+    monkeypatch.setattr(checkpoints, "flush", noted)
+    (tmp_path / METRICS_FILE).write_text("a line\n")
+    save_checkpoint(tmp_path, state_at(4), *trained)
+    assert flushed.index(METRICS_FILE) < flushed.index("checkpoint-000004")
+
+
+def die_writing(folder, most_bytes):
+    """Write a checkpoint, and be killed when a file grows beyond so many bytes."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+    model = make_model()
+    save_checkpoint(folder, state_at(2), model, make_optimizers(model, Hyperparameters()))
+
+
+def test_what_was_being_written_when_a_run_was_killed_goes(trained, tmp_path):
+    """Under a name of safetensors, and under one that `replaced` made. Files of others stay."""
+    process = START.Process(target=die_writing, args=(tmp_path, 100))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGXFSZ
+    [left] = tmp_path.iterdir()
+    assert {re.split("tmp|-", path.name)[0] for path in left.iterdir()} == {".", "made", "unfinished"}, listing(left)
+    theirs = tmp_path / "unfinished-checkpoint-000002" / "unfinished-letter"
+    theirs.parent.mkdir()
+    theirs.write_text("mine")
+    checkpoint = save_checkpoint(tmp_path, state_at(4), *trained)
+    assert sorted(tmp_path.iterdir()) == [checkpoint, theirs.parent]
+    assert theirs.read_text() == "mine"
 
 
 def test_a_folder_of_somebody_else_is_in_the_way(trained, tmp_path):

@@ -39,6 +39,19 @@ def test_the_second_is_told_who_has_it(tmp_path):
         pass
 
 
+def test_the_name_of_the_owner_is_on_the_disk_before_others_read_it(tmp_path, monkeypatch):
+    """Ranks of other hosts compare it."""
+    flushed, fsync = [], os.fsync
+
+    def noted(descriptor):
+        fsync(descriptor)
+        flushed.append(os.fstat(descriptor).st_size)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    with own_folder(tmp_path / "run") as (folder, _):
+        assert flushed == [(folder / LOCK_FILE).stat().st_size]
+
+
 def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path):
     with own_folder(tmp_path / "runs" / "now", must_be_new=True) as (first, _):
         with own_folder(tmp_path / "runs" / "now", must_be_new=True) as (second, _):

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import random
 import re
 import time
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from distributed import START
 from forked import ForkedLauncher
 from helpers import free_port
-from restart_trials import OPTIONS, TEXT, Job, Size, newest_step, result, whole_result
+from restart_trials import KINDS, OPTIONS, TEXT, Size, job_of, newest_step, result, run_trial, whole_result
 
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.commands.train import own
@@ -27,14 +28,14 @@ from ring_dilated_attention.training.meeting import store_of_launcher
 from ring_dilated_attention.training.metrics import METRICS_FILE, Metrics
 from ring_dilated_attention.training.ownership import own_folder
 from ring_dilated_attention.training.rank_launcher import LOST_ANOTHER, Ended
-from ring_dilated_attention.training.restarts import JOB, RESTART, check_progress, this_start
-from ring_dilated_attention.training.stop_request import StopRequest, end_with
+from ring_dilated_attention.training.restarts import RESTART, STARTS_FILE, count_start
+from ring_dilated_attention.training.stop_request import StopRequest, end_with_launcher
 
-SIZE = Size(steps=18, timeout=1)
+SIZE = Size(steps=30, timeout=1)
 
 
-def new_job():
-    return Job("rda", SIZE, ForkedLauncher)
+def new_job(launcher="rda", kind="worker"):
+    return job_of(launcher, kind, SIZE, ForkedLauncher)
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +78,32 @@ def test_a_run_that_is_struck_goes_on_to_the_bit_and_with_another_number_of_rank
     assert found.losses[:first] == whole.losses[:first]
     assert found.losses[first] == pytest.approx(whole.losses[first], abs=1e-5)
     assert found.held_out == pytest.approx(whole.held_out, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("worker", "two", "fsdp")])
+def test_one_of_each_fault(kind, whole, tmp_path, monkeypatch):
+    """`two` is in the test above, with a launcher that is killed after it. `worker` and `fsdp` are in the next ones."""
+    monkeypatch.chdir(tmp_path)
+    assert run_trial(kind, new_job(), random.Random(0), whole).complaints == []
+
+
+def test_torchrun_restarts_a_run(whole, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trial = run_trial("worker", new_job("torchrun"), random.Random(0), whole)
+    assert (trial.outcome, trial.complaints) == ("went on", [])
+
+
+def test_a_run_with_fsdp_is_restarted(tmp_path, monkeypatch):
+    """To the bit. At its end no process loads the whole model: it says how to."""
+    monkeypatch.chdir(tmp_path)
+    whole = whole_result(new_job(kind="fsdp"))
+    assert "\nwhat it writes: rda generate run --prompt " in Path("said.txt").read_text()
+    assert not Path("run/sample.txt").exists()
+    assert {path.name[:9] for path in Path(f"run/checkpoint-{SIZE.steps:06d}").iterdir()} == {"shard-000", "state.jso"}
+    for name in ("run", "said.txt"):
+        Path(name).rename(f"whole-{name}")
+    trial = run_trial("fsdp", new_job(kind="fsdp"), random.Random(0), whole)
+    assert (trial.outcome, trial.complaints) == ("went on", [])
 
 
 WORDS = ["train", *OPTIONS.split(), "--steps", str(SIZE.steps)]
@@ -147,8 +174,7 @@ def test_torchrun_counts_restarts_itself(words, said, monkeypatch, capsys):
 def leave_checkpoint(step):
     folder = Path(f"run/checkpoint-{step:06d}")
     folder.mkdir(parents=True)
-    state = {"run": "a", "step": step, "start": this_start()}
-    (folder / STATE_FILE).write_text(_signed({}, state))
+    (folder / STATE_FILE).write_text(_signed({}, {"run": "a", "step": step}))
 
 
 def ranks_are_killed(launched, checkpoints, monkeypatch):
@@ -160,7 +186,7 @@ def ranks_are_killed(launched, checkpoints, monkeypatch):
             monkeypatch.setenv(name, value)
         launched.append(num_ranks)
         try:
-            check_progress(Path("run"))
+            count_start(Path("run"))
         except ValueError as error:
             print(error)
             return Ended((2, 2), False, ("", ""))
@@ -175,7 +201,7 @@ def ranks_are_killed(launched, checkpoints, monkeypatch):
     ("checkpoints", "restarts", "launches", "code", "said"),
     [
         ([], 9, 4, 2, "run: 3 starts in a row ended without a first checkpoint: mend what ended them first\n"),
-        ([2], 9, 5, 2, "run: 3 starts in a row ended without a checkpoint after run/checkpoint-000002: mend what"),
+        ([2], 9, 5, 2, "run: 3 starts in a row ended without a checkpoint after checkpoint-000002: mend what"),
         ([2, 4, 6, 8, 10], 4, 5, 1, "rank 1 was ended by SIGKILL; newest checkpoint: run/checkpoint-000010; go on"),
         ([2, 4], 1, 2, 1, "restart 1 of 1 from run/checkpoint-000002\n"),
     ],
@@ -205,16 +231,42 @@ def test_what_is_not_started_again(ended, tmp_path, monkeypatch):
     assert launch.call_count == 1
 
 
-def test_checkpoints_of_an_earlier_command_are_no_progress(tmp_path, monkeypatch):
+def start(number, monkeypatch):
+    """The start of a run by a launcher that has started ranks so often before. Whether it may train."""
+    monkeypatch.setenv(RESTART, str(number))
+    try:
+        count_start(Path("run"))
+    except ValueError as error:
+        assert str(error).startswith("run: 3 starts in a row ended without a ")  # noqa: PT017
+        return False
+    return True
+
+
+def test_what_counts_is_starts_without_a_checkpoint_not_the_count_of_a_launcher(tmp_path, monkeypatch):
+    """Each torchrun counts its own restarts, and rank 0 may be of another one after each."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(JOB, "first")
-    monkeypatch.setenv(RESTART, "7")
     leave_checkpoint(5)
-    monkeypatch.setenv(JOB, "second")
-    for restart in range(4):
-        monkeypatch.setenv(RESTART, str(restart))
-        with pytest.raises(ValueError, match="3 starts") if restart == 3 else nullcontext():
-            check_progress(Path("run"))
+    assert [start(number, monkeypatch) for number in (0, 1, 7, 8)] == [True, True, True, False]
+    leave_checkpoint(10)  # the torchrun that had restarted least goes on: its 2 is less than 7, and no repetition
+    assert [start(number, monkeypatch) for number in (9, 2, 3, 4)] == [True, True, True, False]
+
+
+def test_the_first_start_of_a_command_counts_anew(tmp_path, monkeypatch):
+    """Although the job's id is one of before, and the checkpoint was saved after more restarts than follow now."""
+    monkeypatch.chdir(tmp_path)
+    leave_checkpoint(5)
+    for _ in range(2):
+        assert [start(number, monkeypatch) for number in range(5)] == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize("content", [b"", b"mine\n", b"\xff"])
+def test_a_file_of_somebody_else_counts_no_start(content, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(RESTART, "1")
+    Path("run").mkdir()
+    Path("run", STARTS_FILE).write_bytes(content)
+    with pytest.raises(ValueError, match=r"was not made by rda train, and nothing is written over it"):
+        count_start(Path("run"))
 
 
 @pytest.mark.parametrize("content", ["", '{"run": "a", "bits_per_byte": 8.0, "step": 1}\n'])
@@ -241,28 +293,34 @@ def test_a_folder_is_waited_for(tmp_path, capsys):
     assert re.fullmatch(expected, capsys.readouterr().err)
 
 
-def orphan(tells, trains):
+def orphan(tells, moment):
     """A process that starts one that waits for ever, and ends."""
-    child = os.fork()
-    if child == 0:
-        end_with(os.getppid(), seconds=0.2)
+    parent = os.getpid()
+    if os.fork() == 0:
+        while moment == "begins" and os.getppid() == parent:
+            time.sleep(0.01)
+        end_with_launcher(seconds=0.2)
+        trains = moment == "trains"
         with StopRequest() if trains else nullcontext() as stop:
             tells.send("started")
             while not (trains and stop.requested):
                 time.sleep(0.01)
             tells.send("stopping")
             time.sleep(600)
-    time.sleep(0.1)
+    time.sleep(0 if moment == "begins" else 0.1)
     os._exit(0)
 
 
-@pytest.mark.parametrize("trains", [False, True])
-def test_a_rank_ends_after_its_parent(trains):
-    """At once, where it takes a place at the meeting; where it trains, it may save first."""
+@pytest.mark.parametrize("moment", ["begins", "meets", "trains"])
+def test_a_rank_ends_after_its_parent(moment):
+    """At once, where it takes a place at the meeting; where it trains, it may save first.
+
+    One that looks for the first time when its parent has ended must not take the process that adopted it for one.
+    """
     hears, tells = START.Pipe(duplex=False)
-    START.Process(target=orphan, args=(tells, trains)).start()
+    START.Process(target=orphan, args=(tells, moment)).start()
     tells.close()
-    for said in ("started", "stopping")[: 1 + trains]:
+    for said in {"begins": [], "meets": ["started"], "trains": ["started", "stopping"]}[moment]:
         assert hears.recv() == said
     assert hears.poll(30)  # the pipe closes with the process
     with pytest.raises(EOFError):

@@ -140,18 +140,20 @@ def summary(record: dict) -> str:
     return f"{stopped}{len(record['tokens']):,} tokens{speed}, {prompt}; caches of {record['cache_bytes']:,} bytes"
 
 
-def sample(folder: Path, document: Document) -> tuple[str, str]:
-    """A text that the model writes at the end of training, and the command that writes more."""
+def sample(folder: Path, document: Document, *, is_cut: bool) -> tuple[str, str]:
+    """A text of the trained model, or "" if it is cut and may have no room, and the command that writes more."""
     from ..models.longnet import LongNetLM
 
     start = document.num_train
     prompt = opening(document.content[start : start + OPENING_BYTES])
+    more = ["--prompt", os.fsdecode(prompt), "--temperature", str(SAMPLE_TEMPERATURE), "--tokens", "1000"]
+    command = shlex.join(["rda", "generate", str(folder), *more])
+    if is_cut:
+        return "", command
     steps = LongNetLM.from_run(folder).generate([list(prompt)], SAMPLE_TOKENS, temperature=SAMPLE_TEMPERATURE, seed=0)
     drawn = bytes(int(tokens[0]) for tokens in steps)
     text = CONTROL.sub("\ufffd", (prompt + drawn).decode(errors="replace"))
-    more = ["--prompt", os.fsdecode(prompt), "--temperature", str(SAMPLE_TEMPERATURE), "--tokens", "1000"]
     indented = "\n".join(f"  | {line}" for line in text.split("\n"))
-    command = shlex.join(["rda", "generate", str(folder), *more])
     return f"what it writes after {prompt.decode()!r}:\n{indented}", command
 
 

@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import re
-import secrets
 import shlex
 import signal
 import socket
@@ -24,9 +23,9 @@ from ..training.files import in_words
 from ..training.options import add_hyperparameters, flag
 from ..training.ownership import own_folder
 from ..training.rank_launcher import LOST_ANOTHER, Ended, launch, leave_reason, started
-from ..training.restarts import JOB, RESTART, are_by_torchrun, are_meant, check_progress
+from ..training.restarts import RESTART, STARTS_FILE, are_by_torchrun, are_meant, count_start
 from ..training.run import RECORD_FILE, Run, fingerprint, prepare
-from ..training.stop_request import StopRequest, end_with
+from ..training.stop_request import StopRequest, end_with_launcher
 from .generate import sample
 from .interrupts import INTERRUPTED_EXIT_CODE, leaving_at_once
 from .limits import check_at_least, check_memory, check_ranks_fit, check_seconds
@@ -67,9 +66,6 @@ The sequence is cut among the ranks; each holds its part of every activation. Th
 (safetensors and JSON) and metrics.jsonl, and at the end a README.txt that says what each of its files is. Only one run
 at a time can use it. Exit codes of the run, or of the ranks under a torchrun of your own: 0 done, 1 a rank was lost or
 memory ran out, 2 a sentence says what is wrong, 130 interrupted and saved.
-
-With --ranks nobody beyond this machine can reach the ranks. torchrun opens its stores on every interface, and unpickles
-what it finds there: let only the job's hosts reach its ports (29400 and 29500 by default) and those that gloo picks.
 """
 
 
@@ -155,10 +151,16 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
 def launch_ranks(arguments: argparse.Namespace, run: Run, lock: int) -> int:
     """Start the ranks, and again while they may be and one is lost. Returns the exit code."""
     folder = [] if arguments.resume else ["--run-folder", str(run.folder)]
+<<<<<<< HEAD
     command = ["-m", "ring_dilated_attention", "train", *arguments.argv, *folder]
     job, restarts = secrets.token_hex(8), arguments.restarts or 0
     for restart in range(restarts + 1):
         ended = launch(command, arguments.ranks or 1, lock, {JOB: job, RESTART: str(restart)})
+=======
+    command = ["-m", "ring_dilated_attention.commands.cli", "train", *arguments.argv, *folder]
+    for restart in range((restarts := arguments.restarts or 0) + 1):
+        ended = launch(command, arguments.ranks or 1, lock, {RESTART: str(restart)})
+>>>>>>> m28
         if not any(ended.codes):
             return code_of(json.loads((run.folder / RECORD_FILE).read_text()))
         for code in (USER_ERROR_EXIT_CODE, UNREAD_EXIT_CODE):
@@ -228,8 +230,8 @@ def train_alone(arguments: argparse.Namespace, run: Run) -> int:
 
 def run_rank(arguments: argparse.Namespace) -> int:
     """Train in this process, which is one rank of several. If one rank refuses, all ranks do."""
-    if JOB in os.environ:
-        end_with(os.getppid())  # before the seconds that the imports take
+    if RESTART in os.environ:
+        end_with_launcher()  # before the seconds that the imports take
     with leaving_at_once("rda train"):
         import torch.distributed as dist
 
@@ -258,11 +260,12 @@ def run_rank(arguments: argparse.Namespace) -> int:
             run = replace(run, folder=folder)
             agree(parallel, together(parallel, partial(fingerprint, run)))
             if are_meant(arguments):
-                on_first(parallel, partial(check_progress, folder))
+                on_first(parallel, partial(count_start, folder))
             with StopRequest(watch_stdin=arguments.launched is not None, is_rank=True) as stop:
                 record = train(run, parallel, stop)
                 if parallel.rank == 0:
                     report(arguments, run, record)
+                    (folder / STARTS_FILE).unlink(missing_ok=True)
         dist.destroy_process_group()
     except (Refusal, TrainingDiverged) as error:  # raised on every rank
         if str(error) and (isinstance(error, Refusal) or parallel.rank == 0):
@@ -313,10 +316,12 @@ def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> N
     for_people = sys.stderr if arguments.json else sys.stdout
     print(summary(record), file=for_people)
     if is_complete:
-        text, more = sample(folder, run.document)
-        write_sample(record, text)
+        text, more = sample(folder, run.document, is_cut=run.fsdp and record["num_ranks"] > 1)
+        if text:
+            write_sample(record, text)
         onward = train_command(arguments, "--from", folder, "--steps", run.hyperparameters.steps_again)
-        print(text, f"more of it: {more}", f"more steps: {onward}", FROM, sep="\n", file=for_people)
+        written = [text, f"more of it: {more}"] if text else [f"what it writes: {more}"]
+        print(*written, f"more steps: {onward}", FROM, sep="\n", file=for_people)
         print(f'in Python: LongNetLM.from_run("{folder}")\nanother pattern: docs/generation.md', file=for_people)
     print(f"README.txt says what is in {folder}", file=for_people)
     if arguments.json:

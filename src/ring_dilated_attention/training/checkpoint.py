@@ -19,6 +19,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from ..models import saved_run
 from .files import flush, replaced
+from .metrics import METRICS_FILE
 
 MARK_FILE = "made-by-rda-train"  # is in a folder that is not finished yet, and holds the name of the run
 _UNFINISHED = "unfinished-"
@@ -73,7 +74,8 @@ def finish(target: Path, unfinished: Path, state: dict[str, Any], files: dict[st
     """Give a checkpoint its name, and remove older ones. files: the identities of the files with its tensors."""
     with removed_on_failure(target, unfinished):
         (unfinished / saved_run.STATE_FILE).write_text(_signed(files, state))
-        for path in (*unfinished.iterdir(), unfinished):
+        # The metrics as well: after a crash of the host a run without them would not go on.
+        for path in (*target.parent.glob(METRICS_FILE), *unfinished.iterdir(), unfinished):
             flush(path)
         unfinished.rename(target)
         (target / MARK_FILE).unlink()
@@ -177,9 +179,10 @@ def _remove_superfluous(target: Path, run: str) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove the files of a checkpoint, and its folder if nothing else is in it."""
+    """Remove the files of a checkpoint, finished ones or not, and its folder if nothing else is in it."""
     with suppress(OSError):
-        files = (saved_run.MODEL_FILE, saved_run.OPTIMIZER_FILE, saved_run.STATE_FILE, MARK_FILE)  # the mark last
-        for path in (*folder.glob(saved_run.SHARDS), *(folder / name for name in files)):
+        names = [saved_run.SHARDS, saved_run.MODEL_FILE, saved_run.OPTIMIZER_FILE, saved_run.STATE_FILE]
+        begun = ["unfinished-*", ".tmp*"] if (folder / MARK_FILE).is_file() else []  # by `replaced` and safetensors
+        for path in (path for name in (*names, *begun, MARK_FILE) for path in folder.glob(name)):  # the mark last
             path.unlink(missing_ok=True)
         folder.rmdir()

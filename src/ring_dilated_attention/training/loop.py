@@ -25,7 +25,6 @@ from .files import LossyStream
 from .machine import hardware, peak_resident_bytes, resident_bytes, versions
 from .metrics import Metrics, Step, beside_the_bar
 from .options import Hyperparameters
-from .restarts import this_start
 from .run import Run, initial_state, offering_older
 from .run_report import make_record, planned_attention_bytes
 from .scoring import bits_by_context, held_out_bits_per_byte
@@ -208,4 +207,4 @@ def trained_on(options: Hyperparameters, parallel: ContextParallel, planned: int
         "planned_attention": planned,
     }
     machine = hardware() | {"threads_per_rank": torch.get_num_threads()}
-    return {"hardware": machine, "versions": versions(), "ranks": values_of_all(parallel, own), "start": this_start()}
+    return {"hardware": machine, "versions": versions(), "ranks": values_of_all(parallel, own)}

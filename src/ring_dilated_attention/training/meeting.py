@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from .rank_launcher import check_meeting, started
-from .restarts import are_by_torchrun, this_start
+from .restarts import RESTART, are_by_torchrun
 
 JOIN_TIME = timedelta(seconds=300)  # that ranks may start apart
 
@@ -35,4 +35,4 @@ def store_of_launcher(rank: int, num_ranks: int) -> dist.Store:
         remedy = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun"
         raise ValueError(f"--max-restarts of several torchruns: ranks would find the addresses of dead ones: {remedy}")
     store: dist.Store = next(dist.rendezvous("env://", rank, num_ranks, timeout=JOIN_TIME))[0]
-    return dist.PrefixStore(f"start-{this_start()[1]}", store) if is_torchruns else store
+    return dist.PrefixStore(f"start-{os.environ[RESTART]}", store) if is_torchruns else store

@@ -96,6 +96,7 @@ def _sign(descriptor: int, path: Path) -> None:
     try:
         os.truncate(descriptor, 0)
         os.write(descriptor, json.dumps(owner | {"since": time.strftime("%Y-%m-%d %H:%M:%S")}).encode())
+        os.fsync(descriptor)  # other hosts compare it
     except BaseException:  # the disk is full, say, and the file would name nobody
         path.unlink(missing_ok=True)
         raise

@@ -16,7 +16,7 @@ from typing import BinaryIO, NamedTuple
 
 from .files import named_in_errors
 from .options import in_short
-from .stop_request import StopRequest
+from .stop_request import LAUNCHER, StopRequest
 
 # Within this time after a rank failed, the others notice by their connections and say so. Then they are ended.
 GRACE_SECONDS, POLL_SECONDS = 10, 0.05
@@ -105,7 +105,7 @@ def launch(arguments: Sequence[str], num_ranks: int, lock: int, variables: Mappi
     killed by a second Ctrl-C, or 10 seconds after one failed. They inherit the descriptor of the folder's `lock`.
     """
     environment = {**os.environ, **loopback_only(), **variables}
-    environment |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    environment |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), LAUNCHER: str(os.getpid())}
     environment.setdefault("OMP_NUM_THREADS", str(share_of_cores(num_ranks)))
     processes: list[subprocess.Popen[bytes]] = []
     read_end, write_end = os.pipe()

@@ -1,18 +1,14 @@
-"""Restarts of a run by `--restarts` or by torchrun. Both tell the ranks by the same variables. No torch."""
+"""Restarts of a run by `--restarts` or by torchrun. Both tell the ranks by the same variable. No torch."""
 
 import argparse
 import os
 from pathlib import Path
 
-from ..models.saved_run import find_checkpoint, read_state
+from ..models.saved_run import MAKER, find_checkpoint
+from .files import write_whole
 
-JOB, RESTART = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"
-MOST_STARTS = 3
-
-
-def this_start() -> tuple[str, int]:
-    """The name of the launcher's job, and how often it has started ranks again."""
-    return os.environ.get(JOB, ""), int(os.environ.get(RESTART, "0"))
+RESTART = "TORCHELASTIC_RESTART_COUNT"  # how often rda's launcher, or this host's torchrun, started ranks again
+STARTS_FILE, MOST_STARTS = ".rda-train.starts", 3
 
 
 def are_by_torchrun() -> bool:
@@ -25,11 +21,16 @@ def are_meant(arguments: argparse.Namespace) -> bool:
     return arguments.restarts is not None or are_by_torchrun()
 
 
-def check_progress(folder: Path) -> None:
-    """Raise ValueError if the last MOST_STARTS starts of this launcher's job left no new checkpoint."""
-    job, restart = this_start()
-    newest = find_checkpoint(folder)
-    its_job, saved = read_state(newest).get("start", ("", -1)) if newest else ("", -1)
-    if restart - (saved if its_job == job else -1) > MOST_STARTS:
-        since = f"a checkpoint after {newest}" if newest else "a first checkpoint"
+def count_start(folder: Path) -> None:
+    """Note this start in the folder. Raise ValueError if MOST_STARTS before it left no new checkpoint.
+
+    The first start of a command counts anew: somebody gave it.
+    """
+    newest, path = find_checkpoint(folder), folder / STARTS_FILE
+    since = f"a checkpoint after {newest.name}" if newest else "a first checkpoint"
+    notes = [f"{MAKER}: start {number} without {since}\n".encode() for number in range(1, MOST_STARTS + 1)]
+    noted = path.read_bytes() if os.environ.get(RESTART, "0") != "0" and path.exists() else b""
+    if noted == notes[-1]:
         raise ValueError(f"{folder}: {MOST_STARTS} starts in a row ended without {since}: mend what ended them first")
+    note = notes[notes.index(noted) + 1 if noted in notes else 0]
+    write_whole(path, note, lambda file: file.read(len(MAKER)) == MAKER.encode(), MAKER)

@@ -79,7 +79,7 @@ checkpoint-*   parameters, the optimisers' state (safetensors), and the state of
 metrics.jsonl  a line for each step; pandas.read_json(..., lines=True) reads it
 record.json    hyperparameters, document, machine, losses, memory, final figures
 loss.png       the losses
-sample.txt     a text that the model wrote when it was trained
+sample.txt     a text of the trained model (not with --fsdp)
 
 rda train --resume {folder}              go on if it was interrupted
 rda train --from {folder} --steps {steps:<5}  a run from these parameters

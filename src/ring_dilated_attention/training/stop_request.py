@@ -10,9 +10,12 @@ import select
 import signal
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 from threading import Thread
 from types import FrameType
 
+LAUNCHER = "RDA_TRAIN_LAUNCHER"  # the variable by which `rda train --ranks` tells ranks its process
 STDERR = 2  # os.write writes to it: a signal may come while sys.stderr is in use
 ORPHAN_SECONDS = 40  # for the end of a step, and a checkpoint
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -55,14 +58,28 @@ class StopRequest:
             signal.raise_signal(number)
 
 
-def end_with(parent: int, seconds: float = ORPHAN_SECONDS) -> None:
+def end_with_launcher(seconds: float = ORPHAN_SECONDS) -> None:
     """Let a thread send this process SIGTERM when its parent process has ended, and end it so many seconds later."""
+    parent = os.getppid()
+    is_orphan = not _is_launched_by(parent)  # the launcher ended before this
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
+        while os.getppid() == parent and not is_orphan:
+            time.sleep(0.05)  # few steps are done without it
         os.kill(os.getpid(), signal.SIGTERM)  # outside a `StopRequest` it ends here, and meets no rank of a later start
         time.sleep(seconds)
         os._exit(1)
 
     Thread(target=watch, daemon=True, name="rda parent").start()
+
+
+def _is_launched_by(pid: int) -> bool:
+    """Whether it is the launcher. torchrun does not say who it is: it, or a process above, has loaded torch."""
+    if LAUNCHER in os.environ or not Path("/proc/self/maps").exists():
+        return os.environ.get(LAUNCHER, str(pid)) == str(pid)
+    with suppress(OSError):  # a process has ended, or it is another user's
+        while pid:
+            if b"libtorch" in Path(f"/proc/{pid}/maps").read_bytes():
+                return True
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])  # its parent
+    return False
