@@ -20,6 +20,8 @@ from .ledger import AttentionMemory, Peak, attention_memory
 
 # If there are at most so many ranks, every rank is planned and timed.
 MOST_PLANNED = 64
+# With more ranks, only the job that was asked for is counted: no other sharding, and no sparser pattern.
+MOST_COMPARED = 4096
 FLOPS_PER_PAIR = 7 * 2  # times the head dim: 2 products forward and 5 backward, 2 operations each
 
 
@@ -149,7 +151,7 @@ class Figures(NamedTuple):
         ranks are not planned, what a rank receives is taken for what it sends.
     peak: that of the rank that holds most, in a forward with its backward; None if no kernel is given.
     time: None if no hardware is given. If ranks are not planned, only "ring" without dealt heads has a time.
-    exposed: the share of the time in which the busiest rank waits.
+    exposed: the share of the time in which the busiest rank waits. With an estimated time, it is often too small.
     ranks, step: the planned ranks and their times; empty and None if ranks are not planned. step needs hardware.
     """
 
@@ -243,8 +245,8 @@ def _of_counts(
     if traits is not None:
         found = found._replace(peak=_peak_of_counts(counted, sizes, traits))
     if hardware is not None and counted.way == Way():
-        seconds = large.step_seconds(*counted.places[0], sizes, hardware)
-        exposed = max(0.0, 1 - hardware.work_seconds(found.most_pairs, sizes) / seconds)
+        seconds, computing = large.step_seconds(*counted.places[0], sizes, hardware)
+        exposed = max(0.0, 1 - computing / seconds)
         found = found._replace(time=Time(seconds, is_about=True), exposed=exposed)
     return found
 

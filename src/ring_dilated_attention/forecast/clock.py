@@ -58,10 +58,11 @@ class Hardware(NamedTuple):
         rate = (self.backward_flops_per_second if backward else None) or self.flops_per_second
         return flops / rate + calls * self.call_seconds
 
-    def work_seconds(self, num_pairs: int, sizes: Sizes) -> float:
-        """The time of `num_pairs` pairs of a query and a key: one kernel call forward and one backward."""
+    def work_seconds(self, num_pairs: float, sizes: Sizes, calls: int = 1) -> float:
+        """The time of `num_pairs` pairs of a query and a key, by `calls` kernel calls forward and as many backward."""
         flops = 2 * sizes.unit * num_pairs  # of one product
-        return self.compute_seconds(2 * flops, backward=False) + self.compute_seconds(5 * flops, backward=True)
+        stages = ((2, False), (5, True))
+        return sum(self.compute_seconds(n * flops, backward=backward, calls=calls) for n, backward in stages)
 
     def handshake(self, num_ranks: int) -> float:
         """Seconds in which the first `num_ranks` ranks hear of each other."""

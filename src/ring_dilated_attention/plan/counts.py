@@ -160,6 +160,7 @@ class JobCount(NamedTuple):
     received: list[int]
     buffers: list[int]
     segments: dict[tuple[int, int], Segment]
+    shares: list[tuple[Share, ...]]
 
     def sharing(self, branch: int) -> int:
         """The most ranks that share a segment whose rows are sent; 1 if none are."""
@@ -183,7 +184,7 @@ def count_ranks(counter: Counter, step: Callable[[], object] = lambda: None) -> 
         step()
     chunks = {place: sum(x.largest) for place, x in segments.items() if x.received}
     buffers = [sum(chunks.get(share.place, 0) for share in rank.shares if any(share.rows)) for rank in ranks]
-    return JobCount([x.pairs for x in ranks], [x.received for x in ranks], buffers, segments)
+    return JobCount([x.pairs for x in ranks], [x.received for x in ranks], buffers, segments, [x.shares for x in ranks])
 
 
 def pairs(pattern: DilatedPattern, seq_len: int, num_heads: int) -> int:
