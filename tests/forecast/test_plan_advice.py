@@ -13,14 +13,13 @@ from ring_dilated_attention.commands.plan.model import advice_on as advice_on_mo
 from ring_dilated_attention.forecast import advice as advising
 from ring_dilated_attention.forecast import call_cost
 from ring_dilated_attention.forecast.advice import advice
-from ring_dilated_attention.forecast.call_cost import Figures, Time, Way, forecast
+from ring_dilated_attention.forecast.call_cost import Figures, Time, Way, branch_pairs, forecast, pairs
 from ring_dilated_attention.forecast.clock import Hardware, time_text
 from ring_dilated_attention.forecast.exchanges import Alternative, Call, alternatives, recommended
 from ring_dilated_attention.forecast.ledger import Item, Peak
 from ring_dilated_attention.forecast.training_cost import Mesh, ModelJob, Shape
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.counts import branch_pairs, pairs
 from ring_dilated_attention.plan.sizes import Sizes
 
 CALL = ["plan", "--seq-len", "4Ki", "--segment-lengths", "256", "--dilation-rates", "1"]

@@ -4,10 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
-from ..plan.counts import branch_pairs
 from ..plan.job import Job
 from ..plan.sizes import Sizes
-from .call_cost import MOST_COMPARED, Figures, Way, forecast
+from .call_cost import MOST_COMPARED, Figures, Way, branch_pairs, forecast
 from .clock import Hardware
 
 # If the busiest rank waits for at least this share of a step, the step counts as bound by communication.

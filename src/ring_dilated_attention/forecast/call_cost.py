@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..plan.counts import Counter, JobCount, count_ranks
+from ..pattern import DilatedPattern
+from ..plan.counts import Counter, JobCount, Phases, count_ranks
 from ..plan.dealing import Dealing
 from ..plan.exchange import RankPlan, dealers, dealt, most_dealt, plan_exchange
 from ..plan.job import Job
@@ -264,3 +265,18 @@ def _peak_of_counts(counted: Counted, sizes: Sizes, traits: Traits) -> Peak | No
 
 def _largest(peaks: Iterable[Peak]) -> Peak | None:
     return max(peaks, key=lambda peak: peak.num_bytes, default=None)
+
+
+def pairs(pattern: DilatedPattern, seq_len: int, num_heads: int) -> int:
+    """(query, key) pairs of all heads and branches over one document, with multiplicity, for one batch entry."""
+    return sum(branch_pairs(pattern, branch, seq_len, num_heads) for branch in range(len(pattern.branches)))
+
+
+def branch_pairs(pattern: DilatedPattern, branch: int, seq_len: int, num_heads: int) -> int:
+    """The pairs of one branch."""
+    length, rate = pattern.branches[branch]
+    heads = pattern.heads_of(branch, num_heads)
+    phases = Phases([pattern.phase_of(branch, head, num_heads) or 0 for head in heads], rate)
+    num, rest = divmod(seq_len, length)
+    whole, last = (phases.pairs([(0, x)], x, is_causal=pattern.is_causal) for x in (length, rest))
+    return num * whole + last

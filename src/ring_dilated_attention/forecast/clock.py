@@ -135,7 +135,7 @@ def model_step(
     return StepTime(tuple(RankTime(f, b, r.computing, r.exposed) for f, b, r in zip(*seconds, ranks, strict=True)))
 
 
-# The number of matrix products in each kind of tile. A product has 2 * D operations per pair, as in `Plan.flops`.
+# The number of matrix products in each kind of tile. A product has 2 * D operations per pair.
 _PRODUCTS = {"partial": 2, "gradients": 5, "dq": 2, "dk and dv": 3}
 
 
