@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from helpers import said_of
 
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.plan import compare as command
@@ -25,11 +26,6 @@ from ring_dilated_attention.plan.sizes import Sizes
 CALL = ["plan", "--seq-len", "4Ki", "--segment-lengths", "256", "--dilation-rates", "1"]
 MODEL = ["plan", "model", "--layers", "2", "--embed-dim", "64", "--heads", "4", "--segment-lengths", "256", "4Ki"]
 MODEL += ["--seq-len", "4Ki", "--dilation-rates", "1", "4", "--causal", "--flops", "1T"]
-
-
-def said_of(capsys):
-    """What was printed, without the ends of lines."""
-    return " ".join(capsys.readouterr().out.split())
 
 
 def seconds_of(one):
