@@ -88,7 +88,7 @@ def live(buffers: Buffers, position: int) -> range:
     If the segment of `position - 1` has no row of the phase from there on, its earlier rows are kept but not live.
     """
     stop = buffers.before(position)
-    number = stop - 1 if position and buffers.has(position - 1) else stop  # the last query's row, or the next one's
+    number = buffers.before(max(0, position - 1))  # of the last query's row, or of the next row
     return range(number - number % buffers.rows_per_segment, stop)
 
 

@@ -17,12 +17,7 @@ OTHERWISE = "fewer ranks, or a network that is faster or has less latency, would
 
 
 def advice(
-    job: Job,
-    way: Way,
-    sizes: Sizes,
-    figures: Figures,
-    hardware: Hardware,
-    step: Callable[[], object] = lambda: None,
+    job: Job, way: Way, sizes: Sizes, figures: Figures, hardware: Hardware, step: Callable[[], object] = lambda: None
 ) -> str | None:
     """One or two sentences; or None, if a step is not bound by communication or was not timed. Up to MOST_COMPARED
     ranks a sparser branch is timed, and `step` is then called for each rank."""

@@ -58,11 +58,13 @@ class Hardware(NamedTuple):
         rate = (self.backward_flops_per_second if backward else None) or self.flops_per_second
         return flops / rate + calls * self.call_seconds
 
+    def stage_seconds(self, num_pairs: float, sizes: Sizes, calls: int = 1, *, backward: bool) -> float:
+        """The time of pairs of a query and a key in one stage: 2 products forward, 5 backward."""
+        return self.compute_seconds((5 if backward else 2) * 2 * sizes.unit * num_pairs, backward=backward, calls=calls)
+
     def work_seconds(self, num_pairs: float, sizes: Sizes, calls: int = 1) -> float:
-        """The time of `num_pairs` pairs of a query and a key, by `calls` kernel calls forward and as many backward."""
-        flops = 2 * sizes.unit * num_pairs  # of one product
-        stages = ((2, False), (5, True))
-        return sum(self.compute_seconds(n * flops, backward=backward, calls=calls) for n, backward in stages)
+        """The time of both stages."""
+        return sum(self.stage_seconds(num_pairs, sizes, calls, backward=backward) for backward in (False, True))
 
     def handshake(self, num_ranks: int) -> float:
         """Seconds in which the first `num_ranks` ranks hear of each other."""

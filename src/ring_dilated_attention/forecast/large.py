@@ -125,12 +125,11 @@ def _rank_seconds(own: "_Load", rings: dict[int, "_Load"], sizes: Sizes, hardwar
     Before the first hop, the rank computes its own tiles while the first chunks arrive. The longer of the two counts.
     """
     seconds, latency = 0.0, hardware.network(0, num_ranks - 1)[1]
-    for products, is_backward in ((2, False), (5, True)):
+    for is_backward in (False, True):
         passing = sizes.unit * (sizes.itemsize + is_backward * sizes.sum_itemsize)
 
-        def work(load: _Load, products: int = products, is_backward: bool = is_backward) -> float:
-            flops = products * 2 * sizes.unit * load.pairs
-            return hardware.compute_seconds(flops, backward=is_backward, calls=load.calls)
+        def work(load: _Load, is_backward: bool = is_backward) -> float:
+            return hardware.stage_seconds(load.pairs, sizes, load.calls, backward=is_backward)
 
         first = sum(load.seconds_a_byte for load in rings.values()) * sizes.unit * sizes.itemsize
         arrives = first + latency if rings else 0.0

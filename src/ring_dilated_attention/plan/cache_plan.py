@@ -42,10 +42,6 @@ class Buffers(NamedTuple):
     def rows_per_segment(self) -> int:
         return -(-(self.segment_length - self.phase) // self.rate)
 
-    def has(self, position: int) -> bool:
-        """Whether the row at a position is of this phase."""
-        return position % self.segment_length % self.rate == self.phase
-
     def before(self, position: int) -> int:
         """How many rows of the phase lie before a position, which is the number of the next row."""
         segment, rest = divmod(position, self.segment_length)

@@ -88,8 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
             found["advice"] = advice_on(job, machine.hardware)
         bar.update()
         if not any(row.get("fits", True) for row in found["memory"].values()):
-            mesh, found["remedy"] = _remedy(arguments, job, machine, bar.update)
-            found["remedy_mesh"] = None if mesh is None else mesh._asdict()
+            found["remedy_mesh"], found["remedy"] = _remedy(arguments, job, machine, bar.update)
     print(json.dumps(found, indent=1) if arguments.json else text(arguments, job, machine, found))
     return 0
 
@@ -224,7 +223,7 @@ def advice_on(job: ModelJob, hardware: Hardware) -> list[str]:
 
 
 def text(arguments: argparse.Namespace, job: ModelJob, machine: Machine | None, found: dict[str, Any]) -> str:
-    columns, dtype, named = [found["memory"][how] for how in ACTIVATIONS], arguments.dtype, [job.mesh]
+    columns, dtype = [found["memory"][how] for how in ACTIVATIONS], arguments.dtype
     branches = "; ".join(map(str, job.pattern.branches))
     states = dtype if dtype == "float64" else "float32"
     lines = [
@@ -235,10 +234,10 @@ def text(arguments: argparse.Namespace, job: ModelJob, machine: Machine | None, 
         # Causality is shown because the config may have set it.
         f"pattern: {branches}; {'causal' if job.pattern.is_causal else 'not causal'}",
     ]
-    names = ("parameters", "gradients", "optimiser", "activations", "working", "total", "host")
-    about = _about(job.mesh)
-    abouts = dict.fromkeys(("working", "total"), about)  # these have the estimated memory of the attention
-    held = {name: [abouts.get(name, "") + size_text(row[name]) for row in columns] for name in names}
+    about = _about(job.mesh)  # "working" and "total" have the memory of the attention
+    names = dict.fromkeys(("parameters", "gradients", "optimiser", "activations"), "")
+    names |= {"working": about, "total": about, "host": ""}
+    held = {name: [before + size_text(row[name]) for row in columns] for name, before in names.items()}
     lines = [*map(wrapped, lines), _table("a rank holds", held)]
     if machine is not None:
         lines += ["", wrapped(described(machine.hardware, machine.source))]
@@ -247,7 +246,6 @@ def text(arguments: argparse.Namespace, job: ModelJob, machine: Machine | None, 
         lines += map(wrapped, found["advice"])
     if arguments.memory is not None:
         fewest = [Mesh(**row["smallest_mesh"]) if row["smallest_mesh"] else None for row in columns]
-        named += [mesh for mesh in fewest if mesh is not None]
         longest = [f"{about}{row['longest_sequence']:,}" for row in columns]
         fits = {
             "fits": ["yes" if row["fits"] else "no" for row in columns],
@@ -255,10 +253,9 @@ def text(arguments: argparse.Namespace, job: ModelJob, machine: Machine | None, 
             "fewest ranks for this length": ["none" if mesh is None else f"{_about(mesh)}{mesh}" for mesh in fewest],
         }
         lines += ["", _table(f"in {size_text(arguments.memory)} a rank", fits)]
-    if "remedy" in found:
-        lines.append(wrapped(found["remedy"]))
-        named += [Mesh(**found["remedy_mesh"])] if found["remedy_mesh"] else []
-    lines += [wrapped(ERRORS_TEXT)] * any(map(_about, named))
+    lines += [wrapped(found["remedy"])] if "remedy" in found else []
+    named = [found["mesh"], found.get("remedy_mesh"), *(row.get("smallest_mesh") for row in columns)]
+    lines += [wrapped(ERRORS_TEXT)] * any(_about(Mesh(**mesh)) for mesh in named if mesh is not None)
     return "\n".join(lines)
 
 
@@ -298,19 +295,20 @@ def _time_rows(columns: list[dict[str, Any]], tokens: float | None) -> dict[str,
 
 def _remedy(
     arguments: argparse.Namespace, job: ModelJob, machine: Machine | None, step: Callable[[], object]
-) -> tuple[Mesh | None, str]:
+) -> tuple[dict[str, int] | None, str]:
     """The smallest mesh on which the model fits, with `shards` as it is, or else with states sharded over all ranks;
     and a sentence. step: called up to six times."""
     ranks = job.mesh.num_ranks
     over_all = job.mesh._replace(shards=ranks) if ranks > 1 else Mesh(1, 2, 2)  # one rank cannot shard
     for mesh in (job.mesh, over_all):
-        meshes = []
-        for how in ACTIVATIONS:
-            meshes.append(_smallest_mesh(arguments, replace(job, mesh=mesh), machine, how))
+        fitting = []
+        for i, how in enumerate(ACTIVATIONS):
+            if (smallest := _smallest_mesh(arguments, replace(job, mesh=mesh), machine, how)) is not None:
+                fitting.append((smallest.num_ranks, i, smallest))
             step()
-        fitting = [(mesh.num_ranks, i, mesh) for i, mesh in enumerate(meshes) if mesh is not None]
         if fitting:
             _, index, smallest = min(fitting)
-            would = f"would do{', by an estimate' * (smallest.sequence > MOST_PLANNED)}"
-            return smallest, f"it does not fit; --mesh {smallest} {would}, with activations {ACTIVATIONS[index]}"
+            estimate = ", by an estimate" * (smallest.sequence > MOST_PLANNED)
+            would = f"--mesh {smallest} would do{estimate}, with activations {ACTIVATIONS[index]}"
+            return smallest._asdict(), f"it does not fit; {would}"
     return None, "it does not fit on any number of ranks, not even with the states cut over all: take a smaller model"
