@@ -12,13 +12,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from statistics import quantiles
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
 from ring_dilated_attention.forecast import call_cost
-from ring_dilated_attention.forecast.call_cost import Figures, Way, forecast
+from ring_dilated_attention.forecast.call_cost import Figures, Way, count, forecast
 from ring_dilated_attention.forecast.clock import Hardware
 from ring_dilated_attention.forecast.large import MEMORY_ERRORS
 from ring_dilated_attention.kernels.traits import TRAITS
@@ -26,6 +27,7 @@ from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.sharding import Cut
 from ring_dilated_attention.plan.sizes import Sizes, Traits
+from ring_dilated_attention.training.files import MOST_BYTES, check_mine, json_object, write_whole
 
 
 def random_job(rng: random.Random, way: Way | None = None) -> tuple[Job, Way, Sizes]:
@@ -57,9 +59,9 @@ def random_job(rng: random.Random, way: Way | None = None) -> tuple[Job, Way, Si
 
 def random_hardware(rng: random.Random, job: Job, sizes: Sizes) -> Hardware:
     """Messages that take from a thirtieth of the time of computing up to thirty times as long."""
-    found = forecast(job, Way(), sizes)
+    found = count(job, Way())
     flops = 10 ** rng.uniform(9, 15)
-    computing = 14 * 64 * found.pairs / flops
+    computing = 14 * 64 * sum(found.pairs) / flops
     rows = sum(share.sent for share in found.branches)
     rate = rows * 64 * (2 * sizes.itemsize + sizes.sum_itemsize) / computing * 10 ** rng.uniform(-1.5, 1.5)
     latency = rng.choice([0, computing / job.num_ranks * 10 ** rng.uniform(-3, -0.5)])
@@ -93,7 +95,7 @@ def sending_job(rng: random.Random, way: Way | None = None) -> tuple[Job, Way, S
     """A random job in which something is sent."""
     while True:
         job, one, sizes = random_job(rng, way)
-        if any(share.sent for share in forecast(job, Way(), sizes).branches):
+        if any(share.sent for share in count(job, Way()).branches):
             return job, one, sizes, TRAITS[rng.choice(["cpu", "triton"])]
 
 
@@ -122,6 +124,10 @@ KINDS: dict[str, Callable[[random.Random], float]] = {
 }
 
 
+def is_record(file: BinaryIO) -> bool:
+    return json_object(file.read(MOST_BYTES)).get("case") == "estimates"
+
+
 def main() -> int:
     # The tests need only the jobs, and not the second that this import takes.
     sys.path.append(str(Path(__file__).parents[2]))
@@ -133,6 +139,8 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
     parser.add_argument("--record", type=Path, help="a file for what was found, as JSON")
     arguments = parser.parse_args()
+    if arguments.record is not None:
+        check_mine(arguments.record, is_record, "estimates.py")
     rows = []
     for kind in arguments.kinds:
         rng = random.Random(f"{arguments.seed} {kind}")
@@ -142,9 +150,10 @@ def main() -> int:
         rows.append({"kind": kind, "number": arguments.number, "estimate_over_exact": found | {"most": ratios[-1]}})
         print(kind, arguments.number, *(f"{name} {ratio:.3f}" for name, ratio in found.items()), flush=True)
     if arguments.record is not None:
-        command = f"python tests/forecast/estimates.py --number {arguments.number} --seed {arguments.seed}"
-        record = make_record("estimates", rows, is_quick=False) | {"command": command}
-        arguments.record.write_text(json.dumps(record, indent=1) + "\n")
+        command = " ".join(["python tests/forecast/estimates.py", *map(quote, sys.argv[1:])])
+        record = make_record("estimates", rows, is_quick=False) | {"command": command, "seed": arguments.seed}
+        text = json.dumps(record, indent=1) + "\n"
+        write_whole(arguments.record, text.encode(), is_record, "estimates.py")
     memory = [row["estimate_over_exact"]["least"] for row in rows if "memory" in row["kind"]]
     return 1 if min(memory, default=1.0) < MEMORY_ERRORS[0] else 0
 
