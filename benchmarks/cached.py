@@ -13,7 +13,7 @@ from torch import Tensor
 from ring_dilated_attention.attention import dilated_attention
 from ring_dilated_attention.commands.errors import measure_cached, worst
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.cache_plan import CachePlan
+from ring_dilated_attention.plan.cache_plan import Buffers, CachePlan
 from ring_dilated_attention.run.dilated_cache import DilatedCache
 
 from .gate import GateError, small_case
@@ -82,9 +82,25 @@ def rows_read(plan: CachePlan, position: int) -> int:
     return sum(len(buffers.kv_heads) * (len(buffers.seen(position)) + 1) for _, buffers in plan.of_position(position))
 
 
+def live(buffers: Buffers, position: int) -> range:
+    """The numbers of the rows that the query at `position - 1`, or a later query, sees.
+
+    If the segment of `position - 1` has no row of the phase from there on, its earlier rows are kept but not live.
+    """
+    stop = buffers.before(position)
+    number = buffers.before(max(0, position - 1))  # of the last query's row, or of the next row
+    return range(number - number % buffers.rows_per_segment, stop)
+
+
 def live_rows(plan: CachePlan, position: int) -> int:
     """Rows in all buffers that the last query before a position, or one from there on, sees: at most num_rows."""
-    return sum(len(buffers.kv_heads) * len(plan.live(buffers, position)) for buffers in plan.buffers)
+    return sum(len(buffers.kv_heads) * len(live(buffers, position)) for buffers in plan.buffers)
+
+
+def distinct_rows(plan: CachePlan, position: int) -> int:
+    """The number of live rows, where a row that several branches hold counts once."""
+    rows = ((x.kv_heads, x.position_of(number)) for x in plan.buffers for number in live(x, position))
+    return len({(head, at) for heads, at in rows for head in heads})
 
 
 def bytes_read(cache: DilatedCache, position: int) -> int:

@@ -17,7 +17,7 @@ from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
 
 from .gate import gate
-from .measure import Sizes, Times, dense_call, dilated_call, quantiles
+from .measure import Sizes, Times, dense_call, dilated_call, flops_of, quantiles
 from .record import branches, markdown, seconds, tensors
 
 SUMMARY = "share of the FLOP-bound speed-up over dense attention"
@@ -86,8 +86,7 @@ def _rows(
                 "is_causal": pattern.is_causal,
                 "stage": stage,
                 **sizes.as_json(),
-                "flops": plan.flops(sizes.batch, sizes.head_dim)
-                + (plan.flops(sizes.batch, sizes.head_dim, backward=True) if stage != "forward" else 0),
+                "flops": sum(flops_of(plan, sizes.batch, sizes.head_dim)[: 1 if stage == "forward" else 2]),
                 "flop_bound_speed_up": 1 / ratio,
                 "seconds": quantiles(mine),
                 "dense_seconds": quantiles(theirs),

@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ring_dilated_attention.attention import dilated_attention
 from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan.plan import Plan
 from ring_dilated_attention.plan.sizes import Sizes as PlannedSizes
 from ring_dilated_attention.ranks.context import ContextParallel
 
@@ -162,6 +163,13 @@ def held_and_peak(forward: Callable[[], Tensor]) -> tuple[int, int]:
             current += event.nbytes()
             peak = max(peak, current)
     return held, peak
+
+
+def flops_of(plan: Plan, batch: int, head_dim: int) -> tuple[int, int]:
+    """Floating-point operations of a forward and of its backward: 2 and 5 matrix products, of 2 * D operations for each
+    pair."""
+    product = 2 * head_dim * batch * plan.pairs
+    return 2 * product, 5 * product
 
 
 def quantiles(values: Iterable[float]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.training.machine import peak_resident_bytes
 
 from .gate import gate
-from .measure import Allocated, Sizes, Times, allocated, attend, dilated_call, make_tensors
+from .measure import Allocated, Sizes, Times, allocated, attend, dilated_call, flops_of, make_tensors
 from .record import branches, markdown, tensors
 
 SUMMARY = "one million positions, forward and backward, on one device"
@@ -57,7 +57,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
             "threads_per_rank": launch.num_threads,
             "forward_seconds": times.forward,
             "backward_seconds": times.backward,
-            "flops": sum(plan.flops(sizes.batch, sizes.head_dim, backward=backward) for backward in (False, True)),
+            "flops": sum(flops_of(plan, sizes.batch, sizes.head_dim)),
             "tensor_bytes": tensor,
             "peak_bytes": 3 * tensor + found.peak_bytes,
             "planned_peak_bytes": planned.forward_backward.num_bytes,

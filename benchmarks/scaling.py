@@ -23,7 +23,7 @@ from ring_dilated_attention.ranks.context import ContextParallel
 from ring_dilated_attention.ranks.processes import Processes, recorded_waits
 
 from .gate import gate, gate_squares
-from .measure import Sizes, Times, dilated_call, quantiles, stopwatch
+from .measure import Sizes, Times, dilated_call, flops_of, quantiles, stopwatch
 from .record import branches, markdown, seconds, tensors
 
 SUMMARY = "parallel efficiency of two ranks, beside the machine's ceiling"
@@ -176,8 +176,7 @@ def _modelled(
     for num_ranks in MODELLED_RANKS:
         shards = make_shards(row["sharding"], default_lengths(row["sharding"], sizes.seq_len, num_ranks))
         plans = [make_plan(Job(pattern, shards, sizes.num_heads, sizes.num_heads), rank) for rank in range(num_ranks)]
-        arguments = (sizes.batch, sizes.head_dim)
-        flops = sum(plan.flops(*arguments, backward=backward) for plan in plans for backward in (False, True))
+        flops = sum(sum(flops_of(plan, sizes.batch, sizes.head_dim)) for plan in plans)
         hardware = Hardware(flops / row["one_rank_seconds"]["median"], bytes_per_second)
         step = model_step(plans, sizes.planned(), hardware)
         exposed = max(rank.exposed_seconds for rank in step.ranks) / step.step_seconds

@@ -6,8 +6,8 @@ share = (time of dense / our time) * (our FLOPs / FLOPs of dense)
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ring_dilated_attention.forecast.call_cost import pairs
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.counts import pairs
 
 from .candidates import Candidate
 from .device import Ceilings

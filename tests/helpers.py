@@ -27,6 +27,10 @@ def relative_error(x: Tensor, exact: Tensor) -> float:
     return ((x.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
 def make_tokens(vocab_size: int, batch: int, seq_len: int, seed: int = 1) -> Tensor:
     return torch.randint(0, vocab_size, (batch, seq_len), generator=torch.Generator().manual_seed(seed))
 
@@ -40,10 +44,15 @@ def heard_of(pattern: DilatedPattern, n: int, num_heads: int) -> Iterator[list[i
         yield heard.sum(1).int().tolist()
 
 
-def words(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """What a command prints, without its line breaks."""
-    assert cli.main(list(argv)) == 0
+def said_of(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was printed, without the ends of lines."""
     return " ".join(capsys.readouterr().out.split())
+
+
+def words(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What a command prints, without the ends of lines."""
+    assert cli.main(list(argv)) == 0
+    return said_of(capsys)
 
 
 @contextmanager

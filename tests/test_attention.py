@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from drawn import patterns
-from helpers import relative_error
+from helpers import randn, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -77,10 +77,6 @@ def compare(inputs, pattern, *, outputs="both", needs_grad="qkv", dout=None, dls
         # float64 rounds at 2e-16; scores here are below 100 and sums have below 1,000 terms
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
     return actual
-
-
-def randn(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 @settings(max_examples=250, deadline=None)

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from benchmarks.scaled import scaled_down
 from ring_dilated_attention import DilatedPattern, dilated_attention, simulate
+from ring_dilated_attention.forecast.call_cost import pairs
 from ring_dilated_attention.pattern import WHOLE_DOCUMENT
-from ring_dilated_attention.plan.counts import pairs
 from ring_dilated_attention.reference import multiplicity
 
 LONGEST = 2**62

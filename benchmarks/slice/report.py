@@ -8,13 +8,15 @@ from typing import Any
 import torch
 
 from ring_dilated_attention.commands.output import aligned
+from ring_dilated_attention.forecast.call_cost import pairs
 from ring_dilated_attention.forecast.ledger import AttentionMemory, attention_memory
 from ring_dilated_attention.kernels.traits import TRAITS
-from ring_dilated_attention.plan.counts import Counter, count_ranks, pairs
+from ring_dilated_attention.plan.counts import Counter, count_ranks
 from ring_dilated_attention.plan.plan import Plan
 from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.training.machine import peak_resident_bytes
 
+from ..measure import flops_of
 from .share import SlicedJob, run_share, viewers_of
 from .verify import Check, tolerance, verify
 
@@ -76,12 +78,12 @@ def _rank_figures(job: SlicedJob, rank: int) -> dict[str, Any]:
     sent = tuple(plan.bytes_sent(1, job.head_dim, ITEMSIZE, backward=backward) for backward in (False, True))
     comes, counted = sum(m.size for hop in plan.hops for m in hop.receives), Counter(job.call).of(rank).received
     assert comes == counted, f"by the plan {comes} units of rows come in, and {counted} are counted"
-    memory = memory_of(job, plan)
+    memory, (forward, backward) = memory_of(job, plan), flops_of(plan, 1, job.head_dim)
     return {
         "positions": plan.num_rows,
         "pairs": plan.pairs,
-        "forward_flops": plan.flops(1, job.head_dim),
-        "backward_flops": plan.flops(1, job.head_dim, backward=True),
+        "forward_flops": forward,
+        "backward_flops": backward,
         "forward_sent_bytes": sent[0],
         "backward_sent_bytes": sent[1],
         "peak_bytes": memory.forward_backward.num_bytes,

@@ -298,8 +298,7 @@ class DilatedPattern:
         self.check_heads(num_heads, num_heads)
         lines = []
         for i, branch in enumerate(self.branches):
-            length, rate = branch
-            heads, phases = self.heads_of(i, num_heads), range(min(rate, length))
+            heads, phases = self.heads_of(i, num_heads), range(min(branch))
             read = [s for s, found in self._heads_by_phase(i, num_heads) if found]
             share = f"heads {heads.start}..{heads.stop - 1}" if self.heads == "split" else f"all {num_heads} heads"
             note = "; every phase is read"
@@ -308,7 +307,7 @@ class DilatedPattern:
                 is_split = self.heads == "split" and there
                 unread = f"all but {there[0]}" if is_split else _shorten(phases[len(there) :])
                 note = f"; phases that no head reads: {unread}"
-            if rate > length:
+            if branch.dilation_rate > branch.segment_length:
                 note += "; r > w: a segment has one row of a phase at most, so that a query sees only itself"
             lines.append(f"branch {i} ({branch}): {share} read phases {_shorten(read)}{note}")
         without, pairs = self.without_keys(num_heads, lengths)

@@ -12,7 +12,7 @@ import torch
 from benchmarks import command, device, gpu, gpu_memory, gpu_small, shares, side_by_side
 from benchmarks.apart import Budget, measure_apart
 from benchmarks.candidates import OWN, Candidate, attention
-from benchmarks.measure import Sizes, Times
+from benchmarks.measure import Sizes, Times, flops_of
 from ring_dilated_attention import DilatedPattern, kernels
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
@@ -110,7 +110,7 @@ def test_flops_are_the_plans():
         group = side_by_side.Group(SIZES, pattern.is_causal, (), 1, "cpu")
         found = side_by_side.Found({}, "", 0, device.Profile((), ()), [Times(1, 1)], [0.0])
         row = shares.row_of(group, Candidate("sdpa", "", pattern), found, {}, device.Ceilings(1, 1))
-        counted = plan.flops(1, SIZES.head_dim), plan.flops(1, SIZES.head_dim, backward=True)
+        counted = flops_of(plan, 1, SIZES.head_dim)
         assert [stage["flops"] for stage in row["stages"].values()] == [counted[0], sum(counted)]
 
 

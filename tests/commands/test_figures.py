@@ -6,7 +6,6 @@ from readme_pictures import draw_readme
 
 from benchmarks.scaled import scaled_down
 from ring_dilated_attention.commands.plan import figures
-from ring_dilated_attention.commands.plan.sketch import panels
 from ring_dilated_attention.forecast.call_cost import Way, count
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.job import Job
@@ -86,7 +85,7 @@ def test_a_sketch_says_what_the_plans_do(pattern, seq_len, num_ranks, sharing):
     shares = count(Job(pattern, shards, 12, 12), Way()).branches
     assert tuple(share.num_sharing for share in shares) == sharing
     assert sum(share.sent for share in shares) == sum(plan.sent()[0] for plan in plans)
-    for panel, share, (w, r) in zip(panels(shards, shares), shares, pattern.branches, strict=True):
+    for panel, share, (w, r) in zip(figures.panels(shards, shares), shares, pattern.branches, strict=True):
         assert panel.segments[0] == (0, w)
         assert all(start % w == 0 for start, _ in panel.segments)
         assert set(panel.borders) <= {span.stop for shard in shards for span in shard}
@@ -94,7 +93,7 @@ def test_a_sketch_says_what_the_plans_do(pattern, seq_len, num_ranks, sharing):
         assert panel.notes[1].endswith(f"{-(-w // r):,} of a segment")
         assert ("stays at home" in panel.notes) == (not share.sent)
         assert share.travels == any(f"up to {share.num_sharing:,} ranks" in note for note in panel.notes)
-    inks = [panel.ink for panel in panels(shards, shares)]
+    inks = [panel.ink for panel in figures.panels(shards, shares)]
     assert all(
         (a > b) == (r < q)
         for a, r in zip(inks, pattern.dilation_rates, strict=True)

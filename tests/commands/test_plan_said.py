@@ -4,6 +4,7 @@ import random
 import re
 
 import pytest
+from helpers import said_of
 
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.hardware import Machine, as_toml
@@ -19,11 +20,6 @@ from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 from ring_dilated_attention.plan.sizes import Sizes
 
 TIME = ("--flops", "1e9", "--bandwidth", "1e8", "--latency", "1e-4")
-
-
-def said_of(capsys):
-    """What was printed, without the ends of lines."""
-    return " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("seed", range(16))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_time import Late, TimedKernel
 
+from benchmarks.measure import flops_of
 from ring_dilated_attention.forecast.clock import Hardware, Network, RankTime, Side, model_step
 from ring_dilated_attention.kernels.contract import BackwardRows
 from ring_dilated_attention.pattern import DilatedPattern
@@ -125,7 +126,7 @@ def test_computing_is_the_plans_flops(pattern, sharding):
     plans, hardware = plans_of(pattern, 4096, 4, sharding, (4, 2)), Hardware(1e9, 1e8, 1e-5)
     step = model_step(plans, Sizes(2, 16, 4), hardware)
     for plan, rank in zip(plans, step.ranks, strict=True):
-        flops = plan.flops(2, 16) + plan.flops(2, 16, backward=True)
+        flops = sum(flops_of(plan, 2, 16))
         assert rank.computing_seconds == pytest.approx(flops / 1e9)
         assert rank.forward_seconds + rank.backward_seconds == pytest.approx(
             rank.computing_seconds + rank.exposed_seconds

@@ -6,30 +6,26 @@ import re
 from dataclasses import replace
 
 import pytest
+from helpers import said_of
 
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.plan import compare as command
 from ring_dilated_attention.commands.plan.model import advice_on as advice_on_model
+from ring_dilated_attention.forecast import advice as advising
 from ring_dilated_attention.forecast import call_cost
 from ring_dilated_attention.forecast.advice import advice
-from ring_dilated_attention.forecast.call_cost import Figures, Time, Way, forecast
+from ring_dilated_attention.forecast.call_cost import Figures, Time, Way, branch_pairs, forecast, pairs
 from ring_dilated_attention.forecast.clock import Hardware, time_text
 from ring_dilated_attention.forecast.exchanges import Alternative, Call, alternatives, recommended
 from ring_dilated_attention.forecast.ledger import Item, Peak
 from ring_dilated_attention.forecast.training_cost import Mesh, ModelJob, Shape
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.counts import branch_pairs, pairs
 from ring_dilated_attention.plan.sizes import Sizes
 
 CALL = ["plan", "--seq-len", "4Ki", "--segment-lengths", "256", "--dilation-rates", "1"]
 MODEL = ["plan", "model", "--layers", "2", "--embed-dim", "64", "--heads", "4", "--segment-lengths", "256", "4Ki"]
 MODEL += ["--seq-len", "4Ki", "--dilation-rates", "1", "4", "--causal", "--flops", "1T"]
-
-
-def said_of(capsys):
-    """What was printed, without the ends of lines."""
-    return " ".join(capsys.readouterr().out.split())
 
 
 def seconds_of(one):
@@ -183,6 +179,20 @@ def test_dealing_heads_is_said_to_be_bound_too():
     assert "rates would not" in str(advice_on(job, dealt, slow))
 
 
+def test_a_rate_is_not_tried_where_counting_takes_long(monkeypatch):
+    """Catches a second count of 65,536 ranks, or one that no progress bar sees."""
+    call, slow = Call(DilatedPattern((2048, 8192), (1, 4)), 8192, 4, 4, 4, Sizes(1, 16, 2)), Hardware(1e12, 1e8)
+    job, steps = call.job(), []
+    found = forecast(job, Way(), call.sizes, hardware=slow)
+    said = advice(job, Way(), call.sizes, found, slow, lambda: steps.append(1))
+    assert "at rate 16 instead of 4" in str(said)
+    assert len(steps) == 4
+    monkeypatch.setattr(advising, "MOST_COMPARED", 3)
+    said = advice(job, Way(), call.sizes, found, slow, lambda: steps.append(1))
+    assert str(said).endswith(f"of the pairs: {advising.OTHERWISE}")
+    assert len(steps) == 4
+
+
 def test_one_plan_says_that_it_is_bound(capsys):
     argv = [*CALL[:3], "--segment-lengths", "4Ki", "--dilation-rates", "4", "--ranks", "2", "--flops", "1T"]
     assert cli.main([*argv, "--bandwidth", "1M"]) == 0
@@ -203,7 +213,9 @@ def test_many_ranks_are_said_to_be_bound(seq_len, capsys):
     argv += ["--dilation-rates", "1", "64", "--causal", "--flops", "1e15"]
     assert cli.main([*argv, "--bandwidth", "1G"]) == 0
     out = said_of(capsys)
-    assert re.search("bound by communication: a rank waits .* at rate 256 instead of 64 a step would take about", out)
+    assert re.search(
+        "bound by communication: a rank waits about .* at rate 256 instead of 64 a step would take about", out
+    )
     assert cli.main([*argv, "--bandwidth", "1P"]) == 0
     assert "bound by communication" not in said_of(capsys)
 
@@ -221,6 +233,7 @@ def test_the_command_compares(capsys):
     out = capsys.readouterr().out
     assert re.search(r"dilated +ring +contiguous +[\d.]+ .s", out)
     assert re.search(r"dilated +all-gather +contiguous +no time", out)
+    assert "waits" not in out.partition("recommended: ")[0]
     assert all(len(line) <= 80 for line in out.splitlines())
 
 

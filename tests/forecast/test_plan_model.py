@@ -2,12 +2,15 @@
 
 import json
 import re
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.measure import flops_of
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.hardware import PRESETS, Machine, as_toml, machine_of
 from ring_dilated_attention.commands.numbers import size_text
@@ -55,7 +58,7 @@ def test_flops_and_gradients_of_a_step(data, sequence, shards):
     entries = sum(x.numel() for x in model.parameters() if x.ndim == 2) - 256 * 48  # the embedding is no product
     cut = make_shards("contiguous", default_lengths("contiguous", 516, sequence))
     plans = [make_plan(Job(job.pattern, cut, 4, 2), rank) for rank in range(sequence)]
-    attention = sum(plan.flops(3, 12, backward=backward) for plan in plans for backward in (False, True))
+    attention = sum(sum(flops_of(plan, 3, 12)) for plan in plans)
     tokens = 3 * data * 516
     assert job.tokens == tokens
     assert planned.flops_of_step(job) == 6 * tokens * entries + data * 3 * attention
@@ -299,12 +302,53 @@ def test_memory_too_small_says_what_would_do(capsys):
     """And that does. One rank of a sequence has too little for the states alone, unless they are cut over several."""
     for mesh, memory in (("1x1", "4M"), ("2x2x2", "4M"), ("1x2", "1M"), ("1x1", "1M")):
         assert cli.main([*MODEL, "--mesh", mesh, "--memory", memory]) == 0
-        said = re.search("it does not fit; --mesh (.*) would do, with activations (.*)", capsys.readouterr().out)
+        out = " ".join(capsys.readouterr().out.split())
+        said = re.search(r"it does not fit; --mesh (\S+) would do(?:, by an estimate)?, with activations (\w+)", out)
         assert said is not None, mesh
+        is_about = Mesh(*map(int, said[1].split("x"))).sequence > call_cost.MOST_PLANNED
+        assert is_about == ("by an estimate" in out) == out.endswith(large.ERRORS_TEXT)
         assert cli.main([*MODEL, "--mesh", said[1], "--memory", memory, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["memory"][said[2]]["fits"] is True
     assert cli.main([*MODEL, "--memory", "1K"]) == 0
     assert "it does not fit on any number of ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mesh", ["1x8", "1x66"])
+def test_estimates_of_a_model_are_marked(mesh, capsys):
+    """Those of the job's own mesh, and a mesh of more than 64 ranks that was found for one of fewer."""
+    argv = [*MODEL, "--seq-len", "264Ki", "--mesh", mesh, "--flops", "1T", "--bandwidth", "1G", "--memory", "36M"]
+    assert cli.main([*argv, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    meshes = [row["smallest_mesh"] for row in found["memory"].values()]
+    assert meshes[0]["sequence"] > call_cost.MOST_PLANNED >= meshes[2]["sequence"]
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    words = "(working|total|in all|attention|tokens/s|longest sequence, to 0.4%)"
+    cells = dict(re.findall(rf"^{words} +(.*)$", out, re.MULTILINE))
+    assert len(cells) == 6
+    assert all(line.count("about ") == (3 if mesh == "1x66" else 0) for line in cells.values())
+    fewest = re.search("fewest ranks for this length(.*)", out)[1].split("  ")
+    assert [cell.strip() for cell in fewest if cell] == [
+        "about " * (mesh["sequence"] > call_cost.MOST_PLANNED) + str(Mesh(**mesh)) for mesh in meshes
+    ]
+    assert " ".join(out.split()).endswith(large.ERRORS_TEXT)
+    assert all(len(line) <= 80 for line in out.splitlines())
+
+
+@pytest.mark.parametrize(("memory", "steps"), [("1G", 10), ("4M", 13), ("1K", 16)])
+def test_the_search_for_a_mesh_is_within_the_progress_bar(memory, steps, monkeypatch, capsys):
+    """All steps are counted while the bar is open, and there are at most as many as it says."""
+    seen = []
+
+    @contextmanager
+    def bar(total, *names, **options):
+        done = []
+        yield SimpleNamespace(update=lambda: done.append(1))
+        seen.append((len(done), total))
+
+    monkeypatch.setattr("ring_dilated_attention.commands.plan.model.progress_bar", bar)
+    assert cli.main([*MODEL, "--memory", memory]) == 0
+    assert seen == [(steps, 16)]
 
 
 @pytest.mark.parametrize("ffn_dim", [16, 2048])

@@ -10,12 +10,13 @@ import pytest
 import torch
 from helpers import heard_of, words
 
+from benchmarks.measure import flops_of
 from ring_dilated_attention.commands import cli, suggest
+from ring_dilated_attention.forecast.call_cost import pairs
 from ring_dilated_attention.forecast.reach import MOST_FOLLOWED, every_query, queries_to_follow, reach, some_queries
 from ring_dilated_attention.forecast.suggestions import ALL_READ, suggestions, unread_positions
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.cache_plan import plan_cache
-from ring_dilated_attention.plan.counts import pairs
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
@@ -308,7 +309,7 @@ def test_the_work_of_a_suggestion_is_that_of_the_plans(seed, capsys):
             for x in (pattern, DilatedPattern.dense(is_causal=True))
         )
         assert found["pairs"] == plan.pairs
-        assert found["flops"] == plan.flops(1, head_dim) + plan.flops(1, head_dim, backward=True)
+        assert found["flops"] == sum(flops_of(plan, 1, head_dim))
         assert found["of_dense"] == plan.pairs / dense.pairs <= 1 / 6
         cache = plan_cache(pattern, 4, num_kv_heads, n)
         assert found["cache_bytes"] == cache.num_rows * 2 * head_dim * 2

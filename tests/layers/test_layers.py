@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from distributed import run
+from helpers import randn
 from torch import nn
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, MultiheadDilatedAttention
@@ -25,10 +26,6 @@ def make(pattern=DILATED, embed_dim=24, num_heads=4, seed=0, **options):
         nn.init.normal_(module.in_proj_bias)
         nn.init.normal_(module.out_proj.bias)
     return module
-
-
-def randn(*shape):
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

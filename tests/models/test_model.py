@@ -14,8 +14,8 @@ from distributed import run
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel, simulate
 from ring_dilated_attention.layers import multihead, rotary_table
 from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss, recompute
@@ -31,18 +31,6 @@ def make(config=CONFIG, seed=0, **options):
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.1)
     return model
-
-
-def peak(function):
-    """The most bytes that torch's allocator had given out at once, beyond those at the start."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as p:
-        function()
-    events = [e for e in p.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = largest = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        largest = max(largest, held)
-    return largest
 
 
 @pytest.mark.parametrize("t", [0, 7, 8, 30, 36])
@@ -90,8 +78,8 @@ def test_loss_never_holds_all_logits():
     model, tokens = LongNetLM(config), make_tokens(1, 8192)
 
     all_logits = tokens.numel() * config.vocab_size * 4
-    assert peak(lambda: model.loss(tokens).backward()) < all_logits / 2
-    assert peak(lambda: model(tokens)) > all_logits
+    assert allocated(lambda: model.loss(tokens).backward()).peak_bytes < all_logits / 2
+    assert allocated(lambda: model(tokens)).peak_bytes > all_logits
 
 
 @pytest.mark.parametrize(("vocab_size", "rows"), [(256, 4096), (1024, 1024), (2000, 1024), (128_256, 1024)])
@@ -111,8 +99,8 @@ def test_the_loss_adds_little_to_the_activations():
     config = LongNetConfig((64,), (1,), vocab_size=1536, num_layers=4, embed_dim=64, num_heads=2)
     model, tokens = LongNetLM(config), make_tokens(1, 8192)
     documents = model._agree(tokens, None)
-    without = peak(lambda: model._hidden(tokens, documents, None).sum().backward())
-    assert peak(lambda: model.loss(tokens).backward()) < without * 9 / 8
+    without = allocated(lambda: model._hidden(tokens, documents, None).sum().backward()).peak_bytes
+    assert allocated(lambda: model.loss(tokens).backward()).peak_bytes < without * 9 / 8
 
 
 def test_first_loss_is_that_of_a_uniform_guess():
@@ -257,7 +245,8 @@ def test_packed_documents_refusals():
 def test_activation_checkpointing_holds_less():
     tokens = make_tokens(1, 2048)
     plain, recomputed = (make(activation_checkpointing=checkpointing) for checkpointing in (False, True))
-    assert peak(lambda: recomputed.loss(tokens).backward()) < 0.8 * peak(lambda: plain.loss(tokens).backward())
+    less, most = (allocated(lambda m=m: m.loss(tokens).backward()).peak_bytes for m in (recomputed, plain))
+    assert less < 0.8 * most
 
 
 BORDERS = (0, 17, 18, 41)  # a document of one token predicts nothing

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from drawn import patterns
-from helpers import relative_error
+from helpers import randn, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -26,10 +26,6 @@ from ring_dilated_attention.run import dilated_cache as cache_module
 
 pytestmark = pytest.mark.usefixtures("nan_in_new_memory")
 PATTERN = DilatedPattern((4, 12), (1, 3), is_causal=True)
-
-
-def randn(*shape):
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def make(pattern, batch, num_heads, num_kv_heads, head_dim, dtype=torch.float64, **limits):

@@ -7,13 +7,12 @@ import shlex
 import textwrap
 from typing import Any
 
-from ..forecast.call_cost import FLOPS_PER_PAIR, Way
+from ..forecast.call_cost import FLOPS_PER_PAIR, Way, pairs
 from ..forecast.call_cost import count as count_ranks
 from ..forecast.exchanges import Call
 from ..forecast.reach import reach
 from ..forecast.suggestions import suggestions, unread_positions
 from ..pattern import WHOLE_DOCUMENT, DilatedPattern
-from ..plan.counts import pairs
 from ..plan.sizes import Sizes
 from ..training.options import MOST_LAYERS
 from .hardware import ITEMSIZE, check_dtype, described, machine_of

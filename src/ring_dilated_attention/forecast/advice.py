@@ -1,12 +1,12 @@
 """Advises on a step that is bound by communication: which branch sends most, and what would help. No torch."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
-from ..plan.counts import branch_pairs
 from ..plan.job import Job
 from ..plan.sizes import Sizes
-from .call_cost import Figures, Way, forecast
+from .call_cost import MOST_COMPARED, Figures, Way, branch_pairs, forecast
 from .clock import Hardware
 
 # If the busiest rank waits for at least this share of a step, the step counts as bound by communication.
@@ -16,12 +16,16 @@ WORTH_IT = 0.95  # advise a higher rate only if it brings a step's time down to 
 OTHERWISE = "fewer ranks, or a network that is faster or has less latency, would help"
 
 
-def advice(job: Job, way: Way, sizes: Sizes, figures: Figures, hardware: Hardware) -> str | None:
-    """One or two sentences; or None, if a step is not bound by communication or was not timed."""
+def advice(
+    job: Job, way: Way, sizes: Sizes, figures: Figures, hardware: Hardware, step: Callable[[], object] = lambda: None
+) -> str | None:
+    """One or two sentences; or None, if a step is not bound by communication or was not timed. Up to MOST_COMPARED
+    ranks a sparser branch is timed, and `step` is then called for each rank."""
     if figures.time is None or figures.exposed < BOUND_BY_COMMUNICATION:
         return None
     # A rank never waits for the whole step, so the text does not say 100 %.
-    bound = f"bound by communication: a rank waits {min(figures.exposed, 0.99):.0%} of the step"
+    waits = f"{'about ' * figures.time.is_about}{min(figures.exposed, 0.99):.0%}"
+    bound = f"bound by communication: a rank waits {waits} of the step"
     if way.is_dealt:
         remedy = "fewer key/value heads (grouped queries) or a faster network would help, and dilation rates would not"
         everything = "every position of queries, keys, values and outputs, whatever the pattern"
@@ -37,10 +41,10 @@ def advice(job: Job, way: Way, sizes: Sizes, figures: Figures, hardware: Hardwar
     said = f"{bound}. {sends} for {work[branch] / sum(work):.0%} of the pairs: "
     rates = list(job.pattern.dilation_rates)
     rate, rates[branch] = rates[branch], SPARSER * rates[branch]
-    if rates[branch] > job.pattern.segment_lengths[branch]:
+    if rates[branch] > job.pattern.segment_lengths[branch] or job.num_ranks > MOST_COMPARED:
         return f"{said}{OTHERWISE}"
     sparser = job._replace(pattern=replace(job.pattern, dilation_rates=rates))
-    then = forecast(sparser, way, sizes, hardware=hardware).time
+    then = forecast(sparser, way, sizes, hardware=hardware, step=step).time
     assert then is not None
     if then.seconds > WORTH_IT * figures.time.seconds:
         return f"{said}a higher rate would gain less than {1 - WORTH_IT:.0%}; {OTHERWISE}"

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..plan.counts import Counter, JobCount, count_ranks
+from ..pattern import DilatedPattern
+from ..plan.counts import Counter, JobCount, Phases, count_ranks
 from ..plan.dealing import Dealing
 from ..plan.exchange import RankPlan, dealers, dealt, most_dealt, plan_exchange
 from ..plan.job import Job
@@ -20,6 +21,8 @@ from .ledger import AttentionMemory, Peak, attention_memory
 
 # If there are at most so many ranks, every rank is planned and timed.
 MOST_PLANNED = 64
+# With more ranks, only the job that was asked for is counted: no other sharding, and no sparser pattern.
+MOST_COMPARED = 4096
 FLOPS_PER_PAIR = 7 * 2  # times the head dim: 2 products forward and 5 backward, 2 operations each
 
 
@@ -149,7 +152,7 @@ class Figures(NamedTuple):
         ranks are not planned, what a rank receives is taken for what it sends.
     peak: that of the rank that holds most, in a forward with its backward; None if no kernel is given.
     time: None if no hardware is given. If ranks are not planned, only "ring" without dealt heads has a time.
-    exposed: the share of the time in which the busiest rank waits.
+    exposed: the share of the time in which the busiest rank waits. With an estimated time, it is often too small.
     ranks, step: the planned ranks and their times; empty and None if ranks are not planned. step needs hardware.
     """
 
@@ -243,8 +246,8 @@ def _of_counts(
     if traits is not None:
         found = found._replace(peak=_peak_of_counts(counted, sizes, traits))
     if hardware is not None and counted.way == Way():
-        seconds = large.step_seconds(*counted.places[0], sizes, hardware)
-        exposed = max(0.0, 1 - hardware.work_seconds(found.most_pairs, sizes) / seconds)
+        seconds, computing = large.step_seconds(*counted.places[0], sizes, hardware)
+        exposed = max(0.0, 1 - computing / seconds)
         found = found._replace(time=Time(seconds, is_about=True), exposed=exposed)
     return found
 
@@ -262,3 +265,18 @@ def _peak_of_counts(counted: Counted, sizes: Sizes, traits: Traits) -> Peak | No
 
 def _largest(peaks: Iterable[Peak]) -> Peak | None:
     return max(peaks, key=lambda peak: peak.num_bytes, default=None)
+
+
+def pairs(pattern: DilatedPattern, seq_len: int, num_heads: int) -> int:
+    """(query, key) pairs of all heads and branches over one document, with multiplicity, for one batch entry."""
+    return sum(branch_pairs(pattern, branch, seq_len, num_heads) for branch in range(len(pattern.branches)))
+
+
+def branch_pairs(pattern: DilatedPattern, branch: int, seq_len: int, num_heads: int) -> int:
+    """The pairs of one branch."""
+    length, rate = pattern.branches[branch]
+    heads = pattern.heads_of(branch, num_heads)
+    phases = Phases([pattern.phase_of(branch, head, num_heads) or 0 for head in heads], rate)
+    num, rest = divmod(seq_len, length)
+    whole, last = (phases.pairs([(0, x)], x, is_causal=pattern.is_causal) for x in (length, rest))
+    return num * whole + last

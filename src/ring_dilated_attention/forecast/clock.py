@@ -58,10 +58,13 @@ class Hardware(NamedTuple):
         rate = (self.backward_flops_per_second if backward else None) or self.flops_per_second
         return flops / rate + calls * self.call_seconds
 
-    def work_seconds(self, num_pairs: int, sizes: Sizes) -> float:
-        """The time of `num_pairs` pairs of a query and a key: one kernel call forward and one backward."""
-        flops = 2 * sizes.unit * num_pairs  # of one product
-        return self.compute_seconds(2 * flops, backward=False) + self.compute_seconds(5 * flops, backward=True)
+    def stage_seconds(self, num_pairs: float, sizes: Sizes, calls: int = 1, *, backward: bool) -> float:
+        """The time of pairs of a query and a key in one stage: 2 products forward, 5 backward."""
+        return self.compute_seconds((5 if backward else 2) * 2 * sizes.unit * num_pairs, backward=backward, calls=calls)
+
+    def work_seconds(self, num_pairs: float, sizes: Sizes, calls: int = 1) -> float:
+        """The time of both stages."""
+        return sum(self.stage_seconds(num_pairs, sizes, calls, backward=backward) for backward in (False, True))
 
     def handshake(self, num_ranks: int) -> float:
         """Seconds in which the first `num_ranks` ranks hear of each other."""
@@ -134,7 +137,7 @@ def model_step(
     return StepTime(tuple(RankTime(f, b, r.computing, r.exposed) for f, b, r in zip(*seconds, ranks, strict=True)))
 
 
-# The number of matrix products in each kind of tile. A product has 2 * D operations per pair, as in `Plan.flops`.
+# The number of matrix products in each kind of tile. A product has 2 * D operations per pair.
 _PRODUCTS = {"partial": 2, "gradients": 5, "dq": 2, "dk and dv": 3}
 
 

@@ -1,7 +1,7 @@
 """Compares all exchanges and shardings for one attention call, and recommends one. Pure numbers, no torch."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
@@ -70,7 +70,7 @@ def alternatives(
 ) -> list[Alternative]:
     """All ways with their figures. step: called once for each rank that is counted."""
     dense = call._replace(pattern=DilatedPattern.dense(is_causal=call.pattern.is_causal))
-    counts, found = cache(partial(count, step=step)), []
+    counts, found = lru_cache(maxsize=len(SHARDINGS))(partial(count, step=step)), []  # a count is large
     for one in ways_of(call, hardware):
         if one.way.exchange == "all_to_all":
             try:

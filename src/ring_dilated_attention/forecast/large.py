@@ -49,7 +49,7 @@ def peak_memory(
     received_and_home = {(buffer, buffer)}
     if is_gathered:  # at each moment another rank may hold most, so `weights` has a pair for each
         plans = [gathered(plan) for plan in plans]
-        moved = list(zip(counted.received, _coming_home(counter, counted), strict=True))
+        moved = list(zip(counted.received, _coming_home(counted, is_causal=job.pattern.is_causal), strict=True))
         weights = ((1, 0), (0, 1), (1, 1), (sizes.itemsize + sizes.sum_itemsize, sizes.sum_itemsize))
         received_and_home = {max(moved, key=lambda pair: pair[0] * a + pair[1] * b) for a, b in weights}
     found = []
@@ -59,11 +59,10 @@ def peak_memory(
     return max(found, key=lambda peak: peak.num_bytes)
 
 
-def _coming_home(counter: Counter, counted: JobCount) -> list[int]:
+def _coming_home(counted: JobCount, *, is_causal: bool) -> list[int]:
     """For each rank, the rows of gradients that it receives: one for each own row, from each rank that uses the row."""
     shares = [
-        [share for share in counter.of(rank).shares if any(share.rows) and counted.segments[share.place].received]
-        for rank in range(counter.job.num_ranks)
+        [share for share in own if any(share.rows) and counted.segments[share.place].received] for own in counted.shares
     ]
     last_starts: dict[tuple[int, int], list[int]] = defaultdict(list)
     for share in sorted(chain(*shares), key=lambda share: share.starts[-1]):
@@ -71,7 +70,7 @@ def _coming_home(counter: Counter, counted: JobCount) -> list[int]:
 
     def coming(share: Share) -> int:
         others = last_starts[share.place]
-        if not counter.pattern.is_causal:
+        if not is_causal:
             return (len(others) - 1) * sum(share.rows)
         later = [len(others) - bisect_right(others, start) - (start < share.starts[-1]) for start in share.starts]
         return sum(map(mul, share.rows, later))
@@ -106,13 +105,17 @@ def _few(job: Job, counted: JobCount, num_ranks: int) -> Job:
     )
 
 
-def step_seconds(counter: Counter, counted: JobCount, sizes: Sizes, hardware: Hardware) -> float:
-    """Seconds of the slowest of these: ranks that compute or receive most, and the first and last in their hosts."""
+def step_seconds(counter: Counter, counted: JobCount, sizes: Sizes, hardware: Hardware) -> tuple[float, float]:
+    """Seconds of the slowest of these: ranks that compute or receive most, and the first and last in their hosts. And
+    the seconds in which the one that computes longest computes."""
     ranks = {column.index(max(column)) for column in (counted.pairs, counted.received)}
     if size := hardware.gpus_per_host:
         ranks |= {min(rank // size * size + x, counter.job.num_ranks - 1) for rank in ranks for x in (0, size - 1)}
     loads = [_work_of(counter, counted, rank, hardware) for rank in ranks]
-    return max(_rank_seconds(*load, sizes, hardware, counter.job.num_ranks) for load in loads)
+    seconds = max(_rank_seconds(*load, sizes, hardware, counter.job.num_ranks) for load in loads)
+    calls = [own.calls + sum(hops * load.calls for hops, load in rings.items()) for own, rings in loads]
+    work = zip(ranks, calls, strict=True)
+    return seconds, max(hardware.work_seconds(counted.pairs[rank], sizes, num) for rank, num in work)
 
 
 def _rank_seconds(own: "_Load", rings: dict[int, "_Load"], sizes: Sizes, hardware: Hardware, num_ranks: int) -> float:
@@ -122,12 +125,11 @@ def _rank_seconds(own: "_Load", rings: dict[int, "_Load"], sizes: Sizes, hardwar
     Before the first hop, the rank computes its own tiles while the first chunks arrive. The longer of the two counts.
     """
     seconds, latency = 0.0, hardware.network(0, num_ranks - 1)[1]
-    for products, is_backward in ((2, False), (5, True)):
+    for is_backward in (False, True):
         passing = sizes.unit * (sizes.itemsize + is_backward * sizes.sum_itemsize)
 
-        def work(load: _Load, products: int = products, is_backward: bool = is_backward) -> float:
-            flops = products * 2 * sizes.unit * load.pairs
-            return hardware.compute_seconds(flops, backward=is_backward, calls=load.calls)
+        def work(load: _Load, is_backward: bool = is_backward) -> float:
+            return hardware.stage_seconds(load.pairs, sizes, load.calls, backward=is_backward)
 
         first = sum(load.seconds_a_byte for load in rings.values()) * sizes.unit * sizes.itemsize
         arrives = first + latency if rings else 0.0
@@ -150,12 +152,12 @@ class _Load(NamedTuple):
 
 def _work_of(counter: Counter, counted: JobCount, rank: int, hardware: Hardware) -> tuple[_Load, dict[int, _Load]]:
     """A rank's load with its own keys; and, by the number of hops of a ring, its load in one hop of such rings."""
-    job, count = counter.job, counter.of(rank)
+    job = counter.job
     heads = job.num_heads, job.num_kv_heads, job.held
     calls = [len(job.pattern.head_groups(branch, *heads)) for branch in range(len(job.pattern.branches))]
-    own = _Load(count.pairs, sum(calls))
+    own = _Load(counted.pairs[rank], sum(calls))
     rings: dict[int, _Load] = {}
-    for (branch, origin), _, num_pairs, rows, received in count.shares:
+    for (branch, origin), _, num_pairs, rows, received in counted.shares[rank]:
         segment = counted.segments[branch, origin]
         if not any(rows) or not segment.received:
             continue

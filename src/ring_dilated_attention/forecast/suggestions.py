@@ -10,7 +10,8 @@ Rates and segment lengths are powers of two (but for the whole sequence), becaus
 """
 
 from ..pattern import DilatedPattern
-from ..plan.counts import Phases, pairs
+from ..plan.counts import Phases
+from .call_cost import pairs
 from .reach import phases_read
 
 BALANCED, ALL_READ = "two branches", "two branches, all read"

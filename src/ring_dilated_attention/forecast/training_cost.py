@@ -11,9 +11,8 @@ from math import gcd, lcm
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
-from ..plan.counts import pairs
 from ..plan.sizes import Sizes, Traits
-from .call_cost import FLOPS_PER_PAIR, Figures, Time, Way, forecast
+from .call_cost import FLOPS_PER_PAIR, Figures, Time, Way, forecast, pairs
 from .clock import Hardware
 from .exchanges import Call
 from .shape import FLOAT, Shape

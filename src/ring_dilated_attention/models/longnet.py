@@ -19,10 +19,10 @@ from ..ranks.origin import why_foreign
 from ..run.dilated_cache import DilatedCache
 from .documents import Documents, agree_on_documents, why_no_tokens
 from .longnet_config import LongNetConfig
+from .next_labels import shift_left
 from .recompute import Checkpointing, check_checkpointing, loss_slice_rows, run_layer, sum_in_slices
 from .sampling import Sampling, generate
 from .saved_run import MODEL_FILE, check_whole, newest_checkpoint
-from .sharded import shift_left
 
 IGNORED_LABEL = -1
 HEAD_STD = 0.02  # small, so that the first guess is near uniform

@@ -42,10 +42,6 @@ class Buffers(NamedTuple):
     def rows_per_segment(self) -> int:
         return -(-(self.segment_length - self.phase) // self.rate)
 
-    def has(self, position: int) -> bool:
-        """Whether the row at a position is of this phase."""
-        return position % self.segment_length % self.rate == self.phase
-
     def before(self, position: int) -> int:
         """How many rows of the phase lie before a position, which is the number of the next row."""
         segment, rest = divmod(position, self.segment_length)
@@ -137,20 +133,6 @@ class CachePlan:
                 numbers = range(max(kept.start, buffers.before(span.start)), buffers.before(span.stop))
                 if numbers:
                     yield buffers, numbers, span
-
-    def live(self, buffers: Buffers, position: int) -> range:
-        """The numbers of the rows that the query at `position - 1`, or a later query, sees.
-
-        If the segment of `position - 1` has no row of the phase from there on, its earlier rows are kept but not live.
-        """
-        stop = buffers.before(position)
-        number = stop - 1 if position and buffers.has(position - 1) else stop  # the last query's row, or the next one's
-        return range(number - number % buffers.rows_per_segment, stop)
-
-    def distinct_rows(self, position: int) -> int:
-        """The number of live rows, where a row that several branches hold counts once."""
-        live = ((x.kv_heads, x.position_of(number)) for x in self.buffers for number in self.live(x, position))
-        return len({(head, at) for heads, at in live for head in heads})
 
 
 @lru_cache(maxsize=64, typed=True)  # else a kept plan for 1 would serve 1.0 and True, which are refused

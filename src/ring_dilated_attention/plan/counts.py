@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, pairwise, zip_longest
 from typing import NamedTuple
 
-from ..pattern import DilatedPattern
 from .job import Job
 from .rows import own_pieces, segment_of
 
@@ -160,6 +159,7 @@ class JobCount(NamedTuple):
     received: list[int]
     buffers: list[int]
     segments: dict[tuple[int, int], Segment]
+    shares: list[tuple[Share, ...]]
 
     def sharing(self, branch: int) -> int:
         """The most ranks that share a segment whose rows are sent; 1 if none are."""
@@ -183,19 +183,4 @@ def count_ranks(counter: Counter, step: Callable[[], object] = lambda: None) -> 
         step()
     chunks = {place: sum(x.largest) for place, x in segments.items() if x.received}
     buffers = [sum(chunks.get(share.place, 0) for share in rank.shares if any(share.rows)) for rank in ranks]
-    return JobCount([x.pairs for x in ranks], [x.received for x in ranks], buffers, segments)
-
-
-def pairs(pattern: DilatedPattern, seq_len: int, num_heads: int) -> int:
-    """(query, key) pairs of all heads and branches over one document, with multiplicity, for one batch entry."""
-    return sum(branch_pairs(pattern, branch, seq_len, num_heads) for branch in range(len(pattern.branches)))
-
-
-def branch_pairs(pattern: DilatedPattern, branch: int, seq_len: int, num_heads: int) -> int:
-    """The pairs of one branch."""
-    length, rate = pattern.branches[branch]
-    heads = pattern.heads_of(branch, num_heads)
-    phases = Phases([pattern.phase_of(branch, head, num_heads) or 0 for head in heads], rate)
-    num, rest = divmod(seq_len, length)
-    whole, last = (phases.pairs([(0, x)], x, is_causal=pattern.is_causal) for x in (length, rest))
-    return num * whole + last
+    return JobCount([x.pairs for x in ranks], [x.received for x in ranks], buffers, segments, [x.shares for x in ranks])

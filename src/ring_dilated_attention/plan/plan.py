@@ -140,10 +140,6 @@ class Plan:
             if message.packed <= block.offset < stop:
                 yield rows, block._replace(offset=block.offset - message.packed)
 
-    def flops(self, batch: int, head_dim: int, *, backward: bool = False) -> int:
-        """Floating-point operations: 2 matrix products forward and 5 backward, of 2 * D operations for each pair."""
-        return (5 if backward else 2) * 2 * head_dim * batch * self.pairs
-
     def sent(self, *, backward: bool = False) -> tuple[int, int]:
         """(K and V, dK and dV) that this rank sends, in units of B * D elements."""
         chunks = sum(m.size for hop in self.hops for m in hop.sends)

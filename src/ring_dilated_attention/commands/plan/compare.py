@@ -43,12 +43,12 @@ def run(arguments: argparse.Namespace) -> int:
     machine = machine_for(arguments)
     assert machine is not None
     hardware, said = machine.hardware, None
-    with progress_bar(len(ways_of(call, hardware)) * call.num_ranks, "rank", delay=2) as bar:
+    with progress_bar((len(ways_of(call, hardware)) + 1) * call.num_ranks, "rank", delay=2) as bar:
         rows = alternatives(call, hardware, TRAITS[arguments.kernel], bar.update)
         best, reason = recommended(rows, arguments.memory or machine.memory_bytes)
         if best is not None:
             job = call.job(best.sharding, best.way.inner)
-            said = advice(job, best.way, call.sizes, best.known, hardware)
+            said = advice(job, best.way, call.sizes, best.known, hardware, bar.update)
     found = {
         "assumed": described(hardware, machine.source),
         "num_ranks": call.num_ranks,
@@ -74,7 +74,8 @@ def _as_json(row: Alternative) -> dict[str, Any]:
 def text(found: dict[str, Any]) -> str:
     is_about = found["num_ranks"] > MOST_PLANNED
     step, sent, peak = ("step,\nabout", "received", "peak, MB,\nabout") if is_about else ("step", "sent", "peak,\nMB")
-    headers = ("function", "exchange", "sharding", step, "waits", "balance", f"{sent},\nMB", peak)
+    waits = () if is_about else ("waits",)
+    headers = ("function", "exchange", "sharding", step, *waits, "balance", f"{sent},\nMB", peak)
     ways = [row for row in found["alternatives"] if not row["why_not"]]
     rows = [(row["function"], row["name"], row["sharding"], *_numbers(row)) for row in ways]
     left_out = dict.fromkeys(f"{row['name']}: {row['why_not']}" for row in found["alternatives"] if row["why_not"])
@@ -86,6 +87,6 @@ def text(found: dict[str, Any]) -> str:
 
 
 def _numbers(row: dict[str, Any]) -> tuple[str, ...]:
-    is_timed = row["step_seconds"] is not None
-    time = (time_text(row["step_seconds"]), f"{row['exposed']:.0%}") if is_timed else ("no time", "")
-    return *time, f"{row['balance']:.1%}", f"{row['sent_bytes'] / 1e6:,.1f}", f"{row['peak_bytes'] / 1e6:,.1f}"
+    time = "no time" if row["step_seconds"] is None else time_text(row["step_seconds"])
+    waits = (f"{row['exposed']:.0%}",) if row["is_planned"] else ()
+    return time, *waits, f"{row['balance']:.1%}", f"{row['sent_bytes'] / 1e6:,.1f}", f"{row['peak_bytes'] / 1e6:,.1f}"

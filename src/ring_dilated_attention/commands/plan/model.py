@@ -74,19 +74,21 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.ranks = job.mesh.num_ranks  # so that `machine_for` asks for a network if --mesh has several
     machine = machine_for(arguments)
     arguments.memory = arguments.memory or (None if machine is None else machine.memory_bytes)
-    with progress_bar(len(ACTIVATIONS) * 3, "step", delay=2) as bar:
-        columns = {how: _column(arguments, job, machine, how, bar.update) for how in ACTIVATIONS}
-    found = {
+    found: dict[str, Any] = {
         "mesh": job.mesh._asdict(),
         "counted_as": "LongNetLM" if arguments.model is None else arguments.model[0],
         "pattern": asdict(job.pattern),
         "num_parameters": job.shape.num_parameters,
         "tokens_per_step": job.tokens,
         "flops_per_step": forecast.flops_of_step(job),
-        "memory": columns,
     }
-    if machine is not None:
-        found["advice"] = advice_on(job, machine.hardware)
+    with progress_bar(len(ACTIVATIONS) * 5 + 1, "step", delay=2) as bar:
+        found["memory"] = {how: _column(arguments, job, machine, how, bar.update) for how in ACTIVATIONS}
+        if machine is not None:
+            found["advice"] = advice_on(job, machine.hardware)
+        bar.update()
+        if not any(row.get("fits", True) for row in found["memory"].values()):
+            found["remedy_mesh"], found["remedy"] = _remedy(arguments, job, machine, bar.update)
     print(json.dumps(found, indent=1) if arguments.json else text(arguments, job, machine, found))
     return 0
 
@@ -232,27 +234,34 @@ def text(arguments: argparse.Namespace, job: ModelJob, machine: Machine | None, 
         # Causality is shown because the config may have set it.
         f"pattern: {branches}; {'causal' if job.pattern.is_causal else 'not causal'}",
     ]
-    names = ("parameters", "gradients", "optimiser", "activations", "working", "total", "host")
-    held = {name: [size_text(row[name]) for row in columns] for name in names}
+    about = _about(job.mesh)  # "working" and "total" have the memory of the attention
+    names = dict.fromkeys(("parameters", "gradients", "optimiser", "activations"), "")
+    names |= {"working": about, "total": about, "host": ""}
+    held = {name: [before + size_text(row[name]) for row in columns] for name, before in names.items()}
     lines = [*map(wrapped, lines), _table("a rank holds", held)]
     if machine is not None:
         lines += ["", wrapped(described(machine.hardware, machine.source))]
         lines.append(_table("a step takes", _time_rows(columns, arguments.tokens)))
         lines += ["sum of gradients: with the gathers of parameters (FSDP)"] * (job.mesh.shards > 1)
         lines += map(wrapped, found["advice"])
-    if job.mesh.sequence > MOST_PLANNED:
-        lines.append(wrapped(ERRORS_TEXT))
     if arguments.memory is not None:
-        meshes = [row["smallest_mesh"] for row in columns]
+        fewest = [Mesh(**row["smallest_mesh"]) if row["smallest_mesh"] else None for row in columns]
+        longest = [f"{about}{row['longest_sequence']:,}" for row in columns]
         fits = {
             "fits": ["yes" if row["fits"] else "no" for row in columns],
-            f"longest sequence, to {forecast.SEARCHED_TO:.1%}": [f"{row['longest_sequence']:,}" for row in columns],
-            "fewest ranks for this length": ["none" if mesh is None else str(Mesh(**mesh)) for mesh in meshes],
+            f"longest sequence, to {forecast.SEARCHED_TO:.1%}": longest,
+            "fewest ranks for this length": ["none" if mesh is None else f"{_about(mesh)}{mesh}" for mesh in fewest],
         }
         lines += ["", _table(f"in {size_text(arguments.memory)} a rank", fits)]
-        if not any(row["fits"] for row in columns):
-            lines.append(wrapped(_remedy(arguments, job, machine)))
+    lines += [wrapped(found["remedy"])] if "remedy" in found else []
+    named = [found["mesh"], found.get("remedy_mesh"), *(row.get("smallest_mesh") for row in columns)]
+    lines += [wrapped(ERRORS_TEXT)] * any(_about(Mesh(**mesh)) for mesh in named if mesh is not None)
     return "\n".join(lines)
+
+
+def _about(mesh: Mesh) -> str:
+    """What stands before figures of this mesh if they are estimates."""
+    return "about " * (mesh.sequence > MOST_PLANNED)
 
 
 def counted(shape: Shape, counted_as: str) -> str:
@@ -276,7 +285,7 @@ def _time_rows(columns: list[dict[str, Any]], tokens: float | None) -> dict[str,
         "attention": [Time(step["attention"], step["is_about"]).text for step in steps],
         "sum of gradients": [time_text(step["gradients"]) for step in steps],
         "in all": [Time(step["seconds"], step["is_about"]).text for step in steps],
-        "tokens/s": [f"{row['tokens_per_second']:,.0f}" for row in columns],
+        "tokens/s": [f"{'about ' * row['step']['is_about']}{row['tokens_per_second']:,.0f}" for row in columns],
     }
     if tokens is not None:
         times = (Time(row["training_seconds"], row["step"]["is_about"]) for row in columns)
@@ -284,14 +293,22 @@ def _time_rows(columns: list[dict[str, Any]], tokens: float | None) -> dict[str,
     return rows
 
 
-def _remedy(arguments: argparse.Namespace, job: ModelJob, machine: Machine | None) -> str:
-    """The smallest mesh on which the model fits: with `shards` as it is, or else with states sharded over all ranks."""
+def _remedy(
+    arguments: argparse.Namespace, job: ModelJob, machine: Machine | None, step: Callable[[], object]
+) -> tuple[dict[str, int] | None, str]:
+    """The smallest mesh on which the model fits, with `shards` as it is, or else with states sharded over all ranks;
+    and a sentence. step: called up to six times."""
     ranks = job.mesh.num_ranks
     over_all = job.mesh._replace(shards=ranks) if ranks > 1 else Mesh(1, 2, 2)  # one rank cannot shard
     for mesh in (job.mesh, over_all):
-        meshes = [_smallest_mesh(arguments, replace(job, mesh=mesh), machine, how) for how in ACTIVATIONS]
-        fitting = [(mesh.num_ranks, i, mesh) for i, mesh in enumerate(meshes) if mesh is not None]
+        fitting = []
+        for i, how in enumerate(ACTIVATIONS):
+            if (smallest := _smallest_mesh(arguments, replace(job, mesh=mesh), machine, how)) is not None:
+                fitting.append((smallest.num_ranks, i, smallest))
+            step()
         if fitting:
             _, index, smallest = min(fitting)
-            return f"it does not fit; --mesh {smallest} would do, with activations {ACTIVATIONS[index]}"
-    return "it does not fit on any number of ranks, not even with the states cut over all: take a smaller model"
+            estimate = ", by an estimate" * (smallest.sequence > MOST_PLANNED)
+            would = f"--mesh {smallest} would do{estimate}, with activations {ACTIVATIONS[index]}"
+            return smallest._asdict(), f"it does not fit; {would}"
+    return None, "it does not fit on any number of ranks, not even with the states cut over all: take a smaller model"

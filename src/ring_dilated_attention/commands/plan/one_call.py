@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...forecast.advice import advice
-from ...forecast.call_cost import MOST_PLANNED, Counted, Way, count, forecast
+from ...forecast.call_cost import MOST_COMPARED, MOST_PLANNED, Counted, Way, count, forecast
 from ...forecast.clock import Hardware
 from ...forecast.exchanges import Call
 from ...kernels.traits import TRAITS
@@ -22,7 +22,6 @@ from . import report
 from .figures import check_picture, draw
 from .job_options import add_call, add_head_dim, call_of, documents_of
 
-MOST_COMPARED = 4096  # ranks for which other shardings are counted, too
 EXAMPLES = f"""examples:
   rda plan --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 64Ki 1Mi \\
            --dilation-rates 1 16 256
@@ -69,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.picture is not None:
         check_picture(arguments.picture)
     is_compared = 1 < job.num_ranks <= MOST_COMPARED
-    with progress_bar(job.num_ranks * (len(SHARDINGS) if is_compared else 1), "rank", delay=2) as bar:
+    times = 1 + is_compared * (len(SHARDINGS) - 1 + (hardware is not None))
+    with progress_bar(job.num_ranks * times, "rank", delay=2) as bar:
         counted, choice = counted_of(job, call.sizes, arguments.exchange, bar.update)
         traits, way = TRAITS[arguments.kernel], counted.way
         said = forecast(job, way, call.sizes, traits=traits, hardware=hardware, counted=counted)
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         if hardware is not None:
             if said.step is not None:
                 found["model"] = report.model_json(said.step, hardware)
-            found["advice"] = advice(job, way, call.sizes, said, hardware)
+            found["advice"] = advice(job, way, call.sizes, said, hardware, bar.update)
         found["exchange"] = choice._asdict()
         found["shardings"] = compared(call, counted, hardware, bar.update) if is_compared else []
     if arguments.json:

@@ -157,8 +157,7 @@ class TorchscaleConfig:
         for name, why in _REFUSED.items():
             if settings.get(name):
                 raise ValueError(f"torchscale's {name}={settings[name]!r} is not supported: {why}.")
-        names = {ours: theirs.format(side=side) for ours, theirs in _NAMES.items()}
-        given = {ours: settings[theirs] for ours, theirs in names.items() if theirs in settings}
+        given = {ours: settings[key] for ours, name in _NAMES.items() if (key := name.format(side=side)) in settings}
         for name in ("segment_lengths", "dilation_rates"):
             if isinstance(given.get(name), str):
                 given[name] = _integers(name, given[name])
@@ -173,9 +172,8 @@ class TorchscaleConfig:
         if settings.get("deepnorm"):
             given["sub_layernorm"] = False
         if side == "encoder":  # torchscale changes no decoder's normalize_before
-            given["normalize_before"] = not settings.get("deepnorm") and (
-                given.get("sub_layernorm", True) or given.get("normalize_before", True)
-            )
+            normalizes = given.get("sub_layernorm", True) or given.get("normalize_before", True)
+            given["normalize_before"] = not settings.get("deepnorm") and normalizes
         return cls(
             **given,
             num_tokens=num_tokens,
