@@ -151,16 +151,9 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
 def launch_ranks(arguments: argparse.Namespace, run: Run, lock: int) -> int:
     """Start the ranks, and again while they may be and one is lost. Returns the exit code."""
     folder = [] if arguments.resume else ["--run-folder", str(run.folder)]
-<<<<<<< HEAD
     command = ["-m", "ring_dilated_attention", "train", *arguments.argv, *folder]
-    job, restarts = secrets.token_hex(8), arguments.restarts or 0
-    for restart in range(restarts + 1):
-        ended = launch(command, arguments.ranks or 1, lock, {JOB: job, RESTART: str(restart)})
-=======
-    command = ["-m", "ring_dilated_attention.commands.cli", "train", *arguments.argv, *folder]
     for restart in range((restarts := arguments.restarts or 0) + 1):
         ended = launch(command, arguments.ranks or 1, lock, {RESTART: str(restart)})
->>>>>>> m28
         if not any(ended.codes):
             return code_of(json.loads((run.folder / RECORD_FILE).read_text()))
         for code in (USER_ERROR_EXIT_CODE, UNREAD_EXIT_CODE):
