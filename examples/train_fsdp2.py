@@ -18,7 +18,6 @@ import argparse
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
 from itertools import islice
 from pathlib import Path
 
@@ -31,8 +30,6 @@ from torch.distributed.fsdp import fully_shard
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.integrations.torch import check_averaged
 from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss
-from ring_dilated_attention.training.agreement import agree
-from ring_dilated_attention.training.ownership import LOCK_FILE, own_folder
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--seq-len", type=int, default=512, help="positions of a sequence (default %(default)s)")
@@ -66,11 +63,18 @@ def norm_on_one_rank() -> float:
 
 
 def check_shared(folder: Path) -> None:
-    """Raise ValueError on all ranks unless each sees the lock that the first one makes in the folder."""
-    with own_folder(folder) if dist.get_rank() == 0 else nullcontext(), closing(ContextParallel()) as everyone:
-        dist.barrier()
-        lock = folder / LOCK_FILE
-        agree(everyone, {f"the owner of {folder}, which all share": lock.read_text() if lock.exists() else "nobody"})
+    """End all ranks unless each sees the file that the first one makes in the folder."""
+    mark = folder / "is-shared"
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    dist.barrier()
+    seen = torch.tensor(mark.exists(), dtype=torch.int32, device=device)
+    dist.all_reduce(seen, dist.ReduceOp.MIN)
+    if dist.get_rank() == 0:
+        mark.unlink()
+    if not seen:
+        raise SystemExit(f"{folder} is not on a file system that all hosts share")
 
 
 def samples(replica: int) -> Iterator[torch.Tensor]:
