@@ -189,7 +189,9 @@ def test_generate_refuses(arguments, message, folder, capsys):
 
 def test_training_ends_with_a_sample(folder, capsys):
     """Catches a line that a shell reads otherwise, or that the command refuses."""
-    text, more = command.sample(folder, Document(TEXT, "text", 96, 192), is_cut=False)
+    document = Document(TEXT, "text", 96, 192)
+    text, more = command.sample(folder, document, is_cut=False)
+    assert command.sample(folder, document, is_cut=True) == ("", more)
     shown = text.splitlines()
     prompt = re.fullmatch(r"what it writes after '(.*)':", shown[0])[1]
     assert prompt.encode() in TEXT[-192:]
