@@ -27,7 +27,7 @@ EXTRAS = {
     ("train", "--steps", "1"): ("safetensors", "train"),
     ("embed", "slides", "--weights", "weights.pth", "--out", "out.safetensors"): ("safetensors", "slides"),
     (*PLAN, "--picture", "."): ("matplotlib", "train"),
-    ("generate", "."): ("safetensors", "train"),
+    ("generate", ".", "--prompt", "A"): ("safetensors", "train"),
     ("evaluate", ".", "text"): ("safetensors", "train"),
 }
 # The same in Python: a package, its extra, and what needs it.
