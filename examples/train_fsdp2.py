@@ -18,8 +18,10 @@ import argparse
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import torch
 import torch.distributed as dist
@@ -64,15 +66,14 @@ def norm_on_one_rank() -> float:
 
 def check_shared(folder: Path) -> None:
     """End all ranks unless each sees the file that the first one makes in the folder."""
-    mark = folder / "is-shared"
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        mark.touch()
-    dist.barrier()
-    seen = torch.tensor(mark.exists(), dtype=torch.int32, device=device)
-    dist.all_reduce(seen, dist.ReduceOp.MIN)
-    if dist.get_rank() == 0:
-        mark.unlink()
+    with ExitStack() as stack:  # at whose end the file goes
+        names = [""]
+        if dist.get_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            names = [stack.enter_context(NamedTemporaryFile(dir=folder)).name]
+        dist.broadcast_object_list(names)
+        seen = torch.tensor(Path(names[0]).exists(), dtype=torch.int32, device=device)
+        dist.all_reduce(seen, dist.ReduceOp.MIN)
     if not seen:
         raise SystemExit(f"{folder} is not on a file system that all hosts share")
 
@@ -104,7 +105,7 @@ def load(folder: Path) -> int:
 
 def save(folder: Path) -> None:
     """Each rank writes and flushes its part. Then the first rank gives the folder its name."""
-    unfinished = folder.with_name("unfinished")
+    unfinished = folder.with_name(f"unfinished-{folder.name}")
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # of a job that was killed
     dist.barrier()

@@ -295,6 +295,23 @@ def test_the_crossover_is_that_of_the_record():
     assert f"fewer than about {faster:,} positions" in text_of("docs/is_it_for_me.md")
 
 
+def test_the_trials_are_those_of_the_record():
+    rows, page = {x["kind"]: x for x in record("restarts")["rows"]}, text_of("docs/reliability.md")
+    assert f"All {sum(x['number'] for x in rows.values())} came to the right result" in page
+    assert not any(x["failed"] for x in rows.values())
+    table = page.partition("| fault | runs | by itself |\n|---|---|---|\n")[2].partition("\n\n")[0]
+    told = set()
+    for line in table.splitlines():
+        what, number, by_itself = line.strip("| ").split(" | ")
+        kinds = re.findall(r"`([^`]+)`", what.partition(":")[0])
+        assert int(number) == sum(rows[kind]["number"] for kind in kinds)
+        assert int(by_itself.partition(",")[0]) == sum(rows[kind]["went_on"] for kind in kinds)
+        told |= set(kinds)
+    assert told == set(rows)
+    longest = max(x["most_seconds_of_orphans"] or 0 for x in rows.values())
+    assert f"The longest life of a rank without its launcher was {longest:.1f} seconds" in page
+
+
 def test_platforms_are_those_of_the_records():
     page = text_of("docs/platforms.md")
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):

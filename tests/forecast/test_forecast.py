@@ -205,16 +205,16 @@ def test_the_memory_of_many_ranks_is_about_that_of_the_plans(seed):
 
 
 def test_the_time_of_many_ranks_is_about_the_clocks(monkeypatch):
-    """Most of 20 random jobs are within what is said of nine in ten. Of other exchanges there is no time. The share of
+    """Most of 12 random jobs are within what is said of nine in ten. Of other exchanges there is no time. The share of
     waiting is as far off as the time, since the busiest rank computes as long as on the clock."""
     ratios = []
-    for found, exact in estimates(random.Random(7), 20, Way()):
+    for found, exact in estimates(random.Random(7), 12, Way()):
         assert found.time.is_about
         assert not exact.time.is_about
         ratios.append(found.time.seconds / exact.time.seconds)
         computing = (1 - exact.exposed) * exact.seconds
         assert found.exposed == pytest.approx(max(0.0, 1 - computing / found.seconds), abs=1e-9)
-    assert sum(TIME_ERRORS[0] <= ratio <= TIME_ERRORS[1] for ratio in ratios) >= 16
+    assert sum(TIME_ERRORS[0] <= ratio <= TIME_ERRORS[1] for ratio in ratios) >= 10
     assert 0.45 < min(ratios) <= max(ratios) < 1.8
     assert median(ratios) == pytest.approx(1, abs=0.15)
     sizes, pattern = Sizes(1, 64, 2), DilatedPattern((900,), (1,))

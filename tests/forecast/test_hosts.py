@@ -82,8 +82,8 @@ def test_ranks_of_a_sequence_share_hosts_where_all_sequences_do(mesh, size):
 def test_the_fewest_ranks_fill_hosts():
     """Whatever the mesh and the memory: the ranks are whole hosts, they fit, and one host fewer does not."""
     shape, traits = planned.Shape(2, 64, 256, 256, 4, 4), TRAITS["cpu"]
-    for mesh, room in (((1, 1, 1), 3e6), ((3, 2, 1), 3e6), ((2, 1, 2), 2e6), ((4, 4, 16), 2e6)):
-        job = planned.ModelJob(shape, DilatedPattern((256, 4096), (1, 8)), 4096, 1, planned.Mesh(*mesh))
+    for mesh, room in (((1, 1, 1), 3e6), ((3, 2, 1), 3e6), ((2, 1, 2), 2e6), ((2, 1, 2), 7e5), ((4, 4, 16), 7e5)):
+        job = planned.ModelJob(shape, DilatedPattern((64, 1024), (1, 8)), 1024, 1, planned.Mesh(*mesh))
         free, full = (planned.smallest_mesh(job, "checkpointed", traits, int(room), size) for size in (1, 8))
         assert full.num_ranks % 8 == 0
         assert full.num_ranks >= free.num_ranks

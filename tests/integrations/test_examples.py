@@ -41,7 +41,7 @@ TOY = {
 }
 # These have more to show than 40 lines.
 LINES = {
-    "train_fsdp2": 146,
+    "train_fsdp2": 147,
     "convert_dense": 60,
     "train_fabric": 60,
     "train_hugging_face_long": 60,
