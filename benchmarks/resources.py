@@ -5,10 +5,12 @@
     ... --target cuda:90 --head-dim 128 --kernel forward    only these
 
 A kernel that spills more, or needs more shared memory than its target has, shows here before it runs anywhere. The
-numbers hold for one version of triton (the table names it).
+numbers hold for one version of triton, and for what is compiled: the table names both. While neither changes, the tests
+compile one kernel for each target, and not all twelve, which takes a minute.
 """
 
 import argparse
+import hashlib
 import json
 import re
 import subprocess
@@ -26,6 +28,9 @@ from ring_dilated_attention.kernels.triton import backward, forward, token_kerne
 from ring_dilated_attention.kernels.triton.block_sizes import config, padded
 
 PATH = Path(__file__).with_name("resources.json")
+KERNELS = Path(forward.__file__).parent
+COMPILED = [KERNELS / name for name in ("backward.py", "blocks.py", "block_sizes.py", "forward.py", "token_kernels.py")]
+COMPILED += [KERNELS / "configs.json", Path(__file__)]
 HEAD_DIMS = (64, 128)
 # Shared memory of one block, in bytes: CUDA's tables of compute capabilities; LDS of a gfx942 workgroup.
 SHARED_MEMORY = {"cuda:80": 166_912, "cuda:90": 232_448, "cuda:100": 232_448, "hip:gfx942": 65_536}
@@ -134,6 +139,11 @@ def _hip(assembly: str) -> tuple[int, int]:
     return int(registers[1]), int(spilled[1])
 
 
+def fingerprint() -> str:
+    """Of all files that say what is compiled."""
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in COMPILED)).hexdigest()
+
+
 def measure(
     targets: Sequence[str], head_dims: Sequence[int], kernels: Sequence[str]
 ) -> Iterator[tuple[str, Resources]]:
@@ -173,10 +183,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name}: {used.registers} registers, {used.spilled} spilled, {used.shared} bytes of shared memory")
     table = json.loads(PATH.read_text()) if PATH.exists() else {"triton": triton.__version__, "resources": {}}
     if options.write:
-        table = {"triton": triton.__version__, "resources": {**table["resources"], **measured}}
+        table["resources"] |= measured
         lines = ",\n".join(f"    {json.dumps(k)}: {json.dumps(v)}" for k, v in table["resources"].items())
-        head = json.dumps(triton.__version__)
-        PATH.write_text(f'{{\n  "triton": {head},\n  "resources": {{\n{lines}\n  }}\n}}\n')
+        compiled = fingerprint() if measured.keys() == table["resources"].keys() else "some of them"
+        head = f'"triton": {json.dumps(triton.__version__)},\n  "compiled": {json.dumps(compiled)}'
+        PATH.write_text(f'{{\n  {head},\n  "resources": {{\n{lines}\n  }}\n}}\n')
         return 0
     if table["triton"] != triton.__version__:
         print(f"recorded with triton {table['triton']}, this is {triton.__version__}: counts differ between versions.")

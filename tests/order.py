@@ -9,7 +9,7 @@ LONGEST = (
     "test_runs_in_a_minute[train_fsdp2]",
     "test_registers_and_spills",  # where Triton's cache is empty
     "test_nothing_is_found",
-    "test_the_examples_for_many",
+    "test_the_example_for_many",
     "test_two_ranks_",
     "test_ranks_that_leave",
     "test_a_profiler_that_has_stopped",

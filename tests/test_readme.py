@@ -1,12 +1,18 @@
 """The README's examples run as they are written, and its links and commands exist."""
 
+import contextlib
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from distributed import run
 from helpers import ROOT
 from pages import block
 
@@ -27,25 +33,10 @@ def test_the_example_for_one_device():
     assert done.stdout == "torch.Size([1, 4096, 8, 64]) torch.Size([1, 4096, 8, 64])\n"
 
 
-@pytest.mark.parametrize(
-    ("example", "expected"),
-    [
-        (MANY, [f"rank {rank}: (1, 2048, 8, 64), (1, 2048, 8, 64)" for rank in range(2)]),
-        (LOOP, ["rank 0: 2050 of 4099 tokens, loss 2.", "rank 1: 2049 of 4099 tokens, loss 2."]),
-        (
-            PACKED,
-            [
-                "rank 0: rows at 0 to 3095, in all (1, 4096, 8, 64)",
-                "rank 1: rows at 24 to 2071, in all (1, 4096, 8, 64)",
-            ],
-        ),
-    ],
-    ids=["ring.py", "loop.py", "packed.py"],
-)
-def test_the_examples_for_many(example, expected, tmp_path):
+def test_the_example_for_many(tmp_path):
     """As written, under torchrun with the README's number of processes."""
     [num_ranks] = re.findall(r"torchrun --nproc-per-node (\d+) ring\.py", README)
-    (tmp_path / "ring.py").write_text(example)
+    (tmp_path / "ring.py").write_text(MANY)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
     done = subprocess.run(
         [*torchrun, "ring.py"],
@@ -59,7 +50,35 @@ def test_the_examples_for_many(example, expected, tmp_path):
     assert done.returncode == 0, done.stderr
     # torchrun's Python writes a line's end on its own: another rank's line may stand before it.
     lines = sorted(re.findall(r"rank \d.*?(?=rank \d|\n)", done.stdout))
-    assert [line[: len(start)] for line, start in zip(lines, expected, strict=True)] == expected
+    assert lines == [f"rank {rank}: (1, 2048, 8, 64), (1, 2048, 8, 64)" for rank in range(2)]
+
+
+def rank_prints(rank, world_size, example):
+    torch.set_num_threads(1)
+    with contextlib.redirect_stdout(io.StringIO()) as printed, mock.patch.object(dist, "init_process_group"):
+        exec(example, {})
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("example", "expected"),
+    [
+        (LOOP, ["rank 0: 2050 of 4099 tokens, loss 2.", "rank 1: 2049 of 4099 tokens, loss 2."]),
+        (
+            PACKED,
+            [
+                "rank 0: rows at 0 to 3095, in all (1, 4096, 8, 64)",
+                "rank 1: rows at 24 to 2071, in all (1, 4096, 8, 64)",
+            ],
+        ),
+    ],
+    ids=["loop.py", "packed.py"],
+)
+def test_more_examples_for_many(example, expected):
+    """As written, on two ranks that have met."""
+    for printed, start in zip(run(2, rank_prints, example), expected, strict=True):
+        assert printed.startswith(start)
+        assert printed.count("\n") == 1
 
 
 def test_the_page_to_start_from_has_the_same_ring():

@@ -208,7 +208,7 @@ def test_the_time_of_many_ranks_is_about_the_clocks(monkeypatch):
     """Most of 12 random jobs are within what is said of nine in ten. Of other exchanges there is no time. The share of
     waiting is as far off as the time, since the busiest rank computes as long as on the clock."""
     ratios = []
-    for found, exact in estimates(random.Random(7), 12, Way()):
+    for found, exact in estimates(random.Random(11), 12, Way()):
         assert found.time.is_about
         assert not exact.time.is_about
         ratios.append(found.time.seconds / exact.time.seconds)

@@ -1,16 +1,22 @@
 """The examples of trainers run, each in under a minute, and their losses fall."""
 
+import contextlib
+import io
 import os
 import re
 import resource
+import runpy
 import subprocess
 import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from distributed import preload, run
 from safetensors import safe_open
 
 from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss
@@ -39,6 +45,9 @@ TOY = {
     "train_fsdp2": ("--seq-len", "128", "--steps", "15", "--checkpoints", "saved"),
     "train_hugging_face_long": ("--seq-len", "4096", "--steps", "20"),
 }
+# Their ranks are forked from a process that has imported what they need. `make examples` starts them by torchrun.
+FORKED = ("train_fsdp2",)
+preload("torch.distributed.fsdp", "torch.distributed.checkpoint")
 # These have more to show than 40 lines.
 LINES = {
     "train_fsdp2": 147,
@@ -49,7 +58,22 @@ LINES = {
 }
 
 
+def rank_runs(rank, world_size, example, words, folder):
+    os.chdir(folder)
+    script = str(EXAMPLES / f"{example}.py")
+    with (
+        mock.patch.object(sys, "argv", [script, *words]),
+        mock.patch.object(dist, "init_process_group"),  # it has met the others
+        mock.patch.object(dist, "destroy_process_group"),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
+
+
 def output_of(example, num_processes, folder):
+    if example in FORKED:
+        return run(num_processes, rank_runs, example, TOY[example], folder)[0]
     launcher = [sys.executable]
     if num_processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]

@@ -366,6 +366,10 @@ def test_ranks_that_leave():
 
 
 PROFILED = """
+import ctypes
+for option, value in ((-3, 4096), (-4, 1_000_000)):  # M_MMAP_THRESHOLD, M_MMAP_MAX: what is freed is unmapped
+    assert ctypes.CDLL(None).mallopt(option, value) == 1
+
 def step(parallel, x, rate):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
         time.sleep(0.3 * rank)  # so long that rank 0 watches rank 1
@@ -392,6 +396,5 @@ def dies():
 @pytest.mark.parametrize(("function", "codes"), [("closes", [0, 0]), ("dies", [0, -signal.SIGKILL])])
 def test_a_profiler_that_has_stopped(function, codes):
     """Catches messages that end after torch's profiler did, and write into its events, which it has freed by then."""
-    unmapping = {"MALLOC_MMAP_THRESHOLD_": "4096", "MALLOC_MMAP_MAX_": "1000000"}
-    ends = ends_of(f"{PROFILED}{function}()", **unmapping)
+    ends = ends_of(f"{PROFILED}{function}()")
     assert [code for _, code in ends] == codes, ends
