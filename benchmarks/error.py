@@ -54,26 +54,29 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
     rows = []
     heads, dim = settings.num_heads, settings.head_dim
     for pattern, sharding in settings.setups:
+        call = {
+            "segment_lengths": pattern.segment_lengths,
+            "dilation_rates": pattern.dilation_rates,
+            "is_causal": pattern.is_causal,
+        }
         exact = gate(Sizes(settings.seq_len, heads, dim, torch.float64), pattern)
         for dtype in settings.dtypes:
             sizes = Sizes(settings.seq_len, heads, dim, dtype)
             case = Case("error", pattern, settings.seq_len, 1, heads, heads, dim)
-            step(f"{pattern.segment_lengths}, {dtype}, one device in float64")
+            step(f"{branches(call)}, {dtype}, one device in float64")
             expected = _call(case, dtype, torch.float64, None)
             errors: dict[str, list[float]] = {name: [] for name in QUANTITIES}
             for num_ranks in settings.num_ranks:
-                step(f"{pattern.segment_lengths}, {dtype}, p = {num_ranks}")
+                step(f"{branches(call)}, {dtype}, p = {num_ranks}")
                 found = _call(case, dtype, dtype, simulate.all_ranks(num_ranks, sharding=sharding))
                 for name in QUANTITIES:
                     errors[name].append(relative(squares(found[name], expected[name])))
             most = simulate.all_ranks(settings.num_ranks[-1], sharding=sharding)
             rows.append(
-                {
-                    "segment_lengths": pattern.segment_lengths,
-                    "dilation_rates": pattern.dilation_rates,
-                    "is_causal": pattern.is_causal,
+                call
+                | sizes.as_json()
+                | {
                     "sharding": sharding,
-                    **sizes.as_json(),
                     "ranks": settings.num_ranks,
                     "errors": errors,
                     "float64_gate": exact,
