@@ -89,8 +89,8 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
 def _call(case: Case, rounded: torch.dtype, dtype: torch.dtype, parallel: ContextParallel | None) -> dict[str, Tensor]:
     """out, lse and gradients of inputs that were rounded to one dtype, computed in another."""
     inputs, dout, _ = make_inputs(case, rounded)
-    leaves = [x.to(dtype).requires_grad_() for x in inputs]
-    out, lse = dilated_attention(*leaves, case.pattern, parallel=parallel, return_lse=True)
+    query, key, value = leaves = [x.to(dtype).requires_grad_() for x in inputs]
+    out, lse = dilated_attention(query, key, value, case.pattern, parallel=parallel, return_lse=True)
     grads = torch.autograd.grad(out, leaves, dout.to(dtype))
     return dict(zip(QUANTITIES, (out.detach(), lse.detach(), *grads), strict=True))
 

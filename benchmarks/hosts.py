@@ -193,8 +193,8 @@ def _measure(setup: Setup, parallel: ContextParallel) -> Measured:
     inner = tuple(seconds(swap(inside, n)) for n in (SMALL_BYTES, chunk)) if size > 1 else (0.0, 0.0)
     mine = (forward, backward, seconds(lambda: _meet(parallel)), seconds(swap(across, SMALL_BYTES)), *inner)
     everyone = link.all_to_all(torch.tensor(mine, dtype=torch.float64), "the exchange of what was measured")
-    *slowest, small, large = torch.stack(everyone).amax(0).tolist()
-    return Measured(*slowest, (small, large))
+    forward, backward, handshake, small_across, small, large = torch.stack(everyone).amax(0).tolist()
+    return Measured(forward, backward, handshake, small_across, (small, large))
 
 
 def _row(settings: Settings, setup: Setup, way: Way, measured: Measured, ranks: Sequence[OfWay]) -> dict[str, Any]:
