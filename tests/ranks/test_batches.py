@@ -7,6 +7,7 @@ part, and no clock.
 """
 
 from itertools import product
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -119,3 +120,15 @@ def test_the_first_call_on_nccl_is_of_all_ranks(monkeypatch, backends, num_calls
     link.backends, link.group = backends, "the group"
     link.open()
     assert calls == [(1, "the group")] * num_calls
+
+
+def test_receives_are_posted_before_sends():
+    """Catches messages that go one way at a time between two gloo ranks, of which one is later (`exchange`)."""
+    posted: list[str] = []
+    link = GroupLink.__new__(GroupLink)
+    link.members, link.backends = [0, 1], {"cpu": "gloo"}
+    link._post = lambda messages, moment: posted.extend(operation.__name__ for operation, *_ in messages)
+    x, message = torch.zeros(1), SimpleNamespace(peer=1)
+    link.carry([(x, message)], [(x, message)], "both")
+    link.carry_apart([(x, message)], [(x, message)], "both")
+    assert posted == ["irecv", "isend"] * 2

@@ -194,10 +194,14 @@ class GroupLink:
         self._watcher = None
 
     def exchange(self, sends: Addressed, receives: Addressed, moment: str) -> GroupPending:
-        """Start sending and receiving contiguous tensors, each with its peer. Errors quote `moment`."""
+        """Start sending and receiving contiguous tensors, each with its peer. Errors quote `moment`.
+
+        Receives come first. A gloo sender waits for word that its receive is posted, and this word would stand in the
+        queue of the connection behind what this rank sends there: messages would then go one way at a time.
+        """
         leave = [(dist.isend, x, peer, f"sending to rank {self.members[peer]}") for x, peer in sends]
         come = [(dist.irecv, x, peer, f"waiting for rank {self.members[peer]}") for x, peer in receives]
-        return self._post([*leave, *come], moment)
+        return self._post([*come, *leave], moment)
 
     def carry(self, sends: Messages, receives: Messages, moment: str) -> GroupPending:
         """`exchange`, for messages of a plan."""
@@ -210,7 +214,8 @@ class GroupLink:
         and all ranks of a ring would wait for ever.
         """
         if all(self.on_gloo(x) for x, _ in (*sends, *receives)):
-            return self.carry(sends, (), moment), self.carry((), receives, moment)
+            received = self.carry((), receives, moment)  # first, as in `exchange`
+            return self.carry(sends, (), moment), received
         both = self.carry(sends, receives, moment)
         return both, both
 
