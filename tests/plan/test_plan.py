@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from simulation import Simulation, dense_triples
 
 from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import chunk_finder, make_plan
 from ring_dilated_attention.plan.rings import causal_hops
-from ring_dilated_attention.plan.sharding import default_lengths, make_shards
+from ring_dilated_attention.plan.sharding import default_lengths, documents_of, make_shards, split_lengths
 
 
 def check_plan(pattern, sharding, lengths, num_heads, num_kv_heads, borders, held=None):
@@ -295,3 +296,18 @@ def test_zigzag_balances_dense_causal_work():
     contiguous = [make_plan(Job(pattern, make_shards("contiguous", (16,) * p), 1, 1), k).pairs for k in range(p)]
     assert max(zigzag) == min(zigzag)
     assert max(contiguous) * p > 1.6 * sum(contiguous)
+
+
+def test_a_batch_that_comes_again_is_not_planned_again():
+    shards, borders = make_shards("contiguous", split_lengths(64, 4)), [0, 7, 29, 64]
+    jobs = [Job(DilatedPattern.dense(is_causal=True), shards, 4, 4, documents_of(tuple(borders), 64)) for _ in range(2)]
+    assert plan_exchange("ring", jobs[0], 2) is plan_exchange("ring", jobs[1], 2)
+
+
+def test_chunks_of_one_layout_share_their_tiles():
+    """The plan of thousands of ranks is made in a moment since a rank's tiles at its hops are the same objects."""
+    job = Job(DilatedPattern((1024,), (1,), is_causal=True), make_shards("zigzag", split_lengths(1024, 64)), 4, 4)
+    plan = make_plan(job, 5)
+    tiles = [tile for hop in plan.hops for tile in hop.tiles]
+    assert len(tiles) == 126
+    assert len({id(tile) for tile in tiles}) == 3

@@ -155,12 +155,12 @@ def check_documents(borders: Sequence[int], seq_len: int) -> None:
             )
 
 
-def documents_of(borders: Sequence[int] | None, seq_len: int) -> tuple[int, ...] | None:
+@lru_cache(maxsize=64)  # a batch's borders come again in every layer
+def documents_of(borders: tuple[int, ...] | None, seq_len: int) -> tuple[int, ...] | None:
     """The borders of packed documents, checked; None for one document."""
-    if borders is None:
-        return None
-    check_documents(borders, seq_len)
-    return tuple(borders)
+    if borders is not None:
+        check_documents(borders, seq_len)
+    return borders
 
 
 def document_positions(shard: Shard, documents: Sequence[int]) -> list[range]:

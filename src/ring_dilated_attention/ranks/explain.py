@@ -62,7 +62,7 @@ def explain(
         found |= {f"{kernel.NAME} {name}": reason for name, reason in _why(ops, op, first).items()}
     ranks = ALONE if parallel is None else parallel.ranks
     lengths = lengths if lengths is not None else ranks.cut.lengths or [query.shape[1]] * ranks.world_size
-    documents = documents_of(None if cu_seqlens is None else cu_seqlens.tolist(), sum(lengths))
+    documents = documents_of(None if cu_seqlens is None else tuple(cu_seqlens.tolist()), sum(lengths))
     job = Job(pattern, ranks.shards(lengths), call.num_heads, key.shape[2], documents)
     exchange, found["exchange"] = ranks.choose(job, Sizes(query.shape[0], query.shape[3], query.element_size()))
     if kernel.choose_pass is not None and exchange == "none":
