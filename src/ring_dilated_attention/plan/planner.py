@@ -10,7 +10,7 @@ from .job import Job
 from .plan import GlobalChunk, Hop, Message, Plan, Tile
 from .rings import Chunk, Entry, Hops, Met, Ring, causal_hops, make_chunk
 from .rows import Block, Piece, Rows, heads_between, make_bands, matches, own_pieces, segment_of
-from .sharding import first_rows, shard_length
+from .sharding import Span, first_rows, shard_length
 
 
 @lru_cache(maxsize=256)
@@ -78,6 +78,7 @@ class _Planner:
         self.owners = sorted(owners, key=lambda owner: owner[0].start)
         self.starts = [span.start for span, _ in self.owners]
         self.row_of = {s: row for shard in job.shards for s, row in zip(shard, first_rows(shard), strict=False)}
+        self.spans_of = cache(lambda rank: sorted(self.shards[rank]))
         self.rings_of = cache(self.make_rings)  # all ranks of a ring ask for it
         self.tiles_of = lru_cache(maxsize=1024)(self.make_tiles)  # one chunk after another has the same layout
 
@@ -117,7 +118,9 @@ class _Planner:
 
     def pieces(self, rank: int, start: int, stop: int) -> list[Piece]:
         """A rank's pieces of positions start..stop-1, in the order of positions."""
-        clipped = ((span, max(span.start, start), min(span.stop, stop)) for span in sorted(self.shards[rank]))
+        spans = self.spans_of(rank)
+        near = spans[max(bisect_right(spans, Span(start, 0)) - 1, 0) : bisect_right(spans, Span(stop, 0))]
+        clipped = ((span, max(span.start, start), min(span.stop, stop)) for span in near)
         return [Piece(a, b, self.row_of[span] + a - span.start) for span, a, b in clipped if a < b]
 
     def make_rings(self, branch: int, origin: int, stop: int) -> tuple[Ring, ...]:
