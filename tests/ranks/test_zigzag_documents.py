@@ -9,7 +9,7 @@ from helpers import make_tokens, message_of, randn
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
-from ring_dilated_attention.reference import dilated_attention_reference
+from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
 
 SHARDING = "zigzag_documents"
 HOSTILE = [(1,), (2, 1, 1), (1, 13, 7, 2, 23), (5, 1, 31), (16, 17)]  # with 8 ranks some own nothing
@@ -60,17 +60,16 @@ def test_simulated_ranks_compute_the_definition(num_ranks):
             check(results(pattern, x, borders, parallel), expected(pattern, x, borders))
 
 
-def test_a_token_moves_what_it_moves_on_one_device():
+def test_a_token_moves_the_queries_that_see_it():
     borders, x, parallel = borders_of((1, 13, 7)), inputs(21), simulate.all_ranks(4, sharding=SHARDING)
     for pattern in PATTERNS:
+        sees = multiplicity(pattern, 21, 4, borders.tolist()) > 0  # (H, query, key)
+        before = dilated_attention(*x, pattern, parallel=parallel, cu_seqlens=borders)
         for token in range(21):
-            moved = []
-            for how in (parallel, None):
-                value = x[2].clone()
-                value[0, token] = torch.nan
-                out = dilated_attention(*x[:2], value, pattern, parallel=how, cu_seqlens=borders)
-                moved.append(out.isnan().any(-1))
-            assert torch.equal(*moved)
+            value = x[2].clone()
+            value[0, token] += 1
+            after = dilated_attention(*x[:2], value, pattern, parallel=parallel, cu_seqlens=borders)
+            assert torch.equal((after != before)[0].any(-1), sees[:, :, token].T)
 
 
 def rank_computes(rank, world_size):

@@ -7,16 +7,13 @@ from typing import NamedTuple
 from ..pattern import DilatedPattern
 from ..plan.dealing import check_dealing
 from ..plan.job import Job
-from ..plan.sharding import OF_ONE_DOCUMENT, Cut
+from ..plan.sharding import OF_ONE_DOCUMENT, Borders, Cut
 from ..plan.sizes import Sizes, Traits
 from .call_cost import Figures, Way, count, forecast
 from .clock import Hardware
 
 # Ways that take at most ALIKE times the least time are alike. The best of them sends least; if equal, it holds least.
 ALIKE = 1.02
-
-
-Documents = tuple[int, ...] | None
 
 
 class Call(NamedTuple):
@@ -29,7 +26,7 @@ class Call(NamedTuple):
     num_kv_heads: int
     sizes: Sizes
 
-    def job(self, sharding: str = "contiguous", inner: int = 1, align: int = 1, documents: Documents = None) -> Job:
+    def job(self, sharding: str = "contiguous", inner: int = 1, align: int = 1, documents: Borders = None) -> Job:
         cut = Cut(sharding, self.num_ranks, align, inner=inner)
         shards = cut.shards_of(cut.default_lengths(self.seq_len, documents), documents)
         return Job(self.pattern, shards, self.num_heads, self.num_kv_heads, documents)

@@ -12,7 +12,6 @@ how many of them have the additional row. Bisecting the sorted phases gives the 
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
 from itertools import chain, pairwise, zip_longest
 from typing import NamedTuple
 
@@ -109,29 +108,25 @@ class Counter:
         job.pattern.check_heads(job.num_heads, job.num_kv_heads)
         self.job, self.pattern, self.borders = job, job.pattern, job.borders
         self.queries, self.keys = [], []
-        self.whole = lru_cache(maxsize=1024)(self.pairs_of)  # many segments are as long as the branch's
         for branch, rate in enumerate(self.pattern.dilation_rates):
             groups = self.pattern.phase_groups(branch, job.num_heads, job.num_kv_heads, job.held)
             self.queries.append(Phases([group.phase for group in groups for _ in group.query_heads], rate))
             self.keys.append(Phases([group.phase for group in groups for _ in group.kv_heads], rate))
 
     def of(self, rank: int) -> RankCount:
-        pairs, shares = 0, []
+        pairs, shares, is_causal = 0, [], self.pattern.is_causal
         for branch, length in enumerate(self.pattern.segment_lengths):
             cut: dict[tuple[int, int], list[tuple[int, int]]] = {}
             for span in sorted(self.job.shards[rank]):
                 for piece, segments in own_pieces(span, 0, self.borders, length):
                     if segments:
-                        pairs += segments * self.whole(branch, piece.stop - piece.start)
+                        size = piece.stop - piece.start
+                        pairs += segments * self.queries[branch].pairs([(0, size)], size, is_causal=is_causal)
                     else:
                         origin, stop = segment_of(piece.start, self.borders, length)
                         cut.setdefault((origin, stop), []).append((piece.start - origin, piece.stop - origin))
             shares += [self._share(branch, *ends, pieces) for ends, pieces in cut.items()]
         return RankCount(pairs + sum(x.pairs for x in shares), sum(x.received for x in shares), tuple(shares))
-
-    def pairs_of(self, branch: int, size: int) -> int:
-        """Pairs of a whole segment."""
-        return self.queries[branch].pairs([(0, size)], size, is_causal=self.pattern.is_causal)
 
     def _share(self, branch: int, origin: int, stop: int, pieces: Pieces) -> Share:
         length, keys, is_causal = stop - origin, self.keys[branch], self.pattern.is_causal

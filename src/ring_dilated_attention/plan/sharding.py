@@ -25,6 +25,7 @@ class Span(NamedTuple):
 
 
 Shard = tuple[Span, ...]
+Borders = tuple[int, ...] | None  # (0, ..., n) of packed documents
 
 
 @lru_cache(maxsize=64)
@@ -70,13 +71,10 @@ def _make_shards(sharding: str, lengths: tuple[int, ...]) -> tuple[Shard, ...]:
 
 
 @lru_cache(maxsize=64)
-def deal_documents(documents: tuple[int, ...] | None, seq_len: int, num_ranks: int) -> tuple[Shard, ...]:
-    """The shard of every rank if each document is cut as zigzag by itself.
+def deal_documents(documents: Borders, seq_len: int, num_ranks: int) -> tuple[Shard, ...]:
+    """The shard of every rank if each document is cut as zigzag by itself; ValueError without documents.
 
     Which slices of a document are longer by one depends on where it starts, so that short documents fall to all ranks.
-
-    Raises:
-        ValueError: without documents, or if they are not of a sequence of this length.
     """
     if documents is None:
         raise ValueError(
@@ -86,8 +84,7 @@ def deal_documents(documents: tuple[int, ...] | None, seq_len: int, num_ranks: i
     check_documents(documents, seq_len)
     if num_ranks == 1:
         return ((Span(0, seq_len),),)
-    shards: list[list[Span]] = [[] for _ in range(num_ranks)]
-    slices = 2 * num_ranks
+    slices, shards = 2 * num_ranks, [list[Span]() for _ in range(num_ranks)]
     for start, stop in pairwise(documents):
         borders = [start + (i * (stop - start) + start % slices) // slices for i in range(slices + 1)]
         for k, shard in enumerate(shards):
@@ -109,7 +106,7 @@ class Cut(NamedTuple):
     lengths: tuple[int, ...] | None = None
     inner: int = 1
 
-    def default_lengths(self, seq_len: int, documents: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    def default_lengths(self, seq_len: int, documents: Borders = None) -> tuple[int, ...]:
         """Every rank's number of positions of a sequence; ValueError if `lengths` adds up to another length."""
         if self.sharding == BY_DOCUMENT:
             outer = map(shard_length, deal_documents(documents, seq_len, self.num_shards // self.inner))
@@ -122,7 +119,7 @@ class Cut(NamedTuple):
             )
         return self.lengths
 
-    def shards_of(self, lengths: Sequence[int], documents: tuple[int, ...] | None = None) -> tuple[Shard, ...]:
+    def shards_of(self, lengths: Sequence[int], documents: Borders = None) -> tuple[Shard, ...]:
         """Every rank's shard, given every rank's number of positions; ValueError if `self.lengths` differs."""
         if self.sharding == BY_DOCUMENT and (expected := self.default_lengths(sum(lengths), documents)) != tuple(
             lengths

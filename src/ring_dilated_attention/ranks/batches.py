@@ -33,10 +33,8 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
         _agree_on(ranks, described, samples)
     else:
         described = _told(ranks, described, source)
-    if source is None:
-        documents = borders_of(given.get(BORDERS))
-    else:
-        documents = tuple(described[BORDERS][2]) if BORDERS in described else None
+    told = described.get(BORDERS)
+    documents = borders_of(given.get(BORDERS)) if source is None else told and tuple(told[2])
     length = next(shape[dim] for name, (shape, *_) in described.items() if (dim := _dim(name, shape)) is not None)
     lengths = ranks.lengths_of(length, documents)
     shards = ranks.note_cut(lengths, documents)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..kernels.choose import BACKENDS, choose
 from ..pattern import DilatedPattern
+from ..plan.sharding import Borders
 
-Borders = tuple[int, ...] | None  # of packed documents
 LEAST_SCALE = 2.0**-126  # the least normal float32
 
 
@@ -96,10 +96,9 @@ class Begun(NamedTuple):
 
 def borders_of(cu_seqlens: Any) -> Borders:
     """Borders of documents as numbers; ValueError for those that no sequence can have, whatever its length."""
-    if cu_seqlens is None:
-        return None
-    validate_cu_seqlens(cu_seqlens, 1)
-    return tuple(cu_seqlens.tolist())
+    if cu_seqlens is not None:
+        validate_cu_seqlens(cu_seqlens, 1)
+    return None if cu_seqlens is None else tuple(cu_seqlens.tolist())
 
 
 def shown(documents: Borders) -> object:

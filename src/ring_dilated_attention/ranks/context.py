@@ -136,11 +136,10 @@ class ContextParallel:
     def shard(self, x: Tensor, dim: int = 1, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """This rank's rows of a whole tensor that every rank holds. The gradient is whole, gathered from all ranks.
 
-        All ranks call it, with tensors of one shape. (`shard_batch` also checks that they hold the same sample.) The
-        result is marked with how it was cut, and a context that cuts otherwise refuses it. Ops drop the mark, so
-        `shard` also warns if the length and content of a tensor show that a shard is cut again.
-
-        cu_seqlens: global borders of packed documents, the same on all ranks; needed by "zigzag_documents".
+        All ranks call it, with tensors of one shape, and the borders of packed documents if "zigzag_documents" is to
+        cut them. (`shard_batch` also checks that they hold the same sample.) The result is marked with how it was cut,
+        and a context that cuts otherwise refuses it. Ops drop the mark, so `shard` also warns if the length and content
+        of a tensor show that a shard is cut again.
 
         Raises:
             ValueError: on every rank, if shapes or documents differ.
@@ -186,10 +185,8 @@ class ContextParallel:
         return shard_batch(self.ranks, batch, source)
 
     def unshard(self, x: Tensor, dim: int = 1, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """The whole tensor, from all ranks' rows. All ranks must compute the same from it: gradients are not summed.
-
-        cu_seqlens: as for `shard`.
-        """
+        """The whole tensor, from all ranks' rows (cu_seqlens: as for `shard`). All ranks must compute the same from it:
+        gradients are not summed."""
         self.ranks.check_all_here("unshard")
         with self.ranks.refusing():
             check_dim("unshard", x, dim)

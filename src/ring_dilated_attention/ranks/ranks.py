@@ -14,12 +14,12 @@ from ..kernels.choose import BACKENDS
 from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, RankPlan, plan_exchange
 from ..plan.job import Job
-from ..plan.sharding import BY_DOCUMENT, Cut, Shard, document_positions, documents_of
+from ..plan.sharding import BY_DOCUMENT, Borders, Cut, Shard, document_positions, documents_of
 from ..plan.sizes import Sizes
 from ..run import executor
 from ..run.executor import Means
 from ..run.link_contract import Dealer, Link
-from .call import Begun, Borders, Call, borders_of, shown
+from .call import Begun, Call, borders_of, shown
 
 # What connects a rank, in one call, with the others of its ring and with the ranks that deal heads to each other.
 Links = tuple[Link | None, Dealer | None]

@@ -17,10 +17,10 @@ from ..kernels.choose import BACKENDS
 from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, RankPlan, plan_exchange
 from ..plan.job import Job
-from ..plan.sharding import Cut, Shard, documents_of, make_shards
+from ..plan.sharding import Borders, Cut, Shard, documents_of, make_shards
 from ..plan.sizes import Sizes
 from ..ranks.arguments import cut_of
-from ..ranks.call import Begun, Borders, Call
+from ..ranks.call import Begun, Call
 from ..ranks.context import ContextParallel
 from ..ranks.ranks import Ranks
 from ..run import executor

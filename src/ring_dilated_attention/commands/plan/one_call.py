@@ -22,8 +22,7 @@ from . import report
 from .figures import check_picture, draw
 from .job_options import add_call, add_head_dim, call_of, documents_of
 
-MOST_DEALT = 2**17  # documents times ranks squared, which is about five seconds
-
+MOST_DEALT = 2**17  # documents times ranks squared
 EXAMPLES = f"""examples:
   rda plan --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 64Ki 1Mi \\
            --dilation-rates 1 16 256
