@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -11,15 +11,27 @@ from hypothesis import strategies as st
 from simulation import Simulation, dense_triples
 
 from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan import counts
+from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import chunk_finder, make_plan
 from ring_dilated_attention.plan.rings import causal_hops
-from ring_dilated_attention.plan.sharding import default_lengths, make_shards
+from ring_dilated_attention.plan.sharding import (
+    deal_documents,
+    default_lengths,
+    documents_of,
+    make_shards,
+    shard_length,
+    split_lengths,
+)
 
 
 def check_plan(pattern, sharding, lengths, num_heads, num_kv_heads, borders, held=None):
     """held: the query heads that the ranks hold, if not all; plans count from the first of them."""
-    shards = make_shards(sharding, lengths)
+    return check_shards(pattern, make_shards(sharding, lengths), num_heads, num_kv_heads, borders, held)
+
+
+def check_shards(pattern, shards, num_heads, num_kv_heads, borders, held=None):
     simulation = Simulation(pattern, shards, num_heads, num_kv_heads, borders, held)
     dense = dense_triples(pattern, borders, num_heads)
     if held is not None:
@@ -295,3 +307,47 @@ def test_zigzag_balances_dense_causal_work():
     contiguous = [make_plan(Job(pattern, make_shards("contiguous", (16,) * p), 1, 1), k).pairs for k in range(p)]
     assert max(zigzag) == min(zigzag)
     assert max(contiguous) * p > 1.6 * sum(contiguous)
+
+
+def test_a_batch_that_comes_again_is_not_planned_again():
+    shards, borders = make_shards("contiguous", split_lengths(64, 4)), [0, 7, 29, 64]
+    jobs = [Job(DilatedPattern.dense(is_causal=True), shards, 4, 4, documents_of(tuple(borders), 64)) for _ in range(2)]
+    assert plan_exchange("ring", jobs[0], 2) is plan_exchange("ring", jobs[1], 2)
+
+
+def test_chunks_of_one_layout_share_their_tiles():
+    """The plan of thousands of ranks is made in a moment since a rank's tiles at its hops are the same objects."""
+    job = Job(DilatedPattern((1024,), (1,), is_causal=True), make_shards("zigzag", split_lengths(1024, 64)), 4, 4)
+    plan = make_plan(job, 5)
+    tiles = [tile for hop in plan.hops for tile in hop.tiles]
+    assert len(tiles) == 126
+    assert len({id(tile) for tile in tiles}) == 3
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_documents_dealt_one_by_one_cover_the_pattern_once(data):
+    """Catches a position that two ranks own or none, and tiles of many short spans that miss a pair."""
+    documents = (0, *accumulate(data.draw(st.lists(st.sampled_from([1, 2, 3, 7, 13, 16]), min_size=1, max_size=5))))
+    world_size = data.draw(st.integers(1, 8))
+    shards = deal_documents(documents, documents[-1], world_size)
+    assert sorted(x for shard in shards for span in shard for x in range(*span)) == list(range(documents[-1]))
+    branches = data.draw(st.sampled_from([((40,), (1,)), ((5, 16), (1, 3)), ((3, 8, 40), (2, 1, 4))]))
+    check_shards(DilatedPattern(*branches, is_causal=data.draw(st.booleans())), shards, 4, 2, documents)
+
+
+def test_every_document_is_balanced():
+    """Also short ones: the positions that are over fall to all ranks alike, not to the first ones."""
+    pattern, documents = DilatedPattern.dense(is_causal=True), (0, 5000, 6024, 16_384)
+    dealt = deal_documents(documents, 16_384, 8)
+    whole = make_shards("zigzag", default_lengths("zigzag", 16_384, 8))
+
+    def busiest(shards):
+        counter = counts.Counter(Job(pattern, shards, 1, 1, documents))
+        pairs = [counter.of(rank).pairs for rank in range(8)]
+        return max(pairs) * 8 / sum(pairs)
+
+    assert busiest(dealt) < 1.002
+    assert busiest(whole) > 1.2
+    short = deal_documents(tuple(range(0, 301, 3)), 300, 8)
+    assert {shard_length(shard) for shard in short} <= {36, 37, 38, 39}

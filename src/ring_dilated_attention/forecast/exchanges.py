@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..pattern import DilatedPattern
 from ..plan.dealing import check_dealing
 from ..plan.job import Job
-from ..plan.sharding import SHARDINGS, Cut
+from ..plan.sharding import OF_ONE_DOCUMENT, Borders, Cut
 from ..plan.sizes import Sizes, Traits
 from .call_cost import Figures, Way, count, forecast
 from .clock import Hardware
@@ -26,10 +26,10 @@ class Call(NamedTuple):
     num_kv_heads: int
     sizes: Sizes
 
-    def job(self, sharding: str = "contiguous", inner: int = 1, align: int = 1) -> Job:
+    def job(self, sharding: str = "contiguous", inner: int = 1, align: int = 1, documents: Borders = None) -> Job:
         cut = Cut(sharding, self.num_ranks, align, inner=inner)
-        shards = cut.shards_of(cut.default_lengths(self.seq_len))
-        return Job(self.pattern, shards, self.num_heads, self.num_kv_heads)
+        shards = cut.shards_of(cut.default_lengths(self.seq_len, documents), documents)
+        return Job(self.pattern, shards, self.num_heads, self.num_kv_heads, documents)
 
 
 class Alternative(NamedTuple):
@@ -61,7 +61,7 @@ def ways_of(call: Call, hardware: Hardware) -> list[Alternative]:
         Alternative(function, way, sharding)
         for function in ("dilated", "dense")
         for way in ways
-        for sharding in (SHARDINGS if way.exchange != "all_to_all" else SHARDINGS[:1])
+        for sharding in (OF_ONE_DOCUMENT if way.exchange != "all_to_all" else OF_ONE_DOCUMENT[:1])
     ]
 
 
@@ -70,7 +70,7 @@ def alternatives(
 ) -> list[Alternative]:
     """All ways with their figures. step: called once for each rank that is counted."""
     dense = call._replace(pattern=DilatedPattern.dense(is_causal=call.pattern.is_causal))
-    counts, found = lru_cache(maxsize=len(SHARDINGS))(partial(count, step=step)), []  # a count is large
+    counts, found = lru_cache(maxsize=len(OF_ONE_DOCUMENT))(partial(count, step=step)), []  # a count is large
     for one in ways_of(call, hardware):
         if one.way.exchange == "all_to_all":
             try:

@@ -93,7 +93,7 @@ def agree_on_documents(
     if parallel is None:  # one shard, made here: torch.compile warns of the cache of `make_shards`
         shard: Shard = (Span(0, total),) if total else ()
         return Documents(borders, (shard,), tuple(_spans(shard, borders)))
-    shards = parallel.ranks.shards(lengths)
+    shards = parallel.ranks.shards(lengths, None if given is None else borders)
     return Documents(borders, shards, tuple(_spans(shards[parallel.rank], borders)))
 
 

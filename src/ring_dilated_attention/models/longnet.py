@@ -284,7 +284,7 @@ class LongNetLM(nn.Module):
         if self.parallel is None:
             next_BN = F.pad(tokens_BN[:, 1:].long(), (0, 1))
         else:
-            next_BN = shift_left(self.parallel, tokens_BN.long(), IGNORED_LABEL)
+            next_BN = shift_left(self.parallel, tokens_BN.long(), IGNORED_LABEL, documents.borders)
         last_rows = torch.tensor(documents.last_rows, dtype=torch.int64, device=next_BN.device)
         return next_BN.index_fill(1, last_rows, IGNORED_LABEL)
 

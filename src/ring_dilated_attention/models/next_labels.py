@@ -7,7 +7,7 @@ from ..plan.sharding import first_rows
 from ..ranks.context import ContextParallel
 
 
-def shift_left(parallel: ContextParallel, x: Tensor, fill: int) -> Tensor:
+def shift_left(parallel: ContextParallel, x: Tensor, fill: int, documents: tuple[int, ...] | None = None) -> Tensor:
     """For each position of x (B, N_local) the integer at the next one, on any rank; `fill` at the sequence's last."""
     parallel.ranks.check_all_here("shift_left")
     failure = None
@@ -17,10 +17,12 @@ def shift_left(parallel: ContextParallel, x: Tensor, fill: int) -> Tensor:
     batch, length = (0, 0) if failure else x.shape
     with parallel.ranks.turn:
         lengths = parallel.ranks.handshake(length, {"call": "shift_left", "batch": batch, "fill": fill}, failure)
-        shards = parallel.ranks.shards(lengths)
+        shards = parallel.ranks.shards(lengths, documents)
         shard = shards[parallel.rank]
         with parallel.ranks.all_or_none():
-            own = torch.zeros(2, batch, 1, dtype=torch.int64, device="cpu")  # the first column of each span
+            own = torch.zeros(
+                max(2, *map(len, shards)), batch, 1, dtype=torch.int64, device="cpu"
+            )  # the first column of each span
             for first, row, _ in zip(own, first_rows(shard), shard, strict=False):
                 first.copy_(x[:, row : row + 1])
             records = parallel.ranks.records(own, "the exchange of labels")

@@ -105,11 +105,11 @@ def choice_by(counted: JobCount, job: Job, sizes: Sizes) -> Choice:
     if num_kv_held % job.num_ranks:
         return Choice("ring", f"{ring}; {num_kv_held} key/value heads cannot be dealt to {job.num_ranks} ranks")
     moved = most_dealt(lengths, len(job.held_heads), num_kv_held, sizes)
+    if moved * ALL_TO_ALL_SAVING > received:
+        return Choice("ring", f"{ring}; dealing heads would send {moved:,} bytes while ranks wait")
     dealt_calls = plan_exchange("all_to_all", job, 0).plan.num_tiles
     calls = make_plan(job, counted.received.index(max(counted.received))).num_tiles
     ring += f", and makes {calls} kernel calls meanwhile"
-    if moved * ALL_TO_ALL_SAVING > received:
-        return Choice("ring", f"{ring}; dealing heads would send {moved:,} bytes while ranks wait")
     if dealt_calls > 2 * calls:
         return Choice("ring", f"{ring}; dealing heads would send {moved:,} bytes, but in {dealt_calls} calls")
     held = f"a rank sends up to {moved:,} bytes, at most 1/{ALL_TO_ALL_SAVING} of the ring's, and waits for them"

@@ -1,16 +1,16 @@
 """Make a rank's plan from pattern and shards: local tiles, rings (see `rings.py`) and hops. Pure integers, no torch."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import accumulate, groupby, pairwise, product
 
 from ..pattern import HeadGroup
 from .job import Job
 from .plan import GlobalChunk, Hop, Message, Plan, Tile
-from .rings import Hops, Ring, causal_hops, make_chunk
+from .rings import Chunk, Entry, Hops, Met, Ring, causal_hops, make_chunk
 from .rows import Block, Piece, Rows, heads_between, make_bands, matches, own_pieces, segment_of
-from .sharding import first_rows, shard_length
+from .sharding import Span, first_rows, shard_length
 
 
 @lru_cache(maxsize=256)
@@ -26,11 +26,10 @@ def make_plan(job: Job, rank: int) -> Plan:
         for ring, offset in zip(rings, offsets, strict=False)
         for _, rows, block in planner.rows_of(ring, ring.place_of(rank))
     ]
-    last_hop = max((hops[-1][1] for ring in rings for hops in ring.needed if hops), default=0)
-    hops = [planner.hop(s, rank, rings, offsets) for s in range(1, last_hop + 1)]
-    while hops and not any(hops[-1]):
-        hops.pop()
+    hops = planner.hops(rank, rings, offsets)
     places: dict[Rows | Block, Block] = dict(packs) if hops else {}  # without hops nothing is packed
+    if places:
+        local = [tile._replace(packed=places.get(tile.key)) for tile in local]
     first_rates = pattern.dilation_rates[:1] if pattern.heads == "all" else pattern.dilation_rates
     covered = set(first_rates) == {1}
     return Plan(
@@ -38,7 +37,7 @@ def make_plan(job: Job, rank: int) -> Plan:
         num_rows=shard_length(job.shards[rank]),
         num_heads=planner.num_heads,
         num_kv_heads=job.num_kv_held,
-        local=tuple(x for tile in local for x in planner.cut(tile._replace(packed=places.get(tile.key)), rank)),
+        local=tuple(x for tile in local for x in planner.cut(tile, rank)),
         packs=tuple(packs),
         hops=tuple(hops),
         chunk_size=offsets[-1],
@@ -75,10 +74,13 @@ class _Planner:
         self.shares_kv = job.num_heads != job.num_kv_heads
         heads = (job.num_heads, job.num_kv_heads, job.held)
         self.groups = [job.pattern.head_groups(i, *heads) for i in range(len(job.pattern.branches))]
-        self.owners = sorted((span, rank) for rank, shard in enumerate(job.shards) for span in shard)
+        owners = ((span, rank) for rank, shard in enumerate(job.shards) for span in shard)
+        self.owners = sorted(owners, key=lambda owner: owner[0].start)
         self.starts = [span.start for span, _ in self.owners]
         self.row_of = {s: row for shard in job.shards for s, row in zip(shard, first_rows(shard), strict=False)}
+        self.spans_of = cache(lambda rank: sorted(self.shards[rank]))
         self.rings_of = cache(self.make_rings)  # all ranks of a ring ask for it
+        self.tiles_of = lru_cache(maxsize=1024)(self.make_tiles)  # one chunk after another has the same layout
 
     def local_and_rings(self, rank: int) -> tuple[list[Tile], list[Ring]]:
         """Tiles of all branches with own rows on both sides, and the rings of this rank."""
@@ -102,14 +104,13 @@ class _Planner:
         """Own queries of one piece times own keys of the same or another piece, for `segments` equal segments."""
         length, rate = self.pattern.branches[branch]
         same, is_causal, split = query == key, self.pattern.is_causal, self.pattern.heads == "split"
-        segment_step = length if segments > 1 else 0
         if is_causal and key.start > query.start:
             return
         for group in self.groups[branch]:
             for q, k in matches(make_bands(group, query, origin, rate), make_bands(group, key, origin, rate)):
                 yield Tile(
-                    q.query_rows(rate)._replace(segments=segments, segment_step=segment_step),
-                    k.kv_rows(rate)._replace(segments=segments, segment_step=segment_step),
+                    q.query_rows(rate).again(segments, length),
+                    k.kv_rows(rate).again(segments, length),
                     is_causal=is_causal and same,
                     first_query=same and (branch == 0 or split),
                     first_key=same and (branch == 0 or (split and not self.shares_kv)),
@@ -117,36 +118,48 @@ class _Planner:
 
     def pieces(self, rank: int, start: int, stop: int) -> list[Piece]:
         """A rank's pieces of positions start..stop-1, in the order of positions."""
-        clipped = ((span, max(span.start, start), min(span.stop, stop)) for span in sorted(self.shards[rank]))
+        spans = self.spans_of(rank)
+        near = spans[max(bisect_right(spans, Span(start, 0)) - 1, 0) : bisect_right(spans, Span(stop, 0))]
+        clipped = ((span, max(span.start, start), min(span.stop, stop)) for span in near)
         return [Piece(a, b, self.row_of[span] + a - span.start) for span, a, b in clipped if a < b]
 
     def make_rings(self, branch: int, origin: int, stop: int) -> tuple[Ring, ...]:
         """The rings of segment origin..stop-1."""
         rings: list[Ring] = []
+        rate = self.pattern.dilation_rates[branch]
         for members, groups in self.members(branch, origin, stop):
             everywhere: Hops = ((1, len(members) - 1),)
             starts = [[piece.start for piece in pieces] for pieces in members.values()]
             needed = causal_hops(starts) if self.pattern.is_causal else [[everywhere] * len(place) for place in starts]
             alike = all(len(set(place)) == 1 for place in needed)
+            layouts: dict[tuple, Chunk] = {}
             for i in range(1 if alike else max(map(len, needed))):
                 hops = tuple(found[i] if i < len(found) else () for found in needed)
-                carried = [pieces if alike else pieces[i : i + 1] for pieces in members.values()]
-                if any(hops):
-                    chunks = (make_chunk(groups, x, origin, self.pattern.dilation_rates[branch]) for x in carried)
-                    pieces = tuple(map(tuple, members.values()))
-                    rings.append(Ring(branch, origin, len(rings), tuple(members), pieces, tuple(chunks), hops))
+                if not any(hops):
+                    continue
+                chunks = []
+                for pieces in members.values():
+                    carried = pieces if alike else pieces[i : i + 1]
+                    layout = (i, *[(x.stop - x.start, (x.start - origin) % rate, x.row) for x in carried])
+                    if layout not in layouts:
+                        layouts[layout] = make_chunk(groups, carried, i, origin, rate)
+                    chunks.append(layouts[layout])
+                all_pieces = tuple(map(tuple, members.values()))
+                rings.append(Ring(branch, origin, len(rings), tuple(members), all_pieces, tuple(chunks), hops))
         return tuple(rings)
 
     def members(self, branch: int, origin: int, stop: int) -> Iterator[tuple[dict[int, list[Piece]], list[HeadGroup]]]:
         """Group the heads whose rows the same ranks need: yield these ranks, each with its pieces, and the heads.
         A rank needs all rows of the phases of which it has rows; if causal, only those before its last piece."""
         rate = self.pattern.dilation_rates[branch]
-        pieces = {rank: self.pieces(rank, origin, stop) for rank in self.candidates(branch, origin, stop)}
+        pieces = self.candidates(branch, origin, stop)
+
+        def has_row(x: Piece, phases: Iterable[int]) -> bool:
+            return x.stop - x.start >= rate or any(x.start + (origin + s - x.start) % rate < x.stop for s in phases)
 
         @cache
         def sharers(phase: int) -> tuple:
-            there = ((k, x) for k, own in pieces.items() for x in own)
-            last = {k: x for k, x in there if x.start + (origin + phase - x.start) % rate < x.stop}
+            last = {k: x for k, own in pieces.items() for x in own if has_row(x, (phase,))}
             return tuple(last.items() if self.pattern.is_causal else last)
 
         heads: dict[tuple, list[HeadGroup]] = {}
@@ -158,41 +171,49 @@ class _Planner:
         for key, groups in heads.items():
             ranks = [rank for rank, _ in key] if self.pattern.is_causal else key
             if len(ranks) > 1:
-                held = {k: [x for x in pieces[k] if any(make_bands(g, x, origin, rate) for g in groups)] for k in ranks}
-                yield held, groups
+                phases = {g.phase + j for g in groups for j in range(len(g.query_heads) if g.phase_step else 1)}
+                yield {k: [x for x in pieces[k] if has_row(x, phases)] for k in ranks}, groups
 
-    def candidates(self, branch: int, origin: int, stop: int) -> list[int]:
-        """The ranks that may hold rows of a segment. Spans without rows are skipped: at high rates most have none."""
+    def candidates(self, branch: int, origin: int, stop: int) -> dict[int, list[Piece]]:
+        """The pieces of a segment that may hold rows, by rank, in the order of positions. Spans without rows are
+        skipped: at high rates most have none."""
         rate, groups = self.pattern.dilation_rates[branch], self.groups[branch]
         lowest = min((group.phase for group in groups), default=0)
         highest = max((g.phase + (len(g.query_heads) - 1) * g.phase_step for g in groups), default=0)
-        ranks: set[int] = set()
+        found: dict[int, list[Piece]] = {}
         position = origin + lowest
         while position < stop:
             span, rank = self.owners[bisect_right(self.starts, position) - 1]
-            ranks.add(rank)
+            start = max(span.start, origin)
+            piece = Piece(start, min(span.stop, stop), self.row_of[span] + start - span.start)
+            found.setdefault(rank, []).append(piece)
             phase = (span.stop - origin) % rate
             position = span.stop + (max(lowest - phase, 0) if phase <= highest else rate - phase + lowest)
-        return sorted(ranks)
+        return dict(sorted(found.items()))
 
     def rows_of(self, ring: Ring, place: int) -> Iterator[tuple[Piece, Rows, Block]]:
         """The key/value rows that the rank at a place packs into its chunk, each with its piece and block."""
-        for piece, band, block in ring.chunks[place].entries:
-            yield piece, band.kv_rows(self.pattern.dilation_rates[ring.branch]), block
+        for entry in ring.chunks[place].entries:
+            rows = entry.band.kv_rows(self.pattern.dilation_rates[ring.branch])
+            yield ring.pieces[place][entry.piece], rows, entry.block
 
-    def remote_tiles(self, ring: Ring, i: int, chunk: int, offset: int) -> Iterator[Tile]:
+    def remote_tiles(self, ring: Ring, i: int, chunk: int, offset: int, rank: int) -> Iterator[Tile]:
         """Queries of the ring's i-th rank times another's chunk, which lies in the buffer from `offset` on."""
-        rate = self.pattern.dilation_rates[ring.branch]
         for query in ring.pieces[i]:
             for entry in ring.chunks[chunk].entries:
-                if self.pattern.is_causal and entry.piece.start > query.start:
-                    continue
-                queries = make_bands(entry.band.group, query, ring.origin, rate)
-                for q, k in matches(queries, [entry.band]):
-                    start = k.lo - entry.band.lo if k.group.phase_step else 0
-                    stop = start + len(k.kv_heads)
-                    block = entry.block._replace(offset=offset + entry.block.offset, start=start, stop=stop)
-                    yield Tile(q.query_rows(rate), block, is_causal=False, first_query=False, first_key=False)
+                if not (self.pattern.is_causal and ring.pieces[chunk][entry.piece].start > query.start):
+                    yield from self.tiles_of(ring.branch, ring.origin, query, entry, offset, rank)
+
+    def make_tiles(
+        self, branch: int, origin: int, query: Piece, entry: Entry, offset: int, rank: int
+    ) -> tuple[Tile, ...]:
+        """Queries of a piece times the keys of an entry, whose chunk lies in the buffer from `offset` on."""
+        rate, tiles = self.pattern.dilation_rates[branch], []
+        for q, k in matches(make_bands(entry.band.group, query, origin, rate), [entry.band]):
+            start = k.lo - entry.band.lo if k.group.phase_step else 0
+            block = entry.block._replace(offset=offset + entry.block.offset, start=start, stop=start + len(k.kv_heads))
+            tiles.append(Tile(q.query_rows(rate), block, is_causal=False, first_query=False, first_key=False))
+        return tuple(x for tile in tiles for x in self.cut(tile, rank))
 
     def cut(self, tile: Tile, rank: int) -> Iterator[Tile]:
         """Cut a tile into blocks of heads. So a kernel's result is small beside the tensor to which it is added.
@@ -210,37 +231,46 @@ class _Planner:
         for lo, hi in pairwise(num_kv * i // num_blocks for i in range(num_blocks + 1)):
             yield tile.of_heads(lo, hi)
 
-    def hop(self, s: int, rank: int, rings: Sequence[Ring], offsets: Sequence[int]) -> Hop:
-        """What the rank sends, receives and computes at hop s, over all its rings, in the order of the rings."""
+    def hops(self, rank: int, rings: Sequence[Ring], offsets: Sequence[int]) -> list[Hop]:
+        """What the rank sends, receives and computes at every hop, over all its rings, in the order of the rings."""
+        last = max((hops[-1][1] for ring in rings for hops in ring.needed if hops), default=0)
+        met = [ring.met_by(rank, last) for ring in rings]
+        all_rings = list(zip(rings, offsets, met, strict=False))
+        hops = [self.hop(s, rank, all_rings) for s in range(1, last + 1)]
+        while hops and not any(hops[-1]):
+            hops.pop()
+        return hops
+
+    def hop(self, s: int, rank: int, rings: Sequence[tuple[Ring, int, Met]]) -> Hop:
+        """What the rank sends, receives and computes at hop s."""
         hop: dict[str, list] = {field: [] for field in Hop._fields}
-        for ring, offset in zip(rings, offsets, strict=False):
-            g, i, meets = len(ring.ranks), ring.place_of(rank), ring.meets
-            onward, back = ring.ranks[(i + 1) % g], ring.ranks[i - 1]
-            leaving, here, coming = (i + 1 - s) % g, (i - s) % g, (i - s - 1) % g  # chunks
-            target = ring.ranks[(i + s) % g]  # the rank that meets this rank's chunk
-
-            def add(field: str, peer: int, chunk: int, ring: Ring = ring, offset: int = offset) -> None:
-                size, owner = ring.chunks[chunk].size, ring.ranks[chunk]
-                hop[field].append(Message(peer, offset, size, owner, field.startswith("grad_"), packed=offset))
-
-            if meets(leaving, s) and (s == 1 or meets(leaving, s - 1)):
-                add("sends", onward, leaving)
-            if meets(i, s):
-                add("targets", target, i)
-                if s > 1 and not meets(i, s - 1):
-                    add("sends", target, i)
-                if not meets(i, s + 1):
-                    add("grad_receives", target, i)
-            if meets(here, s):
-                is_first = s == 1 or not meets(here, s - 1)
-                add("receives", ring.ranks[here] if is_first else back, here)
+        for ring, offset, (i, own, here, after, before) in rings:
+            ranks, chunks, g = ring.ranks, ring.chunks, len(ring.ranks)
+            onward, back = ranks[(i + 1) % g], ranks[i - 1]
+            if after[s] and (s == 1 or here[s - 1]):
+                leaving = (i + 1 - s) % g
+                hop["sends"].append(Message(onward, offset, chunks[leaving].size, ranks[leaving], False, offset))
+            if own[s]:
+                target = ranks[(i + s) % g]  # the rank that meets this rank's chunk
+                chunk = Message(target, offset, chunks[i].size, rank, False, offset)
+                hop["targets"].append(chunk)
+                if s > 1 and not own[s - 1]:
+                    hop["sends"].append(chunk)
+                if not own[s + 1]:
+                    hop["grad_receives"].append(chunk._replace(is_gradient=True))
+            if here[s]:
+                k = (i - s) % g
+                size, owner, is_first = chunks[k].size, ranks[k], s == 1 or not before[s - 1]
+                hop["receives"].append(Message(owner if is_first else back, offset, size, owner, False, offset))
                 if is_first:
-                    add("grad_starts", rank, here)
-                hop["tiles"] += (x for tile in self.remote_tiles(ring, i, here, offset) for x in self.cut(tile, rank))
-                add("grad_sends", onward if meets(here, s + 1) else ring.ranks[here], here)
-            if meets(coming, s) and meets(coming, s + 1):
-                add("grad_receives", back, coming)
-        return Hop(**{field: tuple(entries) for field, entries in hop.items()})
+                    hop["grad_starts"].append(Message(rank, offset, size, owner, True, offset))
+                hop["tiles"] += self.remote_tiles(ring, i, k, offset, rank)
+                home = onward if after[s + 1] else owner
+                hop["grad_sends"].append(Message(home, offset, size, owner, True, offset))
+            if before[s] and here[s + 1]:
+                coming = (i - s - 1) % g
+                hop["grad_receives"].append(Message(back, offset, chunks[coming].size, ranks[coming], True, offset))
+        return Hop(*map(tuple, hop.values()))
 
 
 def _offsets(rings: Sequence[Ring]) -> list[int]:

@@ -13,23 +13,25 @@ same ranks hold their phases, so that a rank has queries for every row that it r
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
 
 from ..pattern import HeadGroup
 from .rows import Band, Block, Piece, make_bands
 
 
-class Entry(NamedTuple):
-    """A band of heads in a chunk and the block that holds it."""
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A band of heads in a chunk and the block that holds it. piece: the number of its piece among the rank's."""
 
-    piece: Piece
+    piece: int
     band: Band
     block: Block
 
 
-class Chunk(NamedTuple):
-    """One rank's packed rows of a straddling segment."""
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """One rank's packed rows of a straddling segment. Chunks of one layout are one object, and so are their tiles."""
 
     size: int
     entries: tuple[Entry, ...]
@@ -38,7 +40,13 @@ class Chunk(NamedTuple):
 Hops = tuple[tuple[int, int], ...]  # ranges of hops: (first, last)
 
 
-class Ring(NamedTuple):
+# Seen from place i of a ring, by hop from 0 to last + 1: whether the chunk of place i is needed where it is due, and
+# whether the chunk is needed that is due at place i, at i + 1, at i - 1.
+Met = tuple[int, list[bool], list[bool], list[bool], list[bool]]
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
     """Heads of a straddling segment of a branch, and the ranks that hold rows of them.
 
     origin: where the segment starts. lane: the number of this ring among those of the segment.
@@ -55,19 +63,31 @@ class Ring(NamedTuple):
 
     def meets(self, chunk: int, s: int) -> bool:
         """Whether a chunk is needed by the rank at which it is due at hop s."""
-        return any(first <= s <= last for first, last in self.needed[chunk])
+        for first, last in self.needed[chunk]:  # noqa: SIM110 (`any` takes three times as long)
+            if first <= s <= last:
+                return True
+        return False
+
+    def met_by(self, rank: int, last: int) -> Met:
+        i, g = self.place_of(rank), len(self.ranks)
+
+        def at(place: int) -> list[bool]:
+            return [self.meets((place - s) % g, s) for s in range(last + 2)]
+
+        return i, [self.meets(i, s) for s in range(last + 2)], at(i), at(i + 1), at(i - 1)
 
     def place_of(self, rank: int) -> int:
         return bisect_left(self.ranks, rank)
 
 
-def make_chunk(groups: Sequence[HeadGroup], pieces: Sequence[Piece], origin: int, rate: int) -> Chunk:
-    """One rank's rows of a segment, packed: a block for each piece, head group and band."""
+def make_chunk(groups: Sequence[HeadGroup], pieces: Sequence[Piece], first: int, origin: int, rate: int) -> Chunk:
+    """One rank's rows of a segment, packed: a block for each piece, head group and band. first: the number of the
+    first piece."""
     entries, size = [], 0
-    for piece, group in product(pieces, groups):
+    for (number, piece), group in product(enumerate(pieces, first), groups):
         for band in make_bands(group, piece, origin, rate):
             num_heads = len(band.kv_heads)
-            entries.append(Entry(piece, band, Block(size, num_heads, band.num_rows, 0, num_heads)))
+            entries.append(Entry(number, band, Block(size, num_heads, band.num_rows, 0, num_heads)))
             size += 2 * num_heads * band.num_rows
     return Chunk(size, tuple(entries))
 

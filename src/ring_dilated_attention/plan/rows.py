@@ -36,6 +36,9 @@ class Rows(NamedTuple):
         rows = [range(self.first + k * self.shift, stop + k * self.shift, self.step) for k in range(len(heads))]
         return f"rows {_few([f'{_few(x)} of head {head}' for x, head in zip(rows, heads, strict=True)], ', ')}{again}"
 
+    def again(self, segments: int, step: int) -> "Rows":
+        return self if segments == 1 else self._replace(segments=segments, segment_step=step)
+
     def of_heads(self, lo: int, hi: int) -> "Rows":
         return self._replace(heads=self.heads[lo:hi], first=self.first + lo * self.shift)
 
@@ -92,6 +95,8 @@ class Band(NamedTuple):
         return Rows(self.kv_heads, self.first, self.group.phase_step, rate, self.num_rows)
 
     def of_heads(self, lo: int, hi: int) -> "Band":
+        if (lo, hi) == (self.lo, self.hi):
+            return self
         return self._replace(lo=lo, hi=hi, first=self.first + (lo - self.lo) * self.group.phase_step)
 
 

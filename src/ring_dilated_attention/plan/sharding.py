@@ -2,7 +2,8 @@
 
 A shard is a tuple of spans (start, stop) of global positions, in local order. Contiguous shards have one span. Zigzag
 shards have two: the sequence is cut into 2p near-equal slices, and rank k holds slices k and 2p-1-k. Under a causal
-pattern every rank then has about the same work: one slice that sees few keys and one that sees many.
+pattern every rank then has about the same work: one slice that sees few keys and one that sees many. Under
+"zigzag_documents" each packed document is cut so by itself, and a shard has up to two spans of each.
 """
 
 from bisect import bisect_left, bisect_right
@@ -11,7 +12,9 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-SHARDINGS = ("contiguous", "zigzag")
+BY_DOCUMENT = "zigzag_documents"
+OF_ONE_DOCUMENT = ("contiguous", "zigzag")
+SHARDINGS = (*OF_ONE_DOCUMENT, BY_DOCUMENT)
 
 
 class Span(NamedTuple):
@@ -22,6 +25,7 @@ class Span(NamedTuple):
 
 
 Shard = tuple[Span, ...]
+Borders = tuple[int, ...] | None  # (0, ..., n) of packed documents
 
 
 @lru_cache(maxsize=64)
@@ -66,6 +70,29 @@ def _make_shards(sharding: str, lengths: tuple[int, ...]) -> tuple[Shard, ...]:
     return tuple(tuple(span for span in pair if span.start < span.stop) for pair in pairs)
 
 
+@lru_cache(maxsize=64)
+def deal_documents(documents: Borders, seq_len: int, num_ranks: int) -> tuple[Shard, ...]:
+    """The shard of every rank if each document is cut as zigzag by itself; ValueError without documents.
+
+    Which slices of a document are longer by one depends on where it starts, so that short documents fall to all ranks.
+    """
+    if documents is None:
+        raise ValueError(
+            f"sharding={BY_DOCUMENT!r} deals each document by itself, so this call needs cu_seqlens, the same on every "
+            "rank ([0, N] for one document). If it takes none, choose another sharding."
+        )
+    check_documents(documents, seq_len)
+    if num_ranks == 1:
+        return ((Span(0, seq_len),),)
+    slices, shards = 2 * num_ranks, [list[Span]() for _ in range(num_ranks)]
+    for start, stop in pairwise(documents):
+        borders = [start + (i * (stop - start) + start % slices) // slices for i in range(slices + 1)]
+        for k, shard in enumerate(shards):
+            spans = (Span(*borders[i : i + 2]) for i in (k, slices - 1 - k))
+            shard.extend(span for span in spans if span.start < span.stop)
+    return tuple(map(tuple, shards))
+
+
 class Cut(NamedTuple):
     """How ranks cut a sequence.
 
@@ -79,8 +106,11 @@ class Cut(NamedTuple):
     lengths: tuple[int, ...] | None = None
     inner: int = 1
 
-    def default_lengths(self, seq_len: int) -> tuple[int, ...]:
+    def default_lengths(self, seq_len: int, documents: Borders = None) -> tuple[int, ...]:
         """Every rank's number of positions of a sequence; ValueError if `lengths` adds up to another length."""
+        if self.sharding == BY_DOCUMENT:
+            outer = map(shard_length, deal_documents(documents, seq_len, self.num_shards // self.inner))
+            return tuple(n for length in outer for n in split_lengths(length, self.inner))
         if self.lengths is None:
             return default_lengths(self.sharding, seq_len, self.num_shards, self.align, self.inner)
         if sum(self.lengths) != seq_len:
@@ -89,14 +119,24 @@ class Cut(NamedTuple):
             )
         return self.lengths
 
-    def shards_of(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
+    def shards_of(self, lengths: Sequence[int], documents: Borders = None) -> tuple[Shard, ...]:
         """Every rank's shard, given every rank's number of positions; ValueError if `self.lengths` differs."""
+        if self.sharding == BY_DOCUMENT and (expected := self.default_lengths(sum(lengths), documents)) != tuple(
+            lengths
+        ):
+            raise ValueError(
+                f"these documents, dealt one by one, give the ranks {expected} positions, and they have "
+                f"{tuple(lengths)}. Pass the cu_seqlens that ContextParallel.shard was given."
+            )
         if self.lengths is not None and tuple(lengths) != self.lengths:
             raise ValueError(f"ranks have {tuple(lengths)} positions, but lengths={self.lengths} was given.")
-        if self.inner == 1:
-            return make_shards(self.sharding, lengths)
         groups = [lengths[i : i + self.inner] for i in range(0, len(lengths), self.inner)]
-        outer = make_shards(self.sharding, [sum(group) for group in groups])
+        if self.sharding == BY_DOCUMENT:
+            outer = deal_documents(documents, sum(lengths), len(groups))
+        else:
+            outer = make_shards(self.sharding, [sum(group) for group in groups])
+        if self.inner == 1:
+            return outer
         return tuple(x for shard, group in zip(outer, groups, strict=True) for x in slice_shard(shard, group))
 
 
@@ -155,12 +195,12 @@ def check_documents(borders: Sequence[int], seq_len: int) -> None:
             )
 
 
-def documents_of(borders: Sequence[int] | None, seq_len: int) -> tuple[int, ...] | None:
+@lru_cache(maxsize=64)  # a batch's borders come again in every layer
+def documents_of(borders: tuple[int, ...] | None, seq_len: int) -> tuple[int, ...] | None:
     """The borders of packed documents, checked; None for one document."""
-    if borders is None:
-        return None
-    check_documents(borders, seq_len)
-    return tuple(borders)
+    if borders is not None:
+        check_documents(borders, seq_len)
+    return borders
 
 
 def document_positions(shard: Shard, documents: Sequence[int]) -> list[range]:

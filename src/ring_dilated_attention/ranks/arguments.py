@@ -35,8 +35,8 @@ def cut_of(num_ranks: int, sharding: str, align: int, lengths: Sequence[int] | N
             raise ValueError(f"{name} must be an integer of at least 1, got {number!r}.")
     if sharding not in SHARDINGS:
         raise ValueError(f"sharding={sharding!r} is unknown; choose one of {SHARDINGS}.")
-    if sharding == "zigzag" and (align != 1 or lengths is not None):
-        raise ValueError("zigzag shards are near-equal by definition; align and lengths are for contiguous ones.")
+    if sharding != "contiguous" and (align != 1 or lengths is not None):
+        raise ValueError(f"{sharding} shards are near-equal by definition; align and lengths are for contiguous ones.")
     if lengths is not None:
         if len(lengths) != num_ranks or any(not isinstance(n, int) or n < 0 for n in lengths):
             raise ValueError(f"lengths must hold {num_ranks} integers of at least 0, one for each rank, got {lengths}.")

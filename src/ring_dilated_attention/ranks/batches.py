@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..pattern import is_integer
 from ..plan.sharding import Shard, check_documents, shard_length
-from .call import validate_cu_seqlens
+from .call import borders_of
 from .origin import remember
 from .ranks import Ranks
 from .reshard import own_rows
@@ -26,16 +26,20 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
         _check(batch, ranks, source)
         given = batch or {}
         described: dict[str, Any] = {name: [list(x.shape), str(x.dtype)] for name, x in given.items()}
+        if source is not None and BORDERS in given:
+            described[BORDERS].append(given[BORDERS].tolist())
         samples = {name: fingerprint(x) for name, x in given.items()} if source is None else {}
     if source is None:
         _agree_on(ranks, described, samples)
     else:
         described = _told(ranks, described, source)
-    length = next(shape[dim] for name, (shape, _) in described.items() if (dim := _dim(name, shape)) is not None)
-    lengths = ranks.lengths_of(length)
-    ranks.last_whole, shards = length, ranks.shards(lengths)
+    told = described.get(BORDERS)
+    documents = borders_of(given.get(BORDERS)) if source is None else told and tuple(told[2])
+    length = next(shape[dim] for name, (shape, *_) in described.items() if (dim := _dim(name, shape)) is not None)
+    lengths = ranks.lengths_of(length, documents)
+    shards = ranks.note_cut(lengths, documents)
     local: dict[str, Tensor] = {}
-    for name, (shape, dtype) in described.items():
+    for name, (shape, dtype, *_) in described.items():
         if source is None:
             local[name] = _rows(given[name], shards[ranks.rank], _dim(name, shape))
         else:
@@ -45,7 +49,7 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
         local[POSITIONS] = ranks.positions(lengths, local.get(BORDERS))
     if len(shards) > 1:
         for name in local.keys() - {BORDERS}:
-            remember(local[name], ranks, lengths)
+            remember(local[name], ranks, shards)
     return local
 
 
@@ -99,8 +103,8 @@ def _check(batch: Any, ranks: Ranks, source: int | None) -> None:
         listed = ", ".join(f"{name} has {length}" for name, length in lengths.items()) or "none of them has positions"
         raise ValueError(f"the tensors of a batch must share one number of positions, but {listed}.")
     if BORDERS in batch:
-        validate_cu_seqlens(batch[BORDERS], 1)
-        check_documents(batch[BORDERS].tolist(), *set(lengths.values()))
+        check_documents(borders_of(batch[BORDERS]) or (), *set(lengths.values()))
+    ranks.lengths_of(max(lengths.values()), borders_of(batch.get(BORDERS)))  # refuses what it cannot cut
 
 
 def _dim(name: str, shape: list[int]) -> int | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..kernels.choose import BACKENDS, choose
 from ..pattern import DilatedPattern
+from ..plan.sharding import Borders
 
 LEAST_SCALE = 2.0**-126  # the least normal float32
 
@@ -91,6 +92,18 @@ class Begun(NamedTuple):
     def from_tensor(cls, tensor: Tensor) -> "Begun":
         number, kernel, *borders = tensor.tolist()
         return cls(number, list(BACKENDS)[kernel], tuple(borders) or None)
+
+
+def borders_of(cu_seqlens: Any) -> Borders:
+    """Borders of documents as numbers; ValueError for those that no sequence can have, whatever its length."""
+    if cu_seqlens is not None:
+        validate_cu_seqlens(cu_seqlens, 1)
+    return None if cu_seqlens is None else tuple(cu_seqlens.tolist())
+
+
+def shown(documents: Borders) -> object:
+    """Borders as a field that ranks compare, and as an error shows them."""
+    return documents if documents is None or len(documents) <= 64 else (len(documents), hash(documents))
 
 
 def validate_cu_seqlens(cu_seqlens: Any, batch: int) -> None:

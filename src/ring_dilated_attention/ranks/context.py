@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..pattern import is_integer
+from ..plan.sharding import documents_of
 from .arguments import check_arguments, cut_of, resolve_group
 from .batches import fingerprint, shard_batch
+from .call import borders_of, shown
 from .origin import origin_of, remember, why_foreign
 from .processes import Processes, note_dropped
 from .ranks import Ranks
@@ -58,6 +60,8 @@ class ContextParallel:
         group: a ProcessGroup, a DeviceMesh, or None: all ranks, or one process if torch.distributed is not initialised.
             Over a 2-D mesh heads are dealt (all-to-all) along the last axis, and chunks travel along the first.
         sharding: "contiguous" shards in rank order; "zigzag" gives rank k the slices k and 2p-1-k of 2p near-equal.
+            "zigzag_documents" does so in each packed document: all calls then need cu_seqlens. Calls that take none
+            refuse it: DilatedCache.gather, ShardSequence(shard_inputs=True), context_parallel of transformers.
         exchange: "ring", "all_gather" (all at once), "all_to_all" (heads for positions), or "auto", which chooses by
             bytes, memory, hops and kernel calls.
         timeout: how long a rank waits for another before it raises. (gloo notices a dead rank at once. With NCCL that
@@ -129,15 +133,16 @@ class ContextParallel:
         """
         self.ranks.close()
 
-    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+    def shard(self, x: Tensor, dim: int = 1, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """This rank's rows of a whole tensor that every rank holds. The gradient is whole, gathered from all ranks.
 
-        All ranks call it, with tensors of one shape. (`shard_batch` also checks that they hold the same sample.) The
-        result is marked with how it was cut, and a context that cuts otherwise refuses it. Ops drop the mark, so
-        `shard` also warns if the length and content of a tensor show that a shard is cut again.
+        All ranks call it, with tensors of one shape, and the borders of packed documents if "zigzag_documents" is to
+        cut them. (`shard_batch` also checks that they hold the same sample.) The result is marked with how it was cut,
+        and a context that cuts otherwise refuses it. Ops drop the mark, so `shard` also warns if the length and content
+        of a tensor show that a shard is cut again.
 
         Raises:
-            ValueError: on every rank, if shapes differ.
+            ValueError: on every rank, if shapes or documents differ.
         """
         ranks, last, mark = self.ranks, self.ranks.last_whole, 0
         ranks.check_all_here("shard")
@@ -146,18 +151,19 @@ class ContextParallel:
             if (origin := origin_of(x)) is not None:
                 raise ValueError(f"shard takes a whole sequence, and got {origin}")
             length = x.shape[dim]
-            if last and ranks.world_size > 1 and set(ranks.lengths_of(last)) == {length} and not x.is_meta:
+            documents = documents_of(borders_of(cu_seqlens), length)
+            lengths = ranks.lengths_of(length, documents)
+            if last and ranks.world_size > 1 and set(ranks.last_lengths) == {length} and not x.is_meta:
                 mark = fingerprint(x.narrow(dim, 0, min(length, 64)))
-        fields = {**rows_fields("shard", x, dim), "length of the whole": length}
+        fields = {**rows_fields("shard", x, dim), "length of the whole": length, "cu_seqlens": shown(documents)}
         if len(set(ranks.agree(mark, fields, None))) > 1:
             text = (
                 f"shard was given {length} positions, as many as each rank's shard of the {last} positions cut last, "
                 "and the ranks' tensors differ: a shard is cut again. Pass it on as it is, or unshard it first"
             )
             ranks.warn_once("shard", text)
-        lengths = ranks.lengths_of(length)
-        ranks.last_whole, shards = length, ranks.shards(lengths)
-        return x if len(shards) == 1 else remember(ShardRows.apply(x, ranks, shards, dim), ranks, lengths)
+        shards = ranks.note_cut(lengths, documents)
+        return x if len(shards) == 1 else remember(ShardRows.apply(x, ranks, shards, dim), ranks, shards)
 
     def shard_batch(self, batch: Mapping[str, Tensor] | None, *, source: int | None = None) -> dict[str, Tensor]:
         """This rank's rows of one sample of a data loader: tokens, labels, position ids, masks, borders of documents.
@@ -178,14 +184,19 @@ class ContextParallel:
         """
         return shard_batch(self.ranks, batch, source)
 
-    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole tensor, from all ranks' rows. All ranks must compute the same from it: gradients are not summed."""
+    def unshard(self, x: Tensor, dim: int = 1, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """The whole tensor, from all ranks' rows (cu_seqlens: as for `shard`). All ranks must compute the same from it:
+        gradients are not summed."""
         self.ranks.check_all_here("unshard")
         with self.ranks.refusing():
             check_dim("unshard", x, dim)
             if failure := why_foreign("the tensor", x, self.ranks):
                 raise ValueError(failure)
-        shards = self.ranks.shards(self.ranks.handshake(x.shape[dim], rows_fields("unshard", x, dim)))
+            borders = borders_of(cu_seqlens)
+        fields = {**rows_fields("unshard", x, dim), "cu_seqlens": shown(borders)}
+        lengths = self.ranks.handshake(x.shape[dim], fields)
+        self.ranks.check_dealt(borders)
+        shards = self.ranks.shards(lengths, documents_of(borders, sum(lengths)))
         return x if len(shards) == 1 else UnshardRows.apply(x, self.ranks, shards, dim)
 
     def mean_loss(self, local_sum: Tensor, local_count: int | Tensor) -> Tensor:
@@ -217,7 +228,8 @@ class ContextParallel:
         """
         if not is_integer(seq_len) or seq_len < 0:
             raise ValueError(f"seq_len must be an integer of at least 0, got {seq_len!r}.")
-        return self.ranks.positions(self.ranks.lengths_of(seq_len), cu_seqlens)
+        documents = documents_of(borders_of(cu_seqlens), seq_len)
+        return self.ranks.positions(self.ranks.lengths_of(seq_len, documents), cu_seqlens)
 
     def abandon(self, reason: str) -> None:
         """Break the connections after an error between calls, so that the other ranks fail at once and do not wait.

@@ -8,8 +8,9 @@ from torch import Tensor
 from ..kernels.choose import BACKENDS, choose, reasons
 from ..pattern import DilatedPattern
 from ..plan.job import Job
-from ..plan.sharding import documents_of
+from ..plan.sharding import BY_DOCUMENT, documents_of
 from ..plan.sizes import Sizes
+from .call import borders_of
 from .context import ContextParallel
 from .ranks import ALONE
 from .validate import autocast, call_of, check_cuts
@@ -61,9 +62,12 @@ def explain(
     if op is not None:
         found |= {f"{kernel.NAME} {name}": reason for name, reason in _why(ops, op, first).items()}
     ranks = ALONE if parallel is None else parallel.ranks
+    borders = borders_of(cu_seqlens)
+    if lengths is None and borders is not None and ranks.cut.sharding == BY_DOCUMENT:
+        lengths = ranks.lengths_of(borders[-1], borders)
     lengths = lengths if lengths is not None else ranks.cut.lengths or [query.shape[1]] * ranks.world_size
-    documents = documents_of(None if cu_seqlens is None else cu_seqlens.tolist(), sum(lengths))
-    job = Job(pattern, ranks.shards(lengths), call.num_heads, key.shape[2], documents)
+    documents = documents_of(borders, sum(lengths))
+    job = Job(pattern, ranks.shards(lengths, documents), call.num_heads, key.shape[2], documents)
     exchange, found["exchange"] = ranks.choose(job, Sizes(query.shape[0], query.shape[3], query.element_size()))
     if kernel.choose_pass is not None and exchange == "none":
         found["branches"] = kernel.choose_pass(pattern, job.borders).reason

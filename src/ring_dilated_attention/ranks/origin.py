@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..plan.sharding import BY_DOCUMENT, Shard, shard_length
 from .ranks import Ranks
 
 _MARK = "ring_dilated_attention_origin"
@@ -28,10 +29,10 @@ class Origin(NamedTuple):
         return f"rank {self.rank}'s rows of {sum(self.lengths)} positions, cut {self.sharding} as {self.lengths}"
 
 
-def remember(x: Tensor, ranks: Ranks, lengths: Sequence[int]) -> Tensor:
+def remember(x: Tensor, ranks: Ranks, shards: Sequence[Shard]) -> Tensor:
     """x, marked as this rank's rows."""
-    shard = tuple((span.start, span.stop) for span in ranks.shards(lengths)[ranks.rank])
-    mark = (ranks.cut.sharding, tuple(lengths), ranks.rank, shard)
+    shard = tuple((span.start, span.stop) for span in shards[ranks.rank])
+    mark = (ranks.cut.sharding, tuple(map(shard_length, shards)), ranks.rank, shard)
     setattr(x, _MARK, mark)  # plain tuples, which torch.load(weights_only=True) takes
     _last[:] = [Origin(*mark)]
     return x
@@ -70,4 +71,6 @@ def why_foreign(name: str, x: object, ranks: Ranks) -> str | None:
 def _is_own(origin: Origin, ranks: Ranks) -> bool:
     if len(origin.lengths) != ranks.world_size or ranks.cut.lengths not in (None, origin.lengths):
         return False
+    if BY_DOCUMENT in (origin.sharding, ranks.cut.sharding):  # `Ranks.shards` compares the documents
+        return origin.sharding == ranks.cut.sharding and origin.rank == ranks.rank
     return ranks.shards(origin.lengths)[ranks.rank] == origin.shard

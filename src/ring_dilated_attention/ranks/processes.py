@@ -15,9 +15,9 @@ from torch import Tensor
 from ..plan.dealing import check_dealing
 from ..plan.exchange import Choice, choose_exchange
 from ..plan.job import Job
-from ..plan.sharding import Cut, order_by_host
+from ..plan.sharding import BY_DOCUMENT, Cut, order_by_host
 from ..plan.sizes import Sizes
-from .call import Begun, Call
+from .call import Begun, Call, shown
 from .handshake import agree
 from .link import ExchangeError, GroupLink, WaitTimes
 from .origin import why_doubtful
@@ -161,7 +161,12 @@ class Processes(Ranks):
 
     def notice(self, lengths: Sequence[int]) -> None:
         given, total = tuple(lengths), sum(lengths)
-        if self.cut.lengths is not None or given == self.expected or self.notice_whole(given):
+        if (
+            self.cut.lengths is not None
+            or self.cut.sharding == BY_DOCUMENT
+            or given == self.expected
+            or self.notice_whole(given)
+        ):
             return
         near_equal, size = self.cut.default_lengths(total), max(-(-total // self.world_size), 1)
         chunked = tuple(max(min(size, total - k * size), 0) for k in range(self.world_size))  # as torch.chunk cuts
@@ -180,7 +185,6 @@ class Processes(Ranks):
 
     def fields(self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor) -> dict[str, object]:
         batch, _, num_heads, head_dim = query.shape
-        given = begun.borders
         return {
             "call": f"{stage} {begun.number}",
             "pattern": call.pattern,
@@ -189,7 +193,7 @@ class Processes(Ranks):
             "dtype": query.dtype,
             "device": query.device.type,
             "scale": call.scale,
-            "cu_seqlens": given if given is None or len(given) <= 64 else (len(given), hash(given)),
+            "cu_seqlens": shown(begun.borders),
             "gradients": call.needs_grad or "none",
             "return_lse": call.return_lse,
         }

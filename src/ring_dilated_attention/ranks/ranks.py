@@ -1,6 +1,7 @@
 """Runs a call on ranks that share a sequence: handshake, choice of the exchange, plan, program."""
 
 import warnings
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,12 +14,12 @@ from ..kernels.choose import BACKENDS
 from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, RankPlan, plan_exchange
 from ..plan.job import Job
-from ..plan.sharding import Cut, Shard, check_documents, document_positions, documents_of
+from ..plan.sharding import BY_DOCUMENT, Borders, Cut, Shard, document_positions, documents_of
 from ..plan.sizes import Sizes
 from ..run import executor
 from ..run.executor import Means
 from ..run.link_contract import Dealer, Link
-from .call import Begun, Call, validate_cu_seqlens
+from .call import Begun, Call, borders_of, shown
 
 # What connects a rank, in one call, with the others of its ring and with the ranks that deal heads to each other.
 Links = tuple[Link | None, Dealer | None]
@@ -36,26 +37,38 @@ class Ranks:
     def __init__(self, cut: Cut) -> None:
         self.cut, self.calls = cut, 0
         self.last_whole: int | None = None  # the length of the sequence that was cut last
+        self.last_lengths: tuple[int, ...] = ()  # of its shards
+        self.dealt: deque[Borders] = deque(maxlen=64)  # the documents of sequences that were cut
         self.warned: set[str] = set()  # what `warn_once` has warned of
         self.turn = RLock()  # held by the one thread that agrees with other ranks, or exchanges records
         self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # compiled calls add to it, so none is dropped
 
-    def lengths_of(self, seq_len: int) -> tuple[int, ...]:
+    def lengths_of(self, seq_len: int, documents: Borders = None) -> tuple[int, ...]:
         """Every rank's number of rows, if this context cuts a sequence of this length."""
-        return self.cut.default_lengths(seq_len)
+        return self.cut.default_lengths(seq_len, documents)
 
-    def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
+    def shards(self, lengths: Sequence[int], documents: Borders = None) -> tuple[Shard, ...]:
         """Every process's shard, given every process's number of rows."""
-        return self.cut.shards_of(lengths)
+        return self.cut.shards_of(lengths, documents)
+
+    def note_cut(self, lengths: tuple[int, ...], documents: Borders) -> tuple[Shard, ...]:
+        """Remember the sequence that is cut now. Returns `shards`."""
+        self.last_whole, self.last_lengths = sum(lengths), lengths
+        self.dealt.append(documents)
+        return self.shards(lengths, documents)
+
+    def check_dealt(self, documents: Borders) -> None:
+        """Raise ValueError if the place of rows depends on documents, and none like these was cut lately."""
+        if self.cut.sharding == BY_DOCUMENT and self.dealt and documents not in (None, *self.dealt):
+            raise ValueError(
+                f"cu_seqlens={shown(documents)} is of no sequence that this context has cut lately (the last one: "
+                f"{shown(self.dealt[-1])}). Pass the cu_seqlens that `shard` was given."
+            )
 
     def positions(self, lengths: Sequence[int], cu_seqlens: Tensor | None = None) -> Tensor:
         """The positions, within their documents, of this rank's rows: (N_local,) int64 on the CPU."""
-        borders = [0, sum(lengths)]
-        if cu_seqlens is not None:
-            validate_cu_seqlens(cu_seqlens, 1)
-            borders = cu_seqlens.tolist()
-            check_documents(borders, sum(lengths))
-        ranges = document_positions(self.shards(lengths)[self.rank], borders)
+        documents = documents_of(borders_of(cu_seqlens), sum(lengths))
+        ranges = document_positions(self.shards(lengths, documents)[self.rank], documents or (0, sum(lengths)))
         return torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in (range(0), *ranges)])
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
@@ -168,7 +181,8 @@ class Ranks:
         lengths = self.agree(query.shape[1], fields, None)
         self.notice(lengths)
         documents, num_kv_heads = documents_of(begun.borders, sum(lengths)), call.num_kv_heads(key.shape[2])
-        job = Job(call.pattern, self.shards(lengths), call.num_heads, num_kv_heads, documents, call.held)
+        self.check_dealt(documents)
+        job = Job(call.pattern, self.shards(lengths, documents), call.num_heads, num_kv_heads, documents, call.held)
         exchange = self.choose(job, Sizes(query.shape[0], query.shape[3], query.element_size())).exchange
         rank_plan = plan_exchange(exchange, job, self.rank, self.cut.inner)
         kernel = BACKENDS[begun.kernel]

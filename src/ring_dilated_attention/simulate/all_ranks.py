@@ -17,7 +17,7 @@ from ..kernels.choose import BACKENDS
 from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, RankPlan, plan_exchange
 from ..plan.job import Job
-from ..plan.sharding import Cut, Shard, documents_of, make_shards
+from ..plan.sharding import Borders, Cut, Shard, documents_of, make_shards
 from ..plan.sizes import Sizes
 from ..ranks.arguments import cut_of
 from ..ranks.call import Begun, Call
@@ -159,10 +159,11 @@ class SimulatedRanks(Ranks):
         # Makes, from a rank's link and rows, the context manager in which the rank runs its part of a call.
         self.around: Callable[[SimulatedLink, Given], AbstractContextManager[Any]] = lambda link, rows: nullcontext()
 
-    def lengths_of(self, seq_len: int) -> tuple[int, ...]:
+    def lengths_of(self, seq_len: int, documents: Borders = None) -> tuple[int, ...]:
+        self.cut.default_lengths(seq_len, documents)  # refuses what it cannot cut
         return (seq_len,)
 
-    def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]:
+    def shards(self, lengths: Sequence[int], documents: Borders = None) -> tuple[Shard, ...]:
         return make_shards("contiguous", lengths)
 
     def choose(self, job: Job, sizes: Sizes) -> Choice:
@@ -188,7 +189,8 @@ class SimulatedRanks(Ranks):
         """Run a stage on every rank, with its rows of the tensors. Returns the results for all positions."""
         seq_len = key.shape[1]
         means = Means(BACKENDS[begun.kernel], call.kernel_scale, factor=call.factor)
-        shards, documents = self.cut.shards_of(self.cut.default_lengths(seq_len)), documents_of(begun.borders, seq_len)
+        documents = documents_of(begun.borders, seq_len)
+        shards = self.cut.shards_of(self.cut.default_lengths(seq_len, documents), documents)
         job = Job(call.pattern, shards, call.num_heads, call.num_kv_heads(key.shape[2]), documents, call.held)
         plans = [plan_exchange("ring", job, rank) for rank in range(len(shards))]
 

@@ -18,7 +18,7 @@ from ...forecast.training_cost import ACTIVATIONS, Mesh, ModelJob
 from ...kernels.traits import TRAITS
 from ...models.saved_run import find_checkpoint, read_state
 from ...pattern import DilatedPattern
-from ...plan.sharding import SHARDINGS
+from ...plan.sharding import OF_ONE_DOCUMENT
 from ...training.options import in_short
 from ..hardware import ITEMSIZE, Machine, described, machine_for
 from ..hardware import add_options as add_hardware_options
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vocab", type=count, metavar="V", help="size of the vocabulary (default 256, bytes)")
     add("--config", type=Path, metavar="PATH", help="a Hugging Face config.json, or a run's folder")
     add_call(parser)
-    add("--sharding", choices=SHARDINGS, default="contiguous", help="who owns which positions")
+    add("--sharding", choices=OF_ONE_DOCUMENT, default="contiguous", help="who owns which positions")
     mesh_help = "data x sequence parallel, states cut over F ranks by FSDP (default: 1 x --ranks)"
     add("--mesh", metavar="DxS[xF]", help=mesh_help)
     add_hardware_options(parser)

@@ -12,7 +12,7 @@ from ...forecast.exchanges import Call
 from ...kernels.traits import TRAITS
 from ...plan.exchange import EXCHANGES, Choice, choice_by
 from ...plan.job import Job
-from ...plan.sharding import SHARDINGS, shard_length
+from ...plan.sharding import BY_DOCUMENT, OF_ONE_DOCUMENT, SHARDINGS, shard_length
 from ...plan.sizes import Sizes
 from ..hardware import add_options as add_hardware_options
 from ..hardware import machine_for
@@ -22,6 +22,7 @@ from . import report
 from .figures import check_picture, draw
 from .job_options import add_call, add_head_dim, call_of, documents_of
 
+MOST_DEALT = 2**17  # documents times ranks squared
 EXAMPLES = f"""examples:
   rda plan --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 64Ki 1Mi \\
            --dilation-rates 1 16 256
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     exchange_help = "how chunks travel (default auto: chosen, with the reason)"
     add("--exchange", choices=("auto", *EXCHANGES), default="auto", help=exchange_help)
-    add("--sharding", choices=SHARDINGS, default="contiguous", help="who owns what (both are shown up to 4,096 ranks)")
+    add("--sharding", choices=SHARDINGS, default="contiguous", help="who owns what (compared up to 4,096 ranks)")
     add("--align", type=whole_number, default=1, metavar="A", help="borders of shards at multiples of A")
     documents_help = "lengths of packed documents, which add up to --seq-len"
     add("--documents", type=whole_number, nargs="+", metavar="N", help=documents_help)
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.picture is not None:
         check_picture(arguments.picture)
     is_compared = 1 < job.num_ranks <= MOST_COMPARED
-    times = 1 + is_compared * (len(SHARDINGS) - 1 + (hardware is not None))
+    times = 1 + is_compared * (len(_comparable(job)) - 1 + (hardware is not None))
     with progress_bar(job.num_ranks * times, "rank", delay=2) as bar:
         counted, choice = counted_of(job, call.sizes, arguments.exchange, bar.update)
         traits, way = TRAITS[arguments.kernel], counted.way
@@ -93,9 +94,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def job_of(call: Call, arguments: argparse.Namespace) -> Job:
     documents = documents_of(arguments)
-    if arguments.sharding == "zigzag" and arguments.align != 1:
-        raise ValueError(f"--align {arguments.align} is for contiguous shards; zigzag's are near-equal")
-    job = call.job(arguments.sharding, align=arguments.align)._replace(documents=documents)
+    if arguments.sharding != "contiguous" and arguments.align != 1:
+        raise ValueError(f"--align {arguments.align} is for contiguous shards; {arguments.sharding}'s are near-equal")
+    if arguments.sharding == BY_DOCUMENT and (documents is None or call.num_ranks > MOST_PLANNED):
+        raise ValueError(f"--sharding {BY_DOCUMENT} needs --documents, and at most {MOST_PLANNED} ranks")
+    job = call.job(arguments.sharding, align=arguments.align, documents=documents)
     if empty := sum(not shard_length(shard) for shard in job.shards):
         left = f"{empty:,} of {job.num_ranks:,} ranks without positions"
         raise ValueError(f"--align {arguments.align} leaves {left}: choose fewer ranks, or a smaller --align")
@@ -114,11 +117,17 @@ def counted_of(job: Job, sizes: Sizes, asked_for: str, step: Callable[[], object
     return count(job, way, step) if way.is_dealt else undealt._replace(way=way), choice
 
 
+def _comparable(job: Job) -> tuple[str, ...]:
+    """The shardings to compare. Dealt one by one, each document is a ring of all ranks: planning them takes long."""
+    number = 0 if job.documents is None else len(job.documents) - 1
+    return SHARDINGS if 1 < number <= MOST_DEALT // job.num_ranks**2 else OF_ONE_DOCUMENT
+
+
 def compared(call: Call, counted: Counted, hardware: Hardware | None, step: Callable[[], object]) -> list[dict]:
     """Figures of every sharding. No sharding is always best: zigzag is worse for causal w = 0.6 n on 4 ranks."""
     found = []
-    for sharding in SHARDINGS:
-        job = call.job(sharding)._replace(documents=counted.job.documents)
+    for sharding in _comparable(counted.job):
+        job = call.job(sharding, documents=counted.job.documents)
         same = counted if job == counted.job else None
         row = forecast(job, counted.way, call.sizes, hardware=hardware, counted=same, step=step)
         seconds, figures = row.time and row.seconds, {"balance": row.balance, "sent_bytes": row.sent_bytes}

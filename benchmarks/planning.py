@@ -1,0 +1,146 @@
+"""CPU seconds in which a rank makes its plan before its first message: of thousands of ranks, and of packed documents.
+
+Measured is what a call does between its handshake and its program: shards, documents, the exchange, the rank's plan.
+Python's collection of garbage is paused meanwhile, as timeit does. Before that, plans of small jobs are compared with
+counts of the same jobs.
+"""
+
+import gc
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan import exchange, planner, sharding
+from ring_dilated_attention.plan.exchange import choose_exchange, plan_exchange
+from ring_dilated_attention.plan.job import Job
+from ring_dilated_attention.plan.sharding import Cut, documents_of
+from ring_dilated_attention.plan.sizes import Sizes
+
+from . import planned_counts
+from .measure import quantiles
+from .record import branches, markdown, seconds
+
+SUMMARY = "CPU seconds of a rank's own plan, of a new batch of documents and of a repeated one"
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
+SIZES = Sizes(1, HEAD_DIM, 2)
+REPEATS = 200  # of a batch that comes again
+DENSE = DilatedPattern.dense(is_causal=True)
+DILATED = DilatedPattern((2048, 4096, 8192, 16_384, 32_768), (1, 2, 4, 6, 12), is_causal=True)
+
+
+class Settings(NamedTuple):
+    """ranks: of the one document. batch_ranks, num_documents: of the packed batches. targets: in seconds."""
+
+    ranks: int
+    batch_ranks: int
+    num_documents: int
+    local_len: int
+    repeats: int
+    targets: tuple[float, float, float] = (0.1, 0.02, 0.00002)
+
+
+FULL = Settings(4096, 16, 300, 8192, 7)
+QUICK = Settings(64, 4, 20, 512, 2)
+
+
+def num_steps(settings: Settings) -> int:
+    return 5
+
+
+def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
+    passed, rng, rows = planned_counts.gate(), random.Random(0), []
+    whole = settings.ranks * settings.local_len
+
+    def row(what: str, pattern: DilatedPattern, cut: Cut, target: float, used: set[str], times: list[float]) -> None:
+        facts = {"what": what, **facts_of(pattern)}
+        facts |= {"sharding": cut.sharding, "ranks": cut.num_shards, "local_len": settings.local_len}
+        facts |= {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM, "dtype": "bfloat16"}
+        facts |= {"exchanges": sorted(used), "cpu_seconds": times, "target": target, "gate": passed}
+        rows.append(facts)
+
+    step(f"{settings.ranks:,} ranks, one document")
+    cut = Cut("zigzag", settings.ranks)
+    some = [0, settings.ranks - 1, *(rng.randrange(settings.ranks) for _ in range(settings.repeats))]
+    found = [_plan(DENSE, cut, whole, None, rank, "ring") for rank in some[: settings.repeats]]
+    row("one document", DENSE, cut, settings.targets[0], {"ring"}, [taken for taken, _ in found])
+    for pattern in (DENSE, DILATED):
+        for name in ("contiguous", "zigzag"):
+            step(f"{settings.num_documents} documents, {branches(facts_of(pattern))}, {name}")
+            cut, length = Cut(name, settings.batch_ranks), settings.batch_ranks * settings.local_len
+            new: list[float] = []
+            again: list[float] = []
+            used: set[str] = set()
+            for _ in range(settings.repeats):
+                borders = (0, *sorted(rng.sample(range(1, length), settings.num_documents - 1)), length)
+                rank = rng.randrange(settings.batch_ranks)
+                taken, chosen = _plan(pattern, cut, length, borders, rank, "auto")
+                new.append(taken)
+                used.add(chosen)
+                again.append(_plan(pattern, cut, length, borders, rank, "auto", is_new=False)[0])
+            documents = f"{settings.num_documents} documents"
+            row(f"{documents}, new", pattern, cut, settings.targets[1], used, new)
+            row(f"{documents}, again", pattern, cut, settings.targets[2], used, again)
+    return rows
+
+
+def facts_of(pattern: DilatedPattern) -> dict[str, Any]:
+    return {"segment_lengths": pattern.segment_lengths, "dilation_rates": pattern.dilation_rates, "is_causal": True}
+
+
+def _plan(
+    pattern: DilatedPattern,
+    cut: Cut,
+    seq_len: int,
+    borders: tuple[int, ...] | None,
+    rank: int,
+    exchange_asked: str,
+    *,
+    is_new: bool = True,
+) -> tuple[float, str]:
+    """CPU seconds, and the exchange. is_new: nothing is kept of earlier plans; else the mean of many times."""
+    repeats = 1 if is_new else REPEATS
+    if is_new:
+        for kept in (planner.make_plan, planner._planner, exchange.plan_exchange, exchange.choose_exchange):
+            kept.cache_clear()
+        sharding._make_shards.cache_clear()
+    with _no_collection():
+        began = time.process_time()
+        for _ in range(repeats):
+            shards = cut.shards_of(cut.default_lengths(seq_len))
+            job = Job(pattern, shards, NUM_HEADS, NUM_KV_HEADS, documents_of(borders, seq_len))
+            chosen = choose_exchange(job, SIZES).exchange if exchange_asked == "auto" else exchange_asked
+            plan_exchange(chosen, job, rank)
+        return (time.process_time() - began) / repeats, chosen
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        (
+            f"{row['ranks']:,}",
+            row["what"],
+            branches(row),
+            row["sharding"],
+            ", ".join(row["exchanges"]),
+            seconds(quantiles(1e3 * x for x in row["cpu_seconds"])),
+            f"{1e3 * row['target']:g}",
+        )
+        for row in rows
+    ]
+    headers = ("ranks", "planned", "pattern", "sharding", "exchange", "CPU ms of a rank", "at most")
+    first = rows[0]
+    heads = f"{first['num_heads']} query heads and {first['num_kv_heads']} key/value heads"
+    how = f"{heads}, {first['local_len']:,} positions a rank. Collection of garbage is paused, as in timeit."
+    return f"{how}\n\n{markdown(headers, lines)}"
