@@ -4,6 +4,7 @@ import hashlib
 
 import torch
 
+from ..plan.rounds import goes_in_rounds
 from .link import GroupLink
 
 _NUM_FIELDS = 16  # a record has room for so many; no call compares more
@@ -13,19 +14,27 @@ class RefusedError(ValueError):
     """Raised on all ranks alike: one of them refuses a call, or their calls differ. Nothing was sent."""
 
 
-def agree(control: GroupLink, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
+def agree(
+    control: GroupLink, length: int, fields: dict[str, object], failure: str | None, agreed: dict[str, tuple[int, ...]]
+) -> tuple[int, ...]:
     """Every rank's number of positions, once it is clear that all make the same call.
 
     Args:
         length: this rank's number of positions.
         fields: what must be the same on all ranks, by name. Fingerprints are compared; only a mismatch is sent as text.
         failure: why this rank refuses the call, if it does.
+        agreed: what the last call of each kind returned, the same on all ranks. A call adds to it.
 
     Raises:
         ValueError: on every rank, if any refuses or fields differ.
     """
     moment = str(fields.get("call", "the call that this rank refuses"))
     assert len(fields) <= _NUM_FIELDS, "records of two lengths would meet"
+    if goes_in_rounds(control.world_size):
+        lengths = _in_rounds(control, length, 0 if failure is not None else _fingerprint(fields), agreed, moment)
+        if lengths is not None:
+            return lengths
+    # Few ranks, or something is wrong: all exchange what it takes to say what.
     marks = [*map(_fingerprint, fields.values()), *[0] * (_NUM_FIELDS - len(fields))]
     records = control.all_to_all(torch.tensor([length, failure is not None, *marks], device="cpu"), moment)
     table = torch.stack(records).tolist()
@@ -41,6 +50,25 @@ def agree(control: GroupLink, length: int, fields: dict[str, object], failure: s
             remedy = "All ranks of a group must make the same call; nothing was sent."
             raise RefusedError(f"ranks disagree on {name}: {listed}. {remedy}")
     return tuple(row[0] for row in table)
+
+
+def _in_rounds(
+    control: GroupLink, length: int, mark: int, agreed: dict[str, tuple[int, ...]], moment: str
+) -> tuple[int, ...] | None:
+    """Every rank's number of positions, or None on all ranks if marks differ or one is 0 (a refusal).
+
+    Lengths are exchanged only if that of any rank is not the one of the last call of this kind.
+    """
+    kind = moment.rstrip(" 0123456789")
+    is_new = kind not in agreed or agreed[kind][control.rank] != length
+    largest, opposite, any_new = control.largest(torch.tensor([mark, -mark, is_new], device="cpu"), moment).tolist()
+    if largest != -opposite or not largest:
+        return None
+    if any_new:
+        own = torch.full((control.world_size,), -1, device="cpu")
+        own[control.rank] = length
+        agreed[kind] = tuple(control.largest(own, moment).tolist())
+    return agreed[kind]
 
 
 def _fingerprint(value: object) -> int:

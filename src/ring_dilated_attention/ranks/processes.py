@@ -19,6 +19,7 @@ from ..plan.sharding import Cut, order_by_host
 from ..plan.sizes import Sizes
 from .call import Begun, Call
 from .handshake import agree
+from .last_words import Words
 from .link import ExchangeError, GroupLink, WaitTimes
 from .origin import why_doubtful
 from .ranks import Links, Ranks
@@ -75,6 +76,7 @@ class Processes(Ranks):
         self.opened: list[GroupLink] = []  # if one of them breaks, all do
         self.owner: Thread | None = None
         self.expected: tuple[int, ...] = ()
+        self.agreed: dict[str, tuple[int, ...]] = {}  # as `handshake.agree` keeps it
         self.control = self._open("control", "gloo", members)
 
     def connect(self, cut: Cut | None, exchange: str, failure: str | None) -> None:
@@ -88,7 +90,7 @@ class Processes(Ranks):
             if cut is not None:
                 fields |= {"mesh": f"{cut.num_shards // cut.inner} x {cut.inner}", "sharding": cut.sharding}
                 fields |= {"align": cut.align, "lengths": cut.lengths, "exchange": exchange}
-            agree(self.control, 0, fields, failure)
+            agree(self.control, 0, fields, failure, {})
         except ValueError:
             self.close()
             raise
@@ -142,7 +144,7 @@ class Processes(Ranks):
         with self.turn:  # another thread's refusal is sent between two handshakes of the owner
             failure = self._why_other_thread() or failure
             owner = {"the name of the calling thread (Thread(name=...) sets it)": self.owner and self.owner.name}
-            return agree(self.control, length, fields | owner, failure)
+            return agree(self.control, length, fields | owner, failure, self.agreed)
 
     def _why_other_thread(self) -> str | None:
         """Why this thread may make no call, or None. Calls of two threads would take each other's messages. A thread of
@@ -218,6 +220,8 @@ class Processes(Ranks):
         return (None, self.all) if exchange == "all_to_all" else (self.outer, self.inner)
 
     def abandon(self, reason: str) -> None:
+        if self.opened:
+            self.control.last_words.leave(Words(reason))
         for link in self.opened:
             link.abandon(reason)
 
