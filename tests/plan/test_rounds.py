@@ -27,7 +27,15 @@ def test_everybody_hears_of_everybody(num_ranks):
 
 def test_messages_are_as_few_as_was_counted():
     """The counts that the rule states, and that it follows from them."""
-    for num_ranks, rounds, others in ((1, 0, 0), (2, 1, 1), (3, 2, 2), (4, 2, 3), (5, 3, 4), (8, 3, 7), (4096, 12, 4095)):
+    for num_ranks, rounds, others in (
+        (1, 0, 0),
+        (2, 1, 1),
+        (3, 2, 2),
+        (4, 2, 3),
+        (5, 3, 4),
+        (8, 3, 7),
+        (4096, 12, 4095),
+    ):
         assert len(list(rounds_of(0, num_ranks))) == num_rounds(num_ranks) == rounds
         assert goes_in_rounds(num_ranks) == (rounds < others)
         assert num_latencies(num_ranks) == (rounds if rounds < others else min(others, 1))
@@ -41,9 +49,7 @@ def stuck(num_ranks, absent):
         for rank in set(range(num_ranks)) - {absent}:
             turns = list(rounds_of(rank, num_ranks))
             # It sends round k after it has received those before.
-            while done[rank] < len(turns) and (
-                done[rank] == 0 or done[turns[done[rank] - 1].source] > done[rank] - 1
-            ):
+            while done[rank] < len(turns) and (done[rank] == 0 or done[turns[done[rank] - 1].source] > done[rank] - 1):
                 done[rank] += 1
         if done == before:
             break

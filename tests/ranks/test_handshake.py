@@ -30,7 +30,11 @@ def rank_meets(rank, world_size):
         found.append((lengths, sum(sent)))
     sent.clear()
     for fields, failure, error in (
-        ({"call": "forward 9", "dtype": "odd" if rank == 2 else "even"}, None, "ranks disagree on dtype: rank 0 has eve"),
+        (
+            {"call": "forward 9", "dtype": "odd" if rank == 2 else "even"},
+            None,
+            "ranks disagree on dtype: rank 0 has ev",
+        ),
         ({"call": "backward 3" if rank == 0 else "forward 9"}, None, "ranks disagree on call: rank 0 has backward 3, "),
         ({"call": "forward 9"}, "no" if rank == 1 else None, "no" if rank == 1 else "^rank 1 refused the call: no$"),
         ({"call": "forward 9"}, "all say no", "^all say no$"),

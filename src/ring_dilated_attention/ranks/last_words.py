@@ -49,7 +49,7 @@ class LastWords:
                 if time.monotonic() > until:
                     return None
                 time.sleep(pause)
-                pause *= 2
+                pause = min(2 * pause, 0.1)
             return self.store.get(f"left/{rank}").decode()
 
         text = _within(2 * _GRACE_SECONDS, read)
