@@ -94,14 +94,19 @@ def check_all_hear(num_ranks: int) -> int:
     rounds = [list(rounds_of(rank, num_ranks)) for rank in range(num_ranks)]
     known = [1 << rank for rank in range(num_ranks)]
     for number in range(num_rounds(num_ranks)):
-        known = [known[rank] | known[rounds[rank][number].source] for rank in range(num_ranks)]
+        known = [known[rank] | known[rounds[rank][number][1]] for rank in range(num_ranks)]
     if deaf := sum(x != (1 << num_ranks) - 1 for x in known):
         raise GateError(f"{deaf:,} of {num_ranks:,} ranks do not hear of all others")
     return 0
 
 
 def _in_rounds(link: GroupLink) -> None:
-    link.largest(RECORD, "the benchmark")
+    """`GroupLink.largest`, also where it does not go in rounds."""
+    record = RECORD
+    for to, source in rounds_of(link.rank, link.world_size):
+        other = torch.empty_like(record)
+        link._meet([(record, to)], [(other, source)], "the benchmark")
+        record = record.maximum(other)
 
 
 def _all_to_all(link: GroupLink) -> None:

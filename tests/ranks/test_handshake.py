@@ -51,6 +51,7 @@ def test_a_handshake_sends_what_is_planned(world_size):
     old, new = (5,) * world_size, (5, 6, *[5] * (world_size - 2))
     lengths = [old, old, new, (7,) * world_size, new]
     rounds = num_rounds(world_size)
-    sent = [2 * rounds, rounds, 2 * rounds, 2 * rounds, rounds] if goes_in_rounds(world_size) else [world_size - 1] * 5
+    once = rounds if goes_in_rounds(world_size) else world_size - 1
+    sent = [2 * once, once, 2 * once, 2 * once, once]
     for found in run(world_size, rank_meets):
         assert found == list(zip(lengths, sent, strict=True))

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from ..plan.dealing import Dealing
 from ..plan.plan import Message, Plan
 from ..plan.program import make_program
-from ..plan.rounds import num_latencies
+from ..plan.rounds import goes_in_rounds, num_rounds
 from ..plan.sizes import Sizes
 from ..plan.step import STAGES, Compute, Deal, Post, Terms, Wait
 from .ledger import row_bytes
@@ -72,7 +72,7 @@ class Hardware(NamedTuple):
         """Seconds in which the first `num_ranks` ranks hear of each other."""
         if self.handshake_seconds is not None:
             return self.handshake_seconds
-        return num_latencies(num_ranks) * self.network(0, num_ranks - 1)[1]
+        return (num_rounds(num_ranks) if goes_in_rounds(num_ranks) else 1) * self.network(0, num_ranks - 1)[1]
 
 
 class RankTime(NamedTuple):

@@ -3,15 +3,7 @@
 In round k a rank passes what it knows to the rank 2^k further on. Before it, it knows of 2^k ranks, itself included.
 """
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
-
-
-class Round(NamedTuple):
-    """The ranks that one rank sends to, and receives from."""
-
-    to: int
-    source: int
+from collections.abc import Iterator
 
 
 def num_rounds(num_ranks: int) -> int:
@@ -19,28 +11,16 @@ def num_rounds(num_ranks: int) -> int:
     return (num_ranks - 1).bit_length()
 
 
-def rounds_of(rank: int, num_ranks: int) -> Iterator[Round]:
+def rounds_of(rank: int, num_ranks: int) -> Iterator[tuple[int, int]]:
+    """Whom a rank sends to, and from whom it receives, round by round."""
     for number in range(num_rounds(num_ranks)):
-        yield Round((rank + 2**number) % num_ranks, (rank - 2**number) % num_ranks)
+        yield (rank + 2**number) % num_ranks, (rank - 2**number) % num_ranks
 
 
 def goes_in_rounds(num_ranks: int) -> bool:
     """Whether ranks meet in rounds, because that takes fewer messages than if each sends to all others.
 
-    A rule by counted messages, not by time. At 2, 3, 4, 5 and 8 ranks a rank sends 1, 2, 2, 3 and 3 messages in rounds,
-    and 1, 2, 3, 4 and 7 to all others. Where both are equal, each sends to all others: then nobody waits twice.
+    The rule was counted, not timed. At 2, 3, 4, 5 and 8 ranks a rank sends 1, 2, 2, 3 and 3 messages in rounds, and 1,
+    2, 3, 4 and 7 to all others. Where both are equal, each sends to all others: then nobody waits twice.
     """
     return num_rounds(num_ranks) < num_ranks - 1
-
-
-def num_latencies(num_ranks: int) -> int:
-    """How many messages follow one another before all ranks have met."""
-    return num_rounds(num_ranks) if goes_in_rounds(num_ranks) else min(num_ranks - 1, 1)
-
-
-def chain(rank: int, peer: int, waits_for: Callable[[int], int | None]) -> list[int]:
-    """The ranks from `peer`, for which `rank` waits, along who waits for whom. The last one waits for nobody known."""
-    found = [peer]
-    while (following := waits_for(found[-1])) is not None and following not in (rank, *found):
-        found.append(following)
-    return found

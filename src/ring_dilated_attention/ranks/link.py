@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..plan.rounds import rounds_of
+from ..plan.rounds import goes_in_rounds, rounds_of
 from ..run.link_contract import Messages
 from .last_words import LastWords, Words
 from .watching import Handle, Progress, Sentinel, Watcher, start_thread, with_threads
@@ -81,8 +81,8 @@ class GroupLink:
         self.reorder(members)
         self.failure: str | None = None
         self.links = links  # if one of them breaks, all do
-        store = dist.distributed_c10d._get_process_group_store(group)
-        self.last_words: LastWords = links[0].last_words if links else LastWords(store, dist.get_rank())
+        self.last_words: LastWords = links[0].last_words if links else LastWords(group, dist.get_rank())
+        self.agreed: dict[str, tuple[int, ...]] = {}  # lengths, by the kind of call (handshake.py)
         links.append(self)
         # The backend of each type of device. (dist.get_backend has one text for all types.)
         self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
@@ -142,8 +142,7 @@ class GroupLink:
     def fail(self, moment: str, deed: str, peer: int, error: Exception) -> NoReturn:
         member, reason = self.members[peer], _reason(error)
         failure = self._failure(moment, deed, reason)
-        words = Words(failure, reason, moment, member)
-        self.last_words.leave(words)
+        self.last_words.leave(words := Words(failure, reason, moment, member))
         # The other ranks may be waiting for this one in another group of this context.
         for link in self.links:
             link.abandon(failure)
@@ -285,8 +284,9 @@ class GroupLink:
         return records
 
     def largest(self, record: Tensor, moment: str) -> Tensor:
-        """The largest of all ranks' records (all of one shape and dtype), entry by entry, in rounds. No rank returns
-        before all ranks have entered."""
+        """The largest of all ranks' records, entry by entry. No rank returns before all ranks have entered."""
+        if not goes_in_rounds(self.world_size):
+            return torch.stack(self.all_to_all(record, moment)).amax(dim=0)
         for to, source in rounds_of(self.rank, self.world_size):
             other = torch.empty_like(record)
             self._meet([(record, to)], [(other, source)], moment)

@@ -76,7 +76,6 @@ class Processes(Ranks):
         self.opened: list[GroupLink] = []  # if one of them breaks, all do
         self.owner: Thread | None = None
         self.expected: tuple[int, ...] = ()
-        self.agreed: dict[str, tuple[int, ...]] = {}  # as `handshake.agree` keeps it
         self.control = self._open("control", "gloo", members)
 
     def connect(self, cut: Cut | None, exchange: str, failure: str | None) -> None:
@@ -90,7 +89,7 @@ class Processes(Ranks):
             if cut is not None:
                 fields |= {"mesh": f"{cut.num_shards // cut.inner} x {cut.inner}", "sharding": cut.sharding}
                 fields |= {"align": cut.align, "lengths": cut.lengths, "exchange": exchange}
-            agree(self.control, 0, fields, failure, {})
+            agree(self.control, 0, fields, failure)
         except ValueError:
             self.close()
             raise
@@ -144,7 +143,7 @@ class Processes(Ranks):
         with self.turn:  # another thread's refusal is sent between two handshakes of the owner
             failure = self._why_other_thread() or failure
             owner = {"the name of the calling thread (Thread(name=...) sets it)": self.owner and self.owner.name}
-            return agree(self.control, length, fields | owner, failure, self.agreed)
+            return agree(self.control, length, fields | owner, failure)
 
     def _why_other_thread(self) -> str | None:
         """Why this thread may make no call, or None. Calls of two threads would take each other's messages. A thread of
