@@ -56,7 +56,8 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
 
     def row(what: str, pattern: DilatedPattern, cut: Cut, target: float, used: set[str], times: list[float]) -> None:
         facts = {"what": what, **facts_of(pattern)}
-        facts |= {"sharding": cut.sharding, "ranks": cut.num_shards, "local_len": settings.local_len}
+        facts |= {"sharding": cut.sharding, "ranks": cut.num_shards}
+        facts |= {"seq_len": cut.num_shards * settings.local_len, "local_len": settings.local_len}
         facts |= {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM, "dtype": "bfloat16"}
         facts |= {"exchanges": sorted(used), "cpu_seconds": times, "target": target, "gate": passed}
         rows.append(facts)

@@ -257,6 +257,8 @@ def judge(fault: Fault, reports: dict[int, Report], struck: float) -> list[str]:
             complaints.append(f"rank {rank} saw its error after {report.time - struck:.1f} s, not {bound:.1f} s")
         elif (end := end_of(blame, rank)) != fault.rank:
             complaints.append(f"the error of rank {rank} leads to rank {end}: {report.message}")
+        elif fault.place == "user" and blame[rank] != fault.rank:
+            complaints.append(f"rank {rank} does not name the rank that did not come: {report.message}")
     return complaints
 
 

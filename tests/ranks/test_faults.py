@@ -37,6 +37,7 @@ MIB = 2**20
         Fault(4, 0, "kill", "backward", "hop 3, keys and values", in_flight=False),
         Fault(3, 0, "kill", "forward", "handshake"),
         Fault(2, 1, "kill", "backward", "user"),
+        Fault(5, 2, "kill", "backward", "user"),  # ranks 0 and 1 wait for no message of rank 2
         Fault(4, 3, "kill", "backward", "hop 1, keys and values", exchange="all_gather", chunk_bytes=4 * MIB),
         Fault(4, 2, "kill", "forward", "heads for positions", exchange="all_to_all", chunk_bytes=4 * MIB),
         Fault(4, 3, "kill", "backward", "hop 1, keys and values", exchange="mesh"),
@@ -306,12 +307,24 @@ AT_HOP = "forward, hop 1, keys and values: waiting for rank {} (group 'data of c
 )
 def test_what_is_complained_of(changes, complaint):
     """Proof that a trial can fail, for each of its reasons."""
+    assert_complaint(Fault(3, 2, "kill", "forward", "hop 1, keys and values"), changes, complaint)
+
+
+def test_a_rank_that_did_not_come_must_be_named_by_all():
+    """Proof that a trial fails if a rank names another that waited itself."""
+    changes = {rank: {"message": IN_HANDSHAKE.format(2, rank)} for rank in (0, 1)}
+    assert_complaint(Fault(3, 2, "kill", "forward", "user"), changes, None)
+    changes[0] = {"message": IN_HANDSHAKE.format(1, 0)}
+    assert_complaint(Fault(3, 2, "kill", "forward", "user"), changes, "rank 0 does not name the rank that did not come")
+
+
+def assert_complaint(fault, changes, complaint):
     reports = {
         0: Report("ExchangeError", AT_HOP.format(1, 0), 100.1),
         1: Report("ExchangeError", AT_HOP.format(2, 1), 100.0),
     }
     reports = {rank: report._replace(**changes.get(rank, {})) for rank, report in reports.items()}
-    complaints = judge(Fault(3, 2, "kill", "forward", "hop 1, keys and values"), reports, struck=100.0)
+    complaints = judge(fault, reports, struck=100.0)
     assert bool(complaints) == (complaint is not None)
     assert complaint is None or re.search(re.escape(complaint), "\n".join(complaints))
 

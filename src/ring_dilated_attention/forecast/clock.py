@@ -9,7 +9,8 @@ Assumptions:
   other, in the order in which the rank posts them, as on one NCCL stream. A message starts when its sender and its
   receiver have posted it and both ways are free. For both sides it ends one latency after its last byte has left.
 - Hosts: consecutive ranks share a host. A message has the rates of the network inside its host, or between hosts.
-- Handshake: before each stage every rank waits for the slowest rank, and for one handshake.
+- Handshake: before each stage every rank waits for the slowest rank, and for one handshake. It takes one latency for
+  each of its rounds: ceil(log2 p) from 4 ranks on.
 
 Every moment is therefore a maximum of sums of durations. So faster hardware never makes a step slower.
 """
@@ -22,6 +23,7 @@ from typing import NamedTuple
 from ..plan.dealing import Dealing
 from ..plan.plan import Message, Plan
 from ..plan.program import make_program
+from ..plan.rounds import goes_in_rounds, num_rounds
 from ..plan.sizes import Sizes
 from ..plan.step import STAGES, Compute, Deal, Post, Terms, Wait
 from .ledger import row_bytes
@@ -32,7 +34,7 @@ class Hardware(NamedTuple):
 
     backward_flops_per_second: None means the rate of the forward.
     call_seconds: the time that every kernel call takes in addition, whatever its size.
-    handshake_seconds: None means one latency.
+    handshake_seconds: as measured, for any number of ranks. None means one latency for each round.
     gpus_per_host: the ranks of a host. None: there is one network, and host_... are not read.
     host_bytes_per_second, host_latency_seconds: of messages inside a host.
     """
@@ -68,7 +70,9 @@ class Hardware(NamedTuple):
 
     def handshake(self, num_ranks: int) -> float:
         """Seconds in which the first `num_ranks` ranks hear of each other."""
-        return self.network(0, num_ranks - 1)[1] if self.handshake_seconds is None else self.handshake_seconds
+        if self.handshake_seconds is not None:
+            return self.handshake_seconds
+        return (num_rounds(num_ranks) if goes_in_rounds(num_ranks) else 1) * self.network(0, num_ranks - 1)[1]
 
 
 class RankTime(NamedTuple):

@@ -1,6 +1,7 @@
 """Checks that all ranks make the same call: before each call they exchange records of one fixed size."""
 
 import hashlib
+from typing import NoReturn
 
 import torch
 
@@ -14,7 +15,8 @@ class RefusedError(ValueError):
 
 
 def agree(control: GroupLink, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
-    """Every rank's number of positions, once it is clear that all make the same call.
+    """Every rank's number of positions, once it is clear that all make the same call. The numbers are gathered only if
+    that of any rank is not the one of the last call of this kind.
 
     Args:
         length: this rank's number of positions.
@@ -25,22 +27,35 @@ def agree(control: GroupLink, length: int, fields: dict[str, object], failure: s
         ValueError: on every rank, if any refuses or fields differ.
     """
     moment = str(fields.get("call", "the call that this rank refuses"))
+    kind, agreed = moment.rstrip(" 0123456789"), control.agreed
+    is_new = kind not in agreed or agreed[kind][control.rank] != length
+    mark = 0 if failure is not None else _fingerprint(fields)
+    largest, opposite, any_new = control.largest(torch.tensor([mark, -mark, is_new], device="cpu"), moment).tolist()
+    if largest != -opposite or not largest:
+        _raise_alike(control, fields, failure, moment)
+    if any_new:
+        own = torch.full((control.world_size,), -1, device="cpu")
+        own[control.rank] = length
+        agreed[kind] = tuple(control.largest(own, moment).tolist())
+    return agreed[kind]
+
+
+def _raise_alike(control: GroupLink, fields: dict[str, object], failure: str | None, moment: str) -> NoReturn:
+    """Find the words for what is wrong: a rank refuses, or a field differs."""
     assert len(fields) <= _NUM_FIELDS, "records of two lengths would meet"
     marks = [*map(_fingerprint, fields.values()), *[0] * (_NUM_FIELDS - len(fields))]
-    records = control.all_to_all(torch.tensor([length, failure is not None, *marks], device="cpu"), moment)
+    records = control.all_to_all(torch.tensor([failure is not None, *marks], device="cpu"), moment)
     table = torch.stack(records).tolist()
-    if any(row[1] for row in table):
+    if any(row[0] for row in table):
         found = zip(control.members, control.texts(failure or "", moment), strict=True)
         reasons = {member: text for member, text in found if text}
         refused = "; ".join(f"rank {member} refused the call: {text}" for member, text in reasons.items())
         raise RefusedError(failure if failure is not None and len(set(reasons.values())) == 1 else refused)
-    for column, name in enumerate(fields, start=2):
-        if len({row[column] for row in table}) > 1:
-            texts = control.texts(str(fields[name]), moment)
-            listed = ", ".join(f"rank {m} has {text}" for m, text in zip(control.members, texts, strict=True))
-            remedy = "All ranks of a group must make the same call; nothing was sent."
-            raise RefusedError(f"ranks disagree on {name}: {listed}. {remedy}")
-    return tuple(row[0] for row in table)
+    name = next(name for k, name in enumerate(fields, start=1) if len({row[k] for row in table}) > 1)
+    texts = control.texts(str(fields[name]), moment)
+    listed = ", ".join(f"rank {m} has {text}" for m, text in zip(control.members, texts, strict=True))
+    remedy = "All ranks of a group must make the same call; nothing was sent."
+    raise RefusedError(f"ranks disagree on {name}: {listed}. {remedy}")
 
 
 def _fingerprint(value: object) -> int:

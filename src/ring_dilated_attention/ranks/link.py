@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..plan.rounds import goes_in_rounds, rounds_of
 from ..run.link_contract import Messages
+from .last_words import LastWords, Words
 from .watching import Handle, Progress, Sentinel, Watcher, start_thread, with_threads
 
 _WATCH_SECONDS, _GRACE_SECONDS = 0.1, 1.0
@@ -79,6 +81,8 @@ class GroupLink:
         self.reorder(members)
         self.failure: str | None = None
         self.links = links  # if one of them breaks, all do
+        self.last_words: LastWords = links[0].last_words if links else LastWords(group, dist.get_rank())
+        self.agreed: dict[str, tuple[int, ...]] = {}  # lengths, by the kind of call (handshake.py)
         links.append(self)
         # The backend of each type of device. (dist.get_backend has one text for all types.)
         self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
@@ -120,7 +124,7 @@ class GroupLink:
         while not progress.ended.wait(_WATCH_SECONDS):
             self._watch(handles, progress, pending.moment)
         if progress.error is not None:
-            self.fail(pending.moment, handles[progress.num_done].deed, progress.error)
+            self.fail(pending.moment, *handles[progress.num_done][1:], progress.error)
 
     def _watch(self, handles: Sequence[Handle], progress: Progress, moment: str) -> None:
         """Fail if the peer of the next message has gone."""
@@ -133,16 +137,27 @@ class GroupLink:
         error = self._sentinels[peer].error
         # A peer may leave without an error after its last message. Its leaving may be seen before that message.
         if error is not None and not progress.ended.wait(_GRACE_SECONDS) and progress.num_done == num_done:
-            self.fail(moment, handles[num_done].deed, error)
+            self.fail(moment, *handles[num_done][1:], error)
 
-    def fail(self, moment: str, deed: str, error: Exception) -> NoReturn:
-        failure = f"{moment}: {deed} (group {self.name!r}, rank {self.members[self.rank]}): {_reason(error)}"
-        if "did not enter backward" in deed and "imed out" in failure:
-            failure += " A rank runs the backward of a call only if its loss depends on the output of that call."
+    def fail(self, moment: str, deed: str, peer: int, error: Exception) -> NoReturn:
+        member, reason = self.members[peer], _reason(error)
+        failure = self._failure(moment, deed, reason)
+        self.last_words.leave(words := Words(failure, reason, moment, member))
         # The other ranks may be waiting for this one in another group of this context.
         for link in self.links:
             link.abandon(failure)
+        if deed == _missing(member, moment):
+            member, reason = self.last_words.who_did_not_come(words)
+            failure = self._failure(moment, _missing(member, moment), reason)
+            for link in self.links:
+                link.failure = failure
         raise ExchangeError(failure) from error
+
+    def _failure(self, moment: str, deed: str, reason: str) -> str:
+        failure = f"{moment}: {deed} (group {self.name!r}, rank {self.members[self.rank]}): {reason}"
+        if "did not enter backward" in deed and "imed out" in failure:
+            failure += " A rank runs the backward of a call only if its loss depends on the output of that call."
+        return failure
 
     def abandon(self, reason: str) -> None:
         """Break the group after a failure of this rank, so that the others fail at once and do not wait for it."""
@@ -235,7 +250,7 @@ class GroupLink:
                 ops = [dist.P2POp(op, x, group=self.group, group_peer=self.order[peer]) for op, x, peer, _ in batch]
                 works = dist.batch_isend_irecv(ops)
             except RuntimeError as error:
-                self.fail(moment, ", ".join(deeds), error)
+                self.fail(moment, ", ".join(deeds), peers[0], error)
             except ValueError as error:  # torch does not know the group any more
                 self.failure = "torch.distributed was shut down after this context was made"
                 raise ExchangeError(f"{moment}: {self.failure}. Make a new ContextParallel.") from error
@@ -269,11 +284,25 @@ class GroupLink:
         All messages are point to point, so that an error can name the rank that did not enter.
         """
         records = [record if peer == self.rank else torch.empty_like(record) for peer in range(self.world_size)]
-        deeds = {peer: f"rank {self.members[peer]} did not enter {moment}" for peer in self._others()}
-        leave = [(dist.isend, record, peer, deed) for peer, deed in deeds.items()]
-        come = [(dist.irecv, records[peer], peer, deed) for peer, deed in deeds.items()]
-        self._post([*leave, *come], f"{moment}, handshake").wait()
+        others = self._others()
+        self._meet([(record, peer) for peer in others], [(records[peer], peer) for peer in others], moment)
         return records
+
+    def largest(self, record: Tensor, moment: str) -> Tensor:
+        """The largest of all ranks' records, entry by entry. No rank returns before all ranks have entered."""
+        if not goes_in_rounds(self.world_size):
+            return torch.stack(self.all_to_all(record, moment)).amax(dim=0)
+        for to, source in rounds_of(self.rank, self.world_size):
+            other = torch.empty_like(record)
+            self._meet([(record, to)], [(other, source)], moment)
+            record = record.maximum(other)
+        return record
+
+    def _meet(self, sends: Addressed, receives: Addressed, moment: str) -> None:
+        moment = f"{moment}, handshake"
+        come = [(dist.irecv, x, peer, _missing(self.members[peer], moment)) for x, peer in receives]
+        leave = [(dist.isend, x, peer, _missing(self.members[peer], moment)) for x, peer in sends]
+        self._post([*come, *leave], moment).wait()
 
     def _others(self) -> list[int]:
         return [peer for peer in range(self.world_size) if peer != self.rank]
@@ -303,6 +332,10 @@ class GroupLink:
         sends = [(tensors[peer].contiguous(), peer) for peer in self._others() if len(tensors[peer])]
         self.exchange(sends, [(received[peer], peer) for peer in self._others() if sizes[peer]], moment).wait()
         return received
+
+
+def _missing(member: int, moment: str) -> str:
+    return f"rank {member} did not enter {moment.removesuffix(', handshake')}"
 
 
 def _reason(error: Exception) -> str:

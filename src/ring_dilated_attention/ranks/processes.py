@@ -19,6 +19,7 @@ from ..plan.sharding import BY_DOCUMENT, Cut, order_by_host
 from ..plan.sizes import Sizes
 from .call import Begun, Call, shown
 from .handshake import agree
+from .last_words import Words
 from .link import ExchangeError, GroupLink, WaitTimes
 from .origin import why_doubtful
 from .ranks import Links, Ranks
@@ -222,6 +223,8 @@ class Processes(Ranks):
         return (None, self.all) if exchange == "all_to_all" else (self.outer, self.inner)
 
     def abandon(self, reason: str) -> None:
+        if self.opened:
+            self.control.last_words.leave(Words(reason))
         for link in self.opened:
             link.abandon(reason)
 

@@ -29,10 +29,11 @@ with_threads: "weakref.WeakSet[HasThreads]" = weakref.WeakSet()
 _threads: "weakref.WeakSet[Thread]" = weakref.WeakSet()
 
 
-def start_thread(function: Callable[..., None], *args: object) -> None:
+def start_thread(function: Callable[..., None], *args: object) -> Thread:
     thread = Thread(target=function, args=args, daemon=True, name="rda")  # uses up no "Thread-N": ranks compare names
     _threads.add(thread)
     thread.start()
+    return thread
 
 
 @atexit.register

@@ -1,0 +1,70 @@
+"""What ranks say before they leave, in the store of their group.
+
+In a handshake in rounds, most ranks have no message from the rank that does not come. They learn of it here.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from .watching import start_thread
+
+_GRACE_SECONDS = 1.0  # so much later may another rank learn that messages will not come
+
+
+class Words(NamedTuple):
+    """text: why a rank leaves. reason: what the transport said of it. moment, peer: in what it waited, for whom."""
+
+    text: str
+    reason: str = ""
+    moment: str = ""
+    peer: int = -1
+
+
+class LastWords:
+    """The words of all ranks of a context. Ranks are global."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
+        self.store, self.rank, self.has_left = group.get_group_store(), rank, False
+
+    def leave(self, words: Words) -> None:
+        """Leave this rank's words. Only the first are kept: what fails later follows from what failed first."""
+        if not self.has_left:
+            self.has_left = True
+            _within(_GRACE_SECONDS, lambda: self.store.set(f"left/{self.rank}", json.dumps(words)))
+
+    def of(self, rank: int) -> Words | None:
+        """Another rank's words. None if it has left none when the time of grace is over."""
+
+        def read() -> bytes:
+            until = time.monotonic() + _GRACE_SECONDS
+            while not self.store.check([f"left/{rank}"]) and time.monotonic() < until:
+                time.sleep(0.05)  # not the store's `wait`, which warns on stderr
+            return self.store.get(f"left/{rank}") if self.store.check([f"left/{rank}"]) else b"null"
+
+        found = json.loads(_within(2 * _GRACE_SECONDS, read) or "null")
+        return found and Words(*found)
+
+    def who_did_not_come(self, own: Words) -> tuple[int, str]:
+        """Follow who waits for whom in a moment to a rank that does not, and tell why one knows of it."""
+        before, last, reason = [self.rank], own.peer, own.reason
+        while (words := self.of(last)) and words.moment == own.moment and words.peer not in (-1, *before):
+            before.append(last)
+            last, reason = words.peer, words.reason
+        return last, reason + (f" Rank {last} said: {words.text}" if words else "")
+
+
+def _within(seconds: float, function: Callable[[], bytes | None]) -> bytes | None:
+    """What a function of the store returns, or None: the store's host may have died, or be stuck."""
+    found: list[bytes | None] = [None]
+
+    def call() -> None:
+        with suppress(RuntimeError):
+            found[0] = function()
+
+    start_thread(call).join(seconds)
+    return found[0]

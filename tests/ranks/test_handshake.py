@@ -1,0 +1,57 @@
+"""The handshake's messages, and its errors where it goes in rounds. Functions named `rank...` run on every rank."""
+
+from datetime import timedelta
+
+import pytest
+from distributed import run
+
+from ring_dilated_attention import ContextParallel
+from ring_dilated_attention.plan.rounds import goes_in_rounds, num_rounds
+from ring_dilated_attention.ranks.handshake import RefusedError
+from ring_dilated_attention.ranks.link import GroupLink
+
+
+def rank_meets(rank, world_size):
+    """Messages sent, and lengths found, of calls whose lengths stay, change on one rank, and are of two kinds."""
+    agree = ContextParallel(timeout=timedelta(seconds=20)).ranks.agree
+    sent, post = [], GroupLink._post
+
+    def counting_post(link, messages, moment):
+        sent.append(sum(op.__name__ == "isend" for op, *_ in messages))
+        return post(link, messages, moment)
+
+    GroupLink._post = counting_post
+    found = []
+    for number, (kind, length) in enumerate(
+        [("forward", 5), ("forward", 5), ("forward", 5 + (rank == 1)), ("shard", 7), ("forward", 5 + (rank == 1))]
+    ):
+        sent.clear()
+        lengths = agree(length, {"call": f"{kind} {number}"}, None)
+        found.append((lengths, sum(sent)))
+    sent.clear()
+    for fields, failure, error in (
+        (
+            {"call": "forward 9", "dtype": "odd" if rank == 2 else "even"},
+            None,
+            "ranks disagree on dtype: rank 0 has ev",
+        ),
+        ({"call": "backward 3" if rank == 0 else "forward 9"}, None, "ranks disagree on call: rank 0 has backward 3, "),
+        ({"call": "forward 9"}, "no" if rank == 1 else None, "no" if rank == 1 else "^rank 1 refused the call: no$"),
+        ({"call": "forward 9"}, "all say no", "^all say no$"),
+    ):
+        with pytest.raises(RefusedError, match=error):
+            agree(5, fields, failure)
+    assert agree(5 + (rank == 1), {"call": "forward 10"}, None) == found[2][0]  # refused calls changed nothing
+    return found
+
+
+@pytest.mark.parametrize("world_size", [3, 4, 5])
+def test_a_handshake_sends_what_is_planned(world_size):
+    """Catches lengths that are old, or exchanged again though they are those agreed before; and errors that differ."""
+    old, new = (5,) * world_size, (5, 6, *[5] * (world_size - 2))
+    lengths = [old, old, new, (7,) * world_size, new]
+    rounds = num_rounds(world_size)
+    once = rounds if goes_in_rounds(world_size) else world_size - 1
+    sent = [2 * once, once, 2 * once, 2 * once, once]
+    for found in run(world_size, rank_meets):
+        assert found == list(zip(lengths, sent, strict=True))
