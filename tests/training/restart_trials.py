@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -435,6 +436,11 @@ def in_folder(folder: Path, function: Callable[..., Any], *args: Any) -> Any:
         shutil.rmtree(folder)
 
 
+def numbered_trial(folder: Path, seed: int, kind: str, whole: Result, number: int) -> Trial:
+    rng, job = random.Random(f"{seed} {kind} {number}"), job_of(launcher_of(kind, number), kind)
+    return in_folder(folder / f"trial-{number}", run_trial, kind, job, rng, whole)
+
+
 def is_record(file: Any) -> bool:
     return json_object(file.read(MOST_BYTES)).get("case") == "restarts"
 
@@ -484,6 +490,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--number", type=int, default=20, help="trials of each kind")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--at-once", type=int, default=2, help="trials at a time: most of a trial waits (default 2)")
     parser.add_argument("--record", type=Path, help="a file for what was found, as JSON")
     parser.add_argument("--picture", type=Path, help="only draw the losses of a run that is killed six times, as PNG")
     arguments = parser.parse_args()
@@ -493,16 +500,16 @@ def main() -> int:
         check_mine(arguments.record, is_record, "restart_trials.py")
     print(f"seed {arguments.seed}")
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="rda-trials-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="rda-trials-") as folder,
+        ProcessPoolExecutor(arguments.at_once) as pool,  # each has a present folder of its own
+    ):
         wholes = [in_folder(Path(folder, "whole"), whole_result, job_of("rda", kind)) for kind in ("worker", "fsdp")]
         for kind in arguments.kinds:
+            one = partial(numbered_trial, Path(folder), arguments.seed, kind, wholes[kind == "fsdp"])
             trials: list[Trial] = []
-            for number in range(arguments.number):
-                rng = random.Random(f"{arguments.seed} {kind} {number}")
-                launcher = launcher_of(kind, number)
-                trial = in_folder(
-                    Path(folder, "trial"), run_trial, kind, job_of(launcher, kind), rng, wholes[kind == "fsdp"]
-                )
+            for number, trial in enumerate(pool.map(one, range(arguments.number))):
+                launcher = trial.launcher
                 trials.append(trial)
                 verdict = "FAILED" if trial.complaints else "ok"
                 ended = "" if trial.ended is None else f", ranks ended after {trial.ended:.1f} s"
