@@ -101,7 +101,8 @@ def job_of(call: Call, arguments: argparse.Namespace) -> Job:
     job = call.job(arguments.sharding, align=arguments.align, documents=documents)
     if empty := sum(not shard_length(shard) for shard in job.shards):
         left = f"{empty:,} of {job.num_ranks:,} ranks without positions"
-        raise ValueError(f"--align {arguments.align} leaves {left}: choose fewer ranks, or a smaller --align")
+        cause = f"--sharding {arguments.sharding}" if arguments.align == 1 else f"--align {arguments.align}"
+        raise ValueError(f"{cause} leaves {left}: choose fewer ranks, or a smaller --align")
     return job
 
 
