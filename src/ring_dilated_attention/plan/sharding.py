@@ -55,6 +55,7 @@ def make_shards(sharding: str, lengths: Sequence[int]) -> tuple[Shard, ...]:
 
 @lru_cache(maxsize=64)
 def _make_shards(sharding: str, lengths: tuple[int, ...]) -> tuple[Shard, ...]:
+    assert sharding in OF_ONE_DOCUMENT, "`deal_documents` deals documents"
     if sharding == "contiguous" or len(lengths) == 1:
         return tuple(joined([Span(a, b)]) for a, b in pairwise(accumulate(lengths, initial=0)))
     world_size = len(lengths)

@@ -120,8 +120,8 @@ def counted_of(job: Job, sizes: Sizes, asked_for: str, step: Callable[[], object
 
 def _comparable(job: Job) -> tuple[str, ...]:
     """The shardings to compare. Dealt one by one, each document is a ring of all ranks: planning them takes long."""
-    number = 0 if job.documents is None else len(job.documents) - 1
-    return SHARDINGS if 1 < number <= MOST_DEALT // job.num_ranks**2 else OF_ONE_DOCUMENT
+    most = MOST_DEALT // job.num_ranks**2 if job.num_ranks <= MOST_PLANNED else 0
+    return SHARDINGS if 2 < len(job.documents or ()) <= most else OF_ONE_DOCUMENT
 
 
 def compared(call: Call, counted: Counted, hardware: Hardware | None, step: Callable[[], object]) -> list[dict]:
