@@ -1,15 +1,14 @@
 """CPU seconds in which a rank makes its plan before its first message: of thousands of ranks, and of packed documents.
 
 Measured is what a call does between its handshake and its program: shards, documents, the exchange, the rank's plan.
-Python's collection of garbage is paused meanwhile, as timeit does. Before that, plans of small jobs are compared with
-counts of the same jobs.
+Garbage is collected before each measurement, and as usual within it. Before that, plans of small jobs are compared
+with counts of the same jobs.
 """
 
 import gc
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ring_dilated_attention.pattern import DilatedPattern
@@ -56,8 +55,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
 
     def row(what: str, pattern: DilatedPattern, cut: Cut, target: float, used: set[str], times: list[float]) -> None:
         facts = {"what": what, **facts_of(pattern)}
-        facts |= {"sharding": cut.sharding, "ranks": cut.num_shards}
-        facts |= {"seq_len": cut.num_shards * settings.local_len, "local_len": settings.local_len}
+        facts |= {"sharding": cut.sharding, "ranks": cut.num_shards, "seq_len": cut.num_shards * settings.local_len}
         facts |= {"num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS, "head_dim": HEAD_DIM, "dtype": "bfloat16"}
         facts |= {"exchanges": sorted(used), "cpu_seconds": times, "target": target, "gate": passed}
         rows.append(facts)
@@ -107,24 +105,14 @@ def _plan(
         for kept in (planner.make_plan, planner._planner, exchange.plan_exchange, exchange.choose_exchange):
             kept.cache_clear()
         sharding._make_shards.cache_clear()
-    with _no_collection():
-        began = time.process_time()
-        for _ in range(repeats):
-            shards = cut.shards_of(cut.default_lengths(seq_len))
-            job = Job(pattern, shards, NUM_HEADS, NUM_KV_HEADS, documents_of(borders, seq_len))
-            chosen = choose_exchange(job, SIZES).exchange if exchange_asked == "auto" else exchange_asked
-            plan_exchange(chosen, job, rank)
-        return (time.process_time() - began) / repeats, chosen
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
     gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+    began = time.process_time()
+    for _ in range(repeats):
+        shards = cut.shards_of(cut.default_lengths(seq_len))
+        job = Job(pattern, shards, NUM_HEADS, NUM_KV_HEADS, documents_of(borders, seq_len))
+        chosen = choose_exchange(job, SIZES).exchange if exchange_asked == "auto" else exchange_asked
+        plan_exchange(chosen, job, rank)
+    return (time.process_time() - began) / repeats, chosen
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -143,5 +131,5 @@ def table(rows: list[dict[str, Any]]) -> str:
     headers = ("ranks", "planned", "pattern", "sharding", "exchange", "CPU ms of a rank", "at most")
     first = rows[0]
     heads = f"{first['num_heads']} query heads and {first['num_kv_heads']} key/value heads"
-    how = f"{heads}, {first['local_len']:,} positions a rank. Collection of garbage is paused, as in timeit."
+    how = f"{heads}, {first['seq_len'] // first['ranks']:,} positions a rank."
     return f"{how}\n\n{markdown(headers, lines)}"

@@ -17,6 +17,7 @@ from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import chunk_finder, make_plan
 from ring_dilated_attention.plan.rings import causal_hops
 from ring_dilated_attention.plan.sharding import (
+    Cut,
     deal_documents,
     default_lengths,
     documents_of,
@@ -334,6 +335,15 @@ def test_documents_dealt_one_by_one_cover_the_pattern_once(data):
     assert sorted(x for shard in shards for span in shard for x in range(*span)) == list(range(documents[-1]))
     branches = data.draw(st.sampled_from([((40,), (1,)), ((5, 16), (1, 3)), ((3, 8, 40), (2, 1, 4))]))
     check_shards(DilatedPattern(*branches, is_causal=data.draw(st.booleans())), shards, 4, 2, documents)
+
+
+def test_documents_are_dealt_to_the_rows_of_a_mesh():
+    documents = (0, 1, 14, 21, 60)
+    cut = Cut("zigzag_documents", 6, inner=2)
+    shards = cut.shards_of(cut.default_lengths(60, documents), documents)
+    assert sorted(x for shard in shards for span in shard for x in range(*span)) == list(range(60))
+    with pytest.raises(ValueError, match="dealt one by one, give the ranks"):
+        cut.shards_of((0, 20, 0, 20, 0, 20), documents)
 
 
 def test_every_document_is_balanced():

@@ -120,8 +120,8 @@ class Counter:
             for span in sorted(self.job.shards[rank]):
                 for piece, segments in own_pieces(span, 0, self.borders, length):
                     if segments:
-                        size = piece.stop - piece.start
-                        pairs += segments * self.queries[branch].pairs([(0, size)], size, is_causal=is_causal)
+                        size, phases = piece.stop - piece.start, self.queries[branch]
+                        pairs += segments * (phases.triangles(size) if is_causal else phases.products(size, size))
                     else:
                         origin, stop = segment_of(piece.start, self.borders, length)
                         cut.setdefault((origin, stop), []).append((piece.start - origin, piece.stop - origin))

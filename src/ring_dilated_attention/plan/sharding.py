@@ -55,6 +55,7 @@ def make_shards(sharding: str, lengths: Sequence[int]) -> tuple[Shard, ...]:
 
 @lru_cache(maxsize=64)
 def _make_shards(sharding: str, lengths: tuple[int, ...]) -> tuple[Shard, ...]:
+    assert sharding in OF_ONE_DOCUMENT, "`deal_documents` deals documents"
     if sharding == "contiguous" or len(lengths) == 1:
         return tuple(joined([Span(a, b)]) for a, b in pairwise(accumulate(lengths, initial=0)))
     world_size = len(lengths)
@@ -121,18 +122,16 @@ class Cut(NamedTuple):
 
     def shards_of(self, lengths: Sequence[int], documents: Borders = None) -> tuple[Shard, ...]:
         """Every rank's shard, given every rank's number of positions; ValueError if `self.lengths` differs."""
-        if self.sharding == BY_DOCUMENT and (expected := self.default_lengths(sum(lengths), documents)) != tuple(
-            lengths
-        ):
-            raise ValueError(
-                f"these documents, dealt one by one, give the ranks {expected} positions, and they have "
-                f"{tuple(lengths)}. Pass the cu_seqlens that ContextParallel.shard was given."
-            )
         if self.lengths is not None and tuple(lengths) != self.lengths:
             raise ValueError(f"ranks have {tuple(lengths)} positions, but lengths={self.lengths} was given.")
         groups = [lengths[i : i + self.inner] for i in range(0, len(lengths), self.inner)]
         if self.sharding == BY_DOCUMENT:
             outer = deal_documents(documents, sum(lengths), len(groups))
+            if (expected := self.default_lengths(sum(lengths), documents)) != tuple(lengths):
+                raise ValueError(
+                    f"these documents, dealt one by one, give the ranks {expected} positions, and they have "
+                    f"{tuple(lengths)}. Pass the cu_seqlens that ContextParallel.shard was given."
+                )
         else:
             outer = make_shards(self.sharding, [sum(group) for group in groups])
         if self.inner == 1:
@@ -196,7 +195,7 @@ def check_documents(borders: Sequence[int], seq_len: int) -> None:
 
 
 @lru_cache(maxsize=64)  # a batch's borders come again in every layer
-def documents_of(borders: tuple[int, ...] | None, seq_len: int) -> tuple[int, ...] | None:
+def documents_of(borders: Borders, seq_len: int) -> Borders:
     """The borders of packed documents, checked; None for one document."""
     if borders is not None:
         check_documents(borders, seq_len)

@@ -162,12 +162,8 @@ class Processes(Ranks):
 
     def notice(self, lengths: Sequence[int]) -> None:
         given, total = tuple(lengths), sum(lengths)
-        if (
-            self.cut.lengths is not None
-            or self.cut.sharding == BY_DOCUMENT
-            or given == self.expected
-            or self.notice_whole(given)
-        ):
+        is_said = self.cut.lengths is not None or self.cut.sharding == BY_DOCUMENT
+        if is_said or given == self.expected or self.notice_whole(given):
             return
         near_equal, size = self.cut.default_lengths(total), max(-(-total // self.world_size), 1)
         chunked = tuple(max(min(size, total - k * size), 0) for k in range(self.world_size))  # as torch.chunk cuts

@@ -1,7 +1,6 @@
 """Runs a call on ranks that share a sequence: handshake, choice of the exchange, plan, program."""
 
 import warnings
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,6 +23,8 @@ from .call import Begun, Call, borders_of, shown
 # What connects a rank, in one call, with the others of its ring and with the ranks that deal heads to each other.
 Links = tuple[Link | None, Dealer | None]
 
+MOST_KEPT = 2**16
+
 
 class Ranks:
     """The ranks that share sequences. This class is for one process alone; subclasses override what differs.
@@ -38,7 +39,7 @@ class Ranks:
         self.cut, self.calls = cut, 0
         self.last_whole: int | None = None  # the length of the sequence that was cut last
         self.last_lengths: tuple[int, ...] = ()  # of its shards
-        self.dealt: deque[Borders] = deque(maxlen=64)  # the documents of sequences that were cut
+        self.dealt: dict[int, None] = {}  # hashes of the documents that were cut, the latest MOST_KEPT
         self.warned: set[str] = set()  # what `warn_once` has warned of
         self.turn = RLock()  # held by the one thread that agrees with other ranks, or exchanges records
         self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # compiled calls add to it, so none is dropped
@@ -54,16 +55,16 @@ class Ranks:
     def note_cut(self, lengths: tuple[int, ...], documents: Borders) -> tuple[Shard, ...]:
         """Remember the sequence that is cut now. Returns `shards`."""
         self.last_whole, self.last_lengths = sum(lengths), lengths
-        self.dealt.append(documents)
+        self.dealt[hash(documents)] = None
+        if len(self.dealt) > MOST_KEPT:
+            del self.dealt[next(iter(self.dealt))]
         return self.shards(lengths, documents)
 
     def check_dealt(self, documents: Borders) -> None:
         """Raise ValueError if the place of rows depends on documents, and none like these was cut lately."""
-        if self.cut.sharding == BY_DOCUMENT and self.dealt and documents not in (None, *self.dealt):
-            raise ValueError(
-                f"cu_seqlens={shown(documents)} is of no sequence that this context has cut lately (the last one: "
-                f"{shown(self.dealt[-1])}). Pass the cu_seqlens that `shard` was given."
-            )
+        if self.cut.sharding == BY_DOCUMENT and documents and self.dealt and hash(documents) not in self.dealt:
+            given = f"cu_seqlens={shown(documents)} is of no sequence that this context has cut lately"
+            raise ValueError(f"{given}. Pass the cu_seqlens that `shard` was given.")
 
     def positions(self, lengths: Sequence[int], cu_seqlens: Tensor | None = None) -> Tensor:
         """The positions, within their documents, of this rank's rows: (N_local,) int64 on the CPU."""
@@ -181,7 +182,8 @@ class Ranks:
         lengths = self.agree(query.shape[1], fields, None)
         self.notice(lengths)
         documents, num_kv_heads = documents_of(begun.borders, sum(lengths)), call.num_kv_heads(key.shape[2])
-        self.check_dealt(documents)
+        if stage == "forward":
+            self.check_dealt(documents)
         job = Job(call.pattern, self.shards(lengths, documents), call.num_heads, num_kv_heads, documents, call.held)
         exchange = self.choose(job, Sizes(query.shape[0], query.shape[3], query.element_size())).exchange
         rank_plan = plan_exchange(exchange, job, self.rank, self.cut.inner)

@@ -160,7 +160,6 @@ class SimulatedRanks(Ranks):
         self.around: Callable[[SimulatedLink, Given], AbstractContextManager[Any]] = lambda link, rows: nullcontext()
 
     def lengths_of(self, seq_len: int, documents: Borders = None) -> tuple[int, ...]:
-        self.cut.default_lengths(seq_len, documents)  # refuses what it cannot cut
         return (seq_len,)
 
     def shards(self, lengths: Sequence[int], documents: Borders = None) -> tuple[Shard, ...]:

@@ -101,7 +101,8 @@ def job_of(call: Call, arguments: argparse.Namespace) -> Job:
     job = call.job(arguments.sharding, align=arguments.align, documents=documents)
     if empty := sum(not shard_length(shard) for shard in job.shards):
         left = f"{empty:,} of {job.num_ranks:,} ranks without positions"
-        raise ValueError(f"--align {arguments.align} leaves {left}: choose fewer ranks, or a smaller --align")
+        cause = f"--sharding {arguments.sharding}" if arguments.align == 1 else f"--align {arguments.align}"
+        raise ValueError(f"{cause} leaves {left}: choose fewer ranks, or a smaller --align")
     return job
 
 
@@ -119,8 +120,8 @@ def counted_of(job: Job, sizes: Sizes, asked_for: str, step: Callable[[], object
 
 def _comparable(job: Job) -> tuple[str, ...]:
     """The shardings to compare. Dealt one by one, each document is a ring of all ranks: planning them takes long."""
-    number = 0 if job.documents is None else len(job.documents) - 1
-    return SHARDINGS if 1 < number <= MOST_DEALT // job.num_ranks**2 else OF_ONE_DOCUMENT
+    most = MOST_DEALT // job.num_ranks**2 if job.num_ranks <= MOST_PLANNED else 0
+    return SHARDINGS if 2 < len(job.documents or ()) <= most else OF_ONE_DOCUMENT
 
 
 def compared(call: Call, counted: Counted, hardware: Hardware | None, step: Callable[[], object]) -> list[dict]:

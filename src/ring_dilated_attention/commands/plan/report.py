@@ -118,7 +118,8 @@ def _better(found: list[dict[str, Any]], moves: str) -> str:
     is_timed = found[0]["step_seconds"] is not None
     costs = [row["step_seconds"] if is_timed else 1 / row["balance"] for row in found]
     if max(costs) > 1.001 * min(costs):
-        return f"{found[costs.index(min(costs))]['sharding']} is the better one here"
+        best = next(row for row, cost in zip(found, costs, strict=True) if cost <= 1.001 * min(costs))
+        return f"{best['sharding']} is the {'better one' if len(found) == 2 else 'best one'} here"
     alike = "equally fast" if is_timed else "equally balanced"
     sent = [row["sent_bytes"] for row in found]
     return alike if len(set(sent)) == 1 else f"{alike}, and {found[sent.index(min(sent))]['sharding']} {moves} less"
