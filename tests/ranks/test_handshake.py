@@ -12,7 +12,7 @@ from ring_dilated_attention.ranks.link import GroupLink
 
 
 def rank_meets(rank, world_size):
-    """Messages sent, and lengths found, of calls whose lengths stay, change on one rank, and are of two kinds."""
+    """Messages sent, and numbers found, of calls whose lengths stay, change on one rank, and are of two kinds."""
     agree = ContextParallel(timeout=timedelta(seconds=20)).ranks.agree
     sent, post = [], GroupLink._post
 
@@ -23,7 +23,13 @@ def rank_meets(rank, world_size):
     GroupLink._post = counting_post
     found = []
     for number, (kind, length) in enumerate(
-        [("forward", 5), ("forward", 5), ("forward", 5 + (rank == 1)), ("shard", 7), ("forward", 5 + (rank == 1))]
+        [
+            ("forward", 5),
+            ("forward", 5),
+            ("forward", 5 + (rank == 1)),
+            ("shard", -7 - rank),  # `shard` compares hashes so
+            ("forward", 5 + (rank == 1)),
+        ]
     ):
         sent.clear()
         lengths = agree(length, {"call": f"{kind} {number}"}, None)
@@ -49,7 +55,7 @@ def rank_meets(rank, world_size):
 def test_a_handshake_sends_what_is_planned(world_size):
     """Catches lengths that are old, or exchanged again though they are those agreed before; and errors that differ."""
     old, new = (5,) * world_size, (5, 6, *[5] * (world_size - 2))
-    lengths = [old, old, new, (7,) * world_size, new]
+    lengths = [old, old, new, tuple(-7 - rank for rank in range(world_size)), new]
     rounds = num_rounds(world_size)
     once = rounds if goes_in_rounds(world_size) else world_size - 1
     sent = [2 * once, once, 2 * once, 2 * once, once]

@@ -19,7 +19,7 @@ def agree(control: GroupLink, length: int, fields: dict[str, object], failure: s
     that of any rank is not the one of the last call of this kind.
 
     Args:
-        length: this rank's number of positions.
+        length: this rank's number of positions, or any other number that ranks tell each other.
         fields: what must be the same on all ranks, by name. Fingerprints are compared; only a mismatch is sent as text.
         failure: why this rank refuses the call, if it does.
 
@@ -34,7 +34,7 @@ def agree(control: GroupLink, length: int, fields: dict[str, object], failure: s
     if largest != -opposite or not largest:
         _raise_alike(control, fields, failure, moment)
     if any_new:
-        own = torch.full((control.world_size,), -1, device="cpu")
+        own = torch.full((control.world_size,), torch.iinfo(torch.int64).min, device="cpu")
         own[control.rank] = length
         agreed[kind] = tuple(control.largest(own, moment).tolist())
     return agreed[kind]
