@@ -95,8 +95,9 @@ migrating: $(VENV)/.installed
 	PYTHONPATH=tests $(BIN)/python -m migrating.compare
 
 # sdist and wheel, into dist/. The wheel is installed beside torch alone, and used. Nothing is uploaded. For several:
-# make dist PYTHONS='python3.11 python3.12 python3.13'
-PYTHONS ?= $(PYTHON)
+# make dist PYTHONS='python3.11 python3.12 python3.13'. By default these are all that start, or else $(PYTHON).
+FOUND    = $(shell for v in 3.11 3.12 3.13 3.14; do python$$v -c 0 2>/dev/null && echo python$$v; done)
+PYTHONS ?= $(or $(FOUND),$(PYTHON))
 DIST    := .venv-dist
 
 $(DIST)/.installed: tests/dist/requirements.txt

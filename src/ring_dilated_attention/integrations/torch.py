@@ -17,6 +17,8 @@ from ..models import LongNetLM
 from ..pattern import DilatedPattern
 from ..ranks.context import ContextParallel
 
+__all__ = ["ShardHeads", "ShardSequence", "check_averaged", "replace_attention"]
+
 
 class ShardSequence(ParallelStyle):
     """Context parallelism of a module's dilated attention: each rank of a mesh axis has a shard of the positions.
