@@ -348,7 +348,7 @@ class MultiheadDilatedAttention(nn.Module):
         if positions.shape != x.shape[1:2]:
             raise ValueError(
                 f"positions have shape {tuple(positions.shape)}, the inputs need ({x.shape[1]},), one for each "
-                "row of this rank: ContextParallel.positions(N, cu_seqlens) tells them"
+                "row of this rank: ContextParallel.positions(seq_len, cu_seqlens) has them"
             )
         if not is_integral(positions):
             raise ValueError(f"positions have dtype {positions.dtype}: pass integers, as torch.arange makes them")

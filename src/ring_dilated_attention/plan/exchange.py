@@ -21,7 +21,7 @@ ALL_TO_ALL_SAVING = 3
 
 
 class RankPlan(NamedTuple):
-    """What a rank does under an exchange. dealing: how it deals heads, or None. plan: for its heads after that."""
+    """What a rank does under an exchange. dealing: how it deals heads, or None. plan: of the heads that it then has."""
 
     plan: Plan
     dealing: Dealing | None

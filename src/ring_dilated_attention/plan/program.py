@@ -6,8 +6,8 @@ This file alone decides the order of steps: on one device, in a ring (arXiv 2310
 (`plan.gathered`) and with heads dealt to ranks. A whole program is made before its first step is carried out.
 `print(program)` shows it, a step to a line (docs/how_it_works.md).
 
-Beside its shards a rank holds two buffers of chunks, which change places at every hop. BUFFERS[(s + 1) % 2] holds the
-chunks of hop s, counted from 0. Backward has two such buffers of gradients. A rank keeps nothing else that it gets.
+Beside its shards a rank holds two buffers of chunks, swapped at every hop. BUFFERS[(s + 1) % 2] holds the chunks of hop
+s, counted from 0. Backward has two more, of gradients. Except dealt heads, a rank keeps nothing else that it gets.
 """
 
 from collections.abc import Iterable

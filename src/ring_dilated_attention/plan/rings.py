@@ -40,8 +40,8 @@ class Chunk:
 Hops = tuple[tuple[int, int], ...]  # ranges of hops: (first, last)
 
 
-# Seen from place i of a ring, by hop from 0 to last + 1: whether the chunk of place i is needed where it is due, and
-# whether the chunk is needed that is due at place i, at i + 1, at i - 1.
+# Place i of a ring, then four lists by hop (0 to last + 1): whether place i's chunk is needed where it is due, and
+# whether the chunk that is due at place i, at i + 1, at i - 1 is needed there.
 Met = tuple[int, list[bool], list[bool], list[bool], list[bool]]
 
 

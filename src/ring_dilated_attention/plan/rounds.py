@@ -1,6 +1,6 @@
 """The rounds in which all ranks of a group learn what each of them says (dissemination), for any number of ranks.
 
-In round k a rank passes what it knows to the rank 2^k further on. Before it, it knows of 2^k ranks, itself included.
+In round k a rank passes what it knows to the rank 2^k further on. By then it knows of 2^k ranks, itself included.
 """
 
 from collections.abc import Iterator

@@ -129,7 +129,7 @@ class Cut(NamedTuple):
             outer = deal_documents(documents, sum(lengths), len(groups))
             if (expected := self.default_lengths(sum(lengths), documents)) != tuple(lengths):
                 raise ValueError(
-                    f"these documents, dealt one by one, give the ranks {expected} positions, and they have "
+                    f"these documents, dealt one by one, give the ranks {expected} positions, but ranks have "
                     f"{tuple(lengths)}. Pass the cu_seqlens that ContextParallel.shard was given."
                 )
         else:

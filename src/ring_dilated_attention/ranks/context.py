@@ -59,7 +59,7 @@ class ContextParallel:
     Args:
         group: a ProcessGroup, a DeviceMesh, or None: all ranks, or one process if torch.distributed is not initialised.
             Over a 2-D mesh heads are dealt (all-to-all) along the last axis, and chunks travel along the first.
-        sharding: "contiguous" shards in rank order; "zigzag" gives rank k the slices k and 2p-1-k of 2p near-equal.
+        sharding: "contiguous" shards in rank order; "zigzag" gives rank k slices k and 2p-1-k of 2p near-equal ones.
             "zigzag_documents" does so in each packed document: all calls then need cu_seqlens. Calls that take none
             refuse it: DilatedCache.gather, ShardSequence(shard_inputs=True), context_parallel of transformers.
         exchange: "ring", "all_gather" (all at once), "all_to_all" (heads for positions), or "auto", which chooses by

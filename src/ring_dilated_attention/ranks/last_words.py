@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from .watching import start_thread
 
-_GRACE_SECONDS = 1.0  # so much later may another rank learn that messages will not come
+_GRACE_SECONDS = 1.0  # another rank may see this much later that messages will not come
 
 
 class Words(NamedTuple):
@@ -50,7 +50,7 @@ class LastWords:
         return found and Words(*found)
 
     def who_did_not_come(self, own: Words) -> tuple[int, str]:
-        """Follow who waits for whom in a moment to a rank that does not, and tell why one knows of it."""
+        """The rank at the end of a moment's chain of waits, and how its absence was noticed."""
         before, last, reason = [self.rank], own.peer, own.reason
         while (words := self.of(last)) and words.moment == own.moment and words.peer not in (-1, *before):
             before.append(last)

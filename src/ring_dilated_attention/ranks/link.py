@@ -211,8 +211,8 @@ class GroupLink:
     def exchange(self, sends: Addressed, receives: Addressed, moment: str) -> GroupPending:
         """Start sending and receiving contiguous tensors, each with its peer. Errors quote `moment`.
 
-        Receives come first. A gloo sender waits for word that its receive is posted, and this word would stand in the
-        queue of the connection behind what this rank sends there: messages would then go one way at a time.
+        Receives come first. A gloo sender waits for word that the receiver has posted its receive. If this rank sent
+        first, its own word would queue behind its data: messages would go one way at a time.
         """
         leave = [(dist.isend, x, peer, f"sending to rank {self.members[peer]}") for x, peer in sends]
         come = [(dist.irecv, x, peer, f"waiting for rank {self.members[peer]}") for x, peer in receives]

@@ -170,8 +170,8 @@ class Processes(Ranks):
         if doubt := why_doubtful(given, self):
             self.warn_once("origin", doubt)
         elif given not in (near_equal, chunked):
-            text = f"ranks have {given} positions, which no near-equal cut of one sequence of {total} gives "
-            self.warn_once("cut", text + f"({near_equal}). If they are meant, say so: ContextParallel(lengths=...)")
+            text = f"ranks have {given} positions; a near-equal cut of one sequence of {total} gives {near_equal}"
+            self.warn_once("cut", text + ". If yours are meant, say so: ContextParallel(lengths=...)")
 
     def notice_whole(self, lengths: Sequence[int]) -> bool:
         if not sum(lengths) or set(lengths) != {self.last_whole}:
