@@ -214,7 +214,7 @@ def test_a_little_is_not_rounded_away(capsys):
         assert said[1].partition("; ")[2].startswith(remedy)
         assert said[0] == (
             "In each segment of 64 positions a head takes one in 8: a query there sees every key there up to itself, "
-            "and others gain nothing; 50 % of the positions are taken by no head."
+            "other queries see none; 50 % of the positions are taken by no head."
         )
 
 

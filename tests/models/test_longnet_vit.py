@@ -302,9 +302,7 @@ def rank_is_warned(rank, world_size):
         warnings.simplefilter("error")
         model(*map(cp.shard, inputs))
         own = slice(60 * rank, 60 + 33 * rank)
-        with pytest.raises(
-            UserWarning, match=r"ranks have \(60, 33\) positions; a near-equal cut .* of 93 gives"
-        ):
+        with pytest.raises(UserWarning, match=r"ranks have \(60, 33\) positions; a near-equal cut .* of 93 gives"):
             model(*(x[:, own] for x in inputs))
 
 

@@ -41,7 +41,7 @@ class Launch(NamedTuple):
     num_threads: int = 1  # torch's threads in each rank
     is_pinned: bool = False  # rank k runs on the k-th core that this process may use, and nowhere else (Linux)
     has_gpus: bool = False  # rank k takes the k-th GPU
-    seconds: float = 60  # ranks are ended so long after the start; if join_seconds is given, after all have met
+    seconds: float = 60  # ranks are ended after this, from the start on, or from their meeting (join_seconds)
     join_seconds: float | None = None  # within this time from the start, all ranks must meet
 
 

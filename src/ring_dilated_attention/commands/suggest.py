@@ -24,8 +24,8 @@ EXAMPLES = """examples:
   rda suggest --seq-len 1Mi --heads 16 --speedup 50   1/50 of dense's work
   rda suggest --seq-len 256Ki --heads 12 --seconds 0.1 --hardware h100-nvlink
 
-A branch (w, r) cuts the sequence into segments of w positions. A head takes one position in r of each, and the queries
-there see the keys there; heads take them in turn. Nearby a query sees every key, and far away few. What one layer
+A branch (w, r) cuts the sequence into segments of w positions. Head h takes each r-th position of a segment, from
+h mod r on, and the queries there see the keys there. Nearby a query sees every key, and far away few. What one layer
 cannot connect, a stack can: through one branch in one layer, through another in the next. docs/planning.md says more.
 """
 MOST_RANKS = 2**16
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=count, default=12, metavar="L", help="layers of the model (default 12)")
     add("--ranks", type=count, default=1, metavar="P", help="ranks that share a sequence (default 1)")
     add("--not-causal", dest="is_causal", action="store_false", help="a query sees later keys too")
-    add("--json", action="store_true", help="print the suggestions as JSON, the one to take first")
+    add("--json", action="store_true", help="print the suggestions as JSON, the best first")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -212,7 +212,7 @@ def words(arguments: argparse.Namespace, row: dict[str, Any]) -> list[str]:
     for w, r, unread in zip(*columns, strict=True):
         seen = f"a query sees every key{until}"
         if r > 1:
-            seen = f"a head takes one in {r:,}: a query there sees every key there{until}, and others gain nothing"
+            seen = f"a head takes one in {r:,}: a query there sees every key there{until}, other queries see none"
         note = f"; {percent(unread / arguments.seq_len)} of the positions are taken by no head" if unread else ""
         lines.append(f"In each segment of {min(w, arguments.seq_len):,} positions {seen}{note}.")
     shares, most, layers = row["reach_by_layer"], row["layers_for_most"], counted(arguments.layers, "layer")

@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
 def own(arguments: argparse.Namespace, run: Run, *, is_rank: bool) -> AbstractContextManager[tuple[Path, int]]:
     """Own the run's folder. If its name is taken, and the user did not choose it, another folder is made."""
     is_new = arguments.resume is None and arguments.run_folder is None
-    # A run ends within a minute of its launcher. Other ranks wait --timeout for the one that waits for the folder.
+    # A run ends at most a minute after its launcher. Other ranks wait --timeout for the one that waits for the folder.
     seconds = 0 if not are_meant(arguments) else min(60, arguments.timeout / 2) if is_rank else 60
     return own_folder(run.folder, must_be_new=is_new, seconds=seconds)
 
@@ -149,7 +149,7 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
 
 
 def launch_ranks(arguments: argparse.Namespace, run: Run, lock: int) -> int:
-    """Start the ranks, and again while they may be and one is lost. Returns the exit code."""
+    """Start the ranks; if one is lost, again, up to --restarts times. Returns the exit code."""
     folder = [] if arguments.resume else ["--run-folder", str(run.folder)]
     command = ["-m", "ring_dilated_attention", "train", *arguments.argv, *folder]
     for restart in range((restarts := arguments.restarts or 0) + 1):

@@ -19,8 +19,8 @@ OTHERWISE = "fewer ranks, or a network that is faster or has less latency, would
 def advice(
     job: Job, way: Way, sizes: Sizes, figures: Figures, hardware: Hardware, step: Callable[[], object] = lambda: None
 ) -> str | None:
-    """One or two sentences; or None, if a step is not bound by communication or was not timed. Up to MOST_COMPARED
-    ranks a sparser branch is timed, and `step` is then called for each rank."""
+    """One or two sentences; or None, if a step is not bound by communication or was not timed. With at most
+    MOST_COMPARED ranks a sparser branch is timed: `step` is called for each rank."""
     if figures.time is None or figures.exposed < BOUND_BY_COMMUNICATION:
         return None
     # A rank never waits for the whole step, so the text does not say 100 %.

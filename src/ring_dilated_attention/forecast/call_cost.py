@@ -112,7 +112,7 @@ class Counted(NamedTuple):
         return min(1, hops) if self.way.exchange == "all_gather" else hops
 
     def most_moved(self, sizes: Sizes) -> tuple[int, int]:
-        """The most bytes received as chunks plus the most dealt as heads: of a forward, and of it with its backward."""
+        """The most bytes received as chunks plus the most dealt as heads: in a forward, and in both stages."""
         received = sizes.unit * max(max(place.counted.received) for place in self.places)
         forward, gradients = received * sizes.itemsize, received * sizes.sum_itemsize
         size, lengths = len(self.places), list(map(shard_length, self.job.shards))

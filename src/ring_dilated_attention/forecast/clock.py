@@ -122,7 +122,7 @@ def model_step(
     plans: Sequence[Plan], sizes: Sizes, hardware: Hardware, dealings: Sequence[Dealing] | None = None
 ) -> StepTime:
     """The time of a step with a kernel that computes one tile at a time. plans: one for each rank, in order. dealings:
-    the same, if heads are dealt for positions."""
+    also one for each rank, if heads are dealt."""
     network = Network(len(plans), hardware)
     ranks = [_Rank(i, plan, network, sizes, None if dealings is None else dealings[i]) for i, plan in enumerate(plans)]
     handshake = hardware.handshake(len(plans)) if len(plans) > 1 else 0.0

@@ -20,12 +20,12 @@ from ..plan.sizes import Sizes, Traits
 from .clock import Hardware
 from .ledger import Peak, attention_memory
 
-# The numbers of ranks in the small jobs that are planned in place of a large one. The middle of a zigzag with an odd
-# number lies inside a segment of whole shards. With an even number, it may lie between two.
+# The numbers of ranks in the small jobs that are planned in place of a large one. With odd numbers, a zigzag's
+# middle lies inside a segment of whole shards. With even ones, it may lie between two segments.
 FEW = (12, 13)
-# Estimate divided by exact figure, in random jobs. Memory (4,000 jobs of near-equal shards on 9 to 40 ranks, 2,000 of
-# uneven ones on 65 to 80): less than the least ratio, 0.96, and the 95th percentile of uneven shards. Of the others it
-# is 1.06. Time (hundreds of jobs of 9 to 40 ranks): the 5th and the 95th percentile.
+# Estimate divided by exact figure, in random jobs. Memory: just below the least ratio, 0.96; and the 95th percentile of
+# uneven shards (2,000 jobs on 65 to 80 ranks). For near-equal shards (4,000 jobs on 9 to 40 ranks) that is 1.06.
+# Time (hundreds of jobs of 9 to 40 ranks): the 5th and the 95th percentile.
 MEMORY_ERRORS, TIME_ERRORS, TIME_ERRORS_OF_HOSTS = (0.95, 1.21), (0.69, 1.1), (0.69, 1.35)
 
 ERRORS_TEXT = (
@@ -106,8 +106,8 @@ def _few(job: Job, counted: JobCount, num_ranks: int) -> Job:
 
 
 def step_seconds(counter: Counter, counted: JobCount, sizes: Sizes, hardware: Hardware) -> tuple[float, float]:
-    """Seconds of the slowest of these: ranks that compute or receive most, and the first and last in their hosts. And
-    the seconds in which the one that computes longest computes."""
+    """Seconds of a step, and of its computing, each the most among these ranks: those that compute or receive most, and
+    the first and last of their hosts."""
     ranks = {column.index(max(column)) for column in (counted.pairs, counted.received)}
     if size := hardware.gpus_per_host:
         ranks |= {min(rank // size * size + x, counter.job.num_ranks - 1) for rank in ranks for x in (0, size - 1)}

@@ -56,7 +56,7 @@ def attention_memory(plan: Plan, sizes: Sizes, traits: Traits, dealing: Dealing 
         packing=traits.packing,
         distances=(row_bytes("query", plan, sizes), row_bytes("key", plan, sizes)),
         itemsize=sizes.itemsize,
-        is_brief=True,  # two of many equal calls: at the peak the second runs while the first's results are held
+        is_brief=True,  # two of many equal calls show the peak: the second runs while the first's results are held
     )
     ledger = _Ledger(plan, sizes, terms, traits)
     ledger.give("query", "key", "value")

@@ -21,7 +21,7 @@ NONE, ALL = 0, 1  # the nodes of no positions and of all positions, at every hei
 class Reach(NamedTuple):
     """How far a stack of layers carries.
 
-    shares: after each layer, how much of what it may see a followed query has heard of; the least of these shares.
+    shares: for each layer, the least share of its visible positions that any followed query has heard of by then.
     worst: the query with the least share after the last layer. num_followed: the number of queries that were followed.
     """
 

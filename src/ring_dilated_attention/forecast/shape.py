@@ -27,7 +27,7 @@ class Blocks(NamedTuple):
     ffn_bias: Any = "mlp_bias"
     head_bias: bool = False
     is_tied: Any = "tie_word_embeddings"  # embedding and head are one matrix
-    is_fused: bool = False  # one matrix makes query, key and value: to save the value keeps all three
+    is_fused: bool = False  # one matrix makes query, key and value: saving the value keeps all three
     is_parallel: Any = False  # attention and feed-forward start from the same rows
     has_sub_norms: bool = False  # of the attention's output, and of the feed-forward's width
 

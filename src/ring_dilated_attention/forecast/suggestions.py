@@ -42,7 +42,7 @@ def _pattern(rule: str, first: int, seq_len: int, num_heads: int, *, is_causal: 
     """The branches of a rule, the first of which has segments of `first` positions."""
     if (ratio := RULES[rule]) is not None:
         return DilatedPattern.longnet(seq_len, first_length=first, ratio=ratio, is_causal=is_causal)
-    # A query in a head's phase sees about as many keys of the whole sequence as of its short segment (half or more).
+    # A query in a head's phase sees 0.5 to 1 times as many keys of the whole sequence as of its short segment.
     rate = 2 ** ((seq_len - 1) // first).bit_length()
     if rule == ALL_READ:
         rate = min(rate, 2 ** (num_heads.bit_length() - 1))

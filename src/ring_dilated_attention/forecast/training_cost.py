@@ -124,7 +124,7 @@ def _working(job: ModelJob, traits: Traits | None, again: int) -> int:
     stream = row - shape.last_norm
     # If shards > 1, `model_memory` counts the matrix with the gradients of a block.
     matrix = _gradient_of(shape, shape.embed_dim * shape.ffn_dim) if job.mesh.shards == 1 else 0
-    # Beside the hidden rows' gradient one more is held: first the matrix's, later (unless plain) one of hidden rows.
+    # Two gradients are held: the hidden rows', and first the matrix's, later more hidden rows' (unless ffn is plain).
     beside = 0 if shape.blocks.ffn == "plain" else job.rows * wide
     hidden = job.rows * wide + max(matrix, beside)
     feed_forward = job.rows * stream + hidden + again

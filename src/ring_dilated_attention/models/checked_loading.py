@@ -79,7 +79,7 @@ def map_names(state_dict: Mapping[str, Any], model: nn.Module, prefix: str = "")
     for key, x in state_dict.items():
         name = _bare(key, prefix, own)
         if "encoder_attn" in (name or "" if prefix else key):
-            raise ValueError(f"{key} belongs to cross-attention, without which the model would be another.")
+            raise ValueError(f"{key} belongs to cross-attention, which the models here do not have.")
         if name in own and name not in mapped and isinstance(x, Tensor):
             mapped[name] = x
         else:
@@ -88,7 +88,7 @@ def map_names(state_dict: Mapping[str, Any], model: nn.Module, prefix: str = "")
 
 
 def _bare(name: str, prefix: str, own: set[str]) -> str | None:
-    """The name without prefix and what wrappers add. None if it lacks `prefix` or, if that is "", is not in `own`."""
+    """The name without `prefix` and what wrappers add. None if it lacks `prefix`, or, with prefix "", not in `own`."""
     for infix in INFIXES:
         name = name.replace(infix, "")
     while True:

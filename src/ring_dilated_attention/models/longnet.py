@@ -230,7 +230,7 @@ class LongNetLM(nn.Module):
         if num_labels < 1:
             raise ValueError(
                 f"tokens of shape {tuple(tokens_BN.shape)} on this rank, {documents.borders[-1]} positions over all "
-                f"ranks in {len(documents.borders) - 1} documents: the loss needs a batch with a document of at least 2"
+                f"ranks in {len(documents.borders) - 1} documents: the loss needs a document of 2 tokens or more"
             )
         labels_BN = self._labels(tokens_BN, documents)
         hidden_BNE, rows = self._hidden(tokens_BN, documents, cu_seqlens), loss_slice_rows(self.config.vocab_size)

@@ -40,7 +40,7 @@ def run_layer(layer: nn.Module, x: Tensor, *more: Any, recompute: Checkpointing)
 
 
 def offload_attention(host: save_on_cpu) -> tuple[Any, Any]:
-    """`save_attention` with out and lse on the host. That of torch offloads in compiled code alone."""
+    """`save_attention` with out and lse on the host. torch's own offloading works in compiled code alone."""
     kept: list[list[Any]] = []
     return _Offloading(kept, host, is_again=False), _Offloading(kept, host, is_again=True)
 

@@ -51,7 +51,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def check_whole(checkpoint: Path, rank: int = 0, num_ranks: int = 1) -> dict[str, Any]:
-    """`read_state`, after verifying the other files too. Ranks that read the same folder share them among them."""
+    """`read_state`, after verifying the other files too. Ranks that read the same folder divide these files."""
     content = _read_state_file(checkpoint)
     for name in sorted(content["files"])[rank::num_ranks]:
         path, written = checkpoint / name, content["files"][name]

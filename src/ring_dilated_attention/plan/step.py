@@ -21,7 +21,7 @@ STAGES = ("forward", "backward")
 class Packing(NamedTuple):
     """The tiles that a kernel computes faster from a copy in which the rows lie side by side.
 
-    distance: rows this many bytes apart or more are copied, if each side of a tile has num_bytes / itemsize rows or more.
+    distance: rows so many bytes apart or more are copied, if each side of a tile has num_bytes / itemsize rows or more.
     max_rows: rows copied at a time. A larger tile is split by heads and segments. If one head has more, none is copied.
     """
 

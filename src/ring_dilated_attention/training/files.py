@@ -32,7 +32,7 @@ def named_in_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Yields another path to write to. At the end that file replaces `path`, or what this symbolic link leads to."""
+    """Yields another path to write to. At the end it replaces `path` or, if this is a symbolic link, its target."""
     place = Path(os.path.realpath(path))
     unfinished = place.with_name(f"unfinished-{secrets.token_hex(8)}-{place.name}")
     try:

@@ -138,7 +138,8 @@ def load(run: Run, model: nn.Module, optimizers: list[Optimizer], parallel: Cont
     """Load the checkpoint that the run goes on from, or the parameters of the one that it begins from."""
     if (begun := run.checkpoint or run.origin) is None:
         return
-    is_shared, checked = run.fsdp and run.checkpoint is not None, offering_older(begun)  # else hosts may have copies
+    # A checkpoint of --fsdp lies on a shared disk. Of another, hosts may have copies: then every rank checks all of it.
+    is_shared, checked = run.fsdp and run.checkpoint is not None, offering_older(begun)
     share = (parallel.rank, parallel.world_size) if is_shared else (0, 1)
     together(parallel, checked(partial(check_whole, begun, *share)))
     together(parallel, checked(partial(load_checkpoint, begun, model, optimizers if run.checkpoint else [])))
@@ -174,7 +175,7 @@ def average_gradients(loss_of: NextTokenLoss, parallel: ContextParallel) -> nn.M
     wrapped: nn.Module = loss_of
     if parallel.world_size > 1:
         wrapped = DistributedDataParallel(loss_of, gradient_as_bucket_view=True)
-    # A rehearsal: DDP orders its buckets anew after its first backward. Without it a resumed run would round otherwise.
+    # A rehearsal: DDP orders its buckets anew after its first backward. Without this a resumed run would round otherwise.
     borders = torch.tensor([0, 2 * parallel.world_size], dtype=torch.int32)
     wrapped(shard(bytearray(2 * parallel.world_size), parallel), borders).backward()
     wrapped.zero_grad()

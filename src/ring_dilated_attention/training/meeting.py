@@ -27,7 +27,7 @@ def store_of_launcher(rank: int, num_ranks: int) -> dist.Store:
     """Where the ranks of this start meet under torchrun or srun, apart from those of earlier starts.
 
     torch 2.13 has one store for all starts of a torchrun, with the addresses of dead ranks. Each torchrun counts its
-    own restarts, so several need torch's store for each start.
+    own restarts, so several torchruns need a new store from torch for each start.
     """
     check_meeting()
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -125,7 +125,7 @@ class Hyperparameters:
 
     @property
     def steps_again(self) -> int:
-        """The steps of the last phase that read as many positions as the whole run."""
+        """How many steps of the last phase read as many positions as the whole run."""
         return -(-self.positions_before(self.total_steps) // self.schedule[-1].num_positions)
 
     def phase_of(self, step: int) -> Phase:

@@ -45,11 +45,11 @@ class Text:
             raise ValueError(f"{name} is FASTQ, reads with qualities: make FASTA of it with seqtk seq -A")
 
     def blocks(self, file: BinaryIO) -> Iterator[bytes]:
-        """The bytes of a buffered file, unpacked. Of FASTA, known by its name, they are the letters of its sequences.
+        """The bytes of a buffered file, unpacked. For FASTA, known by its name: the letters of its sequences.
         A ValueError refuses damaged files, other containers, and FASTA without letters."""
         try:
             whole = self._opened(file)
-            # FASTA gives at most as many bytes as are read, and a border: `given` never cuts off a counted letter.
+            # FASTA gives no more bytes than are read, but for a border: so `given` never cuts off a counted letter.
             blocks = iter(lambda: whole.read(min(BLOCK, self.most - self.num_bytes)), b"")
             for block in self._of_sequences(blocks) if self.is_fasta else blocks:
                 if self.num_bytes == 0 and not self.is_fasta:

@@ -17,7 +17,7 @@ def are_by_torchrun() -> bool:
 
 
 def are_meant(arguments: argparse.Namespace) -> bool:
-    """Whether --run-folder names a new run or one to go on with."""
+    """Whether --run-folder may name a run to go on with, too."""
     return arguments.restarts is not None or are_by_torchrun()
 
 

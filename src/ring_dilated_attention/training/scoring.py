@@ -27,7 +27,7 @@ def bits_by_context(model: LongNetLM, document: Document) -> dict[str, Any] | No
     """Bits per byte with the context cut to c bytes, for each of CUTS and for half a sequence, on the same bytes.
 
     Contexts of 2 c bytes overlap by c; second halves are scored. A byte counts if, with every cut, CLEAR_BYTES or
-    half a segment precede it in the longest segments of rate 1. None if a sequence is too short, or no byte counts.
+    half of its segment (the longest of rate 1) precede it. None if a sequence is too short, or no byte counts.
     """
     cuts = [c for c in CUTS if 2 * c < document.seq_len] + [document.seq_len // 2]
     number = min(CUT_BYTES, document.num_held_out)

@@ -34,7 +34,7 @@ def sharded_model(config: LongNetConfig, parallel: ContextParallel, *, activatio
     """A model with parameters that are cut over the ranks. No rank ever holds more of it than its part and a block."""
     with torch.device("meta"):
         model = LongNetLM(config, parallel=parallel, activation_checkpointing=activation_checkpointing)
-    # Random numbers that a model draws before it resets its parameters: with and without --fsdp these are the same.
+    # Draw what a model draws before it resets its parameters: so these are the same with and without --fsdp.
     nn.Embedding(config.vocab_size, config.embed_dim)
     for _ in model.blocks:
         LongNetBlock(config, parallel, "auto")
@@ -86,7 +86,7 @@ class ShardWriter(AbstractContextManager["ShardWriter"]):
         return self._pending is None or self._pending[2].done()
 
     def finish(self) -> None:
-        """Wait until all ranks have written, and make the checkpoint one. A Refusal on all if one rank could not."""
+        """Wait until all ranks have written, and name the checkpoint. A Refusal on all if one rank could not."""
         if self._pending is None:
             return
         is_over, deadline = False, time.monotonic() + self.parallel.ranks.timeout.total_seconds()

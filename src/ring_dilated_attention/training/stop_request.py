@@ -74,7 +74,7 @@ def end_with_launcher(seconds: float = ORPHAN_SECONDS) -> None:
 
 
 def _is_launched_by(pid: int) -> bool:
-    """Whether it is the launcher. torchrun does not say who it is: it, or a process above, has loaded torch."""
+    """Whether `pid` is the launcher. torchrun leaves no number: it, or a process above it, has loaded torch."""
     if LAUNCHER in os.environ or not Path("/proc/self/maps").exists():
         return os.environ.get(LAUNCHER, str(pid)) == str(pid)
     with suppress(OSError):  # a process has ended, or it is another user's

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sides = "side of a slide, which sets the segment lengths (default 262144; GigaPath's fine-tuning has 250000)"
     add("--max-wsi-size", type=count, default=262_144, metavar="PIXELS", help=sides)
     steps = "step from tile to tile. PIXELS: for all files. file: as each file states. file:PIXELS: as it states, else "
-    steps += "PIXELS. Default: 256; files that state another are refused. Segments stay those of steps of 256"
+    steps += "PIXELS. Default: 256; files that state another are refused. Segment lengths do not change with it"
     add("--tile-size", metavar="PIXELS", help=steps)
     add("--heads", type=count, metavar="H", help="attention heads; needed unless the weights are of a published size")
     layers = "layers that the weights must have (default 12 for the published widths, 768 and 384; otherwise any)"

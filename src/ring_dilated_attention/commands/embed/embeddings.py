@@ -132,7 +132,7 @@ class EmbeddingFile:
             settings = dict(json.loads(metadata["settings"]).items())
             found = {name: Entry(*entry) for name, entry in json.loads(metadata["slides"]).items()}
             if "file" in (sizes := {settings.get("tile_size"), self.settings.get("tile_size")}):
-                # A number is for files that state no tile size. With "file" there are none: any number will do.
+                # The number is for files that state no tile size. With "file" those are refused: any number will do.
                 settings["tile_size"] = self.settings["tile_size"] = next(iter(sizes - {"file"}), "file")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise self._refusal("is there, and what it says of itself cannot be read") from error

@@ -119,7 +119,7 @@ def counted_of(job: Job, sizes: Sizes, asked_for: str, step: Callable[[], object
 
 
 def _comparable(job: Job) -> tuple[str, ...]:
-    """The shardings to compare. Dealt one by one, each document is a ring of all ranks: planning them takes long."""
+    """The shardings to compare. BY_DOCUMENT makes each document a ring of all ranks, which takes long to plan."""
     most = MOST_DEALT // job.num_ranks**2 if job.num_ranks <= MOST_PLANNED else 0
     return SHARDINGS if 2 < len(job.documents or ()) <= most else OF_ONE_DOCUMENT
 

@@ -112,7 +112,7 @@ class TorchscaleConfig:
 
     @property
     def initial_scale(self) -> float:
-        """The factor of the initial value, output and feed-forward weights and biases (DeepNet, MAGNETO)."""
+        """The factor of the initial weights and biases of value, output and feed-forward (DeepNet, MAGNETO)."""
         layers, decoder_layers = self.num_layers, self.num_decoder_layers
         if self.deepnorm:
             return (8.0 * layers) ** -0.25 if decoder_layers is None else 1.15 * (layers**4 * decoder_layers) ** -0.0625
