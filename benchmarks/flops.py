@@ -161,5 +161,5 @@ def table(rows: list[dict[str, Any]]) -> str:
     return (
         f"{first['seq_len']:,} positions, {tensors(first)}. Median (smallest to largest) of "
         f"{first['share']['repeats']} interleaved repeats. Torch's causal kernel rounds work up to blocks of "
-        f"{KEY_BLOCK} keys; the last column is the share of the rest.\n\n{markdown(headers, lines)}"
+        f"{KEY_BLOCK} keys; the last column leaves that loss out.\n\n{markdown(headers, lines)}"
     )

@@ -79,7 +79,7 @@ def _in_chunks(rows: list[Tensor], pattern: DilatedPattern, cache: DilatedCache,
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    headers = ("pattern", "one call, s", "chunks, s", "speed kept", "target")
+    headers = ("pattern", "one call, s", "slices, s", "speed kept", "target")
     lines = [
         (
             branches(row),
@@ -92,6 +92,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     first = rows[0]
     return (
-        f"{first['seq_len']:,} positions in chunks of {first['chunk']:,}, {tensors(first)}, forward, "
+        f"{first['seq_len']:,} positions in slices of {first['chunk']:,}, {tensors(first)}, forward, "
         f"{first['num_threads']} threads. Both return all rows.\n\n{markdown(headers, lines)}"
     )

@@ -92,7 +92,7 @@ def write_page(folder: Path, render: Mapping[str, Table]) -> Path:
     """Make the page: a table for each record. A record that was renamed, as linear.other-cpu.json, stays beside new
     ones: of another machine, say."""
     texts = [
-        f"{HEAD} What times attention passed a correctness gate first: the same",
+        f"{HEAD} Timed attention passed a correctness gate first: the same",
         "branches, heads and dtype at a small size against the definition in float64.",
     ]
     for name, table in render.items():

@@ -226,7 +226,7 @@ def _modelled_table(rows: list[dict[str, Any]]) -> str:
     networks = [model["bytes_per_second"] / 1e9 for row in rows for model in row["modelled"]]
     return (
         "Two cores say nothing on 4 and 8 ranks: those rows are the plan's model (`rda plan --flops --bandwidth`), not "
-        "measurements. Each rank has a core as fast as the one rank's, and a network as fast as a chunk alone, "
+        "measurements. The model's ranks compute as fast as the one rank and send as fast as a chunk travels alone, "
         f"both from this run: {min(rates):.3g} to {max(rates):.3g} GFLOPS, {min(networks):.2g} to "
         f"{max(networks):.2g} GB/s; latency is left out. The model knows the waits of two ranks, but not what keeps "
         "the machine below its ceiling."
@@ -261,6 +261,6 @@ def _measured_table(rows: list[dict[str, Any]]) -> str:
     first = rows[0]
     return (
         f"{first['seq_len']:,} positions, {tensors(first)}, forward and backward, one thread per rank. The ceiling is "
-        f"that of two processes that exchange nothing and compute half of the heads each. Waiting: the share of a step "
-        f"that the rank which waits longer spends so, in hops and handshakes.\n\n{markdown(headers, lines)}"
+        f"that of two processes that exchange nothing and compute half of the heads each. Waiting: the share of a "
+        f"step, of the rank that waits longer, in hops and handshakes.\n\n{markdown(headers, lines)}"
     )

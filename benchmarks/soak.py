@@ -203,6 +203,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     return (
         "Forward and backward on one device; training steps of a small language model on two ranks. Grown: from the "
         "median of the second quarter of the samples to that of the last; it is flat if that is within what memory "
-        "varies by inside those quarters. The slope is that of a line through the last three.\n\n"
+        "varies by inside those quarters. Bytes per 1,000: slope over the last three quarters.\n\n"
         + markdown(headers, lines)
     )

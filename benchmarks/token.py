@@ -201,8 +201,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     held = "an unknown size" if size is None else f"{size / 1e6:,.0f} MB"
     return "\n\n".join(
         [
-            "Means over places in the segments, each the median of calls by turns with a torch sum of as many bytes of "
-            f"float32, {rows[0]['num_threads']} threads. The CPU's largest cache has {held}: in it lies what the same "
+            "Means over places in the segments. Each is a median, by turns with a torch sum of as many float32 bytes, "
+            f"on {rows[0]['num_threads']} threads. The CPU's largest cache has {held}: in it lies what the same "
             "call read just before, unless it was emptied by writing to other memory.",
             markdown(headers, lines),
             "Where the time goes, by a profile:",

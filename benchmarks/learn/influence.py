@@ -173,6 +173,6 @@ def table(rows: list[Row]) -> str:
     wrong = sum(row["moved_but_not_named"] + row["named_but_not_moved"] for row in rows)
     said = (
         f"{len(rows)} random models in float64. A pair is a query's hidden state after a layer, and a token that is "
-        f"changed. In {pairs:,} pairs, {wrong:,} differ between what moves, to the bit, and what reach names."
+        f"changed. In {wrong:,} of {pairs:,} pairs what moves, to the bit, differs from what reach names."
     )
     return f"{said}\n\n{markdown(headers, lines)}"

@@ -230,7 +230,7 @@ def table(rows: list[Row]) -> str:
         f"{settings['num_keys']} facts of {num_values} values in a sequence, each asked once, at a distance uniform in "
         f"its logarithm; chance is {1 / num_values:.2f}. Patterns are causal. A model has {shape['num_layers']} layers "
         f"of {shape['embed_dim']} with {shape['num_heads']} heads. A step reads {positions:,} positions.\n\n"
-        "Worst query: how much of what came before it can have heard of, as `rda suggest` says it. Within reach: "
+        "Worst query: the share of what came before that it can have heard of, by `rda suggest`. Within reach: "
         "questions whose fact the last layer can have heard of. Most by reach: all of those right, and the others by "
         "chance. 90% and 99%: steps and CPU seconds until so many of those within reach are right over "
         f"{EVERY} steps; at 99% a run ends. Longer sequences begin with the parameters that shorter ones left; the "

@@ -18,7 +18,7 @@ COSTS = """\
 Cost, {seq_len:,} positions, {heads} heads of {head_dim}: CPU seconds of one thread (those of two ranks added) beside
 this library's, by turns in the same processes, median and spread of {repeats} turns; the peak beside the inputs, in
 tensors of the query's size on a rank, theirs / ours; bytes sent per rank in shards of K, forward + backward.
-Where both run torch's CPU kernel on the same pairs, a time near 1 says nothing for either. What is beside torch SDPA
+Where both run torch's CPU kernel on the same pairs, a time near 1 says nothing for either. Beside torch SDPA ours
 is another function: {beside}. A figure of a peer that is wrong above is that of a wrong result."""
 
 
@@ -53,7 +53,7 @@ def table(rows: list[Row]) -> str:
     texts += _list("Wrong without a word:", _wrong(rows))
     texts += _list("Shown by scripts in `benchmarks/peer_errors`:", _shown(rows))
     texts += _list("Not run to an end:", _reasons(rows))
-    texts += _list("Stood in for, here alone:", _stood_in(rows))
+    texts += _list("Replaced, in this run only:", _stood_in(rows))
     return "\n\n".join(texts)
 
 

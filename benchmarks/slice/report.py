@@ -164,7 +164,17 @@ def plan_table(row: dict[str, Any], table: Table = aligned) -> str:
 def _branch_table(row: dict[str, Any], table: Table) -> str:
     checks = [Check(**check) for check in row["checks"]]
     met = {int(branch): number for branch, number in row["rank_plan"]["chunks_met_by_branch"].items()}
-    headers = ("branch", "chunks met", "queries", "worst", "contributions", "(remote)", "worst", "complete", "worst")
+    headers = (
+        "branch",
+        "chunks met",
+        "queries",
+        "worst",
+        "dK, dV by own queries",
+        "(remote keys)",
+        "worst",
+        "whole dK, dV",
+        "worst",
+    )
     lines = []
     for branch, (w, r) in enumerate(zip(row["segment_lengths"], row["dilation_rates"], strict=True)):
         cells = [f"({w:,}, {r:,})", str(met[branch])]

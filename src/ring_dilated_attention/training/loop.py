@@ -175,7 +175,7 @@ def average_gradients(loss_of: NextTokenLoss, parallel: ContextParallel) -> nn.M
     wrapped: nn.Module = loss_of
     if parallel.world_size > 1:
         wrapped = DistributedDataParallel(loss_of, gradient_as_bucket_view=True)
-    # A rehearsal: DDP orders its buckets anew after its first backward. Without this a resumed run would round otherwise.
+    # A rehearsal: DDP orders its buckets anew after its first backward. Without this a resumed run rounds otherwise.
     borders = torch.tensor([0, 2 * parallel.world_size], dtype=torch.int32)
     wrapped(shard(bytearray(2 * parallel.world_size), parallel), borders).backward()
     wrapped.zero_grad()
