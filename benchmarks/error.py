@@ -107,6 +107,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     headers = ("call", "of", f"p = {ranks[0]}", *(f"p = {p} / p = {ranks[0]}" for p in ranks[1:]))
     return (
         f"{first['seq_len']:,} positions, {first['num_heads']} heads of {first['head_dim']}: relative L2 error of "
-        "one rank against one device in float64 on the same rounded inputs; that of p simulated ranks divided by it.\n\n"
+        "one rank against one device in float64 on the same rounded inputs, then that of p simulated ranks over it.\n\n"
         f"{markdown(headers, lines)}"
     )
