@@ -188,7 +188,7 @@ def test_ordinary_words_name_nothing():
 
 
 def public_names() -> set[tuple[str, str]]:
-    """What modules list in `__all__`, and what pages and examples import: (module, name). Kernels list for each other."""
+    """What modules but kernels list in `__all__`, and what pages and examples import: (module, name)."""
     found = set()
     for file in PACKAGE.rglob("*.py"):
         text, (*parents, name) = file.read_text(), file.relative_to(PACKAGE).with_suffix("").parts
