@@ -303,6 +303,17 @@ def test_the_crossover_is_that_of_the_record():
     assert f"fewer than about {faster:,} positions" in text_of("docs/is_it_for_me.md")
 
 
+def test_what_patterns_learn_is_that_of_the_record():
+    right: dict[str, list[float]] = {}
+    for row in record("learn_recall")["rows"]:
+        if row["settings"]["lengths"][-1] == 2048:
+            right.setdefault(row["settings"]["rules"], []).append(row["accuracy"])
+    spans = {rule: dict.fromkeys(f"{x:.0%}".strip("%") for x in (min(seen), max(seen))) for rule, seen in right.items()}
+    table = text_of("docs/is_it_for_me.md").partition("| pattern | answered right |\n")[2].partition("\n\n")[0]
+    rules = ("dense", "wide 4", "LongNet", "local")  # in the page's order
+    assert re.findall(r"\| ([\w ]+) % \|", table) == [" to ".join(spans[rule]) for rule in rules]
+
+
 def test_the_trials_are_those_of_the_record():
     rows, page = {x["kind"]: x for x in record("restarts")["rows"]}, text_of("docs/reliability.md")
     assert f"All {sum(x['number'] for x in rows.values())} came to the right result" in page
