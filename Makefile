@@ -95,9 +95,13 @@ migrating: $(VENV)/.installed
 	PYTHONPATH=tests $(BIN)/python -m migrating.compare
 
 # sdist and wheel, into dist/. The wheel is installed beside torch alone, and used. Nothing is uploaded. For several:
-# make dist PYTHONS='python3.11 python3.12 python3.13'. By default these are all that start, or else $(PYTHON).
-FOUND    = $(shell for v in 3.11 3.12 3.13 3.14; do python$$v -c 0 2>/dev/null && echo python$$v; done)
-PYTHONS ?= $(or $(FOUND),$(PYTHON))
+# make dist PYTHONS='python3.11 python3.12 python3.13'. By default it is PYTHON, if that is given, or else every Python
+# on PATH and of pyenv that starts; `sort` drops what is there twice. The colon is there because make takes nothing from
+# a shell that ends with "command not found".
+NAMED    = python3.11 python3.12 python3.13 python3.14 $(wildcard $(HOME)/.pyenv/versions/3.1[1-9]*/bin/python)
+WHERE   := import os, sys; print(os.path.realpath(sys.executable))
+FOUND    = $(sort $(shell for python in $(NAMED); do $$python -c '$(WHERE)' 2>/dev/null; done; :))
+PYTHONS ?= $(or $(if $(filter file,$(origin PYTHON)),$(FOUND)),$(PYTHON))
 DIST    := .venv-dist
 
 $(DIST)/.installed: tests/dist/requirements.txt

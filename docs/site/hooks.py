@@ -7,11 +7,11 @@ it, and what else is linked is copied as it is. So no link of the site leads out
 
 import posixpath
 import re
-from collections.abc import Callable, Iterator
-from html.parser import HTMLParser
+from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
+from links import faults_of
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import Abort, PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
@@ -99,43 +99,3 @@ def _add(path: str, files: Files, config: MkDocsConfig) -> str:
             content = f"---\nsearch: {{exclude: true}}\n---\n# {path}\n\n`````{SHOWN[source.suffix]}\n{content}`````\n"
         files.append(File.generated(config, name, content=content, inclusion=InclusionLevel.NOT_IN_NAV))
     return path
-
-
-class Document(HTMLParser):
-    """What a page of the site refers to, what it loads, and what can be referred to in it."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.loaded: list[str] = []
-        self.anchors: set[str] = set()
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attributes}
-        self.anchors |= {given[name] for name in ("id", "name") if name in given}
-        if tag == "a" and "href" in given:
-            self.links.append(given["href"])
-        elif tag == "link" and "href" in given:
-            self.loaded.append(given["href"])
-        elif "src" in given:
-            self.loaded.append(given["src"])
-
-
-def faults_of(site: Path) -> Iterator[str]:
-    """Links that lead nowhere, and files that are loaded from elsewhere."""
-    pages = {path: Document(path.read_text()) for path in sorted(site.rglob("*.html"))}
-    for path, page in pages.items():
-        if path.name == "404.html":  # its links are those of a site at the root of a host
-            continue
-        where = path.relative_to(site)
-        yield from (f"{where} loads {target} from elsewhere" for target in page.loaded if urlsplit(target).netloc)
-        for target in page.links + page.loaded:
-            parts = urlsplit(target)
-            if parts.scheme or parts.netloc:
-                continue
-            file = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-            if not file.is_file():
-                yield f"{where} refers to {target}: no such file"
-            elif parts.fragment and file in pages and unquote(parts.fragment) not in pages[file].anchors:
-                yield f"{where} refers to {target}: no such anchor"

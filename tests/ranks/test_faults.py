@@ -37,7 +37,7 @@ MIB = 2**20
         Fault(4, 0, "kill", "backward", "hop 3, keys and values", in_flight=False),
         Fault(3, 0, "kill", "forward", "handshake"),
         Fault(2, 1, "kill", "backward", "user"),
-        Fault(5, 2, "kill", "backward", "user"),  # ranks 0 and 1 wait for no message of rank 2
+        Fault(5, 2, "kill", "backward", "user"),  # rank 0 waits for no message of rank 2: it meets 4, 3 and 1
         Fault(4, 3, "kill", "backward", "hop 1, keys and values", exchange="all_gather", chunk_bytes=4 * MIB),
         Fault(4, 2, "kill", "forward", "heads for positions", exchange="all_to_all", chunk_bytes=4 * MIB),
         Fault(4, 3, "kill", "backward", "hop 1, keys and values", exchange="mesh"),
