@@ -76,7 +76,7 @@ def dilated_attention(
         ExchangeError: if another rank dies or does not make the call, within the timeout of `parallel`.
     """
     try:
-        check_cuts(parallel, query=query, key=key, value=value)
+        check_cuts(parallel, cu_seqlens, query=query, key=key, value=value)
         query, key, value = rows = autocast(query), autocast(key), autocast(value)
         call = call_of(rows, pattern, parallel, cu_seqlens, scale, backend, return_lse, heads_held, num_heads)
         check_cache(cache, call, query, key, parallel, cu_seqlens, lengths)

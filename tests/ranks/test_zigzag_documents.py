@@ -117,7 +117,8 @@ def check_loss(parallel):
 
 
 def refusals(rank, parallel):
-    borders, other, x = borders_of((10, 14)), borders_of((12, 12)), randn(1, 24, 2, 4)
+    borders, other, third, x = *map(borders_of, ((10, 14), (12, 12), (9, 15))), randn(1, 24, 2, 4)
+    marked = parallel.shard(x, cu_seqlens=third)
     local = parallel.shard(x, cu_seqlens=borders).clone()
     pattern = PATTERNS[0]
     return [
@@ -131,6 +132,8 @@ def refusals(rank, parallel):
         message_of(lambda: DilatedCache.gather(parallel, local, local, pattern, 2)),
         message_of(lambda: dilated_attention(local, local, local, pattern, parallel=parallel)),
         message_of(lambda: dilated_attention(local, local, local, pattern, parallel=parallel, cu_seqlens=other)),
+        message_of(lambda: dilated_attention(marked, local, local, pattern, parallel=parallel, cu_seqlens=borders)),
+        message_of(lambda: parallel.unshard(marked, cu_seqlens=borders)),
     ]
 
 
@@ -138,7 +141,9 @@ def refusals(rank, parallel):
 def test_ranks_compute_the_definition_and_refuse_alike(world_size):
     said = run(world_size, rank_computes)
     needs, unlike, unknown = "needs cu_seqlens, the same on every rank", "disagree on cu_seqlens", "of no sequence that"
+    cut_otherwise = "computes with it and with the same cu_seqlens"
     for messages in said:
         expected_parts = [needs, needs, unlike, needs, unknown, needs, needs, needs, needs, unknown]
+        expected_parts += [cut_otherwise, cut_otherwise]
         for message, part in zip(messages, expected_parts, strict=True):
             assert part in message

@@ -183,7 +183,7 @@ class MultiheadDilatedAttention(nn.Module):
         """
         try:
             self._check_inputs(query, key, value)
-            check_cuts(self.parallel, query=query, key=key, value=value)
+            check_cuts(self.parallel, cu_seqlens, query=query, key=key, value=value)
             self._check_masks(need_weights, attn_mask, is_causal, key_padding_mask)
             self._check_documents(query, key_padding_mask, cu_seqlens, cache, lengths)
             self._check_positions(positions, query, cache)

@@ -268,7 +268,7 @@ class LongNetLM(nn.Module):
         """The documents of all ranks. A ValueError on every rank if the tokens or borders of one rank do not fit."""
         failure = why_no_tokens(tokens_BN, "vocab_size", self.config.vocab_size)
         if self.parallel is not None:
-            failure = failure or why_foreign("tokens", tokens_BN, self.parallel.ranks)
+            failure = failure or why_foreign("tokens", tokens_BN, self.parallel.ranks, cu_seqlens)
         return agree_on_documents(
             "LongNetLM", tokens_BN, parallel=self.parallel, cu_seqlens=cu_seqlens, failure=failure
         )

@@ -190,7 +190,7 @@ class ContextParallel:
         self.ranks.check_all_here("unshard")
         with self.ranks.refusing():
             check_dim("unshard", x, dim)
-            if failure := why_foreign("the tensor", x, self.ranks):
+            if failure := why_foreign("the tensor", x, self.ranks, cu_seqlens):
                 raise ValueError(failure)
             borders = borders_of(cu_seqlens)
         fields = {**rows_fields("unshard", x, dim), "cu_seqlens": shown(borders)}

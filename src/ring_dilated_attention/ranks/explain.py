@@ -47,7 +47,7 @@ def explain(
     Raises:
         ValueError: where `dilated_attention` would raise one.
     """
-    check_cuts(parallel, query=query, key=key, value=value)
+    check_cuts(parallel, cu_seqlens, query=query, key=key, value=value)
     query, key, value = rows = autocast(query), autocast(key), autocast(value)
     call = call_of(rows, pattern, parallel, cu_seqlens, None, backend, False, None, None)
     kernel = choose(backend, query)

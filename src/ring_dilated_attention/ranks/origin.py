@@ -5,12 +5,14 @@ The mark is an attribute of the tensor; copy, pickle and torch.save keep it. The
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..plan.sharding import BY_DOCUMENT, Shard, shard_length
+from ..plan.sharding import BY_DOCUMENT, Shard, documents_of, shard_length
+from .call import borders_of
 from .ranks import Ranks
 
 _MARK = "ring_dilated_attention_origin"
@@ -56,21 +58,27 @@ def origin_of(x: object) -> Origin | None:
     return None if mark is None else Origin(*mark)
 
 
-def why_foreign(name: str, x: object, ranks: Ranks) -> str | None:
+def why_foreign(name: str, x: object, ranks: Ranks, cu_seqlens: object = None) -> str | None:
     """Why a tensor cannot be this rank's rows, or None. A tensor without a mark can be."""
     origin = origin_of(x)
-    if origin is None or _is_own(origin, ranks):
+    if origin is None or _is_own(origin, ranks, cu_seqlens):
         return None
+    same = " and with the same cu_seqlens" if ranks.cut.sharding == BY_DOCUMENT else ""
     here = "one rank alone" if ranks.world_size == 1 else f"rank {ranks.rank} of {ranks.world_size}"
     return (
         f"{name} is {origin}; this context is of {here} and cuts {ranks.cut.sharding}. Cut the whole with the context "
-        "that computes with it: parallel.shard or parallel.shard_batch"
+        f"that computes with it{same}: parallel.shard or parallel.shard_batch"
     )
 
 
-def _is_own(origin: Origin, ranks: Ranks) -> bool:
+def _is_own(origin: Origin, ranks: Ranks, cu_seqlens: object = None) -> bool:
     if len(origin.lengths) != ranks.world_size or ranks.cut.lengths not in (None, origin.lengths):
         return False
-    if BY_DOCUMENT in (origin.sharding, ranks.cut.sharding):  # `Ranks.shards` compares the documents
-        return origin.sharding == ranks.cut.sharding and origin.rank == ranks.rank
-    return ranks.shards(origin.lengths)[ranks.rank] == origin.shard
+    if BY_DOCUMENT not in (origin.sharding, ranks.cut.sharding):
+        return ranks.shards(origin.lengths)[ranks.rank] == origin.shard
+    if origin.sharding != ranks.cut.sharding or origin.rank != ranks.rank:
+        return False
+    with suppress(ValueError):  # what is wrong with the borders themselves is said elsewhere, on all ranks
+        documents = documents_of(borders_of(cu_seqlens), whole := sum(origin.lengths))
+        return ranks.shards(ranks.lengths_of(whole, documents), documents)[ranks.rank] == origin.shard
+    return True

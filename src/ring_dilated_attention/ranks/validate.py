@@ -18,11 +18,11 @@ from .origin import origin_of, why_foreign
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def check_cuts(parallel: ContextParallel | None, **tensors: object) -> None:
+def check_cuts(parallel: ContextParallel | None, cu_seqlens: object, **tensors: object) -> None:
     """Raise ValueError for a shard that `parallel` would cut otherwise. Warn of a shard if `parallel` is None."""
     for name, x in tensors.items():
         if isinstance(parallel, ContextParallel):
-            if failure := why_foreign(name, x, parallel.ranks):
+            if failure := why_foreign(name, x, parallel.ranks, cu_seqlens):
                 raise ValueError(f"{failure}.")
         elif parallel is None and (origin := origin_of(x)) is not None:
             text = f"{name} is {origin}, and without parallel= it is taken for a whole sequence."
