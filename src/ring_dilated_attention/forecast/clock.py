@@ -34,7 +34,7 @@ class Hardware(NamedTuple):
 
     backward_flops_per_second: None means the rate of the forward.
     call_seconds: the time that every kernel call takes in addition, whatever its size.
-    handshake_seconds: as measured, for any number of ranks. None means one latency for each round.
+    handshake_seconds: of the first round, as measured. None means a latency, which each further round takes too.
     gpus_per_host: the ranks of a host. None: there is one network, and host_... are not read.
     host_bytes_per_second, host_latency_seconds: of messages inside a host.
     """
@@ -70,9 +70,9 @@ class Hardware(NamedTuple):
 
     def handshake(self, num_ranks: int) -> float:
         """Seconds in which the first `num_ranks` ranks hear of each other."""
-        if self.handshake_seconds is not None:
-            return self.handshake_seconds
-        return (num_rounds(num_ranks) if goes_in_rounds(num_ranks) else 1) * self.network(0, num_ranks - 1)[1]
+        latency = self.network(0, num_ranks - 1)[1]
+        first = latency if self.handshake_seconds is None else self.handshake_seconds
+        return first + (num_rounds(num_ranks) - 1 if goes_in_rounds(num_ranks) else 0) * latency
 
 
 class RankTime(NamedTuple):

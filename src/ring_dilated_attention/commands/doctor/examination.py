@@ -288,7 +288,8 @@ def hardware_of(everyone: list[dict[str, Any]]) -> Hardware:
     handshake = max(x["handshake_seconds"] + y["around_seconds"] for x, y in zip(measured, rates, strict=True))
     # If others use the machine, the small message may have taken about as long as the large one. Then do not subtract.
     bandwidth = LARGE / (large - small) if large > 2 * small else LARGE / large
-    return Hardware(forward, bandwidth, small, backward, call, handshake)
+    further = Hardware(forward, bandwidth, small, handshake_seconds=0.0).handshake(len(everyone))  # its other rounds
+    return Hardware(forward, bandwidth, small, backward, call, max(handshake - further, 0.0))
 
 
 def pairs_of(everyone: list[dict[str, Any]]) -> list[tuple[int, int, float]]:
