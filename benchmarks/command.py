@@ -16,6 +16,7 @@ from ring_dilated_attention.training.files import check_mine
 from . import (
     before,
     billion,
+    connections,
     crossover,
     deep,
     device,
@@ -64,6 +65,7 @@ CASES: dict[str, ModuleType] = {
     "ranks": ranks,
     "sent": sent,
     "handshake": handshake,
+    "connections": connections,
     "overlap": overlap,
     "hosts": hosts,
     "error": error,

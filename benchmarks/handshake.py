@@ -110,7 +110,9 @@ def _in_rounds(link: GroupLink) -> None:
 
 
 def _all_to_all(link: GroupLink) -> None:
-    link.all_to_all(RECORD, "the benchmark")
+    others = [peer for peer in range(link.world_size) if peer != link.rank]
+    come = [(torch.empty_like(RECORD), peer) for peer in others]
+    link._meet([(RECORD, peer) for peer in others], come, "the benchmark")
 
 
 WAYS: dict[str, Callable[[GroupLink], None]] = {"rounds": _in_rounds, "all to all": _all_to_all}

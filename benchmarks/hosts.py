@@ -192,7 +192,7 @@ def _measure(setup: Setup, parallel: ContextParallel) -> Measured:
     forward, backward = (statistics.median(x) for x in zip(*times[1:], strict=True))
     inner = tuple(seconds(swap(inside, n)) for n in (SMALL_BYTES, chunk)) if size > 1 else (0.0, 0.0)
     mine = (forward, backward, seconds(lambda: _meet(parallel)), seconds(swap(across, SMALL_BYTES)), *inner)
-    everyone = link.all_to_all(torch.tensor(mine, dtype=torch.float64), "the exchange of what was measured")
+    everyone = link.records(torch.tensor(mine, dtype=torch.float64), "the exchange of what was measured")
     forward, backward, handshake, small_across, small, large = torch.stack(everyone).amax(0).tolist()
     return Measured(forward, backward, handshake, small_across, (small, large))
 

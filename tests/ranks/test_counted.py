@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import run
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -12,7 +13,9 @@ from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.plan.sizes import Sizes
+from ring_dilated_attention.ranks import link
 from ring_dilated_attention.ranks.link import GroupLink
+from ring_dilated_attention.reference import dilated_attention_reference
 
 # pattern, query heads, key/value heads, dtype, sharding
 CASES = [
@@ -113,3 +116,44 @@ def test_a_counter_sees_what_is_not_planned():
         assert counter.pairs > plan.pairs
     finally:
         counter.restore()
+
+
+SPARSE = DilatedPattern((60,), (16,))  # 4 ranks of 15 positions: most phases have a row or none on a rank
+
+
+def rank_joins(rank, world_size, largest):
+    """How many messages were sent, by post and peer, if those of at most `largest` bytes are joined."""
+    sent, post, batch_isend_irecv, moments = {}, GroupLink._post, dist.batch_isend_irecv, []
+
+    def noted_post(link, messages, moment):
+        moments.append(moment)
+        return post(link, messages, moment)
+
+    def counted_batch(ops):
+        for op in ops:
+            if op.op is dist.isend and "hop" in moments[-1]:
+                posted = len(moments), op.peer
+                sent[posted] = sent.get(posted, 0) + 1
+        return batch_isend_irecv(ops)
+
+    GroupLink._post, dist.batch_isend_irecv, link._SHORT_BYTES = noted_post, counted_batch, largest
+    cp = ContextParallel(exchange="ring")
+    torch.manual_seed(0)
+    whole = [torch.randn(2, 60, 16, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    local = [cp.shard(x) for x in whole]
+    out = cp.unshard(dilated_attention(*local, SPARSE, parallel=cp))
+    out.square().sum().backward()
+    exact = dilated_attention_reference(*whole, SPARSE)[0]
+    gradients = torch.autograd.grad(exact.square().sum(), whole)
+    torch.testing.assert_close(out, exact)
+    for x, gradient in zip(whole, gradients, strict=True):
+        torch.testing.assert_close(x.grad, gradient)
+    return sent
+
+
+def test_short_messages_of_a_hop_travel_as_one():
+    """Catches messages that are not joined, or joined by ranks in different ways."""
+    for apart, joined in zip(run(4, rank_joins, -1), run(4, rank_joins, 2**16), strict=True):
+        assert apart.keys() == joined.keys()
+        assert max(apart.values()) > 1
+        assert set(joined.values()) == {1}

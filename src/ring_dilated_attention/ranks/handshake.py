@@ -44,7 +44,7 @@ def _raise_alike(control: GroupLink, fields: dict[str, object], failure: str | N
     """Find the words for what is wrong: a rank refuses, or a field differs."""
     assert len(fields) <= _NUM_FIELDS, "records of two lengths would meet"
     marks = [*map(_fingerprint, fields.values()), *[0] * (_NUM_FIELDS - len(fields))]
-    records = control.all_to_all(torch.tensor([failure is not None, *marks], device="cpu"), moment)
+    records = control.records(torch.tensor([failure is not None, *marks], device="cpu"), moment)
     table = torch.stack(records).tolist()
     if any(row[0] for row in table):
         found = zip(control.members, control.texts(failure or "", moment), strict=True)

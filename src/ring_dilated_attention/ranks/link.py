@@ -20,6 +20,7 @@ from .last_words import LastWords, Words
 from .watching import Handle, Progress, Sentinel, Watcher, start_thread, with_threads
 
 _WATCH_SECONDS, _GRACE_SECONDS = 0.1, 1.0
+_SHORT_BYTES = 64 * 1024  # messages to one peer that are no longer travel as one
 _UNUSED_TAG = 1  # every message has tag 0
 Addressed = Sequence[tuple[Tensor, int]]  # tensors, each with its peer
 _Message = tuple[Callable[..., dist.Work | None], Tensor, int, str]  # isend or irecv, what, peer, what an error says
@@ -50,7 +51,7 @@ class GroupPending:
     moment: str
     handles: list[Handle] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
-    host_copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # what is received, and where it arrives
     posted: float = field(default_factory=time.perf_counter)
     progress: Progress | None = None  # while waits are recorded, a thread updates it from the start
 
@@ -60,10 +61,10 @@ class GroupPending:
         start = time.perf_counter()
         self.link.wait_for(self)
         self.handles.clear()
-        for tensor, host in self.host_copies:
-            tensor.copy_(host, non_blocking=True)
+        for tensor, arrived in self.copies:
+            tensor.copy_(arrived, non_blocking=True)
         self.tensors.clear()
-        self.host_copies.clear()
+        self.copies.clear()
         if self.link.waits is not None:
             end = time.perf_counter()
             arrived = end if self.progress is None else self.progress.end
@@ -89,6 +90,7 @@ class GroupLink:
         self._pending: weakref.WeakSet[GroupPending] = weakref.WeakSet()
         self._watcher: Watcher | None = None
         self._sentinels: dict[int, Sentinel] = {}  # by peer
+        self.used: set[int] = set()  # the peers that this rank has connections with: gloo opens them on first use
         self.waits: list[WaitTimes] | None = None  # None unless waits are recorded
 
     def open(self) -> None:
@@ -104,7 +106,7 @@ class GroupLink:
         self.rank = self.order.index(dist.get_rank(self.group))
 
     def on_gloo(self, x: Tensor) -> bool:
-        """Whether gloo sends a tensor. It also sends for devices without a transport in this group (`_on_host`)."""
+        """Whether gloo sends a tensor. It also sends for devices without a transport in this group (`_as_one`)."""
         return self.backends.get(x.device.type, "gloo") == "gloo"
 
     def wait_for(self, pending: GroupPending) -> None:
@@ -135,6 +137,8 @@ class GroupLink:
         if peer not in self._sentinels:
             self._sentinels[peer] = Sentinel(partial(self._receive_nothing, peer))
         error = self._sentinels[peer].error
+        if error is None and self.last_words.left(self.members[handles[num_done].peer]):
+            error = RuntimeError("connection closed")  # before this rank used it for the first time
         # A peer may leave without an error after its last message. Its leaving may be seen before that message.
         if error is not None and not progress.ended.wait(_GRACE_SECONDS) and progress.num_done == num_done:
             self.fail(moment, *handles[num_done][1:], error)
@@ -178,15 +182,14 @@ class GroupLink:
         """Close gloo's connections.
 
         One receive that times out closes all of them. Abort, shutdown and destroying the group close none. Nobody sends
-        with the tag of this receive, because a message of another size would end the process. Every peer is tried,
-        because a receive over a broken connection does not time out.
+        with the tag of this receive, because a message of another size would end the process. Every peer that was used
+        is tried, because a receive over a broken connection does not time out. (For others it would open one.)
         """
         if self.backends.get("cpu") != "gloo":
             return
-        for peer in self.order:
-            if peer != self.order[self.rank]:
-                with suppress(RuntimeError):
-                    self._receive_nothing(peer).wait(timedelta(milliseconds=1))
+        for peer in self.used:
+            with suppress(RuntimeError):
+                self._receive_nothing(self.order[peer]).wait(timedelta(milliseconds=1))
 
     def _receive_nothing(self, peer: int) -> dist.Work:
         """A receive that nobody answers."""
@@ -240,8 +243,16 @@ class GroupLink:
             raise ExchangeError(f"this group has failed before ({self.failure}). Make a new ContextParallel.")
         pending = GroupPending(self, moment)
         self._pending.add(pending)
-        messages = [(op, self._on_host(x, op is dist.isend, pending), peer, deed) for op, x, peer, deed in messages]
+        joined: dict[tuple[object, ...], list[_Message]] = {}  # both ranks of a pair know the sizes, and join alike
+        for number, message in enumerate(messages):
+            op, x, peer, _ = message
+            joined.setdefault((op, peer, x.dtype, number if x.nbytes > _SHORT_BYTES else None), []).append(message)
+        messages = [
+            (same[0][0], self._as_one([x for _, x, *_ in same], same[0][0] is dist.isend, pending), *same[0][2:])
+            for same in joined.values()
+        ]
         pending.tensors = [x for _, x, _, _ in messages]
+        self.used |= {peer for *_, peer, _ in messages}
         on_gloo = all(map(self.on_gloo, pending.tensors))
         # On gloo messages are posted one by one, so that an error names one of them.
         for batch in [[message] for message in messages] if on_gloo else [messages]:
@@ -267,31 +278,43 @@ class GroupLink:
         """Whether host memory must carry a tensor: gloo cannot send CUDA tensors. (No GPU has run this.)"""
         return x.is_cuda and self.on_gloo(x)
 
-    def _on_host(self, x: Tensor, is_sent: bool, pending: GroupPending) -> Tensor:
-        """The tensor, or a pinned copy of it on the host. What arrives in a copy is copied back after the wait."""
-        if not self._needs_host(x):
-            return x
-        host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=torch.cuda.is_available())
-        if is_sent:
-            host.copy_(x)  # waits for the kernels that write x
-        else:
-            pending.host_copies.append((x, host))
-        return host
+    def _as_one(self, tensors: Sequence[Tensor], is_sent: bool, pending: GroupPending) -> Tensor:
+        """The tensor that travels for these: the only one, or a copy of all, on the host where gloo sends for a GPU.
+        What arrives in a copy is copied back after the wait."""
+        first, on_host = tensors[0], self._needs_host(tensors[0])
+        if len(tensors) == 1 and not on_host:
+            return first
+        device, pins = ("cpu", torch.cuda.is_available()) if on_host else (first.device, False)
+        sizes = [x.numel() for x in tensors]
+        one = torch.empty(sum(sizes), dtype=first.dtype, device=device, pin_memory=pins)
+        for x, part in zip(tensors, one.split(sizes), strict=True):
+            if is_sent:
+                part.copy_(x.view(-1))  # to the host: waits for the kernels that write x
+            else:
+                pending.copies.append((x.view(-1), part))
+        return one
 
-    def all_to_all(self, record: Tensor, moment: str) -> list[Tensor]:
+    def records(self, record: Tensor, moment: str) -> list[Tensor]:
         """Every rank's record (all of one shape and dtype). No rank returns before all ranks have entered.
 
         All messages are point to point, so that an error can name the rank that did not enter.
         """
-        records = [record if peer == self.rank else torch.empty_like(record) for peer in range(self.world_size)]
-        others = self._others()
-        self._meet([(record, peer) for peer in others], [(records[peer], peer) for peer in others], moment)
-        return records
+        if not goes_in_rounds(self.world_size):
+            records = [record if peer == self.rank else torch.empty_like(record) for peer in range(self.world_size)]
+            others = self._others()
+            self._meet([(record, peer) for peer in others], [(records[peer], peer) for peer in others], moment)
+            return records
+        known = record[None]  # at i: that of the i-th rank before this one
+        for to, source in rounds_of(self.rank, self.world_size):
+            come = torch.empty_like(known[: self.world_size - len(known)])
+            self._meet([(known[: len(come)], to)], [(come, source)], moment)
+            known = torch.cat([known, come])
+        return [known[(self.rank - peer) % self.world_size] for peer in range(self.world_size)]
 
     def largest(self, record: Tensor, moment: str) -> Tensor:
         """The largest of all ranks' records, entry by entry. No rank returns before all ranks have entered."""
         if not goes_in_rounds(self.world_size):
-            return torch.stack(self.all_to_all(record, moment)).amax(dim=0)
+            return torch.stack(self.records(record, moment)).amax(dim=0)
         for to, source in rounds_of(self.rank, self.world_size):
             other = torch.empty_like(record)
             self._meet([(record, to)], [(other, source)], moment)
@@ -312,7 +335,7 @@ class GroupLink:
         record = torch.zeros(1024, dtype=torch.uint8, device="cpu")
         encoded = text.encode(errors="backslashreplace")[: len(record)]  # a name may hold surrogates
         record[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")
-        return [bytes(r[r != 0].tolist()).decode(errors="replace") for r in self.all_to_all(record, moment)]
+        return [bytes(r[r != 0].tolist()).decode(errors="replace") for r in self.records(record, moment)]
 
     def all_gather(self, x: Tensor, lengths: Sequence[int], dim: int, moment: str) -> list[Tensor]:
         """All ranks' tensors, which differ only in their length along `dim`."""

@@ -1,5 +1,6 @@
 """Connects several processes that share sequences: their groups, in the order of ranks, and a call's handshake."""
 
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -30,6 +31,7 @@ class _EmptyGroup(dist.ProcessGroup):
 
 
 _EMPTY, _MOST_NAMES = "ring_dilated_attention_empty", 1000
+_LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 def _give_back(links: list[GroupLink]) -> None:
@@ -60,6 +62,21 @@ def _leave_empty_group() -> None:
 
 def _make_empty_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
     return _EmptyGroup(rank, world_size)  # type: ignore[call-arg]  # the stub knows torch's own classes alone
+
+
+@contextmanager
+def _connecting_on_use() -> Iterator[None]:
+    """Groups of gloo that are made meanwhile open a connection when it is first used, not all at once.
+
+    torch reads this variable whenever it makes a group, and `new_group` has no argument for it.
+    """
+    before = os.environ.get(_LAZY)
+    os.environ[_LAZY] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_LAZY]
+        os.environ |= {} if before is None else {_LAZY: before}
 
 
 class Processes(Ranks):
@@ -122,13 +139,14 @@ class Processes(Ranks):
     def _open(self, purpose: str, backend: str | None, members: list[int]) -> GroupLink:
         """A communicator of these global ranks, in this order."""
         try:
-            group = dist.new_group(
-                members,
-                timeout=self.timeout,
-                backend=backend,
-                use_local_synchronization=len(members) != dist.get_world_size(),
-                group_desc=f"ring_dilated_attention:{purpose}",
-            )
+            with _connecting_on_use():
+                group = dist.new_group(
+                    members,
+                    timeout=self.timeout,
+                    backend=backend,
+                    use_local_synchronization=len(members) != dist.get_world_size(),
+                    group_desc=f"ring_dilated_attention:{purpose}",
+                )
             self.name = self.name or f"context {group.group_name[:12]}"  # the first group's name, or a hash
             link = GroupLink(group, f"{purpose} of {self.name}", members, self.opened)
             link.open()
@@ -196,7 +214,7 @@ class Processes(Ranks):
         }
 
     def records(self, record: Tensor, moment: str) -> list[Tensor]:
-        return self.control.all_to_all(record, moment)
+        return self.control.records(record, moment)
 
     def gather(self, x: Tensor, lengths: Sequence[int], dim: int, moment: str) -> list[Tensor]:
         return self.all.all_gather(x, lengths, dim, moment)
