@@ -287,11 +287,11 @@ class GroupLink:
         device, pins = ("cpu", torch.cuda.is_available()) if on_host else (first.device, False)
         sizes = [x.numel() for x in tensors]
         one = torch.empty(sum(sizes), dtype=first.dtype, device=device, pin_memory=pins)
-        for x, part in zip(tensors, one.split(sizes), strict=True):
+        for x, piece in zip(tensors, one.split(sizes), strict=True):
             if is_sent:
-                part.copy_(x.view(-1))  # to the host: waits for the kernels that write x
+                piece.copy_(x.view(-1))  # to the host: waits for the kernels that write x
             else:
-                pending.copies.append((x.view(-1), part))
+                pending.copies.append((x.view(-1), piece))
         return one
 
     def records(self, record: Tensor, moment: str) -> list[Tensor]:
