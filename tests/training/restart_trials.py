@@ -118,7 +118,8 @@ class Job:
         if self.launcher == "rda":
             commands = [[*words, "--ranks", str(self.num_ranks), "--restarts", str(self.size.restarts)]]
         elif self.launcher == "torchrun":
-            run = f"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts {self.size.restarts}"
+            run = f"-m torch.distributed.run --standalone --nproc-per-node {self.num_ranks}"
+            run += f" --max-restarts {self.size.restarts}"
             commands = [[*run.split(), *words]]
         else:
             port = free_port()
