@@ -152,6 +152,7 @@ def test_three_starts_end_a_run_whichever_of_two_torchruns_counted_them(tmp_path
         said = "run: 3 starts in a row ended without a first checkpoint"
         assert job.wait_until(lambda: said in job.said.read_text(), seconds=20), job.said.read_text()
     finally:
+        job.ranks()  # to be ended as well
         job.clear()
 
 
