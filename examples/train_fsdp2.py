@@ -99,7 +99,10 @@ def load(folder: Path) -> int:
     for x in model.parameters():
         zeros = {field: torch.zeros_like(x) for field in ("exp_avg", "exp_avg_sq")}
         optimizer.state[x] = {"step": torch.zeros(()), **zeros}
-    dcp.load(tensors(), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    try:
+        dcp.load(tensors(), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    except dcp.CheckpointException as error:  # on all ranks
+        raise SystemExit(f"{folder} does not fit this model: {next(iter(error.failures.values()))[0]}") from None
     return int(next(iter(optimizer.state.values()))["step"])
 
 
@@ -111,11 +114,17 @@ def save(folder: Path) -> None:
     dist.barrier()
     dcp.save(tensors(), storage_writer=dcp.HuggingFaceStorageWriter(str(unfinished), save_distributed=True))
     if dist.get_rank() == 0:
+        flush(unfinished)
         unfinished.rename(folder)
-        descriptor = os.open(folder.parent, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        flush(folder.parent)
         print(f"wrote {folder}")
+
+
+def flush(folder: Path) -> None:
+    """Let the names in a folder be on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 dist.init_process_group()

@@ -1,4 +1,8 @@
-"""Runs a function where the disk seems to be full, in a process of its own: the limit would hit pytest's output too."""
+"""Runs a function where no file may grow large, as if the disk were full.
+
+It has a process of its own: the limit would hit pytest's output too. The system says "File too large" then, and "No
+space left on device" if the disk is really full. `restart_trials.py` fills a real one.
+"""
 
 import os
 import resource
@@ -13,7 +17,7 @@ from distributed import START
 
 def on_a_full_disk(num_bytes: int, function: Callable[..., Any], *args: Any, seconds: float = 60) -> tuple[Any, str]:
     """What function(*args) returned, and what it and its processes wrote to stderr, where no file may grow beyond so
-    many bytes: what the system says then is what it says of a full disk. `function` must be importable."""
+    many bytes. `function` must be importable."""
     ours, theirs = START.Pipe(duplex=False)
     process = START.Process(target=_fill, args=(theirs, os.getcwd(), num_bytes, function, args))
     process.start()

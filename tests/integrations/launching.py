@@ -18,7 +18,7 @@ TRAIN = "train --seq-len 48 --embed-dim 16 --num-heads 2 --segment-lengths 8 48 
 TRAIN += "--held-out-bytes 96 --save-every 5 --steps 40 --timeout 20 --data text.txt --run-folder run"
 # Each task of a step is a process that Slurm starts with its number. `scontrol` prints the names of hosts.
 STAND_INS = {
-    "srun": 'shift 2\nfor task in 0 1; do "$@" & done\nwait -n\nwait -n\n',
+    "srun": 'shift 3\nfor task in 0 1; do "$@" & done\nwait -n\nwait -n\n',
     "scontrol": "printf 'localhost\\nlocalhost\\n'\n",
 }
 
@@ -126,6 +126,7 @@ def test_slurm_with_stand_ins(tmp_path):
         (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{content}")
         (tmp_path / "bin" / name).chmod(0o755)
     variables = {"SLURM_JOB_NODELIST": "two", "SLURM_JOB_ID": free_port(), "SLURM_JOB_NUM_NODES": "2"}
+    variables |= {"SLURM_CPUS_PER_TASK": "1", "RANKS": "1"}
     with ExitStack() as stack:
         assert start(stack, "slurm.sh", TRAIN, **variables).wait(180) == 0, said()
     check_complete(2)
@@ -133,7 +134,7 @@ def test_slurm_with_stand_ins(tmp_path):
 
 @pytest.mark.skipif(shutil.which("sbatch") is None, reason="Slurm is not installed: its parser has not read slurm.sh")
 def test_slurm_by_its_parser():
-    """A cluster without two hosts and GPUs refuses the job, once its parser has read the file."""
+    """A cluster without two such hosts refuses the job, once its parser has read the file."""
     words = ["sbatch", "--test-only", LAUNCH / "slurm.sh", "doctor"]
     said = subprocess.run(words, capture_output=True, text=True, check=False).stderr
     assert "sbatch: Job " in said or "allocation failure" in said or "generic resource" in said, said

@@ -50,7 +50,7 @@ FORKED = ("train_fsdp2",)
 preload("torch.distributed.fsdp", "torch.distributed.checkpoint")
 # These have more to show than 40 lines.
 LINES = {
-    "train_fsdp2": 147,
+    "train_fsdp2": 156,
     "convert_dense": 60,
     "train_fabric": 60,
     "train_hugging_face_long": 60,
@@ -116,6 +116,7 @@ def test_runs_in_a_minute(example, tmp_path):
         [(norm, expected)] = re.findall(r"first gradient ([\d.]+); on one rank ([\d.]+)", output)
         assert float(norm) == pytest.approx(float(expected), rel=1e-4)
         check_parts(tmp_path / "saved" / "step-000015", output)
+        check_read_again(tmp_path, float(re.findall(r"step 15: loss ([\d.]+)", output)[0]))
     losses = [float(x) for x in re.findall(r"loss'?:? '?([\d.]+)", output)]
     assert len(losses) >= 3
     assert losses[-1] < losses[0] - 0.3
@@ -141,6 +142,27 @@ def check_parts(checkpoint, output):
     last = float(re.findall(r"step 15: loss ([\d.]+)", output)[0])
     tokens = (torch.arange(128)[None] * 7) % 256
     assert model(tokens).item() == pytest.approx(last, abs=0.3)  # a step later, of another sample
+
+
+def narrow_rank(rank, world_size, *args):
+    def narrow(*lengths_and_rates, **options):
+        return LongNetConfig(*lengths_and_rates, **{**options, "embed_dim": 32})
+
+    with mock.patch("ring_dilated_attention.models.LongNetConfig", narrow), pytest.raises(SystemExit) as caught:
+        rank_runs(rank, world_size, *args)
+    return str(caught.value)
+
+
+def check_read_again(folder, last):
+    """What four processes wrote, three go on with. A model of another width is refused in a sentence."""
+    words = ("--seq-len", "128", "--steps", "5", "--checkpoints", "saved")
+    for said in run(2, narrow_rank, "train_fsdp2", words, folder):
+        assert re.fullmatch(r"saved/step-000015 does not fit this model: Size mismatch between saved .* for .*", said)
+    output = run(3, rank_runs, "train_fsdp2", words, folder)[0]
+    assert "wrote saved/step-000020" in output
+    [(step, loss)] = re.findall(r"step (\d+): loss ([\d.]+)", output)
+    assert int(step) == 20
+    assert float(loss) < last  # a model from the seed has more after five steps
 
 
 @pytest.mark.parametrize("example", [*CASES])

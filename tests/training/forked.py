@@ -1,6 +1,8 @@
 """`rda train` whose processes are forked from one that has imported what they need: a trial takes a second, not ten."""
 
+import ctypes
 import os
+import runpy
 import signal
 import sys
 import threading
@@ -12,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from distributed import START, preload
+from distributed import PR_SET_PDEATHSIG, START, preload
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from tqdm import tqdm
 
@@ -89,19 +91,21 @@ def _launcher(words: Sequence[str], said: str, environment: dict[str, str], fold
 
 
 def _rank(words: Sequence[str]) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)  # only ranks that torchrun forks are told when it dies
     if code := _main(words, {}):
         sys.exit(code)
 
 
 def _torchrun(words: Sequence[str], said: str, environment: dict[str, str], folder: str) -> None:
-    """`torchrun --standalone`, by its API: the ranks are forked."""
+    """torchrun, by its API: the ranks are forked."""
     from torch.distributed import run
     from torch.distributed.launcher.api import elastic_launch
 
     _saying_to(said, folder)
     os.environ |= environment
     config, _, more = run.config_from_args(run.parse_args(["--start-method", "fork", *words]))
-    config.rdzv_backend, config.rdzv_endpoint = "c10d", "localhost:0"
+    if "--standalone" in words:
+        config.rdzv_backend, config.rdzv_endpoint = "c10d", "localhost:0"
     try:
         elastic_launch(config, _rank)(more[more.index("train") :])
     except ChildFailedError:
@@ -109,13 +113,21 @@ def _torchrun(words: Sequence[str], said: str, environment: dict[str, str], fold
     os._exit(0)
 
 
+def _store(words: Sequence[str], said: str, environment: dict[str, str], folder: str) -> None:
+    _saying_to(said, folder)
+    sys.argv = list(words)
+    runpy.run_path(words[0])
+
+
 class ForkedLauncher:
-    """The launcher: `restart_trials.started`, for a command of `rda train --ranks` or of torchrun."""
+    """The launcher: `restart_trials.started`, for a command of `rda train --ranks`, of torchrun, or of a store."""
 
     def __init__(self, words: Sequence[str], said: Path, environment: dict[str, str]) -> None:
-        # The first two words are -m and the module of the command.
-        args = (words[2:], str(said), environment, os.getcwd())
-        if words[1] == "torch.distributed.run":
+        # The first two words are -m and the module of the command. A store has its file and a port.
+        args = (words[2:] if words[0] == "-m" else words, str(said), environment, os.getcwd())
+        if words[0] != "-m":
+            self._process = START.Process(target=_store, args=args)
+        elif words[1] == "torch.distributed.run":
             self._process = START.Process(target=_torchrun, args=args)
         else:
             self._process = START.Process(target=_launcher, args=(*args, 1.0))

@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -73,6 +74,8 @@ class Trial(NamedTuple):
 
     outcome: "went on", or "the same command went on".
     ended: the seconds until no process was left whose launcher was killed.
+    alone: whether one rank of two went on without the other.
+    disk: "full", or "limit" if files were given a limit instead.
     """
 
     kind: str
@@ -81,6 +84,9 @@ class Trial(NamedTuple):
     seconds: float
     ended: float | None
     complaints: list[str]
+    is_sharded: bool
+    alone: bool
+    disk: str | None
 
 
 class Result(NamedTuple):
@@ -111,6 +117,7 @@ class Job:
         self.said_before = 0  # how many bytes had been said when a rank was first seen
         self.has_lost_head, self.steps_left = False, 0  # at the moment when it lost it
         self.store: Process | None = None
+        self.disk: str | None = None  # how it was full
 
     def begin(self) -> None:
         size = f"--steps {self.size.steps} --timeout {self.size.timeout}"
@@ -118,7 +125,8 @@ class Job:
         if self.launcher == "rda":
             commands = [[*words, "--ranks", str(self.num_ranks), "--restarts", str(self.size.restarts)]]
         elif self.launcher == "torchrun":
-            run = f"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts {self.size.restarts}"
+            run = f"-m torch.distributed.run --standalone --nproc-per-node {self.num_ranks}"
+            run += f" --max-restarts {self.size.restarts}"
             commands = [[*run.split(), *words]]
         else:
             port = free_port()
@@ -148,6 +156,8 @@ class Job:
         while any(head.poll() is None for head in self.heads) and time.monotonic() < deadline:
             self.ranks()
             time.sleep(0.05)
+            if self.disk == "full":
+                self.fill_disk()  # an older checkpoint may have gone
         codes = [head.poll() for head in self.heads]
         self.kill(head.pid for head in self.heads if head.poll() is None)
         return codes
@@ -176,6 +186,20 @@ class Job:
         while lost.poll() is None:  # until then its ranks are no orphans
             time.sleep(0.001)
 
+    def lose_disk(self, rank: int) -> None:
+        """Let the disk be full, if `run` is a small one of its own. Else no file of this rank may grow much."""
+        self.disk = "full" if Path("run").is_mount() else "limit"
+        if self.disk == "full":
+            self.fill_disk()
+        else:
+            most = Path("run/metrics.jsonl").stat().st_size + 3_000
+            resource.prlimit(rank, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+
+    def fill_disk(self) -> None:
+        with suppress(OSError), Path("run/filler").open("ab", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+
     def orphans(self) -> list[int]:
         """The processes in the present folder that no living launcher has started."""
         heads = {head.pid for head in self.heads if head.poll() is None}
@@ -188,6 +212,7 @@ class Job:
         if self.store is not None:
             self.kill([self.store.pid])
             self.store = None
+        Path("run/filler").unlink(missing_ok=True)
         for head in self.heads:
             while head.poll() is None:
                 time.sleep(0.01)
@@ -252,17 +277,21 @@ def unfinished() -> list[Path]:
 
 
 def strike_writing(job: Job, rng: random.Random) -> bool:
-    """Kill the first rank while it writes. It is stopped before, and killed only if a write has begun and not ended."""
+    """Kill a rank during a write. Ranks are stopped before, and one is killed only if a write has begun and not ended.
+
+    With --fsdp each rank writes. Otherwise the first does, and the other waits for it.
+    """
     while job.wait_until(unfinished):
         time.sleep(rng.choice([0, rng.uniform(0, 0.02)]))
-        first = job.ranks()[:1]
-        job.kill(first, signal.SIGSTOP)
-        while any(state_of(pid) not in "TZ" for pid in first):
+        ranks = job.ranks()
+        job.kill(ranks, signal.SIGSTOP)
+        while any(state_of(pid) not in "TZ" for pid in ranks):
             time.sleep(0.001)
-        if unfinished():
-            job.kill(first)
-            return True
-        job.kill(first, signal.SIGCONT)  # it came too late: the next checkpoint
+        if is_struck := bool(unfinished()):
+            job.kill([rng.choice(ranks)])
+        job.kill(ranks, signal.SIGCONT)
+        if is_struck:
+            return True  # otherwise it came too late: the next checkpoint
     return False
 
 
@@ -274,8 +303,7 @@ def strike(job: Job, kind: str, rng: random.Random) -> bool:
     time.sleep(rng.uniform(0, 0.03))
     first, second = job.ranks()
     if kind == "disk":
-        most = Path("run/metrics.jsonl").stat().st_size + 3_000
-        resource.prlimit(first, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+        job.lose_disk(first)
     elif kind == "stop":
         job.kill([rng.choice([first, second])], signal.SIGSTOP)
     elif kind == "agent":
@@ -304,6 +332,8 @@ def run_trial(kind: str, job: Job, rng: random.Random, whole: Result) -> Trial:
     ended: float | None = None
     began, outcome = time.monotonic(), "went on"
     try:
+        if kind == "disk":
+            mount_small_disk()
         job.begin()
         if not strike(job, kind, rng):
             complaints.append("the fault never came")
@@ -326,25 +356,43 @@ def run_trial(kind: str, job: Job, rng: random.Random, whole: Result) -> Trial:
             job.clear()
             if newest_step() < kept:
                 complaints.append(f"the newest checkpoint was that of step {kept}, and is that of {newest_step()}")
+            disk, job.disk = job.disk, None
             job.begin()
             job.end()
+            job.disk = disk
+        said, first_alone = job.said.read_text(errors="replace"), step_alone()
+        complaints += judge(whole, result(), first_alone)
     finally:
         job.clear()
-    said = job.said.read_text(errors="replace")
-    complaints += judge(whole, result())
+        if Path("run").is_mount():
+            subprocess.run(["umount", "--lazy", "run"], check=True)
     if kind == "writing":
         complaints += [f"{path} was left" for path in Path("run").rglob("*") if "unfinished-" in str(path)]
     if complaints:
         complaints.append(said[-3000:])
-    return Trial(kind, launcher, outcome, time.monotonic() - began, ended, complaints)
+    seconds, is_sharded, is_alone = time.monotonic() - began, "--fsdp" in job.options, first_alone is not None
+    return Trial(kind, launcher, outcome, seconds, ended, complaints, is_sharded, is_alone, job.disk)
 
 
-def judge(whole: Result, found: Result | None) -> list[str]:
-    """What is wrong with a result. It must be equal to the bit, unless one of two agents went on alone."""
+def mount_small_disk() -> None:
+    """A disk of its own for the run, if this user may mount one."""
+    Path("run").mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", "run"]
+    if os.geteuid() or subprocess.run(words, capture_output=True, check=False).returncode:
+        Path("run").rmdir()
+
+
+def step_alone() -> int | None:
+    """The first step that one of two ranks did alone."""
+    path = Path("run/metrics.jsonl")
+    steps = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return next((i for i, step in enumerate(steps) if len(step["waited_seconds"]) == 1), None)
+
+
+def judge(whole: Result, found: Result | None, alone: int | None) -> list[str]:
+    """What is wrong with a result. It must be equal to the bit, unless one rank went on alone from some step."""
     if found is None:
         return ["the run is not complete"]
-    steps = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    alone = next((i for i, step in enumerate(steps) if len(step["waited_seconds"]) == 1), None)
     if alone is None:
         return [f"another {name}" for name in Result._fields if getattr(whole, name) != getattr(found, name)]
     complaints = []
@@ -425,6 +473,10 @@ def job_of(launcher: str, kind: str, size: Size = Size(), start: Callable[..., P
     return job
 
 
+def goes_sharded(kind: str, number: int) -> bool:
+    return kind == "fsdp" or (kind == "writing" and number % 2 == 1)
+
+
 def in_folder(folder: Path, function: Callable[..., Any], *args: Any) -> Any:
     before = Path.cwd()
     folder.mkdir()
@@ -436,16 +488,18 @@ def in_folder(folder: Path, function: Callable[..., Any], *args: Any) -> Any:
         shutil.rmtree(folder)
 
 
-def numbered_trial(folder: Path, seed: int, kind: str, whole: Result, number: int) -> Trial:
-    rng, job = random.Random(f"{seed} {kind} {number}"), job_of(launcher_of(kind, number), kind)
-    return in_folder(folder / f"trial-{number}", run_trial, kind, job, rng, whole)
+def numbered_trial(folder: Path, seed: int, kind: str, wholes: Sequence[Result], number: int) -> Trial:
+    """wholes: of a run without --fsdp, and of one with it."""
+    cut = goes_sharded(kind, number)
+    rng, job = random.Random(f"{seed} {kind} {number}"), job_of(launcher_of(kind, number), "fsdp" if cut else kind)
+    return in_folder(folder / f"trial-{number}", run_trial, kind, job, rng, wholes[cut])
 
 
 def is_record(file: Any) -> bool:
     return json_object(file.read(MOST_BYTES)).get("case") == "restarts"
 
 
-def record_of(rows: list[dict[str, Any]], seed: int) -> dict[str, Any]:
+def record_of(rows: list[dict[str, Any]], seed: int, at_once: int, seconds: float) -> dict[str, Any]:
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     return {
         "case": "restarts",
@@ -453,6 +507,8 @@ def record_of(rows: list[dict[str, Any]], seed: int) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None,
         "seed": seed,
+        "at_once": at_once,
+        "seconds": round(seconds),
         "hardware": hardware(),
         "versions": versions(),
         "rows": rows,
@@ -467,6 +523,9 @@ def row_of(kind: str, trials: Sequence[Trial]) -> dict[str, Any]:
         "launchers": {name: sum(x.launcher == name for x in trials) for name in sorted({x.launcher for x in trials})},
         "went_on": sum(trial.outcome == "went on" for trial in trials),
         "went_on_by_the_same_command": sum(trial.outcome != "went on" for trial in trials),
+        "with_fsdp": sum(trial.is_sharded for trial in trials),
+        "went_on_with_one_rank": sum(trial.alone for trial in trials),
+        "full_disks": sum(trial.disk == "full" for trial in trials),
         "failed": sum(bool(trial.complaints) for trial in trials),
         "median_seconds": round(statistics.median(trial.seconds for trial in trials), 1),
         "most_seconds_of_orphans": round(max(ended), 1) if ended else None,
@@ -499,6 +558,7 @@ def main() -> int:
     if arguments.record is not None:
         check_mine(arguments.record, is_record, "restart_trials.py")
     print(f"seed {arguments.seed}")
+    began = time.monotonic()
     rows: list[dict[str, Any]] = []
     with (
         tempfile.TemporaryDirectory(prefix="rda-trials-") as folder,
@@ -506,7 +566,7 @@ def main() -> int:
     ):
         wholes = [in_folder(Path(folder, "whole"), whole_result, job_of("rda", kind)) for kind in ("worker", "fsdp")]
         for kind in arguments.kinds:
-            one = partial(numbered_trial, Path(folder), arguments.seed, kind, wholes[kind == "fsdp"])
+            one = partial(numbered_trial, Path(folder), arguments.seed, kind, wholes)
             trials: list[Trial] = []
             for number, trial in enumerate(pool.map(one, range(arguments.number))):
                 launcher = trial.launcher
@@ -519,7 +579,8 @@ def main() -> int:
                 print(*(f"     {complaint}\n" for complaint in trial.complaints), sep="", end="", flush=True)
             rows.append(row_of(kind, trials))
             if arguments.record is not None:
-                arguments.record.write_text(json.dumps(record_of(rows, arguments.seed), indent=1) + "\n")
+                known = record_of(rows, arguments.seed, arguments.at_once, time.monotonic() - began)
+                arguments.record.write_text(json.dumps(known, indent=1) + "\n")
     return 1 if any(row["failed"] for row in rows) else 0
 
 

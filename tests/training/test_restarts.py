@@ -5,8 +5,10 @@ import json
 import os
 import random
 import re
+import signal
 import time
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from threading import Timer
@@ -18,7 +20,19 @@ import torch.distributed as dist
 from distributed import START
 from forked import ForkedLauncher
 from helpers import free_port
-from restart_trials import KINDS, OPTIONS, TEXT, Size, job_of, newest_step, result, run_trial, whole_result
+from restart_trials import (
+    KINDS,
+    OPTIONS,
+    TEXT,
+    Size,
+    is_running,
+    job_of,
+    newest_step,
+    processes,
+    result,
+    run_trial,
+    whole_result,
+)
 
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.commands.train import own
@@ -83,9 +97,63 @@ def test_a_run_that_is_struck_goes_on_to_the_bit_and_with_another_number_of_rank
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("worker", "two", "fsdp")])
 def test_one_of_each_fault(kind, whole, tmp_path, monkeypatch):
     """`two` is in the test above, with a launcher that is killed after it, and `worker` in the next one. `fsdp` takes
-    longer: it is in `make faults` alone."""
+    longer: it is in `make faults` alone. The test above kills rda's own launcher, `agent` a torchrun."""
     monkeypatch.chdir(tmp_path)
-    assert run_trial(kind, new_job(), random.Random(0), whole).complaints == []
+    job = new_job("torchrun" if kind == "agent" else "rda")
+    assert run_trial(kind, job, random.Random(0), whole).complaints == []
+
+
+def test_the_only_rank_of_a_torchrun_without_restarts_ends_with_it(tmp_path, monkeypatch):
+    """Catches one that trains alone, and on."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_bytes(TEXT)
+    job = job_of("torchrun", "worker", Size(steps=2000, restarts=0), ForkedLauncher)
+    job.num_ranks = 1
+    try:
+        job.begin()
+        assert job.wait_until(partial(is_running, job, 3)), job.said.read_text()
+        job.lose_head(random.Random(0))
+        deadline = time.monotonic() + 20
+        while job.orphans() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not job.orphans()
+    finally:
+        job.clear()
+    assert "saved at step" in job.said.read_text()
+
+
+def is_asked_to_end(pid):
+    """Whether a stopped process will get SIGTERM."""
+    [pending] = re.findall(r"ShdPnd:\t(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return int(pending, 16) >> (signal.SIGTERM - 1) & 1
+
+
+def test_three_starts_end_a_run_whichever_of_two_torchruns_counted_them(tmp_path, monkeypatch):
+    """A rank of the second one is killed after each start. The first one sees only that another takes part anew, and
+    does not count that."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_bytes(TEXT)
+    job, noted = job_of("two agents", "worker", Size(steps=10**4, restarts=5), ForkedLauncher), Path("run", STARTS_FILE)
+    job.options = ["--save-every", str(10**4)]
+    notes = [0]
+    try:
+        job.begin()
+        for _ in range(3):
+            assert job.wait_until(lambda: noted.exists() and noted.stat().st_mtime_ns != notes[-1]), (
+                job.said.read_text()
+            )
+            notes.append(noted.stat().st_mtime_ns)
+            job.ranks()
+            first, second = ([pid for pid, parent, _ in processes() if parent == head.pid] for head in job.heads)
+            job.kill(first, signal.SIGSTOP)  # or it fails, and its torchrun counts that if it sees it before the rest
+            job.kill(second)
+            assert job.wait_until(partial(is_asked_to_end, *first), seconds=10), job.said.read_text()
+            job.kill(first)
+        said = "run: 3 starts in a row ended without a first checkpoint"
+        assert job.wait_until(lambda: said in job.said.read_text(), seconds=20), job.said.read_text()
+    finally:
+        job.ranks()  # to be ended as well
+        job.clear()
 
 
 def test_torchrun_restarts_a_run(whole, tmp_path, monkeypatch):
@@ -165,16 +233,14 @@ def leave_checkpoint(step):
     (folder / STATE_FILE).write_text(_signed({}, {"run": "a", "step": step}))
 
 
-def ranks_are_killed(launched, checkpoints, monkeypatch):
+def ranks_are_killed(launched, checkpoints):
     """For `launch`: each start leaves one of these checkpoints. Ranks refuse to start without progress."""
     left = iter(checkpoints)
 
     def launch(command, num_ranks, lock, variables):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
         launched.append(num_ranks)
         try:
-            count_start(Path("run"))
+            count_start(Path("run"), anew=variables[RESTART] == "0")
         except ValueError as error:
             print(error)
             return Ended((2, 2), False, ("", ""))
@@ -199,7 +265,7 @@ def test_restarts_end(checkpoints, restarts, launches, code, said, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_bytes(TEXT)
     launched = []
-    launch = ranks_are_killed(launched, checkpoints, monkeypatch)
+    launch = ranks_are_killed(launched, checkpoints)
     monkeypatch.setattr("ring_dilated_attention.commands.train.launch", launch)
     assert main([*WORDS, "--ranks", "2", "--restarts", str(restarts)]) == code
     assert launched == [2] * launches
@@ -219,11 +285,10 @@ def test_what_is_not_started_again(ended, tmp_path, monkeypatch):
     assert launch.call_count == 1
 
 
-def start(number, monkeypatch):
+def start(number):
     """The start of a run by a launcher that has started ranks so often before. Whether it may train."""
-    monkeypatch.setenv(RESTART, str(number))
     try:
-        count_start(Path("run"))
+        count_start(Path("run"), anew=number == 0)
     except ValueError as error:
         assert str(error).startswith("run: 3 starts in a row ended without a ")  # noqa: PT017
         return False
@@ -234,9 +299,9 @@ def test_what_counts_is_starts_without_a_checkpoint_not_the_count_of_a_launcher(
     """Each torchrun counts its own restarts, and rank 0 may be of another one after each."""
     monkeypatch.chdir(tmp_path)
     leave_checkpoint(5)
-    assert [start(number, monkeypatch) for number in (0, 1, 7, 8)] == [True, True, True, False]
+    assert [start(number) for number in (0, 1, 7, 8)] == [True, True, True, False]
     leave_checkpoint(10)  # the torchrun that had restarted least goes on: its 2 is less than 7, and no repetition
-    assert [start(number, monkeypatch) for number in (9, 2, 3, 4)] == [True, True, True, False]
+    assert [start(number) for number in (9, 2, 3, 4)] == [True, True, True, False]
 
 
 def test_the_first_start_of_a_command_counts_anew(tmp_path, monkeypatch):
@@ -244,17 +309,16 @@ def test_the_first_start_of_a_command_counts_anew(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     leave_checkpoint(5)
     for _ in range(2):
-        assert [start(number, monkeypatch) for number in range(5)] == [True, True, True, False, False]
+        assert [start(number) for number in range(5)] == [True, True, True, False, False]
 
 
 @pytest.mark.parametrize("content", [b"", b"mine\n", b"\xff"])
 def test_a_file_of_somebody_else_counts_no_start(content, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(RESTART, "1")
     Path("run").mkdir()
     Path("run", STARTS_FILE).write_bytes(content)
     with pytest.raises(ValueError, match=r"was not made by rda train, and nothing is written over it"):
-        count_start(Path("run"))
+        count_start(Path("run"), anew=False)
 
 
 @pytest.mark.parametrize("content", ["", '{"run": "a", "bits_per_byte": 8.0, "step": 1}\n'])

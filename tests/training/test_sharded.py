@@ -138,6 +138,19 @@ def test_what_two_ranks_wrote_one_and_three_read_to_the_bit(written, tmp_path):
         assert all(numpy.array_equal(x.detach(), initial[name]) for initial, *_ in by_three)
 
 
+def misfit_rank(rank, world_size, checkpoint):
+    with pytest.raises(ValueError, match="does not fit") as caught:
+        load_checkpoint(checkpoint, *sharded_here(Hyperparameters(**{**vars(TINY), "embed_dim": 8})))
+    return str(caught.value)
+
+
+def test_what_does_not_fit_the_model_is_refused_in_a_sentence(written):
+    """On ranks that hold parts, although the part of a wider model may be as large as the whole of this one."""
+    checkpoint, _ = written
+    for said in run_ranks(3, misfit_rank, checkpoint):
+        assert re.fullmatch(rf"{checkpoint} does not fit the model: '\S+' is .* \(.*\), and the model's is .*\)", said)
+
+
 def test_a_run_goes_on_to_the_bit(tmp_path):
     """It comes to the losses that the same run has without --fsdp. Muon computes in bfloat16."""
     never, resumed = run_ranks(2, train_rank, tmp_path)[0]

@@ -97,6 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if RESTART in os.environ:  # also where a torchrun starts a single rank
+        end_with_launcher()  # before the seconds that the imports take
     if arguments.launched is not None or started().num_ranks > 1 or are_by_torchrun():
         return run_rank(arguments)
     run, num_ranks = prepare_checked(arguments), arguments.ranks or 1
@@ -209,7 +211,8 @@ def train_alone(arguments: argparse.Namespace, run: Run) -> int:
         from ..training.loop import train
 
     try:
-        with StopRequest(second_aborts=True) as stop:
+        # torchrun sends its rank once more what both got from the terminal.
+        with StopRequest(second_aborts=RESTART not in os.environ) as stop:
             timeout = timedelta(seconds=arguments.timeout)
             record = train(run, ContextParallel(exchange=arguments.exchange, timeout=timeout), stop)
     except (MemoryError, RuntimeError) as error:
@@ -223,13 +226,11 @@ def train_alone(arguments: argparse.Namespace, run: Run) -> int:
 
 def run_rank(arguments: argparse.Namespace) -> int:
     """Train in this process, which is one rank of several. If one rank refuses, all ranks do."""
-    if RESTART in os.environ:
-        end_with_launcher()  # before the seconds that the imports take
     with leaving_at_once("rda train"):
         import torch.distributed as dist
 
         from ..ranks.context import ContextParallel
-        from ..training.agreement import Refusal, agree, on_first, together
+        from ..training.agreement import Refusal, agree, on_first, together, values_of_all
         from ..training.loop import TrainingDiverged, train
         from ..training.meeting import join_ranks
 
@@ -253,7 +254,9 @@ def run_rank(arguments: argparse.Namespace) -> int:
             run = replace(run, folder=folder)
             agree(parallel, together(parallel, partial(fingerprint, run)))
             if are_meant(arguments):
-                on_first(parallel, partial(count_start, folder))
+                # Each torchrun counts its own ranks' failures alone. The first start of a command counts anew.
+                is_first = not any(values_of_all(parallel, os.environ.get(RESTART, "0") != "0"))
+                on_first(parallel, partial(count_start, folder, anew=is_first))
             with StopRequest(watch_stdin=arguments.launched is not None, is_rank=True) as stop:
                 record = train(run, parallel, stop)
                 if parallel.rank == 0:

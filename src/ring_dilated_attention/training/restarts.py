@@ -21,15 +21,12 @@ def are_meant(arguments: argparse.Namespace) -> bool:
     return arguments.restarts is not None or are_by_torchrun()
 
 
-def count_start(folder: Path) -> None:
-    """Note this start in the folder. Raise ValueError if MOST_STARTS before it left no new checkpoint.
-
-    The first start of a command counts anew: somebody gave it.
-    """
+def count_start(folder: Path, *, anew: bool) -> None:
+    """Note this start in the folder. Raise ValueError if MOST_STARTS before it left no new checkpoint."""
     newest, path = find_checkpoint(folder), folder / STARTS_FILE
     since = f"a checkpoint after {newest.name}" if newest else "a first checkpoint"
     notes = [f"{MAKER}: start {number} without {since}\n".encode() for number in range(1, MOST_STARTS + 1)]
-    noted = path.read_bytes() if os.environ.get(RESTART, "0") != "0" and path.exists() else b""
+    noted = path.read_bytes() if not anew and path.exists() else b""
     if noted == notes[-1]:
         raise ValueError(f"{folder}: {MOST_STARTS} starts in a row ended without {since}: mend what ended them first")
     note = notes[notes.index(noted) + 1 if noted in notes else 0]
