@@ -18,7 +18,7 @@ from ring_dilated_attention.commands.local_ranks import Launch, Worker, run_rank
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
-from ring_dilated_attention.plan.rounds import goes_in_rounds, rounds_of
+from ring_dilated_attention.plan.rounds import rounds_of
 from ring_dilated_attention.plan.sharding import Cut
 from ring_dilated_attention.ranks.context import ContextParallel
 from ring_dilated_attention.ranks.processes import Processes
@@ -76,8 +76,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
 
 def planned(rank: int, num_ranks: int, sizes: Sizes, pattern: DilatedPattern, sharding: str) -> int:
     """One socket for each group, for each rank that this one meets in handshakes, and for each peer of its plan."""
-    others = set(range(num_ranks)) - {rank}
-    met = set(chain(*rounds_of(rank, num_ranks))) if goes_in_rounds(num_ranks) else others
+    met = set(chain(*rounds_of(rank, num_ranks)))
     shards = Cut(sharding, num_ranks).shards_of((ROWS_PER_RANK,) * num_ranks)
     plan = make_plan(Job(pattern, shards, sizes.num_heads, sizes.num_heads), rank)
     messages = chain(*((*hop.sends, *hop.receives, *hop.grad_sends, *hop.grad_receives) for hop in plan.hops))

@@ -13,7 +13,7 @@ import torch
 from ring_dilated_attention.commands.errors import Squares
 from ring_dilated_attention.commands.local_ranks import Launch, Worker, run_ranks
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.rounds import goes_in_rounds, num_rounds, rounds_of
+from ring_dilated_attention.plan.rounds import num_rounds, rounds_of
 from ring_dilated_attention.ranks.context import ContextParallel
 from ring_dilated_attention.ranks.link import Addressed, GroupLink
 from ring_dilated_attention.ranks.processes import Processes
@@ -65,7 +65,6 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
             **settings.sizes.as_json(),
             "ranks": num_ranks,
             "messages": messages(num_ranks),
-            "in_rounds": goes_in_rounds(num_ranks),
             "gate": {"passed": True, "error": check_all_hear(num_ranks), "tolerance": 0},
         }
         if num_ranks in settings.timed:
@@ -101,12 +100,7 @@ def check_all_hear(num_ranks: int) -> int:
 
 
 def _in_rounds(link: GroupLink) -> None:
-    """`GroupLink.largest`, also where it does not go in rounds."""
-    record = RECORD
-    for to, source in rounds_of(link.rank, link.world_size):
-        other = torch.empty_like(record)
-        link._meet([(record, to)], [(other, source)], "the benchmark")
-        record = record.maximum(other)
+    link.largest(RECORD, "the benchmark")
 
 
 def _all_to_all(link: GroupLink) -> None:
@@ -139,7 +133,6 @@ def table(rows: list[dict[str, Any]]) -> str:
         "ranks",
         "messages per rank, in rounds",
         "to all others",
-        "used",
         "ms in rounds",
         "ms to all others",
     )
@@ -147,8 +140,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         sent, found = row["messages"], row.get("seconds")
         times = [_milliseconds(found[way]) if found else "" for way in WAYS]
-        used = "rounds" if row["in_rounds"] else "all to all"
-        lines.append((f"{row['ranks']:,}", *(f"{sent[way]:,}" for way in WAYS), used, *times))
+        lines.append((f"{row['ranks']:,}", *(f"{sent[way]:,}" for way in WAYS), *times))
     return (
         "Messages are counted, of one forward or backward whose lengths are those of the call before. Times are "
         "medians (least to most) of the slowest rank, between processes of one thread, each on a core of its own where "

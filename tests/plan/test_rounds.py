@@ -2,7 +2,7 @@
 
 import pytest
 
-from ring_dilated_attention.plan.rounds import goes_in_rounds, num_rounds, rounds_of
+from ring_dilated_attention.plan.rounds import num_rounds, rounds_of
 
 
 def heard(num_ranks, count=None):
@@ -26,15 +26,5 @@ def test_everybody_hears_of_everybody(num_ranks):
 
 
 def test_messages_are_as_few_as_was_counted():
-    """The counts that the rule states, and that it follows from them."""
-    for num_ranks, rounds, others in (
-        (1, 0, 0),
-        (2, 1, 1),
-        (3, 2, 2),
-        (4, 2, 3),
-        (5, 3, 4),
-        (8, 3, 7),
-        (4096, 12, 4095),
-    ):
+    for num_ranks, rounds in ((1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (4096, 12)):
         assert len(list(rounds_of(0, num_ranks))) == num_rounds(num_ranks) == rounds
-        assert goes_in_rounds(num_ranks) == (rounds < others)

@@ -10,7 +10,7 @@ Assumptions:
   receiver have posted it and both ways are free. For both sides it ends one latency after its last byte has left.
 - Hosts: consecutive ranks share a host. A message has the rates of the network inside its host, or between hosts.
 - Handshake: before each stage every rank waits for the slowest rank, and for one handshake. It takes one latency for
-  each of its rounds: ceil(log2 p) from 4 ranks on.
+  each of its ceil(log2 p) rounds.
 
 Every moment is therefore a maximum of sums of durations. So faster hardware never makes a step slower.
 """
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from ..plan.dealing import Dealing
 from ..plan.plan import Message, Plan
 from ..plan.program import make_program
-from ..plan.rounds import goes_in_rounds, num_rounds
+from ..plan.rounds import num_rounds
 from ..plan.sizes import Sizes
 from ..plan.step import STAGES, Compute, Deal, Post, Terms, Wait
 from .ledger import row_bytes
@@ -72,7 +72,7 @@ class Hardware(NamedTuple):
         """Seconds in which the first `num_ranks` ranks hear of each other."""
         latency = self.network(0, num_ranks - 1)[1]
         first = latency if self.handshake_seconds is None else self.handshake_seconds
-        return first + (num_rounds(num_ranks) - 1 if goes_in_rounds(num_ranks) else 0) * latency
+        return first + (num_rounds(num_ranks) - 1) * latency
 
 
 class RankTime(NamedTuple):

@@ -1,6 +1,7 @@
 """The rounds in which all ranks of a group learn what each of them says (dissemination), for any number of ranks.
 
-In round k a rank passes what it knows to the rank 2^k further on. By then it knows of 2^k ranks, itself included.
+In round k a rank passes what it knows to the rank 2^k further on. By then it knows of 2^k ranks, itself included. At 2,
+3, 4, 5 and 8 ranks a rank sends 1, 2, 2, 3 and 3 messages so. If it sent to all others, it would be 1, 2, 3, 4 and 7.
 """
 
 from collections.abc import Iterator
@@ -15,12 +16,3 @@ def rounds_of(rank: int, num_ranks: int) -> Iterator[tuple[int, int]]:
     """Whom a rank sends to, and from whom it receives, round by round."""
     for number in range(num_rounds(num_ranks)):
         yield (rank + 2**number) % num_ranks, (rank - 2**number) % num_ranks
-
-
-def goes_in_rounds(num_ranks: int) -> bool:
-    """Whether ranks meet in rounds, because that takes fewer messages than if each sends to all others.
-
-    The rule was counted, not timed. At 2, 3, 4, 5 and 8 ranks a rank sends 1, 2, 2, 3 and 3 messages in rounds, and 1,
-    2, 3, 4 and 7 to all others. Where both are equal, each sends to all others: then nobody waits twice.
-    """
-    return num_rounds(num_ranks) < num_ranks - 1

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..plan.rounds import goes_in_rounds, rounds_of
+from ..plan.rounds import rounds_of
 from ..run.link_contract import Messages
 from .last_words import LastWords, Words
 from .watching import Handle, Progress, Sentinel, Watcher, start_thread, with_threads
@@ -299,11 +299,6 @@ class GroupLink:
 
         All messages are point to point, so that an error can name the rank that did not enter.
         """
-        if not goes_in_rounds(self.world_size):
-            records = [record if peer == self.rank else torch.empty_like(record) for peer in range(self.world_size)]
-            others = self._others()
-            self._meet([(record, peer) for peer in others], [(records[peer], peer) for peer in others], moment)
-            return records
         known = record[None]  # at i: that of the i-th rank before this one
         for to, source in rounds_of(self.rank, self.world_size):
             come = torch.empty_like(known[: self.world_size - len(known)])
@@ -313,8 +308,6 @@ class GroupLink:
 
     def largest(self, record: Tensor, moment: str) -> Tensor:
         """The largest of all ranks' records, entry by entry. No rank returns before all ranks have entered."""
-        if not goes_in_rounds(self.world_size):
-            return torch.stack(self.records(record, moment)).amax(dim=0)
         for to, source in rounds_of(self.rank, self.world_size):
             other = torch.empty_like(record)
             self._meet([(record, to)], [(other, source)], moment)

@@ -31,7 +31,7 @@ class _EmptyGroup(dist.ProcessGroup):
 
 
 _EMPTY, _MOST_NAMES = "ring_dilated_attention_empty", 1000
-_LAZY = "TORCH_GLOO_LAZY_INIT"
+_LAZY = "TORCH_GLOO_LAZY_INIT"  # gloo opens the connections of a group when they are first used
 
 
 def _give_back(links: list[GroupLink]) -> None:
@@ -62,21 +62,6 @@ def _leave_empty_group() -> None:
 
 def _make_empty_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
     return _EmptyGroup(rank, world_size)  # type: ignore[call-arg]  # the stub knows torch's own classes alone
-
-
-@contextmanager
-def _connecting_on_use() -> Iterator[None]:
-    """Groups of gloo that are made meanwhile open a connection when it is first used, not all at once.
-
-    torch reads this variable whenever it makes a group, and `new_group` has no argument for it.
-    """
-    before = os.environ.get(_LAZY)
-    os.environ[_LAZY] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_LAZY]
-        os.environ |= {} if before is None else {_LAZY: before}
 
 
 class Processes(Ranks):
@@ -138,15 +123,16 @@ class Processes(Ranks):
 
     def _open(self, purpose: str, backend: str | None, members: list[int]) -> GroupLink:
         """A communicator of these global ranks, in this order."""
+        is_users = _LAZY in os.environ
+        os.environ.setdefault(_LAZY, "1")  # `new_group` has no argument for it
         try:
-            with _connecting_on_use():
-                group = dist.new_group(
-                    members,
-                    timeout=self.timeout,
-                    backend=backend,
-                    use_local_synchronization=len(members) != dist.get_world_size(),
-                    group_desc=f"ring_dilated_attention:{purpose}",
-                )
+            group = dist.new_group(
+                members,
+                timeout=self.timeout,
+                backend=backend,
+                use_local_synchronization=len(members) != dist.get_world_size(),
+                group_desc=f"ring_dilated_attention:{purpose}",
+            )
             self.name = self.name or f"context {group.group_name[:12]}"  # the first group's name, or a hash
             link = GroupLink(group, f"{purpose} of {self.name}", members, self.opened)
             link.open()
@@ -155,6 +141,9 @@ class Processes(Ranks):
                 f"making a ContextParallel: not all of the ranks {members} did (group {purpose!r}, "
                 f"rank {dist.get_rank()}): {error}"
             ) from error
+        finally:
+            if not is_users:
+                os.environ.pop(_LAZY, None)
         return link
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
