@@ -110,7 +110,7 @@ def test_advice_counts_the_pairs_of_the_branch():
     """Catches the work of all heads for a branch that has a few of them."""
     pattern = DilatedPattern((512, 8192), (1, 4), is_causal=True, heads="split")
     job, slow = Call(pattern, 8192, 4, 4, 4, Sizes(1, 16, 2)), Hardware(1e12, 1e8, 1e-5)
-    counts = [branch_pairs(pattern, i, 8192, 4) for i in range(2)]
+    counts = [branch_pairs(pattern, i, [8192], 4) for i in range(2)]
     assert sum(counts) == pairs(pattern, 8192, 4)
     ring = next(x for x in alternatives(job, slow, TRAITS["cpu"]) if x.way.exchange == "ring")
     assert f"for {counts[1] / sum(counts):.0%} of the pairs" in str(advice_on(job, ring, slow))

@@ -34,7 +34,7 @@ def advice(
     if not sent:
         return f"{bound}, in handshakes alone: fewer ranks, or a network with less latency, would help"
     lengths, heads = [stop - start for start, stop in pairwise(job.borders)], job.num_heads
-    work = [sum(branch_pairs(job.pattern, i, n, heads) for n in lengths) for i in range(len(job.pattern.branches))]
+    work = [branch_pairs(job.pattern, i, lengths, heads) for i in range(len(job.pattern.branches))]
     sends = (
         f"Branch {branch} sends {sent * sizes.unit * sizes.itemsize / 1e9:,.2f} GB in a forward (all ranks together)"
     )

@@ -4,7 +4,8 @@ Pairs and received bytes are always counted exactly. For up to MOST_PLANNED rank
 of every rank. For more ranks, they are estimated (`large.py`).
 """
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -91,15 +92,18 @@ class Counted(NamedTuple):
     @property
     def branches(self) -> list[BranchShare]:
         longest = max(b - a for a, b in pairwise(self.job.borders))
-        counts = [place.counted for place in self.places]
+        sharing, sent = [large.most_sharing(place.counted) for place in self.places], defaultdict[int, int](int)
+        for place in self.places:
+            for (branch, _), segment in place.counted.segments.items():
+                sent[branch] += segment.received
         return [
             BranchShare(
                 w,
                 r,
-                num_sharing=max(counted.sharing(branch) for counted in counts),
+                num_sharing=max(by_branch.get(branch, 1) for by_branch in sharing),
                 num_rows=-(-min(w, longest) // r),
                 num_positions=min(w, longest),
-                sent=sum(counted.received_of(branch) for counted in counts),
+                sent=sent[branch],
             )
             for branch, (w, r) in enumerate(self.job.pattern.branches)
         ]
@@ -269,14 +273,17 @@ def _largest(peaks: Iterable[Peak]) -> Peak | None:
 
 def pairs(pattern: DilatedPattern, seq_len: int, num_heads: int) -> int:
     """(query, key) pairs of all heads and branches over one document, with multiplicity, for one batch entry."""
-    return sum(branch_pairs(pattern, branch, seq_len, num_heads) for branch in range(len(pattern.branches)))
+    return sum(branch_pairs(pattern, branch, [seq_len], num_heads) for branch in range(len(pattern.branches)))
 
 
-def branch_pairs(pattern: DilatedPattern, branch: int, seq_len: int, num_heads: int) -> int:
-    """The pairs of one branch."""
+def branch_pairs(pattern: DilatedPattern, branch: int, lengths: Sequence[int], num_heads: int) -> int:
+    """The pairs of one branch over documents of these lengths."""
     length, rate = pattern.branches[branch]
     heads = pattern.heads_of(branch, num_heads)
     phases = Phases([pattern.phase_of(branch, head, num_heads) or 0 for head in heads], rate)
-    num, rest = divmod(seq_len, length)
-    whole, last = (phases.pairs([(0, x)], x, is_causal=pattern.is_causal) for x in (length, rest))
-    return num * whole + last
+
+    def segment_pairs(x: int) -> int:
+        return phases.pairs([(0, x)], x, is_causal=pattern.is_causal)
+
+    whole = sum(n // length for n in lengths) * segment_pairs(length)
+    return whole + sum(map(segment_pairs, (n % length for n in lengths)))

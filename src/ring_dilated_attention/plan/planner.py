@@ -1,13 +1,12 @@
 """Make a rank's plan from pattern and shards: local tiles, rings (see `rings.py`) and hops. Pure integers, no torch."""
 
-import gc
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import cache, lru_cache
 from itertools import accumulate, groupby, pairwise, product
 
 from ..pattern import HeadGroup
+from .collection import without_collection
 from .job import Job
 from .plan import GlobalChunk, Hop, Message, Plan, Tile
 from .rings import Chunk, Entry, Hops, Met, Ring, causal_hops, make_chunk
@@ -15,20 +14,8 @@ from .rows import Block, Piece, Rows, heads_between, make_bands, matches, own_pi
 from .sharding import Span, first_rows, shard_length
 
 
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Pause Python's search for garbage. A plan makes none, and the search would take twice as long as a large plan."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 @lru_cache(maxsize=256)
-@_without_collection()
+@without_collection()
 def make_plan(job: Job, rank: int) -> Plan:
     """Plan one rank's work."""
     pattern = job.pattern
