@@ -23,9 +23,9 @@ def advice(
     MOST_COMPARED ranks a sparser branch is timed: `step` is called for each rank."""
     if figures.time is None or figures.exposed < BOUND_BY_COMMUNICATION:
         return None
-    # A rank never waits for the whole step, so the text does not say 100 %.
-    waits = f"{'about ' * figures.time.is_about}{min(figures.exposed, 0.99):.0%}"
-    bound = f"bound by communication: a rank waits {waits} of the step"
+    # A rank never waits for the whole step, so the text does not say 100 %. An estimate is too rough for a percentage.
+    waits = f"bound by communication: a rank waits {min(figures.exposed, 0.99):.0%} of the step"
+    bound = "may be bound by communication" if figures.time.is_about else waits
     if way.is_dealt:
         remedy = "fewer key/value heads (grouped queries) or a faster network would help, and dilation rates would not"
         everything = "every position of queries, keys, values and outputs, whatever the pattern"

@@ -156,7 +156,7 @@ class Figures(NamedTuple):
         ranks are not planned, what a rank receives is taken for what it sends.
     peak: that of the rank that holds most, in a forward with its backward; None if no kernel is given.
     time: None if no hardware is given. If ranks are not planned, only "ring" without dealt heads has a time.
-    exposed: the share of the time in which the busiest rank waits. With an estimated time, it is often too small.
+    exposed: the share of the time in which the busiest rank waits. With an estimated time, it is too rough to be shown.
     ranks, step: the planned ranks and their times; empty and None if ranks are not planned. step needs hardware.
     """
 
