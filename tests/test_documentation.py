@@ -184,6 +184,14 @@ def test_ordinary_words_name_nothing():
     } == {}
 
 
+def test_only_tensors_have_a_layout():
+    """Plans and forecasts know no tensors. Catches the word for how rows lie in a chunk, in comments too."""
+    for room in ("plan", "forecast"):
+        assert not [path for path in (PACKAGE / room).glob("*.py") if "layout" in path.read_text().lower()]
+    for page in ("decisions", "planning", "how_it_works", "idea"):
+        assert "layout" not in text_of(f"docs/{page}.md").lower()
+
+
 # The API.
 
 

@@ -82,7 +82,7 @@ class _Planner:
         self.row_of = {s: row for shard in job.shards for s, row in zip(shard, first_rows(shard), strict=False)}
         self.spans_of = cache(lambda rank: sorted(self.shards[rank]))
         self.rings_of = cache(self.make_rings)  # all ranks of a ring ask for it
-        self.tiles_of = lru_cache(maxsize=1024)(self.make_tiles)  # one chunk after another has the same layout
+        self.tiles_of = lru_cache(maxsize=1024)(self.make_tiles)  # rows lie alike in one chunk after another
 
     def local_and_rings(self, rank: int) -> tuple[list[Tile], list[Ring]]:
         """Tiles of all branches with own rows on both sides, and the rings of this rank."""
@@ -134,7 +134,7 @@ class _Planner:
             starts = [[piece.start for piece in pieces] for pieces in members.values()]
             needed = causal_hops(starts) if self.pattern.is_causal else [[everywhere] * len(place) for place in starts]
             alike = all(len(set(place)) == 1 for place in needed)
-            layouts: dict[tuple, Chunk] = {}
+            chunk_of: dict[tuple, Chunk] = {}
             for i in range(1 if alike else max(map(len, needed))):
                 hops = tuple(found[i] if i < len(found) else () for found in needed)
                 if not any(hops):
@@ -142,10 +142,10 @@ class _Planner:
                 chunks = []
                 for pieces in members.values():
                     carried = pieces if alike else pieces[i : i + 1]
-                    layout = (i, *[(x.stop - x.start, (x.start - origin) % rate, x.row) for x in carried])
-                    if layout not in layouts:
-                        layouts[layout] = make_chunk(groups, carried, i, origin, rate)
-                    chunks.append(layouts[layout])
+                    arrangement = (i, *[(x.stop - x.start, (x.start - origin) % rate, x.row) for x in carried])
+                    if arrangement not in chunk_of:
+                        chunk_of[arrangement] = make_chunk(groups, carried, i, origin, rate)
+                    chunks.append(chunk_of[arrangement])
                 all_pieces = tuple(map(tuple, members.values()))
                 rings.append(Ring(branch, origin, len(rings), tuple(members), all_pieces, tuple(chunks), hops))
         return tuple(rings)
