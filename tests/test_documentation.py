@@ -255,7 +255,7 @@ def test_what_public_functions_return_is_on_the_page():
             hints += get_args(hint)
             if isinstance(hint, type) and hint.__module__.startswith("ring_dilated_attention"):
                 returned.add(f"{hint.__module__}.{hint.__qualname__}")
-    assert "ring_dilated_attention.ranks.explain.Explanation" in returned
+    assert "ring_dilated_attention.attention.explain.Explanation" in returned
     assert {name.rpartition(".")[2] for name in returned} <= {name.rpartition(".")[2] for name in SHOWN}
 
 
