@@ -279,8 +279,7 @@ def pairs(pattern: DilatedPattern, seq_len: int, num_heads: int) -> int:
 def branch_pairs(pattern: DilatedPattern, branch: int, lengths: Sequence[int], num_heads: int) -> int:
     """The pairs of one branch over documents of these lengths."""
     length, rate = pattern.branches[branch]
-    heads = pattern.heads_of(branch, num_heads)
-    phases = Phases([pattern.phase_of(branch, head, num_heads) or 0 for head in heads], rate)
+    phases = Phases([pattern.phase_of(branch, h, num_heads) or 0 for h in pattern.heads_of(branch, num_heads)], rate)
 
     def segment_pairs(x: int) -> int:
         return phases.pairs([(0, x)], x, is_causal=pattern.is_causal)

@@ -80,11 +80,8 @@ def _coming_home(counted: JobCount, *, is_causal: bool) -> list[int]:
 
 def most_sharing(counted: JobCount) -> dict[int, int]:
     """By branch, the most ranks that share a segment whose rows are sent. Branches that send nothing are left out."""
-    most: dict[int, int] = {}
-    for (branch, _), segment in counted.segments.items():
-        if segment.received:
-            most[branch] = max(most.get(branch, 1), segment.sharers)
-    return most
+    # A dict keeps the last value of a key: in sorted pairs, the largest.
+    return dict(sorted({(branch, x.sharers) for (branch, _), x in counted.segments.items() if x.received}))
 
 
 def _few(job: Job, counted: JobCount, num_ranks: int) -> Job:

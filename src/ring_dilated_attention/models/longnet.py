@@ -305,10 +305,7 @@ class NextTokenLoss(nn.Module):
 
 
 def shift_left(parallel: ContextParallel, x: Tensor, fill: int, documents: tuple[int, ...] | None = None) -> Tensor:
-    """For each position of x (B, N_local) the integer at the next one, on any rank; `fill` at the sequence's last.
-
-    The last label of a shard may be on another rank.
-    """
+    """For each position of x (B, N_local) the integer at the next one, on any rank; `fill` at the sequence's last."""
     parallel.ranks.check_all_here("shift_left")
     failure = None
     if not isinstance(x, Tensor) or x.dim() != 2 or x.is_floating_point() or x.is_complex():
