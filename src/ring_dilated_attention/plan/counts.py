@@ -115,8 +115,7 @@ class Counter:
             self.keys.append(Phases([group.phase for group in groups for _ in group.kv_heads], rate))
 
     def of(self, rank: int) -> RankCount:
-        pairs, shares, is_causal = 0, [], self.pattern.is_causal
-        spans = sorted(self.job.shards[rank])
+        pairs, shares, is_causal, spans = 0, [], self.pattern.is_causal, sorted(self.job.shards[rank])
         for branch, length in enumerate(self.pattern.segment_lengths):
             cut: dict[tuple[int, int], list[tuple[int, int]]] = {}
             for span in spans:
