@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.measure import Sizes, allocated, dilated_call
-from ring_dilated_attention import ContextParallel, DilatedPattern, attention, dilated_attention, simulate
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
+from ring_dilated_attention.attention import attention
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.layers import MultiheadDilatedAttention
 from ring_dilated_attention.models.longnet import shift_left

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
+from ..plan.collection import without_collection
 from ..plan.counts import Counter, JobCount, Phases, count_ranks
 from ..plan.dealing import Dealing
 from ..plan.exchange import RankPlan, dealers, dealt, most_dealt, plan_exchange
@@ -189,6 +190,7 @@ class Figures(NamedTuple):
         return self.time.seconds
 
 
+@without_collection()
 def forecast(
     job: Job,
     way: Way,
@@ -280,9 +282,6 @@ def branch_pairs(pattern: DilatedPattern, branch: int, lengths: Sequence[int], n
     """The pairs of one branch over documents of these lengths."""
     length, rate = pattern.branches[branch]
     phases = Phases([pattern.phase_of(branch, h, num_heads) or 0 for h in pattern.heads_of(branch, num_heads)], rate)
-
-    def segment_pairs(x: int) -> int:
-        return phases.pairs([(0, x)], x, is_causal=pattern.is_causal)
-
-    whole = sum(n // length for n in lengths) * segment_pairs(length)
-    return whole + sum(map(segment_pairs, (n % length for n in lengths)))
+    num_whole, rests = sum(n // length for n in lengths), [n % length for n in lengths]
+    segments = {x: phases.pairs([(0, x)], x, is_causal=pattern.is_causal) for x in {length, *rests}}
+    return num_whole * segments[length] + sum(map(segments.__getitem__, rests))

@@ -65,8 +65,10 @@ def _coming_home(counted: JobCount, *, is_causal: bool) -> list[int]:
         [share for share in own if any(share.rows) and counted.segments[share.place].received] for own in counted.shares
     ]
     last_starts: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for share in sorted(chain(*shares), key=lambda share: share.starts[-1]):
+    for share in chain(*shares):
         last_starts[share.place].append(share.starts[-1])
+    for starts in last_starts.values():
+        starts.sort()
 
     def coming(share: Share) -> int:
         others = last_starts[share.place]

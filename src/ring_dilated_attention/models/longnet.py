@@ -317,7 +317,6 @@ def shift_left(parallel: ContextParallel, x: Tensor, fill: int, documents: tuple
         shards = parallel.ranks.shards(lengths, documents)
         shard = shards[parallel.rank]
         with parallel.ranks.all_or_none():
-            # The first column of each span.
             own = torch.zeros(max(2, *map(len, shards)), batch, 1, dtype=torch.int64, device="cpu")
             for first, row, _ in zip(own, first_rows(shard), shard, strict=False):
                 first.copy_(x[:, row : row + 1])
