@@ -14,7 +14,7 @@ SMALL = 256
 
 
 class GateError(AssertionError):
-    """The call whose speed was to be measured computes something else."""
+    """The call whose speed was to be measured computes something else, or a case missed a target that it must hold."""
 
 
 def small_case(sizes: Sizes, pattern: DilatedPattern) -> Case:

@@ -1,5 +1,6 @@
 """What the tests of several rooms use."""
 
+import re
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,11 @@ def message_of(call: Callable, error: type[Exception] = ValueError) -> str:
     with pytest.raises(error) as caught:
         call()
     return str(caught.value)
+
+
+def strip_fasta(content: bytes) -> bytes:
+    """The definition: no header lines, no line ends."""
+    return re.sub(rb"\s+", b"", re.sub(rb"^[>;].*$", b"", content, flags=re.MULTILINE))
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:

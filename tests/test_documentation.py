@@ -184,6 +184,14 @@ def test_ordinary_words_name_nothing():
     } == {}
 
 
+def test_only_tensors_have_a_layout():
+    """Plans and forecasts know no tensors. Catches the word for how rows lie in a chunk, in comments too."""
+    for room in ("plan", "forecast"):
+        assert not [path for path in (PACKAGE / room).glob("*.py") if "layout" in path.read_text().lower()]
+    for page in ("decisions", "planning", "how_it_works", "idea"):
+        assert "layout" not in text_of(f"docs/{page}.md").lower()
+
+
 # The API.
 
 
@@ -255,7 +263,7 @@ def test_what_public_functions_return_is_on_the_page():
             hints += get_args(hint)
             if isinstance(hint, type) and hint.__module__.startswith("ring_dilated_attention"):
                 returned.add(f"{hint.__module__}.{hint.__qualname__}")
-    assert "ring_dilated_attention.ranks.explain.Explanation" in returned
+    assert "ring_dilated_attention.attention.explain.Explanation" in returned
     assert {name.rpartition(".")[2] for name in returned} <= {name.rpartition(".")[2] for name in SHOWN}
 
 

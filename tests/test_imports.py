@@ -266,7 +266,7 @@ def test_rule(rule):
 
 
 @pytest.mark.parametrize(
-    "name", ["plan/rows.py", "kernels/choose.py", "attention.py", "simulate/one_rank.py", "models/a.py"]
+    "name", ["plan/rows.py", "kernels/choose.py", "attention/explain.py", "simulate/one_rank.py", "models/a.py"]
 )
 def test_what_a_call_executes_knows_no_forecast(name, tmp_path):
     """Proof that the order of rooms keeps forecasts out of a call, also where the import stands in a function."""

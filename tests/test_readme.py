@@ -97,7 +97,7 @@ def test_the_example_of_a_cache():
 
 def test_the_example_of_explain(capsys):
     """docs/planning.md shows what it prints."""
-    from ring_dilated_attention.ranks.explain import Explanation
+    from ring_dilated_attention.attention.explain import Explanation
 
     page = (ROOT / "docs" / "planning.md").read_text().partition("## What a call uses: `explain`")[2]
     example, output = re.findall(r"```(?:python)?\n(.*?)```", page, flags=re.DOTALL)[:2]

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .attention import dilated_attention as dilated_attention
     from .attention import save_attention as save_attention
+    from .attention.explain import explain as explain
     from .layers import MultiheadDilatedAttention as MultiheadDilatedAttention
     from .pattern import DilatedPattern as DilatedPattern
     from .ranks.context import ContextParallel as ContextParallel
-    from .ranks.explain import explain as explain
     from .run.dilated_cache import DilatedCache as DilatedCache
 
 __version__ = "0.1.0"
@@ -24,7 +24,7 @@ _HOME = {
     "DilatedPattern": "pattern",
     "MultiheadDilatedAttention": "layers",
     "dilated_attention": "attention",
-    "explain": "ranks.explain",
+    "explain": "attention.explain",
     "save_attention": "attention",
 }
 __all__ = list(_HOME)

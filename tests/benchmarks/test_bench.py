@@ -10,7 +10,7 @@ import torch
 from full_disk import on_a_full_disk
 from helpers import ROOT
 
-from benchmarks import command, crossover, flops, gate, linear, measure, parameters, record, scaling
+from benchmarks import command, crossover, flops, gate, linear, measure, parameters, planned_counts, record, scaling
 from benchmarks.command import CASES, needs_gpu
 from ring_dilated_attention import kernels
 from ring_dilated_attention.pattern import WHOLE_DOCUMENT, DilatedPattern
@@ -70,6 +70,17 @@ def test_no_speed_without_a_green_gate(monkeypatch, tmp_path, capsys):
     assert command.main(["linear", "--quick", "--results", str(tmp_path)]) == 1
     assert "exceeds" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_plans_that_take_longer_than_their_target_fail(monkeypatch, capsys):
+    monkeypatch.setattr(planned_counts, "QUICK", planned_counts.QUICK._replace(targets={128: 1e-6}))
+    assert command.main(["planned_counts", "--quick"]) == 1
+    said = capsys.readouterr()
+    assert re.match(
+        r"planned_counts: 128 ranks, near-equal shards, ring: at best [\d.]+ CPU seconds, and the target is 1e-06; 128",
+        said.err[said.err.index("planned_counts: 128") :],
+    )
+    assert "record" not in said.out
 
 
 def test_the_gate_keeps_branches_and_dtype():

@@ -11,7 +11,7 @@ from benchmarks.slice.direct import Direct
 from benchmarks.slice.share import Others, SlicedJob, choose_rank, longnet_pattern, run_share
 from benchmarks.slice.verify import tolerance, verify
 from ring_dilated_attention import DilatedPattern, dilated_attention, simulate
-from ring_dilated_attention.models.next_labels import shift_left
+from ring_dilated_attention.models.longnet import shift_left
 from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.ranks.reduce import all_reduce
 from ring_dilated_attention.reference import dilated_attention_reference

@@ -8,9 +8,12 @@ from helpers import said_of
 
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.hardware import Machine, as_toml
-from ring_dilated_attention.forecast.call_cost import all_plans
+from ring_dilated_attention.commands.plan import report
+from ring_dilated_attention.forecast import call_cost
+from ring_dilated_attention.forecast.call_cost import Way, all_plans
 from ring_dilated_attention.forecast.clock import Hardware, model_step, time_text
 from ring_dilated_attention.forecast.exchanges import ALIKE, Call, ways_of
+from ring_dilated_attention.forecast.large import ERRORS_TEXT, MEMORY_ERRORS, TIME_ERRORS
 from ring_dilated_attention.forecast.ledger import attention_memory
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
@@ -113,3 +116,83 @@ def test_what_is_said_of_shardings_is_the_plans(seed, capsys):
         if len(set(bytes_sent)) > 1:
             verdict += f", and {names[bytes_sent.index(min(bytes_sent))]} sends less"
     assert said == f"{', '.join(told)}: {verdict}"
+
+
+UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "µ": 1e-6, "m": 1e-3, "n": 1e-9}
+
+
+def number(text, unit):
+    """The number that a text like "1.66 GB" stands for."""
+    found = re.fullmatch(rf"([\d.,]+) (.?){unit}", text)
+    assert found, text
+    return float(found[1].replace(",", "")) * UNITS[found[2]]
+
+
+def printed(out):
+    """The table of many ranks: the text beside each label."""
+    labels = ("work of all ranks", r"largest work, rank [\d,]+", r"balance \(mean work over the largest\)")
+    labels += ("received by a rank in a forward, at most", "received by a rank in both stages, plus gradients it sends")
+    labels += ("peak memory of a rank, at most", "modelled step")
+    found = [re.search(f"^({label})  +(.+)$", out, re.MULTILINE) for label in labels]
+    return [match and match[2] for match in found], int(found[1][1].split()[-1].replace(",", ""))
+
+
+def said_over_planned(rng, capsys):
+    """Run `rda plan` of a random job as of many ranks. Compare what is exact with the plans of all ranks. Returns the
+    printed memory divided by that of the ledger, and the printed time divided by the clock's, or None."""
+    ranks, each, heads, kv_heads = rng.choice([9, 14, 20]), rng.randint(16, 80), 4, rng.choice([2, 4])
+    n, head_dim = ranks * each + rng.randrange(ranks), rng.choice([8, 24])
+    lengths, rates = [rng.randint(each, n), n], [rng.randint(1, 9), rng.randint(1, 40)]
+    sharding, exchange = rng.choice(["contiguous", "zigzag"]), rng.choice(["ring", "ring", "all_gather"])
+    documents, (dtype, itemsize) = rng.choice([None, (0, n // 3, n)]), rng.choice([("float32", 4), ("bfloat16", 2)])
+    is_causal, batch = rng.random() < 0.6, rng.randint(1, 3) if documents is None else 1
+    job = Job(DilatedPattern(lengths, rates, is_causal=is_causal), (), heads, kv_heads, documents)
+    job = job._replace(shards=Cut(sharding, ranks).shards_of(Cut(sharding, ranks).default_lengths(n)))
+    hardware, sizes = Hardware(1e9, 10 ** rng.uniform(7, 9), 1e-4), Sizes(batch, head_dim, itemsize)
+    argv = f"plan --seq-len {n} --ranks {ranks} --segment-lengths {lengths[0]} {n} --dilation-rates {rates[0]} "
+    argv += f"{rates[1]} --heads {heads} --kv-heads {kv_heads} --batch {batch} --head-dim {head_dim} --dtype {dtype} "
+    argv += f"--sharding {sharding} --exchange {exchange}{' --causal' * is_causal} --flops 1e9 --latency 1e-4 "
+    argv += f"--bandwidth {hardware.bytes_per_second}"
+    argv += f" --documents {n // 3} {n - n // 3}" if documents else ""
+    assert cli.main(argv.split()) == 0
+    out = capsys.readouterr().out
+    (work, largest, balance, forward, both, peak, step), busiest = printed(out)
+    plans = all_plans(job, Way(exchange))
+    pairs = [x.plan.pairs for x in plans]
+    comes = sizes.unit * max(sum(m.size for hop in x.plan.hops for m in hop.receives) for x in plans)
+    exact = [(work, "FLOP", 14 * sizes.unit * sum(pairs)), (largest, "FLOP", 14 * sizes.unit * max(pairs))]
+    exact += [(forward, "B", itemsize * comes), (both, "B", (2 * itemsize + sizes.sum_itemsize) * comes)]
+    for text, unit, expected in exact:
+        assert number(text, unit) == pytest.approx(expected, rel=0.006), out
+    assert (busiest, balance) == (pairs.index(max(pairs)), f"{sum(pairs) / ranks / max(pairs):.1%}")
+    assert " ".join(ERRORS_TEXT.split()) in " ".join(out.split())
+    items = re.findall(r"^ +([\d,.]+) MB  \S", out, re.MULTILINE)
+    assert peak.startswith("about ")
+    held = number(peak.removeprefix("about "), "B")
+    assert held == pytest.approx(1e6 * sum(float(x.replace(",", "")) for x in items), rel=0.006, abs=1e5 * len(items))
+    memory = [attention_memory(x.plan, sizes, TRAITS["cpu"]).forward_backward.num_bytes for x in plans]
+    assert (step is None) == (exchange != "ring")
+    if step is None:
+        return held / max(memory), None
+    time = number(step.removeprefix("about "), "s") / model_step([x.plan for x in plans], sizes, hardware).step_seconds
+    return held / max(memory), time
+
+
+def test_the_text_of_many_ranks_is_that_of_their_plans(capsys, monkeypatch):
+    """Work and bytes of 24 random jobs are exact to the printed digits. Memory and time are as far off as is said."""
+    monkeypatch.setattr(call_cost, "MOST_PLANNED", 1)
+    rng = random.Random(0)
+    memory, times = zip(*(said_over_planned(rng, capsys) for _ in range(24)), strict=True)
+    times = [time for time in times if time is not None]
+    assert len(times) > 12
+    assert min(memory) > 0.995 * MEMORY_ERRORS[0]
+    assert sum(ratio <= MEMORY_ERRORS[1] for ratio in memory) >= 0.95 * len(memory)
+    assert sum(TIME_ERRORS[0] <= ratio <= TIME_ERRORS[1] for ratio in times) >= 0.8 * len(times)
+
+
+def test_another_text_of_many_ranks_would_be_seen(capsys, monkeypatch):
+    """Proof that the comparison can fail: bytes that are 0.1 MB off."""
+    monkeypatch.setattr(call_cost, "MOST_PLANNED", 1)
+    monkeypatch.setattr(report, "size_text", lambda num_bytes: f"{num_bytes / 1e6 + 0.1:.2f} MB")
+    with pytest.raises(AssertionError):
+        said_over_planned(random.Random(0), capsys)

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import strip_fasta
 from pages import block
 
 from ring_dilated_attention import ContextParallel
@@ -448,11 +449,6 @@ def test_evaluating_holds_no_more_of_a_longer_text(folder, monkeypatch):
 def test_evaluate_refuses(arguments, message, folder, capsys):
     assert main(["evaluate", *(str(folder) if x == "RUN" else x for x in arguments)]) == 2
     assert capsys.readouterr().err.startswith(f"rda evaluate: {message}")
-
-
-def strip_fasta(content):
-    """The definition: no header lines, no line ends."""
-    return re.sub(rb"\s+", b"", re.sub(rb"^[>;].*$", b"", content, flags=re.MULTILINE))
 
 
 def test_contexts_are_cut_from_blocks():

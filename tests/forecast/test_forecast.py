@@ -1,5 +1,6 @@
 """Forecasts against plans, ledger and clock of all ranks, in random jobs; and estimates of many ranks against those."""
 
+import json
 import random
 import re
 from dataclasses import replace
@@ -7,7 +8,8 @@ from itertools import pairwise
 from statistics import median
 
 import pytest
-from estimates import both, estimates, random_hardware, random_job, uneven_job
+from estimates import KINDS, both, estimates, random_hardware, random_hosts, random_job, uneven_job
+from helpers import ROOT
 
 from ring_dilated_attention.forecast import call_cost
 from ring_dilated_attention.forecast.advice import BOUND_BY_COMMUNICATION, OTHERWISE, SPARSER, WORTH_IT, advice
@@ -23,6 +25,8 @@ from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import chunk_finder
 from ring_dilated_attention.plan.sharding import Cut
 from ring_dilated_attention.plan.sizes import Sizes
+
+PLANNING = (ROOT / "docs/planning.md").read_text()
 
 
 def received_bytes(plans: list[RankPlan], sizes: Sizes) -> tuple[int, int]:
@@ -230,20 +234,59 @@ def test_hosts_of_many_ranks_are_estimated(monkeypatch):
     monkeypatch.setattr(call_cost, "MOST_PLANNED", 1)
     for _ in range(8):
         job, way, sizes = random_job(rng, Way())
-        slow = random_hardware(rng, job, sizes)
-        fast = slow._replace(bytes_per_second=8 * slow.bytes_per_second, latency_seconds=slow.latency_seconds / 2)
-        both = slow._replace(host_bytes_per_second=fast.bytes_per_second, host_latency_seconds=fast.latency_seconds)
-        for one, size in ((slow, 1), (fast, job.num_ranks)):
+        hosts = random_hosts(rng, job, sizes)
+        slow = hosts._replace(gpus_per_host=None, host_bytes_per_second=None, host_latency_seconds=0.0)
+        inside = {"bytes_per_second": hosts.host_bytes_per_second, "latency_seconds": hosts.host_latency_seconds}
+        for one, size in ((slow, 1), (slow._replace(**inside), job.num_ranks)):
             [found, expected] = (
-                forecast(job, way, sizes, hardware=x).time for x in (both._replace(gpus_per_host=size), one)
+                forecast(job, way, sizes, hardware=x).time for x in (hosts._replace(gpus_per_host=size), one)
             )
             assert found == expected
-        both = both._replace(gpus_per_host=rng.choice([2, 3, 4, 8]))
-        found = forecast(job, way, sizes, hardware=both).time.seconds
-        with monkeypatch.context() as few:
-            few.setattr(call_cost, "MOST_PLANNED", 64)
-            ratios.append(found / forecast(job, way, sizes, hardware=both).time.seconds)
+        found, exact = both(job, way, sizes, hardware=hosts)
+        ratios.append(found.seconds / exact.seconds)
     assert sum(TIME_ERRORS_OF_HOSTS[0] <= ratio <= TIME_ERRORS_OF_HOSTS[1] for ratio in ratios) >= 6
+
+
+def check_errors(record):
+    """The figures that `rda plan` and docs/planning.md tell are those of a record of `estimates.py`."""
+    assert record["command"].startswith(f"python tests/forecast/estimates.py --seed {record['seed']} --number ")
+    rows = {row["kind"]: row["estimate_over_exact"] for row in record["rows"]}
+    assert set(rows) == set(KINDS)
+    near_equal, uneven, time, hosts = (rows[kind] for kind in KINDS)
+    assert min(near_equal["least"], uneven["least"]) >= MEMORY_ERRORS[0]
+    assert uneven["95 %"] == pytest.approx(MEMORY_ERRORS[1], abs=0.02)
+    for row, told in ((time, TIME_ERRORS), (hosts, TIME_ERRORS_OF_HOSTS)):
+        assert (row["5 %"], row["95 %"]) == pytest.approx(told, abs=0.02)
+    least, most = MEMORY_ERRORS
+    assert [*re.findall(r"^\| ((?:memory|time), ?.*|time) \| (.* of .*) \|$", PLANNING, re.MULTILINE)] == [
+        ("memory, uneven shards", f"at least {least:g} in every job; at most {most:g} in 19 of 20"),
+        ("memory, near-equal shards", f"at least {least:g} in every job; at most {near_equal['95 %']:.2f} in 19 of 20"),
+        ("time", "{:g} to {:g} in 9 of 10 jobs".format(*TIME_ERRORS)),
+        ("time, with two networks", "{:g} to {:g} in 9 of 10 jobs".format(*TIME_ERRORS_OF_HOSTS)),
+    ]
+
+
+def test_the_errors_that_are_told_are_those_of_the_record():
+    path = ROOT / "benchmarks/results/estimates.json"
+    if not path.exists():
+        pytest.skip("benchmarks/results/estimates.json was not made yet: the head of estimates.py says how")
+    check_errors(json.loads(path.read_text()))
+
+
+def made_record(**hosts):
+    """A record in which all is as it is told, but for what is given of two networks."""
+    ratios = [(0.96, 1.0, 1.06), (0.96, 1.0, MEMORY_ERRORS[1]), (0.5, *TIME_ERRORS), (0.5, *TIME_ERRORS_OF_HOSTS)]
+    found = [dict(zip(("least", "5 %", "95 %"), row, strict=True)) for row in ratios]
+    found[-1] |= hosts
+    rows = [{"kind": kind, "estimate_over_exact": row} for kind, row in zip(KINDS, found, strict=True)]
+    return {"command": "python tests/forecast/estimates.py --seed 3 --number 1", "seed": 3, "rows": rows}
+
+
+def test_another_record_would_be_seen():
+    """Proof that the comparison can fail, and that it holds where all is as it is told."""
+    check_errors(made_record())
+    with pytest.raises(AssertionError):
+        check_errors(made_record(**{"95 %": TIME_ERRORS_OF_HOSTS[1] + 0.03}))
 
 
 def test_steps_and_kernel_calls_cost_what_they_cost(monkeypatch):

@@ -88,6 +88,7 @@ def test_many_ranks_are_compared_by_what_was_held_against_the_clock(monkeypatch)
         assert (x.figures.balance, x.figures.branches) == (y.figures.balance, y.figures.branches)
         assert x.figures.peak.num_bytes == pytest.approx(y.figures.peak.num_bytes, rel=0.15)
         assert (x.figures.time is None) == (x.way != Way())
+        assert command._as_json(x)["exposed"] is None
     best, reason = recommended(found, None)
     assert best is not None
     assert best.way == Way()
@@ -110,7 +111,7 @@ def test_advice_counts_the_pairs_of_the_branch():
     """Catches the work of all heads for a branch that has a few of them."""
     pattern = DilatedPattern((512, 8192), (1, 4), is_causal=True, heads="split")
     job, slow = Call(pattern, 8192, 4, 4, 4, Sizes(1, 16, 2)), Hardware(1e12, 1e8, 1e-5)
-    counts = [branch_pairs(pattern, i, 8192, 4) for i in range(2)]
+    counts = [branch_pairs(pattern, i, [8192], 4) for i in range(2)]
     assert sum(counts) == pairs(pattern, 8192, 4)
     ring = next(x for x in alternatives(job, slow, TRAITS["cpu"]) if x.way.exchange == "ring")
     assert f"for {counts[1] / sum(counts):.0%} of the pairs" in str(advice_on(job, ring, slow))
@@ -208,14 +209,15 @@ def test_one_plan_says_that_it_is_bound(capsys):
 
 @pytest.mark.parametrize("seq_len", ["1Mi", "1000001"])
 def test_many_ranks_are_said_to_be_bound(seq_len, capsys):
-    """By an estimate, and whatever the length."""
+    """By an estimate, and whatever the length. The estimate is too rough to say how long a rank waits."""
     argv = ["plan", "--seq-len", seq_len, "--ranks", "256", "--segment-lengths", "1Ki", "1Mi"]
     argv += ["--dilation-rates", "1", "64", "--causal", "--flops", "1e15"]
     assert cli.main([*argv, "--bandwidth", "1G"]) == 0
     out = said_of(capsys)
     assert re.search(
-        "bound by communication: a rank waits about .* at rate 256 instead of 64 a step would take about", out
+        r"may be bound by communication\. Branch 1 .* at rate 256 instead of 64 a step would take about", out
     )
+    assert "waits" not in out
     assert cli.main([*argv, "--bandwidth", "1P"]) == 0
     assert "bound by communication" not in said_of(capsys)
 
@@ -266,14 +268,18 @@ def test_the_table_of_a_comparison_is_that_of_the_forecasts(seed, capsys):
         assert [*cells, f"{known.sent_bytes / 1e6:,.1f}", f"{known.peak_bytes / 1e6:,.1f}"] in printed
 
 
-@pytest.mark.parametrize("more", [["--mesh", "1x4"], ["--mesh", "1x66", "--seq-len", "4097"]])
-def test_a_model_says_that_its_attention_is_bound(more, capsys):
+@pytest.mark.parametrize(
+    ("more", "bound"),
+    [
+        (["--mesh", "1x4"], "bound by communication: a rank waits .* of the step"),
+        (["--mesh", "1x66", "--seq-len", "4097"], "may be bound by communication"),
+    ],
+)
+def test_a_model_says_that_its_attention_is_bound(more, bound, capsys):
     """By plans and by an estimate; the remedy is timed."""
     assert cli.main([*MODEL, *more, "--bandwidth", "1M"]) == 0
     said = said_of(capsys)
-    assert re.search(
-        "attention of one layer: bound by communication: a rank waits .* of the step. Branch 1 sends", said
-    )
+    assert re.search(f"attention of one layer: {bound}. Branch 1 sends", said)
     assert "at rate 16 instead of 4 a step would take" in said
     assert cli.main([*MODEL, *more, "--bandwidth", "1P"]) == 0
     assert "bound by communication" not in said_of(capsys)

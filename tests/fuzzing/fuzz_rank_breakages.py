@@ -8,7 +8,7 @@ from fuzz_commands import broken, nothing
 from fuzz_simulated import RING_BREAKAGES
 from torch import Tensor
 
-from ring_dilated_attention import attention
+from ring_dilated_attention.attention import attention
 from ring_dilated_attention.layers import multihead
 from ring_dilated_attention.models import longnet
 from ring_dilated_attention.plan.sharding import Span

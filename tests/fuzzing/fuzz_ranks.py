@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.models import LongNetLM
-from ring_dilated_attention.models.next_labels import shift_left
+from ring_dilated_attention.models.longnet import shift_left
 from ring_dilated_attention.ranks.reshard import own_rows
 
 EXCHANGES = ("auto", "ring", "all_gather", "all_to_all")

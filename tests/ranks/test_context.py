@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, explain, simulate
 from ring_dilated_attention.layers import MultiheadDilatedAttention
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
-from ring_dilated_attention.models.next_labels import shift_left
+from ring_dilated_attention.models.longnet import shift_left
 from ring_dilated_attention.ranks import call as call_module
 from ring_dilated_attention.ranks import link
 from ring_dilated_attention.ranks.batches import fingerprint

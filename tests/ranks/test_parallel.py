@@ -23,10 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.measure import Sizes, allocated, dilated_call
-from ring_dilated_attention import ContextParallel, DilatedPattern, attention, dilated_attention, simulate
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
+from ring_dilated_attention.attention import attention
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.layers import MultiheadDilatedAttention
-from ring_dilated_attention.models.next_labels import shift_left
+from ring_dilated_attention.models.longnet import shift_left
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.sizes import Sizes as PlannedSizes

@@ -8,7 +8,6 @@ import pytest
 
 from ring_dilated_attention.commands import train
 from ring_dilated_attention.commands.cli import main
-from ring_dilated_attention.training.baselines import SMOOTHING, baselines
 from ring_dilated_attention.training.data import Document
 from ring_dilated_attention.training.metrics import (
     BAR_COLUMNS,
@@ -19,6 +18,7 @@ from ring_dilated_attention.training.metrics import (
     beside_the_bar,
 )
 from ring_dilated_attention.training.pictures import smoothed
+from ring_dilated_attention.training.scoring import SMOOTHING, baselines
 
 
 def step(number):

@@ -8,6 +8,7 @@ import random
 import re
 
 import pytest
+from helpers import strip_fasta
 
 from ring_dilated_attention.training import reading
 from ring_dilated_attention.training.data import load_document
@@ -33,11 +34,6 @@ def told(said):
     """The records and the letters that a text says were read."""
     found = re.search(r" (\d+) records?, (\d+) letters", said)
     return int(found[1]), int(found[2])
-
-
-def strip_fasta(content):
-    """The definition: no header lines, no line ends."""
-    return re.sub(rb"\s+", b"", re.sub(rb"^[>;].*$", b"", content, flags=re.MULTILINE))
 
 
 def test_fasta_is_its_letters_however_it_comes_in_blocks(monkeypatch):

@@ -23,9 +23,9 @@ def advice(
     MOST_COMPARED ranks a sparser branch is timed: `step` is called for each rank."""
     if figures.time is None or figures.exposed < BOUND_BY_COMMUNICATION:
         return None
-    # A rank never waits for the whole step, so the text does not say 100 %.
-    waits = f"{'about ' * figures.time.is_about}{min(figures.exposed, 0.99):.0%}"
-    bound = f"bound by communication: a rank waits {waits} of the step"
+    # A rank never waits for the whole step, so the text does not say 100 %. An estimate is too rough for a percentage.
+    waits = f"bound by communication: a rank waits {min(figures.exposed, 0.99):.0%} of the step"
+    bound = "may be bound by communication" if figures.time.is_about else waits
     if way.is_dealt:
         remedy = "fewer key/value heads (grouped queries) or a faster network would help, and dilation rates would not"
         everything = "every position of queries, keys, values and outputs, whatever the pattern"
@@ -34,10 +34,9 @@ def advice(
     if not sent:
         return f"{bound}, in handshakes alone: fewer ranks, or a network with less latency, would help"
     lengths, heads = [stop - start for start, stop in pairwise(job.borders)], job.num_heads
-    work = [sum(branch_pairs(job.pattern, i, n, heads) for n in lengths) for i in range(len(job.pattern.branches))]
-    sends = (
-        f"Branch {branch} sends {sent * sizes.unit * sizes.itemsize / 1e9:,.2f} GB in a forward (all ranks together)"
-    )
+    work = [branch_pairs(job.pattern, i, lengths, heads) for i in range(len(job.pattern.branches))]
+    gigabytes = sent * sizes.unit * sizes.itemsize / 1e9
+    sends = f"Branch {branch} sends {gigabytes:,.2f} GB in a forward (all ranks together)"
     said = f"{bound}. {sends} for {work[branch] / sum(work):.0%} of the pairs: "
     rates = list(job.pattern.dilation_rates)
     rate, rates[branch] = rates[branch], SPARSER * rates[branch]

@@ -4,11 +4,13 @@ Pairs and received bytes are always counted exactly. For up to MOST_PLANNED rank
 of every rank. For more ranks, they are estimated (`large.py`).
 """
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
+from ..plan.collection import without_collection
 from ..plan.counts import Counter, JobCount, Phases, count_ranks
 from ..plan.dealing import Dealing
 from ..plan.exchange import RankPlan, dealers, dealt, most_dealt, plan_exchange
@@ -91,15 +93,18 @@ class Counted(NamedTuple):
     @property
     def branches(self) -> list[BranchShare]:
         longest = max(b - a for a, b in pairwise(self.job.borders))
-        counts = [place.counted for place in self.places]
+        sharing, sent = [large.most_sharing(place.counted) for place in self.places], defaultdict[int, int](int)
+        for place in self.places:
+            for (branch, _), segment in place.counted.segments.items():
+                sent[branch] += segment.received
         return [
             BranchShare(
                 w,
                 r,
-                num_sharing=max(counted.sharing(branch) for counted in counts),
+                num_sharing=max(by_branch.get(branch, 1) for by_branch in sharing),
                 num_rows=-(-min(w, longest) // r),
                 num_positions=min(w, longest),
-                sent=sum(counted.received_of(branch) for counted in counts),
+                sent=sent[branch],
             )
             for branch, (w, r) in enumerate(self.job.pattern.branches)
         ]
@@ -152,7 +157,7 @@ class Figures(NamedTuple):
         ranks are not planned, what a rank receives is taken for what it sends.
     peak: that of the rank that holds most, in a forward with its backward; None if no kernel is given.
     time: None if no hardware is given. If ranks are not planned, only "ring" without dealt heads has a time.
-    exposed: the share of the time in which the busiest rank waits. With an estimated time, it is often too small.
+    exposed: the share of the time in which the busiest rank waits. With an estimated time, it is too rough to be shown.
     ranks, step: the planned ranks and their times; empty and None if ranks are not planned. step needs hardware.
     """
 
@@ -185,6 +190,7 @@ class Figures(NamedTuple):
         return self.time.seconds
 
 
+@without_collection()
 def forecast(
     job: Job,
     way: Way,
@@ -269,14 +275,13 @@ def _largest(peaks: Iterable[Peak]) -> Peak | None:
 
 def pairs(pattern: DilatedPattern, seq_len: int, num_heads: int) -> int:
     """(query, key) pairs of all heads and branches over one document, with multiplicity, for one batch entry."""
-    return sum(branch_pairs(pattern, branch, seq_len, num_heads) for branch in range(len(pattern.branches)))
+    return sum(branch_pairs(pattern, branch, [seq_len], num_heads) for branch in range(len(pattern.branches)))
 
 
-def branch_pairs(pattern: DilatedPattern, branch: int, seq_len: int, num_heads: int) -> int:
-    """The pairs of one branch."""
+def branch_pairs(pattern: DilatedPattern, branch: int, lengths: Sequence[int], num_heads: int) -> int:
+    """The pairs of one branch over documents of these lengths."""
     length, rate = pattern.branches[branch]
-    heads = pattern.heads_of(branch, num_heads)
-    phases = Phases([pattern.phase_of(branch, head, num_heads) or 0 for head in heads], rate)
-    num, rest = divmod(seq_len, length)
-    whole, last = (phases.pairs([(0, x)], x, is_causal=pattern.is_causal) for x in (length, rest))
-    return num * whole + last
+    phases = Phases([pattern.phase_of(branch, h, num_heads) or 0 for h in pattern.heads_of(branch, num_heads)], rate)
+    num_whole, rests = sum(n // length for n in lengths), [n % length for n in lengths]
+    segments = {x: phases.pairs([(0, x)], x, is_causal=pattern.is_causal) for x in {length, *rests}}
+    return num_whole * segments[length] + sum(map(segments.__getitem__, rests))

@@ -65,8 +65,10 @@ def _coming_home(counted: JobCount, *, is_causal: bool) -> list[int]:
         [share for share in own if any(share.rows) and counted.segments[share.place].received] for own in counted.shares
     ]
     last_starts: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for share in sorted(chain(*shares), key=lambda share: share.starts[-1]):
+    for share in chain(*shares):
         last_starts[share.place].append(share.starts[-1])
+    for starts in last_starts.values():
+        starts.sort()
 
     def coming(share: Share) -> int:
         others = last_starts[share.place]
@@ -78,6 +80,12 @@ def _coming_home(counted: JobCount, *, is_causal: bool) -> list[int]:
     return [sum(map(coming, own)) for own in shares]
 
 
+def most_sharing(counted: JobCount) -> dict[int, int]:
+    """By branch, the most ranks that share a segment whose rows are sent. Branches that send nothing are left out."""
+    # A dict keeps the last value of a key: in sorted pairs, the largest.
+    return dict(sorted({(branch, x.sharers) for (branch, _), x in counted.segments.items() if x.received}))
+
+
 def _few(job: Job, counted: JobCount, num_ranks: int) -> Job:
     """A small job: num_ranks ranks, whose shards are as long as the longest shard of the job.
 
@@ -86,13 +94,13 @@ def _few(job: Job, counted: JobCount, num_ranks: int) -> Job:
     here.
     """
     length, longest = max(map(shard_length, job.shards)), max(b - a for a, b in pairwise(job.borders))
-    seq_len, segments = num_ranks * length, []
+    seq_len, segments, sharing = num_ranks * length, [], most_sharing(counted)
     for branch, w in enumerate(job.pattern.segment_lengths):
         is_whole = min(w, longest) >= job.seq_len
         w = seq_len if is_whole else min(w, longest, num_ranks // 2 * length + w % length)
-        if counted.sharing(branch) > 2:
+        if sharing.get(branch, 1) > 2:
             w = max(w, 3 * length + w % length)
-        segments.append(w + 1 if length % w == 0 and counted.sharing(branch) > 1 else w)
+        segments.append(w + 1 if length % w == 0 and branch in sharing else w)
     rates = [min(rate, length) for rate in job.pattern.dilation_rates]  # so that the shorter segments keep rows
     name = "zigzag" if any(len(shard) > 1 for shard in job.shards) else "contiguous"
     shards = make_shards(name, default_lengths(name, seq_len, num_ranks))

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import dilated_attention
+from ..attention.validate import autocast, check_cuts, check_objects
 from ..pattern import DilatedPattern
 from ..plan.job import held_heads
 from ..ranks.call import validate_cu_seqlens
 from ..ranks.context import ContextParallel, refuse
 from ..ranks.handshake import RefusedError
-from ..ranks.validate import autocast, check_cuts, check_objects
 from ..run.dilated_cache import DilatedCache
 from .checks import check_heads, check_tensor, is_integral, valid_lengths
 from .rotary import RotaryTable, document_positions, positions_on_ranks, rotary_base, rotary_table, rotate

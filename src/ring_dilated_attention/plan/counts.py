@@ -13,8 +13,9 @@ how many of them have the additional row. Bisecting the sorted phases gives the 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, pairwise, zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from .collection import without_collection
 from .job import Job
 from .rows import own_pieces, segment_of
 
@@ -69,8 +70,8 @@ class Phases:
     def pairs(self, pieces: Pieces, length: int, *, is_causal: bool) -> int:
         """(query, key) pairs of the queries in pieces of a segment."""
         if is_causal:
-            return sum(self.triangles(stop) - self.triangles(start) for start, stop in pieces)
-        return sum(self.products(stop, length) - self.products(start, length) for start, stop in pieces)
+            return sum([self.triangles(stop) - self.triangles(start) for start, stop in pieces])
+        return sum([self.products(stop, length) - self.products(start, length) for start, stop in pieces])
 
     def own(self, pieces: Pieces) -> list[int]:
         """Rows of each piece."""
@@ -114,10 +115,10 @@ class Counter:
             self.keys.append(Phases([group.phase for group in groups for _ in group.kv_heads], rate))
 
     def of(self, rank: int) -> RankCount:
-        pairs, shares, is_causal = 0, [], self.pattern.is_causal
+        pairs, shares, is_causal, spans = 0, [], self.pattern.is_causal, sorted(self.job.shards[rank])
         for branch, length in enumerate(self.pattern.segment_lengths):
             cut: dict[tuple[int, int], list[tuple[int, int]]] = {}
-            for span in sorted(self.job.shards[rank]):
+            for span in spans:
                 for piece, segments in own_pieces(span, 0, self.borders, length):
                     if segments:
                         size, phases = piece.stop - piece.start, self.queries[branch]
@@ -126,7 +127,7 @@ class Counter:
                         origin, stop = segment_of(piece.start, self.borders, length)
                         cut.setdefault((origin, stop), []).append((piece.start - origin, piece.stop - origin))
             shares += [self._share(branch, *ends, pieces) for ends, pieces in cut.items()]
-        return RankCount(pairs + sum(x.pairs for x in shares), sum(x.received for x in shares), tuple(shares))
+        return RankCount(pairs + sum([x.pairs for x in shares]), sum([x.received for x in shares]), tuple(shares))
 
     def _share(self, branch: int, origin: int, stop: int, pieces: Pieces) -> Share:
         length, keys, is_causal = stop - origin, self.keys[branch], self.pattern.is_causal
@@ -134,7 +135,7 @@ class Counter:
         own = [2 * rows for rows in keys.own(pieces)]
         # If causal, other ranks need the later piece at other hops, so each piece is a chunk of its own.
         rows = tuple(own) if is_causal else (sum(own),)
-        starts = tuple(start for start, _ in pieces)
+        starts = tuple([start for start, _ in pieces])
         return Share((branch, origin), starts, pairs, rows, 2 * keys.foreign(pieces, length, is_causal=is_causal))
 
 
@@ -161,26 +162,23 @@ class JobCount(NamedTuple):
     segments: dict[tuple[int, int], Segment]
     shares: list[tuple[Share, ...]]
 
-    def sharing(self, branch: int) -> int:
-        """The most ranks that share a segment whose rows are sent; 1 if none are."""
-        return max((x.sharers for (b, _), x in self.segments.items() if b == branch and x.received), default=1)
 
-    def received_of(self, branch: int) -> int:
-        """What all ranks together receive, or send, for a branch, in units of B * D elements."""
-        return sum(x.received for (b, _), x in self.segments.items() if b == branch)
-
-
+@without_collection()
 def count_ranks(counter: Counter, step: Callable[[], object] = lambda: None) -> JobCount:
     """Count all ranks. `step` is called after each rank."""
     ranks: list[RankCount] = []
-    segments: dict[tuple[int, int], Segment] = {}
+    found: dict[tuple[int, int], list[Any]] = {}  # the fields of a Segment
     for rank in range(counter.job.num_ranks):
         ranks.append(counter.of(rank))
         for place, _, _, rows, received in ranks[-1].shares:
-            sharers, largest, total, first, _ = segments.get(place, Segment(0, (), 0, rank, rank))
-            largest = tuple(map(max, zip_longest(largest, rows, fillvalue=0)))
-            segments[place] = Segment(sharers + any(rows), largest, total + received, first, rank)
+            segment = found.setdefault(place, [0, rows, 0, rank, rank])
+            segment[0] += any(rows)
+            if rows != segment[1]:
+                segment[1] = tuple(map(max, zip_longest(segment[1], rows, fillvalue=0)))
+            segment[2] += received
+            segment[4] = rank
         step()
+    segments = {place: Segment(*segment) for place, segment in found.items()}
     chunks = {place: sum(x.largest) for place, x in segments.items() if x.received}
     buffers = [sum(chunks.get(share.place, 0) for share in rank.shares if any(share.rows)) for rank in ranks]
     return JobCount([x.pairs for x in ranks], [x.received for x in ranks], buffers, segments, [x.shares for x in ranks])

@@ -1,13 +1,12 @@
 """Make a rank's plan from pattern and shards: local tiles, rings (see `rings.py`) and hops. Pure integers, no torch."""
 
-import gc
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import cache, lru_cache
 from itertools import accumulate, groupby, pairwise, product
 
 from ..pattern import HeadGroup
+from .collection import without_collection
 from .job import Job
 from .plan import GlobalChunk, Hop, Message, Plan, Tile
 from .rings import Chunk, Entry, Hops, Met, Ring, causal_hops, make_chunk
@@ -15,20 +14,8 @@ from .rows import Block, Piece, Rows, heads_between, make_bands, matches, own_pi
 from .sharding import Span, first_rows, shard_length
 
 
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Pause Python's search for garbage. A plan makes none, and the search would take twice as long as a large plan."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 @lru_cache(maxsize=256)
-@_without_collection()
+@without_collection()
 def make_plan(job: Job, rank: int) -> Plan:
     """Plan one rank's work."""
     pattern = job.pattern
@@ -95,7 +82,7 @@ class _Planner:
         self.row_of = {s: row for shard in job.shards for s, row in zip(shard, first_rows(shard), strict=False)}
         self.spans_of = cache(lambda rank: sorted(self.shards[rank]))
         self.rings_of = cache(self.make_rings)  # all ranks of a ring ask for it
-        self.tiles_of = lru_cache(maxsize=1024)(self.make_tiles)  # one chunk after another has the same layout
+        self.tiles_of = lru_cache(maxsize=1024)(self.make_tiles)  # rows lie alike in one chunk after another
 
     def local_and_rings(self, rank: int) -> tuple[list[Tile], list[Ring]]:
         """Tiles of all branches with own rows on both sides, and the rings of this rank."""
@@ -147,7 +134,7 @@ class _Planner:
             starts = [[piece.start for piece in pieces] for pieces in members.values()]
             needed = causal_hops(starts) if self.pattern.is_causal else [[everywhere] * len(place) for place in starts]
             alike = all(len(set(place)) == 1 for place in needed)
-            layouts: dict[tuple, Chunk] = {}
+            chunk_of: dict[tuple, Chunk] = {}
             for i in range(1 if alike else max(map(len, needed))):
                 hops = tuple(found[i] if i < len(found) else () for found in needed)
                 if not any(hops):
@@ -155,10 +142,10 @@ class _Planner:
                 chunks = []
                 for pieces in members.values():
                     carried = pieces if alike else pieces[i : i + 1]
-                    layout = (i, *[(x.stop - x.start, (x.start - origin) % rate, x.row) for x in carried])
-                    if layout not in layouts:
-                        layouts[layout] = make_chunk(groups, carried, i, origin, rate)
-                    chunks.append(layouts[layout])
+                    arrangement = (i, *[(x.stop - x.start, (x.start - origin) % rate, x.row) for x in carried])
+                    if arrangement not in chunk_of:
+                        chunk_of[arrangement] = make_chunk(groups, carried, i, origin, rate)
+                    chunks.append(chunk_of[arrangement])
                 all_pieces = tuple(map(tuple, members.values()))
                 rings.append(Ring(branch, origin, len(rings), tuple(members), all_pieces, tuple(chunks), hops))
         return tuple(rings)

@@ -31,7 +31,7 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """One rank's packed rows of a straddling segment. Chunks of one layout are one object, and so are their tiles."""
+    """One rank's packed rows of a straddling segment. Chunks in which rows lie alike are one object."""
 
     size: int
     entries: tuple[Entry, ...]

@@ -113,22 +113,20 @@ def own_pieces(span: Span, row: int, borders: Sequence[int], length: int) -> Ite
     A piece that is not a whole segment comes with the number 0.
     """
 
-    def piece(start: int, stop: int) -> Piece:
-        return Piece(start, stop, row + start - span.start)
-
+    ahead = row - span.start
     for i in range(bisect_right(borders, span.start) - 1, bisect_left(borders, span.stop)):
         document, end = borders[i], borders[i + 1]
         start, stop = max(span.start, document), min(span.stop, end)
         whole = document - (document - start) // length * length  # first border of a segment at or after start
         if start < whole:
-            yield piece(start, min(whole, stop)), 0
+            yield Piece(start, min(whole, stop), start + ahead), 0
         if whole >= stop:
             continue
         segments, rest = divmod(stop - whole, length)
         if segments:
-            yield piece(whole, whole + length), segments
+            yield Piece(whole, whole + length, whole + ahead), segments
         if rest:
-            yield piece(stop - rest, stop), 1 if stop == end else 0
+            yield Piece(stop - rest, stop, stop - rest + ahead), 1 if stop == end else 0
 
 
 @lru_cache(maxsize=1024)  # the same queries meet one chunk after another

@@ -19,7 +19,6 @@ from ..models.saved_run import check_whole
 from ..ranks.context import ContextParallel
 from ..ranks.processes import recorded_waits
 from .agreement import together, values_of_all
-from .baselines import baselines
 from .checkpoint import load_checkpoint, local_of, save_checkpoint
 from .files import LossyStream
 from .machine import hardware, peak_resident_bytes, resident_bytes, versions
@@ -27,7 +26,7 @@ from .metrics import Metrics, Step, beside_the_bar
 from .options import Hyperparameters
 from .run import Run, initial_state, offering_older
 from .run_report import make_record, planned_attention_bytes
-from .scoring import bits_by_context, held_out_bits_per_byte
+from .scoring import baselines, bits_by_context, held_out_bits_per_byte
 from .stop_request import StopRequest
 
 NATS_PER_BIT = math.log(2)

@@ -1,5 +1,6 @@
 """Scores a model on the held-out bytes: each once, and some of them again with less context. Every rank takes part."""
 
+import gzip
 import math
 from typing import Any
 
@@ -15,6 +16,8 @@ CUTS = (64, 512, 4_096)
 CUT_BYTES = 32_768  # held-out bytes that are scored with each cut
 CLEAR_BYTES = 64  # at least so many of its segment precede a scored byte, or half the segment if that is less
 HELPS = 0.01  # bits per byte; less is noise on so few bytes
+SMOOTHING = 2.0  # the weight of p_{n-1} in `baselines`, in occurrences of the context
+BLOCK = 2**22  # bytes of the training part that are counted at a time
 
 
 def held_out_bits_per_byte(model: LongNetLM, document: Document) -> float:
@@ -63,3 +66,41 @@ def bits_per_byte(
         nats = model.token_losses(parallel.shard(tokens_BN))[parallel.shard(is_next_scored_BN)]
         total, number = total + nats.sum(dtype=torch.float64), number + len(nats)
     return parallel.mean_loss(total, number).item() / math.log(2)
+
+
+def baselines(document: Document) -> dict[str, float]:
+    """Bits per byte of simple models on the held-out bytes, by name. To compare a loss with.
+
+    gzip sees them as one stream, and looks back at most 32 KiB. Bigrams and trigrams are tables of the training part:
+    what came after the last byte, or after the last two. A table of n bytes is mixed with that of n - 1,
+
+        p_n(c | context) = (count(context, c) + SMOOTHING * p_{n-1}(c)) / (count(context) + SMOOTHING),
+
+    down to p_0 = 1 / 256.
+    """
+    import numpy
+
+    content, num_train = numpy.frombuffer(document.content, numpy.uint8), document.num_train
+    held_out = memoryview(document.content)[num_train:]
+    # Bytes are numbered anew, 0 to A - 1, so that a table of trigrams has A**3 entries and not 256**3.
+    is_there = numpy.bincount(content, minlength=256) > 0
+    number, alphabet = (numpy.cumsum(is_there) - 1).astype(numpy.int32), int(is_there.sum())
+
+    def codes(start: int, stop: int, order: int) -> Any:
+        """For each byte from start to stop the number of the n-gram that ends there."""
+        rows = [number[content[start - i : stop - i]] for i in range(order)]
+        return sum(row * alphabet**i for i, row in enumerate(rows))
+
+    probability = numpy.full(len(held_out), 1 / 256)
+    bits = []
+    for order in (1, 2, 3):
+        table = numpy.zeros(alphabet**order, numpy.int64)
+        for start in range(order - 1, num_train, BLOCK):
+            counted = codes(start, min(start + BLOCK, num_train), order)
+            table += numpy.bincount(counted, minlength=len(table))
+        code = codes(num_train, len(content), order)
+        before = table.reshape(-1, alphabet).sum(1)[code // alphabet]
+        probability = (table[code] + SMOOTHING * probability) / (before + SMOOTHING)
+        bits.append(-float(numpy.log2(probability).mean()))
+    packed = 8 * len(gzip.compress(held_out, 9, mtime=0)) / len(held_out)
+    return {"gzip": packed, "bigrams": bits[1], "trigrams": bits[2]}

@@ -66,7 +66,7 @@ def _as_json(row: Alternative) -> dict[str, Any]:
     if row.why_not:
         return named | {"why_not": row.why_not}
     names, found = ("balance", "sent_bytes", "peak_bytes", "is_planned"), row.known
-    times = (None, None) if found.time is None else (found.seconds, found.exposed)
+    times = found.time and found.seconds, found.exposed if found.is_planned else None
     figures = {name: getattr(found, name) for name in names}
     return named | figures | dict(zip(("step_seconds", "exposed"), times, strict=True)) | {"why_not": ""}
 

@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention import dilated_attention
+from ...attention.validate import why_no_rows
 from ...pattern import Branch, DilatedPattern, why_no_pattern
 from ...ranks.context import ContextParallel
 from ...ranks.ranks import ALONE, Ranks
 from ...ranks.reduce import SumOverRanks
 from ...ranks.reshard import rows_fields
-from ...ranks.validate import why_no_rows
 from ..documents import Documents, DocumentSpan, agree_on_documents
 from .zero_rows import Move, ZeroQuery, is_misaligned, moves, zero_keys, zero_queries
 

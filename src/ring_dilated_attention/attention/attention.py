@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from .kernels.contract import BackwardRows
-from .pattern import DilatedPattern
-from .plan.cache_plan import plan_cache
-from .ranks.call import Begun, Call
-from .ranks.context import ContextParallel, context_named, refuse
-from .ranks.link import ExchangeError
-from .ranks.ranks import ALONE, Ranks
-from .ranks.validate import autocast, call_of, check_cache, check_cuts
-from .run.append import append
-from .run.dilated_cache import DilatedCache
-from .run.views import accumulator_dtype, with_unit_stride
+from ..kernels.contract import BackwardRows
+from ..pattern import DilatedPattern
+from ..plan.cache_plan import plan_cache
+from ..ranks.call import Begun, Call
+from ..ranks.context import ContextParallel, context_named, refuse
+from ..ranks.link import ExchangeError
+from ..ranks.ranks import ALONE, Ranks
+from ..run.append import append
+from ..run.dilated_cache import DilatedCache
+from ..run.views import accumulator_dtype, with_unit_stride
+from .validate import autocast, call_of, check_cache, check_cuts
 
 
 @overload

@@ -10,10 +10,10 @@ from torch import Tensor
 from ..kernels.choose import check_backend, choose
 from ..pattern import is_finite_number, why_no_pattern
 from ..plan.job import held_heads
+from ..ranks.call import Call, validate_cu_seqlens
+from ..ranks.context import ContextParallel
+from ..ranks.origin import origin_of, why_foreign
 from ..run.dilated_cache import DilatedCache
-from .call import Call, validate_cu_seqlens
-from .context import ContextParallel
-from .origin import origin_of, why_foreign
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 

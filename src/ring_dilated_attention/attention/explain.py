@@ -10,9 +10,9 @@ from ..pattern import DilatedPattern
 from ..plan.job import Job
 from ..plan.sharding import BY_DOCUMENT, documents_of
 from ..plan.sizes import Sizes
-from .call import borders_of
-from .context import ContextParallel
-from .ranks import ALONE
+from ..ranks.call import borders_of
+from ..ranks.context import ContextParallel
+from ..ranks.ranks import ALONE
 from .validate import autocast, call_of, check_cuts
 
 
