@@ -9,8 +9,7 @@ Assumptions:
   other, in the order in which the rank posts them, as on one NCCL stream. A message starts when its sender and its
   receiver have posted it and both ways are free. For both sides it ends one latency after its last byte has left.
 - Hosts: consecutive ranks share a host. A message has the rates of the network inside its host, or between hosts.
-- Handshake: before each stage every rank waits for the slowest rank, and for one handshake. It takes one latency for
-  each of its ceil(log2 p) rounds.
+- Handshake: before each stage every rank waits for the slowest rank, and for ceil(log2 p) rounds of a latency each.
 
 Every moment is therefore a maximum of sums of durations. So faster hardware never makes a step slower.
 """
@@ -70,9 +69,8 @@ class Hardware(NamedTuple):
 
     def handshake(self, num_ranks: int) -> float:
         """Seconds in which the first `num_ranks` ranks hear of each other."""
-        latency = self.network(0, num_ranks - 1)[1]
-        first = latency if self.handshake_seconds is None else self.handshake_seconds
-        return first + (num_rounds(num_ranks) - 1) * latency
+        latency, first = self.network(0, num_ranks - 1)[1], self.handshake_seconds
+        return (num_rounds(num_ranks) - 1) * latency + (latency if first is None else first)
 
 
 class RankTime(NamedTuple):

@@ -29,8 +29,7 @@ class LastWords:
     """The words of all ranks of a context. Ranks are global."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
-        self.store, self.rank, self.has_left = group.get_group_store(), rank, False
-        self.next_look = 0.0
+        self.store, self.rank, self.has_left, self.next_look = group.get_group_store(), rank, False, 0.0
 
     def leave(self, words: Words) -> None:
         """Leave this rank's words. Only the first are kept: what fails later follows from what failed first."""

@@ -179,11 +179,10 @@ class GroupLink:
                     work.wait(timedelta(milliseconds=1))
 
     def _disconnect(self) -> None:
-        """Close gloo's connections.
+        """Close gloo's connections by a receive that times out. Abort, shutdown and destroying the group close none.
 
-        One receive that times out closes all of them. Abort, shutdown and destroying the group close none. Nobody sends
-        with the tag of this receive, because a message of another size would end the process. Every peer that was used
-        is tried, because a receive over a broken connection does not time out. (For others it would open one.)
+        Nobody sends with the tag of this receive, because a message of another size would end the process. Every peer
+        that was used is tried, because a receive over a broken connection does not time out.
         """
         if self.backends.get("cpu") != "gloo":
             return
@@ -275,12 +274,11 @@ class GroupLink:
         return pending
 
     def _needs_host(self, x: Tensor) -> bool:
-        """Whether host memory must carry a tensor: gloo cannot send CUDA tensors. (No GPU has run this.)"""
-        return x.is_cuda and self.on_gloo(x)
+        return x.is_cuda and self.on_gloo(x)  # gloo cannot send CUDA tensors (no GPU has run this)
 
     def _as_one(self, tensors: Sequence[Tensor], is_sent: bool, pending: GroupPending) -> Tensor:
-        """The tensor that travels for these: the only one, or a copy of all, on the host where gloo sends for a GPU.
-        What arrives in a copy is copied back after the wait."""
+        """The tensor that travels for these: the only one, or a copy of all. A copy is on the host where gloo sends for
+        a GPU. What arrives in a copy is copied back after the wait."""
         first, on_host = tensors[0], self._needs_host(tensors[0])
         if len(tensors) == 1 and not on_host:
             return first
@@ -295,10 +293,7 @@ class GroupLink:
         return one
 
     def records(self, record: Tensor, moment: str) -> list[Tensor]:
-        """Every rank's record (all of one shape and dtype). No rank returns before all ranks have entered.
-
-        All messages are point to point, so that an error can name the rank that did not enter.
-        """
+        """Every rank's record (all of one shape and dtype). No rank returns before all ranks have entered."""
         known = record[None]  # at i: that of the i-th rank before this one
         for to, source in rounds_of(self.rank, self.world_size):
             come = torch.empty_like(known[: self.world_size - len(known)])
