@@ -418,12 +418,12 @@ def run(settings: Settings, folder: Path | None) -> list[Row]:
 
 def write(rows: list[Row], folder: Path, *, is_quick: bool) -> None:
     """The record, and the same to read."""
-    there: Row = {"cards": [None], "variables": {}, "links": ""} | rows[0]
-    record = make_record(NAME, rows, is_quick=is_quick, gpu=None if is_quick else there["cards"][0])
+    first: Row = {"cards": [None], "variables": {}, "links": ""} | rows[0]
+    record = make_record(NAME, rows, is_quick=is_quick, gpu=None if is_quick else first["cards"][0])
     page = write_record(record, folder).with_suffix(".md")
     text = f"{HEAD}\n\n`{record['command']}`, {record['date']}, commit {record['commit']}.\n"
     text += f"Please open an issue with the file {NAME}.json beside this page: it has more.\n\n{table(rows)}\n\n```\n"
-    text += "\n".join([there["links"], *(f"{name}={value}" for name, value in there["variables"].items())]) + "\n```\n"
+    text += "\n".join([first["links"], *(f"{name}={value}" for name, value in first["variables"].items())]) + "\n```\n"
     write_whole(page, text.encode(), lambda file: file.read(len(HEAD)) == HEAD.encode(), MAKER)
 
 
