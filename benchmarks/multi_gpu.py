@@ -65,6 +65,7 @@ class Settings(NamedTuple):
     message_bytes: int = 2**28
     fault_rows: int = 8192  # of each rank; with 16 heads of 64 in float32 a chunk has 64 MiB
     timeout: float = 10  # seconds, of the context in which a rank fails
+    ways: tuple[str, ...] = ("ring", "all_gather", "all_to_all", "2-D mesh")
     faults: tuple[tuple[str, float], ...] = ((KILLED, 40), (KILLED_WAITING, 60), (RAISES, 40))  # with limits
 
     @property
@@ -86,7 +87,9 @@ class Settings(NamedTuple):
         return run_ranks(launch, function, self, *args, **options)
 
 
-QUICK = Settings(2, False, (torch.float32,), 37, 8, 2, 64, 2**16, 64, 10, ((KILLED, 40), (RAISES, 40)))
+QUICK = Settings(
+    2, False, (torch.float32,), 37, 8, 2, 64, 2**16, 64, 10, ("ring", "all_to_all"), ((KILLED, 40), (RAISES, 40))
+)
 
 
 class Part(NamedTuple):
@@ -98,14 +101,14 @@ class Part(NamedTuple):
 
 
 def parts(settings: Settings) -> list[Part]:
-    p = settings.num_ranks
-    ways = {"ring": 60, "all_gather": 35, "all_to_all": 35} | ({"2-D mesh": 35} if p >= 4 and p % 2 == 0 else {})
+    has_mesh = settings.num_ranks >= 4 and settings.num_ranks % 2 == 0
+    ways = [way for way in settings.ways if way != "2-D mesh" or has_mesh]
     return [
         Part("there", 30, there),
-        *(Part(f"right, {way}", seconds, partial(right, way=way)) for way, seconds in ways.items()),
+        *(Part(f"right, {way}", 60 if way == "ring" else 35, partial(right, way=way)) for way in ways),
         Part("right, LongNetLM", 40, model),
         Part("network", 60, network),
-        *(Part(f"speed, {way}", 70, partial(speed, way=way)) for way in ("ring", "all_gather")),
+        *(Part(f"speed, {way}", 70, partial(speed, way=way)) for way in ("ring", "all_gather") if way in ways),
         *(Part(f"fault, {kind}", seconds, partial(fault, kind=kind)) for kind, seconds in settings.faults),
     ]
 

@@ -32,7 +32,7 @@ def test_every_part_leaves_its_rows(tmp_path, capsys):
         assert row["part"] in said
     assert f"open an issue with this file: {tmp_path / 'multi_gpu.json'}" in said
     speeds = [row for row in rows if row["part"].startswith("speed")]
-    assert [row["what"] for row in speeds] == ["dense causal", "dilated"] * 2
+    assert [row["what"] for row in speeds] == ["dense causal", "dilated"]
     assert all(share > 0 for row in speeds for share in row["shares"].values())
     for row in rows[-2:]:
         [other] = row["others"]
@@ -57,6 +57,7 @@ def test_without_two_gpus(monkeypatch, tmp_path, capsys):
 def test_it_ends_within_ten_minutes(num_ranks):
     parts = multi_gpu.parts(Settings(num_ranks))
     assert sum(part.seconds for part in parts) <= 580
+    assert {"speed, ring", "speed, all_gather", "right, all_gather"} < {part.name for part in parts}
     assert ("right, 2-D mesh" in [part.name for part in parts]) == (num_ranks in (4, 8))
     assert Settings(num_ranks).sizes.num_heads % num_ranks == 0
 
@@ -72,7 +73,7 @@ def with_wrong_messages(worker, settings, function, *args):
     wait = GroupPending.wait
 
     def spoil(pending):
-        tensors = [x for x in pending.tensors if x.is_floating_point() or len(x) == QUICK.message_bytes]
+        tensors = [x for x in pending.tensors if x.is_floating_point()]
         wait(pending)
         for x in tensors:
             x += 1
@@ -91,15 +92,13 @@ def test_what_is_wrong_is_noticed(monkeypatch, tmp_path, capsys):
         Part("dies", 30, lambda settings, seconds: settings.run_ranks(seconds, dies)),
         Part("right", 30, lambda settings, seconds: multi_gpu.right(Wrong(*settings), seconds, "ring")),
         Part("speed", 30, lambda settings, seconds: multi_gpu.speed(Wrong(*settings), seconds, "ring")),
-        Part("network", 30, lambda settings, seconds: multi_gpu.network(Wrong(*settings), seconds)),
     ]
     monkeypatch.setattr(multi_gpu, "parts", lambda settings: parts)
     assert multi_gpu.main(["--quick", "--results", str(tmp_path)]) == 1
     assert "FAILED dies: all of it" in capsys.readouterr().out
     found = {(row["part"], row["what"]): (row["passed"], row["found"]) for row in rows_of(tmp_path)}
     assert found.pop(("dies", "all of it")) == (False, "it failed: rank 1: died without a word")
-    assert found.pop(("network", "latency"))[0] is None
-    assert {part for part, _ in found} == {"right", "speed", "network"}
+    assert {part for part, _ in found} == {"right", "speed"}
     assert not any(passed for passed, _ in found.values())
 
 
