@@ -11,7 +11,7 @@ BIN    := $(VENV)/bin
 # Our sources are compiled once, and not anew by each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-integrations examples docs migrating dist gpu faults fuzz bench clean
+.PHONY: run test test-integrations examples docs migrating dist gpu multi-gpu faults fuzz bench clean
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ring_dilated_attention needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -122,6 +122,10 @@ gpu: $(VENV)/.installed
 	$(BIN)/python -m benchmarks gpu
 	$(BIN)/python -m benchmarks gpu_memory
 	$(BIN)/python -m benchmarks gpu_small
+
+# On a machine with two GPUs or more. It takes at most ten minutes, and writes runs/multi_gpu.json and .md.
+multi-gpu: $(VENV)/.installed
+	$(BIN)/python -m benchmarks multi_gpu
 
 # 30 trials of each kind: ranks that are killed, stopped, or raise. Then 20 of each kind of fault that a training run
 # recovers from (make faults NUMBER=3 for fewer). `make test` has some of each.

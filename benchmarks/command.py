@@ -33,6 +33,7 @@ from . import (
     memory,
     million,
     model_memory,
+    multi_gpu,
     overlap,
     packing,
     parameters,
@@ -95,7 +96,8 @@ CASES: dict[str, ModuleType] = {
     "gpu_small": gpu_small,
 }
 # What makes the table of each record.
-TABLES = {name: module.table for name, module in CASES.items()} | learn.TABLES | {"before": before.table}
+TABLES = {name: module.table for name, module in CASES.items()} | learn.TABLES
+TABLES |= {"before": before.table, "multi_gpu": multi_gpu.table}
 RESULTS = Path(__file__).with_name("results")
 
 EXAMPLES = f"""cases:
@@ -108,6 +110,7 @@ examples:
   python -m benchmarks --page --html docs/evidence.html --reports docs/reports.md
                                         make all pages from the records again
   python -m benchmarks learn            what dilated patterns learn, in runs of up to an hour; --help says more
+  python -m benchmarks multi_gpu        {multi_gpu.SUMMARY}; ten minutes
 
 Leave the machine alone while a case runs. No row is timed before the same call passed against the definition in
 float64 at a small size. Exit codes: 0 done, 1 a gate failed, 2 refused.
@@ -120,6 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> int:
         if given[:1] == ["learn"]:
             return learn.run(given[1:], RESULTS, lambda folder: write_page(folder, TABLES))
+        if given[:1] == ["multi_gpu"]:
+            return multi_gpu.main(given[1:])
         return run(parsed(given))
 
     return guarded("python -m benchmarks", work, is_process=argv is None)

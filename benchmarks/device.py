@@ -7,13 +7,16 @@ import os
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+
+from ring_dilated_attention.ranks.context import ContextParallel
+from ring_dilated_attention.ranks.processes import recorded_waits
 
 from .measure import allocated
 
@@ -109,6 +112,51 @@ def profiled(device: str, function: Callable[[], object]) -> Profile:
             ops.add(name)
     kernels = (Kernel(name[:120], launches[name], total / 1e9) for name, total in nanoseconds.most_common())
     return Profile(tuple(kernels), tuple(sorted(ops)))
+
+
+def exposed(device: str, parallel: ContextParallel, step: Callable[[], object]) -> dict[str, float]:
+    """The seconds of a step, and those in which this rank did nothing but exchange messages.
+
+    On gloo these are the waits of the process. Waits of NCCL do not stop a process, and the profiler tells when the
+    device ran kernels of NCCL alone. Handshakes go over gloo in both cases.
+    """
+    meeting: dict[str, object] = {"call": "start together"}
+    parallel.ranks.handshake(0, meeting)
+    with recorded_waits(parallel.ranks) as waits:
+        begin = time.perf_counter()
+        step()
+        synchronize(device)
+        seconds = time.perf_counter() - begin
+    handshakes = sum(wait.end - wait.start for wait in waits if wait.moment.endswith("handshake"))
+    found = {"step": seconds, "handshakes": handshakes, "exposed": sum(wait.end - wait.start for wait in waits)}
+    if device == "cpu":
+        return found
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        parallel.ranks.handshake(0, meeting)  # the profilers of the ranks do not begin at the same time
+        step()
+        synchronize(device)
+    assert profiled.profiler is not None
+    spans: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
+    for event in profiled.profiler.kineto_results.events():
+        if event.device_type() == DeviceType.CUDA and not event.is_user_annotation():
+            spans[event.name().startswith("nccl")].append((event.start_ns(), event.start_ns() + event.duration_ns()))
+    return found | {"exposed": handshakes + uncovered(spans[True], spans[False]) / 1e9}
+
+
+def uncovered(spans: Iterable[tuple[int, int]], covers: Iterable[tuple[int, int]]) -> int:
+    """The time in which one span lasts at least, and no cover."""
+    events = sorted(
+        (moment, kind, change)
+        for kind, given in enumerate((spans, covers))
+        for begin, end in given
+        for moment, change in ((begin, 1), (end, -1))
+    )
+    total, last, num_open = 0, 0, [0, 0]
+    for moment, kind, change in events:
+        total += moment - last if num_open[0] and not num_open[1] else 0
+        num_open[kind] += change
+        last = moment
+    return total
 
 
 class Ceilings(NamedTuple):

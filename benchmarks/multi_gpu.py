@@ -1,0 +1,435 @@
+"""What only several GPUs can show: NCCL, the network between cards, overlap, and a rank that fails.
+
+Each part runs in processes of its own, one for each GPU, and has its own limit of seconds: what hangs or crashes costs
+that part alone. All limits together are less than ten minutes. The record is written whenever a part ends. No machine
+with several GPUs has run this yet: `--quick` rehearses it on two CPU ranks over gloo.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from ring_dilated_attention import ContextParallel, DilatedPattern
+from ring_dilated_attention.commands.doctor.examination import gpu_versions, messages, timed
+from ring_dilated_attention.commands.errors import FLOOR_ON_GPU, Case, Squares, measure, tolerances, worst
+from ring_dilated_attention.commands.local_ranks import Launch, RankFailedError, Worker, run_ranks
+from ring_dilated_attention.commands.numbers import scaled
+from ring_dilated_attention.commands.output import progress_bar, wrapped
+from ring_dilated_attention.forecast.clock import time_text
+from ring_dilated_attention.models import LongNetConfig, LongNetLM
+from ring_dilated_attention.plan.job import Job
+from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharding import make_shards
+from ring_dilated_attention.ranks.link import ExchangeError, GroupLink
+from ring_dilated_attention.ranks.processes import Processes
+from ring_dilated_attention.training.files import write_whole
+from ring_dilated_attention.training.rank_launcher import share_of_cores
+
+from .device import describe, exposed, synchronize
+from .gate import small_case
+from .measure import Sizes, attend, flops_of
+from .progress import stepper
+from .record import make_record, markdown, write_record
+
+SUMMARY = "what only several GPUs can show, for others to send us (make multi-gpu)"
+HEAD, NAME, MAKER = "# Several GPUs", "multi_gpu", "python -m benchmarks"
+Row = dict[str, Any]  # part, what, passed (None: nothing to judge), found (in words), and what was measured
+VERDICTS = {None: "", True: "passed", False: "FAILED"}
+KILLED, KILLED_WAITING, RAISES = "is killed", "is killed, and the others wait for their device", "raises"
+ALL, WHOLE, SHARE, APART = "all ranks", "one rank, whole length", "one rank, its share of the length", "apart"
+PAIRS, SLACK_SECONDS = "all pairs at once", 5  # in which a busy machine tears down what a fault broke
+
+
+class Settings(NamedTuple):
+    num_ranks: int
+    has_gpus: bool = True
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)  # the last is timed
+    seq_len: int = 251  # of what is compared with the definition: a prime
+    head_dim: int = 64
+    least_heads: int = 12  # of timed calls. They have a few more, if need be: heads divide among the ranks
+    length: int = 16_384  # of each rank in timed calls
+    message_bytes: int = 2**28
+    fault_rows: int = 8192  # of each rank; with 16 heads of 64 in float32 a chunk has 64 MiB
+    timeout: float = 10  # seconds, of the context in which a rank fails
+    ways: tuple[str, ...] = ("ring", "all_gather", "all_to_all", "2-D mesh")
+    faults: tuple[tuple[str, float], ...] = ((KILLED, 40), (KILLED_WAITING, 60), (RAISES, 40))  # with limits
+
+    @property
+    def sizes(self) -> Sizes:
+        """Of timed calls."""
+        heads = self.num_ranks * -(-self.least_heads // self.num_ranks)
+        return Sizes(self.num_ranks * self.length, heads, self.head_dim, self.dtypes[-1])
+
+    @property
+    def device_type(self) -> str:
+        return "cuda" if self.has_gpus else "cpu"
+
+    def device(self, rank: int) -> str:
+        return f"cuda:{rank}" if self.has_gpus else "cpu"
+
+    def run_ranks(self, seconds: float, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        num_threads = share_of_cores(self.num_ranks) if self.has_gpus else 1
+        launch = Launch(self.num_ranks, num_threads, has_gpus=self.has_gpus, seconds=seconds)
+        return run_ranks(launch, function, self, *args, **options)
+
+
+QUICK = Settings(
+    2, False, (torch.float32,), 37, 8, 2, 64, 2**16, 64, 10, ("ring", "all_to_all"), ((KILLED, 40), (RAISES, 40))
+)
+
+
+class Part(NamedTuple):
+    """`run` starts ranks that may take so many seconds, and returns rows."""
+
+    name: str
+    seconds: float
+    run: Callable[[Settings, float], list[Row]]
+
+
+def parts(settings: Settings) -> list[Part]:
+    has_mesh = settings.num_ranks >= 4 and settings.num_ranks % 2 == 0
+    ways = [way for way in settings.ways if way != "2-D mesh" or has_mesh]
+    return [
+        Part("there", 30, there),
+        *(Part(f"right, {way}", 60 if way == "ring" else 35, partial(right, way=way)) for way in ways),
+        Part("right, LongNetLM", 40, model),
+        Part("network", 60, network),
+        *(Part(f"speed, {way}", 70, partial(speed, way=way)) for way in ("ring", "all_gather") if way in ways),
+        *(Part(f"fault, {kind}", seconds, partial(fault, kind=kind)) for kind, seconds in settings.faults),
+    ]
+
+
+def run_part(part: Part, settings: Settings) -> list[Row]:
+    begun = time.monotonic()
+    try:
+        rows = part.run(settings, part.seconds)
+    except Exception as error:  # noqa: BLE001  whatever it is, the other parts go on
+        said = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        rows = [{"what": "all of it", "passed": False, "found": f"it failed: {said}", "error": str(error)[-4000:]}]
+    return [{"part": part.name, **row, "part_seconds": time.monotonic() - begun} for row in rows]
+
+
+def there(settings: Settings, seconds: float) -> list[Row]:
+    cards = settings.run_ranks(seconds, _there)
+    links = "nvidia-smi did not answer"
+    with suppress(OSError, subprocess.SubprocessError):
+        links = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=9).stdout
+    variables = {name: value for name, value in os.environ.items() if "NCCL" in name or name.startswith("CUDA_")}
+    found = ", ".join(f"{name} {value}" for name, value in cards[0]["versions"].items())
+    row = {"what": "cards and a first message", "passed": all(card["sum"] == len(cards) for card in cards)}
+    row |= {"found": f"{len(cards)} x {cards[0]['name']}, {found}", "cards": cards}
+    return [row | {"links": links, "variables": variables}]
+
+
+def _there(worker: Worker, settings: Settings) -> Row:
+    dist.all_reduce(total := torch.ones(1, device=settings.device(worker.rank)))
+    card = {"name": "CPU", "versions": gpu_versions(), "sum": total.item()} | (describe() if settings.has_gpus else {})
+    others = [k for k in range(worker.world_size) if k != worker.rank and settings.has_gpus]
+    return card | {"reaches_directly": [k for k in others if torch.cuda.can_device_access_peer(worker.rank, k)]}
+
+
+def right(settings: Settings, seconds: float, way: str) -> list[Row]:
+    """Out, lse and all gradients over all ranks, against the definition in float64: the worst of all cases."""
+    ranks, rows = settings.run_ranks(seconds, _right, way), []
+    for i, dtype in enumerate(settings.dtypes):
+        result = worst(cases(settings), dtype, [rank[i] for rank in ranks], settings.device_type)
+        found = f"error {result.error:.1e} of at most {result.tolerance:.1e}: {result.where}"
+        rows.append({"what": f"{dtype}"[6:], "passed": result.passed, "found": found})
+    return rows
+
+
+def cases(settings: Settings) -> list[Case]:
+    """No length divides among the ranks. Heads do."""
+    n, heads = settings.seq_len, 2 * settings.num_ranks
+    causal, sizes = DilatedPattern((n // 8, n), (1, 4), is_causal=True), (n, 1, 2 * heads, heads, settings.head_dim)
+    return [
+        Case("causal, zigzag", causal, *sizes, sharding="zigzag"),
+        Case("dense causal, zigzag", DilatedPattern((n,), (1,), is_causal=True), *sizes, sharding="zigzag"),
+        Case("causal, contiguous", causal, *sizes),
+        Case("blocked, not causal", DilatedPattern((n // 3, n), (2, 3), phase="blocked"), *sizes),
+        Case("packed documents", causal, *sizes, documents=(0, 1, n // 3, n)),
+    ]
+
+
+def _right(worker: Worker, settings: Settings, way: str) -> list[list[Squares]]:
+    group = None
+    if way == "2-D mesh":
+        shape, way = (worker.world_size // 2, 2), "ring"
+        group = init_device_mesh(settings.device_type, shape, mesh_dim_names=("ring", "heads"))
+    contexts = {x: ContextParallel(group, sharding=x, exchange=way) for x in ("contiguous", "zigzag")}
+
+    def squares(case: Case, dtype: torch.dtype) -> Squares:
+        return measure(case, dtype, "auto", settings.device(worker.rank), contexts[case.sharding])
+
+    return [[squares(case, dtype) for case in cases(settings)] for dtype in settings.dtypes]
+
+
+def model(settings: Settings, seconds: float) -> list[Row]:
+    """A step of a LongNetLM. All ranks may err twice as much as one rank, against one in float64."""
+    rows = []
+    for name, (one, several) in settings.run_ranks(seconds, _model)[0].items():
+        allowed = 2 * one + FLOOR_ON_GPU[torch.float32]
+        found = f"error {several:.1e} of at most {allowed:.1e}"
+        rows.append({"what": f"{name}, float32", "passed": several <= allowed, "found": found})
+    return rows
+
+
+def _model(worker: Worker, settings: Settings) -> dict[str, tuple[float, float]]:
+    """Relative errors of loss and gradients, on one rank and on all."""
+    n, heads = settings.seq_len, 2 * settings.num_ranks
+    config = LongNetConfig((n // 8, n), (1, 4), embed_dim=16 * heads, num_heads=heads)
+    tokens = torch.randint(256, (1, n), generator=torch.Generator().manual_seed(0))
+
+    def step(device: str, dtype: torch.dtype, parallel: ContextParallel | None = None) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        longnet = LongNetLM(config, parallel=parallel).to(device, dtype)
+        loss = longnet.loss((tokens if parallel is None else parallel.shard(tokens)).to(device))
+        loss.backward()
+        gradient = torch.cat([x.grad.flatten() for x in longnet.parameters() if x.grad is not None])
+        if parallel is not None:  # the mean, as DDP and FSDP2 take it
+            dist.all_reduce(gradient)
+            gradient /= parallel.world_size
+        return loss.detach().cpu().double(), gradient.cpu().double()
+
+    device, parallel = settings.device(worker.rank), ContextParallel(sharding="zigzag", exchange="ring")
+    found = step(device, torch.float32), step(device, torch.float32, parallel)
+    names, exact = ("loss", "gradients"), step("cpu", torch.float64)
+    errors = ([float((x - y).norm() / y.norm()) for x, y in zip(one, exact, strict=True)] for one in found)
+    return dict(zip(names, zip(*errors, strict=True), strict=True))
+
+
+def network(settings: Settings, seconds: float) -> list[Row]:
+    """Latencies by `rda doctor`; large messages of two neighbours alone, of all neighbours at once, of all pairs."""
+    ranks = settings.run_ranks(seconds, _network)
+    doctor = [found for _, found, _ in ranks]
+    small, handshake = max(max(x["small"].values()) for x in doctor), max(x["handshake_seconds"] for x in doctor)
+    said = f"256 bytes take {time_text(small)} between the slowest pair, a handshake {time_text(handshake)}"
+    rows: list[Row] = [{"what": "latency", "passed": None, "found": said, "doctor": doctor}]
+    for name in ranks[0][0]:
+        slowest, num_peers = max(times[name] for times, *_ in ranks), settings.num_ranks - 1 if name == PAIRS else 1
+        said = f"{scaled(num_peers * settings.message_bytes / slowest, 'B/s')} leave a rank, and as many arrive"
+        rows.append({"what": f"large, {name}", "passed": all(x for *_, x in ranks), "found": said, "seconds": slowest})
+    return rows
+
+
+def _network(worker: Worker, settings: Settings) -> tuple[dict[str, float], Row, bool]:
+    parallel, device, p = ContextParallel(exchange="ring"), settings.device(worker.rank), worker.world_size
+    assert isinstance(parallel.ranks, Processes)
+    link, doctor = parallel.ranks.all, messages(parallel, device)
+    leaves = torch.full((settings.message_bytes,), link.rank, dtype=torch.uint8, device=device)
+    comes = [torch.full_like(leaves, 255) for _ in range(p)]
+
+    def swap(to: Iterable[int], sources: Iterable[int]) -> float:
+        def action() -> None:
+            link.exchange([(leaves, k) for k in to], [(comes[k], k) for k in sources], "messages alone").wait()
+
+        return timed(parallel, device, action)[0]
+
+    times = {}
+    for k in range(p if p > 2 else 1):
+        pair = {k, (k + 1) % p}
+        peers = pair - {link.rank} if link.rank in pair else ()
+        times[f"ranks {k} and {(k + 1) % p} alone"] = swap(peers, peers)
+    others = [k for k in range(p) if k != link.rank]
+    times["all neighbours at once"] = swap([(link.rank + 1) % p], [(link.rank - 1) % p])
+    times[PAIRS] = swap(others, others)
+    return times, doctor, all(bool((comes[k] == k).all()) for k in others)
+
+
+def patterns(settings: Settings) -> dict[str, tuple[DilatedPattern, str]]:
+    """By name, with the sharding. All ranks share a segment."""
+    length, n = settings.length, settings.sizes.seq_len
+    dense, dilated = DilatedPattern((n,), (1,), is_causal=True), DilatedPattern((length // 4, n), (1, 8))
+    return {"dense causal": (dense, "zigzag"), "dilated": (dilated, "contiguous")}
+
+
+def speed(settings: Settings, seconds: float, way: str) -> list[Row]:
+    """A forward and backward over all ranks: compared with one rank at full size, then timed beside it.
+
+    The ceiling is that of ranks which share nothing: each computes its share of the heads, over the whole length.
+    """
+    ranks, rows, (n, heads, head_dim, dtype, _) = settings.run_ranks(seconds, _speed, way), [], settings.sizes
+    for name, (pattern, _) in patterns(settings).items():
+        found, p = [rank[name] for rank in ranks], settings.num_ranks
+        allowed = tolerances(small_case(settings.sizes, pattern), dtype, settings.device_type)
+        wrong = [x for one in found for x, error in one["errors"].items() if not error <= 2 * allowed[x]]
+        every, whole, share, apart = (max(one["seconds"][x] for one in found) for x in (ALL, WHOLE, SHARE, APART))
+        jobs = [Job(pattern, make_shards("contiguous", (x,)), heads, heads) for x in (settings.length, n)]
+        short, long = (sum(flops_of(make_plan(job, 0), 1, head_dim)) for job in jobs)
+        shares = {
+            f"of {p} times one rank's speed at the same length": whole / (p * every),
+            f"at {p} times the length": (long / p / every) / (short / share),
+            "of the ceiling": apart / every,
+            "of a step exposed": max(one["exposed"] / one["step"] for one in found),
+        }
+        said = ", ".join([time_text(every), *(f"{share:.0%} {text}" for text, share in shares.items())])
+        row = {"what": name, "passed": not wrong, "found": f"wrong at full size: {wrong}" if wrong else said}
+        rows.append(row | {"seconds": every, "shares": shares, "ranks": found})
+    return rows
+
+
+def _speed(worker: Worker, settings: Settings, way: str) -> dict[str, Row]:
+    (n, heads, head_dim, dtype, _), device = settings.sizes, settings.device(worker.rank)
+    found: dict[str, Row] = {}
+    for name, (pattern, sharding) in patterns(settings).items():
+        parallel = ContextParallel(exchange=way, sharding=sharding)
+        whole = torch.randn(4, 1, n, heads, head_dim, dtype=dtype, device=device)
+        dist.broadcast(whole, 0)  # query, key, value and the gradient of out, alike on all ranks
+        own = parallel.positions(n).to(device)
+
+        def step(x: Tensor, context: ContextParallel | None = None, pattern: DilatedPattern = pattern) -> list[Tensor]:
+            inputs = [x[i].requires_grad_() for i in range(3)]
+            out = attend(inputs, pattern, context)
+            return [out.detach(), *torch.autograd.grad(out, inputs, x[3])]
+
+        local = whole[:, :, own].contiguous()
+        pairs = zip(step(local, parallel), (x[:, own] for x in step(whole)), strict=True)
+        errors = [float((x.float() - y.float()).norm() / y.float().norm()) for x, y in pairs]
+        calls: dict[str, Callable[[], object]] = {ALL: partial(step, local, parallel)}
+        calls[WHOLE], calls[SHARE] = partial(step, whole), partial(step, whole[:, :, : settings.length].contiguous())
+        if worker.rank > 0:
+            calls[WHOLE] = calls[SHARE] = lambda: None
+        calls[APART] = partial(step, whole[:, :, :, : heads // worker.world_size].contiguous())
+        times = {setup: timed(parallel, device, call)[0] for setup, call in calls.items()}
+        found[name] = {"errors": dict(zip(("out", "dq", "dk", "dv"), errors, strict=True)), "seconds": times}
+        found[name] |= exposed(device, parallel, calls[ALL])
+        parallel.close()
+    return found
+
+
+class StruckError(Exception):
+    """The failing rank's own error."""
+
+
+def fault(settings: Settings, seconds: float, kind: str) -> list[Row]:
+    """The last rank fails in the middle of a hop: what the others said, and after how many seconds."""
+    said: dict[tuple[int, str], Any] = {}
+    failures, last = "", settings.num_ranks - 1
+    with TemporaryDirectory() as folder:
+        try:
+            hear = lambda rank, words: said.update({(rank, words[0]): words[1]})  # noqa: E731
+            settings.run_ranks(seconds, _fault, kind, Path(folder), on_report=hear)
+        except RankFailedError as raised:
+            failures = str(raised)
+    ended, others = time.monotonic(), []
+    if (struck := said.get((last, "struck"))) is None:
+        raise RuntimeError(f"rank {last} never came to the place where it was to fail: {failures}")
+    by_rank = dict(line.split(": ", 1) for line in failures.splitlines() if line.startswith("rank ") and ": " in line)
+    for rank in range(last):
+        without = ("no error", by_rank.get(f"rank {rank}", "it went on"), ended)
+        error, message, when = said.get((rank, "error"), without)
+        others.append({"rank": rank, "error": error, "message": message, "seconds": when - struck})
+        others[-1]["device_seconds"] = said.get((rank, "device"))  # from its error until its device was idle
+    found = "; ".join("rank {rank}: {error} after {seconds:.1f} s: {message}".format_map(one) for one in others)
+    row = {"what": f"rank {last} {kind}", "passed": all(is_told(settings, kind, one) for one in others), "found": found}
+    return [row | {"others": others, "failures": failures[-4000:]}]
+
+
+def is_told(settings: Settings, kind: str, one: Row) -> bool:
+    """Whether a rank heard of the fault in time. If it waits for its device, it is enough that something ended it."""
+    if kind == KILLED_WAITING:  # NCCL's watchdog ends the messages, or the process
+        return one["device_seconds"] is not None or one["message"] == "died without a word"
+    in_time = one["seconds"] <= settings.timeout + SLACK_SECONDS
+    return one["error"] == ExchangeError.__name__ and one["device_seconds"] is not None and in_time
+
+
+def _fault(worker: Worker, settings: Settings, kind: str, folder: Path) -> None:
+    device, p = settings.device(worker.rank), worker.world_size
+    parallel = ContextParallel(exchange="ring", timeout=timedelta(seconds=settings.timeout))
+    x = torch.ones(1, settings.fault_rows, 16, 64, device=device, requires_grad=True)
+    try:
+        for number in range(3):
+            if worker.rank == p - 1 and number == 1:
+                _strike_in_a_hop(kind, worker.report)
+            out = attend([x, x, x], DilatedPattern.dense(), parallel)
+            synchronize(device if kind == KILLED_WAITING else "cpu")
+            torch.autograd.grad(out, x, torch.ones_like(out))
+            synchronize(device if kind == KILLED_WAITING else "cpu")
+    except (RuntimeError, StruckError) as error:
+        worker.report(("error", (type(error).__name__, str(error), begun := time.monotonic())))
+        synchronize(device)
+        worker.report(("device", time.monotonic() - begun))
+    # A process that ends closes its connections. The others must hear of the fault before.
+    (folder / str(worker.rank)).touch()
+    until = time.monotonic() + settings.timeout + SLACK_SECONDS
+    while len(list(folder.iterdir())) < p - (kind != RAISES) and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+def _strike_in_a_hop(kind: str, report: Callable[[Any], None]) -> None:
+    post = GroupLink._post
+
+    def failing(link: GroupLink, messages: Any, moment: str) -> Any:
+        pending = post(link, messages, moment)
+        if messages and moment.startswith("forward, hop 1"):
+            report(("struck", time.monotonic()))
+            if kind == RAISES:
+                raise StruckError("the failing rank's own error")
+            os.kill(os.getpid(), 9)
+        return pending
+
+    GroupLink._post = failing  # type: ignore[method-assign,assignment]
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog=f"{MAKER} {NAME}", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="two CPU ranks; writes nothing unless --results is given")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="where the record goes (default: runs)")
+    arguments = parser.parse_args(argv)
+    num_gpus, folder = torch.cuda.device_count(), arguments.results
+    if not arguments.quick:
+        if num_gpus < 2:
+            print(f"{NAME} needs two CUDA GPUs or more, and torch sees {num_gpus}.", file=sys.stderr)
+            return 2
+        folder = folder or Path("runs")
+    try:
+        rows = run(QUICK if arguments.quick else Settings(num_gpus), folder)
+    except ValueError as error:  # a file of somebody else is in the way
+        print(error, file=sys.stderr)
+        return 2
+    print(*(wrapped(f"{VERDICTS[x['passed']]:6} {x['part']}: {x['what']}: {x['found']}") for x in rows), sep="\n")
+    if folder is not None:
+        print(f"\nPlease open an issue with this file: {folder / NAME}.json. To read it: {folder / NAME}.md")
+    return int(any(row["passed"] is False for row in rows))
+
+
+def run(settings: Settings, folder: Path | None) -> list[Row]:
+    rows: list[Row] = []
+    with progress_bar(len(to_run := parts(settings)), "part") as bar:
+        step = stepper(bar)
+        for part in to_run:
+            step(part.name)
+            rows += run_part(part, settings)
+            if folder is not None:
+                write(rows, folder, is_quick=not settings.has_gpus)
+    return rows
+
+
+def write(rows: list[Row], folder: Path, *, is_quick: bool) -> None:
+    """The record, and the same to read."""
+    first: Row = {"cards": [None], "variables": {}, "links": ""} | rows[0]
+    record = make_record(NAME, rows, is_quick=is_quick, gpu=None if is_quick else first["cards"][0])
+    page = write_record(record, folder).with_suffix(".md")
+    text = f"{HEAD}\n\n`{record['command']}`, {record['date']}, commit {record['commit']}.\n"
+    text += f"Please open an issue with the file {NAME}.json beside this page: it has more.\n\n{table(rows)}\n\n```\n"
+    text += "\n".join([first["links"], *(f"{name}={value}" for name, value in first["variables"].items())]) + "\n```\n"
+    write_whole(page, text.encode(), lambda file: file.read(len(HEAD)) == HEAD.encode(), MAKER)
+
+
+def table(rows: list[Row]) -> str:
+    lines = [(row["part"], row["what"], VERDICTS[row["passed"]], " ".join(row["found"].split())) for row in rows]
+    return markdown(("part", "what", "verdict", "found"), lines)

@@ -1,0 +1,156 @@
+"""What is for several GPUs, rehearsed on two CPU ranks, and proofs that what goes wrong there is noticed."""
+
+import json
+import os
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+from benchmarks import device, multi_gpu
+from benchmarks.multi_gpu import KILLED, KILLED_WAITING, QUICK, Part, Settings
+from ring_dilated_attention import ContextParallel
+from ring_dilated_attention.ranks.link import GroupPending
+
+
+def rows_of(folder):
+    return json.loads((folder / "multi_gpu.json").read_text())["rows"]
+
+
+def test_every_part_leaves_its_rows(tmp_path, capsys):
+    """Catches whatever a part does wrong on any device."""
+    assert multi_gpu.main(["--quick", "--results", str(tmp_path)]) == 0
+    said, rows, page = capsys.readouterr().out, rows_of(tmp_path), (tmp_path / "multi_gpu.md").read_text()
+    assert list(dict.fromkeys(row["part"] for row in rows)) == [part.name for part in multi_gpu.parts(QUICK)]
+    for row in rows:
+        assert row["passed"] is (None if row["what"] == "latency" else True)
+        assert row["part"] in page
+        assert row["part"] in said
+    assert f"open an issue with this file: {tmp_path / 'multi_gpu.json'}" in said
+    speeds = [row for row in rows if row["part"].startswith("speed")]
+    assert [row["what"] for row in speeds] == ["dense causal", "dilated"]
+    assert all(share > 0 for row in speeds for share in row["shares"].values())
+    for row in rows[-2:]:
+        [other] = row["others"]
+        assert (other["rank"], other["error"]) == (0, "ExchangeError")
+        assert "rank 1" in other["message"]
+    (tmp_path / "multi_gpu.md").write_text("somebody's")
+    with pytest.raises(ValueError, match="was not made by"):
+        multi_gpu.write(rows, tmp_path, is_quick=True)
+
+
+def test_without_two_gpus(monkeypatch, tmp_path, capsys):
+    from benchmarks import command  # imports every case, which ranks that import this file need not
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert command.main(["multi_gpu", "--results", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "multi_gpu needs two CUDA GPUs or more, and torch sees 1.\n"
+    assert not list(tmp_path.iterdir())
+    assert "multi_gpu" not in command.CASES  # nor in --all
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+def test_it_ends_within_ten_minutes(num_ranks):
+    parts = multi_gpu.parts(Settings(num_ranks))
+    assert sum(part.seconds for part in parts) <= 580
+    assert {"speed, ring", "speed, all_gather", "right, all_gather"} < {part.name for part in parts}
+    assert ("right, 2-D mesh" in [part.name for part in parts]) == (num_ranks in (4, 8))
+    assert Settings(num_ranks).sizes.num_heads % num_ranks == 0
+
+
+class Wrong(Settings):
+    """Ranks whose messages change while they wait for them."""
+
+    def run_ranks(self, seconds, function, *args, **options):
+        return Settings.run_ranks(self, seconds, with_wrong_messages, function, *args, **options)
+
+
+def with_wrong_messages(worker, settings, function, *args):
+    wait = GroupPending.wait
+
+    def spoil(pending):
+        tensors = [x for x in pending.tensors if x.is_floating_point()]
+        wait(pending)
+        for x in tensors:
+            x += 1
+
+    GroupPending.wait = spoil
+    return function(worker, settings, *args)
+
+
+def dies(worker, settings):
+    os._exit(1)
+
+
+def test_what_is_wrong_is_noticed(monkeypatch, tmp_path, capsys):
+    """Proof that judgements can fail, and that a part that dies costs its own rows alone."""
+    parts = [
+        Part("dies", 30, lambda settings, seconds: settings.run_ranks(seconds, dies)),
+        Part("right", 30, lambda settings, seconds: multi_gpu.right(Wrong(*settings), seconds, "ring")),
+        Part("speed", 30, lambda settings, seconds: multi_gpu.speed(Wrong(*settings), seconds, "ring")),
+    ]
+    monkeypatch.setattr(multi_gpu, "parts", lambda settings: parts)
+    assert multi_gpu.main(["--quick", "--results", str(tmp_path)]) == 1
+    assert "FAILED dies: all of it" in capsys.readouterr().out
+    found = {(row["part"], row["what"]): (row["passed"], row["found"]) for row in rows_of(tmp_path)}
+    assert found.pop(("dies", "all of it")) == (False, "it failed: rank 1: died without a word")
+    assert {part for part, _ in found} == {"right", "speed"}
+    assert not any(passed for passed, _ in found.values())
+
+
+def test_who_was_told_in_time():
+    """Catches a hang that counts as an answer."""
+    told = {"error": "ExchangeError", "message": "", "seconds": 1.0, "device_seconds": 0.0}
+    ended = {"error": "no error", "message": "died without a word", "seconds": 12.0, "device_seconds": None}
+    hung = ended | {"message": "no answer within 40 s"}
+    is_told = partial(multi_gpu.is_told, QUICK)
+    assert is_told(KILLED, told)
+    assert not any(is_told(KILLED, x) for x in (ended, hung, told | {"seconds": 16}, told | {"device_seconds": None}))
+    assert is_told(KILLED_WAITING, told)
+    assert is_told(KILLED_WAITING, ended)
+    assert not is_told(KILLED_WAITING, hung)
+
+
+def test_what_no_kernel_hides():
+    """Catches messages behind kernels that count as exposed, or time that is counted twice."""
+    assert device.uncovered([(0, 10), (5, 20)], []) == 20
+    assert device.uncovered([(0, 10)], [(2, 4), (3, 6)]) == 6
+    assert device.uncovered([(0, 10), (20, 30)], [(5, 25)]) == 10
+    assert device.uncovered([(5, 6)], [(0, 10)]) == device.uncovered([], [(0, 10)]) == 0
+
+
+class Event(NamedTuple):
+    """What torch's profiler says of a GPU, as far as it is read."""
+
+    kind: DeviceType
+    label: str
+    begin: int
+    length: int
+    is_note: bool = False
+
+    device_type = property(lambda self: lambda: self.kind)
+    name = property(lambda self: lambda: self.label)
+    start_ns = property(lambda self: lambda: self.begin)
+    duration_ns = property(lambda self: lambda: self.length)
+    is_user_annotation = property(lambda self: lambda: self.is_note)
+
+
+def test_what_is_exposed_on_a_gpu(monkeypatch):
+    """Waits of NCCL stop no process, so the profiler's kernels count: here a kernel hides 4 of 10 s of messages."""
+    events = [
+        Event(DeviceType.CPU, "ncclDevKernel_SendRecv", 0, 9),
+        Event(DeviceType.CUDA, "ncclDevKernel_SendRecv(args)", 0, 10 * 10**9),
+        Event(DeviceType.CUDA, "nccl:send 0->1", 0, 99 * 10**9, True),
+        Event(DeviceType.CUDA, "a kernel", 6 * 10**9, 20 * 10**9),
+    ]
+    results = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
+    monkeypatch.setattr(device, "profile", lambda activities: nullcontext(SimpleNamespace(profiler=results)))
+    monkeypatch.setattr(device, "synchronize", lambda device: None)
+    steps = []
+    found = device.exposed("cuda:0", ContextParallel(), lambda: steps.append(1))
+    assert found["exposed"] == 6
+    assert len(steps) == 2
