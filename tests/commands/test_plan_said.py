@@ -184,7 +184,7 @@ def test_the_text_of_many_ranks_is_that_of_their_plans(capsys, monkeypatch):
     rng = random.Random(0)
     memory, times = zip(*(said_over_planned(rng, capsys) for _ in range(24)), strict=True)
     times = [time for time in times if time is not None]
-    assert len(times) > 12
+    assert len(times) >= 12
     assert min(memory) > 0.995 * MEMORY_ERRORS[0]
     assert sum(ratio <= MEMORY_ERRORS[1] for ratio in memory) >= 0.95 * len(memory)
     assert sum(TIME_ERRORS[0] <= ratio <= TIME_ERRORS[1] for ratio in times) >= 0.8 * len(times)

@@ -30,10 +30,11 @@ from ring_dilated_attention import (
     dilated_attention,
     save_attention,
 )
+from ring_dilated_attention.attention import validate
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
 from ring_dilated_attention.plan import step
-from ring_dilated_attention.ranks import ranks, validate
+from ring_dilated_attention.ranks import ranks
 from ring_dilated_attention.ranks.call import Call as RankCall
 from ring_dilated_attention.reference import multiplicity
 from ring_dilated_attention.run import executor
