@@ -16,7 +16,6 @@ from ring_dilated_attention.training.files import check_mine
 from . import (
     before,
     billion,
-    connections,
     crossover,
     deep,
     device,
@@ -66,7 +65,6 @@ CASES: dict[str, ModuleType] = {
     "ranks": ranks,
     "sent": sent,
     "handshake": handshake,
-    "connections": connections,
     "overlap": overlap,
     "hosts": hosts,
     "error": error,

@@ -28,7 +28,8 @@ from helpers import poisoned_memory
 from torch import Tensor, nn
 
 from benchmarks.padded import padded_reference
-from ring_dilated_attention import DilatedPattern, MultiheadDilatedAttention, attention, dilated_attention
+from ring_dilated_attention import DilatedPattern, MultiheadDilatedAttention, dilated_attention
+from ring_dilated_attention.attention import attention
 from ring_dilated_attention.layers import multihead
 from ring_dilated_attention.models import (
     LongNetConfig,

@@ -29,7 +29,8 @@ from helpers import poisoned_memory
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ring_dilated_attention import DilatedCache, DilatedPattern, attention, dilated_attention
+from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention
+from ring_dilated_attention.attention import attention
 from ring_dilated_attention.ranks.call import Call as RankCall
 from ring_dilated_attention.run import append, dilated_cache
 

@@ -29,20 +29,13 @@ class LastWords:
     """The words of all ranks of a context. Ranks are global."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
-        self.store, self.rank, self.has_left, self.next_look = group.get_group_store(), rank, False, 0.0
+        self.store, self.rank, self.has_left = group.get_group_store(), rank, False
 
     def leave(self, words: Words) -> None:
         """Leave this rank's words. Only the first are kept: what fails later follows from what failed first."""
         if not self.has_left:
             self.has_left = True
             _within(_GRACE_SECONDS, lambda: self.store.set(f"left/{self.rank}", json.dumps(words)))
-
-    def left(self, rank: int) -> bool:
-        """Whether another rank has left words. It is looked up once a second; False in between."""
-        if time.monotonic() < self.next_look:
-            return False
-        self.next_look = time.monotonic() + _GRACE_SECONDS
-        return bool(_within(_GRACE_SECONDS, lambda: b"left" * self.store.check([f"left/{rank}"])))
 
     def of(self, rank: int) -> Words | None:
         """Another rank's words. None if it has left none when the time of grace is over."""

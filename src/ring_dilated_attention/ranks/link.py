@@ -61,8 +61,8 @@ class GroupPending:
         start = time.perf_counter()
         self.link.wait_for(self)
         self.handles.clear()
-        for tensor, arrived in self.copies:
-            tensor.copy_(arrived, non_blocking=True)
+        for tensor, piece in self.copies:
+            tensor.copy_(piece, non_blocking=True)
         self.tensors.clear()
         self.copies.clear()
         if self.link.waits is not None:
@@ -90,7 +90,6 @@ class GroupLink:
         self._pending: weakref.WeakSet[GroupPending] = weakref.WeakSet()
         self._watcher: Watcher | None = None
         self._sentinels: dict[int, Sentinel] = {}  # by peer
-        self.used: set[int] = set()  # the peers that this rank has connections with: gloo opens them on first use
         self.waits: list[WaitTimes] | None = None  # None unless waits are recorded
 
     def open(self) -> None:
@@ -137,8 +136,6 @@ class GroupLink:
         if peer not in self._sentinels:
             self._sentinels[peer] = Sentinel(partial(self._receive_nothing, peer))
         error = self._sentinels[peer].error
-        if error is None and self.last_words.left(self.members[handles[num_done].peer]):
-            error = RuntimeError("connection closed")  # before this rank used it for the first time
         # A peer may leave without an error after its last message. Its leaving may be seen before that message.
         if error is not None and not progress.ended.wait(_GRACE_SECONDS) and progress.num_done == num_done:
             self.fail(moment, *handles[num_done][1:], error)
@@ -179,16 +176,18 @@ class GroupLink:
                     work.wait(timedelta(milliseconds=1))
 
     def _disconnect(self) -> None:
-        """Close gloo's connections by a receive that times out. Abort, shutdown and destroying the group close none.
+        """Close gloo's connections.
 
-        Nobody sends with the tag of this receive, because a message of another size would end the process. Every peer
-        that was used is tried, because a receive over a broken connection does not time out.
+        One receive that times out closes all of them. Abort, shutdown and destroying the group close none. Nobody sends
+        with the tag of this receive, because a message of another size would end the process. Every peer is tried,
+        because a receive over a broken connection does not time out.
         """
         if self.backends.get("cpu") != "gloo":
             return
-        for peer in self.used:
-            with suppress(RuntimeError):
-                self._receive_nothing(self.order[peer]).wait(timedelta(milliseconds=1))
+        for peer in self.order:
+            if peer != self.order[self.rank]:
+                with suppress(RuntimeError):
+                    self._receive_nothing(peer).wait(timedelta(milliseconds=1))
 
     def _receive_nothing(self, peer: int) -> dist.Work:
         """A receive that nobody answers."""
@@ -251,7 +250,6 @@ class GroupLink:
             for same in joined.values()
         ]
         pending.tensors = [x for _, x, _, _ in messages]
-        self.used |= {peer for *_, peer, _ in messages}
         on_gloo = all(map(self.on_gloo, pending.tensors))
         # On gloo messages are posted one by one, so that an error names one of them.
         for batch in [[message] for message in messages] if on_gloo else [messages]:
@@ -274,7 +272,8 @@ class GroupLink:
         return pending
 
     def _needs_host(self, x: Tensor) -> bool:
-        return x.is_cuda and self.on_gloo(x)  # gloo cannot send CUDA tensors (no GPU has run this)
+        """Whether host memory must carry a tensor: gloo cannot send CUDA tensors. (No GPU has run this.)"""
+        return x.is_cuda and self.on_gloo(x)
 
     def _as_one(self, tensors: Sequence[Tensor], is_sent: bool, pending: GroupPending) -> Tensor:
         """The tensor that travels for these: the only one, or a copy of all. A copy is on the host where gloo sends for
@@ -293,7 +292,10 @@ class GroupLink:
         return one
 
     def records(self, record: Tensor, moment: str) -> list[Tensor]:
-        """Every rank's record (all of one shape and dtype). No rank returns before all ranks have entered."""
+        """Every rank's record (all of one shape and dtype). No rank returns before all ranks have entered.
+
+        All messages are point to point, so that an error can name the rank that did not enter.
+        """
         known = record[None]  # at i: that of the i-th rank before this one
         for to, source in rounds_of(self.rank, self.world_size):
             come = torch.empty_like(known[: self.world_size - len(known)])

@@ -1,6 +1,5 @@
 """Connects several processes that share sequences: their groups, in the order of ranks, and a call's handshake."""
 
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -31,7 +30,6 @@ class _EmptyGroup(dist.ProcessGroup):
 
 
 _EMPTY, _MOST_NAMES = "ring_dilated_attention_empty", 1000
-_LAZY = "TORCH_GLOO_LAZY_INIT"  # gloo opens the connections of a group when they are first used
 
 
 def _give_back(links: list[GroupLink]) -> None:
@@ -123,8 +121,6 @@ class Processes(Ranks):
 
     def _open(self, purpose: str, backend: str | None, members: list[int]) -> GroupLink:
         """A communicator of these global ranks, in this order."""
-        is_users = _LAZY in os.environ
-        os.environ.setdefault(_LAZY, "1")  # `new_group` has no argument for it
         try:
             group = dist.new_group(
                 members,
@@ -141,9 +137,6 @@ class Processes(Ranks):
                 f"making a ContextParallel: not all of the ranks {members} did (group {purpose!r}, "
                 f"rank {dist.get_rank()}): {error}"
             ) from error
-        finally:
-            if not is_users:
-                os.environ.pop(_LAZY, None)
         return link
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
