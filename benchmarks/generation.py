@@ -204,9 +204,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n\n".join(
         [
             f"{tensors(first)}, batch {first['batch']}, one token. What a token reads depends on its place in its "
-            f"segments: means are over {first['num_residues']} places, the same at every length from the widest "
-            "segment on. Long positions are reached by filling the cache with rows of no sequence. Rows are live if "
-            "this token or a later one sees them; distinct are those left if rows of several branches were "
+            f"segments: means are over {first['num_residues']} places, the same at every length of at "
+            "least the widest segment. Long positions are reached by filling the cache with rows of no sequence. Rows are "
+            "live if this token or a later one sees them; distinct are those left if rows of several branches were "
             "held once.",
             *said,
             markdown(headers, lines),

@@ -157,7 +157,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         )
         for row in rows
     ]
-    return f"{tensors(rows[0])}, the largest of the ranks, inputs included.\n\n{markdown(headers, lines)}"
+    return f"{tensors(rows[0])}, the largest peak of a rank, inputs included.\n\n{markdown(headers, lines)}"
 
 
 def _span(pair: list[float]) -> str:

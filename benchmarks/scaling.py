@@ -228,8 +228,8 @@ def _modelled_table(rows: list[dict[str, Any]]) -> str:
         "Two cores say nothing on 4 and 8 ranks: those rows are the plan's model (`rda plan --flops --bandwidth`), not "
         "measurements. The model's ranks compute as fast as the one rank and send as fast as a chunk travels alone, "
         f"both from this run: {min(rates):.3g} to {max(rates):.3g} GFLOPS, {min(networks):.2g} to "
-        f"{max(networks):.2g} GB/s; latency is left out. The model knows the waits of two ranks, but not what keeps "
-        "the machine below its ceiling."
+        f"{max(networks):.2g} GB/s; latency is left out. The model counts ranks' waits for each other, but not what "
+        "else keeps the machine below its ceiling."
         f"\n\n{markdown(headers, lines)}"
     )
 

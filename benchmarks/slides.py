@@ -276,7 +276,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     originals = [row["original"] for row in (*embedded, *gradients)]
     texts += sorted({f"The original was not run: {found['reason']}." for found in originals if "reason" in found})
     texts += {
-        "The original ran with a grid that just holds the slide: its table of positions for 1,000 x 1,000 cells is "
+        "The original ran with a grid that just holds the slide. With 1,000 x 1,000 cells its table of positions is "
         f"another {found['table_bytes'] / 1e6:,.0f} MB."
         for found in originals
         if "table_bytes" in found
