@@ -205,8 +205,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         [
             f"{tensors(first)}, batch {first['batch']}, one token. What a token reads depends on its place in its "
             f"segments: means are over {first['num_residues']} places, the same at every length of at "
-            "least the widest segment. Long positions are reached by filling the cache with rows of no sequence. Rows are "
-            "live if this token or a later one sees them; distinct are those left if rows of several branches were "
+            "least the widest segment. Long positions are reached by filling the cache with rows of no sequence. Rows "
+            "are live if this token or a later one sees them; distinct are those left if rows of several branches were "
             "held once.",
             *said,
             markdown(headers, lines),
