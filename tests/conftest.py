@@ -15,17 +15,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--share", metavar="I/N", help="run every Nth item, from the Ith on")
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if share := config.getoption("--share"):
-        first, step = map(int, share.split("/"))
-        if not 1 <= first <= step:
-            raise pytest.UsageError(f"--share {share}: the first is 1/{step}, the last {step}/{step}")
-        items[:] = items[first - 1 :: step]
     items[:] = dealt(items, getattr(config, "workerinput", {}).get("workercount", 1))
 
 

@@ -29,6 +29,7 @@ START = multiprocessing.get_context("forkserver")
 _PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "hypothesis", "benchmarks.measure"]
 _PRELOADED += ["torch._inductor.compile_fx"]
 _PRELOADED += [f"ring_dilated_attention.{name}" for name in ("attention", "layers", "models", "reference", "simulate")]
+_PRELOADED += ["tests.collected"]  # the last
 START.set_forkserver_preload(_PRELOADED)
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -38,7 +39,7 @@ store: dist.Store  # in a rank: the one that the test hosts
 
 def preload(*modules: str) -> None:
     """Import these installed modules once, and not in every rank. For while tests are collected: before the server."""
-    _PRELOADED.extend(modules)
+    _PRELOADED[-1:-1] = modules
     START.set_forkserver_preload(_PRELOADED)
 
 

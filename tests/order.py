@@ -5,7 +5,6 @@ import pytest
 # Items that take six seconds or more, the longest first: at the end the other workers would wait for one of them.
 LONGEST = (
     "test_in_the_interpreter",
-    "test_the_rehearsal",
     "test_runs_in_a_minute[train_fsdp2]",
     "test_registers_and_spills",  # where Triton's cache is empty
     "test_nothing_is_found",

@@ -3,13 +3,12 @@
     python -m pytest tests/kernels/test_cuda.py -rs    on a machine with one; -rs says why something was skipped
     TRITON_INTERPRET=1 python -m pytest tests/kernels/test_cuda.py    a rehearsal: Triton's interpreter, no bfloat16
 
-Without a GPU only the rehearsal runs, in a process of its own. Uninitialised memory is filled with NaN throughout.
+Without a GPU only the rehearsal runs, in `test_triton.py`'s process for it. Uninitialised memory is filled with NaN
+throughout.
 """
 
 import importlib.util
 import os
-import subprocess
-import sys
 from itertools import product
 
 import pytest
@@ -487,17 +486,3 @@ def test_autocast(backend):
     assert all(x.dtype == torch.float32 for x in grads)
     expected = both_ways([x.bfloat16() for x in inputs], dout.bfloat16(), PATTERN, backend)
     assert all(torch.equal(x, y.to(x.dtype)) for x, y in zip((out.detach(), *grads), expected, strict=True))
-
-
-@pytest.mark.skipif(HAS_GPU or IS_REHEARSAL, reason="this is the real thing, or the rehearsal itself")
-def test_the_rehearsal():
-    """Catches a mistake of this file itself, which no one would see until there is a GPU. What takes longest is left
-    out; `triton_interpreted.py` has its like."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed (pip install triton==3.7.1)")
-    longest = ("run_to_run", "operators_pass", "compiled_whole", "strides", "paper", "fused")
-    selected = " and ".join(f"not {name}" for name in longest)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", selected]
-    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout

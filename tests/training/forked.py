@@ -7,7 +7,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,7 +61,7 @@ class Forked:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def _main(words: Sequence[str], environment: dict[str, str]) -> int:
+def _main(words: Sequence[str], environment: dict[str, str], main: Callable[[Sequence[str]], int] = main) -> int:
     os.environ |= environment
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     tqdm.set_lock(threading.RLock())  # the one of all processes would outlive one that is killed
@@ -68,6 +69,9 @@ def _main(words: Sequence[str], environment: dict[str, str]) -> int:
         return main(words)
     except SystemExit as error:
         return int(error.code or 0)
+    except Exception:  # noqa: BLE001  as Python does with what nobody caught
+        traceback.print_exc()
+        return 1
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -81,13 +85,19 @@ def _saying_to(said: str, folder: str) -> None:
     sys.stdout, sys.stderr = (open(n, "w", closefd=False, buffering=1) for n in (1, 2))  # noqa: SIM115
 
 
-def _launcher(words: Sequence[str], said: str, environment: dict[str, str], folder: str, grace: float) -> None:
+def main_with_forked_ranks(words: Sequence[str]) -> int:
+    """For a process that was itself forked from the server."""
+    with mock.patch.object(rank_launcher, "subprocess", SimpleNamespace(Popen=Forked)):
+        return main(words)
+
+
+def _launcher(
+    words: Sequence[str], said: str, environment: dict[str, str], folder: str, change: Callable[[], object]
+) -> None:
     _saying_to(said, folder)
-    with (
-        mock.patch.object(rank_launcher, "subprocess", SimpleNamespace(Popen=Forked)),
-        mock.patch.object(rank_launcher, "GRACE_SECONDS", grace),
-    ):
-        os._exit(_main(words, environment))
+    change()
+    with mock.patch.object(rank_launcher, "GRACE_SECONDS", 1.0):
+        os._exit(_main(words, environment, main_with_forked_ranks))
 
 
 def _rank(words: Sequence[str]) -> None:
@@ -108,7 +118,8 @@ def _torchrun(words: Sequence[str], said: str, environment: dict[str, str], fold
         config.rdzv_backend, config.rdzv_endpoint = "c10d", "localhost:0"
     try:
         elastic_launch(config, _rank)(more[more.index("train") :])
-    except ChildFailedError:
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
         os._exit(1)
     os._exit(0)
 
@@ -120,9 +131,13 @@ def _store(words: Sequence[str], said: str, environment: dict[str, str], folder:
 
 
 class ForkedLauncher:
-    """The launcher: `restart_trials.started`, for a command of `rda train --ranks`, of torchrun, or of a store."""
+    """The launcher: `restart_trials.started`, for a command of `rda train`, of torchrun, or of a store."""
 
-    def __init__(self, words: Sequence[str], said: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self, words: Sequence[str], said: Path, environment: dict[str, str], change: Callable[[], object] = int
+    ) -> None:
+        """change: called in the process of `rda train` before it begins."""
+        self.said = said
         # The first two words are -m and the module of the command. A store has its file and a port.
         args = (words[2:] if words[0] == "-m" else words, str(said), environment, os.getcwd())
         if words[0] != "-m":
@@ -130,10 +145,16 @@ class ForkedLauncher:
         elif words[1] == "torch.distributed.run":
             self._process = START.Process(target=_torchrun, args=args)
         else:
-            self._process = START.Process(target=_launcher, args=(*args, 1.0))
+            self._process = START.Process(target=_launcher, args=(*args, change))
         self._process.start()
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
         code: int | None = self._process.exitcode
         return code
+
+    def end(self, seconds: float = 60) -> str:
+        """What it and its ranks said to the end."""
+        self._process.join(seconds)
+        assert self.poll() is not None, self.said.read_text()
+        return self.said.read_text()

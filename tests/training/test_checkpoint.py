@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from distributed import START
+from forked import main_with_forked_ranks
 from full_disk import on_a_full_disk
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -450,7 +451,9 @@ class TestCommand:
     @pytest.mark.parametrize("ranks", [[], ["--ranks", "2"]], ids=["one process", "ranks"])
     def test_a_full_disk_is_a_sentence(self, ranks):
         """Also for a launcher's ranks, whose first alone writes."""
-        code, error = on_a_full_disk(2000, main, [*ARGUMENTS[:-1], "new", "--num-layers", "1", *ranks])
+        code, error = on_a_full_disk(
+            2000, main_with_forked_ranks, [*ARGUMENTS[:-1], "new", "--num-layers", "1", *ranks]
+        )
         assert code == 2
         assert not Path("new").exists()
         assert re.search(r"\nrda train: (rank 0 .*: )?new/checkpoint-000002 cannot be written: .*File too large", error)
@@ -458,7 +461,7 @@ class TestCommand:
     def test_a_disk_without_any_room(self):
         """Catches ranks that wait for ever in torch's store, and a lock that is left behind since it was not signed."""
         for num_bytes, ranks, said in ((0, [], "new/.rda-train.lock"), (200, ["--ranks", "2"], "/rda-train-")):
-            code, error = on_a_full_disk(num_bytes, main, [*ARGUMENTS[:-1], "new", *ranks])
+            code, error = on_a_full_disk(num_bytes, main_with_forked_ranks, [*ARGUMENTS[:-1], "new", *ranks])
             assert code == 2
             assert not Path("new").exists()
             assert said in error

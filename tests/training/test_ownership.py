@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked import ForkedLauncher
 
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.models.saved_run import find_checkpoint
@@ -184,11 +185,10 @@ def test_two_ranks_are_alone_with_their_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_bytes(TEXT)
     arguments = [*RUN, "--run-folder", "run"]
-    command = [sys.executable, "-m", "ring_dilated_attention", *arguments]
     more = ["--ranks", "2", "--steps", "100000"]
-    process = subprocess.Popen([*command, *more], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = ForkedLauncher(["-m", "ring_dilated_attention", *arguments, *more], Path("said.txt"), {})
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 60
         while find_checkpoint(Path("run")) is None:
             assert time.monotonic() < deadline
             assert process.poll() is None
@@ -200,10 +200,9 @@ def test_two_ranks_are_alone_with_their_folder(tmp_path, monkeypatch, capsys):
             assert main(second) == 2
             error = capsys.readouterr().err
             assert "run holds a run already" in error or re.search(IN_USE.format(process.pid, ".*"), error)
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=120)
     finally:
-        process.kill()
-    assert process.returncode == 130
+        os.kill(process.pid, signal.SIGTERM)
+    process.end()
+    assert process.poll() == 130
     assert json.loads(Path("run", RECORD_FILE).read_text())["status"] == "interrupted"
     assert not Path("run", LOCK_FILE).exists()

@@ -10,20 +10,23 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from unittest import mock
 
 import pytest
 import torch
 from distributed import run as run_ranks
+from forked import ForkedLauncher
 from helpers import free_port
+from restart_trials import processes
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.commands.train import causes
 from ring_dilated_attention.models.longnet import LongNetLM
 from ring_dilated_attention.models.saved_run import find_checkpoint
-from ring_dilated_attention.training import checkpoint
+from ring_dilated_attention.training import checkpoint, loop
 from ring_dilated_attention.training.data import Document, load_document, source_files
 from ring_dilated_attention.training.loop import TrainingDiverged, make_optimizers, share_of_peak, train
 from ring_dilated_attention.training.machine import peak_resident_bytes, resident_bytes
@@ -34,6 +37,7 @@ from ring_dilated_attention.training.run import Run
 from ring_dilated_attention.training.run_report import summary, write_report, write_sample
 from ring_dilated_attention.training.stop_request import StopRequest
 
+TRAIN = ["-m", "ring_dilated_attention", "train", "--save-every", "5"]
 TINY = {
     "seq_len": 48,
     "steps": 5,
@@ -410,12 +414,12 @@ class TestCommand:
         place = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "2"}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         words = tiny_arguments(data="text.txt", steps=2)
-        tasks = [start(*words, environment=place | {"SLURM_PROCID": str(task)}) for task in range(2)]
-        said = [task.communicate(timeout=120) for task in tasks]
-        assert [task.returncode for task in tasks] == [0, 0], said
+        tasks = [forked(*words, environment=place | {"SLURM_PROCID": str(task)}) for task in range(2)]
+        said = [task.end() for task in tasks][1]
+        assert [task.poll() for task in tasks] == [0, 0], said
         [folder] = Path("runs").iterdir()
         assert json.loads((folder / "record.json").read_text())["num_ranks"] == 2
-        assert "SLURM" not in said[0][1] + said[1][1]
+        assert "SLURM" not in said
 
     def test_outside_of_a_slurm_step_its_variables_are_ignored(self, monkeypatch, capsys):
         """As in a batch script, of which there is one process."""
@@ -511,21 +515,21 @@ class TestCommand:
 
     def test_ranks_end_when_their_launcher_is_killed(self):
         words = [*tiny_arguments(data="text.txt", steps=100_000), "--run-folder", "run", "--ranks", "2"]
-        process = start(*words, output=subprocess.DEVNULL)
+        process = forked(*words)
         wait_for(lambda: find_checkpoint(Path("run")), process)
-        process.kill()
-        process.wait()
+        os.kill(process.pid, signal.SIGKILL)
+        process.end()
         wait_for(lambda: Path("run/record.json").exists(), None)
         assert json.loads(Path("run/record.json").read_text())["status"] == "interrupted"
 
     def test_a_rank_that_is_killed_is_named(self):
         """And the other one says whom it lost, in a line; nobody waits for anybody."""
         words = [*tiny_arguments(data="text.txt", steps=100_000), "--run-folder", "run", "--ranks", "2"]
-        process = start(*words)
+        process = forked(*words)
         wait_for(lambda: find_checkpoint(Path("run")), process)
-        os.kill(rank_of(process.pid, 1), signal.SIGKILL)
-        _, error = process.communicate(timeout=60)
-        assert process.returncode == 1
+        os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+        error = process.end()
+        assert process.poll() == 1
         assert "Traceback" not in error
         assert re.search(r"\nrda train: rank 0 on host \S+ lost another: ", error)
         last = r"\nrda train: the ranks failed: rank 1 was ended by SIGKILL; newest checkpoint: run/checkpoint-\d+; "
@@ -535,16 +539,16 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("error", "reason"),
         [
-            ('RuntimeError("DefaultCPUAllocator: can\'t allocate memory")', "there is not enough memory"),
-            ("KeyError('weight')", "KeyError: 'weight'"),
+            (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "there is not enough memory"),
+            (KeyError("weight"), "KeyError: 'weight'"),
         ],
     )
-    def test_a_rank_that_fails_is_named_with_its_reason(self, error, reason, monkeypatch):
+    def test_a_rank_that_fails_is_named_with_its_reason(self, error, reason):
         """And not the one that only lost it. What nobody foresaw keeps its traceback."""
-        failing_on_rank_1(error, monkeypatch)
-        process = start(*tiny_arguments(data="text.txt", steps=100), "--run-folder", "run", "--ranks", "2")
-        _, said = process.communicate(timeout=120)
-        assert process.returncode == 1
+        words = [*tiny_arguments(data="text.txt", steps=100), "--run-folder", "run", "--ranks", "2"]
+        process = forked(*words, change=partial(fail_on_rank_1, error))
+        said = process.end()
+        assert process.poll() == 1
         assert re.search(r"\nrda train: rank 0 on host \S+ lost another: ", said)
         assert ("Traceback" in said) == (not reason.startswith("there"))
         assert re.search(rf"\nrda train: rank 1 on host \S+: {reason}\n", said) or "Traceback" in said
@@ -578,19 +582,16 @@ class TestCommand:
     def test_whoever_is_left_under_torchrun_says_how_to_go_on(self, killed):
         """Above torchrun's own block; catches a rank that torchrun ends before it could say so, and one that looks for
         checkpoints in a folder of its own."""
-        words = ["--save-every", "5", *tiny_arguments(data="text.txt", steps=100_000)]
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command = [*launcher, "-m", "ring_dilated_attention", "train", *words]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
+        words = ["--standalone", "--nproc-per-node", "2", *TRAIN, *tiny_arguments(data="text.txt", steps=100_000)]
+        process = ForkedLauncher(["-m", "torch.distributed.run", *words], Path("said.txt"), {})
         wait_for(lambda: any(map(find_checkpoint, Path("runs").glob("*"))), process)
-        os.kill(rank_of(process.pid, killed), signal.SIGKILL)
-        _, error = process.communicate(timeout=60)
-        assert process.returncode == 1
+        os.kill(ranks_of(process.pid)[killed], signal.SIGKILL)
+        error = process.end()
+        assert process.poll() == 1
         said = rf"rda train: rank {1 - killed} on host \S+ lost another: .*\nrda train: go on with: torchrun \.\.\. "
         said += r"-m ring_dilated_attention train --resume runs/[\d-]+ --save-every 5\n"
         assert re.search(said, error)
-        assert error.index("go on with") < error.index("ring_dilated_attention FAILED")
+        assert error.index("go on with") < error.index("_rank FAILED")
 
     @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
     def test_help_needs_no_torch(self, arguments):
@@ -600,47 +601,36 @@ class TestCommand:
         assert "rda train" in result.stdout
 
 
-def start(*arguments, output=subprocess.PIPE, environment=None):
-    command = [sys.executable, "-m", "ring_dilated_attention", "train", "--save-every", "5", *arguments]
-    own = os.environ | (environment or {})
-    return subprocess.Popen(command, stdout=output, stderr=output, text=True, env=own)
+def start(*arguments):
+    words = [sys.executable, *TRAIN, *arguments]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def failing_on_rank_1(error, monkeypatch):
-    """Python starts every process with this file; the launcher has no rank."""
-    Path("start").mkdir()
-    Path("start/sitecustomize.py").write_text(
-        f"""import os
-if os.environ.get("RANK") == "1":
-    from ring_dilated_attention.training import loop
+def forked(*arguments, environment=None, change=int):
+    return ForkedLauncher([*TRAIN, *arguments], Path("said.txt"), environment or {}, change)
+
+
+def fail_on_rank_1(error):
+    """The launcher has no rank."""
     rate = loop.share_of_peak
+
     def failing(options, step):
-        if step == 7:
-            raise {error}
+        if step == 7 and os.environ["RANK"] == "1":
+            raise error
         return rate(options, step)
+
     loop.share_of_peak = failing
-"""
-    )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["start", *filter(None, [os.environ.get("PYTHONPATH")])]))
 
 
-def rank_of(launcher, rank):
-    """The process of a rank."""
-    ranks = [path.parent for path in Path("/proc").glob("[0-9]*/stat") if parent_of(path) == launcher]
-    (found,) = (int(path.name) for path in ranks if b"\0RANK=%d\0" % rank in (path / "environ").read_bytes())
-    return found
-
-
-def parent_of(path):
-    try:
-        return int(path.read_text().rsplit(")", 1)[1].split()[1])
-    except OSError:
-        return None
+def ranks_of(launcher):
+    """The processes of the ranks, in the order of their start."""
+    found = [(began, pid) for pid, parent, began in processes() if parent == launcher]
+    return [pid for _, pid in sorted(found)]
 
 
 def wait_for(condition, process, seconds=120):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
-        assert process is None or process.poll() is None, process.communicate()
+        assert process is None or process.poll() is None
         time.sleep(0.05)
