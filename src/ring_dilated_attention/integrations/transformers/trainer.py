@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 
 from .parallel import SHARDED, ShardedForward
 
@@ -60,6 +59,8 @@ class SameSample:
 
     def _same(self, loader: Any) -> Any:
         """Make a loader give samples to groups of ranks, not to processes. Groups are ordered by their lowest ranks."""
+        from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard  # which Trainer alone needs
+
         parallel = self._sharded().parallel
         if parallel.world_size == 1:
             return loader
