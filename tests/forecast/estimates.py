@@ -113,13 +113,13 @@ def sending_job(rng: random.Random, way: Way | None = None) -> tuple[Job, Way, S
             return job, one, sizes, TRAITS[rng.choice(["cpu", "triton"])]
 
 
-def estimates(
-    rng: random.Random, number: int, way: Way | None = None, hardware: RandomHardware = random_hardware
+def timed_estimates(
+    rng: random.Random, number: int, hardware: RandomHardware = random_hardware
 ) -> Iterator[tuple[Figures, Figures]]:
-    """(estimate, exact) figures of so many random jobs, memory and time."""
+    """(estimate, exact) figures of so many random jobs, with their time."""
     for _ in range(number):
-        job, one, sizes, traits = sending_job(rng, way)
-        yield both(job, one, sizes, traits=traits, hardware=hardware(rng, job, sizes))
+        job, way, sizes, _ = sending_job(rng, Way())
+        yield both(job, way, sizes, hardware=hardware(rng, job, sizes))
 
 
 def memory_ratio(make: Callable[[random.Random], tuple[Job, Way, Sizes, Traits]], rng: random.Random) -> float:
@@ -129,7 +129,7 @@ def memory_ratio(make: Callable[[random.Random], tuple[Job, Way, Sizes, Traits]]
 
 
 def time_ratio(hardware: RandomHardware, rng: random.Random) -> float:
-    [(found, exact)] = estimates(rng, 1, Way(), hardware)
+    [(found, exact)] = timed_estimates(rng, 1, hardware)
     return found.seconds / exact.seconds
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 
 import pytest
-from estimates import KINDS, both, estimates, random_hardware, random_hosts, random_job, uneven_job
+from estimates import KINDS, both, random_hardware, random_hosts, random_job, sending_job, timed_estimates, uneven_job
 from helpers import ROOT
 
 from ring_dilated_attention.forecast import call_cost
@@ -75,10 +75,10 @@ def test_figures_are_those_of_the_plans(seed, monkeypatch):
     monkeypatch.setattr(call_cost, "MOST_PLANNED", 1)
     many = forecast(job, way, sizes)
     assert (many.forward_bytes, many.sent_bytes) == received_bytes(plans, sizes)
+    num_sharing = ranks_of_rings(job, way if way.is_dealt else Way())
     for figures in (found, many):
         assert figures.num_hops == max(len(x.plan.hops) for x in plans)
-        ring = way if way.is_dealt else Way()
-        assert [share.num_sharing for share in figures.branches] == ranks_of_rings(job, ring)
+        assert [share.num_sharing for share in figures.branches] == num_sharing
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -198,8 +198,10 @@ def test_the_memory_of_256_equal_ranks_is_that_of_the_plans(monkeypatch):
 @pytest.mark.parametrize("seed", range(2))
 def test_the_memory_of_many_ranks_is_about_that_of_the_plans(seed):
     """Hardly ever more than 5 % below them, and rarely more above than is said."""
-    ratios = []
-    for found, exact in estimates(random.Random(seed), 12):
+    rng, ratios = random.Random(seed), []
+    for _ in range(12):
+        job, way, sizes, traits = sending_job(rng)
+        found, exact = both(job, way, sizes, traits=traits)
         assert not found.is_planned
         ratios.append(found.peak.num_bytes / exact.peak.num_bytes)
     ratios.sort()
@@ -212,7 +214,7 @@ def test_the_time_of_many_ranks_is_about_the_clocks(monkeypatch):
     """Most of 12 random jobs are within what is said of nine in ten. Of other exchanges there is no time. The share of
     waiting is as far off as the time, since the busiest rank computes as long as on the clock."""
     ratios = []
-    for found, exact in estimates(random.Random(11), 12, Way()):
+    for found, exact in timed_estimates(random.Random(11), 12):
         assert found.time.is_about
         assert not exact.time.is_about
         ratios.append(found.time.seconds / exact.time.seconds)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -50,11 +51,13 @@ def held_peaks(rank_plan, sizes, dtype):
     shapes = [(sizes.batch, rank_plan.num_rows, share * h, sizes.head_dim) for h in (plan.num_heads, plan.num_kv_heads)]
     query, key, value, dout = (torch.empty(shapes[i], dtype=dtype, device="meta") for i in (0, 1, 1, 0))
     means = Means(cpu, 1.0, NoLink(), NoLink())
-    with Held([query, key, value]) as forward:
-        out, lse = executor.forward(rank_plan, means, query, key, value)
-    rows = BackwardRows(dout, None, query, key, value, out, lse)
-    with Held([dout, query, key, value, out, lse]) as backward:
-        executor.backward(rank_plan, means, rows)
+    # Without storage, torch follows logaddexp in Python, for a third of all the time. Another op makes as much.
+    with mock.patch.object(torch, "logaddexp", torch.maximum):
+        with Held([query, key, value]) as forward:
+            out, lse = executor.forward(rank_plan, means, query, key, value)
+        rows = BackwardRows(dout, None, query, key, value, out, lse)
+        with Held([dout, query, key, value, out, lse]) as backward:
+            executor.backward(rank_plan, means, rows)
     return forward.peak_bytes, max(forward.peak_bytes, backward.peak_bytes)
 
 

@@ -228,13 +228,14 @@ def state_of(pid: int) -> str:
 
 def processes() -> Iterable[tuple[int, int, int]]:
     """(process, parent, when it began) of those that live."""
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for name in filter(str.isdigit, os.listdir("/proc")):  # a glob takes half as long again, every 5 ms
         try:
-            state, parent, *rest = path.read_text().rsplit(")", 1)[1].split()
+            with open(f"/proc/{name}/stat") as file:
+                state, parent, *rest = file.read().rsplit(")", 1)[1].split()
         except OSError:
             continue
         if state != "Z":
-            yield int(path.parent.name), int(parent), int(rest[17])
+            yield int(name), int(parent), int(rest[17])
 
 
 def is_here(pid: int) -> bool:

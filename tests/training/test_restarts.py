@@ -143,7 +143,7 @@ def test_three_starts_end_a_run_whichever_of_two_torchruns_counted_them(tmp_path
                 job.said.read_text()
             )
             notes.append(noted.stat().st_mtime_ns)
-            job.ranks()
+            assert job.wait_until(lambda: len(job.ranks()) == 2), job.said.read_text()  # a start is noted by the first
             first, second = ([pid for pid, parent, _ in processes() if parent == head.pid] for head in job.heads)
             job.kill(first, signal.SIGSTOP)  # or it fails, and its torchrun counts that if it sees it before the rest
             job.kill(second)

@@ -1,0 +1,12 @@
+"""For all tests of training."""
+
+from collections.abc import Iterator
+
+import pytest
+from forked import short_samples
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_samples_here() -> Iterator[None]:
+    with short_samples():
+        yield
