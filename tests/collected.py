@@ -4,3 +4,4 @@ that no rank need look for garbage there, and copy the pages where it looks."""
 import gc
 
 gc.freeze()
+gc.enable()

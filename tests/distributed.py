@@ -26,7 +26,8 @@ START = multiprocessing.get_context("forkserver")
 # A rank is forked from a server that has imported these, which its test needs: 0.03 s of work instead of 0.1 to 0.3,
 # and where it compiles, a second less. The server passes by what it does not find, and it does not look in `tests`:
 # Python 3.11 does not give it our sys.path.
-_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "hypothesis", "benchmarks.measure"]
+_PRELOADED = ["tests.uncollected"]  # the first
+_PRELOADED += ["torch", "torch.distributed", "torch._dynamo", "pytest", "hypothesis", "benchmarks.measure"]
 _PRELOADED += ["torch._inductor.compile_fx"]
 _PRELOADED += [f"ring_dilated_attention.{name}" for name in ("attention", "layers", "models", "reference", "simulate")]
 _PRELOADED += ["tests.collected"]  # the last

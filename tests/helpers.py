@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.ranks.context import ContextParallel
+from ring_dilated_attention.ranks.reshard import own_rows
 from ring_dilated_attention.reference import multiplicity
 
 ROOT = Path(__file__).parents[1]  # of the clone
@@ -23,6 +25,12 @@ def message_of(call: Callable, error: type[Exception] = ValueError) -> str:
     with pytest.raises(error) as caught:
         call()
     return str(caught.value)
+
+
+def rows_of(parallel: ContextParallel, x: Tensor, dim: int = 1) -> Tensor:
+    """This rank's rows of a whole tensor, as `shard` gives them, but without a handshake: to compare many results."""
+    ranks = parallel.ranks
+    return own_rows(x, ranks.shards(ranks.lengths_of(x.shape[dim]))[ranks.rank], dim)
 
 
 def strip_fasta(content: bytes) -> bytes:

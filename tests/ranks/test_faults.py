@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from distributed import RankFailedError, Ranks, run
 from faults import CAUSAL, DENSE, Fault, Report, judge, live, run_trial
-from helpers import ROOT
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.ranks.link import ExchangeError, GroupLink
@@ -216,8 +215,11 @@ def assert_all_end(pids, seconds=10):
 
 def test_the_server_of_ranks_finds_what_it_is_to_import():
     """Catches a module that is called otherwise now: the server passes it by, and every rank imports it."""
-    code = "import sys; from importlib.util import find_spec; assert all(map(find_spec, sys.argv[1:]))"
-    subprocess.run([sys.executable, "-c", code, *distributed._PRELOADED], check=True, cwd=ROOT, timeout=60)
+    code = f"import sys; sys.exit(', '.join({set(distributed._PRELOADED)} - sys.modules.keys()) or None)"
+    process = distributed.START.Process(target=exec, args=(code,))  # which imports nothing itself
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
 
 
 def test_ranks_that_never_end_are_ended_and_fail_the_test():
@@ -258,6 +260,7 @@ def test_ranks_meet_before_they_leave():
 
 def hang():
     """In a process of its own: ranks that never end, in a test that does not either."""
+    distributed.START.set_forkserver_preload(["pytest", "torch.distributed"])  # and nothing to compile with
     hears, tells = Pipe(duplex=False)
     with Ranks(2, rank_never_ends, tells):
         print(hears.recv(), hears.recv(), flush=True)

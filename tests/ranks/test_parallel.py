@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import RankFailedError, run
-from helpers import message_of
+from helpers import message_of, rows_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -61,9 +61,9 @@ def assert_works(cp: ContextParallel, exchange_only: bool = False) -> None:
     grads = torch.autograd.grad(expected.sin().sum(), leaves)
     local = [cp.shard(x).requires_grad_() for x in full]
     out = dilated_attention(*local, PATTERN, parallel=cp)
-    torch.testing.assert_close(out, cp.shard(expected), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(out, rows_of(cp, expected), rtol=1e-11, atol=1e-11)
     for x, y in zip(torch.autograd.grad(out.sin().sum(), local), grads, strict=True):
-        torch.testing.assert_close(x, cp.shard(y), rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(x, rows_of(cp, y), rtol=1e-11, atol=1e-11)
 
 
 # Ranks that do not make the same call.
@@ -559,10 +559,11 @@ def rank_equals_the_definition(rank, world_size, seed, num_cases, kind=""):
         expected += torch.autograd.grad(expected, leaves, [dout, dlse])
         local = [cp.shard(x).requires_grad_() for x in full]
         actual = dilated_attention(*local, pattern, parallel=cp, cu_seqlens=cu_seqlens, scale=scale, return_lse=True)
-        actual += torch.autograd.grad(actual, local, [cp.shard(dout), cp.shard(dlse)])
+        actual += torch.autograd.grad(actual, local, [rows_of(cp, dout), rows_of(cp, dlse)])
+        expected = [rows_of(cp, y) for y in expected]
         for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
             told = f"{name} of {case}: "
-            torch.testing.assert_close(x, cp.shard(y), rtol=1e-11, atol=1e-11, msg=lambda text, told=told: told + text)
+            torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11, msg=lambda text, told=told: told + text)
 
 
 @pytest.mark.parametrize(("world_size", "num_cases", "kind"), [(2, 40, ""), (3, 30, ""), (4, 20, ""), (4, 20, "mesh")])
@@ -703,7 +704,7 @@ def rank_in_float32(rank, world_size):
         for _ in range(2):
             local = [cp.shard(x).requires_grad_() for x in full]
             results = dilated_attention(*local, pattern, parallel=cp, return_lse=True)
-            results += torch.autograd.grad(results, local, [cp.shard(dout), cp.shard(dlse)])
+            results += torch.autograd.grad(results, local, [rows_of(cp, dout), rows_of(cp, dlse)])
             runs.append(results)
         assert all(map(torch.equal, *runs))
         for name, x, y, z in zip(("out", "lse", "dq", "dk", "dv"), runs[0], alone, exact, strict=True):

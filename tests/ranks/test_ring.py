@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run
+from helpers import rows_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
@@ -31,11 +32,12 @@ def shards_equal_reference(rank, world_size, cases, make=ContextParallel):
 
         local = [cp.shard(x).requires_grad_() for x in full]
         out_k, lse_k = dilated_attention(*local, pattern, parallel=cp, cu_seqlens=cu_seqlens, return_lse=True)
-        torch.testing.assert_close(out_k, cp.shard(out), rtol=0, atol=1e-12)
-        torch.testing.assert_close(lse_k, cp.shard(lse), rtol=0, atol=1e-12)
-        loss = (out_k * cp.shard(dout)).sum() + (lse_k.masked_fill(lse_k == -torch.inf, 0) * cp.shard(dlse)).sum()
+        torch.testing.assert_close(out_k, rows_of(cp, out), rtol=0, atol=1e-12)
+        torch.testing.assert_close(lse_k, rows_of(cp, lse), rtol=0, atol=1e-12)
+        dout_k, dlse_k = rows_of(cp, dout), rows_of(cp, dlse)
+        loss = (out_k * dout_k).sum() + (lse_k.masked_fill(lse_k == -torch.inf, 0) * dlse_k).sum()
         for grad, x in zip(torch.autograd.grad(loss, local), expected, strict=True):
-            torch.testing.assert_close(grad, cp.shard(x), rtol=0, atol=1e-12)
+            torch.testing.assert_close(grad, rows_of(cp, x), rtol=0, atol=1e-12)
 
 
 def cases_for(world_size):
