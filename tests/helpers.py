@@ -89,19 +89,27 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
+def remembered(function: Callable, key: Callable) -> Callable:
+    """The function, called once for each key of its argument."""
+    known = {}
+
+    def call(argument):
+        if (of := key(argument)) not in known:
+            known[of] = function(argument)
+        return known[of]
+
+    return call
+
+
 def hurry_the_interpreter() -> None:
-    """Triton's interpreter takes half of its time to see whether integers overflow, and says so in debug mode only. And
-    at every call of a function of ours it patches the language anew, which the kernel that calls it has done."""
+    """Triton's interpreter takes half of its time to see whether integers overflow, and says so in debug mode only. It
+    patches the language at every launch and at every call of a function of triton's, and unpatches it; and it makes a
+    table of numpy's types to look up one. Once is enough."""
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     builder.options = replace(builder.options, sanitize_overflow=False)
-    call = interpreter.InterpretedFunction.__call__
-
-    def call_ours(function, *args, **kwargs):
-        if function.fn.__module__.startswith("triton."):  # these name the language by another module
-            return call(function, *args, **kwargs)
-        return function.rewrite()(*args, **kwargs)
-
-    interpreter.InterpretedFunction.__call__ = call_ours
+    interpreter._LangPatchScope.restore = lambda scope: None
+    interpreter._patch_lang = remembered(interpreter._patch_lang, lambda function: function.__module__)
+    interpreter._get_np_dtype = remembered(interpreter._get_np_dtype, lambda dtype: dtype.name)

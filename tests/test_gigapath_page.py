@@ -81,34 +81,42 @@ def apart(tiles, num_heads, head_dim, *branches, is_causal=False):
     return float((dilated_attention(*inputs, pattern) - theirs).norm() / theirs.norm())
 
 
-def run_example(*arguments):
-    example = ROOT / "examples" / "slide.py"
-    return subprocess.run(
-        [sys.executable, example, *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
+EXAMPLE = str(ROOT / "examples" / "slide.py")
 
 
 def test_the_example(tmp_path):
-    done = run_example("--folder", tmp_path)
+    command = [sys.executable, EXAMPLE, "--folder", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "1,145 tiles, embedding (1, 64)" in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"slide.npz", "slide.png"}
-    (tmp_path / "slide.npz").write_text("mine")
-    (tmp_path / "slide.png").unlink()
-    done = run_example("--folder", tmp_path)
-    assert (done.returncode, [path.read_text() for path in tmp_path.iterdir()]) == (2, ["mine"])
-    assert "slide.npz is there already: move it away, or choose another --folder" in done.stderr
+
+
+def refusal_of_example(monkeypatch, capsys, *arguments):
+    """What it prints before it exits with 2."""
+    monkeypatch.setattr(sys, "argv", [EXAMPLE, *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(EXAMPLE, run_name="__main__")
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["slide.npz", "slide.png"])
+def test_the_example_overwrites_nothing(name, tmp_path, monkeypatch, capsys):
+    (tmp_path / name).write_text("mine")
+    said = refusal_of_example(monkeypatch, capsys, "--folder", tmp_path)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+    assert f"{name} is there already: move it away, or choose another --folder" in said
 
 
 @pytest.mark.parametrize(
     ("option", "message"),
     [("--folder", "is no folder: make it first"), ("--weights", "cannot be read as weights: ")],
 )
-def test_the_example_without_its_files(option, message, tmp_path):
-    done = run_example(option, tmp_path / "nothing")
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_the_example_without_its_files(option, message, tmp_path, monkeypatch, capsys):
+    said = refusal_of_example(monkeypatch, capsys, option, tmp_path / "nothing")
+    assert message in said
+    assert len(said.splitlines()) == 1
 
 
 EXAMPLE_OF_FINE_TUNING = str(ROOT / "examples" / "finetune_slides.py")

@@ -87,12 +87,10 @@ def test_the_page_to_start_from_has_the_same_ring():
     assert block("docs/start.md", "ring.py prints").splitlines() == printed
 
 
-def test_the_example_of_a_cache():
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", CACHED], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "tensor([10003]) 2048 rows per head\n"
+@pytest.mark.filterwarnings("error")
+def test_the_example_of_a_cache(capsys):
+    exec(CACHED, {})
+    assert capsys.readouterr().out == "tensor([10003]) 2048 rows per head\n"
 
 
 def test_the_example_of_explain(capsys):

@@ -1,7 +1,7 @@
 """The Triton kernels without a GPU: in Triton's interpreter, and compiled ahead of time.
 
-Both run in a process of their own. triton reads TRITON_INTERPRET when it is imported, and what is imported interpreted
-cannot be compiled.
+The interpreter runs in a process of its own: triton reads TRITON_INTERPRET when it is imported, and what is imported
+interpreted cannot be compiled.
 """
 
 import importlib.metadata
@@ -34,13 +34,6 @@ RESOURCES = ROOT / "benchmarks" / "resources.json"
 TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")
 
 
-def run(*arguments: str, interpreted: bool) -> subprocess.CompletedProcess:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_INTERPRET": "1"} if interpreted else {}
-    command = [sys.executable, "-m", *arguments]
-    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-
-
 @needs_triton
 def test_in_the_interpreter():
     """Catches an error in the arithmetic of any kernel; see `triton_interpreted.py` for each. Without a GPU also the
@@ -50,7 +43,9 @@ def test_in_the_interpreter():
     longest = ("run_to_run", "operators_pass", "compiled_whole", "strides", "paper", "fused")
     selected = " and ".join(f"not {name}" for name in longest)
     paths = [str(Path(__file__).with_name(file)) for file in files]
-    done = run("pytest", "-n", "0", "-vv", "-k", f"triton_interpreted or ({selected})", *paths, interpreted=True)
+    command = ["pytest", "-n", "0", "-vv", "-k", f"triton_interpreted or ({selected})", *paths]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-m", *command], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     for file in files:
         assert re.search(rf"{file}::.* PASSED", done.stdout)
@@ -59,10 +54,10 @@ def test_in_the_interpreter():
 
 @needs_triton
 @pytest.mark.parametrize("target", TARGETS)
-def test_registers_and_spills(target):
+def test_registers_and_spills(target, capsys):
     """Catches a kernel that no longer compiles for a target, or that takes more than the committed table says. The same
     compiler makes the same of the same files: then one kernel shows that it is there."""
-    from benchmarks.resources import fingerprint
+    from benchmarks.resources import fingerprint, main
 
     table = json.loads(RESOURCES.read_text())
     recorded, installed = table["triton"], importlib.metadata.version("triton")
@@ -71,9 +66,9 @@ def test_registers_and_spills(target):
     if target.startswith("cuda") and not _cuobjdump().exists():
         pytest.skip(f"{_cuobjdump()} is missing, which names the registers")
     some = ["--kernel", "delta"] if table["compiled"] == fingerprint() else []
-    done = run("benchmarks.resources", "--target", target, "--head-dim", "128", *some, interpreted=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "nothing differs from the table" in done.stdout
+    status, printed = main(["--target", target, "--head-dim", "128", *some]), capsys.readouterr().out
+    assert status == 0, printed
+    assert "nothing differs from the table" in printed
 
 
 def _cuobjdump() -> Path:
@@ -86,13 +81,10 @@ def _cuobjdump() -> Path:
 @needs_triton
 def test_the_gate_can_fail():
     """Proof that the comparison of resources sees a difference, a kernel that is not listed, and too much memory."""
-    code = (
-        "from benchmarks.resources import Resources, complaints\n"
-        "used = {'hip:gfx942, delta, 64': Resources(40, 0, 70_000)}\n"
-        "print(*complaints(used, {}), *complaints(used, {'hip:gfx942, delta, 64': [39, 0, 70_000]}), sep='|')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    found = done.stdout.split("|")
+    from benchmarks.resources import Resources, complaints
+
+    used = {"hip:gfx942, delta, 64": Resources(40, 0, 70_000)}
+    found = [*complaints(used, {}), *complaints(used, {"hip:gfx942, delta, 64": [39, 0, 70_000]})]
     assert [text.partition(": ")[2].split()[0] for text in found] == [
         "70000",
         "not",

@@ -139,11 +139,11 @@ def test_against_the_definition(case, backend):
 
 def test_all_branches_at_once_by_name():
     """Catches a backend for the least memory that runs tiles after all, or fails where nothing can be fused."""
-    pattern = pattern_of([(2, 2), (20, 3), (40, 5)], is_causal=True)
-    call = Call(pattern, 1, 40, 2, 2, 16, torch.float32)
+    pattern = pattern_of([(2, 2), (16, 3), (32, 5)], is_causal=True)
+    call = Call(pattern, 1, 32, 2, 2, 16, torch.float32)
     with mock.patch.object(all_at_once, "forward_into", side_effect=AssertionError):
         call.check(call.run("triton-fused"))
-    strips_too_wide = Call(pattern_of([(6, 4), (8, 5)], is_causal=True), 1, 40, 2, 2, 16, torch.float32)
+    strips_too_wide = Call(pattern_of([(6, 4), (8, 5)], is_causal=True), 1, 24, 2, 2, 16, torch.float32)
     strips_too_wide.check(strips_too_wide.run("triton-fused"))
 
 
@@ -287,7 +287,7 @@ def test_one_position(backend):
 @pytest.mark.parametrize(("sharding", "backend"), [("contiguous", "triton"), ("zigzag", "triton-fused")])
 def test_hops_of_the_ring(sharding, backend):
     """Catches kernels that need as many keys as queries: a hop has its own number of keys, in a flat buffer."""
-    call = call_of((1, 60, 4, 2, 16, [(8, 1), (60, 2)], {"is_causal": True}, None))
+    call = call_of((1, 54, 4, 2, 16, [(8, 1), (54, 2)], {"is_causal": True}, None))
     parallel = simulate.all_ranks(3, sharding=sharding)
     call.check(call.run(backend, parallel=parallel))
 
@@ -317,14 +317,14 @@ def test_both_sizes_of_the_fused_strip(block_m, monkeypatch):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_stays_in_its_segment(backend):
     """Catches 0 * NaN in strips that cross a border: a bad row of key, value, query or dout spoils its own."""
-    call = Call(pattern_of([(8, 1)], is_causal=True), 1, 40, 2, 2, 16, torch.float32)
+    call = Call(pattern_of([(8, 1)], is_causal=True), 1, 24, 2, 2, 16, torch.float32)
     expected = call.run(backend)
     clean = [*call.inputs, call.dout]
     for which, bad in itertools.product(range(4), (torch.nan, torch.inf)):
         *call.inputs, call.dout = (x.clone() for x in clean)
         (*call.inputs, call.dout)[which][0, 12, 1, 3] = bad
         results = call.run(backend)
-        inside = torch.zeros(1, 40, 2, dtype=torch.bool)
+        inside = torch.zeros(1, 24, 2, dtype=torch.bool)
         inside[:, 8:16, 1] = True
         for x, y in zip(results, expected, strict=True):
             assert torch.equal(x[~inside], y[~inside])

@@ -317,7 +317,7 @@ def memory_model(parallel=None):
     return LongNetViT(32, 64, 3, 16, **sizes, global_pool=True, parallel=parallel)
 
 
-def peak(parallel=None, num_tiles=4000):
+def peak(parallel=None, num_tiles=2000):
     """Bytes that a step of fine-tuning holds at once, this rank's tiles included."""
     own = slice(None) if parallel is None else parallel.positions(num_tiles)
     x, coords = torch.randn(1, num_tiles, 32)[:, own], torch.zeros(1, num_tiles, 2)[:, own]
