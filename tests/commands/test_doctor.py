@@ -20,9 +20,16 @@ from ring_dilated_attention.commands.hardware import machine_of
 from ring_dilated_attention.commands.local_ranks import Launch, RankFailedError
 
 
+def examine_few_rows(worker, *arguments):
+    """As `rda doctor` examines, but rates by a matrix of a sixty-fourth of the size: these tests read none."""
+    with mock.patch.object(examination, "ROWS", 256):
+        return examination.examine(*arguments)
+
+
 def test_two_ranks_are_examined_and_a_plan_reads_it(tmp_path, monkeypatch, capsys):
     """With an interface that is not there: catches what keeps gloo on this host in place of what the user set."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    monkeypatch.setattr(examination, "examine_on", examine_few_rows)
     file = tmp_path / "here.toml"
     code = cli.main(["doctor", "--ranks", "2", "--run-folder", str(tmp_path), "--save", str(file), "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -180,6 +187,7 @@ def test_wrong_results_come_first():
 
 def test_an_interface_that_is_not_there_is_found_on_one_rank(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    monkeypatch.setattr(examination, "examine_on", examine_few_rows)
     assert cli.main(["doctor", "--run-folder", str(tmp_path), "--json"]) == 1
     assert_interface_is_missing(json.loads(capsys.readouterr().out))
 
