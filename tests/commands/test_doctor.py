@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import free_port
+from training.forked import ForkedLauncher
 
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands import local_ranks as processes
@@ -280,19 +281,23 @@ def test_a_message_that_is_no_slower_when_it_is_large():
 TORCHRUN = ("RANK", "WORLD_SIZE")
 
 
-def started_rank(rank, num_ranks, port, seconds, names=TORCHRUN):
+def place_of(rank, num_ranks, port, names=TORCHRUN):
     place = {names[0]: str(rank), names[1]: str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    place["SLURM_STEP_ID"] = "0"
+    return place | {"SLURM_STEP_ID": "0"}
+
+
+def started_rank(rank, num_ranks, port, seconds):
     command = [sys.executable, "-m", "ring_dilated_attention", "doctor", "--timeout", seconds]
-    return subprocess.Popen(command, env=os.environ | place, stderr=subprocess.PIPE, text=True)
+    environment = os.environ | place_of(rank, num_ranks, port)
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("names", [TORCHRUN, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")])
-def test_a_rank_that_does_not_join_is_named(names):
-    process = started_rank(0, 3, free_port(), "2", names)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "2 of 3 ranks did not join within 2 s: 1, 2" in error
+def test_a_rank_that_does_not_join_is_named(names, tmp_path):
+    words = ["-m", "ring_dilated_attention", "doctor", "--timeout", "2"]
+    rank = ForkedLauncher(words, tmp_path / "said", place_of(0, 3, free_port(), names))
+    assert "2 of 3 ranks did not join within 2 s: 1, 2" in rank.end()
+    assert rank.poll() == 1
 
 
 def test_whoever_waits_when_rank_0_gives_up_says_so_in_a_sentence():
