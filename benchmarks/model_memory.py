@@ -47,7 +47,7 @@ FULL = Settings(
     )
 )
 QUICK = Settings(
-    Hyperparameters(seq_len=4096, segment_lengths=(512, 4096), dilation_rates=(1, 4), embed_dim=64, optimizer="adamw"),
+    Hyperparameters(seq_len=256, segment_lengths=(64, 256), dilation_rates=(1, 4), embed_dim=32, optimizer="adamw"),
     ranks=(1, 2),
 )
 

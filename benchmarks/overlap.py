@@ -41,9 +41,9 @@ class Settings(NamedTuple):
 
 FULL = Settings()
 QUICK = Settings(
-    Sizes(2048, 2, 32),
+    Sizes(512, 2, 16),
     3,
-    ((DilatedPattern((256, 2048), (1, 16)), "contiguous"), (DilatedPattern((2048,), (1,), is_causal=True), "zigzag")),
+    ((DilatedPattern((64, 512), (1, 16)), "contiguous"), (DilatedPattern((512,), (1,), is_causal=True), "zigzag")),
     1,
     120,
 )

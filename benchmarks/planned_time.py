@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
-from ring_dilated_attention.commands.doctor.examination import examine, hardware_of
+from ring_dilated_attention.commands.doctor import examination
 from ring_dilated_attention.commands.local_ranks import Launch, Worker, run_ranks
 from ring_dilated_attention.forecast.clock import model_step
 from ring_dilated_attention.pattern import DilatedPattern
@@ -27,7 +28,10 @@ NUM_RANKS, REPEATS, TARGET = 2, 5, 0.15
 
 
 class Settings(NamedTuple):
+    """doctor_rows: of the attention by which the doctor measures rates."""
+
     jobs: tuple[tuple[Sizes, DilatedPattern], ...]
+    doctor_rows: int = examination.ROWS
     seconds: float = 300
 
 
@@ -39,7 +43,7 @@ FULL = Settings(
         (Sizes(16_384, 8, 128), DilatedPattern((2048, 16_384), (1, 16))),
     )
 )
-QUICK = Settings(((Sizes(2048, 4, 64), DilatedPattern((512, 2048), (1, 4))),))
+QUICK = Settings(((Sizes(512, 2, 16), DilatedPattern((128, 512), (1, 4))),), doctor_rows=256)
 
 
 def num_steps(settings: Settings) -> int:
@@ -49,8 +53,8 @@ def num_steps(settings: Settings) -> int:
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
     step("the doctor, then every job")
     launch = Launch(NUM_RANKS, is_pinned=True, seconds=settings.seconds)
-    ranks = run_ranks(launch, _measure, settings.jobs, settings.seconds)
-    hardware = hardware_of(ranks[0][0])
+    ranks = run_ranks(launch, _measure, settings)
+    hardware = examination.hardware_of(ranks[0][0])
     rows = []
     for i, (sizes, pattern) in enumerate(settings.jobs):
         shards = make_shards("contiguous", split_lengths(sizes.seq_len, NUM_RANKS))
@@ -77,11 +81,12 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
     return rows
 
 
-def _measure(worker: Worker, jobs: tuple[tuple[Sizes, DilatedPattern], ...], seconds: float) -> tuple[Any, Any]:
-    found = examine(Path("."), seconds, os.environ, "float32")
+def _measure(worker: Worker, settings: Settings) -> tuple[Any, Any]:
+    with mock.patch.object(examination, "ROWS", settings.doctor_rows):
+        found = examination.examine(Path("."), settings.seconds, os.environ, "float32")
     parallel = ContextParallel(exchange="ring")
     return found, [
-        (_times(sizes, pattern, parallel), gate_squares(sizes, pattern, parallel)) for sizes, pattern in jobs
+        (_times(sizes, pattern, parallel), gate_squares(sizes, pattern, parallel)) for sizes, pattern in settings.jobs
     ]
 
 

@@ -42,7 +42,7 @@ class Settings(NamedTuple):
 
 
 FULL = Settings(4096, 16, 300, 8192, 7)
-QUICK = Settings(64, 4, 20, 512, 2)
+QUICK = Settings(64, 4, 20, 512, 1)
 
 
 def num_steps(settings: Settings) -> int:

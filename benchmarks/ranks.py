@@ -47,8 +47,8 @@ class Settings(NamedTuple):
 FULL = Settings()
 QUICK = Settings(
     (
-        Setup(Sizes(2048, 12, 64), DilatedPattern((256, 512), (1, 2)), 1.08),
-        Setup(Sizes(2048, 12, 64), DilatedPattern((2048,), (1,)), 2.25),
+        Setup(Sizes(1024, 2, 16), DilatedPattern((64, 128), (1, 2)), 1.08),
+        Setup(Sizes(1024, 2, 16), DilatedPattern((1024,), (1,)), 2.25),
     ),
     (1, 2),
     120,

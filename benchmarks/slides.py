@@ -43,7 +43,7 @@ class Settings(NamedTuple):
 
 
 FULL = Settings()
-QUICK = Settings({60: 2, 200: 1}, TINY, TINY, 400, 200, 60, 2048, 300)
+QUICK = Settings({60: 2, 200: 1}, TINY, TINY, 200, 200, 60, 2048, 300)
 
 
 class Found(NamedTuple):

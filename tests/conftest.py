@@ -1,6 +1,7 @@
 """For all tests: one thread per process. Tensors here are small, and threads that wait for each other cost more than
 they save (sixfold, where other processes keep the cores busy)."""
 
+import gc
 import os
 import signal
 import sys
@@ -27,7 +28,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_finish() -> None:
-    """Where ranks will be needed, their server imports what it needs while the first tests run."""
+    """Where ranks will be needed, their server imports what it needs while the first tests run. All that was imported
+    until now lives as long as this process: nobody looks for garbage in it again."""
+    gc.freeze()
     if (distributed := sys.modules.get("distributed")) is not None:
         distributed.start_server()
 

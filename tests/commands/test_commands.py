@@ -43,10 +43,10 @@ def test_the_version(capsys):
     "arguments",
     [
         PLAN,
-        ["slice", "--plan"],
-        ["slice", "--seq-len", "65536", "--ranks", "64", "--heads", "1", "--head-dim", "16"],
+        ["slice", "--plan", "--seq-len", "65536", "--ranks", "64"],
+        ["slice", "--seq-len", "4096", "--ranks", "64", "--heads", "1", "--head-dim", "16"],
     ],
-    ids=lambda arguments: " ".join(arguments[:2]),
+    ids=["plan", "slice --plan", "slice"],
 )
 def test_torch_is_enough(arguments, without_extra, capsys):
     """Catches a package that only draws progress and without which nothing runs."""

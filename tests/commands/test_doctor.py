@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import free_port
+from training.forked import ForkedLauncher
 
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands import local_ranks as processes
@@ -20,9 +21,16 @@ from ring_dilated_attention.commands.hardware import machine_of
 from ring_dilated_attention.commands.local_ranks import Launch, RankFailedError
 
 
+def examine_few_rows(worker, *arguments):
+    """As `rda doctor` examines, but rates by a matrix of a sixty-fourth of the size: these tests read none."""
+    with mock.patch.object(examination, "ROWS", 256):
+        return examination.examine(*arguments)
+
+
 def test_two_ranks_are_examined_and_a_plan_reads_it(tmp_path, monkeypatch, capsys):
     """With an interface that is not there: catches what keeps gloo on this host in place of what the user set."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    monkeypatch.setattr(examination, "examine_on", examine_few_rows)
     file = tmp_path / "here.toml"
     code = cli.main(["doctor", "--ranks", "2", "--run-folder", str(tmp_path), "--save", str(file), "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -180,6 +188,7 @@ def test_wrong_results_come_first():
 
 def test_an_interface_that_is_not_there_is_found_on_one_rank(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
+    monkeypatch.setattr(examination, "examine_on", examine_few_rows)
     assert cli.main(["doctor", "--run-folder", str(tmp_path), "--json"]) == 1
     assert_interface_is_missing(json.loads(capsys.readouterr().out))
 
@@ -272,19 +281,23 @@ def test_a_message_that_is_no_slower_when_it_is_large():
 TORCHRUN = ("RANK", "WORLD_SIZE")
 
 
-def started_rank(rank, num_ranks, port, seconds, names=TORCHRUN):
+def place_of(rank, num_ranks, port, names=TORCHRUN):
     place = {names[0]: str(rank), names[1]: str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    place["SLURM_STEP_ID"] = "0"
+    return place | {"SLURM_STEP_ID": "0"}
+
+
+def started_rank(rank, num_ranks, port, seconds):
     command = [sys.executable, "-m", "ring_dilated_attention", "doctor", "--timeout", seconds]
-    return subprocess.Popen(command, env=os.environ | place, stderr=subprocess.PIPE, text=True)
+    environment = os.environ | place_of(rank, num_ranks, port)
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("names", [TORCHRUN, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")])
-def test_a_rank_that_does_not_join_is_named(names):
-    process = started_rank(0, 3, free_port(), "2", names)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "2 of 3 ranks did not join within 2 s: 1, 2" in error
+def test_a_rank_that_does_not_join_is_named(names, tmp_path):
+    words = ["-m", "ring_dilated_attention", "doctor", "--timeout", "2"]
+    rank = ForkedLauncher(words, tmp_path / "said", place_of(0, 3, free_port(), names))
+    assert "2 of 3 ranks did not join within 2 s: 1, 2" in rank.end()
+    assert rank.poll() == 1
 
 
 def test_whoever_waits_when_rank_0_gives_up_says_so_in_a_sentence():

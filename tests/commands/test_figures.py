@@ -36,18 +36,21 @@ def test_filled_rows_are_the_plan():
     assert figures._packed_rows(plan, head=3) == {3, 7}
 
 
-def test_the_pictures_of_the_readme(tmp_path):
-    paths = draw_readme(tmp_path)
-    assert [path.name for path in paths] == ["pattern.png", "ring.png", "off_phase.png"]
-    for path in paths:
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    return draw_readme(tmp_path_factory.mktemp("drawn"))
+
+
+def test_the_pictures_of_the_readme(drawn):
+    assert [path.name for path in drawn] == ["pattern.png", "ring.png", "off_phase.png"]
+    for path in drawn:
         image = imread(path)
         assert image.shape[1] > 1000
         assert image.std() > 0.1  # something is drawn
 
 
-def test_a_picture_does_not_change_from_run_to_run(tmp_path):
-    first, second = draw_readme(tmp_path / "a"), draw_readme(tmp_path / "b")
-    for a, b in zip(first, second, strict=True):
+def test_a_picture_does_not_change_from_run_to_run(drawn, tmp_path):
+    for a, b in zip(drawn, draw_readme(tmp_path), strict=True):
         assert a.read_bytes() == b.read_bytes()
 
 
