@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
+from forked import ForkedLauncher
 from helpers import free_port
-from training.forked import ForkedLauncher
 
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands import local_ranks as processes
