@@ -10,6 +10,7 @@ from ...forecast.call_cost import MOST_COMPARED, MOST_PLANNED, Counted, Way, cou
 from ...forecast.clock import Hardware
 from ...forecast.exchanges import Call
 from ...kernels.traits import TRAITS
+from ...plan.collection import without_collection
 from ...plan.exchange import EXCHANGES, Choice, choice_by
 from ...plan.job import Job
 from ...plan.sharding import BY_DOCUMENT, OF_ONE_DOCUMENT, SHARDINGS, shard_length
@@ -62,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--picture", type=Path, metavar="PATH", help=picture_help)
 
 
+@without_collection()
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan. Raises ValueError for a call that is not possible."""
     call, machine = call_of(arguments), machine_for(arguments)
