@@ -61,9 +61,8 @@ def peak_memory(
 
 def _coming_home(counted: JobCount, *, is_causal: bool) -> list[int]:
     """For each rank, the rows of gradients that it receives: one for each own row, from each rank that uses the row."""
-    shares = [
-        [share for share in own if any(share.rows) and counted.segments[share.place].received] for own in counted.shares
-    ]
+    sent = {place for place, segment in counted.segments.items() if segment.received}
+    shares = [[share for share in own if share.place in sent and any(share.rows)] for own in counted.shares]
     last_starts: dict[tuple[int, int], list[int]] = defaultdict(list)
     for share in chain(*shares):
         last_starts[share.place].append(share.starts[-1])
