@@ -9,40 +9,24 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
-from io import BytesIO
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 from distributed import PR_SET_PDEATHSIG, START, preload
-from matplotlib.figure import Figure
+from helpers import quick_ends
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from tqdm import tqdm
 
-from ring_dilated_attention.commands import generate
 from ring_dilated_attention.commands.cli import main
-from ring_dilated_attention.training import rank_launcher, run_report
-from ring_dilated_attention.training.files import MADE_BY
+from ring_dilated_attention.training import rank_launcher
 
 _ROOMS = ("commands.train", "training.loop", "training.meeting", "training.agreement", "training.run_report")
 _ROOMS += ("training.sharded", "commands.generate")
 preload("torch.distributed.run", "torch.distributed.launcher.api", "torch.distributed.checkpoint")
 preload("matplotlib.figure", "matplotlib.backends.backend_agg", *(f"ring_dilated_attention.{name}" for name in _ROOMS))
-
-
-def short_samples() -> AbstractContextManager[object]:
-    """What a model writes when its run ends: a few bytes, and with the prompt more than the 48 of most runs here. The
-    300 of users take as long as 20 steps."""
-    return mock.patch.object(generate, "SAMPLE_TOKENS", 32)
-
-
-def _blank(record: dict[str, Any]) -> bytes:
-    """Instead of the picture of a run's losses, for which matplotlib takes as long as for ten steps."""
-    content = BytesIO()
-    Figure((1, 1)).savefig(content, metadata={"Software": MADE_BY, "Source": f"run {record['run']}"})
-    return content.getvalue()
 
 
 class Forked:
@@ -83,7 +67,7 @@ def _main(words: Sequence[str], environment: dict[str, str], main: Callable[[Seq
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     tqdm.set_lock(threading.RLock())  # the one of all processes would outlive one that is killed
     try:
-        with short_samples(), mock.patch.object(run_report, "draw_losses", _blank):
+        with quick_ends():
             return main(words)
     except SystemExit as error:
         return int(error.code or 0)

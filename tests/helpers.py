@@ -3,10 +3,12 @@
 import re
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -113,3 +115,30 @@ def hurry_the_interpreter() -> None:
     interpreter._LangPatchScope.restore = lambda scope: None
     interpreter._patch_lang = remembered(interpreter._patch_lang, lambda function: function.__module__)
     interpreter._get_np_dtype = remembered(interpreter._get_np_dtype, lambda dtype: dtype.name)
+
+
+def short_samples() -> AbstractContextManager[object]:
+    """What a model writes when its run ends: a few bytes, and with the prompt more than the 48 of most runs here. The
+    300 of users take as long as 20 steps."""
+    from ring_dilated_attention.commands import generate
+
+    return mock.patch.object(generate, "SAMPLE_TOKENS", 32)
+
+
+def no_pictures() -> AbstractContextManager[object]:
+    """The picture of a run's losses takes as long as ten steps. What it says of itself is there."""
+    from ring_dilated_attention.training import run_report
+    from ring_dilated_attention.training.files import MADE_BY
+
+    def drawn(record: dict[str, Any]) -> bytes:
+        texts = (f"Software\0{MADE_BY}".encode(), f"Source\0run {record['run']}".encode())
+        chunks = (len(text).to_bytes(4) + b"tEXt" + text + bytes(4) for text in texts)
+        return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+    return mock.patch.object(run_report, "draw_losses", drawn)
+
+
+@contextmanager
+def quick_ends() -> Iterator[None]:
+    with short_samples(), no_pictures():
+        yield

@@ -22,7 +22,6 @@ import argparse
 import contextlib
 import datetime
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -41,15 +40,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import RLock
 from typing import Any, BinaryIO, NamedTuple
-from unittest import mock
 
 from tqdm import tqdm
 
-from ring_dilated_attention.training.files import MADE_BY, MOST_BYTES, check_mine, json_object, write_whole
+from ring_dilated_attention.training.files import MOST_BYTES, check_mine, json_object, write_whole
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, in the processes that are started here
 sys.path += map(str, Path(__file__).parents[1:3])  # for what tests share, and benchmarks, which are not installed
 sys.path.append(str(Path(__file__).parents[1] / "integrations"))
+
+from distributed import START
+
 KINDS = {
     "commands": "fuzz_commands",
     "files": "fuzz_files",
@@ -71,7 +72,6 @@ SECONDS_PER_CASE = 60
 MOST_TO_NOTICE = 2000  # cases, to notice that the program is broken
 BYTES_BEYOND_TORCH = 4 * 10**9
 BAR = re.compile(r"\d[kMG]?/[\d.]+[kMG]? \[\d")  # of progress, in numbers or in bytes
-_START = multiprocessing.get_context("forkserver")
 
 
 class Trial(NamedTuple):
@@ -112,11 +112,10 @@ def fuzz(
 ) -> Findings:
     """Try cases until they, the time or the patience is through."""
     findings, start, left = Findings(kind, seed), time.monotonic(), numbers
-    _START.set_forkserver_preload(["torch", "torch.distributed"])
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         while left and time.monotonic() - start < seconds and len(findings.failures) < most_failures:
-            ours, theirs = _START.Pipe(duplex=False)
-            process: Any = _START.Process(target=_work, args=(theirs, kind, seed, left, folder, broken))
+            ours, theirs = START.Pipe(duplex=False)
+            process: Any = START.Process(target=_work, args=(theirs, kind, seed, left, folder, broken))
             process.start()
             theirs.close()
             try:
@@ -206,20 +205,6 @@ def captured(command: Callable[[], int]) -> Output:
             file.seek(0)
             texts.append(file.read().decode(errors="backslashreplace"))
     return Output(code, *texts)
-
-
-@contextlib.contextmanager
-def no_pictures() -> Iterator[None]:
-    """A run's picture takes longer than the run."""
-    from ring_dilated_attention.training import run_report
-
-    def drawn(record: dict[str, Any]) -> bytes:
-        texts = (f"Software\0{MADE_BY}".encode(), f"Source\0run {record['run']}".encode())
-        chunks = (len(text).to_bytes(4) + b"tEXt" + text + bytes(4) for text in texts)
-        return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
-
-    with mock.patch.object(run_report, "draw_losses", drawn):
-        yield
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from fuzz import Output, Trial, captured, listing, no_pictures, sentence_of
+from fuzz import Output, Trial, captured, listing, sentence_of
+from helpers import quick_ends
 
 from benchmarks import command
 from benchmarks.slice import command as slices
@@ -241,7 +242,7 @@ def prepare(folder: Path) -> None:
     shutil.copy(Path(command.__file__).with_name("results") / "linear.json", start / "records")
     os.chdir(start)
     words = [word for group in TRAIN for word in group]
-    with no_pictures():
+    with quick_ends():
         output = captured(lambda: cli.main(["train", *words, "--run-folder", "run"]))
     assert output.code == 0, output
     Path("slides").mkdir()
@@ -258,7 +259,7 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
     os.chdir(folder / "here")
     arguments = draw(rng)
     before = listing(Path())
-    with no_pictures(), mock.patch.object(check, "run_trials", all_passed), a_quick_doctor():  # which take seconds
+    with quick_ends(), mock.patch.object(check, "run_trials", all_passed), a_quick_doctor():  # which take seconds
         output = captured(lambda: run_command(arguments))
     output = output._replace(error=output.error.replace("a\nb", "a b"))  # a name of two lines
     complaint = judge(arguments, output, before, listing(Path()))

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fuzz import Output, Trial, captured, listing, no_pictures, sentence_of
+from fuzz import Output, Trial, captured, listing, sentence_of
 from fuzz_commands import broken, nothing
+from helpers import quick_ends
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands import cli
@@ -70,7 +71,7 @@ def prepare(folder: Path) -> None:
     record.write_text(json.dumps(known_by | {"run": read_state(Path(NEWEST))["run"]}))
     shutil.copytree(folder / "start", folder / "whole", dirs_exist_ok=True)
     os.chdir(folder / "whole")
-    with no_pictures():
+    with quick_ends():
         assert captured(lambda: cli.main(["train", "--resume", "run"])).code == 0
 
 
@@ -82,7 +83,7 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
     before = listing(Path())
     is_the_same = before == listing(folder.parent / "start")
     arguments = ["--data", name, *NEW_RUN] if kind == "new" else ["--resume", "run"]
-    with no_pictures():
+    with quick_ends():
         output = captured(lambda: cli.main(["train", *arguments]))
     is_harmless = None
     if kind != "new":

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import fuzz_commands
-from fuzz import BAR, Trial, listing, no_pictures
+from fuzz import BAR, Trial, listing
 from fuzz_commands import COMMANDS, THEIRS, a_quick_doctor, all_passed, broken, shown, spoil
+from helpers import quick_ends
 
 from ring_dilated_attention.commands import check, cli, terminal
 from ring_dilated_attention.commands.doctor import examination
@@ -190,7 +191,7 @@ def end_of(arguments: list[str]) -> int:
         setattr(sys, name, opened(number))
     try:
         at_once = mock.patch.object(examination, "SECONDS_APART", 0.0)
-        with no_pictures(), mock.patch.object(check, "run_trials", all_passed), a_quick_doctor(), at_once:
+        with quick_ends(), mock.patch.object(check, "run_trials", all_passed), a_quick_doctor(), at_once:
             code = cli.main()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1

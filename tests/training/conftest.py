@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from forked import short_samples
+from helpers import short_samples
 
 
 @pytest.fixture(scope="module", autouse=True)
