@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 from distributed import run
-from helpers import relative_error
+from helpers import relative_error, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
@@ -199,11 +199,11 @@ def check_without_lse(cp, pattern, length):
     leaves = [x.clone().requires_grad_() for x in inputs]
     dout = random(2, length, 4, 4, seed=7)
     expected = torch.autograd.grad((padded_reference(*leaves, pattern)[0] * dout).sum(), leaves)
-    local = [cp.shard(x).requires_grad_() for x in inputs]
+    local = [rows_of(cp, x).requires_grad_() for x in inputs]
     out = torchscale_attention(*local, pattern, parallel=cp)
-    found = torch.autograd.grad((out * cp.shard(dout)).sum(), local)
+    found = torch.autograd.grad((out * rows_of(cp, dout)).sum(), local)
     for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, cp.shard(y), rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(x, rows_of(cp, y), rtol=1e-11, atol=1e-11)
 
 
 def rank_attends(rank, world_size, options, length, patterns):
@@ -222,7 +222,8 @@ def rank_attends(rank, world_size, options, length, patterns):
         check_without_lse(cp, pattern, length)
 
         def attend_packed(inputs, borders, pattern=pattern):
-            return cp.unshard(torchscale_attention(*map(cp.shard, inputs), pattern, parallel=cp, cu_seqlens=borders))
+            local = [rows_of(cp, x) for x in inputs]
+            return cp.unshard(torchscale_attention(*local, pattern, parallel=cp, cu_seqlens=borders))
 
         documents = (length - 15, 1, 4, 10)
         packed(attend_packed, pattern, documents)

@@ -274,7 +274,11 @@ def result() -> Result | None:
 
 def unfinished() -> list[Path]:
     """The files of checkpoints that have no name yet."""
-    return [path for path in Path("run").glob("unfinished-checkpoint-*/*") if path.is_file()]
+    found: list[Path] = []
+    for folder in Path("run").glob("unfinished-checkpoint-*"):
+        with suppress(FileNotFoundError):  # it got its name just now
+            found += [path for path in folder.iterdir() if path.is_file()]
+    return found
 
 
 def strike_writing(job: Job, rng: random.Random) -> bool:
