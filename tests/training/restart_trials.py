@@ -49,7 +49,8 @@ OPTIONS = "--seq-len 48 --embed-dim 16 --num-heads 2 --segment-lengths 8 48 --di
 OPTIONS += "--held-out-bytes 96 --save-every 5 --data text.txt --run-folder run"
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
 KINDS = ("worker", "rank 0", "two", "agent", "writing", "restarting", "stop", "disk", "fsdp")
-ORPHAN_SECONDS, MOST_SECONDS = 60, 180
+# A torchrun whose ranks have finished waits for the torchruns of other hosts, and 300 s if one was killed just then.
+ORPHAN_SECONDS, MOST_SECONDS = 60, 400
 STEPS_OF_ORPHANS = 15  # ranks look for their parent every 50 ms: they do fewer steps without it
 TRAIN = ("-m", "ring_dilated_attention", "train")
 STORE = str(Path(__file__).parents[2] / "examples" / "launch" / "store.py")
