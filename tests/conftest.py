@@ -28,16 +28,17 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_finish() -> None:
-    """Where ranks will be needed, their server imports what it needs while the first tests run. All that was imported
-    until now lives as long as this process: nobody looks for garbage in it again."""
-    gc.freeze()
+    """Where ranks will be needed, their server imports what it needs while the first tests run. All that a worker has
+    imported until now lives as long as it does: nobody looks for garbage in it again. (Where there are no workers, a
+    plugin of hypothesis asks at the end who refers to an object, and what is frozen does not answer.)"""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        gc.freeze()
     if (distributed := sys.modules.get("distributed")) is not None:
         distributed.start_server()
 
 
 def pytest_unconfigure() -> None:
-    """Before it ends, pytest searches all objects five times for what was left open, each time for a second. What the
-    first search does not find is not there."""
+    """Before it ends, pytest searches all objects five times for what was left open: once is enough, here."""
     gc.collect()
     gc.freeze()
 

@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 START = multiprocessing.get_context("forkserver")
 # A rank is forked from a server that has imported these, which its test needs: 0.03 s of work instead of 0.1 to 0.3,
-# and where it compiles, a second less. The server passes by what it does not find, and it does not look in `tests`:
-# Python 3.11 does not give it our sys.path.
+# and where it compiles, a second less. The server passes by what it does not find, and Python 3.11 does not give it our
+# sys.path: it finds what is installed, and what lies in the present folder.
 _PRELOADED = ["tests.uncollected"]  # the first
 _PRELOADED += ["torch", "torch.distributed", "torch._dynamo", "pytest", "hypothesis", "benchmarks.measure"]
 _PRELOADED += ["torch._inductor.compile_fx"]

@@ -5,18 +5,23 @@ import pytest
 # Items that take six seconds or more, the longest first: at the end the other workers would wait for one of them.
 LONGEST = (
     "test_in_the_interpreter",
+    "test_nothing_is_found",
     "test_runs_in_a_minute[train_fsdp2]",
     "test_registers_and_spills",  # where Triton's cache is empty
-    "test_nothing_is_found",
-    "test_the_example_for_many",
-    "test_two_ranks_",
-    "test_ranks_that_leave",
+    "test_whoever_waits_when_rank_0_gives_up",
+    "test_every_row_of_one_and_two_ranks_passes",
     "test_a_profiler_that_has_stopped",
-    "test_every_case_leaves_a_record[planned_time]",
-    "test_an_interface_that_is_not_there_is_found",
-    "test_a_rank_that_does_not_use_what_it_compiled",
+    "test_ranks_that_leave",
+    "test_three_starts_end_a_run",
+    "test_the_example_for_",
+    "test_a_broken_program_is_noticed",
     "test_interrupted_ranks_save_and_go_on",
-    "test_tasks_of_a_slurm_step_train_one_model",
+    "test_the_text_of_many_ranks",
+    "test_a_rank_that_does_not_",
+    "test_one_of_each_fault",
+    "test_three_ranks_resume",
+    "test_a_run_that_is_struck",
+    "test_the_budget_ends_a_process",
 )
 
 

@@ -498,3 +498,9 @@ def test_configs_that_cannot_be():
     assert "attn_implementation" not in config.to_dict()
     five = {"segment_lengths": [2] * 5, "dilation_rates": [1] * 5, "heads": "split"}
     assert "gives each of 5 branches its own heads, but there are only 4" in message_of(lambda: make("llama", five))
+
+
+def test_a_model_needs_no_accelerate():
+    """Which Trainer alone needs, and a plain installation of transformers lacks."""
+    code = "import sys; sys.modules['accelerate'] = None; import ring_dilated_attention.integrations.transformers"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

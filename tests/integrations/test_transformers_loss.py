@@ -184,6 +184,7 @@ SHARES = 8
 @pytest.mark.parametrize("share", range(SHARES))
 def test_every_language_model(share, small_slices):
     """Each model of the pinned transformers has its own loss and gradients, or is refused."""
+    register()
     for kind, name in language_models()[share::SHARES]:
         model = tiny(kind, name)
         ids = inputs_of(model)["input_ids"]
