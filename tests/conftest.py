@@ -1,6 +1,7 @@
 """For all tests: one thread per process. Tensors here are small, and threads that wait for each other cost more than
 they save (sixfold, where other processes keep the cores busy)."""
 
+import fcntl
 import gc
 import os
 import signal
@@ -27,14 +28,26 @@ def pytest_xdist_auto_num_workers() -> int:
     return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """One worker compiles all sources, where that is still to be done, and the others find them compiled."""
+    with open(__file__) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(file, fcntl.LOCK_SH)
+        return (yield)
+
+
 def pytest_collection_finish() -> None:
     """Where ranks will be needed, their server imports what it needs while the first tests run. All that a worker has
     imported until now lives as long as it does: nobody looks for garbage in it again. (Where there are no workers, a
     plugin of hypothesis asks at the end who refers to an object, and what is frozen does not answer.)"""
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if is_worker:
         gc.freeze()
     if (distributed := sys.modules.get("distributed")) is not None:
-        distributed.start_server()
+        distributed.fork_server() if is_worker else distributed.start_server()
 
 
 def pytest_unconfigure() -> None:

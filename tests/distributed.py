@@ -4,7 +4,9 @@ This process hosts the store, on a port that the system chooses, so that no rank
 """
 
 import ctypes
+import faulthandler
 import fcntl
+import logging
 import multiprocessing
 import os
 import signal
@@ -12,11 +14,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection
+import warnings
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Self
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -53,6 +57,36 @@ def _start_method() -> Any:
 def start_server() -> None:
     """Start the server now: there is one for a process, and whoever starts a process first says what it imports."""
     forkserver.ensure_running()
+
+
+def fork_server() -> None:
+    """Start the server as a copy of this process, in place of a new one: what is imported here need not be imported
+    there, nor in each rank the module of its test. For a process that has tests and has run none."""
+    with mock.patch.object(util, "spawnv_passfds", _fork):
+        start_server()
+
+
+def _fork(_: str, words: Sequence[str], descriptors: Sequence[int]) -> int:
+    """`multiprocessing.util.spawnv_passfds`, for Python's own words: python -c "..."."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of other threads. Here, one waits for words of pytest's.
+        if pid := os.fork():
+            return pid
+    try:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) not in (0, 1, 2, nowhere, *descriptors):
+                os.dup2(nowhere, int(name))  # not closed: whoever still writes there would write to the next file
+        sys.stdout, sys.stderr = (open(n, "w", closefd=False, buffering=1) for n in (1, 2))  # noqa: SIM115
+        for handler in filter(None, (reference() for reference in logging._handlerList)):
+            if type(handler) is logging.StreamHandler:  # torch's, which write to what pytest put in place of stderr
+                handler.setStream(sys.stderr)
+        forkserver._forkserver.__init__()  # its lock is taken while the server starts
+        warnings.resetwarnings()
+        faulthandler.disable()
+        exec(words[-1])
+    finally:
+        os._exit(0)
 
 
 class RankFailedError(AssertionError):

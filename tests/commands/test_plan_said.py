@@ -8,7 +8,10 @@ from helpers import said_of
 
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.hardware import Machine, as_toml
-from ring_dilated_attention.commands.plan import report
+from ring_dilated_attention.commands.plan import (
+    one_call,  # noqa: F401  before a test changes MOST_PLANNED, which it imports by name
+    report,
+)
 from ring_dilated_attention.forecast import call_cost
 from ring_dilated_attention.forecast.call_cost import Way, all_plans
 from ring_dilated_attention.forecast.clock import Hardware, model_step, time_text

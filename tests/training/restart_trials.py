@@ -479,6 +479,11 @@ def job_of(launcher: str, kind: str, size: Size = Size(), start: Callable[..., P
     return job
 
 
+def number_of(kind: str, number: int) -> int:
+    """Of fsdp half as many: such a run takes twice as long, and half of `writing` are with --fsdp too."""
+    return -(-number // 2) if kind == "fsdp" else number
+
+
 def goes_sharded(kind: str, number: int) -> bool:
     return kind == "fsdp" or (kind == "writing" and number % 2 == 1)
 
@@ -505,13 +510,18 @@ def is_record(file: Any) -> bool:
     return json_object(file.read(MOST_BYTES)).get("case") == "restarts"
 
 
-def record_of(rows: list[dict[str, Any]], seed: int, at_once: int, seconds: float) -> dict[str, Any]:
+def commit() -> str | None:
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
+
+
+def record_of(rows: list[dict[str, Any]], tried: str | None, seed: int, at_once: int, seconds: float) -> dict[str, Any]:
+    """tried: the commit."""
     return {
         "case": "restarts",
         "command": " ".join(["python tests/training/restart_trials.py", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None,
+        "commit": tried,
         "seed": seed,
         "at_once": at_once,
         "seconds": round(seconds),
@@ -553,7 +563,7 @@ def make_picture(path: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    parser.add_argument("--number", type=int, default=20, help="trials of each kind")
+    parser.add_argument("--number", type=int, default=20, help="trials of each kind, and half as many of fsdp")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--at-once", type=int, default=2, help="trials at a time: most of a trial waits (default 2)")
     parser.add_argument("--record", type=Path, help="a file for what was found, as JSON")
@@ -564,7 +574,7 @@ def main() -> int:
     if arguments.record is not None:
         check_mine(arguments.record, is_record, "restart_trials.py")
     print(f"seed {arguments.seed}")
-    began = time.monotonic()
+    began, tried = time.monotonic(), commit()  # before the record is written, which is a change
     rows: list[dict[str, Any]] = []
     with (
         tempfile.TemporaryDirectory(prefix="rda-trials-") as folder,
@@ -574,7 +584,7 @@ def main() -> int:
         for kind in arguments.kinds:
             one = partial(numbered_trial, Path(folder), arguments.seed, kind, wholes)
             trials: list[Trial] = []
-            for number, trial in enumerate(pool.map(one, range(arguments.number))):
+            for number, trial in enumerate(pool.map(one, range(number_of(kind, arguments.number)))):
                 launcher = trial.launcher
                 trials.append(trial)
                 verdict = "FAILED" if trial.complaints else "ok"
@@ -585,7 +595,7 @@ def main() -> int:
                 print(*(f"     {complaint}\n" for complaint in trial.complaints), sep="", end="", flush=True)
             rows.append(row_of(kind, trials))
             if arguments.record is not None:
-                known = record_of(rows, arguments.seed, arguments.at_once, time.monotonic() - began)
+                known = record_of(rows, tried, arguments.seed, arguments.at_once, time.monotonic() - began)
                 arguments.record.write_text(json.dumps(known, indent=1) + "\n")
     return 1 if any(row["failed"] for row in rows) else 0
 

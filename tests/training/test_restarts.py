@@ -37,6 +37,7 @@ from restart_trials import (
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.commands.train import own
 from ring_dilated_attention.models.saved_run import STATE_FILE
+from ring_dilated_attention.training import checkpoint
 from ring_dilated_attention.training.checkpoint import _signed
 from ring_dilated_attention.training.meeting import store_of_launcher
 from ring_dilated_attention.training.metrics import METRICS_FILE, Metrics
@@ -48,8 +49,19 @@ from ring_dilated_attention.training.stop_request import StopRequest, end_with_l
 SIZE = Size(steps=30, timeout=1)
 
 
-def new_job(launcher="rda", kind="worker"):
-    return job_of(launcher, kind, SIZE, ForkedLauncher)
+def slow_writes():
+    """A checkpoint of 30 steps is written within milliseconds: a fault may come too late each time."""
+    finish = checkpoint.finish
+
+    def late(*args):
+        time.sleep(0.05)
+        finish(*args)
+
+    checkpoint.finish = late
+
+
+def new_job(launcher="rda", kind="worker", change=int):
+    return job_of(launcher, kind, SIZE, partial(ForkedLauncher, change=change))
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +111,7 @@ def test_one_of_each_fault(kind, whole, tmp_path, monkeypatch):
     """`two` is in the test above, with a launcher that is killed after it, and `worker` in the next one. `fsdp` takes
     longer: it is in `make faults` alone. The test above kills rda's own launcher, `agent` a torchrun."""
     monkeypatch.chdir(tmp_path)
-    job = new_job("torchrun" if kind == "agent" else "rda")
+    job = new_job("torchrun" if kind == "agent" else "rda", change=slow_writes if kind == "writing" else int)
     assert run_trial(kind, job, random.Random(0), whole).complaints == []
 
 
