@@ -16,6 +16,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
+# Nearly all that imports and tests make lives on. By default Python looks for garbage in it after every 700 objects.
+gc.set_threshold(50_000, 20, 20)
+
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
