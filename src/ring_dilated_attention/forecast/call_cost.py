@@ -260,8 +260,8 @@ def _of_counts(
 
 def _peak_of_counts(counted: Counted, sizes: Sizes, traits: Traits) -> Peak | None:
     """The largest peak of all places. If places have the same largest counts, one of them stands for all."""
-    size, longest = len(counted.places), max(map(shard_length, counted.job.shards))
-    dealing = None if size == 1 else Dealing(0, (longest,) * size, ())
+    size = len(counted.places)
+    dealing = None if size == 1 else Dealing(0, (max(map(shard_length, counted.job.shards)),) * size, ())
     kinds = {(max(place.counted.buffers), max(place.counted.pairs)): place for place in counted.places}
     is_gathered = counted.way.exchange == "all_gather"
     return _largest(

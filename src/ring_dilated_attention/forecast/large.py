@@ -5,6 +5,7 @@ MEMORY_ERRORS and TIME_ERRORS say how far the estimates were off, in random jobs
 
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, pairwise, product
 from operator import mul
@@ -43,7 +44,7 @@ def peak_memory(
     is_gathered: the rank holds all received chunks at the same time, as after an all-gather.
     """
     job = counter.job
-    jobs = [job] if job.num_ranks <= max(FEW) else [_few(job, counted, num_ranks) for num_ranks in FEW]
+    jobs = [job] if job.num_ranks <= max(FEW) else list(_few(job, counted))
     plans = [make_plan(small, rank) for small in jobs for rank in range(small.num_ranks)]
     buffer = max(counted.buffers)
     received_and_home = {(buffer, buffer)}
@@ -85,31 +86,30 @@ def most_sharing(counted: JobCount) -> dict[int, int]:
     return dict(sorted({(branch, x.sharers) for (branch, _), x in counted.segments.items() if x.received}))
 
 
-def _few(job: Job, counted: JobCount, num_ranks: int) -> Job:
-    """A small job: num_ranks ranks, whose shards are as long as the longest shard of the job.
+def _few(job: Job, counted: JobCount) -> Iterator[Job]:
+    """Small jobs, of FEW ranks, whose shards are as long as the longest shard of the job.
 
     A segment of the whole sequence becomes one of the whole small sequence. Any other segment is cut to about half
     of the small sequence or less, and ends at the same place in a shard. If it straddles shards in the job, it does so
     here.
     """
     length, longest = max(map(shard_length, job.shards)), max(b - a for a, b in pairwise(job.borders))
-    seq_len, segments, sharing = num_ranks * length, [], most_sharing(counted)
-    for branch, w in enumerate(job.pattern.segment_lengths):
-        is_whole = min(w, longest) >= job.seq_len
-        w = seq_len if is_whole else min(w, longest, num_ranks // 2 * length + w % length)
-        if sharing.get(branch, 1) > 2:
-            w = max(w, 3 * length + w % length)
-        segments.append(w + 1 if length % w == 0 and branch in sharing else w)
-    rates = [min(rate, length) for rate in job.pattern.dilation_rates]  # so that the shorter segments keep rows
     name = "zigzag" if any(len(shard) > 1 for shard in job.shards) else "contiguous"
-    shards = make_shards(name, default_lengths(name, seq_len, num_ranks))
-    if len(job.shards[-1]) == 1:  # with 2-D meshes, the last shard of a zigzag is one span
-        shards = tuple(map(joined, shards))
-    return job._replace(
-        pattern=replace(job.pattern, segment_lengths=segments, dilation_rates=rates),
-        shards=shards,
-        documents=None,
-    )
+    rates = [min(rate, length) for rate in job.pattern.dilation_rates]  # so that the shorter segments keep rows
+    sharing, job_len = most_sharing(counted), job.seq_len
+    for num_ranks in FEW:
+        seq_len, segments = num_ranks * length, []
+        for branch, w in enumerate(job.pattern.segment_lengths):
+            is_whole = min(w, longest) >= job_len
+            w = seq_len if is_whole else min(w, longest, num_ranks // 2 * length + w % length)
+            if sharing.get(branch, 1) > 2:
+                w = max(w, 3 * length + w % length)
+            segments.append(w + 1 if length % w == 0 and branch in sharing else w)
+        shards = make_shards(name, default_lengths(name, seq_len, num_ranks))
+        if len(job.shards[-1]) == 1:  # with 2-D meshes, the last shard of a zigzag is one span
+            shards = tuple(map(joined, shards))
+        pattern = replace(job.pattern, segment_lengths=segments, dilation_rates=rates)
+        yield job._replace(pattern=pattern, shards=shards, documents=None)
 
 
 def step_seconds(counter: Counter, counted: JobCount, sizes: Sizes, hardware: Hardware) -> tuple[float, float]:

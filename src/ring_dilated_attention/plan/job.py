@@ -28,7 +28,7 @@ class Job(NamedTuple):
 
     @property
     def seq_len(self) -> int:
-        return sum(map(shard_length, self.shards))
+        return self.documents[-1] if self.documents else sum(map(shard_length, self.shards))
 
     @property
     def borders(self) -> tuple[int, ...]:
