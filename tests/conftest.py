@@ -17,7 +17,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 # Nearly all that imports and tests make lives on. By default Python looks for garbage in it after every 700 objects.
-gc.set_threshold(50_000, 20, 20)
+gc.set_threshold(10_000, 10, 10)
 
 
 @pytest.hookimpl(trylast=True)
