@@ -98,7 +98,7 @@ def _launcher(
 ) -> None:
     _saying_to(said, folder)
     change()
-    with mock.patch.object(rank_launcher, "GRACE_SECONDS", 1.0):
+    with mock.patch.object(rank_launcher, "GRACE_SECONDS", 4.0):  # a second is too short where cores are busy
         os._exit(_main(words, environment, main_with_forked_ranks))
 
 
