@@ -128,7 +128,7 @@ multi-gpu: $(VENV)/.installed
 	$(BIN)/python -m benchmarks multi_gpu
 
 # 30 trials of each kind: ranks that are killed, stopped, or raise. Then 20 of each kind of fault that a training run
-# recovers from (make faults NUMBER=3 for fewer). `make test` has some of each.
+# recovers from, and 10 with --fsdp (make faults NUMBER=3 for fewer). `make test` has some of each.
 faults: $(VENV)/.installed
 	$(BIN)/python tests/ranks/fault_trials.py
 	$(BIN)/python tests/training/restart_trials.py --record benchmarks/results/restarts.json $(if $(NUMBER),--number $(NUMBER))

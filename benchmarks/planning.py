@@ -33,7 +33,7 @@ DILATED = DilatedPattern((2048, 4096, 8192, 16_384, 32_768), (1, 2, 4, 6, 12), i
 
 class Settings(NamedTuple):
     """ranks: of the one document. batch_ranks: of the packed batches. num_documents: in a batch, and in one of a few
-    long documents. targets: in seconds."""
+    long documents. targets: in seconds, but for BY_DOCUMENT, which has none."""
 
     ranks: int
     batch_ranks: int
@@ -84,9 +84,9 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
             new.append(taken)
             used.add(chosen)
             again.append(_plan(pattern, cut, length, borders, rank, "auto", is_new=False)[0])
-        documents, targets = f"{num_documents} documents", (None, None) if name == BY_DOCUMENT else settings.targets[1:]
-        row(f"{documents}, new", pattern, cut, targets[0], used, new)
-        row(f"{documents}, again", pattern, cut, targets[1], used, again)
+        first, later = (None, None) if name == BY_DOCUMENT else settings.targets[1:]
+        row(f"{num_documents} documents, new", pattern, cut, first, used, new)
+        row(f"{num_documents} documents, again", pattern, cut, later, used, again)
     return rows
 
 

@@ -73,10 +73,7 @@ def _fork(_: str, words: Sequence[str], descriptors: Sequence[int]) -> int:
         if pid := os.fork():
             return pid
     try:
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for name in os.listdir("/proc/self/fd"):
-            if int(name) not in (0, 1, 2, nowhere, *descriptors):
-                os.dup2(nowhere, int(name))  # not closed: whoever still writes there would write to the next file
+        keep_open(descriptors)
         sys.stdout, sys.stderr = (open(n, "w", closefd=False, buffering=1) for n in (1, 2))  # noqa: SIM115
         for handler in filter(None, (reference() for reference in logging._handlerList)):
             if type(handler) is logging.StreamHandler:  # torch's, which write to what pytest put in place of stderr
@@ -85,8 +82,19 @@ def _fork(_: str, words: Sequence[str], descriptors: Sequence[int]) -> int:
         warnings.resetwarnings()
         faulthandler.disable()
         exec(words[-1])
+    except Exception:  # noqa: BLE001  nobody else would say it
+        traceback.print_exc()
     finally:
         os._exit(0)
+
+
+def keep_open(descriptors: Collection[int]) -> None:
+    """For a process that was forked: these and its standard streams stay open. All others lead nowhere, and are not
+    closed: whoever still writes to one would write to the file that gets its number."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in (0, 1, 2, nowhere, *descriptors):
+            os.dup2(nowhere, int(name))
 
 
 class RankFailedError(AssertionError):

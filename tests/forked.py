@@ -9,13 +9,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from distributed import PR_SET_PDEATHSIG, START, preload
+from distributed import PR_SET_PDEATHSIG, START, keep_open, preload
 from helpers import quick_ends
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from tqdm import tqdm
@@ -41,10 +40,7 @@ class Forked:
             assert start_new_session
             os.setsid()
             os.dup2(stdin.fileno(), 0)
-            for name in os.listdir("/proc/self/fd"):
-                if int(name) > 2 and int(name) not in pass_fds:
-                    with suppress(OSError):  # the one by which the folder is listed
-                        os.close(int(name))
+            keep_open(pass_fds)
             os._exit(_main(words[3:], env))
 
     def poll(self) -> int | None:
