@@ -6,6 +6,8 @@ TORCH  ?= torch==2.13.0
 # interpreter of Triton 3.6, which torch 2.11 brings, needs an older NumPy.
 TRITON ?= $(if $(filter torch==2.13.0,$(TORCH)),triton==3.7.1,$(if $(filter torch==2.11.0,$(TORCH)),'numpy<2.4'))
 VENV   := .venv
+# Of the packages of others that tests and examples run with.
+VERSIONS := tests/integrations/versions.txt
 BIN    := $(VENV)/bin
 
 # Our sources are compiled once, and not anew by each of the hundreds of processes that tests start.
@@ -13,11 +15,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run test test-integrations examples docs migrating dist gpu multi-gpu faults fuzz bench clean
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml $(VERSIONS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ring_dilated_attention needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check '$(TORCH)'
-	$(BIN)/pip install --quiet --disable-pip-version-check $(TRITON) -e '.[test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TRITON) -c $(VERSIONS) -e '.[test]'
 	touch $@
 
 run: $(VENV)/.installed
@@ -39,11 +41,11 @@ test: $(VENV)/.installed
 OTHERS     := .venv-integrations
 EXTENSIONS := TORCH_EXTENSIONS_DIR=$(CURDIR)/$(OTHERS)/extensions PATH=$(CURDIR)/$(OTHERS)/bin:$$PATH
 
-$(OTHERS)/.installed: pyproject.toml tests/integrations/versions.txt
+$(OTHERS)/.installed: pyproject.toml $(VERSIONS)
 	$(PYTHON) -m venv $(OTHERS)
 	$(OTHERS)/bin/pip install --quiet --disable-pip-version-check '$(TORCH)'
 	$(OTHERS)/bin/pip install --quiet --disable-pip-version-check \
-		$(TRITON) -c tests/integrations/versions.txt -e '.[test,hf,deepspeed,lightning]'
+		$(TRITON) -c $(VERSIONS) -e '.[test,hf,deepspeed,lightning]'
 	$(EXTENSIONS) python -c 'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B().is_compatible() and B().load()'
 	touch $@
 

@@ -26,6 +26,10 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+# A store asks for the name of whoever connects. Where many ranks start at once, a name server may answer none of them,
+# and the C library asks again after this time: after five seconds by default.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
+
 START = multiprocessing.get_context("forkserver")
 # A rank is forked from a server that has imported these, which its test needs: 0.03 s of work instead of 0.1 to 0.3,
 # and where it compiles, a second less. The server passes by what it does not find, and Python 3.11 does not give it our

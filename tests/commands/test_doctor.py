@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from forked import ForkedLauncher
 from helpers import free_port
 
@@ -314,6 +315,7 @@ def test_whoever_waits_when_rank_0_gives_up_says_so_in_a_sentence():
 
 
 def meet_and_sleep(worker, seconds):
+    dist.barrier()  # who leaves earlier closes connections that the other still makes
     time.sleep(seconds)
     return worker.rank
 

@@ -1,5 +1,5 @@
 """Tests against the real packages. `make test-integrations` installs them; what needs one that is missing is left out,
-and the end of the run says so."""
+and the end of the run says so. `make test` has transformers alone, for an example."""
 
 from importlib.util import find_spec
 
@@ -18,7 +18,7 @@ MISSING = sorted({name for names in NEEDS.values() for name in names if find_spe
 collect_ignore_glob = [f"{test}*.py" for test, names in NEEDS.items() if set(names) & set(MISSING)]
 
 # Ranks are forked from a server that has imported these: some seconds once, and not for each rank.
-if "transformers" not in MISSING:
+if not {"transformers", "accelerate"} & set(MISSING):
     distributed.preload("transformers.trainer", *[f"transformers.models.{n}.modeling_{n}" for n in ("llama", "bert")])
 
 

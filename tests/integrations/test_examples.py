@@ -38,15 +38,13 @@ CASES = {
     "train_fabric": (("lightning",), 4),
     "finetune_slides": ((), 2),
 }
-# They need no package of others, but more time than `make test` has, which runs them at a toy size elsewhere.
-ELSEWHERE = {"finetune_slides": "tests/test_toy_examples.py"}
-# Smaller here, as `make test` runs them where their packages are there. `make examples` runs all at their size.
+# Smaller here. `make test` runs these alone, and `make examples` all at their size.
 TOY = {
     "train_fsdp2": ("--seq-len", "128", "--steps", "15", "--checkpoints", "saved"),
     "train_hugging_face_long": ("--seq-len", "4096", "--steps", "20"),
 }
 # Their ranks are forked from a process that has imported what they need. `make examples` starts them by torchrun.
-FORKED = ("train_fsdp2",)
+FORKED = tuple(TOY)
 preload("torch.distributed.fsdp", "torch.distributed.checkpoint")
 # These have more to show than 40 lines.
 LINES = {
@@ -97,8 +95,8 @@ def test_runs_in_a_minute(example, tmp_path):
     missing = [name for name in needs if find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed: make test-integrations runs it")
-    if example in ELSEWHERE and find_spec("transformers") is None:  # as in the environment of `make test`
-        pytest.skip(f"{ELSEWHERE[example]} runs it at a toy size, and make test-integrations at its own")
+    if example not in TOY and find_spec("accelerate") is None:  # as in the environment of `make test`
+        pytest.skip("make test-integrations runs it")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     output = output_of(example, num_processes, tmp_path)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

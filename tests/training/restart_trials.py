@@ -5,6 +5,9 @@
 Each trial is one small run of `rda train --ranks 2 --restarts`, of one torchrun, or of two torchruns that meet at a
 store of their own. What does not go on by itself must have said why, and the same command must go on. The exit status
 is 1 unless all trials pass.
+
+Most of a trial is Python that starts and imports torch. In two trials of five the processes are forked from one that
+has imported it, and ranks start in a tenth of a second: faults fall on other moments then.
 """
 
 import argparse
@@ -21,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -31,6 +34,8 @@ from typing import Any, NamedTuple, Protocol
 
 sys.path.append(str(Path(__file__).parents[1]))  # for what tests share
 
+from distributed import start_server
+from forked import ForkedLauncher
 from helpers import free_port
 from safetensors import safe_open
 
@@ -77,6 +82,7 @@ class Trial(NamedTuple):
     ended: the seconds until no process was left whose launcher was killed.
     alone: whether one rank of two went on without the other.
     disk: "full", or "limit" if files were given a limit instead.
+    is_forked: whether its processes began as copies of one that has imported torch.
     """
 
     kind: str
@@ -88,6 +94,7 @@ class Trial(NamedTuple):
     is_sharded: bool
     alone: bool
     disk: str | None
+    is_forked: bool
 
 
 class Result(NamedTuple):
@@ -115,6 +122,7 @@ class Job:
         self.options: list[str] = []  # of `rda train`, more than all trials have
         self.heads: list[Process] = []  # the launcher, or the agents
         self.known: set[int] = set()  # all processes of ranks that were seen
+        self.strangers: set[int] = set()  # processes that are none
         self.said_before = 0  # how many bytes had been said when a rank was first seen
         self.has_lost_head, self.steps_left = False, 0  # at the moment when it lost it
         self.store: Process | None = None
@@ -136,12 +144,15 @@ class Job:
             run += f" --rdzv-id job --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --local-addr 127.0.0.1"
             run += " --rdzv-conf is_host=0,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
             commands = [[*run.split(), *words]] * 2
+        self.strangers.clear()
         self.heads = [self.start(command, self.said, self.environment) for command in commands]
 
     def ranks(self) -> list[int]:
         """The living ranks, in the order of their start."""
         heads = {head.pid for head in self.heads}
-        found = sorted((began, pid) for pid, parent, began in processes() if parent in heads)
+        seen = list(processes(self.strangers))
+        self.strangers.update(pid for pid, parent, _ in seen if parent not in heads)
+        found = sorted((began, pid) for pid, parent, began in seen if parent in heads)
         if not self.known.issuperset(new := {pid for _, pid in found}):
             self.known |= new
             self.said_before = self.said.stat().st_size
@@ -227,9 +238,11 @@ def state_of(pid: int) -> str:
         return "Z"
 
 
-def processes() -> Iterable[tuple[int, int, int]]:
-    """(process, parent, when it began) of those that live."""
+def processes(beside: Container[int] = ()) -> Iterable[tuple[int, int, int]]:
+    """(process, parent, when it began) of those that live. beside: of others than these: to read all takes 2 ms."""
     for name in filter(str.isdigit, os.listdir("/proc")):  # a glob takes half as long again, every 5 ms
+        if int(name) in beside:
+            continue
         try:
             with open(f"/proc/{name}/stat") as file:
                 state, parent, *rest = file.read().rsplit(")", 1)[1].split()
@@ -377,7 +390,8 @@ def run_trial(kind: str, job: Job, rng: random.Random, whole: Result) -> Trial:
     if complaints:
         complaints.append(said[-3000:])
     seconds, is_sharded, is_alone = time.monotonic() - began, "--fsdp" in job.options, first_alone is not None
-    return Trial(kind, launcher, outcome, seconds, ended, complaints, is_sharded, is_alone, job.disk)
+    is_forked = job.start is not started
+    return Trial(kind, launcher, outcome, seconds, ended, complaints, is_sharded, is_alone, job.disk, is_forked)
 
 
 def mount_small_disk() -> None:
@@ -488,6 +502,11 @@ def goes_sharded(kind: str, number: int) -> bool:
     return kind == "fsdp" or (kind == "writing" and number % 2 == 1)
 
 
+def is_forked(number: int) -> bool:
+    """Of each four trials, which have all launchers, all or none."""
+    return number // 4 % 2 == 1
+
+
 def in_folder(folder: Path, function: Callable[..., Any], *args: Any) -> Any:
     before = Path.cwd()
     folder.mkdir()
@@ -501,8 +520,9 @@ def in_folder(folder: Path, function: Callable[..., Any], *args: Any) -> Any:
 
 def numbered_trial(folder: Path, seed: int, kind: str, wholes: Sequence[Result], number: int) -> Trial:
     """wholes: of a run without --fsdp, and of one with it."""
-    cut = goes_sharded(kind, number)
-    rng, job = random.Random(f"{seed} {kind} {number}"), job_of(launcher_of(kind, number), "fsdp" if cut else kind)
+    cut, start = goes_sharded(kind, number), ForkedLauncher if is_forked(number) else started
+    rng, launcher = random.Random(f"{seed} {kind} {number}"), launcher_of(kind, number)
+    job = job_of(launcher, "fsdp" if cut else kind, start=start)
     return in_folder(folder / f"trial-{number}", run_trial, kind, job, rng, wholes[cut])
 
 
@@ -540,6 +560,7 @@ def row_of(kind: str, trials: Sequence[Trial]) -> dict[str, Any]:
         "went_on": sum(trial.outcome == "went on" for trial in trials),
         "went_on_by_the_same_command": sum(trial.outcome != "went on" for trial in trials),
         "with_fsdp": sum(trial.is_sharded for trial in trials),
+        "forked": sum(trial.is_forked for trial in trials),
         "went_on_with_one_rank": sum(trial.alone for trial in trials),
         "full_disks": sum(trial.disk == "full" for trial in trials),
         "failed": sum(bool(trial.complaints) for trial in trials),
@@ -578,7 +599,8 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     with (
         tempfile.TemporaryDirectory(prefix="rda-trials-") as folder,
-        ProcessPoolExecutor(arguments.at_once) as pool,  # each has a present folder of its own
+        # Each has a present folder of its own. What it forks from starts in the clone, and finds what it imports.
+        ProcessPoolExecutor(arguments.at_once, initializer=start_server) as pool,
     ):
         wholes = [in_folder(Path(folder, "whole"), whole_result, job_of("rda", kind)) for kind in ("worker", "fsdp")]
         for kind in arguments.kinds:
@@ -589,9 +611,8 @@ def main() -> int:
                 trials.append(trial)
                 verdict = "FAILED" if trial.complaints else "ok"
                 ended = "" if trial.ended is None else f", ranks ended after {trial.ended:.1f} s"
-                print(
-                    f"{number:3}  {kind:10}  {launcher:10}  {trial.seconds:6.1f} s  {verdict}: {trial.outcome}{ended}"
-                )
+                line = f"{number:3}  {kind:10}  {launcher:10}  {trial.seconds:6.1f} s"
+                print(f"{line}{' (forked)' * trial.is_forked:9}  {verdict}: {trial.outcome}{ended}")
                 print(*(f"     {complaint}\n" for complaint in trial.complaints), sep="", end="", flush=True)
             rows.append(row_of(kind, trials))
             if arguments.record is not None:
