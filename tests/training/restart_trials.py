@@ -595,6 +595,7 @@ def main() -> int:
     if arguments.record is not None:
         check_mine(arguments.record, is_record, "restart_trials.py")
     print(f"seed {arguments.seed}")
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that others are forked from
     began, tried = time.monotonic(), commit()  # before the record is written, which is a change
     rows: list[dict[str, Any]] = []
     with (
