@@ -155,6 +155,8 @@ def launch_ranks(arguments: argparse.Namespace, run: Run, lock: int) -> int:
     folder = [] if arguments.resume else ["--run-folder", str(run.folder)]
     command = ["-m", "ring_dilated_attention", "train", *arguments.argv, *folder]
     for restart in range((restarts := arguments.restarts or 0) + 1):
+        if are_meant(arguments):
+            count_start(run.folder, anew=restart == 0)
         ended = launch(command, arguments.ranks or 1, lock, {RESTART: str(restart)})
         if not any(ended.codes):
             return code_of(json.loads((run.folder / RECORD_FILE).read_text()))
@@ -253,7 +255,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
             run = together(parallel, lambda: run if is_newest else prepare_checked(arguments))
             run = replace(run, folder=folder)
             agree(parallel, together(parallel, partial(fingerprint, run)))
-            if are_meant(arguments):
+            if are_meant(arguments) and not arguments.launched:
                 # Each torchrun counts its own ranks' failures alone. The first start of a command counts anew.
                 is_first = not any(values_of_all(parallel, os.environ.get(RESTART, "0") != "0"))
                 on_first(parallel, partial(count_start, folder, anew=is_first))
