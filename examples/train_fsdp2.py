@@ -5,9 +5,9 @@
     torchrun --nproc-per-node 3 examples/train_fsdp2.py --checkpoints DIR
 
 There are two replicas, each a sequence that two ranks share. A rank makes the
-model block by block, and keeps its part. Before, the first rank has a whole one
-for a moment, to compare the norm of the first gradient. Leave that out of a
-model that does not fit.
+model block by block, and keeps its part: half of it, of a replica of two ranks.
+Before a new run the first rank has a whole one for a moment, to compare the
+norm of the first gradient. Leave that out of a model that does not fit.
 
 With --checkpoints each rank writes its part of parameters and AdamW's state, as
 safetensors. The next run goes on from there, with any number of ranks. Hosts
@@ -15,8 +15,11 @@ that do not share the folder are refused.
 """
 
 import argparse
+import ctypes
 import os
 import shutil
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import islice
@@ -127,17 +130,19 @@ def flush(folder: Path) -> None:
     os.close(descriptor)
 
 
+if sys.platform == "linux":  # a rank ends with its torchrun, and does not train on alone
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 dist.init_process_group()
 replicas = 2 if dist.get_world_size() % 2 == 0 else 1
 mesh = init_device_mesh(device, (replicas, dist.get_world_size() // replicas), mesh_dim_names=("dp", "cp"))
 if options.checkpoints:
     check_shared(options.checkpoints)
-expected = norm_on_one_rank() if dist.get_rank() == 0 else None
+newest = max(options.checkpoints.glob("step-*"), default=None) if options.checkpoints else None
+expected = norm_on_one_rank() if dist.get_rank() == 0 and newest is None else None
 parallel = ContextParallel(mesh["cp"])
 model = sharded_loss(parallel, mesh)
 check_averaged(model, parallel)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-newest = max(options.checkpoints.glob("step-*"), default=None) if options.checkpoints else None
 done = load(newest) if newest else 0
 batches = islice(samples(mesh.get_local_rank("dp")), done, done + options.steps)
 for step, tokens in enumerate(batches, start=done + 1):

@@ -242,6 +242,13 @@ def imports_upwards(modules):
     }
 
 
+def calls_with_forecasts(modules):
+    """Modules that a call or a model's step runs in, and that import what predicts or imitates one."""
+    running = [n for n in modules if room(n) in ("attention", "layers", "models", "integrations")]
+    others = {n: {room(o) for o in inside(modules[n].all, modules)} for n in running}
+    return {n for n, rooms in others.items() if rooms & {"simulate", "forecast"}}
+
+
 def modules_with_benchmarks(modules):
     return {name for name, module in modules.items() if "benchmarks" in top(module.all)}
 
@@ -249,6 +256,7 @@ def modules_with_benchmarks(modules):
 RULES = [
     modules_in_no_room,
     imports_upwards,
+    calls_with_forecasts,
     modules_with_benchmarks,
     pure_modules_with_torch,
     modules_with_triton,
@@ -281,6 +289,7 @@ def test_what_a_call_executes_knows_no_forecast(name, tmp_path):
 BREACHES = {
     modules_in_no_room: {"utils.py": "x = 1"},
     imports_upwards: {"plan/rows.py": "def f():\n    from ..run.merge import merge_"},
+    calls_with_forecasts: {"simulate/a.py": "", "simulate/__init__.py": "", "models/a.py": "from ..simulate import a"},
     modules_with_benchmarks: {"commands/bench.py": "def f():\n    import benchmarks.command"},
     pure_modules_with_torch: {"plan.py": "from .pattern import x", "pattern.py": "import torch.nn"},
     modules_with_triton: {"attention.py": "def f():\n    import triton.language as tl"},

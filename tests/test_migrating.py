@@ -21,10 +21,10 @@ ON_RANKS = list({case.ours: case for case in CASES if case.ranks > 1}.values())
 
 def by_definition(query, key, value, pattern, *, parallel=None, cu_seqlens=None, scale=None):
     """In place of `dilated_attention`, with shards where it takes shards."""
-    rows = (x if parallel is None else parallel.unshard(x) for x in (query, key, value))
+    rows = (x if parallel is None else parallel.unshard(x, cu_seqlens=cu_seqlens) for x in (query, key, value))
     documents = None if cu_seqlens is None else cu_seqlens.tolist()
     out, _ = dilated_attention_reference(*(x.double() for x in rows), pattern, cu_seqlens=documents, scale=scale)
-    return out if parallel is None else parallel.shard(out)
+    return out if parallel is None else parallel.shard(out, cu_seqlens=cu_seqlens)
 
 
 def ours(case: Case, **instead):
@@ -34,7 +34,7 @@ def ours(case: Case, **instead):
     names.update(instead)
     exec(case.snippets[1].removeprefix(IMPORTS), names)
     parallel = names.get("parallel")
-    out = names["out"] if parallel is None else parallel.unshard(names["out"])
+    out = names["out"] if parallel is None else parallel.unshard(names["out"], cu_seqlens=names.get("borders"))
     if parallel is not None:
         parallel.close()
     return out

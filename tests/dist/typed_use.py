@@ -4,13 +4,14 @@
 sources, with those flags of --strict that concern one file. Nothing here runs.
 
 What is checked: arguments of our functions, methods and constructors fit their signatures, and their results fit the
-annotations here. What is not: the README's `out.sum().backward()`, which --strict refuses because torch's `backward`
-has no types, and `query.grad.shape`, because a gradient may be None. Calls of modules, such as
+annotations here. Of the README's calls two are changed: torch's `backward` has no types, and a gradient
+may be None. Calls of modules, such as
 `self.attention(x, x, x)`, give Any, as torch's nn.Module has it, so that neither their arguments nor their results are
 checked.
 """
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_dilated_attention import (
@@ -32,11 +33,15 @@ def one_device(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     print(kernel, pattern.explain(num_heads=8), DilatedPattern.longnet(4096), DilatedPattern.dense())
     out, lse = dilated_attention(query, key, value, pattern, return_lse=True)
     both: Tensor = out + lse
+    out.sum().backward()  # type: ignore[no-untyped-call]
+    assert query.grad is not None
+    print(query.grad.shape)
     out = dilated_attention(query, key, value, pattern)
     return out + both
 
 
 def two_devices() -> None:
+    dist.init_process_group("gloo")
     parallel = ContextParallel()
     pattern = DilatedPattern(segment_lengths=(1024, 4096), dilation_rates=(1, 4), is_causal=True)
     shape = (1, 4096, 8, 64)
@@ -44,6 +49,7 @@ def two_devices() -> None:
     out = dilated_attention(query, key, value, pattern, parallel=parallel)
     rank: int = parallel.rank
     print(f"rank {rank}: {tuple(out.shape)}")
+    dist.destroy_process_group()
 
 
 def many(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

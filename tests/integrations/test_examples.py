@@ -48,7 +48,7 @@ FORKED = tuple(TOY)
 preload("torch.distributed.fsdp", "torch.distributed.checkpoint")
 # These have more to show than 40 lines.
 LINES = {
-    "train_fsdp2": 156,
+    "train_fsdp2": 162,
     "convert_dense": 60,
     "train_fabric": 60,
     "train_hugging_face_long": 60,

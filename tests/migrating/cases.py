@@ -30,6 +30,7 @@ MODULE = snippets_of(block("docs/migrating.md", "torchscale's module"))
 DIVIDED = snippets_of(block("docs/migrating.md", "dilated-attention-pytorch"))
 RING = snippets_of(block("docs/migrating.md", "ring"))
 ZIGZAG = snippets_of(block("docs/migrating.md", "zigzag"))
+OF_DOCUMENTS = snippets_of(block("docs/migrating.md", "zigzag varlen"))
 LLAMA3 = snippets_of(block("docs/migrating.md", "llama3"))
 LUCIDRAINS = snippets_of(block("docs/migrating.md", "ring-attention-pytorch"))
 GROUPED = snippets_of(block("docs/migrating.md", "ring-attention-pytorch's order of heads"))
@@ -191,6 +192,9 @@ CASES = (
     _of_flash("ring_flash_attn_func, 2 key/value heads", RING["theirs"], RING["ours"], num_kv_heads=2),
     _of_flash("zigzag_ring_flash_attn_func", ZIGZAG["theirs"], ZIGZAG["ours"], order="zigzag"),
     _of_flash("stripe_flash_attn_func", ZIGZAG["theirs, striped"], ZIGZAG["ours"], order="stripe"),
+    _of_flash(
+        "zigzag_ring_flash_attn_varlen_func", OF_DOCUMENTS["theirs"], OF_DOCUMENTS["ours"], order="zigzag_documents"
+    ),
     _of_flash("llama3_flash_attn_varlen_func", LLAMA3["theirs"], LLAMA3["ours"]),
     _of_rings("ring-attention-pytorch", LUCIDRAINS["theirs"], LUCIDRAINS["ours"]),
     _of_rings("ring-attention-pytorch, buckets of 24", LUCIDRAINS["theirs"], LUCIDRAINS["ours"], ("=16", "=24")),

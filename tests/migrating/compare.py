@@ -21,6 +21,8 @@ from helpers import ROOT, relative_error
 from migrating.cases import CASES, COLUMNS, SIDES, Case, stated
 from safetensors.torch import save_file
 
+from ring_dilated_attention.plan.sharding import deal_documents
+
 HERE = Path(__file__).parent
 OURS = str(ROOT / "src")
 KEPT = ROOT / "tests" / "data" / "migrating.safetensors"
@@ -118,6 +120,10 @@ def whole(case: Case, folder: Path) -> Found:
     if case.order == "zigzag":
         halves = [x.chunk(2, 1) for x in outs]
         outs = [first for first, _ in halves] + [last for _, last in reversed(halves)]
+    if case.order == "zigzag_documents":
+        shards = deal_documents((0, 24, 64), case.num_positions, case.ranks)
+        positions = torch.cat([torch.arange(*span) for shard in shards for span in shard])
+        outs = [torch.cat(outs, 1)[:, positions.argsort()]]
     out = torch.stack(outs, 2).flatten(1, 2) if case.order == "stripe" else torch.cat(outs, 1)
     return found | {"out": out}
 

@@ -38,7 +38,7 @@ def found_by(snippet: str, given: dict[str, torch.Tensor]) -> dict[str, torch.Te
     exec(compile(snippet, "snippet", "exec"), names)
     out = names["out"]
     if "parallel" in names:
-        out = names["parallel"].unshard(out)
+        out = names["parallel"].unshard(out, cu_seqlens=names.get("borders"))
     if out.requires_grad:
         out.float().square().sum().backward()
     if "parallel" in names:
