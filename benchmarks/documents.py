@@ -128,7 +128,8 @@ def _step(
     inputs = [x.detach().requires_grad_() for x in inputs]
 
     def step() -> list[Tensor]:
-        out = dilated_attention(*inputs, pattern, cu_seqlens=borders, parallel=parallel)
+        query, key, value = inputs
+        out = dilated_attention(query, key, value, pattern, cu_seqlens=borders, parallel=parallel)
         assert isinstance(out, Tensor)
         return [out, *torch.autograd.grad(out, inputs, dout)]
 
@@ -140,9 +141,9 @@ def _gate(settings: Settings, pattern: DilatedPattern, parallel: ContextParallel
     sizes = settings.sizes._replace(seq_len=seq_len)
     whole, step = _step(sizes, small, settings.shares, parallel)
     *inputs, dout = (x.double() for x in whole)
-    inputs = [x.requires_grad_() for x in inputs]
+    query, key, value = inputs = [x.requires_grad_() for x in inputs]
     borders = [0, *accumulate(_lengths(settings.shares, seq_len))]
-    out, _ = dilated_attention_reference(*inputs, small, cu_seqlens=borders)
+    out, _ = dilated_attention_reference(query, key, value, small, cu_seqlens=borders)
     right = [out, *torch.autograd.grad(out, inputs, dout)]
     mine = [parallel.shard(x.detach(), cu_seqlens=torch.tensor(borders, dtype=torch.int32)) for x in right]
     pairs = list(zip(step(), mine, strict=True))
@@ -174,8 +175,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         )
         for row in rows
     ]
-    headers = ("pattern", "sharding", "step, s", "least to most", f"divided by that of {SHARDINGS[-1]}")
-    headers += tuple(f"busiest rank of {p} / mean" for p in planned)
+    of_ranks = (f"busiest rank of {p} / mean" for p in planned)
+    headers = ("pattern", "sharding", "step, s", "least to most", f"divided by that of {SHARDINGS[-1]}", *of_ranks)
     return (
         f"Documents of {' and '.join(f'{n:,}' for n in first['documents'])} positions packed into one sequence, "
         f"{tensors(first)}, {first['ranks']} ranks of one thread, each on a core of its own. Forward and backward, of "
