@@ -169,6 +169,7 @@ def _class(name: str, made: str, *replaced: tuple[str, str], ours: str = CLASSES
 
 
 _MODULES = ("", ".true_ring_dilated_attention", ".simulated_ring_dilated_attention")
+_MODULES += (".ring_distributed_dilated_attention",)
 _IMPROVED = "ImprovedDilatedAttention([16, 64], [1, 2])"
 _COLLECTIVE = "RingDilatedAttentionV2Collective([16, 64], [1, 2])"
 _PRODUCTION = "RingDilatedAttentionProduction(RingAttentionConfig([16, 64], [1, 2]))"
@@ -221,6 +222,7 @@ CASES = (
     _class("`SimulatedRingDilatedAttention`", "SimulatedRingDilatedAttention([16, 64], [1, 2])"),
     _class("`RingDilatedAttentionProduction`, ours without `/ len(pattern.branches)`", _PRODUCTION, _UNDIVIDED),
     _class("the same, causal", _PRODUCTION, _UNDIVIDED, CAUSAL),
+    _class("`RingDistributedDilatedAttention`", "RingDistributedDilatedAttention(32, 4, [16, 64], [1, 2])"),
 )
 
 
