@@ -107,7 +107,11 @@ def _rank(words: Sequence[str]) -> None:
 def _torchrun(words: Sequence[str], said: str, environment: dict[str, str], folder: str) -> None:
     """torchrun, by its API: the ranks are forked."""
     from torch.distributed import run
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from torch.distributed.launcher.api import elastic_launch
+
+    # It reads the sources of a whole stack to name a function in its log. Where all tests are loaded, that takes long.
+    dynamic_rendezvous.get_method_name = lambda depth=2: ""
 
     _saying_to(said, folder)
     os.environ |= environment
