@@ -132,6 +132,8 @@ def judge(
     """What is wrong with how the command ended, or None. What is signed may be given away by something else."""
     if output.code not in (0, 2) or "Traceback" in output.error:
         return f"it ends with {output.code}: {output.error[-3000:]}"
+    if is_signed and "start again with smaller learning rates" in output.error:
+        return None  # a state whose rate is 1e21, say, is a state: the run went on, and diverged
     if output.code == 2:
         if listing(Path()) != before:
             return "it is refused, and something changed on the disk"
