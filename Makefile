@@ -36,8 +36,8 @@ test: $(VENV)/.installed
 	$(BIN)/mypy >"$$said" 2>&1 & mypy=$$!; $(TESTS); tests=$$?; \
 	wait $$mypy; types=$$?; cat "$$said"; exit $$((tests | types))
 
-# Tests with transformers, accelerate, DeepSpeed and Lightning, in an environment of their own: `make test` leaves them
-# out, but for one example with transformers. DeepSpeed compiles an extension at its first use, here before any test waits for it.
+# Tests with transformers, accelerate, DeepSpeed and Lightning, in an environment of their own: `make test` has one
+# example with transformers. DeepSpeed compiles an extension at its first use, here before any test waits for it.
 OTHERS     := .venv-integrations
 EXTENSIONS := TORCH_EXTENSIONS_DIR=$(CURDIR)/$(OTHERS)/extensions PATH=$(CURDIR)/$(OTHERS)/bin:$$PATH
 
@@ -98,8 +98,8 @@ migrating: $(VENV)/.installed
 
 # sdist and wheel, into dist/. The wheel is installed beside torch alone, and used. Nothing is uploaded. For several:
 # make dist PYTHONS='python3.11 python3.12 python3.13'. By default it is PYTHON, if that is given, or else every Python
-# on PATH, of the system and of pyenv that starts; `sort` drops what is there twice. The colon is there because make takes nothing from
-# a shell that ends with "command not found".
+# on PATH, of the system and of pyenv that starts; `sort` drops what is there twice. The colon is there because make
+# takes nothing from a shell that ends with "command not found".
 NAMED    = python3.11 python3.12 python3.13 python3.14
 NAMED   += $(wildcard /usr/bin/python3.1[1-9] $(HOME)/.pyenv/versions/3.1[1-9]*/bin/python)
 WHERE   := import os, sys; print(os.path.realpath(sys.executable))

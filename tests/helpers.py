@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import cache
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,7 @@ def remembered(function: Callable, key: Callable) -> Callable:
     return call
 
 
+@cache  # two files of tests may call it in one process
 def hurry_the_interpreter() -> None:
     """Triton's interpreter takes half of its time to see whether integers overflow, and says so in debug mode only. It
     patches the language at every launch and at every call of a function of triton's, and unpatches it; it makes a

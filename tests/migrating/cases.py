@@ -168,8 +168,8 @@ def _class(name: str, made: str, *replaced: tuple[str, str], ours: str = CLASSES
     return Case(name, CLASSES["theirs"], ours, "dilated", checkouts=checkouts, replaced=replaced)
 
 
-_MODULES = ("", ".true_ring_dilated_attention", ".simulated_ring_dilated_attention")
-_MODULES += (".ring_distributed_dilated_attention",)
+_RINGS = ("true_ring", "simulated_ring", "ring_distributed")
+_MODULES = ("", *(f".{ring}_dilated_attention" for ring in _RINGS))
 _IMPROVED = "ImprovedDilatedAttention([16, 64], [1, 2])"
 _COLLECTIVE = "RingDilatedAttentionV2Collective([16, 64], [1, 2])"
 _PRODUCTION = "RingDilatedAttentionProduction(RingAttentionConfig([16, 64], [1, 2]))"

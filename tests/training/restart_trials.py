@@ -238,10 +238,10 @@ def state_of(pid: int) -> str:
         return "Z"
 
 
-def processes(beside: Container[int] = ()) -> Iterable[tuple[int, int, int]]:
-    """(process, parent, when it began) of those that live. beside: of others than these: to read all takes 2 ms."""
+def processes(strangers: Container[int] = ()) -> Iterable[tuple[int, int, int]]:
+    """(process, parent, when it began) of those that live, but for strangers: to read of all takes 2 ms."""
     for name in filter(str.isdigit, os.listdir("/proc")):  # a glob takes half as long again, every 5 ms
-        if int(name) in beside:
+        if int(name) in strangers:
             continue
         try:
             with open(f"/proc/{name}/stat") as file:
@@ -390,8 +390,8 @@ def run_trial(kind: str, job: Job, rng: random.Random, whole: Result) -> Trial:
     if complaints:
         complaints.append(said[-3000:])
     seconds, is_sharded, is_alone = time.monotonic() - began, "--fsdp" in job.options, first_alone is not None
-    is_forked = job.start is not started
-    return Trial(kind, launcher, outcome, seconds, ended, complaints, is_sharded, is_alone, job.disk, is_forked)
+    forked = job.start is not started
+    return Trial(kind, launcher, outcome, seconds, ended, complaints, is_sharded, is_alone, job.disk, forked)
 
 
 def mount_small_disk() -> None:

@@ -290,6 +290,7 @@ def test_what_is_not_started_again(ended, tmp_path, monkeypatch):
     monkeypatch.setattr("ring_dilated_attention.commands.train.launch", launch)
     assert main([*WORDS, "--ranks", "2", "--restarts", "5"]) == 1
     assert launch.call_count == 1
+    assert not Path("run").exists()  # a new run that never began leaves nothing
 
 
 def start(number):

@@ -23,7 +23,7 @@ from ..training.files import in_words
 from ..training.options import add_hyperparameters, flag
 from ..training.ownership import own_folder
 from ..training.rank_launcher import LOST_ANOTHER, Ended, launch, leave_reason, started
-from ..training.restarts import RESTART, STARTS_FILE, are_by_torchrun, are_meant, count_start
+from ..training.restarts import MOST_STARTS, RESTART, STARTS_FILE, are_by_torchrun, are_meant, count_start, no_progress
 from ..training.run import RECORD_FILE, Run, fingerprint, prepare
 from ..training.stop_request import StopRequest, end_with_launcher
 from .generate import sample
@@ -154,9 +154,8 @@ def launch_ranks(arguments: argparse.Namespace, run: Run, lock: int) -> int:
     """Start the ranks; if one is lost, again, up to --restarts times. Returns the exit code."""
     folder = [] if arguments.resume else ["--run-folder", str(run.folder)]
     command = ["-m", "ring_dilated_attention", "train", *arguments.argv, *folder]
+    newest, num_idle = find_checkpoint(run.folder), 0
     for restart in range((restarts := arguments.restarts or 0) + 1):
-        if are_meant(arguments):
-            count_start(run.folder, anew=restart == 0)
         ended = launch(command, arguments.ranks or 1, lock, {RESTART: str(restart)})
         if not any(ended.codes):
             return code_of(json.loads((run.folder / RECORD_FILE).read_text()))
@@ -166,8 +165,11 @@ def launch_ranks(arguments: argparse.Namespace, run: Run, lock: int) -> int:
         reason = "stopped at once" if ended.was_aborted else f"the ranks failed: {'; '.join(causes(ended))}"
         if ended.was_asked or USER_ERROR_EXIT_CODE in ended.codes or restart == restarts:
             break
-        begin = find_checkpoint(run.folder) or "the beginning"
-        say(f"rda train: {reason}; restart {restart + 1} of {restarts} from {begin}")
+        before, newest = newest, find_checkpoint(run.folder)
+        num_idle = num_idle + 1 if newest == before else 0
+        if num_idle == MOST_STARTS:  # those of ranks that died before they met, too
+            raise ValueError(f"{reason}; {no_progress(run.folder)}")
+        say(f"rda train: {reason}; restart {restart + 1} of {restarts} from {newest or 'the beginning'}")
     say(f"rda train: {reason}; {what_is_left(arguments, run.folder)}")
     return INTERRUPTED_EXIT_CODE if ended.was_aborted else FAILED_EXIT_CODE
 
@@ -255,7 +257,7 @@ def run_rank(arguments: argparse.Namespace) -> int:
             run = together(parallel, lambda: run if is_newest else prepare_checked(arguments))
             run = replace(run, folder=folder)
             agree(parallel, together(parallel, partial(fingerprint, run)))
-            if are_meant(arguments) and not arguments.launched:
+            if are_meant(arguments) and not arguments.launched:  # rda's launcher counts itself
                 # Each torchrun counts its own ranks' failures alone. The first start of a command counts anew.
                 is_first = not any(values_of_all(parallel, os.environ.get(RESTART, "0") != "0"))
                 on_first(parallel, partial(count_start, folder, anew=is_first))

@@ -21,13 +21,17 @@ def are_meant(arguments: argparse.Namespace) -> bool:
     return arguments.restarts is not None or are_by_torchrun()
 
 
+def no_progress(folder: Path) -> str:
+    awaited = f"a checkpoint after {newest.name}" if (newest := find_checkpoint(folder)) else "a first checkpoint"
+    return f"{folder}: {MOST_STARTS} starts in a row ended without {awaited}: mend what ended them first"
+
+
 def count_start(folder: Path, *, anew: bool) -> None:
-    """Note this start in the folder. Raise ValueError if MOST_STARTS before it left no new checkpoint."""
-    newest, path = find_checkpoint(folder), folder / STARTS_FILE
-    since = f"a checkpoint after {newest.name}" if newest else "a first checkpoint"
-    notes = [f"{MAKER}: start {number} without {since}\n".encode() for number in range(1, MOST_STARTS + 1)]
+    """Note this start by torchrun in the folder. Raise ValueError if MOST_STARTS before it left no new checkpoint."""
+    path, newest = folder / STARTS_FILE, find_checkpoint(folder)
+    notes = [f"{MAKER}: start {i} after {newest and newest.name}\n".encode() for i in range(1, MOST_STARTS + 1)]
     noted = path.read_bytes() if not anew and path.exists() else b""
     if noted == notes[-1]:
-        raise ValueError(f"{folder}: {MOST_STARTS} starts in a row ended without {since}: mend what ended them first")
+        raise ValueError(no_progress(folder))
     note = notes[notes.index(noted) + 1 if noted in notes else 0]
     write_whole(path, note, lambda file: file.read(len(MAKER)) == MAKER.encode(), MAKER)
