@@ -19,6 +19,7 @@ LAUNCHER = "RDA_TRAIN_LAUNCHER"  # the variable by which `rda train --ranks` tel
 STDERR = 2  # os.write writes to it: a signal may come while sys.stderr is in use
 ORPHAN_SECONDS = 40  # for the end of a step, and a checkpoint
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ORPHANED = b"\nrda train: the process that started this rank has ended, so the rank ends too\n"
 _NOTICE = b"\nstopping after this step, to save; a second time stops at once\n"
 
 
@@ -61,16 +62,24 @@ class StopRequest:
 def end_with_launcher(seconds: float = ORPHAN_SECONDS) -> None:
     """Let a thread send this process SIGTERM when its parent process has ended, and end it so many seconds later."""
     parent = os.getppid()
-    is_orphan = not _is_launched_by(parent)  # the launcher ended before this
 
     def watch() -> None:
-        while os.getppid() == parent and not is_orphan:
+        while os.getppid() == parent:
             time.sleep(0.05)  # few steps are done without it
+        end()
+
+    def end() -> None:
+        with suppress(OSError):  # nobody reads it
+            if select.select([], [STDERR], [], 0)[1]:
+                os.write(STDERR, _ORPHANED)
         os.kill(os.getpid(), signal.SIGTERM)  # outside a `StopRequest` it ends here, and meets no rank of a later start
         time.sleep(seconds)
         os._exit(1)
 
-    Thread(target=watch, daemon=True, name="rda parent").start()
+    if _is_launched_by(parent):
+        Thread(target=watch, daemon=True, name="rda parent").start()
+    else:  # the launcher ended before this
+        end()
 
 
 def _is_launched_by(pid: int) -> bool:
