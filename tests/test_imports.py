@@ -40,9 +40,9 @@ BY_STRING = ("import_module", "__import__")
 MAY_LIST = ("", "models", "commands.cli")
 
 # The second sums over tensor parallel ranks by torch's DTensor, as torch's own parallel styles do.
-# Under --fsdp, FSDP2 and torch.distributed.checkpoint send on groups of their own. `models.shards` sends nothing: each
-# rank reads by itself.
-MAY_SEND = ("ranks.link", "integrations.torch", "training.sharded", "models.shards")
+# Under --fsdp, FSDP2 and torch.distributed.checkpoint send on groups of their own. `models.rank_files` sends nothing:
+# each rank reads by itself.
+MAY_SEND = ("ranks.link", "integrations.torch", "training.sharded", "models.rank_files")
 
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)

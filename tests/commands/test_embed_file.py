@@ -13,7 +13,7 @@ from pages import block, blocks
 from safetensors.torch import save_file
 
 from ring_dilated_attention.commands.embed import embedder, embeddings
-from ring_dilated_attention.commands.embed.embeddings import EmbeddingFile, Entry, Keys, fingerprint
+from ring_dilated_attention.commands.embed.embeddings import EmbeddingFile, Keys, SlideEntry, fingerprint
 from ring_dilated_attention.commands.local_ranks import RankFailedError
 from ring_dilated_attention.models import LongNetViT
 
@@ -74,7 +74,7 @@ def test_processes_that_die(weights, slides, tmp_path, capsys, monkeypatch):
     """What was embedded before is saved, and no traceback of the command's own is shown."""
 
     def killed(options, slides_to_do, take):
-        take(embedder.Result("a", Entry(fingerprint(slides[0], Keys()), 40, 256.0), [1.0]))
+        take(embedder.Result("a", SlideEntry(fingerprint(slides[0], Keys()), 40, 256.0), [1.0]))
         raise RankFailedError("rank 1: died without a word")
 
     out = tmp_path / "out.safetensors"
@@ -92,9 +92,9 @@ def test_two_processes_lose_nothing(tmp_path):
     """Both write the same file: what the other has written meanwhile is kept."""
     settings = {"embedding": "the mean", "dtype": "float32"}
     mine, other = (EmbeddingFile(tmp_path / "out.st", settings) for _ in range(2))
-    other.add("b", [2.0], Entry("1", 1, 256.0))
+    other.add("b", [2.0], SlideEntry("1", 1, 256.0))
     other.write()
-    mine.add("a", [1.0], Entry("1", 1, 256.0))
+    mine.add("a", [1.0], SlideEntry("1", 1, 256.0))
     mine.write()
     assert read(tmp_path / "out.st")[0] == {"a": torch.ones(1), "b": torch.full((1,), 2.0)}
     assert EmbeddingFile(tmp_path / "out.st", settings).entries.keys() == {"a", "b"}

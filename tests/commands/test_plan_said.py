@@ -15,7 +15,7 @@ from ring_dilated_attention.commands.plan import (
 from ring_dilated_attention.forecast import call_cost
 from ring_dilated_attention.forecast.call_cost import Way, all_plans
 from ring_dilated_attention.forecast.clock import Hardware, model_step, time_text
-from ring_dilated_attention.forecast.exchanges import ALIKE, Call, ways_of
+from ring_dilated_attention.forecast.exchanges import ALIKE, UncutJob, ways_of
 from ring_dilated_attention.forecast.large import ERRORS_TEXT, MEMORY_ERRORS, TIME_ERRORS
 from ring_dilated_attention.forecast.ledger import attention_memory
 from ring_dilated_attention.kernels.traits import TRAITS
@@ -30,7 +30,8 @@ TIME = ("--flops", "1e9", "--bandwidth", "1e8", "--latency", "1e-4")
 
 @pytest.mark.parametrize("seed", range(16))
 def test_what_is_recommended_is_so(seed, tmp_path, capsys):
-    """Random jobs: the plans and the clock of all ranks say what is fastest, what fits, and by how much."""
+    """Random jobs: the plans and the clock of all ranks give every figure of the table, and say what is fastest, what
+    fits, and by how much."""
     rng = random.Random(seed)
     n, ranks, heads = rng.randint(300, 900), rng.choice([2, 3, 4]), rng.choice([1, 2, 4])
     w, r, is_causal, head_dim = rng.randint(20, n), rng.randint(1, 6), rng.random() < 0.6, rng.choice([8, 16])
@@ -44,16 +45,21 @@ def test_what_is_recommended_is_so(seed, tmp_path, capsys):
     assert cli.main([*argv.split(), *["--causal"] * is_causal]) == 0
     said = said_of(capsys)
     pattern, sizes, costs = DilatedPattern((w, n), (1, r), is_causal=is_causal), Sizes(1, head_dim, 4), {}
-    for one in ways_of(Call(pattern, n, ranks, heads, heads, sizes), hardware):
-        if one.function == "dense" or (one.way.exchange == "all_to_all" and heads % ranks):
+    for one in ways_of(UncutJob(pattern, n, ranks, heads, heads, sizes), hardware):
+        if one.way.exchange == "all_to_all" and heads % ranks:
             continue
-        job = Call(pattern, n, ranks, heads, heads, sizes).job(one.sharding, one.way.inner)
+        called = pattern if one.function == "dilated" else DilatedPattern((n,), (1,), is_causal=is_causal)
+        job = UncutJob(called, n, ranks, heads, heads, sizes).job(one.sharding, one.way.inner)
         plans = all_plans(job, one.way)
         dealings = [x.dealing for x in plans if x.dealing is not None]
         step = model_step([x.plan for x in plans], sizes, hardware, dealings or None)
         peaks = [attention_memory(x.plan, sizes, TRAITS["cpu"], x.dealing).forward_backward.num_bytes for x in plans]
         sent = max(sum(x.bytes_sent(sizes, backward=b) for b in (False, True)) for x in plans)
-        costs[one.name, one.sharding] = step.step_seconds, sent, max(peaks), step.balance
+        waits = f"{1 - step.efficiency / step.balance:.0%}"
+        cells = time_text(step.step_seconds), waits, f"{step.balance:.1%}", f"{sent / 1e6:,.1f}"
+        assert f" {one.function} {one.name} {one.sharding} {' '.join(cells)} {max(peaks) / 1e6:,.1f} " in said
+        if one.function == "dilated":
+            costs[one.name, one.sharding] = step.step_seconds, sent, max(peaks), step.balance
     fitting = {name: cost for name, cost in costs.items() if cost[2] <= memory}
     found = re.search(r"recommended: (?:(.+), (\w+) shards: )?(.*)", said)
     if not fitting:

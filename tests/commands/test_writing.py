@@ -135,7 +135,7 @@ class Terminal(io.StringIO):
 def test_text_comes_in_whole_characters():
     """Catches half of a character, one that is held back although it is whole, and bytes that end the stream."""
     file = Terminal(False)
-    text = command.Text(file)
+    text = command.TextOutput(file)
     for byte in "aé€😀".encode():
         text.write(bytes([byte]))
     assert [x for i, x in enumerate(file.shown) if x not in file.shown[:i]] == ["a", "aé", "aé€", "aé€😀"]
@@ -149,7 +149,7 @@ def test_a_terminal_is_left_as_it_was():
     """Catches escape sequences of a byte-level model, and a prompt of the shell in the middle of a line."""
     for is_terminal, expected in ((True, "a\ufffd[31m\t\nb\ufffd\n"), (False, "a\x1b[31m\t\nb\x07")):
         file = Terminal(is_terminal)
-        text = command.Text(file)
+        text = command.TextOutput(file)
         text.write(b"a\x1b[31m\t\nb\x07")
         text.close()
         assert file.getvalue() == expected

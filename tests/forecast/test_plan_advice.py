@@ -16,7 +16,7 @@ from ring_dilated_attention.forecast import call_cost
 from ring_dilated_attention.forecast.advice import advice
 from ring_dilated_attention.forecast.call_cost import Figures, Time, Way, branch_pairs, forecast, pairs
 from ring_dilated_attention.forecast.clock import Hardware, time_text
-from ring_dilated_attention.forecast.exchanges import Alternative, Call, alternatives, recommended
+from ring_dilated_attention.forecast.exchanges import Alternative, UncutJob, alternatives, recommended
 from ring_dilated_attention.forecast.ledger import Item, Peak
 from ring_dilated_attention.forecast.training_cost import Mesh, ModelJob, Shape
 from ring_dilated_attention.kernels.traits import TRAITS
@@ -37,7 +37,7 @@ def advice_on(call, one, hardware):
 
 
 def test_alternatives_are_ordered_by_their_figures():
-    job = Call(DilatedPattern((512, 8192), (1, 4), is_causal=True), 8192, 4, 4, 4, Sizes(1, 16, 2))
+    job = UncutJob(DilatedPattern((512, 8192), (1, 4), is_causal=True), 8192, 4, 4, 4, Sizes(1, 16, 2))
     slow = Hardware(1e12, 1e8, 1e-5)
     found = alternatives(job, slow, TRAITS["cpu"])
     assert len(found) == 2 * 7
@@ -63,7 +63,7 @@ def test_alternatives_are_ordered_by_their_figures():
 def test_alternatives_are_the_forecasts_of_each_way(is_causal):
     """Catches figures of another sharding or of the pattern for dense attention."""
     pattern = DilatedPattern((64, 256, 1536), (1, 12, 8), is_causal=is_causal)
-    job, hardware = Call(pattern, 1536, 12, 4, 4, Sizes(1, 16, 2)), Hardware(1e10, 1e8, 1e-5)
+    job, hardware = UncutJob(pattern, 1536, 12, 4, 4, Sizes(1, 16, 2)), Hardware(1e10, 1e8, 1e-5)
     for one in alternatives(job, hardware, TRAITS["cpu"]):
         if one.figures is None:
             assert one.why_not == "all_to_all deals heads to ranks, and 4 key/value heads do not divide among 12 ranks"
@@ -76,7 +76,7 @@ def test_alternatives_are_the_forecasts_of_each_way(is_causal):
 
 def test_many_ranks_are_compared_by_what_was_held_against_the_clock(monkeypatch):
     """Of others the work and the memory stand there, and no time; and only rings are recommended."""
-    job = Call(DilatedPattern((64, 1536), (1, 8), is_causal=True), 1536, 12, 4, 4, Sizes(1, 16, 2))
+    job = UncutJob(DilatedPattern((64, 1536), (1, 8), is_causal=True), 1536, 12, 4, 4, Sizes(1, 16, 2))
     hardware = Hardware(1e10, 1e8, 1e-5)
     every = alternatives(job, hardware, TRAITS["cpu"])
     monkeypatch.setattr(call_cost, "MOST_PLANNED", 4)
@@ -100,7 +100,7 @@ def test_many_ranks_are_compared_by_what_was_held_against_the_clock(monkeypatch)
 def test_of_split_heads_the_memory_is_that_of_all_places(monkeypatch):
     """Catches 71 MB where the place that runs the longest branch holds 88."""
     pattern = DilatedPattern((64, 1024, 4096), (1, 3, 1), is_causal=True, heads="split")
-    job, way = Call(pattern, 4096, 32, 32, 4, Sizes(1, 16, 4)).job("contiguous", 4), Way("ring", 4)
+    job, way = UncutJob(pattern, 4096, 32, 32, 4, Sizes(1, 16, 4)).job("contiguous", 4), Way("ring", 4)
     every = forecast(job, way, Sizes(1, 16, 4), traits=TRAITS["cpu"])
     monkeypatch.setattr(call_cost, "MOST_PLANNED", 4)
     found = forecast(job, way, Sizes(1, 16, 4), traits=TRAITS["cpu"])
@@ -110,7 +110,7 @@ def test_of_split_heads_the_memory_is_that_of_all_places(monkeypatch):
 def test_advice_counts_the_pairs_of_the_branch():
     """Catches the work of all heads for a branch that has a few of them."""
     pattern = DilatedPattern((512, 8192), (1, 4), is_causal=True, heads="split")
-    job, slow = Call(pattern, 8192, 4, 4, 4, Sizes(1, 16, 2)), Hardware(1e12, 1e8, 1e-5)
+    job, slow = UncutJob(pattern, 8192, 4, 4, 4, Sizes(1, 16, 2)), Hardware(1e12, 1e8, 1e-5)
     counts = [branch_pairs(pattern, i, [8192], 4) for i in range(2)]
     assert sum(counts) == pairs(pattern, 8192, 4)
     ring = next(x for x in alternatives(job, slow, TRAITS["cpu"]) if x.way.exchange == "ring")
@@ -119,7 +119,7 @@ def test_advice_counts_the_pairs_of_the_branch():
 
 def test_a_branch_that_can_be_no_sparser_gets_other_advice():
     pattern = DilatedPattern((512, 8192), (1, 4096), is_causal=True)
-    job, slow = Call(pattern, 8192, 4, 4, 4, Sizes(1, 16, 2)), Hardware(1e12, 1e4, 1e-5)
+    job, slow = UncutJob(pattern, 8192, 4, 4, 4, Sizes(1, 16, 2)), Hardware(1e12, 1e4, 1e-5)
     ring = next(x for x in alternatives(job, slow, TRAITS["cpu"]) if x.way.exchange == "ring")
     assert str(advice_on(job, ring, slow)).endswith(
         "fewer ranks, or a network that is faster or has less latency, would help"
@@ -173,7 +173,7 @@ def test_the_reason_says_only_what_is_so():
 
 
 def test_dealing_heads_is_said_to_be_bound_too():
-    job = Call(DilatedPattern((512, 8192), (1, 4), is_causal=True), 8192, 4, 4, 4, Sizes(1, 16, 2))
+    job = UncutJob(DilatedPattern((512, 8192), (1, 4), is_causal=True), 8192, 4, 4, 4, Sizes(1, 16, 2))
     slow = Hardware(1e12, 1e8, 1e-5)
     [dealt, *_] = [x for x in alternatives(job, slow, TRAITS["cpu"]) if x.way.exchange == "all_to_all"]
     assert "bound by communication" in str(advice_on(job, dealt, slow))
@@ -182,7 +182,7 @@ def test_dealing_heads_is_said_to_be_bound_too():
 
 def test_a_rate_is_not_tried_where_counting_takes_long(monkeypatch):
     """Catches a second count of 65,536 ranks, or one that no progress bar sees."""
-    call, slow = Call(DilatedPattern((2048, 8192), (1, 4)), 8192, 4, 4, 4, Sizes(1, 16, 2)), Hardware(1e12, 1e8)
+    call, slow = UncutJob(DilatedPattern((2048, 8192), (1, 4)), 8192, 4, 4, 4, Sizes(1, 16, 2)), Hardware(1e12, 1e8)
     job, steps = call.job(), []
     found = forecast(job, Way(), call.sizes, hardware=slow)
     said = advice(job, Way(), call.sizes, found, slow, lambda: steps.append(1))
@@ -250,7 +250,7 @@ def test_the_table_of_a_comparison_is_that_of_the_forecasts(seed, capsys):
     argv += ["--json"]
     assert cli.main(argv) == 0
     found = json.loads(capsys.readouterr().out)
-    job = Call(DilatedPattern((w,), (rate,)), n, num_ranks, heads, heads, Sizes(1, 8, 4))
+    job = UncutJob(DilatedPattern((w,), (rate,)), n, num_ranks, heads, heads, Sizes(1, 8, 4))
     hardware, traits = Hardware(1e12, 1e9), TRAITS["cpu"]
     rows = alternatives(job, hardware, traits)
     assert found["alternatives"] == [command._as_json(row) for row in rows]

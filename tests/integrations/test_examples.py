@@ -20,7 +20,7 @@ from distributed import preload, run
 from safetensors import safe_open
 
 from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss
-from ring_dilated_attention.models.shards import read_shards
+from ring_dilated_attention.models.rank_files import read_shards
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"

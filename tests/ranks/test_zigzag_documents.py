@@ -9,6 +9,7 @@ from helpers import make_tokens, message_of, randn
 
 from ring_dilated_attention import ContextParallel, DilatedCache, DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
+from ring_dilated_attention.ranks.origin import remember
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
 
 SHARDING = "zigzag_documents"
@@ -147,3 +148,23 @@ def test_ranks_compute_the_definition_and_refuse_alike(world_size):
         expected_parts += [cut_otherwise, cut_otherwise]
         for message, part in zip(messages, expected_parts, strict=True):
             assert part in message
+
+
+def test_a_call_reads_the_borders_from_their_device_once(monkeypatch):
+    """Of marked shards too, whose borders are compared for each of query, key and value. On a GPU a read waits."""
+    parallel = ContextParallel(sharding=SHARDING)
+    borders, x = borders_of([3, 4]), [randn(1, 7, 2, 4) for _ in range(3)]
+    shards = parallel.ranks.note_cut((7,), (0, 3, 7))
+    cut = [remember(t, parallel.ranks, shards) for t in x]
+    copies, read, (cpu, tolist) = [], [], (torch.Tensor.cpu, torch.Tensor.tolist)
+
+    def copy(t):
+        copies.append(cpu(t).clone())  # as it is where the tensor is on a GPU
+        return copies[-1]
+
+    monkeypatch.setattr(torch.Tensor, "cpu", copy)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: (read.append(t.data_ptr()), tolist(t))[1])
+    dilated_attention(*cut, PATTERNS[0], parallel=parallel, cu_seqlens=borders)
+    assert len(copies) == 1
+    assert borders.data_ptr() not in read
+    assert copies[0].data_ptr() in read

@@ -15,7 +15,7 @@ from torch import nn
 from benchmarks.record import is_page, is_record
 from benchmarks.slice.command import is_record as is_slice
 from ring_dilated_attention.commands import hardware
-from ring_dilated_attention.commands.embed.embeddings import EmbeddingFile, Entry
+from ring_dilated_attention.commands.embed.embeddings import EmbeddingFile, SlideEntry
 from ring_dilated_attention.training.checkpoint import save_checkpoint
 from ring_dilated_attention.training.files import MADE_BY, is_our_picture, write_whole
 from ring_dilated_attention.training.loop import make_optimizers
@@ -161,7 +161,7 @@ def test_others_may_read_what_the_umask_lets_them(umask, tmp_path):
         pass
     write_whole(tmp_path / "record.json", b"{}", lambda file: True, "a test")
     file = embeddings(tmp_path / "out.safetensors")
-    file.add("a", [1.0], Entry("1", 1, 256.0))
+    file.add("a", [1.0], SlideEntry("1", 1, 256.0))
     file.write()
     found = modes(tmp_path)
     assert found == dict.fromkeys(found, 0o666 & ~umask)
@@ -175,14 +175,14 @@ def test_what_is_replaced_keeps_its_mode(mode, tmp_path):
     for name in "ab":
         path.chmod(mode)
         file = embeddings(out)
-        file.add(name, [1.0], Entry("1", 1, 256.0))
+        file.add(name, [1.0], SlideEntry("1", 1, 256.0))
         file.write()
         out.chmod(mode)
     write_whole(path, b"2", lambda file: True, "a test")
     assert modes(tmp_path) == {"record.json": mode, "out.safetensors": mode}
     assert path.read_bytes() == b"2"
     assert load_file(out).keys() == {"a", "b"}
-    file.add("c", torch.ones(1).tolist(), Entry("1", 1, 256.0))
+    file.add("c", torch.ones(1).tolist(), SlideEntry("1", 1, 256.0))
     file.write()
     assert modes(tmp_path)["out.safetensors"] == mode
 

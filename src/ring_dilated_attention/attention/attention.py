@@ -20,7 +20,7 @@ from ..ranks.ranks import ALONE, Ranks
 from ..run.append import append
 from ..run.dilated_cache import DilatedCache
 from ..run.views import accumulator_dtype, with_unit_stride
-from .validate import autocast, call_of, check_cache, check_cuts
+from .validate import autocast, call_of, check_cache, check_cuts, on_host
 
 
 @overload
@@ -76,6 +76,7 @@ def dilated_attention(
         ExchangeError: if another rank dies or does not make the call, within the timeout of `parallel`.
     """
     try:
+        cu_seqlens = on_host(cu_seqlens)
         check_cuts(parallel, cu_seqlens, query=query, key=key, value=value)
         query, key, value = rows = autocast(query), autocast(key), autocast(value)
         call = call_of(rows, pattern, parallel, cu_seqlens, scale, backend, return_lse, heads_held, num_heads)

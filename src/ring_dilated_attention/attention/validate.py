@@ -30,6 +30,12 @@ def check_cuts(parallel: ContextParallel | None, cu_seqlens: object, **tensors: 
             return
 
 
+def on_host(cu_seqlens: Any) -> Any:
+    """A copy of the borders: marks of shards and the op read them, and a GPU would be waited for each time."""
+    is_readable = isinstance(cu_seqlens, Tensor) and not cu_seqlens.is_meta and not torch.compiler.is_compiling()
+    return cu_seqlens.cpu() if is_readable else cu_seqlens
+
+
 def autocast(x: Any) -> Any:
     """As torch's own attention under autocast: floating types other than float64 become the autocast type."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:

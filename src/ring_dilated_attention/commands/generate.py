@@ -88,7 +88,7 @@ def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> d
     caches = model.make_caches(1, max_len=len(prompt) + arguments.tokens)
     drawn_by = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "seed")}
     steps = model.generate([list(prompt)], arguments.tokens, caches=caches, **drawn_by)
-    out, written = Text(io.StringIO() if arguments.json else sys.stdout), bytearray()
+    out, written = TextOutput(io.StringIO() if arguments.json else sys.stdout), bytearray()
     began = first = time.perf_counter()
     with suppress(KeyboardInterrupt):
         for tokens in steps:
@@ -109,7 +109,7 @@ def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> d
     }
 
 
-class Text:
+class TextOutput:
     """A UTF-8 stream of whole characters. Other bytes become U+FFFD, and so do control characters on a terminal."""
 
     def __init__(self, file: TextIO) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..forecast.call_cost import FLOPS_PER_PAIR, Way, pairs
 from ..forecast.call_cost import count as count_ranks
-from ..forecast.exchanges import Call
+from ..forecast.exchanges import UncutJob
 from ..forecast.reach import reach
 from ..forecast.suggestions import suggestions, unread_positions
 from ..pattern import WHOLE_DOCUMENT, DilatedPattern
@@ -123,7 +123,7 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
     with progress_bar(len(found) * arguments.ranks, "rank", delay=2) as bar:
         for pattern, rule in found:
             work, followed = pairs(pattern, n, heads), reach(pattern, n, heads, arguments.layers)
-            call = Call(pattern, n, arguments.ranks, heads, kv_heads, sizes)
+            call = UncutJob(pattern, n, arguments.ranks, heads, kv_heads, sizes)
             rows.append(
                 {
                     "segment_lengths": pattern.segment_lengths,

@@ -16,7 +16,7 @@ from .clock import Hardware
 ALIKE = 1.02
 
 
-class Call(NamedTuple):
+class UncutJob(NamedTuple):
     """An attention call over one document on several ranks. The sharding is left open."""
 
     pattern: DilatedPattern
@@ -51,7 +51,7 @@ class Alternative(NamedTuple):
         return self.figures
 
 
-def ways_of(call: Call, hardware: Hardware) -> list[Alternative]:
+def ways_of(call: UncutJob, hardware: Hardware) -> list[Alternative]:
     """Every exchange with every sharding, for the call's pattern and for dense attention; without figures."""
     ways = [Way("ring"), Way("all_gather"), Way("all_to_all")]
     sizes = [d for d in range(2, call.num_ranks) if call.num_ranks % d == 0 and call.num_kv_heads % d == 0]
@@ -66,7 +66,7 @@ def ways_of(call: Call, hardware: Hardware) -> list[Alternative]:
 
 
 def alternatives(
-    call: Call, hardware: Hardware, traits: Traits, step: Callable[[], object] = lambda: None
+    call: UncutJob, hardware: Hardware, traits: Traits, step: Callable[[], object] = lambda: None
 ) -> list[Alternative]:
     """All ways with their figures. step: called once for each rank that is counted."""
     dense = call._replace(pattern=DilatedPattern.dense(is_causal=call.pattern.is_causal))

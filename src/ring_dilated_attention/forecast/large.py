@@ -21,12 +21,12 @@ from ..plan.sizes import Sizes, Traits
 from .clock import Hardware
 from .ledger import Peak, attention_memory
 
-# The numbers of ranks in the small jobs that are planned in place of a large one. With odd numbers, a zigzag's
-# middle lies inside a segment of whole shards. With even ones, it may lie between two segments.
+# A large job is replaced by two small ones, with so many ranks. One number is even and one is odd, since the largest
+# rank of a zigzag depends on that: the two spans in its middle may share a segment or not.
 FEW = (12, 13)
-# Estimate divided by exact figure, in 1,000 random jobs of each kind (benchmarks/results/estimates.json). Memory: just
-# below the least ratio, 0.97; and the 95th percentile of uneven shards (65 to 80 ranks), which is above that of
-# near-equal ones (9 to 40 ranks). Time (9 to 40 ranks): the 5th and the 95th percentile.
+# The least and the largest ratio of an estimate to the exact figure, in 1,000 random jobs of each kind: all of memory's
+# ratios are above the first (the least is 0.97), and 95 % are below the second. For time these are the 5th and the
+# 95th percentile. Evidence: benchmarks/results/estimates.json.
 MEMORY_ERRORS, TIME_ERRORS, TIME_ERRORS_OF_HOSTS = (0.95, 1.2), (0.68, 1.06), (0.75, 1.23)
 
 ERRORS_TEXT = (
@@ -89,9 +89,8 @@ def most_sharing(counted: JobCount) -> dict[int, int]:
 def _few(job: Job, counted: JobCount) -> Iterator[Job]:
     """Small jobs, of FEW ranks, whose shards are as long as the longest shard of the job.
 
-    A segment of the whole sequence becomes one of the whole small sequence. Any other segment is cut to about half
-    of the small sequence or less, and ends at the same place in a shard. If it straddles shards in the job, it does so
-    here.
+    A segment that is the whole sequence stays the whole sequence. Any other is at most about half of it, and its end
+    lies in a shard where it lay before. A segment that straddles shards still does.
     """
     length, longest = max(map(shard_length, job.shards)), max(b - a for a, b in pairwise(job.borders))
     name = "zigzag" if any(len(shard) > 1 for shard in job.shards) else "contiguous"
@@ -113,8 +112,11 @@ def _few(job: Job, counted: JobCount) -> Iterator[Job]:
 
 
 def step_seconds(counter: Counter, counted: JobCount, sizes: Sizes, hardware: Hardware) -> tuple[float, float]:
-    """Seconds of a step, and of its computing, each the most among these ranks: those that compute or receive most, and
-    the first and last of their hosts."""
+    """The seconds of the slowest rank in a step, and the most seconds that a rank computes.
+
+    Only some ranks are timed: the one that computes most, the one that receives most, and the first and last rank on
+    the hosts of these two.
+    """
     ranks = {column.index(max(column)) for column in (counted.pairs, counted.received)}
     if size := hardware.gpus_per_host:
         ranks |= {min(rank // size * size + x, counter.job.num_ranks - 1) for rank in ranks for x in (0, size - 1)}
@@ -128,8 +130,8 @@ def step_seconds(counter: Counter, counted: JobCount, sizes: Sizes, hardware: Ha
 def _rank_seconds(own: "_Load", rings: dict[int, "_Load"], sizes: Sizes, hardware: Hardware, num_ranks: int) -> float:
     """Seconds of a rank's forward and backward, if it has equal work in all hops of a ring.
 
-    A hop takes as long as its tiles or its messages, whichever is longer. Messages of the backward include gradients.
-    Before the first hop, the rank computes its own tiles while the first chunks arrive. The longer of the two counts.
+    While it computes one chunk, it receives the next: a hop takes as long as the longer of the two. While the first
+    chunk arrives, it computes with its own keys. Messages of the backward include gradients.
     """
     seconds, latency = 0.0, hardware.network(0, num_ranks - 1)[1]
     for is_backward in (False, True):

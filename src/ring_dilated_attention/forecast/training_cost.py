@@ -14,7 +14,7 @@ from ..pattern import DilatedPattern
 from ..plan.sizes import Sizes, Traits
 from .call_cost import FLOPS_PER_PAIR, Figures, Time, Way, forecast, pairs
 from .clock import Hardware
-from .exchanges import Call
+from .exchanges import UncutJob
 from .shape import FLOAT, Shape
 
 ACTIVATIONS = ("kept", "checkpointed", "offloaded")
@@ -57,10 +57,10 @@ class ModelJob:
         return Sizes(self.batch, self.shape.head_dim, self.shape.itemsize, self.num_threads)
 
     @property
-    def call(self) -> Call:
+    def call(self) -> UncutJob:
         """One layer's attention."""
         heads = self.shape.num_heads, self.shape.num_kv_heads
-        return Call(self.pattern, self.seq_len, self.mesh.sequence, *heads, self.sizes)
+        return UncutJob(self.pattern, self.seq_len, self.mesh.sequence, *heads, self.sizes)
 
     @property
     def tokens(self) -> int:

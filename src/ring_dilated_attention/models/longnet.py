@@ -204,7 +204,7 @@ class LongNetLM(nn.Module):
             from safetensors import SafetensorError
             from safetensors.torch import load_file
 
-            from .shards import read_shards
+            from .rank_files import read_shards
         except ImportError as error:
             raise ValueError("runs need safetensors: pip install 'ring-dilated-attention[train]'") from error
         checkpoint = newest_checkpoint(Path(folder))

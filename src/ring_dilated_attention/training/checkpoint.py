@@ -128,7 +128,7 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizers: Sequence[Opt
 
 def _load(checkpoint: Path, expected: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of these names, or this rank's parts of them. Names of the optimisers' tensors have a "/"."""
-    from ..models.shards import described_shards, read_shards
+    from ..models.rank_files import described_shards, read_shards
 
     try:
         found = described_shards(checkpoint)

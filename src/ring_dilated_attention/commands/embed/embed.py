@@ -13,7 +13,7 @@ from ..local_ranks import RankFailedError
 from ..numbers import count, counted
 from ..output import check_writable, progress_bar, wrapped
 from ..terminal import say
-from .embeddings import EmbeddingFile, Entry, Keys, TileSizes, digest_of
+from .embeddings import EmbeddingFile, Keys, SlideEntry, TileSizes, digest_of
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 EMBEDDINGS = {
@@ -116,7 +116,7 @@ def embed_slides(arguments: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def tile_sizes_in_words(entries: dict[str, Entry]) -> list[str]:
+def tile_sizes_in_words(entries: dict[str, SlideEntry]) -> list[str]:
     """A line for each pair of a tile size taken and a tile size stated, with the names of its slides."""
     found: dict[str, list[str]] = {}
     for name, (_, _, size, stated) in entries.items():

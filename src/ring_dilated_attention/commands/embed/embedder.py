@@ -17,7 +17,7 @@ from ...ranks.ranks import ALONE, Ranks
 from ...training.rank_launcher import share_of_cores
 from ..local_ranks import Launch, Worker, run_ranks
 from ..terminal import is_out_of_memory
-from .embeddings import Entry, fingerprint
+from .embeddings import SlideEntry, fingerprint
 from .slides import open_slide
 
 SECONDS = 20 * 24 * 3600.0  # after so long ranks are ended; multiprocessing counts at most 24 days
@@ -30,7 +30,7 @@ class Result(NamedTuple):
     """A slide's embedding as lists of numbers, (E,) or (depth + 1, E); or the reason why there is none."""
 
     name: str
-    entry: Entry | None  # None if the slide could not be read
+    entry: SlideEntry | None  # None if the slide could not be read
     embedding: list[Any] | None
     failure: str = ""
 
@@ -39,7 +39,7 @@ class Tiles(NamedTuple):
     """This process's rows of a slide's features (L, C) and coordinates (L, 2)."""
 
     name: str
-    entry: Entry
+    entry: SlideEntry
     features: Tensor
     coords: Tensor
 
@@ -113,7 +113,7 @@ def _tiles(options: Namespace, name: str, path: Path, ranks: Ranks) -> Tiles:
         with open_slide(path, options.keys) as slide:
             lengths = ranks.lengths_of(slide.num_tiles)
             start, stop = (sum(lengths[:rank]) for rank in (ranks.rank, ranks.rank + 1))
-            entry = Entry(found, slide.num_tiles, options.tile_size.of(slide.stated), slide.stated)
+            entry = SlideEntry(found, slide.num_tiles, options.tile_size.of(slide.stated), slide.stated)
             return Tiles(name, entry, slide.features(start, stop), slide.coords[start:stop])
 
 

@@ -31,7 +31,7 @@ class Keys(NamedTuple):
     coords: tuple[str, ...] = ("coords", "coordinates")
 
 
-class Entry(NamedTuple):
+class SlideEntry(NamedTuple):
     """What an embedding file states about a slide."""
 
     fingerprint: str  # of the slide's file
@@ -58,7 +58,7 @@ class TileSizes(NamedTuple):
         return cls(number, "taken" if option.startswith("file:") else "overruled")
 
     def of(self, stated: float | str | None) -> float:
-        """The tile size for a file, by what it states, as in `Entry`. Raises ValueError if the file is refused."""
+        """The tile size for a file, by what it states, as in `SlideEntry`. Raises ValueError if the file is refused."""
         size = self.otherwise if stated is None or self.stated == "overruled" else stated
         if isinstance(size, str):
             remedy = "correct the file, or pass --tile-size 256 (or what is right), which takes no account of it"
@@ -102,7 +102,7 @@ class EmbeddingFile:
         self.path, self.settings = path, dict(settings)
         self.place = Path(os.path.realpath(path))  # if the path is a symbolic link, its target is written, and it stays
         self.embeddings: dict[str, Tensor] = {}
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, SlideEntry] = {}
         self._written, self._is_new = time.monotonic(), False
         self._read()
 
@@ -130,7 +130,7 @@ class EmbeddingFile:
             raise self._refusal(f"is there, and `{MADE_BY}` did not make it")
         try:
             settings = dict(json.loads(metadata["settings"]).items())
-            found = {name: Entry(*entry) for name, entry in json.loads(metadata["slides"]).items()}
+            found = {name: SlideEntry(*entry) for name, entry in json.loads(metadata["slides"]).items()}
             if "file" in (sizes := {settings.get("tile_size"), self.settings.get("tile_size")}):
                 # The number is for files that state no tile size. With "file" those are refused: any number will do.
                 settings["tile_size"] = self.settings["tile_size"] = next(iter(sizes - {"file"}), "file")
@@ -155,7 +155,7 @@ class EmbeddingFile:
             raise ValueError(f"{there} with tile size {entry.tile_size:g}, not {size:g}: choose another --out")
         return True
 
-    def add(self, name: str, embedding: Sequence[Any], entry: Entry) -> None:
+    def add(self, name: str, embedding: Sequence[Any], entry: SlideEntry) -> None:
         """embedding: numbers, (E,) or (depth + 1, E)."""
         import torch
 

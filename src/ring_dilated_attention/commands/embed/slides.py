@@ -18,7 +18,7 @@ SUFFIXES = (".h5", ".hdf5", ".npz", ".pt", ".pth")
 
 
 class Slide:
-    """An open file: `num_tiles`, `stated` (the tile size, as in `Entry`), `coords` (tiles, 2), and the features.
+    """An open file: `num_tiles`, `stated` (the tile size, as in `SlideEntry`), `coords` (tiles, 2), and the features.
     Raises ValueError if an array is missing, or if the arrays do not fit together."""
 
     def __init__(self, arrays: Mapping[str, Any], stated: Mapping[str, Any], keys: Keys) -> None:

@@ -4,7 +4,7 @@ import argparse
 from itertools import accumulate
 from typing import Any
 
-from ...forecast.exchanges import Call
+from ...forecast.exchanges import UncutJob
 from ...kernels.traits import TRAITS
 from ...pattern import PHASE_RULES, DilatedPattern
 from ...plan.sizes import Sizes
@@ -62,14 +62,14 @@ def pattern_of(arguments: argparse.Namespace) -> DilatedPattern:
     return pattern
 
 
-def call_of(arguments: argparse.Namespace, *needed: str, remedy: str = SUGGEST) -> Call:
+def call_of(arguments: argparse.Namespace, *needed: str, remedy: str = SUGGEST) -> UncutJob:
     """The attention call that the options of `add_call` and --head-dim describe, checked. needed: further options."""
     check_given(arguments, ("seq_len", "segment_lengths", "dilation_rates", *needed), remedy)
     complete(arguments)
     pattern, num_ranks = pattern_of(arguments), arguments.ranks or 1
     check_ranks_fit(num_ranks, arguments.seq_len)
     sizes = Sizes(arguments.batch, arguments.head_dim, ITEMSIZE[arguments.dtype])
-    return Call(pattern, arguments.seq_len, num_ranks, arguments.heads, arguments.kv_heads, sizes)
+    return UncutJob(pattern, arguments.seq_len, num_ranks, arguments.heads, arguments.kv_heads, sizes)
 
 
 def documents_of(arguments: argparse.Namespace) -> tuple[int, ...] | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from ...forecast.advice import advice
 from ...forecast.call_cost import MOST_COMPARED, MOST_PLANNED, Counted, Way, count, forecast
 from ...forecast.clock import Hardware
-from ...forecast.exchanges import Call
+from ...forecast.exchanges import UncutJob
 from ...kernels.traits import TRAITS
 from ...plan.collection import without_collection
 from ...plan.exchange import EXCHANGES, Choice, choice_by
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def job_of(call: Call, arguments: argparse.Namespace) -> Job:
+def job_of(call: UncutJob, arguments: argparse.Namespace) -> Job:
     documents = documents_of(arguments)
     if arguments.sharding != "contiguous" and arguments.align != 1:
         raise ValueError(f"--align {arguments.align} is for contiguous shards; {arguments.sharding}'s are near-equal")
@@ -126,7 +126,7 @@ def _comparable(job: Job) -> tuple[str, ...]:
     return SHARDINGS if 2 < len(job.documents or ()) <= most else OF_ONE_DOCUMENT
 
 
-def compared(call: Call, counted: Counted, hardware: Hardware | None, step: Callable[[], object]) -> list[dict]:
+def compared(call: UncutJob, counted: Counted, hardware: Hardware | None, step: Callable[[], object]) -> list[dict]:
     """Figures of every sharding. No sharding is always best: zigzag is worse for causal w = 0.6 n on 4 ranks."""
     found = []
     for sharding in _comparable(counted.job):
