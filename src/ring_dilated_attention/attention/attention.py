@@ -137,16 +137,9 @@ def _(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, call
 
 @torch.library.custom_op("ring_dilated_attention::backward", mutates_args=())
 def _backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    begun: Tensor,
-    call: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
+    begun: Tensor, call: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     found = Call.from_text(call)
     ranks = _ranks(found)
     with ranks.refusing():
@@ -189,16 +182,9 @@ _backward.register_autograd(_refuse)
 
 @torch.library.custom_op("ring_dilated_attention::append", mutates_args=("memory", "progress"))
 def _append(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    memory: Tensor,
-    progress: Tensor,
-    lengths: Tensor | None,
-    call: str,
-    max_len: int | None,
-    keep: int,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, memory: Tensor, progress: Tensor, lengths: Tensor | None,
+    call: str, max_len: int | None, keep: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`append` as one op: compiled code has one graph for all tokens, and writes to the cache's memory in place."""
     found = Call.from_text(call)
     num_kv_heads = found.num_kv_heads(key.shape[2])

@@ -61,25 +61,21 @@ class StopRequest:
 
 def end_with_launcher(seconds: float = ORPHAN_SECONDS) -> None:
     """Let a thread send this process SIGTERM when its parent process has ended, and end it so many seconds later."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.05)  # few steps are done without it
-        end()
-
-    def end() -> None:
-        with suppress(OSError):  # nobody reads it
-            if select.select([], [STDERR], [], 0)[1]:
-                os.write(STDERR, _ORPHANED)
-        os.kill(os.getpid(), signal.SIGTERM)  # outside a `StopRequest` it ends here, and meets no rank of a later start
-        time.sleep(seconds)
-        os._exit(1)
-
-    if _is_launched_by(parent):
-        Thread(target=watch, daemon=True, name="rda parent").start()
+    if _is_launched_by(parent := os.getppid()):
+        Thread(target=_end_after, args=(parent, seconds), daemon=True, name="rda parent").start()
     else:  # the launcher ended before this
-        end()
+        _end_after(None, seconds)
+
+
+def _end_after(parent: int | None, seconds: float) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.05)  # few steps are done without it
+    with suppress(OSError):  # nobody reads it
+        if select.select([], [STDERR], [], 0)[1]:
+            os.write(STDERR, _ORPHANED)
+    os.kill(os.getpid(), signal.SIGTERM)  # outside a `StopRequest` it ends here, and meets no rank of a later start
+    time.sleep(seconds)
+    os._exit(1)
 
 
 def _is_launched_by(pid: int) -> bool:
