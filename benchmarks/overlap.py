@@ -1,7 +1,7 @@
 """Per hop: computation, communication and *exposed* communication (time in which a rank does nothing but wait).
 
-All of it comes from the run itself, which records every wait on every link: a rank that is behind shows where others
-wait for it, be it in a hop or in the handshake that opens a stage.
+All of it comes from the run itself, which records every wait on every link. A stage begins with a handshake, while the
+rank computes with its own rows. What a rank waits in it before the last rank has begun the stage is reported apart.
 """
 
 import time
@@ -26,6 +26,7 @@ from .record import branches, markdown, tensors
 
 SUMMARY = "per hop: computation, communication, and how much of it is exposed"
 HANDSHAKE, CHUNKS, GRADIENTS = "handshake", "keys and values", "gradients"  # how a moment ends
+LATE = "a late rank"
 
 
 class Settings(NamedTuple):
@@ -78,11 +79,12 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
 
 
 class Stage(NamedTuple):
-    """When a forward or a backward began and ended, and its waits."""
+    """When a forward or a backward began and ended, its waits, and when the last rank began it (one host's clock)."""
 
     begin: float
     end: float
     waits: list[WaitTimes]
+    last_begin: float
 
     @property
     def seconds(self) -> float:
@@ -121,7 +123,10 @@ def take_step(sizes: Sizes, pattern: DilatedPattern, parallel: ContextParallel) 
         middle, num_forward = time.perf_counter(), len(waits)
         torch.autograd.grad(out, inputs, dout)
         end = time.perf_counter()
-    return {"forward": Stage(begin, middle, waits[:num_forward]), "backward": Stage(middle, end, waits[num_forward:])}
+    begun = parallel.ranks.records(torch.tensor([begin, middle], dtype=torch.float64), "when stages began")
+    last_begin, last_middle = torch.stack(begun).amax(0).tolist()
+    forward, backward = waits[:num_forward], waits[num_forward:]
+    return {"forward": Stage(begin, middle, forward, last_begin), "backward": Stage(middle, end, backward, last_middle)}
 
 
 def summary(plan: Plan, steps: Sequence[dict[str, Stage]]) -> dict[str, Any]:
@@ -138,8 +143,15 @@ def summary(plan: Plan, steps: Sequence[dict[str, Stage]]) -> dict[str, Any]:
 
 def _of_stage(plan: Plan, name: str, stages: Sequence[Stage]) -> Iterator[dict[str, Any]]:
     """What one stage is made of, over all repeats. Its computation and exposed time add up to the stage."""
-    handshakes = (_exposed(w for w in stage.waits if w.moment.endswith(HANDSHAKE)) for stage in stages)
-    yield {"stage": name, "part": HANDSHAKE, "exposed_seconds": quantiles(handshakes)}
+    handshakes = [[w for w in stage.waits if w.moment.endswith(HANDSHAKE)] for stage in stages]
+    late = [
+        sum(max(min(w.end, stage.last_begin) - w.start, 0.0) for w in waits)
+        for stage, waits in zip(stages, handshakes, strict=True)
+    ]
+    both = map(_exposed, handshakes)
+    yield {"stage": name, "part": LATE, "exposed_seconds": quantiles(late)}
+    own = (seconds - before for seconds, before in zip(both, late, strict=True))
+    yield {"stage": name, "part": HANDSHAKE, "exposed_seconds": quantiles(own)}
     working = [_working(stage, len(plan.hops)) for stage in stages]
     yield {
         "stage": name,
@@ -220,7 +232,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         f"{first['seq_len']:,} positions over {first['ranks']} ranks of one thread, {tensors(first)}, forward and "
         "backward, recorded by the run itself. In flight: from posting a hop's messages until the last is through, "
         "waiting for the other side to post its own included. Exposed: what a rank waited for them; the rest hid behind"
-        f" computation. The handshake opens a stage: nothing hides it.\n\n{markdown(headers, lines)}"
+        " computation. A late rank: waits in a stage's handshake until the last rank had begun the stage.\n\n"
+        f"{markdown(headers, lines)}"
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..plan.rounds import rounds_of
 from ..run.link_contract import Messages
 from .last_words import LastWords, Words
-from .watching import Handle, Progress, Sentinel, Watcher, start_thread, with_threads
+from .watching import Handle, Progress, Sentinel, Worker, start_thread, with_threads
 
 _WATCH_SECONDS, _GRACE_SECONDS = 0.1, 1.0
 _SHORT_BYTES = 64 * 1024  # messages to one peer that are no longer travel as one
@@ -88,7 +88,7 @@ class GroupLink:
         # The backend of each type of device. (dist.get_backend has one text for all types.)
         self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._pending: weakref.WeakSet[GroupPending] = weakref.WeakSet()
-        self._watcher: Watcher | None = None
+        self._worker: Worker | None = None
         self._sentinels: dict[int, Sentinel] = {}  # by peer
         self.waits: list[WaitTimes] | None = None  # None unless waits are recorded
 
@@ -108,6 +108,13 @@ class GroupLink:
         """Whether gloo sends a tensor. It also sends for devices without a transport in this group (`_as_one`)."""
         return self.backends.get(x.device.type, "gloo") == "gloo"
 
+    @property
+    def worker(self) -> Worker:
+        if self._worker is None:
+            self._worker = Worker()
+            with_threads.add(self)
+        return self._worker
+
     def wait_for(self, pending: GroupPending) -> None:
         """Wait for messages, one after the other. On gloo another thread waits, and this thread watches the peer.
 
@@ -118,10 +125,7 @@ class GroupLink:
         if not self.on_gloo(pending.tensors[0]):
             progress.follow(handles)
         elif pending.progress is None:
-            if self._watcher is None:
-                self._watcher = Watcher()
-                with_threads.add(self)
-            self._watcher.queue.put((progress, handles))
+            self.worker.submit(partial(progress.follow, handles))
         while not progress.ended.wait(_WATCH_SECONDS):
             self._watch(handles, progress, pending.moment)
         if progress.error is not None:
@@ -207,7 +211,7 @@ class GroupLink:
         """End the waits of threads, and with them the threads."""
         self._disconnect()
         self._sentinels.clear()
-        self._watcher = None
+        self._worker = None
 
     def exchange(self, sends: Addressed, receives: Addressed, moment: str) -> GroupPending:
         """Start sending and receiving contiguous tensors, each with its peer. Errors quote `moment`.

@@ -22,6 +22,7 @@ from .handshake import agree
 from .last_words import Words
 from .link import ExchangeError, GroupLink, WaitTimes
 from .origin import why_doubtful
+from .presumed import KnownCall, Presumed
 from .ranks import Links, Ranks
 
 
@@ -141,9 +142,17 @@ class Processes(Ranks):
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
         with self.turn:  # another thread's refusal is sent between two handshakes of the owner
-            failure = self._why_other_thread() or failure
-            owner = {"the name of the calling thread (Thread(name=...) sets it)": self.owner and self.owner.name}
+            return self._agree(length, fields, self._why_other_thread() or failure)
+
+    def _agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
+        owner = {"the name of the calling thread (Thread(name=...) sets it)": self.owner and self.owner.name}
+        with self.turn:
             return agree(self.control, length, fields | owner, failure)
+
+    def presume(self, known: KnownCall, fields: dict[str, object]) -> Presumed:
+        failure, link = self._why_other_thread(), known.means.link
+        assert isinstance(link, GroupLink)
+        return Presumed(known, link, self.control, lambda: self._agree(known.lengths[self.rank], fields, failure))
 
     def _why_other_thread(self) -> str | None:
         """Why this thread may make no call, or None. Calls of two threads would take each other's messages. A thread of

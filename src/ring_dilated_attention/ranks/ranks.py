@@ -1,10 +1,11 @@
 """Runs a call on ranks that share a sequence: handshake, choice of the exchange, plan, program."""
 
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from threading import RLock
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,11 +20,14 @@ from ..run import executor
 from ..run.executor import Means
 from ..run.link_contract import Dealer, Link
 from .call import Begun, Call, borders_of, shown
+from .handshake import RefusedError
+from .presumed import KnownCall, LengthsChanged, Presumed
 
 # What connects a rank, in one call, with the others of its ring and with the ranks that deal heads to each other.
 Links = tuple[Link | None, Dealer | None]
 
-MOST_KEPT = 2**16
+MOST_KEPT, KINDS_KEPT = 2**16, 64
+T = TypeVar("T")
 
 
 class Ranks:
@@ -41,6 +45,7 @@ class Ranks:
         self.last_lengths: tuple[int, ...] = ()  # of its shards
         self.dealt: dict[int, None] = {}  # hashes of the documents that were cut, the latest MOST_KEPT
         self.warned: set[str] = set()  # what `warn_once` has warned of
+        self.known: dict[tuple[object, ...], KnownCall] = {}  # the latest KINDS_KEPT
         self.turn = RLock()  # held by the one thread that agrees with other ranks, or exchanges records
         self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # compiled calls add to it, so none is dropped
 
@@ -156,31 +161,62 @@ class Ranks:
     ) -> tuple[Tensor, Tensor, Begun]:
         """out (B, N, H, D), lse (B, N, H), and what the backward takes from this forward."""
         number = self.calls + 1 if self.name else 0  # one process alone agrees with nobody
-        with self.all_or_none(ValueError):
-            with self.refusing():
-                begun = Begun.now(number, call, query, cu_seqlens)
-            rank_plan, means, query = self.route(call, "forward", begun, query, key)
+        with self.all_or_none(ValueError), self.refusing():
+            begun = Begun.now(number, call, query, cu_seqlens)
+
+        def execute(rank_plan: RankPlan, means: Means, scaled: Tensor) -> tuple[Tensor, Tensor]:
+            return executor.forward(rank_plan, means, scaled, key, value)
+
+        out, lse = self.run(call, "forward", begun, query, key, execute)
         self.calls = number  # on all ranks or on none: a refused call does not count
-        with self.all_or_none():
-            return *executor.forward(rank_plan, means, query, key, value), begun
+        return out, lse, begun
 
     def backward(self, call: Call, begun: Begun, rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
         """dq (B, N, H, D), dk and dv (B, N, G, D)."""
-        with self.all_or_none(ValueError):
-            rank_plan, means, query = self.route(call, "backward", begun, rows.query, rows.key)
-        with self.all_or_none():
+
+        def execute(rank_plan: RankPlan, means: Means, scaled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            given = rows._replace(query=scaled)
             if rank_plan.dealing is not None and rows.dlse is None and call.return_lse:
                 # This rank's loss need not use lse, but all ranks must deal the gradient of lse, or none.
-                rows = rows._replace(dlse=torch.zeros_like(rows.lse))
-            return executor.backward(rank_plan, means, rows._replace(query=query))
+                given = given._replace(dlse=torch.zeros_like(rows.lse))
+            return executor.backward(rank_plan, means, given)
 
-    def route(self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor) -> tuple[RankPlan, Means, Tensor]:
-        """Do the handshake, choose the exchange and plan. Returns the plan, the means and the query for kernels."""
-        with self.refusing():
+        return self.run(call, "backward", begun, rows.query, rows.key, execute)
+
+    def run(
+        self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor,
+        execute: Callable[[RankPlan, Means, Tensor], T],
+    ) -> T:  # fmt: skip
+        """Do the handshake, and execute the plan. If the call is known, both begin at once."""
+        with self.all_or_none(ValueError), self.refusing():
             fields = self.fields(call, stage, begun, query, key)
             scaled = call.scaled(query)
-        lengths = self.agree(query.shape[1], fields, None)
-        self.notice(lengths)
+        kind, presumed = (stage, call, begun[1:], query.shape, key.shape, query.dtype, query.device), None
+        if known := self.known.get(kind):
+            presumed = self.presume(known, fields)
+            with suppress(LengthsChanged), self.all_or_none(RefusedError, LengthsChanged):
+                result = execute(known.rank_plan, known.means._replace(link=presumed), scaled)
+                presumed.confirm()
+                return result
+        with self.all_or_none(ValueError):
+            lengths = self.agree(query.shape[1], fields, None) if presumed is None else presumed.found.result()
+            self.notice(lengths)
+            rank_plan, means = self.route(call, stage, begun, query, key, lengths)
+        if means.link is not None and means.dealer is None:
+            self.known[kind] = KnownCall(lengths, rank_plan, means)
+            if len(self.known) > KINDS_KEPT:
+                del self.known[next(iter(self.known))]
+        with self.all_or_none():
+            return execute(rank_plan, means, scaled)
+
+    def presume(self, known: KnownCall, fields: dict[str, object]) -> Presumed:
+        """Begin the handshake of a known call."""
+        raise AssertionError("one process alone sends nothing")
+
+    def route(
+        self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor, lengths: Sequence[int]
+    ) -> tuple[RankPlan, Means]:
+        """Choose the exchange and plan. Returns the plan, and the means by which it is carried out."""
         documents, num_kv_heads = documents_of(begun.borders, sum(lengths)), call.num_kv_heads(key.shape[2])
         if stage == "forward":
             self.check_dealt(documents)
@@ -191,8 +227,7 @@ class Ranks:
         whole = None
         if kernel.choose_pass is not None and exchange == "none" and call.held is None and query.numel():
             whole = kernel.choose_pass(call.pattern, job.borders).found
-        means = Means(kernel, call.kernel_scale, *self.links(exchange, job), whole, call.factor)
-        return rank_plan, means, scaled
+        return rank_plan, Means(kernel, call.kernel_scale, *self.links(exchange, job), whole, call.factor)
 
     def fields(self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor) -> dict[str, object]:
         """What must be the same on all ranks, by name."""

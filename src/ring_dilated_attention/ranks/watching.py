@@ -4,13 +4,16 @@ import atexit
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 class Handle(NamedTuple):
@@ -90,16 +93,28 @@ class Progress:
         self.ended.set()
 
 
-class Watcher:
-    """Follows messages in a thread. The thread ends when the watcher is freed."""
+class Worker:
+    """Carries out functions one after the other, in a thread. The thread ends when the worker is freed."""
 
     def __init__(self) -> None:
-        self.queue: SimpleQueue[tuple[Progress, Sequence[Handle]] | None] = SimpleQueue()
+        self.queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         start_thread(self._serve, self.queue)
         weakref.finalize(self, self.queue.put, None)
 
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def settle() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001  whoever asks for the result raises it
+                future.set_exception(error)
+
+        self.queue.put(settle)
+        return future
+
     @staticmethod
-    def _serve(queue: SimpleQueue[tuple[Progress, Sequence[Handle]] | None]) -> None:
-        while (entry := queue.get()) is not None:
-            entry[0].follow(entry[1])
-            del entry  # and with it the messages' memory
+    def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+        while (function := queue.get()) is not None:
+            function()
+            del function  # and with it the messages' memory
