@@ -321,11 +321,14 @@ def strike_writing(job: Job, rng: random.Random) -> bool:
 def wait_for(job: Job, moment: str, rng: random.Random) -> bool:
     """Whether the moment of the first strike came: after a step, while ranks start, or after the last step."""
     if moment == "start":
-        is_there, most = job.wait_until(lambda: len(job.ranks()) == job.num_ranks), 4 if job.start is started else 0.4
+        is_there = job.wait_until(lambda: len(job.ranks()) == job.num_ranks)
     else:
         step = job.size.steps if moment == "report" else rng.randrange(1, job.size.steps - 15)
-        is_there, most = job.wait_until(partial(is_running, job, step)), 0.3 if moment == "report" else 0.03
-    time.sleep(rng.uniform(0, most))
+        is_there = job.wait_until(partial(is_running, job, step))
+    is_slow = job.start is started
+    time.sleep(
+        rng.uniform(0, {"step": 0.03, "start": 4 if is_slow else 0.4, "report": 0.3 if is_slow else 0.03}[moment])
+    )
     return is_there
 
 
