@@ -102,7 +102,7 @@ def resolved(arguments: argparse.Namespace) -> tuple[int | None, int | None, dic
     """The context, the chunk if caches are needed, and the run's hyperparameters. A ValueError refuses bad options."""
     saved, context, chunk = hyperparameters_of(arguments.run_folder), arguments.context, arguments.chunk
     p = arguments.ranks
-    check_at_least("--chunk", DEFAULT_CHUNK if chunk is None else chunk)
+    check_at_least("--chunk", chunk)
     check_at_least("--max-bytes", arguments.max_bytes, least=2)
     check_at_least("--ranks", p)
     if context is not None and context != 0 and context < 2:

@@ -56,8 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     hyperparameters = hyperparameters_of(arguments.run_folder)
     check_at_least("--tokens", arguments.tokens)
-    if arguments.seed is not None:
-        check_at_least("--seed", arguments.seed, least=0)
+    check_at_least("--seed", arguments.seed, least=0)
     option, prompt = "--prompt", os.fsencode(arguments.prompt or "")
     if (file := arguments.prompt_file) is not None:  # FASTA without its headers, as the run read it
         option, prompt = f"--prompt-file {file}", read_files([Path(file)], hyperparameters)[0]

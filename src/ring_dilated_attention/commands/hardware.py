@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from ..forecast.clock import Hardware, time_text
 from ..training.files import MOST_BYTES
+from ..training.options import flag
 from .limits import check_given
 from .numbers import amount, count, counted, scaled
 
@@ -135,9 +136,9 @@ def machine_for(arguments: argparse.Namespace) -> Machine | None:
     """The preset or file, with its numbers replaced by those of the options. None if no option asks for a time."""
     given: dict[str, Any] = {}
     for name, (key, least, most, unit) in _GIVEN.items():
-        option, value = f"--{name.replace('_', '-')}", getattr(arguments, name)
+        value = getattr(arguments, name)
         if value is not None and not least <= value <= most:
-            raise ValueError(f"{option} {value:g} must be from {least:g} to {most:g} {unit}")
+            raise ValueError(f"{flag(name)} {value:g} must be from {least:g} to {most:g} {unit}")
         if value is not None:
             given[key] = value
     if arguments.hardware is None and not given:

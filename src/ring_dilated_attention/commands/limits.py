@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterable
 
 from ..training.machine import physical_bytes
-from ..training.options import LARGEST, in_short
+from ..training.options import LARGEST, flag, in_short
 from .numbers import size_text
 
 # More ranks, heads or sequences would take minutes and gigabytes before the command prints anything.
@@ -13,15 +13,15 @@ MOST_RANKS, MOST_HEADS, MOST_BATCH = 2**20, 2**16, 2**12
 
 def check_given(arguments: argparse.Namespace, names: Iterable[str], remedy: str) -> None:
     """Raise ValueError with all the options that are missing, if any is."""
-    if missing := [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is None]:
+    if missing := [flag(name) for name in names if getattr(arguments, name) is None]:
         raise ValueError(f"missing {', '.join(missing)}: {remedy}")
 
 
-def check_at_least(option: str, value: int, least: int = 1, most: int = LARGEST) -> None:
-    """Raise ValueError unless an option's number lies from `least` to `most`."""
-    if value < least:
+def check_at_least(option: str, value: int | None, least: int = 1, most: int = LARGEST) -> None:
+    """Raise ValueError if an option's number is given, and does not lie from `least` to `most`."""
+    if value is not None and value < least:
         raise ValueError(f"{option} must be at least {least}, got {in_short(value)}")
-    if value > most:
+    if value is not None and value > most:
         raise ValueError(f"{option} must be at most {most:,}{' (64 bits)' * (most == LARGEST)}, got {in_short(value)}")
 
 

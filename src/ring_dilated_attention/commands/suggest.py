@@ -14,7 +14,7 @@ from ..forecast.reach import reach
 from ..forecast.suggestions import suggestions, unread_positions
 from ..pattern import WHOLE_DOCUMENT, DilatedPattern
 from ..plan.sizes import Sizes
-from ..training.options import MOST_LAYERS
+from ..training.options import MOST_LAYERS, flag
 from .hardware import ITEMSIZE, check_dtype, described, machine_of
 from .limits import LARGEST, MOST_HEADS, check_at_least, check_given, check_ranks_fit
 from .numbers import amount, count, counted, size_text
@@ -73,7 +73,7 @@ def check(arguments: argparse.Namespace) -> None:
     check_given(arguments, needed, "--speedup 50 allows 1/50 of dense attention's work; --seconds is another budget")
     most = {"heads": MOST_HEADS, "layers": MOST_LAYERS, "ranks": MOST_RANKS}
     for name in ("seq_len", "heads", "head_dim", "layers", "ranks"):
-        check_at_least(f"--{name.replace('_', '-')}", getattr(arguments, name), most=most.get(name, LARGEST))
+        check_at_least(flag(name), getattr(arguments, name), most=most.get(name, LARGEST))
     check_ranks_fit(arguments.ranks, arguments.seq_len)
     if arguments.kv_heads is None:
         arguments.kv_heads = arguments.heads

@@ -126,8 +126,8 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
     check_at_least("--ranks", num_asked)
     check_at_least("--save-every", arguments.save_every)
     check_seconds("--timeout", arguments.timeout, 86_400)
-    check_at_least("--restarts", arguments.restarts or 0, 0)
-    check_at_least("--eval-every", 1 if arguments.eval_every is None else arguments.eval_every)
+    check_at_least("--restarts", arguments.restarts, 0)
+    check_at_least("--eval-every", arguments.eval_every)
     if num_started > 1 and arguments.ranks not in (None, num_started):
         raise ValueError(f"--ranks {num_asked}, but a launcher started {num_started} ranks: leave --ranks out")
     if arguments.restarts is not None and arguments.launched is None and (num_started > 1 or are_by_torchrun()):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...models.torchscale.architecture import PADDINGS
+from ...training.options import flag
 from ..limits import check_at_least
 from ..local_ranks import RankFailedError
 from ..numbers import count, counted
@@ -170,8 +171,7 @@ def check(arguments: argparse.Namespace) -> None:
     if arguments.layer not in LAYERS and not arguments.layer.isdecimal():
         raise ValueError(f"--layer {arguments.layer} is none of {', '.join(LAYERS)}, nor a number from 0 on")
     for name in ("ranks", "batch", "heads", "depth", "max_wsi_size"):
-        if getattr(arguments, name) is not None:
-            check_at_least(f"--{name.replace('_', '-')}", getattr(arguments, name))
+        check_at_least(flag(name), getattr(arguments, name))
     if arguments.ranks > 1 and arguments.batch > 1:
         both = f"--batch {arguments.batch} with --ranks {arguments.ranks}"
         raise ValueError(f"{both}: ranks share one slide at a time. Leave one out")

@@ -8,6 +8,7 @@ from ...forecast.exchanges import UncutJob
 from ...kernels.traits import TRAITS
 from ...pattern import PHASE_RULES, DilatedPattern
 from ...plan.sizes import Sizes
+from ...training.options import flag
 from ..hardware import ITEMSIZE
 from ..limits import MOST_BATCH, MOST_HEADS, MOST_RANKS, check_at_least, check_given, check_ranks_fit
 from ..numbers import count
@@ -44,14 +45,12 @@ def complete(arguments: argparse.Namespace) -> None:
     arguments.heads = 12 if arguments.heads is None else arguments.heads
     arguments.kv_heads = arguments.heads if arguments.kv_heads is None else arguments.kv_heads
     for name in ("seq_len", "head_dim", "align", "memory", "layers", "embed_dim", "ffn_dim", "vocab"):
-        if getattr(arguments, name, None) is not None:
-            check_at_least(f"--{name.replace('_', '-')}", getattr(arguments, name))
-    if arguments.ranks is not None:
-        check_at_least("--ranks", arguments.ranks, most=MOST_RANKS)
+        check_at_least(flag(name), getattr(arguments, name, None))
+    check_at_least("--ranks", arguments.ranks, most=MOST_RANKS)
     check_at_least("--heads", arguments.heads, most=MOST_HEADS)
     check_at_least("--batch", arguments.batch, most=MOST_BATCH)
     for name in ("segment_lengths", "dilation_rates"):  # the pattern checks how small they may be
-        check_at_least(f"--{name.replace('_', '-')}", max([1, *getattr(arguments, name)]))
+        check_at_least(flag(name), max([1, *getattr(arguments, name)]))
 
 
 def pattern_of(arguments: argparse.Namespace) -> DilatedPattern:
