@@ -1,6 +1,5 @@
 """Collects what `rda doctor` reports: facts about each rank, and measurements that all ranks take together."""
 
-import json
 import os
 import shutil
 import socket
@@ -25,6 +24,7 @@ from ...kernels.choose import BACKENDS, reasons
 from ...pattern import DilatedPattern
 from ...ranks.context import ContextParallel
 from ...ranks.link import GroupLink
+from ...training.agreement import values_of_all
 from ...training.machine import hardware, physical_bytes, versions
 from ..errors import Case, measure, worst
 from ..hardware import NO_NETWORK
@@ -46,7 +46,6 @@ MOST_PAIRS = 16
 # With ROWS rows, most of the time of attention goes into FLOPs; with FEW_ROWS, into the kernel call itself.
 ROWS, FEW_ROWS, HEADS, HEAD_DIM = 2048, 32, 4, 64
 MORE = 8  # further tiles in one attention call, to measure the time that a tile takes whatever its size
-CALL: dict[str, object] = {"call": "rda doctor"}
 CASE = Case("doctor", DilatedPattern((16, 96), (1, 3), is_causal=True), 96, 1, 4, 2, 16)
 
 
@@ -64,7 +63,7 @@ def examine(folder: Path, seconds: float, environment: Mapping[str, str], dtype:
     meet(parallel)
     own |= {"clock": time.time(), "agreement": agreement(parallel, device)}
     own |= speeds(parallel, device, own["gpu"], dtype)
-    everyone = gathered(parallel, own)
+    everyone = values_of_all(parallel, own)
     parallel.close()
     return everyone
 
@@ -154,21 +153,13 @@ def storage(folder: Path) -> dict[str, Any]:
 
 def meet(parallel: ContextParallel) -> None:
     """A barrier: returns on all ranks at about the same time."""
-    parallel.ranks.handshake(1, CALL)
-
-
-def gathered(parallel: ContextParallel, own: dict[str, Any]) -> list[dict[str, Any]]:
-    """`own` of every rank, in the order of ranks."""
-    encoded = torch.tensor(list(json.dumps(own).encode()), dtype=torch.uint8)
-    lengths = parallel.ranks.agree(len(encoded), CALL, None)
-    everyone = parallel.ranks.gather(encoded, lengths, 0, "the exchange of facts")
-    return [json.loads(bytes(one.tolist())) for one in everyone]
+    parallel.ranks.handshake(1, {"call": "rda doctor"})
 
 
 def agreement(parallel: ContextParallel, device: str) -> dict[str, Any]:
     """Compare a forward and backward over all ranks with the definition. Returns the result nearest its tolerance."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    everyone = gathered(parallel, measure(CASE, dtype, "auto", device, parallel))
+    everyone = values_of_all(parallel, measure(CASE, dtype, "auto", device, parallel))
     found = worst([CASE], dtype, [[one] for one in everyone], device.partition(":")[0])
     quantity = found.where.partition(" ")[0]
     return {"quantity": quantity, "error": found.error, "tolerance": found.tolerance, "passed": found.passed}
@@ -177,7 +168,7 @@ def agreement(parallel: ContextParallel, device: str) -> dict[str, Any]:
 def speeds(parallel: ContextParallel, device: str, card: dict[str, Any] | None, dtype: str) -> dict[str, Any]:
     """The findings of `speedup` and `processors`, and, as medians over all rounds, those of `rates` and `messages`."""
     rounds, before, gain = [], processors(), speedup(parallel, device)
-    least = min(one["gain"] for one in gathered(parallel, {"gain": gain}))
+    least = min(values_of_all(parallel, gain))
     dtype = dtype or dtype_advice(card, least).replace(":", " ").split()[0]
     for i in range(ROUNDS):
         time.sleep(SECONDS_APART * (i > 0))
