@@ -36,15 +36,11 @@ class Branch(NamedTuple):
 
 
 class HeadGroup(NamedTuple):
-    """Query heads that one strided view can serve, with the key/value heads that they read.
-
-    The j-th query head reads phase `phase + j * phase_step` and key/value head
-    `kv_heads[j // (len(query_heads) // len(kv_heads))]`.
-    """
+    """Query heads that one strided view can serve, with the key/value heads that they read."""
 
     query_heads: range
-    kv_heads: range
-    phase: int
+    kv_heads: range  # the j-th query head reads kv_heads[j // (len(query_heads) // len(kv_heads))]
+    phase: int  # the j-th query head reads phase + j * phase_step
     phase_step: int
 
 

@@ -15,21 +15,17 @@ from ..plan.sizes import Traits
 
 
 class BackwardRows(NamedTuple):
-    """The inputs of a tile's backward.
-
-    out, lse: over all keys, not the tile's alone. So p = exp(score - lse) is the global weight, and the sum over tiles
-        is the exact gradient.
-    dlse: the gradient of lse, or None for zero. delta: from `InPlaceKernel.delta`, for kernels that read it.
-    """
+    """The inputs of a tile's backward. out and lse are over all keys, not the tile's alone: so p = exp(score - lse) is
+    the global weight, and the sum over tiles is the exact gradient."""
 
     dout: Tensor
-    dlse: Tensor | None
+    dlse: Tensor | None  # the gradient of lse, or None for zero
     query: Tensor
     key: Tensor
     value: Tensor
     out: Tensor
     lse: Tensor
-    delta: Tensor | None = None
+    delta: Tensor | None = None  # from `InPlaceKernel.delta`, for kernels that read it
 
 
 class Pass(Protocol):

@@ -25,10 +25,7 @@ from .sharding import Shard, Span, make_shards
 
 
 class Buffers(NamedTuple):
-    """The rolling buffers of one branch and phase, one for each K/V head. Equally many query heads share each.
-
-    The buffer of kv_heads[k] is `capacity` rows of the cache from `offset + k * capacity` on.
-    """
+    """The rolling buffers of one branch and phase, one for each K/V head. Equally many query heads share each."""
 
     segment_length: int
     rate: int
@@ -36,7 +33,7 @@ class Buffers(NamedTuple):
     query_heads: range
     kv_heads: range
     capacity: int
-    offset: int
+    offset: int  # the buffer of kv_heads[k] is `capacity` rows of the cache from offset + k * capacity on
 
     @property
     def rows_per_segment(self) -> int:
@@ -68,18 +65,14 @@ class Buffers(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CachePlan:
-    """All rolling buffers of a pattern, and which rows they must hold at a position.
-
-    num_heads, num_kv_heads, held: as in `job.Job`. max_len: the most positions that a sequence may have, or None.
-    keep: how many positions can always be taken back, even into a segment that has ended.
-    """
+    """All rolling buffers of a pattern, and which rows they must hold at a position."""
 
     pattern: DilatedPattern
-    num_heads: int
+    num_heads: int  # this, num_kv_heads and held are as in `job.Job`
     num_kv_heads: int
     held: range | None
-    max_len: int | None
-    keep: int
+    max_len: int | None  # the most positions that a sequence may have
+    keep: int  # how many positions can always be taken back, even into a segment that has ended
     buffers: tuple[Buffers, ...]
     of_phase: tuple[dict[int, tuple[Buffers, ...]], ...]  # the same buffers, by branch and phase
     lengths: tuple[int, ...]  # of segments that have buffers

@@ -23,18 +23,13 @@ Pieces = Sequence[tuple[int, int]]  # (start, stop), counted from the start of t
 
 
 class Share(NamedTuple):
-    """What a rank computes and receives of a segment that it does not own as a whole.
+    """What a rank computes and receives of a segment that it does not own as a whole."""
 
-    place: the branch, and the position at which the segment starts. starts: where the rank's pieces start in it.
-    rows: the size of each chunk that the rank may send of this segment, in units of B * D elements.
-    received: the size of the keys and values that the rank receives from others, in the same units.
-    """
-
-    place: tuple[int, int]
-    starts: tuple[int, ...]
+    place: tuple[int, int]  # the branch, and the position at which the segment starts
+    starts: tuple[int, ...]  # where the rank's pieces start in it
     pairs: int
-    rows: tuple[int, ...]
-    received: int
+    rows: tuple[int, ...]  # the size of each chunk that the rank may send of this segment, in units of B * D elements
+    received: int  # the size of the keys and values that the rank receives from others, in the same units
 
 
 class RankCount(NamedTuple):
@@ -140,15 +135,11 @@ class Counter:
 
 
 class Segment(NamedTuple):
-    """A segment that ranks share.
+    """A segment that ranks share."""
 
-    sharers: the number of ranks with rows of it, from rank `first` to `last`. received: what they receive together.
-    largest: the size of the largest first chunk of any rank, and of the largest second chunk if ranks have two.
-    """
-
-    sharers: int
-    largest: tuple[int, ...]
-    received: int
+    sharers: int  # the number of ranks with rows of it, from rank `first` to `last`
+    largest: tuple[int, ...]  # the size of any rank's largest first chunk, and of the largest second if ranks have two
+    received: int  # what they receive together
     first: int
     last: int
 

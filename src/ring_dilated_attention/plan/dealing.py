@@ -11,14 +11,11 @@ from .sharding import Shard, first_rows, joined, shard_length
 
 
 class Dealing(NamedTuple):
-    """How one rank deals heads within its group.
+    """How one rank deals heads within its group."""
 
-    place: this rank's place in the group. lengths: the number of positions of every rank of the group.
-    runs: (place of the owner, its first row, number of rows) of each run of consecutive positions, in their order.
-    """
-
-    place: int
-    lengths: tuple[int, ...]
+    place: int  # this rank's place in the group
+    lengths: tuple[int, ...]  # the number of positions of every rank of the group
+    # (place of the owner, its first row, number of rows) of each run of consecutive positions, in their order.
     runs: tuple[tuple[int, int, int], ...]
 
     @property

@@ -7,20 +7,14 @@ from .sharding import Shard, shard_length
 
 
 class Job(NamedTuple):
-    """What the plans of all ranks of a call share.
-
-    shards: the shard of every rank (`sharding.make_shards`).
-    num_heads, num_kv_heads: query heads and key/value heads of the layer.
-    documents: global borders (0, ..., n) of packed documents; None for one document.
-    held: the query heads of the layer that the tensors hold; None for all.
-    """
+    """What the plans of all ranks of a call share."""
 
     pattern: DilatedPattern
-    shards: tuple[Shard, ...]
-    num_heads: int
-    num_kv_heads: int
-    documents: tuple[int, ...] | None = None
-    held: range | None = None
+    shards: tuple[Shard, ...]  # the shard of every rank (`sharding.make_shards`)
+    num_heads: int  # query heads of the layer
+    num_kv_heads: int  # key/value heads of the layer
+    documents: tuple[int, ...] | None = None  # global borders (0, ..., n) of packed documents; None for one document
+    held: range | None = None  # the query heads of the layer that the tensors hold; None for all
 
     @property
     def num_ranks(self) -> int:

@@ -18,19 +18,14 @@ from .rows import Block, Rows
 
 
 class Tile(NamedTuple):
-    """Query rows times key rows, by one kernel call.
-
-    is_causal: both sides are the same rows of the sequence, and row j sees keys 0..j.
-    first_query, first_key: no earlier tile has results for these rows, so results are written, not added.
-    packed: where the buffer of own chunks holds a copy of the key rows, or None. Kernels read the copy faster.
-    """
+    """Query rows times key rows, by one kernel call."""
 
     query: Rows
     key: Rows | Block
-    is_causal: bool
-    first_query: bool
-    first_key: bool
-    packed: Block | None = None
+    is_causal: bool  # both sides are the same rows of the sequence, and row j sees keys 0..j
+    first_query: bool  # no earlier tile has results for the query rows, so results are written, not added
+    first_key: bool  # the same for the key rows
+    packed: Block | None = None  # a copy of the key rows in the buffer of own chunks, which kernels read faster
 
     def __str__(self) -> str:
         return f"queries in {self.query} x keys in {self.key}{', causal' if self.is_causal else ''}"
@@ -62,63 +57,47 @@ class Tile(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A slice of a flat buffer that is sent to, or received from, `peer`.
-
-    owner: the rank that packed the chunk. packed: where an own chunk lies in the buffer of own chunks.
-    """
+    """A slice of a flat buffer that is sent to, or received from, `peer`."""
 
     peer: int
     offset: int
     size: int
-    owner: int
+    owner: int  # the rank that packed the chunk
     is_gradient: bool = False
-    packed: int = 0
+    packed: int = 0  # where an own chunk lies in the buffer of own chunks
 
 
 class Hop(NamedTuple):
-    """What one rank does at one hop. Peers are ranks of the group.
+    """What one rank does at one hop. Peers are ranks of the group. Chunks travel before the tiles. An own chunk that is
+    sent after hop 1 is packed again: its buffer holds others by then. Finished gradients go home to the chunk's owner,
+    others to the rank of the next hop."""
 
-    sends, receives: the chunks that travel before the tiles. An own chunk sent after hop 1 is packed again: its buffer
-        holds others by then.
-    tiles: own queries times received chunks.
-    grad_starts: where gradients of received chunks start from zero.
-    grad_sends: gradients of received chunks: unfinished ones to the rank of the next hop, finished ones to the owner.
-    grad_receives: gradients of the chunks of the next hop, and finished ones of own chunks.
-    targets: own chunks, each with the rank that meets it at this hop. Only `gathered` sends these.
-    """
-
-    sends: tuple[Message, ...] = ()
+    sends: tuple[Message, ...] = ()  # chunks
     receives: tuple[Message, ...] = ()
-    tiles: tuple[Tile, ...] = ()
-    grad_starts: tuple[Message, ...] = ()
-    grad_sends: tuple[Message, ...] = ()
-    grad_receives: tuple[Message, ...] = ()
-    targets: tuple[Message, ...] = ()
+    tiles: tuple[Tile, ...] = ()  # own queries times received chunks
+    grad_starts: tuple[Message, ...] = ()  # where gradients of received chunks start from zero
+    grad_sends: tuple[Message, ...] = ()  # gradients of received chunks
+    grad_receives: tuple[Message, ...] = ()  # gradients of the chunks of the next hop, and finished ones of own chunks
+    targets: tuple[Message, ...] = ()  # own chunks, each with the rank that meets it now; only `gathered` sends them
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """One rank's work.
-
-    packs: which rows of its own key/value go where in the buffer of its own chunks.
-    chunk_size, received_size, home_size: sizes of the buffers of own chunks, received chunks, and gradients that come
-        home. Over several hops the first two buffers change places, so they have one size.
-    cached: own queries times rows of a cache (one rank, forward only).
-    """
+    """One rank's work. Over several hops the buffers of own and received chunks change places: they have one size."""
 
     rank: int
     num_rows: int
     num_heads: int
     num_kv_heads: int
     local: tuple[Tile, ...]
-    packs: tuple[tuple[Rows, Block], ...]
+    packs: tuple[tuple[Rows, Block], ...]  # which own key/value rows go where in the buffer of own chunks
     hops: tuple[Hop, ...]
-    chunk_size: int
-    received_size: int
-    home_size: int
+    chunk_size: int  # of the buffer of own chunks
+    received_size: int  # of that of received chunks
+    home_size: int  # of that of gradients that come home
     query_covered: bool
     key_covered: bool
-    cached: tuple[Tile, ...] = ()
+    cached: tuple[Tile, ...] = ()  # own queries times rows of a cache (one rank, forward only)
 
     @property
     def tiles(self) -> Iterator[Tile]:

@@ -47,19 +47,15 @@ Met = tuple[int, list[bool], list[bool], list[bool], list[bool]]
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """Heads of a straddling segment of a branch, and the ranks that hold rows of them.
-
-    origin: where the segment starts. lane: the number of this ring among those of the segment.
-    ranks, pieces, chunks, needed: each rank in order, its pieces, its chunk, and the hops at which the chunk is needed.
-    """
+    """Heads of a straddling segment of a branch, and the ranks that hold rows of them, in order."""
 
     branch: int
-    origin: int
-    lane: int
+    origin: int  # where the segment starts
+    lane: int  # the number of this ring among those of the segment
     ranks: tuple[int, ...]
-    pieces: tuple[tuple[Piece, ...], ...]
-    chunks: tuple[Chunk, ...]
-    needed: tuple[Hops, ...]
+    pieces: tuple[tuple[Piece, ...], ...]  # of each rank
+    chunks: tuple[Chunk, ...]  # of each rank
+    needed: tuple[Hops, ...]  # for each rank, the hops at which its chunk is needed
 
     def meets(self, chunk: int, s: int) -> bool:
         """Whether a chunk is needed by the rank at which it is due at hop s."""

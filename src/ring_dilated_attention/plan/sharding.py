@@ -95,17 +95,13 @@ def deal_documents(documents: Borders, seq_len: int, num_ranks: int) -> tuple[Sh
 
 
 class Cut(NamedTuple):
-    """How ranks cut a sequence.
-
-    num_shards: the number of ranks. align, lengths: as `ContextParallel` takes them.
-    inner: how many neighbouring ranks' shards are slices of one larger shard (2-D mesh; otherwise 1).
-    """
+    """How ranks cut a sequence. `ContextParallel` takes the same sharding, align and lengths."""
 
     sharding: str
-    num_shards: int
+    num_shards: int  # the number of ranks
     align: int = 1
     lengths: tuple[int, ...] | None = None
-    inner: int = 1
+    inner: int = 1  # how many neighbouring ranks' shards are slices of one larger shard (2-D mesh; otherwise 1)
 
     def default_lengths(self, seq_len: int, documents: Borders = None) -> tuple[int, ...]:
         """Every rank's number of positions of a sequence; ValueError if `lengths` adds up to another length."""

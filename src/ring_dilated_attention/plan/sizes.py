@@ -26,15 +26,9 @@ class Sizes(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """The traits of a kernel on which programs and memory depend.
+    """The traits of a kernel on which programs and memory depend."""
 
-    in_place: it adds to the accumulators itself, instead of returning the results of a tile.
-    is_whole: it can compute a whole pass on one device by itself.
-    scratch: (step, sizes, query heads of the tensors) -> bytes that the kernel takes and frees inside one call.
-    packing: the tiles whose rows are first copied side by side; None if no tile's are.
-    """
-
-    in_place: bool
-    is_whole: bool
-    scratch: Callable[[Compute, Sizes, int], int]
-    packing: Packing | None = None
+    in_place: bool  # it adds to the accumulators itself, instead of returning the results of a tile
+    is_whole: bool  # it can compute a whole pass on one device by itself
+    scratch: Callable[[Compute, Sizes, int], int]  # (step, sizes, query heads) -> bytes that a call takes and frees
+    packing: Packing | None = None  # the tiles whose rows are first copied side by side; None if no tile's are

@@ -19,39 +19,29 @@ STAGES = ("forward", "backward")
 
 
 class Packing(NamedTuple):
-    """The tiles that a kernel computes faster from a copy in which the rows lie side by side.
-
-    distance: rows so many bytes apart or more are copied, if each side of a tile has num_bytes / itemsize rows or more.
-    max_rows: rows copied at a time. A larger tile is split by heads and segments. If one head has more, none is copied.
-    """
+    """The tiles that a kernel computes faster from a copy in which the rows lie side by side: those whose rows are
+    `distance` bytes apart or more, and that have num_bytes / itemsize rows or more on each side."""
 
     distance: int
     num_bytes: int
+    # Rows copied at a time. A larger tile is split by heads and segments. If one head has more, none is copied.
     max_rows: int
 
 
 class Terms(NamedTuple):
-    """What a program depends on beside the plan.
-
-    in_place, is_whole, packing: traits of the kernel (`sizes.Traits`).
-    widens: accumulators have a wider dtype than the inputs (float32 for 16-bit types).
-    folds: one stride steps through batch and segments. If not, a tile of several segments is a call per batch entry.
-    dealing: how heads are dealt before and after, or None. has_dlse: lse has a gradient (backward).
-    distances: bytes from one position to the next in query, and in key and value. itemsize: bytes of their elements.
-    is_brief: list only two calls of a tile and two batch entries, which show the peak of memory, but not the time.
-    """
+    """What a program depends on beside the plan. in_place, is_whole and packing are traits of the kernel."""
 
     in_place: bool = False
     is_whole: bool = False
-    widens: bool = False
+    widens: bool = False  # accumulators have a wider dtype than the inputs (float32 for 16-bit types)
     batch: int = 1
-    folds: bool = True
-    dealing: Dealing | None = None
-    has_dlse: bool = False
+    folds: bool = True  # one stride steps through batch and segments; else a tile of several is a call per batch entry
+    dealing: Dealing | None = None  # how heads are dealt before and after
+    has_dlse: bool = False  # lse has a gradient (backward)
     packing: Packing | None = None
-    distances: tuple[int, int] = (0, 0)
-    itemsize: int = 4
-    is_brief: bool = False
+    distances: tuple[int, int] = (0, 0)  # bytes from one position to the next in query, and in key and value
+    itemsize: int = 4  # bytes of an element of these
+    is_brief: bool = False  # list two calls of a tile and two batch entries: they show the peak of memory, not the time
 
 
 class Deal(NamedTuple):
@@ -95,16 +85,13 @@ class BufferSlice(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Start to send and to receive. is_apart: sends and receives have a `Wait` each.
+    """Start to send and to receive."""
 
-    ticket: names the post in its `Wait`. moment: names it in an error.
-    """
-
-    ticket: str
-    moment: str
+    ticket: str  # names the post in its `Wait`
+    moment: str  # names it in an error
     sends: tuple[BufferSlice, ...]
     receives: tuple[BufferSlice, ...]
-    is_apart: bool = False
+    is_apart: bool = False  # sends and receives have a `Wait` each
 
 
 class Wait(NamedTuple):
@@ -145,19 +132,13 @@ def packed(name: str) -> str:
 
 
 class Compute(NamedTuple):
-    """Run the kernel on a tile.
-
-    entry: the batch entry, or None for all at once.
-    what: "partial" (out and lse), "gradients" (dq, dk and dv), or for kernels that add in place "dq" or "dk and dv".
-    keys: the buffer that holds the keys and values, or OWN_ROWS, or CACHED_ROWS.
-    sums: the buffer to which a kernel adds dk and dv in place, or OWN_ROWS.
-    """
+    """Run the kernel on a tile."""
 
     tile: Tile
-    entry: int | None
-    what: str
-    keys: str
-    sums: str = OWN_ROWS
+    entry: int | None  # the batch entry, or None for all at once
+    what: str  # "partial" (out and lse), "gradients" (dq, dk and dv), or, if it adds in place, "dq" or "dk and dv"
+    keys: str  # the buffer that holds the keys and values, or OWN_ROWS, or CACHED_ROWS
+    sums: str = OWN_ROWS  # the buffer to which a kernel adds dk and dv in place, or OWN_ROWS
 
 
 class Merge(NamedTuple):
