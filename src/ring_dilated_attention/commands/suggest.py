@@ -114,36 +114,34 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
     dense, sizes = dense_pairs(arguments), sizes_of(arguments)
     found = suggestions(n, heads, most_pairs, is_causal=is_causal)
     if not found:
-        few = (
-            f"{most_pairs:,.3g} pairs, {dense / most_pairs:,.0f} times fewer than dense attention over {n:,} positions"
-        )
-        raise ValueError(f"none of the patterns tried has as few as {few}: allow more, or take a shorter sequence")
+        fewer = f"{dense / most_pairs:,.0f} times fewer than dense attention over {n:,} positions"
+        few = f"{most_pairs:,.3g} pairs, {fewer}: allow more, or take a shorter sequence"
+        raise ValueError(f"none of the patterns tried has as few as {few}")
     row = 2 * arguments.head_dim * sizes.itemsize  # bytes of a key and a value
     rows = []
     with progress_bar(len(found) * arguments.ranks, "rank", delay=2) as bar:
         for pattern, rule in found:
             work, followed = pairs(pattern, n, heads), reach(pattern, n, heads, arguments.layers)
             call = UncutJob(pattern, n, arguments.ranks, heads, kv_heads, sizes)
-            rows.append(
-                {
-                    "segment_lengths": pattern.segment_lengths,
-                    "dilation_rates": pattern.dilation_rates,
-                    "rule": rule,
-                    "pairs": work,
-                    "of_dense": work / dense,
-                    "flops": FLOPS_PER_PAIR * arguments.head_dim * work,
-                    "reach_by_layer": followed.shares,
-                    "layers_for_all": followed.layers_for(1.0),
-                    "layers_for_most": followed.layers_for(0.99),
-                    "worst_query": followed.worst,
-                    "queries_followed": followed.num_followed,
-                    "unread_positions": unread_positions(pattern, n, heads),
-                    "largest_received_bytes": count_ranks(call.job(), Way(), bar.update).most_moved(sizes)[1],
-                    # Only causal patterns have a cache: later keys cannot be in one.
-                    "cache_bytes": row * pattern.cache_rows(heads, kv_heads, n) if is_causal else None,
-                    "dense_cache_bytes": row * n * kv_heads if is_causal else None,
-                }
-            )
+            figures = {
+                "segment_lengths": pattern.segment_lengths,
+                "dilation_rates": pattern.dilation_rates,
+                "rule": rule,
+                "pairs": work,
+                "of_dense": work / dense,
+                "flops": FLOPS_PER_PAIR * arguments.head_dim * work,
+                "reach_by_layer": followed.shares,
+                "layers_for_all": followed.layers_for(1.0),
+                "layers_for_most": followed.layers_for(0.99),
+                "worst_query": followed.worst,
+                "queries_followed": followed.num_followed,
+                "unread_positions": unread_positions(pattern, n, heads),
+                "largest_received_bytes": count_ranks(call.job(), Way(), bar.update).most_moved(sizes)[1],
+                # Only causal patterns have a cache: later keys cannot be in one.
+                "cache_bytes": row * pattern.cache_rows(heads, kv_heads, n) if is_causal else None,
+                "dense_cache_bytes": row * n * kv_heads if is_causal else None,
+            }
+            rows.append(figures)
     return rows
 
 

@@ -51,19 +51,14 @@ class Time(NamedTuple):
 
 
 class BranchShare(NamedTuple):
-    """A branch over all ranks.
-
-    num_sharing: the most ranks that exchange rows of one segment; 1 if no row travels.
-    num_rows: the rows of phase 0 in the longest segment, which has num_positions positions.
-    sent: the size of the chunks that all ranks together send in a forward, in units, without dealt heads.
-    """
+    """A branch over all ranks."""
 
     segment_length: int
     dilation_rate: int
-    num_sharing: int
-    num_rows: int
-    num_positions: int
-    sent: int
+    num_sharing: int  # the most ranks that exchange rows of one segment; 1 if no row travels
+    num_rows: int  # of phase 0 in the longest segment
+    num_positions: int  # of the longest segment
+    sent: int  # the size of the chunks that all ranks together send in a forward, in units, without dealt heads
 
     @property
     def travels(self) -> bool:
@@ -149,31 +144,21 @@ class RankFigures(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """The figures of a call over all ranks.
+    """The figures of a call over all ranks. Without a kernel there is no peak, and without hardware no time."""
 
-    pairs, branches: of all ranks together.
-    most_pairs, busiest: the pairs of the rank that computes most, and its number. balance: mean pairs over most_pairs.
-    forward_bytes, sent_bytes: the most bytes that a rank sends, in a forward and in a forward with its backward. If
-        ranks are not planned, what a rank receives is taken for what it sends.
-    peak: that of the rank that holds most, in a forward with its backward; None if no kernel is given.
-    time: None if no hardware is given. If ranks are not planned, only "ring" without dealt heads has a time.
-    exposed: the share of the time in which the busiest rank waits. With an estimated time, it is too rough to be shown.
-    ranks, step: the planned ranks and their times; empty and None if ranks are not planned. step needs hardware.
-    """
-
-    pairs: int
-    most_pairs: int
-    busiest: int
-    balance: float
+    pairs: int  # of all ranks together
+    most_pairs: int  # of the rank that computes most
+    busiest: int  # that rank's number
+    balance: float  # mean pairs over most_pairs
     num_hops: int
     branches: list[BranchShare]
-    forward_bytes: int = 0
-    sent_bytes: int = 0
-    peak: Peak | None = None
-    time: Time | None = None
-    exposed: float = 0.0
-    ranks: tuple[RankFigures, ...] = ()
-    step: StepTime | None = None
+    forward_bytes: int = 0  # the most that a rank sends in a forward, or receives if ranks are not planned
+    sent_bytes: int = 0  # the same of a forward with its backward
+    peak: Peak | None = None  # of the rank that holds most, in a forward with its backward
+    time: Time | None = None  # if ranks are not planned, only "ring" without dealt heads has one
+    exposed: float = 0.0  # the share of the time in which the busiest rank waits; of an estimate, too rough to be shown
+    ranks: tuple[RankFigures, ...] = ()  # empty if ranks are not planned
+    step: StepTime | None = None  # the times of planned ranks
 
     @property
     def is_planned(self) -> bool:

@@ -29,23 +29,16 @@ from .ledger import row_bytes
 
 
 class Hardware(NamedTuple):
-    """The rates of one device and of one way of its network; with hosts, of the networks between and inside hosts.
-
-    backward_flops_per_second: None means the rate of the forward.
-    call_seconds: the time that every kernel call takes in addition, whatever its size.
-    handshake_seconds: of the first round, as measured. None means a latency, which each further round takes too.
-    gpus_per_host: the ranks of a host. None: there is one network, and host_... are not read.
-    host_bytes_per_second, host_latency_seconds: of messages inside a host.
-    """
+    """The rates of one device and of one way of its network; with hosts, of the networks between and inside hosts."""
 
     flops_per_second: float
     bytes_per_second: float
     latency_seconds: float = 0.0
-    backward_flops_per_second: float | None = None
-    call_seconds: float = 0.0
-    handshake_seconds: float | None = None
-    gpus_per_host: int | None = None
-    host_bytes_per_second: float | None = None
+    backward_flops_per_second: float | None = None  # None: the rate of the forward
+    call_seconds: float = 0.0  # the time that every kernel call takes in addition, whatever its size
+    handshake_seconds: float | None = None  # of the first round, as measured; None: a latency, as each further round
+    gpus_per_host: int | None = None  # the ranks of a host; None: there is one network, and host_... are not read
+    host_bytes_per_second: float | None = None  # of messages inside a host
     host_latency_seconds: float = 0.0
 
     def network(self, first: int, last: int) -> tuple[float, float]:

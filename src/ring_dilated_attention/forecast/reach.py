@@ -19,15 +19,12 @@ NONE, ALL = 0, 1  # the nodes of no positions and of all positions, at every hei
 
 
 class Reach(NamedTuple):
-    """How far a stack of layers carries.
+    """How far a stack of layers carries."""
 
-    shares: for each layer, the least share of its visible positions that any followed query has heard of by then.
-    worst: the query with the least share after the last layer. num_followed: the number of queries that were followed.
-    """
-
+    # For each layer, the least share of its visible positions that any followed query has heard of by then.
     shares: tuple[float, ...]
-    worst: int
-    num_followed: int
+    worst: int  # the query with the least share after the last layer
+    num_followed: int  # queries
 
     def layers_for(self, share: float) -> int | None:
         """The least number of layers after which every followed query has heard of `share`, or None."""

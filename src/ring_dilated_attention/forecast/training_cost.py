@@ -169,15 +169,11 @@ def of_a_group(num_ranks: int, mesh: Mesh, hardware: Hardware) -> Hardware:
 
 
 class StepTimes(NamedTuple):
-    """Seconds of a step, by what takes them.
+    """Seconds of a step, by what takes them."""
 
-    matrices: the products with weights. attention: all layers, with their waits. gradients: `gradient_seconds`, which
-    are assumed to overlap with nothing.
-    """
-
-    matrices: float
-    attention: Time
-    gradients: float
+    matrices: float  # the products with weights
+    attention: Time  # of all layers, with their waits
+    gradients: float  # `gradient_seconds`, which are assumed to overlap with nothing
 
     @property
     def all(self) -> Time:

@@ -34,19 +34,13 @@ NARROWEST_SHARD = 1 / 64
 
 
 class Panel(NamedTuple):
-    """One branch from position 0 to `stop`.
-
-    segments: those that begin before `stop`; the last may be cut off.
-    borders: the ends of shards before `stop`; none if there are too many to draw.
-    ink: how dark the pairs are drawn. It follows the share of keys that a head reads, 1/r.
-    notes: lines about the branch.
-    """
+    """One branch from position 0 to `stop`."""
 
     stop: int
-    segments: tuple[Span, ...]
-    borders: tuple[int, ...]
-    ink: float
-    notes: tuple[str, ...]
+    segments: tuple[Span, ...]  # those that begin before `stop`; the last may be cut off
+    borders: tuple[int, ...]  # the ends of shards before `stop`; none if there are too many to draw
+    ink: float  # how dark the pairs are drawn: it follows the share of keys that a head reads, 1/r
+    notes: tuple[str, ...]  # lines about the branch
 
 
 def draw(path: Path, job: Job, exchange: str = "ring") -> None:

@@ -21,18 +21,16 @@ def of_each(figures: Figures, sizes: Sizes) -> dict[str, Any]:
     ranks = []
     for rank, row in enumerate(figures.ranks):
         assert row.memory is not None
-        ranks.append(
-            {
-                "rank": rank,
-                "positions": row.num_rows,
-                "flops": FLOPS_PER_PAIR * sizes.unit * row.pairs,
-                "share": row.pairs / figures.pairs if figures.pairs else 0.0,
-                "forward_sent_bytes": row.forward_bytes,
-                "sent_bytes": row.sent_bytes,
-                "forward_peak_bytes": row.memory.forward.num_bytes,
-                **_peak(row.memory.forward_backward),
-            }
-        )
+        found = {
+            "rank": rank,
+            "positions": row.num_rows,
+            "flops": FLOPS_PER_PAIR * sizes.unit * row.pairs,
+            "share": row.pairs / figures.pairs if figures.pairs else 0.0,
+            "forward_sent_bytes": row.forward_bytes,
+            "sent_bytes": row.sent_bytes,
+            "forward_peak_bytes": row.memory.forward.num_bytes,
+        }
+        ranks.append(found | _peak(row.memory.forward_backward))
     return {"balance": figures.balance, "branches": _branches(figures, sizes), "ranks": ranks}
 
 
@@ -60,13 +58,9 @@ def _peak(peak: Peak) -> dict[str, Any]:
 
 
 def _branches(figures: Figures, sizes: Sizes) -> list[dict[str, Any]]:
+    names, unit = ("segment_length", "dilation_rate", "num_sharing"), sizes.unit * sizes.itemsize
     return [
-        {
-            "segment_length": share.segment_length,
-            "dilation_rate": share.dilation_rate,
-            "num_sharing": share.num_sharing,
-            "forward_sent_bytes": share.sent * sizes.unit * sizes.itemsize,
-        }
+        {name: getattr(share, name) for name in names} | {"forward_sent_bytes": share.sent * unit}
         for share in figures.branches
     ]
 

@@ -28,12 +28,9 @@ class ZeroKeys(NamedTuple):
 
 
 class ZeroQuery(NamedTuple):
-    """A place of a misaligned branch's output that has no query. It holds the sum of the values at `rows` divided by m.
+    """A place of a misaligned branch's output that has no query. It holds the sum of the values at `rows`, over m."""
 
-    Positions count from the start of the document.
-    """
-
-    position: int
+    position: int  # this and `rows` count from the start of the document
     rows: range
     heads: range
 
