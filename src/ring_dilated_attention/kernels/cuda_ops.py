@@ -30,9 +30,6 @@ class TileFacts(NamedTuple):
         return torch.cuda.get_device_capability(self.device)
 
 
-_GRID = 65535  # the most blocks along the second and third dimension of a CUDA grid
-
-
 class Op(NamedTuple):
     """What `aten._scaled_dot_product_<name>_attention` and its backward take."""
 
@@ -42,7 +39,7 @@ class Op(NamedTuple):
     backward_arguments: Callable[[Tensor, Tensor, int, bool], tuple[Any, ...]]  # after value
     forward_arguments: tuple[Any, ...] = (None, True)  # between value and dropout: no bias, with lse
     refuses: Callable[[TileFacts], str | None] = lambda tile: None  # for any other reason
-    max_batch: float = _GRID
+    max_batch: float = 65_535  # the most blocks along the second and third dimension of a CUDA grid
     takes_groups: bool = False  # fewer key/value heads than query heads
     takes_strides: bool = False  # out and dout may have any strides
 

@@ -256,11 +256,7 @@ class MultiheadDilatedAttention(nn.Module):
         return (q, k, v) if table is None else (rotate(q, table), rotate(k, table), v)
 
     def _attend(
-        self,
-        heads: Heads,
-        cu_seqlens: Tensor | None,
-        cache: DilatedCache | None = None,
-        lengths: Tensor | None = None,
+        self, heads: Heads, cu_seqlens: Tensor | None, cache: DilatedCache | None = None, lengths: Tensor | None = None
     ) -> Tensor:
         """The attention and `subln`, between the projections."""
         out_BNHD = dilated_attention(

@@ -14,9 +14,6 @@ from ..ranks.context import ContextParallel
 from .checked_loading import map_names
 from .longnet_vit import DILATION_RATES, NUM_HEADS, PUBLISHED, LongNetViT, segment_lengths_for
 
-# The names under which a trainer's checkpoint keeps the model.
-_NESTS = ("model", "state_dict", "module")
-
 
 class EncoderSize(NamedTuple):
     """The size of a slide encoder. Its weights tell everything but the number of heads."""
@@ -55,7 +52,7 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
         raise ValueError(f"{path} needs safetensors: pip install 'ring-dilated-attention[train]'") from error
     except Exception as error:  # a damaged file raises anything
         raise ValueError(f"{path} cannot be read as weights: {first_line(error)}") from error
-    for name in _NESTS:
+    for name in ("model", "state_dict", "module"):  # under which a trainer's checkpoint keeps the model
         if isinstance(found, Mapping) and isinstance(found.get(name), Mapping):
             found = found[name]
     if not isinstance(found, Mapping) or not any(isinstance(x, Tensor) for x in found.values()):

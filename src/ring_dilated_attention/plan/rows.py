@@ -112,7 +112,6 @@ def own_pieces(span: Span, row: int, borders: Sequence[int], length: int) -> Ite
 
     A piece that is not a whole segment comes with the number 0.
     """
-
     ahead = row - span.start
     for i in range(bisect_right(borders, span.start) - 1, bisect_left(borders, span.stop)):
         document, end = borders[i], borders[i + 1]

@@ -171,9 +171,7 @@ def share_of_peak(options: Hyperparameters, step: int) -> float:
 
 def average_gradients(loss_of: NextTokenLoss, parallel: ContextParallel) -> nn.Module:
     """The loss under DDP. DDP averages gradients over ranks, and `loss_of` scales each rank's loss for that."""
-    wrapped: nn.Module = loss_of
-    if parallel.world_size > 1:
-        wrapped = DistributedDataParallel(loss_of, gradient_as_bucket_view=True)
+    wrapped = loss_of if parallel.world_size == 1 else DistributedDataParallel(loss_of, gradient_as_bucket_view=True)
     # A rehearsal: DDP orders its buckets anew after its first backward. Without this a resumed run rounds otherwise.
     borders = torch.tensor([0, 2 * parallel.world_size], dtype=torch.int32)
     wrapped(shard(bytearray(2 * parallel.world_size), parallel), borders).backward()

@@ -27,7 +27,6 @@ RANK_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9"
 INK, FAINT, EMPTY = "#222222", "#999999", "#F2F2F2"
 # The most that a picture can show. MOST_SEGMENTS: those of a branch that are drawn one by one.
 MOST_POSITIONS, MOST_HEADS, MOST_RANKS, MOST_COLUMNS, MOST_SEGMENTS = 64, 4, len(RANK_COLOURS), 4, 64
-DPI = 160
 SEGMENTS_SHOWN = 4  # of a branch in its panel, about
 # Borders of shards are not drawn if they are closer than this share of a panel's width: the panel would be all grey.
 NARROWEST_SHARD = 1 / 64
@@ -156,7 +155,7 @@ def save(pictures: dict[Path, "Figure"]) -> None:
     made = {}
     for path, figure in pictures.items():
         made[path] = content = BytesIO()
-        figure.savefig(content, dpi=DPI, format="png", metadata={"Software": MADE_BY})
+        figure.savefig(content, dpi=160, format="png", metadata={"Software": MADE_BY})
     with folder_made(next(iter(pictures)).parent):
         for path, content in made.items():
             write_whole(path, content.getvalue(), is_our_picture, "rda plan --picture")
