@@ -20,11 +20,8 @@ def reasons(query: Tensor) -> dict[str, str | None]:
 
 
 def choose(backend: str, query: Tensor) -> Kernel:
-    """The backend asked for, or under "auto" the first that can serve the tensor.
-
-    Raises:
-        ValueError: if the named backend cannot serve it or, under "auto", none can. The message gives the reasons.
-    """
+    """The backend asked for, or under "auto" the first that can serve the tensor. A ValueError gives the reasons why
+    the named backend, or under "auto" every one, cannot serve it."""
     check_backend(backend)
     if backend != "auto":
         if reason := BACKENDS[backend].why_not(query):

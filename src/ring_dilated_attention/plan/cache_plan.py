@@ -137,13 +137,10 @@ def plan_cache(
     keep: int = 0,
     held: range | None = None,
 ) -> CachePlan:
-    """Plan the rolling buffers of a pattern.
+    """Plan the rolling buffers of a pattern; ValueError if it is not causal, or if heads or sizes are impossible.
 
     A buffer has room for the most rows that it must hold at any one time: those among the first
     segment_length + max(keep, 1) - 1 positions. With keep = 0, all buffers together have `pattern.cache_rows` rows.
-
-    Raises:
-        ValueError: if the pattern is not causal or cannot run on these heads, or for impossible sizes.
     """
     if max_len is not None and (not is_integer(max_len) or max_len < 1):
         raise ValueError(f"max_len={max_len!r} must be an integer of at least 1, or None for sequences of any length.")

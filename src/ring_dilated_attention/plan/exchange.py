@@ -43,12 +43,9 @@ class RankPlan(NamedTuple):
 
 @lru_cache(maxsize=256)
 def plan_exchange(exchange: str, job: Job, rank: int, inner: int = 1) -> RankPlan:
-    """A rank's plan under one of EXCHANGES.
+    """A rank's plan under one of EXCHANGES; ValueError if heads cannot be dealt.
 
     inner: the number of neighbouring ranks that deal heads to each other (the last axis of a 2-D mesh).
-
-    Raises:
-        ValueError: if heads cannot be dealt.
     """
     size, dealing = dealers(exchange, job, inner), None
     if size > 1:
@@ -65,10 +62,7 @@ def dealers(exchange: str, job: Job, inner: int = 1) -> int:
 
 def dealt(job: Job, size: int, place: int) -> tuple[Job, list[Dealing]]:
     """If groups of `size` ranks deal heads: the job of the ranks at `place` in their groups, and each one's dealing.
-
-    Raises:
-        ValueError: if heads cannot be dealt.
-    """
+    ValueError if heads cannot be dealt."""
     check_dealing(job.num_kv_held, size)
     share = len(job.held_heads) // size
     held = job.held_heads[place * share : (place + 1) * share]
@@ -124,8 +118,7 @@ def dealt_bytes(
     Forward: query, key and value of its own positions, and out and lse of others'. Backward: dout, query, key,
     value, out, lse (and dlse) of its own positions, and dq, dk, dv of the others'.
 
-    lengths: the number of positions of every rank of the group that deals.
-    heads: (query heads, key/value heads) of all ranks of the group together.
+    lengths: every rank's number of positions. heads: (query heads, key/value heads). Both are of the group that deals.
     """
     size, own = len(lengths), lengths[rank]
     share, kv_share = (num // size for num in heads)

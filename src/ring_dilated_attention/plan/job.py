@@ -40,10 +40,7 @@ class Job(NamedTuple):
 
 def held_heads(num_held: int, ratio: int, heads_held: Any, num_heads: Any) -> range:
     """The layer's query heads that tensors hold: all, or those that the caller names. `ratio` heads share a K/V head.
-
-    Raises:
-        ValueError: if heads_held are not consecutive heads of num_heads, or divide a group that shares a K/V head.
-    """
+    ValueError if heads_held are not consecutive heads of num_heads, or divide a group that shares a K/V head."""
     if heads_held is None and num_heads is None:
         return range(num_held)
     if not isinstance(heads_held, range) or isinstance(num_heads, bool) or not isinstance(num_heads, int):

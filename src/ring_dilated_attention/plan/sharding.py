@@ -45,11 +45,8 @@ def default_lengths(sharding: str, seq_len: int, world_size: int, align: int = 1
 
 
 def make_shards(sharding: str, lengths: Sequence[int]) -> tuple[Shard, ...]:
-    """The shard of every rank, given every rank's number of positions.
-
-    Raises:
-        ValueError: if zigzag's lengths are not those of 2p near-equal slices.
-    """
+    """Every rank's shard, given every rank's number of positions; ValueError if zigzag's lengths are not those of 2p
+    near-equal slices."""
     return _make_shards(sharding, tuple(lengths))
 
 

@@ -98,10 +98,8 @@ def removed_on_failure(target: Path, unfinished: Path) -> Iterator[None]:
 
 
 def load_checkpoint(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Load parameters, and the optimisers' state if any are given. A ValueError if a file is unfit: nothing changes.
-
-    checkpoint: one that `saved_run.check_whole` did not refuse.
-    """
+    """Load parameters, and the optimisers' state if any are given, from a checkpoint that `saved_run.check_whole` has
+    not refused. A ValueError if a file is unfit: nothing changes."""
     by_name: dict[str, Tensor] = dict(model.named_parameters())
     name_of = {x: name for name, x in by_name.items()}
     places = {

@@ -28,10 +28,8 @@ class Step(NamedTuple):
 
 
 class Metrics(AbstractContextManager["Metrics"]):
-    """The metrics of one run, written by the first rank alone. A ValueError refuses a file that another run made.
-
-    run: the name of the run. None replaces the metrics of any run.
-    """
+    """The metrics of a run, written by the first rank alone. A ValueError refuses a file that another run made, unless
+    `run`, this run's name, is None."""
 
     def __init__(self, folder: Path, run: str | None, step: int, rank: int, *, tensorboard: bool = False) -> None:
         self._file, self._writer = None, None
