@@ -86,10 +86,8 @@ class MultiheadDilatedAttention(nn.Module):
         ratio = num_heads // num_kv_heads
         held_heads(num_held, ratio, self.heads_held, num_heads)  # for its errors
         if sub_layernorm and num_held < num_heads:
-            raise ValueError(
-                f"sub_layernorm=True takes its mean over all {num_heads} heads, and heads_held={heads_held} are "
-                f"{num_held} of them: leave one of both out"
-            )
+            some = f"heads_held={heads_held} are {num_held} of them: leave one of both out"
+            raise ValueError(f"sub_layernorm=True takes its mean over all {num_heads} heads, and {some}")
         # nn.TransformerEncoderLayer reads these two, and must not bypass this attention by its fast path.
         self.batch_first = True
         self._qkv_same_embed_dim = False
@@ -313,10 +311,9 @@ class MultiheadDilatedAttention(nn.Module):
             raise ValueError("need_weights=True: the attention weights are never formed; pass need_weights=False")
         if attn_mask is not None:
             check_tensor("attn_mask", attn_mask)
-            raise ValueError(
-                f"attn_mask of shape {tuple(attn_mask.shape)}: who attends whom is the pattern's to say; pass "
-                "attn_mask=None, with is_causal=True in the pattern for a causal mask"
-            )
+            remedy = "pass attn_mask=None, with is_causal=True in the pattern for a causal mask"
+            shape = tuple(attn_mask.shape)
+            raise ValueError(f"attn_mask of shape {shape}: who attends whom is the pattern's to say; {remedy}")
         if is_causal is not None and not isinstance(is_causal, bool):
             raise ValueError(f"is_causal must be True, False or None, got {is_causal!r}")
         if is_causal and not self.pattern.is_causal:
@@ -342,10 +339,9 @@ class MultiheadDilatedAttention(nn.Module):
             )
         check_tensor("positions", positions)
         if positions.shape != x.shape[1:2]:
-            raise ValueError(
-                f"positions have shape {tuple(positions.shape)}, the inputs need ({x.shape[1]},), one for each "
-                "row of this rank: ContextParallel.positions(seq_len, cu_seqlens) has them"
-            )
+            needed = f"({x.shape[1]},), one for each row of this rank"
+            remedy = "ContextParallel.positions(seq_len, cu_seqlens) has them"
+            raise ValueError(f"positions have shape {tuple(positions.shape)}, the inputs need {needed}: {remedy}")
         if not is_integral(positions):
             raise ValueError(f"positions have dtype {positions.dtype}: pass integers, as torch.arange makes them")
 

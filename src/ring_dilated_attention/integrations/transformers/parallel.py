@@ -64,10 +64,8 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
         )
     convolutions = {f"{type(x).__name__} of {x.kernel_size[0]}" for x in model.modules() if isinstance(x, nn.Conv1d)}
     if others := ", ".join(sorted(convolutions - {"Conv1d of 1"})):
-        raise ValueError(
-            f"{name} has layers of {others}: ranks exchange rows for dilated attention alone. Use a model in which "
-            "positions meet nowhere else."
-        )
+        remedy = "Use a model in which positions meet nowhere else."
+        raise ValueError(f"{name} has layers of {others}: ranks exchange rows for dilated attention alone. {remedy}")
     if getattr(model, SHARDED, None) is not None:
         raise ValueError(f"{name} is under context_parallel already: remove() the first handle.")
     return ShardedForward(model, parallel)
@@ -167,10 +165,8 @@ class ShardedForward:
     def _batch(self, model: Any, given: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors to cut, still whole, and the arguments to pass on. Counts the labels."""
         if given.get("past_key_values") is not None or given.get("logits_to_keep"):
-            raise ValueError(
-                "context_parallel takes no cache and no logits_to_keep, which generate passes: remove() the handle "
-                "that it returned, then generate."
-            )
+            remedy = "remove() the handle that it returned, then generate."
+            raise ValueError(f"context_parallel takes no cache and no logits_to_keep, which generate passes: {remedy}")
         if given.get("return_dict") is False:
             raise ValueError("return_dict=False: a tuple has no output.loss to replace. Leave return_dict out.")
         ids = given.get("input_ids")
@@ -178,10 +174,8 @@ class ShardedForward:
             raise ValueError("under context_parallel a model needs input_ids, (batch, N), the whole of them.")
         lengths = self.parallel.cut.default_lengths(ids.shape[1])
         if 0 in lengths:
-            raise ValueError(
-                f"{ids.shape[1]} positions over {self.parallel.world_size} ranks are {lengths}: a rank would have none."
-                " Give longer sequences, or fewer ranks."
-            )
+            found = f"{ids.shape[1]} positions over {self.parallel.world_size} ranks are {lengths}"
+            raise ValueError(f"{found}: a rank would have none. Give longer sequences, or fewer ranks.")
         positions, borders = given.get("position_ids"), given.get("cu_seq_lens_q")
         if borders is None and positions is not None:
             borders = find_borders(positions, len(positions), ids.shape[1])
@@ -241,10 +235,8 @@ def _shift(model: Any) -> int:
         return 0
     if model.get_decoder() is not model and LOSS_MAPPING.get(kind, ForCausalLMLoss) is ForCausalLMLoss:
         return 1
-    raise ValueError(
-        f"{type(model).__name__} computes no loss of single positions: call it without labels, and compute the loss "
-        "from outputs that parallel.unshard joins."
-    )
+    remedy = "call it without labels, and compute the loss from outputs that parallel.unshard joins."
+    raise ValueError(f"{type(model).__name__} computes no loss of single positions: {remedy}")
 
 
 def _refuse_padding(mask: Tensor | None, labels: Tensor | None, model: Any) -> None:

@@ -29,10 +29,8 @@ class SameSample:
     def get_train_dataloader(self) -> Any:
         smoothing = self.args.label_smoothing_factor
         if smoothing:
-            raise ValueError(
-                f"label_smoothing_factor={smoothing}: Trainer would compute its own loss, from whole labels and the "
-                "logits of a shard. Set it to 0."
-            )
+            why = "Trainer would compute its own loss, from whole labels and the logits of a shard"
+            raise ValueError(f"label_smoothing_factor={smoothing}: {why}. Set it to 0.")
         if self.compute_loss_func is not None:
             raise ValueError("compute_loss_func would be given whole labels and the logits of a shard: leave it out.")
         return self._same(super().get_train_dataloader())  # type: ignore[misc]

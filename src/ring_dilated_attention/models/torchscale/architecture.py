@@ -224,10 +224,8 @@ def _side(settings: Mapping[str, Any], side: str | None) -> str:
 
 def _num_decoder_layers(settings: Mapping[str, Any], side: str) -> Any:
     if side == "decoder":
-        raise ValueError(
-            "the decoder of an encoder-decoder has cross-attention, which is not supported: pass "
-            "is_encoder_decoder=False for a decoder that stands alone."
-        )
+        remedy = "pass is_encoder_decoder=False for a decoder that stands alone."
+        raise ValueError(f"the decoder of an encoder-decoder has cross-attention, which is not supported: {remedy}")
     if settings.get("decoder_layers") is None:
         raise ValueError(
             "is_encoder_decoder=True, but the settings have no decoder_layers, on which an encoder's scales depend: "

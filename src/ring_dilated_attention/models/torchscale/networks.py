@@ -235,11 +235,9 @@ class _LongNet(CheckedLoading):
         x_BNE = embeddings * math.sqrt(self.config.embed_dim) if self.config.scale_embedding else embeddings
         if self.embed_positions is not None:
             num_rows = self.embed_positions.num_embeddings
-            if documents.longest + FIRST_LEARNED_POSITION > num_rows:  # on all ranks
-                raise ValueError(
-                    f"a document has {documents.longest} positions, and {num_rows - FIRST_LEARNED_POSITION} were "
-                    f"learned ({num_rows} rows, the first {FIRST_LEARNED_POSITION} of which are no positions)"
-                )
+            if documents.longest > (learned := num_rows - FIRST_LEARNED_POSITION):  # on all ranks
+                rows = f"{num_rows} rows, the first {FIRST_LEARNED_POSITION} of which are no positions"
+                raise ValueError(f"a document has {documents.longest} positions, and {learned} were learned ({rows})")
             x_BNE = x_BNE + self.embed_positions(documents.positions().to(x_BNE.device) + FIRST_LEARNED_POSITION)
         return x_BNE if self.layernorm_embedding is None else self.layernorm_embedding(x_BNE)
 
