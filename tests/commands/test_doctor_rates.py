@@ -78,7 +78,7 @@ def test_rates_are_measured_in_the_dtype_that_is_advised(speedups, dtype, monkey
     """The slowest rank's word counts for all. Catches a file with rates of another dtype than the advice."""
     measured = []
     monkeypatch.setattr(examination, "speedup", lambda parallel, device: speedups[0])
-    monkeypatch.setattr(examination, "gathered", lambda parallel, own: [{"gain": x} for x in speedups])
+    monkeypatch.setattr(examination, "values_of_all", lambda parallel, value: list(speedups))
     monkeypatch.setattr(examination, "rates", lambda parallel, device, dtype: measured.append(dtype) or {"x": 1.0})
     monkeypatch.setattr(examination, "SECONDS_APART", 0)
     alone = mock.Mock(world_size=1)
