@@ -8,6 +8,8 @@ From 4 ranks on a rank that does not come ("user") is not the direct peer of all
 """
 
 import argparse
+import datetime
+import json
 import random
 import statistics
 import sys
@@ -22,6 +24,7 @@ from faults import CAUSAL, Fault, Trial, run_trial
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
+from ring_dilated_attention.training.machine import hardware, versions
 
 KINDS = ("kill", "stop", "raise")
 
@@ -76,6 +79,25 @@ def row(number: int, trial: Trial) -> str:
     )
 
 
+def summary(kind: str, trials: Sequence[Trial]) -> list[dict[str, object]]:
+    """A row for each number of ranks."""
+    rows = []
+    for world_size in sorted({trial.fault.world_size for trial in trials}):
+        found = [trial for trial in trials if trial.fault.world_size == world_size]
+        seconds = [x for trial in found for x in trial.seconds.values()]
+        rows.append(
+            {
+                "kind": kind,
+                "ranks": world_size,
+                "places": sorted({trial.fault.place for trial in found}),
+                "number": len(found),
+                "passed": sum(not trial.complaints for trial in found),
+                "seconds": {"median": round(statistics.median(seconds), 2), "max": round(max(seconds), 2)},
+            }
+        )
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
@@ -83,11 +105,12 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=(2, 3, 4))
     parser.add_argument("--places", nargs="+", metavar="WORD", help="the first words of places (default: all)")
     parser.add_argument("--trials", type=int, help="how many of each kind (default: one for each place)")
+    parser.add_argument("--record", type=Path, help="a file for what was found, as JSON")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     print(f"seed {arguments.seed}")
     print("trial  fault  rank    stage     place                   when           chunk  error after, s   message")
-    all_passed = True
+    all_passed, rows = True, []
     tried = [x for x in places(arguments.ranks) if not arguments.places or x[2].split()[0] in arguments.places]
     for kind in arguments.kinds:
         trials = []
@@ -96,11 +119,17 @@ def main() -> int:
             print(row(number, trials[-1]), flush=True)
             for complaint in trials[-1].complaints:
                 print(f"       {complaint}", flush=True)
+        rows += summary(kind, trials)
         passed = sum(not trial.complaints for trial in trials)
         all_passed &= passed == len(trials)
         seconds = [x for trial in trials for x in trial.seconds.values()]
         spread = f"median {statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s" if seconds else "no errors"
         print(f"{kind}: {passed} of {len(trials)} passed; from the fault to the others' errors {spread}")
+    if arguments.record is not None:
+        known = {"case": "faults", "command": " ".join(["python tests/ranks/fault_trials.py", *sys.argv[1:]])}
+        known |= {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "seed": arguments.seed}
+        known |= {"hardware": hardware(), "versions": versions(), "rows": rows}
+        arguments.record.write_text(json.dumps(known, indent=1) + "\n")
     return 0 if all_passed else 1
 
 
