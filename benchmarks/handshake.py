@@ -9,6 +9,8 @@ that have forgotten their calls, and wait for the handshake first.
 
 import time
 from collections.abc import Callable
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +100,8 @@ def check_all_hear(num_ranks: int) -> int:
     rounds = [list(rounds_of(rank, num_ranks)) for rank in range(num_ranks)]
     known = [1 << rank for rank in range(num_ranks)]
     for number in range(num_rounds(num_ranks)):
-        known = [known[rank] | known[rounds[rank][number][1]] for rank in range(num_ranks)]
+        heard = [[known[source] for _, source in rounds[rank][number]] for rank in range(num_ranks)]
+        known = [reduce(or_, some, known[rank]) for rank, some in enumerate(heard)]
     if deaf := sum(x != (1 << num_ranks) - 1 for x in known):
         raise GateError(f"{deaf:,} of {num_ranks:,} ranks do not hear of all others")
     return 0

@@ -1,7 +1,8 @@
 """Per hop: computation, communication and *exposed* communication (time in which a rank does nothing but wait).
 
 All of it comes from the run itself, which records every wait on every link. A stage begins with a handshake, while the
-rank computes with its own rows. What a rank waits in it before the last rank has begun the stage is reported apart.
+rank computes with its own rows. What a rank waits before the others have posted the same messages is reported apart: it
+is no communication, but a late rank. (The ranks are on one host, and read one clock.)
 """
 
 import time
@@ -16,6 +17,7 @@ from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.plan import Plan
 from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharding import Cut
 from ring_dilated_attention.ranks.context import ContextParallel
 from ring_dilated_attention.ranks.link import WaitTimes
 from ring_dilated_attention.ranks.processes import recorded_waits
@@ -60,7 +62,8 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
     rows = []
     for i, (pattern, sharding) in enumerate(settings.setups):
         passed = gate(settings.sizes, pattern, [rank[i][0] for rank in ranks])
-        for rank, found in enumerate(ranks):
+        plans, steps = plans_of(settings, pattern, sharding), [rank[i][1] for rank in ranks]
+        for rank, plan in enumerate(plans):
             rows.append(
                 {
                     "segment_lengths": pattern.segment_lengths,
@@ -71,20 +74,25 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
                     "ranks": settings.num_ranks,
                     "threads_per_rank": launch.num_threads,
                     "rank": rank,
-                    **found[i][1],
+                    **summary(plan, steps),
                     "gate": passed,
                 }
             )
     return rows
 
 
+def plans_of(settings: Settings, pattern: DilatedPattern, sharding: str) -> list[Plan]:
+    cut, heads = Cut(sharding, settings.num_ranks), settings.sizes.num_heads
+    shards = cut.shards_of(cut.default_lengths(settings.sizes.seq_len))
+    return [make_plan(Job(pattern, shards, heads, heads), rank) for rank in range(settings.num_ranks)]
+
+
 class Stage(NamedTuple):
-    """When a forward or a backward began and ended, its waits, and when the last rank began it (one host's clock)."""
+    """When a forward or a backward began and ended, and its waits."""
 
     begin: float
     end: float
     waits: list[WaitTimes]
-    last_begin: float
 
     @property
     def seconds(self) -> float:
@@ -95,25 +103,25 @@ class Stage(NamedTuple):
         return _exposed(self.waits)
 
 
-def _rank(worker: Worker, settings: Settings) -> list[tuple[Squares, dict[str, Any]]]:
+Step = dict[str, Stage]
+
+
+def _rank(worker: Worker, settings: Settings) -> list[tuple[Squares, list[Step]]]:
     results = []
     for pattern, sharding in settings.setups:
         parallel = ContextParallel(exchange="ring", sharding=sharding)
         squares = gate_squares(settings.sizes, pattern, parallel)
-        shards = parallel.cut.shards_of(parallel.cut.default_lengths(settings.sizes.seq_len))
-        heads = settings.sizes.num_heads
-        plan = make_plan(Job(pattern, shards, heads, heads), parallel.rank)
-        steps = []
+        steps: list[Step] = []
         for repeat in range(1 + settings.repeats):
             if worker.rank == 0:
                 worker.report(f"{pattern.segment_lengths}, {sharding}")
             found = take_step(settings.sizes, pattern, parallel)
             steps += [found] if repeat else []
-        results.append((squares, summary(plan, steps)))
+        results.append((squares, steps))
     return results
 
 
-def take_step(sizes: Sizes, pattern: DilatedPattern, parallel: ContextParallel) -> dict[str, Stage]:
+def take_step(sizes: Sizes, pattern: DilatedPattern, parallel: ContextParallel) -> Step:
     """One forward and its backward."""
     inputs, dout = make_tensors(sizes, parallel)
     parallel.ranks.handshake(0, {"call": "start together"})
@@ -123,35 +131,43 @@ def take_step(sizes: Sizes, pattern: DilatedPattern, parallel: ContextParallel) 
         middle, num_forward = time.perf_counter(), len(waits)
         torch.autograd.grad(out, inputs, dout)
         end = time.perf_counter()
-    begun = parallel.ranks.records(torch.tensor([begin, middle], dtype=torch.float64), "when stages began")
-    last_begin, last_middle = torch.stack(begun).amax(0).tolist()
-    forward, backward = waits[:num_forward], waits[num_forward:]
-    return {"forward": Stage(begin, middle, forward, last_begin), "backward": Stage(middle, end, backward, last_middle)}
+    return {"forward": Stage(begin, middle, waits[:num_forward]), "backward": Stage(middle, end, waits[num_forward:])}
 
 
-def summary(plan: Plan, steps: Sequence[dict[str, Stage]]) -> dict[str, Any]:
-    """The step of all repeats, its exposed share, and what each stage is made of (handshake, own rows, hops)."""
+def summary(plan: Plan, ranks: Sequence[Sequence[Step]]) -> dict[str, Any]:
+    """One rank's step of all repeats, its exposed share, and what each stage is made of (handshake, own rows, hops).
+
+    ranks: every rank's steps.
+    """
+    steps = ranks[plan.rank]
     seconds = [sum(stage.seconds for stage in step.values()) for step in steps]
     exposed = [sum(stage.exposed for stage in step.values()) for step in steps]
     return {
         "step_seconds": quantiles(seconds),
         "computing_seconds": quantiles(a - b for a, b in zip(seconds, exposed, strict=True)),
         "exposed_share": quantiles(b / a for a, b in zip(seconds, exposed, strict=True)),
-        "parts": [found for name in steps[0] for found in _of_stage(plan, name, [step[name] for step in steps])],
+        "parts": [
+            found
+            for name in steps[0]
+            for found in _of_stage(plan, name, [[steps[i][name] for steps in ranks] for i in range(len(steps))])
+        ],
     }
 
 
-def _of_stage(plan: Plan, name: str, stages: Sequence[Stage]) -> Iterator[dict[str, Any]]:
-    """What one stage is made of, over all repeats. Its computation and exposed time add up to the stage."""
-    handshakes = [[w for w in stage.waits if w.moment.endswith(HANDSHAKE)] for stage in stages]
-    late = [
-        sum(max(min(w.end, stage.last_begin) - w.start, 0.0) for w in waits)
-        for stage, waits in zip(stages, handshakes, strict=True)
-    ]
-    both = map(_exposed, handshakes)
-    yield {"stage": name, "part": LATE, "exposed_seconds": quantiles(late)}
-    own = (seconds - before for seconds, before in zip(both, late, strict=True))
-    yield {"stage": name, "part": HANDSHAKE, "exposed_seconds": quantiles(own)}
+def _of_stage(plan: Plan, name: str, repeats: Sequence[Sequence[Stage]]) -> Iterator[dict[str, Any]]:
+    """What one rank's stage is made of. Its computation and exposed time add up to the stage.
+
+    repeats: for each repeat, every rank's stage.
+    """
+    stages = [stages[plan.rank] for stages in repeats]
+    late = [_late(plan.rank, stages) for stages in repeats]
+
+    def exposed(moment: str) -> dict[str, float]:
+        found = (zip(stage.waits, lates, strict=True) for stage, lates in zip(stages, late, strict=True))
+        return quantiles(sum(w.end - w.start - before for w, before in waits if moment in w.moment) for waits in found)
+
+    yield {"stage": name, "part": LATE, "exposed_seconds": quantiles(map(sum, late))}
+    yield {"stage": name, "part": HANDSHAKE, "exposed_seconds": exposed(HANDSHAKE)}
     working = [_working(stage, len(plan.hops)) for stage in stages]
     yield {
         "stage": name,
@@ -160,7 +176,8 @@ def _of_stage(plan: Plan, name: str, stages: Sequence[Stage]) -> Iterator[dict[s
         "computing_seconds": quantiles(found[0] for found in working),
     }
     for s, hop in enumerate(plan.hops, start=1):
-        waits = [[w for w in stage.waits if w.moment.startswith(f"{name}, hop {s}, ")] for stage in stages]
+        start = f"{name}, hop {s}, "
+        waits = [[w for w in stage.waits if w.moment.startswith(start)] for stage in stages]
         yield {
             "stage": name,
             "part": f"hop {s}",
@@ -170,8 +187,18 @@ def _of_stage(plan: Plan, name: str, stages: Sequence[Stage]) -> Iterator[dict[s
             "computing_seconds": quantiles(found[s] for found in working),
             "chunks_in_flight_seconds": quantiles(_in_flight(found, CHUNKS) for found in waits),
             "gradients_in_flight_seconds": quantiles(_in_flight(found, GRADIENTS) for found in waits),
-            "exposed_seconds": quantiles(map(_exposed, waits)),
+            "exposed_seconds": exposed(start),
         }
+
+
+def _late(rank: int, stages: Sequence[Stage]) -> list[float]:
+    """Of each wait of a rank, the seconds before all others had posted the same messages."""
+    posted: dict[str, float] = {}
+    for other in (stage for k, stage in enumerate(stages) if k != rank):
+        for wait in other.waits:
+            posted[wait.moment] = max(posted.get(wait.moment, 0.0), wait.posted)
+    waits = stages[rank].waits
+    return [max(min(w.end, posted.get(w.moment, 0.0)) - w.start, 0.0) for w in waits]
 
 
 def _exposed(waits: Iterable[WaitTimes]) -> float:
@@ -232,7 +259,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         f"{first['seq_len']:,} positions over {first['ranks']} ranks of one thread, {tensors(first)}, forward and "
         "backward, recorded by the run itself. In flight: from posting a hop's messages until the last is through, "
         "waiting for the other side to post its own included. Exposed: what a rank waited for them; the rest hid behind"
-        " computation. A late rank: waits in a stage's handshake until the last rank had begun the stage.\n\n"
+        " computation. A late rank: what it waited before the others had posted the same messages.\n\n"
         f"{markdown(headers, lines)}"
     )
 

@@ -61,12 +61,16 @@ def stuck(num_ranks, absent):
     for _ in range(num_ranks):  # more than enough
         for rank in set(range(num_ranks)) - {absent}:
             while passed[rank] < len(turns[rank]):
-                source = turns[rank][passed[rank]][1]
-                if source == absent or passed[source] < passed[rank]:
+                if any(x == absent or passed[x] < passed[rank] for _, x in turns[rank][passed[rank]]):
                     break
                 passed[rank] += 1
-    late = [turn[done][1] if done < len(turn) else None for turn, done in zip(turns, passed, strict=True)]
-    return [None if rank == absent else peer for rank, peer in enumerate(late)]
+
+    def late(turn: list[list[tuple[int, int]]], done: int) -> int | None:
+        sources = [source for _, source in turn[done]] if done < len(turn) else []
+        return next((x for x in sources if x == absent or passed[x] < done), None)
+
+    found = [late(turn, done) for turn, done in zip(turns, passed, strict=True)]
+    return [None if rank == absent else peer for rank, peer in enumerate(found)]
 
 
 @pytest.mark.parametrize("num_ranks", [*range(2, 18), 31, 64])

@@ -17,8 +17,8 @@ from ring_dilated_attention.kernels.contract import BackwardRows
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
+from ring_dilated_attention.ranks.link import WaitTimes
 from ring_dilated_attention.run import executor
 from ring_dilated_attention.run.executor import Means
 
@@ -99,8 +99,8 @@ def test_the_test_sees_a_ring_without_overlap():
 LATE_SECONDS = 0.5
 
 
-def rank_is_late_for_backward(rank, world_size):
-    """Rank 1 spends its time between forward and backward; what rank 0 then reports of its own step."""
+def rank_is_late_for_backward(rank, world_size, sizes, pattern):
+    """Rank 1 spends its time between forward and backward."""
     attend = overlap.attend
 
     def attend_and_linger(*args):
@@ -110,28 +110,40 @@ def rank_is_late_for_backward(rank, world_size):
 
     overlap.attend = attend_and_linger
     cp = ContextParallel(exchange="ring")
-    pattern = DilatedPattern((256, 2048), (1, 16))
-    plan = make_plan(Job(pattern, cp.cut.shards_of(cp.cut.default_lengths(2048)), 2, 2), cp.rank)
-    steps = [overlap.take_step(Sizes(2048, 2, 32), pattern, cp) for _ in range(2)]
-    found = overlap.summary(plan, steps[1:])  # the first one connects
-    timings = {(timing["stage"], timing["part"]): timing for timing in found["parts"]}
-    seconds = {
-        name: {key: timing[name]["median"] for key, timing in timings.items() if name in timing}
-        for name in ("computing_seconds", "exposed_seconds", "chunks_in_flight_seconds", "gradients_in_flight_seconds")
-    }
-    total = sum(seconds["computing_seconds"].values()) + sum(seconds["exposed_seconds"].values())
-    assert total == pytest.approx(found["step_seconds"]["median"])
-    assert seconds["chunks_in_flight_seconds"]["backward", "hop 1"] > 0
-    assert seconds["gradients_in_flight_seconds"]["backward", "hop 1"] > 0
-    assert seconds["gradients_in_flight_seconds"]["forward", "hop 1"] == 0
-    if rank == 0:
-        assert seconds["exposed_seconds"]["backward", "a late rank"] > 0.8 * LATE_SECONDS
-        assert seconds["exposed_seconds"]["backward", "handshake"] < 0.2 * LATE_SECONDS
-        assert seconds["computing_seconds"]["forward", "hop 1"] < 0.5 * LATE_SECONDS
-        assert found["exposed_share"]["median"] > 0.5
+    return [overlap.take_step(sizes, pattern, cp) for _ in range(2)][1:]  # the first one connects
 
 
-def test_a_rank_that_waits_in_a_handshake_is_not_computing():
-    """Catches exposed time that leaves out the control link, time that is counted twice or not at all, and a late rank
-    that is taken for a slow handshake."""
-    run(2, rank_is_late_for_backward)
+def test_a_rank_that_waits_is_not_computing():
+    """Catches exposed time that leaves out a link, time that is counted twice or not at all, and a late rank that is
+    taken for slow messages."""
+    settings, pattern = overlap.Settings(Sizes(2048, 2, 32)), DilatedPattern((256, 2048), (1, 16))
+    steps = run(2, rank_is_late_for_backward, settings.sizes, pattern)
+    for plan in overlap.plans_of(settings, pattern, "contiguous"):
+        found = overlap.summary(plan, steps)
+        timings = {(timing["stage"], timing["part"]): timing for timing in found["parts"]}
+        names = ("computing_seconds", "exposed_seconds", "chunks_in_flight_seconds", "gradients_in_flight_seconds")
+        seconds = {
+            name: {key: timing[name]["median"] for key, timing in timings.items() if name in timing} for name in names
+        }
+        total = sum(seconds["computing_seconds"].values()) + sum(seconds["exposed_seconds"].values())
+        assert total == pytest.approx(found["step_seconds"]["median"])
+        assert seconds["chunks_in_flight_seconds"]["backward", "hop 1"] > 0
+        assert seconds["gradients_in_flight_seconds"]["backward", "hop 1"] > 0
+        assert seconds["gradients_in_flight_seconds"]["forward", "hop 1"] == 0
+        exposed = {part: seconds["exposed_seconds"]["backward", part] for part in ("a late rank", "handshake", "hop 1")}
+        if plan.rank == 0:
+            assert exposed["a late rank"] > 0.8 * LATE_SECONDS
+            assert exposed["handshake"] + exposed["hop 1"] < 0.2 * LATE_SECONDS
+            assert seconds["computing_seconds"]["forward", "hop 1"] < 0.5 * LATE_SECONDS
+            assert found["exposed_share"]["median"] > 0.5
+        else:
+            assert exposed["a late rank"] < 0.2 * LATE_SECONDS
+
+
+def test_a_wait_is_late_until_the_others_have_posted():
+    """By hand: of a hop's wait from 2 to 5, the other rank posts at 4; of a handshake's, it had posted before."""
+    hop, meeting = "backward, hop 1, gradients", "backward 3, handshake"
+    own = overlap.Stage(0, 9, [WaitTimes(meeting, 0, 1, 0, 1), WaitTimes(hop, 2, 5, 2, 5)])
+    other = overlap.Stage(0, 9, [WaitTimes(meeting, 0, 1, 1, 1), WaitTimes(hop, 4, 5, 5, 5)])
+    assert overlap._late(0, [own, other]) == [0, 2]
+    assert overlap._late(1, [own, other]) == [0, 0]

@@ -2,17 +2,21 @@
 
 In round k a rank passes what it knows to the rank 2^k further on. By then it knows of 2^k ranks, itself included. At 2,
 3, 4, 5 and 8 ranks a rank sends 1, 2, 2, 3 and 3 messages so. If it sent to all others, it would be 1, 2, 3, 4 and 7.
+Up to 3 ranks the messages are as many, and all others get them in one round. (This was counted.)
 """
 
 from collections.abc import Iterator
 
+MOST_AT_ONCE = 3  # ranks
+
 
 def num_rounds(num_ranks: int) -> int:
-    """ceil(log2 p): as many messages as a rank sends."""
-    return (num_ranks - 1).bit_length()
+    """ceil(log2 p), or one if each rank sends to all others."""
+    return (num_ranks - 1).bit_length() if num_ranks > MOST_AT_ONCE else min(1, num_ranks - 1)
 
 
-def rounds_of(rank: int, num_ranks: int) -> Iterator[tuple[int, int]]:
-    """Whom a rank sends to, and from whom it receives, round by round."""
-    for number in range(num_rounds(num_ranks)):
-        yield (rank + 2**number) % num_ranks, (rank - 2**number) % num_ranks
+def rounds_of(rank: int, num_ranks: int) -> Iterator[list[tuple[int, int]]]:
+    """Whom a rank sends to, and from whom it receives, in each message of each round."""
+    steps = [2**number for number in range((num_ranks - 1).bit_length())]
+    for some in [steps] if 1 < num_ranks <= MOST_AT_ONCE else [[step] for step in steps]:
+        yield [((rank + step) % num_ranks, (rank - step) % num_ranks) for step in some]

@@ -301,18 +301,19 @@ class GroupLink:
         All messages are point to point, so that an error can name the rank that did not enter.
         """
         known = record[None]  # at i: that of the i-th rank before this one
-        for to, source in rounds_of(self.rank, self.world_size):
-            come = torch.empty_like(known[: self.world_size - len(known)])
-            self._meet([(known[: len(come)], to)], [(come, source)], moment)
-            known = torch.cat([known, come])
+        for turn in rounds_of(self.rank, self.world_size):
+            some = known[: self.world_size - len(known)]
+            come = [(torch.empty_like(some), source) for _, source in turn]
+            self._meet([(some, to) for to, _ in turn], come, moment)
+            known = torch.cat([known, *(x for x, _ in come)])
         return [known[(self.rank - peer) % self.world_size] for peer in range(self.world_size)]
 
     def largest(self, record: Tensor, moment: str) -> Tensor:
         """The largest of all ranks' records, entry by entry. No rank returns before all ranks have entered."""
-        for to, source in rounds_of(self.rank, self.world_size):
-            other = torch.empty_like(record)
-            self._meet([(record, to)], [(other, source)], moment)
-            record = record.maximum(other)
+        for turn in rounds_of(self.rank, self.world_size):
+            come = [(torch.empty_like(record), source) for _, source in turn]
+            self._meet([(record, to) for to, _ in turn], come, moment)
+            record = torch.stack([record, *(x for x, _ in come)]).amax(0)
         return record
 
     def _meet(self, sends: Addressed, receives: Addressed, moment: str) -> None:
