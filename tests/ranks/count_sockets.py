@@ -1,12 +1,14 @@
-"""Counts the sockets that a context has in each process, after two steps of a dense ring on gloo.
+"""Counts the sockets that a context has in each process, after two dense steps on gloo.
 
-    python tests/ranks/count_sockets.py --ranks 16 32          as it is: every rank connects to every other
-    python tests/ranks/count_sockets.py --ranks 16 32 --lazy   gloo opens a connection when it is first used
+    python tests/ranks/count_sockets.py --ranks 16 32 --record benchmarks/results/sockets.json
 
-docs/decisions.md says why the second is not used.
+As it is, every rank connects to every other. "lazy" is TORCH_GLOO_LAZY_INIT=1, with which gloo opens a connection when
+it is first used. docs/decisions.md says why that is not used.
 """
 
 import argparse
+import datetime
+import json
 import os
 import sys
 import time
@@ -20,6 +22,16 @@ import torch
 from helpers import randn
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention.training.machine import hardware, versions
+
+USES = {  # by name: exchange, sharding, causal
+    "ring": ("ring", "contiguous", False),
+    "ring, causal": ("ring", "contiguous", True),
+    "ring, causal zigzag": ("ring", "zigzag", True),
+    "all-gather": ("all_gather", "contiguous", False),
+    "all-to-all": ("all_to_all", "contiguous", False),
+    "only shard and unshard": (None, "contiguous", False),
+}
 
 
 def num_sockets() -> int:
@@ -37,13 +49,17 @@ def meet(name: str, world_size: int) -> None:
         time.sleep(0.02)
 
 
-def count(rank: int, world_size: int, is_causal: bool, sharding: str) -> int:
+def count(rank: int, world_size: int, is_lazy: bool, exchange: str | None, sharding: str, is_causal: bool) -> int:
+    os.environ["TORCH_GLOO_LAZY_INIT"] = str(int(is_lazy))
     torch.set_num_threads(1)
     before, n = num_sockets(), 8 * world_size
-    parallel = ContextParallel(exchange="ring", sharding=sharding)
-    x = [randn(1, 8, 2, 4).requires_grad_() for _ in range(3)]
+    parallel = ContextParallel(exchange=exchange or "ring", sharding=sharding)
+    x, pattern = randn(1, 8, world_size, 2).requires_grad_(), DilatedPattern((n,), (1,), is_causal=is_causal)
     for _ in range(2):
-        dilated_attention(*x, DilatedPattern((n,), (1,), is_causal=is_causal), parallel=parallel).sum().backward()
+        if exchange is None:
+            parallel.unshard(parallel.shard(torch.ones(1, n)))
+        else:
+            dilated_attention(x, x, x, pattern, parallel=parallel).sum().backward()
     meet("stepped", world_size)
     found = num_sockets() - before
     meet("counted", world_size)
@@ -53,18 +69,22 @@ def count(rank: int, world_size: int, is_causal: bool, sharding: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[16])
-    parser.add_argument("--lazy", action="store_true", help="with TORCH_GLOO_LAZY_INIT=1")
+    parser.add_argument("--record", type=Path, help="a file for what was found, as JSON")
     arguments = parser.parse_args()
-    if arguments.lazy:
-        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # ranks inherit it
-    print("ranks  causal  sharding    sockets: fewest, median, most")
-    for world_size in arguments.ranks:
-        for is_causal in (False, True):
-            for sharding in ("contiguous", "zigzag"):
-                found = sorted(distributed.run(world_size, count, is_causal, sharding, seconds=120))
-                print(
-                    f"{world_size:5}  {is_causal!s:6}  {sharding:10}  {found[0]}, {found[len(found) // 2]}, {found[-1]}"
-                )
+    rows = []
+    print("ranks  lazy   use                     sockets: fewest, median, most")
+    for is_lazy in (False, True):
+        for world_size in arguments.ranks:
+            for use, call in USES.items():
+                found = sorted(distributed.run(world_size, count, is_lazy, *call, seconds=120))
+                row = {"ranks": world_size, "lazy": is_lazy, "use": use, "fewest": found[0], "most": found[-1]}
+                rows.append(row | {"median": found[len(found) // 2]})
+                print(f"{world_size:5}  {is_lazy!s:5}  {use:22}  {row['fewest']}, {rows[-1]['median']}, {row['most']}")
+    if arguments.record is not None:
+        known = {"case": "sockets", "command": " ".join(["python tests/ranks/count_sockets.py", *sys.argv[1:]])}
+        known |= {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+        known |= {"hardware": hardware(), "versions": versions(), "rows": rows}
+        arguments.record.write_text(json.dumps(known, indent=1) + "\n")
 
 
 if __name__ == "__main__":
