@@ -63,6 +63,8 @@ class GroupPending:
         self.handles.clear()
         for tensor, piece in self.copies:
             tensor.copy_(piece, non_blocking=True)
+            if piece.is_cuda:  # a thread may have made it on a stream of its own
+                piece.record_stream(torch.cuda.current_stream(piece.device))
         self.tensors.clear()
         self.copies.clear()
         if self.link.waits is not None:
@@ -145,6 +147,8 @@ class GroupLink:
             self.fail(moment, *handles[num_done][1:], error)
 
     def fail(self, moment: str, deed: str, peer: int, error: Exception) -> NoReturn:
+        if self.failure:  # the other thread of this call has failed before, or gave up: this follows from it
+            raise ExchangeError(self.failure) from error
         member, reason = self.members[peer], _reason(error)
         failure = self._failure(moment, deed, reason)
         self.last_words.leave(words := Words(failure, reason, moment, member))
@@ -173,8 +177,11 @@ class GroupLink:
             self.group.abort()
         self._disconnect()
         # Messages may be stuck in gloo. End them now: after torch's profiler stops they would write to memory it freed.
-        pending = [x for x in list(self._pending) if x.handles and self.on_gloo(x.tensors[0])]
-        for work in (handle.work for x in pending for handle in x.handles):
+        works: list[dist.Work] = []
+        with suppress(RuntimeError):  # a thread of this call posts just now
+            pending = [x for x in list(self._pending) if x.handles and self.on_gloo(x.tensors[0])]
+            works = [handle.work for x in pending for handle in x.handles]
+        for work in works:
             with suppress(RuntimeError):
                 if not work.is_completed():
                     work.wait(timedelta(milliseconds=1))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..plan.exchange import RankPlan
+from ..plan.sharding import Borders
 from ..run.executor import Means
 from ..run.link_contract import Messages, Pending
 from .link import GroupLink
@@ -22,6 +23,7 @@ class KnownCall(NamedTuple):
     """A call that was made before. lengths: every rank's number of rows."""
 
     lengths: tuple[int, ...]
+    documents: Borders
     rank_plan: RankPlan
     means: Means
 
@@ -33,12 +35,13 @@ class LengthsChanged(Exception):
 class Presumed:
     """A handshake in a thread, and a link that carries nothing before it is through.
 
-    found: every rank's number of rows.
+    found: every rank's number of rows. late: the messages that the thread posts. All others are posted after them.
     """
 
     def __init__(self, known: KnownCall, link: GroupLink, control: GroupLink, agree: Callable[[], tuple[int, ...]]):
         self.lengths, self.link, self.waits = known.lengths, link, control.waits
         self.num_waits = len(self.waits or ())
+        self.late: Future[Pending | None] | None = None
         self.found: Future[tuple[int, ...]] = link.worker.submit(agree)
 
     def confirm(self) -> None:
@@ -50,34 +53,40 @@ class Presumed:
             own = [w._replace(start=max(w.start, start), end=max(w.end, start)) for w in self.waits[self.num_waits :]]
             self.waits[self.num_waits :], self.waits = own, None
 
+    def posted_late(self) -> Pending | None:
+        """What the thread has posted, once it has."""
+        self.confirm()
+        return self.late.result() if self.late else None
+
     def carry(self, sends: Messages, receives: Messages, moment: str) -> Pending:
-        if self.found.done():
-            self.confirm()
+        if self.found.done() or self.late:
+            self.posted_late()
             return self.link.carry(sends, receives, moment)
         from_here = _from_here(next(x for x, _ in (*sends, *receives)))
 
-        def post() -> Pending:
-            if self.found.result() != self.lengths:
-                raise LengthsChanged
+        def post() -> Pending | None:
+            if self.found.exception() is not None or self.found.result() != self.lengths:
+                return None  # `confirm` raises. An error here would keep the messages' memory
             with from_here():
                 return self.link.carry(sends, receives, moment)
 
-        return _Late(self, self.link.worker.submit(post))
+        self.late = self.link.worker.submit(post)
+        return _Late(self)
 
     def carry_apart(self, sends: Messages, receives: Messages, moment: str) -> tuple[Pending, Pending]:
-        self.confirm()  # a program waits for its first messages before it sends in this way
+        self.posted_late()
         return self.link.carry_apart(sends, receives, moment)
 
 
 class _Late(NamedTuple):
     """Messages that the thread posts after the handshake."""
 
-    handshake: Presumed
-    posted: Future[Pending]
+    presumed: Presumed
 
     def wait(self) -> None:
-        self.handshake.confirm()
-        self.posted.result().wait()
+        posted = self.presumed.posted_late()
+        assert posted is not None
+        posted.wait()
 
 
 def _from_here(x: Tensor) -> Callable[[], AbstractContextManager[object]]:

@@ -149,10 +149,12 @@ class Processes(Ranks):
         with self.turn:
             return agree(self.control, length, fields | owner, failure)
 
-    def presume(self, known: KnownCall, fields: dict[str, object]) -> Presumed:
-        failure, link = self._why_other_thread(), known.means.link
+    def presume(self, known: KnownCall, fields: dict[str, object]) -> Presumed | None:
+        link = known.means.link
+        if self._why_other_thread() or not self.is_dealt(known.documents):
+            return None  # to be refused, on all ranks
         assert isinstance(link, GroupLink)
-        return Presumed(known, link, self.control, lambda: self._agree(known.lengths[self.rank], fields, failure))
+        return Presumed(known, link, self.control, lambda: self._agree(known.lengths[self.rank], fields, None))
 
     def _why_other_thread(self) -> str | None:
         """Why this thread may make no call, or None. Calls of two threads would take each other's messages. A thread of
@@ -236,6 +238,7 @@ class Processes(Ranks):
     def close(self) -> None:
         _give_back(self.opened)
         self.opened.clear()
+        self.known.clear()
 
 
 _dropped: dict[str, list[GroupLink]] = {}  # by name: contexts that were dropped without `close`

@@ -65,9 +65,14 @@ class Ranks:
             del self.dealt[next(iter(self.dealt))]
         return self.shards(lengths, documents)
 
+    def is_dealt(self, documents: Borders) -> bool:
+        """False if the place of rows depends on documents, and none like these was cut lately."""
+        is_free = self.cut.sharding != BY_DOCUMENT or not documents or not self.dealt
+        return is_free or hash(documents) in self.dealt
+
     def check_dealt(self, documents: Borders) -> None:
-        """Raise ValueError if the place of rows depends on documents, and none like these was cut lately."""
-        if self.cut.sharding == BY_DOCUMENT and documents and self.dealt and hash(documents) not in self.dealt:
+        """Raise ValueError unless `is_dealt`."""
+        if not self.is_dealt(documents):
             given = f"cu_seqlens={shown(documents)} is of no sequence that this context has cut lately"
             raise ValueError(f"{given}. Pass the cu_seqlens that `shard` was given.")
 
@@ -192,26 +197,28 @@ class Ranks:
             fields = self.fields(call, stage, begun, query, key)
             scaled = call.scaled(query)
         kind, presumed = (stage, call, begun[1:], query.shape, key.shape, query.dtype, query.device), None
-        if known := self.known.get(kind):
-            presumed = self.presume(known, fields)
-            with suppress(LengthsChanged), self.all_or_none(RefusedError, LengthsChanged):
+        with suppress(LengthsChanged), self.all_or_none(RefusedError, LengthsChanged):
+            if (known := self.known.get(kind)) and (presumed := self.presume(known, fields)):
                 result = execute(known.rank_plan, known.means._replace(link=presumed), scaled)
                 presumed.confirm()
+                self.notice(known.lengths)
                 return result
         with self.all_or_none(ValueError):
             lengths = self.agree(query.shape[1], fields, None) if presumed is None else presumed.found.result()
             self.notice(lengths)
             rank_plan, means = self.route(call, stage, begun, query, key, lengths)
+        self.known.pop(kind, None)  # an older one with other lengths
         if means.link is not None and means.dealer is None:
-            self.known[kind] = KnownCall(lengths, rank_plan, means)
+            documents = documents_of(begun.borders, sum(lengths))
+            self.known[kind] = KnownCall(lengths, documents, rank_plan, means)
             if len(self.known) > KINDS_KEPT:
                 del self.known[next(iter(self.known))]
         with self.all_or_none():
             return execute(rank_plan, means, scaled)
 
-    def presume(self, known: KnownCall, fields: dict[str, object]) -> Presumed:
-        """Begin the handshake of a known call."""
-        raise AssertionError("one process alone sends nothing")
+    def presume(self, known: KnownCall, fields: dict[str, object]) -> Presumed | None:
+        """Begin the handshake of a known call. None: do it first."""
+        return None
 
     def route(
         self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor, lengths: Sequence[int]

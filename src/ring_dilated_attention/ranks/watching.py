@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -97,24 +97,21 @@ class Worker:
     """Carries out functions one after the other, in a thread. The thread ends when the worker is freed."""
 
     def __init__(self) -> None:
-        self.queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         start_thread(self._serve, self.queue)
         weakref.finalize(self, self.queue.put, None)
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
+        self.queue.put((future, function))
+        return future
 
-        def settle() -> None:
+    @staticmethod
+    def _serve(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+        while (entry := queue.get()) is not None:
+            future, function = entry
             try:
                 future.set_result(function())
             except BaseException as error:  # noqa: BLE001  whoever asks for the result raises it
                 future.set_exception(error)
-
-        self.queue.put(settle)
-        return future
-
-    @staticmethod
-    def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
-        while (function := queue.get()) is not None:
-            function()
-            del function  # and with it the messages' memory
+            del entry, future, function  # and with them the messages' memory, also where an error leads to this frame
