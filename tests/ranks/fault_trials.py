@@ -12,6 +12,7 @@ import datetime
 import json
 import random
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
@@ -98,6 +99,11 @@ def summary(kind: str, trials: Sequence[Trial]) -> list[dict[str, object]]:
     return rows
 
 
+def commit() -> str | None:
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
@@ -107,7 +113,7 @@ def main() -> int:
     parser.add_argument("--trials", type=int, help="how many of each kind (default: one for each place)")
     parser.add_argument("--record", type=Path, help="a file for what was found, as JSON")
     arguments = parser.parse_args()
-    rng = random.Random(arguments.seed)
+    rng, tried = random.Random(arguments.seed), commit()
     print(f"seed {arguments.seed}")
     print("trial  fault  rank    stage     place                   when           chunk  error after, s   message")
     all_passed, rows = True, []
@@ -128,7 +134,7 @@ def main() -> int:
     if arguments.record is not None:
         known = {"case": "faults", "command": " ".join(["python tests/ranks/fault_trials.py", *sys.argv[1:]])}
         known |= {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "seed": arguments.seed}
-        known |= {"hardware": hardware(), "versions": versions(), "rows": rows}
+        known |= {"commit": tried, "hardware": hardware(), "versions": versions(), "rows": rows}
         arguments.record.write_text(json.dumps(known, indent=1) + "\n")
     return 0 if all_passed else 1
 
