@@ -7,8 +7,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain, pairwise, product
-from operator import mul
+from itertools import pairwise, product
 from typing import NamedTuple
 
 from ..plan.counts import Counter, JobCount, Share
@@ -62,22 +61,23 @@ def peak_memory(
 
 def _coming_home(counted: JobCount, *, is_causal: bool) -> list[int]:
     """For each rank, the rows of gradients that it receives: one for each own row, from each rank that uses the row."""
-    sent = {place for place, segment in counted.segments.items() if segment.received}
-    shares = [[share for share in own if share.place in sent and any(share.rows)] for own in counted.shares]
-    last_starts: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for share in chain(*shares):
-        last_starts[share.place].append(share.starts[-1])
-    for starts in last_starts.values():
-        starts.sort()
-
-    def coming(share: Share) -> int:
-        others = last_starts[share.place]
-        if not is_causal:
-            return (len(others) - 1) * sum(share.rows)
-        later = [len(others) - bisect_right(others, start) - (start < share.starts[-1]) for start in share.starts]
-        return sum(map(mul, share.rows, later))
-
-    return [sum(map(coming, own)) for own in shares]
+    found: dict[tuple[int, int], list[tuple[int, Share]]] = defaultdict(list)
+    for rank, own in enumerate(counted.shares):
+        for share in own:
+            if any(share.rows):
+                found[share.place].append((rank, share))
+    coming = [0] * len(counted.shares)
+    for place, shares in found.items():
+        if not counted.segments[place].received:
+            continue
+        lasts = sorted([share.starts[-1] for _, share in shares])
+        for rank, (_, starts, _, rows, _) in shares:
+            if not is_causal:
+                coming[rank] += (len(lasts) - 1) * sum(rows)
+                continue
+            for start, num in zip(starts, rows, strict=True):
+                coming[rank] += num * (len(lasts) - bisect_right(lasts, start) - (start < starts[-1]))
+    return coming
 
 
 def most_sharing(counted: JobCount) -> dict[int, int]:
