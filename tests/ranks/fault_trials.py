@@ -113,7 +113,7 @@ def main() -> int:
     parser.add_argument("--trials", type=int, help="how many of each kind (default: one for each place)")
     parser.add_argument("--record", type=Path, help="a file for what was found, as JSON")
     arguments = parser.parse_args()
-    rng, tried = random.Random(arguments.seed), commit()
+    rng, at = random.Random(arguments.seed), commit()
     print(f"seed {arguments.seed}")
     print("trial  fault  rank    stage     place                   when           chunk  error after, s   message")
     all_passed, rows = True, []
@@ -134,7 +134,7 @@ def main() -> int:
     if arguments.record is not None:
         known = {"case": "faults", "command": " ".join(["python tests/ranks/fault_trials.py", *sys.argv[1:]])}
         known |= {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "seed": arguments.seed}
-        known |= {"commit": tried, "hardware": hardware(), "versions": versions(), "rows": rows}
+        known |= {"commit": at, "hardware": hardware(), "versions": versions(), "rows": rows}
         arguments.record.write_text(json.dumps(known, indent=1) + "\n")
     return 0 if all_passed else 1
 
