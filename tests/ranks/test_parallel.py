@@ -295,8 +295,9 @@ def rank_runs_out_of_memory(rank, world_size, stage):
     message = message_of(lambda: dense_call(cp, backward=True), MemoryError if rank == 1 else ExchangeError)
     assert time.monotonic() - start < 20
     assert rank == 1 or f", rank {rank})" in message, message
-    # The messages of a forward may be over when a kernel fails.
-    assert rank == 1 or stage == "forward" or "backward, " in message, message
+    # The messages of a forward may be over when a kernel fails. The handshake of a known call may not be.
+    names = ("backward, ", "rank 1 did not enter backward 2")
+    assert rank == 1 or stage == "forward" or any(name in message for name in names), message
     assert "no memory left" in message or rank != 1
     setattr(cpu, stage, whole)
     message = message_of(lambda: dense_call(cp), ExchangeError)
