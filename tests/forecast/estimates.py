@@ -7,18 +7,19 @@ test_forecast.py compares them. The exit status is 1 if an estimated memory is m
 """
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from shlex import quote
 from statistics import quantiles
-from typing import Any, BinaryIO
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # for what tests share
 
 import pytest
+from kept_record import add_record, kept_record
 
 from ring_dilated_attention.forecast import call_cost
 from ring_dilated_attention.forecast.call_cost import Figures, Way, count, forecast
@@ -29,7 +30,6 @@ from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.sharding import Cut
 from ring_dilated_attention.plan.sizes import Sizes, Traits
-from ring_dilated_attention.training.files import MOST_BYTES, check_mine, json_object, write_whole
 
 RandomHardware = Callable[[random.Random, Job, Sizes], Hardware]
 
@@ -141,23 +141,14 @@ KINDS: dict[str, Callable[[random.Random], float]] = {
 }
 
 
-def is_record(file: BinaryIO) -> bool:
-    return json_object(file.read(MOST_BYTES)).get("case") == "estimates"
-
-
 def main() -> int:
-    # The tests need only the jobs, and not the second that this import takes.
-    sys.path.append(str(Path(__file__).parents[2]))
-    from benchmarks.record import make_record
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--number", type=int, default=100, help="jobs of each kind")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
-    parser.add_argument("--record", type=Path, help="a file for what was found, as JSON")
+    add_record(parser)
     arguments = parser.parse_args()
-    if arguments.record is not None:
-        check_mine(arguments.record, is_record, "estimates.py")
+    keep = kept_record(parser, arguments.record, "estimates", "tests/forecast/estimates.py", seed=arguments.seed)
     rows = []
     for kind in arguments.kinds:
         rng = random.Random(f"{arguments.seed} {kind}")
@@ -166,11 +157,7 @@ def main() -> int:
         found = {"least": ratios[0], "5 %": twentieths[0], "median": twentieths[9], "95 %": twentieths[18]}
         rows.append({"kind": kind, "number": arguments.number, "estimate_over_exact": found | {"most": ratios[-1]}})
         print(kind, arguments.number, *(f"{name} {ratio:.3f}" for name, ratio in found.items()), flush=True)
-    if arguments.record is not None:
-        command = " ".join(["python tests/forecast/estimates.py", *map(quote, sys.argv[1:])])
-        record = make_record("estimates", rows, is_quick=False) | {"command": command, "seed": arguments.seed}
-        text = json.dumps(record, indent=1) + "\n"
-        write_whole(arguments.record, text.encode(), is_record, "estimates.py")
+    keep(rows)
     memory = [row["estimate_over_exact"]["least"] for row in rows if "memory" in row["kind"]]
     return 1 if min(memory, default=1.0) < MEMORY_ERRORS[0] else 0
 

@@ -7,8 +7,6 @@ it is first used. docs/decisions.md says why that is not used.
 """
 
 import argparse
-import datetime
-import json
 import os
 import sys
 import time
@@ -20,9 +18,9 @@ sys.path.append(str(Path(__file__).parents[1]))  # for what tests share
 import distributed
 import torch
 from helpers import randn
+from kept_record import add_record, kept_record
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
-from ring_dilated_attention.training.machine import hardware, versions
 
 USES = {  # by name: exchange, sharding, causal
     "ring": ("ring", "contiguous", False),
@@ -69,9 +67,9 @@ def count(rank: int, world_size: int, is_lazy: bool, exchange: str | None, shard
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[16])
-    parser.add_argument("--record", type=Path, help="a file for what was found, as JSON")
+    add_record(parser)
     arguments = parser.parse_args()
-    rows = []
+    keep, rows = kept_record(parser, arguments.record, "sockets", "tests/ranks/count_sockets.py"), []
     print("ranks  lazy   use                     sockets: fewest, median, most")
     for is_lazy in (False, True):
         for world_size in arguments.ranks:
@@ -80,11 +78,7 @@ def main() -> None:
                 row = {"ranks": world_size, "lazy": is_lazy, "use": use, "fewest": found[0], "most": found[-1]}
                 rows.append(row | {"median": found[len(found) // 2]})
                 print(f"{world_size:5}  {is_lazy!s:5}  {use:22}  {row['fewest']}, {rows[-1]['median']}, {row['most']}")
-    if arguments.record is not None:
-        known = {"case": "sockets", "command": " ".join(["python tests/ranks/count_sockets.py", *sys.argv[1:]])}
-        known |= {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
-        known |= {"hardware": hardware(), "versions": versions(), "rows": rows}
-        arguments.record.write_text(json.dumps(known, indent=1) + "\n")
+    keep(rows)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,8 @@ From 4 ranks on a rank that does not come ("user") is not the direct peer of all
 """
 
 import argparse
-import datetime
-import json
 import random
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
@@ -21,11 +18,11 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))  # for what tests share
 
 from faults import CAUSAL, Fault, Trial, run_trial
+from kept_record import add_record, kept_record
 
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
-from ring_dilated_attention.training.machine import hardware, versions
 
 KINDS = ("kill", "stop", "raise")
 
@@ -99,11 +96,6 @@ def summary(kind: str, trials: Sequence[Trial]) -> list[dict[str, object]]:
     return rows
 
 
-def commit() -> str | None:
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
@@ -111,12 +103,13 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=(2, 3, 4))
     parser.add_argument("--places", nargs="+", metavar="WORD", help="the first words of places (default: all)")
     parser.add_argument("--trials", type=int, help="how many of each kind (default: one for each place)")
-    parser.add_argument("--record", type=Path, help="a file for what was found, as JSON")
+    add_record(parser)
     arguments = parser.parse_args()
-    rng, at = random.Random(arguments.seed), commit()
+    keep = kept_record(parser, arguments.record, "faults", "tests/ranks/fault_trials.py", seed=arguments.seed)
+    rng = random.Random(arguments.seed)
     print(f"seed {arguments.seed}")
     print("trial  fault  rank    stage     place                   when           chunk  error after, s   message")
-    all_passed, rows = True, []
+    all_passed, rows = True, list[dict[str, object]]()
     tried = [x for x in places(arguments.ranks) if not arguments.places or x[2].split()[0] in arguments.places]
     for kind in arguments.kinds:
         trials = []
@@ -125,17 +118,12 @@ def main() -> int:
             print(row(number, trials[-1]), flush=True)
             for complaint in trials[-1].complaints:
                 print(f"       {complaint}", flush=True)
-        rows += summary(kind, trials)
+        keep(rows := [*rows, *summary(kind, trials)])
         passed = sum(not trial.complaints for trial in trials)
         all_passed &= passed == len(trials)
         seconds = [x for trial in trials for x in trial.seconds.values()]
         spread = f"median {statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s" if seconds else "no errors"
         print(f"{kind}: {passed} of {len(trials)} passed; from the fault to the others' errors {spread}")
-    if arguments.record is not None:
-        known = {"case": "faults", "command": " ".join(["python tests/ranks/fault_trials.py", *sys.argv[1:]])}
-        known |= {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "seed": arguments.seed}
-        known |= {"commit": at, "hardware": hardware(), "versions": versions(), "rows": rows}
-        arguments.record.write_text(json.dumps(known, indent=1) + "\n")
     return 0 if all_passed else 1
 
 

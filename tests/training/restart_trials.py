@@ -11,7 +11,6 @@ has imported it, and ranks start in a tenth of a second: faults fall on other mo
 """
 
 import argparse
-import datetime
 import json
 import os
 import random
@@ -37,18 +36,11 @@ sys.path.append(str(Path(__file__).parents[1]))  # for what tests share
 from distributed import start_server
 from forked import ForkedLauncher
 from helpers import free_port
+from kept_record import add_record, kept_record
 from safetensors import safe_open
 
 from ring_dilated_attention.models.saved_run import find_checkpoint, step_of
-from ring_dilated_attention.training.files import (
-    MADE_BY,
-    MOST_BYTES,
-    check_mine,
-    is_our_picture,
-    json_object,
-    write_whole,
-)
-from ring_dilated_attention.training.machine import hardware, versions
+from ring_dilated_attention.training.files import MADE_BY, is_our_picture, write_whole
 
 OPTIONS = "--seq-len 48 --embed-dim 16 --num-heads 2 --segment-lengths 8 48 --dilation-rates 1 3 --warmup-steps 2 "
 OPTIONS += "--held-out-bytes 96 --save-every 5 --data text.txt --run-folder run"
@@ -552,31 +544,6 @@ def numbered_trial(folder: Path, seed: int, kind: str, wholes: Sequence[Result],
     return in_folder(folder / f"trial-{number}", run_trial, kind, job, rng, wholes[cut], moment)
 
 
-def is_record(file: Any) -> bool:
-    return json_object(file.read(MOST_BYTES)).get("case") == "restarts"
-
-
-def commit() -> str | None:
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None
-
-
-def record_of(rows: list[dict[str, Any]], tried: str | None, seed: int, at_once: int, seconds: float) -> dict[str, Any]:
-    """tried: the commit."""
-    return {
-        "case": "restarts",
-        "command": " ".join(["python tests/training/restart_trials.py", *sys.argv[1:]]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": tried,
-        "seed": seed,
-        "at_once": at_once,
-        "seconds": round(seconds),
-        "hardware": hardware(),
-        "versions": versions(),
-        "rows": rows,
-    }
-
-
 def row_of(kind: str, trials: Sequence[Trial]) -> dict[str, Any]:
     ended = [trial.ended for trial in trials if trial.ended is not None]
     return {
@@ -614,16 +581,16 @@ def main() -> int:
     parser.add_argument("--number", type=int, default=20, help="trials of each kind, and half as many of fsdp")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--at-once", type=int, default=2, help="trials at a time: most of a trial waits (default 2)")
-    parser.add_argument("--record", type=Path, help="a file for what was found, as JSON")
+    add_record(parser)
     parser.add_argument("--picture", type=Path, help="only draw the losses of a run that is killed six times, as PNG")
     arguments = parser.parse_args()
     if arguments.picture is not None:
         return make_picture(arguments.picture)
-    if arguments.record is not None:
-        check_mine(arguments.record, is_record, "restart_trials.py")
+    about = {"seed": arguments.seed, "at_once": arguments.at_once}
+    keep = kept_record(parser, arguments.record, "restarts", "tests/training/restart_trials.py", **about)
     print(f"seed {arguments.seed}")
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that others are forked from
-    began, tried = time.monotonic(), commit()  # before the record is written, which is a change
+    began = time.monotonic()
     rows: list[dict[str, Any]] = []
     with (
         tempfile.TemporaryDirectory(prefix="rda-trials-") as folder,
@@ -643,9 +610,7 @@ def main() -> int:
                 print(f"{line}{' (forked)' * trial.is_forked:9}  {trial.moment:6}  {verdict}: {trial.outcome}{ended}")
                 print(*(f"     {complaint}\n" for complaint in trial.complaints), sep="", end="", flush=True)
             rows.append(row_of(kind, trials))
-            if arguments.record is not None:
-                known = record_of(rows, tried, arguments.seed, arguments.at_once, time.monotonic() - began)
-                arguments.record.write_text(json.dumps(known, indent=1) + "\n")
+            keep(rows, seconds=round(time.monotonic() - began))
     return 1 if any(row["failed"] for row in rows) else 0
 
 
