@@ -23,9 +23,9 @@ from .ledger import Peak, attention_memory
 # A large job is replaced by two small ones, with so many ranks. One number is even and one is odd, since the largest
 # rank of a zigzag depends on that: the two spans in its middle may share a segment or not.
 FEW = (12, 13)
-# The least and the largest ratio of an estimate to the exact figure, in 1,000 random jobs of each kind: all of memory's
-# ratios are above the first (the least is 0.97), and 95 % are below the second. For time these are the 5th and the
-# 95th percentile. Evidence: benchmarks/results/estimates.json.
+# Bounds of an estimate divided by the exact figure, in 1,000 random jobs of each kind: all of memory's ratios are above
+# the first (the least is 0.97), and 95 % are below the second. For time these are the 5th and the 95th percentile.
+# Evidence: benchmarks/results/estimates.json.
 MEMORY_ERRORS, TIME_ERRORS, TIME_ERRORS_OF_HOSTS = (0.95, 1.2), (0.68, 1.06), (0.75, 1.23)
 
 ERRORS_TEXT = (
