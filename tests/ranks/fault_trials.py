@@ -25,13 +25,14 @@ from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 
 KINDS = ("kill", "stop", "raise")
+PLACES = ("user", "handshake", "connecting")  # and those of hops
 
 
 def places(world_sizes: Sequence[int]) -> Iterator[tuple[int, str, str]]:
     """(world size, stage, place): all of them."""
     for world_size in world_sizes:
         for stage in ("forward", "backward"):
-            yield from ((world_size, stage, place) for place in ("user", "handshake"))
+            yield from ((world_size, stage, place) for place in PLACES)
             for hop in range(1, world_size):
                 yield world_size, stage, f"hop {hop}, keys and values"
                 if stage == "backward":
@@ -52,7 +53,7 @@ def draw(rng: random.Random, kind: str, world_size: int, stage: str, place: str)
             chunk_bytes=rng.choice([128 * 1024, 4 * 2**20, 16 * 2**20]),
             timeout=30 if kind == "kill" else 2,
         )
-        if not fault.is_causal or place in ("user", "handshake") or posts_messages(fault):
+        if not fault.is_causal or place in PLACES or posts_messages(fault):
             return fault
 
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.ranks.link import ExchangeError, GroupLink
+from ring_dilated_attention.ranks.processes import Processes
 
 DENSE = DilatedPattern((10**6,), (1,))
 CAUSAL = DilatedPattern((10**6,), (1,), is_causal=True)
@@ -33,10 +34,10 @@ SLACK_SECONDS = 5
 
 
 class Fault(NamedTuple):
-    """What happens to one rank, in the second step.
+    """What happens to one rank, in the second step. (In the first one if it is connecting: later it is connected.)
 
     kind: kill (SIGKILL), stop (SIGSTOP), or raise an error.
-    place: "user" (before the call), "handshake", "hop 1, keys and values", "hop 2, gradients", ...
+    place: "user" (before the call), "handshake", "connecting", "hop 1, keys and values", "hop 2, gradients", ...
     in_flight: the rank fails when it has posted these messages, not before.
     chunk_bytes: of K‖V of one rank, at least 128 KiB. More than sockets buffer (a few MiB) is sure to be on its way.
     timeout: seconds, of the context.
@@ -157,7 +158,7 @@ class Injection:
     def __init__(self, fault: Fault, tells: Connection) -> None:
         self.fault, self.tells = fault, tells
         self.is_armed = False
-        post = GroupLink._post
+        post, reach = GroupLink._post, Processes.reach
 
         def failing_post(link: GroupLink, messages: Any, moment: str) -> Any:
             if not (self.is_armed and messages and self.is_place(moment)):
@@ -169,11 +170,17 @@ class Injection:
             self.strike()
             return pending
 
-        GroupLink._post = failing_post  # type: ignore[method-assign]
+        def failing_reach(*args: Any) -> None:
+            if self.is_armed and fault.place == "connecting":
+                self.strike()
+            reach(*args)
+
+        GroupLink._post, Processes.reach = failing_post, failing_reach  # type: ignore[method-assign]
 
     def enter(self, step: int, stage: str) -> None:
         """Called by the user's loop before every forward and backward."""
-        self.is_armed = (step, stage) == (FAILING_STEP, self.fault.stage)
+        failing_step = 1 if self.fault.place == "connecting" else FAILING_STEP
+        self.is_armed = (step, stage) == (failing_step, self.fault.stage)
         if self.is_armed and self.fault.place == "user":
             self.strike()
 
@@ -228,7 +235,7 @@ _IN_A_MESSAGE = re.compile(
 )
 _IN_A_HANDSHAKE = re.compile(
     r"(?P<moment>(forward|backward) \d+), handshake: rank (?P<peer>\d+) did not enter (?P=moment) "
-    r"\(group 'control of context \w+', rank (?P<own>\d+)\): ."
+    r"\(group '(control|data|heads|chunks) of context \w+', rank (?P<own>\d+)\): ."
 )
 
 

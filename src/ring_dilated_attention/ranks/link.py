@@ -3,7 +3,7 @@
 import re
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,7 +21,7 @@ from .watching import Handle, Progress, Sentinel, Worker, start_thread, with_thr
 
 _WATCH_SECONDS, _GRACE_SECONDS = 0.1, 1.0
 _SHORT_BYTES = 64 * 1024  # messages to one peer that are no longer travel as one
-_UNUSED_TAG = 1  # every message has tag 0
+_UNUSED_TAG, _FIRST_TAG = 1, 2  # every other message has tag 0
 Addressed = Sequence[tuple[Tensor, int]]  # tensors, each with its peer
 _Message = tuple[Callable[..., dist.Work | None], Tensor, int, str]  # isend or irecv, what, peer, what an error says
 
@@ -91,7 +91,8 @@ class GroupLink:
         self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._pending: weakref.WeakSet[GroupPending] = weakref.WeakSet()
         self._worker: Worker | None = None
-        self._sentinels: dict[int, Sentinel] = {}  # by peer
+        self._sentinels: dict[int, Sentinel] = {}  # by peer's rank in the group
+        self.reached: set[int] = set()  # ranks in the group that gloo has connected with this one
         self.waits: list[WaitTimes] | None = None  # None unless waits are recorded
 
     def open(self) -> None:
@@ -106,9 +107,9 @@ class GroupLink:
         self.order = [dist.get_group_rank(self.group, member) for member in members]  # rank in the group, by place
         self.rank = self.order.index(dist.get_rank(self.group))
 
-    def on_gloo(self, x: Tensor) -> bool:
-        """Whether gloo sends a tensor. It also sends for devices without a transport in this group (`_as_one`)."""
-        return self.backends.get(x.device.type, "gloo") == "gloo"
+    def on_gloo(self, device: str) -> bool:
+        """Whether gloo sends tensors of a type of device: also where it cannot read their memory (`_as_one`)."""
+        return self.backends.get(device, "gloo") == "gloo"
 
     @property
     def worker(self) -> Worker:
@@ -124,7 +125,7 @@ class GroupLink:
         lasts until its timeout (signalException in gloo/transport/tcp/pair.cc). So a `Sentinel` notices the break.
         """
         handles, progress = tuple(pending.handles), pending.progress or Progress()
-        if not self.on_gloo(pending.tensors[0]):
+        if not self.on_gloo(pending.tensors[0].device.type):
             progress.follow(handles)
         elif pending.progress is None:
             self.worker.submit(partial(progress.follow, handles))
@@ -138,13 +139,60 @@ class GroupLink:
         num_done = progress.num_done
         if num_done == len(handles):
             return
-        peer = self.order[handles[num_done].peer]
-        if peer not in self._sentinels:
-            self._sentinels[peer] = Sentinel(partial(self._receive_nothing, peer))
-        error = self._sentinels[peer].error
+        error = self._sentinel(self.order[handles[num_done].peer]).error
         # A peer may leave without an error after its last message. Its leaving may be seen before that message.
         if error is not None and not progress.ended.wait(_GRACE_SECONDS) and progress.num_done == num_done:
             self.fail(moment, *handles[num_done][1:], error)
+
+    def _sentinel(self, at: int) -> Sentinel:
+        if at not in self._sentinels:
+            self._sentinels[at] = Sentinel(partial(self._receive_nothing, at))
+        return self._sentinels[at]
+
+    def reach(self, peers: Iterable[int], moment: str) -> None:
+        """Make gloo connect this rank with those of these peers that it is not connected with. They call this too.
+
+        gloo connects two ranks at their first message. A second one blocks until both have posted one. If the peer has
+        died, already the first one blocks. So a thread posts one message for each peer. Meanwhile this thread watches
+        the connections of handshakes: a rank that fails breaks its own, so that all ranks fail, one after the other.
+        """
+        if not (new := sorted({self.order[peer] for peer in peers} - self.reached)):
+            return
+        progress, pending = Progress(), GroupPending(self, moment, tensors=[torch.empty(0, device="cpu")])
+        self._pending.add(pending)
+        self.worker.submit(lambda: progress.follow(self._first_messages(new, pending)))
+        until = time.monotonic() + self.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        while not progress.ended.wait(_WATCH_SECONDS):
+            if self.links[0].neighbour_has_failed(moment, progress) or time.monotonic() > until:
+                progress.error = progress.error or RuntimeError("Timed out")
+                break
+        if progress.error is not None:
+            num_posted = len(pending.handles)
+            at = new[num_posted if num_posted < len(new) else progress.num_done]
+            self.fail(moment, *self._waits_for(at, moment), progress.error)
+        pending.handles.clear()
+        self.reached.update(new)
+
+    def _first_messages(self, new: Sequence[int], pending: GroupPending) -> Iterator[Handle]:
+        for at in new:
+            post = self.group.send if self.order[self.rank] < at else self.group.recv
+            pending.handles.append(Handle(post(pending.tensors, at, _FIRST_TAG), "connecting", at))
+        yield from pending.handles
+
+    def neighbour_has_failed(self, moment: str, progress: Progress) -> bool:
+        """Whether a rank that is connected with this one left because it waited in vain. Fail if it left otherwise."""
+        for at in sorted(self.reached):
+            if (error := self._sentinel(at).error) is not None and not progress.ended.wait(_GRACE_SECONDS):
+                deed, peer = self._waits_for(at, moment)
+                words = self.last_words.of(self.members[peer])
+                if words and words.peer != -1:
+                    return True
+                self.fail(moment, deed, peer, error)
+        return False
+
+    def _waits_for(self, at: int, moment: str) -> tuple[str, int]:
+        peer = self.order.index(at)
+        return _missing(self.members[peer], moment), peer
 
     def fail(self, moment: str, deed: str, peer: int, error: Exception) -> NoReturn:
         if self.failure:  # the other thread of this call has failed before, or gave up: this follows from it
@@ -179,7 +227,7 @@ class GroupLink:
         # Messages may be stuck in gloo. End them now: after torch's profiler stops they would write to memory it freed.
         works: list[dist.Work] = []
         with suppress(RuntimeError):  # a thread of this call posts just now
-            pending = [x for x in list(self._pending) if x.handles and self.on_gloo(x.tensors[0])]
+            pending = [x for x in list(self._pending) if x.handles and self.on_gloo(x.tensors[0].device.type)]
             works = [handle.work for x in pending for handle in x.handles]
         for work in works:
             with suppress(RuntimeError):
@@ -195,14 +243,13 @@ class GroupLink:
         """
         if self.backends.get("cpu") != "gloo":
             return
-        for peer in self.order:
-            if peer != self.order[self.rank]:
-                with suppress(RuntimeError):
-                    self._receive_nothing(peer).wait(timedelta(milliseconds=1))
+        for at in sorted(self.reached):
+            with suppress(RuntimeError):
+                self._receive_nothing(at).wait(timedelta(milliseconds=1))
 
-    def _receive_nothing(self, peer: int) -> dist.Work:
+    def _receive_nothing(self, at: int) -> dist.Work:
         """A receive that nobody answers."""
-        return self.group.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG)
+        return self.group.recv([torch.empty(1, device="cpu")], at, _UNUSED_TAG)
 
     def close(self) -> None:
         """Give the group back. Its sockets and threads live while anything refers to it, as sentinels do."""
@@ -240,7 +287,7 @@ class GroupLink:
         On NCCL both are one batch. In two batches every rank's receives would stand behind its sends in NCCL's stream,
         and all ranks of a ring would wait for ever.
         """
-        if all(self.on_gloo(x) for x, _ in (*sends, *receives)):
+        if all(self.on_gloo(x.device.type) for x, _ in (*sends, *receives)):
             received = self.carry((), receives, moment)  # first, as in `exchange`
             return self.carry(sends, (), moment), received
         both = self.carry(sends, receives, moment)
@@ -261,7 +308,8 @@ class GroupLink:
             for same in joined.values()
         ]
         pending.tensors = [x for _, x, _, _ in messages]
-        on_gloo = all(map(self.on_gloo, pending.tensors))
+        if on_gloo := all(self.on_gloo(x.device.type) for x in pending.tensors):
+            self.reach({peer for *_, peer, _ in messages}, moment)
         # On gloo messages are posted one by one, so that an error names one of them.
         for batch in [[message] for message in messages] if on_gloo else [messages]:
             peers, deeds = [peer for *_, peer, _ in batch], [deed for *_, deed in batch]
@@ -284,7 +332,7 @@ class GroupLink:
 
     def _needs_host(self, x: Tensor) -> bool:
         """Whether host memory must carry a tensor: gloo cannot send CUDA tensors. (No GPU has run this.)"""
-        return x.is_cuda and self.on_gloo(x)
+        return x.is_cuda and self.on_gloo("cuda")
 
     def _as_one(self, tensors: Sequence[Tensor], is_sent: bool, pending: GroupPending) -> Tensor:
         """The tensor that travels for these: the only one, or a copy of all. A copy is on the host where gloo sends for
@@ -367,6 +415,6 @@ def _reason(error: Exception) -> str:
     """The transport's error without its source line and its advice."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
     reason = re.sub(r"^\[\S+:\d+\] ", "", first).split(". This is typically")[0].rstrip(".")
-    if "onnection closed" in reason or "onnection reset" in reason:
+    if re.search("onnection (closed|reset|refused)", reason):
         reason += ": that rank died, or gave up after an error of its own"
     return reason + "."

@@ -1,5 +1,6 @@
 """Connects several processes that share sequences: their groups, in the order of ranks, and a call's handshake."""
 
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -30,7 +31,7 @@ class _EmptyGroup(dist.ProcessGroup):
     """A group of this rank alone, without connections and threads, that only adds one to torch's number of groups."""
 
 
-_EMPTY, _MOST_NAMES = "ring_dilated_attention_empty", 1000
+_EMPTY, _MOST_NAMES, _LAZY = "ring_dilated_attention_empty", 1000, "TORCH_GLOO_LAZY_INIT"
 
 
 def _give_back(links: list[GroupLink]) -> None:
@@ -61,6 +62,19 @@ def _leave_empty_group() -> None:
 
 def _make_empty_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
     return _EmptyGroup(rank, world_size)  # type: ignore[call-arg]  # the stub knows torch's own classes alone
+
+
+@contextmanager
+def _connected_on_use() -> Iterator[None]:
+    """gloo's groups made here connect two ranks at their first message (`GroupLink.reach`), not all with all."""
+    before = os.environ.get(_LAZY)
+    os.environ[_LAZY] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_LAZY]
+        if before is not None:
+            os.environ[_LAZY] = before
 
 
 class Processes(Ranks):
@@ -123,13 +137,14 @@ class Processes(Ranks):
     def _open(self, purpose: str, backend: str | None, members: list[int]) -> GroupLink:
         """A communicator of these global ranks, in this order."""
         try:
-            group = dist.new_group(
-                members,
-                timeout=self.timeout,
-                backend=backend,
-                use_local_synchronization=len(members) != dist.get_world_size(),
-                group_desc=f"ring_dilated_attention:{purpose}",
-            )
+            with _connected_on_use():
+                group = dist.new_group(
+                    members,
+                    timeout=self.timeout,
+                    backend=backend,
+                    use_local_synchronization=len(members) != dist.get_world_size(),
+                    group_desc=f"ring_dilated_attention:{purpose}",
+                )
             self.name = self.name or f"context {group.group_name[:12]}"  # the first group's name, or a hash
             link = GroupLink(group, f"{purpose} of {self.name}", members, self.opened)
             link.open()
@@ -141,20 +156,41 @@ class Processes(Ranks):
         return link
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
-        with self.turn:  # another thread's refusal is sent between two handshakes of the owner
-            return self._agree(length, fields, self._why_other_thread() or failure)
+        return self.agree_call(length, fields, (), failure)[0]
 
-    def _agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
+    def agree_call(
+        self, length: int, fields: dict[str, object], known: tuple[int, ...], failure: str | None = None
+    ) -> tuple[tuple[int, ...], bool]:
+        with self.turn:  # another thread's refusal is sent between two handshakes of the owner
+            return self._agree(length, fields, known, self._why_other_thread() or failure)
+
+    def _agree(
+        self, length: int, fields: dict[str, object], known: tuple[int, ...], failure: str | None = None
+    ) -> tuple[tuple[int, ...], bool]:
         owner = {"the name of the calling thread (Thread(name=...) sets it)": self.owner and self.owner.name}
         with self.turn:
-            return agree(self.control, length, fields | owner, failure)
+            return agree(self.control, length, fields | owner, failure, known)
 
-    def presume(self, known: KnownCall, fields: dict[str, object]) -> Presumed | None:
-        link = known.means.link
-        if self._why_other_thread() or not self.is_dealt(known.documents):
-            return None  # to be refused, on all ranks
+    def reach(self, call: KnownCall, fields: dict[str, object]) -> None:
+        link, moment = call.means.link, str(fields["call"])
+        if isinstance(link, GroupLink):
+            if link.on_gloo(str(fields["device"])):
+                link.reach(call.rank_plan.plan.peers(backward=moment.startswith("backward")), f"{moment}, handshake")
+            self._agree(call.lengths[self.rank], fields | {"connected": True}, call.lengths)
+
+    def presume(self, call: KnownCall, fields: dict[str, object]) -> Presumed | None:
+        link = call.means.link
+        if call.means.dealer or self._why_other_thread() or not self.is_dealt(call.documents):
+            return None  # first to agree, or to be refused, on all ranks
         assert isinstance(link, GroupLink)
-        return Presumed(known, link, self.control, lambda: self._agree(known.lengths[self.rank], fields, None))
+
+        def agree_in_thread() -> tuple[int, ...]:
+            lengths, is_new = self._agree(call.lengths[self.rank], fields, call.lengths)
+            if is_new and lengths == call.lengths:
+                self.reach(call, fields)  # this rank has done so, but not each other one
+            return lengths
+
+        return Presumed(call, link, self.control, agree_in_thread)
 
     def _why_other_thread(self) -> str | None:
         """Why this thread may make no call, or None. Calls of two threads would take each other's messages. A thread of

@@ -3,7 +3,7 @@
 import atexit
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from datetime import timedelta
 from queue import SimpleQueue
@@ -33,10 +33,17 @@ _threads: "weakref.WeakSet[Thread]" = weakref.WeakSet()
 
 
 def start_thread(function: Callable[..., None], *args: object) -> Thread:
-    thread = Thread(target=function, args=args, daemon=True, name="rda")  # uses up no "Thread-N": ranks compare names
+    thread = Thread(target=_run, args=(function, *args), daemon=True, name="rda")  # no "Thread-N": ranks compare names
     _threads.add(thread)
     thread.start()
     return thread
+
+
+def _run(function: Callable[..., None], *args: object) -> None:
+    # A message writes into its profiler event as it ends. torch's profiler frees the event when the profiler stops.
+    if hasattr(torch.autograd, "_enable_record_function"):
+        torch.autograd._enable_record_function(False)  # in this thread
+    function(*args)
 
 
 @atexit.register
@@ -61,9 +68,6 @@ class Sentinel:
         posted.wait()  # so that no `close` comes before the receive
 
     def _watch(self, receive: Callable[[], dist.Work], posted: Event) -> None:
-        # A message writes into its profiler event as it ends. torch's profiler frees the event when the profiler stops.
-        if hasattr(torch.autograd, "_enable_record_function"):
-            torch.autograd._enable_record_function(False)  # in this thread
         try:
             work = receive()
             posted.set()
@@ -82,7 +86,7 @@ class Progress:
         self.error: RuntimeError | None = None
         self.ended = Event()
 
-    def follow(self, handles: Sequence[Handle]) -> None:
+    def follow(self, handles: Iterable[Handle]) -> None:
         try:
             for handle in handles:
                 handle.work.wait()

@@ -1,0 +1,65 @@
+"""Connections are opened when a plan needs them: and which ones. (test_faults.py: ranks that fail meanwhile.)"""
+
+import os
+from datetime import timedelta
+
+import torch
+from distributed import run
+from helpers import randn
+
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+
+LAZY = "TORCH_GLOO_LAZY_INIT"
+
+
+def call(parallel, rows, is_causal=False, dtype=torch.float32):
+    x = randn(1, rows, 2, 4).to(dtype).requires_grad_()
+    pattern = DilatedPattern((1024,), (1,), is_causal=is_causal)
+    dilated_attention(x, x, x, pattern, parallel=parallel).sum().backward()
+
+
+def rank_tells_its_peers(rank, world_size):
+    os.environ[LAZY] = "0"
+    found = []
+    for is_causal, exchange in ((False, "ring"), (True, "ring"), (False, "all_gather")):
+        parallel = ContextParallel(exchange=exchange)
+        for _ in range(2):
+            call(parallel, 3, is_causal)
+        found.append((parallel.ranks.control.reached, parallel.ranks.all.reached))
+    parallel = ContextParallel()
+    parallel.unshard(parallel.shard(torch.ones(1, 2 * world_size)))
+    found.append((parallel.ranks.control.reached, parallel.ranks.all.reached))
+    assert os.environ[LAZY] == "0"
+    return found
+
+
+def test_a_rank_connects_with_the_peers_of_its_plans():
+    """log2 p further on and as many further back for handshakes; for data, the peers of the plans."""
+    p = 8
+    everyone = run(p, rank_tells_its_peers)
+    for rank, (ring, causal, gathered, unsharded) in enumerate(everyone):
+        near = {(rank + step) % p for step in (1, 2, 4, -1, -2, -4)}
+        others = set(range(p)) - {rank}
+        assert ring == (near, {(rank + 1) % p, (rank - 1) % p})
+        assert gathered == unsharded == (near, others)
+        assert causal[0] == near
+        assert {(rank + 1) % p, (rank - 1) % p} <= causal[1] <= others
+    # In a causal ring, gradients go straight to the owner of the keys: each rank to all before it.
+    assert everyone[p - 1][1][1] == set(range(p - 1))
+
+
+def rank_knows_other_calls(rank, world_size):
+    """Rank 0 always holds 4 rows, so its calls look alike; those of others do not."""
+    parallel = ContextParallel(timeout=timedelta(seconds=10), exchange="ring")
+    first, second, wide = [4, 3, 5], [4, 5, 3], torch.float64
+    for lengths, dtype in (
+        (first, wide), (second, wide), (first, wide), (second, torch.float32), (second, wide), (first, torch.float32),
+        (first, wide), (second, torch.float32), (second, wide),
+    ):  # fmt: skip
+        call(parallel, lengths[rank], dtype=dtype)
+    return len(parallel.ranks.known)
+
+
+def test_ranks_that_know_different_calls():
+    """Catches a rank that waits for others to connect while they presume that all are connected."""
+    assert run(3, rank_knows_other_calls)[0] < 9
