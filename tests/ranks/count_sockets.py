@@ -2,15 +2,13 @@
 
     python tests/ranks/count_sockets.py --ranks 16 32 --record benchmarks/results/sockets.json
 
-As it is, every rank connects to every other. "lazy" is TORCH_GLOO_LAZY_INIT=1, with which gloo opens a connection when
-it is first used. docs/decisions.md says why that is not used.
+Ranks are connected when a plan first needs it. Beside that, what gloo does by itself: all ranks with all.
 """
 
 import argparse
-import os
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # for what tests share
@@ -21,6 +19,7 @@ from helpers import randn
 from kept_record import add_record, kept_record
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention.ranks import processes
 
 USES = {  # by name: exchange, sharding, causal
     "ring": ("ring", "contiguous", False),
@@ -47,8 +46,9 @@ def meet(name: str, world_size: int) -> None:
         time.sleep(0.02)
 
 
-def count(rank: int, world_size: int, is_lazy: bool, exchange: str | None, sharding: str, is_causal: bool) -> int:
-    os.environ["TORCH_GLOO_LAZY_INIT"] = str(int(is_lazy))
+def count(rank: int, world_size: int, on_use: bool, exchange: str | None, sharding: str, is_causal: bool) -> int:
+    if not on_use:
+        processes.connected_on_use = nullcontext
     torch.set_num_threads(1)
     before, n = num_sockets(), 8 * world_size
     parallel = ContextParallel(exchange=exchange or "ring", sharding=sharding)
@@ -70,14 +70,15 @@ def main() -> None:
     add_record(parser)
     arguments = parser.parse_args()
     keep, rows = kept_record(parser, arguments.record, "sockets", "tests/ranks/count_sockets.py"), []
-    print("ranks  lazy   use                     sockets: fewest, median, most")
-    for is_lazy in (False, True):
+    print("ranks  connected  use                     sockets: fewest, median, most")
+    for on_use in (False, True):
         for world_size in arguments.ranks:
             for use, call in USES.items():
-                found = sorted(distributed.run(world_size, count, is_lazy, *call, seconds=120))
-                row = {"ranks": world_size, "lazy": is_lazy, "use": use, "fewest": found[0], "most": found[-1]}
+                found = sorted(distributed.run(world_size, count, on_use, *call, seconds=120))
+                row = {"ranks": world_size, "on_use": on_use, "use": use, "fewest": found[0], "most": found[-1]}
                 rows.append(row | {"median": found[len(found) // 2]})
-                print(f"{world_size:5}  {is_lazy!s:5}  {use:22}  {row['fewest']}, {rows[-1]['median']}, {row['most']}")
+                when = "on use" if on_use else "all"
+                print(f"{world_size:5}  {when:9}  {use:22}  {row['fewest']}, {rows[-1]['median']}, {row['most']}")
     keep(rows)
 
 

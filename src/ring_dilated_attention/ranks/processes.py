@@ -65,7 +65,7 @@ def _make_empty_group(store: dist.Store, rank: int, world_size: int, timeout: ti
 
 
 @contextmanager
-def _connected_on_use() -> Iterator[None]:
+def connected_on_use() -> Iterator[None]:
     """gloo's groups made here connect two ranks at their first message (`GroupLink.reach`), not all with all."""
     before = os.environ.get(_LAZY)
     os.environ[_LAZY] = "1"
@@ -137,7 +137,7 @@ class Processes(Ranks):
     def _open(self, purpose: str, backend: str | None, members: list[int]) -> GroupLink:
         """A communicator of these global ranks, in this order."""
         try:
-            with _connected_on_use():
+            with connected_on_use():
                 group = dist.new_group(
                     members,
                     timeout=self.timeout,
