@@ -111,7 +111,7 @@ def _why_another(config: Any) -> str | None:
     return None if cap is None else f"has attn_logit_softcapping={cap}: dilated attention does not cap scores."
 
 
-class Refusal(ValueError):
+class UnfitError(ValueError):
     """A copy ran, and showed that dilated attention cannot replace the model's."""
 
 
@@ -121,7 +121,7 @@ def _check_copies(name: str, kinds: list[type], config: Any) -> bool:
     for kind in kinds:
         try:
             return _check_copy(name, _tiny(kind, config))
-        except Refusal:
+        except UnfitError:
             raise
         except FAILURES as error:
             first = first or error
@@ -145,17 +145,17 @@ def _check_copy(name: str, model: Any) -> bool:
         other = apart[-1][:-1] if apart else None
     if other is not None or not callers:
         where = f" in {type(modules[other]).__name__} ({other})" if other else ""
-        raise Refusal(
+        raise UnfitError(
             f"{name}: positions meet{where} without dilated attention, so that it would compute another function than "
             "its config says. Use a model that computes all attention through transformers' interface."
         )
     causal = {bool(getattr(module, "is_causal", True)) for module in callers.values()}
     if len(causal) > 1:
-        raise Refusal(f"{name} has attention modules that are causal and others that are not: convert its parts.")
+        raise UnfitError(f"{name} has attention modules that are causal and others that are not: convert its parts.")
     found, own = whole[""][1], _trace(model, None)[""][1]
     if not torch.allclose(found, own, rtol=1e-3, atol=1e-3 * float(own.abs().max())):
         kinds = ", ".join(sorted({type(module).__name__ for module in callers.values()}))
-        raise Refusal(
+        raise UnfitError(
             f"{name}: dilated attention with one segment of all positions is not the attention of {kinds}, which masks "
             "or changes the scores in ways that it does not tell. Use another attn_implementation for this model."
         )

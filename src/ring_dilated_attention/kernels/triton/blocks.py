@@ -1,6 +1,6 @@
 """What all kernels share: access to rows in memory, and the loops over blocks of rows.
 
-Names: i_ index, o_ offsets, m_ mask, p_ pointer or `Rows`, b_ block in registers. A *strip* is the rows that a
+Names: i_ index, o_ offsets, m_ mask, p_ pointer or `RowView`, b_ block in registers. A *strip* is the rows that a
 Triton program holds: BN key rows or BM query rows. HEADS rows are of one position, one for each head of a *bundle*.
 The program loops over blocks of the other side's rows. A block has BD >= D columns, a power of two. Scores are in base
 2: exp(x) = exp2(x * log2(e)).
@@ -35,7 +35,7 @@ queries_seeing = device_function(strips.queries_seeing)
 Strip = strips.Strip
 
 
-class Rows(NamedTuple):
+class RowView(NamedTuple):
     """Rows of D consecutive numbers, or single numbers: where the first lies, and the strides of heads and of rows."""
 
     start: tl.tensor
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where each row of a block lies, in rows and heads from `Rows.start` (64 bits); and a mask of those that exist."""
+    """Where each row of a block lies, in rows and heads from a view's start (64 bits); a mask of those that exist."""
 
     row: tl.tensor
     head: tl.tensor
@@ -145,20 +145,20 @@ def load_branch(
 def rows_at(
     p_x: tl.tensor, stride_b: tl.int64, stride_h: tl.int64, stride_m: tl.int64,
     i_b: tl.int64, i_h: tl.int64, first: tl.int64,
-) -> Rows:  # fmt: skip
+) -> RowView:  # fmt: skip
     """The rows of a batch entry from a head and a row on."""
-    return Rows(p_x + i_b * stride_b + i_h * stride_h + first * stride_m, stride_h, stride_m)
+    return RowView(p_x + i_b * stride_b + i_h * stride_h + first * stride_m, stride_h, stride_m)
 
 
 @device_function
-def spaced(x: Rows, first: tl.int64, step: tl.int32, head_step: tl.int32) -> Rows:
+def spaced(x: RowView, first: tl.int64, step: tl.int32, head_step: tl.int32) -> RowView:
     """Every step-th row from `first` on, and every head_step-th head."""
-    return Rows(x.start + first * x.row, head_step * x.head, step * x.row)
+    return RowView(x.start + first * x.row, head_step * x.head, step * x.row)
 
 
 @device_function
 def keys_of_segment(
-    p_k: Rows, p_v: Rows, strip: Strip, step: tl.int32, o_t: tl.tensor,
+    p_k: RowView, p_v: RowView, strip: Strip, step: tl.int32, o_t: tl.tensor,
     i_s: tl.int32, width: tl.int32, rate: tl.int32, phase: tl.int32,
     IS_CAUSAL: tl.constexpr, CROSSES: tl.constexpr, BN: tl.constexpr,
 ) -> tuple:  # fmt: skip
@@ -176,12 +176,12 @@ def keys_of_segment(
 
 
 @device_function
-def offsets(x: Rows, at: Places) -> tl.tensor:
+def offsets(x: RowView, at: Places) -> tl.tensor:
     return at.row * x.row + at.head * x.head
 
 
 @device_function
-def load_rows(x: Rows, at: Places, MASKED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr) -> tl.tensor:
+def load_rows(x: RowView, at: Places, MASKED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr) -> tl.tensor:
     """[rows, BD]: 0 where there is no row, and in the columns from D on."""
     o_d = tl.arange(0, BD)
     p_rows = x.start + offsets(x, at)[:, None] + o_d[None, :]
@@ -197,7 +197,7 @@ def load_rows(x: Rows, at: Places, MASKED: tl.constexpr, D: tl.constexpr, BD: tl
 
 
 @device_function
-def store_rows(x: Rows, at: Places, b_x: tl.tensor, ADD: tl.constexpr, D: tl.constexpr, BD: tl.constexpr) -> None:
+def store_rows(x: RowView, at: Places, b_x: tl.tensor, ADD: tl.constexpr, D: tl.constexpr, BD: tl.constexpr) -> None:
     """Write [rows, BD], or add it to what is there."""
     o_d = tl.arange(0, BD)
     p_rows = x.start + offsets(x, at)[:, None] + o_d[None, :]
@@ -208,7 +208,7 @@ def store_rows(x: Rows, at: Places, b_x: tl.tensor, ADD: tl.constexpr, D: tl.con
 
 
 @device_function
-def load_sums(lse: Rows, delta: Rows, at: Places) -> tuple:
+def load_sums(lse: RowView, delta: RowView, at: Places) -> tuple:
     """[rows] of lse, in base 2, and of delta. Where there is no row, lse is inf, so that p = exp(s - inf) = 0."""
     b_lse = tl.load(lse.start + offsets(lse, at), mask=at.mask, other=float("inf")) * LOG2_E
     return b_lse, tl.load(delta.start + offsets(delta, at), mask=at.mask, other=0.0)
@@ -219,7 +219,7 @@ def load_sums(lse: Rows, delta: Rows, at: Places) -> tuple:
 
 @device_function
 def attend_block(
-    b_q: tl.tensor, b_last: tl.tensor, p_k: Rows, p_v: Rows, i_k: tl.int32, num_keys: tl.int32,
+    b_q: tl.tensor, b_last: tl.tensor, p_k: RowView, p_v: RowView, i_k: tl.int32, num_keys: tl.int32,
     b_max: tl.tensor, b_sum: tl.tensor, b_out: tl.tensor, scale: tl.float32,
     MASKED: tl.constexpr, SELECT: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
@@ -248,7 +248,7 @@ def attend_block(
 
 @device_function
 def attend(
-    b_q: tl.tensor, b_last: tl.tensor, p_k: Rows, p_v: Rows, num_full: tl.int32, num_keys: tl.int32,
+    b_q: tl.tensor, b_last: tl.tensor, p_k: RowView, p_v: RowView, num_full: tl.int32, num_keys: tl.int32,
     b_max: tl.tensor, b_sum: tl.tensor, b_out: tl.tensor, scale: tl.float32,
     SELECT: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
 ) -> tuple:  # fmt: skip
@@ -276,7 +276,7 @@ def normalized(b_max: tl.tensor, b_sum: tl.tensor, b_out: tl.tensor, LSE_TYPE: t
 @device_function
 def query_gradient(
     b_q: tl.tensor, b_do: tl.tensor, b_lse: tl.tensor, b_delta: tl.tensor, b_last: tl.tensor,
-    p_k: Rows, p_v: Rows, num_keys: tl.int32, b_dq: tl.tensor, scale: tl.float32,
+    p_k: RowView, p_v: RowView, num_keys: tl.int32, b_dq: tl.tensor, scale: tl.float32,
     SELECT: tl.constexpr, PRECISION: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """dq += ds k, with ds = p * (dout v^T - delta) and p = exp(s - lse), over the keys 0..num_keys-1.
@@ -303,7 +303,7 @@ def query_gradient(
 
 @device_function
 def key_gradient(
-    b_k: tl.tensor, b_v: tl.tensor, b_first: tl.tensor, p_q: Rows, p_do: Rows, p_lse: Rows, p_delta: Rows,
+    b_k: tl.tensor, b_v: tl.tensor, b_first: tl.tensor, p_q: RowView, p_do: RowView, p_lse: RowView, p_delta: RowView,
     begin: tl.int32, end: tl.int32, b_dk: tl.tensor, b_dv: tl.tensor, scale: tl.float32,
     MASKED: tl.constexpr, SELECT: tl.constexpr, PRECISION: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, HEADS: tl.constexpr, BM: tl.constexpr,

@@ -20,7 +20,7 @@ FEWEST_HEADS, MOST_HEADS = 16, 32
 MOST_SPLITS, ROWS_OF_A_SPLIT = 16, 32 if launch.is_interpreted() else 128
 
 
-class Tables(NamedTuple):
+class TokenTables(NamedTuple):
     """As `token_kernels` describes them. widths: the segment lengths, which decide how far one can go back."""
 
     units: Tensor
@@ -52,7 +52,7 @@ def units_of(plan: CachePlan) -> list[tuple[int, ...]]:
 
 
 @lru_cache(maxsize=64)
-def _tables(plan: CachePlan, device: torch.device) -> Tables:
+def _tables(plan: CachePlan, device: torch.device) -> TokenTables:
     units = units_of(plan)
     phases = [[-1] * len(plan.heads) for _ in plan.pattern.branches]
     for *segment, _, _, first, step, count, _, branch, _ in units:
@@ -63,7 +63,9 @@ def _tables(plan: CachePlan, device: torch.device) -> Tables:
     block_m = max(FEWEST_HEADS, 1 << (most_shared - 1).bit_length())
     num_splits = min(MOST_SPLITS, 1 << (-(-most_rows // ROWS_OF_A_SPLIT) - 1).bit_length())
     table = partial(torch.tensor, dtype=torch.int64, device=device)
-    return Tables(table(units), table(plan.pattern.branches), table(phases), table(plan.lengths), block_m, num_splits)
+    return TokenTables(
+        table(units), table(plan.pattern.branches), table(phases), table(plan.lengths), block_m, num_splits
+    )
 
 
 def append_one(

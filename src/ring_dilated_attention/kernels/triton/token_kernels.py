@@ -7,7 +7,7 @@ these tables, is a rolling buffer with query heads that read it. Only units of t
 import triton
 import triton.language as tl
 
-from .blocks import LOG2_E, SIZES, Places, Rows, attend, load_rows, normalized, store_rows
+from .blocks import LOG2_E, SIZES, Places, RowView, attend, load_rows, normalized, store_rows
 
 NUM_COLUMNS = tl.constexpr(12)  # of the table of units
 
@@ -53,7 +53,7 @@ def token_kernel(
         m_i = o_i < num_own
         o_h = first_head + o_i * head_step
         # [BM, BD]
-        b_q = load_rows(Rows(q + i_b * stride_qb, 0, stride_qh), Places(o_h, 0, m_i), True, D, BD)
+        b_q = load_rows(RowView(q + i_b * stride_qb, 0, stride_qh), Places(o_h, 0, m_i), True, D, BD)
         b_max = tl.full([BM], float("-inf"), tl.float32)
         b_sum = tl.zeros([BM], tl.float32)
         b_out = tl.zeros([BM, BD], tl.float32)
@@ -67,23 +67,24 @@ def token_kernel(
         p_own_k = k + i_b * stride_kb + i_g * stride_kg
         p_own_v = v + i_b * stride_vb + i_g * stride_vg
         b_max, b_sum, b_out = attend(
-            b_q, o_i * 0 + num_before - 1, Rows(p_keys + slot * D, 0, D), Rows(p_values + slot * D, 0, D),
+            b_q, o_i * 0 + num_before - 1, RowView(p_keys + slot * D, 0, D), RowView(p_values + slot * D, 0, D),
             num_before // BN * BN, num_before,
             b_max, b_sum, b_out, scale * LOG2_E, False, PRECISION, D, BD, BN,
         )  # fmt: skip
         b_max, b_sum, b_out = attend(
-            b_q, o_i * 0 + num_after - 1, Rows(p_keys + slot_after * D, 0, D), Rows(p_values + slot_after * D, 0, D),
+            b_q, o_i * 0 + num_after - 1,
+            RowView(p_keys + slot_after * D, 0, D), RowView(p_values + slot_after * D, 0, D),
             num_after // BN * BN, num_after,
             b_max, b_sum, b_out, scale * LOG2_E, False, PRECISION, D, BD, BN,
         )  # fmt: skip
         if i_s == 0:
             b_max, b_sum, b_out = attend(
-                b_q, o_i * 0, Rows(p_own_k, 0, D), Rows(p_own_v, 0, D), 0, 1,
+                b_q, o_i * 0, RowView(p_own_k, 0, D), RowView(p_own_v, 0, D), 0, 1,
                 b_max, b_sum, b_out, scale * LOG2_E, False, PRECISION, D, BD, BN,
             )  # fmt: skip
         b_out, b_lse = normalized(b_max, b_sum, b_out, tl.float32)
         o_partial = ((i_b * num_heads + o_h) * num_branches + branch) * SPLITS + i_s
-        store_rows(Rows(partial_out, 0, D), Places(o_partial, 0, m_i), b_out, False, D, BD)
+        store_rows(RowView(partial_out, 0, D), Places(o_partial, 0, m_i), b_out, False, D, BD)
         tl.store(partial_lse + o_partial, b_lse, mask=m_i)
         if (i_s == 0) & (writes > 0):  # no program reads this slot: it comes after those of the cached rows
             o_d = tl.arange(0, BD)

@@ -99,7 +99,7 @@ class SelfAttention(nn.Module):
         return self.out_proj(out_BNE if self.inner_attn_ln is None else self.inner_attn_ln(out_BNE))
 
 
-class FeedForward(nn.Module):
+class TorchscaleFeedForward(nn.Module):
     """fc2(subln(activation(fc1 x)))."""
 
     def __init__(self, config: TorchscaleConfig) -> None:
@@ -129,7 +129,7 @@ class Layer(nn.Module):
         super().__init__()
         self.self_attn = SelfAttention(config, pattern)
         self.self_attn_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps)
-        self.ffn = FeedForward(config)
+        self.ffn = TorchscaleFeedForward(config)
         self.final_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps)
         self.normalize_before, self.residual_scale = config.normalize_before, config.residual_scale
         with torch.no_grad():
