@@ -158,7 +158,7 @@ class Injection:
     def __init__(self, fault: Fault, tells: Connection) -> None:
         self.fault, self.tells = fault, tells
         self.is_armed = False
-        post, reach = GroupLink._post, Processes.reach
+        post, route = GroupLink._post, Processes.route
 
         def failing_post(link: GroupLink, messages: Any, moment: str) -> Any:
             if not (self.is_armed and messages and self.is_place(moment)):
@@ -170,12 +170,12 @@ class Injection:
             self.strike()
             return pending
 
-        def failing_reach(*args: Any) -> None:
+        def failing_route(*args: Any) -> Any:
             if self.is_armed and fault.place == "connecting":
                 self.strike()
-            reach(*args)
+            return route(*args)
 
-        GroupLink._post, Processes.reach = failing_post, failing_reach  # type: ignore[method-assign]
+        GroupLink._post, Processes.route = failing_post, failing_route  # type: ignore[method-assign]
 
     def enter(self, step: int, stage: str) -> None:
         """Called by the user's loop before every forward and backward."""

@@ -14,34 +14,30 @@ class RefusedError(ValueError):
     """Raised on all ranks alike: one of them refuses a call, or their calls differ. Nothing was sent."""
 
 
-def agree(
-    control: GroupLink, length: int, fields: dict[str, object], failure: str | None, known: tuple[int, ...] = ()
-) -> tuple[tuple[int, ...], bool]:
-    """Every rank's number of positions, once it is clear that all make the same call; and whether any rank expected
-    others. The numbers are gathered only if any rank's differs from its own in the last call of this kind.
+def agree(control: GroupLink, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
+    """Every rank's number of positions, once it is clear that all make the same call. The numbers are gathered only if
+    any rank's differs from its own in the last call of this kind.
 
     Args:
         length: this rank's number of positions, or any other number that ranks tell each other.
         fields: what must be the same on all ranks, by name. Fingerprints are compared; only a mismatch is sent as text.
         failure: why this rank refuses the call, if it does.
-        known: the numbers of positions that this rank expects.
 
     Raises:
         ValueError: on every rank, if any refuses or fields differ.
     """
     moment = str(fields.get("call", "the call that this rank refuses"))
     kind, agreed = moment.rstrip(" 0123456789"), control.agreed
-    has_changed = kind not in agreed or agreed[kind][control.rank] != length
-    news = 2 if has_changed else int(agreed[kind] != known)
+    is_new = kind not in agreed or agreed[kind][control.rank] != length
     mark = 0 if failure is not None else _fingerprint(fields)
-    largest, opposite, news = control.largest(torch.tensor([mark, -mark, news], device="cpu"), moment).tolist()
+    largest, opposite, any_new = control.largest(torch.tensor([mark, -mark, is_new], device="cpu"), moment).tolist()
     if largest != -opposite or not largest:
         _raise_alike(control, fields, failure, moment)
-    if news == 2:
+    if any_new:
         own = torch.full((control.world_size,), torch.iinfo(torch.int64).min, device="cpu")
         own[control.rank] = length
         agreed[kind] = tuple(control.largest(own, moment).tolist())
-    return agreed[kind], news > 0
+    return agreed[kind]
 
 
 def _raise_alike(control: GroupLink, fields: dict[str, object], failure: str | None, moment: str) -> NoReturn:

@@ -25,6 +25,9 @@ class Words(NamedTuple):
     peer: int = -1
 
 
+DONE = Words("it needs the context no more")
+
+
 class LastWords:
     """The words of all ranks of a context. Ranks are global."""
 
@@ -66,5 +69,6 @@ def _within(seconds: float, function: Callable[[], bytes | None]) -> bytes | Non
         with suppress(RuntimeError):
             found[0] = function()
 
-    start_thread(call).join(seconds)
+    with suppress(RuntimeError):  # while Python ends it may start no thread
+        start_thread(call).join(seconds)
     return found[0]

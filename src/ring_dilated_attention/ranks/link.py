@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..plan.rounds import rounds_of
 from ..run.link_contract import Messages
-from .last_words import LastWords, Words
+from .last_words import DONE, LastWords, Words
 from .watching import Handle, Progress, Sentinel, Worker, start_thread, with_threads
 
 _WATCH_SECONDS, _GRACE_SECONDS = 0.1, 1.0
@@ -107,9 +107,9 @@ class GroupLink:
         self.order = [dist.get_group_rank(self.group, member) for member in members]  # rank in the group, by place
         self.rank = self.order.index(dist.get_rank(self.group))
 
-    def on_gloo(self, device: str) -> bool:
-        """Whether gloo sends tensors of a type of device: also where it cannot read their memory (`_as_one`)."""
-        return self.backends.get(device, "gloo") == "gloo"
+    def on_gloo(self, x: Tensor) -> bool:
+        """Whether gloo sends a tensor. It also sends for devices without a transport in this group (`_as_one`)."""
+        return self.backends.get(x.device.type, "gloo") == "gloo"
 
     @property
     def worker(self) -> Worker:
@@ -125,7 +125,7 @@ class GroupLink:
         lasts until its timeout (signalException in gloo/transport/tcp/pair.cc). So a `Sentinel` notices the break.
         """
         handles, progress = tuple(pending.handles), pending.progress or Progress()
-        if not self.on_gloo(pending.tensors[0].device.type):
+        if not self.on_gloo(pending.tensors[0]):
             progress.follow(handles)
         elif pending.progress is None:
             self.worker.submit(partial(progress.follow, handles))
@@ -152,9 +152,9 @@ class GroupLink:
     def reach(self, peers: Iterable[int], moment: str) -> None:
         """Make gloo connect this rank with those of these peers that it is not connected with. They call this too.
 
-        gloo connects two ranks at their first message. A second one blocks until both have posted one. If the peer has
-        died, already the first one blocks. So a thread posts one message for each peer. Meanwhile this thread watches
-        the connections of handshakes: a rank that fails breaks its own, so that all ranks fail, one after the other.
+        gloo connects two ranks at their first message, which may block until both have posted one. No error ends this
+        if the peer has died. So a thread posts a message for each peer, in one order on all ranks, so that none waits
+        in a circle. Meanwhile this thread looks for ranks that have failed (`_why_in_vain`).
         """
         if not (new := sorted({self.order[peer] for peer in peers} - self.reached)):
             return
@@ -162,33 +162,43 @@ class GroupLink:
         self._pending.add(pending)
         self.worker.submit(lambda: progress.follow(self._first_messages(new, pending)))
         until = time.monotonic() + self.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        while not progress.ended.wait(_WATCH_SECONDS):
-            if self.links[0].neighbour_has_failed(moment, progress) or time.monotonic() > until:
-                progress.error = progress.error or RuntimeError("Timed out")
-                break
-        if progress.error is not None:
-            num_posted = len(pending.handles)
-            at = new[num_posted if num_posted < len(new) else progress.num_done]
-            self.fail(moment, *self._waits_for(at, moment), progress.error)
-        pending.handles.clear()
-        self.reached.update(new)
+        reason = None
+        while reason is None and not progress.ended.wait(_WATCH_SECONDS):
+            reason = "Timed out" if time.monotonic() > until else self.links[0].why_in_vain(moment, progress)
+        if reason is None and progress.error is None:
+            self.reached.update(new)
+            pending.handles.clear()
+            return
+        for handle in list(pending.handles):
+            with suppress(RuntimeError):
+                if not handle.work.is_completed():
+                    handle.work.wait(timedelta(milliseconds=1))
+                self.reached.add(handle.peer)
+        missing = next((at for at in new if at not in self.reached), new[-1])
+        self.fail(moment, *self._waits_for(missing, moment), progress.error or RuntimeError(reason))
 
     def _first_messages(self, new: Sequence[int], pending: GroupPending) -> Iterator[Handle]:
         for at in new:
             post = self.group.send if self.order[self.rank] < at else self.group.recv
             pending.handles.append(Handle(post(pending.tensors, at, _FIRST_TAG), "connecting", at))
+            if self.failure:  # this rank gave up meanwhile: close what has just been opened
+                pending.handles[-1].work.wait(timedelta(milliseconds=1))
         yield from pending.handles
 
-    def neighbour_has_failed(self, moment: str, progress: Progress) -> bool:
-        """Whether a rank that is connected with this one left because it waited in vain. Fail if it left otherwise."""
+    def why_in_vain(self, moment: str, progress: Progress) -> str | None:
+        """Fail if a rank that is connected with this one has failed by itself. If it waited for others in vain, return
+        the reason that it gave: then this rank waits in vain too. A rank may also leave because it is done."""
         for at in sorted(self.reached):
-            if (error := self._sentinel(at).error) is not None and not progress.ended.wait(_GRACE_SECONDS):
+            if (error := self._sentinel(at).error) is not None:
                 deed, peer = self._waits_for(at, moment)
                 words = self.last_words.of(self.members[peer])
-                if words and words.peer != -1:
-                    return True
-                self.fail(moment, deed, peer, error)
-        return False
+                if progress.ended.is_set():
+                    return None
+                if words is None or (words.peer == -1 and words != DONE):
+                    self.fail(moment, deed, peer, error)
+                if words != DONE:
+                    return words.reason
+        return None
 
     def _waits_for(self, at: int, moment: str) -> tuple[str, int]:
         peer = self.order.index(at)
@@ -227,7 +237,7 @@ class GroupLink:
         # Messages may be stuck in gloo. End them now: after torch's profiler stops they would write to memory it freed.
         works: list[dist.Work] = []
         with suppress(RuntimeError):  # a thread of this call posts just now
-            pending = [x for x in list(self._pending) if x.handles and self.on_gloo(x.tensors[0].device.type)]
+            pending = [x for x in list(self._pending) if x.handles and self.on_gloo(x.tensors[0])]
             works = [handle.work for x in pending for handle in x.handles]
         for work in works:
             with suppress(RuntimeError):
@@ -253,8 +263,10 @@ class GroupLink:
 
     def close(self) -> None:
         """Give the group back. Its sockets and threads live while anything refers to it, as sentinels do."""
-        if self._sentinels and not self.failure:
-            self.end_threads()
+        if not self.failure:
+            self.last_words.leave(DONE)
+            if self._sentinels:
+                self.end_threads()
         with_threads.discard(self)
         self.failure = self.failure or "it was closed"
         with suppress(ValueError, AssertionError):  # if torch.distributed is already shut down
@@ -263,6 +275,7 @@ class GroupLink:
 
     def end_threads(self) -> None:
         """End the waits of threads, and with them the threads."""
+        self.last_words.leave(DONE)
         self._disconnect()
         self._sentinels.clear()
         self._worker = None
@@ -287,7 +300,7 @@ class GroupLink:
         On NCCL both are one batch. In two batches every rank's receives would stand behind its sends in NCCL's stream,
         and all ranks of a ring would wait for ever.
         """
-        if all(self.on_gloo(x.device.type) for x, _ in (*sends, *receives)):
+        if all(self.on_gloo(x) for x, _ in (*sends, *receives)):
             received = self.carry((), receives, moment)  # first, as in `exchange`
             return self.carry(sends, (), moment), received
         both = self.carry(sends, receives, moment)
@@ -297,6 +310,8 @@ class GroupLink:
         """Post messages, in one batch unless gloo sends them."""
         if self.failure:
             raise ExchangeError(f"this group has failed before ({self.failure}). Make a new ContextParallel.")
+        if on_gloo := all(self.on_gloo(x) for _, x, *_ in messages):
+            self.reach({peer for *_, peer, _ in messages}, moment)
         pending = GroupPending(self, moment)
         self._pending.add(pending)
         joined: dict[tuple[object, ...], list[_Message]] = {}  # both ranks of a pair know the sizes, and join alike
@@ -308,8 +323,6 @@ class GroupLink:
             for same in joined.values()
         ]
         pending.tensors = [x for _, x, _, _ in messages]
-        if on_gloo := all(self.on_gloo(x.device.type) for x in pending.tensors):
-            self.reach({peer for *_, peer, _ in messages}, moment)
         # On gloo messages are posted one by one, so that an error names one of them.
         for batch in [[message] for message in messages] if on_gloo else [messages]:
             peers, deeds = [peer for *_, peer, _ in batch], [deed for *_, deed in batch]
@@ -332,7 +345,7 @@ class GroupLink:
 
     def _needs_host(self, x: Tensor) -> bool:
         """Whether host memory must carry a tensor: gloo cannot send CUDA tensors. (No GPU has run this.)"""
-        return x.is_cuda and self.on_gloo("cuda")
+        return x.is_cuda and self.on_gloo(x)
 
     def _as_one(self, tensors: Sequence[Tensor], is_sent: bool, pending: GroupPending) -> Tensor:
         """The tensor that travels for these: the only one, or a copy of all. A copy is on the host where gloo sends for

@@ -7,17 +7,18 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import chain, combinations, islice
 from socket import gethostname as host_name
-from threading import Thread, _DummyThread, current_thread
+from threading import Lock, Thread, _DummyThread, current_thread
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..plan.dealing import check_dealing
-from ..plan.exchange import Choice, choose_exchange
+from ..plan.exchange import Choice, RankPlan, choose_exchange
 from ..plan.job import Job
 from ..plan.sharding import BY_DOCUMENT, Cut, order_by_host
 from ..plan.sizes import Sizes
+from ..run.executor import Means
 from .call import Begun, Call, shown
 from .handshake import agree
 from .last_words import Words
@@ -31,7 +32,8 @@ class _EmptyGroup(dist.ProcessGroup):
     """A group of this rank alone, without connections and threads, that only adds one to torch's number of groups."""
 
 
-_EMPTY, _MOST_NAMES, _LAZY = "ring_dilated_attention_empty", 1000, "TORCH_GLOO_LAZY_INIT"
+_EMPTY, _MOST_NAMES = "ring_dilated_attention_empty", 1000
+_LAZY, _environment = "TORCH_GLOO_LAZY_INIT", Lock()
 
 
 def _give_back(links: list[GroupLink]) -> None:
@@ -66,15 +68,16 @@ def _make_empty_group(store: dist.Store, rank: int, world_size: int, timeout: ti
 
 @contextmanager
 def connected_on_use() -> Iterator[None]:
-    """gloo's groups made here connect two ranks at their first message (`GroupLink.reach`), not all with all."""
-    before = os.environ.get(_LAZY)
-    os.environ[_LAZY] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_LAZY]
-        if before is not None:
-            os.environ[_LAZY] = before
+    """gloo connects ranks of groups that are made here at their first message (`GroupLink.reach`), not all with all."""
+    with _environment:
+        before = os.environ.get(_LAZY)
+        os.environ[_LAZY] = "1"
+        try:
+            yield
+        finally:
+            del os.environ[_LAZY]
+            if before is not None:
+                os.environ[_LAZY] = before
 
 
 class Processes(Ranks):
@@ -156,41 +159,29 @@ class Processes(Ranks):
         return link
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
-        return self.agree_call(length, fields, (), failure)[0]
-
-    def agree_call(
-        self, length: int, fields: dict[str, object], known: tuple[int, ...], failure: str | None = None
-    ) -> tuple[tuple[int, ...], bool]:
         with self.turn:  # another thread's refusal is sent between two handshakes of the owner
-            return self._agree(length, fields, known, self._why_other_thread() or failure)
+            return self._agree(length, fields, self._why_other_thread() or failure)
 
-    def _agree(
-        self, length: int, fields: dict[str, object], known: tuple[int, ...], failure: str | None = None
-    ) -> tuple[tuple[int, ...], bool]:
+    def _agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
         owner = {"the name of the calling thread (Thread(name=...) sets it)": self.owner and self.owner.name}
         with self.turn:
-            return agree(self.control, length, fields | owner, failure, known)
+            return agree(self.control, length, fields | owner, failure)
 
-    def reach(self, call: KnownCall, fields: dict[str, object]) -> None:
-        link, moment = call.means.link, str(fields["call"])
-        if isinstance(link, GroupLink):
-            if link.on_gloo(str(fields["device"])):
-                link.reach(call.rank_plan.plan.peers(backward=moment.startswith("backward")), f"{moment}, handshake")
-            self._agree(call.lengths[self.rank], fields | {"connected": True}, call.lengths)
-
-    def presume(self, call: KnownCall, fields: dict[str, object]) -> Presumed | None:
-        link = call.means.link
-        if call.means.dealer or self._why_other_thread() or not self.is_dealt(call.documents):
-            return None  # first to agree, or to be refused, on all ranks
+    def presume(self, known: KnownCall, fields: dict[str, object]) -> Presumed | None:
+        link = known.means.link
+        if self._why_other_thread() or not self.is_dealt(known.documents):
+            return None  # to be refused, on all ranks
         assert isinstance(link, GroupLink)
+        return Presumed(known, link, self.control, lambda: self._agree(known.lengths[self.rank], fields, None))
 
-        def agree_in_thread() -> tuple[int, ...]:
-            lengths, is_new = self._agree(call.lengths[self.rank], fields, call.lengths)
-            if is_new and lengths == call.lengths:
-                self.reach(call, fields)  # this rank has done so, but not each other one
-            return lengths
-
-        return Presumed(call, link, self.control, agree_in_thread)
+    def route(
+        self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor, lengths: Sequence[int]
+    ) -> tuple[RankPlan, Means]:
+        rank_plan, means = super().route(call, stage, begun, query, key, lengths)
+        if isinstance(means.link, GroupLink) and means.link.on_gloo(query):
+            peers = rank_plan.plan.peers(backward=stage == "backward")
+            means.link.reach(peers, f"{stage} {begun.number}, handshake")
+        return rank_plan, means
 
     def _why_other_thread(self) -> str | None:
         """Why this thread may make no call, or None. Calls of two threads would take each other's messages. A thread of

@@ -196,42 +196,27 @@ class Ranks:
         with self.all_or_none(ValueError), self.refusing():
             fields = self.fields(call, stage, begun, query, key)
             scaled = call.scaled(query)
-        kind = (stage, call, begun[1:], query.shape, key.shape, query.dtype, query.device)
-        known, presumed = self.known.get(kind), None
+        kind, presumed = (stage, call, begun[1:], query.shape, key.shape, query.dtype, query.device), None
         with suppress(LengthsChanged), self.all_or_none(RefusedError, LengthsChanged):
-            if known and (presumed := self.presume(known, fields)):
+            if (known := self.known.get(kind)) and (presumed := self.presume(known, fields)):
                 result = execute(known.rank_plan, known.means._replace(link=presumed), scaled)
                 presumed.confirm()
                 self.notice(known.lengths)
                 return result
         with self.all_or_none(ValueError):
-            if presumed:
-                lengths, is_new = presumed.found.result(), True
-            else:
-                lengths, is_new = self.agree_call(query.shape[1], fields, known.lengths if known else ())
+            lengths = self.agree(query.shape[1], fields, None) if presumed is None else presumed.found.result()
             self.notice(lengths)
-            documents = documents_of(begun.borders, sum(lengths))
-            routed = KnownCall(lengths, documents, *self.route(call, stage, begun, query, key, lengths))
-            if is_new:
-                self.reach(routed, fields)
+            rank_plan, means = self.route(call, stage, begun, query, key, lengths)
         self.known.pop(kind, None)  # an older one with other lengths
-        if routed.means.link is not None:
-            self.known[kind] = routed
+        if means.link is not None and means.dealer is None:
+            documents = documents_of(begun.borders, sum(lengths))
+            self.known[kind] = KnownCall(lengths, documents, rank_plan, means)
             if len(self.known) > KINDS_KEPT:
                 del self.known[next(iter(self.known))]
         with self.all_or_none():
-            return execute(routed.rank_plan, routed.means, scaled)
+            return execute(rank_plan, means, scaled)
 
-    def agree_call(
-        self, length: int, fields: dict[str, object], known: tuple[int, ...]
-    ) -> tuple[tuple[int, ...], bool]:
-        """`agree`, and whether any rank knew no call with these lengths. Then all ranks `reach` their peers."""
-        return self.agree(length, fields, None), False
-
-    def reach(self, call: KnownCall, fields: dict[str, object]) -> None:
-        """Connect this rank with the peers of its plan, and wait until all ranks have done so."""
-
-    def presume(self, call: KnownCall, fields: dict[str, object]) -> Presumed | None:
+    def presume(self, known: KnownCall, fields: dict[str, object]) -> Presumed | None:
         """Begin the handshake of a known call. None: do it first."""
         return None
 
