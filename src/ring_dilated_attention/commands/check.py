@@ -160,7 +160,6 @@ Exit codes: 0 all rows passed or cannot run here, 1 a row failed, 2 refused.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLES
     add = parser.add_argument
     add("--ranks", type=count, nargs="+", default=[1, 2, 3], metavar="P", help="numbers of ranks (default 1 2 3)")
     seconds = f"for one backend, exchange and number of ranks (default {SECONDS_PER_LAUNCH} s)"

@@ -50,7 +50,6 @@ Measured = tuple["Score", Text, int]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLES
     add = parser.add_argument
     add("run_folder", type=Path, metavar="RUN", help="the folder of a run of rda train")
     add("file", metavar="FILE", help="of any size, also packed by gzip, bzip2 or xz; - is stdin")

@@ -39,7 +39,6 @@ SAMPLE_TOKENS, SAMPLE_TEMPERATURE, OPENING_BYTES = 300, 0.7, 2**16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLES
     add = parser.add_argument
     add("run_folder", type=Path, metavar="RUN", help="the folder of a run of rda train")
     prompt = parser.add_mutually_exclusive_group(required=True)

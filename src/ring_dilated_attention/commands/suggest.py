@@ -38,7 +38,6 @@ LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLES
     add = parser.add_argument
     add("--seq-len", type=count, metavar="N", help="positions of a sequence")
     add("--heads", type=count, metavar="H", help="query heads")

@@ -70,7 +70,6 @@ memory ran out, 2 a sentence says what is wrong, 130 interrupted and saved.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLES
     parser.set_defaults(**DEFAULTS)
     add = parser.add_argument
     add("--ranks", type=count, metavar="P", help="processes that share every sequence (default 1)")

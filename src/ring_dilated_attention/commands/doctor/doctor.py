@@ -45,7 +45,6 @@ mend, the most urgent first. Exit codes: 0 ready, 1 not ready, 2 refused.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLES
     add = parser.add_argument
     add("--ranks", type=count, metavar="P", help="processes on this machine (default 1)")
     add("--run-folder", type=Path, default=Path("runs"), metavar="DIR", help="where runs will be written")

@@ -46,7 +46,6 @@ Exit codes: 0 done, 1 a process died or some slides could not be embedded (they 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLES
     add = parser.add_argument
     add("slides", nargs="+", type=Path, metavar="SLIDE", help="files of tile features, or folders of them")
     add("--weights", type=Path, required=True, metavar="FILE", help="slide_encoder.pth, or safetensors")

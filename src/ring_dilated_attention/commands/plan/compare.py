@@ -29,7 +29,6 @@ those that a rank receives, and memory is an estimate. Only exchange "ring" has 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLES
     add_call(parser)
     add_head_dim(parser)
     add_hardware_options(parser)

@@ -45,7 +45,6 @@ _OF_A_RUN |= {name: name for name in ("segment_lengths", "dilation_rates", "seq_
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLES
     add = parser.add_argument
     add("--layers", type=count, metavar="L", help="transformer blocks")
     add("--embed-dim", type=count, metavar="E", help="width of the model")

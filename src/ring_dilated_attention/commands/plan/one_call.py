@@ -48,7 +48,6 @@ time are estimates, marked "about". docs/planning.md says what is counted, and h
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLES
     add_call(parser)
     add_head_dim(parser)
     add = parser.add_argument
