@@ -7,6 +7,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -40,21 +41,16 @@ def physical_bytes() -> float:
         return math.inf
 
 
-def resident_bytes() -> int:
-    """Outside Linux this is the peak."""
-    return _resident("VmRSS")
-
-
-def peak_resident_bytes() -> int:
-    return _resident("VmHWM")
-
-
 def _resident(field: str) -> int:
     # getrusage is only the second choice: a child may inherit its parent's maximum.
     for value in _values(Path("/proc/self/status"), field):
         return int(value.split()[0]) * 1024
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024
+
+
+resident_bytes = partial(_resident, "VmRSS")  # outside Linux this is the peak
+peak_resident_bytes = partial(_resident, "VmHWM")
 
 
 def _values(path: Path, field: str) -> Iterator[str]:
