@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ring_dilated_attention.commands.cli import filled
-from ring_dilated_attention.commands.limits import (
+from ring_dilated_attention.commands.numbers import (
     MOST_HEADS,
     MOST_RANKS,
     check_at_least,
     check_memory,
     check_ranks_fit,
+    count,
 )
-from ring_dilated_attention.commands.numbers import count
 from ring_dilated_attention.commands.output import check_writable, progress_bar
 from ring_dilated_attention.commands.terminal import guarded
 from ring_dilated_attention.pattern import DilatedPattern

@@ -18,9 +18,8 @@ from ..training.rank_launcher import share_of_cores
 from ..training.reading import PACKED, STDIN, Text, opened
 from .generate import hyperparameters_of
 from .interrupts import INTERRUPTED_EXIT_CODE, leaving_at_once
-from .limits import LARGEST, check_at_least, check_ranks_fit
 from .local_ranks import Launch, RankFailedError, Worker, run_ranks
-from .numbers import count
+from .numbers import LARGEST, check_at_least, check_ranks_fit, count
 from .output import aligned, check_writable, progress_bar, wrapped
 
 if TYPE_CHECKING:

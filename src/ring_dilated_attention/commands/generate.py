@@ -18,8 +18,7 @@ from ..models.saved_run import newest_checkpoint, read_state
 from ..training.data import Document
 from ..training.reading import read_files
 from .interrupts import leaving_at_once
-from .limits import check_at_least
-from .numbers import count
+from .numbers import check_at_least, count
 from .terminal import say
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 from ..forecast.clock import Hardware, time_text
 from ..training.files import MOST_BYTES
 from ..training.options import flag
-from .limits import check_given
-from .numbers import amount, count, counted, scaled
+from .numbers import amount, check_given, count, counted, scaled
 
 
 class Machine(NamedTuple):

@@ -28,8 +28,7 @@ from ..training.run import RECORD_FILE, Run, fingerprint, prepare
 from ..training.stop_request import StopRequest, end_with_launcher
 from .generate import sample
 from .interrupts import INTERRUPTED_EXIT_CODE, leaving_at_once
-from .limits import check_at_least, check_memory, check_ranks_fit, check_seconds
-from .numbers import count
+from .numbers import check_at_least, check_memory, check_ranks_fit, check_seconds, count
 from .terminal import NO_MEMORY, UNREAD_EXIT_CODE, is_out_of_memory, say
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2

@@ -17,8 +17,7 @@ from ...training.files import check_mine, in_words, write_whole
 from ...training.rank_launcher import check_meeting, share_of_cores, started
 from ..hardware import ITEMSIZE, MAKER, Machine, as_toml, is_saved, known
 from ..interrupts import leaving_at_once
-from ..limits import check_at_least, check_memory, check_seconds
-from ..numbers import amount, count, counted, scaled, size_text
+from ..numbers import amount, check_at_least, check_memory, check_seconds, count, counted, scaled, size_text
 from ..output import aligned, check_writable, wrapped
 from ..terminal import say
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from ...models.torchscale.architecture import PADDINGS
 from ...training.options import flag
-from ..limits import check_at_least
 from ..local_ranks import RankFailedError
-from ..numbers import count, counted
+from ..numbers import check_at_least, count, counted
 from ..output import check_writable, progress_bar, wrapped
 from ..terminal import say
 from .embeddings import EmbeddingFile, Keys, SlideEntry, TileSizes, digest_of

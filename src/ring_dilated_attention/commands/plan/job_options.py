@@ -10,8 +10,7 @@ from ...pattern import PHASE_RULES, DilatedPattern
 from ...plan.sizes import Sizes
 from ...training.options import flag
 from ..hardware import ITEMSIZE
-from ..limits import MOST_BATCH, MOST_HEADS, MOST_RANKS, check_at_least, check_given, check_ranks_fit
-from ..numbers import count
+from ..numbers import MOST_BATCH, MOST_HEADS, MOST_RANKS, check_at_least, check_given, check_ranks_fit, count
 
 SUGGEST = "rda suggest --seq-len N --heads H --speedup 50 picks segment lengths and rates"
 

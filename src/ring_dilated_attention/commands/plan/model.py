@@ -22,8 +22,7 @@ from ...plan.sharding import OF_ONE_DOCUMENT
 from ...training.options import in_short
 from ..hardware import ITEMSIZE, Machine, described, machine_for
 from ..hardware import add_options as add_hardware_options
-from ..limits import LARGEST, MOST_RANKS, check_at_least, check_given
-from ..numbers import amount, count, scaled, size_text
+from ..numbers import LARGEST, MOST_RANKS, amount, check_at_least, check_given, count, scaled, size_text
 from ..numbers import counted as number
 from ..output import aligned, progress_bar, wrapped
 from .job_options import SUGGEST, add_call, complete, pattern_of
