@@ -15,7 +15,7 @@ from full_disk import on_a_full_disk
 
 import ring_dilated_attention
 from benchmarks.slice import command as slices
-from ring_dilated_attention.commands import cli, interrupts, numbers, output, terminal
+from ring_dilated_attention.commands import cli, numbers, output, terminal
 
 PLAN = ["plan", "--seq-len", "4096", "--ranks", "17", "--segment-lengths", "4096", "--dilation-rates", "1"]
 EXTRA = ("tqdm", "numpy", "matplotlib", "safetensors")
@@ -193,7 +193,7 @@ def test_what_is_held_back_comes_at_the_end():
     reached = []
 
     def start_something():
-        with interrupts.held_back():
+        with terminal.held_back():
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.01)
             reached.append(True)

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from .. import __version__
 from ..training.rank_launcher import unjoined
-from .interrupts import leaving_at_once
-from .terminal import guarded, say
+from .terminal import guarded, leaving_at_once, say
 
 
 class Subcommand(NamedTuple):

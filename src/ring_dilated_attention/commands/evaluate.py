@@ -17,10 +17,10 @@ from ..training.pictures import draw_buckets
 from ..training.rank_launcher import share_of_cores
 from ..training.reading import PACKED, STDIN, Text, opened
 from .generate import hyperparameters_of
-from .interrupts import INTERRUPTED_EXIT_CODE, leaving_at_once
 from .local_ranks import Launch, RankFailedError, Worker, run_ranks
 from .numbers import LARGEST, check_at_least, check_ranks_fit, count
 from .output import aligned, check_writable, progress_bar, wrapped
+from .terminal import INTERRUPTED_EXIT_CODE, leaving_at_once
 
 if TYPE_CHECKING:
     from ..training.bits_per_byte import Score

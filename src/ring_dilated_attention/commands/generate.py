@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 from ..models.saved_run import newest_checkpoint, read_state
 from ..training.data import Document
 from ..training.reading import read_files
-from .interrupts import leaving_at_once
 from .numbers import check_at_least, count
-from .terminal import say
+from .terminal import leaving_at_once, say
 
 if TYPE_CHECKING:
     from ..models.longnet import LongNetLM

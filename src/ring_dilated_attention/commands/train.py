@@ -27,9 +27,8 @@ from ..training.restarts import MOST_STARTS, RESTART, STARTS_FILE, are_by_torchr
 from ..training.run import RECORD_FILE, Run, fingerprint, prepare
 from ..training.stop_request import StopRequest, end_with_launcher
 from .generate import sample
-from .interrupts import INTERRUPTED_EXIT_CODE, leaving_at_once
 from .numbers import check_at_least, check_memory, check_ranks_fit, check_seconds, count
-from .terminal import NO_MEMORY, UNREAD_EXIT_CODE, is_out_of_memory, say
+from .terminal import INTERRUPTED_EXIT_CODE, NO_MEMORY, UNREAD_EXIT_CODE, is_out_of_memory, leaving_at_once, say
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
 # The options that a checkpoint does not hold: the command that resumes a run repeats them.

@@ -16,10 +16,9 @@ from ...forecast.clock import Hardware, time_text
 from ...training.files import check_mine, in_words, write_whole
 from ...training.rank_launcher import check_meeting, share_of_cores, started
 from ..hardware import ITEMSIZE, MAKER, Machine, as_toml, is_saved, known
-from ..interrupts import leaving_at_once
 from ..numbers import amount, check_at_least, check_memory, check_seconds, count, counted, scaled, size_text
 from ..output import aligned, check_writable, wrapped
-from ..terminal import say
+from ..terminal import leaving_at_once, say
 
 LEAST_FREE = 10**9  # free bytes on a disk
 BYTES_OF_A_RANK = 10**8  # the least memory that a rank takes
