@@ -231,9 +231,8 @@ def run_rank(arguments: argparse.Namespace) -> int:
         import torch.distributed as dist
 
         from ..ranks.context import ContextParallel
-        from ..training.agreement import Refusal, agree, on_first, together, values_of_all
+        from ..training.agreement import Refusal, agree, join_ranks, on_first, together, values_of_all
         from ..training.loop import TrainingDiverged, train
-        from ..training.meeting import join_ranks
 
     folder = Path()
     try:
