@@ -23,7 +23,7 @@ from .output import aligned, check_writable, progress_bar, wrapped
 from .terminal import INTERRUPTED_EXIT_CODE, leaving_at_once
 
 if TYPE_CHECKING:
-    from ..training.bits_per_byte import Score
+    from ..training.scoring import Score
 
 EXAMPLES = """examples:
   rda evaluate runs/a book.txt                  contexts as long as in training
@@ -121,7 +121,7 @@ def resolved(arguments: argparse.Namespace) -> tuple[int | None, int | None, dic
 def measure(scores_of: Callable[..., Iterator[Measured]], text: Text, num_ranks: int) -> tuple[Measured, bool]:
     """What was measured, and whether that is all: Ctrl-C may have ended it."""
     with leaving_at_once("rda evaluate"):
-        from ..training.bits_per_byte import Score
+        from ..training.scoring import Score
 
     total, peak, path, is_whole = Score(), 0, Path(text.name), False
     is_plain = path.is_file() and not PACKED.search(text.name.lower())
@@ -154,7 +154,7 @@ def scores(
     with leaving_at_once("rda evaluate"):
         from ..models.longnet import LongNetLM
         from ..ranks.context import ContextParallel
-        from ..training.bits_per_byte import score
+        from ..training.scoring import score
 
     model = LongNetLM.from_run(run_folder, parallel=ContextParallel() if is_rank else None)
     with opened(text.name) as file:
