@@ -14,7 +14,7 @@ from ..hardware import add_options as add_hardware_options
 from ..hardware import described, machine_for
 from ..numbers import count
 from ..output import aligned, progress_bar, wrapped
-from .job_options import SUGGEST, add_call, add_head_dim, call_of
+from .job_options import SUGGEST, add_call, call_of
 
 EXAMPLES = f"""examples:
   rda plan compare --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 128Ki 1Mi \\
@@ -30,7 +30,6 @@ those that a rank receives, and memory is an estimate. Only exchange "ring" has 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_call(parser)
-    add_head_dim(parser)
     add_hardware_options(parser)
     parser.add_argument("--memory", type=count, metavar="BYTES", help="memory of a rank, as 80G: recommend what fits")
 

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ffn-dim", type=count, metavar="F", help="width of the feed-forward layer (default 4 E)")
     add("--vocab", type=count, metavar="V", help="size of the vocabulary (default 256, bytes)")
     add("--config", type=Path, metavar="PATH", help="a Hugging Face config.json, or a run's folder")
-    add_call(parser)
+    add_call(parser, with_head_dim=False)
     add("--sharding", choices=OF_ONE_DOCUMENT, default="contiguous", help="who owns which positions")
     mesh_help = "data x sequence parallel, states cut over F ranks by FSDP (default: 1 x --ranks)"
     add("--mesh", metavar="DxS[xF]", help=mesh_help)

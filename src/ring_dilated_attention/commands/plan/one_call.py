@@ -21,7 +21,7 @@ from ..numbers import count as whole_number
 from ..output import progress_bar, wrapped
 from . import report
 from .figures import check_picture, draw
-from .job_options import add_call, add_head_dim, call_of, documents_of
+from .job_options import add_call, call_of, documents_of
 
 MOST_DEALT = 2**17  # documents times ranks squared
 EXAMPLES = f"""examples:
@@ -49,7 +49,6 @@ time are estimates, marked "about". docs/planning.md says what is counted, and h
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_call(parser)
-    add_head_dim(parser)
     add = parser.add_argument
     exchange_help = "how chunks travel (default auto: chosen, with the reason)"
     add("--exchange", choices=("auto", *EXCHANGES), default="auto", help=exchange_help)
