@@ -1,7 +1,6 @@
 """Helps commands write: tables, wrapped text and progress bars, and a check that a file can be written. No torch."""
 
 import os
-import sys
 import tempfile
 import textwrap
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ..training.files import LossyStream
+from ..training.files import LossyStderr
 
 WIDTH = 80  # characters of a terminal
 
@@ -62,5 +61,5 @@ def progress_bar(total: int | None, unit: str, *, delay: float = 0.0) -> Any:
         return nullcontext(SimpleNamespace(update=lambda number=1: None, set_postfix_str=lambda text: None))
     from tqdm import tqdm
 
-    file, is_scaled = LossyStream(sys.stderr), unit == "B"
-    return tqdm(total=total, unit=unit, file=file, dynamic_ncols=True, delay=delay, unit_scale=is_scaled)
+    is_scaled = unit == "B"
+    return tqdm(total=total, unit=unit, file=LossyStderr(), dynamic_ncols=True, delay=delay, unit_scale=is_scaled)

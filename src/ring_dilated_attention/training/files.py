@@ -4,11 +4,12 @@ import json
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO
 
 MADE_BY = "ring_dilated_attention"  # what pictures say they were made with
 MOST_BYTES = 2**28  # how much of a file is read to learn who made it
@@ -88,23 +89,20 @@ def in_words(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-class LossyStream:
-    """Drops what it cannot write: the work is worth more than its progress bar."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+class LossyStderr:
+    """Drops what stderr cannot write: the work is worth more than its progress bar."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(sys.stderr, name)
 
     def write(self, text: str) -> int:
         with suppress(OSError):
-            self._stream.write(text)
+            sys.stderr.write(text)
         return len(text)
 
     def flush(self) -> None:
         with suppress(OSError):
-            self._stream.flush()
+            sys.stderr.flush()
 
 
 def is_our_picture(file: BinaryIO, source: str | None = None) -> bool:
