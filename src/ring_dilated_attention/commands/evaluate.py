@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..training.files import check_mine, folder_made, is_our_picture, write_whole
+from ..training.files import check_mine, is_our_picture, write_whole
 from ..training.machine import peak_resident_bytes, physical_bytes
 from ..training.pictures import draw_buckets
 from ..training.rank_launcher import share_of_cores
@@ -82,8 +82,7 @@ def evaluate(arguments: argparse.Namespace) -> dict:
         raise ValueError(f"{arguments.file} has fewer than 2 bytes: each is predicted from those before it")
     if arguments.picture is not None:
         picture = draw_buckets(buckets, total.mean(), f"{arguments.file}, contexts of {shown(context)}")
-        with folder_made(arguments.picture.parent):
-            write_whole(arguments.picture, picture, is_our_picture, MAKER)
+        write_whole(arguments.picture, picture, is_our_picture, MAKER)
     return {
         "file": arguments.file,
         "read": str(text),

@@ -16,9 +16,10 @@ MOST_BYTES = 2**28  # how much of a file is read to learn who made it
 
 
 def write_whole(path: Path, content: bytes, is_mine: Callable[[BinaryIO], bool], maker: str) -> None:
-    """Write a file, or leave it as it was. A ValueError refuses to replace one unless is_mine(the open file)."""
+    """Write a file, into a new folder if need be, or leave all as it was. A ValueError refuses to replace a file unless
+    is_mine(the open file)."""
     check_mine(path, is_mine, maker)
-    with named_in_errors(path), replaced(path) as unfinished:
+    with folder_made(path.parent), named_in_errors(path), replaced(path) as unfinished:
         unfinished.write_bytes(content)
 
 

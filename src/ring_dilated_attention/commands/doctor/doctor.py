@@ -250,7 +250,6 @@ def save(path: Path, everyone: list[dict[str, Any]], hardware: Hardware) -> None
     notes = [time.strftime("measured %Y-%m-%d"), f"torch {first['versions']['torch']}"]
     if len(everyone) == 1:
         notes.append("one rank: no bytes_per_second and no latency_seconds; --ranks 2 measures them")
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, as_toml(machine, notes).encode(), is_saved, MAKER)
 
 

@@ -14,7 +14,7 @@ from ...plan.job import Job
 from ...plan.plan import Hop, Message, Plan
 from ...plan.planner import make_plan
 from ...plan.sharding import Shard, Span, shard_length
-from ...training.files import MADE_BY, check_mine, folder_made, is_our_picture, write_whole
+from ...training.files import MADE_BY, check_mine, is_our_picture, write_whole
 from ..output import check_writable
 
 if TYPE_CHECKING:
@@ -156,9 +156,8 @@ def save(pictures: dict[Path, "Figure"]) -> None:
     for path, figure in pictures.items():
         made[path] = content = BytesIO()
         figure.savefig(content, dpi=160, format="png", metadata={"Software": MADE_BY})
-    with folder_made(next(iter(pictures)).parent):
-        for path, content in made.items():
-            write_whole(path, content.getvalue(), is_our_picture, "rda plan --picture")
+    for path, content in made.items():
+        write_whole(path, content.getvalue(), is_our_picture, "rda plan --picture")
 
 
 def branches_by_pair(pattern: DilatedPattern, seq_len: int, num_heads: int, head: int) -> list[list[list[int]]]:
