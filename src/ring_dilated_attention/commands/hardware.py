@@ -53,7 +53,7 @@ _GIVEN = {
 }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_hardware_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--hardware", metavar="NAME", help=f"model a step's time: a TOML file, or {', '.join(PRESETS)}")
     add("--flops", type=amount, metavar="RATE", help="a rank's FLOPs per second; with --bandwidth, needs no --hardware")

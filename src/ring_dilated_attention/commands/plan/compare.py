@@ -10,8 +10,7 @@ from ...forecast.clock import time_text
 from ...forecast.exchanges import Alternative, alternatives, recommended, ways_of
 from ...forecast.large import ERRORS_TEXT
 from ...kernels.traits import TRAITS
-from ..hardware import add_options as add_hardware_options
-from ..hardware import described, machine_for
+from ..hardware import add_hardware_options, described, machine_for
 from ..numbers import count
 from ..output import aligned, progress_bar, wrapped
 from .job_options import SUGGEST, add_call, call_of

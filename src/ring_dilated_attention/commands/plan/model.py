@@ -20,10 +20,8 @@ from ...models.saved_run import find_checkpoint, read_state
 from ...pattern import DilatedPattern
 from ...plan.sharding import OF_ONE_DOCUMENT
 from ...training.options import in_short
-from ..hardware import ITEMSIZE, Machine, described, machine_for
-from ..hardware import add_options as add_hardware_options
-from ..numbers import LARGEST, MOST_RANKS, amount, check_at_least, check_given, count, scaled, size_text
-from ..numbers import counted as number
+from ..hardware import ITEMSIZE, Machine, add_hardware_options, described, machine_for
+from ..numbers import LARGEST, MOST_RANKS, amount, check_at_least, check_given, count, counted, scaled, size_text
 from ..output import aligned, progress_bar, wrapped
 from .job_options import SUGGEST, add_call, complete, pattern_of
 
@@ -225,8 +223,8 @@ def text(arguments: argparse.Namespace, job: ModelJob, machine: Machine | None, 
     branches = "; ".join(map(str, job.pattern.branches))
     states = dtype if dtype == "float64" else "float32"
     lines = [
-        counted(job.shape, found["counted_as"]),
-        f"{number(job.mesh.num_ranks, 'rank')} as {job.mesh} (data x sequence{' x shards' * (job.mesh.shards > 1)}); "
+        model_in_words(job.shape, found["counted_as"]),
+        f"{counted(job.mesh.num_ranks, 'rank')} as {job.mesh} (data x sequence{' x shards' * (job.mesh.shards > 1)}); "
         f"each {-(-job.seq_len // job.mesh.sequence):,} of {job.seq_len:,} positions, batch {job.batch}",
         f"parameters, gradients and optimiser in {states}, activations in {dtype}",
         # Causality is shown because the config may have set it.
@@ -262,7 +260,7 @@ def _about(mesh: Mesh) -> str:
     return "about " * (mesh.sequence > MOST_PLANNED)
 
 
-def counted(shape: Shape, counted_as: str) -> str:
+def model_in_words(shape: Shape, counted_as: str) -> str:
     """Which model was counted, and its parameters."""
     model = "a LongNetLM of these sizes" if counted_as == "LongNetLM" else f"transformers' {counted_as}"
     matrices = "three" if shape.blocks.ffn == "gated" else "two"

@@ -15,8 +15,7 @@ from ...plan.exchange import EXCHANGES, Choice, choice_by
 from ...plan.job import Job
 from ...plan.sharding import BY_DOCUMENT, OF_ONE_DOCUMENT, SHARDINGS, shard_length
 from ...plan.sizes import Sizes
-from ..hardware import add_options as add_hardware_options
-from ..hardware import machine_for
+from ..hardware import add_hardware_options, machine_for
 from ..numbers import count as whole_number
 from ..output import progress_bar, wrapped
 from . import report
