@@ -4,10 +4,9 @@ import argparse
 import json
 from typing import Any
 
-from ...forecast.advice import advice
 from ...forecast.call_cost import MOST_PLANNED
 from ...forecast.clock import time_text
-from ...forecast.exchanges import Alternative, alternatives, recommended, ways_of
+from ...forecast.exchanges import Alternative, advice, alternatives, recommended, ways_of
 from ...forecast.large import ERRORS_TEXT
 from ...kernels.traits import TRAITS
 from ..hardware import add_hardware_options, described, machine_for

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ...forecast import training_cost as forecast
-from ...forecast.advice import BOUND_BY_COMMUNICATION, advice
 from ...forecast.call_cost import MOST_PLANNED, Time, Way
 from ...forecast.clock import Hardware, time_text
 from ...forecast.decoders import SIZES, read_decoder
+from ...forecast.exchanges import BOUND_BY_COMMUNICATION, advice
 from ...forecast.large import ERRORS_TEXT
 from ...forecast.shape import Shape
 from ...forecast.training_cost import ACTIVATIONS, Mesh, ModelJob

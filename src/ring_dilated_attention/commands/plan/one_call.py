@@ -5,10 +5,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from ...forecast.advice import advice
 from ...forecast.call_cost import MOST_COMPARED, MOST_PLANNED, Counted, Way, count, forecast
 from ...forecast.clock import Hardware
-from ...forecast.exchanges import UncutJob
+from ...forecast.exchanges import UncutJob, advice
 from ...kernels.traits import TRAITS
 from ...plan.collection import without_collection
 from ...plan.exchange import EXCHANGES, Choice, choice_by
