@@ -7,7 +7,6 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from ..training.reading import PACKED, STDIN, Text, opened
 from .generate import hyperparameters_of
 from .local_ranks import Launch, RankFailedError, Worker, run_ranks
 from .numbers import LARGEST, check_at_least, check_ranks_fit, count
-from .output import aligned, check_writable, progress_bar, wrapped
+from .output import aligned, check_installed, check_writable, progress_bar, wrapped
 from .terminal import INTERRUPTED_EXIT_CODE, leaving_at_once
 
 if TYPE_CHECKING:
@@ -69,8 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 def evaluate(arguments: argparse.Namespace) -> dict:
     context, chunk, hyperparameters = resolved(arguments)
     if arguments.picture is not None:
-        if find_spec("matplotlib") is None:
-            raise ValueError("--picture needs matplotlib: pip install 'ring-dilated-attention[train]'")
+        check_installed(["matplotlib"], "train", "--picture ")
         check_writable("--picture", arguments.picture.parent, arguments.picture.name)
         check_mine(arguments.picture, is_our_picture, MAKER)
     text = Text(arguments.file, hyperparameters, arguments.max_bytes)

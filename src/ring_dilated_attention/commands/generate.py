@@ -10,7 +10,6 @@ import shlex
 import sys
 import time
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -18,6 +17,7 @@ from ..models.saved_run import newest_checkpoint, read_state
 from ..training.data import Document
 from ..training.reading import read_files
 from .numbers import check_at_least, count
+from .output import check_installed
 from .terminal import leaving_at_once, say
 
 if TYPE_CHECKING:
@@ -74,8 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def hyperparameters_of(folder: Path) -> dict[str, Any]:
     """The hyperparameters of a run. Raises ValueError if it has no checkpoint. Imports no torch."""
-    if find_spec("safetensors") is None:
-        raise ValueError("needs safetensors: pip install 'ring-dilated-attention[train]'")
+    check_installed(["safetensors"], "train")
     return dict(read_state(newest_checkpoint(folder))["hyperparameters"])
 
 

@@ -28,6 +28,7 @@ from ..training.run import RECORD_FILE, Run, fingerprint, prepare
 from ..training.stop_request import StopRequest, end_with_launcher
 from .generate import sample
 from .numbers import check_at_least, check_memory, check_ranks_fit, check_seconds, count
+from .output import check_installed
 from .terminal import INTERRUPTED_EXIT_CODE, NO_MEMORY, UNREAD_EXIT_CODE, is_out_of_memory, leaving_at_once, say
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
@@ -115,8 +116,7 @@ def own(arguments: argparse.Namespace, run: Run, *, is_rank: bool) -> AbstractCo
 
 def prepare_checked(arguments: argparse.Namespace) -> Run:
     """The run that the user asks for, or a ValueError that says why it is impossible."""
-    if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        raise ValueError(f"needs {', '.join(missing)}: pip install 'ring-dilated-attention[train]'")
+    check_installed(PACKAGES, "train")
     if arguments.tensorboard and find_spec("tensorboard") is None:
         raise ValueError("--tensorboard lacks its extra: pip install 'ring-dilated-attention[tensorboard]'")
     num_started, num_asked = started().num_ranks, 1 if arguments.ranks is None else arguments.ranks
