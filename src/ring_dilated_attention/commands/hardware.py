@@ -24,6 +24,7 @@ class Machine(NamedTuple):
     source: str
 
 
+LARGE_MESSAGE = 16 * 2**20  # the bytes of a message by which `rda doctor` measures bandwidth
 MAKER = "rda doctor"  # the source of numbers that `rda doctor` measured begins with this
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 LARGEST = 1e30  # a rate far beyond machines, and within floats
