@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..training.data import PACKED, STDIN, Text, opened
 from ..training.files import check_mine, is_our_picture, write_whole
 from ..training.machine import peak_resident_bytes, physical_bytes
 from ..training.pictures import draw_buckets
 from ..training.rank_launcher import share_of_cores
-from ..training.reading import PACKED, STDIN, Text, opened
 from .generate import hyperparameters_of
 from .local_ranks import Launch, RankFailedError, Worker, run_ranks
 from .numbers import LARGEST, check_at_least, check_ranks_fit, count

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..models.saved_run import newest_checkpoint, read_state
-from ..training.data import Document
-from ..training.reading import read_files
+from ..training.data import Document, read_files
 from .numbers import check_at_least, count
 from .output import check_installed
 from .terminal import leaving_at_once, say
