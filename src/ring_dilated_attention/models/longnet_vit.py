@@ -257,7 +257,7 @@ class LongNetViT(CheckedLoading):
         ranks.expect((tile_counts[0] + 1, *tile_counts[1:]))  # the class token comes first
         if not sum(tile_counts):
             raise ValueError(f"no tiles: features have shape {tuple(x.shape)}, and an empty slide has no embedding")
-        counts = None if lengths is None else [int(n) for n in lengths]
+        counts = [num_own] * batch if lengths is None else [int(n) for n in lengths]
         failure = self._tile_failure(x, coords, counts, sum(tile_counts[: ranks.rank]))
         ranks.handshake(num_own, {"call": "LongNetViT, its tiles"}, failure)
         return sum(tile_counts)
@@ -291,7 +291,7 @@ class LongNetViT(CheckedLoading):
             return f"lengths={numbers} must be {len(x)} numbers of tiles from 1 to {most}, one for each slide"
         return None
 
-    def _tile_failure(self, x: Tensor, coords: Tensor, counts: list[int] | None, first: int) -> str | None:
+    def _tile_failure(self, x: Tensor, coords: Tensor, counts: list[int], first: int) -> str | None:
         """What is wrong with the first wrong tile, or None. This rank's tiles are numbered from `first`."""
         is_tile_BL, dtype = _are_tiles(x, counts), self.cls_token.dtype  # numbers beyond its range become inf
         wrong = (is_tile_BL & ~torch.isfinite(x.detach().to(dtype)).all(-1).cpu()).nonzero().tolist()
@@ -310,10 +310,8 @@ class LongNetViT(CheckedLoading):
         return None
 
 
-def _are_tiles(x: Tensor, counts: Sequence[int] | None) -> Tensor:
+def _are_tiles(x: Tensor, counts: Sequence[int]) -> Tensor:
     """(B, L) bool on the CPU, False at padding."""
-    if counts is None:
-        return torch.ones(x.shape[:2], dtype=torch.bool, device="cpu")
     return torch.arange(x.shape[1], device="cpu") < torch.tensor(counts, device="cpu")[:, None]
 
 
