@@ -16,11 +16,10 @@ PACKAGES = ("torch", "triton", "numpy", "safetensors", "ring-dilated-attention")
 
 
 def hardware() -> dict[str, Any]:
-    unnamed = platform.processor() or platform.machine()
     return {
-        "processor": next(_values(Path("/proc/cpuinfo"), "model name"), unnamed),
+        "processor": next(_values(Path("/proc/cpuinfo"), "model name"), platform.processor() or platform.machine()),
         "cores": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": physical_bytes(),
         "system": platform.platform(),
     }
 
