@@ -10,7 +10,7 @@ import torch
 
 from ring_dilated_attention.models import LongNetLM
 from ring_dilated_attention.models.longnet_config import LongNetConfig
-from ring_dilated_attention.training.bits_per_byte import Score, score
+from ring_dilated_attention.training.scoring import Score, score
 
 from .gate import GateError, gate
 from .measure import Sizes

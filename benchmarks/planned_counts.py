@@ -14,9 +14,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ring_dilated_attention.commands import cli
-from ring_dilated_attention.forecast.advice import advice
 from ring_dilated_attention.forecast.call_cost import Way, all_plans, count, forecast
 from ring_dilated_attention.forecast.clock import Hardware
+from ring_dilated_attention.forecast.exchanges import advice
 from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.job import Job

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from ring_dilated_attention.commands.doctor import examination
+from ring_dilated_attention.commands.doctor import doctor, examination
 from ring_dilated_attention.commands.local_ranks import Launch, Worker, run_ranks
 from ring_dilated_attention.forecast.clock import model_step
 from ring_dilated_attention.pattern import DilatedPattern
@@ -54,7 +54,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
     step("the doctor, then every job")
     launch = Launch(NUM_RANKS, is_pinned=True, seconds=settings.seconds)
     ranks = run_ranks(launch, _measure, settings)
-    hardware = examination.hardware_of(ranks[0][0])
+    hardware = doctor.hardware_of(ranks[0][0])
     rows = []
     for i, (sizes, pattern) in enumerate(settings.jobs):
         shards = make_shards("contiguous", split_lengths(sizes.seq_len, NUM_RANKS))

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.training import rank_launcher
 
-_ROOMS = ("commands.train", "training.loop", "training.meeting", "training.agreement", "training.run_report")
+_ROOMS = ("commands.train", "training.loop", "training.agreement", "training.run_report")
 _ROOMS += ("training.sharded", "commands.generate")
 preload("torch.distributed.run", "torch.distributed.launcher.api", "torch.distributed.checkpoint")
 preload("matplotlib.figure", "matplotlib.backends.backend_agg", *(f"ring_dilated_attention.{name}" for name in _ROOMS))

@@ -9,8 +9,8 @@ import torch
 
 from ring_dilated_attention.models.longnet import LongNetLM
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.training.bits_per_byte import POSITIONS_AT_ONCE
 from ring_dilated_attention.training.data import Document
+from ring_dilated_attention.training.scoring import POSITIONS_AT_ONCE
 
 from ..record import markdown
 from . import text

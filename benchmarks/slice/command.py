@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ring_dilated_attention.commands.cli import filled
-from ring_dilated_attention.commands.limits import (
+from ring_dilated_attention.commands.numbers import (
     MOST_HEADS,
     MOST_RANKS,
     check_at_least,
     check_memory,
     check_ranks_fit,
+    count,
 )
-from ring_dilated_attention.commands.numbers import count
 from ring_dilated_attention.commands.output import check_writable, progress_bar
 from ring_dilated_attention.commands.terminal import guarded
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.training.files import MOST_BYTES, check_mine, folder_made, json_object, write_whole
+from ring_dilated_attention.training.files import MOST_BYTES, check_mine, json_object, write_whole
 from ring_dilated_attention.training.machine import hardware, versions
 from ring_dilated_attention.training.options import in_short
 
@@ -122,8 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(text if arguments.json else report.text(row))
     if arguments.record is not None:
         try:
-            with folder_made(arguments.record.parent):
-                write_whole(arguments.record, f"{text}\n".encode(), is_record, "python -m benchmarks.slice --record")
+            write_whole(arguments.record, f"{text}\n".encode(), is_record, "python -m benchmarks.slice --record")
         except ValueError as error:  # somebody put something there meanwhile
             print(error, file=sys.stderr)
             return 2

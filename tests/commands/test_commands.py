@@ -15,7 +15,7 @@ from full_disk import on_a_full_disk
 
 import ring_dilated_attention
 from benchmarks.slice import command as slices
-from ring_dilated_attention.commands import cli, interrupts, limits, output, terminal
+from ring_dilated_attention.commands import cli, numbers, output, terminal
 
 PLAN = ["plan", "--seq-len", "4096", "--ranks", "17", "--segment-lengths", "4096", "--dilation-rates", "1"]
 EXTRA = ("tqdm", "numpy", "matplotlib", "safetensors")
@@ -193,7 +193,7 @@ def test_what_is_held_back_comes_at_the_end():
     reached = []
 
     def start_something():
-        with interrupts.held_back():
+        with terminal.held_back():
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.01)
             reached.append(True)
@@ -280,10 +280,10 @@ def test_memory_that_is_not_there_is_a_sentence(monkeypatch, capsys):
 
 
 def test_memory_is_said_with_its_arithmetic(monkeypatch):
-    monkeypatch.setattr(limits, "physical_bytes", lambda: 2e9)
-    limits.check_memory("it takes", 2e9, "leave it")
+    monkeypatch.setattr(numbers, "physical_bytes", lambda: 2e9)
+    numbers.check_memory("it takes", 2e9, "leave it")
     with pytest.raises(ValueError, match=r"^it takes 3\.00 GB, and this machine has 2\.00 GB of memory: leave it$"):
-        limits.check_memory("it takes", 3e9, "leave it")
+        numbers.check_memory("it takes", 3e9, "leave it")
 
 
 def test_a_bar_that_nobody_sees_ends_nothing(monkeypatch):

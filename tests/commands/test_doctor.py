@@ -275,8 +275,8 @@ def test_a_message_that_is_no_slower_when_it_is_large():
     """Catches a bandwidth of a petabyte on a machine that others use."""
     rates = {"flops_per_second": 1.0, "backward_flops_per_second": 1.0, "call_seconds": 0.0, "around_seconds": 0.0}
     messages = {"small": {"1": 0.01}, "large": {"1": 0.01}, "handshake_seconds": 0.0}
-    found = examination.hardware_of([{"rates": rates, "messages": messages}])
-    assert found.bytes_per_second == examination.LARGE / 0.01
+    found = doctor.hardware_of([{"rates": rates, "messages": messages}])
+    assert found.bytes_per_second == doctor.LARGE_MESSAGE / 0.01
 
 
 TORCHRUN = ("RANK", "WORLD_SIZE")

@@ -26,12 +26,12 @@ from ring_dilated_attention.commands import generate as command
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.commands.local_ranks import RankFailedError
 from ring_dilated_attention.models import LongNetLM
-from ring_dilated_attention.training import bits_per_byte, checkpoint, pictures
-from ring_dilated_attention.training.bits_per_byte import Score, score
+from ring_dilated_attention.training import checkpoint, pictures, scoring
 from ring_dilated_attention.training.data import Document, cut_into_contexts
 from ring_dilated_attention.training.loop import train
 from ring_dilated_attention.training.options import Hyperparameters
 from ring_dilated_attention.training.run import Run
+from ring_dilated_attention.training.scoring import Score, score
 
 TEXT = b"".join(f"line {i} of the document, in some words\n".encode() for i in range(400))
 NEVER = types.SimpleNamespace(requested=False)
@@ -234,7 +234,7 @@ WHOLE = [(None, 50), (None, 2), (None, 187), (None, 186), (None, 1000)]
 def test_bits_by_position_are_those_of_one_call(folder, num_bytes, context, monkeypatch):
     """Catches a byte that is predicted from the wrong one where a slice ends, or from another context; and a context
     that is lost at the end of a batch."""
-    monkeypatch.setattr(bits_per_byte, "POSITIONS_AT_ONCE", 100)
+    monkeypatch.setattr(scoring, "POSITIONS_AT_ONCE", 100)
     model, text = LongNetLM.from_run(folder), TEXT[:187]
     length = context or len(text)
     contexts = [text[i : i + length] for i in range(0, len(text), length)]
@@ -348,7 +348,7 @@ def test_evaluate_ends_after_so_many_bytes(folder, tmp_path, capsys):
 def test_ctrl_c_shows_what_is_known(num_scores, folder, tmp_path, capsys, monkeypatch):
     """Catches figures that are lost, a picture that is not drawn, and an exit code of success."""
     (tmp_path / "text.txt").write_bytes(TEXT[:960])
-    monkeypatch.setattr(bits_per_byte, "POSITIONS_AT_ONCE", 96)
+    monkeypatch.setattr(scoring, "POSITIONS_AT_ONCE", 96)
     token_losses, calls = LongNetLM.token_losses, []
 
     def interrupted(*args):
@@ -417,7 +417,7 @@ def test_evaluating_holds_no_more_of_a_longer_text(folder, monkeypatch):
 
     model = LongNetLM.from_run(folder)
     # What only the first call makes is not the text's.
-    monkeypatch.setattr(bits_per_byte, "POSITIONS_AT_ONCE", 96)
+    monkeypatch.setattr(scoring, "POSITIONS_AT_ONCE", 96)
     for way in ((None, 50), (96, None)):
         total(score(model, [TEXT[:480]], *way))
         peaks = [allocated(lambda n=n, way=way: total(score(model, [TEXT[:n]], *way))).peak_bytes for n in (480, 1920)]

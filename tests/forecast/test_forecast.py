@@ -12,9 +12,9 @@ from estimates import KINDS, both, random_hardware, random_hosts, random_job, se
 from helpers import ROOT
 
 from ring_dilated_attention.forecast import call_cost
-from ring_dilated_attention.forecast.advice import BOUND_BY_COMMUNICATION, OTHERWISE, SPARSER, WORTH_IT, advice
 from ring_dilated_attention.forecast.call_cost import Way, all_plans, forecast
 from ring_dilated_attention.forecast.clock import Hardware, model_step, time_text
+from ring_dilated_attention.forecast.exchanges import BOUND_BY_COMMUNICATION, OTHERWISE, SPARSER, WORTH_IT, advice
 from ring_dilated_attention.forecast.large import MEMORY_ERRORS, TIME_ERRORS, TIME_ERRORS_OF_HOSTS
 from ring_dilated_attention.forecast.ledger import attention_memory
 from ring_dilated_attention.kernels.traits import TRAITS

@@ -11,12 +11,10 @@ from helpers import said_of
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.plan import compare as command
 from ring_dilated_attention.commands.plan.model import advice_on as advice_on_model
-from ring_dilated_attention.forecast import advice as advising
-from ring_dilated_attention.forecast import call_cost
-from ring_dilated_attention.forecast.advice import advice
+from ring_dilated_attention.forecast import call_cost, exchanges
 from ring_dilated_attention.forecast.call_cost import Figures, Time, Way, branch_pairs, forecast, pairs
 from ring_dilated_attention.forecast.clock import Hardware, time_text
-from ring_dilated_attention.forecast.exchanges import Alternative, UncutJob, alternatives, recommended
+from ring_dilated_attention.forecast.exchanges import Alternative, UncutJob, advice, alternatives, recommended
 from ring_dilated_attention.forecast.ledger import Item, Peak
 from ring_dilated_attention.forecast.training_cost import Mesh, ModelJob, Shape
 from ring_dilated_attention.kernels.traits import TRAITS
@@ -188,9 +186,9 @@ def test_a_rate_is_not_tried_where_counting_takes_long(monkeypatch):
     said = advice(job, Way(), call.sizes, found, slow, lambda: steps.append(1))
     assert "at rate 16 instead of 4" in str(said)
     assert len(steps) == 4
-    monkeypatch.setattr(advising, "MOST_COMPARED", 3)
+    monkeypatch.setattr(exchanges, "MOST_COMPARED", 3)
     said = advice(job, Way(), call.sizes, found, slow, lambda: steps.append(1))
-    assert str(said).endswith(f"of the pairs: {advising.OTHERWISE}")
+    assert str(said).endswith(f"of the pairs: {exchanges.OTHERWISE}")
     assert len(steps) == 4
 
 

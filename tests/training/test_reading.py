@@ -10,9 +10,8 @@ import re
 import pytest
 from helpers import strip_fasta
 
-from ring_dilated_attention.training import reading
-from ring_dilated_attention.training.data import load_document
-from ring_dilated_attention.training.reading import Text, read_files
+from ring_dilated_attention.training import data
+from ring_dilated_attention.training.data import Text, load_document, read_files
 
 FASTA = b">chr1 some > header\nACGT\r\nAC\n;comment\n>chr2\nGG>T\n\nTT"
 COMPRESS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
@@ -41,7 +40,7 @@ def test_fasta_is_its_letters_however_it_comes_in_blocks(monkeypatch):
     for seed in range(300):
         draw = random.Random(seed)
         content = b"A\n" + bytes(draw.choice(b">;ACGT\n\r\n \x0b\x0c\x85") for _ in range(draw.randint(0, 60)))
-        monkeypatch.setattr(reading, "BLOCK", draw.randint(1, 9))
+        monkeypatch.setattr(data, "BLOCK", draw.randint(1, 9))
         found, said = text_of("x.fa", content)
         assert found == strip_fasta(content)
         records = [strip_fasta(lines_of_one) for lines_of_one in re.split(rb"^>.*$", content, flags=re.MULTILINE)]
@@ -85,7 +84,7 @@ def test_letters_outside_are_shown():
 @pytest.mark.parametrize(("suffix", "kind"), [("gz", "gzip"), ("bz2", "bzip2"), ("xz", "xz")])
 def test_compressed_files_are_unpacked(suffix, kind, monkeypatch):
     """By how they begin, in several streams too. The name inside says whether it is FASTA."""
-    monkeypatch.setattr(reading, "BLOCK", 100)
+    monkeypatch.setattr(data, "BLOCK", 100)
     content = bytes(random.Random(0).choices(b"some letters\n", k=1000))
     compress = COMPRESS[suffix]
     assert text_of(f"book.txt.{suffix}", compress(content)) == (content, f"book.txt.{suffix}: {kind}, 1,000 bytes")
@@ -134,7 +133,7 @@ def test_fastq_and_headers_alone_are_refused():
 
 
 def test_no_more_is_given_than_asked_for(monkeypatch):
-    monkeypatch.setattr(reading, "BLOCK", 7)
+    monkeypatch.setattr(data, "BLOCK", 7)
     assert text_of("x", bytes(100), most=20) == (bytes(20), "x: 20 bytes")
 
 
@@ -172,6 +171,6 @@ def test_fasta_under_another_name_is_noticed():
 def test_a_file_that_unpacks_to_more_than_fits_is_refused(tmp_path, monkeypatch):
     """A few kilobytes may hold a terabyte: no more than one block beyond what fits is unpacked."""
     (tmp_path / "bomb.gz").write_bytes(gzip.compress(bytes(10**7)))
-    monkeypatch.setattr(reading, "physical_bytes", lambda: 10**6)
+    monkeypatch.setattr(data, "physical_bytes", lambda: 10**6)
     with pytest.raises(ValueError, match=r"bomb\.gz does not fit: files may have 500,000 bytes in all, half of the"):
         read_files([tmp_path / "bomb.gz"], {})

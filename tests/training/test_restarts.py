@@ -38,8 +38,8 @@ from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.commands.train import own
 from ring_dilated_attention.models.saved_run import STATE_FILE
 from ring_dilated_attention.training import checkpoint
+from ring_dilated_attention.training.agreement import store_of_launcher
 from ring_dilated_attention.training.checkpoint import _signed
-from ring_dilated_attention.training.meeting import store_of_launcher
 from ring_dilated_attention.training.metrics import METRICS_FILE, Metrics
 from ring_dilated_attention.training.ownership import own_folder
 from ring_dilated_attention.training.rank_launcher import LOST_ANOTHER, Ended

@@ -18,9 +18,8 @@ from ..plan.exchange import EXCHANGES
 from ..ranks.context import ContextParallel
 from ..simulate import all_ranks
 from .errors import DTYPES, Case, Squares, measure, measure_cached, worst
-from .limits import check_at_least, check_ranks_fit, check_seconds
 from .local_ranks import Launch, RankFailedError, Worker, run_ranks
-from .numbers import count, counted
+from .numbers import check_at_least, check_ranks_fit, check_seconds, count, counted
 from .output import aligned, progress_bar
 
 SECONDS_PER_LAUNCH, MOST_SECONDS = 60, 86_400
@@ -160,7 +159,6 @@ Exit codes: 0 all rows passed or cannot run here, 1 a row failed, 2 refused.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLES
     add = parser.add_argument
     add("--ranks", type=count, nargs="+", default=[1, 2, 3], metavar="P", help="numbers of ranks (default 1 2 3)")
     seconds = f"for one backend, exchange and number of ranks (default {SECONDS_PER_LAUNCH} s)"

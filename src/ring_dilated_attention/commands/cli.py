@@ -1,7 +1,8 @@
 """The command `rda`: it imports the module of the subcommand that the user asks for, and no other, and runs it.
 
-A subcommand's module has `add_arguments(parser)` and `run(arguments) -> exit code`. The text of a ValueError that `run`
-raises is shown to the user. `arguments.argv` holds the words after the subcommand, to start other processes with them.
+A subcommand's module has `EXAMPLES` (what its --help ends with), `add_arguments(parser)` and `run(arguments) -> exit
+code`. The text of a ValueError that `run` raises is shown to the user. `arguments.argv` holds the words after the
+subcommand, to start other processes with them.
 """
 
 import argparse
@@ -14,8 +15,7 @@ from typing import NamedTuple
 
 from .. import __version__
 from ..training.rank_launcher import unjoined
-from .interrupts import leaving_at_once
-from .terminal import guarded, say
+from .terminal import guarded, leaving_at_once, say
 
 
 class Subcommand(NamedTuple):
@@ -74,7 +74,7 @@ def run(arguments: list[str], asked: str, command: str) -> int:
             with leaving_at_once(command):
                 chosen = import_module(module, __package__)
             chosen.add_arguments(subparser)
-            subparser.epilog = filled(subparser.epilog or "")
+            subparser.epilog = filled(chosen.EXAMPLES)
             chosen_parser = subparser
     if empty := next((word for word in arguments if word.startswith("--") and word.endswith("=--")), None):
         chosen_parser.error(f"{empty}: -- is no value")  # argparse would make an empty list of it
@@ -95,7 +95,3 @@ def filled(epilog: str) -> str:
     """The epilog, wrapped at 80 columns. A paragraph with indented lines is a table, and stays as it is."""
     paragraphs = epilog.strip().split("\n\n")
     return "\n\n".join(x if "\n  " in x else textwrap.fill(x, 80, break_on_hyphens=False) for x in paragraphs)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,9 +16,8 @@ from ..attention import dilated_attention
 from ..pattern import DilatedPattern
 from ..ranks.context import ContextParallel
 from ..reference import dilated_attention_reference, multiplicity
-from ..run.dilated_cache import DilatedCache
+from ..run.dilated_cache import DTYPES, DilatedCache
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 QUANTITIES = ("out", "lse", "dq", "dk", "dv")
 # Added to every tolerance: rounding a result once costs about eps / 4 in relative L2. In float64 the floor is larger,
 # because the rounding of the definition itself is of that size.

@@ -7,24 +7,22 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..training.files import check_mine, folder_made, is_our_picture, write_whole
+from ..training.data import PACKED, STDIN, Text, opened
+from ..training.files import check_mine, is_our_picture, write_whole
 from ..training.machine import peak_resident_bytes, physical_bytes
 from ..training.pictures import draw_buckets
 from ..training.rank_launcher import share_of_cores
-from ..training.reading import PACKED, STDIN, Text, opened
 from .generate import hyperparameters_of
-from .interrupts import INTERRUPTED_EXIT_CODE, leaving_at_once
-from .limits import LARGEST, check_at_least, check_ranks_fit
 from .local_ranks import Launch, RankFailedError, Worker, run_ranks
-from .numbers import count
-from .output import aligned, check_writable, progress_bar, wrapped
+from .numbers import LARGEST, check_at_least, check_ranks_fit, count
+from .output import aligned, check_installed, check_writable, progress_bar, wrapped
+from .terminal import INTERRUPTED_EXIT_CODE, leaving_at_once
 
 if TYPE_CHECKING:
-    from ..training.bits_per_byte import Score
+    from ..training.scoring import Score
 
 EXAMPLES = """examples:
   rda evaluate runs/a book.txt                  contexts as long as in training
@@ -50,7 +48,6 @@ Measured = tuple["Score", Text, int]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLES
     add = parser.add_argument
     add("run_folder", type=Path, metavar="RUN", help="the folder of a run of rda train")
     add("file", metavar="FILE", help="of any size, also packed by gzip, bzip2 or xz; - is stdin")
@@ -71,8 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 def evaluate(arguments: argparse.Namespace) -> dict:
     context, chunk, hyperparameters = resolved(arguments)
     if arguments.picture is not None:
-        if find_spec("matplotlib") is None:
-            raise ValueError("--picture needs matplotlib: pip install 'ring-dilated-attention[train]'")
+        check_installed(["matplotlib"], "train", "--picture ")
         check_writable("--picture", arguments.picture.parent, arguments.picture.name)
         check_mine(arguments.picture, is_our_picture, MAKER)
     text = Text(arguments.file, hyperparameters, arguments.max_bytes)
@@ -84,8 +80,7 @@ def evaluate(arguments: argparse.Namespace) -> dict:
         raise ValueError(f"{arguments.file} has fewer than 2 bytes: each is predicted from those before it")
     if arguments.picture is not None:
         picture = draw_buckets(buckets, total.mean(), f"{arguments.file}, contexts of {shown(context)}")
-        with folder_made(arguments.picture.parent):
-            write_whole(arguments.picture, picture, is_our_picture, MAKER)
+        write_whole(arguments.picture, picture, is_our_picture, MAKER)
     return {
         "file": arguments.file,
         "read": str(text),
@@ -123,7 +118,7 @@ def resolved(arguments: argparse.Namespace) -> tuple[int | None, int | None, dic
 def measure(scores_of: Callable[..., Iterator[Measured]], text: Text, num_ranks: int) -> tuple[Measured, bool]:
     """What was measured, and whether that is all: Ctrl-C may have ended it."""
     with leaving_at_once("rda evaluate"):
-        from ..training.bits_per_byte import Score
+        from ..training.scoring import Score
 
     total, peak, path, is_whole = Score(), 0, Path(text.name), False
     is_plain = path.is_file() and not PACKED.search(text.name.lower())
@@ -156,7 +151,7 @@ def scores(
     with leaving_at_once("rda evaluate"):
         from ..models.longnet import LongNetLM
         from ..ranks.context import ContextParallel
-        from ..training.bits_per_byte import score
+        from ..training.scoring import score
 
     model = LongNetLM.from_run(run_folder, parallel=ContextParallel() if is_rank else None)
     with opened(text.name) as file:

@@ -10,17 +10,14 @@ import shlex
 import sys
 import time
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..models.saved_run import newest_checkpoint, read_state
-from ..training.data import Document
-from ..training.reading import read_files
-from .interrupts import leaving_at_once
-from .limits import check_at_least
-from .numbers import count
-from .terminal import say
+from ..training.data import Document, read_files
+from .numbers import check_at_least, count
+from .output import check_installed
+from .terminal import leaving_at_once, say
 
 if TYPE_CHECKING:
     from ..models.longnet import LongNetLM
@@ -39,7 +36,6 @@ SAMPLE_TOKENS, SAMPLE_TEMPERATURE, OPENING_BYTES = 300, 0.7, 2**16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLES
     add = parser.add_argument
     add("run_folder", type=Path, metavar="RUN", help="the folder of a run of rda train")
     prompt = parser.add_mutually_exclusive_group(required=True)
@@ -77,8 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def hyperparameters_of(folder: Path) -> dict[str, Any]:
     """The hyperparameters of a run. Raises ValueError if it has no checkpoint. Imports no torch."""
-    if find_spec("safetensors") is None:
-        raise ValueError("needs safetensors: pip install 'ring-dilated-attention[train]'")
+    check_installed(["safetensors"], "train")
     return dict(read_state(newest_checkpoint(folder))["hyperparameters"])
 
 

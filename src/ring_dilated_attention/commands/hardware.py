@@ -12,8 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 from ..forecast.clock import Hardware, time_text
 from ..training.files import MOST_BYTES
 from ..training.options import flag
-from .limits import check_given
-from .numbers import amount, count, counted, scaled
+from .numbers import amount, check_given, count, counted, scaled
 
 
 class Machine(NamedTuple):
@@ -25,6 +24,7 @@ class Machine(NamedTuple):
     source: str
 
 
+LARGE_MESSAGE = 16 * 2**20  # the bytes of a message by which `rda doctor` measures bandwidth
 MAKER = "rda doctor"  # the source of numbers that `rda doctor` measured begins with this
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 LARGEST = 1e30  # a rate far beyond machines, and within floats
@@ -54,7 +54,7 @@ _GIVEN = {
 }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_hardware_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--hardware", metavar="NAME", help=f"model a step's time: a TOML file, or {', '.join(PRESETS)}")
     add("--flops", type=amount, metavar="RATE", help="a rank's FLOPs per second; with --bandwidth, needs no --hardware")

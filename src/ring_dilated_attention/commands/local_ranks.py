@@ -14,7 +14,7 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 from ..training.rank_launcher import loopback_only
-from .interrupts import held_back
+from .terminal import held_back
 
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 TRANSPORTS = {False: "gloo", True: "cpu:gloo,cuda:nccl"}  # torch.distributed's backends, by whether ranks have GPUs

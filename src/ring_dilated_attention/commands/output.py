@@ -1,17 +1,16 @@
-"""Helps commands write: tables, wrapped text and progress bars, and a check that a file can be written. No torch."""
+"""Helps commands write: tables, wrapped text, progress bars; checks that packages and places are there. No torch."""
 
 import os
-import sys
 import tempfile
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ..training.files import LossyStream
+from ..training.files import LossyStderr
 
 WIDTH = 80  # characters of a terminal
 
@@ -29,6 +28,12 @@ def check_writable(option: str, folder: Path, file: str | None = None) -> None:
     except OSError as error:
         why = "a file is in the way" if isinstance(error, (NotADirectoryError, FileExistsError)) else error.strerror
         raise ValueError(f"{option} {path} cannot be written: {why}. Choose another place.") from error
+
+
+def check_installed(packages: Iterable[str], extra: str, who: str = "") -> None:
+    """Raise ValueError with the packages that are missing. who: the option that needs them; else it is the command."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise ValueError(f"{who}needs {', '.join(missing)}: pip install 'ring-dilated-attention[{extra}]'")
 
 
 def aligned(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, num_left: int = 1) -> str:
@@ -62,5 +67,5 @@ def progress_bar(total: int | None, unit: str, *, delay: float = 0.0) -> Any:
         return nullcontext(SimpleNamespace(update=lambda number=1: None, set_postfix_str=lambda text: None))
     from tqdm import tqdm
 
-    file, is_scaled = LossyStream(sys.stderr), unit == "B"
-    return tqdm(total=total, unit=unit, file=file, dynamic_ncols=True, delay=delay, unit_scale=is_scaled)
+    is_scaled = unit == "B"
+    return tqdm(total=total, unit=unit, file=LossyStderr(), dynamic_ncols=True, delay=delay, unit_scale=is_scaled)

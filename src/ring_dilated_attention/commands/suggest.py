@@ -14,10 +14,9 @@ from ..forecast.reach import reach
 from ..forecast.suggestions import suggestions, unread_positions
 from ..pattern import WHOLE_DOCUMENT, DilatedPattern
 from ..plan.sizes import Sizes
-from ..training.options import MOST_LAYERS, flag
+from ..training.options import LARGEST, MOST_LAYERS, flag
 from .hardware import ITEMSIZE, check_dtype, described, machine_of
-from .limits import LARGEST, MOST_HEADS, check_at_least, check_given, check_ranks_fit
-from .numbers import amount, count, counted, size_text
+from .numbers import MOST_HEADS, amount, check_at_least, check_given, check_ranks_fit, count, counted, size_text
 from .output import aligned, progress_bar, wrapped
 
 EXAMPLES = """examples:
@@ -38,7 +37,6 @@ LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLES
     add = parser.add_argument
     add("--seq-len", type=count, metavar="N", help="positions of a sequence")
     add("--heads", type=count, metavar="H", help="query heads")

@@ -1,16 +1,19 @@
-"""Ends a command with its exit code, and copes with closed streams, full disks and letters that terminals lack."""
+"""Ends a command, also by Ctrl-C, with a closed stream or a full disk; shows letters that terminals lack. No torch."""
 
 import io
 import os
 import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import TextIO
 
 from ..training.files import in_words
-from .interrupts import INTERRUPTED_EXIT_CODE
+from ..training.stop_request import STDERR
 
-UNREAD_EXIT_CODE = 141  # as a shell reports SIGPIPE
+INTERRUPTED_EXIT_CODE, UNREAD_EXIT_CODE = 130, 141  # as a shell reports SIGINT and SIGPIPE
 NO_MEMORY = "there is not enough memory"
 
 
@@ -80,3 +83,44 @@ def drop_unwritten(*streams: TextIO) -> None:
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+@contextmanager
+def leaving_at_once(command: str) -> Iterator[None]:
+    """Ctrl-C ends the process without any clean-up. Use it only around imports: there a KeyboardInterrupt may become
+    another error (numpy makes a RecursionError of it) or leave a half-made module."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        os.write(STDERR, f"\n{command}: interrupted\n".encode())
+        os._exit(INTERRUPTED_EXIT_CODE)
+
+    with _handled(leave):
+        yield
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Delay Ctrl-C to the end of the block. Processes that are started in the block never receive it."""
+    came: list[int] = []
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by whatever is started
+    with _handled(lambda number, frame: came.append(number)):
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if came:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _handled(handler: "signal._HANDLER") -> Iterator[None]:
+    """Set a SIGINT handler for a block. Only the main thread may set one. If SIGINT is ignored, it stays ignored."""
+    before = signal.getsignal(signal.SIGINT)
+    is_ours = threading.current_thread() is threading.main_thread() and before not in (signal.SIG_IGN, None)
+    try:
+        if is_ours:
+            signal.signal(signal.SIGINT, handler)
+        yield
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGINT, before)

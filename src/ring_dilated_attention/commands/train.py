@@ -27,10 +27,9 @@ from ..training.restarts import MOST_STARTS, RESTART, STARTS_FILE, are_by_torchr
 from ..training.run import RECORD_FILE, Run, fingerprint, prepare
 from ..training.stop_request import StopRequest, end_with_launcher
 from .generate import sample
-from .interrupts import INTERRUPTED_EXIT_CODE, leaving_at_once
-from .limits import check_at_least, check_memory, check_ranks_fit, check_seconds
-from .numbers import count
-from .terminal import NO_MEMORY, UNREAD_EXIT_CODE, is_out_of_memory, say
+from .numbers import check_at_least, check_memory, check_ranks_fit, check_seconds, count
+from .output import check_installed
+from .terminal import INTERRUPTED_EXIT_CODE, NO_MEMORY, UNREAD_EXIT_CODE, is_out_of_memory, leaving_at_once, say
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
 # The options that a checkpoint does not hold: the command that resumes a run repeats them.
@@ -70,7 +69,6 @@ memory ran out, 2 a sentence says what is wrong, 130 interrupted and saved.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLES
     parser.set_defaults(**DEFAULTS)
     add = parser.add_argument
     add("--ranks", type=count, metavar="P", help="processes that share every sequence (default 1)")
@@ -118,8 +116,7 @@ def own(arguments: argparse.Namespace, run: Run, *, is_rank: bool) -> AbstractCo
 
 def prepare_checked(arguments: argparse.Namespace) -> Run:
     """The run that the user asks for, or a ValueError that says why it is impossible."""
-    if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        raise ValueError(f"needs {', '.join(missing)}: pip install 'ring-dilated-attention[train]'")
+    check_installed(PACKAGES, "train")
     if arguments.tensorboard and find_spec("tensorboard") is None:
         raise ValueError("--tensorboard lacks its extra: pip install 'ring-dilated-attention[tensorboard]'")
     num_started, num_asked = started().num_ranks, 1 if arguments.ranks is None else arguments.ranks
@@ -234,9 +231,8 @@ def run_rank(arguments: argparse.Namespace) -> int:
         import torch.distributed as dist
 
         from ..ranks.context import ContextParallel
-        from ..training.agreement import Refusal, agree, on_first, together, values_of_all
+        from ..training.agreement import Refusal, agree, join_ranks, on_first, together, values_of_all
         from ..training.loop import TrainingDiverged, train
-        from ..training.meeting import join_ranks
 
     folder = Path()
     try:

@@ -6,8 +6,7 @@ CPUs, the float32 copies of one tile in the float16 backward; on CPUs with AMX, 
 in torch's bfloat16 kernel; what the transport allocates.
 """
 
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 from ..plan import step as steps
 from ..plan.dealing import Dealing
@@ -115,7 +114,7 @@ class _Ledger:
 
     def add_up(self, stage: str) -> None:
         for step in make_program(self.plan, stage, self.terms):
-            self.carry[type(step)](self, step)
+            getattr(self, type(step).__name__.lower())(step)
 
     def tensor(self, name: str, *, is_dealt: bool = True) -> int:
         """Bytes of a whole tensor that the program names. lse counts in the dtype in which it is returned."""
@@ -132,7 +131,7 @@ class _Ledger:
         """The bytes of the same lse in float64, the dtype in which partials are merged."""
         return num_bytes // self.sizes.sum_itemsize * 8
 
-    # From here on, one method for each type of step.
+    # From here on, one method for each type of step, with its name.
 
     def deal(self, step: steps.Deal) -> None:
         """Hold copies of the rows to send, then the rows received, then the tensor that is made of these."""
@@ -215,9 +214,4 @@ class _Ledger:
     def nothing(self, step: steps.Step) -> None:
         """The step allocates and frees nothing."""
 
-    carry: ClassVar[dict[type, Callable[["_Ledger", Any], None]]] = {
-        steps.Deal: deal, steps.Pack: pack, steps.Take: take, steps.Free: free, steps.Start: start,
-        steps.Prepare: prepare, steps.Copy: copy, steps.Compute: compute, steps.Merge: merge, steps.Add: add,
-        steps.Finish: finish, steps.Whole: whole,
-        steps.Post: nothing, steps.Wait: nothing, steps.Zero: nothing, steps.Home: nothing,
-    }  # fmt: skip
+    post = wait = zero = home = nothing

@@ -85,7 +85,7 @@ def agree_on_documents(
             failure = str(error)
     given = None if cu_seqlens is None or failure else cu_seqlens.tolist()
     agreed = {"call": call, "batch": batch, "cu_seqlens": given, **(fields or {})}
-    lengths = agree_on_lengths(parallel, num_rows, agreed, failure)
+    lengths = (ALONE if parallel is None else parallel.ranks).handshake(num_rows, agreed, failure)
     if given is not None:
         check_documents(given, sum(lengths))
     total = sum(lengths)
@@ -95,13 +95,6 @@ def agree_on_documents(
         return Documents(borders, (shard,), tuple(_spans(shard, borders)))
     shards = parallel.ranks.shards(lengths, None if given is None else borders)
     return Documents(borders, shards, tuple(_spans(shards[parallel.rank], borders)))
-
-
-def agree_on_lengths(
-    parallel: ContextParallel | None, num_rows: int, fields: dict[str, object], failure: str | None
-) -> tuple[int, ...]:
-    """Every rank's number of rows. A ValueError on every rank if one refuses the call."""
-    return (ALONE if parallel is None else parallel.ranks).handshake(num_rows, fields, failure)
 
 
 def _spans(shard: Shard, borders: Sequence[int]) -> Iterator[DocumentSpan]:

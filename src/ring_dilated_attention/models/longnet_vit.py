@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from ..pattern import is_integer
 from ..ranks.context import ContextParallel
 from ..ranks.origin import why_foreign
+from ..ranks.ranks import ALONE
 from ..ranks.reduce import SumOverRanks
 from .checked_loading import CheckedLoading
-from .documents import agree_on_lengths, why_not_dense
+from .documents import why_not_dense
 from .recompute import Checkpointing
 from .torchscale.architecture import TorchscaleConfig, checked_size
 from .torchscale.networks import LongNetEncoder
@@ -246,20 +247,19 @@ class LongNetViT(CheckedLoading):
     def _check(self, x: Tensor, coords: Tensor, lengths: Lengths, all_layer_embed: bool) -> int:
         """The number of tiles over all ranks. A ValueError on every rank if the input of one does not fit."""
         failure = why_not_dense(features=x, coords=coords) or self._shape_failure(x, coords, lengths)
+        ranks = ALONE if self.parallel is None else self.parallel.ranks
         if self.parallel is not None:
-            failure = failure or why_foreign("features", x, self.parallel.ranks)
-            failure = failure or why_foreign("coords", coords, self.parallel.ranks)
+            failure = failure or why_foreign("features", x, ranks) or why_foreign("coords", coords, ranks)
         batch, num_own = (0, 0) if failure else x.shape[:2]
         fields: dict[str, object] = {"call": "LongNetViT", "batch": batch, "all_layer_embed": all_layer_embed}
-        tile_counts = agree_on_lengths(self.parallel, num_own, fields, failure)
-        if self.parallel is not None:
-            self.parallel.ranks.notice(tile_counts)
-            self.parallel.ranks.expect((tile_counts[0] + 1, *tile_counts[1:]))  # the class token comes first
+        tile_counts = ranks.handshake(num_own, fields, failure)
+        ranks.notice(tile_counts)
+        ranks.expect((tile_counts[0] + 1, *tile_counts[1:]))  # the class token comes first
         if not sum(tile_counts):
             raise ValueError(f"no tiles: features have shape {tuple(x.shape)}, and an empty slide has no embedding")
-        first = 0 if self.parallel is None else sum(tile_counts[: self.parallel.rank])
-        failure = self._tile_failure(x, coords, None if lengths is None else [int(n) for n in lengths], first)
-        agree_on_lengths(self.parallel, num_own, {"call": "LongNetViT, its tiles"}, failure)
+        counts = [num_own] * batch if lengths is None else [int(n) for n in lengths]
+        failure = self._tile_failure(x, coords, counts, sum(tile_counts[: ranks.rank]))
+        ranks.handshake(num_own, {"call": "LongNetViT, its tiles"}, failure)
         return sum(tile_counts)
 
     def _shape_failure(self, x: Tensor, coords: Tensor, lengths: Lengths) -> str | None:
@@ -291,7 +291,7 @@ class LongNetViT(CheckedLoading):
             return f"lengths={numbers} must be {len(x)} numbers of tiles from 1 to {most}, one for each slide"
         return None
 
-    def _tile_failure(self, x: Tensor, coords: Tensor, counts: list[int] | None, first: int) -> str | None:
+    def _tile_failure(self, x: Tensor, coords: Tensor, counts: list[int], first: int) -> str | None:
         """What is wrong with the first wrong tile, or None. This rank's tiles are numbered from `first`."""
         is_tile_BL, dtype = _are_tiles(x, counts), self.cls_token.dtype  # numbers beyond its range become inf
         wrong = (is_tile_BL & ~torch.isfinite(x.detach().to(dtype)).all(-1).cpu()).nonzero().tolist()
@@ -310,10 +310,8 @@ class LongNetViT(CheckedLoading):
         return None
 
 
-def _are_tiles(x: Tensor, counts: Sequence[int] | None) -> Tensor:
+def _are_tiles(x: Tensor, counts: Sequence[int]) -> Tensor:
     """(B, L) bool on the CPU, False at padding."""
-    if counts is None:
-        return torch.ones(x.shape[:2], dtype=torch.bool, device="cpu")
     return torch.arange(x.shape[1], device="cpu") < torch.tensor(counts, device="cpu")[:, None]
 
 

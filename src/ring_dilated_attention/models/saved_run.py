@@ -5,7 +5,7 @@
                           state.json              everything else, and the digests of all files
 
 With --fsdp the same tensors are in a file of each rank, shard-<rank>-model-00001-of-00001.safetensors, in the format of
-torch.distributed.checkpoint (`shards.py` reads them).
+torch.distributed.checkpoint (`rank_files.py` reads them).
 
 The file imports no torch.
 """

@@ -4,20 +4,22 @@ import json
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO
 
 MADE_BY = "ring_dilated_attention"  # what pictures say they were made with
 MOST_BYTES = 2**28  # how much of a file is read to learn who made it
 
 
 def write_whole(path: Path, content: bytes, is_mine: Callable[[BinaryIO], bool], maker: str) -> None:
-    """Write a file, or leave it as it was. A ValueError refuses to replace one unless is_mine(the open file)."""
+    """Write a file, into a new folder if need be, or leave all as it was. A ValueError refuses to replace a file unless
+    is_mine(the open file)."""
     check_mine(path, is_mine, maker)
-    with named_in_errors(path), replaced(path) as unfinished:
+    with folder_made(path.parent), named_in_errors(path), replaced(path) as unfinished:
         unfinished.write_bytes(content)
 
 
@@ -88,23 +90,20 @@ def in_words(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-class LossyStream:
-    """Drops what it cannot write: the work is worth more than its progress bar."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+class LossyStderr:
+    """Drops what stderr cannot write: the work is worth more than its progress bar."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(sys.stderr, name)
 
     def write(self, text: str) -> int:
         with suppress(OSError):
-            self._stream.write(text)
+            sys.stderr.write(text)
         return len(text)
 
     def flush(self) -> None:
         with suppress(OSError):
-            self._stream.flush()
+            sys.stderr.flush()
 
 
 def is_our_picture(file: BinaryIO, source: str | None = None) -> bool:

@@ -1,7 +1,6 @@
 """The training loop. Every rank runs it, even one whose shard is empty. Only the first rank writes."""
 
 import math
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,7 +19,7 @@ from ..ranks.context import ContextParallel
 from ..ranks.processes import recorded_waits
 from .agreement import together, values_of_all
 from .checkpoint import load_checkpoint, local_of, save_checkpoint
-from .files import LossyStream
+from .files import LossyStderr
 from .machine import hardware, peak_resident_bytes, resident_bytes, versions
 from .metrics import Metrics, Step, beside_the_bar
 from .options import Hyperparameters
@@ -55,7 +54,7 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
     state = measured() | together(parallel, partial(initial_state, run))
     owner = None if run.begins_again else state["run"]
     writes = partial(Metrics, run.folder, owner, state["step"], parallel.rank, tensorboard=run.tensorboard)
-    terminal = {"file": LossyStream(sys.stderr), "disable": parallel.rank != 0, "dynamic_ncols": True}
+    terminal = {"file": LossyStderr(), "disable": parallel.rank != 0, "dynamic_ncols": True}
     with (
         together(parallel, writes) as metrics,
         recorded_waits(parallel.ranks) as waits,

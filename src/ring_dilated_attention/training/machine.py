@@ -7,6 +7,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,10 @@ PACKAGES = ("torch", "triton", "numpy", "safetensors", "ring-dilated-attention")
 
 
 def hardware() -> dict[str, Any]:
-    unnamed = platform.processor() or platform.machine()
     return {
-        "processor": next(_values(Path("/proc/cpuinfo"), "model name"), unnamed),
+        "processor": next(_values(Path("/proc/cpuinfo"), "model name"), platform.processor() or platform.machine()),
         "cores": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": physical_bytes(),
         "system": platform.platform(),
     }
 
@@ -40,21 +40,16 @@ def physical_bytes() -> float:
         return math.inf
 
 
-def resident_bytes() -> int:
-    """Outside Linux this is the peak."""
-    return _resident("VmRSS")
-
-
-def peak_resident_bytes() -> int:
-    return _resident("VmHWM")
-
-
 def _resident(field: str) -> int:
     # getrusage is only the second choice: a child may inherit its parent's maximum.
     for value in _values(Path("/proc/self/status"), field):
         return int(value.split()[0]) * 1024
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024
+
+
+resident_bytes = partial(_resident, "VmRSS")  # outside Linux this is the peak
+peak_resident_bytes = partial(_resident, "VmHWM")
 
 
 def _values(path: Path, field: str) -> Iterator[str]:

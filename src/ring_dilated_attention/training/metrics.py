@@ -40,7 +40,6 @@ class Metrics(AbstractContextManager["Metrics"]):
         check_mine(path, partial(is_of, run=run), "this run")
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         kept = [line for line in lines if json_object(line).get("step") in range(1, step + 1)]  # whole ones
-        folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, "".join(f"{line}\n" for line in kept).encode(), partial(is_of, run=run), "this run")
         self._file, self._has_steps = path.open("a"), bool(kept)
         if tensorboard:

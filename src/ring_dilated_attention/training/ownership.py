@@ -8,7 +8,6 @@ import fcntl
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +15,7 @@ from itertools import chain, count
 from pathlib import Path
 
 from ..models.saved_run import MAKER
-from .files import LossyStream, folder_made, json_object, named_in_errors
+from .files import LossyStderr, folder_made, json_object, named_in_errors
 
 LOCK_FILE = ".rda-train.lock"
 POLL_SECONDS = 0.5
@@ -72,7 +71,7 @@ def _lock(path: Path, seconds: float) -> int:
                         if is_owned and attempt * POLL_SECONDS < seconds:
                             if attempt == 0:
                                 said = f"rda train: waiting up to {seconds:g} s for {path.parent}, in use by {who}"
-                                print(said, file=LossyStream(sys.stderr), flush=True)
+                                print(said, file=LossyStderr(), flush=True)
                             time.sleep(POLL_SECONDS)
                             os.close(descriptor)
                             continue

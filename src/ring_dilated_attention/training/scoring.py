@@ -1,23 +1,102 @@
-"""Scores a model on the held-out bytes: each once, and some of them again with less context. Every rank takes part."""
+"""Scores a model in bits per byte: any text by the number of bytes before, in one forward or in slices through caches;
+and the held-out bytes of a run, each once, and some of them again with less context. Every rank takes part."""
 
 import gzip
 import math
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from operator import add
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.longnet import LongNetLM
 from ..ranks.context import ContextParallel
-from .bits_per_byte import POSITIONS_AT_ONCE
-from .data import Document
+from .data import Document, cut_into_contexts
 
+NUM_BUCKETS = 63
+POSITIONS_AT_ONCE = 16_384  # of short contexts, in one forward: fewer or more are slower on a CPU
 CUTS = (64, 512, 4_096)
 CUT_BYTES = 32_768  # held-out bytes that are scored with each cut
 CLEAR_BYTES = 64  # at least so many of its segment precede a scored byte, or half the segment if that is less
 HELPS = 0.01  # bits per byte; less is noise on so few bytes
 SMOOTHING = 2.0  # the weight of p_{n-1} in `baselines`, in occurrences of the context
 BLOCK = 2**22  # bytes of the training part that are counted at a time
+
+
+class Score(NamedTuple):
+    """Bits and the number of bytes that took them, in buckets by the number of bytes before: 1, 2 to 3, 4 to 7, ..."""
+
+    num_read: int = 0  # also those that are not predicted
+    bits: Sequence[float] = (0.0,) * NUM_BUCKETS
+    counts: Sequence[int] = (0,) * NUM_BUCKETS
+
+    def plus(self, other: "Score") -> "Score":
+        bits, counts = map(add, self.bits, other.bits), map(add, self.counts, other.counts)
+        return Score(self.num_read + other.num_read, tuple(bits), tuple(counts))
+
+    def mean(self) -> float:
+        return sum(self.bits) / sum(self.counts)
+
+    def buckets(self) -> list[dict[str, Any]]:
+        """A record for each bucket that is not empty. Its bytes have `first` to `last` bytes of context before them."""
+        return [
+            {"first": 2**k, "last": 2 ** (k + 1) - 1, "num_bytes": count, "bits_per_byte": bits / count}
+            for k, (bits, count) in enumerate(zip(self.bits, self.counts, strict=True))
+            if count
+        ]
+
+
+@torch.no_grad()
+def score(model: LongNetLM, blocks: Iterable[bytes], context: int | None, size: int | None = None) -> Iterator[Score]:
+    """Measure the cross-entropy of a text, block by block. A context's first byte is not predicted.
+
+    A `context` of None is the whole text, and needs a `size`: so many bytes at a time are read through caches, whose
+    memory does not grow with the text. Ranks of `model.parallel` all give the same text, and score their shards.
+    """
+    if size is not None:
+        yield from _by_caches(model, cut_into_contexts(blocks, size, context), context)
+        return
+    assert context is not None
+    parallel, joined = model.parallel, max(1, POSITIONS_AT_ONCE // context) * context
+    for _, some in cut_into_contexts(blocks, joined, joined):
+        tokens_T, stop = _tokens(model, some), len(some) // context * context
+        for tokens_BN in (tokens_T[:stop].view(-1 if stop else 0, context), tokens_T[None, stop:]):
+            if tokens_BN.numel():
+                length = tokens_BN.shape[1]
+                num_before_N = 1 + (torch.arange(length) if parallel is None else parallel.positions(length))
+                nats_BN = model.token_losses(tokens_BN if parallel is None else parallel.shard(tokens_BN))
+                is_text = num_before_N < length  # nothing comes after the last byte
+                yield _in_buckets(tokens_BN.numel(), num_before_N[is_text], nats_BN[:, is_text])
+
+
+def _by_caches(model: LongNetLM, text: Iterable[tuple[int, bytes]], context: int | None) -> Iterator[Score]:
+    caches, last_1E = model.make_caches(1, max_len=context), torch.empty(1, 0)
+    for position, some in text:
+        if position == 0:
+            for cache in caches:
+                cache.reset()
+        tokens_N = _tokens(model, some)
+        hidden_NE = model.append(tokens_N[None], caches)[0]
+        before_NE, labels_N = hidden_NE[:-1], tokens_N[1:]
+        if position:  # the first of these bytes is predicted by the last one before them
+            before_NE, labels_N = torch.cat([last_1E, before_NE]), tokens_N
+        nats_N = F.cross_entropy(model.head(before_NE).float(), labels_N, reduction="none")
+        yield _in_buckets(len(some), torch.arange(max(position, 1), position + len(some)), nats_N[None])
+        last_1E = hidden_NE[-1:]
+
+
+def _tokens(model: LongNetLM, some: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(some), dtype=torch.uint8).to(model.head.weight.device).long()
+
+
+def _in_buckets(num_read: int, num_before_N: Tensor, nats_BN: Tensor) -> Score:
+    bucket_N = torch.bucketize(num_before_N, 2 ** torch.arange(1, NUM_BUCKETS), right=True)
+    bits_N = nats_BN.sum(0, dtype=torch.float64).cpu() / math.log(2)
+    bits = torch.zeros(NUM_BUCKETS, dtype=torch.float64).index_add_(0, bucket_N, bits_N)
+    counts = torch.bincount(bucket_N, minlength=NUM_BUCKETS) * len(nats_BN)
+    return Score(num_read, bits.tolist(), counts.tolist())
 
 
 def held_out_bits_per_byte(model: LongNetLM, document: Document) -> float:

@@ -15,12 +15,10 @@ from typing import Any
 from ...forecast.clock import Hardware, time_text
 from ...training.files import check_mine, in_words, write_whole
 from ...training.rank_launcher import check_meeting, share_of_cores, started
-from ..hardware import ITEMSIZE, MAKER, Machine, as_toml, is_saved, known
-from ..interrupts import leaving_at_once
-from ..limits import check_at_least, check_memory, check_seconds
-from ..numbers import amount, count, counted, scaled, size_text
+from ..hardware import ITEMSIZE, LARGE_MESSAGE, MAKER, NO_NETWORK, Machine, as_toml, is_saved, known
+from ..numbers import amount, check_at_least, check_memory, check_seconds, count, counted, scaled, size_text
 from ..output import aligned, check_writable, wrapped
-from ..terminal import say
+from ..terminal import leaving_at_once, say
 
 LEAST_FREE = 10**9  # free bytes on a disk
 BYTES_OF_A_RANK = 10**8  # the least memory that a rank takes
@@ -45,7 +43,6 @@ mend, the most urgent first. Exit codes: 0 ready, 1 not ready, 2 refused.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLES
     add = parser.add_argument
     add("--ranks", type=count, metavar="P", help="processes on this machine (default 1)")
     add("--run-folder", type=Path, default=Path("runs"), metavar="DIR", help="where runs will be written")
@@ -150,8 +147,6 @@ def join(rank: int, num_ranks: int, seconds: float) -> None:
 
 def to_mend(everyone: list[dict[str, Any]]) -> list[str]:
     """The problems, the most urgent first."""
-    from .examination import pairs_of
-
     found, bad = [], everyone[0]["agreement"]
     if not bad["passed"]:
         off = "{quantity} is off by {error:.1e}, more than {tolerance:.1e}".format_map(bad)
@@ -225,9 +220,35 @@ def names(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:MOST_NAMED])) + ", ..." * (len(ranks) > MOST_NAMED)
 
 
-def report(arguments: argparse.Namespace, everyone: list[dict[str, Any]]) -> int:
-    from .examination import hardware_of
+def hardware_of(everyone: list[dict[str, Any]]) -> Hardware:
+    """The hardware that a plan assumes for each rank: the lowest rates, and the slowest network between neighbours."""
+    rates = [one["rates"] for one in everyone]
+    forward, backward = (min(x[name] for x in rates) for name in ("flops_per_second", "backward_flops_per_second"))
+    call = max(x["call_seconds"] for x in rates)
+    if "messages" not in everyone[0]:
+        return Hardware(forward, NO_NETWORK, 0.0, backward, call)
+    measured = [one["messages"] for one in everyone]
+    small, large = (max(x[size]["1"] for x in measured) for size in ("small", "large"))
+    # The work of a call outside its tiles takes time once in a forward and once in a backward, as the handshake does.
+    handshake = max(x["handshake_seconds"] + y["around_seconds"] for x, y in zip(measured, rates, strict=True))
+    # If others use the machine, the small message may have taken about as long as the large one. Then do not subtract.
+    bandwidth = LARGE_MESSAGE / (large - small) if large > 2 * small else LARGE_MESSAGE / large
+    further = Hardware(forward, bandwidth, small, handshake_seconds=0.0).handshake(len(everyone))  # its other rounds
+    return Hardware(forward, bandwidth, small, backward, call, max(handshake - further, 0.0))
 
+
+def pairs_of(everyone: list[dict[str, Any]]) -> list[tuple[int, int, float]]:
+    """(rank, peer, bytes per second) of each pair that was measured, the slowest first."""
+    p = len(everyone)
+    found = [
+        (place, (place + int(distance)) % p, LARGE_MESSAGE / seconds)
+        for place, one in enumerate(everyone)
+        for distance, seconds in one.get("messages", {"large": {}})["large"].items()
+    ]
+    return sorted(found, key=lambda x: x[2])
+
+
+def report(arguments: argparse.Namespace, everyone: list[dict[str, Any]]) -> int:
     problems, hardware = to_mend(everyone), hardware_of(everyone)
     if busy := taken_by_others(everyone):
         busy += " while it measured: rates may be too low; measure again when the machine is quiet"
@@ -253,7 +274,6 @@ def save(path: Path, everyone: list[dict[str, Any]], hardware: Hardware) -> None
     notes = [time.strftime("measured %Y-%m-%d"), f"torch {first['versions']['torch']}"]
     if len(everyone) == 1:
         notes.append("one rank: no bytes_per_second and no latency_seconds; --ranks 2 measures them")
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, as_toml(machine, notes).encode(), is_saved, MAKER)
 
 
@@ -280,7 +300,7 @@ def _device(one: dict[str, Any]) -> str:
 
 
 def text(everyone: list[dict[str, Any]]) -> str:
-    from .examination import dtype_advice, hardware_of, pairs_of
+    from .examination import dtype_advice
 
     first = everyone[0]
     headers = ("rank", "memory", "forward", "backward", "clock", "free", "written")

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ...attention import dilated_attention
-from ...forecast.clock import Hardware
 from ...kernels.choose import BACKENDS, reasons
 from ...pattern import DilatedPattern
 from ...ranks.context import ContextParallel
@@ -27,7 +26,7 @@ from ...ranks.link import GroupLink
 from ...training.agreement import values_of_all
 from ...training.machine import hardware, physical_bytes, versions
 from ..errors import Case, measure, worst
-from ..hardware import NO_NETWORK
+from ..hardware import LARGE_MESSAGE
 from ..local_ranks import Worker
 
 ENVIRONMENT = tomllib.loads(Path(__file__).with_name("environment.toml").read_text())
@@ -36,8 +35,7 @@ OFF = ("", "0", "false", "False")
 WRITTEN_BYTES = 32 * 2**20
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
-# Sizes of messages in bytes. Small messages show the latency, large messages the bandwidth.
-SMALL, LARGE = 256, 16 * 2**20
+SMALL_MESSAGE = 256  # bytes: small messages show the latency, large ones (LARGE_MESSAGE) the bandwidth
 REPEATS = 5
 # Rounds are apart, so that a second in which the machine is busy spoils one round, and not the median.
 ROUNDS, SECONDS_APART = 3, 0.5
@@ -252,7 +250,7 @@ def messages(parallel: ContextParallel, device: str) -> dict[str, Any]:
     found: dict[str, Any] = {"handshake_seconds": statistics.median(handshakes), "small": {}, "large": {}}
     distances = range(1, p) if p <= MOST_PAIRS else [2**k for k in range((p - 1).bit_length())]
     on = device if link.backends.get(torch.device(device).type) else "cpu"
-    for name, size in (("small", SMALL), ("large", LARGE)):
+    for name, size in (("small", SMALL_MESSAGE), ("large", LARGE_MESSAGE)):
         leaves = torch.zeros(size, dtype=torch.uint8, device=on)
         comes = torch.empty_like(leaves)
         for distance in distances:
@@ -264,31 +262,3 @@ def _swap(link: GroupLink, leaves: Tensor, comes: Tensor, distance: int) -> None
     """Send to the rank that is `distance` ahead; receive from the rank that is `distance` behind."""
     onward, back = (link.rank + distance) % link.world_size, (link.rank - distance) % link.world_size
     link.exchange([(leaves, onward)], [(comes, back)], "rda doctor").wait()
-
-
-def hardware_of(everyone: list[dict[str, Any]]) -> Hardware:
-    """The hardware that a plan assumes for each rank: the lowest rates, and the slowest network between neighbours."""
-    rates = [one["rates"] for one in everyone]
-    forward, backward = (min(x[name] for x in rates) for name in ("flops_per_second", "backward_flops_per_second"))
-    call = max(x["call_seconds"] for x in rates)
-    if "messages" not in everyone[0]:
-        return Hardware(forward, NO_NETWORK, 0.0, backward, call)
-    measured = [one["messages"] for one in everyone]
-    small, large = (max(x[size]["1"] for x in measured) for size in ("small", "large"))
-    # The work of a call outside its tiles takes time once in a forward and once in a backward, as the handshake does.
-    handshake = max(x["handshake_seconds"] + y["around_seconds"] for x, y in zip(measured, rates, strict=True))
-    # If others use the machine, the small message may have taken about as long as the large one. Then do not subtract.
-    bandwidth = LARGE / (large - small) if large > 2 * small else LARGE / large
-    further = Hardware(forward, bandwidth, small, handshake_seconds=0.0).handshake(len(everyone))  # its other rounds
-    return Hardware(forward, bandwidth, small, backward, call, max(handshake - further, 0.0))
-
-
-def pairs_of(everyone: list[dict[str, Any]]) -> list[tuple[int, int, float]]:
-    """(rank, peer, bytes per second) of each pair that was measured, the slowest first."""
-    p = len(everyone)
-    found = [
-        (place, (place + int(distance)) % p, LARGE / seconds)
-        for place, one in enumerate(everyone)
-        for distance, seconds in one.get("messages", {"large": {}})["large"].items()
-    ]
-    return sorted(found, key=lambda x: x[2])

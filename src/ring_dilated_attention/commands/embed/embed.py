@@ -3,16 +3,14 @@
 import argparse
 import json
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ...models.torchscale.architecture import PADDINGS
 from ...training.options import flag
-from ..limits import check_at_least
 from ..local_ranks import RankFailedError
-from ..numbers import count, counted
-from ..output import check_writable, progress_bar, wrapped
+from ..numbers import check_at_least, count, counted
+from ..output import check_installed, check_writable, progress_bar, wrapped
 from ..terminal import say
 from .embeddings import EmbeddingFile, Keys, SlideEntry, TileSizes, digest_of
 
@@ -46,7 +44,6 @@ Exit codes: 0 done, 1 a process died or some slides could not be embedded (they 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLES
     add = parser.add_argument
     add("slides", nargs="+", type=Path, metavar="SLIDE", help="files of tile features, or folders of them")
     add("--weights", type=Path, required=True, metavar="FILE", help="slide_encoder.pth, or safetensors")
@@ -166,8 +163,7 @@ def check(arguments: argparse.Namespace) -> None:
     files = [path for given in arguments.slides for path in (given.iterdir() if given.is_dir() else [given])]
     packages = {".h5": "h5py", ".hdf5": "h5py", ".npz": "numpy"}
     needed = dict.fromkeys(["safetensors", *(packages[x.suffix] for x in files if x.suffix in packages)])
-    if missing := [name for name in needed if find_spec(name) is None]:
-        raise ValueError(f"needs {', '.join(missing)}: pip install 'ring-dilated-attention[slides]'")
+    check_installed(needed, "slides")
     if arguments.layer not in LAYERS and not arguments.layer.isdecimal():
         raise ValueError(f"--layer {arguments.layer} is none of {', '.join(LAYERS)}, nor a number from 0 on")
     for name in ("ranks", "batch", "heads", "depth", "max_wsi_size"):

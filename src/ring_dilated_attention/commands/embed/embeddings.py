@@ -202,5 +202,4 @@ class EmbeddingFile:
         owner = (lambda old: new.issuperset(old.read(len(content) + 1).splitlines()), f"`{MADE_BY} --out {self.path}`")
         check_mine(path, *owner)
         if content:
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, content, *owner)

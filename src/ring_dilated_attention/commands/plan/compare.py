@@ -4,17 +4,15 @@ import argparse
 import json
 from typing import Any
 
-from ...forecast.advice import advice
 from ...forecast.call_cost import MOST_PLANNED
 from ...forecast.clock import time_text
-from ...forecast.exchanges import Alternative, alternatives, recommended, ways_of
+from ...forecast.exchanges import Alternative, advice, alternatives, recommended, ways_of
 from ...forecast.large import ERRORS_TEXT
 from ...kernels.traits import TRAITS
-from ..hardware import add_options as add_hardware_options
-from ..hardware import described, machine_for
+from ..hardware import add_hardware_options, described, machine_for
 from ..numbers import count
 from ..output import aligned, progress_bar, wrapped
-from .job_options import SUGGEST, add_call, add_head_dim, call_of
+from .job_options import SUGGEST, add_call, call_of
 
 EXAMPLES = f"""examples:
   rda plan compare --seq-len 1Mi --ranks 8 --segment-lengths 2Ki 128Ki 1Mi \\
@@ -29,9 +27,7 @@ those that a rank receives, and memory is an estimate. Only exchange "ring" has 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLES
     add_call(parser)
-    add_head_dim(parser)
     add_hardware_options(parser)
     parser.add_argument("--memory", type=count, metavar="BYTES", help="memory of a rank, as 80G: recommend what fits")
 

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from io import BytesIO
 from itertools import product
 from pathlib import Path
@@ -14,8 +13,8 @@ from ...plan.job import Job
 from ...plan.plan import Hop, Message, Plan
 from ...plan.planner import make_plan
 from ...plan.sharding import Shard, Span, shard_length
-from ...training.files import MADE_BY, check_mine, folder_made, is_our_picture, write_whole
-from ..output import check_writable
+from ...training.files import MADE_BY, check_mine, is_our_picture, write_whole
+from ..output import check_installed, check_writable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,8 +69,7 @@ def pictures_at(path: Path) -> tuple[Path, Path]:
 
 def check_picture(path: Path) -> None:
     """Raise ValueError if nothing can be drawn, or if this would replace a file that this library did not make."""
-    if find_spec("matplotlib") is None:
-        raise ValueError("--picture needs matplotlib: pip install 'ring-dilated-attention[train]'")
+    check_installed(["matplotlib"], "train", "--picture ")
     for file in pictures_at(path):
         check_writable("--picture", file.parent)
         check_mine(file, is_our_picture, "rda plan --picture")
@@ -156,9 +154,8 @@ def save(pictures: dict[Path, "Figure"]) -> None:
     for path, figure in pictures.items():
         made[path] = content = BytesIO()
         figure.savefig(content, dpi=160, format="png", metadata={"Software": MADE_BY})
-    with folder_made(next(iter(pictures)).parent):
-        for path, content in made.items():
-            write_whole(path, content.getvalue(), is_our_picture, "rda plan --picture")
+    for path, content in made.items():
+        write_whole(path, content.getvalue(), is_our_picture, "rda plan --picture")
 
 
 def branches_by_pair(pattern: DilatedPattern, seq_len: int, num_heads: int, head: int) -> list[list[list[int]]]:

@@ -10,13 +10,12 @@ from ...pattern import PHASE_RULES, DilatedPattern
 from ...plan.sizes import Sizes
 from ...training.options import flag
 from ..hardware import ITEMSIZE
-from ..limits import MOST_BATCH, MOST_HEADS, MOST_RANKS, check_at_least, check_given, check_ranks_fit
-from ..numbers import count
+from ..numbers import MOST_BATCH, MOST_HEADS, MOST_RANKS, check_at_least, check_given, check_ranks_fit, count
 
 SUGGEST = "rda suggest --seq-len N --heads H --speedup 50 picks segment lengths and rates"
 
 
-def add_call(parser: argparse.ArgumentParser) -> None:
+def add_call(parser: argparse.ArgumentParser, *, with_head_dim: bool = True) -> None:
     """Add options of pattern and sizes."""
     add = parser.add_argument
     add("--seq-len", type=count, metavar="N", help="positions of the whole sequence")
@@ -34,10 +33,8 @@ def add_call(parser: argparse.ArgumentParser) -> None:
     kernel_help = "the kernel whose memory is counted (default cpu; triton-fused serves one rank)"
     add("--kernel", choices=TRAITS, default="cpu", help=kernel_help)
     add("--json", action="store_true", help="print the figures as JSON")
-
-
-def add_head_dim(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--head-dim", type=count, default=64, metavar="D", help="default 64")
+    if with_head_dim:
+        add("--head-dim", type=count, default=64, metavar="D", help="default 64")
 
 
 def complete(arguments: argparse.Namespace) -> None:
@@ -62,7 +59,7 @@ def pattern_of(arguments: argparse.Namespace) -> DilatedPattern:
 
 
 def call_of(arguments: argparse.Namespace, *needed: str, remedy: str = SUGGEST) -> UncutJob:
-    """The attention call that the options of `add_call` and --head-dim describe, checked. needed: further options."""
+    """The attention call that the options of `add_call` describe, checked. needed: further options."""
     check_given(arguments, ("seq_len", "segment_lengths", "dilation_rates", *needed), remedy)
     complete(arguments)
     pattern, num_ranks = pattern_of(arguments), arguments.ranks or 1

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ...forecast import training_cost as forecast
-from ...forecast.advice import BOUND_BY_COMMUNICATION, advice
 from ...forecast.call_cost import MOST_PLANNED, Time, Way
 from ...forecast.clock import Hardware, time_text
 from ...forecast.decoders import SIZES, read_decoder
+from ...forecast.exchanges import BOUND_BY_COMMUNICATION, advice
 from ...forecast.large import ERRORS_TEXT
 from ...forecast.shape import Shape
 from ...forecast.training_cost import ACTIVATIONS, Mesh, ModelJob
@@ -20,11 +20,8 @@ from ...models.saved_run import find_checkpoint, read_state
 from ...pattern import DilatedPattern
 from ...plan.sharding import OF_ONE_DOCUMENT
 from ...training.options import in_short
-from ..hardware import ITEMSIZE, Machine, described, machine_for
-from ..hardware import add_options as add_hardware_options
-from ..limits import LARGEST, MOST_RANKS, check_at_least, check_given
-from ..numbers import amount, count, scaled, size_text
-from ..numbers import counted as number
+from ..hardware import ITEMSIZE, Machine, add_hardware_options, described, machine_for
+from ..numbers import LARGEST, MOST_RANKS, amount, check_at_least, check_given, count, counted, scaled, size_text
 from ..output import aligned, progress_bar, wrapped
 from .job_options import SUGGEST, add_call, complete, pattern_of
 
@@ -45,14 +42,13 @@ _OF_A_RUN |= {name: name for name in ("segment_lengths", "dilation_rates", "seq_
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLES
     add = parser.add_argument
     add("--layers", type=count, metavar="L", help="transformer blocks")
     add("--embed-dim", type=count, metavar="E", help="width of the model")
     add("--ffn-dim", type=count, metavar="F", help="width of the feed-forward layer (default 4 E)")
     add("--vocab", type=count, metavar="V", help="size of the vocabulary (default 256, bytes)")
     add("--config", type=Path, metavar="PATH", help="a Hugging Face config.json, or a run's folder")
-    add_call(parser)
+    add_call(parser, with_head_dim=False)
     add("--sharding", choices=OF_ONE_DOCUMENT, default="contiguous", help="who owns which positions")
     mesh_help = "data x sequence parallel, states cut over F ranks by FSDP (default: 1 x --ranks)"
     add("--mesh", metavar="DxS[xF]", help=mesh_help)
@@ -227,8 +223,8 @@ def text(arguments: argparse.Namespace, job: ModelJob, machine: Machine | None, 
     branches = "; ".join(map(str, job.pattern.branches))
     states = dtype if dtype == "float64" else "float32"
     lines = [
-        counted(job.shape, found["counted_as"]),
-        f"{number(job.mesh.num_ranks, 'rank')} as {job.mesh} (data x sequence{' x shards' * (job.mesh.shards > 1)}); "
+        model_in_words(job.shape, found["counted_as"]),
+        f"{counted(job.mesh.num_ranks, 'rank')} as {job.mesh} (data x sequence{' x shards' * (job.mesh.shards > 1)}); "
         f"each {-(-job.seq_len // job.mesh.sequence):,} of {job.seq_len:,} positions, batch {job.batch}",
         f"parameters, gradients and optimiser in {states}, activations in {dtype}",
         # Causality is shown because the config may have set it.
@@ -264,7 +260,7 @@ def _about(mesh: Mesh) -> str:
     return "about " * (mesh.sequence > MOST_PLANNED)
 
 
-def counted(shape: Shape, counted_as: str) -> str:
+def model_in_words(shape: Shape, counted_as: str) -> str:
     """Which model was counted, and its parameters."""
     model = "a LongNetLM of these sizes" if counted_as == "LongNetLM" else f"transformers' {counted_as}"
     matrices = "three" if shape.blocks.ffn == "gated" else "two"

@@ -5,23 +5,21 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from ...forecast.advice import advice
 from ...forecast.call_cost import MOST_COMPARED, MOST_PLANNED, Counted, Way, count, forecast
 from ...forecast.clock import Hardware
-from ...forecast.exchanges import UncutJob
+from ...forecast.exchanges import UncutJob, advice
 from ...kernels.traits import TRAITS
 from ...plan.collection import without_collection
 from ...plan.exchange import EXCHANGES, Choice, choice_by
 from ...plan.job import Job
 from ...plan.sharding import BY_DOCUMENT, OF_ONE_DOCUMENT, SHARDINGS, shard_length
 from ...plan.sizes import Sizes
-from ..hardware import add_options as add_hardware_options
-from ..hardware import machine_for
+from ..hardware import add_hardware_options, machine_for
 from ..numbers import count as whole_number
 from ..output import progress_bar, wrapped
 from . import report
 from .figures import check_picture, draw
-from .job_options import add_call, add_head_dim, call_of, documents_of
+from .job_options import add_call, call_of, documents_of
 
 MOST_DEALT = 2**17  # documents times ranks squared
 EXAMPLES = f"""examples:
@@ -48,9 +46,7 @@ time are estimates, marked "about". docs/planning.md says what is counted, and h
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EXAMPLES
     add_call(parser)
-    add_head_dim(parser)
     add = parser.add_argument
     exchange_help = "how chunks travel (default auto: chosen, with the reason)"
     add("--exchange", choices=("auto", *EXCHANGES), default="auto", help=exchange_help)
