@@ -77,7 +77,7 @@ def test_the_plan_holds_what_the_executor_holds(pattern, sharding, exchange):
     num_checked = 0
     for num_ranks, (heads, kv_heads), batch, n in ((1, (4, 2), 2, 4096), (3, (6, 3), 1, 4096), (4, (8, 4), 2, 4001)):
         shards = make_shards(sharding, default_lengths(sharding, n, num_ranks))
-        for rank, dtype in product({0, num_ranks // 2, num_ranks - 1}, (torch.float32, torch.float64)):
+        for rank, dtype in product({0, num_ranks // 2, num_ranks - 1}, (torch.float32, torch.float64, torch.bfloat16)):
             rank_plan = plan_exchange(exchange, Job(pattern, shards, heads, kv_heads), rank)
             sizes = Sizes(batch, 24, dtype.itemsize)
             planned = attention_memory(rank_plan.plan, sizes, VISIBLE, rank_plan.dealing)
@@ -114,19 +114,6 @@ def test_rows_that_are_copied_are_held(exchange, monkeypatch):
             assert planned.forward.num_bytes != unpacked.forward.num_bytes
 
 
-def test_sixteen_bits_but_for_copies_inside_one_op():
-    """What adding a bfloat16 gradient to a float32 one copies is made and freed inside an op: planned, and not seen."""
-    pattern = DilatedPattern((256, 2048), (1, 4), is_causal=True)
-    shards = make_shards("contiguous", split_lengths(2048, 2))
-    for rank in range(2):
-        rank_plan, sizes = plan_exchange("ring", Job(pattern, shards, 4, 4), rank), Sizes(1, 64, 2)
-        planned = attention_memory(rank_plan.plan, sizes, VISIBLE)
-        forward, both = held_peaks(rank_plan, sizes, torch.bfloat16)
-        assert planned.forward.num_bytes == forward
-        adding = dict(planned.forward_backward.items).get("adding", 0)
-        assert both <= planned.forward_backward.num_bytes <= both + max(adding, 0.05 * both)
-
-
 def test_a_third_chunk_buffer_would_be_seen(monkeypatch):
     """The comparison can fail: an executor that keeps one buffer more than the program says."""
     pack = executor._Executor.pack
@@ -148,6 +135,8 @@ CASES = [
     (2048, 2, 4, 4, 64, torch.float32, DilatedPattern((256, 512), (1, 2), is_causal=True)),
     (2048, 1, 4, 2, 64, torch.float32, DilatedPattern((256, 2048), (1, 4))),
     (2048, 1, 4, 4, 64, torch.bfloat16, DilatedPattern((256, 2048), (1, 4))),
+    (2048, 1, 4, 2, 64, torch.float16, DilatedPattern((2048,), (1,), is_causal=True)),
+    (40000, 1, 8, 8, 16, torch.bfloat16, DilatedPattern((500, 40000), (1, 16))),  # copied in several calls
     (2049, 2, 4, 4, 48, torch.float32, DilatedPattern((256, 2048), (2, 4))),
     (2048, 1, 4, 4, 64, torch.float64, DilatedPattern((256, 2048), (1, 4), heads="split")),
     (2048, 1, 4, 1, 64, torch.float32, DilatedPattern((2048,), (1,), is_causal=True)),
@@ -255,7 +244,8 @@ def test_one_rank_holds_no_chunks():
 
 
 def test_accumulators_of_16_bit_types_are_float32():
-    half, single = (dict(planned(itemsize=size).forward_backward.items) for size in (2, 4))
+    pattern = DilatedPattern((1024, 8192), (1, 1))  # the peak is in the second tile, when there are accumulators
+    half, single = (dict(planned(itemsize=size, pattern=pattern).forward_backward.items) for size in (2, 4))
     assert half["dq"] == single["dq"]
     assert half["query"] * 2 == single["query"]
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ring_dilated_attention import DilatedPattern, dilated_attention
+from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
@@ -15,15 +15,15 @@ from ring_dilated_attention.plan.plan import Tile
 from ring_dilated_attention.plan.program import make_program
 from ring_dilated_attention.plan.rows import Rows
 from ring_dilated_attention.plan.sharding import make_shards
-from ring_dilated_attention.plan.step import Compute, Copy, Free, Packing, Terms, packed
+from ring_dilated_attention.plan.step import Compute, Packing, Terms, text_of
 from ring_dilated_attention.reference import dilated_attention_reference
 
 ALWAYS = Packing(distance=1, num_bytes=1, max_rows=2**16)
 
 
-def program(pattern, seq_len, num_heads, **terms):
+def program(pattern, seq_len, num_heads, stage="forward", **terms):
     plan = plan_exchange("none", Job(pattern, make_shards("contiguous", (seq_len,)), num_heads, num_heads), 0).plan
-    return list(make_program(plan, "forward", Terms(**terms)))
+    return list(make_program(plan, stage, Terms(**terms)))
 
 
 def rows_of(tile):
@@ -38,19 +38,20 @@ def starts(rows):
         yield [first + j * rows.step for first in firsts for j in range(rows.num_rows)]
 
 
-@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.integers(1, 40), st.booleans(), st.booleans())
-def test_small_tiles_are_the_tile(segments, num_heads, num_rows, max_rows, shares_keys, is_causal):
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 5), st.integers(1, 40), st.integers(1, 4), st.data())
+def test_small_tiles_are_the_tile(segments, num_heads, num_rows, max_rows, fewest_heads, data):
     """Catches rows that no small tile or two have, small tiles of more rows than asked for, and heads apart from their
     keys."""
+    shares_keys, is_causal = data.draw(st.booleans()), data.draw(st.booleans())
     rows = Rows(range(num_heads), 2, 1, 3, num_rows, segments, 50)
     keys = rows._replace(heads=range(1)) if shares_keys else rows
     tile = Tile(rows, keys, is_causal, True, True)
-    small_tiles = list(tile.split(max_rows))
+    small_tiles = list(tile.split(max_rows, fewest_heads))
     assert sum((rows_of(small) for small in small_tiles), Counter()) == rows_of(tile)
     assert sum(small.pairs for small in small_tiles) == tile.pairs
     for small in small_tiles:
         num_query_rows = small.query.segments * len(small.query.heads) * num_rows
-        least = num_rows * (num_heads if shares_keys else 1)
+        least = num_rows * (num_heads * fewest_heads if shares_keys else fewest_heads)
         assert num_query_rows <= max(max_rows, least)
         assert shares_keys or small.key == small.query
 
@@ -60,18 +61,42 @@ def test_rows_are_copied_where_it_pays():
     pattern = DilatedPattern((1024, 4096), (1, 4))
     assert cpu.TRAITS.packing == Packing(distance=4096, num_bytes=4096, max_rows=2**16)
     made = program(pattern, 8192, 8, packing=cpu.TRAITS.packing, distances=(2048, 2048), itemsize=4)
-    copies = [step for step in made if isinstance(step, Copy)]
-    assert {step.rows.step for step in copies} == {4}  # 2,048 bytes from row to row, and 8,192
-    assert [step.name for step in copies[:3]] == ["query", "key", "value"]
-    freed = [step for step in made if isinstance(step, Free) and packed("query") in step.names]
-    assert len(freed) == len(copies) // 3
+    copied = {step.tile.query.step: step.copied for step in made if isinstance(step, Compute)}
+    assert copied == {1: (), 4: ("query", "key", "value")}  # 2,048 bytes from row to row, and 8,192
     for terms in (
         {"packing": None, "distances": (2048, 2048)},
         {"packing": cpu.TRAITS.packing, "distances": (512, 512)},
-        {"packing": cpu.TRAITS.packing, "distances": (2048, 2048), "itemsize": 2},  # 1,024 rows are few then
+        {"packing": cpu.TRAITS.packing._replace(num_bytes=8192), "distances": (2048, 2048)},  # 1,024 rows are few then
         {"packing": cpu.TRAITS.packing._replace(max_rows=1023), "distances": (2048, 2048)},
     ):
-        assert not any(isinstance(step, Copy) for step in program(pattern, 8192, 8, **terms))
+        assert not any(step.copied for step in program(pattern, 8192, 8, **terms) if isinstance(step, Compute))
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+def test_rows_of_16_bits_are_always_copied(stage):
+    """Catches a tile whose results would be rounded, one that is copied at once however large it is, and a backward
+    whose calls have less than a head for each of four threads."""
+    pattern, packing = DilatedPattern((64, 512), (1, 1)), ALWAYS._replace(distance=99, max_rows=512)
+    calls = [x for x in program(pattern, 512, 8, stage, packing=packing, itemsize=2) if isinstance(x, Compute)]
+    names = ("query", "key", "value") if stage == "forward" else ("dout", "query", "key", "value", "out")
+    assert {step.copied for step in calls} == {names}
+    assert f"copied: {' '.join(names)}" in text_of(calls[0])
+    heads = 1 if stage == "forward" else 4
+    found = [(len(step.tile.query.heads), step.tile.query.segments) for step in calls]
+    assert found == [(8, 1)] * 8 + [(heads, 1)] * (8 // heads)
+
+
+def test_rows_of_a_cache_are_not_copied(monkeypatch):
+    """They are many, and few rows read them. Catches a copy of a cache at every append."""
+    rows = [torch.randn(1, 12, 2, 8, dtype=torch.bfloat16) for _ in range(3)]
+    pattern, forward, dtypes = DilatedPattern((64,), (1,), is_causal=True), cpu.forward, []
+    cache = DilatedCache(pattern, 1, 2, 2, 8, dtype=torch.bfloat16)
+    dilated_attention(*(x[:, :8] for x in rows), pattern, cache=cache)
+    monkeypatch.setattr(cpu, "forward", lambda q, *rest: dtypes.append(q.dtype) or forward(q, *rest))
+    out = dilated_attention(*(x[:, 8:] for x in rows), pattern, cache=cache)
+    assert dtypes == [torch.float32, torch.bfloat16]  # the new rows among themselves, and the cached rows
+    whole = dilated_attention(*rows, pattern)
+    torch.testing.assert_close(out, whole[:, 8:], rtol=0.02, atol=0.02)
 
 
 def test_a_tile_is_computed_in_small_ones():

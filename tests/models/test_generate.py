@@ -91,7 +91,8 @@ def test_under_autocast():
         outs = [module(y, y, y, cache=cache)[0] for y in x.split([20, *[1] * 10], dim=1)]
         assert len(list(make().float().generate([[1, 2]], 3))) == 3
     assert cache.dtype == torch.bfloat16
-    torch.testing.assert_close(torch.cat(outs, dim=1), expected)  # as bfloat16 rounds
+    # The rows of a cache are read in bfloat16, by a kernel that rounds weights to it. Other rows are read in float32.
+    torch.testing.assert_close(torch.cat(outs, dim=1), expected, rtol=0.016, atol=0.005)
     assert module.make_cache(1).dtype == torch.float32
 
 

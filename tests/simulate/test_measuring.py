@@ -16,25 +16,26 @@ VISIBLE = TRAITS["cpu"]._replace(scratch=no_scratch)  # what a dispatch mode see
 
 
 @pytest.mark.parametrize(
-    ("pattern", "sharding"),
+    ("pattern", "sharding", "dtype"),
     [
-        (DilatedPattern((2048,), (1,), is_causal=True), "zigzag"),
-        (DilatedPattern((256, 2048), (1, 8)), "contiguous"),
+        (DilatedPattern((2048,), (1,), is_causal=True), "zigzag", torch.float32),
+        (DilatedPattern((256, 2048), (1, 8)), "contiguous", torch.float32),
+        (DilatedPattern((256, 2048), (1, 8)), "contiguous", torch.bfloat16),
     ],
 )
-def test_what_a_simulated_rank_is_said_to_hold(pattern, sharding):
+def test_what_a_simulated_rank_is_said_to_hold(pattern, sharding, dtype):
     """To the byte, on every rank. Catches a simulation that makes other calls than a real rank, or shares memory that
     real ranks would hold each."""
     n, world_size = 2048, 4
     cp = simulate.all_ranks(world_size, sharding=sharding)
-    inputs = [torch.randn(2, n, h, 64, requires_grad=True) for h in (4, 2, 2)]
+    inputs = [torch.randn(2, n, h, 64, dtype=dtype, requires_grad=True) for h in (4, 2, 2)]
     with simulate.measuring(cp) as both:
         out = dilated_attention(*inputs, pattern, parallel=cp)
         torch.autograd.grad(out, inputs, torch.ones_like(out))
     for rank in range(world_size):
         plan = make_plan(Job(pattern, make_shards(sharding, default_lengths(sharding, n, world_size)), 4, 2), rank)
-        planned = attention_memory(plan, Sizes(2, 64, 4), VISIBLE).forward_backward
-        sent = [plan.bytes_sent(2, 64, 4, backward=backward) for backward in (False, True)]
+        planned = attention_memory(plan, Sizes(2, 64, dtype.itemsize), VISIBLE).forward_backward
+        sent = [plan.bytes_sent(2, 64, dtype.itemsize, backward=backward) for backward in (False, True)]
         assert both[rank].peak_bytes == planned.num_bytes
         assert both[rank].sent_bytes == sum(sent) > 0
 

@@ -1,9 +1,8 @@
 """Predicts the memory of one attention call on one rank, from what its program allocates and frees. No torch.
 
 A figure is a sum over named items, not a formula. It counts what torch's allocator gives out. `kernels/traits.py` says
-what a kernel takes beside its results. Not counted: the columns that a gradient of lse needs (`kernels/column.py`); on
-CPUs, the float32 copies of one tile in the float16 backward; on CPUs with AMX, the packed keys and values of one tile
-in torch's bfloat16 kernel; what the transport allocates.
+what a kernel takes beside its results. Not counted: the columns that a gradient of lse needs (`kernels/column.py`), and
+what the transport allocates.
 """
 
 from typing import NamedTuple
@@ -49,7 +48,7 @@ def attention_memory(plan: Plan, sizes: Sizes, traits: Traits, dealing: Dealing 
     terms = steps.Terms(
         in_place=traits.in_place,
         is_whole=traits.is_whole,
-        widens=sizes.itemsize < sizes.sum_itemsize,
+        rounds=sizes.itemsize < sizes.sum_itemsize and traits.packing is None,
         batch=sizes.batch,
         dealing=dealing,
         packing=traits.packing,
@@ -163,23 +162,22 @@ class _Ledger:
     def prepare(self, step: steps.Prepare) -> None:
         self.hold("delta", self.tensor("delta"))
 
-    def copy(self, step: steps.Copy) -> None:
-        entries, rows = self.sizes.batch if step.entry is None else 1, step.rows
-        num_rows = entries * rows.segments * len(rows.heads) * rows.num_rows
-        self.hold(steps.packed(step.name), num_rows * self.sizes.head_dim * self.sizes.itemsize)
-
     def compute(self, step: steps.Compute) -> None:
         if not self.terms.in_place:
-            query, key, width = step.tile.query, step.tile.key, self.sizes.head_dim * self.sizes.itemsize
+            query, key, width = step.tile.query, step.tile.key, self.sizes.head_dim * self.sizes.sum_itemsize
             segments = query.segments * (self.sizes.batch if step.entry is None else 1)
             rows = segments * len(query.heads) * query.num_rows
             keys = segments * len(key.heads) * key.num_rows
+            copies = [keys if name in ("key", "value") else rows for name in step.copied]
+            self.hold("copied rows of one tile", width * sum(copies))
+            width = self.sizes.head_dim * self.sizes.itemsize if self.terms.rounds else width
             if step.what == "partial":
                 self.results = {"out": rows * width, "lse": rows * self.sizes.sum_itemsize}
             else:
                 self.results = {"dq": rows * width, "dk": keys * width, "dv": keys * width}
             self.hold("results of one tile", sum(self.results.values()))
         self.pass_by("kernel scratch", self.traits.scratch(step, self.sizes, self.plan.num_heads))
+        self.let_go("copied rows of one tile")
 
     def merge(self, step: steps.Merge) -> None:
         out, lse = self.results["out"], self.results["lse"]
@@ -189,13 +187,13 @@ class _Ledger:
             self.hold("lse", self.wide(lse))
         elif step.how == "merge":  # as `run/merge.py` does: the weight, and copies where dtypes differ
             copy = 0 if self.wide(lse) == lse else lse
-            cast = self.summed(out) if self.terms.widens else 0
+            cast = self.summed(out) if self.terms.rounds else 0
             self.pass_by("merging", self.wide(lse) + max(copy + cast, self.wide(lse) + 2 * copy))
         self.let_go("results of one tile")
 
     def add(self, step: steps.Add) -> None:
         made = self.results[step.name]
-        if step.how == "add" and self.terms.widens:
+        if step.how == "add" and self.terms.rounds:
             self.pass_by("adding", self.summed(made))
         self.results[step.name] = 0
         self.hold("results of one tile", sum(self.results.values()))
@@ -203,7 +201,7 @@ class _Ledger:
             self.hold(step.name, made)
 
     def finish(self, step: steps.Finish) -> None:
-        if step.name == "lse" or self.terms.widens:
+        if step.name == "lse" or self.sizes.itemsize < self.sizes.sum_itemsize:
             self.pass_by("result in its dtype", self.tensor(step.name))
         self.hold(step.name, self.tensor(step.name))
 

@@ -72,7 +72,8 @@ class PartialKernel(_Backend, Protocol):
     def forward(
         self, q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """out (B, H, M, D) in the input's dtype and lse (B, H, M), float32 or float64."""
+        """out (B, H, M, D) in the input's dtype and lse (B, H, M), float32 or float64. A kernel with a packing gets
+        float32 copies of 16-bit rows; only rows of a cache come as they are."""
 
     def backward(self, rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of these rows."""

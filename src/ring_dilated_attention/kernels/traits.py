@@ -14,19 +14,18 @@ def query_block(num_rows: int) -> int:
 def cpu_scratch(step: Compute, sizes: Sizes, num_heads: int) -> int:
     """Torch's CPU flash attention holds a block of scores for each thread. Backward also holds a block of the scores'
     gradients, and a copy of dout unless the tile has all heads of consecutive rows."""
-    tile, is_forward = step.tile, step.what == "partial"
-    queries = min(query_block(tile.query.num_rows), tile.query.num_rows)
+    tile, rows, itemsize = step.tile, step.tile.query, sizes.sum_itemsize  # 16-bit rows were copied in float32
+    queries = min(query_block(rows.num_rows), rows.num_rows)
     scores = queries * min(KEY_BLOCK, tile.key.num_rows)
-    copies = (1 if is_forward else 2) * sizes.sum_itemsize
-    copies += sizes.itemsize if sizes.itemsize < sizes.sum_itemsize else 0
-    if is_forward:
-        return sizes.num_threads * (scores * copies + queries * (sizes.head_dim + 2) * sizes.sum_itemsize)
-    rows, entries = tile.query, sizes.batch if step.entry is None else 1
+    if step.what == "partial":
+        return sizes.num_threads * (scores + queries * (sizes.head_dim + 2)) * itemsize
     lie_together = rows.step == 1 and rows.shift == 0 and len(rows.heads) == num_heads
-    if lie_together and (rows.segments == 1 or rows.segment_step == rows.num_rows):
-        entries = 0
-    dout = entries * rows.segments * len(rows.heads) * rows.num_rows * sizes.head_dim * sizes.itemsize
-    return sizes.num_threads * scores * copies + dout
+    lie_together = lie_together and (rows.segments == 1 or rows.segment_step == rows.num_rows)
+    if sizes.itemsize < itemsize:
+        lie_together = len(rows.heads) == 1  # the rows of each head lie side by side in the float32 copy
+    entries = 0 if lie_together else sizes.batch if step.entry is None else 1
+    dout = entries * rows.segments * len(rows.heads) * rows.num_rows * sizes.head_dim
+    return (sizes.num_threads * 2 * scores + dout) * itemsize
 
 
 def no_scratch(step: Compute, sizes: Sizes, num_heads: int) -> int:

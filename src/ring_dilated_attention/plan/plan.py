@@ -36,12 +36,13 @@ class Tile(NamedTuple):
         q, k = self.query.num_rows, self.key.num_rows
         return (q * (q + 1) // 2 if self.is_causal else q * k) * len(self.query.heads) * self.query.segments
 
-    def split(self, max_rows: int) -> Iterator["Tile"]:
-        """Split into calls of at most max_rows query rows each, but of at least one head of one segment. Query heads
-        that share keys stay in one call."""
+    def split(self, max_rows: int, fewest_heads: int) -> Iterator["Tile"]:
+        """Split into calls of at most max_rows rows of queries, or of keys, each, but of at least `fewest_heads`
+        key/value heads, counted over segments. Query heads that share keys stay in one call."""
         query, key, num_heads, num_kv_heads = self.query, self.key, len(self.query.heads), len(self.key.heads)
-        heads = max(1, max_rows // query.num_rows) if num_heads == num_kv_heads else num_kv_heads
-        segments = max(1, max_rows // (num_heads * query.num_rows)) if isinstance(key, Rows) else query.segments
+        most = max_rows // max(query.num_rows, key.num_rows)
+        heads = max(fewest_heads, most * num_kv_heads // num_heads)
+        segments = max(fewest_heads // num_kv_heads, most // num_heads, 1) if isinstance(key, Rows) else query.segments
         for i in range(0, query.segments, segments):
             j = min(i + segments, query.segments)
             q = query.of_segments(i, j)

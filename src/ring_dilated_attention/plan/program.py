@@ -17,7 +17,7 @@ from itertools import islice
 from . import step as steps
 from .plan import Message, Plan, Tile
 from .rows import Rows
-from .step import BUFFERS, GRADIENTS, OWN_CHUNKS, OWN_ROWS, RECEIVED, BufferSlice, Step, Terms, packed
+from .step import BUFFERS, CACHED_ROWS, GRADIENTS, OWN_CHUNKS, OWN_ROWS, RECEIVED, BufferSlice, Step, Terms
 
 _GIVEN = {"forward": ("query", "key", "value"), "backward": ("dout", "query", "key", "value", "out", "lse")}
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
@@ -78,7 +78,7 @@ class _Maker:
         for tile in plan.local:
             self.partial(tile, OWN_CHUNKS if tile.packed else OWN_ROWS)
         for tile in plan.cached:
-            self.partial(tile, steps.CACHED_ROWS)
+            self.partial(tile, CACHED_ROWS)
         for s, hop in enumerate(plan.hops):
             self.arrive(s)
             self.start_hop(s + 1)
@@ -194,61 +194,64 @@ class _Maker:
                 self.made.append(steps.Start(name, covered))
 
     def partial(self, tile: Tile, keys: str) -> None:
-        names = self.names_to_copy(tile, keys)
-        packing = self.terms.packing
-        calls = tile.split(packing.max_rows // self.terms.batch) if packing and names else (tile,)
-        for call in islice(calls, 2) if self.terms.is_brief else calls:
-            for entry in self.entries(call):
-                if self.terms.in_place:
-                    self.start("out")
-                for name in names:
-                    rows = call.query if name == "query" else call.key
-                    assert isinstance(rows, Rows)
-                    self.put(steps.Copy(name, rows, entry))
-                self.put(steps.Compute(call, entry, "partial", keys))
-                if names:
-                    self.put(steps.Free(tuple(map(packed, names))))
-                if not self.terms.in_place:
-                    how = self.how("out", call.query, call.first_query, entry, "merge")
-                    self.put(steps.Merge(call, entry, how))
+        for call, entry in self.calls(tile, keys):
+            if self.terms.in_place:
+                self.start("out")
+            self.put(steps.Compute(call, entry, "partial", keys, copied=self.copied(call, keys)))
+            if not self.terms.in_place:
+                how = self.how("out", call.query, call.first_query, entry, "merge")
+                self.put(steps.Merge(call, entry, how))
 
-    def names_to_copy(self, tile: Tile, keys: str) -> list[str]:
-        """The tensors whose rows are copied side by side for a tile (`step.Packing`)."""
+    def calls(self, tile: Tile, keys: str) -> Iterable[tuple[Tile, int | None]]:
+        """The kernel's calls for a tile, with their batch entries. A tile whose rows are copied is split."""
+        packing, calls = self.terms.packing, iter((tile,))
+        if packing and self.copied(tile, keys):
+            fewest_heads = 4 if self.stage == "backward" else 1  # in backward a thread takes whole heads
+            calls = tile.split(packing.max_rows // self.terms.batch, fewest_heads)
+        if self.terms.is_brief:
+            calls = islice(calls, 2)
+        return ((call, entry) for call in calls for entry in self.entries(call))
+
+    def copied(self, tile: Tile, keys: str) -> tuple[str, ...]:
+        """The tensors whose rows are copied for a tile, as `step.Packing` says."""
         packing, (query, key) = self.terms.packing, self.terms.distances
+        if packing is None:
+            return ()
+        if self.terms.itemsize < 4:  # a few new rows read all of a cache: to copy it would take longer than to read it
+            return () if keys == CACHED_ROWS else tuple(name for name in _GIVEN[self.stage] if name != "lse")
         fewer, more = sorted((tile.query.num_rows, tile.key.num_rows))
-        if packing is None or self.terms.in_place or fewer * self.terms.itemsize < packing.num_bytes:
-            return []
-        if more * self.terms.batch > packing.max_rows:
-            return []
-        names = ["query"] if tile.query.step * query >= packing.distance else []
+        is_short = fewer * self.terms.itemsize < packing.num_bytes
+        if self.stage == "backward" or is_short or more * self.terms.batch > packing.max_rows:
+            return ()
+        names: tuple[str, ...] = ("query",) if tile.query.step * query >= packing.distance else ()
         if keys == OWN_ROWS and isinstance(tile.key, Rows) and tile.key.step * key >= packing.distance:
-            names += ["key", "value"]
+            names += ("key", "value")
         return names
 
     def gradients(self, tile: Tile, keys: str, sums: str = OWN_ROWS) -> None:
         """The gradients of a tile. Other ranks' sums are awaited last, just before dk and dv are added to them."""
-        for entry in self.entries(tile):
+        for call, entry in self.calls(tile, keys):
             if self.terms.in_place:
                 self.start("dq")
-                self.put(steps.Compute(tile, entry, "dq", keys))
+                self.put(steps.Compute(call, entry, "dq", keys))
                 self.await_gradients()
                 if sums == OWN_ROWS:
                     self.start("dk", "dv")
-                self.put(steps.Compute(tile, entry, "dk and dv", keys, sums))
+                self.put(steps.Compute(call, entry, "dk and dv", keys, sums))
                 continue
-            self.put(steps.Compute(tile, entry, "gradients", keys))
-            how = self.how("dq", tile.query, tile.first_query, entry, "add")
-            self.put(steps.Add("dq", tile, entry, how))
+            self.put(steps.Compute(call, entry, "gradients", keys, copied=self.copied(call, keys)))
+            how = self.how("dq", call.query, call.first_query, entry, "add")
+            self.put(steps.Add("dq", call, entry, how))
             self.await_gradients()
             for name in ("dk", "dv"):
-                how = self.how(name, tile.key, tile.first_key, entry, "add") if isinstance(tile.key, Rows) else "add"
-                self.put(steps.Add(name, tile, entry, how, OWN_ROWS if isinstance(tile.key, Rows) else sums))
+                how = self.how(name, call.key, call.first_key, entry, "add") if isinstance(call.key, Rows) else "add"
+                self.put(steps.Add(name, call, entry, how, OWN_ROWS if isinstance(call.key, Rows) else sums))
 
     def how(self, name: str, rows: Rows, is_first: bool, entry: int | None, otherwise: str) -> str:
         """How a result enters its accumulator: a first result of all rows becomes the accumulator ("adopt")."""
         num_heads = self.plan.num_kv_heads if name in ("dk", "dv") else self.plan.num_heads
         is_all = entry is None and rows.segments * len(rows.heads) * rows.num_rows == self.plan.num_rows * num_heads
-        if is_first and is_all and name not in self.started and not self.terms.widens:
+        if is_first and is_all and name not in self.started and not self.terms.rounds:
             self.started.add(name)
             return "adopt"
         self.start(name)

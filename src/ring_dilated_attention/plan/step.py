@@ -19,12 +19,13 @@ STAGES = ("forward", "backward")
 
 
 class Packing(NamedTuple):
-    """The tiles that a kernel computes faster from a copy in which the rows lie side by side: those whose rows are
-    `distance` bytes apart or more, and that have num_bytes / itemsize rows or more on each side."""
+    """The tiles that a kernel computes from copies in which the rows lie side by side. Those of 16-bit rows: the copies
+    are in float32, so that no tile's results are rounded. Others if it is faster: those whose rows are `distance` bytes
+    apart or more, and that have num_bytes / itemsize rows or more on each side."""
 
     distance: int
     num_bytes: int
-    # Rows copied at a time. A larger tile is split by heads and segments. If one head has more, none is copied.
+    # Rows copied at a time. A larger tile is split by heads and segments. If one head has more, only 16-bit rows are.
     max_rows: int
 
 
@@ -33,7 +34,7 @@ class Terms(NamedTuple):
 
     in_place: bool = False
     is_whole: bool = False
-    widens: bool = False  # accumulators have a wider dtype than the inputs (float32 for 16-bit types)
+    rounds: bool = False  # a tile's results have 16 bits, and its accumulators are float32
     batch: int = 1
     folds: bool = True  # one stride steps through batch and segments; else a tile of several is a call per batch entry
     dealing: Dealing | None = None  # how heads are dealt before and after
@@ -119,18 +120,6 @@ class Prepare(NamedTuple):
     """Make delta = rowsum(dout * out) - dlse, which a kernel that adds in place reads in backward."""
 
 
-class Copy(NamedTuple):
-    """Copy the rows that a tile reads of "query", "key" or "value" side by side into the tensor `packed(name)`."""
-
-    name: str
-    rows: Rows
-    entry: int | None
-
-
-def packed(name: str) -> str:
-    return f"copied {name} rows"
-
-
 class Compute(NamedTuple):
     """Run the kernel on a tile."""
 
@@ -139,6 +128,7 @@ class Compute(NamedTuple):
     what: str  # "partial" (out and lse), "gradients" (dq, dk and dv), or, if it adds in place, "dq" or "dk and dv"
     keys: str  # the buffer that holds the keys and values, or OWN_ROWS, or CACHED_ROWS
     sums: str = OWN_ROWS  # the buffer to which a kernel adds dk and dv in place, or OWN_ROWS
+    copied: tuple[str, ...] = ()  # the kernel reads copies of these tensors' rows, side by side in the sums' dtype
 
 
 class Merge(NamedTuple):
@@ -178,7 +168,7 @@ class Whole(NamedTuple):
 
 
 Exchanges = Deal | Pack | Take | Free | Post | Wait | Zero | Home
-Computes = Start | Prepare | Copy | Compute | Merge | Add | Finish | Whole
+Computes = Start | Prepare | Compute | Merge | Add | Finish | Whole
 Step = Exchanges | Computes
 
 
@@ -197,9 +187,10 @@ def text_of(step: Step) -> str:
             text = "; ".join([ticket, *(f"to {x}" for x in sends), *(f"from {x}" for x in receives)])
         case Wait(ticket, sent, received):
             text = ticket + ("" if sent and received else ": what is sent" if sent else ": what comes")
-        case Compute(tile, _, what, keys, sums):
+        case Compute(tile, _, what, keys, sums, copied):
             added = f", added to {sums}" if what == "dk and dv" else ""
-            text = f"{what}: {tile}, from {keys}{of}{added}"
+            copies = f", copied: {' '.join(copied)}" if copied else ""
+            text = f"{what}: {tile}, from {keys}{of}{added}{copies}"
         case Merge(tile, _, how):
             text = f"{tile.query}{of}: {how}"
         case Add(name, tile, _, how, sums):

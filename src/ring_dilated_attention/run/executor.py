@@ -17,7 +17,7 @@ from ..plan.dealing import Dealing
 from ..plan.exchange import RankPlan
 from ..plan.program import program_of
 from ..plan.rows import Block, Rows
-from ..plan.step import CACHED_ROWS, OWN_ROWS, BufferSlice, Terms, packed
+from ..plan.step import CACHED_ROWS, OWN_ROWS, BufferSlice, Terms
 from .link_contract import Dealer, Link, Pending
 from .merge import merge_
 from .views import accumulator_dtype, block_views, folds, rows_view
@@ -80,7 +80,7 @@ class _Executor:
         terms = Terms(
             in_place=self.kernel.IN_PLACE,
             is_whole=self.means.whole is not None,
-            widens=self.dtype != self.sum_dtype,
+            rounds=self.dtype != self.sum_dtype and self.kernel.TRAITS.packing is None,
             batch=self.batch,
             folds=all(map(folds, self.alive.values())),
             dealing=self.dealing,
@@ -167,15 +167,10 @@ class _Executor:
         alive["delta"] = self.kernel.delta(alive["dout"], alive.get("dlse"), alive["out"])
         alive["lse"] = alive["lse"].contiguous()  # with delta's strides, as kernels need it
 
-    def copy(self, step: steps.Copy) -> None:
-        self.alive[packed(step.name)] = self.rows(step.name, step.rows, step.entry).contiguous()
-
     def compute(self, step: steps.Compute) -> None:
         tile, entry, scale = step.tile, step.entry, self.means.scale
         if step.what == "partial":
-            q = self.alive.get(packed("query"))
-            q = self.rows("query", tile.query, entry) if q is None else q
-            k, v = self.keys(step)
+            q, (k, v) = self.own(step, "query"), self.keys(step)
             if self.kernel.IN_PLACE:
                 out, lse = (self.rows(name, tile.query, entry) for name in ("out", "lse"))
                 self.kernel.forward_into(q, k, v, out, lse, tile.is_causal, scale, first=tile.first_query)
@@ -199,19 +194,26 @@ class _Executor:
         x = self.alive[name]
         return rows_view(x if entry is None else x[entry : entry + 1], rows)
 
+    def copied(self, step: steps.Compute, name: str, rows: Tensor) -> Tensor:
+        """The rows, or a copy of them if the step says so."""
+        return rows.new_empty(rows.shape, dtype=self.sum_dtype).copy_(rows) if name in step.copied else rows
+
+    def own(self, step: steps.Compute, name: str) -> Tensor:
+        """The query's rows of a tile, in one of the tensors that have such rows."""
+        return self.copied(step, name, self.rows(name, step.tile.query, step.entry))
+
     def keys(self, step: steps.Compute) -> tuple[Tensor, Tensor]:
         """Keys and values of a tile: own rows, rows of a cache, or a block of a buffer of chunks."""
         tile = step.tile
-        if packed("key") in self.alive:
-            return self.alive[packed("key")], self.alive[packed("value")]
         if step.keys in (OWN_ROWS, CACHED_ROWS):
             assert isinstance(tile.key, Rows)
             names = ("key", "value") if step.keys == OWN_ROWS else ("cached key", "cached value")
             key, value = (self.rows(name, tile.key, step.entry) for name in names)
-            return key, value
-        block = tile.key if isinstance(tile.key, Block) else tile.packed
-        assert block is not None
-        return block_views(self.alive[step.keys], block, self.batch, self.head_dim)
+        else:
+            block = tile.key if isinstance(tile.key, Block) else tile.packed
+            assert block is not None
+            key, value = block_views(self.alive[step.keys], block, self.batch, self.head_dim)
+        return self.copied(step, "key", key), self.copied(step, "value", value)
 
     def sum_of(self, name: str, step: steps.Compute | steps.Add) -> Tensor:
         """The view to which dq, dk or dv of a tile is added."""
@@ -222,11 +224,9 @@ class _Executor:
         return both[("dk", "dv").index(name)]
 
     def backward_rows(self, step: steps.Compute) -> BackwardRows:
-        def own(name: str) -> Tensor:
-            return self.rows(name, step.tile.query, step.entry)
-
-        dlse, delta = (own(name) if name in self.alive else None for name in ("dlse", "delta"))
-        return BackwardRows(own("dout"), dlse, own("query"), *self.keys(step), own("out"), own("lse"), delta)
+        dlse, delta = (self.own(step, name) if name in self.alive else None for name in ("dlse", "delta"))
+        dout, query, out, lse = (self.own(step, name) for name in ("dout", "query", "out", "lse"))
+        return BackwardRows(dout, dlse, query, *self.keys(step), out, lse, delta)
 
     def merge(self, step: steps.Merge) -> None:
         partial_out, partial_lse = self.results.pop("out"), self.results.pop("lse")
