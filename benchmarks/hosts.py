@@ -1,14 +1,16 @@
 """Two hosts on one machine, and a slow link between them: what crosses it, counted by the interface, and the time.
 
-The hosts are network namespaces (`two_hosts`). Ranks are dealt to them in turn, as `srun --distribution=cyclic` does:
-rank 0 is on the first host, rank 1 on the second. Each host has one core. A context puts the ranks of a host side by
-side, by their hosts' names; "hosts alternate" is what the ring is without them, where all ranks say the same name.
+The hosts are namespaces (`two_hosts`), with one core each. A torchrun on each starts its ranks and numbers them host by
+host. `srun --distribution=cyclic` deals ranks to hosts in turn: rank 0 to the first host, rank 1 to the second. A
+context puts the ranks of a host side by side all the same, by their hosts' names. "Hosts alternate" is what the ring is
+without them, where all ranks say the same name.
 
 The clock (`forecast/clock.py`) is given the rate that was set for the link, and what the ranks measured before: the
 rate of their kernels, all at once, and messages inside a host. It gives each rank a network card of its own. Where k
 ranks of a host send across, they share the link, and the clock is given a k-th of its rate.
 """
 
+import os
 import socket
 import statistics
 import time
@@ -16,10 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_dilated_attention.commands.errors import Squares
-from ring_dilated_attention.commands.local_ranks import Launch, Worker, run_ranks
 from ring_dilated_attention.forecast import call_cost
 from ring_dilated_attention.forecast.clock import Hardware, model_step
 from ring_dilated_attention.pattern import DilatedPattern
@@ -35,24 +37,27 @@ from .gate import gate, gate_squares
 from .measure import Sizes, dilated_call, quantiles
 from .overlap import HANDSHAKE, Stage, take_step
 from .record import branches, markdown, tensors
-from .two_hosts import Hosts, enter, left_bytes
+from .two_hosts import left_bytes, run_ranks
 
-SUMMARY = "two hosts on one machine: what crosses a slow link between them, and the time"
+SUMMARY = "two hosts on one machine, with a torchrun each: what crosses a slow link between them, and the time"
 NUM_HOSTS = 2
 SMALL_BYTES, PROBES = 256, 3
 
 
 class Way(NamedTuple):
-    """How rows travel. is_told: whether the ranks hear of each other's hosts."""
+    """How rows travel. in_turn: whether ranks are dealt to hosts in turn. is_told: whether they hear of each other's
+    hosts."""
 
     name: str
     exchange: str = "ring"
     deals: bool = False  # heads, inside a host
+    in_turn: bool = False
     is_told: bool = True
 
 
 RING, GATHER = Way("ring, by host"), Way("all-gather", "all_gather")
-WAYS = (RING, Way("ring, hosts alternate", is_told=False), GATHER, Way("2-D mesh", deals=True))
+IN_TURN, ALTERNATE = Way("ring, dealt in turn", in_turn=True), Way("ring, hosts alternate", in_turn=True, is_told=False)
+WAYS = (RING, IN_TURN, ALTERNATE, GATHER, Way("2-D mesh", deals=True))
 
 
 class Setup(NamedTuple):
@@ -87,20 +92,19 @@ def why_not() -> str | None:
 
 
 def num_steps(settings: Settings) -> int:
-    return sum(len(setup.ways) for setup in settings.setups) * (1 + settings.repeats)
+    return len(settings.setups)
 
 
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
     rows = []
     with two_hosts.two_hosts(settings.bits_per_second, settings.delay_seconds) as hosts:
         for setup in settings.setups:
-            launch = Launch(NUM_HOSTS * setup.ranks_per_host, is_pinned=True, seconds=settings.seconds)
-            arguments = (hosts, setup, settings.repeats)
-            ranks = run_ranks(launch, _rank, *arguments, on_report=lambda rank, message: step(message))
+            step(f"{setup.ranks_per_host} ranks a host, {setup.sizes.seq_len:,} positions")
+            ranks = run_ranks(hosts, setup.ranks_per_host, settings.seconds, _rank, setup, settings.repeats)
             for i, way in enumerate(setup.ways):
                 found = [rank.ways[i] for rank in ranks]
                 row = _row(settings, setup, way, ranks[0].measured, found)
-                row |= {"threads_per_rank": launch.num_threads, "why_no_delay": hosts.why_no_delay}
+                row |= {"threads_per_rank": 1, "why_no_delay": hosts.why_no_delay}
                 rows.append(row | {"gate": gate(setup.sizes, setup.pattern, [one.squares for one in found])})
     return rows
 
@@ -128,25 +132,27 @@ class OfRank(NamedTuple):
     ways: list[OfWay]
 
 
-def _rank(worker: Worker, hosts: Hosts, setup: Setup, repeats: int) -> OfRank:
-    host = worker.rank % NUM_HOSTS
-    enter(hosts, host)
+def _rank(setup: Setup, repeats: int) -> OfRank:
+    host, place, size = int(os.environ["GROUP_RANK"]), int(os.environ["LOCAL_RANK"]), setup.ranks_per_host
+    store, number, world_size = next(dist.rendezvous("env://"))
     measured, found = None, []
     for way in setup.ways:
         socket.sethostname(f"host-{host}" if way.is_told else "host")
-        # One row of the mesh for each host, with the numbers of its ranks.
-        rows = torch.arange(worker.world_size).view(setup.ranks_per_host, NUM_HOSTS).T
+        rank = place * NUM_HOSTS + host if way.in_turn else number
+        # Under a name of its own: in the store are addresses of the last group, at which nobody listens any more.
+        own = dist.PrefixStore(way.name, store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size)
+        rows = torch.arange(world_size).view(NUM_HOSTS, size)
         parallel = ContextParallel(DeviceMesh("cpu", rows) if way.deals else None, exchange=way.exchange)
         measured = measured or _measure(setup, parallel)
         squares, steps = gate_squares(setup.sizes, setup.pattern, parallel), []
         for repeat in range(1 + repeats):
-            if worker.rank == 0:
-                worker.report(f"{worker.world_size} ranks, {way.name}")
             if repeat == 1:
                 before = _left(parallel)
             steps.append(take_step(setup.sizes, setup.pattern, parallel))
         found.append(OfWay(squares, (_left(parallel) - before) / repeats, steps[1:]))
         parallel.close()
+        dist.destroy_process_group()
     assert measured is not None
     return OfRank(measured, found)
 
@@ -220,7 +226,7 @@ def _row(settings: Settings, setup: Setup, way: Way, measured: Measured, ranks: 
         "way": way.name,
         "bits_per_second": settings.bits_per_second,
         "planned_bytes": [sum(ranks_of) for ranks_of in out_of],
-        "counted_bytes": [ranks[k].left for k in range(NUM_HOSTS)],
+        "counted_bytes": [rank.left for rank in ranks[:: setup.ranks_per_host]],
         "step_seconds": seconds,
         "exposed_share": quantiles(max(one.exposed / one.seconds for one in step) for step in steps),
         "handshake_share": quantiles(max(one.handshakes / one.seconds for one in step) for step in steps),
@@ -316,8 +322,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     first = rows[0]
     delay = f"no delay ({first['why_no_delay']})" if first["why_no_delay"] else "a delay"
     return (
-        f"Two hosts on one machine, one core each, with {first['bits_per_second'] / 1e6:.0f} Mbit/s each way between "
-        f"them and {delay}. Forward and backward. Counted: by the host's interface, headers and handshakes included. "
+        f"Two hosts on one machine, one core and one torchrun each, with {first['bits_per_second'] / 1e6:.0f} Mbit/s "
+        f"each way between them and {delay}. torchrun numbers ranks host by host. Dealt in turn: rank 0 is on the "
+        "first host, rank 1 on the second, and so on. Hosts alternate: so too, and both hosts have one name. Forward "
+        "and backward. Counted: by the host's interface, headers and handshakes included. "
         "Exposed: of the rank that waits most, for messages and in handshakes; a rank that waits in a handshake waits "
         f"for a late one.\n\n{markdown(headers, lines)}"
     )

@@ -1,7 +1,6 @@
 """Two hosts on one machine: what crosses between them by the plan, and that nothing of them is left behind."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from helpers import ROOT
 
 from benchmarks import hosts, two_hosts
 from benchmarks.measure import Sizes
+from ring_dilated_attention.commands.local_ranks import RankFailedError
 from ring_dilated_attention.pattern import DilatedPattern
 
 SETUP = hosts.Setup(Sizes(1024, 4, 16), DilatedPattern.dense(), 2, hosts.WAYS)
@@ -34,6 +34,7 @@ def test_what_crosses_by_the_plan():
     found = dict(zip([way.name for way in hosts.WAYS], (crossing(SETUP, way) for way in hosts.WAYS), strict=True))
     assert found == {
         "ring, by host": [0, 9 * c, 0, 9 * c],
+        "ring, dealt in turn": [0, 9 * c, 0, 9 * c],
         "ring, hosts alternate": [9 * c] * 4,
         "all-gather": [6 * c] * 4,
         "2-D mesh": [3 * c] * 4,
@@ -67,31 +68,63 @@ def test_no_namespace_is_left(error):
     assert not both & namespaces()
 
 
-def test_no_namespace_is_left_by_a_killed_process():
+def test_ranks_are_numbered_host_by_host_and_have_the_network_and_the_core_of_their_host():
     needs_hosts()
+    with two_hosts.two_hosts(10**8, 1e-3) as made:
+        say = "echo $RANK $(readlink /proc/self/ns/net) $(grep Cpus_allowed_list /proc/self/status)"
+        found = two_hosts.run_ranks(made, 2, 60, subprocess.getoutput, say)
+        networks, cores = [os.readlink(f"/proc/{pid}/ns/net") for pid in made.pids], sorted(os.sched_getaffinity(0))
+        places = [(rank, networks[rank // 2], cores[rank // 2 % len(cores)]) for rank in range(4)]
+    assert found == [f"{rank} {network} Cpus_allowed_list: {core}" for rank, network, core in places]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "function", "argument", "said"),
+    [
+        (60, int, "a word", r"host \d: ended with code 1\n(.*\n)+ValueError: invalid literal for int.*: 'a word'"),
+        (0.5, time.sleep, 60, r"host 0: still ran after \d+ s\n(.*\n)*host 1: still ran"),
+    ],
+)
+def test_a_torchrun_that_fails_or_takes_too_long_is_reported_with_its_words(seconds, function, argument, said):
+    needs_hosts()
+    with pytest.raises(RankFailedError, match=said), two_hosts.two_hosts(10**8, 1e-3) as made:
+        two_hosts.run_ranks(made, 1, seconds, function, argument)
+    assert not made.folder.exists()
+
+
+def test_nothing_is_left_of_a_killed_process(tmp_path):
+    """Its torchruns and their ranks too are in its namespaces."""
+    needs_hosts()
+    say, started = f"readlink /proc/self/ns/net >> {tmp_path}/started; sleep 60", tmp_path / "started"
     text = (
-        "from benchmarks.two_hosts import two_hosts\n"
-        "with two_hosts(10**8, 1e-3) as hosts:\n    print(*hosts.pids, flush=True)\n    input()\n"
+        "import subprocess, sys\nfrom benchmarks.two_hosts import run_ranks, two_hosts\n"
+        "with two_hosts(10**8, 1e-3) as hosts:\n    run_ranks(hosts, 1, 60, subprocess.getoutput, sys.argv[1])\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", text], cwd=ROOT, stdin=-1, stdout=-1)
-    holders = process.stdout.readline().split()
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert len(holders) == 2
-    for pid in holders:
-        for _ in range(1000):  # it reads that its input is closed
-            if not os.path.exists(f"/proc/{int(pid)}/ns/net"):
-                break
-            time.sleep(0.01)
-        assert not os.path.exists(f"/proc/{int(pid)}/ns/net")
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", text, say], cwd=ROOT, env=environment) as process:
+        started.touch()
+        wait_until(lambda: len(started.read_text().split()) == 2)
+        both = set(started.read_text().split())
+        assert both <= namespaces()
+        process.kill()
+    assert len(both) == 2
+    wait_until(lambda: not both & namespaces())  # it is read that an input is closed
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_what_is_missing_is_said_in_a_sentence(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert hosts.why_not() == "needs ip and tc and unshare and nsenter (Linux: packages iproute2 and util-linux)"
+    missing = "ip and tc and unshare and nsenter and taskset"
+    assert hosts.why_not() == f"needs {missing} (Linux: packages iproute2 and util-linux)"
     for name in two_hosts.COMMANDS:
         (tmp_path / name).write_text("#!/bin/sh\necho 'unshare: Operation not permitted' >&2\nexit 1\n")
         (tmp_path / name).chmod(0o755)
     reason = hosts.why_not()
-    assert reason.startswith("needs network namespaces with a limited rate, which root may make on Linux: ")
+    assert reason.startswith("needs namespaces and a limited rate between them, which root may make on Linux: ")
     assert reason.endswith("unshare: Operation not permitted")
