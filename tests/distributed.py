@@ -206,6 +206,8 @@ def _rank(
         pipe.send((True, function(rank, world_size, *args)))
     except BaseException:  # noqa: BLE001  whatever it was, the parent reports it
         pipe.send((False, traceback.format_exc()))
+    if not stay and (watching := sys.modules.get("ring_dilated_attention.ranks.watching")):
+        watching.end_all_threads()  # as a Python does that ends by itself; this process ends without it
     if stay:
         threading.Event().wait()
 

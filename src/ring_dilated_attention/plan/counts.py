@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from .collection import without_collection
 from .job import Job
-from .rows import own_pieces, segment_of
+from .rows import own_pieces
 
 Pieces = Sequence[tuple[int, int]]  # (start, stop), counted from the start of the segment
 
@@ -68,22 +68,20 @@ class Phases:
             return sum([self.triangles(stop) - self.triangles(start) for start, stop in pieces])
         return sum([self.products(stop, length) - self.products(start, length) for start, stop in pieces])
 
-    def own(self, pieces: Pieces) -> list[int]:
-        """Rows of each piece."""
-        return [self.rows(stop) - self.rows(start) for start, stop in pieces]
-
-    def foreign(self, pieces: Pieces, length: int, *, is_causal: bool) -> int:
-        """The rows of others that queries in pieces of a segment need."""
+    def own_and_foreign(self, pieces: Pieces, length: int, *, is_causal: bool) -> tuple[list[int], int]:
+        """Rows of each piece of a segment, and the rows of others that queries in the pieces need."""
+        before = [(self.rows(start), self.rows(stop)) for start, stop in pieces]
+        rows = [b - a for a, b in before]
         if len(pieces) == 1 and pieces[0][1] - pieces[0][0] >= self.rate:  # the piece has a row of every phase
-            return self.rows(pieces[0][0]) if is_causal else self.rows(length) - sum(self.own(pieces))
+            return rows, before[0][0] if is_causal else self.rows(length) - rows[0]
         total = 0
         for num, phase in self._alike(chain((length,), *pieces)):
             own = [(rows_before(a, phase, self.rate), rows_before(b, phase, self.rate)) for a, b in pieces]
             there = [(a, b) for a, b in own if a < b]
             if there:
                 seen = there[-1][1] if is_causal else rows_before(length, phase, self.rate)
-                total += num * (seen - sum(b - a for a, b in there))
-        return total
+                total += num * (seen - sum([b - a for a, b in there]))
+        return rows, total
 
     def _alike(self, positions: Iterable[int]) -> Iterator[tuple[int, int]]:
         """Group phases with equally many rows before each of these positions: (number of phases, one of them)."""
@@ -114,12 +112,11 @@ class Counter:
         for branch, length in enumerate(self.pattern.segment_lengths):
             cut: dict[tuple[int, int], list[tuple[int, int]]] = {}
             for span in spans:
-                for piece, segments in own_pieces(span, 0, self.borders, length):
+                for piece, segments, origin, stop in own_pieces(span, 0, self.borders, length):
                     if segments:
                         size, phases = piece.stop - piece.start, self.queries[branch]
                         pairs += segments * (phases.triangles(size) if is_causal else phases.products(size, size))
                     else:
-                        origin, stop = segment_of(piece.start, self.borders, length)
                         cut.setdefault((origin, stop), []).append((piece.start - origin, piece.stop - origin))
             shares += [self._share(branch, *ends, pieces) for ends, pieces in cut.items()]
         return RankCount(pairs + sum([x.pairs for x in shares]), sum([x.received for x in shares]), tuple(shares))
@@ -127,11 +124,10 @@ class Counter:
     def _share(self, branch: int, origin: int, stop: int, pieces: Pieces) -> Share:
         length, keys, is_causal = stop - origin, self.keys[branch], self.pattern.is_causal
         pairs = self.queries[branch].pairs(pieces, length, is_causal=is_causal)
-        own = [2 * rows for rows in keys.own(pieces)]
+        own, foreign = keys.own_and_foreign(pieces, length, is_causal=is_causal)
         # If causal, other ranks need the later piece at other hops, so each piece is a chunk of its own.
-        rows = tuple(own) if is_causal else (sum(own),)
-        starts = tuple([start for start, _ in pieces])
-        return Share((branch, origin), starts, pairs, rows, 2 * keys.foreign(pieces, length, is_causal=is_causal))
+        rows = tuple([2 * x for x in own]) if is_causal else (2 * sum(own),)
+        return Share((branch, origin), tuple([start for start, _ in pieces]), pairs, rows, 2 * foreign)
 
 
 class Segment(NamedTuple):

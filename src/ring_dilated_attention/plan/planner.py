@@ -10,7 +10,7 @@ from .collection import without_collection
 from .job import Job
 from .plan import GlobalChunk, Hop, Message, Plan, Tile
 from .rings import Chunk, Entry, Hops, Met, Ring, causal_hops, make_chunk
-from .rows import Block, Piece, Rows, heads_between, make_bands, matches, own_pieces, segment_of
+from .rows import Block, Piece, Rows, heads_between, make_bands, matches, own_pieces
 from .sharding import Span, first_rows, shard_length
 
 
@@ -90,8 +90,7 @@ class _Planner:
         rings: dict[tuple[int, int], tuple[Ring, ...]] = {}
         for branch, (length, _) in enumerate(self.pattern.branches):
             for span in self.shards[rank]:
-                for piece, segments in own_pieces(span, self.row_of[span], self.borders, length):
-                    origin, stop = segment_of(piece.start, self.borders, length)
+                for piece, segments, origin, stop in own_pieces(span, self.row_of[span], self.borders, length):
                     if segments:
                         tiles += self.own_tiles(branch, origin, piece, piece, segments)
                     elif (branch, origin) not in rings:

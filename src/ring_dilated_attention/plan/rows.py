@@ -100,17 +100,11 @@ class Band(NamedTuple):
         return self._replace(lo=lo, hi=hi, first=self.first + (lo - self.lo) * self.group.phase_step)
 
 
-def segment_of(position: int, borders: Sequence[int], length: int) -> tuple[int, int]:
-    """Start and stop of the segment that holds a position. The last segment of a document may be shorter."""
-    i = bisect_right(borders, position) - 1
-    start = position - (position - borders[i]) % length
-    return start, min(start + length, borders[i + 1])
+def own_pieces(span: Span, row: int, borders: Sequence[int], length: int) -> Iterator[tuple[Piece, int, int, int]]:
+    """Cut a span at the borders of segments: pieces, with the number of segments, and start and stop of the first one.
 
-
-def own_pieces(span: Span, row: int, borders: Sequence[int], length: int) -> Iterator[tuple[Piece, int]]:
-    """Cut a span at the borders of segments. A run of equal segments is (its first segment, the number of segments).
-
-    A piece that is not a whole segment comes with the number 0.
+    A run of equal segments is one piece. A piece that is not a whole segment comes with the number 0. The last segment
+    of a document may be shorter.
     """
     ahead = row - span.start
     for i in range(bisect_right(borders, span.start) - 1, bisect_left(borders, span.stop)):
@@ -118,14 +112,15 @@ def own_pieces(span: Span, row: int, borders: Sequence[int], length: int) -> Ite
         start, stop = max(span.start, document), min(span.stop, end)
         whole = document - (document - start) // length * length  # first border of a segment at or after start
         if start < whole:
-            yield Piece(start, min(whole, stop), start + ahead), 0
+            yield Piece(start, min(whole, stop), start + ahead), 0, whole - length, min(whole, end)
         if whole >= stop:
             continue
         segments, rest = divmod(stop - whole, length)
         if segments:
-            yield Piece(whole, whole + length, whole + ahead), segments
+            yield Piece(whole, whole + length, whole + ahead), segments, whole, whole + length
         if rest:
-            yield Piece(stop - rest, stop, stop - rest + ahead), 1 if stop == end else 0
+            last = stop - rest
+            yield Piece(last, stop, last + ahead), 1 if stop == end else 0, last, min(last + length, end)
 
 
 @lru_cache(maxsize=1024)  # the same queries meet one chunk after another

@@ -47,7 +47,7 @@ def _run(function: Callable[..., None], *args: object) -> None:
 
 
 @atexit.register
-def _end_all_threads() -> None:
+def end_all_threads() -> None:
     """End all threads: a thread that returns from gloo while Python ends would abort the process (std::terminate)."""
     for link in list(with_threads):
         link.end_threads()
