@@ -93,7 +93,8 @@ def test_a_count_of_other_keys_would_be_seen(monkeypatch):
     job = Job(DilatedPattern((40,), (24,), is_causal=True), make_shards("contiguous", (10,) * 4), 4, 4)
     expected = [sum(m.size for hop in make_plan(job, k).hops for m in hop.receives) for k in range(4)]
     assert count_ranks(Counter(job)).received == expected
-    monkeypatch.setattr(Phases, "own_and_foreign", lambda self, pieces, length, is_causal: ([2], self.rows(pieces[0][0])))
+    wrong = lambda self, pieces, length, is_causal: ([2], self.rows(pieces[0][0]))  # noqa: E731
+    monkeypatch.setattr(Phases, "own_and_foreign", wrong)
     assert count_ranks(Counter(job)).received != expected
 
 
