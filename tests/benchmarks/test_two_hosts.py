@@ -68,15 +68,6 @@ def test_no_namespace_is_left(error):
     assert not both & namespaces()
 
 
-def test_ranks_have_the_network_and_the_core_of_their_host():
-    needs_hosts()
-    with two_hosts.two_hosts(10**8, 1e-3) as made:
-        say = "echo $RANK $(readlink /proc/self/ns/net) $(grep Cpus_allowed_list /proc/self/status)"
-        found = two_hosts.run_ranks(made, 1, 60, subprocess.getoutput, say)
-        networks, cores = [os.readlink(f"/proc/{pid}/ns/net") for pid in made.pids], sorted(os.sched_getaffinity(0))
-    assert found == [f"{k} {networks[k]} Cpus_allowed_list: {cores[k % len(cores)]}" for k in range(2)]
-
-
 @pytest.mark.parametrize(
     ("seconds", "function", "argument", "said"),
     [
@@ -91,10 +82,11 @@ def test_a_torchrun_that_fails_or_takes_too_long_is_reported_with_its_words(seco
     assert not made.folder.exists()
 
 
-def test_nothing_is_left_of_a_killed_process(tmp_path):
-    """Its torchruns and their ranks too are in its namespaces."""
+def test_ranks_are_in_the_namespaces_of_their_hosts_which_end_with_a_killed_process(tmp_path):
+    """Each host has one core. Torchruns and ranks end with their namespaces."""
     needs_hosts()
-    say, started = f"readlink /proc/self/ns/net >> {tmp_path}/started; sleep 60", tmp_path / "started"
+    started = tmp_path / "started"
+    say = f"echo $RANK $(grep Cpus_allowed_list /proc/self/status) $(readlink /proc/self/ns/net) >> {started}; sleep 60"
     text = (
         "import subprocess, sys\nfrom benchmarks.two_hosts import run_ranks, two_hosts\n"
         "with two_hosts(10**8, 1e-3) as hosts:\n    run_ranks(hosts, 1, 60, subprocess.getoutput, sys.argv[1])\n"
@@ -102,8 +94,12 @@ def test_nothing_is_left_of_a_killed_process(tmp_path):
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", text, say], cwd=ROOT, env=environment) as process:
         started.touch()
-        wait_until(lambda: len(started.read_text().split()) == 2)
-        both = set(started.read_text().split())
+        wait_until(lambda: started.read_text().count("net:") == 2)
+        cores, places = sorted(os.sched_getaffinity(0)), sorted(started.read_text().splitlines())
+        both = {place.split()[-1] for place in places}
+        assert [place.split()[:-1] for place in places] == [
+            [str(k), "Cpus_allowed_list:", str(cores[k % len(cores)])] for k in range(2)
+        ]
         assert both <= namespaces()
         process.kill()
     assert len(both) == 2
