@@ -1,6 +1,7 @@
 """Connections are opened when a plan needs them: and which ones. (test_faults.py: ranks that fail meanwhile.)"""
 
 import os
+import time
 from datetime import timedelta
 
 import torch
@@ -8,6 +9,7 @@ from distributed import run
 from helpers import randn
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention.ranks.processes import Processes
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
 
@@ -63,3 +65,23 @@ def rank_knows_other_calls(rank, world_size):
 def test_ranks_that_know_different_calls():
     """Catches a rank that waits for others to connect while they presume that all are connected."""
     assert run(3, rank_knows_other_calls)[0] < 9
+
+
+def rank_leaves_early(rank, world_size):
+    """Two segments of two ranks each. Ranks 0 and 1 close their contexts while rank 2 waits for rank 3."""
+    parallel, route = ContextParallel(timeout=timedelta(seconds=10), exchange="ring"), Processes.route
+
+    def slow_route(*args):
+        time.sleep(1.5)
+        return route(*args)
+
+    if rank == 3:
+        Processes.route = slow_route
+    x = randn(1, 4, 2, 4)
+    dilated_attention(x, x, x, DilatedPattern((8,), (1,)), parallel=parallel)
+    parallel.close()
+
+
+def test_a_rank_that_is_done_may_leave():
+    """Catches a rank that takes the end of a neighbour for its death."""
+    run(4, rank_leaves_early)
