@@ -154,7 +154,7 @@ class GroupLink:
 
         gloo connects two ranks at their first message, which may block until both have posted one. No error ends this
         if the peer has died. So a thread posts a message for each peer, in one order on all ranks, so that none waits
-        in a circle. Meanwhile this thread looks for ranks that have failed (`_why_in_vain`).
+        in a circle. Meanwhile this thread looks for ranks that have failed (`who_left_in_vain`).
         """
         if not (new := sorted({self.order[peer] for peer in peers} - self.reached)):
             return
@@ -162,20 +162,26 @@ class GroupLink:
         self._pending.add(pending)
         self.worker.submit(lambda: progress.follow(self._first_messages(new, pending)))
         until = time.monotonic() + self.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        reason = None
-        while reason is None and not progress.ended.wait(_WATCH_SECONDS):
-            reason = "Timed out" if time.monotonic() > until else self.links[0].why_in_vain(moment, progress)
-        if reason is None and progress.error is None:
+        found: tuple[int | None, Exception] | None = None
+        while found is None and not progress.ended.wait(_WATCH_SECONDS):
+            is_late = time.monotonic() > until
+            found = (None, RuntimeError("Timed out")) if is_late else self.links[0].who_left_in_vain(progress)
+        if found is None and progress.error is None:
             self.reached.update(new)
             pending.handles.clear()
             return
-        for handle in list(pending.handles):
+        failed, error = found or (None, progress.error)
+        assert error is not None
+        num_done, posted = progress.num_done, list(pending.handles)
+        for number, handle in enumerate(posted):  # those that have connected are to hear of the failure
             with suppress(RuntimeError):
-                if not handle.work.is_completed():
+                if number >= num_done:
                     handle.work.wait(timedelta(milliseconds=1))
                 self.reached.add(handle.peer)
-        missing = next((at for at in new if at not in self.reached), new[-1])
-        self.fail(moment, *self._waits_for(missing, moment), progress.error or RuntimeError(reason))
+        if failed is not None:
+            self.links[0].fail(moment, *self.links[0]._waits_for(failed, moment), error)
+        missing = new[len(posted) if len(posted) < len(new) else min(num_done, len(new) - 1)]
+        self.fail(moment, *self._waits_for(missing, moment), error)
 
     def _first_messages(self, new: Sequence[int], pending: GroupPending) -> Iterator[Handle]:
         for at in new:
@@ -185,19 +191,19 @@ class GroupLink:
                 pending.handles[-1].work.wait(timedelta(milliseconds=1))
         yield from pending.handles
 
-    def why_in_vain(self, moment: str, progress: Progress) -> str | None:
-        """Fail if a rank that is connected with this one has failed by itself. If it waited for others in vain, return
-        the reason that it gave: then this rank waits in vain too. A rank may also leave because it is done."""
+    def who_left_in_vain(self, progress: Progress) -> tuple[int | None, Exception] | None:
+        """Whether a rank that is connected with this one has left too early, and how that was noticed: the rank in the
+        group if it failed by itself, None if it had waited for others in vain, as then this rank does. A rank may also
+        leave because it is done."""
         for at in sorted(self.reached):
             if (error := self._sentinel(at).error) is not None:
-                deed, peer = self._waits_for(at, moment)
-                words = self.last_words.of(self.members[peer])
+                words = self.last_words.of(self.members[self.order.index(at)])
                 if progress.ended.is_set():
                     return None
                 if words is None or (words.peer == -1 and words != DONE):
-                    self.fail(moment, deed, peer, error)
+                    return at, error
                 if words != DONE:
-                    return words.reason
+                    return None, RuntimeError(words.reason)
         return None
 
     def _waits_for(self, at: int, moment: str) -> tuple[str, int]:
