@@ -231,11 +231,11 @@ def go_on(rank: int, world_size: int, fault: Fault) -> None:
 
 _IN_A_MESSAGE = re.compile(
     r"(?P<moment>(forward|backward), .+): (sending to|waiting for) rank (?P<peer>\d+) "
-    r"\(group '(data|heads|chunks) of context \w+', rank (?P<own>\d+)\): ."
+    r"\(group '(control|data|heads|chunks) of context \w+', rank (?P<own>\d+)\): ."
 )
 _IN_A_HANDSHAKE = re.compile(
     r"(?P<moment>(forward|backward) \d+), handshake: rank (?P<peer>\d+) did not enter (?P=moment) "
-    r"\(group '(control|data|heads|chunks) of context \w+', rank (?P<own>\d+)\): ."
+    r"\(group 'control of context \w+', rank (?P<own>\d+)\): ."
 )
 
 

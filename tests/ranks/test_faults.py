@@ -48,6 +48,7 @@ MIB = 2**20
         # Of six ranks, 0 and 3 exchange no message of a handshake.
         Fault(6, 3, "kill", "forward", "connecting", exchange="all_gather"),
         Fault(6, 3, "stop", "forward", "connecting", exchange="all_gather", timeout=2),
+        Fault(5, 3, "kill", "forward", "connecting"),  # of ranks 0 and 1, each is connected when 2 and 4 fail
         Fault(4, 2, "raise", "backward", "connecting", is_causal=True),
         # What the user writes is not what carries the messages: None is "undefined", and all three are gloo.
         Fault(3, 1, "raise", "backward", "hop 1, gradients", chunk_bytes=16 * MIB, backend=None),

@@ -68,20 +68,20 @@ def test_ranks_that_know_different_calls():
 
 
 def rank_leaves_early(rank, world_size):
-    """Two segments of two ranks each. Ranks 0 and 1 close their contexts while rank 2 waits for rank 3."""
+    """Rank 0 has a document alone. It and ranks 1 and 2 close their contexts while rank 3 waits for rank 4."""
     parallel, route = ContextParallel(timeout=timedelta(seconds=10), exchange="ring"), Processes.route
 
     def slow_route(*args):
         time.sleep(1.5)
         return route(*args)
 
-    if rank == 3:
+    if rank == 4:
         Processes.route = slow_route
-    x = randn(1, 4, 2, 4)
-    dilated_attention(x, x, x, DilatedPattern((8,), (1,)), parallel=parallel)
+    x, documents = randn(1, 4, 2, 4), torch.tensor([0, 4, 12, 20], dtype=torch.int32)
+    dilated_attention(x, x, x, DilatedPattern((64,), (1,)), parallel=parallel, cu_seqlens=documents)
     parallel.close()
 
 
 def test_a_rank_that_is_done_may_leave():
     """Catches a rank that takes the end of a neighbour for its death."""
-    run(4, rank_leaves_early)
+    run(5, rank_leaves_early)

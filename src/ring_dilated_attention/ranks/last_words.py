@@ -33,10 +33,11 @@ class LastWords:
 
     def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
         self.store, self.rank, self.has_left = group.get_group_store(), rank, False
+        self.is_connecting = False  # whether another rank may be connecting, and look why this one left
 
     def leave(self, words: Words) -> None:
         """Leave this rank's words. Only the first are kept: what fails later follows from what failed first."""
-        if not self.has_left:
+        if not self.has_left and (words != DONE or self.is_connecting):
             self.has_left = True
             _within(_GRACE_SECONDS, lambda: self.store.set(f"left/{self.rank}", json.dumps(words)))
 

@@ -22,6 +22,7 @@ from .watching import Handle, Progress, Sentinel, Worker, start_thread, with_thr
 _WATCH_SECONDS, _GRACE_SECONDS = 0.1, 1.0
 _SHORT_BYTES = 64 * 1024  # messages to one peer that are no longer travel as one
 _UNUSED_TAG, _FIRST_TAG = 1, 2  # every other message has tag 0
+_HANDSHAKE, _CONNECTING = ", handshake", ", connecting"  # ends of moments
 Addressed = Sequence[tuple[Tensor, int]]  # tensors, each with its peer
 _Message = tuple[Callable[..., dist.Work | None], Tensor, int, str]  # isend or irecv, what, peer, what an error says
 
@@ -172,24 +173,28 @@ class GroupLink:
             return
         failed, error = found or (None, progress.error)
         assert error is not None
-        num_done, posted = progress.num_done, list(pending.handles)
-        for number, handle in enumerate(posted):  # those that have connected are to hear of the failure
-            with suppress(RuntimeError):
-                if number >= num_done:
-                    handle.work.wait(timedelta(milliseconds=1))
-                self.reached.add(handle.peer)
         if failed is not None:
             self.links[0].fail(moment, *self.links[0]._waits_for(failed, moment), error)
-        missing = new[len(posted) if len(posted) < len(new) else min(num_done, len(new) - 1)]
+        num_posted = len(pending.handles)
+        missing = new[num_posted if num_posted < len(new) else min(progress.num_done, len(new) - 1)]
         self.fail(moment, *self._waits_for(missing, moment), error)
 
     def _first_messages(self, new: Sequence[int], pending: GroupPending) -> Iterator[Handle]:
         for at in new:
             post = self.group.send if self.order[self.rank] < at else self.group.recv
-            pending.handles.append(Handle(post(pending.tensors, at, _FIRST_TAG), "connecting", at))
-            if self.failure:  # this rank gave up meanwhile: close what has just been opened
-                pending.handles[-1].work.wait(timedelta(milliseconds=1))
+            pending.handles.append(Handle(post(pending.tensors, at, _FIRST_TAG), _CONNECTING, at))
+            if self.failure:  # this rank gave up meanwhile
+                self._end(pending.handles[-1])
+                return
         yield from pending.handles
+
+    def _end(self, handle: Handle) -> None:
+        """End a message now. If it has connected two ranks, close their connection."""
+        with suppress(RuntimeError):
+            if not handle.work.is_completed():
+                handle.work.wait(timedelta(milliseconds=1))
+            if handle.deed == _CONNECTING:
+                self._receive_nothing(handle.peer).wait(timedelta(milliseconds=1))
 
     def who_left_in_vain(self, progress: Progress) -> tuple[int | None, Exception] | None:
         """Whether a rank that is connected with this one has left too early, and how that was noticed: the rank in the
@@ -208,7 +213,8 @@ class GroupLink:
 
     def _waits_for(self, at: int, moment: str) -> tuple[str, int]:
         peer = self.order.index(at)
-        return _missing(self.members[peer], moment), peer
+        member = self.members[peer]
+        return _missing(member, moment) if moment.endswith(_HANDSHAKE) else f"waiting for rank {member}", peer
 
     def fail(self, moment: str, deed: str, peer: int, error: Exception) -> NoReturn:
         if self.failure:  # the other thread of this call has failed before, or gave up: this follows from it
@@ -219,9 +225,9 @@ class GroupLink:
         # The other ranks may be waiting for this one in another group of this context.
         for link in self.links:
             link.abandon(failure)
-        if deed == _missing(member, moment):
-            member, reason = self.last_words.who_did_not_come(words)
-            failure = self._failure(moment, _missing(member, moment), reason)
+        if moment.endswith((_HANDSHAKE, _CONNECTING)):  # the peer may itself wait for another rank
+            last, reason = self.last_words.who_did_not_come(words)
+            failure = self._failure(moment, deed.replace(f"rank {member}", f"rank {last}", 1), reason)
             for link in self.links:
                 link.failure = failure
         raise ExchangeError(failure) from error
@@ -241,14 +247,12 @@ class GroupLink:
             self.group.abort()
         self._disconnect()
         # Messages may be stuck in gloo. End them now: after torch's profiler stops they would write to memory it freed.
-        works: list[dist.Work] = []
+        handles: list[Handle] = []
         with suppress(RuntimeError):  # a thread of this call posts just now
             pending = [x for x in list(self._pending) if x.handles and self.on_gloo(x.tensors[0])]
-            works = [handle.work for x in pending for handle in x.handles]
-        for work in works:
-            with suppress(RuntimeError):
-                if not work.is_completed():
-                    work.wait(timedelta(milliseconds=1))
+            handles = [handle for x in pending for handle in x.handles]
+        for handle in handles:
+            self._end(handle)
 
     def _disconnect(self) -> None:
         """Close gloo's connections.
@@ -273,6 +277,7 @@ class GroupLink:
             self.last_words.leave(DONE)
             if self._sentinels:
                 self.end_threads()
+        self._worker = None
         with_threads.discard(self)
         self.failure = self.failure or "it was closed"
         with suppress(ValueError, AssertionError):  # if torch.distributed is already shut down
@@ -380,6 +385,7 @@ class GroupLink:
             come = [(torch.empty_like(some), source) for _, source in turn]
             self._meet([(some, to) for to, _ in turn], come, moment)
             known = torch.cat([known, *(x for x, _ in come)])
+        self.last_words.is_connecting = False  # all ranks are here, so none connects for a call before
         return [known[(self.rank - peer) % self.world_size] for peer in range(self.world_size)]
 
     def largest(self, record: Tensor, moment: str) -> Tensor:
@@ -388,10 +394,11 @@ class GroupLink:
             come = [(torch.empty_like(record), source) for _, source in turn]
             self._meet([(record, to) for to, _ in turn], come, moment)
             record = torch.stack([record, *(x for x, _ in come)]).amax(0)
+        self.last_words.is_connecting = False
         return record
 
     def _meet(self, sends: Addressed, receives: Addressed, moment: str) -> None:
-        moment = f"{moment}, handshake"
+        moment += _HANDSHAKE
         come = [(dist.irecv, x, peer, _missing(self.members[peer], moment)) for x, peer in receives]
         leave = [(dist.isend, x, peer, _missing(self.members[peer], moment)) for x, peer in sends]
         self._post([*come, *leave], moment).wait()
@@ -408,6 +415,7 @@ class GroupLink:
 
     def all_gather(self, x: Tensor, lengths: Sequence[int], dim: int, moment: str) -> list[Tensor]:
         """All ranks' tensors, which differ only in their length along `dim`."""
+        self.last_words.is_connecting = True
         x = x.contiguous()
         shapes = [(*x.shape[:dim], length, *x.shape[dim:][1:]) for length in lengths]
         gathered = [x if peer == self.rank else x.new_empty(shape) for peer, shape in enumerate(shapes)]
@@ -419,6 +427,7 @@ class GroupLink:
         self, tensors: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
     ) -> list[Tensor]:
         """As `link_contract.Dealer` says."""
+        self.last_words.is_connecting = True
         received = list(torch.empty(sum(sizes), dtype=like.dtype, device=like.device).split(list(sizes)))
         received[self.rank].copy_(tensors[self.rank])
         sends = [(tensors[peer].contiguous(), peer) for peer in self._others() if len(tensors[peer])]
@@ -427,13 +436,13 @@ class GroupLink:
 
 
 def _missing(member: int, moment: str) -> str:
-    return f"rank {member} did not enter {moment.removesuffix(', handshake')}"
+    return f"rank {member} did not enter {moment.removesuffix(_HANDSHAKE)}"
 
 
 def _reason(error: Exception) -> str:
     """The transport's error without its source line and its advice."""
     first = (str(error).splitlines() or [type(error).__name__])[0]
     reason = re.sub(r"^\[\S+:\d+\] ", "", first).split(". This is typically")[0].rstrip(".")
-    if re.search("onnection (closed|reset|refused)", reason):
+    if re.search("onnection (closed|reset|refused)", reason) and "that rank" not in reason:
         reason += ": that rank died, or gave up after an error of its own"
     return reason + "."

@@ -179,8 +179,9 @@ class Processes(Ranks):
     ) -> tuple[RankPlan, Means]:
         rank_plan, means = super().route(call, stage, begun, query, key, lengths)
         if isinstance(means.link, GroupLink) and means.link.on_gloo(query):
+            means.link.last_words.is_connecting = True
             peers = rank_plan.plan.peers(backward=stage == "backward")
-            means.link.reach(peers, f"{stage} {begun.number}, handshake")
+            means.link.reach(peers, f"{stage}, connecting")
         return rank_plan, means
 
     def _why_other_thread(self) -> str | None:
