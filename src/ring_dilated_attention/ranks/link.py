@@ -385,7 +385,6 @@ class GroupLink:
             come = [(torch.empty_like(some), source) for _, source in turn]
             self._meet([(some, to) for to, _ in turn], come, moment)
             known = torch.cat([known, *(x for x, _ in come)])
-        self.last_words.is_connecting = False  # all ranks are here, so none connects for a call before
         return [known[(self.rank - peer) % self.world_size] for peer in range(self.world_size)]
 
     def largest(self, record: Tensor, moment: str) -> Tensor:
@@ -394,7 +393,6 @@ class GroupLink:
             come = [(torch.empty_like(record), source) for _, source in turn]
             self._meet([(record, to) for to, _ in turn], come, moment)
             record = torch.stack([record, *(x for x, _ in come)]).amax(0)
-        self.last_words.is_connecting = False
         return record
 
     def _meet(self, sends: Addressed, receives: Addressed, moment: str) -> None:
