@@ -10,7 +10,6 @@ LONGEST = (
     "test_registers_and_spills",  # where Triton's cache is empty
     "test_whoever_waits_when_rank_0_gives_up",
     "test_every_row_of_one_and_two_ranks_passes",
-    "test_a_profiler_that_has_stopped",
     "test_ranks_that_leave",
     "test_three_starts_end_a_run",
     "test_the_example_for_",

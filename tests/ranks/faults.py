@@ -127,7 +127,7 @@ def live(rank: int, world_size: int, fault: Fault, tells: Connection) -> Report:
     try:
         take_steps(cp, fault, Injection(fault, tells) if rank == fault.rank else None)
     except (ExchangeError, UserError) as error:
-        report = Report(type(error).__name__, str(error), time.monotonic())
+        report = Report(type(error).__name__, str(error), time.monotonic(), in_flight(cp))
     if rank == fault.rank and not fault.leaves_rank_alive:
         return report
     try:
@@ -135,6 +135,14 @@ def live(rank: int, world_size: int, fault: Fault, tells: Connection) -> Report:
     except (RuntimeError, AssertionError) as error:
         return report._replace(obstacle=f"{type(error).__name__}: {error}")
     return report
+
+
+def in_flight(cp: ContextParallel) -> str:
+    """Messages of a broken context that have not ended. One that ends after torch's profiler stopped would write to
+    memory that the profiler has freed."""
+    pending = [x for link in cp.ranks.opened if link.failure for x in link._pending]  # type: ignore[union-attr]
+    names = [f"{x.moment}, {handle.deed}" for x in pending for handle in x.handles if not handle.work.is_completed()]
+    return f"messages in flight: {'; '.join(names)}" if names else ""
 
 
 def take_steps(cp: ContextParallel, fault: Fault, injection: "Injection | None") -> None:

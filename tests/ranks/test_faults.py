@@ -337,27 +337,18 @@ def assert_complaint(fault, changes, complaint):
     assert complaint is None or re.search(re.escape(complaint), "\n".join(complaints))
 
 
-STARTING = """
-import os, signal, sys, time
-from datetime import timedelta
+LEAVING = """
+import sys, time
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
-from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
-from ring_dilated_attention.plan.step import Compute
-from ring_dilated_attention.ranks.link import ExchangeError
-from ring_dilated_attention.run import executor
+from ring_dilated_attention import ContextParallel
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 store = dist.TCPStore("127.0.0.1", port, is_master=False)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-"""
-
-LEAVING = """
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 parallel = ContextParallel()
-x = torch.randn(1, 8, 2, 8)
 time.sleep(rank)  # so long that rank 0 watches rank 1
-dilated_attention(x, x, x, DilatedPattern((16,), (1,)), parallel=parallel)
+parallel.unshard(torch.ones(1, 8, 2, 8))
 
 class Slow:
     def __del__(self, sleep=time.sleep, seconds=1 - rank / 2):
@@ -367,60 +358,12 @@ slow = Slow()  # goes when Python is ending: rank 1 leaves while rank 0 is at it
 """
 
 
-def ends_of(script: str, **environment: str) -> list[tuple[str, int]]:
-    """What two ranks, of which each is started anew, wrote to stderr, and their exit codes."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    command = [sys.executable, "-c", STARTING + script]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(store.port)], stderr=subprocess.PIPE, text=True, env=os.environ | environment
-        )
-        for rank in range(2)
-    ]
-    return [(process.communicate(timeout=120)[1], process.returncode) for process in ranks]
-
-
 def test_ranks_that_leave():
     """Catches threads that come back from gloo when Python is ending, which aborts the process."""
-    ends = ends_of(LEAVING)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", LEAVING, str(rank), str(store.port)], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    ends = [(process.communicate(timeout=120)[1], process.returncode) for process in ranks]
     assert all(code == 0 for _, code in ends), ends
-
-
-PROFILED = """
-import ctypes
-for option, value in ((-3, 4096), (-4, 1_000_000)):  # M_MMAP_THRESHOLD, M_MMAP_MAX: what is freed is unmapped
-    assert ctypes.CDLL(None).mallopt(option, value) == 1
-
-def step(parallel, x, rate):
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True):
-        time.sleep(0.3 * rank)  # so long that rank 0 watches rank 1
-        dilated_attention(x, x, x, DilatedPattern((2 * x.shape[1],), (rate,)), parallel=parallel)
-
-def closes():
-    parallel = ContextParallel()
-    step(parallel, torch.randn(1, 8, 2, 8), 1)
-    parallel.close()
-
-def dies():
-    parallel = ContextParallel(timeout=timedelta(seconds=1.5))
-    if rank == 1:
-        executor._Executor.do[Compute] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        step(parallel, torch.randn(1, 65536, 4, 64), 16)  # messages of 16 MiB, of which a part is through
-    except ExchangeError as error:
-        assert "rank 1" in str(error)
-    time.sleep(1.5)  # by then the wait that is stuck in gloo has ended
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc alone can be told to unmap what is freed")
-@pytest.mark.parametrize(("function", "codes"), [("closes", [0, 0]), ("dies", [0, -signal.SIGKILL])])
-def test_a_profiler_that_has_stopped(function, codes):
-    """Catches messages that end after torch's profiler did, and write into its events, which it has freed by then.
-
-    Each rank has a Python of its own: in one that was forked, what is freed stays mapped, and nothing would crash.
-    It is no proof: whether memory that is written too late is still mapped is chance. It has also passed without the
-    waits in `GroupLink.abandon`.
-    """
-    ends = ends_of(f"{PROFILED}{function}()")
-    assert [code for _, code in ends] == codes, ends
