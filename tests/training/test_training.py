@@ -503,11 +503,11 @@ class TestCommand:
     def test_interrupted_ranks_save_and_go_on(self):
         """Ctrl-C reaches the launcher alone; both ranks stop at the same step, and no traceback is seen."""
         words = [*tiny_arguments(data="text.txt", steps=100_000), "--run-folder", "run", "--ranks", "2"]
-        process = start(*words)
+        process = forked(*words)
         wait_for(lambda: find_checkpoint(Path("run")), process)
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=120)
-        assert process.returncode == 130
+        os.kill(process.pid, signal.SIGINT)
+        error = process.end()
+        assert process.poll() == 130
         assert "Traceback" not in error
         steps = int(find_checkpoint(Path("run")).name.split("-")[1])
         assert error.endswith(f"saved at step {steps}; go on with: rda train --resume run --ranks 2 --save-every 5\n")
@@ -599,11 +599,6 @@ class TestCommand:
         code = f"{start}; main({arguments})"
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert "rda train" in result.stdout
-
-
-def start(*arguments):
-    words = [sys.executable, *TRAIN, *arguments]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def forked(*arguments, environment=None, change=int):
