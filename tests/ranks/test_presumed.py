@@ -4,6 +4,7 @@ import gc
 import time
 import warnings
 from datetime import timedelta
+from functools import partial
 from threading import Event, Thread, current_thread, main_thread
 from types import SimpleNamespace
 from unittest import mock
@@ -238,6 +239,7 @@ def rank_has_an_intruder(rank, world_size):
     thread = Thread(target=intrude)
     cpu.forward = slow_forward
     if rank == 0:
+        cp.ranks.all.worker.submit(partial(time.sleep, 0.3))  # the first thread's handshake begins late
         thread.start()
     dilated_attention(*own, DilatedPattern.dense(), parallel=cp)
     if rank == 0:
@@ -250,7 +252,8 @@ def rank_has_an_intruder(rank, world_size):
 
 
 def test_a_known_call_of_another_thread_is_refused():
-    """Catches a refusal that waits in the same thread as the messages of the call that goes on."""
+    """Catches a refusal that waits in the same thread as the messages of the call that goes on, or overtakes its
+    handshake."""
     run(3, rank_has_an_intruder)
 
 
