@@ -1,4 +1,6 @@
-"""The rounds in which all ranks of a group learn what each of them says (dissemination), for any number of ranks.
+"""In which order ranks exchange their first messages, and the rounds in which all learn what each of them says.
+
+The rounds are those of dissemination, for any number of ranks.
 
 In round k a rank passes what it knows to the rank 2^k further on. By then it knows of 2^k ranks, itself included. At 2,
 3, 4, 5 and 8 ranks a rank sends 1, 2, 2, 3 and 3 messages so. If it sent to all others, it would be 1, 2, 3, 4 and 7.
@@ -20,3 +22,13 @@ def rounds_of(rank: int, num_ranks: int) -> Iterator[list[tuple[int, int]]]:
     steps = [2**number for number in range((num_ranks - 1).bit_length())]
     for some in [steps] if 1 < num_ranks <= MOST_AT_ONCE else [[step] for step in steps]:
         yield [((rank + step) % num_ranks, (rank - step) % num_ranks) for step in some]
+
+
+def turn_of(rank: int, peer: int) -> tuple[int, int, int]:
+    """When a pair of ranks connects: every rank goes through its pairs in this order, so that none waits in a circle.
+
+    Of the neighbours in a ring, every other pair comes first. So all have connected after two pairs, however many there
+    are. If each rank began with its lowest peer, all would wait for rank 0, and one rank after the other connect.
+    """
+    first, distance = min(rank, peer), abs(rank - peer)
+    return distance, first // distance % 2, first

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..plan.rounds import rounds_of
+from ..plan.rounds import rounds_of, turn_of
 from ..run.link_contract import Messages
 from .last_words import DONE, LastWords, Words
 from .watching import Handle, Progress, Sentinel, Worker, start_thread, with_threads
 
 _WATCH_SECONDS, _GRACE_SECONDS = 0.1, 1.0
-_SHORT_BYTES = 64 * 1024  # messages to one peer that are no longer travel as one
+_SHORT_BYTES = 64 * 1024  # messages of at most so many bytes to one peer travel as one
 _UNUSED_TAG, _FIRST_TAG = 1, 2  # every other message has tag 0
 _HANDSHAKE, _CONNECTING = ", handshake", ", connecting"  # ends of moments
 Addressed = Sequence[tuple[Tensor, int]]  # tensors, each with its peer
@@ -62,10 +62,10 @@ class GroupPending:
         start = time.perf_counter()
         self.link.wait_for(self)
         self.handles.clear()
-        for tensor, piece in self.copies:
-            tensor.copy_(piece, non_blocking=True)
-            if piece.is_cuda:  # a thread may have made it on a stream of its own
-                piece.record_stream(torch.cuda.current_stream(piece.device))
+        for tensor, come in self.copies:
+            tensor.copy_(come, non_blocking=True)
+            if come.is_cuda:  # a thread may have made it on a stream of its own
+                come.record_stream(torch.cuda.current_stream(come.device))
         self.tensors.clear()
         self.copies.clear()
         if self.link.waits is not None:
@@ -157,7 +157,8 @@ class GroupLink:
         if the peer has died. So a thread posts a message for each peer, in one order on all ranks, so that none waits
         in a circle. Meanwhile this thread looks for ranks that have failed (`who_left_in_vain`).
         """
-        if not (new := sorted({self.order[peer] for peer in peers} - self.reached)):
+        turn = partial(turn_of, self.order[self.rank])
+        if not (new := sorted({self.order[peer] for peer in peers} - self.reached, key=turn)):
             return
         progress, pending = Progress(), GroupPending(self, moment, tensors=[torch.empty(0, device="cpu")])
         self._pending.add(pending)
@@ -197,9 +198,8 @@ class GroupLink:
                 self._receive_nothing(handle.peer).wait(timedelta(milliseconds=1))
 
     def who_left_in_vain(self, progress: Progress) -> tuple[int | None, Exception] | None:
-        """Whether a rank that is connected with this one has left too early, and how that was noticed: the rank in the
-        group if it failed by itself, None if it had waited for others in vain, as then this rank does. A rank may also
-        leave because it is done."""
+        """None if no connected rank has left too early. (One may leave because it is done.) Otherwise the rank in the
+        group if it failed by itself, or None if it had waited for others in vain; and how its leaving was noticed."""
         for at in sorted(self.reached):
             if (error := self._sentinel(at).error) is not None:
                 words = self.last_words.of(self.members[self.order.index(at)])
@@ -367,11 +367,11 @@ class GroupLink:
         device, pins = ("cpu", torch.cuda.is_available()) if on_host else (first.device, False)
         sizes = [x.numel() for x in tensors]
         one = torch.empty(sum(sizes), dtype=first.dtype, device=device, pin_memory=pins)
-        for x, piece in zip(tensors, one.split(sizes), strict=True):
+        for x, copy in zip(tensors, one.split(sizes), strict=True):
             if is_sent:
-                piece.copy_(x.view(-1))  # to the host: waits for the kernels that write x
+                copy.copy_(x.view(-1))  # to the host: waits for the kernels that write x
             else:
-                pending.copies.append((x.view(-1), piece))
+                pending.copies.append((x.view(-1), copy))
         return one
 
     def records(self, record: Tensor, moment: str) -> list[Tensor]:
