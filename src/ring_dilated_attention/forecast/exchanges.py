@@ -3,7 +3,7 @@ by communication: which branch sends most, and what would help. Pure numbers, no
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -76,10 +76,11 @@ def ways_of(call: UncutJob, hardware: Hardware) -> list[Alternative]:
 def alternatives(
     call: UncutJob, hardware: Hardware, traits: Traits, step: Callable[[], object] = lambda: None
 ) -> list[Alternative]:
-    """All ways with their figures. step: called once for each rank that is counted."""
+    """All ways with their figures. step: called for each way."""
     dense = call._replace(pattern=DilatedPattern.dense(is_causal=call.pattern.is_causal))
-    counts, found = lru_cache(maxsize=len(OF_ONE_DOCUMENT))(partial(count, step=step)), []  # a count is large
+    counts, found = lru_cache(maxsize=len(OF_ONE_DOCUMENT))(count), []  # a count is large
     for one in ways_of(call, hardware):
+        step()
         if one.way.exchange == "all_to_all":
             try:
                 check_dealing(call.num_kv_heads, call.num_ranks)

@@ -39,12 +39,13 @@ def run(arguments: argparse.Namespace) -> int:
     machine = machine_for(arguments)
     assert machine is not None
     hardware, said = machine.hardware, None
-    with progress_bar((len(ways_of(call, hardware)) + 1) * call.num_ranks, "rank", delay=2) as bar:
+    with progress_bar(len(ways_of(call, hardware)) + 1, "way", delay=2) as bar:
         rows = alternatives(call, hardware, TRAITS[arguments.kernel], bar.update)
         best, reason = recommended(rows, arguments.memory or machine.memory_bytes)
         if best is not None:
             job = call.job(best.sharding, best.way.inner)
-            said = advice(job, best.way, call.sizes, best.known, hardware, bar.update)
+            said = advice(job, best.way, call.sizes, best.known, hardware)
+        bar.update()
     found = {
         "assumed": described(hardware, machine.source),
         "num_ranks": call.num_ranks,
