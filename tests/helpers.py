@@ -1,7 +1,10 @@
 """What the tests of several rooms use."""
 
+import json
+import math
 import re
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -63,6 +66,48 @@ def heard_of(pattern: DilatedPattern, n: int, num_heads: int) -> Iterator[list[i
         if heard.equal(before):
             yield from repeat(counts)  # more layers add nothing
         yield counts
+
+
+def keys_seen(pattern: DilatedPattern, borders: list[int], num_heads: int, is_causal: bool) -> list[list[Counter]]:
+    """[head][query position] -> how often it sees each key position. Written from the definition, not from the code."""
+    seen = [[Counter() for _ in range(borders[-1])] for _ in range(num_heads)]
+    for b, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
+        for h in range(num_heads):
+            if pattern.heads == "split":
+                sizes = [len(own) for own in torch.arange(num_heads).tensor_split(len(pattern.segment_lengths))]
+                if not sum(sizes[:b]) <= h < sum(sizes[: b + 1]):
+                    continue
+                phase = b % r
+            else:
+                phase = h % r if pattern.phase == "modulo" else h // math.ceil(num_heads / r)
+            for start, stop in zip(borders, borders[1:], strict=False):  # noqa: RUF007  reads as the definition does
+                for i in range(stop - start):
+                    for j in range(stop - start):
+                        if i // w == j // w and i % w % r == j % w % r == phase and (j <= i or not is_causal):
+                            seen[h][start + i][start + j] += 1
+    return seen
+
+
+class StopAfter:
+    """Asks to stop during the given step, counted from the start of the call."""
+
+    def __init__(self, step: int) -> None:
+        self.left = step
+
+    @property
+    def requested(self) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+
+def sign(folder: Path, state: dict[str, Any] | None = None) -> None:
+    """Make a checkpoint's digests those of the files that are there, as only somebody who means it would."""
+    from ring_dilated_attention.models.saved_run import MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, identity
+    from ring_dilated_attention.training import checkpoint
+
+    files = {name: identity(folder / name) for name in (MODEL_FILE, OPTIMIZER_FILE)}
+    given = json.loads((folder / STATE_FILE).read_text())["state"] if state is None else state
+    (folder / STATE_FILE).write_text(checkpoint._signed(files, given))
 
 
 def said_of(capsys: pytest.CaptureFixture[str]) -> str:

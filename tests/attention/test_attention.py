@@ -3,15 +3,13 @@
 All tests run with uninitialised memory filled with NaN.
 """
 
-import math
-from collections import Counter
 from itertools import chain, combinations
 
 import pytest
 import torch
 import torch.nn.functional as F
 from drawn import patterns
-from helpers import randn, relative_error
+from helpers import keys_seen, randn, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -303,26 +301,6 @@ def test_precision_of_the_gradient_through_lse(dtype):
 
 
 # What may influence what, from the definition alone.
-
-
-def keys_seen(pattern: DilatedPattern, borders: list[int], num_heads: int, is_causal: bool) -> list[list[Counter]]:
-    """[head][query position] -> how often it sees each key position. Written from the definition, not from the code."""
-    seen = [[Counter() for _ in range(borders[-1])] for _ in range(num_heads)]
-    for b, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
-        for h in range(num_heads):
-            if pattern.heads == "split":
-                sizes = [len(own) for own in torch.arange(num_heads).tensor_split(len(pattern.segment_lengths))]
-                if not sum(sizes[:b]) <= h < sum(sizes[: b + 1]):
-                    continue
-                phase = b % r
-            else:
-                phase = h % r if pattern.phase == "modulo" else h // math.ceil(num_heads / r)
-            for start, stop in zip(borders, borders[1:], strict=False):  # noqa: RUF007  reads as the definition does
-                for i in range(stop - start):
-                    for j in range(stop - start):
-                        if i // w == j // w and i % w % r == j % w % r == phase and (j <= i or not is_causal):
-                            seen[h][start + i][start + j] += 1
-    return seen
 
 
 INFLUENCE_CASES = [

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from distributed import run
-from embed_cases import LENGTHS, embed, make_slides, make_weights, read, tiles, unwrapped, write
+from embed_cases import LENGTHS, embed, make_weights, read, tiles, unwrapped, write
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands import cli
@@ -23,16 +23,6 @@ from ring_dilated_attention.commands.embed import embedder
 from ring_dilated_attention.commands.embed import slides as slide_files
 from ring_dilated_attention.commands.embed.embeddings import Keys, TileSizes
 from ring_dilated_attention.models import LongNetViT, load_slide_encoder
-
-
-@pytest.fixture
-def weights(tmp_path):
-    return make_weights(tmp_path)
-
-
-@pytest.fixture
-def slides(tmp_path):
-    return make_slides(tmp_path)
 
 
 def expected(weights, name, layer, tile_size=256, **options):

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from embed_cases import LENGTHS, embed, make_slides, make_weights, read, tiles, unwrapped, write
+from embed_cases import LENGTHS, embed, read, tiles, unwrapped, write
 from pages import block, blocks
 from safetensors.torch import save_file
 
@@ -16,16 +16,6 @@ from ring_dilated_attention.commands.embed import embedder, embeddings
 from ring_dilated_attention.commands.embed.embeddings import EmbeddingFile, Keys, SlideEntry, fingerprint
 from ring_dilated_attention.commands.local_ranks import RankFailedError
 from ring_dilated_attention.models import LongNetViT
-
-
-@pytest.fixture
-def weights(tmp_path):
-    return make_weights(tmp_path)
-
-
-@pytest.fixture
-def slides(tmp_path):
-    return make_slides(tmp_path)
 
 
 def test_goes_on_where_it_ended(weights, slides, tmp_path, capsys, monkeypatch):

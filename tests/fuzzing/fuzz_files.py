@@ -18,7 +18,7 @@ from typing import Any
 
 from fuzz import Output, Trial, captured, listing, sentence_of
 from fuzz_commands import broken, nothing
-from helpers import quick_ends
+from helpers import StopAfter, quick_ends, sign
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands import cli
@@ -33,16 +33,6 @@ TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(200))
 NEWEST, OLDER = "run/checkpoint-000004", "run/checkpoint-000002"
 TENSOR_FILES = (MODEL_FILE, OPTIMIZER_FILE)
 VALUES = [None, True, 0, -1, 4, 2**70, 1.5, 1e400, float("nan"), "", "4", "x" * 999, [], [[]], [1.0], {}, {"a": 1}]
-
-
-class StopAfter:
-    def __init__(self, step: int) -> None:
-        self.left = step
-
-    @property
-    def requested(self) -> bool:
-        self.left -= 1
-        return self.left <= 0
 
 
 def prepare(folder: Path) -> None:
@@ -302,12 +292,6 @@ def change_header(rng: random.Random, folder: Path, name: str) -> None:
     (folder / name).write_bytes(struct.pack("<Q", rng.choice([len(text)] * 9 + [0, 2**63])) + text + body)
     state = json.loads((folder / STATE_FILE).read_text())["state"]
     sign(folder, state)
-
-
-def sign(folder: Path, state: dict) -> None:
-    """Make the digests those of the files that are there."""
-    found = {name: saved_run.identity(folder / name) for name in TENSOR_FILES}
-    (folder / STATE_FILE).write_text(checkpoint._signed(found, state))
 
 
 def _load_whatever_is_there(folder: Path, expected: dict) -> dict:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import RankFailedError, run
-from helpers import message_of, rows_of
+from helpers import message_of, relative_error, rows_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -709,7 +709,7 @@ def rank_in_float32(rank, world_size):
             runs.append(results)
         assert all(map(torch.equal, *runs))
         for name, x, y, z in zip(("out", "lse", "dq", "dk", "dv"), runs[0], alone, exact, strict=True):
-            errors = [((r.double() - z).norm() / z.norm()).item() for r in (cp.unshard(x), y)]
+            errors = [relative_error(r, z) for r in (cp.unshard(x), y)]
             # One device holds the tolerance against torch (test_attention.py); so does half of twice its error.
             assert errors[0] <= 1.5 * errors[1] + torch.finfo(torch.float32).eps / 4, (name, options, errors)
 

@@ -4,14 +4,13 @@ All tests run with uninitialised memory filled with NaN.
 """
 
 import io
-from collections import Counter
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from drawn import patterns
-from helpers import randn, relative_error
+from helpers import keys_seen, randn, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -266,19 +265,6 @@ def test_heads_of_a_layer_on_several_ranks(pattern, num_heads, num_kv_heads, sha
     assert num_rows == pattern.cache_rows(num_heads, num_kv_heads)  # together those of the layer
 
 
-def keys_seen(pattern, num_heads, num_positions):
-    """[head][query position] -> how often it sees each key position. Written from the definition, not from the code."""
-    seen = [[Counter() for _ in range(num_positions)] for _ in range(num_heads)]
-    for branch, (w, r) in enumerate(pattern.branches):
-        for h in range(num_heads):
-            phase = pattern.phase_of(branch, h, num_heads)
-            for i in range(num_positions):
-                for j in range(i + 1):
-                    if i // w == j // w and i % w % r == j % w % r == phase:
-                        seen[h][i][j] += 1
-    return seen
-
-
 @pytest.mark.parametrize("size", [1, 5])
 @pytest.mark.parametrize(
     ("pattern", "num_heads", "num_kv_heads"),
@@ -293,7 +279,7 @@ def test_a_token_moves_exactly_what_it_should(pattern, num_heads, num_kv_heads, 
     """Catches any key that is seen or missed wrongly, by another way than comparing numbers with the reference; and a
     bad row (NaN) that gets out of its segments, head or batch entry through the cache's memory."""
     num_positions, ratio = 23, num_heads // num_kv_heads
-    seen = keys_seen(pattern, num_heads, num_positions)
+    seen = keys_seen(pattern, [0, num_positions], num_heads, is_causal=True)
     inputs = [randn(2, num_positions, h, 4) for h in (num_heads, num_kv_heads, num_kv_heads)]
 
     def run(tensors):

@@ -13,6 +13,7 @@ import torch
 from distributed import START
 from forked import main_with_forked_ranks
 from full_disk import on_a_full_disk
+from helpers import sign
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -24,7 +25,6 @@ from ring_dilated_attention.models.saved_run import (
     check_whole,
     find_checkpoint,
     find_checkpoints,
-    identity,
     read_state,
 )
 from ring_dilated_attention.training import checkpoint as checkpoints
@@ -64,13 +64,6 @@ def state_at(step, run="one run"):
 
 def listing(folder):
     return {path.relative_to(folder).as_posix(): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
-
-
-def sign(checkpoint, state=None):
-    """Make the digests those of the files that are there, as only somebody who means it would."""
-    content = json.loads((checkpoint / STATE_FILE).read_text())
-    files = {name: identity(checkpoint / name) for name in (MODEL_FILE, OPTIMIZER_FILE)}
-    (checkpoint / STATE_FILE).write_text(checkpoints._signed(files, content["state"] if state is None else state))
 
 
 def test_restores_every_tensor(trained, tmp_path):

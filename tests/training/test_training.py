@@ -18,7 +18,7 @@ import pytest
 import torch
 from distributed import run as run_ranks
 from forked import ForkedLauncher
-from helpers import free_port
+from helpers import StopAfter, free_port
 from restart_trials import processes
 
 from ring_dilated_attention import ContextParallel
@@ -58,18 +58,6 @@ def tiny_arguments(**changes):
     for name, value in {**TINY, **changes}.items():
         words += ["--" + name.replace("_", "-"), *map(str, value if isinstance(value, tuple) else [value])]
     return words
-
-
-class StopAfter:
-    """Asks to stop during the given step, counted from the start of the call."""
-
-    def __init__(self, step):
-        self.left = step
-
-    @property
-    def requested(self):
-        self.left -= 1
-        return self.left <= 0
 
 
 NEVER = StopAfter(10**9)
