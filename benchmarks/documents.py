@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.commands.local_ranks import Launch, Worker, run_ranks
+from ring_dilated_attention.plan.counts import Counter, count_ranks
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import SHARDINGS, Cut
 from ring_dilated_attention.reference import dilated_attention_reference
 
@@ -42,7 +42,7 @@ class Settings(NamedTuple):
         DilatedPattern((2048, 8192), (1, 4), is_causal=True),
     )
     shares: tuple[float, ...] = (0.75, 0.25)
-    planned: tuple[int, ...] = (2, 8, 64)
+    planned: tuple[int, ...] = (2, 8, 64, 1024)
     repeats: int = 7
     seconds: float = 600
 
@@ -156,7 +156,7 @@ def _busiest(settings: Settings, pattern: DilatedPattern, sharding: str, num_ran
     borders, cut = (0, *accumulate(_lengths(settings.shares, seq_len))), Cut(sharding, num_ranks)
     shards = cut.shards_of(cut.default_lengths(seq_len, borders), borders)
     job = Job(pattern, shards, num_heads, num_heads, borders)
-    pairs = [make_plan(job, rank).pairs for rank in range(num_ranks)]
+    pairs = count_ranks(Counter(job)).pairs
     return max(pairs) / statistics.mean(pairs)
 
 

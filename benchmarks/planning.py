@@ -32,10 +32,10 @@ DILATED = DilatedPattern((2048, 4096, 8192, 16_384, 32_768), (1, 2, 4, 6, 12), i
 
 
 class Settings(NamedTuple):
-    """ranks: of the one document. batch_ranks: of the packed batches. num_documents: in a batch, and in one of a few
-    long documents. targets: in seconds, but for BY_DOCUMENT, which has none."""
+    """ranks: of the one document; the largest number has a target. batch_ranks: of the packed batches. num_documents:
+    in a batch, and in one of a few long documents. targets: in seconds, but for BY_DOCUMENT, which has none."""
 
-    ranks: int
+    ranks: tuple[int, ...]
     batch_ranks: int
     num_documents: tuple[int, int]
     local_len: int
@@ -43,17 +43,16 @@ class Settings(NamedTuple):
     targets: tuple[float, float, float] = (0.1, 0.02, 0.00002)
 
 
-FULL = Settings(4096, 16, (300, 8), 8192, 7)
-QUICK = Settings(64, 4, (8, 2), 512, 1)
+FULL = Settings((8, 64, 1024, 4096), 16, (300, 8), 8192, 7)
+QUICK = Settings((64,), 4, (8, 2), 512, 1)
 
 
 def num_steps(settings: Settings) -> int:
-    return 9
+    return len(settings.ranks) + 8
 
 
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
     passed, rng, rows = planned_counts.gate(), random.Random(0), []
-    whole = settings.ranks * settings.local_len
 
     def row(
         what: str, pattern: DilatedPattern, cut: Cut, target: float | None, used: set[str], times: list[float]
@@ -64,11 +63,12 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
         facts |= {"exchanges": sorted(used), "cpu_seconds": times, "target": target, "gate": passed}
         rows.append(facts)
 
-    step(f"{settings.ranks:,} ranks, one document")
-    cut = Cut("zigzag", settings.ranks)
-    some = [0, settings.ranks - 1, *(rng.randrange(settings.ranks) for _ in range(settings.repeats))]
-    found = [_plan(DENSE, cut, whole, None, rank, "ring") for rank in some[: settings.repeats]]
-    row("one document", DENSE, cut, settings.targets[0], {"ring"}, [taken for taken, _ in found])
+    for ranks in settings.ranks:
+        step(f"{ranks:,} ranks, one document")
+        cut, some = Cut("zigzag", ranks), [0, ranks - 1, *(rng.randrange(ranks) for _ in range(settings.repeats))]
+        found = [_plan(DENSE, cut, ranks * settings.local_len, None, x, "ring") for x in some[: settings.repeats]]
+        target = settings.targets[0] if ranks == max(settings.ranks) else None
+        row("one document", DENSE, cut, target, {"ring"}, [taken for taken, _ in found])
     many, few = settings.num_documents
     batches = ((many, "contiguous"), (many, "zigzag"), (few, BY_DOCUMENT), (many, BY_DOCUMENT))
     for pattern, (num_documents, name) in product((DENSE, DILATED), batches):
