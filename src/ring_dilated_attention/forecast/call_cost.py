@@ -156,7 +156,7 @@ class Figures(NamedTuple):
     sent_bytes: int = 0  # the same of a forward with its backward
     peak: Peak | None = None  # of the rank that holds most, in a forward with its backward
     time: Time | None = None  # if ranks are not planned, only "ring" without dealt heads has one
-    exposed: float = 0.0  # the share of the time in which the busiest rank waits; of an estimate, too rough to be shown
+    exposed: float = 0.0  # the share of time in which the busiest rank waits; not shown if it is estimated
     ranks: tuple[RankFigures, ...] = ()  # empty if ranks are not planned
     step: StepTime | None = None  # the times of planned ranks
 

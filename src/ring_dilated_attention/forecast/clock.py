@@ -9,7 +9,8 @@ Assumptions:
   other, in the order in which the rank posts them, as on one NCCL stream. A message starts when its sender and its
   receiver have posted it and both ways are free. For both sides it ends one latency after its last byte has left.
 - Hosts: consecutive ranks share a host. A message has the rates of the network inside its host, or between hosts.
-- Handshake: before each stage every rank waits for the slowest rank, and for ceil(log2 p) rounds of a latency each.
+- Handshake: before each stage every rank waits for the slowest rank. Its first messages wait for the rounds of the
+  handshake (`plan/rounds.py`) as well, each of a latency. Meanwhile it computes with its own rows.
 
 Every moment is therefore a maximum of sums of durations. So faster hardware never makes a step slower.
 """

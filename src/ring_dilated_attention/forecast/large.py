@@ -1,4 +1,4 @@
-"""Estimates memory and time of a ring with too many ranks to plan each of them, from counts. Numbers only, no torch.
+"""Estimates memory and time of a job with too many ranks to plan each of them, from counts. Numbers only, no torch.
 
 MEMORY_ERRORS and TIME_ERRORS say how far the estimates were off, in random jobs that are small enough to plan.
 """
@@ -29,8 +29,8 @@ FEW = (12, 13)
 MEMORY_ERRORS, TIME_ERRORS, TIME_ERRORS_OF_HOSTS = (0.95, 1.2), (0.68, 1.06), (0.75, 1.23)
 
 ERRORS_TEXT = (
-    "about: an estimate, compared with the plans of all ranks in random jobs. Memory: at least {:g} times theirs, and "
-    "in 19 of 20 jobs at most {:g} times. Time: in 9 of 10 jobs {:g} to {:g} times theirs ({:g} to {:g}, two networks)"
+    "about: estimated. In random jobs, memory was at least {:g} times that of the plans, and in 19 of 20 jobs at most "
+    "{:g} times. Time was {:g} to {:g} times that of the plans in 9 of 10 jobs. With two networks it was {:g} to {:g}"
 ).format(*MEMORY_ERRORS, *TIME_ERRORS, *TIME_ERRORS_OF_HOSTS)
 
 

@@ -106,6 +106,6 @@ class Shape(NamedTuple):
         return self._normed(self.embed_dim, self.embed_dim) + self.embed_dim * self.itemsize
 
     def _normed(self, entries: int, own: int) -> int:
-        """Bytes that norms save of `entries` numbers. For `own` of these, nothing else saves the norm's input."""
+        """Bytes that norms save of `entries` numbers. For `own` of these, only the norm saves its input."""
         _, wide, narrow, _ = NORMS[self.blocks.norm]
         return wide * entries * max(FLOAT, self.itemsize) + narrow * own * self.itemsize

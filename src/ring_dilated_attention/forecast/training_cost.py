@@ -265,7 +265,7 @@ def smallest_mesh(job: ModelJob, activations: str, traits: Traits, num_bytes: in
 def _fitting(
     search: Callable[[Callable[[ModelJob], bool]], ModelJob | None], activations: str, traits: Traits, num_bytes: int
 ) -> ModelJob | None:
-    """What a search finds. The first search is quick: it leaves out the attention. Mostly what it finds fits anyway."""
+    """What a search finds. The first search is quick, since it leaves out attention. Most results fit with it too."""
     found = search(lambda job: model_memory(job, activations, None).total <= num_bytes)
     if found is None or model_memory(found, activations, traits).total <= num_bytes:
         return found

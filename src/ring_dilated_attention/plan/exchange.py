@@ -118,7 +118,7 @@ def dealt_bytes(
     Forward: query, key and value of its own positions, and out and lse of others'. Backward: dout, query, key,
     value, out, lse (and dlse) of its own positions, and dq, dk, dv of the others'.
 
-    lengths: every rank's number of positions. heads: (query heads, key/value heads). Both are of the group that deals.
+    lengths, heads: every rank's number of positions, and (query heads, key/value heads), of the group that deals.
     """
     size, own = len(lengths), lengths[rank]
     share, kv_share = (num // size for num in heads)

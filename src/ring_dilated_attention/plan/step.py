@@ -19,9 +19,9 @@ STAGES = ("forward", "backward")
 
 
 class Packing(NamedTuple):
-    """The tiles that a kernel computes from copies in which the rows lie side by side. Those of 16-bit rows: the copies
-    are in float32, so that no tile's results are rounded. Others if it is faster: those whose rows are `distance` bytes
-    apart or more, and that have num_bytes / itemsize rows or more on each side."""
+    """Which tiles a kernel computes from copies, in which the rows lie side by side. 16-bit rows are always copied, to
+    float32, so that no tile's results are rounded. Other rows are copied where that is faster: if they lie `distance`
+    bytes apart or more, and there are num_bytes / itemsize of them or more on each side."""
 
     distance: int
     num_bytes: int
@@ -42,7 +42,7 @@ class Terms(NamedTuple):
     packing: Packing | None = None
     distances: tuple[int, int] = (0, 0)  # bytes from one position to the next in query, and in key and value
     itemsize: int = 4  # bytes of an element of these
-    is_brief: bool = False  # list two calls of a tile and two batch entries: they show the peak of memory, not the time
+    is_brief: bool = False  # list two calls of a tile and two batch entries, which suffice to find the peak of memory
 
 
 class Deal(NamedTuple):

@@ -31,7 +31,7 @@ def agree(control: GroupLink, length: int, fields: dict[str, object], failure: s
     is_new = kind not in agreed or agreed[kind][control.rank] != length
     mark = 0 if failure is not None else _fingerprint(fields)
     largest, opposite, any_new = control.largest(torch.tensor([mark, -mark, is_new], device="cpu"), moment).tolist()
-    control.last_words.is_connecting = False  # all ranks are here, so none connects for a call before
+    control.last_words.is_connecting = False  # all ranks are here: none connects for an earlier call
     if largest != -opposite or not largest:
         _raise_alike(control, fields, failure, moment)
     if any_new:

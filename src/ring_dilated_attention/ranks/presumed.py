@@ -54,7 +54,7 @@ class Presumed:
             self.waits[self.num_waits :], self.waits = own, None
 
     def posted_late(self) -> Pending | None:
-        """What the thread has posted, once it has."""
+        """Wait for the thread. Returns the messages that it posted."""
         self.confirm()
         return self.late.result() if self.late else None
 
@@ -90,8 +90,8 @@ class _Late(NamedTuple):
 
 
 def _from_here(x: Tensor) -> Callable[[], AbstractContextManager[object]]:
-    """For a thread: to go on after what the GPU was given so far, and not after what it is given meanwhile. (No GPU has
-    run this.)"""
+    """For a thread: a stream that waits for the work that the GPU has now, and not for what it is given later. (No GPU
+    has run this.)"""
     if not x.is_cuda:
         return nullcontext
     stream = torch.cuda.Stream(x.device)

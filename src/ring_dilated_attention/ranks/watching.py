@@ -118,4 +118,4 @@ class Worker:
                 future.set_result(function())
             except BaseException as error:  # noqa: BLE001  whoever asks for the result raises it
                 future.set_exception(error)
-            del entry, future, function  # and with them the messages' memory, also where an error leads to this frame
+            del entry, future, function  # or an error's traceback, which leads here, would keep the messages' memory

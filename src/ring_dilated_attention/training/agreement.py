@@ -1,5 +1,8 @@
-"""How the ranks of a run meet, by the launcher's folder or by variables of torchrun or srun, and go on, all or none:
-they exchange values, and errors, which the first rank of each machine reports."""
+"""How the ranks of a run meet and agree.
+
+They meet by the launcher's folder, or by variables of torchrun or srun. They exchange values, and errors: all ranks go
+on, or none. The first rank of each machine reports an error.
+"""
 
 import json
 import os

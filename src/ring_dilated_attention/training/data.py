@@ -1,5 +1,7 @@
-"""The document of a run: its files, unpacked, with the letters of FASTA alone, and what was read; the part that is held
-out; and the windows that a step reads. Files are read a block at a time. Imports no torch."""
+"""The document of a run: what its files hold, unpacked. Of FASTA, only the letters of its sequences.
+
+A part of it is held out, and each step reads windows of the rest. Files are read a block at a time. Imports no torch.
+"""
 
 import bz2
 import gzip
@@ -55,7 +57,7 @@ class Text:
         A ValueError refuses damaged files, other containers, and FASTA without letters."""
         try:
             whole = self._opened(file)
-            # FASTA gives no more bytes than are read, but for a border: so `given` never cuts off a counted letter.
+            # A block of FASTA yields at most as many bytes as were read, and a border. So `given` cuts off no letter.
             blocks = iter(lambda: whole.read(min(BLOCK, self.most - self.num_bytes)), b"")
             for block in self._of_sequences(blocks) if self.is_fasta else blocks:
                 if self.num_bytes == 0 and not self.is_fasta:
@@ -208,7 +210,7 @@ def load_document(
         scored, read_too = read_files([Path(name) for name in held_out], how)
         if not (scored := scored[:num_held_out]):
             raise ValueError(f"--held-out {', '.join(held_out)} is empty: there is nothing to score")
-        if scored in content:  # also where another file holds them, or a compressed one
+        if scored in content:  # the same bytes may stand in another file, or in a compressed one
             raise ValueError(f"--held-out {', '.join(held_out)} is trained on, as --data: give a text that is not")
         name, num_held_out = f"{name}; held out: {', '.join(held_out)}", len(scored)
         content, read = content + scored, f"{read}\nheld out, the first {num_held_out:,} bytes of\n  {read_too}"

@@ -1,5 +1,8 @@
-"""Scores a model in bits per byte: any text by the number of bytes before, in one forward or in slices through caches;
-and the held-out bytes of a run, each once, and some of them again with less context. Every rank takes part."""
+"""Scores a model in bits per byte. Every rank takes part.
+
+Any text is scored by the number of bytes before, in one forward or in slices through caches. The held-out bytes of a
+run are scored once each, and some of them again with less context.
+"""
 
 import gzip
 import math
@@ -19,7 +22,7 @@ NUM_BUCKETS = 63
 POSITIONS_AT_ONCE = 16_384  # of short contexts, in one forward: fewer or more are slower on a CPU
 CUTS = (64, 512, 4_096)
 CUT_BYTES = 32_768  # held-out bytes that are scored with each cut
-CLEAR_BYTES = 64  # at least so many of its segment precede a scored byte, or half the segment if that is less
+CLEAR_BYTES = 64  # a byte is scored if so many bytes of its segment precede it, or half the segment if that is less
 HELPS = 0.01  # bits per byte; less is noise on so few bytes
 SMOOTHING = 2.0  # the weight of p_{n-1} in `baselines`, in occurrences of the context
 BLOCK = 2**22  # bytes of the training part that are counted at a time

@@ -1,8 +1,8 @@
 """Notes a request to stop (SIGINT or SIGTERM). The training loop acts on it between two steps.
 
 `rda train --ranks P` holds the write end of a pipe that is every rank's stdin. It closes the pipe to ask them to stop.
-A rank whose parent process has ended sends itself SIGTERM. If it then comes to no end of its step, it ends wherever it
-is, so that none is left behind.
+A rank whose parent process has ended sends itself SIGTERM. If its step does not end in time, it exits at once, so that
+none is left behind.
 """
 
 import os

@@ -79,7 +79,8 @@ def queries_in_place(
     num_strips: tl.int32, num_bundles: tl.int32, num_kv_heads: tl.int32, num_rows: tl.int32,
     HEADS: tl.constexpr, BM: tl.constexpr,
 ) -> tuple:  # fmt: skip
-    """Batch entry, key/value head and first query head of this program; its first position, all positions, places."""
+    """What this program computes: the batch entry, the key/value head, the first query head, the first position, the
+    positions of all its rows, and where these rows lie."""
     i_r, i_c, i_g, i_b = program_of(num_strips, num_bundles, num_kv_heads)
     first = (num_strips - 1 - i_r) * (BM // HEADS)  # if causal, the strips that see most keys come first
     o_i = tl.arange(0, BM)
