@@ -64,8 +64,7 @@ def _coming_home(counted: JobCount, *, is_causal: bool) -> list[int]:
     found: dict[tuple[int, int], list[tuple[int, Share]]] = defaultdict(list)
     for rank, own in enumerate(counted.shares):
         for share in own:
-            if any(share.rows):
-                found[share.place].append((rank, share))
+            found[share.place].append((rank, share))
     coming = [0] * len(counted.shares)
     for place, shares in found.items():
         if not counted.segments[place].received:
@@ -168,7 +167,7 @@ def _work_of(counter: Counter, counted: JobCount, rank: int, hardware: Hardware)
     rings: dict[int, _Load] = {}
     for (branch, origin), _, num_pairs, rows, received in counted.shares[rank]:
         segment = counted.segments[branch, origin]
-        if not any(rows) or not segment.received:
+        if not segment.received:
             continue
         each = sum(rows) / 2 / counter.keys[branch].num  # the mean number of the rank's own rows in a phase
         home = counter.queries[branch].num * each * ((each + 1) / 2 if job.pattern.is_causal else each)

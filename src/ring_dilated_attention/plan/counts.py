@@ -23,7 +23,7 @@ Pieces = Sequence[tuple[int, int]]  # (start, stop), counted from the start of t
 
 
 class Share(NamedTuple):
-    """What a rank computes and receives of a segment that it does not own as a whole."""
+    """What a rank computes and receives of a segment of which it has rows, and others may."""
 
     place: tuple[int, int]  # the branch, and the position at which the segment starts
     starts: tuple[int, ...]  # where the rank's pieces start in it
@@ -112,13 +112,14 @@ class Counter:
         for branch, length in enumerate(self.pattern.segment_lengths):
             cut: dict[tuple[int, int], list[tuple[int, int]]] = {}
             for span in spans:
-                for piece, segments, origin, stop in own_pieces(span, 0, self.borders, length):
+                for first, last, segments, origin, stop in own_pieces(span, self.borders, length):
                     if segments:
-                        size, phases = piece.stop - piece.start, self.queries[branch]
+                        size, phases = last - first, self.queries[branch]
                         pairs += segments * (phases.triangles(size) if is_causal else phases.products(size, size))
                     else:
-                        cut.setdefault((origin, stop), []).append((piece.start - origin, piece.stop - origin))
-            shares += [self._share(branch, *ends, pieces) for ends, pieces in cut.items()]
+                        cut.setdefault((origin, stop), []).append((first - origin, last - origin))
+            found = [self._share(branch, *ends, pieces) for ends, pieces in cut.items()]
+            shares += [share for share in found if any(share.rows)]
         return RankCount(pairs + sum([x.pairs for x in shares]), sum([x.received for x in shares]), tuple(shares))
 
     def _share(self, branch: int, origin: int, stop: int, pieces: Pieces) -> Share:
@@ -159,7 +160,7 @@ def count_ranks(counter: Counter, step: Callable[[], object] = lambda: None) -> 
         ranks.append(counter.of(rank))
         for place, _, _, rows, received in ranks[-1].shares:
             segment = found.setdefault(place, [0, rows, 0, rank, rank])
-            segment[0] += any(rows)
+            segment[0] += 1
             if rows != segment[1]:
                 segment[1] = tuple(map(max, zip_longest(segment[1], rows, fillvalue=0)))
             segment[2] += received
@@ -167,5 +168,5 @@ def count_ranks(counter: Counter, step: Callable[[], object] = lambda: None) -> 
         step()
     segments = {place: Segment(*segment) for place, segment in found.items()}
     chunks = {place: sum(x.largest) for place, x in segments.items() if x.received}
-    buffers = [sum(chunks.get(share.place, 0) for share in rank.shares if any(share.rows)) for rank in ranks]
+    buffers = [sum([chunks.get(share.place, 0) for share in rank.shares]) for rank in ranks]
     return JobCount([x.pairs for x in ranks], [x.received for x in ranks], buffers, segments, [x.shares for x in ranks])

@@ -90,8 +90,9 @@ class _Planner:
         rings: dict[tuple[int, int], tuple[Ring, ...]] = {}
         for branch, (length, _) in enumerate(self.pattern.branches):
             for span in self.shards[rank]:
-                for piece, segments, origin, stop in own_pieces(span, self.row_of[span], self.borders, length):
+                for first, last, segments, origin, stop in own_pieces(span, self.borders, length):
                     if segments:
+                        piece = Piece(first, last, self.row_of[span] + first - span.start)
                         tiles += self.own_tiles(branch, origin, piece, piece, segments)
                     elif (branch, origin) not in rings:
                         rings[branch, origin] = self.rings_of(branch, origin, stop)

@@ -100,27 +100,27 @@ class Band(NamedTuple):
         return self._replace(lo=lo, hi=hi, first=self.first + (lo - self.lo) * self.group.phase_step)
 
 
-def own_pieces(span: Span, row: int, borders: Sequence[int], length: int) -> Iterator[tuple[Piece, int, int, int]]:
-    """Cut a span at the borders of segments: pieces, with the number of segments, and start and stop of the first one.
+def own_pieces(span: Span, borders: Sequence[int], length: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Cut a span at the borders of segments: start and stop of a piece, the number of segments, and start and stop of
+    the first one.
 
     A run of equal segments is one piece. A piece that is not a whole segment comes with the number 0. The last segment
     of a document may be shorter.
     """
-    ahead = row - span.start
     for i in range(bisect_right(borders, span.start) - 1, bisect_left(borders, span.stop)):
         document, end = borders[i], borders[i + 1]
         start, stop = max(span.start, document), min(span.stop, end)
         whole = document - (document - start) // length * length  # first border of a segment at or after start
         if start < whole:
-            yield Piece(start, min(whole, stop), start + ahead), 0, whole - length, min(whole, end)
+            yield start, min(whole, stop), 0, whole - length, min(whole, end)
         if whole >= stop:
             continue
         segments, rest = divmod(stop - whole, length)
         if segments:
-            yield Piece(whole, whole + length, whole + ahead), segments, whole, whole + length
+            yield whole, whole + length, segments, whole, whole + length
         if rest:
             last = stop - rest
-            yield Piece(last, stop, last + ahead), 1 if stop == end else 0, last, min(last + length, end)
+            yield last, stop, 1 if stop == end else 0, last, min(last + length, end)
 
 
 @lru_cache(maxsize=1024)  # the same queries meet one chunk after another
