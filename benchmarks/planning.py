@@ -107,7 +107,7 @@ def _plan(
     """CPU seconds, and the exchange. is_new: nothing is kept of earlier plans; else the mean of many times."""
     repeats = 1 if is_new else REPEATS
     if is_new:
-        for kept in (planner.make_plan, planner._planner, exchange.plan_exchange, exchange.choose_exchange):
+        for kept in (planner.make_plan, planner.planner_of, exchange.plan_exchange, exchange.choose_exchange):
             kept.cache_clear()
         sharding._make_shards.cache_clear()
         sharding.deal_documents.cache_clear()

@@ -16,10 +16,11 @@ from ring_dilated_attention.attention import dilated_attention
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.counts import Counter
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.plan import GlobalChunk, Message, Plan
-from ring_dilated_attention.plan.planner import chunk_finder, make_plan
+from ring_dilated_attention.plan.plan import Message, Plan
+from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import Shard, make_shards
 from ring_dilated_attention.simulate import OtherRanks, one_rank
+from ring_dilated_attention.simulate.one_rank import GlobalChunk, chunk_finder
 
 from .counter import CounterTensors
 

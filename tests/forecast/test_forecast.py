@@ -22,9 +22,9 @@ from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.counts import Counter
 from ring_dilated_attention.plan.exchange import RankPlan, dealers, dealt
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.planner import chunk_finder
 from ring_dilated_attention.plan.sharding import Cut
 from ring_dilated_attention.plan.sizes import Sizes
+from ring_dilated_attention.simulate.one_rank import chunk_finder
 
 PLANNING = (ROOT / "docs/planning.md").read_text()
 

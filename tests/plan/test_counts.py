@@ -11,8 +11,9 @@ from ring_dilated_attention.forecast.call_cost import branch_pairs, pairs
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.counts import Counter, Phases, count_ranks, rows_before
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.planner import chunk_finder, make_plan
+from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import Cut, default_lengths, make_shards
+from ring_dilated_attention.simulate.one_rank import chunk_finder
 
 
 @st.composite

@@ -14,7 +14,7 @@ from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan import counts
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.planner import chunk_finder, make_plan
+from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.rings import causal_hops
 from ring_dilated_attention.plan.sharding import (
     Cut,
@@ -25,6 +25,7 @@ from ring_dilated_attention.plan.sharding import (
     shard_length,
     split_lengths,
 )
+from ring_dilated_attention.simulate.one_rank import chunk_finder
 
 
 def check_plan(pattern, sharding, lengths, num_heads, num_kv_heads, borders, held=None):

@@ -174,14 +174,3 @@ def gathered(plan: Plan) -> Plan:
         grad_receives=tuple(m._replace(offset=home, is_gradient=True) for m, home in zip(targets, homes, strict=True)),
     )
     return replace(plan, hops=(only,), received_size=received_size, home_size=home_size)
-
-
-class GlobalChunk(NamedTuple):
-    """The chunk of a message. origin, lane: as in `rings.Ring`. rows: by global position, each with its block."""
-
-    owner: int
-    branch: int
-    origin: int
-    lane: int
-    size: int
-    rows: tuple[tuple[Rows, Block], ...]

@@ -1,14 +1,14 @@
 """Make a rank's plan from pattern and shards: local tiles, rings (see `rings.py`) and hops. Pure integers, no torch."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import accumulate, groupby, pairwise, product
 
 from ..pattern import HeadGroup
 from .collection import without_collection
 from .job import Job
-from .plan import GlobalChunk, Hop, Message, Plan, Tile
+from .plan import Hop, Message, Plan, Tile
 from .rings import Chunk, Entry, Hops, Met, Ring, causal_hops, make_chunk
 from .rows import Block, Piece, Rows, heads_between, make_bands, matches, own_pieces
 from .sharding import Span, first_rows, shard_length
@@ -20,9 +20,9 @@ def make_plan(job: Job, rank: int) -> Plan:
     """Plan one rank's work."""
     pattern = job.pattern
     pattern.check_heads(job.num_heads, job.num_kv_heads)
-    planner = _planner(job)
+    planner = planner_of(job)
     local, rings = planner.local_and_rings(rank)
-    offsets = _offsets(rings)
+    offsets = offsets_of(rings)
     packs = [
         (rows, block._replace(offset=offset + block.offset))
         for ring, offset in zip(rings, offsets, strict=False)
@@ -48,23 +48,6 @@ def make_plan(job: Job, rank: int) -> Plan:
         query_covered=covered,
         key_covered=covered and (pattern.heads == "all" or not planner.shares_kv),
     )
-
-
-def chunk_finder(job: Job, rank: int) -> Callable[[Message], GlobalChunk]:
-    """A function from a message of the rank's plan to the chunk that the message carries."""
-    planner = _planner(job)
-    _, rings = planner.local_and_rings(rank)
-    ring_at = dict(zip(_offsets(rings), rings, strict=False))
-
-    def find(message: Message) -> GlobalChunk:
-        ring = ring_at[message.offset]
-        rows = tuple(
-            (rows._replace(first=rows.first + piece.start - piece.row), block)
-            for piece, rows, block in planner.rows_of(ring, ring.place_of(message.owner))
-        )
-        return GlobalChunk(message.owner, ring.branch, ring.origin, ring.lane, message.size, rows)
-
-    return find
 
 
 class _Planner:
@@ -275,9 +258,9 @@ class _Planner:
         return Hop(*map(tuple, hop.values()))
 
 
-def _offsets(rings: Sequence[Ring]) -> list[int]:
+def offsets_of(rings: Sequence[Ring]) -> list[int]:
     """Where each ring's chunks lie in a rank's buffer, and the size of the buffer."""
     return list(accumulate((max(chunk.size for chunk in ring.chunks) for ring in rings), initial=0))
 
 
-_planner = lru_cache(maxsize=4)(_Planner)
+planner_of = lru_cache(maxsize=4)(_Planner)

@@ -4,15 +4,16 @@ B batch, G key/value heads, M rows of one head, D head dim.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..plan.exchange import Choice
 from ..plan.job import Job
-from ..plan.plan import GlobalChunk, Message
-from ..plan.planner import chunk_finder
-from ..plan.rows import Rows
+from ..plan.plan import Message
+from ..plan.planner import offsets_of, planner_of
+from ..plan.rows import Block, Rows
 from ..plan.sharding import Cut
 from ..plan.sizes import Sizes
 from ..ranks.arguments import cut_of
@@ -20,6 +21,34 @@ from ..ranks.ranks import Links, Ranks
 from ..run.link_contract import Messages
 from ..run.views import block_views
 from .all_ranks import Simulated
+
+
+class GlobalChunk(NamedTuple):
+    """The chunk of a message. origin, lane: as in `plan/rings.py`. rows: by global position, each with its block."""
+
+    owner: int
+    branch: int
+    origin: int
+    lane: int
+    size: int
+    rows: tuple[tuple[Rows, Block], ...]
+
+
+def chunk_finder(job: Job, rank: int) -> Callable[[Message], GlobalChunk]:
+    """A function from a message of the rank's plan to the chunk that the message carries."""
+    planner = planner_of(job)
+    _, rings = planner.local_and_rings(rank)
+    ring_at = dict(zip(offsets_of(rings), rings, strict=False))
+
+    def find(message: Message) -> GlobalChunk:
+        ring = ring_at[message.offset]
+        rows = tuple(
+            (rows._replace(first=rows.first + piece.start - piece.row), block)
+            for piece, rows, block in planner.rows_of(ring, ring.place_of(message.owner))
+        )
+        return GlobalChunk(message.owner, ring.branch, ring.origin, ring.lane, message.size, rows)
+
+    return find
 
 
 class OtherRanks:
