@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.autograd import DeviceType
 
 from benchmarks import device, multi_gpu
@@ -83,6 +84,7 @@ def with_wrong_messages(worker, settings, function, *args):
 
 
 def dies(worker, settings):
+    dist.barrier()  # who dies earlier closes connections that the other still makes
     os._exit(1)
 
 

@@ -329,22 +329,37 @@ def test_the_first_example_of_the_help_keeps_its_promise(capsys):
     assert f"{travels}forward, over all ranks" in words(out)
 
 
+def drawn_branches(seed):
+    """Segment lengths, dilation rates, and the options of a job."""
+    rng, n = random.Random(seed), random.Random(seed).randrange(2000, 6000)
+    lengths, rates = (list(map(str, rng.sample(range(1, most), 3))) for most in (n, 9))
+    return lengths, rates, ["--seq-len", str(n), "--ranks", str(rng.randint(2, 9)), *rng.choice(([], ["--causal"]))]
+
+
+LENGTHS, RATES, JOB = ["700", "5001", "900"], ["1", "7", "3"], ["--seq-len", "5001", "--ranks", "5"]
+
+
 @pytest.mark.parametrize(
-    "more",
-    [[], ["--causal", "--sharding", "zigzag"], ["--split-heads"], ["--kv-heads", "2", "--documents", "3000", "2001"]],
+    ("lengths", "rates", "more"),
+    [
+        (LENGTHS, RATES, JOB),
+        (LENGTHS, RATES, [*JOB, "--causal", "--sharding", "zigzag"]),
+        (LENGTHS, RATES, [*JOB, "--split-heads"]),
+        (LENGTHS, RATES, [*JOB, "--kv-heads", "2", "--documents", "3000", "2001"]),
+        *map(drawn_branches, range(4)),
+    ],
 )
-def test_what_branches_send_is_what_ranks_send(more, capsys):
+def test_what_branches_send_is_what_ranks_send(lengths, rates, more, capsys):
     """Catches a message that is counted for another branch's ring, or not at all."""
-    branches = ["--segment-lengths", "700", "5001", "900", "--dilation-rates", "1", "7", "3"]
-    common = ["--seq-len", "5001", "--ranks", "5", "--heads", "6", "--dtype", "bfloat16", *more]
-    found = planned(capsys, *branches, *common)
+    common = ["--heads", "6", "--dtype", "bfloat16", *more]
+    found = planned(capsys, "--segment-lengths", *lengths, "--dilation-rates", *rates, *common)
     assert sum(row["forward_sent_bytes"] for row in found["branches"]) == sum(
         row["forward_sent_bytes"] for row in found["ranks"]
     )
-    for i, row in enumerate(found["branches"]):
-        assert row["forward_sent_bytes"] > 0
+    for length, rate, row in zip(lengths, rates, found["branches"], strict=True):
+        assert row["forward_sent_bytes"] > 0 or lengths is not LENGTHS
         if "--split-heads" not in more:
-            alone = ["--segment-lengths", branches[1 + i], "--dilation-rates", branches[5 + i]]
+            alone = ["--segment-lengths", length, "--dilation-rates", rate]
             assert planned(capsys, *alone, *common)["branches"] == [row]
 
 

@@ -1,6 +1,8 @@
 """A whole model, planned: parameters, what is saved, mesh and time; hardware files; and the alternatives."""
 
 import json
+import math
+import random
 import re
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import said_of
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.measure import flops_of
@@ -29,6 +32,16 @@ from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 
 SMALL = dict(num_layers=3, embed_dim=48, num_heads=4, num_kv_heads=2, ffn_dim=80)
+
+
+def drawn(seed):
+    """A small model's sizes."""
+    rng = random.Random(seed)
+    heads = rng.choice((2, 4, 6))
+    kv_heads = rng.choice([k for k in (1, 2, 3, 6) if heads % k == 0])
+    sizes = dict(num_layers=rng.randint(1, 3), embed_dim=heads * rng.choice((8, 16)), ffn_dim=rng.randrange(16, 200))
+    return sizes | dict(num_heads=heads, num_kv_heads=kv_heads)
+
 
 LONG = DilatedPattern((2048, 30_000, 2**26), (1, 16, 1024), is_causal=True)
 
@@ -76,7 +89,7 @@ def test_the_loss_is_cut_as_in_the_model():
     assert planned.LOSS_SLICE_ROWS == recompute.LOSS_SLICE_ROWS
 
 
-@pytest.mark.parametrize("fields", [SMALL, dict(num_layers=2, embed_dim=32, num_heads=4)])
+@pytest.mark.parametrize("fields", [SMALL, dict(num_layers=2, embed_dim=32, num_heads=4), *map(drawn, range(3))])
 def test_activations_are_what_autograd_saves(fields):
     """Catches a tensor of a block that is forgotten, or counted twice. Storages, each once."""
     n = 1024
@@ -260,21 +273,62 @@ MODEL = ["plan", "model", "--layers", "2", "--embed-dim", "64", "--heads", "4", 
 MODEL += ["--segment-lengths", "256", "4Ki", "--dilation-rates", "1", "8"]
 
 
-def test_the_command_plans_a_model(capsys):
-    argv = [*MODEL, "--mesh", "2x2", "--flops", "1T", "--bandwidth", "1G", "--tokens", "1e9", "--memory", "1G"]
+def drawn_model(seed):
+    """Options of a small model on a mesh, the model's config, and the job."""
+    rng, sizes = random.Random(seed), drawn(seed)
+    branches, batch, n = rng.randint(1, 3), rng.randint(1, 3), rng.randrange(200, 3000)
+    data, sequence = rng.randint(1, 3), rng.randint(1, 5)
+    mesh = Mesh(data, sequence, rng.choice([k for k in range(1, 16) if data * sequence % k == 0]))
+    lengths, rates = sorted(rng.sample(range(16, n), branches)), sorted(rng.sample(range(1, 17), branches))
+    config, sharding = LongNetConfig(lengths, rates, **sizes), rng.choice(("contiguous", "zigzag"))
+    layers, embed_dim, ffn_dim, heads, kv_heads = sizes.values()
+    argv = ["plan", "model", "--layers", layers, "--embed-dim", embed_dim, "--heads", heads, "--kv-heads", kv_heads]
+    argv += ["--ffn-dim", ffn_dim, "--seq-len", n, "--batch", batch, "--causal", "--sharding", sharding, "--mesh", mesh]
+    argv += ["--segment-lengths", *lengths, "--dilation-rates", *rates]
+    shape = Shape(layers, embed_dim, ffn_dim, 256, heads, kv_heads)
+    return list(map(str, argv)), config, ModelJob(shape, config.pattern, n, batch, mesh, sharding)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_printed_of_a_model_is_that_of_its_plans(seed, capsys):
+    """Random jobs: parameters and FLOPs by the model and the plans of its attention, times by the clock. The printed
+    table has the same figures as the JSON."""
+    argv, config, job = drawn_model(seed)
+    argv += ["--flops", "1T", "--bandwidth", "1G", "--latency", "1e-5", "--tokens", "1e9", "--memory", "1G"]
     assert cli.main([*argv, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    kept = found["memory"]["kept"]
-    assert kept["fits"] is True
-    assert kept["total"] == sum(kept[x] for x in ("parameters", "gradients", "optimiser", "activations", "working"))
-    seconds = kept["step"]["seconds"]
-    assert found["tokens_per_step"] == 2 * 4096
-    assert kept["training_seconds"] == pytest.approx(1e9 / 8192 * seconds)
-    assert kept["tokens_per_second"] == pytest.approx(8192 / seconds)
+    with torch.device("meta"):
+        sizes = [x.shape for x in LongNetLM(config).parameters()]
+    (data, sequence, shards), ranks = job.mesh, job.mesh.data * job.mesh.sequence
+    assert found["num_parameters"] == sum(map(math.prod, sizes))
+    assert found["tokens_per_step"] == (tokens := job.batch * data * job.seq_len)
+    cut = make_shards(job.sharding, default_lengths(job.sharding, job.seq_len, sequence))
+    heads = job.shape.num_heads, job.shape.num_kv_heads
+    plans = [make_plan(Job(job.pattern, cut, *heads), rank) for rank in range(sequence)]
+    head_dim, layers = config.embed_dim // config.num_heads, config.num_layers
+    entries = sum(math.prod(size) for size in sizes if len(size) == 2) - 256 * config.embed_dim
+    attention = sum(sum(flops_of(plan, job.batch, head_dim)) for plan in plans)
+    assert found["flops_per_step"] == 6 * tokens * entries + data * layers * attention
+    clock = model_step(plans, job.sizes, Hardware(1e12, 1e9, 1e-5)).step_seconds
+    most_rows = job.batch * -(-job.seq_len // sequence)
+    # Gathers and scatters over those that share the states, and an all-reduce over those that hold the same.
+    passes = 3 * (shards - 1) / shards + 2 / shards * (1 - shards / ranks)
+    for name, row in found["memory"].items():
+        held = [row[x] for x in ("parameters", "gradients", "optimiser", "activations", "working")]
+        states = 4 * -(-found["num_parameters"] // shards)
+        assert held[:3] == [states, states, 2 * states]
+        assert row["total"] == sum(held)
+        assert row["fits"] is True
+        again = 0 if name == "kept" else 2 * (entries - 256 * config.embed_dim)  # the head is not computed again
+        step = row["step"]
+        assert step["matrices"] == pytest.approx(most_rows * (6 * entries + again) / 1e12)
+        assert step["attention"] == pytest.approx(layers * clock)
+        assert step["gradients"] == pytest.approx(passes * 4 * found["num_parameters"] / 1e9)
+        assert step["seconds"] == step["matrices"] + step["attention"] + step["gradients"]
+        assert row["tokens_per_second"] == pytest.approx(tokens / step["seconds"])
+        assert row["training_seconds"] == pytest.approx(1e9 / tokens * step["seconds"])
     assert cli.main(argv) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    for words in ("a rank holds", "assumed of each rank: 1.00 TFLOP/s", "longest sequence", "tokens/s"):
-        assert words in out
+    out = said_of(capsys)
     columns = found["memory"].values()
     for name in ("parameters", "gradients", "optimiser", "activations", "working", "total", "host"):
         assert f" {name} {' '.join(size_text(row[name]) for row in columns)} " in out
@@ -282,6 +336,8 @@ def test_the_command_plans_a_model(capsys):
     for label, name in (("products with weights", "matrices"), ("attention", "attention"), ("in all", "seconds")):
         assert f" {label} {' '.join(time_text(step[name]) for step in steps)} " in out
     assert f" tokens/s {' '.join(format(row['tokens_per_second'], ',.0f') for row in columns)} " in out
+    for words in ("a rank holds", "assumed of each rank: 1.00 TFLOP/s", "longest sequence"):
+        assert words in out
 
 
 def test_a_model_says_which_pattern_it_was_planned_with(tmp_path, capsys, monkeypatch):

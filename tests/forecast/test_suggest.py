@@ -280,8 +280,16 @@ def test_patterns_that_are_not_causal_have_no_decoding_cache(capsys):
     assert all(row["cache_bytes"] is None for row in json.loads(capsys.readouterr().out)["suggestions"])
 
 
+def drawn(seed):
+    """Positions and ranks."""
+    rng = random.Random(seed)
+    return rng.randrange(500, 5000), rng.randint(2, 24)
+
+
 @pytest.mark.parametrize("more", [[], ["--not-causal"]])
-@pytest.mark.parametrize(("n", "num_ranks"), [(4096, 1), (4096, 8), (1024, 32), (4095, 9), (1000, 20), (3001, 8)])
+@pytest.mark.parametrize(
+    ("n", "num_ranks"), [(4096, 1), (4096, 8), (1024, 32), (4095, 9), (1000, 20), (3001, 8), *map(drawn, range(3))]
+)
 def test_what_is_received_is_that_of_the_plans(n, num_ranks, more, capsys):
     """By the rank that receives most: chunks in a forward and again in a backward, and the gradients that it sends for
     them; also of rates that no shard has all phases of, and of segments and shards that divide nothing."""

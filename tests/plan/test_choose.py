@@ -1,5 +1,7 @@
 """Which exchange "auto" takes, and why: from the plans of the ranks, so without processes."""
 
+import random
+import re
 from itertools import product
 
 import pytest
@@ -9,7 +11,7 @@ from ring_dilated_attention import ContextParallel, DilatedPattern, explain
 from ring_dilated_attention.plan.exchange import SMALL_CHUNK_BYTES, choose_exchange, dealt_bytes, plan_exchange
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
-from ring_dilated_attention.plan.sharding import Cut, default_lengths, make_shards
+from ring_dilated_attention.plan.sharding import Cut, default_lengths, make_shards, shard_length
 from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.ranks.processes import Processes
 
@@ -33,8 +35,7 @@ def test_zigzag_is_not_contiguous():
     pattern = DilatedPattern((1024,), (1,), is_causal=True)
     assert choose(pattern, 8, 8192).reason.startswith("nothing is sent")
     assert (
-        "receives up to 2,097,152 bytes in 1 hop and"
-        in choose(pattern, 8, 8192, sharding="zigzag", heads=(8, 8)).reason
+        "receives up to 2,097,152 bytes in 1 hop; " in choose(pattern, 8, 8192, sharding="zigzag", heads=(8, 8)).reason
     )
 
 
@@ -72,6 +73,41 @@ def test_the_reason_names_what_it_rests_on():
         assert f"{figure:,}" in reason
     assert "3 hops" in reason
     assert "3 key/value heads cannot be dealt to 4 ranks" in choose(CAUSAL, 4, 8192, heads=(6, 3)).reason
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_each_figure_of_a_reason_is_that_of_the_plans(seed):
+    """Of random jobs: bytes, hops and calls of the rank that receives most, bytes of dealt heads, and about how much
+    chunks hold."""
+    rng = random.Random(seed)
+    p, n, heads = rng.randint(2, 8), rng.randrange(200, 6000), rng.choice(((8, 8), (8, 4), (6, 3), (12, 2)))
+    lengths, rates = rng.sample(range(8, n), 2), rng.sample(range(1, 40), 2)
+    pattern = DilatedPattern(sorted(lengths), sorted(rates), is_causal=rng.random() < 0.5)
+    sharding, sizes = rng.choice(("contiguous", "zigzag")), Sizes(1, 64, 4)
+    shards = make_shards(sharding, default_lengths(sharding, n, p))
+    job = Job(pattern, shards, *heads)
+    reason, plans = choose_exchange(job, sizes).reason, [make_plan(job, rank) for rank in range(p)]
+    received = [sum(m.size for hop in plan.hops for m in hop.receives) * 64 * 4 for plan in plans]
+    dealt = max(dealt_bytes(tuple(map(shard_length, shards)), k, heads, sizes, backward=False) for k in range(p))
+    found = dict(
+        receives=re.findall(r"in the ring a rank receives up to ([\d,]+) bytes", reason),
+        hops=re.findall(r"bytes in (\d+) hop", reason),
+        chunks=re.findall(r"two chunks have about ([\d,]+)", reason),
+        small=re.findall(r"chunks of ([\d,]+) bytes are small", reason),
+        calls=re.findall(r"and makes (\d+) kernel calls meanwhile", reason),
+        dealt=re.findall(r"(?:would send|sends up to) ([\d,]+) bytes", reason),
+        dealt_calls=re.findall(r"in (\d+) calls|inputs and makes (\d+) kernel calls", reason),
+    )
+    most = plans[received.index(max(received))]
+    expected = dict(receives=max(received), hops=max(len(plan.hops) for plan in plans))
+    expected |= dict(chunks=2 * max(plan.chunk_size for plan in plans) * 64 * 4, calls=most.num_tiles, dealt=dealt)
+    expected |= dict(small=max(m.size for plan in plans for hop in plan.hops for m in hop.receives) * 64 * 4)
+    expected |= dict(dealt_calls=plan_exchange("all_to_all", job, 0).plan.num_tiles if heads[1] % p == 0 else None)
+    for name, texts in found.items():
+        for text in texts:
+            figure = int("".join(text).replace(",", ""))
+            assert figure == pytest.approx(expected[name], rel=0.2 if name == "chunks" else 0), (name, reason)
+    assert found["receives"]
 
 
 def unconnected(world_size, exchange):

@@ -142,7 +142,11 @@ class Segment(NamedTuple):
 
 
 class JobCount(NamedTuple):
-    """Counts by rank, and segments by (branch, start). buffers: the size of each rank's buffer of chunks."""
+    """Counts by rank, and segments by (branch, start).
+
+    buffers: about the size of each rank's buffer of chunks. Where shards are shorter than a dilation rate, a rank may
+    meet only some phases of a segment, and its plan has a smaller buffer.
+    """
 
     pairs: list[int]
     received: list[int]

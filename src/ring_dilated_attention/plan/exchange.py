@@ -92,7 +92,7 @@ def choice_by(counted: JobCount, job: Job, sizes: Sizes) -> Choice:
     hops, largest = max(x.sharers for x in shared) - 1, unit * max(max(x.largest) for x in shared)
     num_kv_held, lengths = job.num_kv_held, tuple(map(shard_length, job.shards))
     num_hops = f"{hops} hop{'s' * (hops > 1)}"
-    ring = f"in the ring a rank receives up to {received:,} bytes in {num_hops} and holds {two_chunks:,} (two chunks)"
+    ring = f"in the ring a rank receives up to {received:,} bytes in {num_hops}; two chunks have about {two_chunks:,}"
     if hops > 1 and largest <= SMALL_CHUNK_BYTES and received <= max(two_chunks, 2 * num_kv_held * unit * max(lengths)):
         small = f"chunks of {largest:,} bytes are small, and a rank receives {received:,}, no more than two chunks"
         return Choice("all_gather", f"{small} or its own keys and values: one round instead of {hops} hops; {ring}")
