@@ -50,7 +50,7 @@ def rank_meets(rank, world_size):
     return found
 
 
-@pytest.mark.parametrize("world_size", [3, 4, 5])
+@pytest.mark.parametrize("world_size", [3, 4, 5, 8])
 def test_a_handshake_sends_what_is_planned(world_size):
     """Catches lengths that are old, or exchanged again though they are those agreed before; and errors that differ."""
     old, new = (5,) * world_size, (5, 6, *[5] * (world_size - 2))
