@@ -4,7 +4,6 @@ import gc
 import time
 import warnings
 from datetime import timedelta
-from functools import partial
 from threading import Event, Thread, current_thread, main_thread
 from types import SimpleNamespace
 from unittest import mock
@@ -16,6 +15,7 @@ from distributed import run
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.plan.exchange import RankPlan
+from ring_dilated_attention.ranks import processes
 from ring_dilated_attention.ranks.link import ExchangeError, GroupLink, WaitTimes
 from ring_dilated_attention.ranks.presumed import KnownCall, LengthsChanged, Presumed
 from ring_dilated_attention.ranks.processes import Processes
@@ -223,12 +223,15 @@ def rank_has_an_intruder(rank, world_size):
     _, own = parts([8] * world_size, rank)
     for _ in range(2):
         dilated_attention(*own, DilatedPattern.dense(), parallel=cp)
-    began, errors, computed = Event(), [], cpu.forward
+    began, errors, computed, agree = Event(), [], cpu.forward, processes.agree
 
     def slow_forward(*args):
-        began.set()
         time.sleep(0.1)
         return computed(*args)
+
+    def noted_agree(*args):  # had the first thread's handshake not begun, the other's refusal could overtake it
+        began.set()
+        return agree(*args)
 
     def intrude():
         began.wait()
@@ -237,9 +240,8 @@ def rank_has_an_intruder(rank, world_size):
         errors.append(error)
 
     thread = Thread(target=intrude)
-    cpu.forward = slow_forward
+    cpu.forward, processes.agree = slow_forward, noted_agree
     if rank == 0:
-        cp.ranks.all.worker.submit(partial(time.sleep, 0.3))  # the first thread's handshake begins late
         thread.start()
     dilated_attention(*own, DilatedPattern.dense(), parallel=cp)
     if rank == 0:
@@ -252,8 +254,7 @@ def rank_has_an_intruder(rank, world_size):
 
 
 def test_a_known_call_of_another_thread_is_refused():
-    """Catches a refusal that waits in the same thread as the messages of the call that goes on, or overtakes its
-    handshake."""
+    """Catches a refusal that waits in the same thread as the messages of the call that goes on."""
     run(3, rank_has_an_intruder)
 
 

@@ -31,7 +31,7 @@ def check_cuts(parallel: ContextParallel | None, cu_seqlens: object, **tensors: 
 
 
 def on_host(cu_seqlens: Any) -> Any:
-    """A copy of the borders, made once. They are read several times, and each time would wait for a GPU."""
+    """The borders on the host, copied once. They are read several times, and each time would wait for a GPU."""
     is_readable = isinstance(cu_seqlens, Tensor) and not cu_seqlens.is_meta and not torch.compiler.is_compiling()
     return cu_seqlens.cpu() if is_readable else cu_seqlens
 

@@ -144,8 +144,8 @@ class Segment(NamedTuple):
 class JobCount(NamedTuple):
     """Counts by rank, and segments by (branch, start).
 
-    buffers: about the size of each rank's buffer of chunks. Where shards are shorter than a dilation rate, a rank may
-    meet only some phases of a segment, and its plan has a smaller buffer.
+    buffers: about the size of each rank's buffer of chunks. It is exact where every piece of a segment that ranks share
+    has rows of all phases. Otherwise a rank may meet only some heads of the segment.
     """
 
     pairs: list[int]

@@ -19,9 +19,9 @@ STAGES = ("forward", "backward")
 
 
 class Packing(NamedTuple):
-    """Which tiles a kernel computes from copies, in which the rows lie side by side. 16-bit rows are always copied, to
-    float32, so that no tile's results are rounded. Other rows are copied where that is faster: if they lie `distance`
-    bytes apart or more, and there are num_bytes / itemsize of them or more on each side."""
+    """Which tiles a kernel computes from copies, in which the rows lie side by side. 16-bit rows are copied to float32
+    (but for those of a cache), so that no tile's results are rounded. Other rows are copied where that is faster: if
+    they lie `distance` bytes apart or more, and there are num_bytes / itemsize of them or more on each side."""
 
     distance: int
     num_bytes: int

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import chain, combinations, islice
 from socket import gethostname as host_name
-from threading import Event, Lock, Thread, _DummyThread, current_thread
+from threading import Lock, Thread, _DummyThread, current_thread
 
 import torch
 import torch.distributed as dist
@@ -93,8 +93,6 @@ class Processes(Ranks):
         self.timeout, self.world_size = timeout, len(members)
         self.opened: list[GroupLink] = []  # if one of them breaks, all do
         self.owner: Thread | None = None
-        self.begun = Event()  # the handshake of a presumed call has: no other overtakes it
-        self.begun.set()
         self.expected: tuple[int, ...] = ()
         self.control = self._open("control", "gloo", members)
 
@@ -161,7 +159,6 @@ class Processes(Ranks):
         return link
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
-        self.begun.wait()
         with self.turn:  # another thread's refusal is sent between two handshakes of the owner
             return self._agree(length, fields, self._why_other_thread() or failure)
 
@@ -175,14 +172,7 @@ class Processes(Ranks):
         if self._why_other_thread() or not self.is_dealt(known.documents):
             return None  # to be refused, on all ranks
         assert isinstance(link, GroupLink)
-        begun = self.begun = Event()
-
-        def handshake() -> tuple[int, ...]:
-            with self.turn:
-                begun.set()
-                return self._agree(known.lengths[self.rank], fields, None)
-
-        return Presumed(known, link, self.control, handshake)
+        return Presumed(known, link, self.control, lambda: self._agree(known.lengths[self.rank], fields, None))
 
     def route(
         self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor, lengths: Sequence[int]
