@@ -76,21 +76,25 @@ def ways_of(call: UncutJob, hardware: Hardware) -> list[Alternative]:
 def alternatives(
     call: UncutJob, hardware: Hardware, traits: Traits, step: Callable[[], object] = lambda: None
 ) -> list[Alternative]:
-    """All ways with their figures. step: called for each way."""
+    """All ways with their figures. step: called after each way."""
     dense = call._replace(pattern=DilatedPattern.dense(is_causal=call.pattern.is_causal))
-    counts, found = lru_cache(maxsize=len(OF_ONE_DOCUMENT))(count), []  # a count is large
-    for one in ways_of(call, hardware):
-        step()
+    counts = lru_cache(maxsize=len(OF_ONE_DOCUMENT))(count)  # a count is large
+
+    def with_figures(one: Alternative) -> Alternative:
         if one.way.exchange == "all_to_all":
             try:
                 check_dealing(call.num_kv_heads, call.num_ranks)
             except ValueError as error:
-                found.append(one._replace(why_not=str(error).split(":")[0]))
-                continue
+                return one._replace(why_not=str(error).split(":")[0])
         job = (call if one.function == "dilated" else dense).job(one.sharding, one.way.inner)
         counted = counts(job, one.way if one.way.is_dealt else Way())._replace(way=one.way)  # all_gather is as ring
         figures = forecast(job, one.way, call.sizes, traits=traits, hardware=hardware, counted=counted)
-        found.append(one._replace(figures=figures))
+        return one._replace(figures=figures)
+
+    found = []
+    for one in ways_of(call, hardware):
+        found.append(with_figures(one))
+        step()
     return found
 
 
