@@ -36,7 +36,6 @@ START = multiprocessing.get_context("forkserver")
 # sys.path: it finds what is installed, and what lies in the present folder.
 _PRELOADED = ["tests.uncollected"]  # the first
 _PRELOADED += ["torch", "torch.distributed", "torch._dynamo", "pytest", "hypothesis", "benchmarks.measure"]
-_PRELOADED += ["torch._inductor.compile_fx"]
 _PRELOADED += [f"ring_dilated_attention.{name}" for name in ("attention", "layers", "models", "reference", "simulate")]
 _PRELOADED += ["tests.collected"]  # the last
 START.set_forkserver_preload(_PRELOADED)

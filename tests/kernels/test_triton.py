@@ -40,7 +40,7 @@ def test_in_the_interpreter():
     rehearsal of `test_cuda.py`: a mistake of that file itself, which no one would see until there is a GPU. What takes
     longest there is left out; `triton_interpreted.py` has its like. Both in one process, which imports for seconds."""
     files = ["triton_interpreted.py"] if torch.cuda.is_available() else ["triton_interpreted.py", "test_cuda.py"]
-    longest = ("run_to_run", "operators_pass", "compiled_whole", "strides", "paper", "fused", "zigzag", "inf-triton")
+    longest = ("run_to_run", "operators_pass", "compiled_whole", "strides", "paper", "fused", "zigzag", "inf", "ragged")
     selected = " and ".join(f"not {name}" for name in longest)
     paths = [str(Path(__file__).with_name(file)) for file in files]
     command = ["pytest", "-n", "0", "-vv", "-k", f"triton_interpreted or ({selected})", *paths]

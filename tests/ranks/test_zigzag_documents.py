@@ -1,5 +1,6 @@
 """sharding="zigzag_documents": each packed document is dealt as zigzag by itself."""
 
+import warnings
 from itertools import accumulate
 
 import pytest
@@ -95,6 +96,7 @@ def rank_computes(rank, world_size):
             assert torch.equal(local["tokens"], local["positions"])
     check_loss(parallel)
     said = refusals(rank, parallel)
+    check_doubts(parallel)
     parallel.close()
     return said
 
@@ -115,6 +117,22 @@ def check_loss(parallel):
     torch.distributed.all_gather(gathered, gradients[1])
     torch.testing.assert_close(losses[1], losses[0])
     torch.testing.assert_close(torch.stack(gathered).mean(0), gradients[0], rtol=1e-9, atol=1e-12)
+
+
+def check_doubts(parallel):
+    """An op has dropped what `shard` noted. An earlier sequence with other borders has as many rows on each rank."""
+    earlier, last, x = borders_of((12, 24)), borders_of((24, 12)), randn(1, 36, 2, 4)
+    parallel.shard(x, cu_seqlens=earlier)
+    local = parallel.shard(x, cu_seqlens=last).clone()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for borders in (last, earlier, earlier):
+            dilated_attention(local, local, local, PATTERNS[0], parallel=parallel, cu_seqlens=borders)
+            parallel.unshard(local, cu_seqlens=borders)
+    [warning] = [str(x.message) for x in heard]
+    assert warning.startswith(
+        "cu_seqlens=(0, 12, 36) is of an earlier sequence than the one that this context cut last."
+    )
 
 
 def refusals(rank, parallel):

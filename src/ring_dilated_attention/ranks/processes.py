@@ -169,8 +169,8 @@ class Processes(Ranks):
 
     def presume(self, known: KnownCall, fields: dict[str, object]) -> Presumed | None:
         link = known.means.link
-        if self._why_other_thread() or not self.is_dealt(known.documents):
-            return None  # to be refused, on all ranks
+        if self._why_other_thread() or not self.is_last(known.documents):
+            return None  # to be refused on all ranks, or doubted
         assert isinstance(link, GroupLink)
         return Presumed(known, link, self.control, lambda: self._agree(known.lengths[self.rank], fields, None))
 

@@ -60,21 +60,29 @@ class Ranks:
     def note_cut(self, lengths: tuple[int, ...], documents: Borders) -> tuple[Shard, ...]:
         """Remember the sequence that is cut now. Returns `shards`."""
         self.last_whole, self.last_lengths = sum(lengths), lengths
-        self.dealt[hash(documents)] = None
+        self.dealt.pop(hash(documents), None)
+        self.dealt[hash(documents)] = None  # the last
         if len(self.dealt) > MOST_KEPT:
             del self.dealt[next(iter(self.dealt))]
         return self.shards(lengths, documents)
 
     def is_dealt(self, documents: Borders) -> bool:
         """False if the place of rows depends on documents, and none like these was cut lately."""
-        is_free = self.cut.sharding != BY_DOCUMENT or not documents or not self.dealt
-        return is_free or hash(documents) in self.dealt
+        return self.is_last(documents) or hash(documents) in self.dealt
 
     def check_dealt(self, documents: Borders) -> None:
-        """Raise ValueError unless `is_dealt`."""
+        """Raise ValueError unless `is_dealt`, and warn unless documents like these were cut last."""
         if not self.is_dealt(documents):
             given = f"cu_seqlens={shown(documents)} is of no sequence that this context has cut lately"
             raise ValueError(f"{given}. Pass the cu_seqlens that `shard` was given.")
+        if not self.is_last(documents):
+            text = f"cu_seqlens={shown(documents)} is of an earlier sequence than the one that this context cut last"
+            self.warn_once("borders", text + ". That is right only for rows of the earlier one")
+
+    def is_last(self, documents: Borders) -> bool:
+        """False if the place of rows depends on documents, and others were cut later."""
+        is_free = self.cut.sharding != BY_DOCUMENT or not documents or not self.dealt
+        return is_free or hash(documents) == next(reversed(self.dealt))
 
     def positions(self, lengths: Sequence[int], cu_seqlens: Tensor | None = None) -> Tensor:
         """The positions, within their documents, of this rank's rows: (N_local,) int64 on the CPU."""
