@@ -168,7 +168,7 @@ def test_interrupted_at_any_time(arguments):
     is left: whoever is would keep the pipe open."""
     seconds = random.Random(0)
     processes = []
-    for _ in range(2):
+    for _ in range(3):
         process = command(*arguments, stdout=subprocess.DEVNULL, start_new_session=True)
         wait_for(lambda pid=process.pid: "torch" in Path(f"/proc/{pid}/maps").read_text())
         time.sleep(seconds.uniform(0, 1.5))

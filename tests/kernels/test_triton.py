@@ -79,6 +79,20 @@ def _cuobjdump() -> Path:
 
 
 @needs_triton
+def test_words_compile_nothing_and_code_does(monkeypatch, tmp_path):
+    """Catches a fingerprint that a docstring changes, so that all kernels are compiled anew, or that code does not."""
+    from benchmarks import resources
+
+    file, found = tmp_path / "kernel.py", []
+    monkeypatch.setattr(resources, "COMPILED", [file])
+    code = '"""{}"""\n\ndef kernel(x):\n    """{},\n    and more."""\n    return x + {}\n'
+    for words in (("A", "B", 1), ("Other", "words", 1), ("A", "B", 2)):
+        file.write_text(code.format(*words))
+        found.append(resources.fingerprint())
+    assert found[0] == found[1] != found[2]
+
+
+@needs_triton
 def test_the_gate_can_fail():
     """Proof that the comparison of resources sees a difference, a kernel that is not listed, and too much memory."""
     from benchmarks.resources import Resources, complaints

@@ -142,11 +142,8 @@ class Segment(NamedTuple):
 
 
 class JobCount(NamedTuple):
-    """Counts by rank, and segments by (branch, start).
-
-    buffers: about the size of each rank's buffer of chunks. It is exact where every piece of a segment that ranks share
-    has rows of all phases. Otherwise a rank may meet only some heads of the segment.
-    """
+    """Counts by rank, and segments by (branch, start). buffers: about the size of each rank's buffer of chunks. In its
+    plan, a ring of only some heads or pieces of a segment may have smaller or larger chunks."""
 
     pairs: list[int]
     received: list[int]

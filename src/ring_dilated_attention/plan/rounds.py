@@ -27,8 +27,8 @@ def rounds_of(rank: int, num_ranks: int) -> Iterator[list[tuple[int, int]]]:
 def turn_of(rank: int, peer: int) -> tuple[int, int, int]:
     """When a pair of ranks connects: every rank goes through its pairs in this order, so that none waits in a circle.
 
-    Of the neighbours in a ring, every other pair comes first. So each rank waits for two others at most, however many
-    there are. If each began with its lowest peer, one rank would connect after the other.
+    Of the neighbours in a ring, every other pair comes first. So they have connected after three pairs, one after the
+    other, however many ranks there are. If each began with its lowest peer, rank by rank would connect.
     """
     first, distance = min(rank, peer), abs(rank - peer)
     return distance, first // distance % 2, first
