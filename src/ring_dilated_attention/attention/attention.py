@@ -20,6 +20,7 @@ from ..ranks.ranks import ALONE, Ranks
 from ..run.append import append
 from ..run.dilated_cache import DilatedCache
 from ..run.views import accumulator_dtype, with_unit_stride
+from .op import define_op
 from .validate import autocast, call_of, check_cache, check_cuts, on_host
 
 
@@ -118,7 +119,7 @@ def _ranks(call: Call) -> Ranks:
     return context_named(call.context).ranks if call.context else ALONE
 
 
-@torch.library.custom_op("ring_dilated_attention::forward", mutates_args=())
+@define_op("forward")
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, call: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,14 +129,14 @@ def _forward(
     return out, lse, begun.tensor
 
 
-@_forward.register_fake
+@torch.library.register_fake(_forward)
 def _(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, call: str) -> tuple[Tensor, Tensor, Tensor]:
     lse = query.new_empty(query.shape[:3], dtype=accumulator_dtype(query.dtype))
     num_borders = 0 if cu_seqlens is None else cu_seqlens.shape[0]
     return query.new_empty(query.shape), lse, torch.empty(2 + num_borders, dtype=torch.int64, device="cpu")
 
 
-@torch.library.custom_op("ring_dilated_attention::backward", mutates_args=())
+@define_op("backward")
 def _backward(
     dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
     begun: Tensor, call: str,
@@ -147,7 +148,7 @@ def _backward(
     return ranks.backward(found, Begun.from_tensor(begun), rows)
 
 
-@_backward.register_fake
+@torch.library.register_fake(_backward)
 def _(dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in (query, key, value))
 
@@ -176,8 +177,8 @@ def _refuse(ctx: Any, *grads: Tensor) -> None:
     raise NotImplementedError("dilated attention has no second derivative: call backward without create_graph=True.")
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
-_backward.register_autograd(_refuse)
+torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
+torch.library.register_autograd(_backward, _refuse)
 
 
 @torch.library.custom_op("ring_dilated_attention::append", mutates_args=("memory", "progress"))

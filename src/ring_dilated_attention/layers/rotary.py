@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..attention.op import define_op
 from ..pattern import is_finite_number
 from ..ranks.context import context_named
 
@@ -73,7 +74,7 @@ def document_positions(num_positions: int, cu_seqlens: Tensor | None, device: to
     return positions_N - starts[torch.searchsorted(starts, positions_N, right=True) - 1]
 
 
-@torch.library.custom_op("ring_dilated_attention::positions", mutates_args=())
+@define_op("positions")
 def positions_on_ranks(x: Tensor, cu_seqlens: Tensor | None, parallel: str) -> Tensor:
     """The positions of this rank's rows in their documents, (N,) int64 on the CPU. An op, because it sends messages."""
     ranks = context_named(parallel).ranks
@@ -82,6 +83,6 @@ def positions_on_ranks(x: Tensor, cu_seqlens: Tensor | None, parallel: str) -> T
     return ranks.positions(ranks.handshake(x.shape[1], fields), cu_seqlens)
 
 
-@positions_on_ranks.register_fake
+@torch.library.register_fake(positions_on_ranks)
 def _(x: Tensor, *_: object) -> Tensor:
     return torch.empty(x.shape[1], dtype=torch.int64, device="cpu")

@@ -41,6 +41,11 @@ def refuse(key: str, reason: str) -> None:
     context_named(key).ranks.agree(0, {}, reason)
 
 
+# torch.compile runs `refuse` while it traces: the other ranks hear of a refused call at once. This is the mark of
+# torch.compiler.assume_constant_result, which would import dynamo, a second or two, also where nothing is compiled.
+refuse.__dict__["_dynamo_marked_constant"] = True
+
+
 class ContextParallel:
     """Shares a sequence among the ranks of a group: each holds its shard of the positions, and all heads.
 
@@ -83,9 +88,6 @@ class ContextParallel:
         align: int = 1,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        # Makes torch.compile run `refuse` while it traces: the other ranks hear of a refused call at once. It imports
-        # dynamo, a second or two. Every rank does so here, before the ranks meet: none waits for another's import.
-        torch.compiler.assume_constant_result(refuse)
         mesh, inner = group if isinstance(group, DeviceMesh) else None, 1
         self.group = resolve_group(group)
         members = dist.get_process_group_ranks(self.group) if self.group is not None else [0]
@@ -114,7 +116,6 @@ class ContextParallel:
         # The key of this context for custom ops. A later context may have the same name, but never the same key.
         self.key = f"{self.name}, number {next(_made)}"
         _contexts[self.key] = self
-        torch.compiler.assume_constant_result(refuse)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ContextParallel":
         """Itself: connections have no copies."""
