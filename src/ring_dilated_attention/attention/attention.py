@@ -119,7 +119,7 @@ def _ranks(call: Call) -> Ranks:
     return context_named(call.context).ranks if call.context else ALONE
 
 
-@define_op("forward")
+@define_op
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, call: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,7 +136,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, call
     return query.new_empty(query.shape), lse, torch.empty(2 + num_borders, dtype=torch.int64, device="cpu")
 
 
-@define_op("backward")
+@define_op
 def _backward(
     dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
     begun: Tensor, call: str,

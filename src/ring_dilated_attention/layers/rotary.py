@@ -74,7 +74,7 @@ def document_positions(num_positions: int, cu_seqlens: Tensor | None, device: to
     return positions_N - starts[torch.searchsorted(starts, positions_N, right=True) - 1]
 
 
-@define_op("positions")
+@define_op
 def positions_on_ranks(x: Tensor, cu_seqlens: Tensor | None, parallel: str) -> Tensor:
     """The positions of this rank's rows in their documents, (N,) int64 on the CPU. An op, because it sends messages."""
     ranks = context_named(parallel).ranks

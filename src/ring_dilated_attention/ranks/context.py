@@ -7,7 +7,6 @@ from itertools import count
 from typing import NoReturn
 from weakref import WeakValueDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
