@@ -18,8 +18,7 @@ from .terminal import held_back
 
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 TRANSPORTS = {False: "gloo", True: "cpu:gloo,cuda:nccl"}  # torch.distributed's backends, by whether ranks have GPUs
-# torch._dynamo is here because the first step of an optimizer imports it, which takes a second or two.
-_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "ring_dilated_attention.attention"]
+_PRELOADED = ["torch", "torch.distributed", "ring_dilated_attention.attention"]
 
 
 class RankFailedError(RuntimeError):
