@@ -85,17 +85,9 @@ class InPlaceKernel(_Backend, Protocol):
     IN_PLACE: Literal[True]
 
     def forward_into(
-        self,
-        q_BHMD: Tensor,
-        k_BGLD: Tensor,
-        v_BGLD: Tensor,
-        out_BHMD: Tensor,
-        lse_BHM: Tensor,
-        is_causal: bool,
-        scale: float,
-        *,
-        first: bool,
-    ) -> None:
+        self, q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, out_BHMD: Tensor, lse_BHM: Tensor,
+        is_causal: bool, scale: float, *, first: bool,
+    ) -> None:  # fmt: skip
         """Merge the partial over these keys into (out, lse). A float64 lse keeps what many merges would round away."""
 
     def delta(self, dout_BNHD: Tensor, dlse_BNH: Tensor | None, out_BNHD: Tensor) -> Tensor:

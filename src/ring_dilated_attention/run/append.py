@@ -21,16 +21,9 @@ from .views import accumulator_dtype, with_unit_stride
 
 
 def append(
-    plan: CachePlan,
-    backend: str,
-    scale: float,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    memory: Tensor,
-    progress: Tensor,
-    lengths: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    plan: CachePlan, backend: str, scale: float, query: Tensor, key: Tensor, value: Tensor,
+    memory: Tensor, progress: Tensor, lengths: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out (B, M, H, D) and lse (B, M, H) of the new rows. Each batch entry goes on from its own position.
 
     To read the positions the host waits for the GPU, unless M is 1 and the backend has a kernel for one token.

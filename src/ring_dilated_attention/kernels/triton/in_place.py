@@ -56,16 +56,9 @@ def choose_pass(pattern: DilatedPattern, borders: tuple[int, ...]) -> WholePasse
 
 
 def forward_into(
-    q_BHMD: Tensor,
-    k_BGLD: Tensor,
-    v_BGLD: Tensor,
-    out_BHMD: Tensor,
-    lse_BHM: Tensor,
-    is_causal: bool,
-    scale: float,
-    *,
-    first: bool,
-) -> None:
+    q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, out_BHMD: Tensor, lse_BHM: Tensor,
+    is_causal: bool, scale: float, *, first: bool,
+) -> None:  # fmt: skip
     from .forward import forward_kernel
 
     launch.check(q_BHMD, k_BGLD, v_BGLD, out_BHMD)

@@ -69,15 +69,9 @@ def _tables(plan: CachePlan, device: torch.device) -> TokenTables:
 
 
 def append_one(
-    plan: CachePlan,
-    scale: float,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    memory: Tensor,
-    progress: Tensor,
-    lengths: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    plan: CachePlan, scale: float, query: Tensor, key: Tensor, value: Tensor,
+    memory: Tensor, progress: Tensor, lengths: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out (B, 1, H, D) and lse (B, 1, H) of one new row for each batch entry, or none where `lengths` is 0.
 
     A sequence that would become too long raises nothing, since its position is on the device: its out and lse are NaN,
