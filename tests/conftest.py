@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from order import dealt
@@ -17,7 +18,7 @@ from order import dealt
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
-if hasattr(os, "SCHED_BATCH"):
+with suppress(AttributeError, OSError):  # not on Linux, or not allowed
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # for all that this process starts
 
 # Nearly all that imports and tests make lives on. By default Python looks for garbage in it after every 700 objects.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.kernels import cpu
+from ring_dilated_attention.ranks.call import Call
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
 from ring_dilated_attention.run.merge import merge_
 
@@ -474,6 +475,23 @@ def test_autocast_is_that_of_torch():
     assert double.dtype == torch.float64
     grads = torch.autograd.grad(out.float().sum(), inputs)
     assert all(grad.dtype == torch.float32 for grad in grads)
+
+
+def test_the_compiler_does_not_look_into_an_op():
+    """Catches dynamo following the op's own Python, where it gave up the frame that calls it. It would warn of what it
+    finds there, and a warning is an error here."""
+    text = Call(DilatedPattern((4,), (1,)), 0.3, "auto", "", False, range(2), 2).text
+
+    def call(x):
+        try:
+            torch._dynamo.graph_break()
+            return torch.ops.ring_dilated_attention.forward(x, x, x, None, text)[0]
+        finally:
+            pass
+
+    x = randn(1, 8, 2, 4)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(call, backend="eager")(x), call(x), rtol=0, atol=0)
 
 
 def test_a_wrong_kernel_is_seen(monkeypatch):

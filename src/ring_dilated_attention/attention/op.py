@@ -1,6 +1,5 @@
 """Ops of torch that do not import its compiler."""
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -9,16 +8,20 @@ import torch
 
 
 def define_op(function: Callable[..., Any]) -> Any:
-    """Decorator: an op with the name of the function, which writes to none of its arguments.
+    """Decorator: an op with the name of the function, which writes to none of its arguments and returns none.
 
-    `torch.library.custom_op` makes the same. But its first call imports torch._dynamo, a second or two, so that dynamo
-    never traces the function, and this is needed only where dynamo has been imported.
+    The first call of a `torch.library.custom_op` imports torch._dynamo, a second or two, so that dynamo never traces
+    the function. Here this is done only where dynamo has been imported.
     """
     name, schema = function.__name__.strip("_"), torch.library.infer_schema(function, mutates_args=())
-    untraced = functools.cache(lambda: torch.compiler.disable(function))
+    untraced: list[Callable[..., Any]] = []  # not functools.cache, of which dynamo warns
 
     def run(*args: Any) -> Any:
-        return (untraced() if "torch._dynamo" in sys.modules else function)(*args)
+        if "torch._dynamo" not in sys.modules:
+            return function(*args)
+        if not untraced:
+            untraced.append(torch.compiler.disable(function))
+        return untraced[0](*args)
 
     torch.library.define(f"ring_dilated_attention::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
     torch.library.impl(f"ring_dilated_attention::{name}", "default", run)
