@@ -174,7 +174,7 @@ def rank_closes_contexts(rank, world_size):
         gc.collect()  # what was raised holds the frames that hold a context
         dist.barrier()
         held.append((open_descriptors(), len(dist.distributed_c10d._world.pg_map)))
-    assert held[1:] == held[:-1], held
+    assert all(max(numbers) == numbers[0] for numbers in zip(*held, strict=True)), held  # fewer is no leak
     assert threading.active_count() < 8
 
 
