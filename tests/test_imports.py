@@ -383,7 +383,8 @@ def test_pure_modules_leave_torch_alone(name):
 
 def test_a_call_does_not_import_the_compiler():
     """Catches an import of torch._dynamo, which takes ten times as long as all of ours: by a first call, its backward,
-    or a context. (`refuse` has the mark of torch's function that imports it.)"""
+    or a context. (`refuse` has the mark of torch's function that imports it.) And modules that cannot be reloaded, or
+    imported once more after Ctrl-C."""
     code = f"""if True:
         import sys, torch, {NAME}.layers
         from {NAME} import ContextParallel, DilatedPattern, dilated_attention
@@ -394,6 +395,10 @@ def test_a_call_does_not_import_the_compiler():
         assert 'torch._dynamo' not in sys.modules, 'dynamo was imported'
         marked = torch.compiler.assume_constant_result(lambda: None)
         assert marked.__dict__ == refuse.__dict__, 'torch marks functions otherwise'
+        import importlib, {NAME}.attention.attention as module, {NAME}.layers.rotary
+        for _ in range(2):  # an op that is defined once more takes the place of the former one
+            importlib.reload(module), importlib.reload({NAME}.layers.rotary)
+            module.dilated_attention(rows, rows, rows, DilatedPattern((4,), (1,))).sum().backward()
     """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
 

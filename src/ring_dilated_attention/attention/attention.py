@@ -119,8 +119,7 @@ def _ranks(call: Call) -> Ranks:
     return context_named(call.context).ranks if call.context else ALONE
 
 
-@define_op
-def _forward(
+def _run_forward(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, call: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, and a tensor on the CPU that holds what the backward takes from this forward (`Begun`)."""
@@ -129,15 +128,15 @@ def _forward(
     return out, lse, begun.tensor
 
 
-@torch.library.register_fake(_forward)
-def _(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, call: str) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_forward(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, call: str
+) -> tuple[Tensor, Tensor, Tensor]:
     lse = query.new_empty(query.shape[:3], dtype=accumulator_dtype(query.dtype))
     num_borders = 0 if cu_seqlens is None else cu_seqlens.shape[0]
     return query.new_empty(query.shape), lse, torch.empty(2 + num_borders, dtype=torch.int64, device="cpu")
 
 
-@define_op
-def _backward(
+def _run_backward(
     dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
     begun: Tensor, call: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -148,8 +147,9 @@ def _backward(
     return ranks.backward(found, Begun.from_tensor(begun), rows)
 
 
-@torch.library.register_fake(_backward)
-def _(dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _fake_backward(
+    dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *_: Any
+) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in (query, key, value))
 
 
@@ -177,8 +177,8 @@ def _refuse(ctx: Any, *grads: Tensor) -> None:
     raise NotImplementedError("dilated attention has no second derivative: call backward without create_graph=True.")
 
 
-torch.library.register_autograd(_forward, _differentiate, setup_context=_save)
-torch.library.register_autograd(_backward, _refuse)
+_forward = define_op("forward", _run_forward, _fake_forward, _differentiate, _save)
+_backward = define_op("backward", _run_backward, _fake_backward, _refuse)
 
 
 @torch.library.custom_op("ring_dilated_attention::append", mutates_args=("memory", "progress"))

@@ -6,15 +6,18 @@ from typing import Any
 
 import torch
 
+Code = Callable[..., Any]
+_libraries: dict[str, torch.library.Library] = {}  # by op: all that is registered with it lives as long
 
-def define_op(function: Callable[..., Any]) -> Any:
-    """Decorator: an op with the name of the function, which writes to none of its arguments and returns none.
 
-    The first call of a `torch.library.custom_op` imports torch._dynamo, a second or two, so that dynamo never traces
-    the function. Here this is done only where dynamo has been imported.
+def define_op(name: str, function: Code, fake: Code, backward: Code | None = None, save: Code | None = None) -> Any:
+    """torch.ops.ring_dilated_attention.<name>, for a function that neither writes to an argument nor returns one.
+    `fake`, `backward` and `save` are as torch.library's register_fake and register_autograd take them.
+
+    `torch.library.custom_op` keeps dynamo from tracing the function, and therefore imports torch._dynamo at the first
+    call, a second or two. This keeps dynamo from it only where something else has imported dynamo.
     """
-    name, schema = function.__name__.strip("_"), torch.library.infer_schema(function, mutates_args=())
-    untraced: list[Callable[..., Any]] = []  # not functools.cache, of which dynamo warns
+    untraced: list[Code] = []  # not functools.cache, of which dynamo warns
 
     def run(*args: Any) -> Any:
         if "torch._dynamo" not in sys.modules:
@@ -23,6 +26,13 @@ def define_op(function: Callable[..., Any]) -> Any:
             untraced.append(torch.compiler.disable(function))
         return untraced[0](*args)
 
-    torch.library.define(f"ring_dilated_attention::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
-    torch.library.impl(f"ring_dilated_attention::{name}", "default", run)
-    return getattr(torch.ops.ring_dilated_attention, name).default
+    _libraries.pop(name, None)  # of a module that is imported once more
+    library = _libraries[name] = torch.library.Library("ring_dilated_attention", "FRAGMENT")
+    schema = torch.library.infer_schema(function, mutates_args=())
+    library.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
+    library.impl(name, run, "CompositeExplicitAutograd")
+    op = getattr(torch.ops.ring_dilated_attention, name).default
+    torch.library.register_fake(op, fake, lib=library)
+    if backward is not None:
+        torch.library.register_autograd(op, backward, setup_context=save, lib=library)
+    return op

@@ -74,8 +74,7 @@ def document_positions(num_positions: int, cu_seqlens: Tensor | None, device: to
     return positions_N - starts[torch.searchsorted(starts, positions_N, right=True) - 1]
 
 
-@define_op
-def positions_on_ranks(x: Tensor, cu_seqlens: Tensor | None, parallel: str) -> Tensor:
+def _run_positions(x: Tensor, cu_seqlens: Tensor | None, parallel: str) -> Tensor:
     """The positions of this rank's rows in their documents, (N,) int64 on the CPU. An op, because it sends messages."""
     ranks = context_named(parallel).ranks
     given = None if cu_seqlens is None else cu_seqlens.tolist()
@@ -83,6 +82,8 @@ def positions_on_ranks(x: Tensor, cu_seqlens: Tensor | None, parallel: str) -> T
     return ranks.positions(ranks.handshake(x.shape[1], fields), cu_seqlens)
 
 
-@torch.library.register_fake(positions_on_ranks)
-def _(x: Tensor, *_: object) -> Tensor:
+def _fake_positions(x: Tensor, *_: object) -> Tensor:
     return torch.empty(x.shape[1], dtype=torch.int64, device="cpu")
+
+
+positions_on_ranks = define_op("positions", _run_positions, _fake_positions)

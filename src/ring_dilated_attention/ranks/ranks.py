@@ -66,18 +66,17 @@ class Ranks:
             del self.dealt[next(iter(self.dealt))]
         return self.shards(lengths, documents)
 
-    def is_dealt(self, documents: Borders) -> bool:
-        """False if the place of rows depends on documents, and none like these was cut lately."""
-        return self.is_last(documents) or hash(documents) in self.dealt
-
     def check_dealt(self, documents: Borders) -> None:
-        """Raise ValueError unless `is_dealt`, and warn unless documents like these were cut last."""
-        if not self.is_dealt(documents):
-            given = f"cu_seqlens={shown(documents)} is of no sequence that this context has cut lately"
-            raise ValueError(f"{given}. Pass the cu_seqlens that `shard` was given.")
-        if not self.is_last(documents):
-            text = f"cu_seqlens={shown(documents)} is of an earlier sequence than the one that this context cut last"
-            self.warn_once("borders", text + ". That is right only for rows of the earlier one")
+        """Where the place of rows depends on documents: raise ValueError if none like these were cut lately, and warn
+        if others were cut last."""
+        if self.is_last(documents):
+            return
+        given = f"cu_seqlens={shown(documents)} is of"
+        if hash(documents) not in self.dealt:
+            text = f"{given} no sequence that this context has cut lately. Pass the cu_seqlens that `shard` was given."
+            raise ValueError(text)
+        text = f"{given} an earlier sequence than the one that this context cut last"
+        self.warn_once("borders", text + ". That is right only for rows of the earlier one")
 
     def is_last(self, documents: Borders) -> bool:
         """False if the place of rows depends on documents, and others were cut later."""
