@@ -72,6 +72,7 @@ SECONDS_PER_CASE = 60
 MOST_TO_NOTICE = 2000  # cases, to notice that the program is broken
 BYTES_BEYOND_TORCH = 4 * 10**9
 BAR = re.compile(r"\d[kMG]?/[\d.]+[kMG]? \[\d")  # of progress, in numbers or in bytes
+READ = re.compile(r": [\d,]+ bytes$")  # what a training run says of its text, before it fails at a step
 
 
 class Trial(NamedTuple):
@@ -234,7 +235,7 @@ def sentence_of(output: Output) -> str | None:
     """Why a refused command's output is not what it should be: a sentence, or the usage and one; None if it is."""
     if output.out:
         return f"it is refused, and prints {output.out[:200]!r}"
-    lines = [line for line in output.error.splitlines() if line.strip() and not BAR.search(line)]
+    lines = [line for line in output.error.splitlines() if line.strip() and not (BAR.search(line) or READ.search(line))]
     lines = lines[:1] + [line for line in lines[1:] if not line.startswith("  ")]  # a wrapped sentence goes on indented
     if lines and lines[0].startswith("usage: "):
         lines = [line for line in lines if ": error: " in line]
