@@ -119,7 +119,8 @@ class Desk(TeamDesk):
             arguments |= {"pattern": call.pattern, "cu_seqlens": call.cu_seqlens, "scale": call.scale}
             if parallel.rank == self.odd:
                 right = arguments.get(name)
-                arguments[name] = HOSTILE[name][number](arguments)
+                whole = {"query": tensors_of(call)[0][0]} if name == "cu_seqlens" else {}  # borders: of all rows
+                arguments[name] = HOSTILE[name][number](arguments | whole)
                 shape = getattr(arguments[name], "shape", None)
                 if isinstance(right, Tensor) and shape == right.shape and not right.numel():
                     arguments[name] = None  # on a rank without rows, a part of them is all
