@@ -157,12 +157,13 @@ The ranks that share a segment form its *ring*. Chunks travel around the ring fr
 ## The program of a rank
 
 A *plan* lists in integers what a rank computes, sends and receives. A *program* puts this in order, as a list of steps.
-The program is made before anything is computed, and later calls of the same shape use it again.
+The program is made before anything is computed. Later calls of the same shape use it again, if it has at most 1,000
+tiles.
 
 Each line below is a step. Rows are numbered within the rank: row 0 of rank 1 is position 4. A *tile* is a set of query
 rows times a set of key rows, which one call of a kernel computes. `take` allocates a buffer, and `free` releases it.
-"8 units at 0" are the first 8 units of a buffer. A *block* is the keys of some heads in a buffer, and then their
-values; "a block at 0" begins at the first unit.
+"8 units at 0" are the first 8 units of a buffer. A *block* is keys of some heads, followed by their values; "a block at
+0" begins at the first unit of a buffer.
 
 Rank 0, forward:
 

@@ -196,8 +196,8 @@ def modules_that_send(modules):
 
 
 def cycles(modules):
-    """Modules that import themselves, directly or not, inside functions and by string too. A member may import from its
-    package what that does not import from it."""
+    """Modules that import themselves, directly or not, inside functions and by string too, but not for types alone. A
+    member may import from its package what that does not import from it."""
 
     def direct(name: str) -> set[str]:
         return {other.removeprefix(NAME).removeprefix(".") for other in modules[name].run} & set(modules) - {""}

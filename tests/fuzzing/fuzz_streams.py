@@ -20,11 +20,11 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import fuzz_commands
-from fuzz import BAR, Trial, listing
+from fuzz import BAR, Output, Trial, listing
 from fuzz_commands import COMMANDS, THEIRS, a_quick_doctor, all_passed, broken, shown, spoil
 from helpers import quick_ends
 
@@ -50,14 +50,6 @@ ERROR = ["file"] * 6 + ["closed", "full", "unread", "out"]
 UNREAD, REFUSED = 141, 2
 FEW_BYTES = 200  # that a file may hold, where it is short
 PIPE_BYTES = 2**16  # that a pipe holds unread
-
-
-class Ended(NamedTuple):
-    """How a child ended, and what could be read of its streams."""
-
-    code: int
-    out: str
-    error: str
 
 
 def prepare(folder: Path) -> None:
@@ -102,10 +94,10 @@ def draw(rng: random.Random) -> list[str]:
     return [name, *(word for group in groups for word in group)]
 
 
-Left = tuple[Ended, dict[str, Any], dict[str, Any]]
+Left = tuple[Output, dict[str, Any], dict[str, Any]]
 
 
-def fresh(folder: Path, name: str, run: Callable[[], Ended]) -> Left:
+def fresh(folder: Path, name: str, run: Callable[[], Output]) -> Left:
     """How it ends in a folder of its own, and what was there before and after."""
     shutil.copytree(folder.parent / "start", folder / name, symlinks=True)
     os.chdir(folder / name)
@@ -158,16 +150,16 @@ class Streams:
             self.read += some
         os.close(self.pipe[0])
 
-    def ended(self, code: int) -> Ended:
+    def ended(self, code: int) -> Output:
         texts = []
         for file in self.files:
             file.seek(0)
             texts.append(file.read().decode(errors="backslashreplace"))
             file.close()
-        return Ended(code, self.read.decode(errors="backslashreplace") or texts[0], texts[1])
+        return Output(code, self.read.decode(errors="backslashreplace") or texts[0], texts[1])
 
 
-def as_child(arguments: list[str], *kinds: Any) -> Ended:
+def as_child(arguments: list[str], *kinds: Any) -> Output:
     """The command in a fork of this process, which has torch already."""
     streams = Streams(*kinds)
     sys.stdout.flush()
@@ -226,7 +218,7 @@ def code_of(child: int) -> int:
     return -99
 
 
-def as_process(arguments: list[str], *kinds: Any) -> Ended:
+def as_process(arguments: list[str], *kinds: Any) -> Output:
     streams = Streams(*kinds)
     words = [sys.executable, "-m", "ring_dilated_attention", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -279,7 +271,7 @@ def why_wrong(arguments: list[str], plain: Left, other: Left, out: str, error: s
     return why_other_words(arguments, right, ends, out, error)
 
 
-def why_other_words(arguments: list[str], right: Ended, ends: Ended, out: str, error: str) -> str | None:
+def why_other_words(arguments: list[str], right: Output, ends: Output, out: str, error: str) -> str | None:
     """What was printed although another stream was broken, or because of it."""
     if error == "file":
         lines, expected = said(ends.error), said(right.error)

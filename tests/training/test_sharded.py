@@ -16,6 +16,7 @@ import pytest
 import torch
 from distributed import preload
 from distributed import run as run_ranks
+from helpers import StopAfter
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.models.longnet import LongNetLM
@@ -38,18 +39,6 @@ TINY = Hyperparameters(
 )  # fmt: skip
 
 
-class Stop:
-    """Asks to stop during the given step."""
-
-    def __init__(self, step=10**9):
-        self.left = step
-
-    @property
-    def requested(self):
-        self.left -= 1
-        return self.left <= 0
-
-
 def make_run(folder, *, fsdp=True, resume=False, **changes):
     options = Hyperparameters(**{**vars(TINY), **changes})
     document = Document(TEXT, "text", options.seq_len, options.held_out_bytes)
@@ -61,9 +50,9 @@ def make_run(folder, *, fsdp=True, resume=False, **changes):
 def train_rank(rank, world_size, folder):
     """The record of a run that is never stopped, and of one that goes on after its second step."""
     parallel = ContextParallel()
-    never = train(make_run(folder / "never"), parallel, Stop())
-    train(make_run(folder / "stopped"), parallel, Stop(2))
-    return never, train(make_run(folder / "stopped", resume=True), parallel, Stop())
+    never = train(make_run(folder / "never"), parallel, StopAfter(10**9))
+    train(make_run(folder / "stopped"), parallel, StopAfter(2))
+    return never, train(make_run(folder / "stopped", resume=True), parallel, StopAfter(10**9))
 
 
 def sharded_here(options, timeout=timedelta(seconds=60)):
@@ -160,7 +149,7 @@ def test_a_run_goes_on_to_the_bit(tmp_path):
     models = [LongNetLM.from_run(tmp_path / name) for name in ("never", "stopped")]
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(a, b)
-    alone = train(make_run(tmp_path / "alone", fsdp=False), ContextParallel(), Stop())
+    alone = train(make_run(tmp_path / "alone", fsdp=False), ContextParallel(), StopAfter(10**9))
     assert alone["bits_per_byte"][0] == pytest.approx(never["bits_per_byte"][0], abs=1e-6)  # the same parameters
     assert alone["bits_per_byte"] == pytest.approx(never["bits_per_byte"], abs=1e-3)
 

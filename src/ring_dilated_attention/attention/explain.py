@@ -28,16 +28,9 @@ class Explanation:
 
 
 def explain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: DilatedPattern,
-    *,
-    parallel: ContextParallel | None = None,
-    cu_seqlens: Tensor | None = None,
-    backend: str = "auto",
-    lengths: Sequence[int] | None = None,
-) -> Explanation:
+    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, parallel: ContextParallel | None = None,
+    cu_seqlens: Tensor | None = None, backend: str = "auto", lengths: Sequence[int] | None = None,
+) -> Explanation:  # fmt: skip
     """Which kernel and exchange `dilated_attention` would use on these tensors, and why. Sends nothing.
 
     Args:

@@ -15,7 +15,7 @@ def define_op(name: str, function: Code, fake: Code, backward: Code | None = Non
     `fake`, `backward` and `save` are as torch.library's register_fake and register_autograd take them.
 
     `torch.library.custom_op` keeps dynamo from tracing the function, and therefore imports torch._dynamo at the first
-    call, a second or two. This keeps dynamo from it only where something else has imported dynamo.
+    call, a second or two. Here that is done only where something else has imported dynamo.
     """
     untraced: list[Code] = []  # not functools.cache, of which dynamo warns
 

@@ -24,8 +24,8 @@ EXAMPLES = """examples:
   rda suggest --seq-len 256Ki --heads 12 --seconds 0.1 --hardware h100-nvlink
 
 A branch (w, r) cuts the sequence into segments of w positions. Head h takes each r-th position of a segment, from
-h mod r on, and the queries there see the keys there. Nearby a query sees every key, and far away few. What one layer
-cannot connect, a stack can: through one branch in one layer, through another in the next. docs/planning.md says more.
+h mod r on, and the queries there see the keys there. Nearby a query sees every key, and far away few. A stack of layers
+connects more: through one branch in one layer, and through another in the next. docs/planning.md says more.
 """
 MOST_RANKS = 2**16
 # What decides between candidates, in this order. The first "leaves less unheard" is for those that never hear of 99 %.

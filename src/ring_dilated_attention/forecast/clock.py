@@ -12,7 +12,7 @@ Assumptions:
 - Handshake: before each stage every rank waits for the slowest rank. Its first messages wait for the rounds of the
   handshake (`plan/rounds.py`) as well, each of a latency. Meanwhile it computes with its own rows.
 
-Every moment is therefore a maximum of sums of durations. So faster hardware never makes a step slower.
+So every moment is the largest of several sums of durations, and faster hardware never makes a step slower.
 """
 
 from collections import deque

@@ -23,8 +23,8 @@ from .ledger import Peak, attention_memory
 # A large job is replaced by two small ones, with so many ranks. One number is even and one is odd, since the largest
 # rank of a zigzag depends on that: the two spans in its middle may share a segment or not.
 FEW = (12, 13)
-# Bounds of an estimate divided by the exact figure, in 1,000 random jobs of each kind: all of memory's ratios are above
-# the first (the least is 0.97), and 95 % are below the second. For time these are the 5th and the 95th percentile.
+# Bounds of estimate / exact in 1,000 random jobs of each kind. For memory all ratios are above the first (the least is
+# 0.97), and 95 % are below the second. For time the bounds are the 5th and the 95th percentile.
 # Evidence: benchmarks/results/estimates.json.
 MEMORY_ERRORS, TIME_ERRORS, TIME_ERRORS_OF_HOSTS = (0.95, 1.2), (0.68, 1.06), (0.75, 1.23)
 
@@ -47,7 +47,7 @@ def peak_memory(
     plans = [make_plan(small, rank) for small in jobs for rank in range(small.num_ranks)]
     buffer = max(counted.buffers)
     received_and_home = {(buffer, buffer)}
-    if is_gathered:  # at each moment another rank may hold most, so `weights` has a pair for each
+    if is_gathered:  # another rank may hold most at each moment: keep those that are largest by any of these weights
         plans = [gathered(plan) for plan in plans]
         moved = list(zip(counted.received, _coming_home(counted, is_causal=job.pattern.is_causal), strict=True))
         weights = ((1, 0), (0, 1), (1, 1), (sizes.itemsize + sizes.sum_itemsize, sizes.sum_itemsize))
@@ -88,8 +88,8 @@ def most_sharing(counted: JobCount) -> dict[int, int]:
 def _few(job: Job, counted: JobCount) -> Iterator[Job]:
     """Small jobs, of FEW ranks, whose shards are as long as the longest shard of the job.
 
-    A segment that is the whole sequence stays the whole sequence. Any other is at most about half of it, and its end
-    lies in a shard where it lay before. A segment that straddles shards still does.
+    A segment that is the whole sequence stays the whole sequence. Any other becomes at most about half of it. Its end
+    stays inside a shard if it lay inside one. A segment that straddles shards still does.
     """
     length, longest = max(map(shard_length, job.shards)), max(b - a for a, b in pairwise(job.borders))
     name = "zigzag" if any(len(shard) > 1 for shard in job.shards) else "contiguous"

@@ -23,7 +23,7 @@ Pieces = Sequence[tuple[int, int]]  # (start, stop), counted from the start of t
 
 
 class Share(NamedTuple):
-    """What a rank computes and receives of a segment of which it has rows, and others may."""
+    """A rank's work on a segment of which it has rows, and what it receives for that. Others may have rows too."""
 
     place: tuple[int, int]  # the branch, and the position at which the segment starts
     starts: tuple[int, ...]  # where the rank's pieces start in it
@@ -135,15 +135,15 @@ class Segment(NamedTuple):
     """A segment that ranks share."""
 
     sharers: int  # the number of ranks with rows of it, from rank `first` to `last`
-    largest: tuple[int, ...]  # the size of any rank's largest first chunk, and of the largest second if ranks have two
+    largest: tuple[int, ...]  # the size of the largest first chunk of all ranks; of the largest second, if any
     received: int  # what they receive together
     first: int
     last: int
 
 
 class JobCount(NamedTuple):
-    """Counts by rank, and segments by (branch, start). buffers: about the size of each rank's buffer of chunks. In its
-    plan, a ring of only some heads or pieces of a segment may have smaller or larger chunks."""
+    """Counts by rank, and segments by (branch, start). buffers: about the size of each rank's buffer of chunks. A plan
+    may have smaller or larger chunks, where a ring has only some heads or pieces of a segment."""
 
     pairs: list[int]
     received: list[int]

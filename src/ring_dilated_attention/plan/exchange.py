@@ -21,7 +21,7 @@ ALL_TO_ALL_SAVING = 3
 
 
 class RankPlan(NamedTuple):
-    """What a rank does under an exchange. dealing: how it deals heads, or None. plan: of the heads that it then has."""
+    """What a rank does under an exchange. dealing: how it deals heads, or None. plan: for the heads dealt to it."""
 
     plan: Plan
     dealing: Dealing | None

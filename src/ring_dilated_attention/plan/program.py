@@ -7,7 +7,7 @@ This file alone decides the order of steps: on one device, in a ring (arXiv 2310
 `print(program)` shows it, a step to a line (docs/how_it_works.md).
 
 Beside its shards a rank holds two buffers of chunks, swapped at every hop. BUFFERS[(s + 1) % 2] holds the chunks of hop
-s, counted from 0. Backward has two more, of gradients. Except dealt heads, a rank keeps nothing else that it gets.
+s, counted from 0. Backward has two more, of gradients. Of what it receives, a rank keeps only dealt heads beside these.
 """
 
 from collections.abc import Iterable
@@ -157,8 +157,8 @@ class _Maker:
     def send_gradients(self, s: int, sums: str, other: str) -> list[steps.Wait]:
         """Start to send the gradients of hop s. Returns the waits until they are sent.
 
-        Finished gradients go to the owners of their chunks, the others to the next rank. Both are received into one
-        buffer, the others when the finished ones have been added to dk and dv. So there are two posts. Every rank
+        Finished gradients go to the owners of their chunks, the others to the next rank. There are two posts, since
+        both arrive in one buffer: the others arrive after the finished ones have been added to dk and dv. Every rank
         starts them in this order, so that no message waits for one that the peer starts later.
         """
         hop, moment, leaving = self.plan.hops[s], f"backward, hop {s + 1}, gradients", []

@@ -25,7 +25,8 @@ class Packing(NamedTuple):
 
     distance: int
     num_bytes: int
-    # Rows copied at a time. A larger tile is split by heads and segments. If one head has more, only 16-bit rows are.
+    # Rows copied at a time. A larger tile is split by heads and segments. If one head alone has more rows, they are
+    # copied only if they have 16 bits.
     max_rows: int
 
 
@@ -36,7 +37,7 @@ class Terms(NamedTuple):
     is_whole: bool = False
     rounds: bool = False  # a tile's results have 16 bits, and its accumulators are float32
     batch: int = 1
-    folds: bool = True  # one stride steps through batch and segments; else a tile of several is a call per batch entry
+    folds: bool = True  # one stride steps through batch and segments; else several segments take a call per batch entry
     dealing: Dealing | None = None  # how heads are dealt before and after
     has_dlse: bool = False  # lse has a gradient (backward)
     packing: Packing | None = None

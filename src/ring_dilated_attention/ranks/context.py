@@ -52,7 +52,7 @@ class ContextParallel:
     no position. A backward runs only if the loss depends on the output of its forward: a rank that has no use for the
     output adds 0 * out.sum() to its loss. (A forward runs even if nothing uses its output, compiled or not.)
 
-    The ranks of one host are neighbours. (On a 2-D mesh, the mesh's rows on the same hosts are neighbours.)
+    The ranks of one host are neighbours. (On a 2-D mesh, the rows of the mesh on one host are neighbours.)
     `rank`: this process's number, of `world_size`. `name`: the context's name in errors, the same on every rank.
 
     Copies of a module (EMA, nn.TransformerEncoder) hold the same context. Until `close` a context belongs to the thread

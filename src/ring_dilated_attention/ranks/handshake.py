@@ -16,7 +16,7 @@ class RefusedError(ValueError):
 
 def agree(control: GroupLink, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
     """Every rank's number of positions, once it is clear that all make the same call. The numbers are gathered only if
-    any rank's differs from its own in the last call of this kind.
+    some rank has another number than in its last call of this kind.
 
     Args:
         length: this rank's number of positions, or any other number that ranks tell each other.

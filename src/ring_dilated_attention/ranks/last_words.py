@@ -17,7 +17,7 @@ _GRACE_SECONDS = 1.0  # another rank may see this much later that messages will 
 
 
 class Words(NamedTuple):
-    """text: why a rank leaves. reason: what the transport said of it. moment, peer: in what it waited, for whom."""
+    """text: why a rank leaves. reason: what the transport said of it. moment, peer: where it waited, and for whom."""
 
     text: str
     reason: str = ""
@@ -54,7 +54,7 @@ class LastWords:
         return found and Words(*found)
 
     def who_did_not_come(self, own: Words) -> tuple[int, str]:
-        """The rank at the end of a moment's chain of waits, and how its absence was noticed."""
+        """Follow who waits for whom at a moment. Returns the last rank, and how its absence was noticed."""
         before, last, reason = [self.rank], own.peer, own.reason
         while (words := self.of(last)) and words.moment == own.moment and words.peer not in (-1, *before):
             before.append(last)

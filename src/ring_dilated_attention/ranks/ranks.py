@@ -67,8 +67,8 @@ class Ranks:
         return self.shards(lengths, documents)
 
     def check_dealt(self, documents: Borders) -> None:
-        """Where the place of rows depends on documents: raise ValueError if none like these were cut lately, and warn
-        if others were cut last."""
+        """If the place of rows depends on documents: raise ValueError for documents that were not cut lately, and warn
+        if others were cut after them."""
         if self.is_last(documents):
             return
         given = f"cu_seqlens={shown(documents)} is of"

@@ -129,7 +129,7 @@ def _many(
 ) -> tuple[Tensor, Tensor]:
     """out (B, M, H, D) and lse (B, M, H) of M new rows, the first at position t."""
     rank_plan = RankPlan(plan_append(plan, t, query.shape[1]), None)
-    # A cached tile numbers its rows from the start of the memory. So every key/value head is a view of all memory.
+    # Cached tiles count rows from the start of the memory, so each key/value head is a view of the whole memory.
     keys, values = memory.unsqueeze(3).expand(-1, -1, -1, plan.num_kv_held, -1)
     return executor.forward(rank_plan, executor.Means(kernel, scale), query, key, value, cached=(keys, values))
 

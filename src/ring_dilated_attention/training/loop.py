@@ -136,7 +136,7 @@ def load(run: Run, model: nn.Module, optimizers: list[Optimizer], parallel: Cont
     """Load the checkpoint that the run goes on from, or the parameters of the one that it begins from."""
     if (begun := run.checkpoint or run.origin) is None:
         return
-    # A checkpoint of --fsdp lies on a shared disk. Of another, hosts may have copies: then every rank checks all of it.
+    # A checkpoint of --fsdp lies on a shared disk. Hosts may have copies of any other, so every rank checks all of it.
     is_shared, checked = run.fsdp and run.checkpoint is not None, offering_older(begun)
     share = (parallel.rank, parallel.world_size) if is_shared else (0, 1)
     together(parallel, checked(partial(check_whole, begun, *share)))

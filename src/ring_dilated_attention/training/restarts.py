@@ -17,7 +17,7 @@ def are_by_torchrun() -> bool:
 
 
 def are_meant(arguments: argparse.Namespace) -> bool:
-    """Whether --run-folder may name a run to go on with, too."""
+    """Whether --run-folder may also name a run that exists, to go on with."""
     return arguments.restarts is not None or are_by_torchrun()
 
 
@@ -27,7 +27,7 @@ def no_progress(folder: Path) -> str:
 
 
 def count_start(folder: Path, *, anew: bool) -> None:
-    """Note this start by torchrun in the folder. Raise ValueError if MOST_STARTS before it left no new checkpoint."""
+    """Note this start by torchrun in the folder. Raise ValueError if the last MOST_STARTS left no new checkpoint."""
     path, newest = folder / STARTS_FILE, find_checkpoint(folder)
     notes = [f"{MAKER}: start {i} after {newest and newest.name}\n".encode() for i in range(1, MOST_STARTS + 1)]
     noted = path.read_bytes() if not anew and path.exists() else b""

@@ -70,23 +70,15 @@ def zero_rows(pattern: DilatedPattern, num_heads: int, documents: Documents, lik
 
 
 def torchscale_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: DilatedPattern,
-    *,
-    parallel: ContextParallel | None = None,
-    cu_seqlens: Tensor | None = None,
-    scale: float | None = None,
-    backend: str = "auto",
-    return_lse: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, parallel: ContextParallel | None = None,
+    cu_seqlens: Tensor | None = None, scale: float | None = None, backend: str = "auto", return_lse: bool = False,
     counted: ZeroRows | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`dilated_attention` with the zero rows that torchscale pads with, as its published weights were trained.
 
     The output is torchscale's, with one exception: torchscale drops a branch whose lse rounds to 0. In float32 this
-    happens where a query sees one zero row and else only scores below about -17. The gradient is the derivative of this
-    forward. torchscale's gradient takes the weights of the branches as constants.
+    happens where a query sees one zero row, and all its other scores are below about -17. The gradient is the
+    derivative of this forward. torchscale's gradient takes the weights of the branches as constants.
 
     Args:
         pattern: with phase="blocked", torchscale's rule, and heads="all".
