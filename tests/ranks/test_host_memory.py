@@ -1,5 +1,7 @@
 """CUDA tensors travel through host memory on gloo, so several processes can share one GPU."""
 
+import time
+
 import pytest
 import torch
 from distributed import run
@@ -7,6 +9,7 @@ from distributed import run
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.ranks.link import GroupLink
 from ring_dilated_attention.ranks.presumed import Presumed
+from ring_dilated_attention.ranks.processes import Processes
 from ring_dilated_attention.reference import dilated_attention_reference
 
 PATTERN = DilatedPattern((8, 41), (1, 3), is_causal=True)
@@ -58,13 +61,17 @@ def test_two_processes_share_one_gpu(exchange):
 
 def rank_begins(rank, world_size, device):
     """Whether the device had its work with own rows when the host first waited for the handshake, in repeated calls."""
-    had_work, confirm = [], Presumed.confirm
+    had_work, confirm, agree = [], Presumed.confirm, Processes._agree
 
     def noting_confirm(presumed):
         had_work[-1].append(device == "cpu" or not torch.cuda.current_stream().query())
         return confirm(presumed)
 
-    Presumed.confirm = noting_confirm
+    def late_agree(*args):
+        time.sleep(0.05)  # else the handshake may be through before there is anything to compute
+        return agree(*args)
+
+    Presumed.confirm, Processes._agree = noting_confirm, late_agree
     cp = ContextParallel(exchange="ring")
     x = torch.zeros(1, 64 if device == "cpu" else 16_384, 8, 64, device=device)
     for _ in range(4):
