@@ -122,8 +122,8 @@ class DilatedPattern:
         On average a query sees about w_0 / a**i keys of branch i, and fewer than w_0 * a / (a - 1) in all. So the work
         is linear in the length (arXiv 2307.02486, section 2.4). The paper's experiments (section 4.1) have other rates:
         lengths (2048, 4096, 8192, 16384, 32768) with rates (1, 2, 4, 6, 12). Give those to `DilatedPattern` itself. If
-        a branch has more phases than there are heads, no head reads some of them; `explain` lists these. A long
-        segment whose length was not cut starts where shorter ones start. A causal query there sees few keys.
+        a branch has more phases than there are heads, some phases are read by no head; `explain` lists them. A long
+        segment starts where shorter ones start, unless its length was cut. A causal query at its start sees few keys.
 
         Args:
             max_len: the longest segment length; a longer sequence has several such segments.

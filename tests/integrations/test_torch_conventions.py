@@ -122,7 +122,7 @@ def test_what_cannot_be_replaced():
     masked = replace_attention(encoder(), CAUSAL)
     mask = nn.Transformer.generate_square_subsequent_mask(11, dtype=torch.float64)
     x = torch.randn(1, 11, 32, dtype=torch.float64)
-    assert "who attends whom is the pattern's to say" in message_of(lambda: masked(x, mask=mask))
+    assert "the pattern decides who attends whom" in message_of(lambda: masked(x, mask=mask))
 
 
 # --- ShardSequence

@@ -318,7 +318,7 @@ def test_constructor_refusals(options, message):
     ("options", "message"),
     [
         ({"need_weights": True}, "need_weights=True: the attention weights are never formed"),
-        ({"attn_mask": torch.zeros(6, 6)}, r"attn_mask of shape \(6, 6\): who attends whom"),
+        ({"attn_mask": torch.zeros(6, 6)}, r"attn_mask of shape \(6, 6\): the pattern decides who attends whom"),
         ({"is_causal": True}, "is_causal=True, but the pattern has is_causal=False"),
         ({"is_causal": "no"}, "is_causal must be True, False or None, got 'no'"),
         ({"attn_mask": [[0.0]]}, "attn_mask must be a tensor, got list"),

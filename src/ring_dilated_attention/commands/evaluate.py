@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=count, metavar="N", help="bytes of a context, 0: without end (default: as in training)")
     add("--max-bytes", type=count, default=LARGEST, metavar="N", help="stop after so many bytes (default: at the end)")
     add("--ranks", type=count, default=1, metavar="P", help="processes that share each context (default 1)")
-    add("--chunk", type=count, metavar="N", help="N bytes at a time, through caches (default 4096, if it must be)")
+    add("--chunk", type=count, metavar="N", help="read N bytes at a time through caches (default: 4096 if needed)")
     add("--picture", type=Path, metavar="FILE", help="draw bits per byte by position, as PNG")
     add("--json", action="store_true", help="print the figures as JSON")
 

@@ -47,7 +47,7 @@ def peak_memory(
     plans = [make_plan(small, rank) for small in jobs for rank in range(small.num_ranks)]
     buffer = max(counted.buffers)
     received_and_home = {(buffer, buffer)}
-    if is_gathered:  # another rank may hold most at each moment: keep those that are largest by any of these weights
+    if is_gathered:  # another rank may hold most at each moment: keep the pairs that are largest by one of the weights
         plans = [gathered(plan) for plan in plans]
         moved = list(zip(counted.received, _coming_home(counted, is_causal=job.pattern.is_causal), strict=True))
         weights = ((1, 0), (0, 1), (1, 1), (sizes.itemsize + sizes.sum_itemsize, sizes.sum_itemsize))

@@ -86,7 +86,7 @@ class MultiheadDilatedAttention(nn.Module):
         ratio = num_heads // num_kv_heads
         held_heads(num_held, ratio, self.heads_held, num_heads)  # for its errors
         if sub_layernorm and num_held < num_heads:
-            some = f"heads_held={heads_held} are {num_held} of them: leave one of both out"
+            some = f"heads_held={heads_held} are {num_held} of them: leave out one of the two"
             raise ValueError(f"sub_layernorm=True takes its mean over all {num_heads} heads, and {some}")
         # nn.TransformerEncoderLayer reads these two, and must not bypass this attention by its fast path.
         self.batch_first = True
@@ -313,7 +313,7 @@ class MultiheadDilatedAttention(nn.Module):
             check_tensor("attn_mask", attn_mask)
             remedy = "pass attn_mask=None, with is_causal=True in the pattern for a causal mask"
             shape = tuple(attn_mask.shape)
-            raise ValueError(f"attn_mask of shape {shape}: who attends whom is the pattern's to say; {remedy}")
+            raise ValueError(f"attn_mask of shape {shape}: the pattern decides who attends whom; {remedy}")
         if is_causal is not None and not isinstance(is_causal, bool):
             raise ValueError(f"is_causal must be True, False or None, got {is_causal!r}")
         if is_causal and not self.pattern.is_causal:

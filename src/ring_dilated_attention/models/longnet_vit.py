@@ -44,7 +44,7 @@ PUBLISHED = {
 
 
 def segment_lengths_for(max_wsi_size: int = 262_144, tile_size: float = 256) -> tuple[int, ...]:
-    """GigaPath's five segment lengths, from 2^10 to the largest power of two up to a square slide's number of tiles.
+    """GigaPath's five segment lengths, from 2^10 to 2^k, with the largest k for which a square slide has 2^k tiles.
 
     Args:
         max_wsi_size: the side of that slide, in pixels. The original code has 262,144 as its default, and 250,000 in
@@ -52,7 +52,7 @@ def segment_lengths_for(max_wsi_size: int = 262_144, tile_size: float = 256) -> 
         tile_size: pixels of a tile's side. The published weights are used with 256.
 
     Raises:
-        ValueError: for sizes that are not positive and finite, and slides without a tile or with over 2**31 a side.
+        ValueError: for sizes that are not positive and finite, or a slide with no tile or over 2**31 tiles on a side.
     """
     side, tile = checked_size("max_wsi_size", max_wsi_size), checked_size("tile_size", tile_size)
     if side > MOST_TILES_OF_A_SIDE * tile:

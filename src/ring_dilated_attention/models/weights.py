@@ -73,7 +73,7 @@ def load_tensors(path: Path, *, is_mapped: bool = False) -> Any:
     if is_zip:
         with zipfile.ZipFile(path) as file:
             if (damaged := file.testzip()) is not None:  # torch.load does not check it
-                raise ValueError(f"it is damaged: the checksum of its {damaged} is another")
+                raise ValueError(f"it is damaged: the checksum of its {damaged} is wrong")
     return found
 
 
@@ -178,7 +178,7 @@ def load_slide_encoder(
 
 
 def _size(path: Path | str, weights: Mapping[str, Tensor], name: str, dim: int) -> int:
-    """The last of a tensor's `dim + 1` sizes. Its name may have any prefix."""
+    """Size number `dim` of a tensor that has `dim + 1` sizes. The tensor's name may have any prefix."""
     found = weights.get(name, next((x for key, x in weights.items() if key.endswith("." + name)), None))
     if found is None or found.dim() != dim + 1 or not found.shape[dim]:
         got = f"it has no {name}" if found is None else f"{name} has shape {tuple(found.shape)}"

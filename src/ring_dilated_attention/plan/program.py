@@ -7,7 +7,7 @@ This file alone decides the order of steps: on one device, in a ring (arXiv 2310
 `print(program)` shows it, a step to a line (docs/how_it_works.md).
 
 Beside its shards a rank holds two buffers of chunks, swapped at every hop. BUFFERS[(s + 1) % 2] holds the chunks of hop
-s, counted from 0. Backward has two more, of gradients. Of what it receives, a rank keeps only dealt heads beside these.
+s, counted from 0. Backward has two more, of gradients. Except dealt heads, a rank keeps nothing else that it receives.
 """
 
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Sends messages between the ranks of one process group. No other file sends, but DTensor in integrations/torch.py."""
+"""Sends messages between the ranks of one process group. Only DTensor in integrations/torch.py sends, too."""
 
 import re
 import time
@@ -151,7 +151,7 @@ class GroupLink:
         return self._sentinels[at]
 
     def reach(self, peers: Iterable[int], moment: str) -> None:
-        """Make gloo connect this rank with those of these peers that it is not connected with. They call this too.
+        """Make gloo connect this rank with the peers that it has not reached yet. The peers make this call too.
 
         gloo connects two ranks at their first message, which may block until both have posted one. No error ends this
         if the peer has died. So a thread posts a message for each peer, in one order on all ranks, so that none waits
@@ -198,8 +198,8 @@ class GroupLink:
                 self._receive_nothing(handle.peer).wait(timedelta(milliseconds=1))
 
     def who_left_in_vain(self, progress: Progress) -> tuple[int | None, Exception] | None:
-        """None if no connected rank has left too early. (One may leave because it is done.) Otherwise the rank in the
-        group if it failed by itself, or None if it had waited for others in vain; and how its leaving was noticed."""
+        """None if no connected rank left too early: one may leave because it is done. Else the rank that left, if it
+        failed by itself, or None if it had waited for others in vain; and how its leaving was noticed."""
         for at in sorted(self.reached):
             if (error := self._sentinel(at).error) is not None:
                 words = self.last_words.of(self.members[self.order.index(at)])

@@ -68,7 +68,7 @@ def _make_empty_group(store: dist.Store, rank: int, world_size: int, timeout: ti
 
 @contextmanager
 def connected_on_use() -> Iterator[None]:
-    """gloo connects ranks of groups that are made here at their first message (`GroupLink.reach`), not all with all."""
+    """Groups made in this block connect two ranks at their first message (`GroupLink.reach`), on gloo."""
     with _environment:
         before = os.environ.get(_LAZY)
         os.environ[_LAZY] = "1"
@@ -170,7 +170,7 @@ class Processes(Ranks):
     def presume(self, known: KnownCall, fields: dict[str, object]) -> Presumed | None:
         link = known.means.link
         if self._why_other_thread() or not self.is_last(known.documents):
-            return None  # to be refused on all ranks, or doubted
+            return None  # not presumed: the handshake will refuse the call on all ranks, or warn
         assert isinstance(link, GroupLink)
         return Presumed(known, link, self.control, lambda: self._agree(known.lengths[self.rank], fields, None))
 

@@ -1,4 +1,4 @@
-"""The document of a run: what its files hold, unpacked. Of FASTA, only the letters of its sequences.
+"""The document of a run: what its files hold, unpacked. FASTA files give only the letters of their sequences.
 
 A part of it is held out, and each step reads windows of the rest. Files are read a block at a time. Imports no torch.
 """
@@ -39,7 +39,7 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 
 
 class Text:
-    """A file. Its str() says what was read of it so far. At most `most` bytes are given out, and only they are counted.
+    """A file. Its str() says what was read of it so far. It gives out at most `most` bytes, and counts no others.
     A record counts if it has letters. how: the "fasta_case" and "fasta_records" of a run; older runs lack them."""
 
     def __init__(self, name: str, how: Mapping[str, Any], most: int = sys.maxsize) -> None:
@@ -57,7 +57,7 @@ class Text:
         A ValueError refuses damaged files, other containers, and FASTA without letters."""
         try:
             whole = self._opened(file)
-            # A block of FASTA yields at most as many bytes as were read, and a border. So `given` cuts off no letter.
+            # A block of FASTA yields at most the bytes that were read, and a border: `given` never cuts off a letter.
             blocks = iter(lambda: whole.read(min(BLOCK, self.most - self.num_bytes)), b"")
             for block in self._of_sequences(blocks) if self.is_fasta else blocks:
                 if self.num_bytes == 0 and not self.is_fasta:
@@ -199,7 +199,7 @@ def load_document(
 ) -> Document:
     """Concatenate the files, or the standard library's source if none is given. Bad files are a ValueError.
 
-    Held out are the last bytes, or the first ones of `held_out` files. `how` is as for `Text`.
+    The last bytes are held out, or the first ones of `held_out` files. `how` is as for `Text`.
     """
     name, paths, root = ", ".join(data), [Path(name) for name in data], Path(sysconfig.get_path("stdlib"))
     if not data:

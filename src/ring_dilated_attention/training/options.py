@@ -79,7 +79,7 @@ class Hyperparameters:
     weight_decay: float = _real(0.1, "of AdamW and Muon, on matrices only", 0)
     clip_norm: float = _real(1.0, "largest norm of the gradient")
     held_out: tuple[str, ...] = _option((), "files whose first bytes are held out, not --data's last", kind=str)
-    held_out_bytes: int = _option(131_072, "bytes that only score: the last of --data, or the first of --held-out")
+    held_out_bytes: int = _option(131_072, "bytes that are only scored: the last of --data, or the first of --held-out")
     seed: int = _option(0, "seed of the initial weights and of the order of the data", -LARGEST)
 
     def __post_init__(self) -> None:

@@ -196,7 +196,7 @@ def _check_mask(mask: Tensor | None, num_heads: int, query: Tensor, key: Tensor,
     if mask.dtype == torch.uint8:
         raise ValueError("this model changes the keys that a BoundedCache has returned to it. Use a DynamicCache.")
     raise ValueError(
-        f"attention_mask of shape {tuple(mask.shape)} and {mask.dtype}: who attends whom is the pattern's to say. Pass "
+        f"attention_mask of shape {tuple(mask.shape)} and {mask.dtype}: the pattern decides who attends whom. Pass "
         f"a 2-D mask of padding, ({batch}, {num_rows}), or none."
     )
 
@@ -306,7 +306,7 @@ def _refuse_rules(mask_function: Any, kv_offset: int, local_size: int | None, us
         )
     if use_vmap or "or_mask" in getattr(mask_function, "__name__", ""):
         raise ValueError(
-            "the model masks by rules of its own (image tokens, blocks), but who attends whom is the pattern's to say. "
+            "the model masks by rules of its own (image tokens, blocks), but the pattern decides who attends whom. "
             "Use another attn_implementation for this model."
         )
     if kv_offset:

@@ -97,7 +97,7 @@ class BoundedLayer(CacheLayerMixin):
         return out if back_BM is None else _taken(out, back_BM)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The sizes for the new rows alone. `make_mask` knows this cache by a key offset equal to the query's."""
+        """The sizes for the new rows alone. `make_mask` knows this cache because keys and queries have one offset."""
         return query_length, self.num_positions
 
     def get_seq_length(self) -> int:
@@ -112,7 +112,7 @@ class BoundedLayer(CacheLayerMixin):
             self.cache.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last positions. transformers passes tokens_to_remove, minus their number."""
+        """Take back the last positions. transformers passes minus their number, as tokens_to_remove."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass minus the number of positions to take back.")
         if self.cache is not None and tokens_to_remove:

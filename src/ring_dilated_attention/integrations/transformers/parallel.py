@@ -41,8 +41,8 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
 
     The loss is that of the whole sample, on every rank. The *mean* of the ranks' gradients, which DDP, FSDP2 and
     DeepSpeed take, is the gradient of that loss: to a trainer ranks look like replicas. Other outputs (logits, hidden
-    states) are this rank's rows; `parallel.unshard` joins them. With labels there are no logits: those of some rows at
-    a time are made for the loss, and again in backward. Documents may be packed (position_ids that start anew, or
+    states) are this rank's rows; `parallel.unshard` joins them. With labels no logits are returned: the loss makes them
+    for some rows at a time, and backward makes them again. Documents may be packed (position_ids that start anew, or
     cu_seq_lens_q). Padding is allowed only on the right, in a causal model, with labels of -100.
 
     Raises:
@@ -79,8 +79,8 @@ SHARDED = "sharded_forward"
 class ShardedForward:
     """The hooks of `context_parallel`: before and after a model's forward, and where its hidden states are made.
 
-    The logits of a slice of rows are those of the model's own forward, in which the decoder returns the slice's hidden
-    states. Whatever a model does to its logits (NanoChat caps them, Cohere scales them) is therefore done.
+    A slice's logits come from the model's own forward: its decoder is replaced by one that returns the slice's hidden
+    states. So whatever a model does to its logits (NanoChat caps them, Cohere scales them) is done.
     """
 
     def __init__(self, model: Any, parallel: ContextParallel) -> None:

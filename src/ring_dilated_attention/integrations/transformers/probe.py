@@ -78,7 +78,7 @@ def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
         pattern.check_heads(heads, getattr(config, "num_key_value_heads", None) or heads)
     key = kind, repr(config.to_dict())  # not its JSON: a user's config may hold anything
     if key not in _causal:
-        # Some classes of transformers do not run alone, but their base does. No base for a user's class: it may differ.
+        # Some classes of transformers do not run alone, and their base does. A user's class may differ from its base.
         base = MODEL_MAPPING.get(type(config), ()) if kind.__module__.startswith("transformers.") else ()
         here = torch.device("cpu"), local_torch_dtype(torch.float32, name), torch.autocast("cpu", enabled=False)
         with ExitStack() as stack:  # the model may be made on the device "meta", in another dtype, under autocast
@@ -138,7 +138,7 @@ def _check_copy(name: str, model: Any) -> bool:
     whole, modules = _trace(model, WHOLE), dict(model.named_modules())
     callers = {at: module for at, module in modules.items() if hasattr(module, SEEN)}
     other = _past_ours(model, callers)
-    if other is None:  # find an attention module that does not call ours, nor contains or is inside one that does
+    if other is None:  # find an attention module apart from ours: it calls none of them, and neither contains the other
         inside = tuple(f"{caller}." for caller in callers)
         named = [f"{at}." for at in whole if at and "attention" in type(modules[at]).__name__.lower()]
         apart = [at for at in named if not at.startswith(inside) and not any(x.startswith(at) for x in inside)]
@@ -181,7 +181,7 @@ def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
 
 
 def _trace(model: Any, pattern: DilatedPattern | None, changed: int | None = None) -> Trace:
-    """Run the model. For each module, by name and in the order in which they end: its first input and output tensor.
+    """Run the model. Returns the first input and output tensor of each module, by name, in the order in which they end.
 
     pattern: None for the model's own attention. changed: the position whose token (or first layer's input) is changed.
     """

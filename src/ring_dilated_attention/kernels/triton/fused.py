@@ -42,7 +42,7 @@ class FusedPass(NamedTuple):
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
         tensors = (query, key, value, out, lse)
-        # If causal, every row of a strip computes all keys that the last row sees. So strips have half as many rows.
+        # If causal, each row of a strip computes all keys that the last row sees. So it has half the rows of "forward".
         self._launch(fused_forward_kernel, "forward_half", tensors, launch.strides(*tensors), scale)
         return out, lse
 
