@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=count, default=400, metavar="N", help="bytes to write (default 400)")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0: the likeliest byte (default 1)")
     parser.add_argument("--top-k", type=count, metavar="K", help="draw from the K likeliest bytes alone")
-    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the fewest bytes whose probability is P")
+    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest bytes that add up to P")
     parser.add_argument("--seed", type=int, metavar="N", help="to write the same again (default: anew each time)")
     parser.add_argument("--json", action="store_true", help="print a record when all is written, and nothing before")
 

@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     late = "after so many seconds a rank that does not answer is lost (default 600)"
     add("--timeout", type=count, metavar="S", help=late)
     add("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint of a run folder")
-    new = "begin anew from another run's newest parameters. The defaults are that run's options, but no --phases. "
+    new = "begin anew from another run's newest parameters. Its hyperparameters are the defaults, but no --phases. "
     new += "The learning rate rises to its peak again: a run of few steps makes the model worse"
     add("--from", dest="origin", type=Path, metavar="DIR", help=new)
     add("--save-every", type=count, metavar="N", help="steps between checkpoints; older ones are deleted (default 30)")

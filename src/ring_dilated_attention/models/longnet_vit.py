@@ -44,7 +44,7 @@ PUBLISHED = {
 
 
 def segment_lengths_for(max_wsi_size: int = 262_144, tile_size: float = 256) -> tuple[int, ...]:
-    """GigaPath's five segment lengths, from 2^10 to 2^k, with the largest k for which a square slide has 2^k tiles.
+    """GigaPath's five segment lengths, from 2^10 to the largest 2^k up to a square slide's number of tiles.
 
     Args:
         max_wsi_size: the side of that slide, in pixels. The original code has 262,144 as its default, and 250,000 in

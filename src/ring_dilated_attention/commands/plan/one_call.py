@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     exchange_help = "how chunks travel (default auto: chosen, with the reason)"
     add("--exchange", choices=("auto", *EXCHANGES), default="auto", help=exchange_help)
-    add("--sharding", choices=SHARDINGS, default="contiguous", help="who owns what. To 4,096 ranks others are compared")
+    sharding_help = "who owns what (default contiguous). On up to 4,096 ranks others are compared with it"
+    add("--sharding", choices=SHARDINGS, default="contiguous", help=sharding_help)
     add("--align", type=whole_number, default=1, metavar="A", help="borders of shards at multiples of A")
     documents_help = "lengths of packed documents, which add up to --seq-len"
     add("--documents", type=whole_number, nargs="+", metavar="N", help=documents_help)
