@@ -47,33 +47,51 @@ def test_the_rows_are_the_plan(capsys):
     assert found["balance"] < 0.6
 
 
-@pytest.mark.parametrize("seed", range(6))
+UNITS = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+
+
+@pytest.mark.parametrize("seed", range(12))
 def test_every_printed_figure_is_that_of_the_plans(seed, capsys):
-    """The table and the sentences, of random jobs: catches a column of another figure, unit or rank."""
-    rng = random.Random(seed)
-    n, ranks, batch, head_dim = rng.randint(900, 9000), rng.randint(2, 9), rng.randint(1, 3), rng.choice([8, 24])
-    w, r, sharding = rng.randint(50, n), rng.randint(1, 9), rng.choice(["contiguous", "zigzag"])
+    """The table and the sentences, of random jobs: catches a column of another figure, unit or rank. Of more than 16
+    ranks those are shown that are first and last, or have the least or the most work, bytes sent or memory."""
+    rng, exchange = random.Random(seed), ("ring", "all_gather", "all_to_all")[seed % 3]
+    n, batch, head_dim = rng.randint(900, 9000) * rng.choice([1, 1, 1000]), rng.randint(1, 3), rng.choice([8, 24])
+    ranks, kv_heads = (rng.choice([2, 4]), 4) if exchange == "all_to_all" else (rng.choice([3, 8, 19]), 2)
+    w, r, sharding = rng.randint(n // 20, n), rng.randint(1, 9), rng.choice(["contiguous", "zigzag"])
     argv = f"plan --seq-len {n} --ranks {ranks} --segment-lengths {w} {n} --dilation-rates 1 {r} --heads 4 --causal"
-    argv += f" --batch {batch} --head-dim {head_dim} --sharding {sharding} --exchange ring --kv-heads 2"
+    argv += f" --batch {batch} --head-dim {head_dim} --sharding {sharding} --exchange {exchange} --kv-heads {kv_heads}"
     assert cli.main([*argv.split(), *TIME]) == 0
     out = capsys.readouterr().out
     shards = make_shards(sharding, default_lengths(sharding, n, ranks))
-    job = Job(DilatedPattern((w, n), (1, r), is_causal=True), shards, 4, 2)
-    sizes, plans = Sizes(batch, head_dim, 4), [make_plan(job, rank) for rank in range(ranks)]
-    step = model_step(plans, sizes, Hardware(1e9, 1e8, 1e-4))
-    work = [plan.pairs for plan in plans]
-    memory = [attention_memory(plan, sizes, TRAITS["cpu"]) for plan in plans]
-    for rank, (plan, held, time) in enumerate(zip(plans, memory, step.ranks, strict=True)):
-        forward, backward = (plan.bytes_sent(*sizes[:3], backward=x) for x in (False, True))
-        num_bytes = forward, forward + backward, held.forward.num_bytes, held.forward_backward.num_bytes
-        cells = [f"{rank}", f"{plan.num_rows:,}", f"{14 * batch * head_dim * plan.pairs / 1e9:,.1f}"]
-        cells += [f"{plan.pairs / sum(work):.1%}", *(f"{x / 1e6:,.1f}" for x in num_bytes)]
-        assert [*cells, f"{time.exposed_seconds / step.step_seconds:.1%}"] in [row.split() for row in out.splitlines()]
+    job = Job(DilatedPattern((w, n), (1, r), is_causal=True), shards, 4, kv_heads)
+    sizes, plans = Sizes(batch, head_dim, 4), call_cost.all_plans(job, call_cost.Way(exchange))
+    dealings = [x.dealing for x in plans if x.dealing is not None]
+    step = model_step([x.plan for x in plans], sizes, Hardware(1e9, 1e8, 1e-4), dealings or None)
+    work = [x.plan.pairs for x in plans]
+    memory = [attention_memory(x.plan, sizes, TRAITS["cpu"], x.dealing) for x in plans]
+    sent = [[x.bytes_sent(sizes, backward=stage) for stage in (False, True)] for x in plans]
+    columns = work, list(map(sum, sent)), [held.forward_backward.num_bytes for held in memory]
+    flop, moved, peak = (UNITS[re.search(unit, out)[1]] for unit in ("(.)FLOP", "sent, (.)B", "peak, (.)B"))
+    shown, seen = [line.split() for line in out.splitlines()], []
+    for rank, (x, held, time) in enumerate(zip(plans, memory, step.ranks, strict=True)):
+        cells = [f"{rank}", f"{x.num_rows:,}", f"{14 * batch * head_dim * work[rank] / flop:,.1f}"]
+        cells += [f"{work[rank] / sum(work):.1%}", f"{sent[rank][0] / moved:,.1f}", f"{sum(sent[rank]) / moved:,.1f}"]
+        cells += [f"{x.num_bytes / peak:,.1f}" for x in held]
+        seen += [rank] * ([*cells, f"{time.exposed_seconds / step.step_seconds:.1%}"] in shown)
+    if ranks <= 16:
+        assert seen == list(range(ranks))
+    else:
+        assert {0, ranks - 1} <= set(seen)
+        assert f"({ranks} ranks; shown are the first, the last and the extremes)" in out
+        assert all({min(column), max(column)} <= {column[rank] for rank in seen} for column in columns)
+        assert sum(line[:1] == [f"{rank}"] for rank in range(ranks) for line in shown) == len(seen) <= 8
     assert f"balance: {sum(work) / ranks / max(work):.1%}" in out
     waits = max(rank.exposed_seconds for rank in step.ranks) / step.step_seconds
     assert f"efficiency {step.efficiency:.1%}; a rank waits at most {waits:.1%} of the step" in words(out)
     times = (time_text(x) for x in (step.step_seconds, step.forward_seconds, step.backward_seconds))
     assert "modelled step: {} (forward {}, backward {})".format(*times) in words(out)
+    if (lost := 1 - step.efficiency / step.balance) > 0.21:
+        assert f"bound by communication: a rank waits {min(lost, 0.99):.0%} of the step" in words(out)
     largest = max(memory, key=lambda x: x.forward_backward.num_bytes).forward_backward
     for item in largest.items:
         assert f"{item.num_bytes / 1e6:>12,.1f} MB  {item.name}\n" in out
@@ -377,6 +395,22 @@ def test_queries_without_keys_are_counted(rule, lengths):
                 phases = [pattern.phase_of(i, head, 8) for i in range(len(branches))]
                 expected += all(t % w % r != phase for (w, r), phase in zip(branches, phases, strict=True))
         assert found == expected
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_queries_without_keys_are_said_as_they_are(seed, capsys):
+    """The printed share, in random jobs: by the definition, position by position."""
+    rng = random.Random(seed)
+    n, heads, rates = rng.randint(60, 300), rng.choice([1, 2, 4]), [rng.randint(2, 9), rng.randint(2, 9)]
+    lengths = [rng.randint(rate, n) for rate in rates]
+    argv = ["--seq-len", str(n), "--heads", str(heads), "--segment-lengths", *map(str, lengths)]
+    assert cli.main(["plan", *argv, "--dilation-rates", *map(str, rates)]) == 0
+    pattern = DilatedPattern(lengths, rates)
+    phases = [[pattern.phase_of(i, head, heads) for i in range(2)] for head in range(heads)]
+    kept = [[t % w % r for w, r in pattern.branches] for t in range(n)]
+    without = sum(all(map(int.__ne__, a, b)) for a, b in product(phases, kept))
+    share = f"{without / n / heads:.1%} of all (query, head) pairs are in no branch: no key, and out is 0"
+    assert (share in words(capsys.readouterr().out)) == (without > 0)
 
 
 def test_queries_without_keys_are_said(capsys):

@@ -13,7 +13,7 @@ from helpers import heard_of, words
 from ring_dilated_attention.commands import cli, suggest
 from ring_dilated_attention.commands import train as train_command
 from ring_dilated_attention.commands.hardware import PRESETS, as_toml
-from ring_dilated_attention.commands.numbers import count
+from ring_dilated_attention.commands.numbers import count, size_text
 from ring_dilated_attention.pattern import DilatedPattern
 
 
@@ -130,6 +130,7 @@ def test_what_is_said_of_reach_is_the_definitions(seed, capsys):
     n, heads, layers = rng.randint(130, 400), rng.choice([1, 2, 3, 4]), rng.randint(1, 4)
     argv = ["suggest", "--seq-len", str(n), "--heads", str(heads), "--layers", str(layers), "--head-dim", "8"]
     argv += ["--speedup", str(rng.uniform(1.2, 2)), *rng.choice([[], ["--not-causal"]])]
+    argv += ["--ranks", str(rng.choice([1, 3]))]
     assert cli.main([*argv, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["suggestions"]
     out = words(capsys, *argv)
@@ -140,7 +141,9 @@ def test_what_is_said_of_reach_is_the_definitions(seed, capsys):
         assert row["reach_by_layer"] == pytest.approx(shares)
         most = next((k + 1 for k, share in enumerate(shares) if share >= 0.99), None)
         left = suggest.percent(1 - shares[-1])
-        assert f" {i + 1}. {row['rule']} 1/{1 / row['of_dense']:,.1f} {most or f'over {layers}'} {left} " in out
+        sizes = ["largest_received_bytes"] * (argv[-1] == "3") + ["cache_bytes"] * pattern.is_causal
+        cells = " ".join([left, *(size_text(row[name]) for name in sizes)])
+        assert f" {i + 1}. {row['rule']} 1/{1 / row['of_dense']:,.1f} {most or f'over {layers}'} {cells} " in out
         seen = [
             sum(any(pattern.phase_of(b, h, heads) == t % w % r for h in range(heads)) for t in range(n))
             for b, (w, r) in enumerate(pattern.branches)
@@ -159,4 +162,4 @@ def test_what_is_said_of_reach_is_the_definitions(seed, capsys):
             )
             assert said in out
             assert ("it can have heard of all but" in out) == (most is not None and shares[-1] < 1)
-            assert ("has not heard of" in out) == (most is None)
+            assert (f"query {row['worst_query']:,} has not heard of {left} of {before}" in out) == (most is None)

@@ -8,7 +8,14 @@ import torch
 from distributed import run
 from helpers import make_tokens, message_of, randn
 
-from ring_dilated_attention import ContextParallel, DilatedCache, DilatedPattern, dilated_attention, simulate
+from ring_dilated_attention import (
+    ContextParallel,
+    DilatedCache,
+    DilatedPattern,
+    MultiheadDilatedAttention,
+    dilated_attention,
+    simulate,
+)
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
 from ring_dilated_attention.ranks.origin import remember
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
@@ -186,3 +193,15 @@ def test_a_call_reads_the_borders_from_their_device_once(monkeypatch):
     assert len(copies) == 1
     assert borders.data_ptr() not in read
     assert copies[0].data_ptr() in read
+
+
+def test_a_layer_with_rotary_reads_the_borders_once_more_for_its_positions(monkeypatch):
+    parallel = ContextParallel(sharding=SHARDING)
+    layer = MultiheadDilatedAttention(8, 2, PATTERNS[0], rotary=True, parallel=parallel, dtype=torch.float64)
+    borders = borders_of([3, 4])
+    parallel.ranks.note_cut((7,), (0, 3, 7))
+    read, x, (cpu, tolist) = [], randn(1, 7, 8), (torch.Tensor.cpu, torch.Tensor.tolist)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda t: (read.append(t.data_ptr()), cpu(t).clone())[1])
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: (read.append(t.data_ptr()), tolist(t))[1])
+    layer(x, x, x, cu_seqlens=borders)
+    assert read.count(borders.data_ptr()) == 2

@@ -28,7 +28,7 @@ SUBCOMMANDS = {
     "train": Subcommand(".train", "train a byte-level LongNet on one long document", joins=True),
     "embed": Subcommand(".embed.embed", "embed slides by GigaPath's published weights, from files of tile features"),
     "generate": Subcommand(".generate", "write on from a prompt with the model of a run"),
-    "evaluate": Subcommand(".evaluate", "measure bits per byte of any text, by the number of bytes before"),
+    "evaluate": Subcommand(".evaluate", "measure bits per byte of any text, by how many bytes stand before each"),
     "check": Subcommand(".check", "compare every backend and exchange on this machine with the definition"),
     "plan": Subcommand(".plan.one_call", "show what each rank would compute, send and hold in one attention call"),
     "plan model": Subcommand(".plan.model", "show the memory and the time of a whole model on a mesh of ranks"),

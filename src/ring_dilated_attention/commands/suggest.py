@@ -24,11 +24,11 @@ EXAMPLES = """examples:
   rda suggest --seq-len 256Ki --heads 12 --seconds 0.1 --hardware h100-nvlink
 
 A branch (w, r) cuts the sequence into segments of w positions. Head h takes each r-th position of a segment, from
-h mod r on, and the queries there see the keys there. Nearby a query sees every key, and far away few. A stack of layers
-connects more: through one branch in one layer, and through another in the next. docs/planning.md says more.
+h mod r on, and the queries there see the keys there. A query sees every key nearby, and few far away. Layers reach
+further: what one branch brings in one layer, another carries on in the next. docs/planning.md says more.
 """
 MOST_RANKS = 2**16
-# What decides between candidates, in this order. The first "leaves less unheard" is for those that never hear of 99 %.
+# What decides between candidates, in this order. The first "leaves less unheard" decides where no layer hears of 99 %.
 BETTER = (
     *("needs fewer layers to hear of 99 %", "leaves less unheard", "shows more neighbours", "leaves less unheard"),
     *("sends less", "uses more of the budget"),

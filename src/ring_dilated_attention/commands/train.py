@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
 def own(arguments: argparse.Namespace, run: Run, *, is_rank: bool) -> AbstractContextManager[tuple[Path, int]]:
     """Own the run's folder. If its name is taken, and the user did not choose it, another folder is made."""
     is_new = arguments.resume is None and arguments.run_folder is None
-    # A run ends at most a minute after its launcher. Other ranks wait --timeout for the one that waits for the folder.
+    # A run ends at most a minute after its launcher. The ranks wait --timeout for the one that waits for the folder.
     seconds = 0 if not are_meant(arguments) else min(60, arguments.timeout / 2) if is_rank else 60
     return own_folder(run.folder, must_be_new=is_new, seconds=seconds)
 
@@ -196,7 +196,7 @@ def train_command(arguments: argparse.Namespace, *asked: object) -> str:
 
 
 def causes(ended: Ended) -> list[str]:
-    """How ranks failed, killed ranks first. Ranks that failed only because another did are left out, unless all did."""
+    """How ranks failed, killed ranks first. Ranks that failed because another did come only if all are such."""
     ranks = zip(ended.codes, range(len(ended.codes)), ended.reasons, strict=True)
     failed = sorted((rank for rank in ranks if rank[0]), key=lambda rank: rank[0] > 0)
     said = []
@@ -212,7 +212,7 @@ def train_alone(arguments: argparse.Namespace, run: Run) -> int:
         from ..training.loop import train
 
     try:
-        # torchrun sends its rank once more what both got from the terminal.
+        # The terminal signals torchrun and its rank. torchrun passes it on, so that the rank gets it twice.
         with StopRequest(second_aborts=RESTART not in os.environ) as stop:
             timeout = timedelta(seconds=arguments.timeout)
             record = train(run, ContextParallel(exchange=arguments.exchange, timeout=timeout), stop)

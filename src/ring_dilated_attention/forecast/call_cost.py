@@ -66,14 +66,15 @@ class BranchShare(NamedTuple):
 
 
 class PlaceCount(NamedTuple):
-    """The counts of the ranks at the same place of their groups. If no heads are dealt, these are all ranks."""
+    """Heads are dealt within groups of ranks. The counts of all ranks that are, say, second in their groups; or of all
+    ranks, if no heads are dealt."""
 
     counter: Counter
     counted: JobCount
 
 
 class Counted(NamedTuple):
-    """What all ranks compute and receive, counted for each place in the groups that deal heads."""
+    """What all ranks compute and receive. places: of the first ranks of groups, the second, ..."""
 
     job: Job
     way: Way

@@ -151,7 +151,7 @@ def _rank_seconds(own: "_Load", rings: dict[int, "_Load"], sizes: Sizes, hardwar
 
 
 class _Load(NamedTuple):
-    """Pairs, kernel calls, and the seconds to receive the rows if a unit had one byte, on the slowest networks."""
+    """Pairs, kernel calls, and the seconds in which the rows arrive over the slowest network, per byte of a unit."""
 
     pairs: float = 0.0
     calls: int = 0

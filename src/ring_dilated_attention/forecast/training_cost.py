@@ -161,7 +161,7 @@ def attention_of(job: ModelJob, traits: Traits | None = None, hardware: Hardware
 
 
 def of_a_group(num_ranks: int, mesh: Mesh, hardware: Hardware) -> Hardware:
-    """The hardware of consecutive ranks of a mesh. If such groups begin inside hosts, hosts are counted as smaller."""
+    """The hardware of consecutive ranks of a mesh. If such groups do not fill hosts, smaller hosts are assumed."""
     size = hardware.gpus_per_host
     if size is None or num_ranks == mesh.num_ranks or mesh.num_ranks <= size:
         return hardware
@@ -192,8 +192,8 @@ def step_times(job: ModelJob, activations: str, hardware: Hardware) -> StepTimes
 
 
 def gradient_seconds(job: ModelJob, hardware: Hardware) -> float:
-    """FSDP2's two gathers of parameters and scatter of gradients, among the ranks that share the states; and the
-    all-reduce (a scatter and a gather) of each rank's part over the ranks that hold the same part."""
+    """Ranks that share the states gather parameters twice and scatter gradients once (FSDP2). Then the ranks that hold
+    the same part of the states sum its gradients (a scatter and a gather)."""
     mesh, num_bytes = job.mesh, job.shape.num_parameters * job.shape.param_itemsize
     among = of_a_group(mesh.shards, mesh, hardware)
     # The ranks with the same part are `shards` apart.
@@ -238,7 +238,7 @@ def longest_sequence(job: ModelJob, activations: str, traits: Traits, num_bytes:
 def smallest_mesh(job: ModelJob, activations: str, traits: Traits, num_bytes: int, host: int = 1) -> Mesh | None:
     """The mesh with the fewest sequence-parallel ranks, at most MOST_RANKS, on which the sequence fits, or None.
 
-    It fills whole hosts of `host` ranks. It has no more ranks than the job's mesh, if that fits and fills whole hosts.
+    It fills whole hosts of `host` ranks. If the job's own mesh does both, this one has no more ranks.
     `data` and `shards` stay as they are; but a job that shards its states over all its ranks gets such a mesh, too.
     """
     mesh = job.mesh

@@ -4,7 +4,8 @@ The ops compute ds = p * (dp - delta) with delta = rowsum(dout * out), and a gra
 one column is added: q, k and v are 0 in it, out is -dlse and dout is 1. Only delta changes: it becomes delta - dlse.
 
 dlse is float32. 16-bit inputs would round it (GradScaler begins with 65,536, beyond float16), so they take three
-columns. dout is the same power of 2 in all three. out is -dlse / dout in the first; in the others, what rounding left.
+columns. dout is the same power of 2 in all three. out is -dlse / dout in the first, rounded; in the second, what that
+rounding left; in the third, what the second's left.
 """
 
 import torch

@@ -13,7 +13,7 @@ def query_block(num_rows: int) -> int:
 
 def cpu_scratch(step: Compute, sizes: Sizes, num_heads: int) -> int:
     """Torch's CPU flash attention holds a block of scores for each thread. Backward also holds a block of the scores'
-    gradients, and a copy of dout unless the tile has all heads of consecutive rows."""
+    gradients. It copies dout too, but not for a tile that has all heads of consecutive rows."""
     tile, rows, itemsize = step.tile, step.tile.query, sizes.sum_itemsize  # 16-bit rows were copied in float32
     queries = min(query_block(rows.num_rows), rows.num_rows)
     scores = queries * min(KEY_BLOCK, tile.key.num_rows)

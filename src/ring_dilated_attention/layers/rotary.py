@@ -77,9 +77,9 @@ def document_positions(num_positions: int, cu_seqlens: Tensor | None, device: to
 def _run_positions(x: Tensor, cu_seqlens: Tensor | None, parallel: str) -> Tensor:
     """The positions of this rank's rows in their documents, (N,) int64 on the CPU. An op, because it sends messages."""
     ranks = context_named(parallel).ranks
-    given = None if cu_seqlens is None else cu_seqlens.tolist()
-    fields: dict[str, object] = {"call": "positions of MultiheadDilatedAttention", "cu_seqlens": given}
-    return ranks.positions(ranks.handshake(x.shape[1], fields), cu_seqlens)
+    borders = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
+    fields: dict[str, object] = {"call": "positions of MultiheadDilatedAttention", "cu_seqlens": borders}
+    return ranks.positions(ranks.handshake(x.shape[1], fields), borders)
 
 
 def _fake_positions(x: Tensor, *_: object) -> Tensor:

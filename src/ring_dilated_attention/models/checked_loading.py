@@ -88,7 +88,8 @@ def map_names(state_dict: Mapping[str, Any], model: nn.Module, prefix: str = "")
 
 
 def _bare(name: str, prefix: str, own: set[str]) -> str | None:
-    """The name without `prefix` and what wrappers add. None if it lacks `prefix`, or, with prefix "", not in `own`."""
+    """The name without `prefix` and what wrappers add. None if it lacks `prefix`, or if that is "" and `own` lacks
+    the name."""
     for infix in INFIXES:
         name = name.replace(infix, "")
     while True:

@@ -21,7 +21,8 @@ def described_shards(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def read_shards(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of these names, dtypes and shapes; of a DTensor this rank's part. A ValueError if they do not fit."""
+    """The tensors of these names, dtypes and shapes; of a DTensor, the part of this rank. A ValueError if they do not
+    fit."""
     found = {name: torch.empty_like(x, requires_grad=False) for name, x in like.items()}
     try:
         with warnings.catch_warnings():

@@ -33,7 +33,7 @@ class Share(NamedTuple):
 
 
 class RankCount(NamedTuple):
-    """What one rank computes and receives in a forward. Backward receives the same again and sends gradients of it."""
+    """What one rank computes and receives in a forward. A backward receives the same, and sends its gradients."""
 
     pairs: int
     received: int
@@ -142,8 +142,8 @@ class Segment(NamedTuple):
 
 
 class JobCount(NamedTuple):
-    """Counts by rank, and segments by (branch, start). buffers: about the size of each rank's buffer of chunks. A plan
-    may have smaller or larger chunks, where a ring has only some heads or pieces of a segment."""
+    """Counts by rank, and segments by (branch, start). buffers: about the size of each rank's buffer of chunks. The
+    chunks of a plan may be smaller or larger, where a ring has only some heads, or only a part, of a segment."""
 
     pairs: list[int]
     received: list[int]

@@ -70,8 +70,8 @@ class Message(NamedTuple):
 
 class Hop(NamedTuple):
     """What one rank does at one hop. Peers are ranks of the group. Chunks travel before the tiles. An own chunk that is
-    sent after hop 1 is packed again: its buffer holds others by then. Finished gradients go home to the chunk's owner,
-    others to the rank of the next hop."""
+    sent after hop 1 is packed again, because its buffer then holds chunks of others. Finished gradients go home to the
+    chunk's owner, and unfinished ones to the rank of the next hop."""
 
     sends: tuple[Message, ...] = ()  # chunks
     receives: tuple[Message, ...] = ()

@@ -40,8 +40,8 @@ class Chunk:
 Hops = tuple[tuple[int, int], ...]  # ranges of hops: (first, last)
 
 
-# Place i of a ring, then four lists by hop (0 to last + 1): whether place i's chunk is needed where it is due, and
-# whether the chunk that is due at place i, at i + 1, at i - 1 is needed there.
+# Place i of a ring, then four lists by hop (0 to last + 1). The first: is place i's chunk needed where it is due? The
+# others: is the chunk that is due at place i needed there? The same of i + 1, and of i - 1.
 Met = tuple[int, list[bool], list[bool], list[bool], list[bool]]
 
 

@@ -2,9 +2,9 @@
 
 The rounds are those of dissemination, for any number of ranks.
 
-In round k a rank passes what it knows to the rank 2^k further on. By then it knows of 2^k ranks, itself included. At 2,
-3, 4, 5 and 8 ranks a rank sends 1, 2, 2, 3 and 3 messages so. If it sent to all others, it would be 1, 2, 3, 4 and 7.
-Up to 3 ranks the messages are as many, and all others get them in one round. (This was counted.)
+In round k = 0, 1, ... a rank passes what it knows to the rank 2^k further on. Before, it knows what 2^k ranks say,
+itself included. At 2, 3, 4, 5 and 8 ranks a rank sends 1, 2, 2, 3 and 3 messages so. If it sent to all others, it would
+be 1, 2, 3, 4 and 7. With 2 or 3 ranks both take as many messages (counted), so each sends to all others, in one round.
 """
 
 from collections.abc import Iterator
@@ -27,8 +27,8 @@ def rounds_of(rank: int, num_ranks: int) -> Iterator[list[tuple[int, int]]]:
 def turn_of(rank: int, peer: int) -> tuple[int, int, int]:
     """When a pair of ranks connects: every rank goes through its pairs in this order, so that none waits in a circle.
 
-    Of the neighbours in a ring, every other pair comes first. So they have connected after three pairs, one after the
-    other, however many ranks there are. If each began with its lowest peer, rank by rank would connect.
+    Neighbours in a ring come first: every second pair of them, then the pairs between. So all have connected after
+    three turns, however many ranks there are. If each began with its lowest peer, rank by rank would connect.
     """
     first, distance = min(rank, peer), abs(rank - peer)
     return distance, first // distance % 2, first

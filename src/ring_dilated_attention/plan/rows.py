@@ -101,11 +101,11 @@ class Band(NamedTuple):
 
 
 def own_pieces(span: Span, borders: Sequence[int], length: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Cut a span at the borders of segments: start and stop of a piece, the number of segments, and start and stop of
-    the first one.
+    """Cut a span at the borders of segments: (start, stop, number, first_start, first_stop) of pieces.
 
-    A run of equal segments is one piece. A piece that is not a whole segment comes with the number 0. The last segment
-    of a document may be shorter.
+    Whole segments of one length that follow each other come together: the piece of the first, and their number. A piece
+    that is not a whole segment comes alone, with the number 0. first_start and first_stop are those of the (first)
+    segment. The last segment of a document may be shorter.
     """
     for i in range(bisect_right(borders, span.start) - 1, bisect_left(borders, span.stop)):
         document, end = borders[i], borders[i + 1]

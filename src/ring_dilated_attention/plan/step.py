@@ -19,14 +19,15 @@ STAGES = ("forward", "backward")
 
 
 class Packing(NamedTuple):
-    """Which tiles a kernel computes from copies, in which the rows lie side by side. 16-bit rows are copied to float32
-    (but for those of a cache), so that no tile's results are rounded. Other rows are copied where that is faster: if
-    they lie `distance` bytes apart or more, and there are num_bytes / itemsize of them or more on each side."""
+    """Which tiles a kernel computes from copies, in which the rows lie side by side.
+    16-bit rows are copied to float32, so that no tile's results are rounded; but not those of a cache.
+    Other rows are copied where that is faster: if they lie `distance` bytes apart or more, and a tile has at least
+    num_bytes / itemsize of them, of queries and of keys."""
 
     distance: int
     num_bytes: int
-    # Rows copied at a time. A larger tile is split by heads and segments. If one head alone has more rows, they are
-    # copied only if they have 16 bits.
+    # Rows copied at a time. A larger tile is split by heads and segments. If one head of one segment has more rows than
+    # that, they are copied only if they have 16 bits.
     max_rows: int
 
 

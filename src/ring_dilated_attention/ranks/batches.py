@@ -46,7 +46,7 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
             whole = given[name] if ranks.rank == source else None
             local[name] = _dealt(ranks, whole, name, shape, dtype, shards, source)
     if POSITIONS not in local:
-        local[POSITIONS] = ranks.positions(lengths, local.get(BORDERS))
+        local[POSITIONS] = ranks.positions(lengths, documents)
     if len(shards) > 1:
         for name in local.keys() - {BORDERS}:
             remember(local[name], ranks, shards)

@@ -229,7 +229,7 @@ class ContextParallel:
         if not is_integer(seq_len) or seq_len < 0:
             raise ValueError(f"seq_len must be an integer of at least 0, got {seq_len!r}.")
         documents = documents_of(borders_of(cu_seqlens), seq_len)
-        return self.ranks.positions(self.ranks.lengths_of(seq_len, documents), cu_seqlens)
+        return self.ranks.positions(self.ranks.lengths_of(seq_len, documents), documents)
 
     def abandon(self, reason: str) -> None:
         """Break the connections after an error between calls, so that the other ranks fail at once and do not wait.

@@ -1,4 +1,5 @@
-"""Checks that all ranks make the same call: before each call they exchange records of one fixed size."""
+"""Checks that all ranks make the same call: before each call they compare fingerprints. Only if these differ do they
+exchange what they call, in records of one fixed size."""
 
 import hashlib
 from typing import NoReturn

@@ -1,4 +1,5 @@
-"""Sends messages between the ranks of one process group. Only DTensor in integrations/torch.py sends, too."""
+"""Sends messages between the ranks of one process group. Beside it only torch's own parts send: DTensor
+(integrations/torch.py), and FSDP2 with checkpoints that are cut over ranks (training/sharded.py)."""
 
 import re
 import time
@@ -198,8 +199,8 @@ class GroupLink:
                 self._receive_nothing(handle.peer).wait(timedelta(milliseconds=1))
 
     def who_left_in_vain(self, progress: Progress) -> tuple[int | None, Exception] | None:
-        """None if no connected rank left too early: one may leave because it is done. Else the rank that left, if it
-        failed by itself, or None if it had waited for others in vain; and how its leaving was noticed."""
+        """None if no connected rank left too early (a rank that is done may leave). Else the rank that failed by
+        itself, or None in its place if the one that left had only waited for another; and how this was noticed."""
         for at in sorted(self.reached):
             if (error := self._sentinel(at).error) is not None:
                 words = self.last_words.of(self.members[self.order.index(at)])

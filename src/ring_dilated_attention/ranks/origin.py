@@ -41,7 +41,7 @@ def remember(x: Tensor, ranks: Ranks, shards: Sequence[Shard]) -> Tensor:
 
 
 def why_doubtful(lengths: Sequence[int], ranks: Ranks) -> str | None:
-    """Why these rows look as if another context cut them. None if they do not, or if this one has cut a sequence."""
+    """Why these rows look as if another context cut them. None if not, or if this context has cut some itself."""
     if ranks.last_whole is not None or not _last or _last[0].lengths != tuple(lengths) or _is_own(_last[0], ranks):
         return None
     return (

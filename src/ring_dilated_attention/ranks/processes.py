@@ -29,7 +29,7 @@ from .ranks import Links, Ranks
 
 
 class _EmptyGroup(dist.ProcessGroup):
-    """A group of this rank alone, without connections and threads, that only adds one to torch's number of groups."""
+    """A group of this rank alone, without connections and threads. All that it does: torch counts one group more."""
 
 
 _EMPTY, _MOST_NAMES = "ring_dilated_attention_empty", 1000

@@ -19,7 +19,7 @@ from ..plan.sizes import Sizes
 from ..run import executor
 from ..run.executor import Means
 from ..run.link_contract import Dealer, Link
-from .call import Begun, Call, borders_of, shown
+from .call import Begun, Call, shown
 from .handshake import RefusedError
 from .presumed import KnownCall, LengthsChanged, Presumed
 
@@ -79,13 +79,13 @@ class Ranks:
         self.warn_once("borders", text + ". That is right only for rows of the earlier one")
 
     def is_last(self, documents: Borders) -> bool:
-        """False if the place of rows depends on documents, and others were cut later."""
+        """False if the sharding goes by documents, and this context has since cut a sequence with others."""
         is_free = self.cut.sharding != BY_DOCUMENT or not documents or not self.dealt
         return is_free or hash(documents) == next(reversed(self.dealt))
 
-    def positions(self, lengths: Sequence[int], cu_seqlens: Tensor | None = None) -> Tensor:
+    def positions(self, lengths: Sequence[int], borders: Borders = None) -> Tensor:
         """The positions, within their documents, of this rank's rows: (N_local,) int64 on the CPU."""
-        documents = documents_of(borders_of(cu_seqlens), sum(lengths))
+        documents = documents_of(borders, sum(lengths))
         ranges = document_positions(self.shards(lengths, documents)[self.rank], documents or (0, sum(lengths)))
         return torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in (range(0), *ranges)])
 

@@ -36,7 +36,8 @@ class DilatedCache:
 
     num_rows: the rows of keys (and as many of values) that are allocated for one sequence. With keep=0 and all heads
         they are pattern.cache_rows(num_heads, num_kv_heads, max_len). num_bytes: all bytes that are allocated.
-    position: (B,) int64 on the device: how many each sequence has. plan: the CachePlan. dtype, head_dim: as above.
+    position: (B,) int64 on the device: the positions that each sequence has. plan: the CachePlan. dtype, head_dim: as
+        above.
 
     Raises:
         ValueError: for a pattern that is not causal, for invalid sizes, or if there is too little memory.

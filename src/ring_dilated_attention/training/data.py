@@ -39,8 +39,8 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 
 
 class Text:
-    """A file. Its str() says what was read of it so far. It gives out at most `most` bytes, and counts no others.
-    A record counts if it has letters. how: the "fasta_case" and "fasta_records" of a run; older runs lack them."""
+    """A file. Its str() says what was read of it so far. It yields and counts at most `most` bytes. Records
+    without letters are not counted. how: the "fasta_case" and "fasta_records" of a run; older runs lack them."""
 
     def __init__(self, name: str, how: Mapping[str, Any], most: int = sys.maxsize) -> None:
         self.name, self.most, self.num_bytes, self.packing = name, most, 0, ""
@@ -57,7 +57,7 @@ class Text:
         A ValueError refuses damaged files, other containers, and FASTA without letters."""
         try:
             whole = self._opened(file)
-            # A block of FASTA yields at most the bytes that were read, and a border: `given` never cuts off a letter.
+            # A block of FASTA yields at most as many bytes as it has, and a border: `given` never cuts off a letter.
             blocks = iter(lambda: whole.read(min(BLOCK, self.most - self.num_bytes)), b"")
             for block in self._of_sequences(blocks) if self.is_fasta else blocks:
                 if self.num_bytes == 0 and not self.is_fasta:

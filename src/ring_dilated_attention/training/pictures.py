@@ -49,7 +49,7 @@ def smoothed(values: list[float]) -> list[float]:
 
 
 def draw_buckets(buckets: Sequence[dict[str, Any]], mean: float, title: str) -> bytes:
-    """Bits per byte by the number of bytes before, and their mean."""
+    """Bits per byte by how many bytes stand before each, and their mean."""
     figure, axes = _axes("bytes of the context before")
     edges = [b["first"] for b in buckets] + [buckets[-1]["last"] + 1]
     axes.stairs([b["bits_per_byte"] for b in buckets], edges, baseline=None, linewidth=2)

@@ -1,7 +1,7 @@
 """Scores a model in bits per byte. Every rank takes part.
 
-Any text is scored by the number of bytes before, in one forward or in slices through caches. The held-out bytes of a
-run are scored once each, and some of them again with less context.
+Any text is scored in one forward, or in slices through caches. Its bits are counted by how many bytes stand before the
+byte that they tell. The held-out bytes of a run are scored once each, and some of them again with less context.
 """
 
 import gzip
@@ -29,7 +29,8 @@ BLOCK = 2**22  # bytes of the training part that are counted at a time
 
 
 class Score(NamedTuple):
-    """Bits and the number of bytes that took them, in buckets by the number of bytes before: 1, 2 to 3, 4 to 7, ..."""
+    """Bits, and the number of bytes that took them, in buckets. A byte with 1 byte before it is in the first; with 2 to
+    3 in the next, then 4 to 7, ..."""
 
     num_read: int = 0  # also those that are not predicted
     bits: Sequence[float] = (0.0,) * NUM_BUCKETS

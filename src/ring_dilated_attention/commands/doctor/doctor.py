@@ -196,7 +196,7 @@ def unmet(environment: Mapping[str, str], there: Sequence[str], host: str) -> li
 
 def absent(name: str, value: str, there: Sequence[str]) -> str:
     """The names in a variable's value that match no interface, or "". gloo needs every name to be an interface. NCCL
-    reads prefixes, or names after "=", and needs one to match. After "^" stand names to avoid: they always pass."""
+    reads prefixes, or names after "=", and needs one to match. Those after "^" are to be avoided, and may be absent."""
     words = [word for word in value.removeprefix("=").split(",") if word]
     if name == "GLOO_SOCKET_IFNAME":
         return ",".join(word for word in value.split(",") if word and word not in there)

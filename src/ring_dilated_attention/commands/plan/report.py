@@ -177,7 +177,7 @@ def _text_of_many(found: dict[str, Any]) -> str:
         (f"largest work, rank {found['busiest_rank']:,}", scaled(found["largest_flops"], "FLOP")),
         ("balance (mean work over the largest)", f"{found['balance']:.1%}"),
         ("received by a rank in a forward, at most", size_text(found["largest_forward_received_bytes"])),
-        ("received by a rank in both stages, plus gradients it sends", size_text(found["largest_received_bytes"])),
+        ("received in both stages plus gradients sent, at most", size_text(found["largest_received_bytes"])),
         ("peak memory of a rank, at most", f"about {size_text(found['peak_bytes'])}"),
     ]
     if found["step_seconds"] is not None:

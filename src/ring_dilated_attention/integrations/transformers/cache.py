@@ -97,7 +97,7 @@ class BoundedLayer(CacheLayerMixin):
         return out if back_BM is None else _taken(out, back_BM)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The sizes for the new rows alone. `make_mask` knows this cache because keys and queries have one offset."""
+        """The sizes for the new rows alone. `make_mask` knows this cache by the one offset of keys and queries."""
         return query_length, self.num_positions
 
     def get_seq_length(self) -> int:

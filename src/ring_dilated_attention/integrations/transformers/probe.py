@@ -163,7 +163,7 @@ def _check_copy(name: str, model: Any) -> bool:
 
 
 def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
-    """The innermost module that mixes positions without ours: if one input row changes, several output rows do."""
+    """The innermost module that mixes positions by itself: if one input row changes, several output rows do."""
     rows = next((getattr(module, SEEN) for module in callers.values()), ROWS)
 
     def meet(x: Tensor | None, y: Tensor | None) -> bool:

@@ -2,8 +2,8 @@
 
     out' = out * sigmoid(lse - log C)         lse' = log(exp(lse) + C)
 
-C(t, h): the number of zero rows (keys of score 0 and value 0) that query t of head h sees. `zero_rows.py` explains
-misaligned branches: each is computed on its own, its rows are moved to where torchscale puts them, and then merged.
+C(t, h): the number of zero rows (keys of score 0 and value 0) that query t of head h sees. Misaligned branches (see
+`zero_rows.py`) are computed one by one; their rows are moved to where torchscale puts them; then they are merged.
 
 B batch, N positions of this rank, H heads, G key/value heads, D head dim, M rows of one zero query, Z zero queries.
 """
