@@ -101,7 +101,7 @@ def rank_has_bad_input(rank, world_size):
         return lambda: layer(x, x, x, **(arguments if odd else {}))
 
     borders = torch.tensor([0, 9], dtype=torch.int32)
-    assert "ranks disagree on cu_seqlens: rank 0 has None, rank 1 has [0, 9]" in message_of(attend(cu_seqlens=borders))
+    assert "ranks disagree on cu_seqlens: rank 0 has None, rank 1 has (0, 9)" in message_of(attend(cu_seqlens=borders))
     assert "1-D int32 tensor, got [0, 9]" in message_of(attend(cu_seqlens=[0, 9]))
     message = message_of(attend(positions=torch.arange(5)))
     assert "positions have shape (5,), the inputs need (8,)" in message
