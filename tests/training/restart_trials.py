@@ -117,7 +117,7 @@ class Job:
         self.num_ranks = 2
         self.options: list[str] = []  # of `rda train`, more than all trials have
         self.heads: list[Process] = []  # the launcher, or the agents
-        self.known: set[int] = set()  # all processes of ranks that were seen
+        self.known: dict[int, int] = {}  # all processes of ranks that were seen, and when each began
         self.strangers: set[int] = set()  # processes that are none
         self.said_before = 0  # how many bytes had been said when a rank was first seen
         self.has_lost_head, self.steps_left = False, 0  # at the moment when it lost it
@@ -149,7 +149,7 @@ class Job:
         seen = list(processes(self.strangers))
         self.strangers.update(pid for pid, parent, _ in seen if parent not in heads)
         found = sorted((began, pid) for pid, parent, began in seen if parent in heads)
-        if not self.known.issuperset(new := {pid for _, pid in found}):
+        if not self.known.items() >= (new := {pid: began for began, pid in found}).items():
             self.known |= new
             self.said_before = self.said.stat().st_size
         return [pid for _, pid in found]
@@ -216,7 +216,9 @@ class Job:
         return [pid for pid, parent in here if pid not in known and parent not in heads]
 
     def clear(self) -> None:
-        self.kill([*self.known, *(head.pid for head in self.heads if head.poll() is None)])
+        # Linux soon gives the number of a process that has ended to another one, of another command of the user's.
+        self.kill(pid for pid, _, began in processes() if self.known.get(pid) == began)
+        self.kill(head.pid for head in self.heads if head.poll() is None)
         if self.store is not None:
             self.kill([self.store.pid])
             self.store = None

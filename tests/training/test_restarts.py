@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -24,6 +25,7 @@ from restart_trials import (
     KINDS,
     OPTIONS,
     TEXT,
+    Job,
     Size,
     is_running,
     job_of,
@@ -113,6 +115,19 @@ def test_one_of_each_fault(kind, whole, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job = new_job("torchrun" if kind == "agent" else "rda", change=slow_writes if kind == "writing" else int)
     assert run_trial(kind, job, random.Random(0), whole).complaints == []
+
+
+def test_a_trial_kills_its_own_ranks_alone():
+    """Catches one that kills whatever has the number of a rank that ended long ago."""
+    job = Job("rda", SIZE)
+    with subprocess.Popen(["sleep", "60"]) as other:
+        [began] = [began for pid, _, began in processes() if pid == other.pid]
+        job.known[other.pid] = began - 1
+        job.clear()
+        assert other.poll() is None
+        job.known[other.pid] = began
+        job.clear()
+        assert other.wait(10) == -signal.SIGKILL
 
 
 def test_the_only_rank_of_a_torchrun_without_restarts_ends_with_it(tmp_path, monkeypatch):
