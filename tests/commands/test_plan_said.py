@@ -203,7 +203,7 @@ def said_over_planned(rng, capsys):
         assert bool(time) == (exchange == "ring")
         told[name] = time.removesuffix(" modelled"), plans
     assert set(told) == {"contiguous", "zigzag", *["zigzag_documents"] * (documents is not None)}
-    if found := re.search(r"Branch (\d) sends ([\d.,]+) GB in a forward \(all ranks together\) for (\d+)%", said):
+    if found := re.search(r"Branch (\d) sends ([\d.,]+) MB in a forward \(all ranks together\) for (\d+)%", said):
         assert found.groups() == advised(job, sizes)
     if step is None:
         return held / max(memory), []
@@ -222,7 +222,7 @@ def advised(job, sizes):
     plans = [[x.plan for x in all_plans(job._replace(pattern=one), Way())] for one in alone]
     sent, pairs = [sum(plan.sent()[0] for plan in x) for x in plans], [sum(plan.pairs for plan in x) for x in plans]
     i = sent.index(max(sent))
-    return str(i), f"{sent[i] * sizes.unit * sizes.itemsize / 1e9:,.2f}", f"{100 * pairs[i] / sum(pairs):.0f}"
+    return str(i), f"{sent[i] * sizes.unit * sizes.itemsize / 1e6:,.1f}", f"{100 * pairs[i] / sum(pairs):.0f}"
 
 
 def test_the_text_of_many_ranks_is_that_of_their_plans(capsys, monkeypatch):

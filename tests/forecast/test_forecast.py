@@ -106,7 +106,7 @@ def test_the_advice_is_that_of_the_plans(seed):
     waits = 1 - step.efficiency / step.balance
     assert waits >= BOUND_BY_COMMUNICATION
     assert sent[i] == max(sent)
-    sends = f"Branch {i} sends {sent[i] * 64 * sizes.itemsize / 1e9:,.2f} GB in a forward (all ranks together)"
+    sends = f"Branch {i} sends {sent[i] * 64 * sizes.itemsize / 1e6:,.1f} MB in a forward (all ranks together)"
     bound = f"bound by communication: a rank waits {min(waits, 0.99):.0%} of the step. {sends}"
     rates = list(job.pattern.dilation_rates)
     rates[i] *= SPARSER

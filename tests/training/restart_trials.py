@@ -146,6 +146,7 @@ class Job:
     def ranks(self) -> list[int]:
         """The living ranks, in the order of their start."""
         heads = {head.pid for head in self.heads}
+        self.strangers.intersection_update(map(int, filter(str.isdigit, os.listdir("/proc"))))  # numbers come again
         seen = list(processes(self.strangers))
         self.strangers.update(pid for pid, parent, _ in seen if parent not in heads)
         found = sorted((began, pid) for pid, parent, began in seen if parent in heads)

@@ -119,15 +119,27 @@ def test_one_of_each_fault(kind, whole, tmp_path, monkeypatch):
 
 def test_a_trial_kills_its_own_ranks_alone():
     """Catches one that kills whatever has the number of a rank that ended long ago."""
+    job, killed = Job("rda", SIZE), []
+    job.kill = killed.extend
+    [began] = [began for pid, _, began in processes() if pid == os.getpid()]
+    job.known[os.getpid()] = began - 1
+    job.clear()
+    assert killed == []
+    job.known[os.getpid()] = began
+    job.clear()
+    assert killed == [os.getpid()]
+
+
+def test_a_rank_is_seen_though_it_has_the_number_of_a_stranger_that_ended():
     job = Job("rda", SIZE)
-    with subprocess.Popen(["sleep", "60"]) as other:
-        [began] = [began for pid, _, began in processes() if pid == other.pid]
-        job.known[other.pid] = began - 1
-        job.clear()
-        assert other.poll() is None
-        job.known[other.pid] = began
-        job.clear()
-        assert other.wait(10) == -signal.SIGKILL
+    job.heads = [SimpleNamespace(pid=os.getpid())]
+    job.said = Path(__file__)
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    job.strangers = {ended.pid, 1}
+    job.ranks()
+    assert ended.pid not in job.strangers
+    assert 1 in job.strangers
 
 
 def test_the_only_rank_of_a_torchrun_without_restarts_ends_with_it(tmp_path, monkeypatch):

@@ -151,8 +151,8 @@ def advice(
         return f"{bound}, in handshakes alone: fewer ranks, or a network with less latency, would help"
     lengths, heads = [stop - start for start, stop in pairwise(job.borders)], job.num_heads
     work = [branch_pairs(job.pattern, i, lengths, heads) for i in range(len(job.pattern.branches))]
-    gigabytes = sent * sizes.unit * sizes.itemsize / 1e9
-    sends = f"Branch {branch} sends {gigabytes:,.2f} GB in a forward (all ranks together)"
+    megabytes = sent * sizes.unit * sizes.itemsize / 1e6
+    sends = f"Branch {branch} sends {megabytes:,.1f} MB in a forward (all ranks together)"
     said = f"{bound}. {sends} for {work[branch] / sum(work):.0%} of the pairs: "
     rates = list(job.pattern.dilation_rates)
     rate, rates[branch] = rates[branch], SPARSER * rates[branch]

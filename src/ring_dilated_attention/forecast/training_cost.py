@@ -238,7 +238,7 @@ def longest_sequence(job: ModelJob, activations: str, traits: Traits, num_bytes:
 def smallest_mesh(job: ModelJob, activations: str, traits: Traits, num_bytes: int, host: int = 1) -> Mesh | None:
     """The mesh with the fewest sequence-parallel ranks, at most MOST_RANKS, on which the sequence fits, or None.
 
-    It fills whole hosts of `host` ranks. If the job's own mesh does both, this one has no more ranks.
+    It fills whole hosts of `host` ranks. If the job's own mesh fits and does so, this one has no more ranks.
     `data` and `shards` stay as they are; but a job that shards its states over all its ranks gets such a mesh, too.
     """
     mesh = job.mesh

@@ -21,8 +21,8 @@ STAGES = ("forward", "backward")
 class Packing(NamedTuple):
     """Which tiles a kernel computes from copies, in which the rows lie side by side.
     16-bit rows are copied to float32, so that no tile's results are rounded; but not those of a cache.
-    Other rows are copied where that is faster: if they lie `distance` bytes apart or more, and a tile has at least
-    num_bytes / itemsize of them, of queries and of keys."""
+    Other rows are copied in a forward, where that is faster: if they lie `distance` bytes apart or more, and a tile has
+    at least num_bytes / itemsize of them, of queries and of keys."""
 
     distance: int
     num_bytes: int

@@ -33,7 +33,7 @@ class TorchscaleConfig:
         num_learned_positions: rows of a learned position embedding, two more than there are positions; None for none.
         shares_embedding: the output layer has the token embedding's weights.
         normalize_before: LayerNorm before attention and feed-forward (else after the residual).
-        normalize_output: a LayerNorm at the end of an encoder with normalize_before. A decoder with it always has one.
+        normalize_output: with normalize_before, a LayerNorm at the end of an encoder. A decoder then always has one.
         scale_embedding: token embeddings times sqrt(embed_dim).
         sub_layernorm: MAGNETO's LayerNorms inside attention and feed-forward (arXiv 2210.06423).
         deepnorm: residuals times `residual_scale` (DeepNet, arXiv 2203.00555).
