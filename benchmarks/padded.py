@@ -3,11 +3,36 @@
 Dense and slow, for small sizes. B batch, N positions, H heads, D head dim, P rows with those of padding.
 """
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.reference import dilated_attention_reference
+
+
+class PaddedBranch(NamedTuple):
+    """Where torchscale puts the rows of one branch.
+
+    rows_P: the position of each padded row; is_row_P: False where the row is padding. pattern: the branch, over them.
+    """
+
+    rows_P: Tensor
+    is_row_P: Tensor
+    pattern: DilatedPattern
+
+
+def padded_branches(pattern: DilatedPattern, length: int) -> Iterator[PaddedBranch]:
+    for segment_length, rate in pattern.branches:
+        w = min(segment_length, length)
+        taken = -(-w // rate) * rate  # places of a segment
+        places_P = torch.arange(-(-length // w) * taken)
+        rows_P = places_P // taken * w + places_P % taken
+        is_row_P = (places_P % taken < w) & (rows_P < length)
+        one = DilatedPattern((taken,), (rate,), is_causal=pattern.is_causal, phase="blocked")
+        yield PaddedBranch(rows_P.where(is_row_P, 0), is_row_P, one)
 
 
 def padded_reference(
@@ -17,17 +42,12 @@ def padded_reference(
     inputs = (query_BNHD, key_BNHD, value_BNHD)
     length = query_BNHD.shape[1]
     outs, lses = [], []
-    for segment_length, rate in pattern.branches:
-        w = min(segment_length, length)
-        num_seen = -(-w // rate)
-        taken = num_seen * rate  # places of a segment
-        places_P = torch.arange(-(-length // w) * taken)
-        rows_P = places_P // taken * w + places_P % taken
-        is_row_P = (places_P % taken < w) & (rows_P < length)
-        query, key, value = (x[:, rows_P.where(is_row_P, 0)] * is_row_P[:, None, None] for x in inputs)
-        one = DilatedPattern((taken,), (rate,), is_causal=pattern.is_causal, phase="blocked")
+    for rows_P, is_row_P, one in padded_branches(pattern, length):
+        query, key, value = (x[:, rows_P] * is_row_P[:, None, None] for x in inputs)
         out, lse = dilated_attention_reference(query, key, value, one, scale=scale)
-        if num_seen == 1:  # a zero query that sees one zero key has lse = 0, which torchscale takes for "not covered"
+        if (
+            one.segment_lengths == one.dilation_rates
+        ):  # a zero query that sees one zero key has lse = 0, which torchscale takes for "not covered"
             lse = lse.masked_fill(~is_row_P[:, None], -torch.inf)
         outs.append(out[:, :length])
         lses.append(lse[:, :length])

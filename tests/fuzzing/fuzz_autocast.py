@@ -23,11 +23,11 @@ from fuzz import Trial
 from fuzz_calls import arranged, results, why_not_refused
 from fuzz_commands import broken
 from fuzz_modules import draw_module, turned
-from fuzz_oracle import NAMES, answer_to, difference, draw_call, tensors_of
+from fuzz_oracle import NAMES, answer_to, difference, draw_call, sizes_of_terms, tensors_of, why_off
 from helpers import poisoned_memory
 from torch import Tensor, nn
 
-from benchmarks.padded import padded_reference
+from benchmarks.padded import padded_branches, padded_reference
 from ring_dilated_attention import DilatedPattern, MultiheadDilatedAttention, dilated_attention
 from ring_dilated_attention.attention import attention
 from ring_dilated_attention.layers import multihead
@@ -41,6 +41,7 @@ from ring_dilated_attention.models import (
     torchscale_attention,
 )
 from ring_dilated_attention.models.torchscale import gate as gates
+from ring_dilated_attention.reference import multiplicity
 
 WIDE = [torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHORT = [torch.bfloat16, torch.bfloat16, torch.float16]
@@ -131,15 +132,20 @@ def try_mixed(rng: random.Random) -> Trial:
     return Trial("mixed, computed", description, complaint)
 
 
-def why_far(name: str, found: Tensor, expected: Tensor, dtype: torch.dtype, tolerance: float) -> str | None:
-    """In the L2 norm, relative to the whole."""
+def why_far(
+    name: str, found: Tensor, expected: Tensor, dtype: torch.dtype, tolerance: float, size: float | None = None
+) -> str | None:
+    """In the L2 norm, relative to `size`: by default that of `expected`, which then is nothing that may cancel."""
     if found.dtype != dtype or found.shape != expected.shape:
         return f"{name} is {found.dtype} {tuple(found.shape)}, not {dtype} {tuple(expected.shape)}"
     found, expected = found.detach().double(), expected.detach().double()
     if found.isnan().any():
         return f"{name} has NaN"
-    error, size = float((found - expected).norm()), float(expected.norm())
-    return None if error <= tolerance * size + 1e-6 else f"{name} is off by {error / max(size, 1e-30):.1e} of itself"
+    error = float((found - expected).norm())
+    if size is None:
+        size = float(expected.norm())
+    allowed = tolerance * size + 1e-6
+    return None if error <= allowed else f"{name} is off by {error:.1e}, where {allowed:.1e} is allowed"
 
 
 def cast_by_hand(module: MultiheadDilatedAttention, x: Tensor, dtype: torch.dtype, documents: Tensor | None) -> Tensor:
@@ -191,8 +197,8 @@ def try_module(rng: random.Random) -> Trial:
     grads = [torch.autograd.grad(y, parameters.values(), dout) for y in (found, expected)]
     largest = max(float(g.norm()) for g in grads[1])
     for name, actual, right in zip(parameters, *grads, strict=True):
-        share = float(right.norm()) / largest  # a bias of keys has no gradient but for rounding
-        complaint = complaint or why_far(f"gradient of {name}", actual, right, given, 32 * eps / max(share, 1e-9))
+        # A bias of keys has no gradient but for rounding, which is of the size of the others.
+        complaint = complaint or why_far(f"gradient of {name}", actual, right, given, 32 * eps, largest)
     return Trial(f"module, {how}, {names(given)}", f"{module}, {tuple(x.shape)} under {short}", complaint)
 
 
@@ -280,11 +286,11 @@ def try_model(rng: random.Random) -> Trial:
         expected = exact.loss(*inputs)
         expected.backward()
         complaint = why_far("loss", loss, expected, torch.float32, tolerance)
+        largest = max(float(y.grad.norm()) for y in exact.parameters())
         for (name, x), y in zip(model.named_parameters(), exact.parameters(), strict=True):
             complaint = complaint or (None if x.grad.dtype == x.dtype else f"gradient of {name} is {x.grad.dtype}")
             complaint = complaint or ("a gradient has NaN" if x.grad.isnan().any() else None)
-            if y.grad.norm() > 1e-2:
-                complaint = complaint or why_far(f"gradient of {name}", x.grad, y.grad, x.dtype, 4 * tolerance)
+            complaint = complaint or why_far(f"gradient of {name}", x.grad, y.grad, x.dtype, 4 * tolerance, largest)
         return Trial(kind, description, complaint)
     with under(short):
         found = outcome(model, inputs)
@@ -302,6 +308,24 @@ def try_model(rng: random.Random) -> Trial:
     return Trial(kind, description, why_far("out", found, outcome(exact, wide), found.dtype, tolerance))
 
 
+def sizes_of_gated(inputs: Sequence[Tensor], pattern: DilatedPattern, dout: Tensor, lse: Tensor) -> dict[str, Tensor]:
+    """`sizes_of` over padded rows, branch by branch. Keys of padding are zero: they count in lse alone."""
+    length, num_heads, head_dim = inputs[0].shape[1:]
+    total = {name: torch.zeros_like(dout) for name in NAMES} | {"lse": torch.zeros_like(lse)}
+    for rows_P, is_row_P, one in padded_branches(pattern, length):
+        num_rows = len(rows_P)
+        cropped = num_rows - length  # places beyond the sequence, which are no result
+        padded = [x[:, rows_P] * is_row_P[:, None, None] for x in inputs]
+        count = multiplicity(one, num_rows, num_heads)
+        dout_P, lse_P = F.pad(dout, (0, 0, 0, 0, 0, cropped)), F.pad(lse, (0, 0, 0, cropped), value=torch.inf)
+        sizes = sizes_of_terms(count, head_dim**-0.5, padded, dout_P, torch.zeros_like(lse_P), lse_P)
+        for name in ("out", "lse"):
+            total[name] += sizes[name][:, :length]
+        for name in ("dq", "dk", "dv"):
+            total[name].index_add_(1, rows_P[is_row_P], sizes[name][:, is_row_P])
+    return total
+
+
 def try_gated(rng: random.Random) -> Trial:
     """torchscale's attention, zero rows and misplaced ones included, against the definition over padded rows."""
     num_heads, seq_len, short = rng.randint(1, 5), rng.randint(1, 40), rng.choice(SHORT)
@@ -314,14 +338,15 @@ def try_gated(rng: random.Random) -> Trial:
         out, lse = torchscale_attention(*leaves, pattern, return_lse=True)
     exact = [x.to(short).double().requires_grad_() for x in inputs]
     expected, right_lse = padded_reference(*exact, pattern)
-    dout, eps = torch.randn_like(out), torch.finfo(short).eps
-    covered = right_lse > -torch.inf
-    complaint = why_far("out", out, expected, short, 4 * eps)
-    complaint = complaint or why_far("lse", lse[covered], right_lse[covered], torch.float32, eps)
-    grads = [torch.autograd.grad((y * dout).sum(), x) for y, x in ((out, leaves), (expected, exact))]
-    for name, actual, of in zip(NAMES[2:], *grads, strict=True):
-        complaint = complaint or (f"{name} has NaN" if actual.isnan().any() else None)
-        complaint = complaint or why_far(name, actual, of, torch.float32, 16 * eps)
+    dout = torch.randn_like(out)
+    values = [expected.detach(), right_lse.detach()]
+    values += torch.autograd.grad((expected * dout).sum(), exact)
+    results_here = [out, lse, *torch.autograd.grad((out * dout).sum(), leaves)]
+    sizes = sizes_of_gated([x.detach() for x in exact], pattern, dout.double(), values[1])
+    complaint = None
+    for name, actual, value in zip(NAMES, results_here, values, strict=True):
+        dtype = short if name == "out" else torch.float32
+        complaint = complaint or why_off(name, actual, value, sizes[name], dtype, short)
     return Trial(
         f"gated, {'causal' if is_causal else 'not causal'}", f"{pattern}, {out.shape} under {short}", complaint
     )

@@ -133,10 +133,17 @@ def answer_to(call: Call, inputs: Sequence[Tensor], dout: Tensor, dlse: Tensor) 
 
 def sizes_of(call: Call, inputs: Sequence[Tensor], dout: Tensor, dlse: Tensor, lse: Tensor) -> dict[str, Tensor]:
     """Like the formulas of attention and its gradient, with absolute values in the place of all terms."""
-    ratio = call.num_heads // call.num_kv_heads
     scale = call.head_dim**-0.5 if call.scale is None else call.scale
-    q, k, v = inputs[0], *(x.repeat_interleave(ratio, dim=2) for x in inputs[1:])
     count = multiplicity(call.pattern, call.seq_len, call.num_heads, call.documents)
+    return sizes_of_terms(count, scale, inputs, dout, dlse, lse)
+
+
+def sizes_of_terms(
+    count: Tensor, scale: float, inputs: Sequence[Tensor], dout: Tensor, dlse: Tensor, lse: Tensor
+) -> dict[str, Tensor]:
+    """As `sizes_of`. count (H, N, N) tells how often a query sees a key. lse may be of more keys than these."""
+    ratio = inputs[0].shape[2] // inputs[1].shape[2]
+    q, k, v = inputs[0], *(x.repeat_interleave(ratio, dim=2) for x in inputs[1:])
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
     lse = lse.transpose(1, 2).masked_fill(lse.transpose(1, 2) == -torch.inf, 0).unsqueeze(-1)
     weights = count * torch.exp(scores.masked_fill(count == 0, -torch.inf) - lse)
@@ -161,19 +168,28 @@ def sizes_of(call: Call, inputs: Sequence[Tensor], dout: Tensor, dlse: Tensor, l
 def difference(call: Call, found: dict[str, Tensor], answer: Answer) -> str | None:
     """What is wrong with some of the results, or None."""
     for name, x in found.items():
-        value, size = answer.values[name], answer.sizes[name]
         dtype = torch.promote_types(call.dtype, torch.float32) if name == "lse" else call.dtype
-        if x.dtype != dtype or x.shape != value.shape:
-            return f"{name} is {x.dtype} {tuple(x.shape)}, and should be {dtype} {tuple(value.shape)}"
-        x = x.detach().double()
-        tolerance = BOUND * torch.finfo(call.dtype).eps * size + max(4 * torch.finfo(dtype).tiny, SMALLEST[dtype])
-        near = ((x - value).abs() <= tolerance) | (x == value)
-        if call.dtype == torch.float16:
-            near |= (value.abs() > LARGEST) | (size > 1e3 * LARGEST)
-        if not near.all():
-            place = tuple((~near).nonzero()[0].tolist())
-            return (
-                f"{name}{list(place)} is {x[place]:.17g} and should be {value[place]:.17g} to within "
-                f"{tolerance[place]:.1e}; {int((~near).sum())} of {near.numel()} entries are off"
-            )
+        complaint = why_off(name, x, answer.values[name], answer.sizes[name], dtype, call.dtype)
+        if complaint is not None:
+            return complaint
     return None
+
+
+def why_off(
+    name: str, x: Tensor, value: Tensor, size: Tensor, dtype: torch.dtype, computed_in: torch.dtype
+) -> str | None:
+    """What is wrong with a result that should be `value` in `dtype`, and was computed in another type perhaps."""
+    if x.dtype != dtype or x.shape != value.shape:
+        return f"{name} is {x.dtype} {tuple(x.shape)}, and should be {dtype} {tuple(value.shape)}"
+    x = x.detach().double()
+    tolerance = BOUND * torch.finfo(computed_in).eps * size + max(4 * torch.finfo(dtype).tiny, SMALLEST[dtype])
+    near = ((x - value).abs() <= tolerance) | (x == value)
+    if computed_in == torch.float16:
+        near |= (value.abs() > LARGEST) | (size > 1e3 * LARGEST)
+    if near.all():
+        return None
+    place = tuple((~near).nonzero()[0].tolist())
+    return (
+        f"{name}{list(place)} is {x[place]:.17g} and should be {value[place]:.17g} to within "
+        f"{tolerance[place]:.1e}; {int((~near).sum())} of {near.numel()} entries are off"
+    )

@@ -5,7 +5,9 @@ import json
 from importlib import import_module
 
 import pytest
+import torch
 from fuzz import KINDS, fuzz, lines_of
+from fuzz_oracle import why_off
 from helpers import ROOT
 
 SEED = 20251122
@@ -62,6 +64,15 @@ def test_nothing_is_found(kind, numbers):
 def test_a_broken_program_is_noticed(kind, broken):
     """Those that few cases notice; `make fuzz` has more, and takes longer."""
     assert fuzz(kind, SEED, range(200), broken=broken, most_failures=1).failures
+
+
+@pytest.mark.parametrize(("rounding", "is_wrong"), [(1e-9, False), (0.25, True)])
+def test_a_gradient_that_cancels_is_judged_by_its_terms(rounding, is_wrong):
+    """Catches an error that is divided by a true gradient of nearly 0: processors round a sum that cancels otherwise."""
+    value, size = torch.full((3,), 1e-30, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    found = torch.full((3,), rounding)
+    complaint = why_off("dk", found, value, size, torch.float32, torch.bfloat16)
+    assert (complaint is not None) == is_wrong
 
 
 def test_a_case_can_be_made_again():
