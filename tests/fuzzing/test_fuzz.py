@@ -68,7 +68,7 @@ def test_a_broken_program_is_noticed(kind, broken):
 
 @pytest.mark.parametrize(("rounding", "is_wrong"), [(1e-9, False), (0.25, True)])
 def test_a_gradient_that_cancels_is_judged_by_its_terms(rounding, is_wrong):
-    """Catches an error that is divided by a true gradient of nearly 0: processors round a sum that cancels otherwise."""
+    """Catches an error that is divided by a true gradient of nearly 0: processors round such sums differently."""
     value, size = torch.full((3,), 1e-30, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
     found = torch.full((3,), rounding)
     complaint = why_off("dk", found, value, size, torch.float32, torch.bfloat16)

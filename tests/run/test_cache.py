@@ -357,6 +357,27 @@ def test_precision(dtype, size):
         assert relative_error(ours, y) <= 2 * relative_error(theirs, y) + floor
 
 
+def test_short_rows_are_copied_where_torch_cannot_take_them(monkeypatch):
+    """Catches a cache that fails on a CPU with a matrix unit if ATEN_CPU_CAPABILITY is below AVX512."""
+
+    def only_wide(query, *more, **options):
+        assert query.dtype == torch.float32
+        return flash(query, *more, **options)
+
+    flash = cpu._forward
+    monkeypatch.setattr(cpu, "short_rows_fail", lambda: True)
+    monkeypatch.setattr(cpu, "_forward", only_wide)
+    pattern = DilatedPattern((8, 16), (1, 2), is_causal=True)
+    rows = [torch.randn(1, 20, 2, 8, dtype=torch.bfloat16) for _ in range(3)]
+    exact = dilated_attention_reference(*(x.double() for x in rows), pattern)[0]
+    cache = make(pattern, 1, 2, 2, 8, torch.bfloat16)
+    out = torch.cat(
+        [dilated_attention(*x, pattern, cache=cache) for x in zip(*(y.split(5, 1) for y in rows), strict=True)], 1
+    )
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), exact, atol=0.05, rtol=0)
+
+
 def test_run_to_run_equal_to_the_bit():
     """Catches results that depend on what was in the memory before."""
     sequence, runs = Sequence(batch=2), []
