@@ -25,6 +25,9 @@ from ring_dilated_attention.ranks.reshard import own_rows
 from ring_dilated_attention.reference import multiplicity
 
 ROOT = Path(__file__).parents[1]  # of the clone
+# Options that change no graph. Vectors and precompiled headers take inductor some twenty seconds where its cache is
+# empty. The cache keeps one such header for all values of ATEN_CPU_CAPABILITY: code compiled under another fails.
+PLAIN = {"cpp.simdlen": 0, "cpp_cache_precompile_headers": False}
 
 
 def message_of(call: Callable, error: type[Exception] = ValueError) -> str:

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import RankFailedError, run
-from helpers import message_of, relative_error, rows_of
+from helpers import PLAIN, message_of, relative_error, rows_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -837,10 +837,6 @@ def rank_compiles_what_it_does_not_use(rank, world_size, backend, dynamic, optio
             expected = function(*calls, num_used if rank == 1 else 2)
             torch.testing.assert_close(compiled(*calls, num_used if rank == 1 else 2), expected)
             assert cp.ranks.calls == before + 4
-
-
-# What takes inductor some twenty seconds, where its cache is empty, and changes no graph.
-PLAIN = {"cpp.simdlen": 0, "cpp_cache_precompile_headers": False}
 
 
 @pytest.mark.parametrize(("backend", "dynamic", "options"), [("aot_eager", None, None), ("inductor", True, PLAIN)])
