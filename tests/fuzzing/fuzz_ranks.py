@@ -250,7 +250,11 @@ class Desk(TeamDesk):
             complaint = why_unequal("shard", local, self.rows(x, parallel, seq_len, dim))
             complaint = complaint or why_unequal("unshard", parallel.unshard(local, dim), x)
             [grad] = torch.autograd.grad(local, [x], self.rows(weights, parallel, seq_len, dim))
-            complaint = complaint or why_unequal("gradient of shard", grad, weights)
+            complaint = complaint or why_unequal("gradient of shard", grad, weights / self.world_size)
+            rows = local.detach().requires_grad_()
+            [grad] = torch.autograd.grad(parallel.unshard(rows, dim), [rows], weights * (1 + parallel.rank))
+            right = self.rows(weights, parallel, seq_len, dim) * sum(range(1, self.world_size + 1))
+            complaint = complaint or why_unequal("gradient of unshard", grad, right)
             tokens, source = torch.arange(seq_len)[None], rng.choice([None, *range(self.world_size)])
             given = {"tokens": tokens} if source in (None, parallel.rank) else None
             dealt = parallel.shard_batch(given, source=source)

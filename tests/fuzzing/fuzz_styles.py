@@ -36,7 +36,7 @@ from ring_dilated_attention.integrations.torch import (
     replace_attention,
 )
 from ring_dilated_attention.models import LongNetLM, NextTokenLoss
-from ring_dilated_attention.ranks import context
+from ring_dilated_attention.ranks import context, reshard
 
 
 def prepare(folder: Path) -> None:
@@ -527,9 +527,8 @@ def _held_at_random(self: MultiheadDilatedAttention, heads: range) -> MultiheadD
     return _held(self, heads)
 
 
-def _unscaled(ctx: Any, x: Tensor, scale: float) -> Tensor:
-    ctx.scale = 1.0
-    return x.view_as(x)
+def _unsummed(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    return reshard.own_rows(grads[0], ctx.shards[ctx.ranks.rank], ctx.dim), None, None, None
 
 
 def _inputs_as_they_are(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, tuple, dict], Any]:
@@ -544,7 +543,7 @@ RANK_BREAKAGES: dict[str, Callable[[], Any]] = {
     "phases go by the held head": broken("held", _held_as_first, MultiheadDilatedAttention),
     "biases are added by every rank": broken("held", _held_with_bias, MultiheadDilatedAttention),
     "parts draw random numbers": broken("held", _held_at_random, MultiheadDilatedAttention),
-    "gradients of whole tensors are not scaled": broken("forward", staticmethod(_unscaled), styles._ScaleGradient),
+    "gradients of whole tensors are not summed": broken("backward", staticmethod(_unsummed), reshard.UnshardRows),
     "inputs stay as they are": broken("_each_input", _inputs_as_they_are, styles),
     "nobody looks who averages": broken("check_averaged", nothing, sys.modules[__name__]),
     "the mean of each shard": broken("mean_loss", mean_of_each_shard, context),

@@ -93,6 +93,43 @@ def test_loss_and_gradients_of_one_rank(world_size):
     run(world_size, rank_trains, names, seconds=180)
 
 
+def rewarded(model, unshard):
+    """A reward: the last position of the whole sequence."""
+    hidden = unshard(model(input_ids=tokens(2, 19)).last_hidden_state)
+    return (hidden[:, -1].mean(-1) - 1).square().mean()
+
+
+def preferred(model, unshard):
+    """DPO: the log-likelihoods of two answers of different lengths, beside those of a frozen reference."""
+    scores = []
+    for ids in (tokens(1, 19), tokens(1, 14, seed=2)):
+        log_probabilities = unshard(model(input_ids=ids).logits).log_softmax(-1)[:, :-1]
+        scores.append(log_probabilities.gather(-1, ids[:, 1:, None]).sum())
+    return -torch.nn.functional.logsigmoid(0.1 * (scores[0] - scores[1] - 3.0))
+
+
+def rank_has_a_loss_of_the_whole(rank, world_size):
+    parallel = ContextParallel(sharding="zigzag")
+    for loss_of in (rewarded, preferred):
+        expected, found = make("llama"), make("llama")
+        if loss_of is rewarded:
+            expected, found = expected.model, found.model
+        right = loss_of(expected, lambda x: x)
+        right.backward()
+        context_parallel(found, parallel)
+        replica = torch.nn.parallel.DistributedDataParallel(found)
+        loss = loss_of(replica, parallel.unshard)
+        loss.backward()
+        torch.testing.assert_close(loss, right, rtol=1e-9, atol=0)
+        for (name, x), y in zip(expected.named_parameters(), found.parameters(), strict=True):
+            assert (y.grad - x.grad).norm() < 1e-8 * x.grad.norm(), name
+
+
+def test_losses_of_the_whole_sequence():
+    """Rewards and preferences under DDP. Catches gradients of the body that are 1 / ranks of those of one process."""
+    run(2, rank_has_a_loss_of_the_whole, seconds=120)
+
+
 def rank_counts_positions(rank, world_size):
     register()
     torch.manual_seed(0)

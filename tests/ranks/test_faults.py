@@ -88,11 +88,12 @@ def test_a_process_ends_though_a_message_is_stuck():
 
 
 def rank_waits_for_one_that_does_not_come(rank, world_size):
-    contexts = [ContextParallel(timeout=timedelta(seconds=1)) for _ in range(3)]
+    contexts = [ContextParallel(timeout=timedelta(seconds=1)) for _ in range(4)]
     x = torch.ones(1, 4, 2, requires_grad=True)
-    shard = contexts[0].shard(x)
+    shard, whole = contexts[0].shard(x), contexts[3].unshard(x)
     calls = {
         "backward of shard": lambda: shard.sum().backward(),
+        "backward of unshard": lambda: whole.sum().backward(),
         "unshard": lambda: contexts[1].unshard(torch.ones(1, 2)),
         "all_reduce": lambda: all_reduce(contexts[2].ranks, torch.ones(1)),
     }

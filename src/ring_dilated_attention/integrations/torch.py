@@ -26,8 +26,8 @@ class ShardSequence(ParallelStyle):
         parallelize_module(model, mesh["cp"], ShardSequence())
         parallelize_module(model, mesh["cp"], {"encoder": ShardSequence(shard_inputs=True, unshard_outputs=True)})
 
-    A style makes one ContextParallel for each mesh, `style.contexts[mesh]`, which its modules share. The *mean* of the
-    ranks' gradients, which DDP and FSDP2 take, is the gradient on one device.
+    A style makes one ContextParallel for each mesh, `style.contexts[mesh]`, which its modules share. Averaged over the
+    ranks, as DDP and FSDP2 do, what a backward computes is the gradient of the mean of the ranks' losses.
 
     Args:
         sharding, exchange: as for `ContextParallel`.
@@ -62,16 +62,10 @@ class ShardSequence(ParallelStyle):
         for child in attending:
             child.parallel = parallel
 
-        def shard(x: Tensor) -> Tensor:
-            return parallel.shard(_ScaleGradient.apply(x, 1 / parallel.world_size) if x.requires_grad else x)
-
-        def unshard(x: Tensor) -> Tensor:
-            return _ScaleGradient.apply(parallel.unshard(x), parallel.world_size)
-
         if self.shard_inputs:
-            module.register_forward_pre_hook(_each_input(shard), with_kwargs=True)
+            module.register_forward_pre_hook(_each_input(parallel.shard), with_kwargs=True)
         if self.unshard_outputs:
-            module.register_forward_hook(lambda _, args, out: _each(unshard, out))
+            module.register_forward_hook(lambda _, args, out: _each(parallel.unshard, out))
         return module
 
 
@@ -128,21 +122,6 @@ def _each(change: Callable[[Tensor], Tensor], nested: Any) -> Any:
 
 def _each_input(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, tuple, dict], Any]:
     return lambda _, args, kwargs: _each(change, (args, kwargs))
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """y = x, dx = c dy, with c = 1/p before the computation in shards and c = p after it.
-
-    Between the two a rank's gradient is p times its share, elsewhere the whole gradient. The mean is right for both."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.scale, None
 
 
 def check_averaged(module: nn.Module, parallel: ContextParallel) -> None:

@@ -222,8 +222,8 @@ class LongNetLM(nn.Module):
         """Mean cross-entropy, in nats, of predicting every token but the first of each sequence or packed document.
 
         Under `parallel` the label of a shard's last position is the first token of the next shard. Every rank
-        returns the mean over all ranks. The *mean* of the ranks' gradients, which DDP and FSDP2 take, is the
-        gradient on one device. DDP and FSDP2 hook `forward`: wrap the model in `NextTokenLoss` first.
+        returns the mean over all ranks. Averaged over the ranks, as DDP and FSDP2 do, what a backward computes is the
+        gradient of that mean. DDP and FSDP2 hook `forward`: wrap the model in `NextTokenLoss` first.
         """
         documents = self._agree(tokens_BN, cu_seqlens)
         num_labels = tokens_BN.shape[0] * sum(stop - start - 1 for start, stop in pairwise(documents.borders))

@@ -72,8 +72,8 @@ class LongNetViT(CheckedLoading):
         embedding = model.eval()(features, coords, all_layer_embed=True)[-1]
 
     Gradients are exact. There is neither dropout nor stochastic depth, while by default the original code trains with
-    dropout 0.25 and stochastic depth up to 0.1. Under `parallel` all ranks return the same embeddings. The
-    *mean* of the ranks' gradients, which DDP and FSDP2 take, is the gradient on one device.
+    dropout 0.25 and stochastic depth up to 0.1. Under `parallel` all ranks return the same embeddings. Averaged over
+    the ranks, as DDP and FSDP2 do, what a backward computes is the gradient of the mean of the ranks' losses.
 
     Args:
         in_chans: features of a tile.

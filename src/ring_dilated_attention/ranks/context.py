@@ -20,7 +20,7 @@ from .origin import origin_of, remember, why_foreign
 from .processes import Processes, note_dropped
 from .ranks import Ranks
 from .reduce import mean_loss
-from .reshard import ShardRows, UnshardRows, check_dim, rows_fields
+from .reshard import ShardRows, UnshardRows, check_dim, forward_fields
 
 # Custom ops take no objects, so they find a context here, by its key. An entry lives as long as its context.
 _contexts: "WeakValueDictionary[str, ContextParallel]" = WeakValueDictionary()
@@ -134,12 +134,14 @@ class ContextParallel:
         self.ranks.close()
 
     def shard(self, x: Tensor, dim: int = 1, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """This rank's rows of a whole tensor that every rank holds. The gradient is whole, gathered from all ranks.
+        """This rank's rows of a whole tensor that every rank holds.
 
-        All ranks call it, with tensors of one shape, and the borders of packed documents if "zigzag_documents" is to
-        cut them. (`shard_batch` also checks that they hold the same sample.) The result is marked with how it was cut,
-        and a context that cuts otherwise refuses it. Ops drop the mark, so `shard` also warns if the length and content
-        of a tensor show that a shard is cut again.
+        The gradient is whole on every rank: all ranks' rows of it, divided by the number of ranks. (Averaged over the
+        ranks, what a backward computes is the gradient of the mean of the ranks' losses.) All ranks call it, with
+        tensors of one shape, and the borders of packed documents if "zigzag_documents" is to cut them. (`shard_batch`
+        also checks that they hold the same sample.) The result is marked with how it was cut, and a context that cuts
+        otherwise refuses it. Ops drop the mark, so `shard` also warns if the length and content of a tensor show that a
+        shard is cut again.
 
         Raises:
             ValueError: on every rank, if shapes or documents differ.
@@ -155,7 +157,7 @@ class ContextParallel:
             lengths = ranks.lengths_of(length, documents)
             if last and ranks.world_size > 1 and set(ranks.last_lengths) == {length} and not x.is_meta:
                 mark = fingerprint(x.narrow(dim, 0, min(length, 64)))
-        fields = {**rows_fields("shard", x, dim), "length of the whole": length, "cu_seqlens": shown(documents)}
+        fields = {**forward_fields("shard", x, dim), "length of the whole": length, "cu_seqlens": shown(documents)}
         if len(set(ranks.agree(mark, fields, None))) > 1:
             text = (
                 f"shard was given {length} positions, as many as each rank's shard of the {last} positions cut last, "
@@ -185,15 +187,18 @@ class ContextParallel:
         return shard_batch(self.ranks, batch, source)
 
     def unshard(self, x: Tensor, dim: int = 1, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """The whole tensor, from all ranks' rows (cu_seqlens: as for `shard`). All ranks must compute the same from it:
-        gradients are not summed."""
+        """The whole tensor, on every rank, from all ranks' rows (cu_seqlens: as for `shard`).
+
+        Ranks may compute different losses from it: a rank's rows get the sum of all ranks' gradients. So every rank
+        runs the backward. A rank that has no use for the whole tensor x adds 0 * x.sum() to its loss.
+        """
         self.ranks.check_all_here("unshard")
         with self.ranks.refusing():
             check_dim("unshard", x, dim)
             if failure := why_foreign("the tensor", x, self.ranks, cu_seqlens):
                 raise ValueError(failure)
             borders = borders_of(cu_seqlens)
-        fields = {**rows_fields("unshard", x, dim), "cu_seqlens": shown(borders)}
+        fields = {**forward_fields("unshard", x, dim), "cu_seqlens": shown(borders)}
         lengths = self.ranks.handshake(x.shape[dim], fields)
         self.ranks.check_dealt(borders)
         shards = self.ranks.shards(lengths, documents_of(borders, sum(lengths)))
@@ -204,8 +209,8 @@ class ContextParallel:
 
             loss = parallel.mean_loss(F.cross_entropy(logits, labels, reduction="sum"), labels.numel())
 
-        Ranks hold different numbers of terms, so a mean of their means would be wrong. The gradient is scaled so that
-        the *mean* of the ranks' gradients, which DDP and FSDP2 take, is the gradient on one device.
+        Ranks hold different numbers of terms, so a mean of their means would be wrong. Averaged over the ranks, as DDP
+        and FSDP2 do, what a backward computes is the gradient of the mean of the ranks' losses: here of this mean.
 
         Args:
             local_sum: scalar, over this rank's positions; on a rank that owns none, 0 times an output of the model.

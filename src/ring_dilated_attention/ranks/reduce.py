@@ -52,7 +52,9 @@ class GlobalMean(torch.autograd.Function):
     """The mean of a loss, from the ranks' sums s_0 ... s_{p-1} over n terms in all.
 
     forward, on every rank:  L = (s_0 + ... + s_{p-1}) / n
-    backward, on rank k:     ds_k = dL * p / n, so that the *mean* of the ranks' gradients is the gradient of L
+    backward, on rank k:     ds_k = dL * p / n
+
+    Averaged over the ranks, what a backward computes is the gradient of the mean of the ranks' losses.
     """
 
     @staticmethod
@@ -68,8 +70,7 @@ class GlobalMean(torch.autograd.Function):
 class SumOverRanks(torch.autograd.Function):
     """Forward: the sum of all ranks' tensors, on each. Backward: the sum of all ranks' gradients.
 
-    If all ranks compute the same from the sum, its backward makes p times the gradient on one device. So the *mean* of
-    the ranks' gradients, which DDP and FSDP2 take, is right for parameters before the sum and after it.
+    Averaged over the ranks, what a backward computes is the gradient of the mean of the ranks' losses.
     """
 
     @staticmethod

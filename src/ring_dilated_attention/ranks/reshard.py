@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..plan.sharding import Shard, Span, shard_length
 from .ranks import Ranks
@@ -25,6 +26,11 @@ def rows_fields(call: str, x: Tensor, dim: int) -> dict[str, object]:
     return {"call": call, "dim": dim, "other lengths": others, "dtype": x.dtype, "device": x.device.type}
 
 
+def forward_fields(call: str, x: Tensor, dim: int) -> dict[str, object]:
+    """`rows_fields`, and whether a backward will follow: all ranks run it, or none."""
+    return rows_fields(call, x, dim) | {"gradients": x.requires_grad and torch.is_grad_enabled()}
+
+
 def own_rows(x: Tensor, shard: Shard, dim: int) -> Tensor:
     spans = [x.narrow(dim, span.start, span.stop - span.start) for span in shard]
     return torch.cat(spans or [x.narrow(dim, 0, 0)], dim=dim)  # a copy: a view would keep the whole tensor alive
@@ -41,7 +47,11 @@ def _all_rows(x: Tensor, ranks: Ranks, shards: Sequence[Shard], dim: int, moment
 
 
 class ShardRows(torch.autograd.Function):
-    """Forward on rank k: x (.., N, ..) -> its rows (.., N_k, ..). Backward: all ranks' rows of the gradient."""
+    """The rows of a whole tensor x that every rank holds. p: the number of ranks.
+
+    forward on rank k:   x (.., N, ..) -> its rows y_k (.., N_k, ..)
+    backward:            dx = (dy_0, ..., dy_{p-1}) / p, of all ranks' rows, the same on every rank
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, shards: tuple[Shard, ...], dim: int) -> Tensor:
@@ -49,15 +59,21 @@ class ShardRows(torch.autograd.Function):
         return own_rows(x, shards[ranks.rank], dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         fields = rows_fields("backward of shard", grads[0], ctx.dim)
         fields["length of the whole"] = sum(map(shard_length, ctx.shards))
         ctx.ranks.agree(grads[0].shape[ctx.dim], fields, None)
-        return _all_rows(grads[0], ctx.ranks, ctx.shards, ctx.dim, "backward of shard"), None, None, None
+        whole = _all_rows(grads[0], ctx.ranks, ctx.shards, ctx.dim, "backward of shard")
+        return whole.div_(len(ctx.shards)), None, None, None
 
 
 class UnshardRows(torch.autograd.Function):
-    """Forward: all ranks' rows (.., N, ..). Backward on rank k: its rows of the gradient, which all ranks have."""
+    """The whole tensor, on every rank.
+
+    forward on rank k:   its rows y_k (.., N_k, ..) -> x (.., N, ..) of all ranks' rows
+    backward on rank k:  dy_k = its rows of dx^0 + ... + dx^{p-1}, where dx^j is the gradient on rank j
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, shards: tuple[Shard, ...], dim: int) -> Tensor:
@@ -65,5 +81,17 @@ class UnshardRows(torch.autograd.Function):
         return _all_rows(x, ranks, shards, dim, "unshard")
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return own_rows(grads[0], ctx.shards[ctx.ranks.rank], ctx.dim), None, None, None
+        [grad], moment = grads, "backward of unshard"
+        ctx.ranks.agree(grad.shape[ctx.dim], rows_fields(moment, grad, ctx.dim), None)
+        with ctx.ranks.all_or_none():
+            rows = [own_rows(grad, shard, ctx.dim) for shard in ctx.shards]
+            shape = rows[ctx.ranks.rank].shape
+            sizes = [shape.numel()] * len(rows)
+            received = ctx.ranks.scatter([x.flatten() for x in rows], sizes, grad, moment)
+            # 16 bits would round each sum.
+            total = grad.new_zeros(shape.numel(), dtype=torch.promote_types(grad.dtype, torch.float32))
+            for x in received:
+                total += x
+            return total.view(shape).to(grad.dtype), None, None, None

@@ -39,11 +39,12 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
         context_parallel(model, ContextParallel(mesh["cp"]))
         loss = model(input_ids=ids, labels=labels).loss     # (B, N) on every rank, the same on all that share it
 
-    The loss is that of the whole sample, on every rank. The *mean* of the ranks' gradients, which DDP, FSDP2 and
-    DeepSpeed take, is the gradient of that loss: to a trainer ranks look like replicas. Other outputs (logits, hidden
-    states) are this rank's rows; `parallel.unshard` joins them. With labels no logits are returned: the loss makes them
-    for some rows at a time, and backward makes them again. Documents may be packed (position_ids that start anew, or
-    cu_seq_lens_q). Padding is allowed only on the right, in a causal model, with labels of -100.
+    The loss is that of the whole sample, on every rank. Averaged over the ranks, as DDP, FSDP2 and DeepSpeed do, what a
+    backward computes is the gradient of the mean of the ranks' losses: to a trainer ranks look like replicas. Other
+    outputs (logits, hidden states) are this rank's rows. `parallel.unshard` joins them, for a loss of your own too.
+    With labels no logits are returned: the loss makes them for some rows at a time, and backward makes them again.
+    Documents may be packed (position_ids that start anew, or cu_seq_lens_q). Padding is allowed only on the right, in a
+    causal model, with labels of -100.
 
     Raises:
         ValueError: if the model has no dilated attention, has convolutions over positions, or does not take positions
@@ -237,7 +238,7 @@ def _shift(model: Any) -> int:
         return 0
     if model.get_decoder() is not model and LOSS_MAPPING.get(kind, ForCausalLMLoss) is ForCausalLMLoss:
         return 1
-    remedy = "call it without labels, and compute the loss from outputs that parallel.unshard joins."
+    remedy = "call it without labels, and compute the loss on every rank, from outputs that parallel.unshard joins."
     raise ValueError(f"{type(model).__name__} computes no loss of single positions: {remedy}")
 
 

@@ -1,0 +1,254 @@
+"""One rule: averaged over the ranks, what a backward computes is the gradient of the mean of the ranks' losses.
+
+Every function whose name starts with `rank` runs on every rank, and every rank asserts.
+"""
+
+import itertools
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from distributed import run
+from helpers import message_of
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.profiler import ProfilerActivity, profile
+
+from ring_dilated_attention import ContextParallel, DilatedPattern, simulate
+from ring_dilated_attention.layers import MultiheadDilatedAttention
+from ring_dilated_attention.ranks.reduce import SumOverRanks
+
+PATTERN = DilatedPattern((4, 16), (1, 2), is_causal=True)
+PATIENCE = timedelta(seconds=20)
+N = 23  # patches
+BORDERS = torch.tensor([0, 9, N], dtype=torch.int32)
+
+
+class Net(nn.Module):
+    """Patches of the whole -> shard -> layers -> unshard -> head. Called with the name of a loss, a row of `LOSSES`."""
+
+    def __init__(self, parallel=None, cu_seqlens=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.parallel, self.cu_seqlens = parallel, cu_seqlens
+        self.patches = nn.Conv1d(3, 16, 4, stride=4)
+        self.layers = nn.ModuleList(MultiheadDilatedAttention(16, 2, PATTERN, parallel=parallel) for _ in range(2))
+        self.head = nn.Linear(16, 5)
+        self.double()
+
+    def cut(self, x):
+        return x if self.parallel is None else self.parallel.shard(x, cu_seqlens=self.cu_seqlens)
+
+    def join(self, x):
+        return x if self.parallel is None else self.parallel.unshard(x, cu_seqlens=self.cu_seqlens)
+
+    def mean(self, local_sum, local_count):
+        return local_sum / local_count if self.parallel is None else self.parallel.mean_loss(local_sum, local_count)
+
+    def hidden(self, video):
+        x = self.cut(self.patches(video).transpose(1, 2))
+        for layer in self.layers:
+            x = x + layer(x, x, x, cu_seqlens=self.cu_seqlens)[0]
+        return x
+
+    def forward(self, loss, video, labels):
+        return LOSSES[loss](self, video, labels)
+
+
+def tokens(net, video, labels):
+    """On shards."""
+    own = net.cut(labels)
+    logits = net.head(net.hidden(video))
+    return net.mean(F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum"), own.numel())
+
+
+def whole(net, video, labels):
+    """On the whole, the same on all ranks."""
+    return F.cross_entropy(net.head(net.join(net.hidden(video))).flatten(0, 1), labels.flatten())
+
+
+def reward(net, video, labels):
+    return ((net.head(net.join(net.hidden(video))[:, -1])[:, 0] - 1) ** 2).sum()
+
+
+def pooled(net, video, labels):
+    return F.cross_entropy(net.head(net.join(net.hidden(video)).mean(1)), labels[:, 0])
+
+
+def preference(net, video, labels):
+    """DPO: the log-likelihoods of two sequences. One is joined from shards of positions, one is a sum over ranks."""
+    scores = []
+    for sample in (video, video.flip(-1)):
+        nats = F.cross_entropy(net.head(net.hidden(sample)).mT, net.cut(labels), reduction="none")
+        if not scores:
+            scores.append(-net.join(nats).sum())
+        else:
+            scores.append(-(nats.sum() if net.parallel is None else SumOverRanks.apply(nats.sum(), net.parallel.ranks)))
+    reference = 0.3
+    return -F.logsigmoid(0.1 * (scores[0] - scores[1] - reference))
+
+
+def both(net, video, labels):
+    """One loss on shards and one on the whole."""
+    own, hidden = net.cut(labels), net.hidden(video)
+    terms = F.cross_entropy(net.head(hidden).flatten(0, 1), own.flatten(), reduction="sum")
+    return net.mean(terms, own.numel()) + net.head(net.join(hidden)[:, -1]).square().sum()
+
+
+def apart(net, video, labels):
+    """Each rank has the loss of some positions of the whole, and their mean is the loss of all."""
+    logits = net.head(net.join(net.hidden(video)))
+    rank, size = (0, 1) if net.parallel is None else (net.parallel.rank, net.parallel.world_size)
+    return F.cross_entropy(logits[:, rank::size].mT, labels[:, rank::size], reduction="sum") * size / labels.numel()
+
+
+def one_rank(net, video, labels):
+    """One rank alone has a loss, and the others add nothing."""
+    joined = net.join(net.hidden(video))
+    if net.parallel is None:
+        return net.head(joined[:, 0]).square().sum()
+    return net.head(joined[:, 0]).square().sum() * (net.parallel.world_size if net.parallel.rank == 1 else 0)
+
+
+LOSSES = {f.__name__: f for f in (tokens, whole, reward, pooled, preference, both, apart, one_rank)}
+CUTS = {
+    "contiguous": {},
+    "zigzag": {"sharding": "zigzag"},
+    "documents": {"sharding": "zigzag_documents"},
+    "uneven": {"lengths": (5, 0, 18)},
+}
+
+
+def wrapped(net, wrapper):
+    if wrapper == "DDP":
+        return nn.parallel.DistributedDataParallel(net)
+    if wrapper == "FSDP2":
+        for layer in net.layers:
+            fully_shard(layer)
+        fully_shard(net)
+    return net
+
+
+def rank_follows_the_rule(rank, world_size, cut, losses, wrappers):
+    generator = torch.Generator().manual_seed(1)
+    video = torch.randn(1, 3, 4 * N, generator=generator, dtype=torch.float64)
+    labels = torch.randint(5, (1, N), generator=generator)
+    cu_seqlens = BORDERS if cut == "documents" else None
+    options = dict(CUTS[cut])
+    if "lengths" in options and world_size == 2:
+        options["lengths"] = (N, 0)
+    parallel = ContextParallel(timeout=PATIENCE, **options)
+    for loss, wrapper in itertools.product(losses, wrappers):
+        alone = Net(cu_seqlens=cu_seqlens)
+        expected = alone(loss, video.requires_grad_(), labels)
+        expected.backward()
+        dx, video.grad = video.grad, None
+        net = Net(parallel, cu_seqlens)
+        model = wrapped(net, wrapper)
+        found = model(loss, video, labels)
+        found.backward()
+        mean = found.detach().clone()
+        dist.all_reduce(mean)
+        torch.testing.assert_close(mean / world_size, expected.detach(), rtol=1e-12, atol=0)
+        gradients = dict(net.named_parameters(), video=video)
+        for name, parameter in dict(alone.named_parameters(), video=torch.empty(0)).items():
+            right = dx if name == "video" else parameter.grad
+            grad = gradients[name].grad
+            grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
+            if wrapper is None or name == "video":
+                dist.all_reduce(grad)
+                grad /= world_size
+            error = ((grad - right).norm() / right.norm()).item()
+            assert error < 1e-11, f"{loss}, {wrapper}, {name}: off by {error:.1e}, {(grad.norm() / right.norm()):.3f}"
+        video.grad = None
+    parallel.close()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cut", "losses", "wrappers"),
+    [
+        (2, "contiguous", LOSSES, (None, "DDP", "FSDP2")),
+        (3, "uneven", LOSSES, (None,)),
+        (2, "uneven", ("whole", "both", "apart"), ("DDP",)),
+        (3, "zigzag", LOSSES, ("DDP",)),
+        (2, "documents", LOSSES, (None,)),
+    ],
+)
+def test_the_mean_of_the_ranks_gradients(world_size, cut, losses, wrappers):
+    """Catches gradients before `shard` that are p times too large, and before `unshard` p times too small."""
+    run(world_size, rank_follows_the_rule, cut, tuple(losses), wrappers)
+
+
+def test_the_rule_on_simulated_ranks():
+    """All ranks in one process are one rank to a trainer."""
+    x = torch.randn(1, 8, 2, dtype=torch.float64, requires_grad=True)
+    parallel = simulate.all_ranks(3)
+    weight = torch.randn(1, 8, 2, dtype=torch.float64)
+    (parallel.unshard(parallel.shard(x)) * weight).sum().backward()
+    assert torch.equal(x.grad, weight)
+
+
+def rank_has_other_gradients(rank, world_size):
+    """Every dtype, along any dim, with losses that differ between ranks."""
+    for options, dim in itertools.product(CUTS.values(), (0, 1, -1)):
+        cu_seqlens = BORDERS if options.get("sharding") == "zigzag_documents" else None
+        parallel = ContextParallel(timeout=PATIENCE, **options)
+        shape = [2, 3, 2]
+        shape[dim] = N
+        generator = torch.Generator().manual_seed(1)
+        weights = torch.randn(world_size, *shape, generator=generator, dtype=torch.float64)
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.complex128):
+            given = weights.to(dtype)
+            rows = parallel.shard(torch.zeros(shape, dtype=dtype), dim, cu_seqlens=cu_seqlens).requires_grad_()
+            parallel.unshard(rows, dim, cu_seqlens=cu_seqlens).backward(given[rank])
+            wide = given.to(torch.promote_types(dtype, torch.float32))
+            right = parallel.shard(wide.sum(0).to(dtype), dim, cu_seqlens=cu_seqlens)
+            torch.testing.assert_close(rows.grad, right)
+        parallel.close()
+
+
+def test_losses_that_differ_between_ranks():
+    """Catches rows that come back in another order, 16-bit sums that round at each rank, and a rank without rows."""
+    run(3, rank_has_other_gradients)
+
+
+def rank_wants_no_gradient(rank, world_size):
+    parallel = ContextParallel(timeout=PATIENCE)
+    for call in (parallel.shard, parallel.unshard):
+        x = torch.ones(1, 4, requires_grad=rank == 0)
+        said = "ranks disagree on gradients: rank 0 has True, rank 1 has False"
+        assert said in message_of(lambda call=call, x=x: call(x))
+    x = torch.ones(1, 4, requires_grad=True)
+    for call in (parallel.shard, parallel.unshard):
+        [grad] = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+
+
+def test_ranks_that_do_not_all_want_a_gradient():
+    """Catches a backward that one rank enters alone, until its timeout; and a second derivative of one's own rows."""
+    run(2, rank_wants_no_gradient)
+
+
+def rank_measures(rank, world_size):
+    parallel = ContextParallel(timeout=PATIENCE)
+    x = torch.ones(1, 2**16, requires_grad=True)
+    whole = parallel.unshard(x)
+    grad = torch.ones_like(whole)
+    whole.backward(grad, retain_graph=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        whole.backward(grad)
+    held = peak = 0
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    assert whole.nbytes < peak < 3 * whole.nbytes  # what is sent, what is received, and sums of own rows
+    parallel.close()
+
+
+def test_the_memory_of_a_backward_of_unshard():
+    """Catches a copy of the whole gradient for each rank."""
+    run(6, rank_measures)
