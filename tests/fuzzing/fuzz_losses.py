@@ -68,13 +68,19 @@ class Desk(fuzz_ranks.Desk):
             counts = [draw_count(rng) for _ in range(self.world_size)]
             if sum(map(number, counts)) < 1:
                 counts[self.odd] = 3
-            complaint = self.why_no_mean(parallel, sums, counts)
-        return f"{sums} over {counts}, {fuzz_ranks.told(parallel)}", complaint
+            steps = None
+            if rng.random() < 0.3:
+                steps = [number(count) + rng.randint(0, 99) for count in counts]
+            complaint = self.why_no_mean(parallel, sums, counts, steps)
+        return f"{sums} over {counts} of {steps}, {fuzz_ranks.told(parallel)}", complaint
 
-    def why_no_mean(self, parallel: ContextParallel, sums: list[Tensor], counts: list[Any]) -> str | None:
-        total, count = (sum(map(number, numbers)) for numbers in (sums, counts))
+    def why_no_mean(
+        self, parallel: ContextParallel, sums: list[Tensor], counts: list[Any], steps: list[float] | None = None
+    ) -> str | None:
+        total, count = (sum(map(number, numbers)) for numbers in (sums, steps or counts))
         own = sums[parallel.rank].detach().clone().requires_grad_(sums[parallel.rank].requires_grad)
-        found = parallel.mean_loss(own, counts[parallel.rank])
+        step_count = None if steps is None else steps[parallel.rank]
+        found = parallel.mean_loss(own, counts[parallel.rank], step_count=step_count)
         complaint = why_off("the mean", found, torch.tensor(total / count, dtype=torch.float64).to(own.dtype))
         if own.requires_grad and not complaint:
             [grad] = torch.autograd.grad(found, [own], torch.full_like(found, 1.5))
@@ -100,18 +106,18 @@ class Desk(fuzz_ranks.Desk):
         return f"rank {self.odd} has {name} {number}, {fuzz_ranks.told(parallel)}", complaint
 
     def too_few(self, rng: random.Random) -> Outcome:
-        """No rank has a term, or so many that their number is none."""
-        counts = rng.choice(
-            [[0], [0.0], [-0.0], [torch.tensor(0)], [1e-3], [1.6e308], [torch.tensor(1.7e308).double()]]
-        )
-        counts = [rng.choice(counts) for _ in range(self.world_size)]
-        if number(counts[0]) > 1:
-            counts = [1.6e308] * self.world_size
+        """No rank has a term, which is a loss of 0; or so many that their number is none."""
+        counts = [rng.choice([0, 0.0, -0.0, torch.tensor(0), 1e-3, 1.6e308])]
+        counts *= self.world_size
         with self.context(rng, 9) as parallel:
-            own = draw_sum(rng)
-            complaint = why_not_refused_at_once(
-                lambda: parallel.mean_loss(own, counts[parallel.rank]), "terms of a loss"
-            )
+            own, complaint = draw_sum(rng), None
+            attempt = lambda: parallel.mean_loss(own, counts[parallel.rank])  # noqa: E731
+            if number(counts[0]):
+                complaint = why_not_refused_at_once(attempt, "terms of a loss")
+            elif abs(number(own)) > 0:
+                complaint = why_not_refused_at_once(attempt, "and 0 terms")
+            else:
+                complaint = why_off("the mean of nothing", attempt(), own.new_zeros(()))
             complaint = complaint or self.why_no_mean(parallel, [ONE] * self.world_size, [2] * self.world_size)
         return f"over {counts}, {fuzz_ranks.told(parallel)}", complaint
 
@@ -185,21 +191,22 @@ def why_off(name: str, found: Tensor, expected: Tensor) -> str | None:
     return None if is_near else f"{name} is {found}, and should be {expected}"
 
 
-def _unchecked(local_sum: Any, local_count: Any) -> Tensor:
-    return torch.stack([torch.as_tensor(x).detach().reshape(-1)[0].double().cpu() for x in (local_sum, local_count)])
+def _unchecked(local_sum: Any, local_count: Any, step_count: Any) -> Tensor:
+    given = (local_sum, local_count, local_count if step_count is None else step_count)
+    return torch.stack([torch.as_tensor(x).detach().reshape(-1)[0].double().cpu() for x in given])
 
 
-def _of_float32(local_sum: Any, local_count: Any) -> Tensor:
-    return _sum_and_count(local_sum, local_count).float()
+def _of_float32(local_sum: Any, local_count: Any, step_count: Any) -> Tensor:
+    return _numbers(local_sum, local_count, step_count).float()
 
 
-def _refused_at_home(ranks: Any, local_sum: Any, local_count: Any) -> Tensor:
-    _sum_and_count(local_sum, local_count)
-    return _mean_loss(ranks, local_sum, local_count)
+def _refused_at_home(ranks: Any, local_sum: Any, local_count: Any, step_count: Any = None) -> Tensor:
+    _numbers(local_sum, local_count, step_count)
+    return _mean_loss(ranks, local_sum, local_count, step_count)
 
 
-def _of_any_number(ranks: Any, local_sum: Any, local_count: Any) -> Tensor:
-    total, count = reduce.all_reduce(ranks, _sum_and_count(local_sum, local_count))
+def _of_any_number(ranks: Any, local_sum: Any, local_count: Any, step_count: Any = None) -> Tensor:
+    total, _, count = reduce.all_reduce(ranks, _numbers(local_sum, local_count, step_count))
     return reduce.GlobalMean.apply(local_sum.reshape(()), total, count, ranks.world_size)
 
 
@@ -207,11 +214,11 @@ def _unscaled(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
     return grads[0], None, None, None
 
 
-_sum_and_count, _mean_loss = reduce._sum_and_count, context.mean_loss
+_numbers, _mean_loss = reduce._numbers, context.mean_loss
 RANK_BREAKAGES: dict[str, Callable[[], Any]] = {
     "the mean of each shard": broken("mean_loss", mean_of_each_shard, context),
-    "sums and counts are not checked": broken("_sum_and_count", _unchecked, reduce),
-    "sums are float32": broken("_sum_and_count", _of_float32, reduce),
+    "sums and counts are not checked": broken("_numbers", _unchecked, reduce),
+    "sums are float32": broken("_numbers", _of_float32, reduce),
     "a refusal stays at home": broken("mean_loss", _refused_at_home, context),
     "the number of all terms is not checked": broken("mean_loss", _of_any_number, context),
     "gradients are not scaled": broken("backward", staticmethod(_unscaled), reduce.GlobalMean),

@@ -457,10 +457,23 @@ class Desk(fuzz_ranks.Desk):
         assert self.grid is not None
         parallel = ContextParallel(self.grid["cp"], timeout=PATIENCE)
         _, model = self.draw_models(rng, parallel, 2)
-        check_averaged(model, parallel)  # nothing sharded yet
-        how = rng.choice(["over samples", "a part over samples", "a part not at all", "a part frozen"])
+        check_averaged(model, parallel, by_hand=True)  # nothing sharded yet
+        ways = [
+            "over samples",
+            "a part over samples",
+            "a part not at all",
+            "a part frozen",
+            "nothing",
+            "DDP over samples",
+        ]
+        how = rng.choice(ways)
         blocks, over = [*model.model.blocks], rng.choice([self.grid, self.all_of_grid])
-        if how == "over samples":
+        checked: nn.Module = model
+        if how == "nothing":
+            pass
+        elif how == "DDP over samples":
+            checked = nn.parallel.DistributedDataParallel(model, process_group=self.grid["dp"].get_group())
+        elif how == "over samples":
             for sharded in (*blocks, model):
                 fully_shard(sharded, mesh=self.grid["dp"])
         elif how == "a part over samples":
@@ -476,9 +489,8 @@ class Desk(fuzz_ranks.Desk):
             check_averaged(model, parallel)
             complaint = None
         else:
-            complaint = why_not_refused_at_once(
-                lambda: check_averaged(model, parallel), "nobody would average", "model."
-            )
+            name = "DDP of the module" if how == "DDP over samples" else "model."
+            complaint = why_not_refused_at_once(lambda: check_averaged(checked, parallel), "nobody would average", name)
         parallel.close()
         return how, complaint
 

@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import run
 from helpers import message_of
 from torch import nn
@@ -320,7 +321,6 @@ def rank_shards_parameters(rank, world_size):
     # Over dp alone: each rank of a sequence goes on with its own part of the gradient.
     torch.manual_seed(0)
     model = NextTokenLoss(LongNetLM(CONFIG, parallel=parallel).double())
-    check_averaged(model, parallel)  # nothing sharded: DDP's to average
     fully_shard(model, mesh=mesh["dp"])
     assert not torch.allclose(steps(model, lambda batch: parallel.shard(batch[own]))[0][1], losses[1], rtol=1e-3)
     column, row = [[0, 2], [1, 3]][rank % 2], [[0, 1], [2, 3]][rank // 2]
@@ -330,7 +330,7 @@ def rank_shards_parameters(rank, world_size):
     model = NextTokenLoss(LongNetLM(CONFIG, parallel=parallel).double())
     for block in model.model.blocks:
         fully_shard(block, mesh=mesh)
-    expected = "model.embedding.weight is in no part that fully_shard was called with, and nobody would average"
+    expected = "model.embedding.weight is in no part that DDP or fully_shard was called with, and nobody would average"
     assert expected in message_of(lambda: check_averaged(model, parallel))
     for parameter in model.model.parameters():
         parameter.requires_grad_(hasattr(parameter, "full_tensor"))
@@ -340,6 +340,39 @@ def rank_shards_parameters(rank, world_size):
 def test_fsdp2_on_a_mesh_of_data_and_sequences():
     """DTensor parameters, clipped. And proof that the refusal is of something wrong."""
     run(4, rank_shards_parameters)
+
+
+def rank_asks_who_averages(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    parallel = ContextParallel(mesh["cp"])
+    column, row = [[0, 2], [1, 3]][rank % 2], [[0, 1], [2, 3]][rank // 2]
+    check_averaged(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), parallel)
+    box = nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2), process_group=mesh["dp"].get_group()))
+    for by_hand in (False, True):
+        found = message_of(lambda by_hand=by_hand: check_averaged(box, parallel, by_hand=by_hand))
+        assert f"DDP of 0 averages over the ranks {column}, but the ranks {row} share each sequence" in found
+    bare = nn.Linear(2, 2)
+    partly = nn.ModuleDict({"body": nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), "head": bare})
+    for module, name, remedy in ((bare, "weight", "wrap the module"), (partly, "head.weight", "wrap the whole module")):
+        found = message_of(lambda module=module: check_averaged(module, parallel))
+        assert f"{name} is in no part that DDP or fully_shard was called with, and nobody would average" in found
+        assert remedy in found
+        assert "by_hand=True" in found
+        check_averaged(module, parallel, by_hand=True)
+    both = ContextParallel(mesh)  # a mesh of two axes, of which each has two of the four ranks
+    found = message_of(lambda: check_averaged(fully_shard(nn.Linear(2, 2), mesh=mesh["dp"]), both))
+    assert "the ranks [0, 1, 2, 3] share each sequence" in found
+    check_averaged(nn.Linear(2, 2), ContextParallel(alone(rank)))
+
+
+def alone(rank):
+    """A group of this rank alone."""
+    return [dist.new_group([member]) for member in range(dist.get_world_size())][rank]
+
+
+def test_who_averages():
+    """Catches DDP over replicas alone, a module that nobody wraps, and a mesh of which one axis is looked at."""
+    run(4, rank_asks_who_averages)
 
 
 def rank_shards_over_the_ranks_of_a_sequence(rank, world_size):

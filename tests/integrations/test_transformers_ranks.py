@@ -130,6 +130,25 @@ def test_losses_of_the_whole_sequence():
     run(2, rank_has_a_loss_of_the_whole, seconds=120)
 
 
+def rank_has_unequal_replicas(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    samples = [tokens(1, 19), tokens(1, 7)]
+    expected, found = make("llama"), make("llama")
+    total = sum(ids.shape[1] - 1 for ids in samples)
+    sum(expected(ids, labels=ids, num_items_in_batch=total).loss for ids in samples).backward()
+    context_parallel(found, ContextParallel(mesh["cp"]))
+    ids = samples[mesh.get_local_rank("dp")]
+    replica = torch.nn.parallel.DistributedDataParallel(found)
+    replica(ids, labels=ids, num_items_in_batch=total / 2).loss.backward()
+    for (name, x), y in zip(expected.named_parameters(), found.parameters(), strict=True):
+        assert (y.grad - x.grad).norm() < 1e-6 * x.grad.norm(), name  # transformers computes losses in float32
+
+
+def test_unequal_replicas():
+    """As the page on integrations says. Catches a mean of the replicas' means."""
+    run(4, rank_has_unequal_replicas, seconds=120)
+
+
 def rank_counts_positions(rank, world_size):
     register()
     torch.manual_seed(0)
@@ -215,8 +234,7 @@ def rank_has_bad_input(rank, world_size):
         "left padding": ({"attention_mask": mask}, "attention_mask of shape (1, 12): ranks share whole sequences"),
         "labels of padding": ({"attention_mask": mask.flip(1), "labels": ids}, "labels of padded positions must be"),
         "another tensor": ({"pixel_values": torch.zeros(1, 3)}, "pixel_values: it is not known how to cut this"),
-        "no label": ({"labels": ids.new_full(ids.shape, -100)}, "the batch has no label but -100: the mean of a loss"),
-        "no items": ({"labels": ids, "num_items_in_batch": 0}, "the batch has num_items_in_batch=0: the mean"),
+        "no items": ({"labels": ids, "num_items_in_batch": 0}, "num_items_in_batch=0: the mean of a loss needs one"),
         "a tuple": ({"return_dict": False}, "return_dict=False: a tuple has no output.loss"),
         "a list": ({"position_ids": list(range(12))}, "'list' object has no attribute"),
         "embeddings": ({"input_ids": None, "inputs_embeds": torch.zeros(1, 12, 32)}, "needs input_ids, (batch, N)"),
@@ -233,6 +251,10 @@ def rank_has_bad_input(rank, world_size):
     assert "then generate" in message_of(lambda: model.generate(ids, max_new_tokens=2))
     assert "remove() the first handle" in message_of(lambda: context_parallel(model, parallel))
     assert model(ids, labels=ids).loss.isfinite()
+    for more in ({}, {"num_items_in_batch": 0}, {"num_items_in_batch": 5}):
+        loss, gradients = loss_and_gradients(model, {"input_ids": ids, "labels": ids * 0 - 100, **more}, parallel)
+        assert not loss
+        assert not any(x.any() for x in gradients)
     handle.remove()
     assert model.generate(ids, max_new_tokens=2).shape == (1, 14)
     dense = make("llama", None)

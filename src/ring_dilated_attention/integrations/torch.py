@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from ..layers import MultiheadDilatedAttention
@@ -124,28 +125,50 @@ def _each_input(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, tupl
     return lambda _, args, kwargs: _each(change, (args, kwargs))
 
 
-def check_averaged(module: nn.Module, parallel: ContextParallel) -> None:
-    """Check, after fully_shard, that the ranks that share a sequence also average their gradients.
+def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: bool = False) -> None:
+    """Check, after DDP or fully_shard, that the ranks that share a sequence also average their gradients.
+
+    The group of torch's older FullyShardedDataParallel is not looked at.
+
+    Args:
+        by_hand: your loop, or DeepSpeed, averages the gradients of what neither DDP nor fully_shard has wrapped.
 
     Raises:
-        ValueError: if the mesh of a parameter lacks some of these ranks, or fully_shard left some parameters out.
+        ValueError: if DDP's group or the mesh of a parameter lacks some of these ranks; or, unless `by_hand`, if DDP or
+            fully_shard left some parameters out.
     """
+    sharing = set(parallel.ranks.members)
     check_meshes(module, parallel)
-    roots = [name for name, child in module.named_modules() if isinstance(child, FSDPModule)]
-    sharded = tuple(f"{name}." if name else "" for name in roots)
-    left = [name for name, x in module.named_parameters() if x.requires_grad and not name.startswith(sharded)]
-    if parallel.group is not None and sharded and left:
+    wrapped = {
+        name: child
+        for name, child in module.named_modules()
+        if isinstance(child, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel))
+    }
+    for name, child in wrapped.items():
+        if not isinstance(child, DistributedDataParallel):
+            continue
+        averaging = dist.get_process_group_ranks(child.process_group)
+        if not sharing <= set(averaging):
+            raise ValueError(
+                f"DDP of {name or 'the module'} averages over the ranks {averaging}, but the ranks {sorted(sharing)} "
+                "share each sequence, and nobody would average their gradients. Leave process_group out, which takes "
+                "all ranks."
+            )
+    within = tuple(f"{name}." if name else "" for name in wrapped)
+    left = [name for name, x in module.named_parameters() if x.requires_grad and not name.startswith(within)]
+    if sharing and left and not by_hand:
+        remedy = "wrap the whole module too" if wrapped else "wrap the module"
         raise ValueError(
-            f"{left[0]} is in no part that fully_shard was called with, and nobody would average its gradients: call "
-            "fully_shard(module) of the whole module too."
+            f"{left[0]} is in no part that DDP or fully_shard was called with, and nobody would average its gradients: "
+            f"{remedy}, or say check_averaged(..., by_hand=True) if your loop averages them over all ranks."
         )
 
 
 def check_meshes(module: nn.Module, parallel: ContextParallel) -> None:
     """The check of meshes in `check_averaged`. It skips plain tensors, such as FSDP2's parameters in a forward."""
-    if parallel.group is None or not any(isinstance(child, FSDPModule) for child in module.modules()):
+    sharing = set(parallel.ranks.members)
+    if not sharing or not any(isinstance(child, FSDPModule) for child in module.modules()):
         return
-    sharing = set(dist.get_process_group_ranks(parallel.group))
     for name, parameter in module.named_parameters():
         sharded = set(parameter.device_mesh.mesh.flatten().tolist()) if isinstance(parameter, DTensor) else sharing
         if not sharing <= sharded:

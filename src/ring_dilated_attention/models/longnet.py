@@ -17,6 +17,8 @@ from ..layers import MultiheadDilatedAttention, RotaryTable
 from ..plan.sharding import first_rows
 from ..ranks.context import ContextParallel
 from ..ranks.origin import why_foreign
+from ..ranks.ranks import ALONE
+from ..ranks.reduce import mean_loss
 from ..run.dilated_cache import DilatedCache
 from .documents import Documents, agree_on_documents, why_no_tokens
 from .longnet_config import LongNetConfig
@@ -218,13 +220,26 @@ class LongNetLM(nn.Module):
             raise ValueError(f"{checkpoint} cannot be loaded: {error}") from error
         return model.to(device)
 
-    def loss(self, tokens_BN: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    def loss(
+        self,
+        tokens_BN: Tensor,
+        cu_seqlens: Tensor | None = None,
+        *,
+        over: ContextParallel | None = None,
+        step_count: int | Tensor | None = None,
+    ) -> Tensor:
         """Mean cross-entropy, in nats, of predicting every token but the first of each sequence or packed document.
 
         Under `parallel` the label of a shard's last position is the first token of the next shard. Every rank
         returns the mean over all ranks. Averaged over the ranks, as DDP and FSDP2 do, what a backward computes is the
         gradient of that mean. DDP and FSDP2 hook `forward`: wrap the model in `NextTokenLoss` first.
+
+        over, step_count: as for `ContextParallel.mean_loss`: replicas of other lengths, and micro-batches of one step.
         """
+        if over is not None and self.parallel is None:
+            raise ValueError(
+                "over is for a model whose ranks share sequences: make it with parallel=ContextParallel(...)."
+            )
         documents = self._agree(tokens_BN, cu_seqlens)
         num_labels = tokens_BN.shape[0] * sum(stop - start - 1 for start, stop in pairwise(documents.borders))
         if num_labels < 1:
@@ -237,8 +252,9 @@ class LongNetLM(nn.Module):
         # On a rank without positions the sum is 0, and connected to every parameter.
         local_sum = sum_in_slices(partial(self._cross_entropy, reduction="sum"), hidden_BNE, labels_BN, rows)
         if self.parallel is None:
-            return local_sum / num_labels
-        return self.parallel.mean_loss(local_sum, (labels_BN != IGNORED_LABEL).sum())
+            return local_sum / num_labels if step_count is None else mean_loss(ALONE, local_sum, num_labels, step_count)
+        count = (labels_BN != IGNORED_LABEL).sum()
+        return self.parallel.mean_loss(local_sum, count, over=over, step_count=step_count)
 
     @torch.no_grad()
     def token_losses(self, tokens_BN: Tensor) -> Tensor:
@@ -300,8 +316,15 @@ class NextTokenLoss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens_BN: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        return self.model.loss(tokens_BN, cu_seqlens)
+    def forward(
+        self,
+        tokens_BN: Tensor,
+        cu_seqlens: Tensor | None = None,
+        *,
+        over: ContextParallel | None = None,
+        step_count: int | Tensor | None = None,
+    ) -> Tensor:
+        return self.model.loss(tokens_BN, cu_seqlens, over=over, step_count=step_count)
 
 
 def shift_left(parallel: ContextParallel, x: Tensor, fill: int, documents: tuple[int, ...] | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from itertools import count
 from typing import NoReturn
@@ -204,7 +205,14 @@ class ContextParallel:
         shards = self.ranks.shards(lengths, documents_of(borders, sum(lengths)))
         return x if len(shards) == 1 else UnshardRows.apply(x, self.ranks, shards, dim)
 
-    def mean_loss(self, local_sum: Tensor, local_count: int | Tensor) -> Tensor:
+    def mean_loss(
+        self,
+        local_sum: Tensor,
+        local_count: int | Tensor,
+        *,
+        over: "ContextParallel | None" = None,
+        step_count: int | Tensor | None = None,
+    ) -> Tensor:
         """The mean of a loss over all ranks, from each rank's sum and number of terms: a scalar, the same on all.
 
             loss = parallel.mean_loss(F.cross_entropy(logits, labels, reduction="sum"), labels.numel())
@@ -214,12 +222,34 @@ class ContextParallel:
 
         Args:
             local_sum: scalar, over this rank's positions; on a rank that owns none, 0 times an output of the model.
-            local_count: the number of terms in `local_sum`.
+            local_count: the number of terms in `local_sum`. If no rank has a term, the loss and its gradients are 0.
+            over: a context of more ranks, of all replicas as a rule. The mean is that of all their terms, and so are
+                gradients that are averaged over them. Without it, replicas of unequal counts get a mean of means.
+            step_count: this rank's number of terms in all micro-batches of one step. The losses of the micro-batches,
+                and their gradients, then add up to those of the step's mean. Do not divide them further.
 
         Raises:
-            ValueError: on every rank, if there is no term at all.
+            ValueError: on every rank, if a number cannot be, or `over` lacks some of this context's ranks.
         """
-        return mean_loss(self.ranks, local_sum, local_count)
+        if over is None:
+            return mean_loss(self.ranks, local_sum, local_count, step_count)
+        self.ranks.check_all_here("mean_loss")
+        failure = self._why_not_over(over)
+        # If another rank of this context cannot come to `over`, this rank does not either: those that wait there fail.
+        with nullcontext() if failure else over.ranks.all_or_none():
+            self.ranks.agree(0, {"call": "mean_loss over more ranks"}, failure)
+        return mean_loss(over.ranks, local_sum, local_count, step_count)
+
+    def _why_not_over(self, over: object) -> str | None:
+        if not isinstance(over, ContextParallel):
+            return f"over must be a ContextParallel of all ranks whose terms count, got {over!r}."
+        if missing := set(self.ranks.members) - set(over.ranks.members):
+            theirs = f"ranks {over.ranks.members}" if over.ranks.members else "one process alone"
+            return (
+                f"over is a context of {theirs}, and lacks the ranks {sorted(missing)} of this one: pass a context of "
+                "all ranks whose gradients are averaged, as ContextParallel() is."
+            )
+        return None
 
     def positions(self, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
         """The positions, within their documents, of the rows that `shard` gives this rank: (N_local,) int64 on the CPU.

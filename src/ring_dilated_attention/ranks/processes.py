@@ -96,6 +96,10 @@ class Processes(Ranks):
         self.expected: tuple[int, ...] = ()
         self.control = self._open("control", "gloo", members)
 
+    @property
+    def members(self) -> list[int]:
+        return self.control.members
+
     def connect(self, cut: Cut | None, exchange: str, failure: str | None) -> None:
         """Make the other groups, once it is clear that all ranks have the same arguments.
 

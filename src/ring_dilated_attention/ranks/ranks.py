@@ -49,6 +49,11 @@ class Ranks:
         self.turn = RLock()  # held by the one thread that agrees with other ranks, or exchanges records
         self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # compiled calls add to it, so none is dropped
 
+    @property
+    def members(self) -> list[int]:
+        """The processes' ranks in torch.distributed. None for a process alone."""
+        return []
+
     def lengths_of(self, seq_len: int, documents: Borders = None) -> tuple[int, ...]:
         """Every rank's number of rows, if this context cuts a sequence of this length."""
         return self.cut.default_lengths(seq_len, documents)

@@ -10,38 +10,55 @@ from ..pattern import is_finite_number
 from .ranks import Ranks
 
 
-def all_reduce(ranks: Ranks, x: Tensor) -> Tensor:
+def all_reduce(ranks: Ranks, x: Tensor, call: str = "all_reduce") -> Tensor:
     """The sum of all ranks' tensors, without a gradient. Each rank gathers all of them: they must be small."""
-    ranks.check_all_here("all_reduce")
-    ranks.agree(0, {"call": "all_reduce", "shape": tuple(x.shape), "dtype": x.dtype, "device": x.device.type}, None)
+    ranks.check_all_here(call)
+    ranks.agree(0, {"call": call, "shape": tuple(x.shape), "dtype": x.dtype, "device": x.device.type}, None)
     with ranks.all_or_none():
-        gathered = ranks.gather(x.detach().unsqueeze(0), [1] * ranks.world_size, 0, "all_reduce")
+        gathered = ranks.gather(x.detach().unsqueeze(0), [1] * ranks.world_size, 0, call)
         return torch.cat(gathered).sum(0, dtype=x.dtype)
 
 
-def mean_loss(ranks: Ranks, local_sum: Tensor, local_count: int | Tensor) -> Tensor:
-    """As `ContextParallel.mean_loss`."""
-    ranks.check_all_here("mean_loss")
+def mean_loss(
+    ranks: Ranks, local_sum: Tensor, local_count: int | Tensor, step_count: int | Tensor | None = None
+) -> Tensor:
+    """As `ContextParallel.mean_loss`, over these ranks."""
+    call = "mean_loss" if step_count is None else "mean_loss with step_count"
+    ranks.check_all_here(call)
     with ranks.refusing():
-        both = _sum_and_count(local_sum, local_count)
-    total, count = all_reduce(ranks, both)
-    if not 1 <= count < math.inf:
+        numbers = _numbers(local_sum, local_count, step_count)
+    total, count, step = all_reduce(ranks, numbers, call)
+    if count and not 1 <= count < math.inf:
         raise ValueError(f"the ranks have {count:g} terms of a loss in all: a mean needs one at least.")
-    return GlobalMean.apply(local_sum.reshape(()), total, count, ranks.world_size)
+    if not count and total.abs() > 0:
+        raise ValueError(f"the ranks have a loss of {total:g} in all, and 0 terms: local_count must count the terms.")
+    if not count <= step < math.inf:
+        raise ValueError(
+            f"the ranks have {count:g} terms in this micro-batch and step_count={step:g} in all: step_count must count "
+            "the terms of all micro-batches of the step, this one too."
+        )
+    return GlobalMean.apply(local_sum.reshape(()), total, step if count else count, ranks.world_size)
 
 
-def _sum_and_count(local_sum: Any, local_count: Any) -> Tensor:
+def _numbers(local_sum: Any, local_count: Any, step_count: Any) -> Tensor:
+    """The sum, its number of terms, and the number of terms in the step."""
     if not _is_one_number(local_sum) or not local_sum.is_floating_point():
         got = f"{local_sum.dtype} {tuple(local_sum.shape)}" if isinstance(local_sum, Tensor) else repr(local_sum)
         raise ValueError(
             f"local_sum must be one number, the sum over this rank's positions, as a floating tensor, got {got}. Take "
             "reduction='sum'."
         )
-    count = local_count.item() if _is_one_number(local_count) else local_count
+    count = _count("local_count", local_count)
+    step = count if step_count is None else _count("step_count", step_count)
+    counts = torch.tensor([count, step], dtype=torch.float64, device="cpu")
+    return torch.cat([local_sum.detach().reshape(1).double().cpu(), counts])
+
+
+def _count(name: str, given: Any) -> float:
+    count = given.item() if _is_one_number(given) else given
     if not is_finite_number(count) or count < 0:
-        raise ValueError(f"local_count must be one number of at least 0 (the terms in the sum), got {count!r:.99}.")
-    count = torch.tensor(float(count), dtype=torch.float64, device="cpu")
-    return torch.stack([local_sum.detach().reshape(()).double().cpu(), count])
+        raise ValueError(f"{name} must be one number of at least 0 (the terms in the sum), got {count!r:.99}.")
+    return float(count)
 
 
 def _is_one_number(x: Any) -> bool:
@@ -51,16 +68,16 @@ def _is_one_number(x: Any) -> bool:
 class GlobalMean(torch.autograd.Function):
     """The mean of a loss, from the ranks' sums s_0 ... s_{p-1} over n terms in all.
 
-    forward, on every rank:  L = (s_0 + ... + s_{p-1}) / n
-    backward, on rank k:     ds_k = dL * p / n
+    forward, on every rank:  L = (s_0 + ... + s_{p-1}) / n, and 0 if n = 0
+    backward, on rank k:     ds_k = dL * p / n, and 0 if n = 0
 
     Averaged over the ranks, what a backward computes is the gradient of the mean of the ranks' losses.
     """
 
     @staticmethod
     def forward(ctx: Any, local_sum: Tensor, total: Tensor, count: Tensor, world_size: int) -> Tensor:
-        ctx.scale = world_size / count.item()
-        return (total / count).to(local_sum)
+        ctx.scale = world_size / count.item() if count else 0.0
+        return (total / count if count else torch.zeros_like(total)).to(local_sum)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:

@@ -200,9 +200,9 @@ class ShardedForward:
         if labels is not None:
             batch["labels"] = labels
             num_labels = int((labels != IGNORED_LABEL).sum()) if num_items is None else num_items
-            if not 1 <= num_labels < math.inf:
-                why = "no label but -100" if num_items is None else f"num_items_in_batch={num_items}"
-                raise ValueError(f"the batch has {why}: the mean of a loss needs one label at least. Skip this batch.")
+            least = int(bool((labels != IGNORED_LABEL).any()))  # without a label the loss is 0
+            if not least <= num_labels < math.inf:
+                raise ValueError(f"num_items_in_batch={num_labels}: the mean of a loss needs one item at least.")
             self.num_labels = num_labels
         taken = (*CUT, *DROPPED, "cu_seq_lens_q", "num_items_in_batch")
         rest = {name: value for name, value in given.items() if name not in taken}
