@@ -202,6 +202,29 @@ def test_contexts_of_some_ranks_that_are_closed_and_made_again():
     run(3, rank_shares_a_subgroup_again_and_again)
 
 
+def rank_has_made_other_groups(rank, world_size):
+    two, three = dist.new_group([1, 2]), dist.new_group([1, 2, 3])
+    if rank in (1, 2):
+        contexts = [ContextParallel(two, timeout=PATIENCE) for _ in range(2)]
+        contexts[1].close()
+    if rank:
+        contexts = [ContextParallel(three, timeout=PATIENCE)]
+        dilated_attention(*tensors(), PATTERN, parallel=contexts[0])
+    group = dist.new_group(list(range(world_size)), timeout=PATIENCE)  # ours have not changed torch's names
+    dist.all_reduce(torch.ones(1), group=group)
+    if rank == 2:  # from torch 2.14 on, torch's next groups have other names on this rank than on the others
+        dist.new_group([2], use_local_synchronization=True)
+    for parallel in (None, group):
+        everyone = ContextParallel(parallel, timeout=PATIENCE)
+        dilated_attention(*tensors(), PATTERN, parallel=everyone)
+    assert dist.distributed_c10d._process_group_name.__module__ == dist.distributed_c10d.__name__  # torch's own again
+
+
+def test_ranks_that_made_other_groups_before_make_a_context_together():
+    """Catches names of groups that differ between ranks: each waits for the others, beyond any timeout."""
+    run(4, rank_has_made_other_groups)
+
+
 def rank_alone_errs_between_calls(rank, world_size):
     context = ContextParallel(timeout=PATIENCE)
     x = torch.zeros(1, 4, 3)

@@ -471,12 +471,12 @@ def rank_of_a_group(rank, world_size):
             call_with(cp, shape=(2, 7, 2, 4), kv_heads=1, pattern=DilatedPattern((100,), (3,)))
     else:
         assert_works(cp)
-    if rank != 3:
-        trio = dist.new_group([0, 1, 2], use_local_synchronization=True)
-        assert_works(ContextParallel(trio))  # rank 3 knows nothing of it
     message = message_of(lambda: ContextParallel(DeviceMesh("cpu", torch.arange(4).view(1, 2, 2))))
     assert "3 axes" in message
     assert "mesh['cp']" in message
+    if rank != 3:  # torch's own groups of all ranks, as a mesh makes them, would hang after this since torch 2.14
+        trio = dist.new_group([0, 1, 2], use_local_synchronization=True)
+        assert_works(ContextParallel(trio))  # rank 3 knows nothing of it
     dist.barrier()
 
 

@@ -2,16 +2,20 @@
 
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
-from itertools import chain, combinations, islice
+from hashlib import sha1
 from socket import gethostname as host_name
 from threading import Lock, Thread, _DummyThread, current_thread
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from ..plan.dealing import check_dealing
 from ..plan.exchange import Choice, RankPlan, choose_exchange
@@ -27,43 +31,40 @@ from .origin import why_doubtful
 from .presumed import KnownCall, Presumed
 from .ranks import Links, Ranks
 
-
-class _EmptyGroup(dist.ProcessGroup):
-    """A group of this rank alone, without connections and threads. All that it does: torch counts one group more."""
-
-
-_EMPTY, _MOST_NAMES = "ring_dilated_attention_empty", 1000
 _LAZY, _environment = "TORCH_GLOO_LAZY_INIT", Lock()
+# By torch's group of all ranks: how many groups each set of ranks has made.
+_numbers: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
-def _give_back(links: list[GroupLink]) -> None:
-    """Close the links, and make an empty group for each, on all ranks alike.
+def _name_of(members: Sequence[int]) -> str:
+    """A name for the next group of these ranks, which are all that must know it: by them, and by their groups so far.
 
-    torch names a group of some ranks by these ranks and by the number of groups that exist. Its store keeps addresses
-    under that name: a later group of the same name would connect to closed ports.
+    torch's own names come again after a group of some ranks was closed, and lead to its closed ports (before 2.14). Or
+    they count groups that other ranks did not make, and ranks that know the group by different names wait (since 2.14).
     """
-    for link in links:
-        link.close()
-    if dist.is_initialized() and dist.get_world_size() > 2:  # else groups are of all ranks, and a counter names them
-        for _ in links:
-            _leave_empty_group()
+    ranks = tuple(sorted(members))
+    assert dist.group.WORLD is not None
+    number_of = _numbers.setdefault(dist.group.WORLD, Counter())
+    number_of[ranks] += 1
+    if len(ranks) == dist.get_world_size():
+        return str(number_of[ranks])
+    return f"{number_of[ranks]}-{sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()}"
 
 
-def _leave_empty_group() -> None:
-    """Make an empty group. If its name exists already, other ranks are listed as members, which changes the name."""
-    if _EMPTY not in dist.Backend.backend_list:
-        dist.Backend.register_backend(_EMPTY, _make_empty_group, devices=["cpu"])
-    rank = dist.get_rank()
-    others = [other for other in range(dist.get_world_size()) if other != rank]
-    said = chain.from_iterable(combinations(others, number) for number in range(len(others) + 1))
-    for held in islice(said, _MOST_NAMES):
-        with suppress(ValueError):
-            dist.new_group([rank, *held], backend=_EMPTY, use_local_synchronization=True)
-            return
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """A group that this thread makes in this block has this name. torch has no public way to say it."""
+    here = current_thread()
+    torch_name: Any = getattr(distributed_c10d, "_process_group_name", None)
 
+    def name_of_group(*ranks: Any, **how: Any) -> Any:
+        return name if current_thread() is here else torch_name(*ranks, **how)
 
-def _make_empty_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
-    return _EmptyGroup(rank, world_size)  # type: ignore[call-arg]  # the stub knows torch's own classes alone
+    distributed_c10d._process_group_name = name_of_group
+    try:
+        yield
+    finally:
+        distributed_c10d._process_group_name = torch_name
 
 
 @contextmanager
@@ -135,16 +136,18 @@ class Processes(Ranks):
 
     def _told(self) -> list[str]:
         """Every rank's text: its host, and on further lines the contexts that it dropped. Those that all ranks dropped
-        are closed here. Ranks must give groups back together, because a group's name contains the number of groups."""
+        are closed here. Ranks give groups back together, because NCCL may end a communicator on all of them only."""
         told = self.control.texts("\n".join([host_name(), *_dropped]), "the exchange of host names")
         for name in set.intersection(*(set(text.split("\n")[1:]) for text in told)):
-            _give_back(_dropped.pop(name, []))
+            for link in _dropped.pop(name, []):
+                link.close()
         return told
 
     def _open(self, purpose: str, backend: str | None, members: list[int]) -> GroupLink:
         """A communicator of these global ranks, in this order."""
+        name = _name_of(members)
         try:
-            with connected_on_use():
+            with connected_on_use(), _named(f"ring_dilated_attention:{name}"):
                 group = dist.new_group(
                     members,
                     timeout=self.timeout,
@@ -152,7 +155,8 @@ class Processes(Ranks):
                     use_local_synchronization=len(members) != dist.get_world_size(),
                     group_desc=f"ring_dilated_attention:{purpose}",
                 )
-            self.name = self.name or f"context {group.group_name[:12]}"  # the first group's name, or a hash
+            assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+            self.name = self.name or f"context {name[:12]}"
             link = GroupLink(group, f"{purpose} of {self.name}", members, self.opened)
             link.open()
         except RuntimeError as error:
@@ -268,7 +272,8 @@ class Processes(Ranks):
             link.abandon(reason)
 
     def close(self) -> None:
-        _give_back(self.opened)
+        for link in self.opened:
+            link.close()
         self.opened.clear()
         self.known.clear()
 
