@@ -36,6 +36,7 @@ from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.ranks.link import ExchangeError, GroupLink
 from ring_dilated_attention.ranks.processes import Processes
+from ring_dilated_attention.ranks.reduce import all_reduce
 from ring_dilated_attention.training.files import write_whole
 from ring_dilated_attention.training.rank_launcher import share_of_cores
 
@@ -81,9 +82,16 @@ class Settings(NamedTuple):
     def device(self, rank: int) -> str:
         return f"cuda:{rank}" if self.has_gpus else "cpu"
 
-    def run_ranks(self, seconds: float, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    @property
+    def usual_transport(self) -> str:
+        """As users name it: a group without the CPU. On two CPU ranks "cuda:gloo" is such a group too."""
+        return "nccl" if self.has_gpus else "cuda:gloo"
+
+    def run_ranks(
+        self, seconds: float, function: Callable[..., Any], *args: Any, transport: str | None = None, **options: Any
+    ) -> list[Any]:
         num_threads = share_of_cores(self.num_ranks) if self.has_gpus else 1
-        launch = Launch(self.num_ranks, num_threads, has_gpus=self.has_gpus, seconds=seconds)
+        launch = Launch(self.num_ranks, num_threads, has_gpus=self.has_gpus, transport=transport, seconds=seconds)
         return run_ranks(launch, function, self, *args, **options)
 
 
@@ -180,17 +188,23 @@ def _right(worker: Worker, settings: Settings, way: str) -> list[list[Squares]]:
 
 
 def model(settings: Settings, seconds: float) -> list[Row]:
-    """A step of a LongNetLM. All ranks may err twice as much as one rank, against one in float64."""
-    rows = []
-    for name, (one, several) in settings.run_ranks(seconds, _model)[0].items():
+    """A step of a LongNetLM. All ranks may err twice as much as one rank, against one in float64.
+
+    The group is that of `init_process_group("nccl", device_id=...)`, and nobody calls `torch.cuda.set_device`.
+    """
+    transport, rows = settings.usual_transport, []
+    ranks = settings.run_ranks(seconds, _model, transport=transport)
+    for name, (one, several) in ranks[0][0].items():
         allowed = 2 * one + FLOOR_ON_GPU[torch.float32]
         found = f"error {several:.1e} of at most {allowed:.1e}"
-        rows.append({"what": f"{name}, float32", "passed": several <= allowed, "found": found})
-    return rows
+        rows.append({"what": f"{name}, float32, {transport}", "passed": several <= allowed, "found": found})
+    cards = "; ".join(f"rank {rank}: {cards}" for rank, (_, cards) in enumerate(ranks))
+    found = f"a rank should have a CUDA context on its own card alone: {cards}"
+    return [*rows, {"what": "contexts on cards", "passed": None, "found": found}]
 
 
-def _model(worker: Worker, settings: Settings) -> dict[str, tuple[float, float]]:
-    """Relative errors of loss and gradients, on one rank and on all."""
+def _model(worker: Worker, settings: Settings) -> tuple[dict[str, tuple[float, float]], list[int]]:
+    """Relative errors of loss and gradients, on one rank and on all. The cards on which this rank has a context."""
     n, heads = settings.seq_len, 2 * settings.num_ranks
     config = LongNetConfig((n // 8, n), (1, 4), embed_dim=16 * heads, num_heads=heads)
     tokens = torch.randint(256, (1, n), generator=torch.Generator().manual_seed(0))
@@ -198,19 +212,22 @@ def _model(worker: Worker, settings: Settings) -> dict[str, tuple[float, float]]
     def step(device: str, dtype: torch.dtype, parallel: ContextParallel | None = None) -> tuple[Tensor, Tensor]:
         torch.manual_seed(0)
         longnet = LongNetLM(config, parallel=parallel).to(device, dtype)
-        loss = longnet.loss((tokens if parallel is None else parallel.shard(tokens)).to(device))
+        batch = {"tokens": tokens}
+        if parallel is not None:
+            batch = parallel.shard_batch(batch if parallel.rank == 0 else None, source=0)
+        loss = longnet.loss(batch["tokens"].to(device))
         loss.backward()
         gradient = torch.cat([x.grad.flatten() for x in longnet.parameters() if x.grad is not None])
         if parallel is not None:  # the mean, as DDP and FSDP2 take it
-            dist.all_reduce(gradient)
-            gradient /= parallel.world_size
+            gradient = all_reduce(parallel.ranks, gradient) / parallel.world_size
         return loss.detach().cpu().double(), gradient.cpu().double()
 
     device, parallel = settings.device(worker.rank), ContextParallel(sharding="zigzag", exchange="ring")
     found = step(device, torch.float32), step(device, torch.float32, parallel)
     names, exact = ("loss", "gradients"), step("cpu", torch.float64)
     errors = ([float((x - y).norm() / y.norm()) for x, y in zip(one, exact, strict=True)] for one in found)
-    return dict(zip(names, zip(*errors, strict=True), strict=True))
+    cards = [k for k in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(k)]
+    return dict(zip(names, zip(*errors, strict=True), strict=True)), cards
 
 
 def network(settings: Settings, seconds: float) -> list[Row]:

@@ -15,8 +15,10 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial, partialmethod
 from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple, Self
@@ -24,6 +26,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 # A store asks for the name of whoever connects. Where many ranks start at once, a name server may answer none of them,
@@ -111,12 +114,31 @@ class Outcome(NamedTuple):
     value: Any
 
 
-def run(world_size: int, function: Callable[..., Any], *args: Any, seconds: float = 60) -> list[Any]:
+LIKE_NCCL = "cuda:gloo"  # stands in for "nccl", which is short for "cuda:nccl": a default group without the CPU
+
+
+@contextmanager
+def over_gloo() -> Iterator[None]:
+    """Where the default group is `LIKE_NCCL`, what torch itself sends goes over a gloo group, since tensors are on the
+    CPU here. With NCCL it goes from card to card. What this library sends must find its own way."""
+    dist.Backend._plugins.clear()  # if one is registered, torch warns at the end of such a group, and not of NCCL's
+    group = dist.new_group(backend="gloo")
+    init = DistributedDataParallel.__init__
+    with (
+        mock.patch.object(DistributedDataParallel, "__init__", partialmethod(init, process_group=group)),
+        mock.patch.object(dist, "broadcast", partial(dist.broadcast, group=group)),
+    ):
+        yield
+
+
+def run(
+    world_size: int, function: Callable[..., Any], *args: Any, seconds: float = 60, backend: str | None = "gloo"
+) -> list[Any]:
     """function(rank, world_size, *args) on every rank; its results in the order of ranks.
 
     `function` must be importable (a module's own). Ends every process, also when a rank fails or time is up.
     """
-    with Ranks(world_size, function, *args) as ranks:
+    with Ranks(world_size, function, *args, backend=backend) as ranks:
         outcomes = ranks.collect(range(world_size), seconds)
     failures = {rank: value for rank, (succeeded, value) in sorted(outcomes.items()) if not succeeded}
     if failures:

@@ -12,7 +12,7 @@ import runpy
 
 import pytest
 import torch
-from distributed import run
+from distributed import LIKE_NCCL, over_gloo, run
 from helpers import ROOT
 from pages import text_of
 from safetensors.torch import load_file
@@ -128,26 +128,33 @@ def test_video_tokens():
     assert loss == pytest.approx(guess, abs=0.5)
 
 
-def serve(rank, world_size):
+GROUPS = pytest.mark.parametrize("backend", ["gloo", LIKE_NCCL])  # of the default group
+
+
+def serve(rank, world_size, backend):
     torch.set_num_threads(1)
-    return output_of("serve", "--prompt-len", 701, "--new-tokens", 12)
+    with over_gloo() if backend == LIKE_NCCL else contextlib.nullcontext():
+        return output_of("serve", "--prompt-len", 701, "--new-tokens", 12)
 
 
-def test_serving_on_two_ranks_writes_what_one_writes():
-    written, silent = run(2, serve)
+@GROUPS
+def test_serving_on_two_ranks_writes_what_one_writes(backend):
+    written, silent = run(2, serve, backend, backend=backend)
     assert "2 ranks computed a prompt of 701 tokens" in written
     assert "12 of 12 tokens are those of rank 0 alone" in written
     assert silent == ""
 
 
-def finetune_slides(rank, world_size, out):
+def finetune_slides(rank, world_size, out, backend="gloo"):
     torch.set_num_threads(1)
-    return output_of("finetune_slides", "--slides", 6, "--epochs", 1, "--out", out)
+    with over_gloo() if backend == LIKE_NCCL else contextlib.nullcontext():
+        return output_of("finetune_slides", "--slides", 6, "--epochs", 1, "--out", out)
 
 
-def test_slides_are_fine_tuned_on_two_ranks_as_in_one_process(tmp_path):
+@GROUPS
+def test_slides_are_fine_tuned_on_two_ranks_as_in_one_process(tmp_path, backend):
     out = tmp_path / "finetuned.safetensors"
-    written, silent = run(2, finetune_slides, out)
+    written, silent = run(2, finetune_slides, out, backend, backend=backend)
     before, after = (float(x) for x in re.findall(r"held-out loss ([\d.]+)", written))
     assert after < before - 0.02
     assert "head.weight" in load_file(out)

@@ -40,6 +40,7 @@ class Launch(NamedTuple):
     num_threads: int = 1  # torch's threads in each rank
     is_pinned: bool = False  # rank k runs on the k-th core that this process may use, and nowhere else (Linux)
     has_gpus: bool = False  # rank k takes the k-th GPU
+    transport: str | None = None  # of torch.distributed, with the group bound to the GPU; None: TRANSPORTS, and no bond
     seconds: float = 60  # ranks are ended after this, from the start on, or from their meeting (join_seconds)
     join_seconds: float | None = None  # within this time from the start, all ranks must meet
 
@@ -120,11 +121,15 @@ def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Ca
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[rank % len(cores)]})
         os.environ |= loopback_only()  # all ranks are on this host
-        if launch.has_gpus:
+        bound = None
+        if launch.has_gpus and launch.transport:
+            bound = torch.device("cuda", rank)
+        elif launch.has_gpus:
             torch.cuda.set_device(rank)
-        backend, timeout = TRANSPORTS[launch.has_gpus], timedelta(seconds=launch.seconds)
+        join: dict[str, Any] = {"rank": rank, "world_size": launch.world_size, "device_id": bound}
+        join |= {"timeout": timedelta(seconds=launch.seconds)}
         store = dist.FileStore(f"{folder}/store", launch.world_size)
-        dist.init_process_group(backend, timeout=timeout, world_size=launch.world_size, rank=rank, store=store)
+        dist.init_process_group(launch.transport or TRANSPORTS[launch.has_gpus], store=store, **join)
         pipe.send(("joined", None))
         worker = Worker(rank, launch.world_size, lambda message: pipe.send(("report", message)))
         pipe.send(("result", function(worker, *args)))

@@ -81,11 +81,21 @@ def connected_on_use() -> Iterator[None]:
                 os.environ[_LAZY] = before
 
 
+def backends_with_cpu(default: str) -> str | None:
+    """The backends of a group that also carries tensors on the CPU, given those of the default group. None: the same.
+
+    After `init_process_group("nccl")` the default group is "cuda:nccl". But counts of losses, token ids and masks are
+    on the CPU. gloo connects nobody before a first message, so an unused backend costs little.
+    """
+    devices = [pair.partition(":")[0] for pair in default.split(",")]
+    return None if "cpu" in devices else f"cpu:gloo,{default}"
+
+
 class Processes(Ranks):
     """The processes of a group, with their own communicators: a failed message leaves those of the user intact.
 
-    control: all ranks, over gloo. all: all ranks, for data. inner: the ranks that deal heads to each other on a 2-D
-    mesh. outer: the ranks that exchange chunks.
+    control: all ranks, over gloo. all: all ranks, for data, on the CPU too. inner: the ranks that deal heads to each
+    other on a 2-D mesh. outer: the ranks that exchange chunks.
     """
 
     def __init__(self, members: list[int], timeout: timedelta) -> None:
@@ -124,15 +134,16 @@ class Processes(Ranks):
         order = order_by_host([", ".join(hosts[k] for k in row) for row in rows])
         members = [members[k] for i in order for k in rows[i]]
         self.control.reorder(members)
-        self.all = self._open("data", None, members)
+        backends = backends_with_cpu(dist.get_backend_config())
+        self.all = self._open("data", backends, members)
         self.rank = self.all.rank
         self.inner: GroupLink | None = None
         self.outer: GroupLink | None = self.all
         if cut.inner > 1:
             row, column = divmod(self.rank, cut.inner)
-            self.inner = self._open("heads", None, members[row * cut.inner :][: cut.inner])
+            self.inner = self._open("heads", backends, members[row * cut.inner :][: cut.inner])
             chunks = members[column :: cut.inner]
-            self.outer = self._open("chunks", None, chunks) if len(chunks) > 1 else None
+            self.outer = self._open("chunks", backends, chunks) if len(chunks) > 1 else None
 
     def _told(self) -> list[str]:
         """Every rank's text: its host, and on further lines the contexts that it dropped. Those that all ranks dropped
