@@ -226,7 +226,8 @@ def _model(worker: Worker, settings: Settings) -> tuple[dict[str, tuple[float, f
     found = step(device, torch.float32), step(device, torch.float32, parallel)
     names, exact = ("loss", "gradients"), step("cpu", torch.float64)
     errors = ([float((x - y).norm() / y.norm()) for x, y in zip(one, exact, strict=True)] for one in found)
-    cards = [k for k in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(k)]
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)  # absent from a CPU's torch
+    cards = [k for k in range(torch.cuda.device_count()) if has_context is not None and has_context(k)]
     return dict(zip(names, zip(*errors, strict=True), strict=True)), cards
 
 
