@@ -111,17 +111,6 @@ def test_batches_in_another_order_on_one_rank_are_seen():
         stuck_ranks([[*first[1:], first[0]], *others])
 
 
-@pytest.mark.parametrize(("backends", "num_calls"), [({"cpu": "gloo"}, 0), ({"cpu": "nccl"}, 1)])
-def test_the_first_call_on_nccl_is_of_all_ranks(monkeypatch, backends, num_calls):
-    """Catches a communicator whose first batch is of some ranks only, which torch does not define."""
-    calls = []
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda x, group: calls.append((x.numel(), group)))
-    link = GroupLink.__new__(GroupLink)
-    link.backends, link.group = backends, "the group"
-    link.open()
-    assert calls == [(1, "the group")] * num_calls
-
-
 def test_receives_are_posted_before_sends():
     """Catches messages that go one way at a time between two gloo ranks, of which one is later (`exchange`)."""
     posted: list[str] = []

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..plan.rounds import rounds_of, turn_of
 from ..run.link_contract import Messages
+from .cards import card_of
 from .last_words import DONE, LastWords, Words
 from .watching import Handle, Progress, Sentinel, Worker, start_thread, with_threads
 
@@ -99,9 +100,8 @@ class GroupLink:
 
     def open(self) -> None:
         """Make one NCCL call on all ranks: torch does not define what happens if only some ranks make the first one."""
-        for device, backend in self.backends.items():
-            if backend == "nccl":
-                dist.all_reduce(torch.zeros(1, device=device), group=self.group)
+        if self.backends.get("cuda") == "nccl":
+            dist.all_reduce(torch.zeros(1, device=card_of(self.group)), group=self.group)
 
     def reorder(self, members: Sequence[int]) -> None:
         """Put the group's members, given by their global ranks, into this order."""

@@ -16,6 +16,7 @@ from ..plan.exchange import RankPlan
 from ..plan.sharding import Borders
 from ..run.executor import Means
 from ..run.link_contract import Messages, Pending
+from .cards import on_stream
 from .link import GroupLink
 
 
@@ -96,4 +97,4 @@ def _from_here(x: Tensor) -> Callable[[], AbstractContextManager[object]]:
         return nullcontext
     stream = torch.cuda.Stream(x.device)
     stream.wait_stream(torch.cuda.current_stream(x.device))
-    return lambda: torch.cuda.stream(stream)
+    return lambda: on_stream(stream)

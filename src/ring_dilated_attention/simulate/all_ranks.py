@@ -21,6 +21,7 @@ from ..plan.sharding import Borders, Cut, Shard, documents_of, make_shards
 from ..plan.sizes import Sizes
 from ..ranks.arguments import cut_of
 from ..ranks.call import Begun, Call
+from ..ranks.cards import on_stream
 from ..ranks.context import ContextParallel
 from ..ranks.ranks import Ranks
 from ..run import executor
@@ -128,7 +129,7 @@ def run_in_turn(world_size: int, work: Callable[[int, SimulatedLink], Any]) -> l
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def one(rank: int) -> None:
-        with wires.turn, torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
+        with wires.turn, torch.no_grad(), nullcontext() if stream is None else on_stream(stream):
             try:
                 if wires.error is None:
                     results[rank] = work(rank, SimulatedLink(wires, rank))

@@ -118,6 +118,7 @@ def join(rank: int, num_ranks: int, seconds: float) -> None:
     import torch
     import torch.distributed as dist
 
+    from ...ranks.cards import card_of
     from ..local_ranks import TRANSPORTS
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -141,7 +142,7 @@ def join(rank: int, num_ranks: int, seconds: float) -> None:
         time.sleep(min(1.0, seconds / 10) if is_host else 0)  # rank 0 has the store: the others still read it
         raise RuntimeError(f"{len(missing)} of {num_ranks} ranks did not join within {seconds:g} s: {names(missing)}")
     if has_gpu := torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))))
+        torch.cuda.set_device(card_of(None))
     dist.init_process_group(TRANSPORTS[has_gpu], store=store, rank=rank, world_size=num_ranks, timeout=limit)
 
 

@@ -1,0 +1,44 @@
+"""Which GPU a process takes, and how its threads come to it. (No GPU has run this.)"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+# The number of a process on its host, by launcher: torchrun, srun.
+_LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID")
+
+
+def number_of_card(bound: torch.device | None, current: int, environment: Mapping[str, str], count: int) -> int:
+    """The number of a process's GPU.
+
+    Args:
+        bound: the GPU that init_process_group(device_id=...) was given. It comes first.
+        current: torch's current GPU. If it is not 0, the process has chosen it by torch.cuda.set_device.
+        environment: else its launcher has given the process a number, which is that of its GPU.
+        count: the number of GPUs that the process sees. A launcher may show each process one alone.
+    """
+    if bound is not None and bound.index is not None:
+        return bound.index
+    numbers = [environment[name] for name in _LOCAL_RANK if environment.get(name, "").isdecimal()]
+    if current or not numbers or not count:
+        return current
+    return int(numbers[0]) % count
+
+
+def card_of(group: dist.ProcessGroup | None) -> torch.device:
+    """The GPU of this process, which may be bound to a group."""
+    bound = None if group is None else group.bound_device_id
+    number = number_of_card(bound, torch.cuda.current_device(), os.environ, torch.cuda.device_count())
+    return torch.device("cuda", number)
+
+
+@contextmanager
+def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """For a thread of ours: work on a stream. The thread keeps the stream's GPU as its current one: if it went back to
+    GPU 0, where threads begin, every rank would open a CUDA context there, of half a GB."""
+    torch.cuda.set_device(stream.device)
+    with torch.cuda.stream(stream):
+        yield
