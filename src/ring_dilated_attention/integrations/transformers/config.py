@@ -9,7 +9,8 @@ from ...pattern import DilatedPattern
 
 NAME = "dilated"
 FIELD = "dilated_attention"
-SEEN = "dilated_seen"  # the attention of tiny copies, in `check`
+SEEN = "dilated_seen"  # the attention of tiny copies, in `check_model`
+REPLAYED = "dilated_replayed"  # and in `check_ranks`
 LISTS = ("segment_lengths", "dilation_rates")
 RULES = ("phase", "heads")
 

@@ -7,8 +7,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from ...pattern import DilatedPattern
 from .attention_function import attend, make_mask
-from .config import FIELD, NAME, SEEN, PatternField, to_fields
+from .config import FIELD, NAME, REPLAYED, SEEN, PatternField, to_fields
 from .probe import attend_seen, check_model, watch_models
+from .probe_ranks import attend_replayed
 
 
 def register() -> None:
@@ -18,7 +19,7 @@ def register() -> None:
     pattern = {"segment_lengths": [2048, 8192], "dilation_rates": [1, 4]}
     model = AutoModelForCausalLM.from_pretrained(path, dilated_attention=pattern)
     """
-    for name, function in {NAME: attend, SEEN: attend_seen}.items():
+    for name, function in {NAME: attend, SEEN: attend_seen, REPLAYED: attend_replayed}.items():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, make_mask)
     watch_models()

@@ -22,6 +22,7 @@ from ...ranks.reduce import GlobalMean, all_reduce
 from ..torch import check_meshes
 from .attention_function import find_borders
 from .config import NAME
+from .probe_ranks import check_ranks
 
 IGNORED_LABEL = -100  # transformers' and torch's
 # Losses in which a position has the label of its own token, not of the next.
@@ -30,6 +31,8 @@ TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
 DROPPED = ("attention_mask", "cu_seq_lens_k", "max_length_q", "max_length_k", "use_cache", "return_dict", "seq_idx")
 OWN_LABEL = 0  # the label of the row on which a model's own loss is checked
 CUT = ("input_ids", "token_type_ids", "position_ids", "labels", "shift_labels")
+# Rotary embeddings whose angles go by the largest position of a call.
+BY_LENGTH = {"dynamic", "longrope"}
 
 
 def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
@@ -48,10 +51,16 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
 
     Raises:
         ValueError: if the model has no dilated attention, has convolutions over positions, or does not take positions
-            or further keywords.
+            or further keywords; and if it computes something from the whole sequence outside of attention, as a
+            classifier of sequences does.
     """
     if not isinstance(parallel, ContextParallel):
         raise ValueError(f"parallel must be a ContextParallel, got {parallel!r}.")
+    if callable(getattr(model, "get_base_model", None)):
+        raise ValueError(
+            f"{type(model).__name__} wraps a model: call context_parallel(model.get_base_model(), parallel), and the "
+            "wrapper as before."
+        )
     name, config = type(model).__name__, getattr(model, "config", None)
     if getattr(config, "_attn_implementation", None) != NAME:
         raise ValueError(
@@ -71,6 +80,8 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
         raise ValueError(f"{name} has layers of {others}: ranks exchange rows for dilated attention alone. {remedy}")
     if getattr(model, SHARDED, None) is not None:
         raise ValueError(f"{name} is under context_parallel already: remove() the first handle.")
+    if parallel.world_size > 1:
+        check_ranks(type(model), config, ShardedForward)
     return ShardedForward(model, parallel)
 
 
@@ -91,6 +102,7 @@ class ShardedForward:
         self.given: dict[str, Any] = {}
         self.labels: Any = None
         self.local_sum: Any = None
+        self.largest_position: Any = None  # of the whole sequence
         decoder = model.get_decoder()
         [self.decoder] = [at for at, module in model.named_modules() if module is decoder]
         self.hooks = [
@@ -98,6 +110,13 @@ class ShardedForward:
             model.register_forward_pre_hook(self.before, with_kwargs=True),
             model.register_forward_hook(self.after, with_kwargs=True),
         ]
+        for at, module in model.named_modules():
+            rope_types = getattr(module, "rope_type", None)
+            if BY_LENGTH & set(rope_types.values() if isinstance(rope_types, dict) else [rope_types]):
+                self.hooks.append(module.register_forward_pre_hook(self.add_position, with_kwargs=True))
+                self.hooks.append(module.register_forward_hook(_drop_position))
+            if at.endswith("pooler"):
+                self.hooks.append(module.register_forward_pre_hook(self.join))
         setattr(model, SHARDED, self)
 
     def remove(self) -> None:
@@ -110,7 +129,9 @@ class ShardedForward:
     def before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         with self.parallel.ranks.refusing():
             check_meshes(model, self.parallel)
+            _refuse_noise(model)
             batch, rest = self._batch(model, self._named(args, kwargs))
+        self.largest_position = batch["position_ids"].max()
         local = self.parallel.shard_batch(batch)
         self.hooks[0].remove()  # registered anew, to run after those of FSDP2 and ZeRO 3, which watch hidden states
         self.hooks[0] = model.get_submodule(self.decoder).register_forward_hook(self.sum_loss)
@@ -119,6 +140,18 @@ class ShardedForward:
         self.given, self.labels = {**rest, **inputs, **more}, local.get("labels")
         own = {} if self.labels is None else {"labels": self.labels.new_tensor([[IGNORED_LABEL, OWN_LABEL]])}
         return (), {**self.given, **own}
+
+    def add_position(self, rotary: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Let a rotary embedding see the largest position of the whole sequence, by which its angles go."""
+        named = {**dict(zip(("x", "position_ids", "layer_type"), args, strict=False)), **kwargs}
+        positions = named["position_ids"]
+        largest = self.largest_position.to(positions.device).expand(*positions.shape[:-1], 1)
+        return (), {**named, "position_ids": torch.cat([positions, largest], dim=-1)}
+
+    @torch.compiler.disable
+    def join(self, pooler: nn.Module, args: tuple) -> tuple:
+        """Give a pooler the hidden states of the whole sequence."""
+        return (self.parallel.unshard(args[0]), *args[1:])
 
     @torch.compiler.disable
     def sum_loss(self, decoder: nn.Module, args: tuple, output: Any) -> Any:
@@ -210,6 +243,18 @@ class ShardedForward:
         if unknown:
             raise ValueError(f"{', '.join(unknown)}: it is not known how to cut this. Pass only {', '.join(CUT)}.")
         return batch, rest
+
+
+def _drop_position(rotary: nn.Module, args: tuple, angles: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The cosines and sines without those of the position that `add_position` added."""
+    return tuple(x[..., :-1, :] for x in angles)
+
+
+def _refuse_noise(model: Any) -> None:
+    alphas = [vars(x)["neftune_noise_alpha"] for x in model.modules() if "neftune_noise_alpha" in vars(x)]
+    if alphas and model.training:
+        why = "its noise is the smaller the longer the sequence is, and a rank has a shard"
+        raise ValueError(f"neftune_noise_alpha={alphas[0]}: {why}. Leave it out.")
 
 
 def _own_positions(model: nn.Module, ids: Tensor) -> Tensor:

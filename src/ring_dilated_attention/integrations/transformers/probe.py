@@ -8,7 +8,8 @@ dilated attention. Then one segment holds all positions: the outputs must be tho
 import copy
 import re
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from traceback import walk_tb
 from typing import Any
@@ -80,18 +81,25 @@ def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
     if key not in _causal:
         # Some classes of transformers do not run alone, and their base does. A user's class may differ from its base.
         base = MODEL_MAPPING.get(type(config), ()) if kind.__module__.startswith("transformers.") else ()
-        here = torch.device("cpu"), local_torch_dtype(torch.float32, name), torch.autocast("cpu", enabled=False)
-        with ExitStack() as stack:  # the model may be made on the device "meta", in another dtype, under autocast
-            for context in (*here, torch.random.fork_rng(devices=[]), torch.no_grad()):
-                stack.enter_context(context)
-            if (zero := sys.modules.get("deepspeed.runtime.zero.partition_parameters")) is not None:
-                zero.shutdown_init_context()  # or ZeRO 3 would divide the copy's parameters among ranks
-                stack.callback(zero.restore_init_context)
+        with for_copies(name):
             _causal[key] = _check_copies(name, [kind, *(base if isinstance(base, tuple) else [base])], config)
     return _causal[key]
 
 
 _causal: dict[tuple[type, str], bool] = {}
+
+
+@contextmanager
+def for_copies(name: str) -> Iterator[None]:
+    """Where copies are made and run. The model may be made on the device "meta", in another dtype, under autocast."""
+    with ExitStack() as stack:
+        here = torch.device("cpu"), local_torch_dtype(torch.float32, name), torch.autocast("cpu", enabled=False)
+        for context in (*here, torch.random.fork_rng(devices=[]), torch.no_grad()):
+            stack.enter_context(context)
+        if (zero := sys.modules.get("deepspeed.runtime.zero.partition_parameters")) is not None:
+            zero.shutdown_init_context()  # or ZeRO 3 would divide the copy's parameters among ranks
+            stack.callback(zero.restore_init_context)
+        yield
 
 
 def _why_another(config: Any) -> str | None:
@@ -120,7 +128,7 @@ def _check_copies(name: str, kinds: list[type], config: Any) -> bool:
     first: Exception | None = None
     for kind in kinds:
         try:
-            return _check_copy(name, _tiny(kind, config))
+            return _check_copy(name, tiny_copy(kind, config))
         except UnfitError:
             raise
         except FAILURES as error:
@@ -188,8 +196,8 @@ def _trace(model: Any, pattern: DilatedPattern | None, changed: int | None = Non
     found: Trace = {}
 
     def keep(at: str, module: nn.Module, args: tuple, options: dict, output: Any) -> None:
-        if at not in found and (result := _first(output)) is not None:
-            found[at] = _first((args, options)), result
+        if at not in found and (result := first_tensor(output)) is not None:
+            found[at] = first_tensor((args, options)), result
 
     def change(module: nn.Module, args: tuple) -> None:
         args[0][:, args[0].shape[1] // 2 if changed == PLACES[0] else changed] += 1
@@ -200,19 +208,19 @@ def _trace(model: Any, pattern: DilatedPattern | None, changed: int | None = Non
     if changed is not None and model.main_input_name != "input_ids":
         layer = next((re.match(r".*?\d+(?=\.)", at) for at, module in modules.items() if hasattr(module, SEEN)), None)
         hooks += [modules[layer[0]].register_forward_pre_hook(change)] if layer else []
-    model(**_inputs(model, changed))
+    model(**inputs_of_copy(model, changed))
     for hook in hooks:
         hook.remove()
     return found
 
 
-def _first(nested: Any) -> Tensor | None:
+def first_tensor(nested: Any) -> Tensor | None:
     """The first floating tensor, summed over features with different weights: enough to see which positions change."""
     leaves = (x for x in tree_leaves(nested) if isinstance(x, Tensor) and x.is_floating_point() and x.dim())
     return next((x @ torch.arange(x.shape[-1]).cos().to(x) for x in leaves), None)
 
 
-def _tiny(kind: type, config: Any) -> Any:
+def tiny_copy(kind: type, config: Any) -> Any:
     """A model with fewer heads of the same width, and at most what NARROW allows."""
     config = copy.deepcopy(config)
     heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
@@ -245,7 +253,7 @@ def _give(config: Any, pattern: DilatedPattern | None) -> None:
     config._attn_implementation = "eager" if pattern is None else SEEN
 
 
-def _inputs(model: Any, changed: int | None) -> dict[str, Tensor]:
+def inputs_of_copy(model: Any, changed: int | None) -> dict[str, Tensor]:
     config, name = model.config, model.main_input_name
     if name == "input_ids":
         special = {value for field, value in vars(config).items() if field.endswith("_token_id")}

@@ -1,0 +1,183 @@
+"""Checks that ranks compute the same function of a transformers model as one device does, by running a tiny copy.
+
+The copy is given the whole input, then each half of it, as two ranks would be. A half's attention gives the rows that
+attention gave to the whole. So the results differ only if the model computes something else from the whole input: the
+angles of a rotary embedding that go by the length, the mean of all rows, a head that takes the last row.
+
+B batch, H query heads, G key/value heads, M rows, D head dim.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...ranks.arguments import cut_of
+from ...ranks.ranks import Ranks
+from ...simulate.all_ranks import Simulated
+from .attention_function import attend
+from .config import REPLAYED
+from .probe import FAILURES, ROWS, UnfitError, first_tensor, for_copies, inputs_of_copy, tiny_copy
+
+NUM_RANKS = 2
+SHORT = ROWS * 3 // 4  # the lengths in a copy's rope parameters: a half is shorter, and the whole is longer
+_fit: set[tuple[type, str]] = set()
+
+
+def check_ranks(kind: type, config: Any, sharded: Callable[[Any, Any], Any]) -> None:
+    """Check models of this class and config.
+
+    Args:
+        sharded: makes a model compute the shard of a context's rank (`ShardedForward`).
+
+    Raises:
+        ValueError: if ranks would compute another function than one device, with the reason.
+    """
+    key = kind, repr(config.to_dict())
+    if key in _fit:
+        return
+    name = kind.__name__
+    with for_copies(name):
+        try:
+            _check_halves(name, tiny_copy(kind, _shortened(config)), sharded)
+        except UnfitError:
+            raise
+        except FAILURES as error:
+            text = f"{name} does not run on a rank's rows, as a tiny copy of it shows: {error!r}"
+            raise ValueError(text) from error
+    _fit.add(key)
+
+
+def _shortened(config: Any) -> Any:
+    """A copy of a config, in which all lengths that its rope parameters name are SHORT."""
+    config = copy.deepcopy(config)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [x for x in parameters.values() if isinstance(x, dict)]
+    for rope in by_layer_type or [parameters]:
+        if "original_max_position_embeddings" in rope:
+            rope["original_max_position_embeddings"] = SHORT
+        if rope.get("rope_type") == "dynamic":
+            config.max_position_embeddings = SHORT
+    if hasattr(config, "original_max_position_embeddings"):
+        config.original_max_position_embeddings = SHORT
+    return config
+
+
+class Recording(Simulated):
+    """The whole input as one shard: keeps what attention is given, and what it gives."""
+
+    def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:
+        ranks = Ranks(cut_of(num_ranks, "contiguous", 1, None))
+        ranks.rank, ranks.world_size = rank, num_ranks
+        super().__init__(ranks)
+        self.calls: list[tuple[Tensor, ...]] = []  # of attention: query, key, value and output
+        self.joined: list[Tensor] = []  # what `unshard` was given
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        output, _ = attend(module, query, key, value, None, **options)
+        self.calls.append((query, key, value, output))
+        return output
+
+    def unshard(self, x: Tensor, dim: int = 1, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        self.joined.append(x)
+        return x
+
+
+class Replaying(Recording):
+    """A rank's half of the input: attention gives the half's rows of what it gave to the whole."""
+
+    def __init__(self, rank: int, whole: Recording) -> None:
+        super().__init__(rank, NUM_RANKS)
+        self.replayed, self.whole_rows = iter(whole.calls), iter(whole.joined)
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        *inputs, output = next(self.replayed)
+        for found, whole in zip((query, key, value), inputs, strict=True):
+            if not _is_half(found, whole, self.rank):
+                raise OtherRowsError
+        return output.chunk(NUM_RANKS, dim=1)[self.rank]
+
+    def unshard(self, x: Tensor, dim: int = 1, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        return next(self.whole_rows)
+
+
+class OtherRowsError(Exception):
+    """Attention is given other rows on a rank than on one device."""
+
+
+def attend_replayed(
+    module: nn.Module, query_BHMD: Tensor, key_BGMD: Tensor, value_BGMD: Tensor, mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """The attention function of copies: that of the context which the model was given."""
+    parallel: Recording | None = options.pop("parallel", None)
+    if parallel is None:
+        raise UnfitError(
+            f"{type(module).__name__} is not given `parallel`, which the model was: a rank's attention would see its "
+            "own rows alone. Use a model that hands further keywords on to its attention."
+        )
+    return parallel.attend(module, query_BHMD, key_BGMD, value_BGMD, **options), None
+
+
+def _check_halves(name: str, model: Any, sharded: Callable[[Any, Any], Any]) -> None:
+    model.config._attn_implementation = REPLAYED
+    inputs = inputs_of_copy(model, None)
+    whole = Recording()
+    whole_outputs, whole_result = _run(model, whole, inputs, sharded)
+    for rank in range(NUM_RANKS):
+        outputs, result = _run(model, Replaying(rank, whole), inputs, sharded)
+        for at, output in outputs.items():
+            all_rows = whole_outputs.get(at)  # an expert may run in only one of the two runs
+            if all_rows is None or all_rows.dim() != 2 or all_rows.shape[1] != ROWS:
+                continue
+            if not _is_half(output, all_rows, rank):
+                where = f"{type(model.get_submodule(at)).__name__} ({at})"
+                raise UnfitError(
+                    f"{name}: {where} computes something from all rows that it is given, and a rank has only its "
+                    "shard of them. Use another model (or another rope_type), or compute it on one device."
+                )
+        if result is None:
+            raise UnfitError(
+                f"{name}: attention is given other rows by two ranks than by one, so that ranks would compute another "
+                "function. Use another model, or compute it on one device."
+            )
+        for field, value in result.items():
+            if isinstance(value, Tensor) and not _is_half(value, whole_result[field], rank):
+                raise UnfitError(
+                    f"{name} computes {field} from all rows of its sequence, and a rank has only its shard of them: "
+                    "call context_parallel with its base_model, and give the head what parallel.unshard joins (see "
+                    "docs/integrations.md)."
+                )
+
+
+def _run(model: Any, parallel: Recording, inputs: dict[str, Tensor], sharded: Any) -> tuple[dict[str, Tensor], Any]:
+    """The first output of each module, by name, in the order in which they end; and what the model returns, or None if
+    its attention was given other rows."""
+    found: dict[str, Tensor] = {}
+
+    def keep(at: str, module: nn.Module, args: tuple, output: Any) -> None:
+        result = first_tensor(output)
+        if at and at not in found and result is not None:
+            found[at] = result
+
+    handle = sharded(model, parallel)
+    hooks = [module.register_forward_hook(partial(keep, at)) for at, module in model.named_modules()]
+    try:
+        return found, model(**inputs)
+    except OtherRowsError:
+        return found, None
+    finally:
+        for hook in (handle, *hooks):
+            hook.remove()
+
+
+def _is_half(found: Tensor, whole: Tensor, rank: int) -> bool:
+    """Whether this is a rank's half of a tensor, or the tensor itself."""
+    longer = [dim for dim, length in enumerate(found.shape) if whole.dim() == found.dim() and whole.shape[dim] > length]
+    for dim in longer:
+        whole = whole.chunk(NUM_RANKS, dim)[rank]
+    if found.shape != whole.shape or not found.is_floating_point():
+        return found.shape == whole.shape and torch.equal(found, whole)
+    return torch.allclose(found, whole, rtol=1e-3, atol=1e-3 * float(whole.abs().max()))
