@@ -3,6 +3,7 @@
 import pytest
 import torch
 from test_transformers import GREEDY, recomputed
+from test_transformers_whole import phi
 from tiny import DECODERS, PATTERN, make, tokens
 from transformers import DynamicCache
 
@@ -106,3 +107,16 @@ def test_training_with_a_cache_is_refused():
     model = make("llama")
     with pytest.raises(ValueError, match="has no gradient"):
         model(tokens(1, 6), past_key_values=BoundedCache(model))
+
+
+def test_a_model_that_replaces_its_cache():
+    """Phi-3 drops any cache where longrope goes over to the long factors. Catches a cache of constant size that
+    transformers replaces by its own, which grows."""
+    with pytest.raises(ValueError, match=r"beyond 12 positions \(original_max.* the angles of Phi3ForCausalLM change"):
+        BoundedCache(phi())
+    ids, asked = tokens(2, 5), {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False}
+    cache = BoundedCache(phi(), max_len=12)
+    assert torch.equal(
+        phi().generate(ids, past_key_values=cache, **asked), phi().generate(ids, use_cache=False, **asked)
+    )
+    assert cache.get_seq_length() == 11

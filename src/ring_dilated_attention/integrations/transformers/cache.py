@@ -31,12 +31,20 @@ class BoundedCache(Cache):
             need as many as a draft has.
 
     Raises:
-        ValueError: for a model without a pattern.
+        ValueError: for a model without a pattern; for Phi-3 and Phi-MoE, whose `generate` replaces a cache beyond some
+            length, unless `max_len` is at most that.
     """
 
     def __init__(self, model: Any, *, max_len: int | None = None, keep: int = 0) -> None:
         config = model.config
         pattern_of(config, is_causal=True)
+        most = getattr(config, "original_max_position_embeddings", None)
+        if most is not None and (max_len is None or max_len > most):
+            raise ValueError(
+                f"beyond {most} positions (original_max_position_embeddings) the angles of {type(model).__name__} "
+                "change, also those of keys in a cache, and its generate goes on with a DynamicCache, which grows. "
+                f"Generate without a BoundedCache, or at most so many: BoundedCache(model, max_len={most})."
+            )
         super().__init__(layers=[BoundedLayer(config, max_len, keep) for _ in range(config.num_hidden_layers)])
 
     @property

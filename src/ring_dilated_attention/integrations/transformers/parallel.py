@@ -150,8 +150,8 @@ class ShardedForward:
 
     @torch.compiler.disable
     def join(self, pooler: nn.Module, args: tuple) -> tuple:
-        """Give a pooler the hidden states of the whole sequence."""
-        return (self.parallel.unshard(args[0]), *args[1:])
+        """Give a pooler the rows of the whole sequence. (`check_ranks` refuses a pooler that is given one row.)"""
+        return (self.parallel.unshard(args[0]), *args[1:]) if args and args[0].dim() == 3 else args
 
     @torch.compiler.disable
     def sum_loss(self, decoder: nn.Module, args: tuple, output: Any) -> Any:

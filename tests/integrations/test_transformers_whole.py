@@ -1,0 +1,258 @@
+"""What models of transformers compute from a whole sequence outside of attention, where ranks share the sequence.
+
+Every function whose name starts with `rank` runs on every rank, and every rank asserts.
+"""
+
+from dataclasses import replace
+
+import torch
+from distributed import run
+from helpers import message_of
+from test_transformers_ranks import batches, loss_and_gradients
+from tiny import PATTERN, SIZES, make, tokens
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    Phi3Config,
+    Phi3ForCausalLM,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+from transformers.integrations.neftune import activate_neftune, deactivate_neftune
+
+from ring_dilated_attention import ContextParallel
+from ring_dilated_attention.integrations.transformers import context_parallel, parallel, register
+
+SHORT = 12  # a sequence of 19 is longer, and a shard of 10 is not
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": SHORT}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0, **FACTORS}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+PHI = {"original_max_position_embeddings": SHORT, "sliding_window": None, "pad_token_id": 0, "eos_token_id": 1}
+PHI |= {"bos_token_id": 1, "max_position_embeddings": 64, "rope_parameters": LONG, "num_key_value_heads": 2}
+
+
+def filled(model, dtype=torch.float64):
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.15) if parameter.dim() > 1 else None
+    return model.to(dtype).eval()
+
+
+def llama(kind=LlamaForCausalLM, **more):
+    register()
+    return filled(kind(LlamaConfig(**SIZES, pad_token_id=0, dilated_attention=PATTERN, **more)))
+
+
+def phi(**more):
+    register()
+    return filled(Phi3ForCausalLM(Phi3Config(**SIZES, **PHI, dilated_attention=PATTERN, **more)))
+
+
+ROTARY = {
+    "dynamic": lambda: llama(rope_parameters=DYNAMIC, max_position_embeddings=SHORT),
+    "longrope": lambda: llama(rope_parameters=LONG),
+    "phi": phi,
+}
+
+
+def rank_rotates(rank, world_size):
+    for name, make_model in ROTARY.items():
+        whole, shared = make_model(), make_model()  # dynamic NTK remembers the longest sequence that it saw
+        context = ContextParallel(sharding="zigzag")
+        handle = context_parallel(shared, context)
+        for length in (19, 9, 30, 14, 19):  # longer than before, and back to the lengths of pretraining
+            ids = tokens(2, length)
+            logits = context.unshard(shared(ids).logits)
+            torch.testing.assert_close(logits, whole(ids).logits, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: n + m)
+        for kind, batch in batches(name).items():
+            found = loss_and_gradients(shared, batch, context)
+            expected = loss_and_gradients(whole, batch)
+            torch.testing.assert_close(found, expected, rtol=2e-6, atol=5e-7, msg=lambda m, k=kind: f"{k} {m}")
+        handle.remove()
+        ids = tokens(1, 19)
+        torch.testing.assert_close(shared(ids).logits, whole(ids).logits, rtol=0, atol=0)
+        compiled = make_model()
+        context_parallel(compiled, context)
+        compiled.compile(backend="aot_eager")
+        batch = batches(name)["plain"]
+        expected = loss_and_gradients(whole, batch)
+        torch.testing.assert_close(loss_and_gradients(compiled, batch, context), expected, rtol=2e-6, atol=5e-7)
+        context.close()
+
+
+def test_angles_that_go_by_the_length():
+    """Catches longrope and dynamic NTK that choose their angles by the largest position of a shard."""
+    run(2, rank_rotates, seconds=240)
+
+
+def bert(kind=BertModel):
+    register()
+    no_dropout = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+    return filled(kind(BertConfig(**SIZES, **no_dropout, pad_token_id=0, dilated_attention=PATTERN)))
+
+
+def rank_pools(rank, world_size):
+    for sharding in ("contiguous", "zigzag"):
+        model, context, ids = bert(), ContextParallel(sharding=sharding), tokens(2, 19)
+        expected = model(ids)
+        context_parallel(model, context)
+        found = model(ids)
+        torch.testing.assert_close(found.pooler_output, expected.pooler_output)
+        torch.testing.assert_close(found.last_hidden_state, context.shard(expected.last_hidden_state))
+        context.close()
+
+
+def test_poolers():
+    """Catches a pooler that takes the first row of each shard."""
+    run(2, rank_pools, seconds=120)
+
+
+def rank_scores(rank, world_size):
+    context, ids = ContextParallel(sharding="zigzag"), tokens(2, 19)
+    ids[1, 15:] = 0  # padding on the right
+    for model in (llama(LlamaForSequenceClassification), roberta()):
+        expected = model(ids).logits
+        message = message_of(lambda m=model: context_parallel(m, context))
+        assert f"{type(model).__name__} computes logits from all rows of its sequence" in message
+        context_parallel(model.base_model, context)
+
+        def join(module, args, output):
+            return replace(output, last_hidden_state=context.unshard(output.last_hidden_state))
+
+        model.base_model.register_forward_hook(join)
+        torch.testing.assert_close(model(ids).logits, expected)
+
+
+def roberta():
+    register()
+    no_dropout = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+    config = RobertaConfig(**SIZES, **no_dropout, max_position_embeddings=40, dilated_attention=PATTERN)
+    return filled(RobertaForSequenceClassification(config))
+
+
+def test_a_classifier_of_sequences():
+    """It takes the last or the first row of what it has: refused, and right as the page and the error say."""
+    run(2, rank_scores, seconds=120)
+
+
+class Divided(LlamaModel):
+    """A model of a user that divides by the length."""
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        output = super().forward(input_ids, position_ids=position_ids, **kwargs)
+        output["last_hidden_state"] = output.last_hidden_state / output.last_hidden_state.shape[1]
+        return output
+
+
+class Counting(nn.Module):
+    def forward(self, x):
+        return x * (1 + x.shape[1])
+
+
+class Scaled(LlamaModel):
+    """... and one with a module that goes by the length."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.norm = Counting()
+
+
+class Deaf(LlamaModel):
+    """... and one that passes no further keywords on."""
+
+    def forward(self, input_ids=None, position_ids=None, use_cache=None, **kwargs):
+        return super().forward(input_ids, position_ids=position_ids, use_cache=use_cache)
+
+
+class Own(LlamaModel):
+    """... and one that counts positions by itself."""
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        return super().forward(input_ids, **kwargs)
+
+
+def rank_refuses(rank, world_size):
+    context = ContextParallel()
+    kinds = {
+        Divided: "Divided computes last_hidden_state from all rows of its sequence",
+        Scaled: "Scaled: Counting (norm) computes something from all rows that it is given",
+        Deaf: "LlamaAttention is not given `parallel`, which the model was",
+        Own: "Own: LlamaRotaryEmbedding (rotary_emb) computes something from all rows",
+    }
+    for kind, said in kinds.items():
+        message = message_of(lambda k=kind: context_parallel(llama(k), context))
+        assert said in message, message
+    parallel.BY_LENGTH = set()
+    for name, make_model in ROTARY.items():
+        message = message_of(lambda m=make_model: context_parallel(m(), context))
+        assert "RotaryEmbedding (model.rotary_emb) computes something from all rows" in message, name
+
+
+def test_the_tiny_copy_shows_it():
+    """Also where the hooks on rotary embeddings are missing: the check does not go by names of rope types."""
+    run(2, rank_refuses, seconds=120)
+
+
+def rank_adds_noise(rank, world_size):
+    model, ids = make("llama").train(), tokens(1, 12)
+    context_parallel(model, ContextParallel())
+    hook = activate_neftune(model, 5.0)
+    assert "neftune_noise_alpha=5.0: its noise" in message_of(lambda: model(ids, labels=ids))
+    model.eval()
+    assert model(ids, labels=ids).loss.isfinite()
+    model.train()
+    deactivate_neftune(model, hook)
+    assert model(ids, labels=ids).loss.isfinite()
+
+
+def test_neftune():
+    """Catches noise that is scaled by the length of a shard."""
+    run(2, rank_adds_noise, seconds=120)
+
+
+class Adapted(nn.Module):
+    """As PEFT's LoRA wraps a model, all of whose own parameters are frozen."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model.requires_grad_(False)
+        torch.manual_seed(1)
+        for layer in model.model.layers:
+            layer.self_attn.q_proj = Added(layer.self_attn.q_proj)
+
+    def get_base_model(self):
+        return self.model
+
+    def forward(self, **options):
+        return self.model(**options)
+
+
+class Added(nn.Module):
+    def __init__(self, frozen):
+        super().__init__()
+        self.frozen, (rows, columns) = frozen, frozen.weight.shape
+        self.low_rank = nn.Sequential(nn.Linear(columns, 2, bias=False), nn.Linear(2, rows, bias=False)).double()
+
+    def forward(self, x):
+        return self.frozen(x) + self.low_rank(x)
+
+
+def rank_adapts(rank, world_size):
+    batch = batches("llama")["plain"]
+    expected = loss_and_gradients(Adapted(make("llama")), batch)
+    assert len(expected[1]) == 4
+    adapted, context = Adapted(make("llama")), ContextParallel(sharding="zigzag")
+    message = message_of(lambda: context_parallel(adapted, context))
+    assert "Adapted wraps a model: call context_parallel(model.get_base_model(), parallel)" in message
+    context_parallel(adapted.get_base_model(), context)
+    torch.testing.assert_close(loss_and_gradients(adapted, batch, context), expected, rtol=2e-6, atol=2e-7)
+
+
+def test_lora():
+    """Gradients of adapters in a frozen model are those of one process, and the error names the model to take."""
+    run(2, rank_adapts, seconds=120)
