@@ -8,8 +8,11 @@ from fractions import Fraction
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, explain, simulate
+from ring_dilated_attention.attention.validate import ARGUMENTS_OF_TORCH
 from ring_dilated_attention.kernels.choose import BACKENDS
 from ring_dilated_attention.models import torchscale_attention
 from ring_dilated_attention.pattern import PHASE_RULES
@@ -249,7 +252,39 @@ def test_there_is_no_attention_dropout():
     """Catches an argument that is accepted and ignored."""
     with pytest.raises(TypeError, match="dropout_p"):
         dilated_attention(*tensors(), DENSE, dropout_p=0.1)
-    assert not any("drop" in name or name == "kwargs" for name in inspect.signature(dilated_attention).parameters)
+    assert not any("drop" in name for name in inspect.signature(dilated_attention).parameters)
+
+
+@pytest.mark.parametrize("call", [dilated_attention, torchscale_attention])
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("is_causal", "make the pattern so, DilatedPattern(..., is_causal=True)."),
+        ("attn_mask", "the pattern says which keys a query sees, and cu_seqlens separates documents"),
+        ("block_mask", "the pattern says which keys a query sees, and cu_seqlens separates documents"),
+        ("score_mod", "except by scale."),
+        ("dropout_p", "not supported, leave it out."),
+        ("enable_gqa", "key and value may have fewer heads than query."),
+        ("chunk", ""),
+    ],
+)
+def test_arguments_of_other_functions_are_refused(call, name, remedy):
+    """Catches one that is accepted and ignored, even if its value asks for nothing; and a hint that is not given."""
+    for value in (None, False, True):
+        with pytest.raises(TypeError) as caught:
+            call(*tensors(), DilatedPattern((8,), (1,), phase="blocked"), **{name: value})
+        message = str(caught.value)
+        assert message.startswith(f"{call.__name__} has no argument {name!r}")
+        assert message.endswith(remedy or f"{name!r}.") or remedy in message
+
+
+def test_every_argument_of_torch_is_taken_or_named():
+    """Catches an argument that a newer torch adds to its attention."""
+    text = F.scaled_dot_product_attention.__doc__.partition("(")[2].partition(")")[0]
+    names = {*re.findall(r"(\w+)(?::[^,]*)?=", text), *inspect.signature(flex_attention).parameters}
+    assert names >= {"attn_mask", "is_causal", "block_mask"}
+    taken = inspect.signature(dilated_attention).parameters
+    assert names - {"return_lse", "kernel_options", "return_aux"} <= {*taken, *ARGUMENTS_OF_TORCH}
 
 
 def warnings_of(call) -> list[str]:

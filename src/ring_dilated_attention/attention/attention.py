@@ -21,7 +21,7 @@ from ..run.append import append
 from ..run.dilated_cache import DilatedCache
 from ..run.views import accumulator_dtype, with_unit_stride
 from .op import define_op
-from .validate import autocast, call_of, check_cache, check_cuts, on_host
+from .validate import autocast, call_of, check_cache, check_cuts, on_host, refuse_others, refuse_tangents
 
 
 @overload
@@ -42,7 +42,7 @@ def dilated_attention(
     query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, parallel: ContextParallel | None = None,
     cu_seqlens: Tensor | None = None, scale: float | None = None, backend: str = "auto", return_lse: bool = False,
     heads_held: range | None = None, num_heads: int | None = None, cache: DilatedCache | None = None,
-    lengths: Tensor | None = None,
+    lengths: Tensor | None = None, **others: object,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Exact dilated attention (LongNet, arXiv 2307.02486): one softmax over the keys of all branches.
 
@@ -75,8 +75,11 @@ def dilated_attention(
     Raises:
         ValueError: for inputs that do not fit, on every rank of `parallel`, before anything is sent.
         ExchangeError: if another rank dies or does not make the call, within the timeout of `parallel`.
+        TypeError: for `others`: there are none. For a name of torch's attention (`is_causal`) it says what is passed here.
+        NotImplementedError: for second derivatives, and for derivatives in forward mode (`torch.func.jvp`).
     """
     try:
+        refuse_others("dilated_attention", others)
         cu_seqlens = on_host(cu_seqlens)
         check_cuts(parallel, cu_seqlens, query=query, key=key, value=value)
         query, key, value = rows = autocast(query), autocast(key), autocast(value)
@@ -164,9 +167,10 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple:
     try:
+        refuse_tangents(dout, dlse)
         query, key, value, out, lse, begun = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-    except RuntimeError as error:  # a saved tensor was written to, or memory is short: the other ranks would wait
+    except RuntimeError as error:  # a saved tensor was written to, memory is short, ...: the other ranks would wait
         if ctx.context is not None and not isinstance(error, ExchangeError):
             refuse(ctx.context.key, str(error))
         raise

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from ..kernels.choose import check_backend, choose
 from ..pattern import is_finite_number, why_no_pattern
@@ -15,7 +16,24 @@ from ..ranks.context import ContextParallel
 from ..ranks.origin import origin_of, why_foreign
 from ..run.dilated_cache import DilatedCache
 
+# Arguments of torch's scaled_dot_product_attention and flex_attention, and what is in their place.
+_SEEN = "the pattern says which keys a query sees, and cu_seqlens separates documents"
+ARGUMENTS_OF_TORCH = {
+    "is_causal": "make the pattern so, DilatedPattern(..., is_causal=True)",
+    "attn_mask": f"{_SEEN}; other masks are not supported",
+    "block_mask": f"{_SEEN}; other masks are not supported",
+    "score_mod": "scores cannot be changed, except by scale",
+    "dropout_p": "dropout of attention is not supported, leave it out",
+    "enable_gqa": "leave it out, key and value may have fewer heads than query",
+}
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def refuse_others(call: str, others: Mapping[str, object]) -> None:
+    """Raise TypeError for arguments that a call does not have. For those of torch's attention it names ours."""
+    for name in others:
+        remedy = ARGUMENTS_OF_TORCH.get(name)
+        raise TypeError(f"{call} has no argument {name!r}" + (f": {remedy}." if remedy else "."))
 
 
 def check_cuts(parallel: ContextParallel | None, cu_seqlens: object, **tensors: object) -> None:
@@ -46,6 +64,15 @@ def autocast(x: Any) -> Any:
     return x
 
 
+def refuse_tangents(*tensors: Tensor | None) -> None:
+    """Raise NotImplementedError for forward-mode derivatives, which a custom op would drop without a word."""
+    if any(x is not None and unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "dilated attention has no forward-mode derivative (torch.func.jvp, jacfwd, torch.autograd.forward_ad): "
+            "take backward() or torch.autograd.grad."
+        )
+
+
 def check_objects(pattern: Any, parallel: Any, backend: Any) -> None:
     if failure := why_no_pattern(pattern):
         raise ValueError(f"{failure}.")
@@ -67,6 +94,7 @@ def call_of(
 ) -> Call:
     """The call that these arguments make, after all checks that need no other rank. tensors: query, key, value."""
     _check_tensors(dict(zip(("query", "key", "value"), tensors, strict=True)))
+    refuse_tangents(*tensors)
     check_objects(pattern, parallel, backend)
     query, key, _ = tensors
     (batch, seq_len, num_held, head_dim), num_kv_held = query.shape, key.shape[2]

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention import dilated_attention
-from ...attention.validate import why_no_rows
+from ...attention.validate import refuse_others, why_no_rows
 from ...pattern import Branch, DilatedPattern, why_no_pattern
 from ...ranks.context import ContextParallel
 from ...ranks.ranks import ALONE, Ranks
@@ -72,7 +72,7 @@ def zero_rows(pattern: DilatedPattern, num_heads: int, documents: Documents, lik
 def torchscale_attention(
     query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, parallel: ContextParallel | None = None,
     cu_seqlens: Tensor | None = None, scale: float | None = None, backend: str = "auto", return_lse: bool = False,
-    counted: ZeroRows | None = None,
+    counted: ZeroRows | None = None, **others: object,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`dilated_attention` with the zero rows that torchscale pads with, as its published weights were trained.
 
@@ -87,6 +87,7 @@ def torchscale_attention(
     The other arguments, the result and the errors are those of `dilated_attention`. Its heads_held, num_heads, cache
     and lengths are not taken, because zero rows are counted for all heads and positions.
     """
+    refuse_others("torchscale_attention", others)
     split: dict[str, Any] = {"parallel": parallel, "cu_seqlens": cu_seqlens}
     if counted is None:
         failure = pattern_failure(pattern) or why_no_rows("query", query)
