@@ -271,6 +271,21 @@ def test_the_tile_size_that_a_file_states(weights, tmp_path):
     assert json.loads(read(tmp_path / "file.st")[1]["slides"])["stated"][2] == 512
 
 
+@pytest.mark.parametrize("options", [[], ["--batch", "2"], ["--ranks", "2"]])
+def test_coordinates_in_other_units_are_warned_of(weights, tmp_path, capsys, options):
+    """Once, by the slide's name, whoever computes it. The embedding is written."""
+    features, coords = tiles(93)
+    numbers, pixels = (write(tmp_path / f"{unit}.npz", features, coords // unit) for unit in (256, 1))
+    for arguments, num_warnings in ((options, 1), ([*options, "--tile-size", "1"], 0)):
+        out = tmp_path / f"{num_warnings}.st"
+        slides = [numbers, pixels] if num_warnings else [numbers]
+        assert embed(weights, out, *slides, *arguments) == 0
+        assert len(read(out)[0]) == len(slides)
+        err = unwrapped(capsys.readouterr().err)
+        assert err.count(f"rda embed: warning: {numbers}: 93 tiles lie in 1 cell of tile_size=256") == num_warnings
+        assert err.count("tiles lie in") == err.count("Pass --tile-size.") == num_warnings
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

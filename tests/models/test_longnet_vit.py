@@ -152,6 +152,31 @@ def test_a_table_of_positions_is_never_made():
     assert not torch.allclose(model(x, coords)[0], Slide(2048, 5, True).model()(x, coords)[0])
 
 
+GRID = torch.cartesian_prod(torch.arange(20), torch.arange(20)).double()  # of 400 tiles
+
+
+@pytest.mark.parametrize(
+    ("coords", "num_cells"),
+    [(GRID * 50, 16), (GRID / 20, 1), (GRID, 1), (GRID * 112 + 7.5, 81)],
+    ids=["0 to 1000", "0 to 1", "numbers of tiles", "micrometres"],
+)
+def test_tiles_that_share_cells_are_warned_of(coords, num_cells):
+    """Catches coordinates in other units, which give most tiles the position of another."""
+    model, x = Slide(2048, 5, True).model(), waves(1, 400, 5)
+    said = f"400 tiles lie in {num_cells} cells? of tile_size=256, .* Set model.tile_size"
+    with pytest.warns(UserWarning, match=f"^{said}"):
+        model(x, coords[None])
+    with pytest.warns(UserWarning, match=f"^slide 1: {said}"):
+        model(x.expand(2, -1, -1), coords.expand(2, -1, -1), lengths=[3, 400])
+
+
+@pytest.mark.parametrize(
+    "coords", [GRID * 256 + 100, GRID * 200, GRID[:15]], ids=["pixels", "tiles that overlap", "a slide of few tiles"]
+)
+def test_slides_that_nobody_is_warned_of(coords):
+    Slide(2048, 5, True).model()(waves(1, len(coords), 5), coords[None])  # a warning would be an error
+
+
 @pytest.mark.parametrize("case", [POOLED, CLASS, MISALIGNED])
 @pytest.mark.parametrize("all_layer_embed", [False, True])
 def test_padded_batch_equals_slides_one_by_one(case, all_layer_embed):
@@ -321,7 +346,8 @@ def memory_model(parallel=None):
 def peak(parallel=None, num_tiles=2000):
     """Bytes that a step of fine-tuning holds at once, this rank's tiles included."""
     own = slice(None) if parallel is None else parallel.positions(num_tiles)
-    x, coords = torch.randn(1, num_tiles, 32)[:, own], torch.zeros(1, num_tiles, 2)[:, own]
+    cells = torch.cartesian_prod(torch.arange(1000), torch.arange(1000))[None, :num_tiles]
+    x, coords = torch.randn(1, num_tiles, 32)[:, own], cells[:, own] * 256
     model = memory_model(parallel)
     model(x[:, :8], coords[:, :8])[0].sum().backward()
     return x.nbytes + allocated(lambda: model(x, coords)[0].sum().backward()).peak_bytes

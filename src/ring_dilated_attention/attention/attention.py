@@ -75,7 +75,7 @@ def dilated_attention(
     Raises:
         ValueError: for inputs that do not fit, on every rank of `parallel`, before anything is sent.
         ExchangeError: if another rank dies or does not make the call, within the timeout of `parallel`.
-        TypeError: for `others`: there are none. For a name of torch's attention (`is_causal`) it says what is passed here.
+        TypeError: for `others`: there are none. For a name of torch's attention (`is_causal`) it says what to pass.
         NotImplementedError: for second derivatives, and for derivatives in forward mode (`torch.func.jvp`).
     """
     try:

@@ -5,6 +5,7 @@ positions of packed slides, E embedding.
 """
 
 import math
+import warnings
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from .torchscale.networks import LongNetEncoder
 
 DILATION_RATES = (1, 2, 4, 8, 16)
 NUM_HEADS = 16
+FEWEST_CROWDED = 16  # a slide of fewer tiles may well have them in few cells
 MOST_TILES_OF_A_SIDE = 2**31  # its square is the longest segment length that a pattern takes
 Lengths = Sequence[int] | Tensor | None
 
@@ -232,8 +234,7 @@ class LongNetViT(CheckedLoading):
         return self.patch_embed["proj"](x.to(self.cls_token.dtype)) + self._positions(self._cells(coords))
 
     def _cells(self, coords: Tensor) -> Tensor:
-        """The cell of each tile along x and y, (..., 2), float64 on the CPU. NaN and inf stay."""
-        return (coords.detach().to("cpu", torch.float64) / self.tile_size).floor()
+        return cells_of(coords, self.tile_size)
 
     def _positions(self, cells: Tensor) -> Tensor:
         """(..., E): for y, then for x, [sin, cos] of cell * 10000^(-k / (E / 4)), k < E / 4, in the weights' dtype."""
@@ -260,6 +261,10 @@ class LongNetViT(CheckedLoading):
         counts = [num_own] * batch if lengths is None else [int(n) for n in lengths]
         failure = self._tile_failure(x, coords, counts, sum(tile_counts[: ranks.rank]))
         ranks.handshake(num_own, {"call": "LongNetViT, its tiles"}, failure)
+        for slide, count in enumerate(counts):
+            if crowding := crowded(coords[slide, :count], self.tile_size):
+                name = f"slide {slide}: " if batch > 1 else ""
+                warnings.warn(f"{name}{crowding} Set model.tile_size.", stacklevel=4)
         return sum(tile_counts)
 
     def _shape_failure(self, x: Tensor, coords: Tensor, lengths: Lengths) -> str | None:
@@ -308,6 +313,25 @@ class LongNetViT(CheckedLoading):
                 f"{_and_more(wrong)}. Count coordinates from 0. tile_size is the distance of tiles in the same pixels"
             )
         return None
+
+
+def cells_of(coords: Tensor, tile_size: float) -> Tensor:
+    """The cell of each tile along x and y, (..., 2), float64 on the CPU. NaN and inf stay."""
+    return (coords.detach().to("cpu", torch.float64) / tile_size).floor()
+
+
+def crowded(coords_L2: Tensor, tile_size: float) -> str | None:
+    """A sentence if a slide has more than twice as many tiles as cells with a tile, or None."""
+    x, y = cells_of(coords_L2, tile_size).unbind(-1)
+    num_tiles, num_cells = len(coords_L2), len((x * MOST_TILES_OF_A_SIDE + y).unique())
+    if num_tiles < FEWEST_CROWDED or num_tiles <= 2 * num_cells:
+        return None
+    cells = "cell" if num_cells == 1 else "cells"
+    return (
+        f"{num_tiles:,} tiles lie in {num_cells:,} {cells} of tile_size={tile_size:.10g}, and tiles in one cell get "
+        "one position. tile_size is the distance from one tile to the next, in the units of the coordinates: 1 if these "
+        "count tiles."
+    )
 
 
 def _are_tiles(x: Tensor, counts: Sequence[int]) -> Tensor:

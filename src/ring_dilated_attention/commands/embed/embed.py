@@ -90,13 +90,15 @@ def embed_slides(arguments: argparse.Namespace) -> int:
         check_writable("--csv", arguments.csv.parent, arguments.csv.name)
         file.write_table(arguments.csv)
     try:
-        num_known, failures = embed(arguments, slides, file)
+        num_known, failures, warnings = embed(arguments, slides, file)
     except RankFailedError as error:
         go_on = "What was embedded before is saved: run the same command again to go on."
         say(f"rda embed: the processes failed. {go_on}\n{error}")
         return 1
     for name, failure in failures.items():
         say(wrapped(f"rda embed: {slides[name]}: {failure}"))
+    for name, warning in warnings.items():
+        say(wrapped(f"rda embed: warning: {slides[name]}: {warning}"))
     before = f", {num_known} {'was' if num_known == 1 else 'were'} there already" if num_known else ""
     out = str(file.path) if file.place.exists() else None  # no file is written if no slide could be embedded
     num_new, num_all = (counted(n, "slide") for n in (len(slides) - len(failures) - num_known, len(file.entries)))
@@ -110,7 +112,8 @@ def embed_slides(arguments: argparse.Namespace) -> int:
     )
     if arguments.json:
         done = {name: entry._asdict() for name, entry in file.entries.items() if name in slides}
-        print(json.dumps({"out": out, "settings": file.settings, "slides": done, "failures": failures}))
+        report = {"out": out, "settings": file.settings, "slides": done, "failures": failures, "warnings": warnings}
+        print(json.dumps(report))
     return 1 if failures else 0
 
 
@@ -124,11 +127,14 @@ def tile_sizes_in_words(entries: dict[str, SlideEntry]) -> list[str]:
     return [wrapped(f"{size}, in {counted(len(found[size]), 'file')}: {names}") for size, names in listed.items()]
 
 
-def embed(arguments: argparse.Namespace, slides: dict[str, Path], file: EmbeddingFile) -> tuple[int, dict[str, str]]:
-    """Add the slides that the file lacks. Returns how many it held before, and, by name, why others were not added."""
+def embed(
+    arguments: argparse.Namespace, slides: dict[str, Path], file: EmbeddingFile
+) -> tuple[int, dict[str, str], dict[str, str]]:
+    """Add the slides that the file lacks. Returns how many it held before, and, by name, why others were not added, and
+    what is probably wrong with those that were."""
     from .embedder import Result, embed_all
 
-    todo, failures = [], dict[str, str]()
+    todo, failures, warnings = [], dict[str, str](), dict[str, str]()
     for name, path in slides.items():
         try:
             if not file.has(name, path, arguments.keys, arguments.tile_size):
@@ -144,6 +150,8 @@ def embed(arguments: argparse.Namespace, slides: dict[str, Path], file: Embeddin
                     failures[result.name] = result.failure
                 else:
                     file.add(result.name, result.embedding, result.entry)
+                    if result.warning:
+                        warnings[result.name] = result.warning
                 bar.set_postfix_str(f"{result.name}, {result.entry.num_tiles if result.entry else 0:,} tiles")
                 bar.update()
 
@@ -153,7 +161,7 @@ def embed(arguments: argparse.Namespace, slides: dict[str, Path], file: Embeddin
         file.write()
         if arguments.csv is not None:
             file.write_table(arguments.csv)
-    return num_known, failures
+    return num_known, failures, warnings
 
 
 def check(arguments: argparse.Namespace) -> None:

@@ -1,5 +1,6 @@
 """Runs the model of `rda embed` on batches of slides, in one process or in several that share every slide."""
 
+import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...models.longnet_vit import LongNetViT
+from ...models.longnet_vit import LongNetViT, crowded
 from ...models.weights import first_line, load_slide_encoder
 from ...ranks.context import ContextParallel
 from ...ranks.ranks import ALONE, Ranks
@@ -33,6 +34,7 @@ class Result(NamedTuple):
     entry: SlideEntry | None  # None if the slide could not be read
     embedding: list[Any] | None
     failure: str = ""
+    warning: str = ""  # of an embedding that is probably not what was meant
 
 
 class Tiles(NamedTuple):
@@ -42,6 +44,7 @@ class Tiles(NamedTuple):
     entry: SlideEntry
     features: Tensor
     coords: Tensor
+    warning: str  # of the whole slide
 
 
 def check_device(device: str, num_ranks: int) -> None:
@@ -114,7 +117,9 @@ def _tiles(options: Namespace, name: str, path: Path, ranks: Ranks) -> Tiles:
             lengths = ranks.lengths_of(slide.num_tiles)
             start, stop = (sum(lengths[:rank]) for rank in (ranks.rank, ranks.rank + 1))
             entry = SlideEntry(found, slide.num_tiles, options.tile_size.of(slide.stated), slide.stated)
-            return Tiles(name, entry, slide.features(start, stop), slide.coords[start:stop])
+            crowding = crowded(slide.coords, entry.tile_size)
+            warning = f"{crowding} Pass --tile-size." if crowding else ""
+            return Tiles(name, entry, slide.features(start, stop), slide.coords[start:stop], warning)
 
 
 def _embed(model: LongNetViT, options: Namespace, group: list[Tiles], device: str) -> Iterator[Result]:
@@ -134,7 +139,7 @@ def _embed(model: LongNetViT, options: Namespace, group: list[Tiles], device: st
     else:
         too_large = f"its features are finite and its embedding is not: too large for {options.dtype}"
         for tiles, embedding in zip(group, embeddings, strict=True):
-            found = (embedding.tolist(), "") if embedding.isfinite().all() else (None, too_large)
+            found = (embedding.tolist(), "", tiles.warning) if embedding.isfinite().all() else (None, too_large)
             yield Result(tiles.name, tiles.entry, *found)
 
 
@@ -147,7 +152,9 @@ def _forward(model: LongNetViT, options: Namespace, group: list[Tiles], device: 
         pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
         features, coords = pad([x.features for x in group]), pad([x.coords.double() for x in group])
     dtype = getattr(torch, options.dtype)
-    with torch.no_grad(), torch.autocast(torch.device(device).type, dtype, enabled=dtype.itemsize == 2):
+    autocast = torch.autocast(torch.device(device).type, dtype, enabled=dtype.itemsize == 2)
+    with torch.no_grad(), autocast, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* tiles lie in")  # `Tiles.warning` says it with the slide's name
         found = model(features.to(device), coords, options.layer != "encoder", lengths=lengths)
     if options.layer == "all":
         return torch.stack(found, dim=1).cpu()
