@@ -106,7 +106,7 @@ class ContextParallel:
             failure = str(error) or type(error).__name__
         ranks = Processes(members, timeout if failure is None else DEFAULT_TIMEOUT)
         ranks.connect(cut, exchange, failure)
-        weakref.finalize(self, note_dropped, ranks.opened, ranks.name).atexit = False
+        weakref.finalize(self, note_dropped, ranks.opened, ranks.name, ranks.process).atexit = False
         self._take(ranks, exchange)
 
     def _take(self, ranks: Ranks, exchange: str) -> None:

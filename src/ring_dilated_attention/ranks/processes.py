@@ -104,6 +104,7 @@ class Processes(Ranks):
         self.timeout, self.world_size = timeout, len(members)
         self.opened: list[GroupLink] = []  # if one of them breaks, all do
         self.owner: Thread | None = None
+        self.process = os.getpid()
         self.expected: tuple[int, ...] = ()
         self.control = self._open("control", "gloo", members)
 
@@ -177,7 +178,22 @@ class Processes(Ranks):
             ) from error
         return link
 
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a copy of the context in a forked process. It has none of the threads, and shares the
+        connections with the process that made it: whatever it sends or closes is sent or closed there."""
+        return os.getpid() != self.process
+
+    def check_all_here(self, method: str) -> None:
+        if self.is_forked:
+            raise ValueError(
+                f"{method}: process {os.getpid()} was forked from process {self.process}, which made {self.name}, and "
+                "cannot use its connections. A worker of a DataLoader may ask for positions alone. Make other calls "
+                "in the training loop, on what the DataLoader returns, or set num_workers=0"
+            )
+
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
+        self.check_all_here(str(fields.get("call", "a call")))  # before the lock, which may have been taken at the fork
         with self.turn:  # another thread's refusal is sent between two handshakes of the owner
             return self._agree(length, fields, self._why_other_thread() or failure)
 
@@ -188,8 +204,8 @@ class Processes(Ranks):
 
     def presume(self, known: KnownCall, fields: dict[str, object]) -> Presumed | None:
         link = known.means.link
-        if self._why_other_thread() or not self.is_last(known.documents):
-            return None  # not presumed: the handshake will refuse the call on all ranks, or warn
+        if self.is_forked or self._why_other_thread() or not self.is_last(known.documents):
+            return None  # not presumed: the handshake will refuse the call, or warn
         assert isinstance(link, GroupLink)
         return Presumed(known, link, self.control, lambda: self._agree(known.lengths[self.rank], fields, None))
 
@@ -254,6 +270,7 @@ class Processes(Ranks):
         }
 
     def records(self, record: Tensor, moment: str) -> list[Tensor]:
+        self.check_all_here(moment)
         return self.control.records(record, moment)
 
     def gather(self, x: Tensor, lengths: Sequence[int], dim: int, moment: str) -> list[Tensor]:
@@ -277,12 +294,16 @@ class Processes(Ranks):
         return (None, self.all) if exchange == "all_to_all" else (self.outer, self.inner)
 
     def abandon(self, reason: str) -> None:
+        if self.is_forked:
+            return
         if self.opened:
             self.control.last_words.leave(Words(reason))
         for link in self.opened:
             link.abandon(reason)
 
     def close(self) -> None:
+        if self.is_forked:
+            return
         for link in self.opened:
             link.close()
         self.opened.clear()
@@ -292,10 +313,11 @@ class Processes(Ranks):
 _dropped: dict[str, list[GroupLink]] = {}  # by name: contexts that were dropped without `close`
 
 
-def note_dropped(opened: list[GroupLink], name: str) -> None:
+def note_dropped(opened: list[GroupLink], name: str, process: int) -> None:
     """The finaliser of a context. It leaves the links to the next context, which gives them back on all ranks."""
     if opened:
         _dropped[name] = opened
+    if opened and os.getpid() == process:
         text = f"{name} was dropped without close(): its connections and threads are kept until all ranks make another "
         warnings.warn(text + "ContextParallel", ResourceWarning, stacklevel=2)
 

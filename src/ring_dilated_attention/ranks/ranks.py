@@ -145,7 +145,7 @@ class Ranks:
         """Do not warn of these numbers of rows: a model added rows of its own to its shards (a class token)."""
 
     def check_all_here(self, method: str) -> None:
-        """Raise ValueError if other ranks' tensors do not exist (one simulated rank)."""
+        """Raise ValueError if other ranks cannot be asked: they are imagined, or this process was forked."""
 
     def records(self, record: Tensor, moment: str) -> list[Tensor]:
         """Every process's record, all of one shape and dtype, on the CPU."""

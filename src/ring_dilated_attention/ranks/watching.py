@@ -1,6 +1,7 @@
 """Threads that watch messages and peers, because gloo's own waits can last until their timeout when a peer dies."""
 
 import atexit
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -44,6 +45,16 @@ def _run(function: Callable[..., None], *args: object) -> None:
     if hasattr(torch.autograd, "_enable_record_function"):
         torch.autograd._enable_record_function(False)  # in this thread
     function(*args)
+
+
+def _forget() -> None:
+    """In a forked process: the threads and connections are its parent's, also when this process ends."""
+    with_threads.clear()
+    _threads.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 @atexit.register

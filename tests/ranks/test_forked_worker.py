@@ -1,0 +1,108 @@
+"""A DataLoader forks its workers. Each has a copy of a context, none of its threads, and its parent's connections."""
+
+import gc
+import os
+import signal
+import traceback
+from datetime import timedelta
+from functools import partial
+from multiprocessing import current_process
+
+import pytest
+import torch
+from distributed import run
+from helpers import message_of
+from torch.utils.data import DataLoader
+
+from ring_dilated_attention import ContextParallel, DilatedCache, DilatedPattern, dilated_attention, explain
+from ring_dilated_attention.models import LongNetConfig, LongNetLM
+from ring_dilated_attention.ranks import watching
+from ring_dilated_attention.training.agreement import values_of_all
+
+PATTERN = DilatedPattern((4, 16), (1, 2), is_causal=True)
+X = torch.ones(1, 8, 2, 8, requires_grad=True)
+TOKENS = torch.arange(17)[None]
+
+
+def attention(cp, exponent=1.0):
+    out = dilated_attention(X, X, X, PATTERN, parallel=cp, scale=exponent)
+    return torch.autograd.grad(out.sum(), X)[0]
+
+
+def calls(cp, model, out):
+    """All that talk to other ranks."""
+    return {
+        "a call that was made before": lambda: attention(cp),
+        "another call": lambda: attention(cp, 0.5),
+        "its backward": lambda: torch.autograd.grad(out.sum(), X, retain_graph=True),
+        "shard": lambda: cp.shard(TOKENS),
+        "shard_batch": lambda: cp.shard_batch({"tokens": TOKENS}),
+        "shard_batch, source": lambda: cp.shard_batch({"tokens": TOKENS}, source=0),
+        "unshard": lambda: cp.unshard(X),
+        "mean_loss": lambda: cp.mean_loss(X.sum(), 8),
+        "LongNetLM": lambda: model.loss(TOKENS),
+        "DilatedCache.gather": lambda: DilatedCache.gather(cp, X, X, PATTERN, 2),
+        "values_of_all": lambda: values_of_all(cp, 1),
+        "records": lambda: cp.ranks.records(torch.zeros(1), "records"),
+    }
+
+
+def collate(cp, model, out, parent, rows):
+    """In the worker."""
+    assert os.getpid() != parent
+    signal.alarm(20)  # ends a worker that waits for ever, which nobody else would
+    for call in calls(cp, model, out).values():
+        said = message_of(call)
+        assert f"process {os.getpid()} was forked from process {parent}, which made {cp.name}" in said, said
+        assert "in the training loop, on what the DataLoader returns" in said
+    assert "kernel" in str(explain(X, X, X, PATTERN, parallel=cp))
+    cp.abandon("an error of a worker")
+    cp.close()
+    return cp.positions(17)
+
+
+def rank_loads(rank, world_size):
+    current_process()._config["daemon"] = False  # so that it may start workers, as a rank of torchrun may
+    cp = ContextParallel(timeout=timedelta(seconds=20))
+    model = LongNetLM(LongNetConfig((4, 16), (1, 2), embed_dim=8, num_layers=1, num_heads=2), parallel=cp)
+    expected = attention(cp)
+    out = dilated_attention(X, X, X, PATTERN, parallel=cp)
+    in_worker = partial(collate, cp, model, out, os.getpid())
+    loader = DataLoader([0, 1], num_workers=1, timeout=30, collate_fn=in_worker, multiprocessing_context="fork")
+    for _ in range(2):
+        assert [x.tolist() for x in loader] == 2 * [cp.positions(17).tolist()]
+        assert torch.equal(attention(cp), expected)
+    torch.autograd.grad(out.sum(), X)
+    cp.shard_batch({"tokens": TOKENS}, source=1)
+    cp.close()
+
+
+def test_a_worker_of_a_data_loader():
+    """Catches a worker that waits for ever for a thread that it does not have, and that takes the parent's messages."""
+    run(2, rank_loads, seconds=50)
+
+
+def rank_forks(rank, world_size):
+    contexts = [ContextParallel(timeout=timedelta(seconds=20))]
+    expected = attention(contexts[0])
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            contexts.clear()
+            gc.collect()
+            watching.end_all_threads()  # at the end of a Python that ends by itself
+            code = 0
+        except BaseException:  # noqa: BLE001  the parent sees the code
+            traceback.print_exc()
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    for _ in range(2):
+        assert torch.equal(attention(contexts[0]), expected)
+    contexts[0].close()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_child_that_ends():
+    """Catches a child that closes its parent's connections when it frees the context, or when it ends."""
+    run(2, rank_forks, seconds=30)
