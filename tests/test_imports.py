@@ -32,15 +32,8 @@ HARMLESS = {
     "destroy_process_group",
 }
 HARMLESS |= {"TCPStore", "PrefixStore", "rendezvous", "Work"}  # where ranks meet; what is waited for
-HARMLESS |= {
-    "is_available",
-    "is_initialized",
-    "get_rank",
-    "get_world_size",
-    "get_backend",
-    "get_backend_config",
-    "get_process_group_ranks",
-}
+HARMLESS |= {"is_available", "is_initialized", "get_rank", "get_world_size", "get_backend", "get_process_group_ranks"}
+HARMLESS |= {"get_backend_config", "GroupMember"}
 
 # What imports by a string: a literal is read here as any other import, and others are for these modules alone, the
 # lazy public faces and the table of commands. They list only modules of their own room.

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from distributed import run
 from helpers import message_of
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, explain, simulate
 from ring_dilated_attention.layers import MultiheadDilatedAttention
@@ -638,6 +638,20 @@ def rank_passes_a_shard_of_another_cut(rank, world_size):
 def test_a_shard_remembers_how_it_was_cut():
     """Catches a zigzag shard in a contiguous context: of the right length, and wrong without a word."""
     run(2, rank_passes_a_shard_of_another_cut)
+
+
+def rank_is_no_member(rank, world_size):
+    group, mesh = dist.new_group([1]), DeviceMesh("cpu", [1])
+    if rank == 1:
+        assert [ContextParallel(x).world_size for x in (group, mesh)] == [1, 1]
+        return
+    assert "this rank, 0, is not in the group (new_group returns a mark" in message_of(lambda: ContextParallel(group))
+    assert "this rank, 0, is not in the DeviceMesh of the ranks [1]" in message_of(lambda: ContextParallel(mesh))
+
+
+def test_a_group_of_other_ranks():
+    """Catches torch's mark of such a group, a number, in an error; and a mesh of other ranks, of which torch raised."""
+    run(2, rank_is_no_member)
 
 
 @pytest.mark.parametrize(

@@ -102,11 +102,16 @@ def rank_waits_for_one_that_does_not_come(rank, world_size):
             start = time.monotonic()
             missed = (
                 rf"^{name}, handshake: rank 2 did not enter {name} \(group 'control of .+', rank {rank}\): Timed out"
+                + (
+                    r".+if its loss depends on"
+                    if name.startswith("backward")
+                    else r".+an evaluation under `if rank == 0`"
+                )
             )
             with pytest.raises(ExchangeError, match=missed):
                 call()
             assert time.monotonic() - start < 5
-        with pytest.raises(ExchangeError, match="rank 2 did not enter making a ContextParallel"):
+        with pytest.raises(ExchangeError, match=r"rank 2 did not enter making a ContextParallel.+in one order on all"):
             ContextParallel(timeout=timedelta(seconds=1))
     dist.barrier()  # the default group is whole
 

@@ -45,12 +45,23 @@ def cut_of(num_ranks: int, sharding: str, align: int, lengths: Sequence[int] | N
     return Cut(sharding, num_ranks, align, None if lengths is None else tuple(lengths), inner)
 
 
+def _not_a_member(of: str) -> str:
+    return (
+        f"this rank, {dist.get_rank()}, is not in {of}. Make the ContextParallel on the ranks of the group alone: "
+        "`if rank in ranks:`."
+    )
+
+
 def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
     if isinstance(group, DeviceMesh):
         if group.ndim > 2:
             names = group.mesh_dim_names
             raise ValueError(f"the DeviceMesh has {group.ndim} axes {names}; name one or two, as in mesh['cp'].")
+        if group.get_coordinate() is None:
+            raise ValueError(_not_a_member(f"the DeviceMesh of the ranks {group.mesh.flatten().tolist()}"))
         group = group.get_group(0)
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(_not_a_member("the group (new_group returns a mark in its place)"))
     if group is None:
         if dist.is_available() and dist.is_initialized():
             return dist.group.WORLD

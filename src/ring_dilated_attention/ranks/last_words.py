@@ -4,6 +4,7 @@ In a handshake in rounds, most ranks have no message from the rank that does not
 """
 
 import json
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +15,27 @@ import torch.distributed as dist
 from .watching import start_thread
 
 _GRACE_SECONDS = 1.0  # another rank may see this much later that messages will not come
+
+
+# Why a rank that is well may not come, by what an error says of it. The first that fits is said.
+_USUAL_CAUSES = {
+    "did not enter backward": "A rank runs the backward of a call only if its loss depends on the output of that call.",
+    "did not enter making a ContextParallel": (
+        "If it did make one, the ranks may have made or closed different numbers of groups before: torch names a group "
+        "by this number, and each rank waits under another name. Make and close groups in one order on all ranks."
+    ),
+    "did not enter": (
+        "If that rank is well, only some ranks make this call, as in an evaluation under `if rank == 0`, and it waits "
+        "for the others. Make it on all ranks, or with a model without `parallel`."
+    ),
+}
+
+
+def usual_cause(deed: str, reason: str) -> str:
+    """A sentence for an error that comes after the timeout; "" for others."""
+    if not re.search("[Tt]imed out|timeout", reason):
+        return ""
+    return next((f" {cause}" for absence, cause in _USUAL_CAUSES.items() if absence in deed), "")
 
 
 class Words(NamedTuple):

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..plan.rounds import rounds_of, turn_of
 from ..run.link_contract import Messages
 from .cards import card_of
-from .last_words import DONE, LastWords, Words
+from .last_words import DONE, LastWords, Words, usual_cause
 from .watching import Handle, Progress, Sentinel, Worker, start_thread, with_threads
 
 _WATCH_SECONDS, _GRACE_SECONDS = 0.1, 1.0
@@ -235,9 +235,7 @@ class GroupLink:
 
     def _failure(self, moment: str, deed: str, reason: str) -> str:
         failure = f"{moment}: {deed} (group {self.name!r}, rank {self.members[self.rank]}): {reason}"
-        if "did not enter backward" in deed and "imed out" in failure:
-            failure += " A rank runs the backward of a call only if its loss depends on the output of that call."
-        return failure
+        return failure + usual_cause(deed, reason)
 
     def abandon(self, reason: str) -> None:
         """Break the group after a failure of this rank, so that the others fail at once and do not wait for it."""
