@@ -57,7 +57,8 @@ class ContextParallel:
     `rank`: this process's number, of `world_size`. `name`: the context's name in errors, the same on every rank.
 
     Copies of a module (EMA, nn.TransformerEncoder) hold the same context. Until `close` a context belongs to the thread
-    of its first call; all ranks refuse calls in other threads. torch.compile(fullgraph=True) takes
+    of its first call; all ranks refuse calls in other threads. In a forked process (a DataLoader's worker) it gives
+    `positions` alone, and refuses what other ranks take part in. torch.compile(fullgraph=True) takes
     `dilated_attention` and `MultiheadDilatedAttention`. Make other calls that talk to ranks (`shard`, `shard_batch`,
     `unshard`, `mean_loss`, LongNetLM's loss) outside compiled code.
 
