@@ -26,6 +26,7 @@ from ring_dilated_attention.integrations.transformers import context_parallel, r
 from ring_dilated_attention.integrations.transformers.probe import FAILURES
 
 LIST_OVER_RANKS = Path(__file__).with_name("architectures_over_ranks.json")
+SHARES = 12
 SHORT = 12  # a rank has 10 of 20 positions
 
 
@@ -116,17 +117,18 @@ def rank_of_census(rank: int, world_size: int, names: list[str]) -> dict[str, li
 
 
 def over_two_ranks(names: list[str]) -> dict[str, list[str]]:
-    of_ranks = run(2, rank_of_census, names, seconds=600)
-    assert of_ranks[0] == of_ranks[1]
-    return of_ranks[0]
+    outcomes, other = run(2, rank_of_census, names, seconds=600)
+    assert outcomes == other
+    return outcomes
 
 
 def main() -> None:
-    begun = time.perf_counter()
-    names = list(architectures_over_ranks())
-    outcomes = over_two_ranks(names)
-    LIST_OVER_RANKS.write_text(json.dumps(outcomes, indent=0) + "\n")
-    print(Counter(found for found, _ in outcomes.values()), f"{time.perf_counter() - begun:.0f} s")
+    begun, outcomes = time.perf_counter(), {}
+    names = [*architectures_over_ranks()]
+    for share in range(SHARES):
+        outcomes.update(over_two_ranks(names[share::SHARES]))
+        print(Counter(found for found, _ in outcomes.values()), f"{time.perf_counter() - begun:.0f} s", flush=True)
+    LIST_OVER_RANKS.write_text(json.dumps(dict(sorted(outcomes.items())), indent=0) + "\n")
 
 
 if __name__ == "__main__":

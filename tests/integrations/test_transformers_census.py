@@ -1,16 +1,20 @@
-"""Every architecture of the pinned transformers is equal to its own attention under log M, refused, or not built."""
+"""Every architecture of the pinned transformers is equal to its own attention under log M, refused, or not built; and
+over two ranks it is right, or refused."""
 
 import json
 from collections import Counter
 
 import pytest
 from census import LIST, PATTERN, architectures, compare, first, inputs_of, made, outcome
+from census_ranks import LIST_OVER_RANKS, architectures_over_ranks, over_two_ranks
+from census_ranks import SHARES as SHARES_OVER_RANKS
 from transformers import LlamaConfig, LlamaModel
 
 from ring_dilated_attention.integrations.transformers import register
 
 SHARES = 24
 COMMITTED = json.loads(LIST.read_text())
+OVER_RANKS = json.loads(LIST_OVER_RANKS.read_text())
 
 
 def test_all_are_named():
@@ -25,6 +29,18 @@ def test_all_are_named():
 def test_as_committed(share):
     names = list(architectures().items())[share::SHARES]
     assert {name: outcome(*kinds) for name, kinds in names} == {name: COMMITTED[name] for name, _ in names}
+
+
+def test_all_are_named_over_ranks():
+    assert [*OVER_RANKS] == [*architectures_over_ranks()]
+    assert {outcome for outcome, _ in OVER_RANKS.values()} == {"right", "refused"}
+    assert OVER_RANKS["llama: LlamaModel"] == ["right", "dynamic, longrope"]
+
+
+@pytest.mark.parametrize("share", range(SHARES_OVER_RANKS))
+def test_over_ranks_as_committed(share):
+    names = [*architectures_over_ranks()][share::SHARES_OVER_RANKS]
+    assert over_two_ranks(names) == {name: OVER_RANKS[name] for name in names}
 
 
 def test_another_function_is_noticed():

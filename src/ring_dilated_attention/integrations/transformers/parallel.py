@@ -143,10 +143,13 @@ class ShardedForward:
 
     def add_position(self, rotary: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Let a rotary embedding see the largest position of the whole sequence, by which its angles go."""
-        named = {**dict(zip(("x", "position_ids", "layer_type"), args, strict=False)), **kwargs}
-        positions = named["position_ids"]
+        by_name = "position_ids" in kwargs
+        positions = kwargs["position_ids"] if by_name else args[1]
         largest = self.largest_position.to(positions.device).expand(*positions.shape[:-1], 1)
-        return (), {**named, "position_ids": torch.cat([positions, largest], dim=-1)}
+        longer = torch.cat([positions, largest], dim=-1)
+        if by_name:
+            return args, {**kwargs, "position_ids": longer}
+        return (args[0], longer, *args[2:]), kwargs
 
     @torch.compiler.disable
     def join(self, pooler: nn.Module, args: tuple) -> tuple:
