@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from api import ROW
 from links import faults_of
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import Abort, PluginError
@@ -34,17 +35,24 @@ FENCE = re.compile(r"^(```+).*?^\1$", flags=re.MULTILINE | re.DOTALL)
 NOT_RUN = re.compile(r"^<!-- not run: (.+?) -->\n\n?(```.*?^```$|    .*?\n\n)", flags=re.MULTILINE | re.DOTALL)
 
 
+# Classes of which the API shows inherited methods too.
+INHERITING = ("ring_dilated_attention.models.LongNetEncoder", "ring_dilated_attention.models.LongNetDecoder")
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, name in PAGES.items():
         files.append(File.generated(config, name, content=(ROOT / path).read_text()))
     for file in list(files.documentation_pages()):
-        repository_links(file.content_string, path_of(file.src_uri), lambda path: _add(path, files, config))
+        repository_links(
+            with_docstrings(file.content_string), path_of(file.src_uri), lambda path: _add(path, files, config)
+        )
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     if page.file.inclusion is InclusionLevel.NOT_IN_NAV:
         return markdown  # a file that is shown
+    markdown = with_docstrings(markdown)
     markdown = NOT_RUN.sub(r'\n\2\n\n<p class="not-run" markdown>No test of this page runs it: \1.</p>\n', markdown)
     return repository_links(markdown, path_of(page.file.src_uri), name_of)  # pages with links lie at the root
 
@@ -53,6 +61,16 @@ def on_post_build(config: MkDocsConfig) -> None:
     faults = list(faults_of(Path(config.site_dir)))
     if faults:
         raise PluginError("the site has faults:\n" + "\n".join(faults))
+
+
+def with_docstrings(markdown: str) -> str:
+    """The page of the API with what mkdocstrings reads in place of its rows."""
+
+    def directive(row: re.Match[str]) -> str:
+        options = "    options: {inherited_members: true}\n" if row[1] in INHERITING else ""
+        return f"\n::: {row[1]}\n{options}"
+
+    return ROW.sub(directive, markdown)
 
 
 def path_of(name: str) -> str:

@@ -18,6 +18,8 @@ from .validate import autocast, call_of, check_cuts
 
 @dataclass(frozen=True)
 class Explanation:
+    """What a call would use. Its text says the reasons too."""
+
     kernel: str
     exchange: str
     reasons: dict[str, str]
