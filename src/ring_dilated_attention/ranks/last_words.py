@@ -21,8 +21,8 @@ _GRACE_SECONDS = 1.0  # another rank may see this much later that messages will 
 _USUAL_CAUSES = {
     "did not enter backward": "A rank runs the backward of a call only if its loss depends on the output of that call.",
     "did not enter making a ContextParallel": (
-        "If it did make one, the ranks may have made or closed different numbers of groups before: torch names a group "
-        "by this number, and each rank waits under another name. Make and close groups in one order on all ranks."
+        "If it did make one, these ranks may have made different numbers of contexts of just these ranks before. A "
+        "group is named by this number, and each rank waits under another name: make contexts alike on all ranks."
     ),
     "did not enter": (
         "If that rank is well, only some ranks make this call, as in an evaluation under `if rank == 0`, and it waits "
