@@ -1,4 +1,4 @@
-"""Who is timed on a GPU: this library's backends, torch's dense attention, and a peer's dilated attention.
+"""Who is timed on a GPU: this library, torch's dense attention, and a peer's dilated attention.
 
 A candidate is data, so that it can be named to another process and in a record.
 """
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn.attention import (
     SDPBackend,
@@ -18,13 +17,12 @@ from torch.nn.attention import (
 from torch.nn.functional import scaled_dot_product_attention
 
 from ring_dilated_attention.attention import dilated_attention
-from ring_dilated_attention.kernels.choose import reasons
 from ring_dilated_attention.pattern import DilatedPattern
 
 from .measure import Sizes
 from .peers.adapters import torchscale_attention
 
-OWN = ("triton", "triton-fused", "sdpa")
+OWN = "sdpa"  # this library's backend on a GPU
 
 
 class Op(NamedTuple):
@@ -49,7 +47,7 @@ OPS = {
 class Candidate(NamedTuple):
     """What is timed.
 
-    how: a backend of `dilated_attention`, "torch" (dense) or "torchscale".
+    how: OWN, "torch" (dense) or "torchscale".
     op: one of OPS, or "" where there is none to choose.
     pattern: None is dense attention.
     """
@@ -64,8 +62,8 @@ class Candidate(NamedTuple):
 
     @property
     def own_dense(self) -> "Candidate":
-        """The same kernel run dense: of the composed path, torch's op itself."""
-        return Candidate("torch" if self.how == "sdpa" else self.how, self.op)
+        """The same kernel run dense: of ours, torch's op itself."""
+        return Candidate("torch" if self.how == OWN else self.how, self.op)
 
     def pattern_at(self, seq_len: int, *, is_causal: bool) -> DilatedPattern:
         return self.pattern or DilatedPattern((seq_len,), (1,), is_causal=is_causal)
@@ -81,15 +79,14 @@ class Candidate(NamedTuple):
             **sizes.as_json(),
             "device": device,
             "candidate": self.name,
-            "backend": backend_on(device, self.how, sizes.dtype) if self.how in OWN else self.how,
+            "backend": backend_on(device) if self.how == OWN else self.how,
             "is_dense": self.pattern is None,
         }
 
 
-def backend_on(device: str, how: str, dtype: torch.dtype) -> str:
-    """The backend of one of OWN. On a CPU "cpu" stands in for what cannot run there."""
-    can_run = reasons(torch.empty(1, 1, 1, 8, device=device, dtype=dtype))[how] is None
-    return "cpu" if device == "cpu" and not can_run else how
+def backend_on(device: str) -> str:
+    """This library's backend. On a CPU "cpu" stands in for OWN, which cannot run there."""
+    return "cpu" if device == "cpu" else OWN
 
 
 @contextmanager
@@ -114,7 +111,7 @@ def attention(candidate: Candidate, query: Tensor, *, is_causal: bool) -> Callab
         return lambda q, k, v: module(*(x.flatten(2) for x in (q, k, v)), is_causal=pattern.is_causal)[0].unflatten(
             2, query.shape[2:]
         )
-    backend = backend_on(query.device.type, candidate.how, query.dtype)
+    backend = backend_on(query.device.type)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = dilated_attention(q, k, v, pattern, backend=backend)

@@ -4,8 +4,8 @@ It is taken against the same kernel run dense, and against the fastest dense att
 Beyond `dense_at_most` positions dense attention takes too long to repeat: its time there is that of the longest
 measured length, scaled by FLOPs, and the row says so.
 
-On an H100 the case should take about 5 minutes: 2 of measuring, half of it dense attention, 1 of compiling kernels,
-and 2 of gates and of starting 12 processes. No group begins or goes on after `budget` seconds; its rows say so.
+On an H100 the case should take about 4 minutes: 2 of measuring, half of it dense attention, and 2 of gates and of
+starting 12 processes. No group begins or goes on after `budget` seconds; its rows say so.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ SUMMARY = "share of the FLOP-bound speed-up on a GPU, beside torch's ops and a p
 NEEDS_GPU = True
 DENSE = tuple(Candidate("torch", op) for op in ("flash", "flash 3", "flash 4", "cuDNN"))
 # The first of each pattern is what the others must agree with.
-HOW = (("sdpa", "flash"), ("sdpa", "flash 3"), ("sdpa", "cuDNN"), ("triton", ""), ("torchscale", ""))
+HOW = (("sdpa", "flash"), ("sdpa", "flash 3"), ("sdpa", "cuDNN"), ("torchscale", ""))
 
 
 class Settings(NamedTuple):
@@ -68,7 +68,7 @@ def groups(settings: Settings) -> list[Group]:
 
 def _group(settings: Settings, sizes: Sizes, repeats: int, is_causal: bool) -> Group:
     has_dense = sizes.seq_len <= settings.dense_at_most
-    candidates = [*DENSE, Candidate("triton")] if has_dense else []
+    candidates = list(DENSE) if has_dense else []
     for pair in settings.branches:
         for how, op in HOW:
             phase = "blocked" if how == "torchscale" else "modulo"

@@ -1,15 +1,14 @@
 """Peak memory of one forward and backward on a GPU: on the 8 GB card of the reports, and as long as this card holds.
 
-Peaks are what torch's allocator gave out, inputs and gradients included; CUDA's own context comes on top. The fully
-fused kernel needs the eight tensors (query, key, value, out, and their gradients) and two numbers for each row.
+Peaks are what torch's allocator gave out, inputs and gradients included; CUDA's own context comes on top. They are
+compared with the eight tensors that any call needs: query, key, value, out, and their gradients.
 
-On an H100 it should take about 3 minutes, six processes to start among them.
+On an H100 it should take about a minute, two processes to start among them.
 """
 
 import math
 from collections.abc import Callable, Collection
 from functools import partial
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +30,6 @@ from .side_by_side import QUANTITIES
 SUMMARY = "peak memory on a GPU: half a million positions, and the most that fit"
 NEEDS_GPU = True
 NUM_TENSORS = 8
-MOST_OF_TENSORS = 1.05
 
 
 class Settings(NamedTuple):
@@ -56,37 +54,35 @@ def num_steps(settings: Settings) -> int:
 
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
     settings = settings._replace(device=resolve(settings.device))
-    names = [f"{how}, {what.__name__.replace('_', ' ')}" for how, what in ITEMS]
     rows, budget = [], Budget(settings.budget)
-    for item, name in zip(ITEMS, names, strict=True):
+    for item in ITEMS:
+        name = item.__name__.replace("_", " ")
         step(name)
         found, lost = measure_apart(_measure, (settings, item), 1, lambda _: None, settings.seconds, budget)
         result = found.get(0, lost.get(0, ""))
-        rows.append(
-            _Trial(settings, item[0]).row | {"reason": f"{name}: {result}"} if isinstance(result, str) else result
-        )
+        rows.append(_Trial(settings).row | {"reason": f"{name}: {result}"} if isinstance(result, str) else result)
     refuse_empty(rows)
     return rows
 
 
 def _measure(worker: Worker, what: tuple[Settings, "Item"], left_out: Collection[int]) -> dict[int, Any]:
     """One row, in a process of its own: one that is ended takes no other with it."""
-    settings, (how, measure) = what
+    settings, measure = what
     worker.report(0)
     try:
-        return {0: measure(_Trial(settings, how))}
+        return {0: measure(_Trial(settings))}
     except Exception as error:  # noqa: BLE001  whatever it was, the row says it
         return {0: f"{type(error).__name__}: {error}"[:300]}
 
 
 class _Trial:
-    """One backend's calls."""
+    """The calls of a row."""
 
-    def __init__(self, settings: Settings, how: str) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.settings, self.sizes, self.pattern = settings, settings.sizes, settings.pattern
         self.device = settings.device or "cpu"
-        self.backend = backend_on(self.device, how, self.sizes.dtype)
-        self.row = Candidate(how, "", self.pattern).as_json(self.sizes, self.pattern.is_causal, self.device)
+        self.backend = backend_on(self.device)
+        self.row = Candidate(OWN, "", self.pattern).as_json(self.sizes, self.pattern.is_causal, self.device)
 
     def gate(self) -> dict[str, Any]:
         """The gate; and a first call at the same strides, since what is made once is not a later call's."""
@@ -113,7 +109,6 @@ class _Trial:
             "peak_bytes": peak,
             "eight_tensors_bytes": NUM_TENSORS * tensor,
             "ratio": peak / (NUM_TENSORS * tensor),
-            "target": MOST_OF_TENSORS,
         }
 
     def tail_errors(self, seq_len: int) -> dict[str, float]:
@@ -165,8 +160,8 @@ def longest_length(trial: _Trial) -> dict[str, Any]:
     }
 
 
-Item = tuple[str, Callable[[_Trial], dict[str, Any]]]
-ITEMS: tuple[Item, ...] = tuple(product(OWN, (given_length, longest_length)))
+Item = Callable[[_Trial], dict[str, Any]]
+ITEMS: tuple[Item, ...] = (given_length, longest_length)
 
 
 def longest(fits: Callable[[int], bool], start: int, *, num_steps: int = 16) -> tuple[int, int]:
@@ -190,7 +185,7 @@ def longest(fits: Callable[[int], bool], start: int, *, num_steps: int = 16) -> 
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    headers = ("backend", "positions", "peak, GB", "of 8 tensors", "target", "beside")
+    headers = ("backend", "positions", "peak, GB", "of 8 tensors", "beside")
     measured = [row for row in rows if "reason" not in row]
     lines = [
         (
@@ -198,7 +193,6 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{row['seq_len']:,}",
             f"{row['peak_bytes'] / 1e9:.3g}",
             f"{row['ratio']:.3f}",
-            f"at most {row['target']}",
             f"limit: {row['limit_bytes'] / 1e9:g} GB"
             if "limit_bytes" in row
             else f"longest in {row['card_bytes'] / 1e9:.3g} GB",

@@ -109,7 +109,7 @@ def write_page(folder: Path, render: Mapping[str, Table]) -> Path:
 def provenance(record: Record) -> str:
     machine, found = record["hardware"], record["versions"]
     gpu = machine.get("gpu")
-    on_gpu = f"{gpu['name']}, driver {gpu.get('driver_version', 'unknown')}, triton {found['triton']}, " if gpu else ""
+    on_gpu = f"{gpu['name']}, driver {gpu.get('driver_version', 'unknown')}, " if gpu else ""
     return (
         f"`{record['command']}`, {record['date'][:10]}, commit {record['commit'] or 'unknown'}: {on_gpu}"
         f"{machine['processor']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "

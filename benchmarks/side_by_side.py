@@ -146,7 +146,7 @@ def _prepare(group: Group, candidate: Candidate, call: _Call, references: dict[A
     if candidate.op and not any(OPS[candidate.op].name in name for name in profile.attention_ops):
         ran = ", ".join(profile.attention_ops) or "none of torch's attention ops"
         raise RuntimeError(f"asked for {candidate.op}, and {ran} ran")
-    if candidate.how in OWN:
+    if candidate.how == OWN:
         query, key, value = call.inputs
         pattern = group.pattern_of(candidate)
         auto = explain(query, key, value, pattern).kernel
@@ -156,8 +156,8 @@ def _prepare(group: Group, candidate: Candidate, call: _Call, references: dict[A
 def _gate(group: Group, candidate: Candidate) -> dict[str, Any]:
     pattern = group.pattern_of(candidate)
     with chosen(candidate.op):
-        if candidate.how in OWN:
-            backend = backend_on(group.device, candidate.how, group.sizes.dtype)
+        if candidate.how == OWN:
+            backend = backend_on(group.device)
             # An op that is all there is may not take the column for a gradient of lse, and what is timed has none.
             return gate(group.sizes, pattern, backend=backend, device=group.device, through_lse=not candidate.op)
         if candidate.how == "torchscale":

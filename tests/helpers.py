@@ -7,8 +7,6 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from functools import cache
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -138,52 +136,6 @@ def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])
-
-
-def remembered(function: Callable, key: Callable) -> Callable:
-    """The function, called once for each key of its argument."""
-    known = {}
-
-    def call(argument):
-        if (of := key(argument)) not in known:
-            known[of] = function(argument)
-        return known[of]
-
-    return call
-
-
-@cache  # two files of tests may call it in one process
-def hurry_the_interpreter() -> None:
-    """Triton's interpreter takes half of its time to see whether integers overflow, and says so in debug mode only. It
-    patches the language at every launch and at every call of a function of triton's, and unpatches it; it makes a
-    table of numpy's types to look up one; each tensor, and each type of one, works out its shape. Once is enough."""
-    from triton.language import core
-    from triton.runtime import interpreter
-
-    builder = interpreter.interpreter_builder
-    assert not builder.options.debug
-    builder.options = replace(builder.options, sanitize_overflow=False)
-    interpreter._LangPatchScope.restore = lambda scope: None
-    interpreter._patch_lang = remembered(interpreter._patch_lang, lambda function: function.__module__)
-    interpreter._get_np_dtype = remembered(interpreter._get_np_dtype, lambda dtype: dtype.name)
-
-    make_type, types = core.block_type.__init__, {}
-    make_tensor, shapes = core.tensor.__init__, {}
-
-    def known_type(block_type, element_type, shape):
-        if (key := (element_type.name, *map(int, shape))) not in types:
-            make_type(block_type, element_type, shape)
-            types[key] = vars(block_type)
-        block_type.__dict__ = types[key]
-
-    def known_shape(tensor, handle, of):
-        if (key := (*of.shape,) if of.is_block() else ()) not in shapes:
-            make_tensor(tensor, handle, of)
-            shapes[key] = tensor.shape, tensor.numel
-        tensor.handle, tensor.type, tensor.dtype = handle, of, of.scalar
-        tensor.shape, tensor.numel = shapes[key]
-
-    core.block_type.__init__, core.tensor.__init__ = known_type, known_shape
 
 
 def short_samples() -> AbstractContextManager[object]:

@@ -4,10 +4,8 @@ import pytest
 
 # Items that take six seconds or more, the longest first: at the end the other workers would wait for one of them.
 LONGEST = (
-    "test_in_the_interpreter",
     "test_nothing_is_found",
     "test_runs_in_a_minute[train_fsdp2]",
-    "test_registers_and_spills",  # where Triton's cache is empty
     "test_whoever_waits_when_rank_0_gives_up",
     "test_every_row_of_one_and_two_ranks_passes",
     "test_ranks_that_leave",

@@ -15,7 +15,7 @@ class Late:
 class TimedKernel:
     """The CPU kernel. Before each call, take(query, key, is_causal, number of products) lets its time go by."""
 
-    IN_PLACE, TRAITS = False, cpu.TRAITS
+    TRAITS = cpu.TRAITS
 
     def __init__(self, take):
         self.take = take

@@ -21,7 +21,7 @@ from ring_dilated_attention.plan.sharding import make_shards
 NAMES = [name for name, case in command.CASES.items() if command.needs_gpu(case)]
 SIZES = Sizes(512, 2, 16)
 PATTERN = DilatedPattern((128, 512), (1, 2))
-DENSE, TORCH, COMPOSED = Candidate("triton"), Candidate("torch", "flash"), Candidate("sdpa", "flash", PATTERN)
+DENSE, TORCH, COMPOSED = Candidate(OWN), Candidate("torch", "flash"), Candidate(OWN, "flash", PATTERN)
 
 
 def ignore(_) -> None:
@@ -43,9 +43,8 @@ def test_every_case_leaves_a_record(name, tmp_path, capsys):
     assert found["command"] == f"python -m benchmarks {name} --quick"
     assert ("gpu" in found["hardware"]) == torch.cuda.is_available()
     measured = [row for row in found["rows"] if "reason" not in row]
-    ours = [row for row in measured if row["candidate"].startswith(("triton", "sdpa"))]
-    own = {"triton", "sdpa"} if name == "gpu" else set(OWN)
-    assert {row["candidate"].partition(",")[0] for row in ours} == own
+    ours = [row for row in measured if row["candidate"].startswith(OWN)]
+    assert ours
     for row in ours:
         assert row["gate"]["passed"]
         assert row["gate"]["error"] <= row["gate"]["tolerance"]
@@ -82,7 +81,7 @@ def test_shares_of_known_times():
 
 def test_shares_are_against_the_same_kernel_and_the_fastest():
     """Catches a share against the wrong dense attention."""
-    candidates = (Candidate("torch", "flash"), Candidate("torch", "cuDNN"), Candidate("triton"), COMPOSED)
+    candidates = (Candidate("torch", "flash"), Candidate("torch", "cuDNN"), DENSE, COMPOSED)
     group = side_by_side.Group(SIZES, False, candidates, 1, "cpu")
     profile = device.Profile((), ())
     found = [
@@ -98,9 +97,9 @@ def test_shares_are_against_the_same_kernel_and_the_fastest():
     ratio = (128 + 512 / 2**2) / 512  # of rate 2, every other query sees every other key
     assert one["own_dense"]["share"]["median"] == pytest.approx(2 * ratio)
     assert both["own_dense"]["share"]["median"] == pytest.approx(6 / 3 * ratio)
-    triton = shares.row_of(group, Candidate("triton", "", PATTERN), found[3], dense, device.Ceilings(1e12, 1e9))
-    assert "own_dense" not in triton["stages"]["forward"]  # it could not be measured
-    assert "fastest_dense" in triton["stages"]["forward"]
+    peer = shares.row_of(group, Candidate("torchscale", "", PATTERN), found[3], dense, device.Ceilings(1e12, 1e9))
+    assert "own_dense" not in peer["stages"]["forward"]  # it was not measured
+    assert "fastest_dense" in peer["stages"]["forward"]
 
 
 def test_flops_are_the_plans():
@@ -301,7 +300,7 @@ def test_the_longest_that_fits(limit):
 
 def test_the_tail_of_a_long_call_is_checked(monkeypatch):
     """Proof that a wrong offset far into a sequence is seen, which only long sequences have."""
-    trial = gpu_memory._Trial(gpu_memory.QUICK._replace(device="cpu"), "sdpa")
+    trial = gpu_memory._Trial(gpu_memory.QUICK._replace(device="cpu"))
     assert max(trial.tail_errors(2048).values()) < 1e-3
     right = kernels.cpu.forward
 

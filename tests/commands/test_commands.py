@@ -141,7 +141,7 @@ def test_a_sentence_that_stderr_does_not_take():
         assert subprocess.run(words, stderr=full, env=environment, timeout=60, check=False).returncode == 2
 
 
-@pytest.mark.parametrize("more", [["--picture"], ["--kernel", "triton"], ["--ranks", "1", "--kernel", "triton-fused"]])
+@pytest.mark.parametrize("more", [["--picture"], ["--kernel", "sdpa"]])
 def test_a_terminal_without_letters(more, tmp_path):
     """Everything that is printed is ASCII; what a user's path has beyond is shown by number."""
     if more == ["--picture"]:

@@ -137,9 +137,7 @@ def test_the_table_has_clock_and_compute_capability_of_each_rank():
     messages = {"small": {"1": 0.1}, "large": {"1": 1.0}, "handshake_seconds": 0.0}
     rates |= {"call_seconds": 0.0, "around_seconds": 0.0}
     more = {"gpu": card, "rates": rates, "memory_bytes": 16e9, "threads": 1, "messages": messages}
-    more["versions"] = dict.fromkeys(
-        ("python", "torch", "triton", "numpy", "safetensors", "CUDA", "NCCL"), "12.3.4+cpu"
-    )
+    more["versions"] = dict.fromkeys(("python", "torch", "numpy", "safetensors", "CUDA", "NCCL"), "12.3.4+cpu")
     newer = more | {"gpu": card | {"name": "A100", "capability": [8, 0]}, "clock": 0.25}
     text = doctor.text([one(0, **more), one(1, **newer)])
     for words in ("P100, compute capability 6.0 on ranks 0", "A100, compute capability 8.0 on ranks 1", "+250 ms"):
@@ -238,8 +236,8 @@ def test_one_rank_has_measured_no_network(tmp_path, monkeypatch, capsys):
 
 
 def test_obsolete_variables_are_named():
-    found = examination.harmful({"NCCL_TREE_THRESHOLD": "0", "NCCL_P2P_DISABLE": "0", "TRITON_INTERPRET": "1"})
-    assert set(found) == {"NCCL_TREE_THRESHOLD", "TRITON_INTERPRET"}
+    found = examination.harmful({"NCCL_TREE_THRESHOLD": "0", "NCCL_P2P_DISABLE": "0", "CUDA_LAUNCH_BLOCKING": "1"})
+    assert set(found) == {"NCCL_TREE_THRESHOLD", "CUDA_LAUNCH_BLOCKING"}
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def uneven_job(rng: random.Random) -> tuple[Job, Way, Sizes, Traits]:
     pattern = replace(pattern, is_causal=rng.random() < 0.5)
     way = rng.choice([Way(), Way("all_gather")])
     job = Job(pattern, Cut("contiguous", num_ranks).shards_of(lengths), num_kv_heads, num_kv_heads)
-    return job, way, Sizes(1, 64, 2), TRAITS[rng.choice(["cpu", "triton"])]
+    return job, way, Sizes(1, 64, 2), TRAITS[rng.choice(["cpu", "sdpa"])]
 
 
 def both(job: Job, way: Way, sizes: Sizes, **given: Any) -> tuple[Figures, Figures]:
@@ -110,7 +110,7 @@ def sending_job(rng: random.Random, way: Way | None = None) -> tuple[Job, Way, S
     while True:
         job, one, sizes = random_job(rng, way)
         if any(share.sent for share in count(job, Way()).branches):
-            return job, one, sizes, TRAITS[rng.choice(["cpu", "triton"])]
+            return job, one, sizes, TRAITS[rng.choice(["cpu", "sdpa"])]
 
 
 def timed_estimates(

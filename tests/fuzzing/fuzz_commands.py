@@ -124,7 +124,7 @@ OF_A_PLAN = [
     ["--heads", "4"],
     ["--kv-heads", "2"],
     ["--dtype", "bfloat16"],
-    ["--kernel", "triton"],
+    ["--kernel", "sdpa"],
     ["--hardware", "h100-nvlink"],
     ["--flops", "1e12"],
     ["--bandwidth", "1e9"],

@@ -59,9 +59,8 @@ def dilated_attention(
         cu_seqlens: borders (0, ..., N) of packed documents, int32, for a batch of 1. Positions and segments start anew
             at each border. Under `parallel` the borders are those of the whole sequence, the same on every rank.
         scale: the factor of the scores; D ** -0.5 by default.
-        backend: "auto", "cpu", "sdpa" (CUDA; `torch.nn.attention.sdpa_kernel` selects among torch's ops), "triton" or
-            "triton-fused" (all branches at once, with least memory). "auto" skips the last two. No GPU has run
-            "sdpa" or these two yet.
+        backend: "auto", "cpu" or "sdpa" (CUDA; `torch.nn.attention.sdpa_kernel` selects among torch's ops). No GPU has
+            run "sdpa" yet.
         return_lse: also return the logsumexp of the scores; gradients flow through it too.
         heads_held, num_heads: for tensors that hold some heads of a layer (tensor parallelism): which query heads, as
             range(3, 6), and how many the layer has. A head's phase follows from its number in the layer.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..kernels.choose import BACKENDS, choose, reasons
+from ..kernels.choose import choose, reasons
 from ..pattern import DilatedPattern
 from ..plan.job import Job
 from ..plan.sharding import BY_DOCUMENT, documents_of
@@ -46,9 +46,8 @@ def explain(
     query, key, value = rows = autocast(query), autocast(key), autocast(value)
     call = call_of(rows, pattern, parallel, cu_seqlens, None, backend, False, None, None)
     kernel = choose(backend, query)
-    against = {name: reason or BACKENDS[name].ONLY_BY_NAME for name, reason in reasons(query).items()}
     first = "the first that can serve these tensors"
-    found = _why(against, kernel.NAME, first if backend == "auto" else "asked for")
+    found = _why(reasons(query), kernel.NAME, first if backend == "auto" else "asked for")
     ops = kernel.ops(query) if kernel.ops else {}
     op = next((name for name, reason in ops.items() if reason is None), None)
     if ops and op is None:
@@ -64,8 +63,6 @@ def explain(
     documents = documents_of(borders, sum(lengths))
     job = Job(pattern, ranks.shards(lengths, documents), call.num_heads, key.shape[2], documents)
     exchange, found["exchange"] = ranks.choose(job, Sizes(query.shape[0], query.shape[3], query.element_size()))
-    if kernel.choose_pass is not None and exchange == "none":
-        found["branches"] = kernel.choose_pass(pattern, job.borders).reason
     return Explanation(kernel.NAME if op is None else f"{kernel.NAME} ({op})", exchange, found)
 
 

@@ -137,7 +137,7 @@ def model_step(
 
 
 # The number of matrix products in each kind of tile. A product has 2 * D operations per pair.
-_PRODUCTS = {"partial": 2, "gradients": 5, "dq": 2, "dk and dv": 3}
+_PRODUCTS = {"partial": 2, "gradients": 5}
 
 
 class _Rank:

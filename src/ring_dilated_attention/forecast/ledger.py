@@ -39,15 +39,8 @@ class AttentionMemory(NamedTuple):
 
 
 def attention_memory(plan: Plan, sizes: Sizes, traits: Traits, dealing: Dealing | None = None) -> AttentionMemory:
-    """The memory of one call on the plan's rank. If heads are dealt, the plan is that of the dealt heads. Raises
-    ValueError if the plan has hops and the kernel computes a whole forward or backward in one call."""
-    if traits.is_whole and plan.hops:
-        raise ValueError(
-            "this kernel computes a whole forward or backward at once, and takes no chunks of others: choose another."
-        )
+    """The memory of one call on the plan's rank. If heads are dealt, the plan is that of the dealt heads."""
     terms = steps.Terms(
-        in_place=traits.in_place,
-        is_whole=traits.is_whole,
         rounds=sizes.itemsize < sizes.sum_itemsize and traits.packing is None,
         batch=sizes.batch,
         dealing=dealing,
@@ -68,7 +61,7 @@ def attention_memory(plan: Plan, sizes: Sizes, traits: Traits, dealing: Dealing 
 def row_bytes(name: str, plan: Plan, sizes: Sizes) -> int:
     """Bytes that one position takes, over all heads, in the tensor of this name."""
     num_heads = plan.num_kv_heads if name in ("key", "value", "dk", "dv") else plan.num_heads
-    has_numbers = name in ("lse", "dlse", "delta")  # one for each row and head
+    has_numbers = name in ("lse", "dlse")  # one for each row and head
     return num_heads * (sizes.sum_itemsize if has_numbers else sizes.head_dim * sizes.itemsize)
 
 
@@ -159,23 +152,19 @@ class _Ledger:
         if step.name == "out":
             self.hold("lse", self.wide(self.tensor("lse")))
 
-    def prepare(self, step: steps.Prepare) -> None:
-        self.hold("delta", self.tensor("delta"))
-
     def compute(self, step: steps.Compute) -> None:
-        if not self.terms.in_place:
-            query, key, width = step.tile.query, step.tile.key, self.sizes.head_dim * self.sizes.sum_itemsize
-            segments = query.segments * (self.sizes.batch if step.entry is None else 1)
-            rows = segments * len(query.heads) * query.num_rows
-            keys = segments * len(key.heads) * key.num_rows
-            copies = [keys if name in ("key", "value") else rows for name in step.copied]
-            self.hold("copied rows of one tile", width * sum(copies))
-            width = self.sizes.head_dim * self.sizes.itemsize if self.terms.rounds else width
-            if step.what == "partial":
-                self.results = {"out": rows * width, "lse": rows * self.sizes.sum_itemsize}
-            else:
-                self.results = {"dq": rows * width, "dk": keys * width, "dv": keys * width}
-            self.hold("results of one tile", sum(self.results.values()))
+        query, key, width = step.tile.query, step.tile.key, self.sizes.head_dim * self.sizes.sum_itemsize
+        segments = query.segments * (self.sizes.batch if step.entry is None else 1)
+        rows = segments * len(query.heads) * query.num_rows
+        keys = segments * len(key.heads) * key.num_rows
+        copies = [keys if name in ("key", "value") else rows for name in step.copied]
+        self.hold("copied rows of one tile", width * sum(copies))
+        width = self.sizes.head_dim * self.sizes.itemsize if self.terms.rounds else width
+        if step.what == "partial":
+            self.results = {"out": rows * width, "lse": rows * self.sizes.sum_itemsize}
+        else:
+            self.results = {"dq": rows * width, "dk": keys * width, "dv": keys * width}
+        self.hold("results of one tile", sum(self.results.values()))
         self.pass_by("kernel scratch", self.traits.scratch(step, self.sizes, self.plan.num_heads))
         self.let_go("copied rows of one tile")
 
@@ -204,10 +193,6 @@ class _Ledger:
         if step.name == "lse" or self.sizes.itemsize < self.sizes.sum_itemsize:
             self.pass_by("result in its dtype", self.tensor(step.name))
         self.hold(step.name, self.tensor(step.name))
-
-    def whole(self, step: steps.Whole) -> None:
-        for name in ("out", "lse") if step.stage == "forward" else ("delta", "dq", "dk", "dv"):
-            self.hold(name, self.tensor(name))
 
     def nothing(self, step: steps.Step) -> None:
         """The step allocates and frees nothing."""

@@ -4,9 +4,8 @@ from torch import Tensor
 
 from . import cpu, sdpa
 from .contract import Kernel
-from .triton import all_at_once, in_place
 
-BACKENDS: dict[str, Kernel] = {kernel.NAME: kernel for kernel in (cpu, sdpa, in_place, all_at_once)}
+BACKENDS: dict[str, Kernel] = {kernel.NAME: kernel for kernel in (cpu, sdpa)}
 
 
 def check_backend(backend: object) -> None:
@@ -28,7 +27,7 @@ def choose(backend: str, query: Tensor) -> Kernel:
             raise ValueError(f"backend={backend!r} {reason}. Use backend='auto', or other tensors.")
         return BACKENDS[backend]
     for kernel in BACKENDS.values():
-        if kernel.ONLY_BY_NAME is None and kernel.why_not(query) is None:
+        if kernel.why_not(query) is None:
             return kernel
-    listed = "; ".join(f"{name} {why or BACKENDS[name].ONLY_BY_NAME}" for name, why in reasons(query).items())
+    listed = "; ".join(f"{name} {why}" for name, why in reasons(query).items())
     raise ValueError(f"no backend can run this: {listed}.")

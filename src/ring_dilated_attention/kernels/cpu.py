@@ -1,7 +1,6 @@
 """A partial and its gradients by torch's CPU flash attention, which returns lse. Names are those of `contract.py`."""
 
 from functools import cache
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,10 +13,8 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 NAME = "cpu"
-IN_PLACE: Literal[False] = False
 TRAITS = ALL_TRAITS[NAME]
-ONLY_BY_NAME: str | None = None
-choose_pass = append_one = ops = None
+ops = None
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -51,6 +48,6 @@ def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor,
     head_dim = rows.query.shape[-1]
     if rows.dlse is not None:
         rows = with_dlse_columns(rows, num_columns(rows.query.dtype))
-    dout, _, query, key, value, out, lse, _ = rows
+    dout, _, query, key, value, out, lse = rows
     grads = _backward(dout, query, key, value, out, lse, 0.0, is_causal, scale=scale)
     return tuple(grad[..., :head_dim] for grad in grads)

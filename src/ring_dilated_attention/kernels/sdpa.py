@@ -8,7 +8,7 @@ but the order stays that of the table, also with set_priority. FlashAttention 3 
 after the caller has called `torch.nn.attention.activate_flash_attention_impl`. Names are those of `contract.py`.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +23,7 @@ from .traits import TRAITS as ALL_TRAITS
 aten: Any = torch.ops.aten
 
 NAME = "sdpa"
-IN_PLACE: Literal[False] = False
 TRAITS = ALL_TRAITS[NAME]
-ONLY_BY_NAME: str | None = None
-choose_pass = append_one = None
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -37,8 +37,6 @@ def no_scratch(step: Compute, sizes: Sizes, num_heads: int) -> int:
 CPU_PACKING = Packing(distance=4096, num_bytes=4096, max_rows=2**16)
 
 TRAITS = {
-    "cpu": Traits(in_place=False, is_whole=False, scratch=cpu_scratch, packing=CPU_PACKING),
-    "sdpa": Traits(in_place=False, is_whole=False, scratch=no_scratch),  # what torch's CUDA ops take was not measured
-    "triton": Traits(in_place=True, is_whole=False, scratch=no_scratch),
-    "triton-fused": Traits(in_place=True, is_whole=True, scratch=no_scratch),
+    "cpu": Traits(scratch=cpu_scratch, packing=CPU_PACKING),
+    "sdpa": Traits(scratch=no_scratch),  # what torch's CUDA ops take was not measured
 }

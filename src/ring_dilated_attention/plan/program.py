@@ -47,10 +47,7 @@ def make_program(plan: Plan, stage: str, terms: Terms) -> Program:
     maker = _Maker(plan, stage, terms)
     if terms.dealing is not None:
         maker.put(*(steps.Deal(name, to_heads=True) for name in given))
-    if terms.is_whole:
-        maker.put(steps.Whole(stage))
-    else:
-        (maker.forward if stage == "forward" else maker.backward)()
+    (maker.forward if stage == "forward" else maker.backward)()
     if terms.dealing is not None:
         maker.put(steps.Free(given), *(steps.Deal(name, to_heads=False) for name in results))
     return Program(maker.made)
@@ -96,8 +93,6 @@ class _Maker:
         """
         plan = self.plan
         self.start_hop(0)
-        if self.terms.in_place and plan.num_rows:
-            self.put(steps.Prepare())
         for tile in plan.local:
             self.gradients(tile, OWN_CHUNKS if tile.packed else OWN_ROWS)
         leaving: list[steps.Wait] = []
@@ -195,12 +190,9 @@ class _Maker:
 
     def partial(self, tile: Tile, keys: str) -> None:
         for call, entry in self.calls(tile, keys):
-            if self.terms.in_place:
-                self.start("out")
-            self.put(steps.Compute(call, entry, "partial", keys, copied=self.copied(call, keys)))
-            if not self.terms.in_place:
-                how = self.how("out", call.query, call.first_query, entry, "merge")
-                self.put(steps.Merge(call, entry, how))
+            self.put(steps.Compute(call, entry, "partial", keys, self.copied(call, keys)))
+            how = self.how("out", call.query, call.first_query, entry, "merge")
+            self.put(steps.Merge(call, entry, how))
 
     def calls(self, tile: Tile, keys: str) -> Iterable[tuple[Tile, int | None]]:
         """The kernel's calls for a tile, with their batch entries. A tile whose rows are copied is split."""
@@ -231,15 +223,7 @@ class _Maker:
     def gradients(self, tile: Tile, keys: str, sums: str = OWN_ROWS) -> None:
         """The gradients of a tile. Other ranks' sums are awaited last, just before dk and dv are added to them."""
         for call, entry in self.calls(tile, keys):
-            if self.terms.in_place:
-                self.start("dq")
-                self.put(steps.Compute(call, entry, "dq", keys))
-                self.await_gradients()
-                if sums == OWN_ROWS:
-                    self.start("dk", "dv")
-                self.put(steps.Compute(call, entry, "dk and dv", keys, sums))
-                continue
-            self.put(steps.Compute(call, entry, "gradients", keys, copied=self.copied(call, keys)))
+            self.put(steps.Compute(call, entry, "gradients", keys, self.copied(call, keys)))
             how = self.how("dq", call.query, call.first_query, entry, "add")
             self.put(steps.Add("dq", call, entry, how))
             self.await_gradients()

@@ -28,7 +28,5 @@ class Sizes(NamedTuple):
 class Traits(NamedTuple):
     """The traits of a kernel on which programs and memory depend."""
 
-    in_place: bool  # it adds to the accumulators itself, instead of returning the results of a tile
-    is_whole: bool  # it can compute a whole pass on one device by itself
     scratch: Callable[[Compute, Sizes, int], int]  # (step, sizes, query heads) -> bytes that a call takes and frees
     packing: Packing | None = None  # the tiles whose rows are first copied side by side; None if no tile's are

@@ -32,10 +32,8 @@ class Packing(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What a program depends on beside the plan. in_place, is_whole and packing are traits of the kernel."""
+    """What a program depends on beside the plan. packing is a trait of the kernel."""
 
-    in_place: bool = False
-    is_whole: bool = False
     rounds: bool = False  # a tile's results have 16 bits, and its accumulators are float32
     batch: int = 1
     folds: bool = True  # one stride steps through batch and segments; else several segments take a call per batch entry
@@ -118,18 +116,13 @@ class Start(NamedTuple):
     is_covered: bool
 
 
-class Prepare(NamedTuple):
-    """Make delta = rowsum(dout * out) - dlse, which a kernel that adds in place reads in backward."""
-
-
 class Compute(NamedTuple):
     """Run the kernel on a tile."""
 
     tile: Tile
     entry: int | None  # the batch entry, or None for all at once
-    what: str  # "partial" (out and lse), "gradients" (dq, dk and dv), or, if it adds in place, "dq" or "dk and dv"
+    what: str  # "partial" (out and lse) or "gradients" (dq, dk and dv)
     keys: str  # the buffer that holds the keys and values, or OWN_ROWS, or CACHED_ROWS
-    sums: str = OWN_ROWS  # the buffer to which a kernel adds dk and dv in place, or OWN_ROWS
     copied: tuple[str, ...] = ()  # the kernel reads copies of these tensors' rows, side by side in the sums' dtype
 
 
@@ -163,14 +156,8 @@ class Finish(NamedTuple):
     name: str
 
 
-class Whole(NamedTuple):
-    """Let the kernel make all results of the stage by itself."""
-
-    stage: str
-
-
 Exchanges = Deal | Pack | Take | Free | Post | Wait | Zero | Home
-Computes = Start | Prepare | Compute | Merge | Add | Finish | Whole
+Computes = Start | Compute | Merge | Add | Finish
 Step = Exchanges | Computes
 
 
@@ -189,10 +176,9 @@ def text_of(step: Step) -> str:
             text = "; ".join([ticket, *(f"to {x}" for x in sends), *(f"from {x}" for x in receives)])
         case Wait(ticket, sent, received):
             text = ticket + ("" if sent and received else ": what is sent" if sent else ": what comes")
-        case Compute(tile, _, what, keys, sums, copied):
-            added = f", added to {sums}" if what == "dk and dv" else ""
+        case Compute(tile, _, what, keys, copied):
             copies = f", copied: {' '.join(copied)}" if copied else ""
-            text = f"{what}: {tile}, from {keys}{of}{added}{copies}"
+            text = f"{what}: {tile}, from {keys}{of}{copies}"
         case Merge(tile, _, how):
             text = f"{tile.query}{of}: {how}"
         case Add(name, tile, _, how, sums):

@@ -243,10 +243,7 @@ class Ranks:
         exchange = self.choose(job, Sizes(query.shape[0], query.shape[3], query.element_size())).exchange
         rank_plan = plan_exchange(exchange, job, self.rank, self.cut.inner)
         kernel = BACKENDS[begun.kernel]
-        whole = None
-        if kernel.choose_pass is not None and exchange == "none" and call.held is None and query.numel():
-            whole = kernel.choose_pass(call.pattern, job.borders).found
-        return rank_plan, Means(kernel, call.kernel_scale, *self.links(exchange, job), whole, call.factor)
+        return rank_plan, Means(kernel, call.kernel_scale, *self.links(exchange, job), call.factor)
 
     def fields(self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor) -> dict[str, object]:
         """What must be the same on all ranks, by name."""

@@ -26,7 +26,7 @@ def append(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out (B, M, H, D) and lse (B, M, H) of the new rows. Each batch entry goes on from its own position.
 
-    To read the positions the host waits for the GPU, unless M is 1 and the backend has a kernel for one token.
+    To read the positions the host waits for the GPU.
 
     Args:
         memory: written to.
@@ -39,8 +39,6 @@ def append(
     kernel = choose(backend, query)
     query, key, value = map(with_unit_stride, (query, key, value))
     batch, num_new = query.shape[:2]
-    if num_new == 1 and kernel.append_one is not None:
-        return kernel.append_one(plan, scale, query, key, value, memory, progress, lengths)
     positions, floors = progress.tolist()
     counts = [num_new] * batch if lengths is None else lengths.tolist()
     if any(not 0 <= count <= num_new for count in counts):
@@ -138,13 +136,12 @@ def _add(
     kernel: Kernel, scale: float, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, first: bool
 ) -> None:
     """Merge the partial of q, which sees all of k, into (out, lse). If `first`, write the partial instead."""
-    if kernel.IN_PLACE:
-        kernel.forward_into(q, k, v, out, lse, False, scale, first=first)
-    elif first:
-        for target, x in zip((out, lse), kernel.forward(q, k, v, False, scale), strict=True):
-            target.copy_(x)
+    partial_out, partial_lse = kernel.forward(q, k, v, False, scale)
+    if first:
+        out.copy_(partial_out)
+        lse.copy_(partial_lse)
     else:
-        merge_(out, lse, *kernel.forward(q, k, v, False, scale))
+        merge_(out, lse, partial_out, partial_lse)
 
 
 def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -> None:

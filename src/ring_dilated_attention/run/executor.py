@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..kernels.contract import BackwardRows, Kernel, Pass
+from ..kernels.contract import BackwardRows, Kernel
 from ..plan import step as steps
 from ..plan.dealing import Dealing
 from ..plan.exchange import RankPlan
@@ -26,15 +26,14 @@ from .views import accumulator_dtype, block_views, folds, rows_view
 class Means(NamedTuple):
     """The means by which a rank carries out its programs.
 
-    link: connects ranks that exchange chunks. dealer: connects ranks that deal heads to each other. whole: the kernel's
-    own pass over all branches. factor: multiplies dq before dq is rounded, so that float16 can hold dq.
+    link: connects ranks that exchange chunks. dealer: connects ranks that deal heads to each other. factor: multiplies
+    dq before dq is rounded, so that float16 can hold dq.
     """
 
     kernel: Kernel
     scale: float
     link: Link | None = None
     dealer: Dealer | None = None
-    whole: Pass | None = None
     factor: float = 1.0
 
 
@@ -78,8 +77,6 @@ class _Executor:
     def carry_out(self) -> dict[str, Tensor]:
         """Run all steps, and return `alive`."""
         terms = Terms(
-            in_place=self.kernel.IN_PLACE,
-            is_whole=self.means.whole is not None,
             rounds=self.dtype != self.sum_dtype and self.kernel.TRAITS.packing is None,
             batch=self.batch,
             folds=all(map(folds, self.alive.values())),
@@ -161,34 +158,15 @@ class _Executor:
             if not step.is_covered:
                 self.alive["lse"].fill_(-torch.inf)
 
-    def prepare(self, step: steps.Prepare) -> None:
-        assert self.kernel.IN_PLACE
-        alive = self.alive
-        alive["delta"] = self.kernel.delta(alive["dout"], alive.get("dlse"), alive["out"])
-        alive["lse"] = alive["lse"].contiguous()  # with delta's strides, as kernels need it
-
     def compute(self, step: steps.Compute) -> None:
-        tile, entry, scale = step.tile, step.entry, self.means.scale
+        tile, scale = step.tile, self.means.scale
         if step.what == "partial":
-            q, (k, v) = self.own(step, "query"), self.keys(step)
-            if self.kernel.IN_PLACE:
-                out, lse = (self.rows(name, tile.query, entry) for name in ("out", "lse"))
-                self.kernel.forward_into(q, k, v, out, lse, tile.is_causal, scale, first=tile.first_query)
-            else:
-                out, lse = self.kernel.forward(q, k, v, tile.is_causal, scale)
-                self.results = {"out": out, "lse": lse}
-            return
-        rows = self.backward_rows(step)
-        if not self.kernel.IN_PLACE:
-            dq, dk, dv = self.kernel.backward(rows, tile.is_causal, scale)
-            self.results = {"dq": dq, "dk": dk, "dv": dv}
-        elif step.what == "dq":
-            dq = self.sum_of("dq", step)
-            self.kernel.query_gradient_into(rows, dq, tile.is_causal, scale, first=tile.first_query)
+            query, (key, value) = self.own(step, "query"), self.keys(step)
+            out, lse = self.kernel.forward(query, key, value, tile.is_causal, scale)
+            self.results = {"out": out, "lse": lse}
         else:
-            dk, dv = self.sum_of("dk", step), self.sum_of("dv", step)
-            is_first = tile.first_key and step.sums == OWN_ROWS
-            self.kernel.key_gradient_into(rows, dk, dv, tile.is_causal, scale, first=is_first)
+            dq, dk, dv = self.kernel.backward(self.backward_rows(step), tile.is_causal, scale)
+            self.results = {"dq": dq, "dk": dk, "dv": dv}
 
     def rows(self, name: str, rows: Rows, entry: int | None) -> Tensor:
         x = self.alive[name]
@@ -215,18 +193,10 @@ class _Executor:
             key, value = block_views(self.alive[step.keys], block, self.batch, self.head_dim)
         return self.copied(step, "key", key), self.copied(step, "value", value)
 
-    def sum_of(self, name: str, step: steps.Compute | steps.Add) -> Tensor:
-        """The view to which dq, dk or dv of a tile is added."""
-        rows = step.tile.query if name == "dq" else step.tile.key
-        if isinstance(rows, Rows):
-            return self.rows(name, rows, step.entry)
-        both = block_views(self.alive[step.sums], rows, self.batch, self.head_dim)
-        return both[("dk", "dv").index(name)]
-
     def backward_rows(self, step: steps.Compute) -> BackwardRows:
-        dlse, delta = (self.own(step, name) if name in self.alive else None for name in ("dlse", "delta"))
+        dlse = self.own(step, "dlse") if "dlse" in self.alive else None
         dout, query, out, lse = (self.own(step, name) for name in ("dout", "query", "out", "lse"))
-        return BackwardRows(dout, dlse, query, *self.keys(step), out, lse, delta)
+        return BackwardRows(dout, dlse, query, *self.keys(step), out, lse)
 
     def merge(self, step: steps.Merge) -> None:
         partial_out, partial_lse = self.results.pop("out"), self.results.pop("lse")
@@ -252,7 +222,12 @@ class _Executor:
         if step.how == "adopt":
             self.adopt(step.name, result)
             return
-        total = self.sum_of(step.name, step)
+        rows = step.tile.query if step.name == "dq" else step.tile.key
+        if isinstance(rows, Rows):
+            total = self.rows(step.name, rows, step.entry)
+        else:
+            both = block_views(self.alive[step.sums], rows, self.batch, self.head_dim)
+            total = both[("dk", "dv").index(step.name)]
         (total.copy_ if step.how == "write" else total.add_)(result)
 
     def home(self, step: steps.Home) -> None:
@@ -266,19 +241,6 @@ class _Executor:
         if step.name == "dq" and self.means.factor != 1:
             self.alive["dq"].mul_(self.means.factor)
         self.alive[step.name] = self.alive[step.name].to(self.sum_dtype if step.name == "lse" else self.dtype)
-
-    def whole(self, step: steps.Whole) -> None:
-        assert self.means.whole is not None
-        alive = self.alive
-        if step.stage == "forward":
-            given = (alive["query"], alive["key"], alive["value"])
-            alive["out"], alive["lse"] = self.means.whole.forward(self.means.scale, *given)
-        else:
-            names = ("query", "key", "value", "out", "lse")
-            rows = BackwardRows(alive["dout"], alive.get("dlse"), *(alive[name] for name in names))
-            alive["dq"], alive["dk"], alive["dv"] = self.means.whole.backward(self.means.scale, rows)
-            if self.means.factor != 1:
-                alive["dq"].mul_(self.means.factor)
 
     do: ClassVar[dict[type, Callable[["_Executor", Any], None]]] = {}  # a step is done by the method of its name
 

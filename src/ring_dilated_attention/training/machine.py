@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "triton", "numpy", "safetensors", "ring-dilated-attention")
+PACKAGES = ("torch", "numpy", "safetensors", "ring-dilated-attention")
 
 
 def hardware() -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...attention import dilated_attention
-from ...kernels.choose import BACKENDS, reasons
+from ...kernels.choose import reasons
 from ...pattern import DilatedPattern
 from ...ranks.context import ContextParallel
 from ...ranks.link import GroupLink
@@ -80,7 +80,7 @@ def facts(rank: int, device: str, folder: Path, environment: Mapping[str, str]) 
         "device": device,
         "gpu": card,
         "memory_bytes": float(card["memory_bytes"]) if card else physical_bytes(),
-        "backends": {name: reason or BACKENDS[name].ONLY_BY_NAME for name, reason in reasons(example).items()},
+        "backends": reasons(example),
         "harmful": harmful(environment),
         "matter": {name: environment[name] for name in ENVIRONMENT["matter"] if name in environment},
         "interfaces": sorted(name for _, name in socket.if_nameindex()),

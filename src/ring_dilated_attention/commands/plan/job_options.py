@@ -30,8 +30,7 @@ def add_call(parser: argparse.ArgumentParser, *, with_head_dim: bool = True) -> 
     add("--heads", type=count, metavar="H", help="query heads (default 12)")
     add("--kv-heads", type=count, metavar="G", help="key/value heads (default as many)")
     add("--dtype", choices=ITEMSIZE, default="float32", help="of query, key and value")
-    kernel_help = "the kernel whose memory is counted (default cpu; triton-fused serves one rank)"
-    add("--kernel", choices=TRAITS, default="cpu", help=kernel_help)
+    add("--kernel", choices=TRAITS, default="cpu", help="the kernel whose memory is counted (default cpu)")
     add("--json", action="store_true", help="print the figures as JSON")
     if with_head_dim:
         add("--head-dim", type=count, default=64, metavar="D", help="default 64")
