@@ -2,9 +2,6 @@
 # torch is installed first and by its exact pin: a plain `torch` brings gigabytes of CUDA packages.
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
-# The version that belongs to this torch: the kernels are tested without a GPU too. A CUDA build brings its own, and the
-# interpreter of Triton 3.6, which torch 2.11 brings, needs an older NumPy.
-TRITON ?= $(if $(filter torch==2.13.0,$(TORCH)),triton==3.7.1,$(if $(filter torch==2.11.0,$(TORCH)),'numpy<2.4'))
 VENV   := .venv
 # Of the packages of others that tests and examples run with.
 VERSIONS := tests/integrations/versions.txt
@@ -19,7 +16,7 @@ $(VENV)/.installed: pyproject.toml $(VERSIONS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ring_dilated_attention needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check '$(TORCH)'
-	$(BIN)/pip install --quiet --disable-pip-version-check $(TRITON) -c $(VERSIONS) -e '.[test]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VERSIONS) -e '.[test]'
 	touch $@
 
 run: $(VENV)/.installed
@@ -44,8 +41,7 @@ EXTENSIONS := TORCH_EXTENSIONS_DIR=$(CURDIR)/$(OTHERS)/extensions PATH=$(CURDIR)
 $(OTHERS)/.installed: pyproject.toml $(VERSIONS)
 	$(PYTHON) -m venv $(OTHERS)
 	$(OTHERS)/bin/pip install --quiet --disable-pip-version-check '$(TORCH)'
-	$(OTHERS)/bin/pip install --quiet --disable-pip-version-check \
-		$(TRITON) -c $(VERSIONS) -e '.[test,hf,deepspeed,lightning]'
+	$(OTHERS)/bin/pip install --quiet --disable-pip-version-check -c $(VERSIONS) -e '.[test,hf,deepspeed,lightning]'
 	$(EXTENSIONS) python -c 'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B().is_compatible() and B().load()'
 	touch $@
 

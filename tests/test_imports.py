@@ -293,7 +293,7 @@ BREACHES = {
     calls_with_forecasts: {"simulate/a.py": "", "simulate/__init__.py": "", "models/a.py": "from ..simulate import a"},
     modules_with_benchmarks: {"commands/bench.py": "def f():\n    import benchmarks.command"},
     pure_modules_with_torch: {"plan.py": "from .pattern import x", "pattern.py": "import torch.nn"},
-    modules_with_triton: {"run/merge.py": "def f():\n    import triton.language as tl"},
+    modules_with_triton: {"kernels/sdpa.py": "def f():\n    import triton.language as tl"},
     modules_with_the_reference: {"layers.py": "def f():\n    from . import reference"},
     modules_that_send: {"models/longnet.py": "import torch.distributed as dist\ndist.all_reduce(x)"},
     modules_that_hide_imports: {"run/a.py": "from importlib import import_module\nimport_module(f'..{x}')"},
