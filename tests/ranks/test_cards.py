@@ -12,7 +12,6 @@ from ring_dilated_attention.ranks.cards import number_of_card
 from ring_dilated_attention.ranks.link import GroupLink
 from ring_dilated_attention.ranks.presumed import Presumed
 from ring_dilated_attention.ranks.watching import Worker
-from ring_dilated_attention.simulate.all_ranks import run_in_turn
 
 SECOND, THIRD = (torch.device("cuda", k) for k in (1, 2))
 
@@ -73,10 +72,9 @@ def deeds(monkeypatch):
         return SimpleNamespace(device=device, wait_stream=lambda other: None)
 
     monkeypatch.setattr(torch.cuda, "Stream", stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=SECOND: stream(device))
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: noted("set_device", device))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: noted("stream", stream.device))
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     return done
 
 
@@ -92,9 +90,3 @@ def test_a_thread_that_posts_has_the_card_of_its_tensors(deeds):
     assert presumed.posted_late() is None
     assert pending is not None
     assert deeds == [(False, "set_device", THIRD), (False, "stream", THIRD), ("posts",)]
-
-
-def test_threads_of_simulated_ranks_have_the_callers_card(deeds):
-    """The same for the threads of `simulate`."""
-    assert run_in_turn(2, lambda rank, link: rank) == [0, 1]
-    assert deeds == 2 * [(False, "set_device", SECOND), (False, "stream", SECOND)]
