@@ -10,7 +10,7 @@ from ring_dilated_attention.simulate.all_ranks import run_in_turn
 
 
 def test_simulated_ranks_run_on_the_stream_of_the_caller(monkeypatch):
-    """Catches threads on the default stream, whose kernels may run before those that make their inputs, and threads that
+    """Catches threads on the default stream, whose kernels may run before those that make their inputs, and threads which
     go back to GPU 0 at their end, where the process would open a context of half a GB.
 
     A thread begins with the first device and its default stream; a stand-in plays CUDA.
