@@ -10,8 +10,8 @@ from ring_dilated_attention.simulate.all_ranks import run_in_turn
 
 
 def test_simulated_ranks_run_on_the_stream_of_the_caller(monkeypatch):
-    """Catches threads on the default stream, whose kernels may run before those that make their inputs, and threads which
-    go back to GPU 0 at their end, where the process would open a context of half a GB.
+    """Catches threads on the default stream, whose kernels may run before those that make their inputs. And threads
+    that go back to GPU 0 at their end, where the process would open a context of half a GB.
 
     A thread begins with the first device and its default stream; a stand-in plays CUDA.
     """
