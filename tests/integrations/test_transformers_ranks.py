@@ -130,6 +130,21 @@ def test_losses_of_the_whole_sequence():
     run(2, rank_has_a_loss_of_the_whole, seconds=120)
 
 
+def rank_drops_another_layer(rank, world_size):
+    model = make("llama")
+    context_parallel(model, ContextParallel())
+    ids = tokens(1, 19)
+    model(ids, labels=ids)
+    del model.model.layers[rank]
+    model.config.num_hidden_layers = 1
+    assert "rank 0 has 1, rank 1 has 0. All ranks" in message_of(lambda: model(ids, labels=ids))
+
+
+def test_layers_that_are_dropped_apart():
+    """Catches queries of one layer that meet keys of another."""
+    run(2, rank_drops_another_layer, seconds=120)
+
+
 def rank_has_unequal_replicas(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     samples = [tokens(1, 19), tokens(1, 7)]

@@ -16,6 +16,7 @@ from ..plan.cache_plan import plan_cache
 from ..ranks.call import Begun, Call
 from ..ranks.context import ContextParallel, context_named, refuse
 from ..ranks.link import ExchangeError
+from ..ranks.origin import notice_forgotten
 from ..ranks.ranks import ALONE, Ranks
 from ..run.append import append
 from ..run.dilated_cache import DilatedCache
@@ -85,6 +86,8 @@ def dilated_attention(
         call = call_of(rows, pattern, parallel, cu_seqlens, scale, backend, return_lse, heads_held, num_heads)
         check_cache(cache, call, query, key, parallel, cu_seqlens, lengths)
         query, key, value = map(with_unit_stride, rows)
+        if parallel is None and cache is None:
+            notice_forgotten(query.shape[1])
     except Exception as error:  # whatever it is: the other ranks would wait
         if isinstance(parallel, ContextParallel):
             refuse(parallel.key, str(error) or type(error).__name__)

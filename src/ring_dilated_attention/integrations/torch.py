@@ -61,7 +61,10 @@ class ShardSequence(ParallelStyle):
             self.contexts[device_mesh] = ContextParallel(device_mesh, sharding=self.sharding, exchange=self.exchange)
         parallel = self.contexts[device_mesh]
         for child in attending:
-            child.parallel = parallel
+            if isinstance(child, MultiheadDilatedAttention):
+                child.share(parallel)
+            else:
+                child.parallel = parallel
 
         if self.shard_inputs:
             module.register_forward_pre_hook(_each_input(parallel.shard), with_kwargs=True)

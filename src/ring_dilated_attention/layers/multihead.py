@@ -79,7 +79,7 @@ class MultiheadDilatedAttention(nn.Module):
                 raise ValueError(f"{name} must be True or False, got {switch!r}")
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
-        self.pattern, self.parallel, self.backend = pattern, parallel, backend
+        self.pattern, self.backend = pattern, backend
         self.rotary_base = rotary_base(rotary, self.head_dim)
         self.heads_held = range(num_heads) if heads_held is None else heads_held
         num_held = len(self.heads_held) if isinstance(heads_held, range) else num_heads
@@ -101,7 +101,13 @@ class MultiheadDilatedAttention(nn.Module):
         has_bias = bias and self.heads_held.start == 0
         self.out_proj = nn.Linear(held_dim, embed_dim, bias=has_bias, device=device, dtype=dtype)
         self.sub_layernorm = nn.LayerNorm(embed_dim, device=device, dtype=dtype) if sub_layernorm else None
+        self.share(parallel)
         self.reset_parameters()
+
+    def share(self, parallel: ContextParallel | None) -> None:
+        """From now on inputs and outputs are shards of sequences that these ranks share."""
+        self.parallel = parallel
+        self._number = None if parallel is None else parallel.ranks.number_module()
 
     def reset_parameters(self, *, gain: float = 1.0) -> None:
         """Xavier per projection; `gain` scales the value and output projections only (MAGNETO, arXiv 2210.06423)."""
@@ -257,6 +263,8 @@ class MultiheadDilatedAttention(nn.Module):
         self, heads: Heads, cu_seqlens: Tensor | None, cache: DilatedCache | None = None, lengths: Tensor | None = None
     ) -> Tensor:
         """The attention and `subln`, between the projections."""
+        if self.parallel is not None and not torch.compiler.is_compiling():
+            self.parallel.ranks.caller = self._number
         out_BNHD = dilated_attention(
             *(*heads, self.pattern),
             parallel=self.parallel,

@@ -2,13 +2,15 @@
 exchange what they call, in records of one fixed size."""
 
 import hashlib
-from typing import NoReturn
 
 import torch
 
 from .link import GroupLink
 
 _NUM_FIELDS = 16  # a record has room for so many; no call compares more
+# The last fields. Ranks compare which module calls only if all have made equally many: else numbers say nothing.
+NUM_MODULES = "the number of modules made with this context"
+CALLER = "which module calls (numbered as modules were made with this context)"
 
 
 class RefusedError(ValueError):
@@ -42,8 +44,8 @@ def agree(control: GroupLink, length: int, fields: dict[str, object], failure: s
     return agreed[kind]
 
 
-def _raise_alike(control: GroupLink, fields: dict[str, object], failure: str | None, moment: str) -> NoReturn:
-    """Find the words for what is wrong: a rank refuses, or a field differs."""
+def _raise_alike(control: GroupLink, fields: dict[str, object], failure: str | None, moment: str) -> None:
+    """Find the words for what is wrong: a rank refuses, or a field differs. Only `NUM_MODULES` may differ."""
     assert len(fields) <= _NUM_FIELDS, "records of two lengths would meet"
     marks = [*map(_fingerprint, fields.values()), *[0] * (_NUM_FIELDS - len(fields))]
     records = control.records(torch.tensor([failure is not None, *marks], device="cpu"), moment)
@@ -54,9 +56,14 @@ def _raise_alike(control: GroupLink, fields: dict[str, object], failure: str | N
         refused = "; ".join(f"rank {member} refused the call: {text}" for member, text in reasons.items())
         raise RefusedError(failure if failure is not None and len(set(reasons.values())) == 1 else refused)
     name = next(name for k, name in enumerate(fields, start=1) if len({row[k] for row in table}) > 1)
+    if name == NUM_MODULES:
+        control.counts_modules = False
+        return
     texts = control.texts(str(fields[name]), moment)
     listed = ", ".join(f"rank {m} has {text}" for m, text in zip(control.members, texts, strict=True))
     remedy = "All ranks of a group must make the same call; nothing was sent."
+    if name == CALLER:
+        remedy += " If layers are dropped at random, drop the same ones on all ranks."
     raise RefusedError(f"ranks disagree on {name}: {listed}. {remedy}")
 
 

@@ -89,6 +89,7 @@ class GroupLink:
         self.links = links  # if one of them breaks, all do
         self.last_words: LastWords = links[0].last_words if links else LastWords(group, dist.get_rank())
         self.agreed: dict[str, tuple[int, ...]] = {}  # lengths, by the kind of call (handshake.py)
+        self.counts_modules = True  # False once ranks have made different modules: their numbers say nothing
         links.append(self)
         # The backend of each type of device. (dist.get_backend has one text for all types.)
         self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))

@@ -4,6 +4,7 @@ The mark is an attribute of the tensor; copy, pickle and torch.save keep it. The
 `Ranks.notice` warns if the ranks' lengths look like a mistake.
 """
 
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from .call import borders_of
 from .ranks import Ranks
 
 _MARK = "ring_dilated_attention_origin"
-_last: list["Origin"] = []  # the mark that this process made last
+_last: list[tuple["Origin", "weakref.ref[Ranks]"]] = []  # the mark that this process made last, and who cut
 
 
 class Origin(NamedTuple):
@@ -36,17 +37,36 @@ def remember(x: Tensor, ranks: Ranks, shards: Sequence[Shard]) -> Tensor:
     shard = tuple((span.start, span.stop) for span in shards[ranks.rank])
     mark = (ranks.cut.sharding, tuple(map(shard_length, shards)), ranks.rank, shard)
     setattr(x, _MARK, mark)  # plain tuples, which torch.load(weights_only=True) takes
-    _last[:] = [Origin(*mark)]
+    _last[:] = [(Origin(*mark), weakref.ref(ranks))]
     return x
+
+
+def notice_forgotten(num_rows: int) -> None:
+    """Warn once if a call without `parallel` has as many rows as the shard that was cut last, by an open context."""
+    if torch.compiler.is_compiling() or not _last:
+        return
+    origin, ranks = _last[0][0], _last[0][1]()
+    whole = sum(origin.lengths)
+    if ranks is None or ranks.is_closed or num_rows != origin.lengths[origin.rank] or num_rows in (0, whole):
+        return
+    text = (
+        f"a call without parallel= has {num_rows} positions, as many as rank {origin.rank}'s shard of the {whole} "
+        "positions that were cut last: they are taken for a whole sequence. If they are a shard, pass parallel= to the "
+        "call, or to the module that makes it"
+    )
+    ranks.warn_once("forgotten", text, stacklevel=4)
 
 
 def why_doubtful(lengths: Sequence[int], ranks: Ranks) -> str | None:
     """Why these rows look as if another context cut them. None if not, or if this context has cut some itself."""
-    if ranks.last_whole is not None or not _last or _last[0].lengths != tuple(lengths) or _is_own(_last[0], ranks):
+    if ranks.last_whole is not None or not _last:
+        return None
+    origin, _ = _last[0]
+    if origin.lengths != tuple(lengths) or _is_own(origin, ranks):
         return None
     return (
         f"ranks have {tuple(lengths)} positions, the lengths of the shards that were cut last, by a context that cuts "
-        f"{_last[0].sharding}; they are taken for {ranks.cut.sharding} shards. Cut with the context that computes"
+        f"{origin.sharding}; they are taken for {ranks.cut.sharding} shards. Cut with the context that computes"
     )
 
 

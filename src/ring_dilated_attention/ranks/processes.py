@@ -24,7 +24,7 @@ from ..plan.sharding import BY_DOCUMENT, Cut, order_by_host
 from ..plan.sizes import Sizes
 from ..run.executor import Means
 from .call import Begun, Call, shown
-from .handshake import agree
+from .handshake import CALLER, NUM_MODULES, agree
 from .last_words import Words
 from .link import ExchangeError, GroupLink, WaitTimes
 from .origin import why_doubtful
@@ -256,7 +256,7 @@ class Processes(Ranks):
 
     def fields(self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor) -> dict[str, object]:
         batch, _, num_heads, head_dim = query.shape
-        return {
+        fields = {
             "call": f"{stage} {begun.number}",
             "pattern": call.pattern,
             "shape": f"batch {batch}, {num_heads} heads, {key.shape[2]} key/value heads, head dim {head_dim}",
@@ -268,6 +268,12 @@ class Processes(Ranks):
             "gradients": call.needs_grad or "none",
             "return_lse": call.return_lse,
         }
+        if stage == "forward":
+            caller, self.caller = self.caller, None
+            if self.control.counts_modules:
+                num_modules = None if caller is None else self.num_modules
+                fields |= {NUM_MODULES: num_modules, CALLER: caller}
+        return fields
 
     def records(self, record: Tensor, moment: str) -> list[Tensor]:
         self.check_all_here(moment)
@@ -302,6 +308,7 @@ class Processes(Ranks):
             link.abandon(reason)
 
     def close(self) -> None:
+        self.is_closed = True
         if self.is_forked:
             return
         for link in self.opened:

@@ -45,6 +45,9 @@ class Ranks:
         self.last_lengths: tuple[int, ...] = ()  # of its shards
         self.dealt: dict[int, None] = {}  # hashes of the documents that were cut, the latest MOST_KEPT
         self.warned: set[str] = set()  # what `warn_once` has warned of
+        self.num_modules = 0  # made with this context
+        self.caller: int | None = None  # the number of the module that calls now
+        self.is_closed = False
         self.known: dict[tuple[object, ...], KnownCall] = {}  # the latest KINDS_KEPT
         self.turn = RLock()  # held by the one thread that agrees with other ranks, or exchanges records
         self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # compiled calls add to it, so none is dropped
@@ -136,10 +139,15 @@ class Ranks:
         """Warn once if each rank has as many rows as the sequence that was cut last. Returns whether each has."""
         return False
 
-    def warn_once(self, what: str, text: str) -> None:
+    def warn_once(self, what: str, text: str, stacklevel: int = 3) -> None:
         if what not in self.warned:
             self.warned.add(what)
-            warnings.warn(text + ". This is said once.", stacklevel=3)
+            warnings.warn(text + ". This is said once.", stacklevel=stacklevel)
+
+    def number_module(self) -> int:
+        """The number of a module that is made with this context, by which ranks compare who calls (`caller`)."""
+        self.num_modules += 1
+        return self.num_modules
 
     def expect(self, lengths: Sequence[int]) -> None:
         """Do not warn of these numbers of rows: a model added rows of its own to its shards (a class token)."""

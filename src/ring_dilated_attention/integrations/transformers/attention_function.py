@@ -90,6 +90,8 @@ def attend(
     rows = tuple(x[:, :, : query_BHMD.shape[2]].transpose(1, 2) for x in (query_BHMD, key_BGSD, value_BGSD))
     options = {"pattern": pattern, "parallel": parallel, "scale": scaling, "heads_held": heads, "num_heads": num_heads}
     dilated: Any = partial(dilated_attention, **options)
+    if parallel is not None and not torch.compiler.is_compiling():
+        parallel.ranks.caller = getattr(module, "layer_idx", None)
     if attention_mask is not None:
         return _attend_padded(dilated, rows, attention_mask, position_ids), None
     if cu_seq_lens_q is None and parallel is None and position_ids is not None:
