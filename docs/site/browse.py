@@ -34,6 +34,14 @@ const wide = [...document.querySelectorAll("main *")].filter(x => x.getBoundingC
 const first = wide.slice(0, 3).map(x => x.outerHTML.slice(0, 80));
 return document.documentElement.scrollWidth + " pixels: " + first.join(" | ");
 """
+CODE_COLUMNS = 100  # of a frame of code, in a window of 1,280 pixels
+COLUMNS = """
+return [...document.querySelectorAll(".md-content pre > code")].map(code => {
+  const style = getComputedStyle(code), canvas = document.createElement("canvas").getContext("2d");
+  canvas.font = style.fontSize + " " + style.fontFamily;
+  return (code.clientWidth - 2 * parseFloat(style.paddingLeft)) / canvas.measureText("m").width;
+});
+"""
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -87,6 +95,9 @@ def faults_of(driver: Chrome, address: str, name: str, width: int) -> Iterator[s
     driver.get(f"{address}/{name}")
     if too_wide := driver.execute_script(TOO_WIDE):
         yield f"{name} at {width}: {too_wide}"
+    narrowest = min(driver.execute_script(COLUMNS), default=CODE_COLUMNS)
+    if width == max(WIDTHS) and narrowest < CODE_COLUMNS:
+        yield f"{name} at {width}: a frame of code has room for {narrowest:.0f} characters, not {CODE_COLUMNS}"
     errors = (entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE")
     # The browser asks for /favicon.ico by itself, where a page of plain HTML names no icon.
     yield from (f"{name} at {width}: {message}" for message in errors if "/favicon.ico" not in message)
