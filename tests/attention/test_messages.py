@@ -182,7 +182,11 @@ def test_query_key_value(inputs, fragments):
 @pytest.mark.parametrize(
     ("cu_seqlens", "batch", "fragments"),
     [
-        (integers(0, 5, 5, 8), 1, ("must increase", "got 5 then 5", "entries 1 and 2", "Leave out empty documents")),
+        (
+            integers(0, 5, 5, 8),
+            1,
+            ("must increase", "got 5 then 5", "entries 1 and 2", "empty documents: cu_seqlens.unique_cons"),
+        ),
         (integers(0, 6, 3, 8), 1, ("must increase", "got 6 then 3", "entries 1 and 2")),
         (integers(1, 5, 8), 1, ("must start at 0", "[1, 5, 8]")),
         (integers(0, 5, 7), 1, ("end at the length of the sequence, 8", "[0, 5, 7]")),
@@ -191,7 +195,7 @@ def test_query_key_value(inputs, fragments):
         (integers(), 1, ("borders (0, ..., N)", "got 0 entries")),
         (integers(0, 8).to("meta"), 1, ("borders (0, ..., N)", "on meta")),
         (integers(0, 1, 2, 3, 4, 5, 6, 7), 1, ("[0, 1, ..., 7]", "8 entries")),
-        (integers(0, 8, dtype=torch.int64), 1, ("1-D int32 tensor", "got torch.int64 (2,)", "dtype=int32")),
+        (integers(0, 8, dtype=torch.int64), 1, ("1-D int32 tensor", "got torch.int64 (2,)", "tensor(...).int()")),
         (integers(0, 8).float(), 1, ("1-D int32 tensor", "got torch.float32 (2,)")),
         (integers(0, 8)[None], 1, ("1-D int32 tensor", "got torch.int32 (1, 2)")),
         ([0, 8], 1, ("1-D int32 tensor", "got [0, 8]", "torch.tensor(")),

@@ -183,7 +183,8 @@ def check_documents(borders: Sequence[int], seq_len: int) -> None:
     for i, (a, b) in enumerate(pairwise(borders)):
         if a >= b:
             raise ValueError(
-                f"cu_seqlens must increase, got {a} then {b} at entries {i} and {i + 1}. Leave out empty documents."
+                f"cu_seqlens must increase, got {a} then {b} at entries {i} and {i + 1}. Leave out empty documents: "
+                "cu_seqlens.unique_consecutive()."
             )
 
 

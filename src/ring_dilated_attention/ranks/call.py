@@ -110,7 +110,7 @@ def validate_cu_seqlens(cu_seqlens: Any, batch: int) -> None:
     """Raise ValueError for borders that no sequence can have, whatever its length."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
         got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}" if isinstance(cu_seqlens, Tensor) else repr(cu_seqlens)
-        raise ValueError(f"cu_seqlens must be a 1-D int32 tensor, got {got}. Use torch.tensor(..., dtype=int32).")
+        raise ValueError(f"cu_seqlens must be a 1-D int32 tensor, got {got}. Use torch.tensor(...).int().")
     if cu_seqlens.layout != torch.strided:
         raise ValueError(f"cu_seqlens must be a dense tensor, got layout {cu_seqlens.layout}. Call .to_dense().")
     if cu_seqlens.device.type == "meta" or cu_seqlens.numel() < 2:
