@@ -34,7 +34,7 @@ def architectures_over_ranks() -> dict[str, tuple[str, str]]:
     """The type of a config and the name of a model, by "type of config: name of the model"."""
     equal = [name for name, (outcome, _) in json.loads(LIST.read_text()).items() if outcome == "equal"]
     found = {name: tuple(name.split(": ")) for name in equal}
-    for kind in {kind for kind, _ in found.values()}:
+    for kind in {kind for kind, name in found.values() if name.endswith("Model")}:
         classifier = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind)
         if classifier is not None:
             found[f"{kind}: {classifier}"] = kind, classifier

@@ -12,6 +12,8 @@ from test_transformers_ranks import batches, loss_and_gradients
 from tiny import PATTERN, SIZES, make, tokens
 from torch import nn
 from transformers import (
+    AlbertConfig,
+    AlbertModel,
     BertConfig,
     BertModel,
     LlamaConfig,
@@ -105,10 +107,17 @@ def rank_pools(rank, world_size):
         torch.testing.assert_close(found.pooler_output, expected.pooler_output)
         torch.testing.assert_close(found.last_hidden_state, context.shard(expected.last_hidden_state))
         context.close()
+    sizes = {**SIZES, "embedding_size": 32, "pad_token_id": 0, "attention_probs_dropout_prob": 0.0}
+    albert, context = filled(AlbertModel(AlbertConfig(**sizes, dilated_attention=PATTERN))), ContextParallel()
+    assert "AlbertModel computes pooler_output from all rows" in message_of(lambda: context_parallel(albert, context))
+    albert.pooler = None
+    expected = albert(ids).last_hidden_state
+    context_parallel(albert, context)
+    torch.testing.assert_close(albert(ids).last_hidden_state, context.shard(expected))
 
 
 def test_poolers():
-    """Catches a pooler that takes the first row of each shard."""
+    """Catches a pooler that takes the first row of each shard, before it is called or in it."""
     run(2, rank_pools, seconds=120)
 
 

@@ -81,7 +81,7 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     if getattr(model, SHARDED, None) is not None:
         raise ValueError(f"{name} is under context_parallel already: remove() the first handle.")
     if parallel.world_size > 1:
-        check_ranks(type(model), config, ShardedForward)
+        check_ranks(model, ShardedForward)
     return ShardedForward(model, parallel)
 
 

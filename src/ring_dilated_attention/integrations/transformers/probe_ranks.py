@@ -24,11 +24,11 @@ from .probe import FAILURES, ROWS, UnfitError, first_tensor, for_copies, inputs_
 
 NUM_RANKS = 2
 SHORT = ROWS * 3 // 4  # the lengths in a copy's rope parameters: a half is shorter, and the whole is longer
-_fit: set[tuple[type, str]] = set()
+_fit: set[tuple[type, str, bool]] = set()
 
 
-def check_ranks(kind: type, config: Any, sharded: Callable[[Any, Any], Any]) -> None:
-    """Check models of this class and config.
+def check_ranks(model: Any, sharded: Callable[[Any, Any], Any]) -> None:
+    """Check a model, once for its class and config.
 
     Args:
         sharded: makes a model compute the shard of a context's rank (`ShardedForward`).
@@ -36,13 +36,17 @@ def check_ranks(kind: type, config: Any, sharded: Callable[[Any, Any], Any]) -> 
     Raises:
         ValueError: if ranks would compute another function than one device, with the reason.
     """
-    key = kind, repr(config.to_dict())
+    has_no_pooler = getattr(model, "pooler", None) is None
+    key = type(model), repr(model.config.to_dict()), has_no_pooler
     if key in _fit:
         return
-    name = kind.__name__
+    name = type(model).__name__
     with for_copies(name):
         try:
-            _check_halves(name, tiny_copy(kind, _shortened(config)), sharded)
+            copied = tiny_copy(type(model), _shortened(model.config))
+            if has_no_pooler:
+                copied.pooler = None
+            _check_halves(name, copied, sharded)
         except UnfitError:
             raise
         except FAILURES as error:
@@ -150,8 +154,8 @@ def _check_halves(name: str, model: Any, sharded: Callable[[Any, Any], Any]) -> 
             if isinstance(value, Tensor) and not _is_half(value, whole_result[field], rank):
                 raise UnfitError(
                     f"{name} computes {field} from all rows of its sequence, and a rank has only its shard of them: "
-                    "call context_parallel with its base_model, and give the head what parallel.unshard joins (see "
-                    "docs/integrations.md)."
+                    "call context_parallel with the model without this head (base_model; pooler = None), and give the "
+                    "head what parallel.unshard joins (see docs/integrations.md)."
                 )
 
 
