@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ...ranks.arguments import cut_of
+from ...ranks.context import ContextParallel
 from ...ranks.ranks import Ranks
-from ...simulate.all_ranks import Simulated
 from .attention_function import attend
 from .config import REPLAYED
 from .probe import FAILURES, ROWS, UnfitError, first_tensor, for_copies, inputs_of_copy, tiny_copy
@@ -70,13 +70,14 @@ def _shortened(config: Any) -> Any:
     return config
 
 
-class Recording(Simulated):
+class Recording(ContextParallel):
     """The whole input as one shard: keeps what attention is given, and what it gives."""
 
     def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:
         ranks = Ranks(cut_of(num_ranks, "contiguous", 1, None))
         ranks.rank, ranks.world_size = rank, num_ranks
-        super().__init__(ranks)
+        self.group = None
+        self._take(ranks, "ring")
         self.calls: list[tuple[Tensor, ...]] = []  # of attention: query, key, value and output
         self.joined: list[Tensor] = []  # what `unshard` was given
 
