@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 examples/train_hugging_face_long.py
 """
 
 import argparse
+import inspect
 from pathlib import Path
 
 import torch
@@ -45,7 +46,9 @@ for step in range(1, options.steps + 1):
 sharded.remove()  # whole sequences again, for generation
 if dist.get_rank() == 0:
     cache, prompt = BoundedCache(model), text[None, :length]
-    written = model.generate(prompt, past_key_values=cache, max_new_tokens=40, do_sample=False, pad_token_id=0)
+    is_new = "cache" in inspect.signature(model.forward).parameters
+    named = {"cache" if is_new else "past_key_values": cache}  # the name is `cache` since transformers 5.24
+    written = model.generate(prompt, **named, max_new_tokens=40, do_sample=False, pad_token_id=0)
     print(bytes(written[0, length:].tolist()))
     rows = written.shape[1] * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     print(f"the cache holds {cache.num_bytes:,} bytes at any length; {4 * rows:,} without a bound")

@@ -1,6 +1,7 @@
 """Rules of the import graph, read from the source: who may import torch, the reference; who may send."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ MOST_ROOMS = 14
 PURE = ("pattern", "plan", "forecast")
 # What any file may use of torch.distributed: it makes and describes groups, and moves no data. All else is for link.py.
 HARMLESS = {
-    "Backend",
+    "_process_group_name",
     "Store",
     "ProcessGroup",
     "FileStore",
@@ -380,6 +381,35 @@ def test_pure_modules_leave_torch_alone(name):
     names = [f"{NAME}.{other}" for other in ours() if other.partition(".")[0] == name]
     code = f"import {', '.join(names)}, sys; assert 'torch' not in sys.modules, 'torch was imported'"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+
+
+def private_names(package: Path) -> tuple[set[str], set[str]]:
+    """Names with one underscore that a package's files use; and those that they define."""
+    used, defined = set(), {"_replace", "_asdict", "_fields", "_exit"}  # public, but for their names
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Attribute(ast.Name("self"), name, ast.Store()) | ast.Name(name, ast.Store()):
+                    defined.add(name)
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                    defined.add(name)
+                case ast.Attribute(attr=name):
+                    used.add(name)
+                case ast.ImportFrom(module=str(module), level=0):
+                    used |= {*module.split("."), *(alias.name for alias in node.names)}
+    return {name for name in used if re.match("_[a-zA-Z]", name)}, defined
+
+
+def test_private_names_of_others_are_listed(tmp_path):
+    """Catches a private name of torch that is used and not listed, and one that is listed and not used."""
+    page = (PACKAGE.parents[1] / "docs/platforms.md").read_text()
+    listed = set(re.findall(r"\b_[a-zA-Z]\w*", page.partition("## Private names")[2].partition("\n## ")[0]))
+    used, defined = private_names(PACKAGE)
+    assert used - defined <= listed
+    assert listed <= used
+    (tmp_path / "a.py").write_text("from torch._utils import y\nclass A:\n  def _b(self): self._b, torch._c, d._e, z")
+    used, defined = private_names(tmp_path)
+    assert used - defined == {"_utils", "_c", "_e"}
 
 
 def test_a_call_does_not_import_the_compiler():

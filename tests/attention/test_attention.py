@@ -3,6 +3,7 @@
 All tests run with uninitialised memory filled with NaN.
 """
 
+import inspect
 from itertools import chain, combinations
 
 import pytest
@@ -13,8 +14,9 @@ from helpers import keys_seen, randn, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, save_attention, simulate
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.ranks.call import Call
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
@@ -475,6 +477,21 @@ def test_autocast_is_that_of_torch():
     assert double.dtype == torch.float64
     grads = torch.autograd.grad(out.float().sum(), inputs)
     assert all(grad.dtype == torch.float32 for grad in grads)
+
+
+def test_attention_that_is_kept_on_the_host():
+    """Catches advice on `save_on_cpu` (docs/fairscale.md) at which torch warns, or which changes gradients."""
+    more = {"respect_saved_tensors_hooks": True}  # of torch 2.14 and newer
+    more = {name: value for name, value in more.items() if name in inspect.signature(checkpoint).parameters}
+    x = torch.randn(1, 20, 2, 8, requires_grad=True)
+
+    def block(x):
+        return dilated_attention(x.sin(), x, x, DilatedPattern((4, 20), (1, 2))).square()
+
+    with torch.autograd.graph.save_on_cpu():
+        out = checkpoint(block, x, use_reentrant=False, context_fn=save_attention, **more)
+    found, expected = (torch.autograd.grad(y.sum(), x)[0] for y in (out, block(x)))
+    assert torch.equal(found, expected)
 
 
 def test_the_compiler_does_not_look_into_an_op():

@@ -179,6 +179,7 @@ def bad_slides(folder):
         yield folder / name, "cannot be read"
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")  # by torch.load, since torch 2.14
 @pytest.mark.parametrize("batch", [1, 4])
 def test_bad_slides_do_not_stop_the_others(batch, weights, slides, tmp_path, capsys):
     """Each is named with its reason, exit code 1, and the others are as if alone."""

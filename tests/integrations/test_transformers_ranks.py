@@ -245,7 +245,8 @@ def rank_has_bad_input(rank, world_size):
     mask = torch.ones(1, 12, dtype=torch.int64)
     mask[0, :3] = 0
     given = {
-        "past_key_values": ({"past_key_values": object()}, "context_parallel takes no cache"),
+        "a cache": ({"cache": object()}, "context_parallel takes no cache"),
+        "a cache, as before 5.24": ({"past_key_values": object()}, "context_parallel takes no cache"),
         "left padding": ({"attention_mask": mask}, "attention_mask of shape (1, 12): ranks share whole sequences"),
         "labels of padding": ({"attention_mask": mask.flip(1), "labels": ids}, "labels of padded positions must be"),
         "another tensor": ({"pixel_values": torch.zeros(1, 3)}, "pixel_values: it is not known how to cut this"),

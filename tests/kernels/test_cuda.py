@@ -298,6 +298,7 @@ def test_compiled_whole(compiler):
         assert torch.equal(x, y) if compiler == "aot_eager" else relative_error(x, y) <= torch.finfo(MAIN).eps
 
 
+@pytest.mark.filterwarnings("default")  # torch's own checks warn of their own internals
 def test_operators_pass_the_checks_of_torch():
     """Catches wrong fakes (strides too), aliased outputs and inputs that are changed."""
     require()

@@ -82,8 +82,15 @@ class GroupLink:
     Both ranks of a pair must post their messages in the same order, as plans do: NCCL has no tags.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str, members: Sequence[int], links: "list[GroupLink]") -> None:
-        self.group, self.name, self.world_size = group, name, len(members)
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        name: str,
+        members: Sequence[int],
+        links: "list[GroupLink]",
+        timeout: timedelta,
+    ) -> None:
+        self.group, self.name, self.world_size, self.timeout = group, name, len(members), timeout
         self.reorder(members)
         self.failure: str | None = None
         self.links = links  # if one of them breaks, all do
@@ -165,7 +172,7 @@ class GroupLink:
         progress, pending = Progress(), GroupPending(self, moment, tensors=[torch.empty(0, device="cpu")])
         self._pending.add(pending)
         self.worker.submit(lambda: progress.follow(self._first_messages(new, pending)))
-        until = time.monotonic() + self.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        until = time.monotonic() + self.timeout.total_seconds()
         found: tuple[int | None, Exception] | None = None
         while found is None and not progress.ended.wait(_WATCH_SECONDS):
             is_late = time.monotonic() > until

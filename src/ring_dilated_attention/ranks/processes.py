@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as distributed_c10d
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from ..plan.dealing import check_dealing
 from ..plan.exchange import Choice, RankPlan, choose_exchange
@@ -169,7 +169,7 @@ class Processes(Ranks):
                 )
             assert isinstance(group, dist.ProcessGroup)  # this rank is a member
             self.name = self.name or f"context {name[:12]}"
-            link = GroupLink(group, f"{purpose} of {self.name}", members, self.opened)
+            link = GroupLink(group, f"{purpose} of {self.name}", members, self.opened, self.timeout)
             link.open()
         except RuntimeError as error:
             raise ExchangeError(

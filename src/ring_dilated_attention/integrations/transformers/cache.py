@@ -19,7 +19,9 @@ MARK = "bounded_layer"  # the attribute of a key tensor that holds its BoundedLa
 class BoundedCache(Cache):
     """A cache of constant size: about w / r rows per branch, key/value head and phase (`DilatedCache`).
 
-        model.generate(ids, past_key_values=BoundedCache(model), max_new_tokens=1_000_000)
+        model.generate(ids, cache=BoundedCache(model), max_new_tokens=1_000_000)
+
+    transformers before 5.24 calls the argument `past_key_values`.
 
     Generation gives the same tokens as with transformers' own caches, which keep all positions. Several
     calls of generate may continue one sequence; `reset()` begins anew with a batch of the same size.

@@ -29,6 +29,7 @@ IGNORED_LABEL = -100  # transformers' and torch's
 TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
 # Arguments that are not passed on: they repeat cu_seq_lens_q, or do not apply to a shard.
 DROPPED = ("attention_mask", "cu_seq_lens_k", "max_length_q", "max_length_k", "use_cache", "return_dict", "seq_idx")
+CACHES = {"cache", "past_key_values", "cache_params"}  # the first since transformers 5.24
 OWN_LABEL = 0  # the label of the row on which a model's own loss is checked
 CUT = ("input_ids", "token_type_ids", "position_ids", "labels", "shift_labels")
 # Rotary embeddings whose angles go by the largest position of a call.
@@ -203,7 +204,7 @@ class ShardedForward:
 
     def _batch(self, model: Any, given: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors to cut, still whole, and the arguments to pass on. Counts the labels."""
-        if given.get("past_key_values") is not None or given.get("logits_to_keep"):
+        if CACHES & {*given} or given.get("logits_to_keep"):
             remedy = "remove() the handle that it returned, then generate."
             raise ValueError(f"context_parallel takes no cache and no logits_to_keep, which generate passes: {remedy}")
         if given.get("return_dict") is False:
