@@ -1,4 +1,5 @@
-"""`mean_loss` beyond the ranks of one sequence: unequal replicas, micro-batches of one step, samples without a label.
+"""`mean_loss`: what it takes; unequal replicas, micro-batches of one step, and samples without a label. What several
+ranks give each other is in `make fuzz`, kind `losses`.
 
 Every function whose name starts with `rank` runs on every rank, and every rank asserts.
 """
@@ -25,6 +26,29 @@ PATTERN = DilatedPattern((4, 16), (1, 2), is_causal=True)
 PATIENCE = timedelta(seconds=20)
 LENGTHS = ((41, 13), (9, 7))  # of two micro-batches, in each of two replicas
 CONFIG = LongNetConfig((4, 16), (1, 2), embed_dim=16, num_layers=1, num_heads=2, vocab_size=40)
+
+
+@pytest.mark.parametrize("count", [2.0**24 + 1, 2**70, 1.6e308, 0.1 + 1, torch.tensor(2**40 + 1)])
+def test_counts_keep_their_value(count):
+    """Catches a count that becomes a float32 on its way."""
+    total = torch.tensor(3.0, dtype=torch.float64)
+    assert ContextParallel().mean_loss(total, count).item() == 3.0 / float(count)
+    assert ContextParallel().mean_loss(total, 1, step_count=count).item() == 3.0 / float(count)
+
+
+def test_what_is_no_count_is_told_with_its_name():
+    """Catches torch's own errors ("Could not infer dtype of NoneType"), which name no argument."""
+    wrong = ["x", {}, [3], True, -1, 10**400, float("nan"), torch.ones(2), torch.ones(1, device="meta")]
+    for count in [*wrong, torch.ones(1).to_sparse(), torch.tensor(1j)]:
+        with pytest.raises(ValueError, match="local_count must be one number of at least 0"):
+            ContextParallel().mean_loss(torch.ones(()), count)
+        with pytest.raises(ValueError, match="step_count must be one number of at least 0"):
+            ContextParallel().mean_loss(torch.ones(()), 1, step_count=count)
+    with pytest.raises(ValueError, match="local_count must be one number of at least 0"):
+        ContextParallel().mean_loss(torch.ones(()), None)
+    for total in (None, 3.0, torch.tensor(3), torch.ones(2), torch.ones(1, device="meta"), torch.ones(1).to_sparse()):
+        with pytest.raises(ValueError, match="local_sum must be one number"):
+            ContextParallel().mean_loss(total, 3)
 
 
 class Tagger(nn.Module):
