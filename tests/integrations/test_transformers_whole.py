@@ -6,6 +6,7 @@ Every function whose name starts with `rank` runs on every rank, and every rank 
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from distributed import run
 from helpers import message_of
 from test_transformers_ranks import batches, loss_and_gradients
@@ -98,13 +99,29 @@ def bert(kind=BertModel):
     return filled(kind(BertConfig(**SIZES, **no_dropout, pad_token_id=0, dilated_attention=PATTERN)))
 
 
+def gradients(model, outputs):
+    """Of a loss that every rank computes from the same outputs, for the parameters on which it depends."""
+    grads = torch.autograd.grad(outputs.square().sum(), list(model.parameters()), allow_unused=True)
+    return [x for x in grads if x is not None]
+
+
+def averaged(grads):
+    """Over the ranks, as DDP does."""
+    for x in grads:
+        dist.all_reduce(x)
+        x /= dist.get_world_size()
+    return grads
+
+
 def rank_pools(rank, world_size):
     for sharding in ("contiguous", "zigzag"):
         model, context, ids = bert(), ContextParallel(sharding=sharding), tokens(2, 19)
         expected = model(ids)
+        grads = gradients(model, expected.pooler_output)
         context_parallel(model, context)
         found = model(ids)
         torch.testing.assert_close(found.pooler_output, expected.pooler_output)
+        torch.testing.assert_close(averaged(gradients(model, found.pooler_output)), grads)
         torch.testing.assert_close(found.last_hidden_state, context.shard(expected.last_hidden_state))
         context.close()
     sizes = {**SIZES, "embedding_size": 32, "pad_token_id": 0, "attention_probs_dropout_prob": 0.0}
@@ -126,6 +143,7 @@ def rank_scores(rank, world_size):
     ids[1, 15:] = 0  # padding on the right
     for model in (llama(LlamaForSequenceClassification), roberta()):
         expected = model(ids).logits
+        grads = gradients(model, expected)
         message = message_of(lambda m=model: context_parallel(m, context))
         assert f"{type(model).__name__} computes logits from all rows of its sequence" in message
         context_parallel(model.base_model, context)
@@ -134,7 +152,9 @@ def rank_scores(rank, world_size):
             return replace(output, last_hidden_state=context.unshard(output.last_hidden_state))
 
         model.base_model.register_forward_hook(join)
-        torch.testing.assert_close(model(ids).logits, expected)
+        found = model(ids).logits
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(averaged(gradients(model, found)), grads)
 
 
 def roberta():
