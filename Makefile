@@ -3,7 +3,7 @@
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   := .venv
-# Of the packages of others that tests and examples run with.
+# Of the packages of others that tests and examples run with. VERSIONS=/dev/null takes the newest.
 VERSIONS := tests/integrations/versions.txt
 BIN    := $(VENV)/bin
 

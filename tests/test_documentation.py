@@ -384,6 +384,9 @@ def test_the_workflow_runs_the_makefile():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     assert steps <= targets
     assert {"test", "test-integrations", "examples", "docs", "dist"} <= steps
+    newest = text_of_file(".github/workflows/tests.yml").partition("\n  newest:")[2].partition("\n  docs:")[0]
+    commands = re.findall(r"make ([\w-]+) TORCH=torch TRITON=triton VERSIONS=/dev/null", newest)
+    assert commands == ["test", "test-integrations"]
 
 
 def text_of_file(path: str) -> str:

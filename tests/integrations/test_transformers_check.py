@@ -12,7 +12,6 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
-    CodeGenConfig,
     DeepseekV3Config,
     EsmConfig,
     FalconConfig,
@@ -29,11 +28,12 @@ from transformers import (
 from ring_dilated_attention.integrations.transformers import convert_to_dilated, register
 from ring_dilated_attention.integrations.transformers.probe import _causal
 
-GPT = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4}
 MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 REFUSED = {
-    "codegen": (lambda: CodeGenConfig(**GPT, rotary_dim=4), "positions meet in CodeGenAttention (h.0.attn) without"),
-    "bloom": (lambda: BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4), "in BloomAttention (h.0.self_"),
+    "bloom": (
+        lambda: BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4),
+        "meet in BloomAttention (h.0.self_",
+    ),
     "falcon": (lambda: FalconConfig(**SIZES), "in FalconDecoderLayer"),
     "mamba": (lambda: MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2), "layers of linear_attention"),
     "deepseek": (
