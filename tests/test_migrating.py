@@ -15,6 +15,9 @@ from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.reference import dilated_attention_reference
 
 TABLE = stated()
+# torch's normal numbers depend on the CPU's instructions, by a rounding, which a division by a sum amplifies.
+DRAWN = torch.randn(64, generator=torch.Generator().manual_seed(0)).double().sum().item()
+DRAWS_AS_WHEN_KEPT = DRAWN == 5.932358082383871
 ALONE = [case for case in CASES if "mesh" not in case.ours and not case.loads_weights]
 ON_RANKS = list({case.ours: case for case in CASES if case.ranks > 1}.values())
 
@@ -68,7 +71,8 @@ def test_ours_is_the_definition_and_what_theirs_computed(case):
     kept = load_file(KEPT)
     assert (case.name in kept) == said.startswith("<")
     if case.name in kept:
-        assert agrees(said, relative_error(kept[case.name], out))
+        error = relative_error(kept[case.name], out)
+        assert agrees(said, error) or (error < 1e-4 and not DRAWS_AS_WHEN_KEPT)
 
 
 def test_ours_on_two_ranks():

@@ -77,6 +77,24 @@ def rank_loads(rank, world_size):
     cp.close()
 
 
+def rank_closes_beside_a_worker(rank, world_size):
+    current_process()._config["daemon"] = False
+    for _ in range(6):
+        cp = ContextParallel(timeout=timedelta(seconds=20))
+        attention(cp)
+        worker = iter(DataLoader(range(99), num_workers=1, collate_fn=list, multiprocessing_context="fork"))
+        next(worker)
+        attention(cp)
+        cp.close()
+        del worker
+
+
+def test_a_context_is_closed_while_a_worker_lives():
+    """Catches connections that gloo closes while a forked process has copies of them: it ends the process (SIGABRT) if
+    it connects ranks at their first message (TORCH_GLOO_LAZY_INIT)."""
+    run(2, rank_closes_beside_a_worker)
+
+
 def test_a_worker_of_a_data_loader():
     """Catches a worker that waits for ever for a thread that it does not have, and that takes the parent's messages."""
     run(2, rank_loads, seconds=50)

@@ -1,6 +1,5 @@
-"""Connections are opened when a plan needs them: and which ones. (test_faults.py: ranks that fail meanwhile.)"""
+"""With whom a rank exchanges a first message, and when. (test_faults.py: ranks that fail meanwhile.)"""
 
-import os
 import time
 from datetime import timedelta
 
@@ -11,8 +10,6 @@ from helpers import randn
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.ranks.processes import Processes
 
-LAZY = "TORCH_GLOO_LAZY_INIT"
-
 
 def call(parallel, rows, is_causal=False, dtype=torch.float32):
     x = randn(1, rows, 2, 4).to(dtype).requires_grad_()
@@ -21,7 +18,6 @@ def call(parallel, rows, is_causal=False, dtype=torch.float32):
 
 
 def rank_tells_its_peers(rank, world_size):
-    os.environ[LAZY] = "0"
     found = []
     for is_causal, exchange in ((False, "ring"), (True, "ring"), (False, "all_gather")):
         parallel = ContextParallel(exchange=exchange)
@@ -31,11 +27,10 @@ def rank_tells_its_peers(rank, world_size):
     parallel = ContextParallel()
     parallel.unshard(parallel.shard(torch.ones(1, 2 * world_size)))
     found.append((parallel.ranks.control.reached, parallel.ranks.all.reached))
-    assert os.environ[LAZY] == "0"
     return found
 
 
-def test_a_rank_connects_with_the_peers_of_its_plans():
+def test_a_rank_reaches_the_peers_of_its_plans():
     """log2 p further on and as many further back for handshakes; for data, the peers of the plans."""
     p = 8
     everyone = run(p, rank_tells_its_peers)
@@ -63,7 +58,7 @@ def rank_knows_other_calls(rank, world_size):
 
 
 def test_ranks_that_know_different_calls():
-    """Catches a rank that waits for others to connect while they presume that all are connected."""
+    """Catches a rank that waits for first messages of others while they presume that all have come."""
     assert run(3, rank_knows_other_calls)[0] < 9
 
 

@@ -25,10 +25,11 @@ def rounds_of(rank: int, num_ranks: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def turn_of(rank: int, peer: int) -> tuple[int, int, int]:
-    """When a pair of ranks connects: every rank goes through its pairs in this order, so that none waits in a circle.
+    """When two ranks exchange their first message: in this order each goes through its pairs, so that none waits in a
+    circle.
 
-    Neighbours in a ring come first: every second pair of them, then the pairs between. So all have connected after
-    three turns, however many ranks there are. If each began with its lowest peer, rank by rank would connect.
+    Neighbours in a ring come first: every second pair of them, then the pairs between. So all are through after three
+    turns, however many ranks there are. If each began with its lowest peer, they would go rank by rank.
     """
     first, distance = min(rank, peer), abs(rank - peer)
     return distance, first // distance % 2, first

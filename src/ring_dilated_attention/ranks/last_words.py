@@ -17,10 +17,12 @@ from .watching import start_thread
 _GRACE_SECONDS = 1.0  # another rank may see this much later that messages will not come
 
 
+NOT_MADE = "did not enter making a ContextParallel"
+
 # Why a rank that is well may not come, by what an error says of it. The first that fits is said.
 _USUAL_CAUSES = {
     "did not enter backward": "A rank runs the backward of a call only if its loss depends on the output of that call.",
-    "did not enter making a ContextParallel": (
+    NOT_MADE: (
         "If it did make one, these ranks may have made different numbers of contexts of just these ranks before. A "
         "group is named by this number, and each rank waits under another name: make contexts alike on all ranks."
     ),

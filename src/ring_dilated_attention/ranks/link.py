@@ -103,7 +103,7 @@ class GroupLink:
         self._pending: weakref.WeakSet[GroupPending] = weakref.WeakSet()
         self._worker: Worker | None = None
         self._sentinels: dict[int, Sentinel] = {}  # by peer's rank in the group
-        self.reached: set[int] = set()  # ranks in the group that gloo has connected with this one
+        self.reached: set[int] = set()  # ranks in the group that have exchanged a first message with this one
         self.waits: list[WaitTimes] | None = None  # None unless waits are recorded
 
     def open(self) -> None:
@@ -160,11 +160,11 @@ class GroupLink:
         return self._sentinels[at]
 
     def reach(self, peers: Iterable[int], moment: str) -> None:
-        """Make gloo connect this rank with the peers that it has not reached yet. The peers make this call too.
+        """Exchange a first message with the peers that this rank has not reached yet. The peers make this call too.
 
-        gloo connects two ranks at their first message, which may block until both have posted one. No error ends this
-        if the peer has died. So a thread posts a message for each peer, in one order on all ranks, so that none waits
-        in a circle. Meanwhile this thread looks for ranks that have failed (`who_left_in_vain`).
+        A peer may have died, or given up, before it had anything to say. So a thread posts a message for each peer, in
+        one order on all ranks, so that none waits in a circle. Meanwhile this thread looks for ranks that have failed
+        (`who_left_in_vain`).
         """
         turn = partial(turn_of, self.order[self.rank])
         if not (new := sorted({self.order[peer] for peer in peers} - self.reached, key=turn)):
@@ -199,7 +199,7 @@ class GroupLink:
         yield from pending.handles
 
     def _end(self, handle: Handle) -> None:
-        """End a message now. If it has connected two ranks, close their connection."""
+        """End a message now. If it was the first between two ranks, close their connection."""
         with suppress(RuntimeError):
             if not handle.work.is_completed():
                 handle.work.wait(timedelta(milliseconds=1))
@@ -270,9 +270,9 @@ class GroupLink:
         """
         if self.backends.get("cpu") != "gloo":
             return
-        for at in sorted(self.reached):
+        for peer in self._others():
             with suppress(RuntimeError):
-                self._receive_nothing(at).wait(timedelta(milliseconds=1))
+                self._receive_nothing(self.order[peer]).wait(timedelta(milliseconds=1))
 
     def _receive_nothing(self, at: int) -> dist.Work:
         """A receive that nobody answers."""

@@ -25,13 +25,13 @@ from ..plan.sizes import Sizes
 from ..run.executor import Means
 from .call import Begun, Call, shown
 from .handshake import CALLER, NUM_MODULES, agree
-from .last_words import Words
+from .last_words import NOT_MADE, Words, usual_cause
 from .link import ExchangeError, GroupLink, WaitTimes
 from .origin import why_doubtful
 from .presumed import KnownCall, Presumed
 from .ranks import Links, Ranks
 
-_LAZY, _environment = "TORCH_GLOO_LAZY_INIT", Lock()
+_naming = Lock()  # held while torch's function that names groups is replaced
 # By torch's group of all ranks: how many groups each set of ranks has made.
 _numbers: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
@@ -55,37 +55,24 @@ def _name_of(members: Sequence[int]) -> str:
 def _named(name: str) -> Iterator[None]:
     """A group that this thread makes in this block has this name. torch has no public way to say it."""
     here = current_thread()
-    torch_name: Any = getattr(distributed_c10d, "_process_group_name", None)
+    with _naming:
+        torch_name: Any = getattr(distributed_c10d, "_process_group_name", None)
 
-    def name_of_group(*ranks: Any, **how: Any) -> Any:
-        return name if current_thread() is here else torch_name(*ranks, **how)
+        def name_of_group(*ranks: Any, **how: Any) -> Any:
+            return name if current_thread() is here else torch_name(*ranks, **how)
 
-    distributed_c10d._process_group_name = name_of_group
-    try:
-        yield
-    finally:
-        distributed_c10d._process_group_name = torch_name
-
-
-@contextmanager
-def connected_on_use() -> Iterator[None]:
-    """Groups made in this block connect two ranks at their first message (`GroupLink.reach`), on gloo."""
-    with _environment:
-        before = os.environ.get(_LAZY)
-        os.environ[_LAZY] = "1"
+        distributed_c10d._process_group_name = name_of_group
         try:
             yield
         finally:
-            del os.environ[_LAZY]
-            if before is not None:
-                os.environ[_LAZY] = before
+            distributed_c10d._process_group_name = torch_name
 
 
 def backends_with_cpu(default: str) -> str | None:
     """The backends of a group that also carries tensors on the CPU, given those of the default group. None: the same.
 
     After `init_process_group("nccl")` the default group is "cuda:nccl". But counts of losses, token ids and masks are
-    on the CPU. gloo connects nobody before a first message, so an unused backend costs little.
+    on the CPU.
     """
     devices = [pair.partition(":")[0] for pair in default.split(",")]
     return None if "cpu" in devices else f"cpu:gloo,{default}"
@@ -159,7 +146,7 @@ class Processes(Ranks):
         """A communicator of these global ranks, in this order."""
         name = _name_of(members)
         try:
-            with connected_on_use(), _named(f"ring_dilated_attention:{name}"):
+            with _named(f"ring_dilated_attention:{name}"):
                 group = dist.new_group(
                     members,
                     timeout=self.timeout,
@@ -174,7 +161,7 @@ class Processes(Ranks):
         except RuntimeError as error:
             raise ExchangeError(
                 f"making a ContextParallel: not all of the ranks {members} did (group {purpose!r}, "
-                f"rank {dist.get_rank()}): {error}"
+                f"rank {dist.get_rank()}): {error}.{usual_cause(NOT_MADE, str(error))}"
             ) from error
         return link
 
