@@ -230,15 +230,19 @@ class ContextParallel:
                 and their gradients, then add up to those of the step's mean. Do not divide them further.
 
         Raises:
-            ValueError: on every rank, if a number cannot be, or `over` lacks some of this context's ranks.
+            ValueError: on every rank, if a number cannot be, or `over` lacks some of this context's ranks or is not
+                the same on all of them.
         """
         if over is None:
             return mean_loss(self.ranks, local_sum, local_count, step_count)
         self.ranks.check_all_here("mean_loss")
         failure = self._why_not_over(over)
+        fields: dict[str, object] = {"call": "mean_loss over more ranks"}
+        if not failure:
+            fields["over"] = f"{over.name} of ranks {over.ranks.members}"
         # If another rank of this context cannot come to `over`, this rank does not either: those that wait there fail.
-        with nullcontext() if failure else over.ranks.all_or_none():
-            self.ranks.agree(0, {"call": "mean_loss over more ranks"}, failure)
+        with nullcontext() if failure or over is self else over.ranks.all_or_none():
+            self.ranks.agree(0, fields, failure)
         return mean_loss(over.ranks, local_sum, local_count, step_count)
 
     def _why_not_over(self, over: object) -> str | None:
