@@ -370,6 +370,40 @@ def alone(rank):
     return [dist.new_group([member]) for member in range(dist.get_world_size())][rank]
 
 
+def rank_ignores_parameters(rank, world_size):
+    parallel = ContextParallel()
+    blocks = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    whole = nn.parallel.DistributedDataParallel
+    whole._set_params_and_buffers_to_ignore_for_model(blocks, ["0.weight"])
+    ignored = {"module.0.weight": whole(blocks)}
+    for is_last in (True, False):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        if not is_last:  # the root then has an ignored parameter alone
+            fully_shard(model[1])
+            model[0].bias = None
+        fully_shard(model, ignored_params={model[0].weight})
+        ignored[f"0.weight of FSDP2 {is_last}"] = model
+    for name, module in ignored.items():
+        found = message_of(lambda module=module: check_averaged(module, parallel))
+        assert f"{name.split(' ')[0]} was ignored by DDP or fully_shard, and nobody would average" in found
+        check_averaged(module, parallel, by_hand=True)
+        parameters = dict(module.named_parameters())
+        parameters[name.split(" ")[0]].requires_grad_(False)
+        check_averaged(module, parallel)
+    kept = fully_shard(nn.Linear(2, 2), reshard_after_forward=False)
+    with torch.no_grad():
+        kept(torch.ones(1, 2))
+    assert not hasattr(kept.weight, "full_tensor")
+    check_averaged(kept, parallel)
+    kept(torch.ones(1, 2)).sum().backward()
+    assert kept.weight.grad is not None
+
+
+def test_parameters_that_are_ignored():
+    """Catches parameters below DDP or fully_shard that these were told to ignore; and a false alarm after a forward."""
+    run(2, rank_ignores_parameters)
+
+
 def test_who_averages():
     """Catches DDP over replicas alone, a module that nobody wraps, and a mesh of which one axis is looked at."""
     run(4, rank_asks_who_averages)

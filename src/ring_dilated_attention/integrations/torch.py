@@ -131,14 +131,15 @@ def _each_input(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, tupl
 def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: bool = False) -> None:
     """Check, after DDP or fully_shard, that the ranks that share a sequence also average their gradients.
 
-    The group of torch's older FullyShardedDataParallel is not looked at.
+    Call it outside of forwards. The group of torch's older FullyShardedDataParallel is not looked at.
 
     Args:
-        by_hand: your loop, or DeepSpeed, averages the gradients of what neither DDP nor fully_shard has wrapped.
+        by_hand: your loop, or DeepSpeed, averages the gradients of what neither DDP nor fully_shard has wrapped, and
+            of what they were told to ignore.
 
     Raises:
         ValueError: if DDP's group or the mesh of a parameter lacks some of these ranks; or, unless `by_hand`, if DDP or
-            fully_shard left some parameters out.
+            fully_shard left some parameters out, or ignores them.
     """
     sharing = set(parallel.ranks.members)
     check_meshes(module, parallel)
@@ -157,14 +158,31 @@ def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: boo
                 "share each sequence, and nobody would average their gradients. Leave process_group out, which takes "
                 "all ranks."
             )
-    within = tuple(f"{name}." if name else "" for name in wrapped)
-    left = [name for name, x in module.named_parameters() if x.requires_grad and not name.startswith(within)]
-    if sharing and left and not by_hand:
-        remedy = "wrap the whole module too" if wrapped else "wrap the module"
+    if not sharing or by_hand:
+        return
+    for child in wrapped.values():
+        if isinstance(child, FSDPModule):
+            child.reshard()  # after a forward without a backward parameters may still be plain tensors
+    remedy = "wrap the whole module too" if wrapped else "wrap the module"
+    prefixes = {f"{at}." if at else "": child for at, child in wrapped.items()}
+    for name, parameter in module.named_parameters():
+        around = [(child, name.removeprefix(at)) for at, child in prefixes.items() if name.startswith(at)]
+        if not parameter.requires_grad or any(_averages(child, below, parameter) for child, below in around):
+            continue
+        why = "is in no part that DDP or fully_shard was called with"
+        if around:
+            why, remedy = "was ignored by DDP or fully_shard", "take it out of the ignored parameters"
         raise ValueError(
-            f"{left[0]} is in no part that DDP or fully_shard was called with, and nobody would average its gradients: "
-            f"{remedy}, or say check_averaged(..., by_hand=True) if your loop averages them over all ranks."
+            f"{name} {why}, and nobody would average its gradients: {remedy}, or say "
+            "check_averaged(..., by_hand=True) if your loop averages them over all ranks."
         )
+
+
+def _averages(wrapper: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Whether DDP or FSDP averages a parameter that has this name within it: if it was not told to ignore it."""
+    if isinstance(wrapper, DistributedDataParallel):
+        return name.removeprefix("module.") not in wrapper.parameters_to_ignore
+    return isinstance(parameter, DTensor) or not isinstance(wrapper, FSDPModule)
 
 
 def check_meshes(module: nn.Module, parallel: ContextParallel) -> None:
