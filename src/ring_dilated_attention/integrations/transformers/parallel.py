@@ -130,7 +130,8 @@ class ShardedForward:
     def before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         with self.parallel.ranks.refusing():
             check_meshes(model, self.parallel)
-            _refuse_noise(model)
+            if self.parallel.world_size > 1:
+                _refuse_noise(model)
             batch, rest = self._batch(model, self._named(args, kwargs))
         self.largest_position = batch["position_ids"].max()
         local = self.parallel.shard_batch(batch)
@@ -257,7 +258,7 @@ def _drop_position(rotary: nn.Module, args: tuple, angles: tuple[Tensor, ...]) -
 def _refuse_noise(model: Any) -> None:
     alphas = [vars(x)["neftune_noise_alpha"] for x in model.modules() if "neftune_noise_alpha" in vars(x)]
     if alphas and model.training:
-        why = "its noise is the smaller the longer the sequence is, and a rank has a shard"
+        why = "its noise is scaled by the length of the sequence, and a rank knows only that of its shard"
         raise ValueError(f"neftune_noise_alpha={alphas[0]}: {why}. Leave it out.")
 
 
