@@ -202,18 +202,17 @@ def test_numbers_and_contexts_that_cannot_be():
 def rank_passes_another_context(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     parallel, everyone = ContextParallel(mesh["cp"], timeout=PATIENCE), ContextParallel(timeout=PATIENCE)
-    one = torch.ones(())
-    assert parallel.mean_loss(one, 1, over=everyone) == 1  # and all are connected
+    another, one = ContextParallel(timeout=PATIENCE), torch.ones(())
+    found = message_of(lambda: parallel.mean_loss(one, 1, over=another if rank % 2 else None))
+    assert "ranks disagree on call" in found
+    assert parallel.mean_loss(one, 1, over=everyone) == 1
     if rank < 2:
         found = message_of(lambda: parallel.mean_loss(one, 1, over=parallel if rank == 1 else everyone))
         own = f"{parallel.name} of ranks [0, 1]"
         assert f"disagree on over: rank 0 has {everyone.name} of ranks [0, 1, 2, 3], rank 1 has {own}" in found
+        assert parallel.mean_loss(one, 1) == 1  # the context that agreed is whole
     else:  # they wait for ranks 0 and 1, which have no way to tell them
         message_of(lambda: parallel.mean_loss(one, 1, over=everyone), ExchangeError)
-    assert parallel.mean_loss(one, 1) == 1  # the context that agreed is whole
-    another = ContextParallel(timeout=PATIENCE)
-    found = message_of(lambda: parallel.mean_loss(one, 1, over=another if rank % 2 else None))
-    assert "ranks disagree on call" in found
 
 
 def test_another_context_on_one_rank():
