@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.integrations.torch import ShardSequence, replace_attention
 from ring_dilated_attention.layers import MultiheadDilatedAttention
-from ring_dilated_attention.models import LongNetConfig, LongNetLM
+from ring_dilated_attention.models import LongNetConfig, LongNetEncoder, LongNetLM, TorchscaleConfig
 
 PATTERN = DilatedPattern((4, 16), (1, 2), is_causal=True)
 PATIENCE = timedelta(seconds=20)
@@ -66,6 +66,41 @@ def rank_drops_other_layers(rank, world_size):
     y = other.shard(torch.randn(1, 41, 32))
     go_through(styled, y)
     assert APART in message_of(lambda: go_through(styled, y, dropped=rank))
+
+
+def rank_refuses_a_call(rank, world_size):
+    """A refused call leaves nothing behind: the next call, of no module, is not taken for the module's."""
+    parallel = ContextParallel(timeout=PATIENCE)
+    x, heads = parallel.shard(torch.randn(1, 41, 32)), parallel.shard(torch.randn(1, 41, 4, 8))
+    layers = make_layers(parallel)
+    layers[0].backend = "none" if rank == 0 else "auto"
+    assert "backend" in message_of(lambda: layers[0](x, x, x))
+    layers[0].backend = "auto"
+    dilated_attention(heads, heads, heads, PATTERN, parallel=parallel)
+    assert APART in message_of(lambda: go_through(layers, x, dropped=rank))
+
+
+def test_a_bare_call_after_a_refused_one():
+    """Catches the number of a refused call's module in a later call, after which ranks compare no more."""
+    run(2, rank_refuses_a_call)
+
+
+def rank_drops_layers_of_torchscale(rank, world_size):
+    parallel = ContextParallel(timeout=PATIENCE)
+    x = parallel.shard(torch.randn(1, 41, 32))
+    for padding in ("exact", "torchscale"):
+        torch.manual_seed(0)
+        sizes = {"embed_dim": 32, "ffn_dim": 32, "num_heads": 4, "num_layers": 3, "padding": padding}
+        config = TorchscaleConfig((4, 16), (1, 2), **sizes)
+        encoder = LongNetEncoder(config, parallel=parallel)
+        encoder(embeddings=x).sum().backward()
+        del encoder.layers[rank]
+        assert APART in message_of(lambda encoder=encoder: encoder(embeddings=x))
+
+
+def test_layers_of_torchscale_that_are_dropped_apart():
+    """Catches an attention of torchscale's networks that does not say which module calls."""
+    run(2, rank_drops_layers_of_torchscale)
 
 
 def test_layers_that_are_dropped_apart():

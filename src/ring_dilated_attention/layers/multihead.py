@@ -13,7 +13,7 @@ from ..attention.validate import autocast, check_cuts, check_objects
 from ..pattern import DilatedPattern
 from ..plan.job import held_heads
 from ..ranks.call import validate_cu_seqlens
-from ..ranks.context import ContextParallel, refuse
+from ..ranks.context import ContextParallel, called_by, refuse
 from ..ranks.handshake import RefusedError
 from ..run.dilated_cache import DilatedCache
 from .checks import check_heads, check_tensor, is_integral, valid_lengths
@@ -263,18 +263,17 @@ class MultiheadDilatedAttention(nn.Module):
         self, heads: Heads, cu_seqlens: Tensor | None, cache: DilatedCache | None = None, lengths: Tensor | None = None
     ) -> Tensor:
         """The attention and `subln`, between the projections."""
-        if self.parallel is not None and not torch.compiler.is_compiling():
-            self.parallel.ranks.caller = self._number
-        out_BNHD = dilated_attention(
-            *(*heads, self.pattern),
-            parallel=self.parallel,
-            cu_seqlens=cu_seqlens,
-            backend=self.backend,
-            heads_held=self.heads_held,
-            num_heads=self.num_heads,
-            cache=cache,
-            lengths=lengths,
-        )
+        with called_by(self.parallel, self._number):
+            out_BNHD = dilated_attention(
+                *(*heads, self.pattern),
+                parallel=self.parallel,
+                cu_seqlens=cu_seqlens,
+                backend=self.backend,
+                heads_held=self.heads_held,
+                num_heads=self.num_heads,
+                cache=cache,
+                lengths=lengths,
+            )
         assert isinstance(out_BNHD, Tensor)
         out_BNE = out_BNHD.flatten(2)
         return out_BNE if self.sub_layernorm is None else self.sub_layernorm(out_BNE)

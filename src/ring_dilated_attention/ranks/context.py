@@ -2,12 +2,13 @@
 
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from itertools import count
 from typing import NoReturn
 from weakref import WeakValueDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -44,6 +45,13 @@ def refuse(key: str, reason: str) -> None:
 # torch.compile runs `refuse` while it traces: the other ranks hear of a refused call at once. This is the mark of
 # torch.compiler.assume_constant_result, which would import dynamo, a second or two, also where nothing is compiled.
 refuse.__dict__["_dynamo_marked_constant"] = True
+
+
+def called_by(parallel: "ContextParallel | None", number: int | None) -> AbstractContextManager[None]:
+    """In this block the module of this number calls. Compiled code does not tell."""
+    if parallel is None or torch.compiler.is_compiling():
+        return nullcontext()
+    return parallel.ranks.called_by(number)
 
 
 class ContextParallel:

@@ -255,11 +255,9 @@ class Processes(Ranks):
             "gradients": call.needs_grad or "none",
             "return_lse": call.return_lse,
         }
-        if stage == "forward":
-            caller, self.caller = self.caller, None
-            if self.control.counts_modules:
-                num_modules = None if caller is None else self.num_modules
-                fields |= {NUM_MODULES: num_modules, CALLER: caller}
+        if stage == "forward" and self.control.counts_modules:
+            num_modules = None if self.caller is None else self.num_modules
+            fields |= {NUM_MODULES: num_modules, CALLER: self.caller}
         return fields
 
     def records(self, record: Tensor, moment: str) -> list[Tensor]:

@@ -149,6 +149,15 @@ class Ranks:
         self.num_modules += 1
         return self.num_modules
 
+    @contextmanager
+    def called_by(self, number: int | None) -> Iterator[None]:
+        """In this block the module of this number calls. After it nobody does, even if the call was refused."""
+        self.caller = number
+        try:
+            yield
+        finally:
+            self.caller = None
+
     def expect(self, lengths: Sequence[int]) -> None:
         """Do not warn of these numbers of rows: a model added rows of its own to its shards (a class token)."""
 

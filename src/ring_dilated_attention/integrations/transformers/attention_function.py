@@ -15,7 +15,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from ...attention import dilated_attention
 from ...pattern import DilatedPattern
-from ...ranks.context import ContextParallel, refuse
+from ...ranks.context import ContextParallel, called_by, refuse
 from ..torch import held_heads
 from .cache import MARK, BoundedLayer
 from .config import pattern_of
@@ -90,16 +90,16 @@ def attend(
     rows = tuple(x[:, :, : query_BHMD.shape[2]].transpose(1, 2) for x in (query_BHMD, key_BGSD, value_BGSD))
     options = {"pattern": pattern, "parallel": parallel, "scale": scaling, "heads_held": heads, "num_heads": num_heads}
     dilated: Any = partial(dilated_attention, **options)
-    if parallel is not None and not torch.compiler.is_compiling():
-        parallel.ranks.caller = getattr(module, "layer_idx", None)
     if attention_mask is not None:
-        return _attend_padded(dilated, rows, attention_mask, position_ids), None
+        with called_by(parallel, getattr(module, "layer_idx", None)):
+            return _attend_padded(dilated, rows, attention_mask, position_ids), None
     if cu_seq_lens_q is None and parallel is None and position_ids is not None:
         borders = find_borders(position_ids, *rows[0].shape[:2])
         if borders is not None:
             flat = (x.flatten(0, 1).unsqueeze(0) for x in rows)
             return dilated(*flat, cu_seqlens=borders).view(rows[0].shape), None
-    return dilated(*rows, cu_seqlens=cu_seq_lens_q), None
+    with called_by(parallel, getattr(module, "layer_idx", None)):
+        return dilated(*rows, cu_seqlens=cu_seq_lens_q), None
 
 
 def _attend_cached(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float | None) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...attention import dilated_attention
 from ...pattern import DilatedPattern
-from ...ranks.context import ContextParallel
+from ...ranks.context import ContextParallel, called_by
 from ..checked_loading import CheckedLoading
 from ..documents import Documents, agree_on_documents, why_no_tokens, why_not_dense
 from ..recompute import Checkpointing, check_checkpointing, run_layer
@@ -80,8 +80,10 @@ class XPos(nn.Module):
 class SelfAttention(nn.Module):
     """out_proj(subln(attention(q_proj x, k_proj x, v_proj x)))."""
 
-    def __init__(self, config: TorchscaleConfig, pattern: DilatedPattern) -> None:
+    def __init__(self, config: TorchscaleConfig, pattern: DilatedPattern, parallel: ContextParallel | None) -> None:
         super().__init__()
+        self.parallel = parallel
+        self._number = None if parallel is None else parallel.ranks.number_module()
         width = config.embed_dim
         self.num_heads, self.pattern = config.num_heads, pattern
         self.k_proj, self.v_proj, self.q_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
@@ -94,7 +96,8 @@ class SelfAttention(nn.Module):
             self.xpos.check(documents, self.pattern, q.dtype)
             cos, sin, growth = self.xpos.tables(documents)
             q, k = self.xpos.rotate(q, cos, sin, growth), self.xpos.rotate(k, cos, sin, 1 / growth)
-        out_BNE = attend(q, k, v, self.pattern).flatten(2)
+        with called_by(self.parallel, self._number):
+            out_BNE = attend(q, k, v, self.pattern).flatten(2)
         del q, k, v  # without gradients these are two thirds of what this layer holds
         return self.out_proj(out_BNE if self.inner_attn_ln is None else self.inner_attn_ln(out_BNE))
 
@@ -125,9 +128,9 @@ class TorchscaleFeedForward(nn.Module):
 class Layer(nn.Module):
     """Attention and feed-forward, each with a residual and a LayerNorm before it or after the sum."""
 
-    def __init__(self, config: TorchscaleConfig, pattern: DilatedPattern) -> None:
+    def __init__(self, config: TorchscaleConfig, pattern: DilatedPattern, parallel: ContextParallel | None) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(config, pattern)
+        self.self_attn = SelfAttention(config, pattern, parallel)
         self.self_attn_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps)
         self.ffn = TorchscaleFeedForward(config)
         self.final_layer_norm = nn.LayerNorm(config.embed_dim, eps=config.layernorm_eps)
@@ -175,7 +178,7 @@ class _LongNet(CheckedLoading):
         learned = config.num_learned_positions
         self.embed_positions = None if learned is None else nn.Embedding(learned, width)
         self.layernorm_embedding = nn.LayerNorm(width, eps=eps) if config.layernorm_embedding else None
-        self.layers = nn.ModuleList(Layer(config, self.pattern) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Layer(config, self.pattern, parallel) for _ in range(config.num_layers))
         is_normalized = config.normalize_before and (self.is_causal or config.normalize_output)
         self.layer_norm = nn.LayerNorm(width, eps=eps) if is_normalized else None
         self.output_projection = None
