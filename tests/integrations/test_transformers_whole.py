@@ -284,6 +284,9 @@ def rank_adapts(rank, world_size):
     adapted, context = Adapted(make("llama")), ContextParallel(sharding="zigzag")
     message = message_of(lambda: context_parallel(adapted, context))
     assert "Adapted wraps a model: call context_parallel(model.get_base_model(), parallel)" in message
+    ddp = nn.parallel.DistributedDataParallel(make("llama"))
+    message = message_of(lambda: context_parallel(ddp, context))
+    assert "DistributedDataParallel wraps a model: call context_parallel(model.module, parallel)" in message
     context_parallel(adapted.get_base_model(), context)
     torch.testing.assert_close(loss_and_gradients(adapted, batch, context), expected, rtol=2e-6, atol=2e-7)
 

@@ -57,10 +57,13 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     """
     if not isinstance(parallel, ContextParallel):
         raise ValueError(f"parallel must be a ContextParallel, got {parallel!r}.")
-    if callable(getattr(model, "get_base_model", None)):
+    inner = "model.get_base_model()" if callable(getattr(model, "get_base_model", None)) else None
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        inner = "model.module"
+    if inner is not None:
         raise ValueError(
-            f"{type(model).__name__} wraps a model: call context_parallel(model.get_base_model(), parallel), and the "
-            "wrapper as before."
+            f"{type(model).__name__} wraps a model: call context_parallel({inner}, parallel), and the wrapper as "
+            "before."
         )
     name, config = type(model).__name__, getattr(model, "config", None)
     if getattr(config, "_attn_implementation", None) != NAME:
