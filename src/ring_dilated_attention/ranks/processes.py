@@ -135,7 +135,7 @@ class Processes(Ranks):
 
     def _told(self) -> list[str]:
         """Every rank's text: its host, and on further lines the contexts that it dropped. Those that all ranks dropped
-        are closed here. Ranks give groups back together, because NCCL may end a communicator on all of them only."""
+        are closed here. Ranks give groups back together, because NCCL ends a communicator by a collective call."""
         told = self.control.texts("\n".join([host_name(), *_dropped]), "the exchange of host names")
         for name in set.intersection(*(set(text.split("\n")[1:]) for text in told)):
             for link in _dropped.pop(name, []):
