@@ -178,7 +178,7 @@ def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: boo
         )
 
 
-def _averages(wrapper: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+def _averages(wrapper: object, name: str, parameter: nn.Parameter) -> bool:
     """Whether DDP or FSDP averages a parameter that has this name within it: if it was not told to ignore it."""
     if isinstance(wrapper, DistributedDataParallel):
         return name.removeprefix("module.") not in wrapper.parameters_to_ignore
