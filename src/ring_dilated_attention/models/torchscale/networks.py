@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...attention import dilated_attention
+from ...attention.validate import check_objects
 from ...pattern import DilatedPattern
 from ...ranks.context import ContextParallel, called_by
 from ..checked_loading import CheckedLoading
@@ -173,6 +174,7 @@ class _LongNet(CheckedLoading):
         self.parallel = parallel
         self.activation_checkpointing = activation_checkpointing
         self.pattern = config.pattern(is_causal=self.is_causal)
+        check_objects(self.pattern, parallel, "auto")
         width, eps = config.embed_dim, config.layernorm_eps
         self.embed_tokens = None if config.num_tokens is None else nn.Embedding(config.num_tokens, width)
         learned = config.num_learned_positions
