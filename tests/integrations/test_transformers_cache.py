@@ -88,7 +88,7 @@ def test_bad_input():
         cache.crop(2)
     layer = type(cache.layers[0])
     update = layer.update
-    layer.update = lambda self, key, value, *more: (key, value)  # a model that changes keys afterwards
+    layer.update = lambda self, key, value, *more, **named: (key, value)  # a model that changes keys afterwards
     try:
         with pytest.raises(ValueError, match="changes the keys that a BoundedCache has returned"):
             model(ids[:, :1], past_key_values=cache)
