@@ -224,7 +224,7 @@ class ContextParallel:
     ) -> Tensor:
         """The mean of a loss over all ranks, from each rank's sum and number of terms: a scalar, the same on all.
 
-            loss = parallel.mean_loss(F.cross_entropy(logits, labels, reduction="sum"), labels.numel())
+            loss = parallel.mean_loss(F.cross_entropy(logits, labels, reduction="sum"), (labels != -100).sum())
 
         Ranks hold different numbers of terms, so a mean of their means would be wrong. Averaged over the ranks, as DDP
         and FSDP2 do, what a backward computes is the gradient of the mean of the ranks' losses: here of this mean.
