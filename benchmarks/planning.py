@@ -16,7 +16,7 @@ from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan import exchange, planner, sharding
 from ring_dilated_attention.plan.exchange import choose_exchange, plan_exchange
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.sharding import BY_DOCUMENT, Cut, documents_of
+from ring_dilated_attention.plan.sharding import Cut, documents_of
 from ring_dilated_attention.plan.sizes import Sizes
 
 from . import planned_counts
@@ -33,7 +33,7 @@ DILATED = DilatedPattern((2048, 4096, 8192, 16_384, 32_768), (1, 2, 4, 6, 12), i
 
 class Settings(NamedTuple):
     """ranks: of the one document; the largest number has a target. batch_ranks: of the packed batches. num_documents:
-    in a batch, and in one of a few long documents. targets: in seconds, but for BY_DOCUMENT, which has none."""
+    in a batch, and in one of a few long documents. targets: in seconds, but for "zigzag_documents", which has none."""
 
     ranks: tuple[int, ...]
     batch_ranks: int
@@ -70,7 +70,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
         target = settings.targets[0] if ranks == max(settings.ranks) else None
         row("one document", DENSE, cut, target, {"ring"}, [taken for taken, _ in found])
     many, few = settings.num_documents
-    batches = ((many, "contiguous"), (many, "zigzag"), (few, BY_DOCUMENT), (many, BY_DOCUMENT))
+    batches = ((many, "contiguous"), (many, "zigzag"), (few, "zigzag_documents"), (many, "zigzag_documents"))
     for pattern, (num_documents, name) in product((DENSE, DILATED), batches):
         step(f"{num_documents} documents, {branches(facts_of(pattern))}, {name}")
         cut, length = Cut(name, settings.batch_ranks), settings.batch_ranks * settings.local_len
@@ -84,7 +84,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
             new.append(taken)
             used.add(chosen)
             again.append(_plan(pattern, cut, length, borders, rank, "auto", is_new=False)[0])
-        first, later = (None, None) if name == BY_DOCUMENT else settings.targets[1:]
+        first, later = (None, None) if name == "zigzag_documents" else settings.targets[1:]
         row(f"{num_documents} documents, new", pattern, cut, first, used, new)
         row(f"{num_documents} documents, again", pattern, cut, later, used, again)
     return rows
@@ -109,7 +109,7 @@ def _plan(
     if is_new:
         for kept in (planner.make_plan, planner.planner_of, exchange.plan_exchange, exchange.choose_exchange):
             kept.cache_clear()
-        sharding._make_shards.cache_clear()
+        sharding._shards_of.cache_clear()
         sharding.deal_documents.cache_clear()
     gc.collect()
     began = time.process_time()

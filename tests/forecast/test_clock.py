@@ -19,7 +19,7 @@ from ring_dilated_attention.plan.exchange import RankPlan
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.plan import gathered
 from ring_dilated_attention.plan.planner import make_plan
-from ring_dilated_attention.plan.sharding import OF_ONE_DOCUMENT, default_lengths, make_shards
+from ring_dilated_attention.plan.sharding import WITHOUT_DOCUMENTS, default_lengths, make_shards
 from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.run import executor
 from ring_dilated_attention.run.executor import Means
@@ -96,7 +96,7 @@ def test_one_host_is_one_network(data):
     """And so are hosts of one rank each: to the bit, whatever the job. Slowness between hosts speeds nothing up."""
     num_ranks, length = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([2, 5]))
     pattern = data.draw(patterns(2, longest=num_ranks * length))
-    plans = plans_of(pattern, num_ranks * length, num_ranks, data.draw(st.sampled_from(OF_ONE_DOCUMENT)), (2, 1))
+    plans = plans_of(pattern, num_ranks * length, num_ranks, data.draw(st.sampled_from(WITHOUT_DOCUMENTS)), (2, 1))
     fast, slow = Hardware(50.0, 16.0, 0.5), Hardware(50.0, 3.0, 7.0)
     both = slow._replace(host_bytes_per_second=16.0, host_latency_seconds=0.5)
     inside, between, mixed = (
@@ -126,7 +126,7 @@ def test_ways_are_shared_and_messages_wait_for_both_sides():
     assert (first.done, second.done) == (4 + 2 + 5, 4 + 2 + 3 + 5)
 
 
-@pytest.mark.parametrize("sharding", OF_ONE_DOCUMENT)
+@pytest.mark.parametrize("sharding", WITHOUT_DOCUMENTS)
 @pytest.mark.parametrize("pattern", [CAUSAL, DilatedPattern((512, 4096), (1, 4))])
 def test_computing_is_the_plans_flops(pattern, sharding):
     """Catches a tile that is left out, or counted once instead of per product; and T1 is one rank's own plan."""
@@ -158,7 +158,7 @@ def test_zigzag_is_faster_for_dense_causal_attention():
     """Catches a model that sees the mean work instead of the slowest rank's."""
     contiguous, zigzag = (
         model_step(plans_of(CAUSAL, 4096, 4, sharding, (2, 2)), Sizes(1, 64, 4), Hardware(1e11, 1e10))
-        for sharding in OF_ONE_DOCUMENT
+        for sharding in WITHOUT_DOCUMENTS
     )
     assert zigzag.step_seconds < 0.65 * contiguous.step_seconds
 
@@ -178,7 +178,7 @@ def test_nothing_faster_is_slower(data):
         data.draw(st.lists(st.integers(1, 5), min_size=2, max_size=2)),
         is_causal=data.draw(st.booleans()),
     )
-    plans = plans_of(pattern, seq_len, num_ranks, data.draw(st.sampled_from(OF_ONE_DOCUMENT)), (2, 1))
+    plans = plans_of(pattern, seq_len, num_ranks, data.draw(st.sampled_from(WITHOUT_DOCUMENTS)), (2, 1))
     slow = Hardware(data.draw(rates), data.draw(rates), data.draw(st.sampled_from([0.0, 0.1, 7.0])))
     fast = Hardware(*(rate * data.draw(st.sampled_from([1, 1.5, 100])) for rate in slow[:2]), slow.latency_seconds / 2)
     before, after = (model_step(plans, Sizes(1, 4, 2), hardware) for hardware in (slow, fast))

@@ -343,7 +343,7 @@ def test_documents_are_dealt_to_the_rows_of_a_mesh():
     cut = Cut("zigzag_documents", 6, inner=2)
     shards = cut.shards_of(cut.default_lengths(60, documents), documents)
     assert sorted(x for shard in shards for span in shard for x in range(*span)) == list(range(60))
-    with pytest.raises(ValueError, match="dealt one by one, give the ranks"):
+    with pytest.raises(ValueError, match="zigzag_documents shards of 60 positions over 6 ranks have lengths"):
         cut.shards_of((0, 20, 0, 20, 0, 20), documents)
 
 

@@ -59,7 +59,7 @@ def draw(rng: random.Random, kind: str, world_size: int, stage: str, place: str)
 
 def posts_messages(fault: Fault) -> bool:
     """Whether the rank has messages at the place, under causality, where nothing wraps."""
-    shards = make_shards("contiguous", default_lengths("contiguous", 64 * fault.world_size, fault.world_size, 1, 1))
+    shards = make_shards("contiguous", default_lengths("contiguous", 64 * fault.world_size, fault.world_size))
     number = int(fault.place[4])  # of the hop
     for hop in make_plan(Job(CAUSAL, shards, 2, 2), fault.rank).hops[number - 1 : number]:
         return bool(hop.grad_sends or hop.grad_receives if "gradients" in fault.place else hop.sends or hop.receives)

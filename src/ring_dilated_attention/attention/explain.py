@@ -8,7 +8,7 @@ from torch import Tensor
 from ..kernels.choose import choose, reasons
 from ..pattern import DilatedPattern
 from ..plan.job import Job
-from ..plan.sharding import BY_DOCUMENT, documents_of
+from ..plan.sharding import documents_of
 from ..plan.sizes import Sizes
 from ..ranks.call import borders_of
 from ..ranks.context import ContextParallel
@@ -57,7 +57,7 @@ def explain(
         found |= {f"{kernel.NAME} {name}": reason for name, reason in _why(ops, op, first).items()}
     ranks = ALONE if parallel is None else parallel.ranks
     borders = borders_of(cu_seqlens)
-    if lengths is None and borders is not None and ranks.cut.sharding == BY_DOCUMENT:
+    if lengths is None and borders is not None and ranks.cut.needs_documents:
         lengths = ranks.lengths_of(borders[-1], borders)
     lengths = lengths if lengths is not None else ranks.cut.lengths or [query.shape[1]] * ranks.world_size
     documents = documents_of(borders, sum(lengths))

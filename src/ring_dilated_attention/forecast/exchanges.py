@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..pattern import DilatedPattern
 from ..plan.dealing import check_dealing
 from ..plan.job import Job
-from ..plan.sharding import OF_ONE_DOCUMENT, Borders, Cut
+from ..plan.sharding import WITHOUT_DOCUMENTS, Borders, Cut
 from ..plan.sizes import Sizes, Traits
 from .call_cost import MOST_COMPARED, Figures, Way, branch_pairs, count, forecast
 from .clock import Hardware
@@ -69,7 +69,7 @@ def ways_of(call: UncutJob, hardware: Hardware) -> list[Alternative]:
         Alternative(function, way, sharding)
         for function in ("dilated", "dense")
         for way in ways
-        for sharding in (OF_ONE_DOCUMENT if way.exchange != "all_to_all" else OF_ONE_DOCUMENT[:1])
+        for sharding in (WITHOUT_DOCUMENTS if way.exchange != "all_to_all" else ["contiguous"])
     ]
 
 
@@ -78,7 +78,7 @@ def alternatives(
 ) -> list[Alternative]:
     """All ways with their figures. step: called after each way."""
     dense = call._replace(pattern=DilatedPattern.dense(is_causal=call.pattern.is_causal))
-    counts = lru_cache(maxsize=len(OF_ONE_DOCUMENT))(count)  # a count is large
+    counts = lru_cache(maxsize=len(WITHOUT_DOCUMENTS))(count)  # a count is large
 
     def with_figures(one: Alternative) -> Alternative:
         if one.way.exchange == "all_to_all":

@@ -7,14 +7,10 @@ pattern every rank then has about the same work: one slice that sees few keys an
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
-
-BY_DOCUMENT = "zigzag_documents"
-OF_ONE_DOCUMENT = ("contiguous", "zigzag")
-SHARDINGS = (*OF_ONE_DOCUMENT, BY_DOCUMENT)
 
 
 class Span(NamedTuple):
@@ -36,36 +32,83 @@ def split_lengths(seq_len: int, num_slices: int, align: int = 1) -> tuple[int, .
     return tuple(b - a for a, b in pairwise(borders))
 
 
-def default_lengths(sharding: str, seq_len: int, world_size: int, align: int = 1, inner: int = 1) -> tuple[int, ...]:
-    """The number of positions of every rank under the near-equal split. align, inner: as in `Cut`."""
-    if sharding != "zigzag":
-        return split_lengths(seq_len, world_size, align)
-    slices = split_lengths(seq_len, 2 * (world_size // inner))
-    return tuple(n for k in range(len(slices) // 2) for n in split_lengths(slices[k] + slices[-1 - k], inner))
+def _contiguous_lengths(cut: "Cut", seq_len: int, documents: Borders) -> tuple[int, ...]:
+    if cut.lengths is None:
+        return split_lengths(seq_len, cut.num_shards, cut.align)
+    if sum(cut.lengths) != seq_len:
+        raise ValueError(
+            f"lengths={cut.lengths} add up to {sum(cut.lengths)}, but the sequence has {seq_len} positions."
+        )
+    return cut.lengths
+
+
+def _contiguous_shards(lengths: Sequence[int], documents: Borders) -> tuple[Shard, ...]:
+    return tuple(joined([Span(a, b)]) for a, b in pairwise(accumulate(lengths, initial=0)))
+
+
+def _zigzag_lengths(cut: "Cut", seq_len: int, documents: Borders) -> tuple[int, ...]:
+    num_groups = cut.num_shards // cut.inner
+    slices = split_lengths(seq_len, 2 * num_groups)
+    return _divided([slices[k] + slices[-1 - k] for k in range(num_groups)], cut.inner)
+
+
+def _zigzag_shards(lengths: Sequence[int], documents: Borders) -> tuple[Shard, ...]:
+    num_shards = len(lengths)
+    if num_shards == 1:
+        return _contiguous_shards(lengths, documents)
+    borders = accumulate(split_lengths(sum(lengths), 2 * num_shards), initial=0)
+    slices = [Span(a, b) for a, b in pairwise(borders)]
+    # The last rank's two slices are neighbours, but stay two spans: as chunks they travel at different hops.
+    pairs = [(slices[k], slices[-1 - k]) for k in range(num_shards)]
+    return tuple(tuple(span for span in pair if span.start < span.stop) for pair in pairs)
+
+
+def _document_lengths(cut: "Cut", seq_len: int, documents: Borders) -> tuple[int, ...]:
+    shards = deal_documents(documents, seq_len, cut.num_shards // cut.inner)
+    return _divided([shard_length(shard) for shard in shards], cut.inner)
+
+
+def _document_shards(lengths: Sequence[int], documents: Borders) -> tuple[Shard, ...]:
+    return deal_documents(documents, sum(lengths), len(lengths))
+
+
+def _divided(lengths: Sequence[int], inner: int) -> tuple[int, ...]:
+    """Each length, divided among `inner` ranks."""
+    return tuple(n for length in lengths for n in split_lengths(length, inner))
+
+
+class Sharding(NamedTuple):
+    """A rule by which ranks share a sequence. Both functions also take the borders of packed documents."""
+
+    lengths: Callable[["Cut", int, Borders], tuple[int, ...]]  # (cut, seq_len, documents) -> every rank's positions
+    shards: Callable[[Sequence[int], Borders], tuple[Shard, ...]]  # (every rank's positions, documents) -> its shard
+    takes_lengths: bool = False  # whether `align` and `lengths` of a `Cut` may differ from near-equal
+    needs_documents: bool = False
+
+
+SHARDINGS = {
+    "contiguous": Sharding(_contiguous_lengths, _contiguous_shards, takes_lengths=True),
+    "zigzag": Sharding(_zigzag_lengths, _zigzag_shards),
+    "zigzag_documents": Sharding(_document_lengths, _document_shards, needs_documents=True),
+}
+WITHOUT_DOCUMENTS = [name for name, sharding in SHARDINGS.items() if not sharding.needs_documents]
+
+
+def sharding_of(name: str) -> Sharding:
+    """The row of this name; ValueError if there is none."""
+    if name not in SHARDINGS:
+        raise ValueError(f"sharding={name!r} is unknown; choose one of {tuple(SHARDINGS)}.")
+    return SHARDINGS[name]
+
+
+def default_lengths(sharding: str, seq_len: int, world_size: int) -> tuple[int, ...]:
+    """The number of positions of every rank under the near-equal split."""
+    return Cut(sharding, world_size).default_lengths(seq_len)
 
 
 def make_shards(sharding: str, lengths: Sequence[int]) -> tuple[Shard, ...]:
-    """Every rank's shard, given every rank's number of positions; ValueError if zigzag's lengths are not those of 2p
-    near-equal slices."""
-    return _make_shards(sharding, tuple(lengths))
-
-
-@lru_cache(maxsize=64)
-def _make_shards(sharding: str, lengths: tuple[int, ...]) -> tuple[Shard, ...]:
-    assert sharding in OF_ONE_DOCUMENT, "`deal_documents` deals documents"
-    if sharding == "contiguous" or len(lengths) == 1:
-        return tuple(joined([Span(a, b)]) for a, b in pairwise(accumulate(lengths, initial=0)))
-    world_size = len(lengths)
-    expected = default_lengths(sharding, sum(lengths), world_size)
-    if expected != lengths:
-        raise ValueError(
-            f"zigzag shards of {sum(lengths)} positions over {world_size} ranks have lengths {expected}, "
-            f"got {lengths}. Cut the sequence with ContextParallel.shard."
-        )
-    slices = [Span(a, b) for a, b in pairwise(accumulate(split_lengths(sum(lengths), 2 * world_size), initial=0))]
-    # The last rank's two slices are neighbours, but stay two spans: as chunks they travel at different hops.
-    pairs = ((slices[k], slices[-1 - k]) for k in range(world_size))
-    return tuple(tuple(span for span in pair if span.start < span.stop) for pair in pairs)
+    """Every rank's shard, given every rank's number of positions; ValueError if the sharding has other numbers."""
+    return Cut(sharding, len(lengths)).shards_of(lengths)
 
 
 @lru_cache(maxsize=64)
@@ -76,19 +119,21 @@ def deal_documents(documents: Borders, seq_len: int, num_ranks: int) -> tuple[Sh
     """
     if documents is None:
         raise ValueError(
-            f"sharding={BY_DOCUMENT!r} deals each document by itself, so this call needs cu_seqlens, the same on every "
-            "rank ([0, N] for one document). If it takes none, choose another sharding."
+            "sharding='zigzag_documents' deals each document by itself, so this call needs cu_seqlens, the same on "
+            "every rank ([0, N] for one document). If it takes none, choose another sharding."
         )
     check_documents(documents, seq_len)
     if num_ranks == 1:
         return ((Span(0, seq_len),),)
-    slices, shards = 2 * num_ranks, [list[Span]() for _ in range(num_ranks)]
+    num_slices = 2 * num_ranks
+    shards: list[list[Span]] = [[] for _ in range(num_ranks)]
     for start, stop in pairwise(documents):
-        borders = [start + (i * (stop - start) + start % slices) // slices for i in range(slices + 1)]
-        for k, shard in enumerate(shards):
-            spans = (Span(*borders[i : i + 2]) for i in (k, slices - 1 - k))
-            shard.extend(span for span in spans if span.start < span.stop)
-    return tuple(map(tuple, shards))
+        borders = [start + (i * (stop - start) + start % num_slices) // num_slices for i in range(num_slices + 1)]
+        for rank, shard in enumerate(shards):
+            for i in (rank, num_slices - 1 - rank):
+                if borders[i] < borders[i + 1]:
+                    shard.append(Span(borders[i], borders[i + 1]))
+    return tuple(tuple(shard) for shard in shards)
 
 
 class Cut(NamedTuple):
@@ -100,36 +145,45 @@ class Cut(NamedTuple):
     lengths: tuple[int, ...] | None = None
     inner: int = 1  # how many neighbouring ranks' shards are slices of one larger shard (2-D mesh; otherwise 1)
 
+    @property
+    def needs_documents(self) -> bool:
+        return sharding_of(self.sharding).needs_documents
+
     def default_lengths(self, seq_len: int, documents: Borders = None) -> tuple[int, ...]:
         """Every rank's number of positions of a sequence; ValueError if `lengths` adds up to another length."""
-        if self.sharding == BY_DOCUMENT:
-            outer = map(shard_length, deal_documents(documents, seq_len, self.num_shards // self.inner))
-            return tuple(n for length in outer for n in split_lengths(length, self.inner))
-        if self.lengths is None:
-            return default_lengths(self.sharding, seq_len, self.num_shards, self.align, self.inner)
-        if sum(self.lengths) != seq_len:
-            raise ValueError(
-                f"lengths={self.lengths} add up to {sum(self.lengths)}, but the sequence has {seq_len} positions."
-            )
-        return self.lengths
+        return sharding_of(self.sharding).lengths(self, seq_len, documents)
 
     def shards_of(self, lengths: Sequence[int], documents: Borders = None) -> tuple[Shard, ...]:
-        """Every rank's shard, given every rank's number of positions; ValueError if `self.lengths` differs."""
-        if self.lengths is not None and tuple(lengths) != self.lengths:
-            raise ValueError(f"ranks have {tuple(lengths)} positions, but lengths={self.lengths} was given.")
-        groups = [lengths[i : i + self.inner] for i in range(0, len(lengths), self.inner)]
-        if self.sharding == BY_DOCUMENT:
-            outer = deal_documents(documents, sum(lengths), len(groups))
-            if (expected := self.default_lengths(sum(lengths), documents)) != tuple(lengths):
-                raise ValueError(
-                    f"these documents, dealt one by one, give the ranks {expected} positions, but ranks have "
-                    f"{tuple(lengths)}. Pass the cu_seqlens that ContextParallel.shard was given."
-                )
-        else:
-            outer = make_shards(self.sharding, [sum(group) for group in groups])
-        if self.inner == 1:
-            return outer
-        return tuple(x for shard, group in zip(outer, groups, strict=True) for x in slice_shard(shard, group))
+        """Every rank's shard, given every rank's number of positions; ValueError if the cut has other numbers."""
+        return _shards_of(self, tuple(lengths), documents)
+
+
+@lru_cache(maxsize=64)
+def _shards_of(cut: Cut, lengths: tuple[int, ...], documents: Borders) -> tuple[Shard, ...]:
+    _check_lengths(cut, lengths, documents)
+    groups = [lengths[i : i + cut.inner] for i in range(0, len(lengths), cut.inner)]
+    shards_of_groups = sharding_of(cut.sharding).shards([sum(group) for group in groups], documents)
+    if cut.inner == 1:
+        return shards_of_groups
+    shards: list[Shard] = []
+    for shard, group in zip(shards_of_groups, groups, strict=True):
+        shards.extend(slice_shard(shard, group))
+    return tuple(shards)
+
+
+def _check_lengths(cut: Cut, lengths: tuple[int, ...], documents: Borders) -> None:
+    """Raise ValueError for numbers of positions that this cut does not make."""
+    if sharding_of(cut.sharding).takes_lengths:
+        if cut.lengths not in (None, lengths):
+            raise ValueError(f"ranks have {lengths} positions, but lengths={cut.lengths} was given.")
+        return
+    expected = cut.default_lengths(sum(lengths), documents)
+    if expected != lengths:
+        remedy = ", and pass the cu_seqlens that it was given" if cut.needs_documents else ""
+        raise ValueError(
+            f"{cut.sharding} shards of {sum(lengths)} positions over {len(lengths)} ranks have lengths {expected}, got "
+            f"{lengths}. Cut the sequence with ContextParallel.shard{remedy}."
+        )
 
 
 def slice_shard(shard: Shard, lengths: Sequence[int]) -> tuple[Shard, ...]:

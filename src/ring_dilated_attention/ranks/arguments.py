@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..plan.exchange import EXCHANGES
-from ..plan.sharding import SHARDINGS, Cut
+from ..plan.sharding import Cut, sharding_of
 
 # torch counts timeouts in milliseconds. Ten years are as good as no timeout.
 LEAST_TIMEOUT, MOST_TIMEOUT = timedelta(milliseconds=1), timedelta(days=3650)
@@ -33,9 +33,7 @@ def cut_of(num_ranks: int, sharding: str, align: int, lengths: Sequence[int] | N
     for name, number in (("the number of ranks", num_ranks), ("align", align)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {number!r}.")
-    if sharding not in SHARDINGS:
-        raise ValueError(f"sharding={sharding!r} is unknown; choose one of {SHARDINGS}.")
-    if sharding != "contiguous" and (align != 1 or lengths is not None):
+    if not sharding_of(sharding).takes_lengths and (align != 1 or lengths is not None):
         raise ValueError(f"{sharding} shards are near-equal by definition; align and lengths are for contiguous ones.")
     if lengths is not None:
         if len(lengths) != num_ranks or any(not isinstance(n, int) or n < 0 for n in lengths):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..plan.sharding import BY_DOCUMENT, Shard, documents_of, shard_length
+from ..plan.sharding import Shard, documents_of, shard_length, sharding_of
 from .call import borders_of
 from .ranks import Ranks
 
@@ -83,7 +83,7 @@ def why_foreign(name: str, x: object, ranks: Ranks, cu_seqlens: object = None) -
     origin = origin_of(x)
     if origin is None or _is_own(origin, ranks, cu_seqlens):
         return None
-    same = " and with the same cu_seqlens" if ranks.cut.sharding == BY_DOCUMENT else ""
+    same = " and with the same cu_seqlens" if ranks.cut.needs_documents else ""
     here = "one rank alone" if ranks.world_size == 1 else f"rank {ranks.rank} of {ranks.world_size}"
     return (
         f"{name} is {origin}; this context is of {here} and cuts {ranks.cut.sharding}. Cut the whole with the context "
@@ -94,7 +94,7 @@ def why_foreign(name: str, x: object, ranks: Ranks, cu_seqlens: object = None) -
 def _is_own(origin: Origin, ranks: Ranks, cu_seqlens: object = None) -> bool:
     if len(origin.lengths) != ranks.world_size or ranks.cut.lengths not in (None, origin.lengths):
         return False
-    if BY_DOCUMENT not in (origin.sharding, ranks.cut.sharding):
+    if not (ranks.cut.needs_documents or sharding_of(origin.sharding).needs_documents):
         return ranks.shards(origin.lengths)[ranks.rank] == origin.shard
     if origin.sharding != ranks.cut.sharding or origin.rank != ranks.rank:
         return False

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..plan.dealing import check_dealing
 from ..plan.exchange import Choice, RankPlan, choose_exchange
 from ..plan.job import Job
-from ..plan.sharding import BY_DOCUMENT, Cut, order_by_host
+from ..plan.sharding import Cut, order_by_host
 from ..plan.sizes import Sizes
 from ..run.executor import Means
 from .call import Begun, Call, shown
@@ -223,7 +223,7 @@ class Processes(Ranks):
 
     def notice(self, lengths: Sequence[int]) -> None:
         given, total = tuple(lengths), sum(lengths)
-        is_said = self.cut.lengths is not None or self.cut.sharding == BY_DOCUMENT
+        is_said = self.cut.lengths is not None or self.cut.needs_documents
         if is_said or given == self.expected or self.notice_whole(given):
             return
         near_equal, size = self.cut.default_lengths(total), max(-(-total // self.world_size), 1)

@@ -14,7 +14,7 @@ from ..kernels.choose import BACKENDS
 from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, RankPlan, plan_exchange
 from ..plan.job import Job
-from ..plan.sharding import BY_DOCUMENT, Borders, Cut, Shard, document_positions, documents_of
+from ..plan.sharding import Borders, Cut, Shard, document_positions, documents_of
 from ..plan.sizes import Sizes
 from ..run import executor
 from ..run.executor import Means
@@ -88,7 +88,7 @@ class Ranks:
 
     def is_last(self, documents: Borders) -> bool:
         """False if the sharding goes by documents, and this context has since cut a sequence with others."""
-        is_free = self.cut.sharding != BY_DOCUMENT or not documents or not self.dealt
+        is_free = not self.cut.needs_documents or not documents or not self.dealt
         return is_free or hash(documents) == next(reversed(self.dealt))
 
     def positions(self, lengths: Sequence[int], borders: Borders = None) -> Tensor:

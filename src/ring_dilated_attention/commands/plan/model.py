@@ -18,7 +18,7 @@ from ...forecast.training_cost import ACTIVATIONS, Mesh, ModelJob
 from ...kernels.traits import TRAITS
 from ...models.saved_run import find_checkpoint, read_state
 from ...pattern import DilatedPattern
-from ...plan.sharding import OF_ONE_DOCUMENT
+from ...plan.sharding import WITHOUT_DOCUMENTS
 from ...training.options import in_short
 from ..hardware import ITEMSIZE, Machine, add_hardware_options, described, machine_for
 from ..numbers import LARGEST, MOST_RANKS, amount, check_at_least, check_given, count, counted, scaled, size_text
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vocab", type=count, metavar="V", help="size of the vocabulary (default 256, bytes)")
     add("--config", type=Path, metavar="PATH", help="a Hugging Face config.json, or a run's folder")
     add_call(parser, with_head_dim=False)
-    add("--sharding", choices=OF_ONE_DOCUMENT, default="contiguous", help="who owns which positions")
+    add("--sharding", choices=WITHOUT_DOCUMENTS, default="contiguous", help="who owns which positions")
     mesh_help = "data x sequence parallel, states cut over F ranks by FSDP (default: 1 x --ranks)"
     add("--mesh", metavar="DxS[xF]", help=mesh_help)
     add_hardware_options(parser)

@@ -12,7 +12,7 @@ from ...kernels.traits import TRAITS
 from ...plan.collection import without_collection
 from ...plan.exchange import EXCHANGES, Choice, choice_by
 from ...plan.job import Job
-from ...plan.sharding import BY_DOCUMENT, OF_ONE_DOCUMENT, SHARDINGS, shard_length
+from ...plan.sharding import SHARDINGS, WITHOUT_DOCUMENTS, shard_length, sharding_of
 from ...plan.sizes import Sizes
 from ..hardware import add_hardware_options, machine_for
 from ..numbers import count as whole_number
@@ -93,10 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def job_of(call: UncutJob, arguments: argparse.Namespace) -> Job:
     documents = documents_of(arguments)
-    if arguments.sharding != "contiguous" and arguments.align != 1:
+    if not sharding_of(arguments.sharding).takes_lengths and arguments.align != 1:
         raise ValueError(f"--align {arguments.align} is for contiguous shards; {arguments.sharding}'s are near-equal")
-    if arguments.sharding == BY_DOCUMENT and (documents is None or call.num_ranks > MOST_PLANNED):
-        raise ValueError(f"--sharding {BY_DOCUMENT} needs --documents, and at most {MOST_PLANNED} ranks")
+    if sharding_of(arguments.sharding).needs_documents and (documents is None or call.num_ranks > MOST_PLANNED):
+        raise ValueError(f"--sharding {arguments.sharding} needs --documents, and at most {MOST_PLANNED} ranks")
     job = call.job(arguments.sharding, align=arguments.align, documents=documents)
     if empty := sum(not shard_length(shard) for shard in job.shards):
         left = f"{empty:,} of {job.num_ranks:,} ranks without positions"
@@ -117,10 +117,10 @@ def counted_of(job: Job, sizes: Sizes, asked_for: str, step: Callable[[], object
     return count(job, way, step) if way.is_dealt else undealt._replace(way=way), choice
 
 
-def _comparable(job: Job) -> tuple[str, ...]:
-    """The shardings to compare. BY_DOCUMENT makes each document a ring of all ranks, which takes long to plan."""
+def _comparable(job: Job) -> list[str]:
+    """The shardings to compare. zigzag_documents makes each document a ring of all ranks, which takes long to plan."""
     most = MOST_DEALT // job.num_ranks**2 if job.num_ranks <= MOST_PLANNED else 0
-    return SHARDINGS if 2 < len(job.documents or ()) <= most else OF_ONE_DOCUMENT
+    return list(SHARDINGS) if 2 < len(job.documents or ()) <= most else WITHOUT_DOCUMENTS
 
 
 def compared(call: UncutJob, counted: Counted, hardware: Hardware | None, step: Callable[[], object]) -> list[dict]:
