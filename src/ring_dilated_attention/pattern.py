@@ -41,7 +41,13 @@ class HeadGroup(NamedTuple):
     query_heads: range
     kv_heads: range  # the j-th query head reads kv_heads[j // (len(query_heads) // len(kv_heads))]
     phase: int  # the j-th query head reads phase + j * phase_step
-    phase_step: int
+    phase_step: int  # 0, or 1 on a diagonal
+
+    @property
+    def phases(self) -> range:
+        """The phases of its heads: one for all of them, or one for each."""
+        num_phases = len(self.query_heads) if self.phase_step else 1
+        return range(self.phase, self.phase + num_phases)
 
 
 HeadGroups = tuple[HeadGroup, ...]

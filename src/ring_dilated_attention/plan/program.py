@@ -19,7 +19,7 @@ from .plan import Message, Plan, Tile
 from .rows import Rows
 from .step import BUFFERS, CACHED_ROWS, GRADIENTS, OWN_CHUNKS, OWN_ROWS, RECEIVED, BufferSlice, Step, Terms
 
-_GIVEN = {"forward": ("query", "key", "value"), "backward": ("dout", "query", "key", "value", "out", "lse")}
+_INPUTS = {"forward": ("query", "key", "value"), "backward": ("dout", "query", "key", "value", "out", "lse")}
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 
 # A program of more tiles (times batch entries) is made again for each call. Keeping it would take much memory, and
@@ -38,18 +38,27 @@ class Program(tuple[Step, ...]):
 
 def program_of(plan: Plan, stage: str, terms: Terms) -> Program:
     """`make_program`, kept for calls of the same shape."""
-    return (_kept if plan.num_tiles * terms.batch <= MOST_KEPT_TILES else make_program)(plan, stage, terms)
+    if plan.num_tiles * terms.batch > MOST_KEPT_TILES:
+        return make_program(plan, stage, terms)
+    return _kept(plan, stage, terms)
 
 
 def make_program(plan: Plan, stage: str, terms: Terms) -> Program:
     """The program of a plan's rank for one of STAGES."""
-    given, results = _GIVEN[stage] + (("dlse",) if terms.has_dlse else ()), _RESULTS[stage]
     maker = _Maker(plan, stage, terms)
-    if terms.dealing is not None:
-        maker.put(*(steps.Deal(name, to_heads=True) for name in given))
-    (maker.forward if stage == "forward" else maker.backward)()
-    if terms.dealing is not None:
-        maker.put(steps.Free(given), *(steps.Deal(name, to_heads=False) for name in results))
+    make_steps = maker.forward if stage == "forward" else maker.backward
+    if terms.dealing is None:
+        make_steps()
+        return Program(maker.made)
+    inputs = _INPUTS[stage]
+    if terms.has_dlse:
+        inputs += ("dlse",)
+    for name in inputs:
+        maker.put(steps.Deal(name, to_heads=True))
+    make_steps()
+    maker.put(steps.Free(inputs))
+    for name in _RESULTS[stage]:
+        maker.put(steps.Deal(name, to_heads=False))
     return Program(maker.made)
 
 
@@ -65,8 +74,8 @@ class _Maker:
         self.started: set[str] = set()
         self.arriving: list[steps.Wait] = []  # for gradients of the current chunks, from the rank that had them before
 
-    def put(self, *found: Step) -> None:
-        self.made += found
+    def put(self, *new_steps: Step) -> None:
+        self.made += new_steps
 
     def forward(self) -> None:
         """out and lse of this rank's queries: own tiles while the first chunks travel, then the tiles of each hop."""
@@ -102,7 +111,8 @@ class _Maker:
             sums, other = GRADIENTS[s % 2], GRADIENTS[(s + 1) % 2]
             if s == 0:
                 self.put(steps.Take(sums, plan.received_size, is_sum=True))
-            self.put(*(steps.Zero(BufferSlice(sums, m.offset, m)) for m in hop.grad_starts))
+            for message in hop.grad_starts:
+                self.put(steps.Zero(BufferSlice(sums, message.offset, message)))
             for tile in hop.tiles:
                 self.gradients(tile, BUFFERS[(s + 1) % 2], sums)
             self.await_gradients()
@@ -120,34 +130,46 @@ class _Maker:
     def start_hop(self, s: int) -> None:
         """Start to send the chunks of hop s from one buffer and to receive others into the other. Own chunks are packed
         before the first hop. After the last one, the buffer that was sent from is freed."""
+        sent_from, received_in = BUFFERS[s % 2], BUFFERS[(s + 1) % 2]
         if s == len(self.plan.hops):
-            self.put(*([steps.Free((BUFFERS[(s + 1) % 2],))] if s else []))
+            if s > 0:
+                self.put(steps.Free((received_in,)))
             return
-        hop, late = self.plan.hops[s], self.late_chunks(s)
         if s == 0:
             self.put(steps.Pack(OWN_CHUNKS, self.plan.chunk_size, self.plan.packs))
             self.put(steps.Take(RECEIVED, self.plan.received_size, is_sum=False))
-        self.put(*(steps.Pack(name, m.size, tuple(self.plan.packs_of(m))) for m, name in late.items()))
-        sends = tuple(
-            BufferSlice(late[m], 0, m) if m in late else BufferSlice(BUFFERS[s % 2], m.offset, m) for m in hop.sends
-        )
-        receives = tuple(BufferSlice(BUFFERS[(s + 1) % 2], m.offset, m) for m in hop.receives)
+        hop = self.plan.hops[s]
+        late = self.late_chunks(s)
+        for message, name in late.items():
+            self.put(steps.Pack(name, message.size, tuple(self.plan.packs_of(message))))
+        sends: list[BufferSlice] = []
+        for message in hop.sends:
+            if message in late:
+                sends.append(BufferSlice(late[message], 0, message))
+            else:
+                sends.append(BufferSlice(sent_from, message.offset, message))
+        receives = [BufferSlice(received_in, message.offset, message) for message in hop.receives]
         if sends or receives:
-            self.put(steps.Post(self.moment(s), self.moment(s), sends, receives))
+            self.put(steps.Post(self.moment(s), self.moment(s), tuple(sends), tuple(receives)))
 
     def arrive(self, s: int) -> None:
         """Wait until hop s has sent and received its chunks."""
-        hop, late = self.plan.hops[s], tuple(self.late_chunks(s).values())
-        self.put(*([steps.Wait(self.moment(s))] if hop.sends or hop.receives else []))
-        self.put(*([steps.Free(late)] if late else []))
+        hop = self.plan.hops[s]
+        if hop.sends or hop.receives:
+            self.put(steps.Wait(self.moment(s)))
+        late = self.late_chunks(s)
+        if late:
+            self.put(steps.Free(tuple(late.values())))
 
     def moment(self, s: int) -> str:
         return f"{self.stage}, hop {s + 1}, keys and values"
 
     def late_chunks(self, s: int) -> dict[Message, str]:
         """Own chunks that are sent after the first hop. They are packed anew, since the buffer holds others by then."""
-        own = (m for m in self.plan.hops[s].sends if s and m.owner == self.plan.rank)
-        return {m: f"own chunk sent late at hop {s + 1}, {m.packed}" for m in own}
+        if s == 0:
+            return {}
+        own = [message for message in self.plan.hops[s].sends if message.owner == self.plan.rank]
+        return {message: f"own chunk sent late at hop {s + 1}, {message.packed}" for message in own}
 
     def send_gradients(self, s: int, sums: str, other: str) -> list[steps.Wait]:
         """Start to send the gradients of hop s. Returns the waits until they are sent.
@@ -156,15 +178,17 @@ class _Maker:
         both arrive in one buffer: the others arrive after the finished ones have been added to dk and dv. Every rank
         starts them in this order, so that no message waits for one that the peer starts later.
         """
-        hop, moment, leaving = self.plan.hops[s], f"backward, hop {s + 1}, gradients", []
+        hop = self.plan.hops[s]
+        moment = f"backward, hop {s + 1}, gradients"
+        leaving: list[steps.Wait] = []
         for which, is_finished in (("finished", True), ("onward", False)):
             sends = [m for m in hop.grad_sends if (m.peer == m.owner) == is_finished]
             receives = [m for m in hop.grad_receives if (m.owner == self.plan.rank) == is_finished]
             if not sends and not receives:
                 continue
             ticket = f"{moment}, {which}"
-            leave = tuple(BufferSlice(sums, m.offset, m) for m in sends)
-            arrive = tuple(BufferSlice(other, m.offset, m) for m in receives)
+            leave = tuple(BufferSlice(sums, message.offset, message) for message in sends)
+            arrive = tuple(BufferSlice(other, message.offset, message) for message in receives)
             self.put(steps.Post(ticket, moment, leave, arrive, is_apart=True))
             leaving.append(steps.Wait(ticket, received=False))
             arrival = steps.Wait(ticket, sent=False)
@@ -173,7 +197,8 @@ class _Maker:
             elif arrive:
                 self.put(arrival)
                 self.start("dk", "dv")
-                self.put(*map(steps.Home, arrive))
+                for where in arrive:
+                    self.put(steps.Home(where))
         return leaving
 
     def await_gradients(self) -> None:
@@ -185,8 +210,9 @@ class _Maker:
         for name in names:
             if name not in self.started:
                 self.started.add(name)
-                covered = self.plan.key_covered if name in ("dk", "dv") else self.plan.query_covered
-                self.made.append(steps.Start(name, covered))
+                is_of_keys = name in ("dk", "dv")
+                is_covered = self.plan.key_covered if is_of_keys else self.plan.query_covered
+                self.put(steps.Start(name, is_covered))
 
     def partial(self, tile: Tile, keys: str) -> None:
         for call, entry in self.calls(tile, keys):
@@ -206,19 +232,24 @@ class _Maker:
 
     def copied(self, tile: Tile, keys: str) -> tuple[str, ...]:
         """The tensors whose rows are copied for a tile, as `step.Packing` says."""
-        packing, (query, key) = self.terms.packing, self.terms.distances
+        packing = self.terms.packing
         if packing is None:
             return ()
-        if self.terms.itemsize < 4:  # a few new rows read all of a cache: to copy it would take longer than to read it
-            return () if keys == CACHED_ROWS else tuple(name for name in _GIVEN[self.stage] if name != "lse")
-        fewer, more = sorted((tile.query.num_rows, tile.key.num_rows))
-        is_short = fewer * self.terms.itemsize < packing.num_bytes
-        if self.stage == "backward" or is_short or more * self.terms.batch > packing.max_rows:
+        if self.terms.itemsize < 4:
+            if keys == CACHED_ROWS:  # a few new rows read all of a cache: to copy it would take longer than to read it
+                return ()
+            return tuple(name for name in _INPUTS[self.stage] if name != "lse")
+        fewer_rows, more_rows = sorted((tile.query.num_rows, tile.key.num_rows))
+        is_short = fewer_rows * self.terms.itemsize < packing.num_bytes
+        if self.stage == "backward" or is_short or more_rows * self.terms.batch > packing.max_rows:
             return ()
-        names: tuple[str, ...] = ("query",) if tile.query.step * query >= packing.distance else ()
-        if keys == OWN_ROWS and isinstance(tile.key, Rows) and tile.key.step * key >= packing.distance:
-            names += ("key", "value")
-        return names
+        query_distance, key_distance = self.terms.distances
+        names: list[str] = []
+        if tile.query.step * query_distance >= packing.distance:
+            names.append("query")
+        if keys == OWN_ROWS and isinstance(tile.key, Rows) and tile.key.step * key_distance >= packing.distance:
+            names += ["key", "value"]
+        return tuple(names)
 
     def gradients(self, tile: Tile, keys: str, sums: str = OWN_ROWS) -> None:
         """The gradients of a tile. Other ranks' sums are awaited last, just before dk and dv are added to them."""
@@ -228,13 +259,17 @@ class _Maker:
             self.put(steps.Add("dq", call, entry, how))
             self.await_gradients()
             for name in ("dk", "dv"):
-                how = self.how(name, call.key, call.first_key, entry, "add") if isinstance(call.key, Rows) else "add"
-                self.put(steps.Add(name, call, entry, how, OWN_ROWS if isinstance(call.key, Rows) else sums))
+                if isinstance(call.key, Rows):
+                    how = self.how(name, call.key, call.first_key, entry, "add")
+                    self.put(steps.Add(name, call, entry, how, OWN_ROWS))
+                else:
+                    self.put(steps.Add(name, call, entry, "add", sums))
 
     def how(self, name: str, rows: Rows, is_first: bool, entry: int | None, otherwise: str) -> str:
         """How a result enters its accumulator: a first result of all rows becomes the accumulator ("adopt")."""
         num_heads = self.plan.num_kv_heads if name in ("dk", "dv") else self.plan.num_heads
-        is_all = entry is None and rows.segments * len(rows.heads) * rows.num_rows == self.plan.num_rows * num_heads
+        num_rows = rows.segments * len(rows.heads) * rows.num_rows
+        is_all = entry is None and num_rows == self.plan.num_rows * num_heads
         if is_first and is_all and name not in self.started and not self.terms.rounds:
             self.started.add(name)
             return "adopt"

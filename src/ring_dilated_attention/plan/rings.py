@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 from ..pattern import HeadGroup
 from .rows import Band, Block, Piece, make_bands
@@ -40,9 +41,14 @@ class Chunk:
 Hops = tuple[tuple[int, int], ...]  # ranges of hops: (first, last)
 
 
-# Place i of a ring, then four lists by hop (0 to last + 1). The first: is place i's chunk needed where it is due? The
-# others: is the chunk that is due at place i needed there? The same of i + 1, and of i - 1.
-Met = tuple[int, list[bool], list[bool], list[bool], list[bool]]
+class Timetable(NamedTuple):
+    """When chunks are needed around one place of a ring. Each list is indexed by hop, from 0 to the last hop + 1."""
+
+    place: int
+    own: list[bool]  # whether the place's own chunk is needed where it is due
+    here: list[bool]  # whether the chunk that is due at the place is needed there
+    after: list[bool]  # the same of the next place
+    before: list[bool]  # the same of the previous place
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,13 +70,16 @@ class Ring:
                 return True
         return False
 
-    def met_by(self, rank: int, last: int) -> Met:
-        i, g = self.place_of(rank), len(self.ranks)
+    def timetable(self, rank: int, last: int) -> Timetable:
+        """When chunks are needed around the place of a rank, up to hop last + 1."""
+        place, num_places = self.place_of(rank), len(self.ranks)
+        all_hops = range(last + 2)
 
-        def at(place: int) -> list[bool]:
-            return [self.meets((place - s) % g, s) for s in range(last + 2)]
+        def due_at(place: int) -> list[bool]:
+            return [self.meets((place - s) % num_places, s) for s in all_hops]
 
-        return i, [self.meets(i, s) for s in range(last + 2)], at(i), at(i + 1), at(i - 1)
+        own = [self.meets(place, s) for s in all_hops]
+        return Timetable(place, own, due_at(place), due_at(place + 1), due_at(place - 1))
 
     def place_of(self, rank: int) -> int:
         return bisect_left(self.ranks, rank)
@@ -79,48 +88,58 @@ class Ring:
 def make_chunk(groups: Sequence[HeadGroup], pieces: Sequence[Piece], first: int, origin: int, rate: int) -> Chunk:
     """One rank's rows of a segment, packed: a block for each piece, head group and band. first: the number of the
     first piece."""
-    entries, size = [], 0
+    entries: list[Entry] = []
+    size = 0
     for (number, piece), group in product(enumerate(pieces, first), groups):
         for band in make_bands(group, piece, origin, rate):
             num_heads = len(band.kv_heads)
-            entries.append(Entry(number, band, Block(size, num_heads, band.num_rows, 0, num_heads)))
+            block = Block(size, num_heads, band.num_rows, 0, num_heads)
+            entries.append(Entry(number, band, block))
             size += 2 * num_heads * band.num_rows
     return Chunk(size, tuple(entries))
 
 
 def causal_hops(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
-    """For each place of a ring and each of its pieces, the hops at which this piece is due at a place that needs it.
+    """The hops at which each piece is needed where it is due, by place of the ring and piece.
 
     A place needs the pieces that start before its own last piece. starts: where each place's pieces start, ascending.
     """
-    g = len(starts)
-    falling = sorted(range(g), key=lambda k: starts[k][-1])  # places that do not need the piece at hand yet
-    ranges: list[tuple[int, int]] = []  # of neighbouring places that need it
-    found: list[list[Hops]] = [[()] * len(place) for place in starts]
-    for start, c, j in sorted(((x, c, j) for c, place in enumerate(starts) for j, x in enumerate(place)), reverse=True):
-        while falling and starts[falling[-1]][-1] > start:
-            _add_place(ranges, falling.pop())
-        found[c][j] = _hops(ranges, c, g)
-    return found
+    num_places = len(starts)
+    hops: list[list[Hops]] = [[()] * len(of_place) for of_place in starts]
+    # Later pieces first, so that the places that need the piece at hand only become more.
+    pieces = [(start, place, i) for place, of_place in enumerate(starts) for i, start in enumerate(of_place)]
+    waiting = sorted(range(num_places), key=lambda place: starts[place][-1])  # places that do not need it yet
+    needed_by: list[tuple[int, int]] = []  # ranges of neighbouring places that need it
+    for start, place, i in sorted(pieces, reverse=True):
+        while waiting and starts[waiting[-1]][-1] > start:
+            _add_place(needed_by, waiting.pop())
+        hops[place][i] = _hops(needed_by, place, num_places)
+    return hops
 
 
-def _add_place(ranges: list[tuple[int, int]], k: int) -> None:
-    """Add place k to ranges of places, (first, last) in ascending order."""
-    i = bisect_left(ranges, (k, k))
-    lo = hi = k
-    if i < len(ranges) and ranges[i][0] == k + 1:
-        hi = ranges.pop(i)[1]
-    if i and ranges[i - 1][1] == k - 1:
+def _add_place(ranges: list[tuple[int, int]], place: int) -> None:
+    """Add a place to ranges of places, (first, last) in ascending order."""
+    i = bisect_left(ranges, (place, place))
+    first = last = place
+    if i < len(ranges) and ranges[i][0] == place + 1:
+        last = ranges.pop(i)[1]
+    if i > 0 and ranges[i - 1][1] == place - 1:
         i -= 1
-        lo = ranges.pop(i)[0]
-    ranges.insert(i, (lo, hi))
+        first = ranges.pop(i)[0]
+    ranges.insert(i, (first, last))
 
 
-def _hops(ranges: Sequence[tuple[int, int]], c: int, g: int) -> Hops:
-    """The hops at which place c's chunk is due at a place of `ranges`: first the places above c, then those below."""
-    above = [(max(lo, c + 1) - c, hi - c) for lo, hi in ranges if hi > c]
-    below = [(lo - c + g, min(hi, c - 1) - c + g) for lo, hi in ranges if lo < c]
+def _hops(ranges: Sequence[tuple[int, int]], place: int, num_places: int) -> Hops:
+    """The hops at which a place's chunk is due at one of these places: first those above it, then those below."""
+    above: list[tuple[int, int]] = []
+    below: list[tuple[int, int]] = []
+    for first, last in ranges:
+        if last > place:
+            above.append((max(first, place + 1) - place, last - place))
+        if first < place:
+            below.append((first - place + num_places, min(last, place - 1) - place + num_places))
     if above and below and above[-1][1] + 1 == below[0][0]:
-        (first, _), (_, last) = above.pop(), below.pop(0)
-        above.append((first, last))
+        first_hop, _ = above.pop()
+        _, last_hop = below.pop(0)
+        above.append((first_hop, last_hop))
     return (*above, *below)
