@@ -96,7 +96,7 @@ def measure(
     through_lse: bool = True,
 ) -> Squares:
     """This rank's difference to the definition, by quantity. Every rank of `parallel` must call it.
-    through_lse: lse has a gradient, too. Some kernels need more columns for it (`kernels/column.py`)."""
+    through_lse: lse has a gradient, too. Some kernels need more columns for it (`kernels/lse_gradient.py`)."""
     inputs, dout, dlse = make_inputs(case, dtype)
     expected = defined(case, inputs, dout, dlse if through_lse else None)
     take: Callable[[Tensor], Tensor] = parallel.shard if parallel is not None else torch.clone

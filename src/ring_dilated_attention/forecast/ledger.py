@@ -1,8 +1,8 @@
 """Predicts the memory of one attention call on one rank, from what its program allocates and frees. No torch.
 
 A figure is a sum over named items, not a formula. It counts what torch's allocator gives out. `kernels/traits.py` says
-what a kernel takes beside its results. Not counted: the columns that a gradient of lse needs (`kernels/column.py`), and
-what the transport allocates.
+what a kernel takes beside its results. Not counted: the columns that a gradient of lse needs
+(`kernels/lse_gradient.py`), and what the transport allocates.
 """
 
 from typing import NamedTuple

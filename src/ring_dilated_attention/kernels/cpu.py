@@ -5,8 +5,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .column import num_columns, with_dlse_columns
 from .contract import BackwardRows
+from .lse_gradient import num_columns, with_dlse_columns
 from .traits import TRAITS as ALL_TRAITS
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

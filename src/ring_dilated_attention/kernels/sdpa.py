@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import pad
 
-from .column import num_columns, with_dlse_columns
 from .contract import BackwardRows
 from .cuda_ops import OPS, TileFacts
+from .lse_gradient import num_columns, with_dlse_columns
 from .traits import TRAITS as ALL_TRAITS
 
 aten: Any = torch.ops.aten

@@ -4,6 +4,7 @@ P partials, B batch, M new positions, H query heads, G key/value heads, C slots 
 heads that share a key/value head, D head dim. Memory is (2, B, rows, D): keys and values of all buffers.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -45,15 +46,18 @@ def append(
         raise ValueError(f"lengths must be between 0 and the {num_new} rows that are given, got {counts}.")
     check_append(plan, positions, counts)
     runs = list(_alike(positions, counts))
-    results = []
     # A single row is written before it attends. If plan.keep > 0 and the call fails, `crop` may need the old row.
-    ones = [(memory[:, entries], position) for entries, position, count in runs if count == 1 and plan.keep]
-    written_over = [(slot, slot.clone()) for one in ones for slot in _next_slots(plan, *one)]
+    written_over: list[tuple[Tensor, Tensor]] = []
+    for entries, position, count in runs:
+        if count == 1 and plan.keep > 0:
+            for slot in _next_slots(plan, memory[:, entries], position):
+                written_over.append((slot, slot.clone()))
+    results: list[tuple[Tensor, Tensor]] = []
     try:
         for entries, position, count in runs:
-            q, k, v = (x[entries, :count] for x in (query, key, value))
             attend = _one if count == 1 else _many
-            results.append(attend(plan, kernel, scale, q, k, v, memory[:, entries], position))
+            new_rows = (query[entries, :count], key[entries, :count], value[entries, :count])
+            results.append(attend(plan, kernel, scale, *new_rows, memory[:, entries], position))
     except BaseException:  # also Ctrl-C: a call that fails must lose nothing
         for slot, rows in written_over:
             slot.copy_(rows)
@@ -68,8 +72,9 @@ def append(
         return results[0]
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     lse = torch.full(query.shape[:3], -torch.inf, dtype=accumulator_dtype(query.dtype), device=query.device)
-    for (entries, _, count), found in zip(runs, results, strict=True):
-        out[entries, :count], lse[entries, :count] = found
+    for (entries, _, count), (run_out, run_lse) in zip(runs, results, strict=True):
+        out[entries, :count] = run_out
+        lse[entries, :count] = run_lse
     return out, lse
 
 
@@ -85,9 +90,10 @@ def _alike(positions: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[sl
 
 def buffer_view(memory: Tensor, buffers: Buffers) -> Tensor:
     """Keys and values of buffers, (2, B, G, C, D)."""
-    num_buffers, (_, batch, _, head_dim) = len(buffers.kv_heads), memory.shape
-    rows = memory[:, :, buffers.offset : buffers.offset + num_buffers * buffers.capacity]
-    return rows.view(2, batch, num_buffers, buffers.capacity, head_dim)
+    _, batch, _, head_dim = memory.shape
+    num_heads = len(buffers.kv_heads)
+    stop = buffers.offset + num_heads * buffers.capacity
+    return memory[:, :, buffers.offset : stop].view(2, batch, num_heads, buffers.capacity, head_dim)
 
 
 def _next_slots(plan: CachePlan, memory: Tensor, t: int) -> Iterator[Tensor]:
@@ -101,24 +107,32 @@ def _one(
 ) -> tuple[Tensor, Tensor]:
     """out (B, 1, H, D) and lse (B, 1, H) of the row at position t. It is written first, so that it sees itself."""
     batch, _, num_heads, head_dim = query.shape
-    found = list(plan.of_position(t))
-    partials = {branch: i for i, branch in enumerate(dict.fromkeys(branch for branch, _ in found))}
-    shape, dtype = (max(len(partials), 1), batch, num_heads), accumulator_dtype(query.dtype)
+    buffers_of_row = list(plan.of_position(t))
+    branches = sorted({branch for branch, _ in buffers_of_row})
+    shape = (max(len(branches), 1), batch, num_heads)
+    dtype = accumulator_dtype(query.dtype)
     outs_PBHD = torch.zeros((*shape, head_dim), dtype=dtype, device=query.device)
     lses_PBH = torch.full(shape, -torch.inf, dtype=torch.float64, device=query.device)
     new_2BGD = torch.stack((key[:, 0], value[:, 0]))
-    for branch, buffers in found:
-        both_2BGCD, number = buffer_view(memory, buffers), buffers.before(t)
+    for branch, buffers in buffers_of_row:
+        number = buffers.before(t)
+        both_2BGCD = buffer_view(memory, buffers)
         both_2BGCD[:, :, :, number % buffers.capacity] = new_2BGD[:, :, _slice(buffers.kv_heads)]
         # Query heads that share a key/value head are rows of one tile, so that its keys are read once.
-        heads, grouped = _slice(buffers.query_heads), (batch, len(buffers.kv_heads), -1)
-        q_BGmD = query[:, 0, heads].view(*grouped, head_dim)
-        out_BGmD = outs_PBHD[partials[branch], :, heads].view(*grouped, head_dim)
-        lse_BGm = lses_PBH[partials[branch], :, heads].view(grouped)
-        for i, slots in enumerate(buffers.slots(range(buffers.seen(t).start, number + 1))):
+        heads = _slice(buffers.query_heads)
+        num_kv_heads = len(buffers.kv_heads)
+        partial = branches.index(branch)
+        q_BGmD = query[:, 0, heads].view(batch, num_kv_heads, -1, head_dim)
+        out_BGmD = outs_PBHD[partial, :, heads].view(batch, num_kv_heads, -1, head_dim)
+        lse_BGm = lses_PBH[partial, :, heads].view(batch, num_kv_heads, -1)
+        numbers = range(buffers.seen(t).start, number + 1)
+        for i, slots in enumerate(buffers.slots(numbers)):
             k_BGLD, v_BGLD = both_2BGCD[:, :, :, _slice(slots)]
             _add(kernel, scale, q_BGmD, k_BGLD, v_BGLD, out_BGmD, lse_BGm, first=i == 0)
-    out_BHD, lse_BH = merged(outs_PBHD, lses_PBH) if len(partials) > 1 else (outs_PBHD[0], lses_PBH[0])
+    if len(branches) > 1:
+        out_BHD, lse_BH = merged(outs_PBHD, lses_PBH)
+    else:
+        out_BHD, lse_BH = outs_PBHD[0], lses_PBH[0]
     return out_BHD.unsqueeze(1).to(query.dtype), lse_BH.unsqueeze(1).to(dtype)
 
 
@@ -150,38 +164,47 @@ def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -
     for buffers in plan.buffers:
         kept = plan.kept(buffers, end)
         numbers = range(max(kept.start, buffers.before(t)), kept.stop)
-        place(buffers, numbers, memory, torch.stack([rows_at(x, buffers, numbers, t) for x in (key, value)]))
+        both_2BGLD = torch.stack([rows_at(key, buffers, numbers, t), rows_at(value, buffers, numbers, t)])
+        place(buffers, numbers, memory, both_2BGLD)
 
 
 def rows_at(x_BNHD: Tensor, buffers: Buffers, numbers: range, first: int) -> Tensor:
     """The rows with these numbers in their phase, (B, G, L, D), of a tensor whose row 0 is position `first`."""
-    number = torch.arange(numbers.start, numbers.stop, device=x_BNHD.device)
-    per_segment = buffers.rows_per_segment
-    position = number // per_segment * buffers.segment_length + buffers.phase + number % per_segment * buffers.rate
-    return x_BNHD[:, :, _slice(buffers.kv_heads)].index_select(1, position - first).transpose(1, 2)
+    number_L = torch.arange(numbers.start, numbers.stop, device=x_BNHD.device)
+    segment_L = number_L // buffers.rows_per_segment
+    row_L = number_L % buffers.rows_per_segment
+    position_L = segment_L * buffers.segment_length + buffers.phase + row_L * buffers.rate
+    x_BNGD = x_BNHD[:, :, _slice(buffers.kv_heads)]
+    return x_BNGD.index_select(1, position_L - first).transpose(1, 2)
 
 
 def place(buffers: Buffers, numbers: range, memory: Tensor, both_2BGLD: Tensor) -> None:
     """Write keys and values of the rows with these numbers into their slots."""
+    buffer_2BGCD = buffer_view(memory, buffers)
     start = 0
     for slots in buffers.slots(numbers):
-        buffer_view(memory, buffers)[:, :, :, _slice(slots)] = both_2BGLD[:, :, :, start : start + len(slots)]
+        buffer_2BGCD[:, :, :, _slice(slots)] = both_2BGLD[:, :, :, start : start + len(slots)]
         start += len(slots)
 
 
-def held(buffers: Buffers, numbers: range, memory: Tensor) -> Tensor:
+def placed(buffers: Buffers, numbers: range, memory: Tensor) -> Tensor:
     """Keys and values of the rows with these numbers, from their slots: (2, B, G, L, D)."""
-    both = buffer_view(memory, buffers)
-    return torch.cat([both[:, :, :, _slice(slots)] for slots in buffers.slots(numbers)] or [both[:, :, :, :0]], dim=3)
+    buffer_2BGCD = buffer_view(memory, buffers)
+    runs = [buffer_2BGCD[:, :, :, _slice(slots)] for slots in buffers.slots(numbers)]
+    if not runs:
+        return buffer_2BGCD[:, :, :, :0]
+    return torch.cat(runs, dim=3)
 
 
 def packed(plan: CachePlan, shard: Shard, position: int, key: Tensor, value: Tensor) -> Tensor:
     """The rows of a shard (B, N, G, D) that a cache of the whole sequence keeps, as a flat tensor."""
-    first = dict(zip(shard, first_rows(shard), strict=False))
-    rows = [key.new_empty(0)]
+    first_row = dict(zip(shard, first_rows(shard), strict=False))
+    flat_rows = [key.new_empty(0)]
     for buffers, numbers, span in plan.kept_of(shard, position):
-        rows += [rows_at(x[:, first[span] :], buffers, numbers, span.start).flatten() for x in (key, value)]
-    return torch.cat(rows)
+        for x in (key, value):
+            rows_BGLD = rows_at(x[:, first_row[span] :], buffers, numbers, span.start)
+            flat_rows.append(rows_BGLD.flatten())
+    return torch.cat(flat_rows)
 
 
 def packed_size(plan: CachePlan, shard: Shard, position: int, like: Tensor) -> int:
@@ -194,9 +217,10 @@ def unpack(plan: CachePlan, shard: Shard, position: int, flat: Tensor, memory: T
     """Write the rows that `packed` returned."""
     batch, head_dim = memory.shape[1], memory.shape[3]
     for buffers, numbers, _ in plan.kept_of(shard, position):
-        size = 2 * batch * len(buffers.kv_heads) * len(numbers) * head_dim
-        both, flat = flat[:size].view(2, batch, len(buffers.kv_heads), len(numbers), head_dim), flat[size:]
-        place(buffers, numbers, memory, both)
+        shape = (2, batch, len(buffers.kv_heads), len(numbers), head_dim)
+        size = math.prod(shape)
+        place(buffers, numbers, memory, flat[:size].view(shape))
+        flat = flat[size:]
 
 
 def _slice(x: range) -> slice:

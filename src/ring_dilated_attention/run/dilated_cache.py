@@ -11,7 +11,7 @@ from torch import Tensor, is_tensor
 from ..pattern import DilatedPattern, is_integer, why_no_pattern
 from ..plan.cache_plan import CachePlan, check_append, check_crop, plan_cache
 from ..plan.job import held_heads
-from .append import held, packed, packed_size, place, unpack
+from .append import packed, packed_size, place, placed, unpack
 from .link_contract import Parallel
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -237,7 +237,7 @@ class DilatedCache:
     def _rows_of(self, b: int, position: int, floor: int) -> Tensor:
         """The kept rows of a batch entry, (2, rows, D), buffer by buffer."""
         entry = self.memory[:, b : b + 1]
-        found = (held(buffers, self.plan.kept(buffers, position, floor), entry) for buffers in self.plan.buffers)
+        found = (placed(buffers, self.plan.kept(buffers, position, floor), entry) for buffers in self.plan.buffers)
         return torch.cat([entry[:, 0, :0].cpu(), *(both[:, 0].flatten(1, 2).cpu() for both in found)], dim=1)
 
     def _put_rows(self, b: int, rows: Tensor, source: CachePlan, position: int, floor: int) -> None:
