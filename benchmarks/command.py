@@ -1,6 +1,7 @@
-"""`python -m benchmarks`: run cases, write their records, make the page."""
+"""`python -m benchmarks`: run cases, write their records, make the pages."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -9,132 +10,101 @@ from types import ModuleType
 from typing import Any
 
 from ring_dilated_attention.commands.local_ranks import Launch, Worker, run_ranks
-from ring_dilated_attention.commands.output import check_writable, progress_bar
-from ring_dilated_attention.commands.terminal import guarded
-from ring_dilated_attention.training.files import check_mine
+from ring_dilated_attention.training.files import check_mine, in_words
 
 from . import (
-    before,
-    billion,
     crossover,
-    deep,
     device,
-    documents,
     error,
-    evaluate,
     flops,
-    generation,
     gpu,
     gpu_memory,
     gpu_small,
-    handshake,
-    hosts,
     linear,
-    memory,
-    million,
-    model_memory,
     multi_gpu,
-    overlap,
-    packing,
-    parameters,
     peers,
-    planned_counts,
-    planned_time,
-    planning,
-    prefill,
-    progress,
     ranks,
-    reports,
     scaling,
-    sent,
-    sharded,
-    slides,
-    soak,
     token,
-    torch_ring,
-    transformers_loss,
 )
 from .gate import GateError
 from .learn import command as learn
-from .record import Record, for_terminal, is_record, make_record, page_of, write_page, write_record
+from .learn import text
+from .progress import stepper
+from .record import Record, for_terminal, is_record, make_record, page_of, retired_names, write_page, write_record
 
+# Each case has a SUMMARY, MINUTES, settings FULL and QUICK, `run(settings, step)`, which makes rows, and `table(rows)`.
 CASES: dict[str, ModuleType] = {
     "flops": flops,
     "linear": linear,
-    "memory": memory,
-    "scaling": scaling,
-    "ranks": ranks,
-    "sent": sent,
-    "handshake": handshake,
-    "overlap": overlap,
-    "hosts": hosts,
-    "documents": documents,
-    "error": error,
-    "torch_ring": torch_ring,
-    "peers": peers,
-    "million": million,
-    "billion": billion,
     "crossover": crossover,
-    "packing": packing,
-    "model_memory": model_memory,
-    "deep": deep,
-    "sharded": sharded,
-    "transformers_loss": transformers_loss,
-    "parameters": parameters,
-    "planned_time": planned_time,
-    "planned_counts": planned_counts,
-    "planning": planning,
-    "slides": slides,
-    "generation": generation,
+    "ranks": ranks,
+    "scaling": scaling,
+    "error": error,
     "token": token,
-    "prefill": prefill,
-    "evaluate": evaluate,
-    "reports": reports,
-    "soak": soak,
+    "peers": peers,
     "gpu": gpu,
     "gpu_memory": gpu_memory,
     "gpu_small": gpu_small,
 }
 # What makes the table of each record.
-TABLES = {name: module.table for name, module in CASES.items()} | learn.TABLES
-TABLES |= {"before": before.table, "multi_gpu": multi_gpu.table}
+TABLES = {name: case.table for name, case in CASES.items()}
+TABLES |= {learn.NAME: text.table, "multi_gpu": multi_gpu.table}
 RESULTS = Path(__file__).with_name("results")
+NAME = "python -m benchmarks"
 
-EXAMPLES = f"""cases:
-{chr(10).join(f"  {name:<17} {module.SUMMARY}" for name, module in CASES.items())}
 
-examples:
-  python -m benchmarks flops            one case; its record goes to benchmarks/results/flops.json
-  python -m benchmarks --all            all that can run here, one by one (more than half an hour on two cores)
-  python -m benchmarks --all --quick    tiny sizes, to see that they run; writes nothing. A CPU stands in for a GPU
-  python -m benchmarks --page --html docs/evidence.html --reports docs/reports.md
-                                        make all pages from the records again
-  python -m benchmarks learn            what dilated patterns learn, in runs of up to an hour; --help says more
-  python -m benchmarks multi_gpu        {multi_gpu.SUMMARY}; ten minutes
-
-Leave the machine alone while a case runs. No row is timed before the same call passed against the definition in
-float64 at a small size. Exit codes: 0 done, 1 a gate failed, 2 refused.
-"""
+def help_text() -> str:
+    lines = ["cases, and how many minutes each takes on two quiet cores, or on an H100:"]
+    for name, case in CASES.items():
+        lines.append(f"  {name:<11} {case.MINUTES:>3}  {case.SUMMARY}")
+    lines += [
+        "",
+        "two commands of their own (--help says more):",
+        f"  multi_gpu    10  {multi_gpu.SUMMARY}",
+        f"  learn        60  {text.SUMMARY}",
+        "",
+        "examples:",
+        "  python -m benchmarks flops            one case; its record goes to benchmarks/results/flops.json",
+        "  python -m benchmarks --all            all cases that can run here, one by one",
+        "  python -m benchmarks --all --quick    tiny sizes, in two minutes, to see that they run; writes nothing.",
+        "                                        A CPU stands in for a GPU",
+        "  python -m benchmarks --page --html docs/evidence.html --reports docs/reports.md",
+        "                                        make all pages from the records; runs nothing",
+        "",
+        "The gate: no row is timed before the same call, at a small size, agreed with the definition in float64. Leave",
+        "the machine alone while a case runs. Exit codes: 0 done, 1 a gate failed, 2 refused, 130 interrupted.",
+    ]
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = sys.argv[1:] if argv is None else argv
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if words[:1] == ["learn"]:
+            return learn.main(words[1:], RESULTS, stepper("learn"), lambda folder: write_page(folder, TABLES))
+        if words[:1] == ["multi_gpu"]:
+            return multi_gpu.main(words[1:])
+        return run(parsed(words))
+    except KeyboardInterrupt:
+        print(f"\n{NAME}: interrupted", file=sys.stderr)
+        return 130
+    except GateError as failure:
+        print(failure, file=sys.stderr)
+        return 1
+    except ValueError as failure:  # what cannot be run or written
+        print(failure, file=sys.stderr)
+        return 2
+    except OSError as failure:
+        print(f"{NAME}: {in_words(failure)}", file=sys.stderr)
+        return 2
 
-    def work() -> int:
-        if given[:1] == ["learn"]:
-            return learn.run(given[1:], RESULTS, lambda folder: write_page(folder, TABLES))
-        if given[:1] == ["multi_gpu"]:
-            return multi_gpu.main(given[1:])
-        return run(parsed(given))
 
-    return guarded("python -m benchmarks", work, is_process=argv is None)
-
-
-def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+def parsed(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks",
-        description="Measure speed, memory and scaling, each behind a correctness gate.",
-        epilog=EXAMPLES,
+        prog=NAME,
+        description="Measure speed, memory, scaling and errors, each behind a correctness gate.",
+        epilog=help_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("cases", nargs="*", metavar="CASE", help="which cases to run")
@@ -144,70 +114,28 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--html", type=Path, metavar="FILE", help="make docs/evidence.html, the page of pictures")
     parser.add_argument("--reports", type=Path, metavar="FILE", help="make docs/reports.md, the answer to the reports")
     parser.add_argument(
-        "--results",
-        type=Path,
-        metavar="DIR",
-        help="where records go; the page goes beside it (default: those of the clone)",
+        "--results", type=Path, metavar="DIR", help="where records are; the page is beside it (default: in the clone)"
     )
-    return parser.parse_args(argv)
+    return parser.parse_args(words)
 
 
 def run(arguments: argparse.Namespace) -> int:
     names = list(CASES) if arguments.all else arguments.cases
-    unknown = [name for name in names if name not in CASES]
-    if unknown:
-        print(f"unknown case {unknown[0]!r}; choose from {', '.join(CASES)}", file=sys.stderr)
-        return 2
-    asked = {"--page": arguments.page, "--html": arguments.html, "--reports": arguments.reports}
-    pages = [flag for flag, value in asked.items() if value]
-    if not names and not pages:
-        print(
-            f"name a case ({', '.join(CASES)}), or --all, or --page; python -m benchmarks --help says more",
-            file=sys.stderr,
-        )
-        return 2
     folder = arguments.results or RESULTS
     is_kept = arguments.results is not None or not arguments.quick
-    try:
-        if names and pages:
-            raise ValueError(
-                f"{pages[0]} only makes a page from the records; leave out {pages[0]}, or make it after the cases"
-            )
-        if arguments.html and find_spec("matplotlib") is None:
-            raise ValueError("--html needs matplotlib: pip install matplotlib")
-        if is_kept or pages:
-            check_folder(folder, names)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    against = {name: why_not(CASES[name], is_quick=arguments.quick) for name in names}
-    for name, reason in against.items():
-        if reason and arguments.all:
+    check(arguments, names, folder, is_kept=is_kept)
+    for name in names:
+        case = CASES[name]
+        reason = why_not(case, is_quick=arguments.quick)
+        if reason:
             print(f"{name}: skipped, it {reason}\n")
-        elif reason:
-            print(f"{name} {reason}", file=sys.stderr)
-            return 2
-    for name in [name for name in names if not against[name]]:
-        try:
-            rows = run_case(CASES[name], is_quick=arguments.quick)
-        except GateError as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            return 1
-        print(f"{name}: {for_terminal(CASES[name].table(rows))}\n")
+            continue
+        rows = run_case(name, is_quick=arguments.quick)
+        print(f"{name}: {for_terminal(case.table(rows))}\n")
         if is_kept:
             print(f"record: {write_record(record_of(name, rows, is_quick=arguments.quick), folder)}")
-    try:
-        if (names and is_kept) or arguments.page:
-            print(f"page: {write_page(folder, TABLES)}")
-        write_others(arguments, folder)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-def write_others(arguments: argparse.Namespace, folder: Path) -> None:
-    """The pages that are asked for by name. Their pictures need matplotlib, which no case does."""
+    if arguments.page or (names and is_kept):
+        print(f"page: {write_page(folder, TABLES)}")
     if arguments.html:
         from .pages.evidence import write_evidence
 
@@ -216,45 +144,79 @@ def write_others(arguments: argparse.Namespace, folder: Path) -> None:
         from .pages.reports import write_reports
 
         print(f"page: {write_reports(arguments.reports, folder)}")
+    return 0
 
 
-def check_folder(folder: Path, names: Sequence[str]) -> None:
-    """Raise ValueError, before anything is measured, unless the records of these cases and the page can be written."""
-    page_of(folder)
-    if not names and not any((folder / f"{name}.json").exists() for name in TABLES):
+def check(arguments: argparse.Namespace, names: Sequence[str], folder: Path, *, is_kept: bool) -> None:
+    """Raise ValueError, before anything is measured, for what cannot be run or written."""
+    for name in names:
+        if name not in CASES:
+            raise ValueError(f"unknown case {name!r}; choose from {', '.join(CASES)}")
+    options = {"--page": arguments.page, "--html": arguments.html, "--reports": arguments.reports}
+    pages = [option for option, value in options.items() if value]
+    if not names and not pages:
+        raise ValueError(f"name a case ({', '.join(CASES)}), or --all, or --page; {NAME} --help says more")
+    if names and pages:
+        raise ValueError(
+            f"{pages[0]} only makes a page from the records; leave out {pages[0]}, or make it after the cases"
+        )
+    if arguments.html and find_spec("matplotlib") is None:
+        raise ValueError("--html needs matplotlib: pip install matplotlib")
+    for name in arguments.cases:
+        reason = why_not(CASES[name], is_quick=arguments.quick)
+        if reason:
+            raise ValueError(f"{name} {reason}")
+    if is_kept or pages:
+        page_of(folder)
+    names_of_records = [name for name in TABLES if (folder / f"{name}.json").exists()] + retired_names(folder)
+    if pages and not names_of_records:
         raise ValueError(
             f"--page: there are no records in {folder}. Name the folder that holds them with --results, or run a case."
         )
-    if names:
-        check_writable("--results", folder)
-    for name in names:
-        check_mine(folder / f"{name}.json", is_record, "python -m benchmarks")
+    if names and is_kept:
+        check_can_hold(folder)
+        for name in names:
+            check_mine(folder / f"{name}.json", is_record, NAME)
+
+
+def check_can_hold(folder: Path) -> None:
+    """Raise ValueError unless the folder, or the nearest of its parents that is there, takes new files."""
+    for path in (folder, *folder.parents):
+        if path.exists():
+            break
+    why = "" if path.is_dir() else "a file is in the way"
+    if not os.access(path, os.W_OK):
+        why = "permission denied"
+    if why:
+        raise ValueError(f"--results {folder} cannot be written: {why}. Choose another place.")
 
 
 def why_not(case: ModuleType, *, is_quick: bool) -> str | None:
     """The reason why a case cannot run here, or None. Quick, a CPU stands in for the GPU."""
-    if hasattr(case, "why_not"):
-        return case.why_not()
-    return device.why_not() if needs_gpu(case) and not is_quick else None
+    if needs_gpu(case) and not is_quick:
+        return device.why_not()
+    return None
 
 
 def needs_gpu(case: ModuleType) -> bool:
     return getattr(case, "NEEDS_GPU", False)
 
 
-def record_of(name: str, rows: list[dict], *, is_quick: bool) -> Record:
+def run_case(name: str, *, is_quick: bool) -> list[dict[str, Any]]:
+    case = CASES[name]
+    try:
+        return case.run(case.QUICK if is_quick else case.FULL, stepper(name))
+    except GateError as failure:
+        raise GateError(f"{name}: {failure}") from failure
+
+
+def record_of(name: str, rows: list[dict[str, Any]], *, is_quick: bool) -> Record:
     """The GPU is asked in a process of its own: asking takes some of its memory for as long as a process lives."""
-    found = None
+    described = None
     if needs_gpu(CASES[name]) and device.why_not() is None:
-        [found] = run_ranks(Launch(1), _describe_gpu)
-    return make_record(name, rows, is_quick=is_quick, gpu=found)
+        [described] = run_ranks(Launch(1), _describe_gpu)
+    return make_record(name, rows, is_quick=is_quick, gpu=described)
 
 
 def _describe_gpu(worker: Worker) -> dict[str, Any]:
     return device.describe()
-
-
-def run_case(case: ModuleType, *, is_quick: bool) -> list[dict]:
-    settings = case.QUICK if is_quick else case.FULL
-    with progress_bar(case.num_steps(settings), "call") as bar:
-        return case.run(settings, progress.stepper(bar))

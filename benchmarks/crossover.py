@@ -1,16 +1,16 @@
 """Dense attention against a fixed pattern, length by length: below which length dense attention is the faster call."""
 
-import statistics
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ring_dilated_attention.pattern import DilatedPattern
 
 from .gate import gate
-from .measure import Sizes, Times, dense_call, dilated_call, quantiles
+from .measure import Sizes, by_turns, call_json, dense_call, dilated_call, quantiles
 from .record import branches, markdown, seconds, tensors
 
 SUMMARY = "the length below which dense attention is faster"
+MINUTES = 2
 
 
 class Settings(NamedTuple):
@@ -23,42 +23,29 @@ FULL = Settings()
 QUICK = Settings({256: 2, 1024: 2}, Sizes(0, 2, 32), ((128, 256), (1, 2)))
 
 
-def num_steps(settings: Settings) -> int:
-    return 2 * sum(1 + repeats for repeats in settings.repeats.values())
-
-
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
     rows = []
     for is_causal in (False, True):
         pattern = DilatedPattern(*settings.branches, is_causal=is_causal)
-        found = [
-            _row(settings.sizes._replace(seq_len=n), pattern, repeats, step) for n, repeats in settings.repeats.items()
-        ]
-        first = first_faster({row["seq_len"]: row["speed_up"] for row in found})
-        rows += [row | {"faster_from": first} for row in found]
+        of_pattern = []
+        for n, repeats in settings.repeats.items():
+            of_pattern.append(_row(settings.sizes._replace(seq_len=n), pattern, repeats, step))
+        first = first_faster({row["seq_len"]: row["speed_up"] for row in of_pattern})
+        rows += [row | {"faster_from": first} for row in of_pattern]
     return rows
 
 
 def _row(sizes: Sizes, pattern: DilatedPattern, repeats: int, step: Callable[[str], None]) -> dict[str, Any]:
     passed = gate(sizes, pattern)
-    dense, ours = dense_call(sizes, is_causal=pattern.is_causal), dilated_call(sizes, pattern)
-    times: list[tuple[Times, Times]] = []
-    small = sizes._replace(seq_len=min(sizes.seq_len, 1024))  # a long dense call is too dear for a warm-up
-    dense_call(small, is_causal=pattern.is_causal)()
-    ours()
-    step(f"{sizes.seq_len:,} positions, warm-up")
-    for _ in range(repeats):
-        step(f"{sizes.seq_len:,} positions{', causal' if pattern.is_causal else ''}")
-        times.append((dense(), ours()))
-    theirs, mine = ([t.both for t in column] for column in zip(*times, strict=True))
+    ours, dense = f"{sizes.seq_len:,} positions", f"{sizes.seq_len:,} positions, dense"
+    calls = {dense: dense_call(sizes, is_causal=pattern.is_causal), ours: dilated_call(sizes, pattern)}
+    times = by_turns(calls, repeats, step)
+    seconds = {name: quantiles(t.both for t in times[name]) for name in calls}
     return {
-        "segment_lengths": pattern.segment_lengths,
-        "dilation_rates": pattern.dilation_rates,
-        "is_causal": pattern.is_causal,
-        **sizes.as_json(),
-        "dense_seconds": quantiles(theirs),
-        "seconds": quantiles(mine),
-        "speed_up": statistics.median(theirs) / statistics.median(mine),
+        **call_json(sizes, pattern),
+        "dense_seconds": seconds[dense],
+        "seconds": seconds[ours],
+        "speed_up": seconds[dense]["median"] / seconds[ours]["median"],
         "gate": passed,
     }
 

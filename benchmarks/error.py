@@ -17,10 +17,11 @@ from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.ranks.context import ContextParallel
 
 from .gate import gate, gate_squares
-from .measure import Sizes
+from .measure import Sizes, call_json
 from .record import branches, markdown
 
 SUMMARY = "error of 1 to 64 ranks against one device in float64"
+MINUTES = 3
 
 
 class Setup(NamedTuple):
@@ -46,44 +47,33 @@ FULL = Settings()
 QUICK = Settings(256, 2, 16, (Setup(DilatedPattern((64, 256), (1, 4), is_causal=True)),), num_ranks=(1, 4))
 
 
-def num_steps(settings: Settings) -> int:
-    return len(settings.setups) * len(settings.dtypes) * (1 + len(settings.num_ranks))
-
-
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
     rows = []
-    heads, dim = settings.num_heads, settings.head_dim
-    for pattern, sharding in settings.setups:
-        call = {
-            "segment_lengths": pattern.segment_lengths,
-            "dilation_rates": pattern.dilation_rates,
-            "is_causal": pattern.is_causal,
-        }
-        exact = gate(Sizes(settings.seq_len, heads, dim, torch.float64), pattern)
+    for setup in settings.setups:
+        exact = Sizes(settings.seq_len, settings.num_heads, settings.head_dim, torch.float64)
+        passed = gate(exact, setup.pattern)
         for dtype in settings.dtypes:
-            sizes = Sizes(settings.seq_len, heads, dim, dtype)
-            case = Case("error", pattern, settings.seq_len, 1, heads, heads, dim)
-            step(f"{branches(call)}, {dtype}, one device in float64")
-            expected = _call(case, dtype, torch.float64, None)
-            errors: dict[str, list[float]] = {name: [] for name in QUANTITIES}
-            for num_ranks in settings.num_ranks:
-                step(f"{branches(call)}, {dtype}, p = {num_ranks}")
-                found = _call(case, dtype, dtype, simulate.all_ranks(num_ranks, sharding=sharding))
-                for name in QUANTITIES:
-                    errors[name].append(relative(squares(found[name], expected[name])))
-            most = simulate.all_ranks(settings.num_ranks[-1], sharding=sharding)
-            rows.append(
-                call
-                | sizes.as_json()
-                | {
-                    "sharding": sharding,
-                    "ranks": settings.num_ranks,
-                    "errors": errors,
-                    "float64_gate": exact,
-                    "gate": gate(sizes, pattern, [gate_squares(sizes, pattern, most)]),
-                }
-            )
+            row = _row(settings, setup, exact._replace(dtype=dtype), step)
+            rows.append(row | {"float64_gate": passed})
     return rows
+
+
+def _row(settings: Settings, setup: Setup, sizes: Sizes, step: Callable[[str], None]) -> dict[str, Any]:
+    pattern, sharding = setup
+    row = call_json(sizes, pattern)
+    heads, dtype = sizes.num_heads, sizes.dtype
+    case = Case("error", pattern, sizes.seq_len, 1, heads, heads, sizes.head_dim)
+    step(f"{branches(row)}, {dtype}, one device in float64")
+    expected = _call(case, dtype, torch.float64, None)
+    errors: dict[str, list[float]] = {name: [] for name in QUANTITIES}
+    for num_ranks in settings.num_ranks:
+        step(f"{branches(row)}, {dtype}, p = {num_ranks}")
+        results = _call(case, dtype, dtype, simulate.all_ranks(num_ranks, sharding=sharding))
+        for name in QUANTITIES:
+            errors[name].append(relative(squares(results[name], expected[name])))
+    most = simulate.all_ranks(settings.num_ranks[-1], sharding=sharding)
+    passed = gate(sizes, pattern, [gate_squares(sizes, pattern, most)])
+    return row | {"sharding": sharding, "ranks": settings.num_ranks, "errors": errors, "gate": passed}
 
 
 def _call(case: Case, rounded: torch.dtype, dtype: torch.dtype, parallel: ContextParallel | None) -> dict[str, Tensor]:

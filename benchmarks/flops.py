@@ -17,10 +17,11 @@ from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
 
 from .gate import gate
-from .measure import Sizes, Times, dense_call, dilated_call, flops_of, quantiles
+from .measure import Sizes, Times, by_turns, call_json, dense_call, dilated_call, flops_of, quantiles, seconds_of
 from .record import branches, markdown, seconds, tensors
 
 SUMMARY = "share of the FLOP-bound speed-up over dense attention"
+MINUTES = 5
 
 
 class Settings(NamedTuple):
@@ -44,73 +45,63 @@ def target(num_branches: int, stage: str, *, is_causal: bool) -> float:
     return 0.98 if stage == "forward" else 0.97
 
 
-def num_steps(settings: Settings) -> int:
-    return 2 * (1 + settings.repeats) * (1 + len(settings.branches))
-
-
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
     rows = []
     for is_causal in (False, True):
-        patterns = [DilatedPattern(*pair, is_causal=is_causal) for pair in settings.branches]
-        gates = [gate(settings.sizes, pattern) for pattern in patterns]
+        patterns = {str(pair): DilatedPattern(*pair, is_causal=is_causal) for pair in settings.branches}
+        gates = {name: gate(settings.sizes, pattern) for name, pattern in patterns.items()}
         calls = {"dense": dense_call(settings.sizes, is_causal=is_causal)}
-        calls |= {str(i): dilated_call(settings.sizes, pattern) for i, pattern in enumerate(patterns)}
-        times: dict[str, list[Times]] = {name: [] for name in calls}
-        for repeat in range(1 + settings.repeats):
-            for name, call in calls.items():  # interleaved, so that a change of clock speed meets all alike
-                step(f"{'causal' if is_causal else 'not causal'}, {name}")
-                found = call()
-                if repeat:  # the first warms up
-                    times[name].append(found)
-        for i, pattern in enumerate(patterns):
-            rows += _rows(settings, pattern, gates[i], times["dense"], times[str(i)])
+        for name, pattern in patterns.items():
+            calls[name] = dilated_call(settings.sizes, pattern)
+        times = by_turns(calls, settings.repeats, step)
+        for name, pattern in patterns.items():
+            rows += _rows(settings.sizes, pattern, times["dense"], times[name], gates[name])
     return rows
 
 
 def _rows(
-    settings: Settings, pattern: DilatedPattern, passed: dict[str, Any], dense: list[Times], ours: list[Times]
+    sizes: Sizes, pattern: DilatedPattern, dense: list[Times], ours: list[Times], passed: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    sizes = settings.sizes
-    plan, whole = _plan(pattern, sizes), _plan(_dense_pattern(pattern, sizes), sizes)
-    ratio = plan.pairs / whole.pairs
-    rounding, dense_rounding = (computed_pairs(x) / x.pairs for x in (plan, whole))
+    """One row for the forward, and one for both ways."""
+    plan = _plan(pattern, sizes)
+    dense_plan = _plan(DilatedPattern((sizes.seq_len,), (1,), is_causal=pattern.is_causal), sizes)
+    ratio = plan.pairs / dense_plan.pairs
+    rounding = computed_pairs(plan) / plan.pairs
+    dense_rounding = computed_pairs(dense_plan) / dense_plan.pairs
     kept = dense_rounding / rounding  # what would be left of the share if rounding were the only loss
+    forward, backward = flops_of(plan, sizes.batch, sizes.head_dim)
     rows = []
-    for stage in ("forward", "forward + backward"):
-        theirs, mine = ([t.forward if stage == "forward" else t.both for t in x] for x in (dense, ours))
-        share = quantiles(ratio * a / b for a, b in zip(theirs, mine, strict=True))
-        rows.append(
-            {
-                "segment_lengths": pattern.segment_lengths,
-                "dilation_rates": pattern.dilation_rates,
-                "is_causal": pattern.is_causal,
-                "stage": stage,
-                **sizes.as_json(),
-                "flops": sum(flops_of(plan, sizes.batch, sizes.head_dim)[: 1 if stage == "forward" else 2]),
-                "flop_bound_speed_up": 1 / ratio,
-                "seconds": quantiles(mine),
-                "dense_seconds": quantiles(theirs),
-                "share": share,
-                "computed_per_counted_pair": rounding,
-                "dense_computed_per_counted_pair": dense_rounding,
-                "lost_to_rounding": 1 - kept,
-                "share_without_rounding": share["median"] / kept,
-                "target": target(len(pattern.branches), stage, is_causal=pattern.is_causal),
-                "gate": passed,
-            }
-        )
+    for stage, flops in (("forward", forward), ("forward + backward", forward + backward)):
+        dense_seconds, seconds = seconds_of(dense, stage), seconds_of(ours, stage)
+        share = quantiles(ratio * theirs / own for theirs, own in zip(dense_seconds, seconds, strict=True))
+        row = {
+            **call_json(sizes, pattern),
+            "stage": stage,
+            "flops": flops,
+            "flop_bound_speed_up": 1 / ratio,
+            "seconds": quantiles(seconds),
+            "dense_seconds": quantiles(dense_seconds),
+            "share": share,
+            "computed_per_counted_pair": rounding,
+            "dense_computed_per_counted_pair": dense_rounding,
+            "lost_to_rounding": 1 - kept,
+            "share_without_rounding": share["median"] / kept,
+            "target": target(len(pattern.branches), stage, is_causal=pattern.is_causal),
+            "gate": passed,
+        }
+        rows.append(row)
     return rows
 
 
 def computed_pairs(plan: Plan) -> int:
     """(query, key) pairs that torch's CPU kernel computes: causal tiles in whole blocks of keys."""
-    tiles = [*plan.local, *(tile for hop in plan.hops for tile in hop.tiles)]
-    return sum(
-        causal_pairs(tile.query.num_rows) * len(tile.query.heads) * tile.query.segments
-        if tile.is_causal
-        else tile.pairs
-        for tile in tiles
-    )
+    total = 0
+    for tile in [*plan.local, *(tile for hop in plan.hops for tile in hop.tiles)]:
+        if tile.is_causal:
+            total += causal_pairs(tile.query.num_rows) * len(tile.query.heads) * tile.query.segments
+        else:
+            total += tile.pairs
+    return total
 
 
 def causal_pairs(num_rows: int) -> int:
@@ -121,10 +112,6 @@ def causal_pairs(num_rows: int) -> int:
         stop = min(start + block, num_rows)
         total += (stop - start) * min(num_rows, -(-stop // KEY_BLOCK) * KEY_BLOCK)
     return total
-
-
-def _dense_pattern(pattern: DilatedPattern, sizes: Sizes) -> DilatedPattern:
-    return DilatedPattern((sizes.seq_len,), (1,), is_causal=pattern.is_causal)
 
 
 def _plan(pattern: DilatedPattern, sizes: Sizes) -> Plan:

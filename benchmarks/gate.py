@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ring_dilated_attention.commands.errors import Case, Squares, measure, worst
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.ranks.context import ContextParallel
@@ -38,27 +40,25 @@ def gate_squares(
 
 
 def gate(
-    sizes: Sizes,
-    pattern: DilatedPattern,
-    ranks: Sequence[Squares] | None = None,
-    *,
-    backend: str = "auto",
-    device: str = "cpu",
-    through_lse: bool = True,
+    sizes: Sizes, pattern: DilatedPattern, ranks: Sequence[Squares] | None = None, *, device: str = "cpu"
 ) -> dict[str, Any]:
-    """What goes into a row. `ranks` holds every rank's part; None measures here, on one device.
+    """What goes into a row. `ranks` holds every rank's part; None measures here, on one CPU.
 
     Raises:
         GateError: if the tolerance is exceeded.
     """
-    case = small_case(sizes, pattern)
     if ranks is None:
-        ranks = [gate_squares(sizes, pattern, backend=backend, device=device, through_lse=through_lse)]
-    result = worst([case], sizes.dtype, [[found] for found in ranks], device)
+        ranks = [gate_squares(sizes, pattern)]
+    return judged(small_case(sizes, pattern), sizes.dtype, ranks, device=device)
+
+
+def judged(case: Case, dtype: torch.dtype, ranks: Sequence[Squares], *, device: str = "cpu") -> dict[str, Any]:
+    """The gate of a call that was measured by all its ranks. Raises GateError if the tolerance is exceeded."""
+    result = worst([case], dtype, [[squares] for squares in ranks], device)
     if not result.passed:
         raise GateError(
-            f"{pattern} at {case.seq_len} positions on {len(ranks)} ranks: relative L2 error {result.error:.2e} of "
-            f"{result.where} exceeds {result.tolerance:.2e}. Nothing was timed; `rda check` says more."
+            f"{case.pattern} at {case.seq_len} positions on {len(ranks)} ranks: relative L2 error {result.error:.2e} "
+            f"of {result.where} exceeds {result.tolerance:.2e}. Nothing was timed; `rda check` says more."
         )
     return {
         "passed": True,

@@ -25,6 +25,7 @@ from .shares import FASTEST_DENSE_TARGETS, OWN_DENSE_TARGET, DenseTimes, dense_t
 from .side_by_side import Group, measure_group
 
 SUMMARY = "share of the FLOP-bound speed-up on a GPU, beside torch's ops and a peer"
+MINUTES = 4
 NEEDS_GPU = True
 DENSE = tuple(Candidate("torch", op) for op in ("flash", "flash 3", "flash 4", "cuDNN"))
 # The first of each pattern is what the others must agree with.
@@ -50,10 +51,6 @@ class Settings(NamedTuple):
 
 FULL = Settings()
 QUICK = Settings(None, torch.bfloat16, 4, (16,), (((128, 256), (1, 2)),), {512: 2, 1024: 1}, 512, 128)
-
-
-def num_steps(settings: Settings) -> int:
-    return 1 + sum(group.num_steps for group in groups(settings))
 
 
 def groups(settings: Settings) -> list[Group]:

@@ -21,6 +21,7 @@ from .record import branches, markdown, not_measured, tensors
 from .side_by_side import Found, Group, measure_group
 
 SUMMARY = "time and launches of a small call on a GPU"
+MINUTES = 1
 NEEDS_GPU = True
 DENSE = Candidate("torch")
 FASTER_FROM = 8192
@@ -38,10 +39,6 @@ class Settings(NamedTuple):
 
 FULL = Settings()
 QUICK = Settings(None, (256, 512), Sizes(0, 2, 16, torch.bfloat16), ((128, 256), (1, 2)), 2, 60)
-
-
-def num_steps(settings: Settings) -> int:
-    return sum(group.num_steps for group in groups(settings))
 
 
 def groups(settings: Settings) -> list[Group]:

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 from ring_dilated_attention.pattern import DilatedPattern
 
 from .gate import gate
-from .measure import Sizes, Times, dilated_call, quantiles
+from .measure import Sizes, by_turns, call_json, dilated_call, quantiles
 from .record import branches, markdown, seconds, tensors
 
 SUMMARY = "time against length at a fixed pattern"
+MINUTES = 5
 TARGET = (0.97, 1.03)
 
 
@@ -26,36 +27,23 @@ FULL = Settings()
 QUICK = Settings((1024, 2048, 4096), Sizes(0, 2, 32), DilatedPattern((256, 512), (1, 2)), 2)
 
 
-def num_steps(settings: Settings) -> int:
-    return (1 + settings.repeats) * len(settings.lengths)
-
-
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
-    sizes = {n: settings.sizes._replace(seq_len=n) for n in settings.lengths}
-    gates = {n: gate(sizes[n], settings.pattern) for n in settings.lengths}
-    calls = {n: dilated_call(sizes[n], settings.pattern) for n in settings.lengths}
-    times: dict[int, list[Times]] = {n: [] for n in settings.lengths}
-    for repeat in range(1 + settings.repeats):
-        for n, call in calls.items():
-            step(f"{n:,} positions")
-            found = call()
-            if repeat:
-                times[n].append(found)
-    slope = exponent({n: statistics.median(t.both for t in found) for n, found in times.items()})
-    return [
-        {
-            "segment_lengths": settings.pattern.segment_lengths,
-            "dilation_rates": settings.pattern.dilation_rates,
-            "is_causal": settings.pattern.is_causal,
-            **sizes[n].as_json(),
-            "forward_seconds": quantiles(t.forward for t in found),
-            "seconds": quantiles(t.both for t in found),
-            "exponent": slope,
+    sizes = {f"{n:,} positions": settings.sizes._replace(seq_len=n) for n in settings.lengths}
+    gates = {name: gate(of_length, settings.pattern) for name, of_length in sizes.items()}
+    calls = {name: dilated_call(of_length, settings.pattern) for name, of_length in sizes.items()}
+    times = by_turns(calls, settings.repeats, step)
+    rows = []
+    for name, of_length in sizes.items():
+        row = {
+            **call_json(of_length, settings.pattern),
+            "forward_seconds": quantiles(t.forward for t in times[name]),
+            "seconds": quantiles(t.both for t in times[name]),
             "target": TARGET,
-            "gate": gates[n],
+            "gate": gates[name],
         }
-        for n, found in times.items()
-    ]
+        rows.append(row)
+    slope = exponent({row["seq_len"]: row["seconds"]["median"] for row in rows})
+    return [row | {"exponent": slope} for row in rows]
 
 
 def exponent(seconds_at: dict[int, float]) -> float:

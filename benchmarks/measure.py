@@ -3,7 +3,7 @@
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 from unittest import mock
@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from ring_dilated_attention.attention import dilated_attention
 from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.plan import Plan
-from ring_dilated_attention.plan.sizes import Sizes as PlannedSizes
+from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 from ring_dilated_attention.ranks.context import ContextParallel
 from ring_dilated_attention.ranks.watching import Worker
 
-_FORWARD_DONE = "the forward is done"
 # What the profiler calls the elements of a message. Control messages are int64 and uint8, and not counted.
 _ITEMSIZE = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2}
 
@@ -35,12 +36,14 @@ class Sizes(NamedTuple):
     dtype: torch.dtype = torch.float32
     batch: int = 1
 
-    def planned(self, num_threads: int = 1) -> PlannedSizes:
-        """As a plan takes them."""
-        return PlannedSizes(self.batch, self.head_dim, self.dtype.itemsize, num_threads)
-
     def as_json(self) -> dict[str, Any]:
         return self._asdict() | {"dtype": str(self.dtype).removeprefix("torch.")}
+
+
+def call_json(sizes: Sizes, pattern: DilatedPattern) -> dict[str, Any]:
+    """How a row about a call begins."""
+    branches = {"segment_lengths": pattern.segment_lengths, "dilation_rates": pattern.dilation_rates}
+    return {**branches, "is_causal": pattern.is_causal, **sizes.as_json()}
 
 
 class Times(NamedTuple):
@@ -52,6 +55,11 @@ class Times(NamedTuple):
     @property
     def both(self) -> float:
         return self.forward + self.backward
+
+
+def seconds_of(times: Iterable[Times], stage: str) -> list[float]:
+    """stage: "forward", or anything else for both ways."""
+    return [t.forward if stage == "forward" else t.both for t in times]
 
 
 class Allocated(NamedTuple):
@@ -96,16 +104,18 @@ def make_tensors(
     return [x.requires_grad_() for x in tensors[:3]], tensors[3]
 
 
-def stopwatch() -> Callable[[], float]:
-    """Seconds since it was made, then since it was last asked."""
-    last = time.perf_counter()
-
-    def lap() -> float:
-        nonlocal last
-        before, last = last, time.perf_counter()
-        return last - before
-
-    return lap
+def by_turns(
+    calls: Mapping[str, Callable[[], Times]], repeats: int, step: Callable[[str], None]
+) -> dict[str, list[Times]]:
+    """The times of each call. They run by turns, so that a change of the clock speed meets all alike."""
+    times: dict[str, list[Times]] = {name: [] for name in calls}
+    for repeat in range(1 + repeats):
+        for name, call in calls.items():
+            step(name)
+            measured = call()
+            if repeat > 0:  # the first one warms up
+                times[name].append(measured)
+    return times
 
 
 def _time(forward: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor) -> Times:
@@ -157,30 +167,22 @@ def _sent_bytes(event: Any) -> float:
     return num_bytes
 
 
-def held_and_peak(forward: Callable[[], Tensor]) -> tuple[int, int]:
-    """Bytes that torch's CPU allocator gave out: held when the forward was done, and at the peak with its backward."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        loss = forward()
-        with record_function(_FORWARD_DONE):
-            pass
-        loss.backward()
-    current = peak = held = 0
-    assert profiled.profiler is not None
-    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == _FORWARD_DONE:
-            held = current
-        elif event.name() == "[memory]":
-            current += event.nbytes()
-            peak = max(peak, current)
-    return held, peak
-
-
 def flops_of(plan: Plan, batch: int, head_dim: int) -> tuple[int, int]:
     """Floating-point operations of a forward and of its backward: 2 and 5 matrix products, of 2 * D operations for each
     pair."""
     product = 2 * head_dim * batch * plan.pairs
     return 2 * product, 5 * product
+
+
+def planned_bytes(sizes: Sizes, pattern: DilatedPattern, num_ranks: int, sharding: str = "contiguous") -> list[int]:
+    """What each rank sends by its plan, forward and backward."""
+    shards = make_shards(sharding, default_lengths(sharding, sizes.seq_len, num_ranks))
+    arguments = (sizes.batch, sizes.head_dim, sizes.dtype.itemsize)
+    of_ranks = []
+    for rank in range(num_ranks):
+        plan = make_plan(Job(pattern, shards, sizes.num_heads, sizes.num_heads), rank)
+        of_ranks.append(plan.bytes_sent(*arguments, backward=False) + plan.bytes_sent(*arguments, backward=True))
+    return of_ranks
 
 
 def quantiles(values: Iterable[float]) -> dict[str, float]:

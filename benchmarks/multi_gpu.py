@@ -28,7 +28,7 @@ from ring_dilated_attention.commands.doctor.examination import gpu_versions, mes
 from ring_dilated_attention.commands.errors import FLOOR_ON_GPU, Case, Squares, measure, tolerances, worst
 from ring_dilated_attention.commands.local_ranks import Launch, RankFailedError, Worker, run_ranks
 from ring_dilated_attention.commands.numbers import scaled
-from ring_dilated_attention.commands.output import progress_bar, wrapped
+from ring_dilated_attention.commands.output import wrapped
 from ring_dilated_attention.forecast.clock import time_text
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
 from ring_dilated_attention.plan.job import Job
@@ -428,13 +428,12 @@ def main(argv: Sequence[str]) -> int:
 
 def run(settings: Settings, folder: Path | None) -> list[Row]:
     rows: list[Row] = []
-    with progress_bar(len(to_run := parts(settings)), "part") as bar:
-        step = stepper(bar)
-        for part in to_run:
-            step(part.name)
-            rows += run_part(part, settings)
-            if folder is not None:
-                write(rows, folder, is_quick=not settings.has_gpus)
+    step = stepper(NAME)
+    for part in parts(settings):
+        step(part.name)
+        rows += run_part(part, settings)
+        if folder is not None:
+            write(rows, folder, is_quick=not settings.has_gpus)
     return rows
 
 

@@ -1,17 +1,23 @@
-"""A progress bar for what names its steps as it begins them."""
+"""What is measured now, on stderr: one line of a terminal, or else a line every ten seconds at most."""
 
-import itertools
+import sys
+import time
 from collections.abc import Callable
-from typing import Any
+
+SECONDS = 10
 
 
-def stepper(bar: Any) -> Callable[[str], None]:
-    """Called before each step with its name; the bar counts those that are done."""
-    num_done = itertools.count()
+def stepper(name: str) -> Callable[[str], None]:
+    """A function that is called with what comes next."""
+    last = 0.0
 
     def step(text: str) -> None:
-        if next(num_done):
-            bar.update()
-        bar.set_postfix_str(text)
+        nonlocal last
+        line = f"{name}: {text}"
+        if sys.stderr.isatty():
+            print(f"\r{line[:79]:<79}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() > last + SECONDS:
+            last = time.monotonic()
+            print(line, file=sys.stderr, flush=True)
 
     return step

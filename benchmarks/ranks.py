@@ -1,7 +1,7 @@
-"""Peak memory per rank on 1, 2, 4 and 8 ranks, beside the plan's own list and beside one rank's peak.
+"""Peak memory per rank on 1, 2, 4 and 8 ranks, beside the tensors that any call needs, and beside one rank's peak.
 
-The reports' promise was memory O(n/p). A row holds the largest of the ranks' peaks, forward alone and with backward,
-and how the peaks compare with `estimate.attention_memory`; `of_one_rank` is p times the peak over one rank's peak.
+A row holds the largest of the ranks' peaks, forward alone and with backward, inputs included. `of_one_rank` is p times
+the peak over one rank's peak: 1 if a rank holds n/p of everything.
 """
 
 from collections.abc import Callable
@@ -11,19 +11,16 @@ import torch
 
 from ring_dilated_attention.commands.errors import Squares
 from ring_dilated_attention.commands.local_ranks import Launch, Worker, run_ranks
-from ring_dilated_attention.forecast.ledger import attention_memory
-from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.planner import make_plan
-from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 from ring_dilated_attention.ranks.context import ContextParallel
 
 from .gate import gate, gate_squares
-from .measure import Sizes, allocated, attend, dilated_call, make_tensors
+from .measure import Sizes, allocated, attend, call_json, dilated_call, make_tensors, planned_bytes
 from .record import branches, markdown, tensors
 
 SUMMARY = "peak memory per rank on 1, 2, 4 and 8 ranks"
+MINUTES = 15
+NUM_TENSORS = 8  # query, key, value and out, and their gradients
 
 
 class Setup(NamedTuple):
@@ -64,22 +61,30 @@ class Found(NamedTuple):
     sent_bytes: int
 
 
-def num_steps(settings: Settings) -> int:
-    return len(settings.setups) * len(settings.num_ranks)
-
-
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
-    rows = []
-    for setup in settings.setups:
-        alone = 0
+    rows: list[dict[str, Any]] = []
+    for sizes, pattern, target in settings.setups:
+        one_rank_bytes = 0
         for num_ranks in settings.num_ranks:
-            step(f"{setup.pattern.segment_lengths} on {num_ranks} ranks")
+            step(f"{pattern.segment_lengths} on {num_ranks} ranks")
             launch = Launch(num_ranks, num_threads=1, seconds=settings.seconds)
-            found: list[Found] = run_ranks(launch, measure_rank, setup.sizes, setup.pattern)
-            row = _row(setup, num_ranks, found) | {"threads_per_rank": launch.num_threads}
-            alone = alone or row["forward_backward_bytes"]
-            row["of_one_rank"] = num_ranks * row["forward_backward_bytes"] / alone
-            rows.append(row | {"gate": gate(setup.sizes, setup.pattern, [one.squares for one in found])})
+            ranks: list[Found] = run_ranks(launch, measure_rank, sizes, pattern)
+            sent = planned_bytes(sizes, pattern, num_ranks)
+            assert sent == [rank.sent_bytes for rank in ranks], "the plan and the messages disagree"
+            peak = max(rank.forward_backward for rank in ranks)
+            one_rank_bytes = one_rank_bytes or peak
+            row = {
+                **call_json(sizes, pattern),
+                "ranks": num_ranks,
+                "threads_per_rank": launch.num_threads,
+                "forward_bytes": max(rank.forward for rank in ranks),
+                "forward_backward_bytes": peak,
+                "of_one_rank": num_ranks * peak / one_rank_bytes,
+                "target": target,
+                "sent_bytes": max(sent),
+                "gate": gate(sizes, pattern, [rank.squares for rank in ranks]),
+            }
+            rows.append(row)
     return rows
 
 
@@ -102,63 +107,35 @@ def measure_rank(worker: Worker, sizes: Sizes, pattern: DilatedPattern) -> Found
     return Found(squares, held + allocated(forward).peak_bytes, held + found.peak_bytes, found.sent_bytes)
 
 
-def _row(setup: Setup, num_ranks: int, found: list[Found]) -> dict[str, Any]:
-    sizes, pattern = setup.sizes, setup.pattern
-    shards = make_shards("contiguous", default_lengths("contiguous", sizes.seq_len, num_ranks))
-    arguments = (sizes.batch, sizes.head_dim, sizes.dtype.itemsize)
-    forwards, boths, sent = [], [], []
-    for rank, one in enumerate(found):
-        plan = make_plan(Job(pattern, shards, sizes.num_heads, sizes.num_heads), rank)
-        planned = attention_memory(plan, sizes.planned(), TRAITS["cpu"])
-        forwards.append(one.forward / planned.forward.num_bytes)
-        boths.append(one.forward_backward / planned.forward_backward.num_bytes)
-        sent.append(sum(plan.bytes_sent(*arguments, backward=backward) for backward in (False, True)))
-    assert sent == [one.sent_bytes for one in found], "the plan and the messages disagree"
-    return {
-        "segment_lengths": pattern.segment_lengths,
-        "dilation_rates": pattern.dilation_rates,
-        "is_causal": pattern.is_causal,
-        **sizes.as_json(),
-        "ranks": num_ranks,
-        "forward_bytes": max(one.forward for one in found),
-        "forward_backward_bytes": max(one.forward_backward for one in found),
-        "of_plan_forward": [min(forwards), max(forwards)],
-        "of_plan_forward_backward": [min(boths), max(boths)],
-        "sent_bytes": max(sent),
-        "target": setup.target,
-    }
-
-
 def table(rows: list[dict[str, Any]]) -> str:
     headers = (
         "pattern",
         "positions",
         "ranks",
         "forward, MB",
-        "of the plan's list",
         "forward + backward, MB",
-        "of the plan's list",
+        "of 8 tensors",
         "p x peak / one rank's",
         "at most",
         "sent per rank, MB",
     )
-    lines = [
-        (
+    lines = []
+    for row in rows:
+        itemsize = getattr(torch, row["dtype"]).itemsize
+        tensor = row["batch"] * row["seq_len"] / row["ranks"] * row["num_heads"] * row["head_dim"] * itemsize
+        line = (
             branches(row),
             f"{row['seq_len']:,}",
             str(row["ranks"]),
             f"{row['forward_bytes'] / 1e6:.1f}",
-            _span(row["of_plan_forward"]),
             f"{row['forward_backward_bytes'] / 1e6:.1f}",
-            _span(row["of_plan_forward_backward"]),
+            f"{row['forward_backward_bytes'] / (NUM_TENSORS * tensor):.3f}",
             f"{row['of_one_rank']:.3f}",
             f"{row['target']}",
             f"{row['sent_bytes'] / 1e6:.1f}",
         )
-        for row in rows
-    ]
-    return f"{tensors(rows[0])}, the largest peak of a rank, inputs included.\n\n{markdown(headers, lines)}"
-
-
-def _span(pair: list[float]) -> str:
-    return f"{pair[0]:.3f} to {pair[1]:.3f}"
+        lines.append(line)
+    return (
+        f"{tensors(rows[0])}, the largest peak of a rank, inputs included. The 8 tensors are the rank's rows of query, "
+        f"key, value and out, and their gradients.\n\n{markdown(headers, lines)}"
+    )

@@ -19,7 +19,12 @@ Table = Callable[[list[dict[str, Any]]], str]  # what makes a case's table of th
 
 # By which a record and a page are known for those that may be made anew.
 RECORDED = {"case", "command", "date", "commit", "hardware", "versions", "rows"}
+# The record of a benchmark whose code is gone has its table as text, and the last commit that holds the code.
+RETIRED = RECORDED | {"last_commit_with_code", "table"}
 HEAD = "# Benchmarks\n\nMade by `python -m benchmarks --page` from the records in `results/`."
+NOT_RUN_ANY_MORE = """\
+These records were made once, to show one thing each. Their rows stay in `results/`, as data, and the tables are those
+that were made at the time. Each names the last commit that holds its code: check that commit out to run it again."""
 
 
 def make_record(
@@ -50,7 +55,7 @@ def write_record(record: Record, folder: Path) -> Path:
 def is_record(file: BinaryIO) -> bool:
     """Whether a file is a record, so that another may take its place."""
     record = json_object(file.read(MOST_BYTES))
-    return record.keys() == RECORDED and str(record["command"]).startswith("python -m benchmarks")
+    return record.keys() in (RECORDED, RETIRED) and str(record["command"]).startswith("python -m benchmarks")
 
 
 def read_record(path: Path) -> Record:
@@ -88,33 +93,68 @@ def is_page(file: BinaryIO) -> bool:
     return file.read(len(HEAD)) == HEAD.encode()
 
 
-def write_page(folder: Path, render: Mapping[str, Table]) -> Path:
+def write_page(folder: Path, tables: Mapping[str, Table]) -> Path:
     """Make the page: a table for each record. A record that was renamed, as linear.other-cpu.json, stays beside new
     ones: of another machine, say."""
     texts = [
         f"{HEAD} Timed attention passed a correctness gate first: the same",
         "branches, heads and dtype at a small size against the definition in float64.",
     ]
-    for name, table in render.items():
-        records = [read_record(path) for path in sorted(folder.glob(f"{name}.*json"), key=lambda path: len(path.name))]
-        texts += ["", f"## {name}"] if records else []
+    for name in tables:
+        records = records_of(name, folder)
+        if records:
+            texts += ["", f"## {name}"]
         for record in records:
-            texts += ["", table(record["rows"]), "", provenance(record)]
+            texts += ["", table_of(record, tables), "", provenance(record)]
+    retired = retired_names(folder)
+    if retired:
+        texts += ["", "## Not run any more", "", NOT_RUN_ANY_MORE]
+    for name in retired:
+        texts += ["", f"### {name}"]
+        for record in records_of(name, folder):
+            texts += ["", table_of(record, tables), "", provenance(record)]
     page = page_of(folder)
     page.parent.mkdir(parents=True, exist_ok=True)
     write_whole(page, ("\n".join(texts) + "\n").encode(), is_page, "python -m benchmarks")
     return page
 
 
+def records_of(name: str, folder: Path) -> list[Record]:
+    """The records of a case; that of this clone first."""
+    return [read_record(path) for path in sorted(folder.glob(f"{name}.*json"), key=lambda path: len(path.name))]
+
+
+def retired_names(folder: Path) -> list[str]:
+    """The cases whose records are there, and whose code is gone."""
+    names = set()
+    for path in folder.glob("*.json"):
+        record = json_object(path.read_bytes())
+        if record.keys() == RETIRED:
+            names.add(record["case"])
+    return sorted(names)
+
+
+def table_of(record: Record, tables: Mapping[str, Table]) -> str:
+    """The record's table: as text, or made of its rows."""
+    if "table" in record:
+        return str(record["table"])
+    return tables[record["case"]](record["rows"])
+
+
 def provenance(record: Record) -> str:
     machine, found = record["hardware"], record["versions"]
     gpu = machine.get("gpu")
-    on_gpu = f"{gpu['name']}, driver {gpu.get('driver_version', 'unknown')}, " if gpu else ""
-    return (
+    on_gpu = ""
+    if gpu:
+        on_gpu = f"{gpu['name']}, driver {gpu.get('driver_version', 'unknown')}, "
+    text = (
         f"`{record['command']}`, {record['date'][:10]}, commit {record['commit'] or 'unknown'}: {on_gpu}"
         f"{machine['processor']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "
         f"torch {found['torch']}, Python {found['python']}."
     )
+    if "last_commit_with_code" in record:
+        text += f" Commit {record['last_commit_with_code']} is the last one with its code."
+    return text
 
 
 def markdown(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

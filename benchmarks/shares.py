@@ -11,7 +11,7 @@ from ring_dilated_attention.pattern import DilatedPattern
 
 from .candidates import Candidate
 from .device import Ceilings
-from .measure import Sizes, Times, quantiles
+from .measure import Sizes, quantiles, seconds_of
 from .side_by_side import Found, Group
 
 # Matrix products for each (query, key) pair, 2 * D operations each: two forward, five backward.
@@ -33,10 +33,6 @@ DenseTimes = dict[str, DenseTime]  # by name of the candidate
 
 def count_pairs(sizes: Sizes, pattern: DilatedPattern) -> int:
     return sizes.batch * pairs(pattern, sizes.seq_len, sizes.num_heads)
-
-
-def seconds_of(times: Sequence[Times], stage: str) -> list[float]:
-    return [t.forward if stage == "forward" else t.both for t in times]
 
 
 def dense_times(group: Group, found: Sequence[Found | str]) -> DenseTimes:

@@ -16,7 +16,7 @@ from ring_dilated_attention.pattern import DilatedPattern
 from .apart import Budget, measure_apart
 from .candidates import OPS, OWN, Candidate, attention, backend_on, chosen
 from .device import Mark, Profile, peak_bytes, profiled, release, synchronize
-from .gate import GateError, gate, small_case
+from .gate import GateError, gate, gate_squares, small_case
 from .measure import Sizes, Times, make_tensors
 
 QUANTITIES = ("out", "dq", "dk", "dv")
@@ -34,10 +34,6 @@ class Group(NamedTuple):
     repeats: int
     device: str
     compares: bool = True
-
-    @property
-    def num_steps(self) -> int:
-        return len(self.candidates) * (1 + self.repeats)
 
     def pattern_of(self, candidate: Candidate) -> DilatedPattern:
         return candidate.pattern_at(self.sizes.seq_len, is_causal=self.is_causal)
@@ -159,7 +155,9 @@ def _gate(group: Group, candidate: Candidate) -> dict[str, Any]:
         if candidate.how == OWN:
             backend = backend_on(group.device)
             # An op that is all there is may not take the column for a gradient of lse, and what is timed has none.
-            return gate(group.sizes, pattern, backend=backend, device=group.device, through_lse=not candidate.op)
+            through_lse = not candidate.op
+            passed = gate_squares(group.sizes, pattern, backend=backend, device=group.device, through_lse=through_lse)
+            return gate(group.sizes, pattern, [passed], device=group.device)
         if candidate.how == "torchscale":
             return {"errors": _peer_errors(group, candidate)}
     return {}

@@ -1,41 +1,35 @@
 """A token against the bytes that it must read: the time of a call over that of a torch reduction of as many bytes."""
 
+import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from ring_dilated_attention.attention import dilated_attention
+from ring_dilated_attention.commands.errors import measure_cached
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.run.dilated_cache import DilatedCache
 
-from .cached import PAPER, WIDE, bytes_read, cached_gate, filled, make_cache, period_of, stratified, token_call
-from .measure import Sizes
+from .gate import judged, small_case
+from .measure import Sizes, call_json
 from .record import branches, markdown
 
 SUMMARY = "one token against a reduction of the bytes that it must read"
+MINUTES = 5
+PAPER = DilatedPattern((2048, 4096, 8192, 16_384, 32_768), (1, 2, 4, 6, 12), is_causal=True)
+WIDE = DilatedPattern((2048, 32_768, 524_288), (1, 16, 256), is_causal=True)
 # Where a call's time goes, by the ops that it calls.
-KINDS = {
-    "attention": ("attention",),
-    "writing and merging": (
-        "copy",
-        "index",
-        "exp",
-        "log",
-        "sum",
-        "mul",
-        "sub",
-        "fill",
-        "stack",
-        "cat",
-        "zero",
-        "masked",
-    ),
-}
+WRITING = ("copy", "index", "exp", "log", "sum", "mul", "sub", "fill", "stack", "cat", "zero", "masked")
+KINDS = {"attention": ("attention",), "writing and merging": WRITING}
+STATES = ("as the call before left them", "emptied before each call")
 
 
 class Settings(NamedTuple):
@@ -54,82 +48,119 @@ class Settings(NamedTuple):
 
 FULL = Settings()
 QUICK = Settings(((Sizes(0, 2, 16, batch=2), 2),), (DilatedPattern((64, 512), (1, 4), is_causal=True),), 4, 2, 2**20, 2)
-STATES = ("as the call before left them", "emptied before each call")
-
-
-def num_steps(settings: Settings) -> int:
-    places = sum(len(range(0, settings.num_residues, every)) for every in (1, settings.flushed_share))
-    return len(settings.patterns) * len(settings.sizes) * (1 + places)
 
 
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
-    return [
-        row
-        for pattern in settings.patterns
-        for sizes, num_kv_heads in settings.sizes
-        for row in _rows(settings, pattern, sizes, num_kv_heads, step)
-    ]
-
-
-def _rows(
-    settings: Settings, pattern: DilatedPattern, sizes: Sizes, num_kv_heads: int, step: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    widest = max(pattern.segment_lengths)
-    passed = cached_gate(sizes._replace(seq_len=widest), pattern, num_kv_heads)
-    cache = filled(make_cache(pattern, sizes, num_kv_heads))
-    call = token_call(cache)
-    positions = [widest + residue for residue in stratified(period_of(pattern, widest), settings.num_residues)]
-    longest = max(bytes_read(cache, position) for position in positions)
-    numbers = torch.randn(longest // 4 + 1)
-    flush = torch.zeros(settings.flushed_bytes // 4)
-    step("profile")
-    shares = _shares(call, positions)
     rows = []
-    for state, every in zip(STATES, (1, settings.flushed_share), strict=True):
-        ours, theirs, visited = [], [], positions[::every]
-        for position in visited:
-            step(f"{pattern.segment_lengths}, batch {sizes.batch}, caches {state}")
-            read = numbers[: bytes_read(cache, position) // 4]
-            # By turns, in one run; each finds the caches in the same state.
-            functions: tuple[Callable[[], object], ...] = (partial(call, position), read.sum)
-            pair: tuple[list[float], ...] = ([], [])
-            for _ in range(1 + -(-settings.repeats // every)):
-                for seconds, function in zip(pair, functions, strict=True):
-                    if state == STATES[1]:
-                        flush.add_(1)
-                    else:
-                        function()
-                    began = time.perf_counter()
-                    function()
-                    seconds.append(time.perf_counter() - began)
-            ours.append(statistics.median(pair[0][1:]))
-            theirs.append(statistics.median(pair[1][1:]))
-        rows.append(
-            {
-                "segment_lengths": pattern.segment_lengths,
-                "dilation_rates": pattern.dilation_rates,
-                "is_causal": True,
-                **sizes._replace(seq_len=widest).as_json(),
-                "num_kv_heads": num_kv_heads,
-                "num_threads": torch.get_num_threads(),
-                "cpu_caches": {"state": state, "bytes": cpu_cache_bytes(), "flushed": settings.flushed_bytes},
-                "bytes_read": statistics.mean(bytes_read(cache, position) for position in visited),
-                "seconds": statistics.mean(ours),
-                "reduction_seconds": statistics.mean(theirs),
-                "ratio": statistics.mean(ours) / statistics.mean(theirs),
-                "nothing_cached_seconds": _nothing_cached(cache, call, settings.repeats),
-                "shares": shares,
-                "gate": passed,
-            }
-        )
+    for pattern in settings.patterns:
+        for sizes, num_kv_heads in settings.sizes:
+            step(f"{pattern.segment_lengths}, batch {sizes.batch}, {sizes.dtype}")
+            rows += _rows(settings, pattern, sizes, num_kv_heads)
     return rows
 
 
-def _nothing_cached(cache: DilatedCache, call: Callable[[int], object], repeats: int) -> float:
+def _rows(settings: Settings, pattern: DilatedPattern, sizes: Sizes, num_kv_heads: int) -> list[dict[str, Any]]:
+    widest = max(pattern.segment_lengths)
+    sizes = sizes._replace(seq_len=widest)
+    passed = cached_gate(sizes, pattern, num_kv_heads)
+    cache = DilatedCache(pattern, sizes.batch, sizes.num_heads, num_kv_heads, sizes.head_dim, dtype=sizes.dtype)
+    cache.memory.normal_()  # rows of no sequence: the cache can be put at any position without a prefill
+    call = token_call(cache)
+    period = math.lcm(*pattern.segment_lengths)  # after which the work of a token repeats itself
+    positions = [widest + residue for residue in stratified(period, settings.num_residues)]
+    longest = max(bytes_read(cache, position) for position in positions)
+    numbers = torch.randn(longest // 4 + 1)
+    shares = _shares(call, positions)
+    nothing_cached = _seconds_at_a_border(call, period, 10 * settings.repeats)
+    rows = []
+    for state, every in zip(STATES, (1, settings.flushed_share), strict=True):
+        flush = torch.zeros(settings.flushed_bytes // 4) if state == STATES[1] else None
+        visited = positions[::every]
+        repeats = -(-settings.repeats // every)
+        ours, theirs = [], []
+        for position in visited:
+            read = numbers[: bytes_read(cache, position) // 4]
+            token, reduction = _by_turns(lambda at=position: call(at), read.sum, repeats, flush)  # type: ignore[misc]
+            ours.append(token)
+            theirs.append(reduction)
+        row = {
+            **call_json(sizes, pattern),
+            "num_kv_heads": num_kv_heads,
+            "num_threads": torch.get_num_threads(),
+            "cpu_caches": {"state": state, "bytes": cpu_cache_bytes(), "flushed": settings.flushed_bytes},
+            "bytes_read": statistics.mean(bytes_read(cache, position) for position in visited),
+            "seconds": statistics.mean(ours),
+            "reduction_seconds": statistics.mean(theirs),
+            "ratio": statistics.mean(ours) / statistics.mean(theirs),
+            "nothing_cached_seconds": nothing_cached,
+            "shares": shares,
+            "gate": passed,
+        }
+        rows.append(row)
+    return rows
+
+
+def cached_gate(sizes: Sizes, pattern: DilatedPattern, num_kv_heads: int) -> dict[str, Any]:
+    """The gate of calls with a cache: at a small size, appended in chunks and token by token."""
+    case = small_case(sizes, pattern)._replace(num_kv_heads=num_kv_heads)
+    return judged(case, sizes.dtype, [measure_cached(case, sizes.dtype, "auto", "cpu")])
+
+
+def token_call(cache: DilatedCache) -> Callable[[int], Tensor]:
+    """A call that appends one token at a position."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for num_heads in (cache.plan.num_heads, cache.plan.num_kv_heads, cache.plan.num_kv_heads):
+        shape = (cache.batch, 1, num_heads, cache.head_dim)
+        made.append(torch.randn(shape, generator=generator).to(cache.dtype))
+    query, key, value = made
+
+    def call(position: int) -> Tensor:
+        cache.progress[0].fill_(position)
+        out = dilated_attention(query, key, value, cache.pattern, cache=cache)
+        assert isinstance(out, Tensor)
+        return out
+
+    return call
+
+
+def bytes_read(cache: DilatedCache, position: int) -> int:
+    """Bytes of the keys and values that the token at a position reads, its own included."""
+    rows = 0
+    for _, buffers in cache.plan.of_position(position):
+        rows += len(buffers.kv_heads) * (len(buffers.seen(position)) + 1)
+    return 2 * cache.batch * rows * cache.head_dim * cache.dtype.itemsize
+
+
+def stratified(period: int, num_strata: int) -> list[int]:
+    """A residue of each of equal parts of a period, at the same random places every time."""
+    draw = random.Random(0)
+    borders = [period * i // num_strata for i in range(num_strata + 1)]
+    return [draw.randrange(a, b) for a, b in pairwise(borders) if a < b]
+
+
+def _by_turns(
+    first: Callable[[], object], second: Callable[[], object], repeats: int, flush: Tensor | None
+) -> tuple[float, float]:
+    """Median seconds of two functions, by turns. Each finds the CPU's caches in the same state."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for repeat in range(1 + repeats):
+        for function, of_function in zip((first, second), seconds, strict=True):
+            if flush is None:
+                function()
+            else:
+                flush.add_(1)
+            began = time.perf_counter()
+            function()
+            if repeat > 0:  # the first one warms up
+                of_function.append(time.perf_counter() - began)
+    return statistics.median(seconds[0]), statistics.median(seconds[1])
+
+
+def _seconds_at_a_border(call: Callable[[int], object], border: int, repeats: int) -> float:
     """A call that reads next to nothing, at a border of all segments: what calls cost by themselves."""
-    border = period_of(cache.pattern, max(cache.pattern.segment_lengths))
     seconds = []
-    for _ in range(10 * repeats):
+    for _ in range(repeats):
         began = time.perf_counter()
         call(border)
         seconds.append(time.perf_counter() - began)

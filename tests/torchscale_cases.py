@@ -1,5 +1,5 @@
 """What torchscale and GigaPath compute on a few small inputs. `python tests/torchscale_cases.py` runs the original code
-from a checkout (see benchmarks/checkout.py) and writes data/torchscale.safetensors. Tests compare with that file, and
+from a checkout (see tests/checkout.py) and writes data/torchscale.safetensors. Tests compare with that file, and
 with the original itself where there is a checkout.
 
 Inputs and weights are cosines, so that only results are kept.
@@ -53,7 +53,7 @@ class Attention(NamedTuple):
         return [2 * waves(self.batch, self.length, self.num_heads, 4, seed=seed) for seed in range(3)]
 
     def original(self) -> Tensor:
-        from benchmarks.checkout import attention_module
+        from checkout import attention_module
 
         module = attention_module(self.pattern, self.num_heads, 4)
         out, _ = module(*(x.flatten(2) for x in self.inputs()), is_causal=self.pattern.is_causal)
@@ -94,7 +94,7 @@ class Slide(NamedTuple):
         return x, (waves(2, self.num_tiles, 2, seed=1) + 1) * 10 * 256 * 0.999
 
     def original(self, all_layer_embed: bool) -> Tensor:
-        from benchmarks.checkout import activations_in_float64, slide_encoder
+        from checkout import activations_in_float64, slide_encoder
 
         sizes = {"slide_ngrids": 20, "max_wsi_size": self.max_wsi_size}
         model = fill(slide_encoder(5, 32, 2, **sizes, global_pool=self.global_pool).double())
@@ -154,14 +154,14 @@ class Sequence(NamedTuple):
         return (torch.arange(2 * self.length) ** 2 % 11).view(2, self.length)
 
     def original_config(self, **settings: Any) -> Any:
-        from benchmarks.checkout import torchscale
+        from checkout import torchscale
 
         kind = self.side.capitalize() if self.num_decoder_layers is None else "EncoderDecoder"
         return getattr(torchscale("architecture.config"), f"{kind}Config")(**self.settings(), **settings)
 
     def original_model(self, **settings: Any) -> Any:
         """Its parameters are as torchscale initialises them."""
-        from benchmarks.checkout import torchscale
+        from checkout import torchscale
 
         models = torchscale("model.LongNet")
         learned = None
@@ -173,7 +173,7 @@ class Sequence(NamedTuple):
         return kind(self.original_config(**settings), tokens, learned, is_encoder_decoder=is_decoder_left_out).double()
 
     def original(self) -> Tensor:
-        from benchmarks.checkout import activations_in_float64
+        from checkout import activations_in_float64
 
         with activations_in_float64(), torch.no_grad():
             found = fill(self.original_model())(self.tokens())

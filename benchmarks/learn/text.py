@@ -9,17 +9,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ring_dilated_attention.models.longnet import LongNetLM
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.training.data import Document, load_document
 from ring_dilated_attention.training.scoring import bits_by_context, held_out_bits_per_byte
 
 from ..record import branches, markdown
-from .kept import Row, Run
 from .trainer import TIMED, Shape, Training, branches_of, one_thread
 
 SUMMARY = "bits per byte of a language model by steps, by seconds and by context, by pattern"
+Row = dict[str, Any]
 BYTES = 256  # the vocabulary
+
+
+class Run(NamedTuple):
+    """One row to come. Its settings decide the row; `name` is for people."""
+
+    name: str
+    settings: dict[str, Any]
+    make: Callable[[], Row]
 
 
 class Settings(NamedTuple):
@@ -54,49 +61,45 @@ def document_of(seq_len: int, num_held_out: int) -> Document:
     return load_document((), seq_len, num_held_out, {})
 
 
-def train(
-    settings: Settings, pattern: DilatedPattern, seed: int, bits: Callable[[LongNetLM, Document], float]
-) -> tuple[LongNetLM, Row]:
+def run_one(settings: Settings, pattern: DilatedPattern, seed: int) -> Row:
     """A language model, and its curve: steps, CPU seconds, mean training bits since the last point, held-out bits."""
     document, length = document_of(settings.seq_len, settings.num_held_out), settings.seq_len
-    training, curve, losses = Training(settings.shape, pattern, BYTES, seed), [], []
     most_seconds = math.inf if settings.most_seconds is None else settings.most_seconds
-    while training.num_steps < settings.most_steps and training.seconds < most_seconds:
-        for _ in range(settings.every):
-            windows = document.train_windows(seed, training.num_steps, length, settings.positions // length)
-            tokens = torch.frombuffer(windows, dtype=torch.uint8).view(-1, length).long()
-            losses.append(training.step(lambda model, tokens=tokens: model.loss(tokens)))  # type: ignore[misc]
-        mean = statistics.fmean(losses) / math.log(2)
-        curve.append([training.num_steps, round(training.seconds, 3), mean, bits(training.model, document)])
-        losses.clear()
-    told = {"steps": training.num_steps, "cpu_seconds": round(training.seconds, 3), "curve": curve}
-    read = {name: document.identity()[name] for name in ("num_bytes", "num_held_out", "sha256")}
-    return training.model, branches_of(pattern) | {"document": read} | told
-
-
-def run_one(settings: Settings, pattern: DilatedPattern, seed: int) -> Row:
+    curve, losses = [], []
     with one_thread():
-        model, row = train(settings, pattern, seed, held_out_bits_per_byte)
-        document = document_of(settings.seq_len, settings.num_held_out)
-        return row | {"bits_by_context": bits_by_context(model, document)}
+        training = Training(settings.shape, pattern, BYTES, seed)
+        while training.num_steps < settings.most_steps and training.seconds < most_seconds:
+            for _ in range(settings.every):
+                windows = document.train_windows(seed, training.num_steps, length, settings.positions // length)
+                tokens = torch.frombuffer(windows, dtype=torch.uint8).view(-1, length).long()
+                losses.append(training.step(tokens))
+            mean = statistics.fmean(losses) / math.log(2)
+            held_out = held_out_bits_per_byte(training.model, document)
+            curve.append([training.num_steps, round(training.seconds, 3), mean, held_out])
+            losses.clear()
+        contexts = bits_by_context(training.model, document)
+    return {
+        **branches_of(pattern),
+        "document": {name: document.identity()[name] for name in ("num_bytes", "num_held_out", "sha256")},
+        "steps": training.num_steps,
+        "cpu_seconds": round(training.seconds, 3),
+        "curve": curve,
+        "bits_by_context": contexts,
+    }
 
 
-def runs(cases: Sequence[Settings], make: Callable[[Settings, DilatedPattern, int], Row] = run_one) -> list[Run]:
+def runs(cases: Sequence[Settings]) -> list[Run]:
     found = []
     for settings in cases:
-        most_seconds = settings.most_seconds
-        until = f"{settings.most_steps:,} steps" + ("" if most_seconds is None else f" or {most_seconds:g} s")
+        until = f"{settings.most_steps:,} steps"
+        if settings.most_seconds is not None:
+            until += f" or {settings.most_seconds:g} s"
         for seed in settings.seeds:
             for pattern in settings.patterns:
                 kept = settings._asdict() | {"shape": vars(settings.shape), "seeds": seed} | branches_of(pattern)
                 del kept["branches"]
-                found.append(
-                    Run(
-                        f"{named(branches_of(pattern), settings.seq_len)}, {until}, seed {seed}",
-                        kept,
-                        partial(make, settings, pattern, seed),
-                    )
-                )
+                name = f"{named(branches_of(pattern), settings.seq_len)}, {until}, seed {seed}"
+                found.append(Run(name, kept, partial(run_one, settings, pattern, seed)))
     return found
 
 

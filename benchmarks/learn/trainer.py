@@ -1,7 +1,7 @@
 """Trains a small LongNetLM, with the optimisers of `rda train`, and times its steps on one thread."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -52,12 +52,12 @@ class Training:
         self.optimizers = make_optimizers(self.model, Hyperparameters(**rates, **sizes))  # type: ignore[arg-type]
         self.clip_norm, self.num_steps, self.seconds = Hyperparameters.clip_norm, 0, 0.0
 
-    def step(self, loss_of: Callable[[LongNetLM], Tensor]) -> float:
+    def step(self, tokens_BN: Tensor) -> float:
         """Change the parameters by one step. Returns the loss before it."""
         began = time.process_time()
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = group["peak"] * min(1, (self.num_steps + 1) / WARMUP_STEPS)
-        loss = loss_of(self.model)
+        loss = self.model.loss(tokens_BN)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
         for optimizer in self.optimizers:

@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ring_dilated_attention.training.files import check_mine, write_whole
 
-from ..record import Table, provenance, read_record
+from ..record import Table, provenance, read_record, table_of
 from . import figures
 
 MAKER = "python -m benchmarks --html"
@@ -91,7 +91,7 @@ def sections(folder: Path, tables: Mapping[str, Table]) -> Iterator[Section]:
             drawn.caption,
             drawing,
             marked_up(provenance(record)),
-            as_html(tables[name](record["rows"]) if name in tables else ""),
+            as_html(table_of(record, tables)),
         )
 
 

@@ -24,9 +24,7 @@ def write_reports(path: Path, folder: Path) -> Path:
     """
     check_mine(path, is_reports, MAKER)
     if missing := [name for name in NEEDED if not (folder / f"{name}.json").exists()]:
-        raise ValueError(
-            f"--reports: there is no record of {missing[0]} in {folder}. python -m benchmarks {missing[0]} makes it."
-        )
+        raise ValueError(f"--reports: there is no record of {missing[0]} in {folder}, and the page quotes it.")
     records = {name: read_record(folder / f"{name}.json") for name in NEEDED}
     values = said(records) | cells(records["reports"]["rows"])
     peers = ", and [others](../benchmarks/README.md#peers)" if (folder / "peers.json").exists() else ""
@@ -88,7 +86,6 @@ def said(records: Mapping[str, Record]) -> dict[str, Any]:
     """The figures that stand within sentences."""
     rows = {name: record["rows"] for name, record in records.items()}
     eight = [row for row in rows["ranks"] if row["ranks"] == 8]
-    off = [abs(share - 1) for row in rows["ranks"] for share in row["of_plan_forward_backward"]]
     million = rows["million"][0]
     return {
         "provenance": provenance(records["reports"]),
@@ -97,7 +94,6 @@ def said(records: Mapping[str, Record]) -> dict[str, Any]:
         "efficiency": _percent([row["efficiency"]["median"] for row in rows["scaling"]]),
         "exposed": _percent([row["exposed_share"]["median"] for row in rows["overlap"]]),
         "of_line": figures.listed(f"{row['of_one_rank']:.2f}" for row in eight),
-        "plan_off": f"{max(off):.0e} of it",
         "million": f"{million['seq_len']:,}",
         "million_gb": f"{million['peak_bytes'] / 1e9:.1f}",
         "billion": f"{rows['billion'][0]['seq_len']:,}",

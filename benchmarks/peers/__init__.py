@@ -18,9 +18,10 @@ from .environments import ROOT, NotThereError, run_in
 from .examine import Sizes, own_pattern
 from .report import table
 
-__all__ = ["FULL", "QUICK", "SUMMARY", "Settings", "num_steps", "run", "table"]
+__all__ = ["FULL", "MINUTES", "QUICK", "SUMMARY", "Settings", "run", "table"]
 
 SUMMARY = "other libraries: right or not, and time, memory and bytes beside them"
+MINUTES = 30
 SCRIPTS = ROOT / "benchmarks" / "peer_errors"
 
 
@@ -35,10 +36,6 @@ QUICK = Settings(
     tuple(peer for peer in PEERS if peer.name in ("this library", "torch SDPA", "torch's private ring")),
     examine.Settings(Sizes(512, 2, 16), ("full", "causal"), 1, (60, 60)),
 )
-
-
-def num_steps(settings: Settings) -> int:
-    return len(settings.peers)
 
 
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:

@@ -21,7 +21,6 @@ from ring_dilated_attention.attention import dilated_attention
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.ranks.context import ContextParallel
 
-from .. import torch_ring
 from . import stand_ins
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -213,21 +212,25 @@ def torch_context_parallel(call: Call) -> Attend:
 
 
 def torch_private_ring(call: Call) -> Attend:
-    options: Any = torch_ring.torch_ring
-    options._cp_options.rotate_method = options._RotateMethod.ALL_TO_ALL
-    options._cp_options.enable_load_balance = call.sharding == "zigzag"
+    ring: Any = importlib.import_module("torch.distributed.tensor.experimental._context_parallel._attention")
+    ring._cp_options.rotate_method = ring._RotateMethod.ALL_TO_ALL
+    ring._cp_options.enable_load_balance = call.sharding == "zigzag"
     is_causal = call.pattern.is_causal
+    op: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward_op: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
     class Ring(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out, lse = torch_ring.peer_forward(q, k, v, is_causal)
+            world = dist.group.WORLD
+            out, lse, *_ = ring._templated_ring_attention(world, 2, op, q, k, v, is_causal=is_causal, dropout_p=0.0)
             ctx.save_for_backward(q, k, v, out, lse)
             return out
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-            q, k, v, out, lse = ctx.saved_tensors
-            return torch_ring.peer_backward(grads[0], q, k, v, out, lse, is_causal)[:3]
+            return ring._templated_ring_attention_backward(
+                dist.group.WORLD, 2, backward_op, grads[0], "grad_out", *ctx.saved_tensors, is_causal, dropout_p=0.0
+            )[:3]
 
     return lambda q, k, v: Ring.apply(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)

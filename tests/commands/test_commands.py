@@ -14,8 +14,8 @@ import pytest
 from full_disk import on_a_full_disk
 
 import ring_dilated_attention
-from benchmarks.slice import command as slices
 from ring_dilated_attention.commands import cli, numbers, output, terminal
+from ring_dilated_attention.training.files import check_mine
 
 PLAN = ["plan", "--seq-len", "4096", "--ranks", "17", "--segment-lengths", "4096", "--dilation-rates", "1"]
 EXTRA = ("tqdm", "numpy", "matplotlib", "safetensors")
@@ -39,18 +39,9 @@ def test_the_version(capsys):
     assert not re.search(r"\| +torch$", process.stderr, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        PLAN,
-        ["slice", "--plan", "--seq-len", "65536", "--ranks", "64"],
-        ["slice", "--seq-len", "4096", "--ranks", "64", "--heads", "1", "--head-dim", "16"],
-    ],
-    ids=["plan", "slice --plan", "slice"],
-)
-def test_torch_is_enough(arguments, without_extra, capsys):
+def test_torch_is_enough(without_extra, capsys):
     """Catches a package that only draws progress and without which nothing runs."""
-    assert main(arguments) == 0
+    assert cli.main(PLAN) == 0
     assert capsys.readouterr().err == ""
 
 
@@ -85,21 +76,9 @@ def test_nobody_reads_on(more):
     assert error == ""
 
 
-def main(arguments):
-    """`rda`, or `python -m benchmarks.slice`."""
-    return slices.main(arguments[1:]) if arguments[0] == "slice" else cli.main(arguments)
-
-
-def name_of(arguments):
-    return "python -m benchmarks.slice" if arguments[0] == "slice" else f"rda {arguments[0]}"
-
-
 def command(*arguments, **options):
-    """The same in a process of its own."""
-    module = "ring_dilated_attention"
-    if arguments[0] == "slice":
-        module, *arguments = "benchmarks.slice", *arguments[1:]
-    words = [sys.executable, "-m", module, *arguments]
+    """`rda` in a process of its own."""
+    words = [sys.executable, "-m", "ring_dilated_attention", *arguments]
     return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **options)
 
 
@@ -162,7 +141,7 @@ def test_help_is_ascii(name, capsys):
     assert capsys.readouterr().out.isascii()
 
 
-@pytest.mark.parametrize("arguments", [["check", "--ranks", "1", "2"], ["slice", "--plan"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["check", "--ranks", "1", "2"]], ids=" ".join)
 def test_interrupted_at_any_time(arguments):
     """Ctrl-C while torch is imported, here or in the process that ranks are forked from, or later. One line, and nobody
     is left: whoever is would keep the pipe open."""
@@ -177,7 +156,7 @@ def test_interrupted_at_any_time(arguments):
     for process in processes:
         error = process.communicate(timeout=60)[1]
         assert process.returncode == 130
-        assert error.endswith(f"\n{name_of(arguments)}: interrupted\n")
+        assert error.endswith(f"\nrda {arguments[0]}: interrupted\n")
         assert "Traceback" not in error
 
 
@@ -206,52 +185,47 @@ def test_what_is_held_back_comes_at_the_end():
 
 
 PICTURES = [*PLAN, "--ranks", "2", "--picture"]
-SLICE = ["slice", "--seq-len", "64", "--ranks", "4", "--heads", "1", "--head-dim", "8", "--record"]
 
 
-@pytest.mark.parametrize("arguments", [[*PICTURES, "out"], [*SLICE, "out/pattern.png"]], ids=["plan", "slice"])
-def test_nothing_of_somebody_else_is_overwritten(arguments, tmp_path, monkeypatch, capsys):
+def test_nothing_of_somebody_else_is_overwritten(tmp_path, monkeypatch, capsys):
     """What a command made itself it makes anew."""
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
-        assert main(arguments) == 0
+        assert cli.main([*PICTURES, "out"]) == 0
     Path("out/pattern.png").write_text("from ring_dilated_attention import DilatedPattern\n")
     before = {path: path.read_bytes() for path in Path("out").iterdir()}
     capsys.readouterr()
-    assert main(arguments) == 2
+    assert cli.main([*PICTURES, "out"]) == 2
     out, error = capsys.readouterr()
     assert re.fullmatch(
-        r"(rda plan: )?out/pattern.png was not made by [\w. -]+ --\w+, and nothing is written over it\..*\n",
+        r"rda plan: out/pattern.png was not made by [\w. -]+ --\w+, and nothing is written over it\..*\n",
         error,
     )
     assert out == ""
     assert {path: path.read_bytes() for path in Path("out").iterdir()} == before
 
 
-@pytest.mark.parametrize("arguments", [[*PICTURES, "a/b/out"], [*SLICE, "a/b/out/record"]], ids=["plan", "slice"])
-def test_refused_commands_make_no_folder(arguments, tmp_path, monkeypatch):
+def test_refused_commands_make_no_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main([*arguments, "--kv-heads", "5"]) == 2
+    assert cli.main([*PICTURES, "a/b/out", "--kv-heads", "5"]) == 2
     assert list(tmp_path.iterdir()) == []
-    assert main(arguments) == 0
-    assert len(list(Path("a/b/out").iterdir())) == (2 if arguments[0] == "plan" else 1)
+    assert cli.main([*PICTURES, "a/b/out"]) == 0
+    assert len(list(Path("a/b/out").iterdir())) == 2
 
 
 @pytest.mark.parametrize("path", ["/dev/full", "/dev/null"])
-def test_what_has_no_end_is_not_read_to_see_whose_it_is(path, monkeypatch, capsys):
+def test_what_has_no_end_is_not_read_to_see_whose_it_is(path, monkeypatch):
     """Catches a device that is read until memory is full."""
-    for name in ("open", "read_bytes"):
-        monkeypatch.setattr(Path, name, lambda self, *_: pytest.fail(f"{self} is read"))
-    assert main(["slice", "--seq-len", "64", "--ranks", "4", "--record", path]) == 2
-    assert f"{path} is in the way: it is no regular file" in capsys.readouterr().err
+    monkeypatch.setattr(Path, "open", lambda self, *_: pytest.fail(f"{self} is read"))
+    with pytest.raises(ValueError, match=f"{path} is in the way: it is no regular file"):
+        check_mine(Path(path), lambda file: True, "a test")
 
 
-@pytest.mark.parametrize("arguments", [[*PICTURES, "out"], [*SLICE, "out/record"]], ids=["plan", "slice"])
-def test_a_full_disk_is_a_sentence(arguments, tmp_path, monkeypatch):
+def test_a_full_disk_is_a_sentence(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, error = on_a_full_disk(100, main, arguments)
+    code, error = on_a_full_disk(100, cli.main, [*PICTURES, "out"])
     assert code == 2
-    assert re.search(rf"{name_of(arguments)}: out/\S+: File too large\n$", error)
+    assert re.search(r"rda plan: out/\S+: File too large\n$", error)
     assert "Traceback" not in error
     assert list(Path().iterdir()) == []
 

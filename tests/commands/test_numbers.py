@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import record
-from benchmarks.slice import command as slices
 from ring_dilated_attention.commands import cli, evaluate, generate, train
 from ring_dilated_attention.commands.numbers import BINARY, DECIMAL, amount, count, scaled
 from ring_dilated_attention.forecast.clock import time_text
@@ -67,7 +66,7 @@ def test_commands_take_them(capsys):
     assert "peak, MB" in out
     assert "|" not in out
     with pytest.raises(SystemExit):
-        slices.main(["--seq-len", "1.5"])
+        cli.main(["plan", "--seq-len", "1.5"])
     assert "'1.5' is 1.5, not a whole number" in capsys.readouterr().err
 
 

@@ -25,9 +25,9 @@ from fuzz_commands import broken
 from fuzz_modules import draw_module, turned
 from fuzz_oracle import NAMES, answer_to, difference, draw_call, sizes_of_terms, tensors_of, why_off
 from helpers import poisoned_memory
+from padded import padded_branches, padded_reference
 from torch import Tensor, nn
 
-from benchmarks.padded import padded_branches, padded_reference
 from ring_dilated_attention import DilatedPattern, MultiheadDilatedAttention, dilated_attention
 from ring_dilated_attention.attention import attention
 from ring_dilated_attention.layers import multihead

@@ -22,12 +22,13 @@ from fuzz import Output, Trial, captured, listing, sentence_of
 from helpers import quick_ends
 
 from benchmarks import command
-from benchmarks.slice import command as slices
 from ring_dilated_attention.commands import (
     check,
     cli,
+    evaluate,
     local_ranks,
     numbers,
+    suggest,
     terminal,
     train,
 )
@@ -152,16 +153,6 @@ MORE_MODEL = [
     ["--config", "run"],
     ["--config", "text.txt"],
 ]
-SLICE = [
-    ["--seq-len", "64"],
-    ["--ranks", "4"],
-    ["--heads", "2"],
-    ["--head-dim", "8"],
-    ["--segment-lengths", "16", "64"],
-    ["--dilation-rates", "1", "3"],
-]
-MORE_SLICE = [["--rank", "2"], ["--kv-heads", "1"], ["--not-causal"], ["--seed", "5"], ["--plan"]]
-MORE_SLICE += [["--record", "a/record"], ["--record", "taken/record.json"]]
 EMBED = [["slides"], ["--weights", "encoder.pth"], ["--heads", "16"], ["--out", "out.safetensors"]]
 MORE_EMBED = [
     ["--embedding", "class"],
@@ -222,7 +213,6 @@ COMMANDS = {
     "plan": (7, PLAN, MORE_PLAN),
     "plan compare": (2, [*PLAN, ["--flops", "1e12"], ["--bandwidth", "1e9"]], MORE_COMPARED),
     "plan model": (3, MODEL, MORE_MODEL),
-    "slice": (5, SLICE, MORE_SLICE),  # as python -m benchmarks.slice
     "generate": (3, GENERATE, MORE_GENERATE),
     "evaluate": (3, EVALUATE, MORE_EVALUATE),
     "suggest": (3, SUGGEST, MORE_SUGGEST),
@@ -270,8 +260,6 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
 
 
 def run_command(arguments: list[str]) -> int:
-    if arguments[:1] == ["slice"]:
-        return slices.main(arguments[1:])
     if arguments[:1] != ["benchmarks"]:
         return cli.main(arguments)
     with mock.patch.object(command, "RESULTS", Path("records")):  # not those of this clone
@@ -435,9 +423,9 @@ def _remove_all_unfinished(target: Path, run: str) -> None:
 
 
 BREAKAGES = {
-    "numbers are not checked": broken("check_at_least", nothing, plan_options, slices),
-    "more ranks than positions are taken": broken("check_ranks_fit", nothing, plan_options, slices, train),
-    "other's files are overwritten": broken("check_mine", nothing, files, figures, report, run, slices),
+    "numbers are not checked": broken("check_at_least", nothing, plan_options, suggest, evaluate),
+    "more ranks than positions are taken": broken("check_ranks_fit", nothing, plan_options, train),
+    "other's files are overwritten": broken("check_mine", nothing, files, figures, report, run),
     "unfinished is whatever is called so": broken("_remove_superfluous", _remove_all_unfinished, checkpoint),
     "errors of the system are not caught": broken("in_words", None, terminal),
     "the lock stays": broken("own_folder", own_and_leave, train),

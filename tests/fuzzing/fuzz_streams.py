@@ -36,7 +36,6 @@ WEIGHTS = {
     "suggest": 8,
     "doctor": 6,
     "plan": 6,
-    "slice": 2,
     "generate": 2,
     "evaluate": 2,
     "train": 2,

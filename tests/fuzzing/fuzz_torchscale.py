@@ -1,6 +1,6 @@
 """torchscale's family: random encoders and decoders against the same put together by hand, in float64.
 
-By hand: embeddings, projections, XPOS, the definition over padded rows (`benchmarks.padded`), feed-forward, residuals.
+By hand: embeddings, projections, XPOS, the definition over padded rows (`tests/padded.py`), feed-forward, residuals.
 
 What must hold: logits, states of layers and every gradient equal those by hand; packed documents are as if each were
 alone; a decoder sees nothing that comes later; what cannot be is a ValueError. Uninitialised memory is NaN.
@@ -22,9 +22,9 @@ from fuzz_commands import broken, nothing
 from fuzz_modules import why_unequal
 from fuzz_torchscale_misuse import TOKENS, try_hostile
 from helpers import poisoned_memory
+from padded import padded_reference
 from torch import Tensor
 
-from benchmarks.padded import padded_reference
 from ring_dilated_attention import simulate
 from ring_dilated_attention.models import LongNetDecoder, LongNetEncoder, TorchscaleConfig
 from ring_dilated_attention.models.documents import Documents

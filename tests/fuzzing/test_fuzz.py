@@ -45,7 +45,7 @@ def test_nothing_is_found(kind, numbers):
 @pytest.mark.parametrize(
     ("kind", "broken"),
     [
-        ("commands", "numbers are not checked"),
+        ("commands", "other's files are overwritten"),
         ("commands", "the lock stays"),
         ("files", "no digests"),
         ("files", "states are not checked"),

@@ -4,6 +4,7 @@ import copy
 import re
 import warnings
 
+import checkout
 import numpy as np
 import pytest
 import torch
@@ -13,7 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torchscale_cases import SLIDES, Slide, fill, kept, waves
 
-from benchmarks import checkout
 from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.models import LongNetViT, segment_lengths_for

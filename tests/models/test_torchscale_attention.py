@@ -7,17 +7,17 @@ definition over rows padded with zeros.
 from datetime import timedelta
 from itertools import accumulate, pairwise
 
+import checkout
 import pytest
 import torch
 from distributed import run
 from helpers import relative_error, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from padded import padded_reference
 from torch.distributed.device_mesh import init_device_mesh
 from torchscale_cases import ATTENTION, Attention, blocked, kept, waves
 
-from benchmarks import checkout
-from benchmarks.padded import padded_reference
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.models import torchscale_attention
 from ring_dilated_attention.models.torchscale.gate import gate

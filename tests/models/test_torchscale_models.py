@@ -3,12 +3,12 @@
 import copy
 import re
 
+import checkout
 import pytest
 import torch
 from distributed import run
 from torchscale_cases import SEQUENCES, fill, kept
 
-from benchmarks import checkout
 from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel, DilatedPattern
 from ring_dilated_attention.models import (

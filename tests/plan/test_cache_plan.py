@@ -8,7 +8,6 @@ from drawn import patterns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.cached import distinct_rows, live, live_rows
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.cache_plan import Buffers, check_append, check_crop, plan_append, plan_cache
 from ring_dilated_attention.plan.job import Job
@@ -37,6 +36,27 @@ def phases_read(pattern, num_heads, num_kv_heads):
             if phase is not None and any(t % r == phase for t in range(w)):
                 found.add((b, h // (num_heads // num_kv_heads), phase))
     return found
+
+
+def live(buffers, position):
+    """The numbers of the rows that the query at `position - 1`, or a later query, sees.
+
+    If the segment of `position - 1` has no row of the phase from there on, its earlier rows are kept but not live.
+    """
+    stop = buffers.before(position)
+    number = buffers.before(max(0, position - 1))  # of the last query's row, or of the next row
+    return range(number - number % buffers.rows_per_segment, stop)
+
+
+def live_rows(plan, position):
+    """Rows in all buffers that the last query before a position, or one from there on, sees: at most num_rows."""
+    return sum(len(buffers.kv_heads) * len(live(buffers, position)) for buffers in plan.buffers)
+
+
+def distinct_rows(plan, position):
+    """The number of live rows, where a row that several branches hold counts once."""
+    rows = ((x.kv_heads, x.position_of(number)) for x in plan.buffers for number in live(x, position))
+    return len({(head, at) for heads, at in rows for head in heads})
 
 
 def rows_seen(pattern, branch, phase, first_query, num_positions):

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from benchmarks.record import is_page, is_record
-from benchmarks.slice.command import is_record as is_slice
 from ring_dilated_attention.commands import hardware
 from ring_dilated_attention.commands.embed.embeddings import EmbeddingFile, SlideEntry
 from ring_dilated_attention.training.checkpoint import save_checkpoint
@@ -76,8 +75,6 @@ def test_a_file_that_only_names_us_is_somebody_elses(content, tmp_path):
 MACHINE = hardware.Machine(hardware.Hardware(1e12, 1e9), 4, None, "rda doctor on 2 ranks, a CPU")
 SAVED = hardware.as_toml(MACHINE, ["a note"])
 RECORD = {name: {} for name in ("date", "hardware", "versions")} | {"rows": []}
-SLICES = "python -m benchmarks.slice"
-SLICE = RECORD | {"command": SLICES}
 BENCHMARK = RECORD | {"command": "python -m benchmarks linear", "case": "linear", "commit": None}
 TRAINED = {"run": RUN, "status": "complete", "hyperparameters": {}, "steps_done": 1, "step_seconds": [1.0]}
 PAGE = (ROOT / "benchmarks" / "README.md").read_text()
@@ -87,20 +84,16 @@ KNOWN = {  # how: ours, and those that only name us
         SAVED,
         [f"# how\n\n```\n{SAVED}```\n", f"{SAVED}[mine]\n", SAVED.replace("[hardware]", "")],
     ),
-    "slice": (
-        is_slice,
-        json.dumps(SLICE),
-        [
-            json.dumps({"command": SLICES}),
-            json.dumps(SLICE | {"notes": "mine"}),
-            json.dumps({"tasks": SLICES}),
-            "[]",
-        ],
-    ),
     "benchmark": (
         is_record,
         json.dumps(BENCHMARK),
-        ['{"rows": [], "command": "my bench"}', json.dumps(BENCHMARK | {"command": "make bench"}), "{"],
+        [
+            '{"rows": [], "command": "my bench"}',
+            json.dumps(BENCHMARK | {"command": "make bench"}),
+            json.dumps(BENCHMARK | {"notes": "mine"}),
+            "{",
+            "[]",
+        ],
     ),
     "page": (is_page, PAGE, [f"# My project\n\n{PAGE}", PAGE.replace("# Benchmarks", "# Speed"), PAGE[:40], ""]),
     "run": (

@@ -32,7 +32,7 @@ def no_scratch(step: Compute, sizes: Sizes, num_heads: int) -> int:
     return 0
 
 
-# Measured for torch's CPU flash attention (`python -m benchmarks packing`): a copy pays where each row lies on another
+# Measured for torch's CPU flash attention (benchmarks/results/packing.json): a copy pays where each row lies on another
 # page of memory, and segments are so long that several blocks of queries read the same keys.
 CPU_PACKING = Packing(distance=4096, num_bytes=4096, max_rows=2**16)
 

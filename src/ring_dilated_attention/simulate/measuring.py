@@ -38,7 +38,7 @@ def measuring(parallel: ContextParallel) -> Iterator[list[Use]]:
     What it makes counts too: buffers, accumulators, partials. A kernel's scratch is not seen; `rda plan` lists it.
 
     Raises:
-        ValueError: unless all ranks are simulated. (`python -m benchmarks memory` measures real ranks.)
+        ValueError: unless all ranks are simulated. (`python -m benchmarks ranks` measures real ranks.)
     """
     ranks = parallel.ranks
     if not isinstance(ranks, SimulatedRanks):

@@ -21,10 +21,9 @@ from unittest import mock
 
 import torch
 
+from benchmarks.peers.adapters import torchscale_attention
+from benchmarks.peers.stand_ins import flash
 from ring_dilated_attention.pattern import DilatedPattern
-
-from .peers.adapters import torchscale_attention
-from .peers.stand_ins import flash
 
 
 def why_not(variable: str) -> str | None:

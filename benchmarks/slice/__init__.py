@@ -1,1 +1,0 @@
-"""One rank's share of a job of any size, run and verified (`python -m benchmarks.slice`)."""
