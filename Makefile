@@ -59,6 +59,7 @@ examples: $(VENV)/.installed $(OTHERS)/.installed
 	$(BIN)/python examples/chromosome.py
 	$(BIN)/python examples/code_base.py
 	$(BIN)/python examples/video.py
+	$(BIN)/python examples/billion.py
 	$(BIN)/python $(RANKS) 2 examples/serve.py
 	$(BIN)/python examples/slide.py --folder $(WRITTEN)
 	$(BIN)/python $(RANKS) 2 examples/finetune_slides.py --out $(WRITTEN)/finetuned.safetensors
