@@ -4,7 +4,7 @@ Every place where a rank can fail, with 2 to 4 ranks, is tried once per kind. Wh
 in flight, and how big they are is drawn by chance. The exit status is 1 unless all trials pass.
 
 `--ranks 8 --places user handshake --trials 30`: other numbers of ranks, some places alone, so many trials of each kind.
-From 4 ranks on a rank that does not come ("user") is not the direct peer of all ranks that must name it.
+From 4 ranks on handshakes go in rounds: a rank names the rank for which it waited, which may have waited itself.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 
 KINDS = ("kill", "stop", "raise")
-PLACES = ("user", "handshake", "connecting")  # and those of hops
+PLACES = ("user", "handshake", "after the handshake")  # and those of hops
 
 
 def places(world_sizes: Sequence[int]) -> Iterator[tuple[int, str, str]]:

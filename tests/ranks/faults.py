@@ -20,6 +20,7 @@ from distributed import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention.plan.rounds import MOST_AT_ONCE
 from ring_dilated_attention.ranks.link import ExchangeError, GroupLink
 from ring_dilated_attention.ranks.processes import Processes
 
@@ -34,10 +35,11 @@ SLACK_SECONDS = 5
 
 
 class Fault(NamedTuple):
-    """What happens to one rank, in the second step. (In the first one if it is connecting: later it is connected.)
+    """What happens to one rank, in the second step.
 
     kind: kill (SIGKILL), stop (SIGSTOP), or raise an error.
-    place: "user" (before the call), "handshake", "connecting", "hop 1, keys and values", "hop 2, gradients", ...
+    place: "user" (before the call), "handshake", "after the handshake" (before other messages), "hop 1, keys and
+        values", "hop 2, gradients", ...
     in_flight: the rank fails when it has posted these messages, not before.
     chunk_bytes: of K‖V of one rank, at least 128 KiB. More than sockets buffer (a few MiB) is sure to be on its way.
     timeout: seconds, of the context.
@@ -179,7 +181,7 @@ class Injection:
             return pending
 
         def failing_route(*args: Any) -> Any:
-            if self.is_armed and fault.place == "connecting":
+            if self.is_armed and fault.place == "after the handshake":
                 self.strike()
             return route(*args)
 
@@ -187,8 +189,7 @@ class Injection:
 
     def enter(self, step: int, stage: str) -> None:
         """Called by the user's loop before every forward and backward."""
-        failing_step = 1 if self.fault.place == "connecting" else FAILING_STEP
-        self.is_armed = (step, stage) == (failing_step, self.fault.stage)
+        self.is_armed = (step, stage) == (FAILING_STEP, self.fault.stage)
         if self.is_armed and self.fault.place == "user":
             self.strike()
 
@@ -242,7 +243,8 @@ _IN_A_MESSAGE = re.compile(
     r"\(group '(control|data|heads|chunks) of context \w+', rank (?P<own>\d+)\): ."
 )
 _IN_A_HANDSHAKE = re.compile(
-    r"(?P<moment>(forward|backward) \d+), handshake: rank (?P<peer>\d+) did not enter (?P=moment) "
+    r"(?P<moment>(forward|backward) \d+), handshake: rank (?P<peer>\d+) did not enter (?P=moment)"
+    r"(, or waits there for another rank)? "
     r"\(group 'control of context \w+', rank (?P<own>\d+)\): ."
 )
 
@@ -272,7 +274,7 @@ def judge(fault: Fault, reports: dict[int, Report], struck: float) -> list[str]:
             complaints.append(f"rank {rank} saw its error after {report.time - struck:.1f} s, not {bound:.1f} s")
         elif (end := end_of(blame, rank)) != fault.rank:
             complaints.append(f"the error of rank {rank} leads to rank {end}: {report.message}")
-        elif fault.place == "user" and blame[rank] != fault.rank:
+        elif fault.place == "user" and fault.world_size <= MOST_AT_ONCE and blame[rank] != fault.rank:
             complaints.append(f"rank {rank} does not name the rank that did not come: {report.message}")
     return complaints
 

@@ -1,6 +1,5 @@
 """One process, several GPUs: a rank works on its own alone. No GPU here: torch.cuda's answers are stand-ins."""
 
-from concurrent.futures import Future
 from contextlib import nullcontext
 from threading import current_thread, main_thread
 from types import SimpleNamespace
@@ -10,8 +9,7 @@ import torch
 
 from ring_dilated_attention.ranks.cards import number_of_card
 from ring_dilated_attention.ranks.link import GroupLink
-from ring_dilated_attention.ranks.presumed import Presumed
-from ring_dilated_attention.ranks.watching import Worker
+from ring_dilated_attention.simulate.all_ranks import run_in_turn
 
 SECOND, THIRD = (torch.device("cuda", k) for k in (1, 2))
 
@@ -68,25 +66,14 @@ def deeds(monkeypatch):
         done.append((current_thread() is main_thread(), *what))
         return nullcontext()
 
-    def stream(device):
-        return SimpleNamespace(device=device, wait_stream=lambda other: None)
-
-    monkeypatch.setattr(torch.cuda, "Stream", stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(device=THIRD))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: noted("set_device", device))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: noted("stream", stream.device))
     return done
 
 
-def test_a_thread_that_posts_has_the_card_of_its_tensors(deeds):
-    """Catches a thread that goes back to GPU 0 when it has posted: each rank then has half a GB there."""
-    agreed: Future[None] = Future()
-    link = SimpleNamespace(worker=Worker(), carry=lambda *_: deeds.append(("posts",)))
-    presumed = Presumed(
-        SimpleNamespace(lengths=(1,)), link, SimpleNamespace(waits=None), lambda: agreed.result() or (1,)
-    )
-    pending = presumed.carry([(SimpleNamespace(is_cuda=True, device=THIRD), 0)], [], "a hop")
-    agreed.set_result(None)
-    assert presumed.posted_late() is None
-    assert pending is not None
-    assert deeds == [(False, "set_device", THIRD), (False, "stream", THIRD), ("posts",)]
+def test_the_thread_of_a_simulated_rank_has_the_card_of_its_caller(deeds, monkeypatch):
+    """Catches a thread that goes back to GPU 0 when it has computed: each process then has half a GB there."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    run_in_turn(1, lambda rank, link: deeds.append(("computes",)))
+    assert deeds == [(False, "set_device", THIRD), (False, "stream", THIRD), ("computes",)]

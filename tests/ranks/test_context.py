@@ -5,7 +5,6 @@ Every function whose name starts with `rank` runs on every rank, and every rank 
 
 import copy
 import gc
-import io
 import os
 import pickle
 import threading
@@ -25,7 +24,7 @@ from helpers import message_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, explain, simulate
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.layers import MultiheadDilatedAttention
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
 from ring_dilated_attention.models.longnet import shift_left
@@ -592,52 +591,6 @@ def test_a_whole_sequence_in_the_place_of_a_shard():
     """Catches a full tensor on every rank, which is taken for shards of a longer sequence without a word, and a shard
     that is cut again after an op; and warnings of batches that are half as long as the one before."""
     run(2, rank_passes_the_whole)
-
-
-def rank_passes_a_shard_of_another_cut(rank, world_size):
-    def contexts(**options):
-        return ContextParallel(timeout=PATIENCE, **options)
-
-    here, zigzag, uneven = contexts(), contexts(sharding="zigzag"), contexts(lengths=(2, 6))
-    whole = torch.randn(1, 8, 4, 8)
-    own, foreign = here.shard(whole), zigzag.shard(whole)
-    torch.testing.assert_close(uneven.unshard(uneven.shard(whole)), whole)
-    dilated_attention(own, own, own, PATTERN, parallel=here)
-    contexts(align=4).unshard(own)  # the same rows, however they came about
-    said = message_of(lambda: dilated_attention(foreign, foreign, foreign, PATTERN, parallel=here))
-    assert f"query is rank {rank}'s rows of 8 positions, cut zigzag as (4, 4)" in said
-    assert f"rank {rank} of 2 and cuts contiguous" in said
-    torch.save(foreign, stored := io.BytesIO())
-    stored.seek(0)
-    for other in (copy.deepcopy(foreign), pickle.loads(pickle.dumps(foreign)), torch.load(stored, weights_only=True)):
-        assert "cut zigzag" in message_of(lambda other=other: here.unshard(other))
-    # One rank's mistake is told to the others.
-    mixed = foreign if rank else own
-    assert "key is rank 1's" in message_of(lambda: dilated_attention(own, mixed, own, PATTERN, parallel=here))
-    assert "key is rank" in message_of(lambda: explain(own, foreign, own, PATTERN, parallel=here))
-    assert "cut contiguous" in message_of(lambda: uneven.unshard(own))
-    attention = MultiheadDilatedAttention(32, 4, PATTERN, parallel=zigzag)
-    x = here.shard(torch.randn(1, 8, 32))
-    assert "cut contiguous" in message_of(lambda: attention(x, x, x))
-    batch = here.shard_batch({"tokens": torch.arange(8)[None], "cu_seqlens": torch.tensor([0, 8], dtype=torch.int32)})
-    config = LongNetConfig((4, 16), (1, 2), vocab_size=9, num_layers=1, embed_dim=8, num_heads=2)
-    model = LongNetLM(config, parallel=zigzag)
-    assert "tokens is rank" in message_of(lambda: model.loss(batch["tokens"], batch["cu_seqlens"]))
-    model = LongNetLM(config, parallel=contexts(sharding="zigzag"))
-    with pytest.warns(UserWarning, match=r"\(4, 4\) positions, .* by a context that cuts contiguous; .* zigzag shards"):
-        model.loss(batch["tokens"] + 0, batch["cu_seqlens"])  # of what an op made of it the length alone is known
-    assert f"got rank {rank}'s rows" in message_of(lambda: here.shard(own))
-    with pytest.warns(UserWarning, match=r"without parallel= it is taken for a whole sequence") as warned:
-        dilated_attention(own, own, own, PATTERN)
-    assert warned[0].filename == __file__  # it names the line of the call
-    assert "return_lse must be True or False, got 3" in message_of(
-        lambda: dilated_attention(own, own, own, PATTERN, parallel=here, return_lse=3 if rank else False)
-    )
-
-
-def test_a_shard_remembers_how_it_was_cut():
-    """Catches a zigzag shard in a contiguous context: of the right length, and wrong without a word."""
-    run(2, rank_passes_a_shard_of_another_cut)
 
 
 def rank_is_no_member(rank, world_size):

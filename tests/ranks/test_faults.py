@@ -46,10 +46,10 @@ MIB = 2**20
         Fault(2, 0, "raise", "backward", "hop 1, gradients"),
         Fault(3, 1, "raise", "backward", "handshake"),
         # Of six ranks, 0 and 3 exchange no message of a handshake.
-        Fault(6, 3, "kill", "forward", "connecting", exchange="all_gather"),
-        Fault(6, 3, "stop", "forward", "connecting", exchange="all_gather", timeout=2),
-        Fault(5, 3, "kill", "forward", "connecting"),  # of ranks 0 and 1, each is connected when 2 and 4 fail
-        Fault(4, 2, "raise", "backward", "connecting", is_causal=True),
+        Fault(6, 3, "kill", "forward", "after the handshake", exchange="all_gather"),
+        Fault(6, 3, "stop", "forward", "after the handshake", exchange="all_gather", timeout=2),
+        Fault(5, 3, "kill", "forward", "after the handshake"),
+        Fault(4, 2, "raise", "backward", "after the handshake", is_causal=True),
         # What the user writes is not what carries the messages: None is "undefined", and all three are gloo.
         Fault(3, 1, "raise", "backward", "hop 1, gradients", chunk_bytes=16 * MIB, backend=None),
         Fault(3, 2, "kill", "backward", "hop 2, keys and values", chunk_bytes=16 * MIB, backend="cpu:gloo"),
@@ -63,16 +63,22 @@ def test_every_other_rank_raises(fault):
     assert not trial.complaints, "\n".join(trial.complaints)
 
 
-def test_a_rank_that_raises_between_calls():
+@pytest.mark.parametrize(
+    ("num_ranks", "missing"),  # for each other rank: whom it names, and whether in the first round
+    [(3, {0: (2, True), 1: (2, True)}), (4, {0: (3, True), 1: (3, False), 2: (3, True)})],
+)
+def test_a_rank_that_raises_between_calls(num_ranks, missing):
     """Catches ranks that do not learn who is missing, and in what. The failing rank keeps its own error."""
-    trial = run_trial(Fault(4, 3, "raise", "backward", "user", timeout=2))
+    trial = run_trial(Fault(num_ranks, num_ranks - 1, "raise", "backward", "user", timeout=2))
     assert not trial.complaints, "\n".join(trial.complaints)
-    assert trial.messages.pop(3) == "the user's own error"
-    for rank, message in trial.messages.items():
-        named = (
-            rf"backward 2, handshake: rank 3 did not enter backward 2 \(group 'control of .+', rank {rank}\): Timed out"
-        )
-        assert re.match(named, message)
+    assert trial.messages.pop(num_ranks - 1) == "the user's own error"
+    for rank, (peer, is_first_round) in missing.items():
+        absence = f"rank {peer} did not enter backward 2"
+        if not is_first_round:
+            absence += ", or waits there for another rank"
+        group = rf"\(group 'control of .+', rank {rank}\)"
+        assert re.match(rf"backward 2, handshake: {absence} {group}: Timed out", trial.messages[rank])
+        assert "only if its loss depends on the output" in trial.messages[rank]
 
 
 def test_a_process_ends_though_a_message_is_stuck():

@@ -1,6 +1,5 @@
 """sharding="zigzag_documents": each packed document is dealt as zigzag by itself."""
 
-import warnings
 from itertools import accumulate
 
 import pytest
@@ -17,7 +16,6 @@ from ring_dilated_attention import (
     simulate,
 )
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
-from ring_dilated_attention.ranks.origin import remember
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
 
 SHARDING = "zigzag_documents"
@@ -103,7 +101,6 @@ def rank_computes(rank, world_size):
             assert torch.equal(local["tokens"], local["positions"])
     check_loss(parallel)
     said = refusals(rank, parallel)
-    check_doubts(parallel)
     parallel.close()
     return said
 
@@ -126,26 +123,9 @@ def check_loss(parallel):
     torch.testing.assert_close(torch.stack(gathered).mean(0), gradients[0], rtol=1e-9, atol=1e-12)
 
 
-def check_doubts(parallel):
-    """An op has dropped what `shard` noted. An earlier sequence with other borders has as many rows on each rank."""
-    earlier, last, x = borders_of((12, 24)), borders_of((24, 12)), randn(1, 36, 2, 4)
-    parallel.shard(x, cu_seqlens=earlier)
-    local = parallel.shard(x, cu_seqlens=last).clone()
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        for borders in (last, earlier, earlier):
-            dilated_attention(local, local, local, PATTERNS[0], parallel=parallel, cu_seqlens=borders)
-            parallel.unshard(local, cu_seqlens=borders)
-    [warning] = [str(x.message) for x in heard]
-    assert warning.startswith(
-        "cu_seqlens=(0, 12, 36) is of an earlier sequence than the one that this context cut last."
-    )
-
-
 def refusals(rank, parallel):
-    borders, other, third, x = *map(borders_of, ((10, 14), (12, 12), (9, 15))), randn(1, 24, 2, 4)
-    marked = parallel.shard(x, cu_seqlens=third)
-    local = parallel.shard(x, cu_seqlens=borders).clone()
+    borders, other, x = borders_of((10, 14)), borders_of((1, 23)), randn(1, 24, 2, 4)
+    local = parallel.shard(x, cu_seqlens=borders)
     pattern = PATTERNS[0]
     return [
         message_of(lambda: parallel.shard(x)),
@@ -158,29 +138,24 @@ def refusals(rank, parallel):
         message_of(lambda: DilatedCache.gather(parallel, local, local, pattern, 2)),
         message_of(lambda: dilated_attention(local, local, local, pattern, parallel=parallel)),
         message_of(lambda: dilated_attention(local, local, local, pattern, parallel=parallel, cu_seqlens=other)),
-        message_of(lambda: dilated_attention(marked, local, local, pattern, parallel=parallel, cu_seqlens=borders)),
-        message_of(lambda: parallel.unshard(marked, cu_seqlens=borders)),
     ]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_compute_the_definition_and_refuse_alike(world_size):
     said = run(world_size, rank_computes)
-    needs, unlike, unknown = "needs cu_seqlens, the same on every rank", "disagree on cu_seqlens", "of no sequence that"
-    cut_otherwise = "computes with it and with the same cu_seqlens"
+    needs, unlike = "needs cu_seqlens, the same on every rank", "disagree on cu_seqlens"
+    other_lengths = "these documents, dealt one by one, give the ranks"
     for messages in said:
-        expected_parts = [needs, needs, unlike, needs, unknown, needs, needs, needs, needs, unknown]
-        expected_parts += [cut_otherwise, cut_otherwise]
+        expected_parts = [needs, needs, unlike, needs, other_lengths, needs, needs, needs, needs, other_lengths]
         for message, part in zip(messages, expected_parts, strict=True):
             assert part in message
 
 
 def test_a_call_reads_the_borders_from_their_device_once(monkeypatch):
-    """Of marked shards too, whose borders are compared for each of query, key and value. On a GPU a read waits."""
+    """On a GPU a read waits."""
     parallel = ContextParallel(sharding=SHARDING)
     borders, x = borders_of([3, 4]), [randn(1, 7, 2, 4) for _ in range(3)]
-    shards = parallel.ranks.note_cut((7,), (0, 3, 7))
-    cut = [remember(t, parallel.ranks, shards) for t in x]
     copies, read, (cpu, tolist) = [], [], (torch.Tensor.cpu, torch.Tensor.tolist)
 
     def copy(t):
@@ -189,7 +164,7 @@ def test_a_call_reads_the_borders_from_their_device_once(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "cpu", copy)
     monkeypatch.setattr(torch.Tensor, "tolist", lambda t: (read.append(t.data_ptr()), tolist(t))[1])
-    dilated_attention(*cut, PATTERNS[0], parallel=parallel, cu_seqlens=borders)
+    dilated_attention(*x, PATTERNS[0], parallel=parallel, cu_seqlens=borders)
     assert len(copies) == 1
     assert borders.data_ptr() not in read
     assert copies[0].data_ptr() in read
@@ -199,7 +174,6 @@ def test_a_layer_with_rotary_reads_the_borders_once_more_for_its_positions(monke
     parallel = ContextParallel(sharding=SHARDING)
     layer = MultiheadDilatedAttention(8, 2, PATTERNS[0], rotary=True, parallel=parallel, dtype=torch.float64)
     borders = borders_of([3, 4])
-    parallel.ranks.note_cut((7,), (0, 3, 7))
     read, x, (cpu, tolist) = [], randn(1, 7, 8), (torch.Tensor.cpu, torch.Tensor.tolist)
     monkeypatch.setattr(torch.Tensor, "cpu", lambda t: (read.append(t.data_ptr()), cpu(t).clone())[1])
     monkeypatch.setattr(torch.Tensor, "tolist", lambda t: (read.append(t.data_ptr()), tolist(t))[1])

@@ -13,16 +13,15 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from ..kernels.contract import BackwardRows
 from ..pattern import DilatedPattern
 from ..plan.cache_plan import plan_cache
-from ..ranks.call import Begun, Call
+from ..ranks.call import Call, ForwardState
 from ..ranks.context import ContextParallel, context_named, refuse
 from ..ranks.link import ExchangeError
-from ..ranks.origin import notice_forgotten
-from ..ranks.ranks import ALONE, Ranks
+from ..ranks.ranks import ALONE, Ranks, warn_of_forgotten_parallel
 from ..run.append import append
 from ..run.dilated_cache import DilatedCache
 from ..run.views import accumulator_dtype, with_unit_stride
 from .op import define_op
-from .validate import autocast, call_of, check_cache, check_cuts, on_host, refuse_others, refuse_tangents
+from .validate import autocast, call_of, check_cache, on_host, refuse_others, refuse_tangents
 
 
 @overload
@@ -81,21 +80,21 @@ def dilated_attention(
     try:
         refuse_others("dilated_attention", others)
         cu_seqlens = on_host(cu_seqlens)
-        check_cuts(parallel, cu_seqlens, query=query, key=key, value=value)
         query, key, value = rows = autocast(query), autocast(key), autocast(value)
         call = call_of(rows, pattern, parallel, cu_seqlens, scale, backend, return_lse, heads_held, num_heads)
         check_cache(cache, call, query, key, parallel, cu_seqlens, lengths)
         query, key, value = map(with_unit_stride, rows)
         if parallel is None and cache is None:
-            notice_forgotten(query.shape[1])
+            warn_of_forgotten_parallel(query.shape[1])
     except Exception as error:  # whatever it is: the other ranks would wait
         if isinstance(parallel, ContextParallel):
             refuse(parallel.key, str(error) or type(error).__name__)
         raise
     if cache is None:
-        out, lse, begun = _forward(query, key, value, cu_seqlens, call.text)
+        out, lse, state = _forward(query, key, value, cu_seqlens, call.text)
         if parallel is not None and torch.compiler.is_compiling():
-            parallel.ranks.kept.add_(begun[0])  # a graph drops a call whose results nothing uses; this is a use
+            # A graph drops a call whose results nothing uses. This is a use.
+            parallel.ranks.compiled_calls.add_(state[0])
     elif torch.compiler.is_compiling():
         limits = cache.plan.max_len, cache.plan.keep
         out, lse = _append(query, key, value, cache.memory, cache.progress, lengths, call.text, *limits)
@@ -127,10 +126,10 @@ def _ranks(call: Call) -> Ranks:
 def _run_forward(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, call: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, and a tensor on the CPU that holds what the backward takes from this forward (`Begun`)."""
-    found = Call.from_text(call)
-    out, lse, begun = _ranks(found).forward(found, query, key, value, cu_seqlens)
-    return out, lse, begun.tensor
+    """out, lse, and a tensor on the CPU that holds the `ForwardState` of this forward for its backward."""
+    arguments = Call.from_text(call)
+    out, lse, state = _ranks(arguments).forward(arguments, query, key, value, cu_seqlens)
+    return out, lse, state.tensor
 
 
 def _fake_forward(
@@ -143,13 +142,13 @@ def _fake_forward(
 
 def _run_backward(
     dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
-    begun: Tensor, call: str,
+    state: Tensor, call: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    found = Call.from_text(call)
-    ranks = _ranks(found)
+    arguments = Call.from_text(call)
+    ranks = _ranks(arguments)
     with ranks.refusing():
         rows = BackwardRows(with_unit_stride(dout), dlse, query, key, value, out, lse)
-    return ranks.backward(found, Begun.from_tensor(begun), rows)
+    return ranks.backward(arguments, ForwardState.from_tensor(state), rows)
 
 
 def _fake_backward(
@@ -170,13 +169,13 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None) -> tuple:
     try:
         refuse_tangents(dout, dlse)
-        query, key, value, out, lse, begun = ctx.saved_tensors
+        query, key, value, out, lse, state = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
     except RuntimeError as error:  # a saved tensor was written to, memory is short, ...: the other ranks would wait
         if ctx.context is not None and not isinstance(error, ExchangeError):
             refuse(ctx.context.key, str(error))
         raise
-    return *_backward(dout, dlse, query, key, value, out, lse, begun, ctx.call), None, None
+    return *_backward(dout, dlse, query, key, value, out, lse, state, ctx.call), None, None
 
 
 def _refuse(ctx: Any, *grads: Tensor) -> None:
@@ -193,10 +192,11 @@ def _append(
     call: str, max_len: int | None, keep: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`append` as one op: compiled code has one graph for all tokens, and writes to the cache's memory in place."""
-    found = Call.from_text(call)
-    num_kv_heads = found.num_kv_heads(key.shape[2])
-    plan = plan_cache(found.pattern, found.num_heads, num_kv_heads, max_len, keep, found.held)
-    return append(plan, found.backend, found.kernel_scale, found.scaled(query), key, value, memory, progress, lengths)
+    arguments = Call.from_text(call)
+    num_kv_heads = arguments.num_kv_heads(key.shape[2])
+    plan = plan_cache(arguments.pattern, arguments.num_heads, num_kv_heads, max_len, keep, arguments.heads_held)
+    rows = arguments.scaled(query), key, value
+    return append(plan, arguments.backend, arguments.kernel_scale, *rows, memory, progress, lengths)
 
 
 @_append.register_fake

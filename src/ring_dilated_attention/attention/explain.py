@@ -13,7 +13,7 @@ from ..plan.sizes import Sizes
 from ..ranks.call import borders_of
 from ..ranks.context import ContextParallel
 from ..ranks.ranks import ALONE
-from .validate import autocast, call_of, check_cuts
+from .validate import autocast, call_of
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ def explain(
     Raises:
         ValueError: where `dilated_attention` would raise one.
     """
-    check_cuts(parallel, cu_seqlens, query=query, key=key, value=value)
     query, key, value = rows = autocast(query), autocast(key), autocast(value)
     call = call_of(rows, pattern, parallel, cu_seqlens, None, backend, False, None, None)
     kernel = choose(backend, query)

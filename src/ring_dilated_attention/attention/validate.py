@@ -13,7 +13,6 @@ from ..pattern import is_finite_number, why_no_pattern
 from ..plan.job import held_heads
 from ..ranks.call import Call, validate_cu_seqlens
 from ..ranks.context import ContextParallel
-from ..ranks.origin import origin_of, why_foreign
 from ..run.dilated_cache import DilatedCache
 
 # Arguments of torch's scaled_dot_product_attention and flex_attention, and what is in their place.
@@ -34,18 +33,6 @@ def refuse_others(call: str, others: Mapping[str, object]) -> None:
     for name in others:
         remedy = ARGUMENTS_OF_TORCH.get(name)
         raise TypeError(f"{call} has no argument {name!r}" + (f": {remedy}." if remedy else "."))
-
-
-def check_cuts(parallel: ContextParallel | None, cu_seqlens: object, **tensors: object) -> None:
-    """Raise ValueError for a shard that `parallel` would cut otherwise. Warn of a shard if `parallel` is None."""
-    for name, x in tensors.items():
-        if isinstance(parallel, ContextParallel):
-            if failure := why_foreign(name, x, parallel.ranks, cu_seqlens):
-                raise ValueError(f"{failure}.")
-        elif parallel is None and (origin := origin_of(x)) is not None:
-            text = f"{name} is {origin}, and without parallel= it is taken for a whole sequence."
-            warnings.warn(text, stacklevel=3)
-            return
 
 
 def on_host(cu_seqlens: Any) -> Any:

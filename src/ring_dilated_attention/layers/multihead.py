@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import dilated_attention
-from ..attention.validate import autocast, check_cuts, check_objects
+from ..attention.validate import autocast, check_objects
 from ..pattern import DilatedPattern
 from ..plan.job import held_heads
 from ..ranks.call import validate_cu_seqlens
@@ -187,7 +187,6 @@ class MultiheadDilatedAttention(nn.Module):
         """
         try:
             self._check_inputs(query, key, value)
-            check_cuts(self.parallel, cu_seqlens, query=query, key=key, value=value)
             self._check_masks(need_weights, attn_mask, is_causal, key_padding_mask)
             self._check_documents(query, key_padding_mask, cu_seqlens, cache, lengths)
             self._check_positions(positions, query, cache)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ..layers import MultiheadDilatedAttention, RotaryTable
 from ..plan.sharding import first_rows
 from ..ranks.context import ContextParallel
-from ..ranks.origin import why_foreign
 from ..ranks.ranks import ALONE
 from ..ranks.reduce import mean_loss
 from ..run.dilated_cache import DilatedCache
@@ -283,8 +282,6 @@ class LongNetLM(nn.Module):
     def _agree(self, tokens_BN: Tensor, cu_seqlens: Tensor | None) -> Documents:
         """The documents of all ranks. A ValueError on every rank if the tokens or borders of one rank do not fit."""
         failure = why_no_tokens(tokens_BN, "vocab_size", self.config.vocab_size)
-        if self.parallel is not None:
-            failure = failure or why_foreign("tokens", tokens_BN, self.parallel.ranks, cu_seqlens)
         return agree_on_documents(
             "LongNetLM", tokens_BN, parallel=self.parallel, cu_seqlens=cu_seqlens, failure=failure
         )

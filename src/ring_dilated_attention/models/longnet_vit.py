@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ..pattern import is_integer
 from ..ranks.context import ContextParallel
-from ..ranks.origin import why_foreign
 from ..ranks.ranks import ALONE
 from ..ranks.reduce import SumOverRanks
 from .checked_loading import CheckedLoading
@@ -249,13 +248,11 @@ class LongNetViT(CheckedLoading):
         """The number of tiles over all ranks. A ValueError on every rank if the input of one does not fit."""
         failure = why_not_dense(features=x, coords=coords) or self._shape_failure(x, coords, lengths)
         ranks = ALONE if self.parallel is None else self.parallel.ranks
-        if self.parallel is not None:
-            failure = failure or why_foreign("features", x, ranks) or why_foreign("coords", coords, ranks)
         batch, num_own = (0, 0) if failure else x.shape[:2]
         fields: dict[str, object] = {"call": "LongNetViT", "batch": batch, "all_layer_embed": all_layer_embed}
         tile_counts = ranks.handshake(num_own, fields, failure)
-        ranks.notice(tile_counts)
-        ranks.expect((tile_counts[0] + 1, *tile_counts[1:]))  # the class token comes first
+        ranks.warn_of_uneven(tile_counts)
+        ranks.expect_lengths((tile_counts[0] + 1, *tile_counts[1:]))  # the class token comes first
         if not sum(tile_counts):
             raise ValueError(f"no tiles: features have shape {tuple(x.shape)}, and an empty slide has no embedding")
         counts = [num_own] * batch if lengths is None else [int(n) for n in lengths]

@@ -113,12 +113,6 @@ class Plan:
         """(query, key) pairs of all tiles, per batch entry."""
         return sum(tile.pairs for tile in self.tiles)
 
-    def peers(self, *, backward: bool = False) -> set[int]:
-        """The ranks that this one sends to, or receives from, in one forward or in one backward."""
-        chunks = (m.peer for hop in self.hops for m in (*hop.sends, *hop.receives))
-        grads = (m.peer for hop in self.hops for m in (*hop.grad_sends, *hop.grad_receives))
-        return {*chunks, *(grads if backward else ())}
-
     def packs_of(self, message: Message) -> Iterator[tuple[Rows, Block]]:
         """The own rows of a message's chunk, each with its block. Offsets count from the start of the chunk."""
         stop = message.packed + message.size

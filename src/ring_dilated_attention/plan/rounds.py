@@ -1,4 +1,4 @@
-"""In which order ranks exchange their first messages, and the rounds in which all learn what each of them says.
+"""The rounds in which all ranks learn what each of them says.
 
 The rounds are those of dissemination, for any number of ranks.
 
@@ -22,14 +22,3 @@ def rounds_of(rank: int, num_ranks: int) -> Iterator[list[tuple[int, int]]]:
     steps = [2**number for number in range((num_ranks - 1).bit_length())]
     for some in [steps] if 1 < num_ranks <= MOST_AT_ONCE else [[step] for step in steps]:
         yield [((rank + step) % num_ranks, (rank - step) % num_ranks) for step in some]
-
-
-def turn_of(rank: int, peer: int) -> tuple[int, int, int]:
-    """When two ranks exchange their first message: in this order each goes through its pairs, so that none waits in a
-    circle.
-
-    Neighbours in a ring come first: every second pair of them, then the pairs between. So all are through after three
-    turns, however many ranks there are. If each began with its lowest peer, they would go rank by rank.
-    """
-    first, distance = min(rank, peer), abs(rank - peer)
-    return distance, first // distance % 2, first

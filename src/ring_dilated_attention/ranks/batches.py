@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from ..pattern import is_integer
-from ..plan.sharding import Shard, check_documents, shard_length
+from ..plan.sharding import Borders, Shard, check_documents, shard_length
 from .call import borders_of
-from .origin import remember
 from .ranks import Ranks
 from .reshard import own_rows
 
 BORDERS, POSITIONS = "cu_seqlens", "positions"
 Batch = Mapping[str, Tensor]
+Layouts = dict[str, tuple[list[int], str]]  # the shape and the dtype of each tensor of a batch
 
 
 def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[str, Tensor]:
@@ -24,39 +24,33 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
     ranks.check_all_here("shard_batch")
     with ranks.refusing():
         _check(batch, ranks, source)
-        given = batch or {}
-        described: dict[str, Any] = {name: [list(x.shape), str(x.dtype)] for name, x in given.items()}
-        if source is not None and BORDERS in given:
-            described[BORDERS].append(given[BORDERS].tolist())
-        samples = {name: fingerprint(x) for name, x in given.items()} if source is None else {}
+        tensors = batch or {}
+        documents = borders_of(tensors.get(BORDERS))
+        layouts: Layouts = {name: (list(x.shape), str(x.dtype)) for name, x in tensors.items()}
+        fingerprints = {name: fingerprint(x) for name, x in tensors.items()} if source is None else {}
     if source is None:
-        _agree_on(ranks, described, samples)
+        _compare_samples(ranks, layouts, fingerprints)
     else:
-        described = _told(ranks, described, source)
-    told = described.get(BORDERS)
-    documents = borders_of(given.get(BORDERS)) if source is None else told and tuple(told[2])
-    length = next(shape[dim] for name, (shape, *_) in described.items() if (dim := _dim(name, shape)) is not None)
-    lengths = ranks.lengths_of(length, documents)
+        layouts, documents = _send_layouts(ranks, layouts, documents, source)
+    lengths = ranks.lengths_of(_num_positions(layouts), documents)
     shards = ranks.note_cut(lengths, documents)
     local: dict[str, Tensor] = {}
-    for name, (shape, dtype, *_) in described.items():
+    for name, (shape, dtype) in layouts.items():
         if source is None:
-            local[name] = _rows(given[name], shards[ranks.rank], _dim(name, shape))
+            local[name] = _rows(name, tensors[name], shards[ranks.rank])
         else:
-            whole = given[name] if ranks.rank == source else None
-            local[name] = _dealt(ranks, whole, name, shape, dtype, shards, source)
+            whole = tensors[name] if ranks.rank == source else None
+            local[name] = _send_rows(ranks, name, whole, shape, dtype, shards, source)
     if POSITIONS not in local:
         local[POSITIONS] = ranks.positions(lengths, documents)
-    if len(shards) > 1:
-        for name in local.keys() - {BORDERS}:
-            remember(local[name], ranks, shards)
     return local
 
 
-def _agree_on(ranks: Ranks, described: dict[str, Any], samples: dict[str, int]) -> None:
+def _compare_samples(ranks: Ranks, layouts: Layouts, fingerprints: dict[str, int]) -> None:
     """Raise ValueError on every rank unless all were given the same sample."""
+    fields: dict[str, object] = {"call": "shard_batch", "shapes of the batch": layouts, "samples": fingerprints}
     try:
-        ranks.agree(0, {"call": "shard_batch", "shapes of the batch": described, "samples": samples}, None)
+        ranks.agree(0, fields, None)
     except ValueError as error:
         if "ranks disagree on samples" not in str(error):
             raise
@@ -85,9 +79,10 @@ def _check(batch: Any, ranks: Ranks, source: int | None) -> None:
         raise ValueError("shard_batch needs a batch, got None.")
     if batch is None:
         return
-    if not isinstance(batch, Mapping) or not batch:
-        empty = "" if batch else " without entries"
-        raise ValueError(f"a batch must be a dict of tensors, got {type(batch).__name__}{empty}.")
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"a batch must be a dict of tensors, got {type(batch).__name__}.")
+    if not batch:
+        raise ValueError(f"a batch must be a dict of tensors, got {type(batch).__name__} without entries.")
     lengths = {}
     for name, x in batch.items():
         if not isinstance(name, str):
@@ -96,46 +91,63 @@ def _check(batch: Any, ranks: Ranks, source: int | None) -> None:
             raise ValueError(f"batch[{name!r}] must be a tensor (N,) or (B, N, ...), got {type(x).__name__}.")
         if x.layout != torch.strided or x.is_meta:
             raise ValueError(f"batch[{name!r}] must be a dense tensor with memory, got {x.layout} on {x.device}.")
-        dim = _dim(name, list(x.shape))
-        if dim is not None:
-            lengths[name] = x.shape[dim]
+        if name != BORDERS:
+            lengths[name] = x.shape[_position_dim(x.shape)]
+    if not lengths:
+        raise ValueError("the tensors of a batch must share one number of positions, but none of them has positions.")
     if len(set(lengths.values())) != 1:
-        listed = ", ".join(f"{name} has {length}" for name, length in lengths.items()) or "none of them has positions"
+        listed = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise ValueError(f"the tensors of a batch must share one number of positions, but {listed}.")
+    seq_len = max(lengths.values())
     if BORDERS in batch:
-        check_documents(borders_of(batch[BORDERS]) or (), *set(lengths.values()))
-    ranks.lengths_of(max(lengths.values()), borders_of(batch.get(BORDERS)))  # refuses what it cannot cut
+        check_documents(borders_of(batch[BORDERS]) or (), seq_len)
+    ranks.lengths_of(seq_len, borders_of(batch.get(BORDERS)))  # refuses what it cannot cut
 
 
-def _dim(name: str, shape: list[int]) -> int | None:
-    """The dim of the positions, or None for borders of documents, which stay whole."""
-    return None if name == BORDERS else min(1, len(shape) - 1)
+def _position_dim(shape: Sequence[int]) -> int:
+    return min(1, len(shape) - 1)
 
 
-def _rows(x: Tensor, shard: Shard, dim: int | None) -> Tensor:
-    return x if dim is None else own_rows(x, shard, dim)
+def _num_positions(layouts: Layouts) -> int:
+    """The length of the sequence. Borders of documents stay whole, and have no dim of positions."""
+    shapes = [shape for name, (shape, _) in layouts.items() if name != BORDERS]
+    return shapes[0][_position_dim(shapes[0])]
 
 
-def _told(ranks: Ranks, described: dict[str, Any], source: int) -> dict[str, Any]:
-    """The names, shapes and dtypes of the source's batch."""
-    text = torch.tensor(list(json.dumps(described).encode()), dtype=torch.uint8)
-    own = text if ranks.rank == source else text[:0]
-    lengths = ranks.agree(own.numel(), {"call": "shard_batch", "source": source}, None)
-    lengths = lengths if len(lengths) == ranks.world_size else (own.numel(),)
+def _rows(name: str, x: Tensor, shard: Shard) -> Tensor:
+    return x if name == BORDERS else own_rows(x, shard, _position_dim(x.shape))
+
+
+def _send_layouts(ranks: Ranks, layouts: Layouts, documents: Borders, source: int) -> tuple[Layouts, Borders]:
+    """The layouts and the borders of the source's batch."""
+    text = b""
+    if ranks.rank == source:
+        text = json.dumps([layouts, documents]).encode()
+    sizes = ranks.agree(len(text), {"call": "shard_batch", "source": source}, None)
     with ranks.all_or_none():
-        told = ranks.gather(own, lengths, 0, "shard_batch")[source if ranks.world_size > 1 else 0]
-    return json.loads(bytes(told.tolist()).decode())
+        texts = ranks.gather(torch.tensor(list(text), dtype=torch.uint8), sizes, 0, "shard_batch")
+    layouts, borders = json.loads(bytes(texts[source].tolist()).decode())
+    return layouts, borders and tuple(borders)
 
 
-def _dealt(
-    ranks: Ranks, whole: Tensor | None, name: str, shape: list[int], dtype: str, shards: Sequence[Shard], source: int
+def _send_rows(
+    ranks: Ranks,
+    name: str,
+    whole: Tensor | None,
+    shape: Sequence[int],
+    dtype: str,
+    shards: Sequence[Shard],
+    source: int,
 ) -> Tensor:
     """This rank's rows of a tensor that the source holds. No rank gets more than its own rows."""
     like = torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")))
-    dim, own = _dim(name, shape), list(shape)
-    if dim is not None:
-        own[dim] = shard_length(shards[ranks.rank])
-    sizes = [math.prod(own) if peer == source else 0 for peer in range(ranks.world_size)]
+    local_shape = list(shape)
+    if name != BORDERS:
+        local_shape[_position_dim(shape)] = shard_length(shards[ranks.rank])
+    sizes = [0] * ranks.world_size
+    sizes[source] = math.prod(local_shape)
+    rows_by_rank = [like] * ranks.world_size
     with ranks.all_or_none():
-        rows = [like] * ranks.world_size if whole is None else [_rows(whole, s, dim).flatten().cpu() for s in shards]
-        return ranks.scatter(rows, sizes, like, "shard_batch")[source].view(own)
+        if whole is not None:
+            rows_by_rank = [_rows(name, whole, shard).flatten().cpu() for shard in shards]
+        return ranks.scatter(rows_by_rank, sizes, like, "shard_batch")[source].view(local_shape)

@@ -1,4 +1,5 @@
-"""`Call`: an attention call's arguments without its tensors. `Begun`: what its backward takes from its forward."""
+"""`Call`: the arguments of an attention call, without its tensors. `ForwardState`: what its backward takes from its
+forward."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +14,7 @@ from ..pattern import DilatedPattern
 from ..plan.sharding import Borders
 
 LEAST_SCALE = 2.0**-126  # the least normal float32
+MOST_SHOWN_BORDERS = 64
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ class Call:
         return cls(DilatedPattern.from_text(pattern), *flags, range(*map(int, heads)), int(num_heads), context)
 
     @property
-    def held(self) -> range | None:
-        """The heads, or None if they are all."""
+    def heads_held(self) -> range | None:
+        """The heads that the tensors hold, or None if they are all."""
         return None if len(self.heads) == self.num_heads else self.heads
 
     def num_kv_heads(self, num_held: int) -> int:
@@ -68,7 +70,7 @@ class Call:
         return query if self.factor == 1 else query * self.factor
 
 
-class Begun(NamedTuple):
+class ForwardState(NamedTuple):
     """What a call's backward takes from its forward, so that it need not choose a kernel or read borders again.
 
     number: the number of the call, which ranks compare. kernel: the kernel's name. borders: of packed documents.
@@ -79,7 +81,7 @@ class Begun(NamedTuple):
     borders: tuple[int, ...] | None
 
     @classmethod
-    def now(cls, number: int, call: Call, query: Tensor, cu_seqlens: Tensor | None) -> "Begun":
+    def of(cls, number: int, call: Call, query: Tensor, cu_seqlens: Tensor | None) -> "ForwardState":
         borders = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
         return cls(number, choose(call.backend, query).NAME, borders)
 
@@ -89,7 +91,7 @@ class Begun(NamedTuple):
         return torch.tensor([self.number, list(BACKENDS).index(self.kernel), *(self.borders or ())], device="cpu")
 
     @classmethod
-    def from_tensor(cls, tensor: Tensor) -> "Begun":
+    def from_tensor(cls, tensor: Tensor) -> "ForwardState":
         number, kernel, *borders = tensor.tolist()
         return cls(number, list(BACKENDS)[kernel], tuple(borders) or None)
 
@@ -101,9 +103,11 @@ def borders_of(cu_seqlens: Any) -> Borders:
     return None if cu_seqlens is None else tuple(cu_seqlens.tolist())
 
 
-def shown(documents: Borders) -> object:
-    """Borders as a field that ranks compare, and as an error shows them."""
-    return documents if documents is None or len(documents) <= 64 else (len(documents), hash(documents))
+def borders_field(borders: Borders) -> object:
+    """Borders as ranks compare them, and as an error shows them."""
+    if borders is None or len(borders) <= MOST_SHOWN_BORDERS:
+        return borders
+    return len(borders), hash(borders)
 
 
 def validate_cu_seqlens(cu_seqlens: Any, batch: int) -> None:

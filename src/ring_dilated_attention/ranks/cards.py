@@ -1,8 +1,7 @@
-"""Which GPU a process takes, and how its threads come to it. (No GPU has run this.)"""
+"""Which GPU a process takes. (No GPU has run this.)"""
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -33,12 +32,3 @@ def card_of(group: dist.ProcessGroup | None) -> torch.device:
     bound = None if group is None else group.bound_device_id
     number = number_of_card(bound, torch.cuda.current_device(), os.environ, torch.cuda.device_count())
     return torch.device("cuda", number)
-
-
-@contextmanager
-def on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """For a thread of ours: work on a stream. The thread keeps the stream's GPU as its current one: if it went back to
-    GPU 0, where threads begin, every rank would open a CUDA context there, of half a GB."""
-    torch.cuda.set_device(stream.device)
-    with torch.cuda.stream(stream):
-        yield

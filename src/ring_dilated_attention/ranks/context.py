@@ -17,8 +17,7 @@ from ..pattern import is_integer
 from ..plan.sharding import documents_of
 from .arguments import check_arguments, cut_of, resolve_group
 from .batches import fingerprint, shard_batch
-from .call import borders_of, shown
-from .origin import origin_of, remember, why_foreign
+from .call import borders_field, borders_of
 from .processes import Processes, note_dropped
 from .ranks import Ranks
 from .reduce import mean_loss
@@ -149,33 +148,33 @@ class ContextParallel:
         The gradient is whole on every rank: all ranks' rows of it, divided by the number of ranks. (Averaged over the
         ranks, what a backward computes is the gradient of the mean of the ranks' losses.) All ranks call it, with
         tensors of one shape, and the borders of packed documents if "zigzag_documents" is to cut them. (`shard_batch`
-        also checks that they hold the same sample.) The result is marked with how it was cut, and a context that cuts
-        otherwise refuses it. Ops drop the mark, so `shard` also warns if the length and content of a tensor show that a
+        also checks that they hold the same sample.) `shard` warns if the length and content of a tensor show that a
         shard is cut again.
 
         Raises:
             ValueError: on every rank, if shapes or documents differ.
         """
-        ranks, last, mark = self.ranks, self.ranks.last_whole, 0
+        ranks, content = self.ranks, 0
         ranks.check_all_here("shard")
         with ranks.refusing():
             check_dim("shard", x, dim)
-            if (origin := origin_of(x)) is not None:
-                raise ValueError(f"shard takes a whole sequence, and got {origin}")
             length = x.shape[dim]
             documents = documents_of(borders_of(cu_seqlens), length)
             lengths = ranks.lengths_of(length, documents)
-            if last and ranks.world_size > 1 and set(ranks.last_lengths) == {length} and not x.is_meta:
-                mark = fingerprint(x.narrow(dim, 0, min(length, 64)))
-        fields = {**forward_fields("shard", x, dim), "length of the whole": length, "cu_seqlens": shown(documents)}
-        if len(set(ranks.agree(mark, fields, None))) > 1:
+            seems_cut = ranks.world_size > 1 and set(ranks.lengths_cut_last) == {length}
+            if seems_cut and length and not x.is_meta:
+                content = fingerprint(x.narrow(dim, 0, min(length, 64)))
+        fields = forward_fields("shard", x, dim)
+        fields |= {"length of the whole": length, "cu_seqlens": borders_field(documents)}
+        if len(set(ranks.agree(content, fields, None))) > 1:
             text = (
-                f"shard was given {length} positions, as many as each rank's shard of the {last} positions cut last, "
-                "and the ranks' tensors differ: a shard is cut again. Pass it on as it is, or unshard it first"
+                f"shard was given {length} positions, as many as each rank's shard of the "
+                f"{sum(ranks.lengths_cut_last)} positions cut last, and the ranks' tensors differ: a shard is cut "
+                "again. Pass it on as it is, or unshard it first"
             )
             ranks.warn_once("shard", text)
         shards = ranks.note_cut(lengths, documents)
-        return x if len(shards) == 1 else remember(ShardRows.apply(x, ranks, shards, dim), ranks, shards)
+        return x if len(shards) == 1 else ShardRows.apply(x, ranks, shards, dim)
 
     def shard_batch(self, batch: Mapping[str, Tensor] | None, *, source: int | None = None) -> dict[str, Tensor]:
         """This rank's rows of one sample of a data loader: tokens, labels, position ids, masks, borders of documents.
@@ -205,12 +204,9 @@ class ContextParallel:
         self.ranks.check_all_here("unshard")
         with self.ranks.refusing():
             check_dim("unshard", x, dim)
-            if failure := why_foreign("the tensor", x, self.ranks, cu_seqlens):
-                raise ValueError(failure)
             borders = borders_of(cu_seqlens)
-        fields = {**forward_fields("unshard", x, dim), "cu_seqlens": shown(borders)}
+        fields = forward_fields("unshard", x, dim) | {"cu_seqlens": borders_field(borders)}
         lengths = self.ranks.handshake(x.shape[dim], fields)
-        self.ranks.check_dealt(borders)
         shards = self.ranks.shards(lengths, documents_of(borders, sum(lengths)))
         return x if len(shards) == 1 else UnshardRows.apply(x, self.ranks, shards, dim)
 

@@ -8,6 +8,7 @@ import torch
 from .link import GroupLink
 
 _NUM_FIELDS = 16  # a record has room for so many; no call compares more
+_NOT_THIS_RANK = torch.iinfo(torch.int64).min
 # The last fields. Ranks compare which module calls only if all have made equally many: else numbers say nothing.
 NUM_MODULES = "the number of modules made with this context"
 CALLER = "which module calls (numbered as modules were made with this context)"
@@ -30,32 +31,31 @@ def agree(control: GroupLink, length: int, fields: dict[str, object], failure: s
         ValueError: on every rank, if any refuses or fields differ.
     """
     moment = str(fields.get("call", "the call that this rank refuses"))
-    kind, agreed = moment.rstrip(" 0123456789"), control.agreed
-    is_new = kind not in agreed or agreed[kind][control.rank] != length
+    kind = moment.rstrip(" 0123456789")
+    is_new = kind not in control.agreed or control.agreed[kind][control.rank] != length
     mark = 0 if failure is not None else _fingerprint(fields)
-    largest, opposite, any_new = control.largest(torch.tensor([mark, -mark, is_new], device="cpu"), moment).tolist()
-    control.last_words.is_connecting = False  # all ranks are here: none connects for an earlier call
-    if largest != -opposite or not largest:
+    record = torch.tensor([mark, -mark, is_new], device="cpu")
+    largest, opposite_of_smallest, any_is_new = control.largest(record, moment).tolist()
+    if largest != -opposite_of_smallest or not largest:
         _raise_alike(control, fields, failure, moment)
-    if any_new:
-        own = torch.full((control.world_size,), torch.iinfo(torch.int64).min, device="cpu")
-        own[control.rank] = length
-        agreed[kind] = tuple(control.largest(own, moment).tolist())
-    return agreed[kind]
+    if any_is_new:
+        lengths = torch.full((control.world_size,), _NOT_THIS_RANK, device="cpu")
+        lengths[control.rank] = length
+        control.agreed[kind] = tuple(control.largest(lengths, moment).tolist())
+    return control.agreed[kind]
 
 
 def _raise_alike(control: GroupLink, fields: dict[str, object], failure: str | None, moment: str) -> None:
     """Find the words for what is wrong: a rank refuses, or a field differs. Only `NUM_MODULES` may differ."""
     assert len(fields) <= _NUM_FIELDS, "records of two lengths would meet"
-    marks = [*map(_fingerprint, fields.values()), *[0] * (_NUM_FIELDS - len(fields))]
-    records = control.records(torch.tensor([failure is not None, *marks], device="cpu"), moment)
-    table = torch.stack(records).tolist()
-    if any(row[0] for row in table):
-        found = zip(control.members, control.texts(failure or "", moment), strict=True)
-        reasons = {member: text for member, text in found if text}
-        refused = "; ".join(f"rank {member} refused the call: {text}" for member, text in reasons.items())
-        raise RefusedError(failure if failure is not None and len(set(reasons.values())) == 1 else refused)
-    name = next(name for k, name in enumerate(fields, start=1) if len({row[k] for row in table}) > 1)
+    marks = [_fingerprint(value) for value in fields.values()]
+    padding = [0] * (_NUM_FIELDS - len(fields))
+    records = control.records(torch.tensor([failure is not None, *marks, *padding], device="cpu"), moment)
+    refuses, *columns = torch.stack(records).T.tolist()  # each with an entry for every rank
+    if any(refuses):
+        _raise_refusal(control, failure, moment)
+    differing = [name for name, column in zip(fields, columns, strict=False) if len(set(column)) > 1]
+    name = differing[0]
     if name == NUM_MODULES:
         control.counts_modules = False
         return
@@ -65,6 +65,14 @@ def _raise_alike(control: GroupLink, fields: dict[str, object], failure: str | N
     if name == CALLER:
         remedy += " If layers are dropped at random, drop the same ones on all ranks."
     raise RefusedError(f"ranks disagree on {name}: {listed}. {remedy}")
+
+
+def _raise_refusal(control: GroupLink, failure: str | None, moment: str) -> None:
+    texts = control.texts(failure or "", moment)
+    reasons = {member: text for member, text in zip(control.members, texts, strict=True) if text}
+    if failure is not None and len(set(reasons.values())) == 1:
+        raise RefusedError(failure)
+    raise RefusedError("; ".join(f"rank {member} refused the call: {text}" for member, text in reasons.items()))
 
 
 def _fingerprint(value: object) -> int:

@@ -18,17 +18,14 @@ import torch.distributed.distributed_c10d as distributed_c10d
 from torch import Tensor
 
 from ..plan.dealing import check_dealing
-from ..plan.exchange import Choice, RankPlan, choose_exchange
+from ..plan.exchange import Choice, choose_exchange
 from ..plan.job import Job
 from ..plan.sharding import Cut, order_by_host
 from ..plan.sizes import Sizes
-from ..run.executor import Means
-from .call import Begun, Call, shown
+from .call import Call, ForwardState, borders_field
+from .failures import NOT_MADE, usual_cause
 from .handshake import CALLER, NUM_MODULES, agree
-from .last_words import NOT_MADE, Words, usual_cause
 from .link import ExchangeError, GroupLink, WaitTimes
-from .origin import why_doubtful
-from .presumed import KnownCall, Presumed
 from .ranks import Links, Ranks
 
 _naming = Lock()  # held while torch's function that names groups is replaced
@@ -156,7 +153,7 @@ class Processes(Ranks):
                 )
             assert isinstance(group, dist.ProcessGroup)  # this rank is a member
             self.name = self.name or f"context {name[:12]}"
-            link = GroupLink(group, f"{purpose} of {self.name}", members, self.opened, self.timeout)
+            link = GroupLink(group, f"{purpose} of {self.name}", members, self.opened)
             link.open()
         except RuntimeError as error:
             raise ExchangeError(
@@ -182,29 +179,9 @@ class Processes(Ranks):
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
         self.check_all_here(str(fields.get("call", "a call")))  # before the lock, which may have been taken at the fork
         with self.turn:  # another thread's refusal is sent between two handshakes of the owner
-            return self._agree(length, fields, self._why_other_thread() or failure)
-
-    def _agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
-        owner = {"the name of the calling thread (Thread(name=...) sets it)": self.owner and self.owner.name}
-        with self.turn:
+            failure = self._why_other_thread() or failure
+            owner = {"the name of the calling thread (Thread(name=...) sets it)": self.owner and self.owner.name}
             return agree(self.control, length, fields | owner, failure)
-
-    def presume(self, known: KnownCall, fields: dict[str, object]) -> Presumed | None:
-        link = known.means.link
-        if self.is_forked or self._why_other_thread() or not self.is_last(known.documents):
-            return None  # not presumed: the handshake will refuse the call, or warn
-        assert isinstance(link, GroupLink)
-        return Presumed(known, link, self.control, lambda: self._agree(known.lengths[self.rank], fields, None))
-
-    def route(
-        self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor, lengths: Sequence[int]
-    ) -> tuple[RankPlan, Means]:
-        rank_plan, means = super().route(call, stage, begun, query, key, lengths)
-        if isinstance(means.link, GroupLink) and means.link.on_gloo(query):
-            means.link.last_words.is_connecting = True
-            peers = rank_plan.plan.peers(backward=stage == "backward")
-            means.link.reach(peers, f"{stage}, connecting")
-        return rank_plan, means
 
     def _why_other_thread(self) -> str | None:
         """Why this thread may make no call, or None. Calls of two threads would take each other's messages. A thread of
@@ -218,40 +195,41 @@ class Processes(Ranks):
             f"{self.owner.name!r}, until close(). Make all calls in that one, or a ContextParallel for each thread"
         )
 
-    def expect(self, lengths: Sequence[int]) -> None:
+    def expect_lengths(self, lengths: Sequence[int]) -> None:
         self.expected = tuple(lengths)
 
-    def notice(self, lengths: Sequence[int]) -> None:
-        given, total = tuple(lengths), sum(lengths)
-        is_said = self.cut.lengths is not None or self.cut.needs_documents
-        if is_said or given == self.expected or self.notice_whole(given):
+    def warn_of_uneven(self, lengths: Sequence[int]) -> None:
+        lengths, seq_len = tuple(lengths), sum(lengths)
+        if self.cut.lengths is not None or self.cut.needs_documents:
             return
-        near_equal, size = self.cut.default_lengths(total), max(-(-total // self.world_size), 1)
-        chunked = tuple(max(min(size, total - k * size), 0) for k in range(self.world_size))  # as torch.chunk cuts
-        if doubt := why_doubtful(given, self):
-            self.warn_once("origin", doubt)
-        elif given not in (near_equal, chunked):
-            text = f"ranks have {given} positions; a near-equal cut of one sequence of {total} gives {near_equal}"
+        if lengths == self.expected or self.warn_of_whole(lengths):
+            return
+        near_equal = self.cut.default_lengths(seq_len)
+        size = max(-(-seq_len // self.world_size), 1)
+        as_torch_chunk = tuple(max(min(size, seq_len - k * size), 0) for k in range(self.world_size))
+        if lengths not in (near_equal, as_torch_chunk):
+            text = f"ranks have {lengths} positions; a near-equal cut of one sequence of {seq_len} gives {near_equal}"
             self.warn_once("cut", text + ". If yours are meant, say so: ContextParallel(lengths=...)")
 
-    def notice_whole(self, lengths: Sequence[int]) -> bool:
-        if not sum(lengths) or set(lengths) != {self.last_whole}:
+    def warn_of_whole(self, lengths: Sequence[int]) -> bool:
+        whole = sum(self.lengths_cut_last)
+        if not sum(lengths) or set(lengths) != {whole}:
             return False
-        text = f"every rank has {self.last_whole} positions, as many as the sequence that was cut last: they count "
+        text = f"every rank has {whole} positions, as many as the sequence that was cut last: they count "
         self.warn_once("whole", text + f"as one sequence of {sum(lengths)}. Pass what `shard` returns")
         return True
 
-    def fields(self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor) -> dict[str, object]:
+    def fields(self, call: Call, stage: str, state: ForwardState, query: Tensor, key: Tensor) -> dict[str, object]:
         batch, _, num_heads, head_dim = query.shape
         fields = {
-            "call": f"{stage} {begun.number}",
+            "call": f"{stage} {state.number}",
             "pattern": call.pattern,
             "shape": f"batch {batch}, {num_heads} heads, {key.shape[2]} key/value heads, head dim {head_dim}",
             "heads held": f"{call.heads} of {call.num_heads}",
             "dtype": query.dtype,
             "device": query.device.type,
             "scale": call.scale,
-            "cu_seqlens": shown(begun.borders),
+            "cu_seqlens": borders_field(state.borders),
             "gradients": call.needs_grad or "none",
             "return_lse": call.return_lse,
         }
@@ -287,8 +265,6 @@ class Processes(Ranks):
     def abandon(self, reason: str) -> None:
         if self.is_forked:
             return
-        if self.opened:
-            self.control.last_words.leave(Words(reason))
         for link in self.opened:
             link.abandon(reason)
 
@@ -299,7 +275,6 @@ class Processes(Ranks):
         for link in self.opened:
             link.close()
         self.opened.clear()
-        self.known.clear()
 
 
 _dropped: dict[str, list[GroupLink]] = {}  # by name: contexts that were dropped without `close`

@@ -1,8 +1,9 @@
 """Runs a call on ranks that share a sequence: handshake, choice of the exchange, plan, program."""
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from threading import RLock
 from typing import TypeVar
@@ -19,15 +20,12 @@ from ..plan.sizes import Sizes
 from ..run import executor
 from ..run.executor import Means
 from ..run.link_contract import Dealer, Link
-from .call import Begun, Call, shown
-from .handshake import RefusedError
-from .presumed import KnownCall, LengthsChanged, Presumed
+from .call import Call, ForwardState
 
 # What connects a rank, in one call, with the others of its ring and with the ranks that deal heads to each other.
 Links = tuple[Link | None, Dealer | None]
 
-MOST_KEPT, KINDS_KEPT = 2**16, 64
-T = TypeVar("T")
+Result = TypeVar("Result")
 
 
 class Ranks:
@@ -41,21 +39,21 @@ class Ranks:
 
     def __init__(self, cut: Cut) -> None:
         self.cut, self.calls = cut, 0
-        self.last_whole: int | None = None  # the length of the sequence that was cut last
-        self.last_lengths: tuple[int, ...] = ()  # of its shards
-        self.dealt: dict[int, None] = {}  # hashes of the documents that were cut, the latest MOST_KEPT
+        self.lengths_cut_last: tuple[int, ...] = ()  # of the shards of the sequence that was cut last
         self.warned: set[str] = set()  # what `warn_once` has warned of
         self.num_modules = 0  # made with this context
         self.caller: int | None = None  # the number of the module that calls now
         self.is_closed = False
-        self.known: dict[tuple[object, ...], KnownCall] = {}  # the latest KINDS_KEPT
         self.turn = RLock()  # held by the one thread that agrees with other ranks, or exchanges records
-        self.kept = torch.zeros((), dtype=torch.int64, device="cpu")  # compiled calls add to it, so none is dropped
+        # Compiled calls add to it, so that the compiler drops none of them.
+        self.compiled_calls = torch.zeros((), dtype=torch.int64, device="cpu")
 
     @property
     def members(self) -> list[int]:
         """The processes' ranks in torch.distributed. None for a process alone."""
         return []
+
+    # How a sequence is cut.
 
     def lengths_of(self, seq_len: int, documents: Borders = None) -> tuple[int, ...]:
         """Every rank's number of rows, if this context cuts a sequence of this length."""
@@ -66,36 +64,24 @@ class Ranks:
         return self.cut.shards_of(lengths, documents)
 
     def note_cut(self, lengths: tuple[int, ...], documents: Borders) -> tuple[Shard, ...]:
-        """Remember the sequence that is cut now. Returns `shards`."""
-        self.last_whole, self.last_lengths = sum(lengths), lengths
-        self.dealt.pop(hash(documents), None)
-        self.dealt[hash(documents)] = None  # the last
-        if len(self.dealt) > MOST_KEPT:
-            del self.dealt[next(iter(self.dealt))]
-        return self.shards(lengths, documents)
-
-    def check_dealt(self, documents: Borders) -> None:
-        """If the place of rows depends on documents: raise ValueError for documents that were not cut lately, and warn
-        if others were cut after them."""
-        if self.is_last(documents):
-            return
-        given = f"cu_seqlens={shown(documents)} is of"
-        if hash(documents) not in self.dealt:
-            text = f"{given} no sequence that this context has cut lately. Pass the cu_seqlens that `shard` was given."
-            raise ValueError(text)
-        text = f"{given} an earlier sequence than the one that this context cut last"
-        self.warn_once("borders", text + ". That is right only for rows of the earlier one")
-
-    def is_last(self, documents: Borders) -> bool:
-        """False if the sharding goes by documents, and this context has since cut a sequence with others."""
-        is_free = not self.cut.needs_documents or not documents or not self.dealt
-        return is_free or hash(documents) == next(reversed(self.dealt))
+        """Remember the lengths of the sequence that is cut now. Returns `shards`."""
+        self.lengths_cut_last = lengths
+        shards = self.shards(lengths, documents)
+        if len(shards) > 1:
+            _cut_last[:] = [weakref.ref(self)]
+        return shards
 
     def positions(self, lengths: Sequence[int], borders: Borders = None) -> Tensor:
         """The positions, within their documents, of this rank's rows: (N_local,) int64 on the CPU."""
-        documents = documents_of(borders, sum(lengths))
-        ranges = document_positions(self.shards(lengths, documents)[self.rank], documents or (0, sum(lengths)))
-        return torch.cat([torch.arange(r.start, r.stop, device="cpu") for r in (range(0), *ranges)])
+        seq_len = sum(lengths)
+        documents = documents_of(borders, seq_len)
+        shard = self.shards(lengths, documents)[self.rank]
+        positions = [torch.arange(0, device="cpu")]
+        for span in document_positions(shard, documents or (0, seq_len)):
+            positions.append(torch.arange(span.start, span.stop, device="cpu"))
+        return torch.cat(positions)
+
+    # What ranks tell each other before a call.
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
         """Every rank's number of rows, once it is clear that all make the same call (`handshake.agree`)."""
@@ -106,7 +92,7 @@ class Ranks:
     def handshake(self, length: int, fields: dict[str, object], failure: str | None = None) -> tuple[int, ...]:
         """`agree`, with a warning if every rank seems to have the whole sequence."""
         lengths = self.agree(length, fields, failure)
-        self.notice_whole(lengths)
+        self.warn_of_whole(lengths)
         return lengths
 
     @contextmanager
@@ -132,17 +118,27 @@ class Ranks:
             self.agree(0, {}, str(error) or type(error).__name__)
             raise
 
-    def notice(self, lengths: Sequence[int]) -> None:
-        """Warn once if the ranks' numbers of rows look like a mistake."""
+    def check_all_here(self, method: str) -> None:
+        """Raise ValueError if other ranks cannot be asked: they are imagined, or this process was forked."""
 
-    def notice_whole(self, lengths: Sequence[int]) -> bool:
+    # Warnings of lengths that look like a mistake.
+
+    def warn_of_uneven(self, lengths: Sequence[int]) -> None:
+        """Warn once if the ranks' numbers of rows are not those of a near-equal cut."""
+
+    def warn_of_whole(self, lengths: Sequence[int]) -> bool:
         """Warn once if each rank has as many rows as the sequence that was cut last. Returns whether each has."""
         return False
+
+    def expect_lengths(self, lengths: Sequence[int]) -> None:
+        """Do not warn of these numbers of rows: a model added rows of its own to its shards (a class token)."""
 
     def warn_once(self, what: str, text: str, stacklevel: int = 3) -> None:
         if what not in self.warned:
             self.warned.add(what)
             warnings.warn(text + ". This is said once.", stacklevel=stacklevel)
+
+    # Which module calls.
 
     def number_module(self) -> int:
         """The number of a module that is made with this context, by which ranks compare who calls (`caller`)."""
@@ -158,11 +154,7 @@ class Ranks:
         finally:
             self.caller = None
 
-    def expect(self, lengths: Sequence[int]) -> None:
-        """Do not warn of these numbers of rows: a model added rows of its own to its shards (a class token)."""
-
-    def check_all_here(self, method: str) -> None:
-        """Raise ValueError if other ranks cannot be asked: they are imagined, or this process was forked."""
+    # What ranks send to each other.
 
     def records(self, record: Tensor, moment: str) -> list[Tensor]:
         """Every process's record, all of one shape and dtype, on the CPU."""
@@ -190,81 +182,90 @@ class Ranks:
     def close(self) -> None:
         """Give the connections back."""
 
+    # A call.
+
     def forward(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor, Begun]:
+    ) -> tuple[Tensor, Tensor, ForwardState]:
         """out (B, N, H, D), lse (B, N, H), and what the backward takes from this forward."""
         number = self.calls + 1 if self.name else 0  # one process alone agrees with nobody
         with self.all_or_none(ValueError), self.refusing():
-            begun = Begun.now(number, call, query, cu_seqlens)
+            state = ForwardState.of(number, call, query, cu_seqlens)
 
-        def execute(rank_plan: RankPlan, means: Means, scaled: Tensor) -> tuple[Tensor, Tensor]:
-            return executor.forward(rank_plan, means, scaled, key, value)
+        def execute(rank_plan: RankPlan, means: Means, scaled_query: Tensor) -> tuple[Tensor, Tensor]:
+            return executor.forward(rank_plan, means, scaled_query, key, value)
 
-        out, lse = self.run(call, "forward", begun, query, key, execute)
+        out, lse = self.run(call, "forward", state, query, key, execute)
         self.calls = number  # on all ranks or on none: a refused call does not count
-        return out, lse, begun
+        return out, lse, state
 
-    def backward(self, call: Call, begun: Begun, rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, call: Call, state: ForwardState, rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
         """dq (B, N, H, D), dk and dv (B, N, G, D)."""
 
-        def execute(rank_plan: RankPlan, means: Means, scaled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            given = rows._replace(query=scaled)
+        def execute(rank_plan: RankPlan, means: Means, scaled_query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            scaled_rows = rows._replace(query=scaled_query)
             if rank_plan.dealing is not None and rows.dlse is None and call.return_lse:
                 # This rank's loss need not use lse, but all ranks must deal the gradient of lse, or none.
-                given = given._replace(dlse=torch.zeros_like(rows.lse))
-            return executor.backward(rank_plan, means, given)
+                scaled_rows = scaled_rows._replace(dlse=torch.zeros_like(rows.lse))
+            return executor.backward(rank_plan, means, scaled_rows)
 
-        return self.run(call, "backward", begun, rows.query, rows.key, execute)
+        return self.run(call, "backward", state, rows.query, rows.key, execute)
 
     def run(
-        self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor,
-        execute: Callable[[RankPlan, Means, Tensor], T],
-    ) -> T:  # fmt: skip
-        """Do the handshake, and execute the plan. If the call is known, both begin at once."""
+        self,
+        call: Call,
+        stage: str,
+        state: ForwardState,
+        query: Tensor,
+        key: Tensor,
+        execute: Callable[[RankPlan, Means, Tensor], Result],
+    ) -> Result:
+        """Do the handshake, then plan the call, and execute the plan."""
         with self.all_or_none(ValueError), self.refusing():
-            fields = self.fields(call, stage, begun, query, key)
-            scaled = call.scaled(query)
-        kind, presumed = (stage, call, begun[1:], query.shape, key.shape, query.dtype, query.device), None
-        with suppress(LengthsChanged), self.all_or_none(RefusedError, LengthsChanged):
-            if (known := self.known.get(kind)) and (presumed := self.presume(known, fields)):
-                result = execute(known.rank_plan, known.means._replace(link=presumed), scaled)
-                presumed.confirm()
-                self.notice(known.lengths)
-                return result
+            fields = self.fields(call, stage, state, query, key)
+            scaled_query = call.scaled(query)
         with self.all_or_none(ValueError):
-            lengths = self.agree(query.shape[1], fields, None) if presumed is None else presumed.found.result()
-            self.notice(lengths)
-            rank_plan, means = self.route(call, stage, begun, query, key, lengths)
-        self.known.pop(kind, None)  # an older one with other lengths
-        if means.link is not None and means.dealer is None:
-            documents = documents_of(begun.borders, sum(lengths))
-            self.known[kind] = KnownCall(lengths, documents, rank_plan, means)
-            if len(self.known) > KINDS_KEPT:
-                del self.known[next(iter(self.known))]
+            lengths = self.agree(query.shape[1], fields, None)
+            self.warn_of_uneven(lengths)
+            rank_plan, means = self.route(call, state, query, key, lengths)
         with self.all_or_none():
-            return execute(rank_plan, means, scaled)
-
-    def presume(self, known: KnownCall, fields: dict[str, object]) -> Presumed | None:
-        """Begin the handshake of a known call. None: do it first."""
-        return None
+            return execute(rank_plan, means, scaled_query)
 
     def route(
-        self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor, lengths: Sequence[int]
+        self, call: Call, state: ForwardState, query: Tensor, key: Tensor, lengths: Sequence[int]
     ) -> tuple[RankPlan, Means]:
         """Choose the exchange and plan. Returns the plan, and the means by which it is carried out."""
-        documents, num_kv_heads = documents_of(begun.borders, sum(lengths)), call.num_kv_heads(key.shape[2])
-        if stage == "forward":
-            self.check_dealt(documents)
-        job = Job(call.pattern, self.shards(lengths, documents), call.num_heads, num_kv_heads, documents, call.held)
+        documents = documents_of(state.borders, sum(lengths))
+        num_kv_heads = call.num_kv_heads(key.shape[2])
+        shards = self.shards(lengths, documents)
+        job = Job(call.pattern, shards, call.num_heads, num_kv_heads, documents, call.heads_held)
         exchange = self.choose(job, Sizes(query.shape[0], query.shape[3], query.element_size())).exchange
         rank_plan = plan_exchange(exchange, job, self.rank, self.cut.inner)
-        kernel = BACKENDS[begun.kernel]
-        return rank_plan, Means(kernel, call.kernel_scale, *self.links(exchange, job), call.factor)
+        link, dealer = self.links(exchange, job)
+        return rank_plan, Means(BACKENDS[state.kernel], call.kernel_scale, link, dealer, call.factor)
 
-    def fields(self, call: Call, stage: str, begun: Begun, query: Tensor, key: Tensor) -> dict[str, object]:
+    def fields(self, call: Call, stage: str, state: ForwardState, query: Tensor, key: Tensor) -> dict[str, object]:
         """What must be the same on all ranks, by name."""
         return {}
 
 
 ALONE = Ranks(Cut("contiguous", 1))
+_cut_last: list["weakref.ref[Ranks]"] = []  # the ranks of this process that cut a sequence last; empty, or one
+
+
+def warn_of_forgotten_parallel(num_rows: int) -> None:
+    """Warn once if a call without `parallel` has as many rows as the shard that was cut last, by an open context."""
+    if torch.compiler.is_compiling() or not _cut_last:
+        return
+    ranks = _cut_last[0]()
+    if ranks is None or ranks.is_closed:
+        return
+    whole = sum(ranks.lengths_cut_last)
+    if num_rows != ranks.lengths_cut_last[ranks.rank] or num_rows in (0, whole):
+        return
+    text = (
+        f"a call without parallel= has {num_rows} positions, as many as rank {ranks.rank}'s shard of the {whole} "
+        "positions that were cut last: they are taken for a whole sequence. If they are a shard, pass parallel= to the "
+        "call, or to the module that makes it"
+    )
+    ranks.warn_once("forgotten", text, stacklevel=4)

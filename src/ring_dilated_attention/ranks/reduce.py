@@ -27,7 +27,7 @@ def mean_loss(
     ranks.check_all_here(call)
     with ranks.refusing():
         numbers = _numbers(local_sum, local_count, step_count)
-    total, count, step = all_reduce(ranks, numbers, call)
+    total, count, step = all_reduce(ranks, numbers, call)  # scalars, the same on all ranks
     if count and not 1 <= count < math.inf:
         raise ValueError(f"the ranks have {count:g} terms of a loss in all: a mean needs one at least.")
     if not count and total.abs() > 0:
@@ -43,19 +43,23 @@ def mean_loss(
 def _numbers(local_sum: Any, local_count: Any, step_count: Any) -> Tensor:
     """The sum, its number of terms, and the number of terms in the step."""
     if not _is_one_number(local_sum) or not local_sum.is_floating_point():
-        got = f"{local_sum.dtype} {tuple(local_sum.shape)}" if isinstance(local_sum, Tensor) else repr(local_sum)
+        got = repr(local_sum)
+        if isinstance(local_sum, Tensor):
+            got = f"{local_sum.dtype} {tuple(local_sum.shape)}"
         raise ValueError(
             f"local_sum must be one number, the sum over this rank's positions, as a floating tensor, got {got}. Take "
             "reduction='sum'."
         )
-    count = _count("local_count", local_count)
-    step = count if step_count is None else _count("step_count", step_count)
+    count = step = _count("local_count", local_count)
+    if step_count is not None:
+        step = _count("step_count", step_count)
     counts = torch.tensor([count, step], dtype=torch.float64, device="cpu")
     return torch.cat([local_sum.detach().reshape(1).double().cpu(), counts])
 
 
-def _count(name: str, given: Any) -> float:
-    count = given.item() if _is_one_number(given) else given
+def _count(name: str, count: Any) -> float:
+    if _is_one_number(count):
+        count = count.item()
     if not is_finite_number(count) or count < 0:
         raise ValueError(f"{name} must be one number of at least 0 (the terms in the sum), got {count!r:.99}.")
     return float(count)
@@ -76,8 +80,11 @@ class GlobalMean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local_sum: Tensor, total: Tensor, count: Tensor, world_size: int) -> Tensor:
-        ctx.scale = world_size / count.item() if count else 0.0
-        return (total / count if count else torch.zeros_like(total)).to(local_sum)
+        if not count:
+            ctx.scale = 0.0
+            return torch.zeros_like(local_sum)
+        ctx.scale = world_size / count.item()
+        return (total / count).to(local_sum)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:

@@ -13,8 +13,10 @@ from .ranks import Ranks
 
 def check_dim(call: str, x: Any, dim: Any) -> None:
     """Raise ValueError for a tensor that cannot be cut or joined along a dim."""
-    if not isinstance(x, Tensor) or x.layout != torch.strided:
-        raise ValueError(f"{call} takes a dense tensor, got {x.layout if isinstance(x, Tensor) else type(x).__name__}")
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{call} takes a dense tensor, got {type(x).__name__}")
+    if x.layout != torch.strided:
+        raise ValueError(f"{call} takes a dense tensor, got {x.layout}")
     if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         text = f"{call} along dim={dim!r} of a {x.dim()}-dimensional tensor {tuple(x.shape)}"
         raise ValueError(f"{text}: give the dim of the positions")
@@ -32,18 +34,26 @@ def forward_fields(call: str, x: Tensor, dim: int) -> dict[str, object]:
 
 
 def own_rows(x: Tensor, shard: Shard, dim: int) -> Tensor:
-    spans = [x.narrow(dim, span.start, span.stop - span.start) for span in shard]
-    return torch.cat(spans or [x.narrow(dim, 0, 0)], dim=dim)  # a copy: a view would keep the whole tensor alive
+    rows_of_spans = [x.narrow(dim, span.start, span.stop - span.start) for span in shard]
+    if not rows_of_spans:
+        rows_of_spans = [x.narrow(dim, 0, 0)]
+    return torch.cat(rows_of_spans, dim=dim)  # a copy: a view would keep the whole tensor alive
 
 
 def _all_rows(x: Tensor, ranks: Ranks, shards: Sequence[Shard], dim: int, moment: str) -> Tensor:
+    """The whole tensor, from each rank's rows x."""
+    lengths = [shard_length(shard) for shard in shards]
+    if not sum(lengths):
+        return x.clone()
+    rows_of_span: dict[Span, Tensor] = {}
     with ranks.all_or_none():
-        gathered = ranks.gather(x, [shard_length(shard) for shard in shards], dim, moment)
-        found: dict[Span, Tensor] = {}
-        for shard, rows in zip(shards, gathered, strict=True):
-            if shard:
-                found |= zip(shard, rows.split([span.stop - span.start for span in shard], dim=dim), strict=True)
-        return torch.cat([found[span] for span in sorted(found)] or [x], dim=dim)
+        for shard, rows in zip(shards, ranks.gather(x, lengths, dim, moment), strict=True):
+            row = 0
+            for span in shard:
+                length = span.stop - span.start
+                rows_of_span[span] = rows.narrow(dim, row, length)
+                row += length
+        return torch.cat([rows_of_span[span] for span in sorted(rows_of_span)], dim=dim)
 
 
 class ShardRows(torch.autograd.Function):
@@ -83,15 +93,16 @@ class UnshardRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        [grad], moment = grads, "backward of unshard"
+        moment = "backward of unshard"
+        (grad,) = grads
         ctx.ranks.agree(grad.shape[ctx.dim], rows_fields(moment, grad, ctx.dim), None)
         with ctx.ranks.all_or_none():
-            rows = [own_rows(grad, shard, ctx.dim) for shard in ctx.shards]
-            shape = rows[ctx.ranks.rank].shape
-            sizes = [shape.numel()] * len(rows)
-            received = ctx.ranks.scatter([x.flatten() for x in rows], sizes, grad, moment)
+            rows_by_rank = [own_rows(grad, shard, ctx.dim) for shard in ctx.shards]
+            shape = rows_by_rank[ctx.ranks.rank].shape
+            sizes = [shape.numel()] * len(ctx.shards)
+            received = ctx.ranks.scatter([rows.flatten() for rows in rows_by_rank], sizes, grad, moment)
             # 16 bits would round each sum.
             total = grad.new_zeros(shape.numel(), dtype=torch.promote_types(grad.dtype, torch.float32))
-            for x in received:
-                total += x
+            for rows in received:
+                total += rows
             return total.view(shape).to(grad.dtype), None, None, None

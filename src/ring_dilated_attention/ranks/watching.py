@@ -5,23 +5,20 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-T = TypeVar("T")
-
 
 class Handle(NamedTuple):
-    """A message to wait for, what an error says of it, and the peer that it goes to or comes from."""
+    """A message to wait for, how an error names it, and the peer that it goes to or comes from."""
 
     work: dist.Work
-    deed: str
+    description: str
     peer: int
 
 
@@ -109,24 +106,18 @@ class Progress:
 
 
 class Worker:
-    """Carries out functions one after the other, in a thread. The thread ends when the worker is freed."""
+    """A thread that calls functions one after the other. It ends when the worker is freed."""
 
     def __init__(self) -> None:
-        self.queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self.queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         start_thread(self._serve, self.queue)
         weakref.finalize(self, self.queue.put, None)
 
-    def submit(self, function: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-        self.queue.put((future, function))
-        return future
+    def submit(self, function: Callable[[], None]) -> None:
+        self.queue.put(function)
 
     @staticmethod
-    def _serve(queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
-        while (entry := queue.get()) is not None:
-            future, function = entry
-            try:
-                future.set_result(function())
-            except BaseException as error:  # noqa: BLE001  whoever asks for the result raises it
-                future.set_exception(error)
-            del entry, future, function  # or an error's traceback, which leads here, would keep the messages' memory
+    def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+        while (function := queue.get()) is not None:
+            function()
+            del function  # it holds the messages' memory, and the next one may be long in coming

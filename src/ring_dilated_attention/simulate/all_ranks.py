@@ -6,8 +6,8 @@ is copied from the sender's buffer into the receiver's.
 
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,8 +20,7 @@ from ..plan.job import Job
 from ..plan.sharding import Borders, Cut, Shard, documents_of, make_shards
 from ..plan.sizes import Sizes
 from ..ranks.arguments import cut_of
-from ..ranks.call import Begun, Call
-from ..ranks.cards import on_stream
+from ..ranks.call import Call, ForwardState
 from ..ranks.context import ContextParallel
 from ..ranks.ranks import Ranks
 from ..run import executor
@@ -122,6 +121,15 @@ class SimulatedLink:
         return self.carry(sends, (), moment), self.carry((), receives, moment)
 
 
+@contextmanager
+def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """For a thread of ours: work on a stream. The thread keeps the stream's GPU as its current one: if it went back to
+    GPU 0, where threads begin, it would open a CUDA context there, of half a GB. (No GPU has run this.)"""
+    torch.cuda.set_device(stream.device)
+    with torch.cuda.stream(stream):
+        yield
+
+
 def run_in_turn(world_size: int, work: Callable[[int, SimulatedLink], Any]) -> list[Any]:
     """work(rank, link) for every rank; the results in the order of ranks."""
     wires, results = Wires(), [None] * world_size
@@ -129,7 +137,7 @@ def run_in_turn(world_size: int, work: Callable[[int, SimulatedLink], Any]) -> l
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def one(rank: int) -> None:
-        with wires.turn, torch.no_grad(), nullcontext() if stream is None else on_stream(stream):
+        with wires.turn, torch.no_grad(), nullcontext() if stream is None else _on_stream(stream):
             try:
                 if wires.error is None:
                     results[rank] = work(rank, SimulatedLink(wires, rank))
@@ -171,27 +179,27 @@ class SimulatedRanks(Ranks):
 
     def forward(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor, Begun]:
-        begun = Begun.now(0, call, query, cu_seqlens)
-        out, lse = self._run(call, begun, executor.forward, key, (call.scaled(query), key, value))
-        return out, lse, begun
+    ) -> tuple[Tensor, Tensor, ForwardState]:
+        state = ForwardState.of(0, call, query, cu_seqlens)
+        out, lse = self._run(call, state, executor.forward, key, (call.scaled(query), key, value))
+        return out, lse, state
 
-    def backward(self, call: Call, begun: Begun, rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, call: Call, state: ForwardState, rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
         def backward(plan: RankPlan, means: Means, *given: Any) -> tuple[Tensor, ...]:
             return executor.backward(plan, means, BackwardRows(*given))
 
-        dq, dk, dv = self._run(call, begun, backward, rows.key, rows._replace(query=call.scaled(rows.query)))
+        dq, dk, dv = self._run(call, state, backward, rows.key, rows._replace(query=call.scaled(rows.query)))
         return dq, dk, dv
 
     def _run(
-        self, call: Call, begun: Begun, stage: Callable[..., tuple[Tensor, ...]], key: Tensor, tensors: Given
+        self, call: Call, state: ForwardState, stage: Callable[..., tuple[Tensor, ...]], key: Tensor, tensors: Given
     ) -> list[Tensor]:
         """Run a stage on every rank, with its rows of the tensors. Returns the results for all positions."""
         seq_len = key.shape[1]
-        means = Means(BACKENDS[begun.kernel], call.kernel_scale, factor=call.factor)
-        documents = documents_of(begun.borders, seq_len)
+        means = Means(BACKENDS[state.kernel], call.kernel_scale, factor=call.factor)
+        documents = documents_of(state.borders, seq_len)
         shards = self.cut.shards_of(self.cut.default_lengths(seq_len, documents), documents)
-        job = Job(call.pattern, shards, call.num_heads, call.num_kv_heads(key.shape[2]), documents, call.held)
+        job = Job(call.pattern, shards, call.num_heads, call.num_kv_heads(key.shape[2]), documents, call.heads_held)
         plans = [plan_exchange("ring", job, rank) for rank in range(len(shards))]
 
         def work(rank: int, link: SimulatedLink) -> tuple[Tensor, ...]:

@@ -1,0 +1,37 @@
+"""What an error says if a message does not come: the transport's reason, and the usual cause."""
+
+import re
+
+NOT_MADE = "did not enter making a ContextParallel"
+
+# Why a rank that is well may not come, by what an error says of it. The first that fits is said.
+_USUAL_CAUSES = {
+    "did not enter backward": "A rank runs the backward of a call only if its loss depends on the output of that call.",
+    NOT_MADE: (
+        "If it did make one, these ranks may have made different numbers of contexts of just these ranks before. A "
+        "group is named by this number, and each rank waits under another name: make contexts alike on all ranks."
+    ),
+    "did not enter": (
+        "If that rank is well, only some ranks make this call, as in an evaluation under `if rank == 0`, and it waits "
+        "for the others. Make it on all ranks, or with a model without `parallel`."
+    ),
+}
+
+
+def usual_cause(absence: str, reason: str) -> str:
+    """A sentence for an error that comes after the timeout; "" for others."""
+    if not re.search("[Tt]imed out|timeout", reason):
+        return ""
+    for what_is_missing, cause in _USUAL_CAUSES.items():
+        if what_is_missing in absence:
+            return f" {cause}"
+    return ""
+
+
+def reason_of(error: Exception) -> str:
+    """The transport's error without its source line and its advice."""
+    first_line = (str(error).splitlines() or [type(error).__name__])[0]
+    reason = re.sub(r"^\[\S+:\d+\] ", "", first_line).split(". This is typically")[0].rstrip(".")
+    if re.search("onnection (closed|reset|refused)", reason) and "that rank" not in reason:
+        reason += ": that rank died, or gave up after an error of its own"
+    return reason + "."
