@@ -54,16 +54,16 @@ def test_a_slow_network_is_seen_by_the_difference():
 
 
 def test_latency_is_paid_by_handshakes_and_messages():
-    """A quarter of a second more for the forward's handshake and for its chunk (which takes as long as the local work),
-    and for the gradient. The backward's local work hides its handshake and its chunk."""
-    assert two_ranks(Hardware(64, 32, 0.25)).ranks[0] == RankTime(2.5, 6.25, 7, 1.75)
+    """A quarter of a second more for each handshake, for the forward's chunk (which takes as long as the local work),
+    and for the gradient. The backward's local work hides its chunk."""
+    assert two_ranks(Hardware(64, 32, 0.25)).ranks[0] == RankTime(2.5, 6.5, 7, 2)
 
 
-def test_what_is_not_sent_does_not_hide_a_handshake_that_is_longer():
+def test_a_call_that_sends_nothing_waits_for_its_handshake():
     """Two ranks of a segment each: 16 pairs take 1 s and 2.5 s, and a handshake 2 s."""
     plans = plans_of(DilatedPattern((4,), (1,)), 8, 2)
     step = model_step(plans, Sizes(1, 1, 4), Hardware(64, 32, handshake_seconds=2))
-    assert step.ranks[0] == RankTime(2, 2.5, 3.5, 1)
+    assert step.ranks[0] == RankTime(3, 4.5, 3.5, 4)
 
 
 def test_a_ring_over_hosts_waits_for_the_network_between_them():
@@ -197,7 +197,7 @@ def test_plans_of_different_jobs_are_noticed():
 class Clock:
     """A rank's virtual time, and what of it was computing and waiting."""
 
-    now = may_send = computing = exposed = 0.0
+    now = computing = exposed = 0.0
 
     def wait_until(self, moment):
         self.exposed += max(0, moment - self.now)
@@ -225,8 +225,7 @@ class VirtualLink:
     def carry_apart(self, sends, receives, moment):
         for x, _ in receives:
             x.zero_()
-        posted = max(self.clock.now, self.clock.may_send)
-        sides = [[Side(m.peer, x.nbytes, posted) for x, m in some] for some in (sends, receives)]
+        sides = [[Side(m.peer, x.nbytes, self.clock.now) for x, m in some] for some in (sends, receives)]
         with self.turn:
             posted = self.network.post(self.rank, *sides)
             self.turn.notify_all()
@@ -273,10 +272,9 @@ def run_programs(plans, batch, head_dim, dtype, hardware, stages, link_type=Virt
     with ThreadPoolExecutor(len(plans)) as pool:
         for stage in stages:
             for clock in clocks:
-                clock.now, clock.may_send = start, start + hardware.handshake(len(plans))
+                clock.now = start
+                clock.wait_until(start + hardware.handshake(len(plans)))
             list(pool.map(carry_out, plans, [stage] * len(plans)))
-            for clock in clocks:
-                clock.wait_until(clock.may_send)
             seconds.append([clock.now - start for clock in clocks])
             start = max(clock.now for clock in clocks)
     return [RankTime(*spent, clock.computing, clock.exposed) for *spent, clock in zip(*seconds, clocks, strict=True)]

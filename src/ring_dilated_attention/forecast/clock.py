@@ -9,8 +9,8 @@ Assumptions:
   other, in the order in which the rank posts them, as on one NCCL stream. A message starts when its sender and its
   receiver have posted it and both ways are free. For both sides it ends one latency after its last byte has left.
 - Hosts: consecutive ranks share a host. A message has the rates of the network inside its host, or between hosts.
-- Handshake: before each stage every rank waits for the slowest rank. Its first messages wait for the rounds of the
-  handshake (`plan/rounds.py`) as well, each of a latency. Meanwhile it computes with its own rows.
+- Handshake: before each stage every rank waits for the slowest rank, and for the rounds of the handshake
+  (`plan/rounds.py`), each of a latency.
 
 So every moment is the largest of several sums of durations, and faster hardware never makes a step slower.
 """
@@ -69,9 +69,7 @@ class Hardware(NamedTuple):
 
 class RankTime(NamedTuple):
     """One rank's seconds. Two fields are for one stage each, the others for both stages. A stage begins when all ranks
-    have ended the one before. Exposed time is spent in waits: for handshakes, slow messages and late senders.
-
-    The calls repeat others, so a rank computes with its own rows while the handshake goes on (`ranks/presumed.py`)."""
+    have ended the one before. Exposed time is spent in waits: for handshakes, slow messages and late senders."""
 
     forward_seconds: float
     backward_seconds: float
@@ -123,14 +121,13 @@ def model_step(
     start, seconds = 0.0, []
     for stage in STAGES:
         for rank in ranks:
-            rank.now, rank.may_send = start, start + handshake
+            rank.now = start
+            rank.wait_until(start + handshake)
         running = [rank.carry_out(stage) for rank in ranks]
         while running:  # each rank runs until it waits for a message whose arrival is not known yet
             before = len(running), network.num_carried
             running = [loop for loop in running if next(loop, "ended") is None]
             assert (len(running), network.num_carried) != before, "ranks wait for each other: not the plans of one job"
-        for rank in ranks:
-            rank.wait_until(rank.may_send)
         seconds.append([rank.now - start for rank in ranks])
         start = max(rank.now for rank in ranks)
     return StepTime(tuple(RankTime(f, b, r.computing, r.exposed) for f, b, r in zip(*seconds, ranks, strict=True)))
@@ -146,7 +143,7 @@ class _Rank:
     def __init__(self, number: int, plan: Plan, network: "Network", sizes: Sizes, dealing: Dealing | None) -> None:
         self.number, self.plan, self.network = number, plan, network
         self.sizes, self.dealing = sizes, dealing
-        self.now = self.may_send = self.computing = self.exposed = 0.0
+        self.now = self.computing = self.exposed = 0.0
 
     def carry_out(self, stage: str) -> Iterator[None]:
         """Carry out the program of a stage. Yield while it waits for a message whose arrival is not known yet."""
@@ -161,7 +158,6 @@ class _Rank:
                 sent, received = posted[step.ticket]
                 yield from self.wait([*(sent if step.sent else ()), *(received if step.received else ())])
             elif isinstance(step, Deal):
-                self.wait_until(self.may_send)
                 yield from self.wait(self.deal(step))
 
     def compute(self, step: Compute) -> None:
@@ -177,8 +173,7 @@ class _Rank:
 
         def side(message: Message) -> Side:
             itemsize = self.sizes.sum_itemsize if message.is_gradient else self.sizes.itemsize
-            posted = max(self.now, self.may_send)
-            return Side(message.peer * size + place, message.size * self.sizes.unit * itemsize, posted)
+            return Side(message.peer * size + place, message.size * self.sizes.unit * itemsize, self.now)
 
         sends, receives = ([side(x.message) for x in slices] for slices in (step.sends, step.receives))
         return self.network.post(self.number, sends, receives)

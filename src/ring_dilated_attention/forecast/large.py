@@ -129,8 +129,8 @@ def step_seconds(counter: Counter, counted: JobCount, sizes: Sizes, hardware: Ha
 def _rank_seconds(own: "_Load", rings: dict[int, "_Load"], sizes: Sizes, hardware: Hardware, num_ranks: int) -> float:
     """Seconds of a rank's forward and backward, if it has equal work in all hops of a ring.
 
-    While it computes one chunk, it receives the next: a hop takes as long as the longer of the two. While the handshake
-    goes on and the first chunk arrives, it computes with its own keys. Messages of the backward include gradients.
+    After the handshake it computes with its own keys, while the first chunk arrives. While it computes one chunk, it
+    receives the next: a hop takes as long as the longer of the two. Messages of the backward include gradients.
     """
     seconds, latency = 0.0, hardware.network(0, num_ranks - 1)[1]
     for is_backward in (False, True):
@@ -140,8 +140,8 @@ def _rank_seconds(own: "_Load", rings: dict[int, "_Load"], sizes: Sizes, hardwar
             return hardware.stage_seconds(load.pairs, sizes, load.calls, backward=is_backward)
 
         first = sum(load.seconds_a_byte for load in rings.values()) * sizes.unit * sizes.itemsize
-        arrives = hardware.handshake(num_ranks) + (first + latency if rings else 0.0)
-        total, before = max(work(own), arrives), 0
+        arrives = first + latency if rings else 0.0
+        total, before = hardware.handshake(num_ranks) + max(work(own), arrives), 0
         for last in sorted(rings):
             load = _Load(*map(sum, zip(*(load for hops, load in rings.items() if hops >= last), strict=True)))
             total += (last - before) * max(work(load), load.seconds_a_byte * passing + latency)
