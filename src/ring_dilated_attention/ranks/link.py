@@ -273,10 +273,9 @@ class GroupLink:
         peers = [transfer.peer for transfer in batch]
         descriptions = [transfer.description for transfer in batch]
         try:
-            operations = [
-                dist.P2POp(operation, x, group=self.group, group_peer=self.order[peer])
-                for operation, x, peer, _ in batch
-            ]
+            operations = []
+            for operation, x, peer, _ in batch:
+                operations.append(dist.P2POp(operation, x, group=self.group, group_peer=self.order[peer]))
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
             self.fail(moment, ", ".join(descriptions), error)
@@ -295,8 +294,9 @@ class GroupLink:
             key = (transfer.operation, transfer.peer, transfer.tensor.dtype, own_number)
             joined.setdefault(key, []).append(transfer)
         result = []
-        for first, *others in joined.values():
-            tensors = [first.tensor, *(transfer.tensor for transfer in others)]
+        for together in joined.values():
+            first = together[0]
+            tensors = [transfer.tensor for transfer in together]
             one = self._as_one(tensors, first.operation is dist.isend, pending)
             result.append(first._replace(tensor=one))
         return result
@@ -332,14 +332,16 @@ class GroupLink:
         """
         known = record[None]  # at i: that of the i-th rank before this one
         for peers in rounds_of(self.rank, self.world_size):
-            new = self._pass_on(known[: self.world_size - len(known)], peers, moment, is_first=len(known) == 1)
-            known = torch.cat([known, *new])
+            needed = known[: self.world_size - len(known)]
+            others = self._pass_on(needed, peers, moment, is_first=len(known) == 1)
+            known = torch.cat([known, *others])
         return [known[(self.rank - peer) % self.world_size] for peer in range(self.world_size)]
 
     def largest(self, record: Tensor, moment: str) -> Tensor:
         """The largest of all ranks' records, entry by entry. No rank returns before all ranks have entered."""
         for number, peers in enumerate(rounds_of(self.rank, self.world_size)):
-            record = torch.stack([record, *self._pass_on(record, peers, moment, is_first=number == 0)]).amax(0)
+            others = self._pass_on(record, peers, moment, is_first=number == 0)
+            record = torch.stack([record, *others]).amax(0)
         return record
 
     def _pass_on(self, known: Tensor, peers: list[tuple[int, int]], moment: str, *, is_first: bool) -> list[Tensor]:
@@ -363,7 +365,10 @@ class GroupLink:
         record = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device="cpu")
         encoded = text.encode(errors="backslashreplace")[:_TEXT_BYTES]  # a name may hold surrogates
         record[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")
-        return [bytes(r[r != 0].tolist()).decode(errors="replace") for r in self.records(record, moment)]
+        texts = []
+        for other in self.records(record, moment):
+            texts.append(bytes(other[other != 0].tolist()).decode(errors="replace"))
+        return texts
 
     # Exchanges of all ranks with all others.
 
@@ -378,9 +383,9 @@ class GroupLink:
             shape = list(x.shape)
             shape[dim] = length
             gathered.append(x if peer == self.rank else x.new_empty(shape))
-        sends = [(x, peer) for peer in self._others() if x.numel()]
-        receives = [(gathered[peer], peer) for peer in self._others() if gathered[peer].numel()]
-        self.exchange(sends, receives, moment).wait()
+        sends = [(x, peer) for peer in self._others()]
+        receives = [(gathered[peer], peer) for peer in self._others()]
+        self._exchange_rows(sends, receives, moment)
         return gathered
 
     def all_to_all_single(
@@ -389,7 +394,13 @@ class GroupLink:
         """As `link_contract.Dealer` says."""
         received = list(torch.empty(sum(sizes), dtype=like.dtype, device=like.device).split(list(sizes)))
         received[self.rank].copy_(tensors[self.rank])
-        sends = [(tensors[peer].contiguous(), peer) for peer in self._others() if len(tensors[peer])]
-        receives = [(received[peer], peer) for peer in self._others() if sizes[peer]]
-        self.exchange(sends, receives, moment).wait()
+        sends = [(tensors[peer].contiguous(), peer) for peer in self._others()]
+        receives = [(received[peer], peer) for peer in self._others()]
+        self._exchange_rows(sends, receives, moment)
         return received
+
+    def _exchange_rows(self, sends: Addressed, receives: Addressed, moment: str) -> None:
+        """Exchange tensors, and wait for them. Empty ones are not sent."""
+        sends = [(x, peer) for x, peer in sends if x.numel()]
+        receives = [(x, peer) for x, peer in receives if x.numel()]
+        self.exchange(sends, receives, moment).wait()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from hashlib import sha1
+from itertools import pairwise
 from socket import gethostname as host_name
 from threading import Lock, Thread, _DummyThread, current_thread
 from typing import Any
@@ -30,7 +31,7 @@ from .ranks import Links, Ranks
 
 _naming = Lock()  # held while torch's function that names groups is replaced
 # By torch's group of all ranks: how many groups each set of ranks has made.
-_numbers: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+_num_groups: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 def _name_of(members: Sequence[int]) -> str:
@@ -41,11 +42,11 @@ def _name_of(members: Sequence[int]) -> str:
     """
     ranks = tuple(sorted(members))
     assert dist.group.WORLD is not None
-    number_of = _numbers.setdefault(dist.group.WORLD, Counter())
-    number_of[ranks] += 1
+    num_groups = _num_groups.setdefault(dist.group.WORLD, Counter())
+    num_groups[ranks] += 1
     if len(ranks) == dist.get_world_size():
-        return str(number_of[ranks])
-    return f"{number_of[ranks]}-{sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()}"
+        return str(num_groups[ranks])
+    return f"{num_groups[ranks]}-{sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()}"
 
 
 @contextmanager
@@ -72,7 +73,21 @@ def backends_with_cpu(default: str) -> str | None:
     on the CPU.
     """
     devices = [pair.partition(":")[0] for pair in default.split(",")]
-    return None if "cpu" in devices else f"cpu:gloo,{default}"
+    if "cpu" in devices:
+        return None
+    return f"cpu:gloo,{default}"
+
+
+def _side_by_side(members: Sequence[int], hosts: Sequence[str], inner: int) -> list[int]:
+    """The members, ordered so that those of one host are neighbours. On a 2-D mesh its rows stay together."""
+    rows, hosts_of_rows = [], []
+    for first in range(0, len(members), inner):
+        rows.append(members[first : first + inner])
+        hosts_of_rows.append(", ".join(hosts[first : first + inner]))
+    ordered: list[int] = []
+    for number in order_by_host(hosts_of_rows):
+        ordered += rows[number]
+    return ordered
 
 
 class Processes(Ranks):
@@ -89,7 +104,7 @@ class Processes(Ranks):
         self.opened: list[GroupLink] = []  # if one of them breaks, all do
         self.owner: Thread | None = None
         self.process = os.getpid()
-        self.expected: tuple[int, ...] = ()
+        self.expected_lengths: tuple[int, ...] = ()
         self.control = self._open("control", "gloo", members)
 
     @property
@@ -113,11 +128,7 @@ class Processes(Ranks):
             raise
         assert cut is not None
         self.cut, self.exchange = cut, exchange
-        members = self.control.members
-        hosts = [text.partition("\n")[0] for text in self._told()]
-        rows = [range(i, i + cut.inner) for i in range(0, len(members), cut.inner)]  # of a 2-D mesh
-        order = order_by_host([", ".join(hosts[k] for k in row) for row in rows])
-        members = [members[k] for i in order for k in rows[i]]
+        members = _side_by_side(self.control.members, self._hosts(), cut.inner)
         self.control.reorder(members)
         backends = backends_with_cpu(dist.get_backend_config())
         self.all = self._open("data", backends, members)
@@ -130,14 +141,18 @@ class Processes(Ranks):
             chunks = members[column :: cut.inner]
             self.outer = self._open("chunks", backends, chunks) if len(chunks) > 1 else None
 
-    def _told(self) -> list[str]:
-        """Every rank's text: its host, and on further lines the contexts that it dropped. Those that all ranks dropped
-        are closed here. Ranks give groups back together, because NCCL ends a communicator by a collective call."""
-        told = self.control.texts("\n".join([host_name(), *_dropped]), "the exchange of host names")
-        for name in set.intersection(*(set(text.split("\n")[1:]) for text in told)):
+    def _hosts(self) -> list[str]:
+        """Every rank's host. Contexts that all ranks have dropped without `close` are closed here: ranks give groups
+        back together, because NCCL ends a communicator by a collective call."""
+        hosts, dropped_by_rank = [], []
+        for text in self.control.texts("\n".join([host_name(), *_dropped]), "the exchange of host names"):
+            host, *dropped = text.split("\n")
+            hosts.append(host)
+            dropped_by_rank.append(set(dropped))
+        for name in set.intersection(*dropped_by_rank):
             for link in _dropped.pop(name, []):
                 link.close()
-        return told
+        return hosts
 
     def _open(self, purpose: str, backend: str | None, members: list[int]) -> GroupLink:
         """A communicator of these global ranks, in this order."""
@@ -196,18 +211,16 @@ class Processes(Ranks):
         )
 
     def expect_lengths(self, lengths: Sequence[int]) -> None:
-        self.expected = tuple(lengths)
+        self.expected_lengths = tuple(lengths)
 
     def warn_of_uneven(self, lengths: Sequence[int]) -> None:
         lengths, seq_len = tuple(lengths), sum(lengths)
         if self.cut.lengths is not None or self.cut.needs_documents:
             return
-        if lengths == self.expected or self.warn_of_whole(lengths):
+        if lengths == self.expected_lengths or self.warn_of_whole(lengths):
             return
         near_equal = self.cut.default_lengths(seq_len)
-        size = max(-(-seq_len // self.world_size), 1)
-        as_torch_chunk = tuple(max(min(size, seq_len - k * size), 0) for k in range(self.world_size))
-        if lengths not in (near_equal, as_torch_chunk):
+        if lengths not in (near_equal, _as_torch_chunk(seq_len, self.world_size)):
             text = f"ranks have {lengths} positions; a near-equal cut of one sequence of {seq_len} gives {near_equal}"
             self.warn_once("cut", text + ". If yours are meant, say so: ContextParallel(lengths=...)")
 
@@ -260,7 +273,9 @@ class Processes(Ranks):
         return choose_exchange(job, sizes)
 
     def links(self, exchange: str, job: Job) -> Links:
-        return (None, self.all) if exchange == "all_to_all" else (self.outer, self.inner)
+        if exchange == "all_to_all":
+            return None, self.all
+        return self.outer, self.inner
 
     def abandon(self, reason: str) -> None:
         if self.is_forked:
@@ -277,14 +292,22 @@ class Processes(Ranks):
         self.opened.clear()
 
 
+def _as_torch_chunk(seq_len: int, num_ranks: int) -> tuple[int, ...]:
+    """The lengths of the chunks that torch.chunk cuts, with 0 for those that are missing at the end."""
+    size = max(-(-seq_len // num_ranks), 1)
+    starts = [min(rank * size, seq_len) for rank in range(num_ranks + 1)]
+    return tuple(stop - start for start, stop in pairwise(starts))
+
+
 _dropped: dict[str, list[GroupLink]] = {}  # by name: contexts that were dropped without `close`
 
 
 def note_dropped(opened: list[GroupLink], name: str, process: int) -> None:
     """The finaliser of a context. It leaves the links to the next context, which gives them back on all ranks."""
-    if opened:
-        _dropped[name] = opened
-    if opened and os.getpid() == process:
+    if not opened:
+        return
+    _dropped[name] = opened
+    if os.getpid() == process:
         text = f"{name} was dropped without close(): its connections and threads are kept until all ranks make another "
         warnings.warn(text + "ContextParallel", ResourceWarning, stacklevel=2)
 

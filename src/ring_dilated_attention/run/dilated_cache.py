@@ -12,7 +12,7 @@ from ..pattern import DilatedPattern, is_integer, why_no_pattern
 from ..plan.cache_plan import CachePlan, check_append, check_crop, plan_cache
 from ..plan.job import held_heads
 from .append import packed, packed_size, place, placed, unpack
-from .link_contract import Parallel
+from .link_contract import ContextProtocol
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -75,7 +75,7 @@ class DilatedCache:
     @classmethod
     def gather(
         cls,
-        parallel: Parallel,
+        parallel: ContextProtocol,
         key: Tensor,
         value: Tensor,
         pattern: DilatedPattern,

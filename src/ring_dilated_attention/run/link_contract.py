@@ -39,7 +39,7 @@ class Dealer(Protocol):
         """Send a flat tensor to every rank and receive one from each, of the given sizes. Tensors may be empty."""
 
 
-class Owners(Protocol):
+class RanksProtocol(Protocol):
     """The ranks that share a sequence. The class `ranks.ranks.Ranks` says what each method does."""
 
     rank: int
@@ -58,7 +58,7 @@ class Owners(Protocol):
     def scatter(self, tensors: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str) -> list[Tensor]: ...
 
 
-class Parallel(Protocol):
+class ContextProtocol(Protocol):
     """A ContextParallel."""
 
-    ranks: Owners
+    ranks: RanksProtocol
