@@ -14,11 +14,12 @@ import pytest
 from full_disk import on_a_full_disk
 
 import ring_dilated_attention
-from ring_dilated_attention.commands import cli, numbers, output, terminal
+from ring_dilated_attention.commands import arguments as command_line
+from ring_dilated_attention.commands import cli, output, terminal
 from ring_dilated_attention.training.files import check_mine
 
 PLAN = ["plan", "--seq-len", "4096", "--ranks", "17", "--segment-lengths", "4096", "--dilation-rates", "1"]
-EXTRA = ("tqdm", "numpy", "matplotlib", "safetensors")
+EXTRA = ("numpy", "matplotlib", "safetensors", "tqdm")
 
 
 @pytest.fixture
@@ -52,6 +53,24 @@ def test_training_names_what_it_lacks(without_extra, capsys):
     assert capsys.readouterr().err == f"rda train: needs matplotlib, numpy, safetensors, tqdm: {remedy}\n"
     assert cli.main([*PLAN, "--picture", "pictures"]) == 2
     assert capsys.readouterr().err == f"rda plan: --picture needs matplotlib: {remedy}\n"
+
+
+NEEDS_RICH = {
+    "train": ([], "train"), "embed": (["slides", "--weights", "w", "--out", "o"], "slides"),
+    "generate": (["run", "--prompt", "a"], "train"), "evaluate": (["run", "text"], "train"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", cli.SUBCOMMANDS)
+def test_every_command_names_the_extra_that_brings_rich(name, capsys, monkeypatch):
+    """Catches an import that fails after minutes of work. Help needs torch alone."""
+    monkeypatch.setitem(sys.modules, "rich", None)
+    arguments, extra = NEEDS_RICH.get(name, ([], "commands"))
+    assert cli.main([*name.split(), *arguments]) == 2
+    out, error = capsys.readouterr()
+    assert (out, error) == ("", f"rda {name}: needs rich: pip install 'ring-dilated-attention[{extra}]'\n")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*name.split(), "--help"])
 
 
 def test_a_bar_that_is_not_shown_can_be_used_like_one(capsys, monkeypatch):
@@ -254,10 +273,10 @@ def test_memory_that_is_not_there_is_a_sentence(monkeypatch, capsys):
 
 
 def test_memory_is_said_with_its_arithmetic(monkeypatch):
-    monkeypatch.setattr(numbers, "physical_bytes", lambda: 2e9)
-    numbers.check_memory("it takes", 2e9, "leave it")
+    monkeypatch.setattr(command_line, "physical_bytes", lambda: 2e9)
+    command_line.check_memory("it takes", 2e9, "leave it")
     with pytest.raises(ValueError, match=r"^it takes 3\.00 GB, and this machine has 2\.00 GB of memory: leave it$"):
-        numbers.check_memory("it takes", 3e9, "leave it")
+        command_line.check_memory("it takes", 3e9, "leave it")
 
 
 def test_a_bar_that_nobody_sees_ends_nothing(monkeypatch):

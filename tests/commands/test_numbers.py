@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from benchmarks import record
 from ring_dilated_attention.commands import cli, evaluate, generate, train
-from ring_dilated_attention.commands.numbers import BINARY, DECIMAL, amount, count, scaled
+from ring_dilated_attention.commands.arguments import BINARY, DECIMAL, amount, count
+from ring_dilated_attention.commands.console import scaled
 from ring_dilated_attention.forecast.clock import time_text
 
 

@@ -22,12 +22,12 @@ from fuzz import Output, Trial, captured, listing, sentence_of
 from helpers import quick_ends
 
 from benchmarks import command
+from ring_dilated_attention.commands import arguments as command_line
 from ring_dilated_attention.commands import (
     check,
     cli,
     evaluate,
     local_ranks,
-    numbers,
     suggest,
     terminal,
     train,
@@ -371,7 +371,7 @@ def judge(arguments: list[str], output: Output, before: dict, after: dict) -> st
 
 def last_number(arguments: list[str], option: str, default: int) -> int:
     given = [after for word, after in pairwise(arguments) if word == option]
-    return numbers.count(given[-1]) if given else default
+    return command_line.count(given[-1]) if given else default
 
 
 def is_help(arguments: list[str]) -> bool:

@@ -15,25 +15,33 @@ from typing import NamedTuple
 
 from .. import __version__
 from ..training.rank_launcher import unjoined
+from .arguments import check_installed
 from .terminal import guarded, leaving_at_once, say
 
 
 class Subcommand(NamedTuple):
     module: str
     summary: str
+    extra: str = "commands"  # what `pip install` brings the packages by that it needs
     joins: bool = False  # whether it runs on the ranks that a launcher started
 
 
 SUBCOMMANDS = {
-    "train": Subcommand(".train", "train a byte-level LongNet on one long document", joins=True),
-    "embed": Subcommand(".embed.embed", "embed slides by GigaPath's published weights, from files of tile features"),
-    "generate": Subcommand(".generate", "write on from a prompt with the model of a run"),
-    "evaluate": Subcommand(".evaluate", "measure bits per byte of any text, by how many bytes stand before each"),
+    "train": Subcommand(".train", "train a byte-level LongNet on one long document", "train", joins=True),
+    "embed": Subcommand(
+        ".embed.embed", "embed slides by GigaPath's published weights, from files of tile features", "slides"
+    ),
+    "generate": Subcommand(".generate", "write on from a prompt with the model of a run", "train"),
+    "evaluate": Subcommand(
+        ".evaluate", "measure bits per byte of any text, by how many bytes stand before each", "train"
+    ),
     "check": Subcommand(".check", "compare every backend and exchange on this machine with the definition"),
     "plan": Subcommand(".plan.one_call", "show what each rank would compute, send and hold in one attention call"),
     "plan model": Subcommand(".plan.model", "show the memory and the time of a whole model on a mesh of ranks"),
     "plan compare": Subcommand(".plan.compare", "compare exchanges and shardings, and recommend one"),
-    "doctor": Subcommand(".doctor.doctor", "say whether this machine or cluster is ready and how fast it is", True),
+    "doctor": Subcommand(
+        ".doctor.doctor", "show the versions, interfaces and rates of this machine or cluster", joins=True
+    ),
     "suggest": Subcommand(".suggest", "suggest patterns for a length and a budget, and explain them"),
 }
 
@@ -63,7 +71,7 @@ def run(arguments: list[str], asked: str, command: str) -> int:
     parser.add_argument("--version", action="version", version=f"rda {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen, chosen_parser = None, parser
-    for name, (module, summary, _) in SUBCOMMANDS.items():
+    for name, (module, summary, _, _) in SUBCOMMANDS.items():
         subparser = subparsers.add_parser(
             name,
             help=summary,
@@ -85,6 +93,7 @@ def run(arguments: list[str], asked: str, command: str) -> int:
             say(f"{command}: {said}")
     assert chosen is not None
     try:
+        check_installed(["rich"], SUBCOMMANDS[parsed.command].extra)
         return int(chosen.run(parsed))
     except ValueError as error:  # a message for the user; any other error keeps its traceback
         say(f"{command}: {error}")

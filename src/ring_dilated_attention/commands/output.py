@@ -1,39 +1,17 @@
-"""Helps commands write: tables, wrapped text, progress bars; checks that packages and places are there. No torch."""
+"""Tables, text and progress bars, until `rda plan`, `rda suggest` and the benchmarks take those of `console.py`."""
 
-import os
-import tempfile
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from ..training.files import LossyStderr
+from .arguments import check_installed as check_installed
+from .arguments import check_writable as check_writable
 
 WIDTH = 80  # characters of a terminal
-
-
-def check_writable(option: str, folder: Path, file: str | None = None) -> None:
-    """Raise ValueError unless new files, or this file, can be written to a folder. The folder may not exist yet; it is
-    not made. Commands call this before their work, so that no work is lost."""
-    path = folder if file is None else folder / file
-    try:
-        there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-        with tempfile.TemporaryFile(dir=there):
-            pass
-        if file is not None and path.exists():
-            os.close(os.open(path, os.O_WRONLY))
-    except OSError as error:
-        why = "a file is in the way" if isinstance(error, (NotADirectoryError, FileExistsError)) else error.strerror
-        raise ValueError(f"{option} {path} cannot be written: {why}. Choose another place.") from error
-
-
-def check_installed(packages: Iterable[str], extra: str, who: str = "") -> None:
-    """Raise ValueError with the packages that are missing. who: the option that needs them; else it is the command."""
-    if missing := [name for name in packages if find_spec(name) is None]:
-        raise ValueError(f"{who}needs {', '.join(missing)}: pip install 'ring-dilated-attention[{extra}]'")
 
 
 def aligned(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, num_left: int = 1) -> str:

@@ -1,0 +1,100 @@
+"""What commands show: tables, text and progress, on a terminal and in a file."""
+
+import io
+import os
+import re
+import sys
+
+import pytest
+
+from ring_dilated_attention.commands import console
+
+
+def test_a_table_in_a_file_has_a_line_for_each_row(monkeypatch):
+    """Catches cells that are folded or cut where nobody sees a width, and words that rich takes for its own marks."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(console.shutil, "get_terminal_size", lambda fallback: os.terminal_size(fallback))
+    rows = [("[red]a:smile:", "why " * 50, "12.5 GB"), ("b", "", "7 B")]
+    lines = console.table(("name", "reason", "memory"), rows, num_left=2).splitlines()
+    assert len(lines) == 3
+    assert lines[1].startswith("[red]a:smile:  why why")
+    assert lines[1].endswith("12.5 GB")
+    assert lines[2].endswith("    7 B")
+    assert {len(line) for line in lines} == {len(lines[0])}
+
+
+def test_a_table_on_a_narrow_terminal_folds_its_text(monkeypatch):
+    """And never a number. Nothing is lost."""
+    monkeypatch.setattr(console.shutil, "get_terminal_size", lambda fallback: os.terminal_size((40, 24)))
+    text = console.table(("name", "reason", "memory"), [("a", "word " * 20, "12.5 GB")], num_left=2)
+    assert max(map(len, text.splitlines())) <= 40
+    assert text.count("word") == 20
+    assert "12.5 GB" in text
+
+
+def test_wrapped_text_keeps_its_paths_whole():
+    path = "/a/" + "b" * 90
+    lines = console.wrapped(f"{'word ' * 30}{path} more\nsecond line").splitlines()
+    assert path in " ".join(lines).split()
+    assert lines[-1] == "second line"
+    assert all(len(line) <= 80 for line in lines if path not in line)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def do_ten(unit="case", size=1):
+    with console.progress(10 * size, unit) as bar:
+        for i in range(10):
+            bar.note(f"case [{i}]")
+            bar.update(size)
+
+
+def test_on_a_terminal_there_is_a_bar(monkeypatch, capsys):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    do_ten()
+    text = sys.stderr.getvalue()
+    assert "10/10" in text
+    assert "case [9]" in text
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("unit", ["case", "B"])
+def test_in_a_log_there_is_a_line_every_ten_seconds(unit, monkeypatch, capsys):
+    """Catches thousands of redrawn bars in a log."""
+    clock = iter(range(0, 1000, 4))  # a step takes four seconds
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    do_ten(unit, 10**6 if unit == "B" else 1)
+    expected = {
+        "case": ["3 of 10 cases (case [2]), 12 s", "6 of 10 cases (case [5]), 24 s", "9 of 10 cases (case [8]), 36 s"],
+        "B": [f"{done} MB of 10.0 MB (case [{last}]), {at} s"
+              for done, last, at in (("3.00", 2, 12), ("6.00", 5, 24), ("9.00", 8, 36))],
+    }  # fmt: skip
+    assert capsys.readouterr().err.splitlines() == expected[unit]
+
+
+def test_what_is_done_at_once_is_not_logged(capsys):
+    do_ten()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_that_nobody_sees_ends_nothing(is_terminal, monkeypatch):
+    """Catches hours of work that end with the terminal that showed their progress."""
+    monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        if is_terminal:
+            monkeypatch.setattr(full, "isatty", lambda: True, raising=False)
+        do_ten()
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # for what it still holds
+
+
+def test_counted():
+    assert [console.counted(n, "rank") for n in (0, 1, 2000)] == ["0 ranks", "1 rank", "2,000 ranks"]
+    assert re.fullmatch(r"1\.50 kB", console.size_text(1500))
