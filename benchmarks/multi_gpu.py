@@ -235,8 +235,8 @@ def network(settings: Settings, seconds: float) -> list[Row]:
     """Latencies by `rda doctor`; large messages of two neighbours alone, of all neighbours at once, of all pairs."""
     ranks = settings.run_ranks(seconds, _network)
     doctor = [found for _, found, _ in ranks]
-    small, handshake = max(max(x["small"].values()) for x in doctor), max(x["handshake_seconds"] for x in doctor)
-    said = f"256 bytes take {time_text(small)} between the slowest pair, a handshake {time_text(handshake)}"
+    small, handshake = max(x["small_seconds"] for x in doctor), max(x["handshake_seconds"] for x in doctor)
+    said = f"256 bytes take {time_text(small)} between the slowest neighbours, a handshake {time_text(handshake)}"
     rows: list[Row] = [{"what": "latency", "passed": None, "found": said, "doctor": doctor}]
     for name in ranks[0][0]:
         slowest, num_peers = max(times[name] for times, *_ in ranks), settings.num_ranks - 1 if name == PAIRS else 1

@@ -165,8 +165,6 @@ def modules_with_the_reference(modules):
             "reference",
             "commands.errors",
             "commands.check",
-            "commands.doctor.examination",
-            "commands.doctor.doctor",
         )
 
     found = set()

@@ -137,33 +137,8 @@ def cached_rows(pattern: DilatedPattern, seq_len: int, heads: int, kv_heads: int
 def well() -> str:
     """What one rank of this machine says of itself, as JSON."""
     with a_quick_doctor():
-        output = captured(lambda: cli.main(["doctor", "--json", "--run-folder", "."]))
+        output = captured(lambda: cli.main(["doctor", "--json"]))
     return json.dumps(json.loads(output.out)["ranks"][0])
-
-
-def _folder_fails(rank: dict[str, Any]) -> str:
-    rank["folder"] = {"path": "/runs", "failure": "Read-only file system"}
-    return "nothing can be written to /runs"
-
-
-def _folder_is_full(rank: dict[str, Any]) -> str:
-    rank["folder"] = {"path": "/runs", "free_bytes": 10**6, "bytes_per_second": 1e8}
-    return "make room"
-
-
-def _no_backend(rank: dict[str, Any]) -> str:
-    rank["backends"] = dict.fromkeys(rank["backends"], "is broken")
-    return "no backend can serve"
-
-
-def _harmful(rank: dict[str, Any]) -> str:
-    rank["harmful"] = {"CUDA_LAUNCH_BLOCKING": "every kernel is waited for; unset it"}
-    return "CUDA_LAUNCH_BLOCKING is set"
-
-
-def _no_interface(rank: dict[str, Any]) -> str:
-    rank["matter"] = {**rank["matter"], "GLOO_SOCKET_IFNAME": "eth77"}
-    return "eth77 is no interface"
 
 
 def _other_torch(rank: dict[str, Any]) -> str:
@@ -171,54 +146,39 @@ def _other_torch(rank: dict[str, Any]) -> str:
     return "torch differs"
 
 
-def _late_clock(rank: dict[str, Any]) -> str:
-    rank["clock"] += 7.5
-    return "clocks are 7.5 s apart"
+def _other_driver(rank: dict[str, Any]) -> str:
+    rank["versions"] = {**rank["versions"], "GPU driver": "1.0"}
+    return "GPU driver differs"
 
 
-def _other_algorithm(rank: dict[str, Any]) -> str:
-    rank["matter"] = {**rank["matter"], "NCCL_ALGO": "Tree"}
-    return "NCCL_ALGO differs"
+def _other_card(rank: dict[str, Any]) -> str:
+    rank["gpu"] = {"name": "A card", "capability": [8, 0], "memory_bytes": 10**10}
+    return "GPU differs"
 
 
-# What is wrong with a rank alone, and what only beside others that have it not.
-WRONG_ALONE = [_folder_is_full, _folder_fails, _no_backend, _harmful, _no_interface]
-WRONG_BESIDE = [_other_torch, _late_clock, _other_algorithm]
+WRONG = [_other_torch, _other_driver, _other_card]  # beside other ranks
 
 
 def draw_ranks(rng: random.Random) -> tuple[list[dict[str, Any]], list[str]]:
     """What all ranks say, and what the doctor must say of it."""
     everyone = [json.loads(well()) for _ in range(rng.choice([1, 1, 2, 3, 5]))]
-    size, expected = len(everyone), []
     spread = rng.choice([1.0, 1e3])
     for rank, one in enumerate(everyone):
-        fine = {"path": "runs", "free_bytes": rng.choice([10**9, 10**13]), "bytes_per_second": 1e8}
-        one |= {"rank": rank, "host": f"host{rank // 2}", "harmful": {}, "matter": {}, "clock": 1e9, "folder": fine}
-        one["agreement"] = {**one["agreement"], "passed": True}
-        rates = {name: rng.uniform(1, spread) * 1e9 if "flops" in name else 1e-5 for name in one["rates"]}
-        one["rates"] = rates
-        if size > 1:
-            times = {
-                name: {str(d): rng.uniform(1, 1.5) * t for d in range(1, size)}
-                for name, t in (("small", 1e-5), ("large", 1e-2))
-            }
+        one |= {"rank": rank, "host": f"host{rank // 2}"}
+        one["rates"] = {name: rng.uniform(1, spread) * 1e9 if "flops" in name else 1e-5 for name in one["rates"]}
+        if len(everyone) > 1:
+            times = {"small_seconds": rng.uniform(1, 1.5) * 1e-5, "large_seconds": rng.uniform(1, 1.5) * 1e-2}
             one["messages"] = {"handshake_seconds": rng.choice([0.0, 1e-4]), **times}
-    drawn = rng.sample(WRONG_ALONE, rng.choice([0, 0, 1, 2]))
-    for wrong in drawn:
-        if wrong is _folder_is_full and _folder_fails in drawn:
-            continue  # one would take the other's place
-        expected.append(wrong(everyone[rng.randrange(size)]))
-    if size > 1:
-        expected += [
-            wrong(everyone[rng.randrange(size)]) for wrong in rng.sample(WRONG_BESIDE, rng.choice([0, 0, 1, 2]))
-        ]
-        if size > 2 and rng.random() < 0.2:
-            everyone[1]["messages"]["large"]["1"] *= 10
-            expected.append("less than half of the median pair's")
-    if rng.random() < 0.1:
-        everyone[0]["agreement"] |= {"passed": False, "error": 0.5}
-        expected.append("results are wrong here")
-    return everyone, expected
+    if len(everyone) == 1:
+        return everyone, []
+    drawn = rng.sample(WRONG, rng.choice([0, 0, 1, 2]))
+    return everyone, [wrong(rng.choice(everyone)) for wrong in drawn]
+
+
+def reported(arguments: argparse.Namespace, everyone: list[dict[str, Any]]) -> int:
+    problems = doctor.to_mend(everyone)
+    doctor.report(arguments, everyone, problems)
+    return int(bool(problems))
 
 
 def try_doctor(rng: random.Random, folder: Path) -> Trial:
@@ -226,11 +186,11 @@ def try_doctor(rng: random.Random, folder: Path) -> Trial:
     file = folder / "here.toml" if rng.random() < 0.5 else None
     is_json = rng.random() < 0.4
     arguments = argparse.Namespace(json=is_json, save=file)
-    output = captured(lambda: doctor.report(arguments, json.loads(json.dumps(everyone))))
+    output = captured(lambda: reported(arguments, json.loads(json.dumps(everyone))))
     complaint = why_not_text(output) or unequal("code", output.code, int(bool(expected)))
     complaint = complaint or (why_no_json(output.out) if is_json else None)
     if complaint is None:
-        said = json.loads(output.out)["to_mend"] if is_json else re.findall(r"^  \d+\. (.*)$", output.out, re.M)
+        said = json.loads(output.out)["to_mend"] if is_json else re.findall(r"^not ready: (.*)$", output.out, re.M)
         missing = [text for text in expected if not any(text in line for line in said)]
         complaint = (
             f"{missing} is not said: {said}" if missing else unequal("how much is said", len(said), len(expected))
@@ -243,7 +203,7 @@ def try_doctor(rng: random.Random, folder: Path) -> Trial:
     return Trial(f"doctor, {len(everyone)} ranks, {how}", f"{expected}, saved: {file is not None}", complaint)
 
 
-_describe, _told_by_all = suggest.describe, doctor._told_by_all
+_describe, _to_mend = suggest.describe, doctor.to_mend
 
 
 def _describe_one_layer_less(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str, Any]]:
@@ -252,7 +212,7 @@ def _describe_one_layer_less(arguments: argparse.Namespace, most_pairs: float) -
 
 
 def _of_the_first(everyone: list[dict[str, Any]]) -> list[str]:
-    return _told_by_all(everyone[:1])
+    return _to_mend(everyone[:1])
 
 
 BREAKAGES: dict[str, Callable[[], Any]] = {
@@ -260,6 +220,6 @@ BREAKAGES: dict[str, Callable[[], Any]] = {
         "budget_of", lambda arguments: (float(arguments.seq_len**2 * arguments.heads), None), suggest
     ),
     "one layer less is followed": broken("describe", _describe_one_layer_less, suggest),
-    "only the first rank is listened to": broken("_told_by_all", _of_the_first, doctor),
+    "only the first rank is listened to": broken("to_mend", _of_the_first, doctor),
     "nothing is to mend": broken("to_mend", lambda everyone: [], doctor),
 }

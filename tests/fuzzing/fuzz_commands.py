@@ -204,8 +204,14 @@ MORE_SUGGEST = [
     ["--hardware", "h100-nvlink"],
     ["--not-causal"],
 ]
-DOCTOR = [["--run-folder", "records"]]
-MORE_DOCTOR = [["--ranks", "1"], ["--timeout", "60"], ["--save", "a/here.toml"], ["--save", "taken/record.json"]]
+DOCTOR: list[list[str]] = []
+MORE_DOCTOR = [
+    ["--ranks", "1"],
+    ["--timeout", "60"],
+    ["--dtype", "bfloat16"],
+    ["--save", "a/here.toml"],
+    ["--save", "taken/record.json"],
+]
 # How often, the words that are always there, and those that may be.
 COMMANDS = {
     "embed": (4, EMBED, MORE_EMBED),
@@ -287,7 +293,6 @@ def a_quick_doctor() -> Iterator[None]:
     with (
         mock.patch.object(local_ranks, "run_ranks", here),
         mock.patch.object(examination, "rates", return_value=dict.fromkeys(names, 1.0)),
-        mock.patch.object(examination, "WRITTEN_BYTES", 2**20),
     ):
         yield
 

@@ -1,1 +1,1 @@
-"""`rda doctor`: whether this machine or cluster is ready, and how fast it is."""
+"""`rda doctor`: the versions, network interfaces and rates of a machine or cluster."""
