@@ -1,8 +1,8 @@
 """A small synthetic slide, its embedding, and a picture of how that depends on each tile, with zero rows and without.
 
-    python examples/slide.py                                     writes slide.npz and slide.png here
-    python examples/slide.py --weights slide_encoder.pth         GigaPath's weights instead of random ones
-    rda embed slide.npz --weights ... --out slide.safetensors    the same slide by the command
+    python examples/slide.py                              writes slide.npz and slide.png here
+    python examples/slide.py --weights slide_encoder.pth  GigaPath's weights instead of random ones
+    rda embed slide.npz --weights ... --out embeddings    the same slide by the command
 
 The tiles' features are made up: a direction for each kind of tissue, and noise.
 """

@@ -1,11 +1,11 @@
 """Weights and slides for the tests of `rda embed`, and what it writes."""
 
+import json
 import re
 
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from torchscale_cases import fill, waves
 
 from ring_dilated_attention.commands import cli
@@ -63,5 +63,6 @@ def unwrapped(text):
 
 
 def read(out):
-    with safe_open(out, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118  not a dict
+    """Embeddings by name, and the settings."""
+    embeddings = {path.stem: torch.from_numpy(np.load(path)) for path in sorted(out.glob("*.npy"))}
+    return embeddings, json.loads((out / "settings.json").read_text())

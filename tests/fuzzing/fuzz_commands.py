@@ -153,7 +153,7 @@ MORE_MODEL = [
     ["--config", "run"],
     ["--config", "text.txt"],
 ]
-EMBED = [["slides"], ["--weights", "encoder.pth"], ["--heads", "16"], ["--out", "out.safetensors"]]
+EMBED = [["slides"], ["--weights", "encoder.pth"], ["--heads", "16"], ["--out", "embeddings"]]
 MORE_EMBED = [
     ["--embedding", "class"],
     ["--layer", "all"],
@@ -161,20 +161,17 @@ MORE_EMBED = [
     ["--padding", "none"],
     ["--max-wsi-size", "4096"],
     ["--tile-size", "64"],
-    ["--tile-size", "file"],
-    ["--tile-size", "file:64"],
-    ["--csv", "a/out.csv"],
-    ["--csv", "taken/record.json"],
     ["--heads", "16"],
     ["--depth", "1"],
     ["--dtype", "bfloat16"],
     ["--device", "cpu"],
-    ["--batch", "2"],
     ["--ranks", "1"],
     ["--keys", "features", "coords"],
     ["slides/a.pt"],
     ["text.txt"],
     ["--out", "taken/record.json"],
+    ["--out", "mine"],
+    ["--out", "a/b"],
 ]
 GENERATE = [["run"], ["--prompt", "line"], ["--tokens", "3"]]
 MORE_GENERATE = [

@@ -6,15 +6,14 @@ import os
 import stat
 from functools import partial
 
+import numpy as np
 import pytest
-import torch
 from helpers import ROOT
-from safetensors.torch import load_file
 from torch import nn
 
 from benchmarks.record import is_page, is_record
 from ring_dilated_attention.commands import hardware
-from ring_dilated_attention.commands.embed.embeddings import EmbeddingFile, SlideEntry
+from ring_dilated_attention.commands.embed.folder import EmbeddingFolder
 from ring_dilated_attention.training.checkpoint import save_checkpoint
 from ring_dilated_attention.training.files import MADE_BY, is_our_picture, write_whole
 from ring_dilated_attention.training.loop import make_optimizers
@@ -142,10 +141,6 @@ def modes(folder):
     return {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*") if path.is_file()}
 
 
-def embeddings(path):
-    return EmbeddingFile(path, {"embedding": "the mean", "dtype": "float32"})
-
-
 def test_others_may_read_what_the_umask_lets_them(umask, tmp_path):
     """Catches files that only their owner reads: of safetensors, and of temporary ones that are renamed."""
     model = nn.Linear(2, 2)
@@ -153,31 +148,20 @@ def test_others_may_read_what_the_umask_lets_them(umask, tmp_path):
     with Metrics(tmp_path / "run", RUN, 0, 0):
         pass
     write_whole(tmp_path / "record.json", b"{}", lambda file: True, "a test")
-    file = embeddings(tmp_path / "out.safetensors")
-    file.add("a", [1.0], SlideEntry("1", 1, 256.0))
-    file.write()
+    EmbeddingFolder(tmp_path / "embeddings", {}).add("a", np.ones(1))
     found = modes(tmp_path)
     assert found == dict.fromkeys(found, 0o666 & ~umask)
-    assert len(found) == 6
+    assert len(found) == 7
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o664])
 def test_what_is_replaced_keeps_its_mode(mode, tmp_path):
-    path, out = tmp_path / "record.json", tmp_path / "out.safetensors"
+    path = tmp_path / "record.json"
     write_whole(path, b"1", lambda file: True, "a test")
-    for name in "ab":
-        path.chmod(mode)
-        file = embeddings(out)
-        file.add(name, [1.0], SlideEntry("1", 1, 256.0))
-        file.write()
-        out.chmod(mode)
+    path.chmod(mode)
     write_whole(path, b"2", lambda file: True, "a test")
-    assert modes(tmp_path) == {"record.json": mode, "out.safetensors": mode}
+    assert modes(tmp_path) == {"record.json": mode}
     assert path.read_bytes() == b"2"
-    assert load_file(out).keys() == {"a", "b"}
-    file.add("c", torch.ones(1).tolist(), SlideEntry("1", 1, 256.0))
-    file.write()
-    assert modes(tmp_path)["out.safetensors"] == mode
 
 
 def test_a_symlink_stays_and_what_it_leads_to_is_written(tmp_path):

@@ -188,11 +188,11 @@ def by_rank(values: Sequence[str]) -> str:
     """The value that all ranks have; or, if the values differ, each value with its ranks."""
     if len(set(values)) == 1:
         return values[0]
-    parts = []
+    groups = []
     for value in dict.fromkeys(values):
         ranks = [rank for rank, other in enumerate(values) if other == value]
-        parts.append(f"{value} on ranks {names(ranks)}")
-    return "; ".join(parts)
+        groups.append(f"{value} on ranks {names(ranks)}")
+    return "; ".join(groups)
 
 
 def names(ranks: Sequence[int]) -> str:
