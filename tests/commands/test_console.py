@@ -10,10 +10,14 @@ import pytest
 from ring_dilated_attention.commands import console
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
 def test_a_table_in_a_file_has_a_line_for_each_row(monkeypatch):
     """Catches cells that are folded or cut where nobody sees a width, and words that rich takes for its own marks."""
-    monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.setattr(console.shutil, "get_terminal_size", lambda fallback: os.terminal_size(fallback))
+    monkeypatch.setenv("COLUMNS", "40")
     rows = [("[red]a:smile:", "why " * 50, "12.5 GB"), ("b", "", "7 B")]
     lines = console.table(("name", "reason", "memory"), rows, num_left=2).splitlines()
     assert len(lines) == 3
@@ -25,7 +29,8 @@ def test_a_table_in_a_file_has_a_line_for_each_row(monkeypatch):
 
 def test_a_table_on_a_narrow_terminal_folds_its_text(monkeypatch):
     """And never a number. Nothing is lost."""
-    monkeypatch.setattr(console.shutil, "get_terminal_size", lambda fallback: os.terminal_size((40, 24)))
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys, "stdout", Terminal())
     text = console.table(("name", "reason", "memory"), [("a", "word " * 20, "12.5 GB")], num_left=2)
     assert max(map(len, text.splitlines())) <= 40
     assert text.count("word") == 20
@@ -38,11 +43,6 @@ def test_wrapped_text_keeps_its_paths_whole():
     assert path in " ".join(lines).split()
     assert lines[-1] == "second line"
     assert all(len(line) <= 80 for line in lines if path not in line)
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 def do_ten(unit="case", size=1):

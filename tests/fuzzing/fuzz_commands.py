@@ -188,8 +188,6 @@ MORE_EVALUATE = [
     ["--context", "8"],
     ["--context", "0"],
     ["--chunk", "64"],
-    ["--picture", "a/bits.png"],
-    ["--picture", "taken/loss.png"],
 ]
 SUGGEST = [["--seq-len", "512"], ["--heads", "2"], ["--speedup", "2"]]
 MORE_SUGGEST = [

@@ -17,10 +17,10 @@ from ..pattern import DilatedPattern
 from ..plan.exchange import EXCHANGES
 from ..ranks.context import ContextParallel
 from ..simulate import all_ranks
+from . import console
+from .arguments import check_at_least, check_ranks_fit, check_seconds, count
 from .errors import DTYPES, Case, Squares, measure, measure_cached, worst
 from .local_ranks import Launch, RankFailedError, Worker, run_ranks
-from .numbers import check_at_least, check_ranks_fit, check_seconds, count, counted
-from .output import aligned, progress_bar
 
 SECONDS_PER_LAUNCH, MOST_SECONDS = 60, 86_400
 
@@ -183,9 +183,9 @@ def check(ranks: Iterable[int], seconds: float = SECONDS_PER_LAUNCH) -> list[Row
     planned = [plan_trials(num_ranks) for num_ranks in ranks]
     possible = [trial for trials, _ in planned for trial in trials]
     results: list[Row] = []
-    with progress_bar(sum(len(trial.cases) for trial in possible), "case") as bar:
+    with console.progress(sum(len(trial.cases) for trial in possible), "case") as bar:
         for (backend, exchange, num_ranks), trials in groupby(possible, lambda x: (x.backend, x.exchange, x.num_ranks)):
-            bar.set_postfix_str(f"{backend}, {exchange}, {counted(num_ranks, 'rank')}")
+            bar.note(f"{backend}, {exchange}, {console.counted(num_ranks, 'rank')}")
             results += run_trials(list(trials), bar.update, seconds)
     return results + [row for _, rows in planned for row in rows]
 
@@ -206,4 +206,4 @@ def table(rows: Sequence[Row]) -> str:
             is_any = values.keys() == {getattr(row, name) for row in rows}
             columns.append("any" if is_any else ", ".join(map(str, values)))
         lines.append((backend, *columns, "", "", "", "cannot run", reason))
-    return aligned(headers, lines, num_left=len(headers))
+    return console.table(headers, lines, num_left=len(headers))

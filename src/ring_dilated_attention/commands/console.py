@@ -26,17 +26,19 @@ PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
-    """The first `num_left` columns are flush left, and fold if a terminal is too narrow. The others are flush right."""
+    """The first `num_left` columns are flush left, and the others right. On a terminal that is too narrow the last of
+    the left columns folds."""
     from rich.console import Console
     from rich.table import Table
 
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
     for i, header in enumerate(headers):
-        is_left = i < num_left
-        made.add_column(header, justify="left" if is_left else "right", no_wrap=not is_left, overflow="fold")
+        is_folded = i == num_left - 1
+        made.add_column(header, justify="left" if i < num_left else "right", no_wrap=not is_folded, overflow="fold")
     for row in rows:
         made.add_row(*row)
-    file, width = StringIO(), shutil.get_terminal_size((UNLIMITED, 24)).columns
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else UNLIMITED
+    file = StringIO()
     console = Console(file=file, width=width, color_system=None, markup=False, highlight=False, emoji=False)
     console.print(made, crop=False)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())

@@ -8,17 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..training.data import PACKED, STDIN, Text, opened
-from ..training.files import check_mine, is_our_picture, write_whole
 from ..training.machine import peak_resident_bytes, physical_bytes
-from ..training.pictures import draw_buckets
+from ..training.options import LARGEST
 from ..training.rank_launcher import share_of_cores
+from .arguments import check_at_least, check_ranks_fit, count
+from .console import progress, table, wrapped
 from .generate import hyperparameters_of
 from .local_ranks import Launch, RankFailedError, Worker, run_ranks
-from .numbers import LARGEST, check_at_least, check_ranks_fit, count
-from .output import aligned, check_installed, check_writable, progress_bar, wrapped
 from .terminal import INTERRUPTED_EXIT_CODE, leaving_at_once
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ EXAMPLES = """examples:
   rda evaluate runs/a book.txt --context 0      the text is one context
   rda evaluate runs/a book.txt --ranks 2        two processes share each context
   xz -dc corpus.xz | rda evaluate runs/a -      from a pipe
-  rda evaluate runs/a genome.fa.gz --picture bits.png           draw a picture
 
 The text is cut into contexts. The first byte of a context is not predicted. If more context helps, bits per byte fall
 from row to row. FASTA, known by its name (as .fa), is read as the run read it; on stdin it is text.
@@ -39,12 +37,18 @@ context goes through one forward, and short contexts in batches. Otherwise, and 
 caches: their memory grows neither with the text nor with the context. After Ctrl-C the command shows what it has
 measured, and the exit code is 130.
 """
-MAKER = "rda evaluate --picture"
 DEFAULT_CHUNK = 4096
 BYTES_PER_NUMBER = 64  # of memory in a forward, for each position and entry of --embed-dim: 16 float32 numbers
 SECONDS, JOIN_SECONDS = 20 * 86_400, 120  # the longest evaluation on several ranks, and how long they take to meet
-# The score of one rank, or of all; the text with what was read so far; the peak of resident bytes.
-Measured = tuple["Score", Text, int]
+LONGEST_BAR = 30
+
+
+class Measured(NamedTuple):
+    """What one rank, or all ranks, have scored; the text with what was read so far; the peak of resident bytes."""
+
+    score: "Score"
+    text: Text
+    peak_bytes: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,42 +59,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-bytes", type=count, default=LARGEST, metavar="N", help="stop after so many bytes (default: at the end)")
     add("--ranks", type=count, default=1, metavar="P", help="processes that share each context (default 1)")
     add("--chunk", type=count, metavar="N", help="read N bytes at a time through caches (default: 4096 if needed)")
-    add("--picture", type=Path, metavar="FILE", help="draw bits per byte by position, as PNG")
     add("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    record = evaluate(arguments)
-    print(json.dumps(record) if arguments.json else report(record))
-    return INTERRUPTED_EXIT_CODE if record["interrupted"] else 0
-
-
-def evaluate(arguments: argparse.Namespace) -> dict:
     context, chunk, hyperparameters = resolved(arguments)
-    if arguments.picture is not None:
-        check_installed(["matplotlib"], "train", "--picture ")
-        check_writable("--picture", arguments.picture.parent, arguments.picture.name)
-        check_mine(arguments.picture, is_our_picture, MAKER)
     text = Text(arguments.file, hyperparameters, arguments.max_bytes)
     scores_of = partial(scores, arguments.run_folder, text, context, chunk)
-    (total, text, peak), is_whole = measure(scores_of, text, arguments.ranks)
-    if not (buckets := total.buckets()):
-        if not is_whole:
-            raise KeyboardInterrupt
+    measured, is_whole = measure(scores_of, text, arguments.ranks)
+    buckets = measured.score.buckets()
+    if not buckets and not is_whole:
+        raise KeyboardInterrupt
+    if not buckets:
         raise ValueError(f"{arguments.file} has fewer than 2 bytes: each is predicted from those before it")
-    if arguments.picture is not None:
-        picture = draw_buckets(buckets, total.mean(), f"{arguments.file}, contexts of {shown(context)}")
-        write_whole(arguments.picture, picture, is_our_picture, MAKER)
-    return {
+    record = {
         "file": arguments.file,
-        "read": str(text),
+        "read": str(measured.text),
         "context": context,
         "interrupted": not is_whole,
-        "bits_per_byte": total.mean(),
-        "num_bytes": sum(total.counts),
+        "bits_per_byte": measured.score.mean(),
+        "num_bytes": sum(measured.score.counts),
         "by_bytes_before": buckets,
-        "peak_resident_bytes": peak,
+        "peak_resident_bytes": measured.peak_bytes,
     }
+    print(json.dumps(record) if arguments.json else report(record))
+    return 0 if is_whole else INTERRUPTED_EXIT_CODE
 
 
 def resolved(arguments: argparse.Namespace) -> tuple[int | None, int | None, dict]:
@@ -103,9 +96,11 @@ def resolved(arguments: argparse.Namespace) -> tuple[int | None, int | None, dic
     if context is not None and context != 0 and context < 2:
         rule = "2 or more, or 0 for one that never ends: the first byte of a context is not predicted"
         raise ValueError(f"--context {context} must be {rule}")
-    context = (saved["seq_len"] if context is None else context) or None
-    if context is None or BYTES_PER_NUMBER * context * saved["embed_dim"] > physical_bytes() / 4:
-        chunk = DEFAULT_CHUNK if chunk is None else chunk
+    if context is None:
+        context = saved["seq_len"]
+    context = context or None
+    if chunk is None and (context is None or BYTES_PER_NUMBER * context * saved["embed_dim"] > physical_bytes() / 4):
+        chunk = DEFAULT_CHUNK
     if p > 1 and chunk is not None:
         why = f"contexts of {shown(context)} are read through caches, by one process"
         raise ValueError(f"--ranks {p}, but {why}: leave it out, or give a shorter --context and no --chunk")
@@ -120,16 +115,17 @@ def measure(scores_of: Callable[..., Iterator[Measured]], text: Text, num_ranks:
     with leaving_at_once("rda evaluate"):
         from ..training.scoring import Score
 
-    total, peak, path, is_whole = Score(), 0, Path(text.name), False
-    is_plain = path.is_file() and not PACKED.search(text.name.lower())
-    size = min(path.stat().st_size if is_plain else LARGEST, text.most)
-    with progress_bar(None if size == LARGEST else size, "B", delay=1) as bar, suppress(KeyboardInterrupt):
+    total, path, is_whole = Measured(Score(), text, 0), Path(text.name), False
+    size = text.most
+    if path.is_file() and not PACKED.search(text.name.lower()):
+        size = min(path.stat().st_size, text.most)
+    with progress(None if size == LARGEST else size, "B") as bar, suppress(KeyboardInterrupt):
 
-        def add(rank: int, told: Measured) -> None:
-            nonlocal total, text, peak
-            scored, text, resident = told
-            total, peak = total.plus(scored), max(peak, resident)
-            bar.update(scored.num_read * (rank == 0))
+        def add(rank: int, scored: Measured) -> None:
+            nonlocal total
+            total = Measured(total.score.plus(scored.score), scored.text, max(total.peak_bytes, scored.peak_bytes))
+            if rank == 0:
+                bar.update(scored.score.num_read)
 
         if num_ranks > 1:
             launch = Launch(num_ranks, share_of_cores(num_ranks), seconds=SECONDS, join_seconds=JOIN_SECONDS)
@@ -138,16 +134,16 @@ def measure(scores_of: Callable[..., Iterator[Measured]], text: Text, num_ranks:
             except RankFailedError as error:  # the last line is the error: most often a refusal of the text
                 raise ValueError(str(error).strip().splitlines()[-1].removeprefix("ValueError: ")) from error
         else:
-            for told in scores_of():
-                add(0, told)
+            for measured in scores_of():
+                add(0, measured)
         is_whole = True
-    return (total, text, peak), is_whole
+    return total, is_whole
 
 
 def scores(
     run_folder: Path, text: Text, context: int | None, chunk: int | None, *, is_rank: bool = False
 ) -> Iterator[Measured]:
-    """What is measured, score by score, and what has been read until then."""
+    """What is measured, score by score."""
     with leaving_at_once("rda evaluate"):
         from ..models.longnet import LongNetLM
         from ..ranks.context import ContextParallel
@@ -156,12 +152,12 @@ def scores(
     model = LongNetLM.from_run(run_folder, parallel=ContextParallel() if is_rank else None)
     with opened(text.name) as file:
         for scored in score(model, text.blocks(file), context, chunk):
-            yield scored, text, peak_resident_bytes()
+            yield Measured(scored, text, peak_resident_bytes())
 
 
 def _on_rank(worker: Worker, scores_of: Callable[..., Iterator[Measured]]) -> None:
-    for told in scores_of(is_rank=True):
-        worker.report(told)
+    for measured in scores_of(is_rank=True):
+        worker.report(measured)
 
 
 def shown(context: int | None) -> str:
@@ -169,18 +165,20 @@ def shown(context: int | None) -> str:
 
 
 def report(record: dict) -> str:
-    buckets = record["by_bytes_before"]
-    bits = [bucket["bits_per_byte"] for bucket in buckets]
+    """A table of bits per byte, with bars of their height above the least."""
+    bits = [bucket["bits_per_byte"] for bucket in record["by_bytes_before"]]
     least, height = min(bits), max(bits) - min(bits) or 1
     rows = []
-    for bucket in buckets:
-        before = " to ".join(f"{edge:,}" for edge in sorted({bucket["first"], bucket["last"]}))
-        bar = "#" * round(30 * (bucket["bits_per_byte"] - least) / height)
-        rows.append((before, f"{bucket['num_bytes']:,}", f"{bucket['bits_per_byte']:.3f}", bar.ljust(30)))
-    headers = ("bytes before", "bytes", "bits per byte", f"above {least:.3f}".ljust(30))
-    stopped = "interrupted: " if record["interrupted"] else ""
-    return wrapped(
-        f"{record['read']}\n{aligned(headers, rows)}\n{stopped}{record['bits_per_byte']:.3f} bits per byte over "
-        f"{record['num_bytes']:,} bytes, in contexts of {shown(record['context'])}; peak resident "
-        f"{record['peak_resident_bytes'] / 1e6:,.0f} MB"
+    for bucket in record["by_bytes_before"]:
+        first, last = bucket["first"], bucket["last"]
+        before = f"{first:,}" if first == last else f"{first:,} to {last:,}"
+        bar = "#" * round(LONGEST_BAR * (bucket["bits_per_byte"] - least) / height)
+        rows.append((before, f"{bucket['num_bytes']:,}", f"{bucket['bits_per_byte']:.3f}", bar.ljust(LONGEST_BAR, ".")))
+    headers = ("bytes before", "bytes", "bits per byte", f"above {least:.3f}")
+    result = (
+        f"{record['bits_per_byte']:.3f} bits per byte over {record['num_bytes']:,} bytes, in contexts of "
+        f"{shown(record['context'])}; peak resident {record['peak_resident_bytes'] / 1e6:,.0f} MB"
     )
+    if record["interrupted"]:
+        result = f"interrupted: {result}"
+    return "\n".join((wrapped(record["read"]), table(headers, rows), wrapped(result)))

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ..models.saved_run import newest_checkpoint, read_state
 from ..training.data import Document, read_files
-from .numbers import check_at_least, count
-from .output import check_installed
+from .arguments import check_at_least, check_installed, count
 from .terminal import leaving_at_once, say
 
 if TYPE_CHECKING:

@@ -1,8 +1,6 @@
-"""The pictures of `rda train` and `rda evaluate`: bits per byte, as PNGs that `files.is_our_picture` recognises."""
+"""The picture of `rda train`: bits per byte, as a PNG that `files.is_our_picture` recognises."""
 
-import math
 import statistics
-from collections.abc import Sequence
 from io import BytesIO
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -46,20 +44,6 @@ def smoothed(values: list[float]) -> list[float]:
     half, last = min(len(values) // 20, 25), len(values) - 1
     reaches = [min(half, i, last - i) for i in range(len(values))]
     return [statistics.fmean(values[i - reach : i + reach + 1]) for i, reach in enumerate(reaches)]
-
-
-def draw_buckets(buckets: Sequence[dict[str, Any]], mean: float, title: str) -> bytes:
-    """Bits per byte by how many bytes stand before each, and their mean."""
-    figure, axes = _axes("bytes of the context before")
-    edges = [b["first"] for b in buckets] + [buckets[-1]["last"] + 1]
-    axes.stairs([b["bits_per_byte"] for b in buckets], edges, baseline=None, linewidth=2)
-    axes.axhline(mean, color="tab:orange", linestyle="--", label=f"all bytes: {mean:.3f}")
-    for b in buckets:
-        at = (math.sqrt(b["first"] * (b["last"] + 1)), b["bits_per_byte"])
-        axes.annotate(f"{at[1]:.3f}", at, (0, 4), textcoords="offset points", ha="center", fontsize=7)
-    axes.set_xscale("log", base=2)
-    axes.margins(y=0.15)
-    return _as_png(figure, axes, title, {})
 
 
 def _axes(x_label: str) -> "tuple[Figure, Axes]":
