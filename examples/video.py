@@ -47,17 +47,18 @@ class HiddenTokenLoss(nn.Module):
         super().__init__()
         config = TorchscaleConfig(
             *branches(frames, patches), num_layers=2, embed_dim=embed_dim, num_heads=4, ffn_dim=2 * embed_dim,
-            num_tokens=CODES + 1, padding="exact",
+            padding="exact",
         )  # fmt: skip
+        self.tokens = nn.Embedding(CODES + 1, embed_dim)
         self.encoder = LongNetEncoder(config, activation_checkpointing=True)
         self.patches = nn.Parameter(torch.randn(patches, embed_dim) * 0.02)
         self.head = nn.Linear(embed_dim, CODES)
 
     def forward(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """tokens: (1, frames x patches). hidden: the positions to guess."""
-        x = self.encoder.embed_tokens(tokens.index_fill(1, hidden, HIDDEN))
+        x = self.tokens(tokens.index_fill(1, hidden, HIDDEN))
         x = x + self.patches.repeat(tokens.shape[1] // len(self.patches), 1)  # where in its frame a token stands
-        states = self.encoder(embeddings=x)
+        states = self.encoder(x)
         return nn.functional.cross_entropy(self.head(states[0, hidden]), tokens[0, hidden])
 
 

@@ -12,13 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ring_dilated_attention.models import (
-    LongNetDecoder,
-    LongNetEncoder,
-    LongNetViT,
-    TorchscaleConfig,
-    segment_lengths_for,
-)
+from ring_dilated_attention.models import LongNetEncoder, LongNetViT, TorchscaleConfig, segment_lengths_for
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES
 from ring_dilated_attention.pattern import DilatedPattern
 
@@ -118,83 +112,67 @@ SLIDES = {
 }
 
 
-class Sequence(NamedTuple):
-    """One torchscale encoder or decoder of 2 layers of 16 over 11 tokens."""
+class Encoder(NamedTuple):
+    """One torchscale encoder of 2 layers of 16, which is given embeddings."""
 
-    is_causal: bool
     length: int
     options: dict[str, Any]
-    num_learned_positions: int | None = None
-    num_decoder_layers: int | None = None  # of an encoder-decoder, of which this is the encoder
-
-    @property
-    def side(self) -> str:
-        return "decoder" if self.is_causal else "encoder"
 
     def settings(self) -> dict[str, Any]:
-        """As torchscale's EncoderConfig and DecoderConfig take them."""
-        shape = {"embed_dim": 16, "attention_heads": 4, "ffn_embed_dim": 24, "layers": 2}
-        branches = {"segment_length": "[8, 16]", "dilated_ratio": "[1, 2]"}
-        common = {"vocab_size": 11, "flash_attention": True, **branches}
-        if self.num_decoder_layers is not None:
-            common["decoder_layers"] = self.num_decoder_layers
-        return {**{f"{self.side}_{name}": x for name, x in shape.items()}, **common, **self.options}
+        """As torchscale's EncoderConfig takes them."""
+        sizes = {
+            "encoder_embed_dim": 16,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_embed_dim": 24,
+            "encoder_layers": 2,
+        }
+        return {
+            **sizes,
+            "segment_length": "[8, 16]",
+            "dilated_ratio": "[1, 2]",
+            "flash_attention": True,
+            **self.options,
+        }
 
-    def model(self, settings: dict[str, Any] | None = None, **options: Any) -> LongNetEncoder | LongNetDecoder:
-        config = TorchscaleConfig.from_torchscale(
-            settings or self.settings(),
-            side=self.side,
-            num_tokens=11,
-            num_learned_positions=self.num_learned_positions,
-        )
-        kind = LongNetDecoder if self.is_causal else LongNetEncoder
-        return fill(kind(config, **options).double())
+    def model(self, settings: dict[str, Any] | None = None, **options: Any) -> LongNetEncoder:
+        config = TorchscaleConfig.from_torchscale(settings or self.settings())
+        return fill(LongNetEncoder(config, **options).double())
 
-    def tokens(self) -> Tensor:
-        return (torch.arange(2 * self.length) ** 2 % 11).view(2, self.length)
+    def embeddings(self) -> Tensor:
+        return waves(2, self.length, 16)
 
-    def original_config(self, **settings: Any) -> Any:
+    def original_config(self) -> Any:
         from checkout import torchscale
 
-        kind = self.side.capitalize() if self.num_decoder_layers is None else "EncoderDecoder"
-        return getattr(torchscale("architecture.config"), f"{kind}Config")(**self.settings(), **settings)
+        return torchscale("architecture.config").EncoderConfig(**self.settings())
 
-    def original_model(self, **settings: Any) -> Any:
+    def original_model(self) -> Any:
         """Its parameters are as torchscale initialises them."""
         from checkout import torchscale
 
-        models = torchscale("model.LongNet")
-        learned = None
-        if self.num_learned_positions is not None:
-            learned = torchscale("component.embedding").PositionalEmbedding(self.num_learned_positions, 16)
-        kind = models.LongNetDecoder if self.is_causal else models.LongNetEncoder
-        is_decoder_left_out = self.num_decoder_layers is not None
-        tokens = nn.Embedding(11, 16)
-        return kind(self.original_config(**settings), tokens, learned, is_encoder_decoder=is_decoder_left_out).double()
+        return torchscale("model.LongNet").LongNetEncoder(self.original_config()).double()
 
     def original(self) -> Tensor:
         from checkout import activations_in_float64
 
         with activations_in_float64(), torch.no_grad():
-            found = fill(self.original_model())(self.tokens())
-        return found[0] if self.is_causal else found["encoder_out"]
+            return fill(self.original_model())(src_tokens=None, token_embeddings=self.embeddings())["encoder_out"]
 
 
-SEQUENCES = {
-    "encoder": Sequence(False, 21, {}),
-    "encoder, learned positions": Sequence(
-        False, 21, {"no_scale_embedding": False, "layernorm_embedding": True, "activation_fn": "relu"}, 23
+# The settings that the code of published weights sets, beside sizes and dropout.
+ENCODERS = {
+    "GigaPath": Encoder(21, {"block_shift": True, "use_xmoe": False, "moe_top1_expert": False, "moe_freq": 0}),
+    "LongViT": Encoder(
+        27,
+        {
+            "vocab_size": 64010,
+            "multiway": False,
+            "layernorm_embedding": False,
+            "normalize_output": False,
+            "no_output_layer": True,
+        },
     ),
-    "encoder, deepnorm": Sequence(False, 32, {"deepnorm": True, "subln": False}),
-    "encoder of an encoder-decoder": Sequence(False, 21, {}, num_decoder_layers=3),
-    "encoder of an encoder-decoder, deepnorm": Sequence(
-        False, 32, {"deepnorm": True, "subln": False}, num_decoder_layers=3
-    ),
-    "decoder, deepnorm": Sequence(True, 32, {"deepnorm": True, "subln": False}),
-    "decoder, normalised afterwards": Sequence(True, 21, {"decoder_normalize_before": False}),
-    "encoder, xpos": Sequence(False, 21, {"xpos_rel_pos": True, "no_output_layer": True}),
-    "decoder": Sequence(True, 21, {"share_decoder_input_output_embed": True}),
-    "decoder, xpos": Sequence(True, 21, {"xpos_rel_pos": True, "activation_fn": "swish"}),
+    "misaligned": Encoder(29, {"segment_length": "[8, 13]", "dilated_ratio": "[1, 4]"}),
 }
 
 
@@ -204,7 +182,7 @@ def results() -> dict[str, Tensor]:
     for name, slide in SLIDES.items():
         found[f"slide: {name}"] = slide.original(all_layer_embed=False)
         found[f"slide, all layers: {name}"] = slide.original(all_layer_embed=True)
-    return found | {f"sequence: {name}": case.original() for name, case in SEQUENCES.items()}
+    return found | {f"encoder: {name}": case.original() for name, case in ENCODERS.items()}
 
 
 def kept() -> dict[str, Tensor]:

@@ -36,7 +36,7 @@ NOT_RUN = re.compile(r"^<!-- not run: (.+?) -->\n\n?(```.*?^```$|    .*?\n\n)", 
 
 
 # Classes of which the API shows inherited methods too.
-INHERITING = ("ring_dilated_attention.models.LongNetEncoder", "ring_dilated_attention.models.LongNetDecoder")
+INHERITING = ("ring_dilated_attention.models.LongNetEncoder",)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -56,7 +56,7 @@ def test_nothing_is_found(kind, numbers):
         ("ranks", "the mean of each shard"),
         ("borders", "borders are not compared"),
         ("caches", "compiled code forgets the scale"),
-        ("torchscale", "steep xpos is not refused"),
+        ("torchscale", "misplaced rows stay"),
         ("autocast", "a cache has the parameters' type"),
         ("advice", "one layer less is followed"),
     ],

@@ -290,7 +290,7 @@ def rank_shards_layers(rank, world_size):
     model, seen, policy = MISALIGNED.model().float(), [], MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for layer in model.encoder.layers:
         fully_shard(layer, mp_policy=policy)
-        layer.self_attn.register_forward_pre_hook(lambda _, x: seen.append((x[0], x[2])))
+        layer.self_attn.register_forward_pre_hook(lambda _, x: seen.append(x))
     fully_shard(model, mp_policy=policy)
     found = model(x, coords)[0]
     assert relative_error(found, expected) < 0.02

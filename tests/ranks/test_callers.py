@@ -93,9 +93,9 @@ def rank_drops_layers_of_torchscale(rank, world_size):
         sizes = {"embed_dim": 32, "ffn_dim": 32, "num_heads": 4, "num_layers": 3, "padding": padding}
         config = TorchscaleConfig((4, 16), (1, 2), **sizes)
         encoder = LongNetEncoder(config, parallel=parallel)
-        encoder(embeddings=x).sum().backward()
+        encoder(x).sum().backward()
         del encoder.layers[rank]
-        assert APART in message_of(lambda encoder=encoder: encoder(embeddings=x))
+        assert APART in message_of(lambda encoder=encoder: encoder(x))
 
 
 def test_layers_of_torchscale_that_are_dropped_apart():

@@ -1,4 +1,4 @@
-"""LongNetLM, torchscale's LongNet and GigaPath's slide encoder, each imported when it is first used."""
+"""LongNetLM, torchscale's encoder and GigaPath's slide encoder, each imported when it is first used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from .longnet_vit import segment_lengths_for as segment_lengths_for
     from .torchscale.architecture import TorchscaleConfig as TorchscaleConfig
     from .torchscale.gate import torchscale_attention as torchscale_attention
-    from .torchscale.networks import LongNetDecoder as LongNetDecoder
     from .torchscale.networks import LongNetEncoder as LongNetEncoder
     from .weights import load_slide_encoder as load_slide_encoder
     from .weights import read_weights as read_weights
@@ -24,7 +23,7 @@ _MEMBERS = {
     "longnet_vit": ["LongNetViT", "segment_lengths_for"],
     "torchscale.architecture": ["TorchscaleConfig"],
     "torchscale.gate": ["torchscale_attention"],
-    "torchscale.networks": ["LongNetDecoder", "LongNetEncoder"],
+    "torchscale.networks": ["LongNetEncoder"],
     "weights": ["load_slide_encoder", "read_weights"],
 }
 _HOME = {name: module for module, names in _MEMBERS.items() for name in names}

@@ -69,17 +69,12 @@ def map_names(state_dict: Mapping[str, Any], model: nn.Module, prefix: str = "")
 
     Drops what wrappers add to names (DDP's "module.", torch.compile's "_orig_mod.", FSDP's and fairscale's), and
     `prefix`, such as "encoder." for a part of a larger model.
-
-    Raises:
-        ValueError: for a decoder with cross-attention, which the models here do not have.
     """
     own = set(model.state_dict())
     mapped: dict[str, Tensor] = {}
     left = []
     for key, x in state_dict.items():
         name = _bare(key, prefix, own)
-        if "encoder_attn" in (name or "" if prefix else key):
-            raise ValueError(f"{key} belongs to cross-attention, which the models here do not have.")
         if name in own and name not in mapped and isinstance(x, Tensor):
             mapped[name] = x
         else:

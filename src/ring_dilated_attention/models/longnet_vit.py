@@ -8,19 +8,20 @@ import math
 import warnings
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from numbers import Integral
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..pattern import is_integer
+from ..pattern import is_finite_number, is_integer
 from ..ranks.context import ContextParallel
 from ..ranks.ranks import ALONE
 from ..ranks.reduce import SumOverRanks
 from .checked_loading import CheckedLoading
 from .documents import why_not_dense
 from .recompute import Checkpointing
-from .torchscale.architecture import TorchscaleConfig, checked_size
+from .torchscale.architecture import TorchscaleConfig
 from .torchscale.networks import LongNetEncoder
 
 DILATION_RATES = (1, 2, 4, 8, 16)
@@ -42,6 +43,13 @@ PUBLISHED = {
     "gigapath": PublishedSize(in_chans=1536, embed_dim=768, depth=12),
     "gigapath-flash": PublishedSize(in_chans=384, embed_dim=384, depth=12),
 }
+
+
+def checked_size(name: str, number: Any) -> float:
+    """A number as Python's int or float, since numpy's numbers overflow. ValueError unless positive and finite."""
+    if not is_finite_number(number) or number <= 0:
+        raise ValueError(f"{name}={number!r} must be a number, positive and finite.")
+    return int(number) if isinstance(number, Integral) else float(number)
 
 
 def segment_lengths_for(max_wsi_size: int = 262_144, tile_size: float = 256) -> tuple[int, ...]:
@@ -217,7 +225,7 @@ class LongNetViT(CheckedLoading):
 
         # Each layer's output is pooled at once, so that only one is held.
         collect = pool if all_layer_embed else None
-        found = self.encoder(embeddings=tokens_BNE, cu_seqlens=cu_seqlens, collect=collect)
+        found = self.encoder(tokens_BNE, cu_seqlens=cu_seqlens, collect=collect)
         pooled = torch.stack(found) if isinstance(found, list) else pool(found)[None]
         if self.parallel is not None:
             pooled = SumOverRanks.apply(pooled, self.parallel.ranks)
