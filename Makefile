@@ -123,7 +123,7 @@ gpu: $(VENV)/.installed
 	$(BIN)/python -m benchmarks gpu_memory
 	$(BIN)/python -m benchmarks gpu_small
 
-# On a machine with two GPUs or more. It takes at most ten minutes, and writes runs/multi_gpu.json and .md.
+# On a machine with two GPUs or more. It takes at most ten minutes, and writes runs/multi_gpu.json.
 multi-gpu: $(VENV)/.installed
 	$(BIN)/python -m benchmarks multi_gpu
 

@@ -4,6 +4,7 @@ Nothing else in `python -m benchmarks` calls torch.cuda, so this is what a first
 """
 
 import os
+import statistics
 import subprocess
 import time
 from collections import Counter
@@ -114,14 +115,30 @@ def profiled(device: str, function: Callable[[], object]) -> Profile:
     return Profile(tuple(kernels), tuple(sorted(ops)))
 
 
+def meet(parallel: ContextParallel) -> None:
+    """All ranks go on together. Whoever waits leaves the core to whoever is alone."""
+    parallel.ranks.handshake(0, {"call": "start together"})
+
+
+def timed(device: str, parallel: ContextParallel, action: Callable[[], object], *, repeats: int = 5) -> float:
+    """The median seconds of an action that all ranks begin together. The first one warms up."""
+    seconds = []
+    for _ in range(1 + repeats):
+        meet(parallel)
+        began = time.perf_counter()
+        action()
+        synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:])
+
+
 def exposed(device: str, parallel: ContextParallel, step: Callable[[], object]) -> dict[str, float]:
     """The seconds of a step, and those in which this rank did nothing but exchange messages.
 
     On gloo these are the waits of the process. Waits of NCCL do not stop a process, and the profiler tells when the
     device ran kernels of NCCL alone. Handshakes go over gloo in both cases.
     """
-    meeting: dict[str, object] = {"call": "start together"}
-    parallel.ranks.handshake(0, meeting)
+    meet(parallel)
     with recorded_waits(parallel.ranks) as waits:
         begin = time.perf_counter()
         step()
@@ -132,7 +149,7 @@ def exposed(device: str, parallel: ContextParallel, step: Callable[[], object]) 
     if device == "cpu":
         return found
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        parallel.ranks.handshake(0, meeting)  # the profilers of the ranks do not begin at the same time
+        meet(parallel)  # the profilers of the ranks do not begin at the same time
         step()
         synchronize(device)
     assert profiled.profiler is not None

@@ -8,7 +8,6 @@ with several GPUs has run this yet: `--quick` rehearses it on two CPU ranks over
 import argparse
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -24,12 +23,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_dilated_attention import ContextParallel, DilatedPattern
-from ring_dilated_attention.commands.doctor.examination import gpu_versions, messages, timed
 from ring_dilated_attention.commands.errors import FLOOR_ON_GPU, Case, Squares, measure, tolerances, worst
 from ring_dilated_attention.commands.local_ranks import Launch, RankFailedError, Worker, run_ranks
-from ring_dilated_attention.commands.numbers import scaled
-from ring_dilated_attention.commands.output import wrapped
-from ring_dilated_attention.forecast.clock import time_text
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
@@ -37,22 +32,22 @@ from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.ranks.link import ExchangeError, GroupLink
 from ring_dilated_attention.ranks.processes import Processes
 from ring_dilated_attention.ranks.reduce import all_reduce
-from ring_dilated_attention.training.files import write_whole
-from ring_dilated_attention.training.rank_launcher import share_of_cores
+from ring_dilated_attention.training.files import check_mine
 
-from .device import describe, exposed, synchronize
+from .device import describe, exposed, meet, synchronize, timed
 from .gate import small_case
 from .measure import Sizes, attend, flops_of
 from .progress import stepper
-from .record import make_record, markdown, write_record
+from .record import is_record, make_record, markdown, write_record
 
 SUMMARY = "what only several GPUs can show, for others to send us (make multi-gpu)"
-HEAD, NAME, MAKER = "# Several GPUs", "multi_gpu", "python -m benchmarks"
+NAME, MAKER = "multi_gpu", "python -m benchmarks"
 Row = dict[str, Any]  # part, what, passed (None: nothing to judge), found (in words), and what was measured
 VERDICTS = {None: "", True: "passed", False: "FAILED"}
 KILLED, KILLED_WAITING, RAISES = "is killed", "is killed, and the others wait for their device", "raises"
 ALL, WHOLE, SHARE, APART = "all ranks", "one rank, whole length", "one rank, its share of the length", "apart"
-PAIRS, SLACK_SECONDS = "all pairs at once", 5  # in which a busy machine tears down what a fault broke
+SMALL, HANDSHAKE, PAIRS = "small", "handshake", "all pairs at once"
+SLACK_SECONDS = 5  # in which a busy machine tears down what a fault broke
 
 
 class Settings(NamedTuple):
@@ -90,7 +85,7 @@ class Settings(NamedTuple):
     def run_ranks(
         self, seconds: float, function: Callable[..., Any], *args: Any, transport: str | None = None, **options: Any
     ) -> list[Any]:
-        num_threads = share_of_cores(self.num_ranks) if self.has_gpus else 1
+        num_threads = max(1, (os.cpu_count() or 1) // self.num_ranks) if self.has_gpus else 1
         launch = Launch(self.num_ranks, num_threads, has_gpus=self.has_gpus, transport=transport, seconds=seconds)
         return run_ranks(launch, function, self, *args, **options)
 
@@ -137,17 +132,25 @@ def there(settings: Settings, seconds: float) -> list[Row]:
     with suppress(OSError, subprocess.SubprocessError):
         links = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=9).stdout
     variables = {name: value for name, value in os.environ.items() if "NCCL" in name or name.startswith("CUDA_")}
-    found = ", ".join(f"{name} {value}" for name, value in cards[0]["versions"].items())
-    row = {"what": "cards and a first message", "passed": all(card["sum"] == len(cards) for card in cards)}
-    row |= {"found": f"{len(cards)} x {cards[0]['name']}, {found}", "cards": cards}
-    return [row | {"links": links, "variables": variables}]
+    row = {
+        "what": "cards and a first message",
+        "passed": all(card["sum"] == len(cards) for card in cards),
+        "found": f"{len(cards)} x {cards[0]['name']}, NCCL {cards[0]['nccl']}",
+        "cards": cards,
+        "links": links,
+        "variables": variables,
+    }
+    return [row]
 
 
 def _there(worker: Worker, settings: Settings) -> Row:
-    dist.all_reduce(total := torch.ones(1, device=settings.device(worker.rank)))
-    card = {"name": "CPU", "versions": gpu_versions(), "sum": total.item()} | (describe() if settings.has_gpus else {})
-    others = [k for k in range(worker.world_size) if k != worker.rank and settings.has_gpus]
-    return card | {"reaches_directly": [k for k in others if torch.cuda.can_device_access_peer(worker.rank, k)]}
+    total = torch.ones(1, device=settings.device(worker.rank))
+    dist.all_reduce(total)
+    if not settings.has_gpus:
+        return {"name": "CPU", "nccl": "none", "sum": total.item()}
+    others = [k for k in range(worker.world_size) if k != worker.rank]
+    reached = [k for k in others if torch.cuda.can_device_access_peer(worker.rank, k)]
+    return describe() | {"nccl": str(torch.cuda.nccl.version()), "sum": total.item(), "reaches_directly": reached}
 
 
 def right(settings: Settings, seconds: float, way: str) -> list[Row]:
@@ -232,41 +235,47 @@ def _model(worker: Worker, settings: Settings) -> tuple[dict[str, tuple[float, f
 
 
 def network(settings: Settings, seconds: float) -> list[Row]:
-    """Latencies by `rda doctor`; large messages of two neighbours alone, of all neighbours at once, of all pairs."""
+    """Latencies; large messages of two neighbours alone, of all neighbours at once, of all pairs."""
     ranks = settings.run_ranks(seconds, _network)
-    doctor = [found for _, found, _ in ranks]
-    small, handshake = max(x["small_seconds"] for x in doctor), max(x["handshake_seconds"] for x in doctor)
-    said = f"256 bytes take {time_text(small)} between the slowest neighbours, a handshake {time_text(handshake)}"
-    rows: list[Row] = [{"what": "latency", "passed": None, "found": said, "doctor": doctor}]
-    for name in ranks[0][0]:
-        slowest, num_peers = max(times[name] for times, *_ in ranks), settings.num_ranks - 1 if name == PAIRS else 1
-        said = f"{scaled(num_peers * settings.message_bytes / slowest, 'B/s')} leave a rank, and as many arrive"
-        rows.append({"what": f"large, {name}", "passed": all(x for *_, x in ranks), "found": said, "seconds": slowest})
+    is_right = all(arrived for _, arrived in ranks)
+    slowest = {name: max(times[name] for times, _ in ranks) for name in ranks[0][0]}
+    small, handshake = slowest.pop(SMALL), slowest.pop(HANDSHAKE)
+    said = f"256 bytes take {1e6 * small:.0f} us to the neighbours, a handshake takes {1e6 * handshake:.0f} us"
+    rows: list[Row] = [{"what": "latency", "passed": None, "found": said, "small": small, "handshake": handshake}]
+    for name, of_swap in slowest.items():
+        num_peers = settings.num_ranks - 1 if name == PAIRS else 1
+        rate = num_peers * settings.message_bytes / of_swap
+        said = f"{rate / 1e9:.3g} GB/s leave a rank, and as many arrive"
+        rows.append({"what": f"large, {name}", "passed": is_right, "found": said, "seconds": of_swap})
     return rows
 
 
-def _network(worker: Worker, settings: Settings) -> tuple[dict[str, float], Row, bool]:
+def _network(worker: Worker, settings: Settings) -> tuple[dict[str, float], bool]:
+    """The seconds of each exchange, and whether all bytes arrived."""
     parallel, device, p = ContextParallel(exchange="ring"), settings.device(worker.rank), worker.world_size
     assert isinstance(parallel.ranks, Processes)
-    link, doctor = parallel.ranks.all, messages(parallel, device)
+    link = parallel.ranks.all
     leaves = torch.full((settings.message_bytes,), link.rank, dtype=torch.uint8, device=device)
     comes = [torch.full_like(leaves, 255) for _ in range(p)]
 
-    def swap(to: Iterable[int], sources: Iterable[int]) -> float:
+    def swap(to: Iterable[int], sources: Iterable[int], num_bytes: int | None = None) -> float:
         def action() -> None:
-            link.exchange([(leaves, k) for k in to], [(comes[k], k) for k in sources], "messages alone").wait()
+            sends = [(leaves[:num_bytes], k) for k in to]
+            receives = [(comes[k][:num_bytes], k) for k in sources]
+            link.exchange(sends, receives, "messages alone").wait()
 
-        return timed(parallel, device, action)[0]
+        return timed(device, parallel, action)
 
-    times = {}
+    following, before = [(link.rank + 1) % p], [(link.rank - 1) % p]
+    others = [k for k in range(p) if k != link.rank]
+    times = {HANDSHAKE: timed("cpu", parallel, lambda: meet(parallel)), SMALL: swap(following, before, 256)}
     for k in range(p if p > 2 else 1):
         pair = {k, (k + 1) % p}
-        peers = pair - {link.rank} if link.rank in pair else ()
+        peers = pair - {link.rank} if link.rank in pair else set()
         times[f"ranks {k} and {(k + 1) % p} alone"] = swap(peers, peers)
-    others = [k for k in range(p) if k != link.rank]
-    times["all neighbours at once"] = swap([(link.rank + 1) % p], [(link.rank - 1) % p])
+    times["all neighbours at once"] = swap(following, before)
     times[PAIRS] = swap(others, others)
-    return times, doctor, all(bool((comes[k] == k).all()) for k in others)
+    return times, all(bool((comes[k] == k).all()) for k in others)
 
 
 def patterns(settings: Settings) -> dict[str, tuple[DilatedPattern, str]]:
@@ -295,7 +304,7 @@ def speed(settings: Settings, seconds: float, way: str) -> list[Row]:
             "of the ceiling": apart / every,
             "of a step exposed": max(one["exposed"] / one["step"] for one in found),
         }
-        said = ", ".join([time_text(every), *(f"{share:.0%} {text}" for text, share in shares.items())])
+        said = ", ".join([f"{1e3 * every:.3g} ms", *(f"{share:.0%} {text}" for text, share in shares.items())])
         row = {"what": name, "passed": not wrong, "found": f"wrong at full size: {wrong}" if wrong else said}
         rows.append(row | {"seconds": every, "shares": shares, "ranks": found})
     return rows
@@ -323,7 +332,7 @@ def _speed(worker: Worker, settings: Settings, way: str) -> dict[str, Row]:
         if worker.rank > 0:
             calls[WHOLE] = calls[SHARE] = lambda: None
         calls[APART] = partial(step, whole[:, :, :, : heads // worker.world_size].contiguous())
-        times = {setup: timed(parallel, device, call)[0] for setup, call in calls.items()}
+        times = {setup: timed(device, parallel, call) for setup, call in calls.items()}
         found[name] = {"errors": dict(zip(("out", "dq", "dk", "dv"), errors, strict=True)), "seconds": times}
         found[name] |= exposed(device, parallel, calls[ALL])
         parallel.close()
@@ -404,48 +413,37 @@ def _strike_in_a_hop(kind: str, report: Callable[[Any], None]) -> None:
     GroupLink._post = failing  # type: ignore[method-assign,assignment]
 
 
-def main(argv: Sequence[str]) -> int:
+def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"{MAKER} {NAME}", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two CPU ranks; writes nothing unless --results is given")
     parser.add_argument("--results", type=Path, metavar="DIR", help="where the record goes (default: runs)")
-    arguments = parser.parse_args(argv)
-    num_gpus, folder = torch.cuda.device_count(), arguments.results
+    arguments = parser.parse_args(words)
+    settings, folder = QUICK, arguments.results
     if not arguments.quick:
-        if num_gpus < 2:
-            print(f"{NAME} needs two CUDA GPUs or more, and torch sees {num_gpus}.", file=sys.stderr)
-            return 2
-        folder = folder or Path("runs")
-    try:
-        rows = run(QUICK if arguments.quick else Settings(num_gpus), folder)
-    except ValueError as error:  # a file of somebody else is in the way
-        print(error, file=sys.stderr)
-        return 2
-    print(*(wrapped(f"{VERDICTS[x['passed']]:6} {x['part']}: {x['what']}: {x['found']}") for x in rows), sep="\n")
+        settings, folder = Settings(torch.cuda.device_count()), folder or Path("runs")
+        if settings.num_ranks < 2:
+            raise ValueError(f"{NAME} needs two CUDA GPUs or more, and torch sees {settings.num_ranks}.")
     if folder is not None:
-        print(f"\nPlease open an issue with this file: {folder / NAME}.json. To read it: {folder / NAME}.md")
+        check_mine(folder / f"{NAME}.json", is_record, MAKER)
+    rows = run(settings, folder)
+    for row in rows:
+        print(f"{VERDICTS[row['passed']]:6} {row['part']}: {row['what']}: {row['found']}")
+    if folder is not None:
+        print(f"\nPlease open an issue with this file: {folder / NAME}.json")
     return int(any(row["passed"] is False for row in rows))
 
 
 def run(settings: Settings, folder: Path | None) -> list[Row]:
+    """The rows of all parts. The record is written whenever a part ends."""
     rows: list[Row] = []
     step = stepper(NAME)
     for part in parts(settings):
         step(part.name)
         rows += run_part(part, settings)
         if folder is not None:
-            write(rows, folder, is_quick=not settings.has_gpus)
+            card = rows[0]["cards"][0] if settings.has_gpus and "cards" in rows[0] else None
+            write_record(make_record(NAME, rows, is_quick=not settings.has_gpus, gpu=card), folder)
     return rows
-
-
-def write(rows: list[Row], folder: Path, *, is_quick: bool) -> None:
-    """The record, and the same to read."""
-    first: Row = {"cards": [None], "variables": {}, "links": ""} | rows[0]
-    record = make_record(NAME, rows, is_quick=is_quick, gpu=None if is_quick else first["cards"][0])
-    page = write_record(record, folder).with_suffix(".md")
-    text = f"{HEAD}\n\n`{record['command']}`, {record['date']}, commit {record['commit']}.\n"
-    text += f"Please open an issue with the file {NAME}.json beside this page: it has more.\n\n{table(rows)}\n\n```\n"
-    text += "\n".join([first["links"], *(f"{name}={value}" for name, value in first["variables"].items())]) + "\n```\n"
-    write_whole(page, text.encode(), lambda file: file.read(len(HEAD)) == HEAD.encode(), MAKER)
 
 
 def table(rows: list[Row]) -> str:

@@ -15,6 +15,7 @@ from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.ranks.context import ContextParallel
 from ring_dilated_attention.ranks.processes import recorded_waits
 
+from .device import meet
 from .gate import gate, gate_squares
 from .measure import Sizes, Times, call_json, dilated_call, planned_bytes, quantiles
 from .record import branches, markdown, seconds, tensors
@@ -70,7 +71,7 @@ def _rank(worker: Worker, settings: Settings) -> list[tuple[Squares, dict[str, l
             for setup, call in calls.items():  # the gate was the warm-up
                 if worker.rank == 0:
                     worker.report(f"{branches(call_json(settings.sizes, pattern))}, {setup}")
-                parallel.ranks.handshake(0, {"call": "start together"})  # and leave the core to whoever is alone
+                meet(parallel)
                 if call is None:
                     continue
                 with recorded_waits(parallel.ranks) as waits:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from ring_dilated_attention.attention import dilated_attention
 from ring_dilated_attention.commands.errors import measure_cached
@@ -26,9 +25,6 @@ SUMMARY = "one token against a reduction of the bytes that it must read"
 MINUTES = 5
 PAPER = DilatedPattern((2048, 4096, 8192, 16_384, 32_768), (1, 2, 4, 6, 12), is_causal=True)
 WIDE = DilatedPattern((2048, 32_768, 524_288), (1, 16, 256), is_causal=True)
-# Where a call's time goes, by the ops that it calls.
-WRITING = ("copy", "index", "exp", "log", "sum", "mul", "sub", "fill", "stack", "cat", "zero", "masked")
-KINDS = {"attention": ("attention",), "writing and merging": WRITING}
 STATES = ("as the call before left them", "emptied before each call")
 
 
@@ -70,7 +66,6 @@ def _rows(settings: Settings, pattern: DilatedPattern, sizes: Sizes, num_kv_head
     positions = [widest + residue for residue in stratified(period, settings.num_residues)]
     longest = max(bytes_read(cache, position) for position in positions)
     numbers = torch.randn(longest // 4 + 1)
-    shares = _shares(call, positions)
     nothing_cached = _seconds_at_a_border(call, period, 10 * settings.repeats)
     rows = []
     for state, every in zip(STATES, (1, settings.flushed_share), strict=True):
@@ -93,7 +88,6 @@ def _rows(settings: Settings, pattern: DilatedPattern, sizes: Sizes, num_kv_head
             "reduction_seconds": statistics.mean(theirs),
             "ratio": statistics.mean(ours) / statistics.mean(theirs),
             "nothing_cached_seconds": nothing_cached,
-            "shares": shares,
             "gate": passed,
         }
         rows.append(row)
@@ -167,26 +161,6 @@ def _seconds_at_a_border(call: Callable[[int], object], border: int, repeats: in
     return statistics.median(seconds)
 
 
-def _shares(call: Callable[[int], object], positions: Sequence[int]) -> dict[str, float]:
-    """The parts of a call's time that its ops take themselves; the rest is between them, in Python and in dispatch."""
-    for position in positions[:2]:
-        call(position)
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        for position in positions:
-            call(position)
-    spent = dict.fromkeys((*KINDS, "other ops"), 0.0)
-    events = [event for event in profiled.key_averages() if not event.key.startswith("ring_dilated")]
-    for event in events:
-        kind = next((kind for kind, words in KINDS.items() if any(word in event.key for word in words)), "other ops")
-        spent[kind] += event.self_cpu_time_total * 1e-6
-    began = time.perf_counter()
-    for position in positions:
-        call(position)
-    total = max(time.perf_counter() - began, sum(spent.values()))
-    shares = {kind: seconds / total for kind, seconds in spent.items()}
-    return shares | {"between ops": 1 - sum(shares.values())}
-
-
 def cpu_cache_bytes() -> int | None:
     """The last level's, where the system says."""
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
@@ -222,21 +196,10 @@ def table(rows: list[dict[str, Any]]) -> str:
         )
         for row in rows
     ]
-    kinds = list(rows[0]["shares"])
-    profiled = {(branches(row), row["batch"], row["num_kv_heads"], row["dtype"]): row for row in rows}
-    shares = [
-        (name, str(batch), str(kv), dtype, *(f"{100 * row['shares'][kind]:.0f}%" for kind in kinds))
-        for (name, batch, kv, dtype), row in profiled.items()
-    ]
     size = rows[0]["cpu_caches"]["bytes"]
     held = "an unknown size" if size is None else f"{size / 1e6:,.0f} MB"
-    return "\n\n".join(
-        [
-            "Means over places in the segments. Each is a median, by turns with a torch sum of as many float32 bytes, "
-            f"on {rows[0]['num_threads']} threads. The CPU's largest cache has {held}: in it lies what the same "
-            "call read just before, unless it was emptied by writing to other memory.",
-            markdown(headers, lines),
-            "Where the time goes, by a profile:",
-            markdown(("pattern", "batch", "key/value heads", "dtype", *kinds), shares),
-        ]
+    return (
+        "Means over places in the segments. Each is a median, by turns with a torch sum of as many float32 bytes, on "
+        f"{rows[0]['num_threads']} threads. The CPU's largest cache has {held}: in it lies what the same call read "
+        f"just before, unless it was emptied by writing to other memory.\n\n{markdown(headers, lines)}"
     )

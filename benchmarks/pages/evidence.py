@@ -32,12 +32,10 @@ class Section(NamedTuple):
 
 # Each figure: the case of its record, its title, and what draws it.
 FIGURES: tuple[tuple[str, str, Callable[[figures.Rows], figures.Drawn]], ...] = (
-    ("overlap", "The ring's timeline", figures.timeline),
     ("ranks", "Memory per rank", figures.memory),
     ("linear", "Time against length", figures.time),
     ("sent", "Bytes sent", figures.sent),
     ("peers", "Beside others", figures.peers),
-    ("learn_recall", "Learning to recall", figures.recall),
     ("learn_text", "Learning text", figures.text),
 )
 
@@ -77,8 +75,6 @@ def render(template: str, **values: Any) -> str:
 
 
 def sections(folder: Path, tables: Mapping[str, Table]) -> Iterator[Section]:
-    drawing, drawn = figures.svg("pattern", figures.pattern)
-    yield Section("pattern", "The pattern", drawn.caption, drawing, "Drawn from the code; nothing was measured.")
     for name, title, draw in FIGURES:
         if not (folder / f"{name}.json").exists():
             yield Section(name, title, f"Not recorded yet: there is no {name}.json among the records.")

@@ -14,12 +14,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch, PathPatch
-from matplotlib.path import Path
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
-
-from ring_dilated_attention.commands.plan.figures import branches_by_pair
-from ring_dilated_attention.pattern import DilatedPattern
 
 from ..record import branches, tensors
 
@@ -82,91 +77,6 @@ def svg(name: str, draw: Callable[[], Drawn]) -> tuple[str, Drawn]:
     for colour, variable in COLOURS.items():
         text = text.replace(colour, f"var({variable})")
     return text, drawn
-
-
-def pattern() -> Drawn:
-    """From the code alone: which keys the queries of four heads see."""
-    shown, seq_len, num_heads = DilatedPattern((8, 16, 32), (1, 2, 4), is_causal=True), 32, 4
-    figure = _figure(4.5)
-    every = figure.subplots(2, 2, sharex=True, sharey=True)
-    for head, axes in enumerate(every.flatten()):
-        cells = branches_by_pair(shown, seq_len, num_heads, head)
-        pairs = [(i, j, found) for i, line in enumerate(cells) for j, found in enumerate(line) if found]
-        for branch, colour in enumerate(SERIES[: len(shown.branches)]):
-            _squares(axes, [(j, i) for i, j, found in pairs if found[0] == branch], 0.9, colour)
-        dots = [(j + 0.36 * (k - len(found) / 2 + 1), i) for i, j, found in pairs for k in range(len(found) - 1)]
-        _squares(axes, dots, 0.22, PAPER)
-        axes.set(xlim=(-1, seq_len), ylim=(seq_len, -1), aspect="equal", title=f"head {head}")
-        axes.set(xticks=range(0, 32, 8), yticks=range(0, 32, 8))
-        axes.tick_params(length=0)
-        axes.spines[:].set_visible(False)
-    for along, down in zip(every[-1], every[:, 0], strict=True):
-        along.set_xlabel("key")
-        down.set_ylabel("query")
-    names = [f"segments of {w}, rate {r}" for w, r in shown.branches]
-    _legend(figure, [Patch(color=c, label=name) for c, name in zip(SERIES, names, strict=False)], 2)
-    return Drawn(
-        figure,
-        f"Which keys (columns) each query (rows) sees: a causal pattern of three branches, {seq_len} positions, four "
-        "heads. A wider branch takes every second or fourth position, and each head begins at another one. A small "
-        "square marks each further branch that has the pair: the key counts once more for it.",
-        f"Four grids of {seq_len} queries by {seq_len} keys. Each head has triangles of 8 along the diagonal, and "
-        "sparser keys farther back, which differ from head to head.",
-    )
-
-
-def timeline(rows: Rows) -> Drawn:
-    """What each rank does in a step: it computes, and waits; below it, the messages that are under way."""
-    groups = [list(group) for _, group in groupby(rows, lambda row: (branches(row), row["sharding"]))]
-    figure = _figure(1.75 * len(groups) + 0.6)
-    for axes, group in zip(figure.subplots(len(groups), 1, squeeze=False).flatten(), groups, strict=True):
-        for y, row in enumerate(group):
-            _draw_step(axes, y, row)
-        axes.set_title(f"{branches(group[0])}, {group[0]['sharding']}", loc="left")
-        said = [f"rank {row['rank']}\nwaits {row['exposed_share']['median']:.1%}" for row in group]
-        axes.set(yticks=range(len(group)), yticklabels=said, ylim=(len(group) - 0.35, -0.75))
-        axes.set(xlim=(0, 1.06 * max(row["step_seconds"]["max"] for row in group)), xlabel="seconds")
-        axes.locator_params(axis="x", nbins=6)
-        axes.tick_params(axis="y", length=0)
-    words = ("computes with its own rows", "computes with received rows", "waits", "messages under way")
-    order = (SERIES[0], SERIES[2], SERIES[1], SERIES[3])
-    _legend(figure, [Patch(color=c, label=word) for c, word in zip(order, words, strict=True)], 2)
-    first, shares = rows[0], [row["exposed_share"]["median"] for row in rows]
-    flights = [1e3 * sum(_in_flight(timing) for timing in row["parts"]) for row in rows]
-    return Drawn(
-        figure,
-        f"One training step of the attention (forward, then backward) on {first['ranks']} ranks of one thread, "
-        f"{first['seq_len']:,} positions, {tensors(first)}: medians of {first['step_seconds']['repeats']} steps. "
-        f"The messages of a step are under way for {min(flights):.0f} to {max(flights):.0f} ms, and the rank computes "
-        f"meanwhile: it waits for {min(shares):.1%} to {max(shares):.1%} of the step. The record has durations, so "
-        "bars are laid end to end, and a hop's messages begin with the work before it.",
-        "Bars for each rank. "
-        + " ".join(
-            f"{branches(row)}, rank {row['rank']}: a step of {row['step_seconds']['median']:.2f} seconds, of which it "
-            f"waits {row['exposed_share']['median']:.2%}."
-            for row in rows
-        ),
-    )
-
-
-def _draw_step(axes: Axes, y: int, row: Mapping[str, Any]) -> None:
-    at = 0.0
-    for stage, bars in groupby(row["parts"], lambda timing: timing["stage"]):
-        axes.text(at, y - 0.36, stage, fontsize=7.5, va="bottom")
-        before = at
-        for timing in bars:
-            waited, computed = (timing.get(k, {}).get("median", 0) for k in ("exposed_seconds", "computing_seconds"))
-            axes.barh(y + 0.3, _in_flight(timing), left=before, height=0.14, color=SERIES[3], linewidth=0)
-            axes.barh(y, waited, left=at, height=0.4, color=SERIES[1], linewidth=0)
-            colour = SERIES[2] if timing["part"].startswith("hop") else SERIES[0]
-            axes.barh(y, computed, left=at + waited, height=0.4, color=colour, linewidth=0)
-            before, at = at, at + waited + computed
-        axes.plot([at, at], [y - 0.34, y + 0.38], color=INK, linewidth=0.8)
-
-
-def _in_flight(timing: Mapping[str, Any]) -> float:
-    """Seconds in which the messages of a hop or a handshake are under way."""
-    return sum(timing.get(f"{what}_in_flight_seconds", {}).get("median", 0.0) for what in ("chunks", "gradients"))
 
 
 def memory(rows: Rows) -> Drawn:
@@ -298,23 +208,6 @@ def _wrong(row: Mapping[str, Any]) -> list[str]:
     return [name for name, found in row["inputs"].items() if found["verdict"] == "wrong"]
 
 
-def recall(rows: Rows) -> Drawn:
-    """Accuracy while it is learnt, of questions asked at a distance; one panel for each length."""
-    groups: dict[int, list[tuple[str, list[Sequence[float]]]]] = {}
-    for row in rows:
-        last = row["stages"][-1]
-        groups.setdefault(last["seq_len"], []).append((row["settings"]["rules"], last["curve"]))
-    figure = _curves({f"{n:,} positions": found for n, found in groups.items()}, 2, "share of questions answered")
-    settings, chance = rows[0]["settings"], 1 / rows[0]["settings"]["num_values"]
-    return Drawn(
-        figure,
-        f"How fast causal models of {settings['shape']['num_layers']} layers learn to answer questions about facts "
-        f"that stand anywhere before them, by pattern; a line for each seed. Chance is {chance:.2f}. A pattern cannot "
-        "pass it where a fact is beyond its reach; the table has both kinds apart.",
-        _ends(groups, 2, "of the questions answered"),
-    )
-
-
 def text(rows: Rows) -> Drawn:
     """Held-out bits per byte while a language model learns."""
     length = rows[0]["settings"]["seq_len"]
@@ -363,15 +256,6 @@ def _axes(height: float, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
     axes.grid()
     return figure, axes
-
-
-def _squares(axes: Axes, centres: Sequence[tuple[float, float]], side: float, colour: str) -> None:
-    """All squares as one path: a grid of thousands of cells stays small."""
-    half = side / 2
-    corners = ((-half, -half), (half, -half), (half, half), (-half, half), (-half, -half))
-    paths = [Path([(x + dx, y + dy) for dx, dy in corners], closed=True) for x, y in centres]
-    if paths:
-        axes.add_patch(PathPatch(Path.make_compound_path(*paths), facecolor=colour, linewidth=0))
 
 
 def _log_ticks(axes: Axes, x: Sequence[float], y: Sequence[float]) -> None:
