@@ -4,44 +4,42 @@ import ctypes
 import os
 import runpy
 import signal
+import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 from distributed import PR_SET_PDEATHSIG, START, keep_open, preload
 from helpers import quick_ends
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from tqdm import tqdm
 
+from ring_dilated_attention.commands import train
 from ring_dilated_attention.commands.cli import main
-from ring_dilated_attention.training import rank_launcher
 
 _ROOMS = ("commands.train", "training.loop", "training.agreement", "training.run_report")
 _ROOMS += ("training.sharded", "commands.generate")
-preload("torch.distributed.run", "torch.distributed.launcher.api", "torch.distributed.checkpoint")
+preload("torch.distributed.run", "torch.distributed.launcher.api", "torch.distributed.checkpoint", "filelock")
 preload("matplotlib.figure", "matplotlib.backends.backend_agg", *(f"ring_dilated_attention.{name}" for name in _ROOMS))
 
 
 class Forked:
-    """A rank, started as `subprocess.Popen` starts one."""
+    """A rank, started as `subprocess.Popen` starts one for torch's elastic launcher."""
 
     def __init__(
-        self, words: Sequence[str], *, stdin: Any, env: dict[str, str], start_new_session: bool, pass_fds: Sequence[int]
+        self, args: Sequence[str], env: dict[str, str], stdout: None, stderr: None, start_new_session: bool
     ) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             assert start_new_session
             os.setsid()
-            os.dup2(stdin.fileno(), 0)
-            keep_open(pass_fds)
-            os._exit(_main(words[3:], env))
+            for number in (signal.SIGINT, signal.SIGTERM):  # those of the launcher, which a new Python does not have
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            keep_open([])
+            os._exit(_main(args[3:], env))
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -49,19 +47,17 @@ class Forked:
             self.returncode = os.waitstatus_to_exitcode(status) if found else None
         return self.returncode
 
-    def wait(self) -> None:
+    def wait(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
         while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("rank", timeout)
             time.sleep(0.005)
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
 
 
 def _main(words: Sequence[str], environment: dict[str, str], main: Callable[[Sequence[str]], int] = main) -> int:
     os.environ |= environment
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    tqdm.set_lock(threading.RLock())  # the one of all processes would outlive one that is killed
     try:
         with quick_ends():
             return main(words)
@@ -85,7 +81,12 @@ def _saying_to(said: str, folder: str) -> None:
 
 def main_with_forked_ranks(words: Sequence[str]) -> int:
     """For a process that was itself forked from the server."""
-    with mock.patch.object(rank_launcher, "subprocess", SimpleNamespace(Popen=Forked)):
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    # It reads the sources of a whole stack to name a function in its log. Where all tests are loaded, that takes long.
+    dynamic_rendezvous.get_method_name = lambda depth=2: ""
+    with mock.patch.object(subprocess_handler, "Popen", Forked):
         return main(words)
 
 
@@ -93,8 +94,11 @@ def _launcher(
     words: Sequence[str], said: str, environment: dict[str, str], folder: str, change: Callable[[], object]
 ) -> None:
     _saying_to(said, folder)
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
     change()
-    with mock.patch.object(rank_launcher, "GRACE_SECONDS", 4.0):  # a second is too short where cores are busy
+    PContext.close.__defaults__ = (None, 4)  # seconds from SIGTERM to SIGKILL, not 30
+    with mock.patch.object(train, "GRACE_SECONDS", 4.0):  # a second is too short where cores are busy
         os._exit(_main(words, environment, main_with_forked_ranks))
 
 

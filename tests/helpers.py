@@ -103,12 +103,13 @@ class StopAfter:
 
 def sign(folder: Path, state: dict[str, Any] | None = None) -> None:
     """Make a checkpoint's digests those of the files that are there, as only somebody who means it would."""
-    from ring_dilated_attention.models.saved_run import MODEL_FILE, OPTIMIZER_FILE, STATE_FILE, identity
-    from ring_dilated_attention.training import checkpoint
+    from ring_dilated_attention.models.saved_run import SHARDS, STATE_FILE, identity
+    from ring_dilated_attention.training.checkpoint import signed
 
-    files = {name: identity(folder / name) for name in (MODEL_FILE, OPTIMIZER_FILE)}
-    given = json.loads((folder / STATE_FILE).read_text())["state"] if state is None else state
-    (folder / STATE_FILE).write_text(checkpoint._signed(files, given))
+    files = {path.name: identity(path) for path in folder.glob(SHARDS)}
+    if state is None:
+        state = json.loads((folder / STATE_FILE).read_text())["state"]
+    (folder / STATE_FILE).write_text(signed(files, state))
 
 
 def said_of(capsys: pytest.CaptureFixture[str]) -> str:

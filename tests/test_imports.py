@@ -35,6 +35,7 @@ HARMLESS = {
 HARMLESS |= {"TCPStore", "PrefixStore", "rendezvous", "Work"}  # where ranks meet; what is waited for
 HARMLESS |= {"is_available", "is_initialized", "get_rank", "get_world_size", "get_backend", "get_process_group_ranks"}
 HARMLESS |= {"get_backend_config", "GroupMember"}
+HARMLESS |= {"LaunchConfig", "elastic_launch", "DefaultLogsSpecs", "SignalException", "ChildFailedError"}  # start ranks
 
 # What imports by a string: a literal is read here as any other import, and others are for these modules alone, the
 # lazy public faces and the table of commands. They list only modules of their own room.
@@ -42,9 +43,9 @@ BY_STRING = ("import_module", "__import__")
 MAY_LIST = ("", "models", "commands.cli")
 
 # The second sums over tensor parallel ranks by torch's DTensor, as torch's own parallel styles do.
-# Under --fsdp, FSDP2 and torch.distributed.checkpoint send on groups of their own. `models.rank_files` sends nothing:
+# Under --fsdp, FSDP2 and torch.distributed.checkpoint send on torch's default group. `models.rank_files` sends nothing:
 # each rank reads by itself.
-MAY_SEND = ("ranks.link", "integrations.torch", "training.sharded", "models.rank_files")
+MAY_SEND = ("ranks.link", "integrations.torch", "training.sharded", "training.checkpoint", "models.rank_files")
 
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)

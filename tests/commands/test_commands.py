@@ -19,7 +19,7 @@ from ring_dilated_attention.commands import cli, output, terminal
 from ring_dilated_attention.training.files import check_mine
 
 PLAN = ["plan", "--seq-len", "4096", "--ranks", "17", "--segment-lengths", "4096", "--dilation-rates", "1"]
-EXTRA = ("numpy", "matplotlib", "safetensors", "tqdm")
+EXTRA = ("filelock", "numpy", "matplotlib", "safetensors", "tqdm")
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_training_names_what_it_lacks(without_extra, capsys):
     """Catches a remedy that does not name the extra. (pip takes the installed package, which is in no registry.)"""
     assert cli.main(["train"]) == 2
     remedy = "pip install 'ring-dilated-attention[train]'"
-    assert capsys.readouterr().err == f"rda train: needs matplotlib, numpy, safetensors, tqdm: {remedy}\n"
+    assert capsys.readouterr().err == f"rda train: needs filelock, matplotlib, numpy, rich, safetensors: {remedy}\n"
     assert cli.main([*PLAN, "--picture", "pictures"]) == 2
     assert capsys.readouterr().err == f"rda plan: --picture needs matplotlib: {remedy}\n"
 

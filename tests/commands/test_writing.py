@@ -84,8 +84,9 @@ def test_what_is_no_run_is_refused(folder, tmp_path):
         LongNetLM.from_run(tmp_path)
     [whole] = folder.glob("checkpoint-*")
     damaged = shutil.copytree(whole, tmp_path / whole.name)
-    (damaged / "model.safetensors").write_bytes(b"not one")
-    with pytest.raises(ValueError, match=r"model\.safetensors is damaged: it has 7 bytes"):
+    [tensors] = damaged.glob("*.safetensors")
+    tensors.write_bytes(b"not one")
+    with pytest.raises(ValueError, match=r"\.safetensors is damaged: it has 7 bytes"):
         LongNetLM.from_run(tmp_path)
     (damaged / "state.json").write_text('{"hyperparameters": {}}')
     with pytest.raises(ValueError, match=r"state\.json was not made by rda train"):
@@ -295,7 +296,7 @@ def upper_folder(folder, tmp_path):
     copy = shutil.copytree(whole, tmp_path / "upper" / whole.name)
     content = json.loads((copy / "state.json").read_text())
     content["state"]["hyperparameters"] |= {"fasta_case": "upper", "fasta_records": "newline"}
-    (copy / "state.json").write_text(checkpoint._signed(content["files"], content["state"]))
+    (copy / "state.json").write_text(checkpoint.signed(content["files"], content["state"]))
     return copy.parent
 
 

@@ -37,7 +37,7 @@ from ring_dilated_attention.commands.plan import figures
 from ring_dilated_attention.commands.plan import job_options as plan_options
 from ring_dilated_attention.models import LongNetViT, segment_lengths_for
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES
-from ring_dilated_attention.training import checkpoint, files, options, ownership, run
+from ring_dilated_attention.training import checkpoint, files, options, run, run_folder
 from ring_dilated_attention.training import run_report as report
 
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(200))
@@ -52,7 +52,7 @@ THEIRS = {
     "taken/pattern.png": b"from ring_dilated_attention import DilatedPattern\n",
     "taken/README.md": b"Quoted: Made by `python -m benchmarks --page` from the records in `results/`.\n",
     "mine/unfinished-thesis/chapter": b"one",
-    "mine/unfinished-checkpoint-000002/model.safetensors": b"mine",
+    "mine/unfinished-checkpoint-000002/shard-00001-model-00001-of-00001.safetensors": b"mine",
     "mine/notes": b"mine",
     "locked/.rda-train.lock": b"mine",
 }
@@ -411,10 +411,10 @@ def nothing(*_: object, **__: object) -> None:
 
 
 @contextlib.contextmanager
-def own_and_leave(folder: Path, **_: object) -> Iterator[tuple[Path, int]]:
+def own_and_leave(folder: Path, *_: object) -> Iterator[Path]:
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ownership.LOCK_FILE).open("a") as lock:
-        yield folder, lock.fileno()
+    with (folder / run_folder.LOCK_FILE).open("a"):
+        yield folder
 
 
 def _remove_all_unfinished(target: Path, run: str) -> None:

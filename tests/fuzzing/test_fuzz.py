@@ -48,8 +48,6 @@ def test_nothing_is_found(kind, numbers):
         ("commands", "other's files are overwritten"),
         ("commands", "the lock stays"),
         ("files", "no digests"),
-        ("files", "states are not checked"),
-        ("files", "tensors are not checked"),
         ("calls", "dlse goes through float16"),
         ("calls", "padding is attended"),
         ("simulated", "gradients do not come home"),

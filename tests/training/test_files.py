@@ -151,7 +151,7 @@ def test_others_may_read_what_the_umask_lets_them(umask, tmp_path):
     EmbeddingFolder(tmp_path / "embeddings", {}).add("a", np.ones(1))
     found = modes(tmp_path)
     assert found == dict.fromkeys(found, 0o666 & ~umask)
-    assert len(found) == 7
+    assert len(found) == 6
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o664])

@@ -6,17 +6,8 @@ import math
 
 import pytest
 
-from ring_dilated_attention.commands import train
-from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.training.data import Document
-from ring_dilated_attention.training.metrics import (
-    BAR_COLUMNS,
-    METRICS_FILE,
-    TENSORBOARD_FOLDER,
-    Metrics,
-    Step,
-    beside_the_bar,
-)
+from ring_dilated_attention.training.metrics import METRICS_FILE, Metrics, Step
 from ring_dilated_attention.training.pictures import smoothed
 from ring_dilated_attention.training.scoring import SMOOTHING, baselines
 
@@ -66,25 +57,6 @@ def test_only_the_first_rank_writes(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_tensorboard_that_is_not_there_is_refused(monkeypatch, capsys):
-    monkeypatch.setattr(train, "find_spec", lambda name: None if name == "tensorboard" else name)
-    assert main(["train", "--tensorboard"]) == 2
-    assert "--tensorboard lacks its extra: pip install 'ring-dilated-attention[tensorboard]'" in capsys.readouterr().err
-
-
-@pytest.mark.filterwarnings("default")  # its packages' own
-def test_tensorboard_gets_what_the_file_gets(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
-    with Metrics(tmp_path, "a", 0, 0, tensorboard=True) as metrics:
-        for number in (1, 2, 3):
-            metrics.add(step(number))
-    found = accumulator(str(tmp_path / TENSORBOARD_FOLDER)).Reload()
-    assert [(event.step, event.value) for event in found.Scalars("tokens_per_second")] == [(k, 200) for k in (1, 2, 3)]
-    assert found.Scalars("waited_seconds/most")[0].value == pytest.approx(0.2)
-    assert found.Scalars("resident_bytes/most")[0].value == 2e7
-    assert [(event.step, event.value) for event in found.Scalars("held_out_bits_per_byte")] == [(2, 2.5)]
-
-
 def test_baselines_by_hand():
     content = b"ab" * 512 + b"aaab" * 16  # trained on as many a as b; held out three of four are a
     document = Document(content, "test", 64, 64)
@@ -106,18 +78,8 @@ def test_smoothing_keeps_length_and_lines():
     assert max(smoothed([0.0] * 50 + [1.0] + [0.0] * 49)) == pytest.approx(1 / 11)
 
 
-def test_the_bar_keeps_to_the_terminal(monkeypatch):
-    figures = ["2.000 bits/byte", "200 tokens/s", "10+20 MB", "one attention: 5 MB"]
-
-    def fitting(columns):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        return beside_the_bar(step(1), 5_000_000)
-
-    assert fitting(300) == ", ".join(figures)
-    for columns in range(BAR_COLUMNS + len(figures[0]), 120):
-        assert len(fitting(columns)) <= columns - BAR_COLUMNS
-        assert ", ".join(figures).startswith(fitting(columns))
-    assert fitting(10) == figures[0]
+def test_a_step_in_a_line():
+    assert str(step(2)) == "2.000 bits/byte, 200 tokens/s, 20 MB"
 
 
 @pytest.mark.parametrize(("error", "is_kept"), [(RuntimeError, True), (OSError, False), (ValueError, False)])

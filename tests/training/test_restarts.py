@@ -10,7 +10,6 @@ import subprocess
 import time
 from contextlib import nullcontext
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from threading import Timer
 from types import SimpleNamespace
@@ -39,27 +38,26 @@ from restart_trials import (
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.commands.train import own
 from ring_dilated_attention.models.saved_run import STATE_FILE
-from ring_dilated_attention.training import checkpoint
+from ring_dilated_attention.training import checkpoint, loop
 from ring_dilated_attention.training.agreement import store_of_launcher
-from ring_dilated_attention.training.checkpoint import _signed
+from ring_dilated_attention.training.checkpoint import signed
 from ring_dilated_attention.training.metrics import METRICS_FILE, Metrics
-from ring_dilated_attention.training.ownership import own_folder
-from ring_dilated_attention.training.rank_launcher import LOST_ANOTHER, Ended
-from ring_dilated_attention.training.restarts import RESTART, STARTS_FILE, count_start
-from ring_dilated_attention.training.stop_request import StopRequest, end_with_launcher
+from ring_dilated_attention.training.rank_launcher import LAUNCHER, RESTART, end_with_launcher
+from ring_dilated_attention.training.run_folder import STARTS_FILE, count_start, own_folder
+from ring_dilated_attention.training.stop_request import StopRequest
 
 SIZE = Size(steps=30, timeout=1)
 
 
 def slow_writes():
     """A checkpoint of 30 steps is written within milliseconds: a fault may come too late each time."""
-    finish = checkpoint.finish
+    finish = checkpoint._finish
 
     def late(*args):
         time.sleep(0.05)
         finish(*args)
 
-    checkpoint.finish = late
+    checkpoint._finish = late
 
 
 def new_job(launcher="rda", kind="worker", change=int):
@@ -98,7 +96,7 @@ def test_a_run_that_is_struck_goes_on_to_the_bit_and_with_another_number_of_rank
         assert job.end() == [0], job.said.read_text()
     finally:
         job.clear()
-    assert "restart 1 of 4 from run/checkpoint-0000" in job.said.read_text()
+    assert "rda train: restart 1 of 4 from run/checkpoint-0000" in job.said.read_text()
     steps = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     first = next(i for i, step in enumerate(steps) if len(step["waited_seconds"]) == 3)
     found = result()
@@ -114,7 +112,8 @@ def test_one_of_each_fault(kind, whole, tmp_path, monkeypatch):
     longer: it is in `make faults` alone. The test above kills rda's own launcher, `agent` a torchrun."""
     monkeypatch.chdir(tmp_path)
     job = new_job("torchrun" if kind == "agent" else "rda", change=slow_writes if kind == "writing" else int)
-    assert run_trial(kind, job, random.Random(0), whole).complaints == []
+    complaints = run_trial(kind, job, random.Random(0), whole).complaints
+    assert complaints == [], "\n".join(complaints)
 
 
 def test_a_trial_kills_its_own_ranks_alone():
@@ -269,55 +268,71 @@ def test_torchrun_counts_restarts_itself(words, said, monkeypatch, capsys):
 def leave_checkpoint(step):
     folder = Path(f"run/checkpoint-{step:06d}")
     folder.mkdir(parents=True)
-    (folder / STATE_FILE).write_text(_signed({}, {"run": "a", "step": step}))
+    (folder / STATE_FILE).write_text(signed({}, {"run": "a", "step": step}))
 
 
-def ranks_are_killed(launched, checkpoints):
-    """For `launch`: each start leaves one of these checkpoints."""
-    left = iter(checkpoints)
+def die_before_a_checkpoint():
+    """The ranks of each start end after the second step."""
+    rate = loop.share_of_peak
 
-    def launch(command, num_ranks, lock, variables):
-        launched.append(num_ranks)
-        for step in islice(left, 1):
-            leave_checkpoint(step)
-        return Ended((1, -9), False, (LOST_ANOTHER, ""))
+    def dying(options, step):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rate(options, step)
 
-    return launch
+    loop.share_of_peak = dying
 
 
 @pytest.mark.parametrize(
-    ("checkpoints", "restarts", "launches", "code", "said"),
+    ("restarts", "code", "said"),
     [
-        ([], 9, 3, 2, "run: 3 starts in a row ended without a first checkpoint: mend what ended them first\n"),
-        ([2], 9, 4, 2, "run: 3 starts in a row ended without a checkpoint after checkpoint-000002: mend what"),
-        ([2, 4, 6, 8, 10], 4, 5, 1, "rank 1 was ended by SIGKILL; newest checkpoint: run/checkpoint-000010; go on"),
-        ([2, 4], 1, 2, 1, "restart 1 of 1 from run/checkpoint-000002\n"),
+        (9, 2, "run: 3 starts in a row ended without a first checkpoint: mend what ended them first\n"),
+        (1, 1, "was ended by SIGKILL; newest checkpoint: none; start it again\n"),
     ],
 )
-def test_restarts_end(checkpoints, restarts, launches, code, said, tmp_path, monkeypatch, capsys):
-    """When they are used up, or when three starts left no new checkpoint: ranks that die before they meet count too."""
+def test_restarts_end(restarts, code, said, tmp_path, monkeypatch):
+    """When they are used up, or when three starts left no new checkpoint."""
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_bytes(TEXT)
-    launched = []
-    launch = ranks_are_killed(launched, checkpoints)
-    monkeypatch.setattr("ring_dilated_attention.commands.train.launch", launch)
-    assert main([*WORDS, "--ranks", "2", "--restarts", str(restarts)]) == code
-    assert launched == [2] * launches
-    printed, error = capsys.readouterr()
-    assert said in printed + error
-    assert error.count("the ranks failed: rank 1 was ended by SIGKILL") == launches
+    job = job_of(
+        "rda", "worker", SIZE._replace(restarts=restarts), partial(ForkedLauncher, change=die_before_a_checkpoint)
+    )
+    try:
+        job.begin()
+        assert job.end() == [code], job.said.read_text()
+    finally:
+        job.clear()
+    error = job.said.read_text()
+    assert error.endswith(said), error
+    assert error.count("rda train: restart ") == min(restarts, 2)
 
 
-@pytest.mark.parametrize("ended", [Ended((1, -9), False, ("", ""), True), Ended((2, 1), False, ("full", LOST_ANOTHER))])
-def test_what_is_not_started_again(ended, tmp_path, monkeypatch):
-    """Ranks that somebody asked to stop, and ranks that refused."""
+def refuse_at_the_third_step():
+    """Rank 0 alone: no disk has room for its metrics."""
+    add = Metrics.add
+
+    def full(metrics, step):
+        if step.step == 3 and metrics.file is not None:
+            raise OSError(28, "No space left on device", "run/metrics.jsonl")
+        add(metrics, step)
+
+    Metrics.add = full
+
+
+def test_ranks_that_refuse_are_not_started_again(tmp_path, monkeypatch):
+    """Although the other one ends with an error, since it lost the one that refused. A new run leaves nothing."""
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_bytes(TEXT)
-    launch = mock.Mock(return_value=ended)
-    monkeypatch.setattr("ring_dilated_attention.commands.train.launch", launch)
-    assert main([*WORDS, "--ranks", "2", "--restarts", "5"]) == 1
-    assert launch.call_count == 1
-    assert not Path("run").exists()  # a new run that never began leaves nothing
+    job = new_job(change=refuse_at_the_third_step)
+    try:
+        job.begin()
+        assert job.end() == [2], job.said.read_text()
+    finally:
+        job.clear()
+    said = job.said.read_text()
+    assert re.search(r"rda train: rank 0 on host \S+: run/metrics.jsonl: No space left on device\n", said), said
+    assert "restart" not in said
+    assert not Path("run").exists()
 
 
 def start(number):
@@ -371,29 +386,28 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(content,
 def test_a_folder_is_waited_for(tmp_path, capsys):
     """A run whose launcher was killed saves, and leaves its folder."""
     first = own_folder(tmp_path / "run")
-    folder, _ = first.__enter__()
+    folder = first.__enter__()
     (folder / "file").touch()
     Timer(0.2, first.__exit__, (None, None, None)).start()
-    with own_folder(folder, seconds=30) as (again, _):
+    with own_folder(folder, seconds=30) as again:
         assert again == folder
-    expected = rf"rda train: waiting up to 30 s for {folder}, in use by process {os.getpid()} on host .+ since .+\n"
-    assert re.fullmatch(expected, capsys.readouterr().err)
+    assert capsys.readouterr().err == f"rda train: waiting up to 30 s for {folder}, in use by another run\n"
 
 
 def orphan(tells, moment):
     """A process that starts one that waits for ever, and ends."""
-    parent = os.getpid()
+    os.environ[LAUNCHER] = str(os.getpid())
     if os.fork() == 0:
-        while moment == "begins" and os.getppid() == parent:
+        while moment == "begins" and os.environ[LAUNCHER] == str(os.getppid()):
             time.sleep(0.01)
-        end_with_launcher(seconds=0.2)
+        end_with_launcher()
         trains = moment == "trains"
         with StopRequest() if trains else nullcontext() as stop:
             tells.send("started")
             while not (trains and stop.requested):
                 time.sleep(0.01)
             tells.send("stopping")
-            time.sleep(600)
+            os._exit(0)
     time.sleep(0 if moment == "begins" else 0.1)
     os._exit(0)
 
@@ -443,9 +457,8 @@ def test_the_other_ranks_do_not_wait_longer_than_the_first_one(tmp_path):
     """It waits for the folder less long than they wait for it."""
     arguments = argparse.Namespace(resume=None, run_folder=tmp_path, restarts=1, timeout=8)
     with mock.patch("ring_dilated_attention.commands.train.own_folder") as claim:
-        own(arguments, SimpleNamespace(folder=tmp_path), is_rank=True)
-        own(arguments, SimpleNamespace(folder=tmp_path), is_rank=False)
-    assert [call.kwargs["seconds"] for call in claim.call_args_list] == [4, 60]
+        own(arguments, SimpleNamespace(folder=tmp_path), mock.Mock())
+    claim.assert_called_once_with(tmp_path, 4)
 
 
 @pytest.mark.parametrize(("words", "where"), [([], "on every rank"), (["--fsdp"], "in parts")])

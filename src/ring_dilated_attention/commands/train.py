@@ -8,38 +8,61 @@ import shlex
 import signal
 import socket
 import sys
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..models.saved_run import find_checkpoint, step_of
 from ..plan.dealing import check_dealing
 from ..plan.exchange import EXCHANGES
-from ..training.files import in_words
+from ..training.files import folder_made, in_words
 from ..training.options import add_hyperparameters, flag
-from ..training.ownership import own_folder
-from ..training.rank_launcher import LOST_ANOTHER, Ended, launch, leave_reason, started
-from ..training.restarts import MOST_STARTS, RESTART, STARTS_FILE, are_by_torchrun, are_meant, count_start, no_progress
-from ..training.run import RECORD_FILE, Run, fingerprint, prepare
-from ..training.stop_request import StopRequest, end_with_launcher
+from ..training.rank_launcher import (
+    CODE_FILE,
+    RESTART,
+    end_with_launcher,
+    launch,
+    leave_code,
+    leave_reason,
+    started,
+)
+from ..training.run import Run, fingerprint, prepare
+from ..training.run_folder import STARTS_FILE, are_by_torchrun, count_start, may_go_on, new_folder_made, own_folder
+from ..training.stop_request import StopRequest
+from .console import progress
 from .generate import sample
 from .numbers import check_at_least, check_memory, check_ranks_fit, check_seconds, count
 from .output import check_installed
-from .terminal import INTERRUPTED_EXIT_CODE, NO_MEMORY, UNREAD_EXIT_CODE, is_out_of_memory, leaving_at_once, say
+from .terminal import (
+    INTERRUPTED_EXIT_CODE,
+    NO_MEMORY,
+    UNREAD_EXIT_CODE,
+    drop_unwritten,
+    is_out_of_memory,
+    leaving_at_once,
+    say,
+)
+
+if TYPE_CHECKING:
+    from ..ranks.context import ContextParallel
+    from ..training.metrics import Step
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
 # The options that a checkpoint does not hold: the command that resumes a run repeats them.
 DEFAULTS = {"ranks": None, "exchange": "auto", "save_every": 30, "eval_every": None}
-DEFAULTS |= {"activation_checkpointing": False, "fsdp": False, "tensorboard": False, "restarts": None, "timeout": 600}
+DEFAULTS |= {"activation_checkpointing": False, "fsdp": False, "restarts": None, "timeout": 600}
 # What is said of the command that goes on from the parameters of a run.
 FROM = """(a new run that reads as many bytes again; --seq-len, --segment-lengths and
 --data may be others. The learning rate rises to its peak again, so a run of few
 steps makes the model worse)"""
-PACKAGES = ("matplotlib", "numpy", "safetensors", "tqdm")
+PACKAGES = ("filelock", "matplotlib", "numpy", "rich", "safetensors")
+# A rank that lost another waits so long before it ends: the one that failed ends first, and is named.
+GRACE_SECONDS = 10
 # The errors of gloo in DDP's all-reduce of gradients, and of a store, when another rank has ended.
 LOST_CONNECTION = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed? ?out|gloo/transport")
 EXAMPLES = """examples:
@@ -88,37 +111,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--save-every", type=count, metavar="N", help="steps between checkpoints; older ones are deleted (default 30)")
     steps = "steps between scores on the held-out bytes (default: a fifth of all)"
     add("--eval-every", type=count, metavar="N", help=steps)
-    add("--tensorboard", action="store_true", help="also write metrics for TensorBoard (its package)")
     add("--json", action="store_true", help="print the record on stdout, all else on stderr")
     add("--launched", type=Path, help=argparse.SUPPRESS)  # set by `launch`: where the ranks meet
     add_hyperparameters(parser.add_argument_group("hyperparameters", "kept by a resumed run"), count)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if RESTART in os.environ:  # also where a torchrun starts a single rank
+    if RESTART in os.environ:
         end_with_launcher()  # before the seconds that the imports take
     if arguments.launched is not None or started().num_ranks > 1 or are_by_torchrun():
-        return run_rank(arguments)
-    run, num_ranks = prepare_checked(arguments), arguments.ranks or 1
-    with own(arguments, run, is_rank=False) as (folder, lock):
-        run = replace(run, folder=folder)
-        is_alone = num_ranks == 1 and arguments.restarts is None
-        return train_alone(arguments, run) if is_alone else launch_ranks(arguments, run, lock)
-
-
-def own(arguments: argparse.Namespace, run: Run, *, is_rank: bool) -> AbstractContextManager[tuple[Path, int]]:
-    """Own the run's folder. If its name is taken, and the user did not choose it, another folder is made."""
-    is_new = arguments.resume is None and arguments.run_folder is None
-    # A run ends at most a minute after its launcher. The ranks wait --timeout for the one that waits for the folder.
-    seconds = 0 if not are_meant(arguments) else min(60, arguments.timeout / 2) if is_rank else 60
-    return own_folder(run.folder, must_be_new=is_new, seconds=seconds)
+        return train(arguments, None)
+    run = prepare_checked(arguments)
+    if arguments.ranks in (None, 1) and arguments.restarts is None:
+        return train(arguments, run)
+    return launch_ranks(arguments, run)
 
 
 def prepare_checked(arguments: argparse.Namespace) -> Run:
     """The run that the user asks for, or a ValueError that says why it is impossible."""
     check_installed(PACKAGES, "train")
-    if arguments.tensorboard and find_spec("tensorboard") is None:
-        raise ValueError("--tensorboard lacks its extra: pip install 'ring-dilated-attention[tensorboard]'")
     num_started, num_asked = started().num_ranks, 1 if arguments.ranks is None else arguments.ranks
     check_at_least("--ranks", num_asked)
     check_at_least("--save-every", arguments.save_every)
@@ -138,41 +149,33 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
     check_ranks_fit(num_ranks, min(positions), "--seq-len" if len(positions) == 1 else "--phases")
     if arguments.exchange == "all_to_all":  # otherwise every rank refuses it only in its first attention
         check_dealing(options.num_kv_heads or options.num_heads, num_ranks)
-    num_bytes = options.num_training_bytes() * (num_ranks if num_started == 1 else 1) // (num_ranks if run.fsdp else 1)
+    # Ranks that a launcher started may be on several machines.
+    num_bytes = options.num_training_bytes()
+    if num_started == 1:
+        num_bytes *= num_ranks
+    if run.fsdp:
+        num_bytes //= num_ranks
     where = "in parts" if run.fsdp else "on every rank"
     remedy = "use a smaller --embed-dim, fewer --num-layers, or --fsdp over more hosts"
     check_memory(f"parameters, gradients and optimiser state, {where}, take", num_bytes, remedy)
-    activations = 4 * options.embed_dim * options.num_layers * max(positions) // (num_ranks if num_started > 1 else 1)
+    activations = 4 * options.embed_dim * options.num_layers * max(positions) // num_started
     check_memory("the inputs of the blocks in one step take", activations, "use a smaller batch or shorter sequences")
     return run
 
 
-def launch_ranks(arguments: argparse.Namespace, run: Run, lock: int) -> int:
-    """Start the ranks; if one is lost, again, up to --restarts times. Returns the exit code."""
-    folder = [] if arguments.resume else ["--run-folder", str(run.folder)]
-    command = ["-m", "ring_dilated_attention", "train", *arguments.argv, *folder]
-    newest, num_idle = find_checkpoint(run.folder), 0
-    for restart in range((restarts := arguments.restarts or 0) + 1):
-        ended = launch(command, arguments.ranks or 1, lock, {RESTART: str(restart)})
-        if not any(ended.codes):
-            return code_of(json.loads((run.folder / RECORD_FILE).read_text()))
-        for code in (USER_ERROR_EXIT_CODE, UNREAD_EXIT_CODE):
-            if not ended.was_aborted and set(ended.codes) <= {0, code}:
-                return code  # the ranks have printed the reason, or nobody reads the output
-        reason = "stopped at once" if ended.was_aborted else f"the ranks failed: {'; '.join(causes(ended))}"
-        if ended.was_asked or USER_ERROR_EXIT_CODE in ended.codes or restart == restarts:
-            break
-        before, newest = newest, find_checkpoint(run.folder)
-        num_idle = num_idle + 1 if newest == before else 0
-        if num_idle == MOST_STARTS:  # those of ranks that died before they met, too
-            raise ValueError(f"{reason}; {no_progress(run.folder)}")
-        say(f"rda train: {reason}; restart {restart + 1} of {restarts} from {newest or 'the beginning'}")
-    say(f"rda train: {reason}; {what_is_left(arguments, run.folder)}")
-    return INTERRUPTED_EXIT_CODE if ended.was_aborted else FAILED_EXIT_CODE
-
-
-def code_of(record: dict[str, Any]) -> int:
-    return 0 if record["status"] == "complete" else INTERRUPTED_EXIT_CODE
+def launch_ranks(arguments: argparse.Namespace, run: Run) -> int:
+    """Let torch's elastic launcher start the ranks. Returns the exit code."""
+    is_unnamed = arguments.resume is None and arguments.run_folder is None
+    with new_folder_made(run.folder) if is_unnamed else folder_made(run.folder) as folder:
+        words = ["-m", "ring_dilated_attention", "train", *arguments.argv]
+        if is_unnamed:
+            words += ["--run-folder", str(folder)]
+        with leaving_at_once("rda train"):
+            import torch.distributed.launcher  # noqa: F401
+        code, reason = launch(words, arguments.ranks or 1, arguments.restarts or 0)
+        if reason:
+            say(f"rda train: {reason}; {what_is_left(arguments, folder)}")
+    return code
 
 
 def what_is_left(arguments: argparse.Namespace, folder: Path) -> str:
@@ -184,122 +187,162 @@ def what_is_left(arguments: argparse.Namespace, folder: Path) -> str:
 
 def train_command(arguments: argparse.Namespace, *asked: object) -> str:
     """A command with these words, and with the options of this one that a checkpoint does not hold."""
-    words = [*map(str, asked)]
+    words = [str(word) for word in asked]
     for name, default in DEFAULTS.items():
         value = getattr(arguments, name)
         if value != default:
             words += [flag(name)] if value is True else [flag(name), str(value)]
-    is_launched = started().num_ranks > 1 and arguments.launched is None
-    launcher = "torchrun ..." if "WORLD_SIZE" in os.environ else "srun python"
-    start = f"{launcher} -m ring_dilated_attention train" if is_launched else "rda train"
+    start = "rda train"
+    if started().num_ranks > 1 and arguments.launched is None:
+        launcher = "torchrun ..." if "WORLD_SIZE" in os.environ else "srun python"
+        start = f"{launcher} -m ring_dilated_attention train"
     return f"{start} {shlex.join(words)}"
 
 
-def causes(ended: Ended) -> list[str]:
-    """How ranks failed, killed ranks first. Ranks that failed because another did come only if all are such."""
-    ranks = zip(ended.codes, range(len(ended.codes)), ended.reasons, strict=True)
-    failed = sorted((rank for rank in ranks if rank[0]), key=lambda rank: rank[0] > 0)
-    said = []
-    for code, rank, reason in [rank for rank in failed if rank[2] != LOST_ANOTHER] or failed:
-        how = f" was ended by {signal.Signals(-code).name}" if code < 0 else f" ended with code {code}"
-        said.append(f"rank {rank}" + (f": {reason}" if reason else how))
-    return said
+def train(arguments: argparse.Namespace, run: Run | None) -> int:
+    """Train in this process, alone or as one rank of several. If one rank refuses, all ranks do.
 
-
-def train_alone(arguments: argparse.Namespace, run: Run) -> int:
+    A rank of `rda train --ranks` ends with 0, unless it is to be started again, and leaves its exit code.
+    """
     with leaving_at_once("rda train"):
-        from ..ranks.context import ContextParallel
-        from ..training.loop import train
+        from ..training import loop
+        from ..training.agreement import Refusal
 
-    try:
-        # The terminal signals torchrun and its rank. torchrun passes it on, so that the rank gets it twice.
-        with StopRequest(second_aborts=RESTART not in os.environ) as stop:
-            timeout = timedelta(seconds=arguments.timeout)
-            record = train(run, ContextParallel(exchange=arguments.exchange, timeout=timeout), stop)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        say(f"\nrda train: {NO_MEMORY}; {what_is_left(arguments, run.folder)}")
-        return FAILED_EXIT_CODE
-    report(arguments, run, record)
-    return code_of(record)
-
-
-def run_rank(arguments: argparse.Namespace) -> int:
-    """Train in this process, which is one rank of several. If one rank refuses, all ranks do."""
-    with leaving_at_once("rda train"):
-        import torch.distributed as dist
-
-        from ..ranks.context import ContextParallel
-        from ..training.agreement import Refusal, agree, join_ranks, on_first, together, values_of_all
-        from ..training.loop import TrainingDiverged, train
-
-    folder = Path()
-    try:
+    folder = None
+    with ExitStack() as stack:
         try:
-            join_ranks(arguments.launched, timeout := timedelta(seconds=arguments.timeout))
-            parallel = ContextParallel(exchange=arguments.exchange, timeout=timeout)
-        except (ValueError, RuntimeError):
-            prepare_checked(arguments)  # if this rank refuses the request, its refusal is the reason to show
-            raise
-        run = together(parallel, partial(prepare_checked, arguments))
-        with ExitStack() as stack:
-            # The first rank owns the folder, unless the launcher does. If the user named no folder, each rank has made
-            # up a name: take that of the first rank.
-            claim = nullcontext((run.folder, 0)) if arguments.launched else own(arguments, run, is_rank=True)
-            folder = Path(on_first(parallel, lambda: str(stack.enter_context(claim)[0])))
-            # An owner that was waited for may have saved once more.
-            is_newest = find_checkpoint(run.folder) == run.checkpoint
-            run = together(parallel, lambda: run if is_newest else prepare_checked(arguments))
-            run = replace(run, folder=folder)
-            agree(parallel, together(parallel, partial(fingerprint, run)))
-            if are_meant(arguments) and not arguments.launched:  # rda's launcher counts itself
-                # Each torchrun counts its own ranks' failures alone. The first start of a command counts anew.
-                is_first = not any(values_of_all(parallel, os.environ.get(RESTART, "0") != "0"))
-                on_first(parallel, partial(count_start, folder, anew=is_first))
-            with StopRequest(watch_stdin=arguments.launched is not None, is_rank=True) as stop:
-                record = train(run, parallel, stop)
+            parallel = join(arguments)
+            run = begin(arguments, run, parallel, stack)
+            folder = run.folder
+            with StopRequest(says=parallel.rank == 0) as stop:
+                try:
+                    record = loop.train(run, parallel, stop, partial(shown, run) if parallel.rank == 0 else loop.unseen)
+                finally:
+                    if parallel.rank == 0 and not isinstance(sys.exception(), RuntimeError):  # no start follows
+                        (folder / STARTS_FILE).unlink(missing_ok=True)
                 if parallel.rank == 0:
                     report(arguments, run, record)
-                    (folder / STARTS_FILE).unlink(missing_ok=True)
+            leave(parallel)
+            code = 0 if record["status"] == "complete" else INTERRUPTED_EXIT_CODE
+        except (Refusal, loop.TrainingDiverged) as error:  # raised on every rank
+            code = USER_ERROR_EXIT_CODE
+            if str(error) and (isinstance(error, Refusal) or started().rank == 0):
+                say(f"rda train: {error}")
+        except BrokenPipeError:  # the reader of stdout has gone
+            drop_unwritten(sys.stdout)
+            code = UNREAD_EXIT_CODE
+        except Exception as error:  # noqa: BLE001  `failed` raises unforeseen errors again
+            code = failed(error, arguments, folder)
+    if arguments.launched is None or code == FAILED_EXIT_CODE:
+        return code
+    leave_code(arguments.launched, code)
+    return 0
+
+
+def join(arguments: argparse.Namespace) -> "ContextParallel":
+    from ..ranks.context import ContextParallel
+    from ..training.agreement import join_ranks
+
+    timeout = timedelta(seconds=arguments.timeout)
+    try:
+        join_ranks(arguments.launched, timeout)
+        return ContextParallel(exchange=arguments.exchange, timeout=timeout)
+    except (ValueError, RuntimeError):
+        prepare_checked(arguments)  # if this rank refuses the request, its refusal is the reason to show
+        raise
+
+
+def leave(parallel: "ContextParallel") -> None:
+    if parallel.world_size > 1:
+        import torch.distributed as dist
+
         dist.destroy_process_group()
-    except (Refusal, TrainingDiverged) as error:  # raised on every rank
-        if str(error) and (isinstance(error, Refusal) or parallel.rank == 0):
-            say(f"rda train: {error}")
-        return USER_ERROR_EXIT_CODE
-    except BrokenPipeError:
-        raise  # the reader of stdout has gone
-    except Exception as error:  # noqa: BLE001  `failed` raises unforeseen errors again
-        return failed(error, arguments, folder)
-    # `launch_ranks` reads the record.
-    return 0 if arguments.launched else code_of(record)
 
 
-def failed(error: Exception, arguments: argparse.Namespace, folder: Path) -> int:
-    """Tell the user and the launcher why this rank ends. An unforeseen error is raised, with its traceback."""
+def begin(arguments: argparse.Namespace, run: Run | None, parallel: "ContextParallel", stack: ExitStack) -> Run:
+    """Own the run's folder until the stack is closed, and check that all ranks train the same run."""
+    from ..training.agreement import check_alike, on_first, together, values_of_all
+
+    if run is None:
+        run = together(parallel, partial(prepare_checked, arguments))
+    # If the user named no folder, each rank has made up a name: take that of the first rank.
+    folder = Path(on_first(parallel, partial(own, arguments, run, stack)))
+    # An owner that was waited for may have saved once more.
+    is_newest = find_checkpoint(run.folder) == run.checkpoint
+    if not all(values_of_all(parallel, is_newest)):
+        run = together(parallel, partial(prepare_checked, arguments))
+    run = replace(run, folder=folder)
+    if parallel.world_size > 1:
+        check_alike(parallel, together(parallel, partial(fingerprint, run)))
+    if may_go_on(arguments):
+        # Each launcher counts its own ranks' failures alone. The first start of a command counts anew.
+        is_again = any(values_of_all(parallel, os.environ.get(RESTART, "0") != "0"))
+        on_first(parallel, partial(count_start, folder, anew=not is_again))
+        if is_again and parallel.rank == 0:
+            number = f"{os.environ[RESTART]} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}"
+            say(f"rda train: restart {number} from {run.checkpoint or 'the beginning'}")
+    return run
+
+
+def own(arguments: argparse.Namespace, run: Run, stack: ExitStack) -> str:
+    """Own the run's folder. If its name is taken, and the user did not choose it, another folder is made."""
+    folder, seconds = run.folder, 0.0
+    if arguments.resume is None and arguments.run_folder is None:
+        folder = stack.enter_context(new_folder_made(folder))
+    elif may_go_on(arguments):
+        # A run ends soon after its launcher. The other ranks wait --timeout for the one that waits for the folder.
+        seconds = min(60, arguments.timeout / 2)
+    return str(stack.enter_context(own_folder(folder, seconds)))
+
+
+@contextmanager
+def shown(run: Run, num_done: int) -> "Iterator[Callable[[Step], None]]":
+    """Shows the progress of a run. Not earlier what was read: a run that is refused prints only the reason."""
+    say(run.document.read)
+    with progress(run.hyperparameters.total_steps, "step") as bar:
+        bar.update(num_done)
+
+        def show(step: "Step") -> None:
+            bar.note(str(step))
+            bar.update()
+
+        yield show
+
+
+def failed(error: Exception, arguments: argparse.Namespace, folder: Path | None) -> int:
+    """Tell the user and the launcher why this rank ends, and return its exit code. An unforeseen error is raised."""
     from ..ranks.link import ExchangeError
 
-    who = f"rda train: rank {started().rank} on host {socket.gethostname()}"
+    rank, num_ranks = started()
+    who = "rda train" if num_ranks == 1 else f"rda train: rank {rank} on host {socket.gethostname()}"
     first_line = next(iter(str(error).splitlines()), type(error).__name__)
-    is_lost = isinstance(error, RuntimeError) and LOST_CONNECTION.search(str(error)) is not None
-    code, said = FAILED_EXIT_CODE, ""
+    onward = ""
+    if arguments.launched is None and folder is not None:  # otherwise the launcher says it
+        onward = f"; {what_is_left(arguments, folder)}"
     if isinstance(error, (ValueError, OSError)):
-        code, reason = USER_ERROR_EXIT_CODE, in_words(error)
-        said = f"{who}: {reason}"
-    elif isinstance(error, ExchangeError) or is_lost:
-        reason, said = LOST_ANOTHER, f"{who} lost another: {first_line}"
-    elif is_out_of_memory(error):
-        reason, said = NO_MEMORY, f"\n{who}: {NO_MEMORY}"  # "\n": another rank's progress bar may be on this line
-    else:
-        reason = f"{type(error).__name__}: {first_line}"
-    if arguments.launched is not None:
-        leave_reason(arguments.launched, reason)
-    if not said:
-        raise error
-    # Each rank prints how to resume, since any rank may be lost.
-    goes_on = code == FAILED_EXIT_CODE and arguments.launched is None and find_checkpoint(folder) is not None
-    say(said + f"\nrda train: go on with: {train_command(arguments, '--resume', folder)}" * goes_on)
-    return code
+        say(f"{who}: {in_words(error)}")
+        return USER_ERROR_EXIT_CODE
+    if isinstance(error, ExchangeError) or (isinstance(error, RuntimeError) and LOST_CONNECTION.search(str(error))):
+        say(f"{who} lost another: {first_line}{onward}")
+        leave_reason("lost another", is_cause=False)
+        return code_after_loss(arguments)
+    if is_out_of_memory(error):
+        say(f"\n{who}: {NO_MEMORY}{onward}")  # "\n": a progress bar may be on this line
+        leave_reason(NO_MEMORY, is_cause=True)
+        return FAILED_EXIT_CODE
+    leave_reason(f"{type(error).__name__}: {first_line}", is_cause=True)
+    raise error
+
+
+def code_after_loss(arguments: argparse.Namespace) -> int:
+    """Wait for the rank that failed: it ends first, or it has left the exit code of the command."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which an elastic launcher ends this rank
+    deadline = time.monotonic() + GRACE_SECONDS
+    while arguments.launched is not None and time.monotonic() < deadline:
+        time.sleep(0.05)
+        if (arguments.launched / CODE_FILE).exists():
+            return int((arguments.launched / CODE_FILE).read_text())
+    return FAILED_EXIT_CODE
 
 
 def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from .documents import Documents, agree_on_documents, why_no_tokens
 from .longnet_config import LongNetConfig
 from .recompute import Checkpointing, check_checkpointing, loss_slice_rows, run_layer, sum_in_slices
 from .sampling import Sampling, generate
-from .saved_run import MODEL_FILE, check_whole, newest_checkpoint
+from .saved_run import check_whole, newest_checkpoint
 
 IGNORED_LABEL = -1
 HEAD_STD = 0.02  # small, so that the first guess is near uniform
@@ -203,7 +203,6 @@ class LongNetLM(nn.Module):
         """The model of a run of `rda train`, from its newest checkpoint. A ValueError if it has none to be read."""
         try:
             from safetensors import SafetensorError
-            from safetensors.torch import load_file
 
             from .rank_files import read_shards
         except ImportError as error:
@@ -212,9 +211,7 @@ class LongNetLM(nn.Module):
         try:
             state = check_whole(checkpoint)
             model = LongNetLM(LongNetConfig.of_run(state["hyperparameters"]), parallel=parallel)
-            whole = checkpoint / MODEL_FILE
-            found = load_file(whole) if whole.exists() else read_shards(checkpoint, model.state_dict())
-            model.load_state_dict(found, strict=True)
+            model.load_state_dict(read_shards(checkpoint, model.state_dict()), strict=True)
         except (KeyError, OSError, SafetensorError, RuntimeError) as error:
             raise ValueError(f"{checkpoint} cannot be loaded: {error}") from error
         return model.to(device)

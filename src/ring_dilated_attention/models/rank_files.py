@@ -10,14 +10,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, load
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-
-def described_shards(checkpoint: Path) -> dict[str, Tensor]:
-    """The saved tensors by name, on meta: their dtypes and whole shapes."""
-    found = HuggingFaceStorageReader(str(checkpoint)).read_metadata().state_dict_metadata
-    tensors = {name: x for name, x in found.items() if isinstance(x, TensorStorageMetadata)}
-    return {name: torch.empty(x.size, dtype=x.properties.dtype, device="meta") for name, x in tensors.items()}
 
 
 def read_shards(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:

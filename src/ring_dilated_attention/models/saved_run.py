@@ -1,11 +1,11 @@
 """Reads the files of `rda train`: safetensors and JSON, never a pickle, verified before anything is used.
 
-    RUN/checkpoint-000060/model.safetensors       the parameters, by name
-                          optimizer.safetensors   the optimisers' state, as "<field>/<parameter>"
-                          state.json              everything else, and the digests of all files
+    RUN/checkpoint-000060/shard-00001-model-00001-of-00001.safetensors   the parameters by name, and the optimisers'
+                                                                         state as "<field>/<parameter>"
+                          state.json                                     everything else, and the digests of all files
 
-With --fsdp the same tensors are in a file of each rank, shard-<rank>-model-00001-of-00001.safetensors, in the format of
-torch.distributed.checkpoint (`rank_files.py` reads them).
+torch.distributed.checkpoint writes and reads the tensors (`rank_files.py`). With --fsdp each rank writes a file, with
+its parts of the tensors.
 
 The file imports no torch.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 MAKER = "rda train"
-MODEL_FILE, OPTIMIZER_FILE, STATE_FILE = "model.safetensors", "optimizer.safetensors", "state.json"
+STATE_FILE = "state.json"
 SHARDS = "shard-*.safetensors"
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 

@@ -18,19 +18,23 @@ import torch.distributed as dist
 
 from ..ranks.context import ContextParallel
 from .files import in_words
-from .rank_launcher import check_meeting, started
-from .restarts import RESTART, are_by_torchrun
+from .rank_launcher import RESTART, check_meeting, started
+from .run_folder import are_by_torchrun
 
 JOIN_TIME = timedelta(seconds=300)  # that ranks may start apart
 T = TypeVar("T")
 
 
 def join_ranks(folder: Path | None, timeout: timedelta) -> None:
-    """Join the process group. folder: the launcher's, or None. timeout: of the messages that torch sends for DDP."""
-    if dist.is_initialized():
-        return
+    """Join the process group, if there are several ranks. folder: where those of `rda train --ranks` meet. timeout: of
+    the messages that torch sends for DDP."""
     rank, num_ranks = started()
-    store = dist.FileStore(str(folder / "store"), num_ranks) if folder else store_of_launcher(rank, num_ranks)
+    if dist.is_initialized() or num_ranks == 1:
+        return
+    if folder is not None:
+        store: dist.Store = dist.FileStore(str(folder / f"ranks-{os.environ[RESTART]}"), num_ranks)
+    else:
+        store = store_of_launcher(rank, num_ranks)
     store.set(f"here/{rank}", "")
     store.wait([f"here/{other}" for other in range(num_ranks)], JOIN_TIME)
     dist.init_process_group("gloo", timeout=timeout, store=store, rank=rank, world_size=num_ranks)
@@ -76,22 +80,23 @@ def together(parallel: ContextParallel, action: Callable[[], T]) -> T:
         if parallel.world_size == 1:
             raise
         refusal = in_words(error)
-    table = _exchange(parallel, refusal, {})
-    if any(account.refusal for account in table):
-        raise Refusal(words_of_refusal(table, parallel.rank))
+    accounts = _exchange(parallel, refusal, {})
+    if any(account.refusal for account in accounts):
+        raise Refusal(words_of_refusal(accounts, parallel.rank))
     return result  # type: ignore[return-value]  # no rank refused, so this one has a result
 
 
 def on_first(parallel: ContextParallel, action: Callable[[], Any]) -> Any:
     """The first rank's action(), on every rank. JSON must be able to hold it. Errors are as in `together`."""
-    return values_of_all(parallel, together(parallel, action if parallel.rank == 0 else lambda: None))[0]
+    result = together(parallel, action if parallel.rank == 0 else lambda: None)
+    return values_of_all(parallel, result)[0]
 
 
-def agree(parallel: ContextParallel, fields: Mapping[str, str]) -> None:
+def check_alike(parallel: ContextParallel, fields: Mapping[str, str]) -> None:
     """Raise a Refusal on every rank unless all have the same fields."""
-    table = _exchange(parallel, "", fields)
-    if any(account.fields != table[0].fields for account in table):
-        raise Refusal(words_of_difference(table, parallel.rank))
+    accounts = _exchange(parallel, "", fields)
+    if any(account.fields != accounts[0].fields for account in accounts):
+        raise Refusal(words_of_difference(accounts, parallel.rank))
 
 
 def values_of_all(parallel: ContextParallel, value: Any) -> list[Any]:
@@ -104,49 +109,54 @@ def values_of_all(parallel: ContextParallel, value: Any) -> list[Any]:
     return [json.loads(bytes(row.tolist())) for row in rows]
 
 
-def words_of_refusal(table: Sequence[Account], me: int) -> str:
-    """What rank `me` says about all refusals, if it is the first rank of its machine; else ""."""
-    if any(account.machine == table[me].machine for account in table[:me]):
+def words_of_refusal(accounts: Sequence[Account], rank: int) -> str:
+    """What a rank says about all refusals, if it is the first rank of its machine; else ""."""
+    if not _is_first_of_machine(accounts, rank):
         return ""
-    ranks_by_refusal = _ranks_by([account.refusal for account in table], table)
+    ranks_by_refusal = _ranks_by([account.refusal for account in accounts], accounts)
     return "; ".join(f"{ranks}: {refusal}" for refusal, ranks in ranks_by_refusal.items() if refusal)
 
 
-def words_of_difference(table: Sequence[Account], me: int) -> str:
-    """What rank `me` says about the fields that differ, by the same rule."""
-    if any(account.machine == table[me].machine for account in table[:me]):
+def words_of_difference(accounts: Sequence[Account], rank: int) -> str:
+    """What a rank says about the fields that differ, by the same rule."""
+    if not _is_first_of_machine(accounts, rank):
         return ""
-    different = []
-    for name in dict.fromkeys(name for account in table for name in account.fields):
-        ranks_by_value = _ranks_by([account.fields.get(name, "nothing") for account in table], table)
+    differences = []
+    for name in dict.fromkeys(name for account in accounts for name in account.fields):
+        ranks_by_value = _ranks_by([account.fields.get(name, "nothing") for account in accounts], accounts)
         if len(ranks_by_value) > 1:
-            had = ", ".join(f"{ranks}: {value}" for value, ranks in ranks_by_value.items())
-            different.append(f"{name} ({had})")
-    return f"the ranks would not train the same run: they differ in {'; '.join(different)}"
+            values = ", ".join(f"{ranks}: {value}" for value, ranks in ranks_by_value.items())
+            differences.append(f"{name} ({values})")
+    return f"the ranks would not train the same run: they differ in {'; '.join(differences)}"
+
+
+def _is_first_of_machine(accounts: Sequence[Account], rank: int) -> bool:
+    return all(account.machine != accounts[rank].machine for account in accounts[:rank])
 
 
 def _ranks_by(values: Sequence[str], accounts: Sequence[Account]) -> dict[str, str]:
-    having: dict[str, list[Account]] = {}
+    """For each value the ranks that have it: "ranks 0-3 on host a and rank 4 on host b"."""
+    ranks: dict[str, dict[str, list[int]]] = {}
     for value, account in zip(values, accounts, strict=True):
-        having.setdefault(value, []).append(account)
-    return {value: _named(some) for value, some in having.items()}
-
-
-def _named(accounts: Sequence[Account]) -> str:
-    """Ranks and their hosts: "ranks 0-3 on host a and rank 4 on host b"."""
-    hosts = groupby(accounts, key=lambda account: account.host)
-    return " and ".join(f"{_numbers(sorted(x.rank for x in some))} on host {host}" for host, some in hosts)
+        ranks.setdefault(value, {}).setdefault(account.host, []).append(account.rank)
+    words = {}
+    for value, by_host in ranks.items():
+        words[value] = " and ".join(f"{_numbers(sorted(some))} on host {host}" for host, some in by_host.items())
+    return words
 
 
 def _numbers(ranks: Sequence[int]) -> str:
     """Sorted ranks: "ranks 0-3, 5"."""
-    ranges = [[rank for _, rank in some] for _, some in groupby(enumerate(ranks), key=lambda x: x[1] - x[0])]
-    shown = [f"{first}-{rest[-1]}" if rest else str(first) for first, *rest in ranges]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(shown)}"
+    ranges = []
+    for _, run in groupby(enumerate(ranks), key=lambda x: x[1] - x[0]):
+        first, *rest = [rank for _, rank in run]
+        ranges.append(f"{first}-{rest[-1]}" if rest else str(first))
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranges)}"
 
 
 def _exchange(parallel: ContextParallel, refusal: str, fields: Mapping[str, str]) -> list[Account]:
     host, rank = socket.gethostname(), dist.get_rank() if dist.is_initialized() else 0
     # torchrun numbers its machines. Processes that somebody started one by one may be anywhere.
     machine = f"{host} {os.environ.get('GROUP_RANK', '')}" if "LOCAL_RANK" in os.environ else f"rank {rank}"
-    return [Account(*x) for x in values_of_all(parallel, Account(rank, host, machine, refusal, fields))]
+    accounts = values_of_all(parallel, Account(rank, host, machine, refusal, fields))
+    return [Account(*fields_of_rank) for fields_of_rank in accounts]

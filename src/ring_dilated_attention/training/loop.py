@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from tqdm import tqdm
 
 from ..models.longnet import LongNetLM, NextTokenLoss
 from ..models.saved_run import check_whole
@@ -19,9 +18,8 @@ from ..ranks.context import ContextParallel
 from ..ranks.processes import recorded_waits
 from .agreement import together, values_of_all
 from .checkpoint import load_checkpoint, local_of, save_checkpoint
-from .files import LossyStderr
 from .machine import hardware, peak_resident_bytes, resident_bytes, versions
-from .metrics import Metrics, Step, beside_the_bar
+from .metrics import Metrics, Step
 from .options import Hyperparameters
 from .run import Run, initial_state, offering_older
 from .run_report import make_record, planned_attention_bytes
@@ -36,46 +34,51 @@ class TrainingDiverged(ValueError):
     """The loss is no longer a number."""
 
 
-def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, Any]:
-    """Train to the last step, or to the first step boundary after a request to stop. Returns the run's record."""
+@contextmanager
+def unseen(num_done: int) -> Iterator[Callable[[Step], None]]:
+    yield lambda step: None
+
+
+def train(
+    run: Run,
+    parallel: ContextParallel,
+    stop: StopRequest,
+    shown: Callable[[int], AbstractContextManager[Callable[[Step], None]]] = unseen,
+) -> dict[str, Any]:
+    """Train to the last step, or to the first step boundary after a request to stop. Returns the run's record.
+
+    shown: a context that is given the number of steps that are done, and yields what to call after each step.
+    """
     options = run.hyperparameters
     torch.manual_seed(options.seed)
-    is_sharded = run.fsdp and parallel.world_size > 1  # one rank has nothing to share
-    if is_sharded:  # imported now, since it takes a second
-        from .sharded import ShardWriter, sharded_model
-    make: Callable[..., LongNetLM] = sharded_model if is_sharded else LongNetLM
-    model = make(options.model_config(), parallel=parallel, activation_checkpointing=run.activation_checkpointing)
+    model, loss_of, is_cut = make_model(run, parallel)
     optimizers = make_optimizers(model, options)
-    loss_of = NextTokenLoss(model) if is_sharded else average_gradients(NextTokenLoss(model), parallel)
     load(run, model, optimizers, parallel)
-    planned = planned_attention_bytes(options, parallel)
-    eval_every = run.eval_every or -(-options.total_steps // NUM_EVALUATIONS)
-    measured, stopping = partial(trained_on, options, parallel, planned, resident_bytes()), False
+    # What the record says about the memory before the first step, and about the machine.
+    measured = partial(trained_on, options, parallel, planned_attention_bytes(options, parallel), resident_bytes())
     state = measured() | together(parallel, partial(initial_state, run))
     owner = None if run.begins_again else state["run"]
-    writes = partial(Metrics, run.folder, owner, state["step"], parallel.rank, tensorboard=run.tensorboard)
-    terminal = {"file": LossyStderr(), "disable": parallel.rank != 0, "dynamic_ncols": True}
+    eval_every = run.eval_every or -(-options.total_steps // NUM_EVALUATIONS)
+    is_stopping = False
     with (
-        together(parallel, writes) as metrics,
+        together(parallel, partial(Metrics, run.folder, owner, state["step"], parallel.rank)) as metrics,
         recorded_waits(parallel.ranks) as waits,
-        ShardWriter(run.folder, parallel) if is_sharded else nullcontext() as writer,
-        tqdm(total=options.total_steps, initial=state["step"], unit="step", **terminal) as bar,
+        shown(state["step"]) as show,
     ):
-        if parallel.rank == 0:  # not earlier: a run that is refused prints only the reason
-            bar.write(run.document.read, file=bar.fp)
-        while state["step"] < options.total_steps and not stopping:
+        while state["step"] < options.total_steps and not is_stopping:
             began = time.perf_counter()
             nats = take_step(run, state, loss_of, optimizers, parallel)
             waited = round(sum(wait.end - wait.start for wait in waits), 6)
-            status = (waited, resident_bytes(), stop.requested, writer is None or writer.is_written)
-            all_waited, all_resident, requests, written = map(list, zip(*values_of_all(parallel, status), strict=True))
-            stopping = any(requests)  # so that all stop at the same step
+            of_ranks = values_of_all(parallel, (waited, resident_bytes(), stop.requested))
+            all_waited, all_resident, all_requested = map(list, zip(*of_ranks, strict=True))
+            is_stopping = any(all_requested)  # so that all stop at the same step
             seconds = time.perf_counter() - began
             speed = options.phase_of(state["step"]).num_positions / seconds
             state["step"] += 1
+            is_last = state["step"] == options.total_steps
             state["bits_per_byte"].append(nats / NATS_PER_BIT)
             state["step_seconds"].append(seconds)
-            held_out, is_last = None, state["step"] == options.total_steps
+            held_out = None
             if state["step"] % eval_every == 0 and not is_last:
                 held_out = held_out_bits_per_byte(model, run.document)
                 state["held_out"].append({"step": state["step"], "bits_per_byte": held_out})
@@ -83,19 +86,40 @@ def train(run: Run, parallel: ContextParallel, stop: StopRequest) -> dict[str, A
             numbers = (state["step"], nats, nats / NATS_PER_BIT, held_out, seconds, speed, all_waited, all_resident)
             step = Step(state["run"], *numbers)
             metrics.add(step)
-            bar.set_postfix_str(beside_the_bar(step, planned), refresh=False)
-            bar.update()
-            if writer is not None and all(written):
-                writer.finish()
-            if state["step"] % run.save_every == 0 or is_last or stopping:
+            show(step)
+            if state["step"] % run.save_every == 0 or is_last or is_stopping:
                 check_parameters(model, parallel, state["step"])
                 state |= measured()
-                if writer is not None:
-                    writer.start(state, model, optimizers)
-                else:
-                    save = partial(save_checkpoint, run.folder, state, model, optimizers)
-                    together(parallel, save if parallel.rank == 0 else lambda: None)
+                save(run, state, model, optimizers, parallel, is_cut=is_cut)
     return scored_record(run, state, model, parallel)
+
+
+def make_model(run: Run, parallel: ContextParallel) -> tuple[LongNetLM, nn.Module, bool]:
+    """The model, what gives its loss with averaged gradients, and whether its parameters are cut over the ranks."""
+    config, recomputes = run.hyperparameters.model_config(), run.activation_checkpointing
+    if run.fsdp and parallel.world_size > 1:  # one rank has nothing to share
+        from .sharded import sharded_model  # imported now, since it takes a second
+
+        model = sharded_model(config, parallel=parallel, activation_checkpointing=recomputes)
+        return model, NextTokenLoss(model), True
+    model = LongNetLM(config, parallel=parallel, activation_checkpointing=recomputes)
+    return model, average_gradients(NextTokenLoss(model), parallel), False
+
+
+def save(
+    run: Run,
+    state: dict[str, Any],
+    model: LongNetLM,
+    optimizers: list[Optimizer],
+    parallel: ContextParallel,
+    *,
+    is_cut: bool,
+) -> None:
+    if is_cut:
+        save_checkpoint(run.folder, state, model, optimizers, parallel)
+        return
+    write = partial(save_checkpoint, run.folder, state, model, optimizers)
+    together(parallel, write if parallel.rank == 0 else lambda: None)
 
 
 def scored_record(run: Run, state: dict[str, Any], model: LongNetLM, parallel: ContextParallel) -> dict[str, Any]:

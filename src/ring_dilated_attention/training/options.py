@@ -3,11 +3,10 @@
 import argparse
 import shlex
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..forecast.shape import Shape
 from ..models.longnet_config import LongNetConfig
 
 MOST_LAYERS = 10_000  # each layer is a module, which takes time and memory
@@ -84,26 +83,20 @@ class Hyperparameters:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            least, most = item.metadata["least"], item.metadata["most"]
             entries = entries_of(getattr(self, item.name))
             if isinstance(item.default, tuple):
                 object.__setattr__(self, item.name, entries)
             for entry in entries:
-                if isinstance(entry, str):
-                    if "\0" in entry:
-                        raise ValueError(f"{flag(item.name)} {in_short(entry)!r} has a NUL, which no path can have")
-                elif entry is not None and not least <= entry <= most:
-                    raise ValueError(f"{flag(item.name)} {in_short(entry)} must be from {least:,} to {most:,}")
-            if (choices := item.metadata["more"].get("choices")) and entries[0] not in choices:
-                raise ValueError(f"{flag(item.name)} {in_short(entries[0])!r} must be {' or '.join(choices)}")
+                _check_entry(item, entry)
         for name in ("learning_rate", "muon_learning_rate"):
-            if (rate := getattr(self, name)) * self.weight_decay > LARGEST_FLOAT:
+            rate = getattr(self, name)
+            if rate * self.weight_decay > LARGEST_FLOAT:
                 product = f"{flag(name)} {rate} times --weight-decay {self.weight_decay}"
                 raise ValueError(f"{product} must be at most {LARGEST_FLOAT:,}")
         for phase in self.schedule[:-1]:
             if phase.length >= self.seq_len:
-                found = f"--phases {phase.length}:... is not shorter than --seq-len {self.seq_len}"
-                raise ValueError(f"{found}: leave it out, or raise --steps for more steps of that length")
+                what = f"--phases {phase.length}:... is not shorter than --seq-len {self.seq_len}"
+                raise ValueError(f"{what}: leave it out, or raise --steps for more steps of that length")
         self.model_config()  # refuses bad widths and branches
 
     @property
@@ -140,11 +133,12 @@ class Hyperparameters:
         return LongNetConfig.of_run(asdict(self))
 
     def num_training_bytes(self) -> int:
-        """The bytes of parameters, gradients and optimiser state in float32."""
-        width, num_kv_heads = self.embed_dim, self.num_kv_heads or self.num_heads
-        shape = Shape(self.num_layers, width, 4 * width, 256, self.num_heads, num_kv_heads)
-        with_one_moment = self.num_layers * shape.block_matrices if self.optimizer == "muon" else 0  # others have two
-        return 4 * (4 * shape.num_parameters - with_one_moment)
+        """About the bytes of parameters, gradients and optimiser state in float32: those of the matrices."""
+        width = self.embed_dim
+        kv_width = width // self.num_heads * (self.num_kv_heads or self.num_heads)
+        of_blocks = self.num_layers * width * (2 * width + 2 * kv_width + 8 * width)
+        num_moments = 1 if self.optimizer == "muon" else 2
+        return 4 * ((2 + num_moments) * of_blocks + 4 * 2 * 256 * width)
 
     def to_dict(self) -> dict[str, Any]:
         """A dict that JSON gives back as it was: with lists for tuples."""
@@ -152,26 +146,37 @@ class Hyperparameters:
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> "Hyperparameters":
-        """The inverse of `to_dict`. A ValueError refuses missing and foreign fields, other types and bad values."""
+        """The inverse of `to_dict`. A ValueError refuses what another version of this package saved."""
         names = {item.name for item in fields(cls)}
         if saved.keys() != names:
             missing, foreign = sorted(names - saved.keys()), sorted(saved.keys() - names)
             raise ValueError(f"hyperparameters lack {missing or 'none'} and have {foreign or 'none'} besides")
-        for item in fields(cls):
-            value, kind, is_list = saved[item.name], item.metadata["kind"], isinstance(item.default, tuple)
-            if is_list and not isinstance(value, list):
-                raise ValueError(f"hyperparameter {item.name} is {value!r}, not a list")
-            kinds = (int, float) if kind is float else (kind, type(item.default))
-            if any(type(entry) not in kinds for entry in (value if is_list else [value])):
-                raise ValueError(f"hyperparameter {item.name} is {value!r}, not {kind.__name__}")
         return cls(**saved)
+
+
+def _check_entry(item: Field[Any], entry: Any) -> None:
+    """Raise ValueError unless a field may have this number or text."""
+    name, least, most = flag(item.name), item.metadata["least"], item.metadata["most"]
+    kind, choices = item.metadata["kind"], item.metadata["more"].get("choices")
+    if entry is not None and isinstance(entry, str) != (kind is str):  # in a checkpoint
+        raise ValueError(f"{name} {entry!r} must be of the type {kind.__name__}")
+    if choices and entry not in choices:
+        raise ValueError(f"{name} {in_short(entry)!r} must be {' or '.join(choices)}")
+    if isinstance(entry, str):
+        if "\0" in entry:
+            raise ValueError(f"{name} {in_short(entry)!r} has a NUL, which no path can have")
+    elif entry is not None and not least <= entry <= most:
+        raise ValueError(f"{name} {in_short(entry)} must be from {least:,} to {most:,}")
 
 
 def in_short(number: float | str) -> str:
     """A number or a text. If it has more than 40 letters: the count of the number's digits, or the text's beginning."""
     text = str(number)
-    long = f"(a number of {len(text)} digits)" if text.lstrip("-").isdecimal() else f"{text[:37]}..."
-    return text if len(text) <= 40 else long
+    if len(text) <= 40:
+        return text
+    if text.lstrip("-").isdecimal():
+        return f"(a number of {len(text)} digits)"
+    return f"{text[:37]}..."
 
 
 def entries_of(value: Any) -> tuple[Any, ...]:
@@ -184,25 +189,25 @@ def flag(name: str) -> str:
 
 def _phase(text: str) -> Phase:
     numbers = text.split(":")
-    if len(numbers) != 3 or not all(x.isascii() and x.isdigit() and 1 <= int(x[:20]) <= LARGEST for x in numbers):
-        rule = "such as 512:2:1000, which is 1,000 steps of 2 sequences of 512 bytes, or none"
-        raise ValueError(f"--phases {in_short(text)!r} must be LENGTH:BATCH:STEPS, {rule}")
-    return Phase(*map(int, numbers))
+    if len(numbers) == 3 and all(x.isascii() and x.isdigit() and 1 <= int(x[:20]) <= LARGEST for x in numbers):
+        return Phase(*map(int, numbers))
+    rule = "such as 512:2:1000, which is 1,000 steps of 2 sequences of 512 bytes, or none"
+    raise ValueError(f"--phases {in_short(text)!r} must be LENGTH:BATCH:STEPS, {rule}")
 
 
 def add_hyperparameters(parser: argparse._ArgumentGroup, whole: Callable[[str], int]) -> None:
     """Add an option for each field. Integers are read by `whole`. An option that is not given leaves no attribute."""
     for item in fields(Hyperparameters):
-        kind, more = item.metadata["kind"], item.metadata["more"]
-        metavar = {} if "choices" in more else {"metavar": {str: "FILE", int: "N", float: "X"}[kind]}
-        parser.add_argument(
-            flag(item.name),
-            default=argparse.SUPPRESS,
-            type=whole if kind is int else kind,
-            nargs="+" if isinstance(item.default, tuple) else None,
-            help=item.metadata["help"] + ("" if item.default in ((), None) else f" (default {_shown(item.default)})"),
-            **metavar | more,
-        )
+        kind, more = item.metadata["kind"], dict(item.metadata["more"])
+        if "choices" not in more:
+            more.setdefault("metavar", {str: "FILE", int: "N", float: "X"}[kind])
+        if isinstance(item.default, tuple):
+            more["nargs"] = "+"
+        text = item.metadata["help"]
+        if item.default not in ((), None):
+            text += f" (default {_shown(item.default)})"
+        read = whole if kind is int else kind
+        parser.add_argument(flag(item.name), default=argparse.SUPPRESS, type=read, help=text, **more)
 
 
 def resolve(arguments: argparse.Namespace, before: Hyperparameters | None = None) -> Hyperparameters:
@@ -210,38 +215,53 @@ def resolve(arguments: argparse.Namespace, before: Hyperparameters | None = None
 
     before: those of the run that --resume or --from names. A resumed run keeps them all, a run of --from keeps SHAPE.
     """
-    given = {item.name: getattr(arguments, item.name) for item in fields(Hyperparameters) if item.name in arguments}
+    options = {item.name: getattr(arguments, item.name) for item in fields(Hyperparameters) if item.name in arguments}
     for name in FILES:
-        if "-" in given.get(name, ()):
-            raise ValueError(
-                f"{flag(name)} - is stdin, and a resumed run reads its data again: save it in a file first"
-            )
-    given |= {name: [str(Path(file).resolve()) for file in given[name]] for name in FILES if name in given}
-    if given.get("phases") == ["none"]:
-        given["phases"] = ()
+        files = options.get(name, ())
+        if "-" in files:
+            rule = "is stdin, and a resumed run reads its data again: save it in a file first"
+            raise ValueError(f"{flag(name)} - {rule}")
+        if files:
+            options[name] = [str(Path(file).resolve()) for file in files]
+    if options.get("phases") == ["none"]:
+        options["phases"] = ()
     if before is None:
-        if not given.keys() & {"steps", "phases"}:
-            longest = given.get("seq_len", Hyperparameters.seq_len)
-            given["phases"] = tuple(text for text in DEFAULT_PHASES if _phase(text).length < longest)
-        return Hyperparameters(**given)
-    resumed = arguments.resume
-    wanted = replace(before, **given if resumed else {"phases": ()} | given)
-    refused = {name: said for name, said in changes(wanted, before).items() if resumed or name in SHAPE}
-    if refused:
-        rule = "a resumed run keeps its hyperparameters" if resumed else "the parameters of --from have other shapes"
-        remedy = "Leave these options out, or start a new run from random parameters"
-        if resumed and not set(refused) & set(SHAPE):
-            given_anew = {name: entries_of(getattr(wanted, name)) or ("none",) for name in refused}
-            command = [str(word) for name, entries in given_anew.items() for word in (flag(name), *entries)]
-            remedy = f"A new run from its parameters: rda train --from {shlex.join([str(resumed), *command])}"
-        raise ValueError(f"{rule}, but {'; '.join(refused.values())}. {remedy}")
+        if "steps" not in options and "phases" not in options:
+            longest = options.get("seq_len", Hyperparameters.seq_len)
+            options["phases"] = tuple(text for text in DEFAULT_PHASES if _phase(text).length < longest)
+        return Hyperparameters(**options)
+    if arguments.resume is None:
+        wanted = replace(before, **{"phases": (), **options})
+        changed = {name: said for name, said in changes(wanted, before).items() if name in SHAPE}
+    else:
+        wanted = replace(before, **options)
+        changed = changes(wanted, before)
+    if changed:
+        raise ValueError(_words_of_refusal(arguments, wanted, changed))
     return wanted
+
+
+def _words_of_refusal(arguments: argparse.Namespace, wanted: Hyperparameters, changed: dict[str, str]) -> str:
+    differences = "; ".join(changed.values())
+    remedy = "Leave these options out, or start a new run from random parameters"
+    if arguments.resume is None:
+        return f"the parameters of --from have other shapes, but {differences}. {remedy}"
+    if not changed.keys() & set(SHAPE):
+        words = ["--from", str(arguments.resume)]
+        for name in changed:
+            words += [flag(name), *(map(str, entries_of(getattr(wanted, name)) or ["none"]))]
+        remedy = f"A new run from its parameters: rda train {shlex.join(words)}"
+    return f"a resumed run keeps its hyperparameters, but {differences}. {remedy}"
 
 
 def changes(wanted: Hyperparameters, before: Hyperparameters) -> dict[str, str]:
     """What is wanted other than it was, by name, in words."""
-    pairs = ((name, value, getattr(before, name)) for name, value in vars(wanted).items())
-    return {name: f"{flag(name)} {_shown(new)} was {_shown(old)}" for name, new, old in pairs if new != old}
+    words = {}
+    for name, new in vars(wanted).items():
+        old = getattr(before, name)
+        if new != old:
+            words[name] = f"{flag(name)} {_shown(new)} was {_shown(old)}"
+    return words
 
 
 def _shown(value: Any) -> str:

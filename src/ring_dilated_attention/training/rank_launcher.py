@@ -1,38 +1,36 @@
-"""`rda train --ranks P`: the ranks are processes of this machine, and no other machine can reach them.
+"""Starts ranks by torch's elastic launcher, that of torchrun, and says which rank this process is.
 
-torchrun opens its stores on every interface and unpickles what it gets. Here ranks meet by a file. No torch.
+torchrun opens its store on every interface and unpickles what it gets. Here the launcher's store is a file, and ranks
+meet by another file: no other machine can reach them. The file imports torch only to start ranks.
 """
 
-import math
+import ctypes
+import json
+import logging
 import os
-import subprocess
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .files import named_in_errors
 from .options import in_short
-from .stop_request import LAUNCHER, StopRequest
 
-# Within this time after a rank failed, the others notice by their connections and say so. Then they are ended.
-GRACE_SECONDS, POLL_SECONDS = 10, 0.05
-STORE_BYTES = 1500  # about what two ranks write to the store
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+STORE_BYTES = 2**14  # more than what is written to the stores
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 MOST_STARTED = 10**6  # ranks
-LOST_ANOTHER = "lost another"  # the reason of a rank that failed only because another rank did
-
-
-class Ended(NamedTuple):
-    """How the ranks ended."""
-
-    codes: tuple[int, ...]  # negative: the signal that killed the rank
-    was_aborted: bool  # by a second request to stop
-    reasons: tuple[str, ...]  # what each left with `leave_reason`, or ""
-    was_asked: bool = False  # to stop, once or twice
+LAUNCHER = "RDA_TRAIN_LAUNCHER"  # the variable that tells ranks the process of `rda train --ranks`
+RESTART = "TORCHELASTIC_RESTART_COUNT"  # how often the elastic launcher of this host started its ranks again
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+CODE_FILE = "exit-code"  # in the launcher's folder
+LATER_SECONDS = 3600  # a rank that only lost another is never taken for the cause
 
 
 class Place(NamedTuple):
@@ -50,9 +48,11 @@ def started() -> Place:
     rank, size = "RANK", "WORLD_SIZE"
     if not _is_under_torchrun() and "SLURM_STEP_ID" in os.environ:
         rank = "SLURM_PROCID"
-        size = next((name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in os.environ), "")
-    if rank in os.environ and size in os.environ and (num_ranks := _number_in(size, 1)) > 1:
-        return Place(_number_in(rank, 0, num_ranks - 1), num_ranks)
+        size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in os.environ else "SLURM_NTASKS"
+    if rank in os.environ and size in os.environ:
+        num_ranks = _number_in(size, 1)
+        if num_ranks > 1:
+            return Place(_number_in(rank, 0, num_ranks - 1), num_ranks)
     return Place(0, 1)
 
 
@@ -62,11 +62,13 @@ def _is_under_torchrun() -> bool:
 
 def unjoined(*, joins: bool) -> str:
     """A warning if a launcher's processes do not work together, else "". joins: whether the command joins them."""
-    (rank, num_ranks), tasks = started(), os.environ.get("SLURM_NTASKS", "1")
+    rank, num_ranks = started()
+    tasks = os.environ.get("SLURM_NTASKS", "1")
     if joins and num_ranks == 1 and tasks != "1" and not _is_under_torchrun():
         return f"SLURM_NTASKS={in_short(tasks)} is ignored: this is a single task, and srun starts several"
-    is_repeated = not joins and num_ranks > 1 and rank == 0
-    return f"a launcher started {num_ranks} of these, and each does all of the work: start one" if is_repeated else ""
+    if not joins and num_ranks > 1 and rank == 0:
+        return f"a launcher started {num_ranks} of these, and each does all of the work: start one"
+    return ""
 
 
 def check_meeting() -> None:
@@ -82,7 +84,7 @@ def _number_in(name: str, least: int, most: int = MOST_STARTED) -> int:
     """An environment variable's number, which a launcher or a user set."""
     text = os.environ[name]
     is_number = text.isascii() and text.isdigit() and len(text) <= 20
-    if not (is_number and least <= int(text) <= most):
+    if not is_number or not least <= int(text) <= most:
         raise ValueError(f"{name} must be a number from {least:,} to {most:,}, got {in_short(text)!r}: mend it")
     return int(text)
 
@@ -98,59 +100,87 @@ def share_of_cores(num_ranks: int) -> int:
     return max(1, num_cores // num_ranks)
 
 
-def launch(arguments: Sequence[str], num_ranks: int, lock: int, variables: Mapping[str, str]) -> Ended:
-    """Run `python <arguments> --launched FOLDER` on every rank, until all have ended.
+class Ended(NamedTuple):
+    """How the ranks ended: the exit code of the command, and why they failed ("" if they ended by themselves)."""
 
-    Each rank has a session of its own: Ctrl-C reaches only the launcher, which then closes the ranks' stdin. They are
-    killed by a second Ctrl-C, or 10 seconds after one failed. They inherit the descriptor of the folder's `lock`.
+    code: int
+    reason: str = ""
+
+
+def launch(words: Sequence[str], num_ranks: int, num_restarts: int) -> Ended:
+    """Run `python <words> --launched FOLDER` on every rank until all have ended.
+
+    The launcher passes SIGINT and SIGTERM on to the ranks, and kills them 30 seconds later. If a rank ends with another
+    code than 0, it ends the others and starts all again. So a rank that wants no restart leaves its exit code in the
+    folder, and ends with 0.
     """
-    environment = {**os.environ, **loopback_only(), **variables}
-    environment |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), LAUNCHER: str(os.getpid())}
-    environment.setdefault("OMP_NUM_THREADS", str(share_of_cores(num_ranks)))
-    processes: list[subprocess.Popen[bytes]] = []
-    read_end, write_end = os.pipe()
-    with (
-        StopRequest() as stop,
-        tempfile.TemporaryDirectory(prefix="rda-train-") as folder,
-        open(read_end, "rb") as asked,
-        open(write_end, "wb") as asking,
-    ):
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.disable(logging.WARNING)  # torch's lines about each signal that it passes on
+    os.environ.setdefault("OMP_NUM_THREADS", str(share_of_cores(num_ranks)))
+    # Without the second variable the launcher opens a second store, on every interface.
+    os.environ |= {**loopback_only(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", LAUNCHER: str(os.getpid())}
+    with tempfile.TemporaryDirectory(prefix="rda-train-") as folder:
         with named_in_errors(Path(folder)):
-            (Path(folder) / "room").write_bytes(bytes(STORE_BYTES))  # on a full disk torch's store waits for ever
+            Path(folder, "room").write_bytes(bytes(STORE_BYTES))  # on a full disk torch's store waits for ever
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            run_id="rda-train",
+            max_restarts=num_restarts,
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"{folder}/launcher",
+            # Each sign of life makes the file longer. There is no other launcher to give it to.
+            rdzv_configs={"store_type": "file", "keep_alive_interval": 3600},
+            signals_to_handle="SIGINT,SIGTERM",
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        ended = Ended(0)
         try:
-            for rank in range(num_ranks):
-                own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                words = [sys.executable, *arguments, "--launched", folder]
-                processes.append(subprocess.Popen(words, stdin=asked, env=own, start_new_session=True, pass_fds=[lock]))
-            until_all_ended(processes, stop, asking)
-            # A rank that is ended here waited for another one: it did not fail.
-            default = ["" if process.poll() is not None else LOST_ANOTHER for process in processes]
-            reasons = tuple(_reason(Path(folder), rank) or text for rank, text in enumerate(default))
+            elastic_launch(config, sys.executable)(*words, "--launched", folder)
+        except ChildFailedError as error:
+            ended = Ended(1, f"the ranks failed: {cause(error)}")
+        except SignalException:
+            ended = Ended(130, "stopped at once")
         finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    return Ended(tuple(process.returncode for process in processes), stop.number > 1, reasons, stop.requested)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        path = Path(folder, CODE_FILE)
+        return Ended(int(path.read_text())) if path.exists() else ended
 
 
-def until_all_ended(processes: Sequence[subprocess.Popen[bytes]], stop: StopRequest, asking: BinaryIO) -> None:
-    """Return when all have ended, on a second request to stop, or GRACE_SECONDS after a rank failed."""
-    deadline = math.inf
-    while None in [process.poll() for process in processes] and stop.number < 2 and time.monotonic() < deadline:
-        if stop.requested:
-            asking.close()
-        if deadline == math.inf and any(process.returncode for process in processes):
-            deadline = time.monotonic() + GRACE_SECONDS
-        time.sleep(POLL_SECONDS)
+def leave_code(folder: Path, code: int) -> None:
+    """Tell the launcher the exit code of the command: this rank ends, and is not to be started again."""
+    (folder / CODE_FILE).write_text(str(code))
 
 
-def leave_reason(folder: Path, reason: str) -> None:
-    """Tell the launcher in one line why this rank fails."""
-    with suppress(OSError):  # if the disk is full, the launcher has only the exit code
-        (folder / f"failed-{started().rank}").write_text(reason, errors="backslashreplace")
+def leave_reason(reason: str, *, is_cause: bool) -> None:
+    """Tell the elastic launcher in one line why this rank fails. It takes the failure of the earliest time for the
+    cause of all others."""
+    timestamp = 0 if is_cause else int(time.time()) + LATER_SECONDS
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with suppress(OSError):  # if the disk is full, the launcher has only the exit code
+            Path(path).write_text(json.dumps({"message": reason, "timestamp": timestamp}))
 
 
-def _reason(folder: Path, rank: int) -> str:
-    with suppress(OSError, ValueError):  # there is no file, or it was cut short
-        return (folder / f"failed-{rank}").read_text()
-    return ""
+def cause(error: "ChildFailedError") -> str:
+    """Which rank failed first, and why: the reason that it left, or the signal that ended it."""
+    rank, failure = error.get_first_failure()
+    if Path(failure.error_file).exists():
+        return f"rank {rank}: {failure.message}"
+    if failure.exitcode < 0:
+        return f"rank {rank} was ended by {failure.signal_name()}"
+    return f"rank {rank} ended with code {failure.exitcode}"
+
+
+def end_with_launcher() -> None:
+    """Let Linux send SIGTERM to this rank when the process ends that started it. A rank that trains then saves, and
+    ends. Any other ends at once, and meets no rank of a later start."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):  # it had ended before
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,93 @@
+"""The folder of a run: one run at a time has it, and starts that come to no checkpoint are counted. No torch."""
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import BinaryIO
+
+from ..models.saved_run import MAKER, find_checkpoint
+from .files import LossyStderr, check_mine, folder_made, write_whole
+
+LOCK_FILE, STARTS_FILE = ".rda-train.lock", ".rda-train.starts"
+MOST_STARTS = 3  # in a row, without a new checkpoint
+
+
+@contextmanager
+def own_folder(folder: Path, seconds: float = 0) -> Iterator[Path]:
+    """Make a folder if it is not there, and keep other runs out of it. At the end an empty folder is removed.
+
+    Raises ValueError if another run has the folder, and still has it after so many seconds.
+    """
+    from filelock import FileLock, Timeout
+
+    with folder_made(folder):
+        path = folder / LOCK_FILE
+        check_mine(path, is_lock, MAKER)
+        lock = FileLock(path)
+        try:
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                if seconds:
+                    said = f"rda train: waiting up to {seconds:g} s for {folder}, in use by another run"
+                    print(said, file=LossyStderr(), flush=True)
+                lock.acquire(timeout=seconds, poll_interval=0.2)
+        except Timeout:
+            remedy = f"let it end, or choose another --run-folder (fuser {path} names its process)"
+            raise ValueError(f"{folder} is in use by another run: {remedy}") from None
+        try:
+            yield folder
+        finally:
+            path.unlink(missing_ok=True)  # before another run can have it
+            lock.release()
+
+
+def is_lock(file: BinaryIO) -> bool:
+    """A lock is empty. Earlier versions wrote down who had it."""
+    content = file.read(64)
+    return not content or content.startswith(f'{{"made_by": "{MAKER}"'.encode())
+
+
+@contextmanager
+def new_folder_made(folder: Path) -> Iterator[Path]:
+    """Make a folder; if it is there, another one with a number after its name. At the end an empty one is removed."""
+    with folder_made(folder.parent):
+        path = folder
+        for number in count(2):
+            try:
+                path.mkdir()
+                break
+            except FileExistsError:
+                path = folder.with_name(f"{folder.name}-{number}")
+        try:
+            yield path
+        finally:
+            with suppress(OSError):
+                path.rmdir()
+
+
+def are_by_torchrun() -> bool:
+    """Whether an elastic launcher starts the ranks again: torchrun with --max-restarts, or that of --restarts."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
+def may_go_on(arguments: argparse.Namespace) -> bool:
+    """Whether --run-folder may also name a run that exists, to go on with."""
+    return arguments.restarts is not None or are_by_torchrun()
+
+
+def count_start(folder: Path, *, anew: bool) -> None:
+    """Note this start in the folder. Raise ValueError if the last MOST_STARTS left no new checkpoint."""
+    path, newest = folder / STARTS_FILE, find_checkpoint(folder)
+    notes = []
+    for number in range(1, MOST_STARTS + 1):
+        notes.append(f"{MAKER}: start {number} after {newest and newest.name}\n".encode())
+    noted = path.read_bytes() if path.exists() and not anew else b""
+    if noted == notes[-1]:
+        awaited = f"a checkpoint after {newest.name}" if newest else "a first checkpoint"
+        raise ValueError(f"{folder}: {MOST_STARTS} starts in a row ended without {awaited}: mend what ended them first")
+    next_note = notes[notes.index(noted) + 1] if noted in notes else notes[0]
+    write_whole(path, next_note, lambda file: file.read(len(MAKER)) == MAKER.encode(), MAKER)
