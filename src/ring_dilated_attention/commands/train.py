@@ -215,11 +215,7 @@ def train(arguments: argparse.Namespace, run: Run | None) -> int:
             run = begin(arguments, run, parallel, stack)
             folder = run.folder
             with StopRequest(says=parallel.rank == 0) as stop:
-                try:
-                    record = loop.train(run, parallel, stop, partial(shown, run) if parallel.rank == 0 else loop.unseen)
-                finally:
-                    if parallel.rank == 0 and not isinstance(sys.exception(), RuntimeError):  # no start follows
-                        (folder / STARTS_FILE).unlink(missing_ok=True)
+                record = loop.train(run, parallel, stop, partial(shown, run) if parallel.rank == 0 else loop.unseen)
                 if parallel.rank == 0:
                     report(arguments, run, record)
             leave(parallel)
@@ -233,6 +229,8 @@ def train(arguments: argparse.Namespace, run: Run | None) -> int:
             code = UNREAD_EXIT_CODE
         except Exception as error:  # noqa: BLE001  `failed` raises unforeseen errors again
             code = failed(error, arguments, folder)
+        if folder is not None and parallel.rank == 0 and code != FAILED_EXIT_CODE:  # no start follows
+            (folder / STARTS_FILE).unlink(missing_ok=True)
     if arguments.launched is None or code == FAILED_EXIT_CODE:
         return code
     leave_code(arguments.launched, code)

@@ -9,7 +9,6 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -113,8 +112,8 @@ def words_of_refusal(accounts: Sequence[Account], rank: int) -> str:
     """What a rank says about all refusals, if it is the first rank of its machine; else ""."""
     if not _is_first_of_machine(accounts, rank):
         return ""
-    ranks_by_refusal = _ranks_by([account.refusal for account in accounts], accounts)
-    return "; ".join(f"{ranks}: {refusal}" for refusal, ranks in ranks_by_refusal.items() if refusal)
+    first_with = _first_with([account.refusal for account in accounts], accounts)
+    return "; ".join(f"{first}: {refusal}" for refusal, first in first_with.items() if refusal)
 
 
 def words_of_difference(accounts: Sequence[Account], rank: int) -> str:
@@ -122,10 +121,10 @@ def words_of_difference(accounts: Sequence[Account], rank: int) -> str:
     if not _is_first_of_machine(accounts, rank):
         return ""
     differences = []
-    for name in dict.fromkeys(name for account in accounts for name in account.fields):
-        ranks_by_value = _ranks_by([account.fields.get(name, "nothing") for account in accounts], accounts)
-        if len(ranks_by_value) > 1:
-            values = ", ".join(f"{ranks}: {value}" for value, ranks in ranks_by_value.items())
+    for name in {name: None for account in accounts for name in account.fields}:
+        first_with = _first_with([account.fields.get(name, "nothing") for account in accounts], accounts)
+        if len(first_with) > 1:
+            values = ", ".join(f"{first}: {value}" for value, first in first_with.items())
             differences.append(f"{name} ({values})")
     return f"the ranks would not train the same run: they differ in {'; '.join(differences)}"
 
@@ -134,24 +133,12 @@ def _is_first_of_machine(accounts: Sequence[Account], rank: int) -> bool:
     return all(account.machine != accounts[rank].machine for account in accounts[:rank])
 
 
-def _ranks_by(values: Sequence[str], accounts: Sequence[Account]) -> dict[str, str]:
-    """For each value the ranks that have it: "ranks 0-3 on host a and rank 4 on host b"."""
-    ranks: dict[str, dict[str, list[int]]] = {}
+def _first_with(values: Sequence[str], accounts: Sequence[Account]) -> dict[str, str]:
+    """For each value the first rank that has it."""
+    first_with: dict[str, str] = {}
     for value, account in zip(values, accounts, strict=True):
-        ranks.setdefault(value, {}).setdefault(account.host, []).append(account.rank)
-    words = {}
-    for value, by_host in ranks.items():
-        words[value] = " and ".join(f"{_numbers(sorted(some))} on host {host}" for host, some in by_host.items())
-    return words
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    """Sorted ranks: "ranks 0-3, 5"."""
-    ranges = []
-    for _, run in groupby(enumerate(ranks), key=lambda x: x[1] - x[0]):
-        first, *rest = [rank for _, rank in run]
-        ranges.append(f"{first}-{rest[-1]}" if rest else str(first))
-    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranges)}"
+        first_with.setdefault(value, f"rank {account.rank} on host {account.host}")
+    return first_with
 
 
 def _exchange(parallel: ContextParallel, refusal: str, fields: Mapping[str, str]) -> list[Account]:

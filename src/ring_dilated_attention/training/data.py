@@ -56,15 +56,17 @@ class Text:
         """The bytes of a buffered file, unpacked. For FASTA, known by its name: the letters of its sequences.
         A ValueError refuses damaged files, other containers, and FASTA without letters."""
         try:
-            whole = self._opened(file)
-            # A block of FASTA yields at most as many bytes as it has, and a border: `given` never cuts off a letter.
-            blocks = iter(lambda: whole.read(min(BLOCK, self.most - self.num_bytes)), b"")
-            for block in self._of_sequences(blocks) if self.is_fasta else blocks:
+            unpacked = self._opened(file)
+            # A block of FASTA yields at most as many bytes as it has, and a border: no letter is ever cut off.
+            blocks = iter(lambda: unpacked.read(min(BLOCK, self.most - self.num_bytes)), b"")
+            if self.is_fasta:
+                blocks = self._of_sequences(blocks)
+            for block in blocks:
                 if self.num_bytes == 0 and not self.is_fasta:
                     self.seems_fasta = LIKE_FASTA.match(block) is not None
-                given = block[: self.most - self.num_bytes]
-                self.num_bytes += len(given)
-                yield given
+                block = block[: self.most - self.num_bytes]
+                self.num_bytes += len(block)
+                yield block
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
@@ -74,9 +76,10 @@ class Text:
 
     def _opened(self, file: Any) -> Any:
         """The file, or what is packed in it."""
-        if (found := CONTAINER.match(file.peek(BLOCK))) is None:
+        container = CONTAINER.match(file.peek(BLOCK))
+        if container is None:
             return file
-        kind = str(found.lastgroup)
+        kind = str(container.lastgroup)
         if kind not in OPEN or self.packing:
             inside = f" inside {self.packing}" if self.packing else ""
             raise ValueError(f"{self.name} is {kind}{inside}, whose bytes are no text: give the text that is in it")
@@ -85,34 +88,42 @@ class Text:
 
     def _of_sequences(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
         """The letters of a FASTA file, without header lines. A border is put after each record that has letters."""
-        at_start, in_header, is_open = True, False, False
+        at_start, in_header, has_letters = True, False, False
         for block in blocks:
-            found = []
+            sequences = bytearray()
             for line in block.splitlines(keepends=True):
                 if at_start and line[:1] in (b">", b";"):
                     in_header = True
-                    if line[:1] == b">":
-                        found.append(self.border * is_open)
-                        is_open = False
-                elif not in_header and (letters := b"".join(line.split())):
-                    found.append(letters)
+                    if line[:1] == b">" and has_letters:
+                        sequences += self.border
+                        has_letters = False
+                elif not in_header:
+                    letters = b"".join(line.split())
+                    if letters and not has_letters:
+                        self.num_records += 1
+                        has_letters = True
                     self.num_letters += len(letters)
-                    self.num_records += not is_open
-                    is_open = True
+                    sequences += letters
                 at_start = line.endswith(b"\n")
                 in_header = in_header and not at_start
-            joined = b"".join(found).upper() if self.is_upper else b"".join(found)
-            self.letters = bytes(sorted({*self.letters, *joined.translate(None, self.letters + self.border)}))
-            yield joined
-        yield self.border * is_open
+            if self.is_upper:
+                sequences = sequences.upper()
+            self.letters = bytes(sorted({*self.letters, *sequences.translate(None, self.letters + self.border)}))
+            yield bytes(sequences)
+        if has_letters:
+            yield self.border
 
     def __str__(self) -> str:
-        said = f"{Path(self.name).name}: {self.packing}{', ' * bool(self.packing)}"
-        if not self.is_fasta:
-            hint = "\n  begins as FASTA does, but its name does not end in .fa: read as text" * self.seems_fasta
-            return f"{said}{self.num_bytes:,} bytes{hint}"
-        records = f"{self.num_records:,} record{'s' * (self.num_records != 1)}"
-        return f"{said}FASTA, {records}, {self.num_letters:,} letters ({_shown(self.letters)})"
+        words = f"{Path(self.name).name}: "
+        if self.packing:
+            words += f"{self.packing}, "
+        if self.is_fasta:
+            records = "1 record" if self.num_records == 1 else f"{self.num_records:,} records"
+            return f"{words}FASTA, {records}, {self.num_letters:,} letters ({_shown(self.letters)})"
+        words += f"{self.num_bytes:,} bytes"
+        if self.seems_fasta:
+            words += "\n  begins as FASTA does, but its name does not end in .fa: read as text"
+        return words
 
 
 def _shown(letters: bytes) -> str:
@@ -126,9 +137,9 @@ def opened(name: str) -> AbstractContextManager[BinaryIO]:
 
 def read_files(paths: Sequence[Path], how: Mapping[str, Any]) -> tuple[bytes, str]:
     """The bytes of files, one after the other, and a text that says what was read. Bad files are a ValueError."""
-    content, read = bytearray(), [Text(str(path), how) for path in paths]
+    content, texts = bytearray(), [Text(str(path), how) for path in paths]
     most = physical_bytes() / 2  # the bytes are copied at the end
-    for path, text in zip(paths, read, strict=True):
+    for path, text in zip(paths, texts, strict=True):
         try:
             if text.name != STDIN and stat.S_ISCHR(path.stat().st_mode):
                 raise ValueError(f"cannot read {path}: it is a device, which may have no end")
@@ -140,18 +151,24 @@ def read_files(paths: Sequence[Path], how: Mapping[str, Any]) -> tuple[bytes, st
                         raise ValueError(f"{path} does not fit: {rule}")
         except OSError as error:
             raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    if len(read) <= MOST_SAID:
-        return bytes(content), "\n".join(map(str, read))
-    said = f"{len(read):,} files: {len(content):,} bytes"
-    for kind, number in sorted(Counter(text.packing for text in read if text.packing).items()):
-        said += f"; {number:,} of them packed by {kind}"
-    if fasta := [text for text in read if text.is_fasta]:
+    if len(texts) <= MOST_SAID:
+        return bytes(content), "\n".join(map(str, texts))
+    return bytes(content), _words_of_many(texts, len(content))
+
+
+def _words_of_many(texts: Sequence[Text], num_bytes: int) -> str:
+    words = f"{len(texts):,} files: {num_bytes:,} bytes"
+    for kind, number in sorted(Counter(text.packing for text in texts if text.packing).items()):
+        words += f"; {number:,} of them packed by {kind}"
+    fasta = [text for text in texts if text.is_fasta]
+    if fasta:
         letters = bytes(sorted({letter for text in fasta for letter in text.letters}))
         number = sum(text.num_records for text in fasta)
-        said += f"; {len(fasta):,} of them are FASTA, with {number:,} records ({_shown(letters)})"
-    if number := sum(text.seems_fasta for text in read):
-        said += f"\n  {number:,} of them begin as FASTA does, but are not named .fa: read as text"
-    return bytes(content), said
+        words += f"; {len(fasta):,} of them are FASTA, with {number:,} records ({_shown(letters)})"
+    number = sum(text.seems_fasta for text in texts)
+    if number:
+        words += f"\n  {number:,} of them begin as FASTA does, but are not named .fa: read as text"
+    return words
 
 
 @dataclass(frozen=True)
@@ -180,9 +197,13 @@ class Document:
 
     def identity(self) -> dict[str, Any]:
         """What must be the same in the document of a resumed run."""
-        digest = hashlib.sha256(self.content).hexdigest()
-        sizes = {"num_bytes": len(self.content), "num_held_out": self.num_held_out}
-        return {"name": self.name, **sizes, "sha256": digest, "read": self.read}
+        return {
+            "name": self.name,
+            "num_bytes": len(self.content),
+            "num_held_out": self.num_held_out,
+            "sha256": hashlib.sha256(self.content).hexdigest(),
+            "read": self.read,
+        }
 
     def train_windows(self, seed: int, step: int, length: int, number: int) -> bytearray:
         """The windows of a step, joined. They depend on the arguments alone: a resumed run reads the same windows."""
@@ -201,19 +222,23 @@ def load_document(
 
     The last bytes are held out, or the first ones of `held_out` files. `how` is as for `Text`.
     """
-    name, paths, root = ", ".join(data), [Path(name) for name in data], Path(sysconfig.get_path("stdlib"))
+    name, paths = ", ".join(data), [Path(file) for file in data]
     if not data:
+        root = Path(sysconfig.get_path("stdlib"))
         name = f"Python's standard library ({root})"
         paths = [root / path for path in source_files(path.relative_to(root) for path in root.rglob("*.py"))]
     content, read = read_files(paths, how)
     if held_out:
-        scored, read_too = read_files([Path(name) for name in held_out], how)
-        if not (scored := scored[:num_held_out]):
-            raise ValueError(f"--held-out {', '.join(held_out)} is empty: there is nothing to score")
+        option = f"--held-out {', '.join(held_out)}"
+        scored, scored_read = read_files([Path(file) for file in held_out], how)
+        scored = scored[:num_held_out]
+        if not scored:
+            raise ValueError(f"{option} is empty: there is nothing to score")
         if scored in content:  # the same bytes may stand in another file, or in a compressed one
-            raise ValueError(f"--held-out {', '.join(held_out)} is trained on, as --data: give a text that is not")
+            raise ValueError(f"{option} is trained on, as --data: give a text that is not")
         name, num_held_out = f"{name}; held out: {', '.join(held_out)}", len(scored)
-        content, read = content + scored, f"{read}\nheld out, the first {num_held_out:,} bytes of\n  {read_too}"
+        content += scored
+        read += f"\nheld out, the first {num_held_out:,} bytes of\n  {scored_read}"
     return Document(content, name, seq_len, num_held_out, read)
 
 
@@ -224,12 +249,12 @@ def source_files(paths: Iterable[Path]) -> list[Path]:
 
 def cut_into_contexts(blocks: Iterable[bytes], size: int, context: int | None) -> Iterator[tuple[int, bytes]]:
     """Up to `size` bytes at a time, with their position in their context. A `context` of None is the whole text."""
-    position, held, length = 0, bytearray(), context or sys.maxsize
+    position, waiting, length = 0, bytearray(), context or sys.maxsize
     for block in blocks:
-        held += block
-        while len(held) >= (wanted := min(size, length - position)):
-            yield position, bytes(held[:wanted])
-            del held[:wanted]
+        waiting += block
+        while len(waiting) >= (wanted := min(size, length - position)):
+            yield position, bytes(waiting[:wanted])
+            del waiting[:wanted]
             position = (position + wanted) % length
-    if held:
-        yield position, bytes(held)
+    if waiting:
+        yield position, bytes(waiting)

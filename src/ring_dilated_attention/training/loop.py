@@ -22,7 +22,7 @@ from .machine import hardware, peak_resident_bytes, resident_bytes, versions
 from .metrics import Metrics, Step
 from .options import Hyperparameters
 from .run import Run, initial_state, offering_older
-from .run_report import make_record, planned_attention_bytes
+from .run_report import make_record
 from .scoring import baselines, bits_by_context, held_out_bits_per_byte
 from .stop_request import StopRequest
 
@@ -54,8 +54,7 @@ def train(
     model, loss_of, is_cut = make_model(run, parallel)
     optimizers = make_optimizers(model, options)
     load(run, model, optimizers, parallel)
-    # What the record says about the memory before the first step, and about the machine.
-    measured = partial(trained_on, options, parallel, planned_attention_bytes(options, parallel), resident_bytes())
+    measured = partial(trained_on, options, parallel, resident_bytes())
     state = measured() | together(parallel, partial(initial_state, run))
     owner = None if run.begins_again else state["run"]
     eval_every = run.eval_every or -(-options.total_steps // NUM_EVALUATIONS)
@@ -218,14 +217,13 @@ def check_parameters(model: nn.Module, parallel: ContextParallel, step: int) -> 
     check_finite(all(values_of_all(parallel, is_finite)), "a parameter is not finite", step)
 
 
-def trained_on(options: Hyperparameters, parallel: ContextParallel, planned: int, before: int) -> dict[str, Any]:
+def trained_on(options: Hyperparameters, parallel: ContextParallel, resident_before: int) -> dict[str, Any]:
     """What a record says about the machine and about each rank. It is the same on every rank."""
-    own = {
+    of_this_rank = {
         "rank": parallel.rank,
         "positions": len(parallel.positions(options.schedule[-1].num_positions)),
-        "resident_before": before,
+        "resident_before": resident_before,
         "resident_peak": peak_resident_bytes(),
-        "planned_attention": planned,
     }
     machine = hardware() | {"threads_per_rank": torch.get_num_threads()}
-    return {"hardware": machine, "versions": versions(), "ranks": values_of_all(parallel, own)}
+    return {"hardware": machine, "versions": versions(), "ranks": values_of_all(parallel, of_this_rank)}

@@ -88,11 +88,6 @@ class Hyperparameters:
                 object.__setattr__(self, item.name, entries)
             for entry in entries:
                 _check_entry(item, entry)
-        for name in ("learning_rate", "muon_learning_rate"):
-            rate = getattr(self, name)
-            if rate * self.weight_decay > LARGEST_FLOAT:
-                product = f"{flag(name)} {rate} times --weight-decay {self.weight_decay}"
-                raise ValueError(f"{product} must be at most {LARGEST_FLOAT:,}")
         for phase in self.schedule[:-1]:
             if phase.length >= self.seq_len:
                 what = f"--phases {phase.length}:... is not shorter than --seq-len {self.seq_len}"

@@ -6,14 +6,6 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..forecast.ledger import attention_memory
-from ..kernels.traits import TRAITS
-from ..plan.job import Job
-from ..plan.planner import make_plan
-from ..plan.sizes import Sizes
-from ..ranks.context import ContextParallel
 from .files import check_mine, write_whole
 from .options import Hyperparameters
 from .pictures import draw_losses
@@ -21,21 +13,11 @@ from .run import PICTURE_FILE, README_FILE, README_TITLE, RECORD_FILE, SAMPLE_FI
 from .scoring import HELPS
 
 
-def planned_attention_bytes(options: Hyperparameters, parallel: ContextParallel) -> int:
-    """The bytes that one attention call holds on this rank in forward and backward, according to its plan."""
-    config = options.model_config()
-    length, number, _ = options.schedule[-1]
-    shards = parallel.ranks.shards(parallel.ranks.lengths_of(length * number))
-    borders = tuple(range(0, length * number + 1, length))
-    job = Job(config.pattern, shards, config.num_heads, config.num_kv_heads or config.num_heads, borders)
-    head_dim = config.embed_dim // config.num_heads
-    sizes = Sizes(1, head_dim, torch.float32.itemsize, torch.get_num_threads())
-    return attention_memory(make_plan(job, parallel.rank), sizes, TRAITS["cpu"]).forward_backward.num_bytes
-
-
 def make_record(folder: Path, state: dict[str, Any], num_parameters: int) -> dict[str, Any]:
     options = Hyperparameters.from_dict(state["hyperparameters"])
-    speeds = [options.phase_of(step).num_positions / each for step, each in enumerate(state["step_seconds"])]
+    speeds = []
+    for step, seconds in enumerate(state["step_seconds"]):
+        speeds.append(options.phase_of(step).num_positions / seconds)
     return {
         "status": "complete" if state["step"] == options.total_steps else "interrupted",
         "run_folder": str(folder),
@@ -44,7 +26,10 @@ def make_record(folder: Path, state: dict[str, Any], num_parameters: int) -> dic
         "num_parameters": num_parameters,
         "steps_done": state["step"],
         "tokens_per_second": statistics.median(speeds) if speeds else None,
-        **dict.fromkeys(("held_out_bits_per_byte", "bits_by_context", "baselines")),  # known when it is complete
+        # These three are known when it is complete.
+        "held_out_bits_per_byte": None,
+        "bits_by_context": None,
+        "baselines": None,
         **{name: state[name] for name in ("bits_per_byte", "held_out", "step_seconds", "ranks")},
     }
 
@@ -92,38 +77,43 @@ In Python: ring_dilated_attention.models.LongNetLM.from_run(...) is the model.
 
 
 def summary(record: dict[str, Any]) -> str:
-    """The memory of every rank beside the plan's figure, and the losses and the speed of the run."""
-    memory = ("resident_before", "resident_peak", "planned_attention")
-    rows: list[tuple[str, ...]] = [("rank", "positions", "before step 1", "peak resident", "attention, planned")]
+    """The memory of every rank, and the losses and the speed of the run."""
+    lines = ["rank   positions  before step 1  peak resident"]
     for row in record["ranks"]:
-        rows.append((str(row["rank"]), f"{row['positions']:,}", *(f"{row[name] / 1e6:,.0f} MB" for name in memory)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        before, peak = (f"{row[name] / 1e6:,.0f} MB" for name in ("resident_before", "resident_peak"))
+        lines.append(f"{row['rank']:>4}  {row['positions']:>10,}  {before:>13}  {peak:>13}")
     losses = record["bits_per_byte"]
     if losses:
         lines.append(f"bits per byte: {losses[0]:.3f} at step 1, {losses[-1]:.3f} at step {len(losses)}")
         speed = f"{record['tokens_per_second']:,.0f} tokens/s by the median step"
         lines.append(f"speed: {speed}; {sum(record['step_seconds']):,.0f} s in steps")
-    if record["held_out_bits_per_byte"] is not None:
-        num_bytes = record["document"]["num_held_out"]
-        lines.append(f"held out: {record['held_out_bits_per_byte']:.3f} bits per byte on {num_bytes:,} bytes")
-        others = [f"{name} {value:.3f}" for name, value in (record.get("baselines") or {}).items()]
-        lines += [f"on the same bytes: {', '.join(others)}"] * bool(others) + by_context(record)
+    held_out = record["held_out_bits_per_byte"]
+    if held_out is not None:
+        lines.append(f"held out: {held_out:.3f} bits per byte on {record['document']['num_held_out']:,} bytes")
+        if record["baselines"]:
+            others = ", ".join(f"{name} {value:.3f}" for name, value in record["baselines"].items())
+            lines.append(f"on the same bytes: {others}")
+        lines += by_context(record)
     return "\n".join(lines)
 
 
 def by_context(record: dict[str, Any]) -> list[str]:
-    if (found := record["bits_by_context"]) is None:
+    """The loss with the context cut, and whether more of it helps."""
+    scores = record["bits_by_context"]
+    if scores is None:
         return []
-    cuts, bits = found["least_context"], found["bits_per_byte"]
-    lines = [f"with the model's context cut, on {found['num_bytes']:,} of these bytes:"]
-    for c, value in zip(cuts, bits, strict=True):
-        lines.append(f"  {f'{c:,} to {2 * c - 1:,} bytes before':>32}  {value:.3f}")
+    cuts, bits = scores["least_context"], scores["bits_per_byte"]
+    lines = [f"with the model's context cut, on {scores['num_bytes']:,} of these bytes:"]
+    for cut, value in zip(cuts, bits, strict=True):
+        words = f"{cut:,} to {2 * cut - 1:,} bytes before"
+        lines.append(f"  {words:>32}  {value:.3f}")
     best = min(bits)
-    i = next(i for i, value in enumerate(bits) if value - best < HELPS)
-    if i < len(cuts) - 1:
-        harm = max(bits[i:]) - best
+    enough = 0
+    while bits[enough] - best >= HELPS:
+        enough += 1
+    if enough < len(cuts) - 1:
+        harm = max(bits[enough:]) - best
         said = f"made this model worse, by up to {harm:.3f} bits" if harm >= HELPS else "did not help this model"
-        lines.append(f"Context beyond {2 * cuts[i]:,} bytes {said}.")
+        lines.append(f"Context beyond {2 * cuts[enough]:,} bytes {said}.")
         lines.append(f"See docs/learning.md. Another text: rda evaluate {shlex.quote(record['run_folder'])} FILE")
     return lines
