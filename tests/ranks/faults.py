@@ -67,6 +67,12 @@ class Fault(NamedTuple):
         """Whether the others know of it by their timeout only: no connection is closed."""
         return self.kind == "stop" or (self.kind == "raise" and self.place == "user")
 
+    @property
+    def must_be_named(self) -> bool:
+        """Whether every other rank waits for this one until its timeout. Otherwise a rank may see first that another gave
+        up, and name that one."""
+        return self.place == "user" and self.is_silent and self.world_size <= MOST_AT_ONCE
+
 
 class Report(NamedTuple):
     """What a rank saw: the error that ended its steps, when, and what kept the ranks that are left from going on
@@ -274,7 +280,7 @@ def judge(fault: Fault, reports: dict[int, Report], struck: float) -> list[str]:
             complaints.append(f"rank {rank} saw its error after {report.time - struck:.1f} s, not {bound:.1f} s")
         elif (end := end_of(blame, rank)) != fault.rank:
             complaints.append(f"the error of rank {rank} leads to rank {end}: {report.message}")
-        elif fault.place == "user" and fault.world_size <= MOST_AT_ONCE and blame[rank] != fault.rank:
+        elif fault.must_be_named and blame[rank] != fault.rank:
             complaints.append(f"rank {rank} does not name the rank that did not come: {report.message}")
     return complaints
 

@@ -329,11 +329,12 @@ def test_what_is_complained_of(changes, complaint):
 
 
 def test_a_rank_that_did_not_come_must_be_named_by_all():
-    """Proof that a trial fails if a rank names another that waited itself."""
+    """Proof that a trial fails if a rank names another that waited itself, and both waited for their timeout."""
     changes = {rank: {"message": IN_HANDSHAKE.format(2, rank)} for rank in (0, 1)}
-    assert_complaint(Fault(3, 2, "kill", "forward", "user"), changes, None)
+    assert_complaint(Fault(3, 2, "stop", "forward", "user"), changes, None)
     changes[0] = {"message": IN_HANDSHAKE.format(1, 0)}
-    assert_complaint(Fault(3, 2, "kill", "forward", "user"), changes, "rank 0 does not name the rank that did not come")
+    assert_complaint(Fault(3, 2, "stop", "forward", "user"), changes, "rank 0 does not name the rank that did not come")
+    assert_complaint(Fault(3, 2, "kill", "forward", "user"), changes, None)
 
 
 def assert_complaint(fault, changes, complaint):
