@@ -69,8 +69,8 @@ class Fault(NamedTuple):
 
     @property
     def must_be_named(self) -> bool:
-        """Whether every other rank waits for this one until its timeout. Otherwise a rank may see first that another gave
-        up, and name that one."""
+        """Whether every other rank waits for this one until its timeout. Otherwise it may see first that another one
+        gave up, and name that one."""
         return self.place == "user" and self.is_silent and self.world_size <= MOST_AT_ONCE
 
 

@@ -23,7 +23,7 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
     """As `ContextParallel.shard_batch`."""
     ranks.check_all_here("shard_batch")
     with ranks.refusing():
-        _check(batch, ranks, source)
+        _check_batch(batch, ranks, source)
         tensors = batch or {}
         documents = borders_of(tensors.get(BORDERS))
         layouts: Layouts = {name: (list(x.shape), str(x.dtype)) for name, x in tensors.items()}
@@ -71,7 +71,7 @@ def fingerprint(x: Tensor) -> int:
     return int(((mixed ^ (mixed >> 29)) * (place | 1)).sum())
 
 
-def _check(batch: Any, ranks: Ranks, source: int | None) -> None:
+def _check_batch(batch: Any, ranks: Ranks, source: int | None) -> None:
     """Raise ValueError for a batch that cannot be cut."""
     if source is not None and (not is_integer(source) or source not in range(ranks.world_size)):
         raise ValueError(f"source must be a rank from 0 to {ranks.world_size - 1} or None, got {source!r}.")

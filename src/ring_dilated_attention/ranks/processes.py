@@ -34,7 +34,7 @@ _naming = Lock()  # held while torch's function that names groups is replaced
 _num_groups: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
-def _name_of(members: Sequence[int]) -> str:
+def _group_name(members: Sequence[int]) -> str:
     """A name for the next group of these ranks, which are all that must know it: by them, and by their groups so far.
 
     torch's own names come again after a group of some ranks was closed, and lead to its closed ports (before 2.14). Or
@@ -50,7 +50,7 @@ def _name_of(members: Sequence[int]) -> str:
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
+def _groups_named(name: str) -> Iterator[None]:
     """A group that this thread makes in this block has this name. torch has no public way to say it."""
     here = current_thread()
     with _naming:
@@ -156,9 +156,9 @@ class Processes(Ranks):
 
     def _open(self, purpose: str, backend: str | None, members: list[int]) -> GroupLink:
         """A communicator of these global ranks, in this order."""
-        name = _name_of(members)
+        name = _group_name(members)
         try:
-            with _named(f"ring_dilated_attention:{name}"):
+            with _groups_named(f"ring_dilated_attention:{name}"):
                 group = dist.new_group(
                     members,
                     timeout=self.timeout,
