@@ -160,22 +160,15 @@ def test_a_file_of_somebody_else_is_not_written_over(tmp_path, capsys):
     assert "notes.toml was not made by rda doctor" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "absent"),
-    [
-        ("GLOO_SOCKET_IFNAME", "eth0,lo", ""),
-        ("GLOO_SOCKET_IFNAME", "lo,eth9,eth", "eth9,eth"),
-        ("NCCL_SOCKET_IFNAME", "eth", ""),
-        ("NCCL_SOCKET_IFNAME", "ib,eth", ""),
-        ("NCCL_SOCKET_IFNAME", "ib,en", "ib,en"),
-        ("NCCL_SOCKET_IFNAME", "=eth", "=eth"),
-        ("NCCL_SOCKET_IFNAME", "=eth0", ""),
-        ("NCCL_SOCKET_IFNAME", "^docker", ""),
-        ("NCCL_SOCKET_IFNAME", "", ""),
-    ],
-)
-def test_names_of_interfaces_are_read_as_gloo_and_nccl_do(name, value, absent):
-    assert doctor.absent(name, value, ["eth0", "lo"]) == absent
+@pytest.mark.parametrize("listed", ["", "eth0", "eth0,lo", "eth0,"])
+def test_interfaces_that_are_there_are_taken(listed):
+    doctor.check_interfaces(listed, ["eth0", "lo"])
+
+
+@pytest.mark.parametrize(("listed", "missing"), [("eth9", "eth9"), ("lo,eth9,eth", "eth9,eth")])
+def test_interfaces_that_are_not_there_are_named(listed, missing):
+    with pytest.raises(ValueError, match=f"GLOO_SOCKET_IFNAME={missing} is no interface of host .*: eth0, lo"):
+        doctor.check_interfaces(listed, ["eth0", "lo"])
 
 
 def test_one_rank_has_measured_no_network(tmp_path, monkeypatch, capsys):

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ..terminal import leaving_at_once, say
 BYTES_OF_A_RANK = 10**8  # the least memory that a rank takes
 MEASURING_SECONDS = 120.0  # at most, once all ranks have joined
 MOST_NAMED = 8  # ranks in one line
-IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+INTERFACES = "GLOO_SOCKET_IFNAME"
 EXAMPLES = """examples:
   rda doctor                              this machine, one process
   rda doctor --ranks 2 --save here.toml   two processes; file for rda plan
@@ -33,8 +33,8 @@ EXAMPLES = """examples:
                                   Slurm, with MASTER_ADDR and MASTER_PORT set
 
 Once all ranks have joined, they have two minutes to measure. Let nothing else run meanwhile. The answer ends with
-"ready", or with what to mend: versions or GPUs that differ between ranks, and variables that name network interfaces
-which a host does not have. rda check tells whether results are right.
+"ready", or with what to mend: versions or GPUs that differ between ranks, or a network interface in GLOO_SOCKET_IFNAME
+that a host does not have. rda check tells whether results are right.
 
 Exit codes: 0 ready, 1 not ready, 2 refused.
 """
@@ -54,8 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     rank, num_started = started()
     check(arguments, num_started)
     try:
-        # Before torch is imported: gloo would end with a line of its C++, which names no variable.
-        check_interfaces(os.environ, sorted(name for _, name in socket.if_nameindex()))
+        check_interfaces(os.environ.get(INTERFACES, ""), sorted(name for _, name in socket.if_nameindex()))
         if num_started == 1:
             everyone = examined_here(arguments)
         else:
@@ -86,27 +85,13 @@ def check(arguments: argparse.Namespace, num_started: int) -> None:
         check_mine(arguments.save, is_saved, MAKER)
 
 
-def check_interfaces(environment: Mapping[str, str], interfaces: Sequence[str]) -> None:
-    """Raise ValueError if a variable names network interfaces that this host does not have."""
-    for name in IFNAMES:
-        missing = absent(name, environment.get(name, ""), interfaces)
-        if missing:
-            there = f"{socket.gethostname()}: {', '.join(interfaces)}"
-            raise ValueError(f"{name}={missing} is no interface of host {there}. Name one of these, or unset it")
-
-
-def absent(name: str, value: str, interfaces: Sequence[str]) -> str:
-    """The names in a variable's value that match no interface, or "". gloo needs every name to be an interface. NCCL
-    reads prefixes, or names after "=", and needs one to match. Those after "^" are to be avoided, and may be absent."""
-    words = [word for word in value.removeprefix("=").split(",") if word]
-    if name == "GLOO_SOCKET_IFNAME":
-        return ",".join(word for word in value.split(",") if word and word not in interfaces)
-    if not words or value.startswith("^"):
-        return ""
-    for interface in interfaces:
-        if interface in words or (not value.startswith("=") and interface.startswith(tuple(words))):
-            return ""
-    return value
+def check_interfaces(listed: str, interfaces: Sequence[str]) -> None:
+    """Raise ValueError if GLOO_SOCKET_IFNAME lists an interface that this host does not have. gloo would end with a
+    line of its C++, which names no variable."""
+    missing = [name for name in listed.split(",") if name and name not in interfaces]
+    if missing:
+        there = f"{socket.gethostname()}: {', '.join(interfaces)}"
+        raise ValueError(f"{INTERFACES}={','.join(missing)} is no interface of host {there}. Name one, or unset it")
 
 
 def examined_here(arguments: argparse.Namespace) -> list[dict[str, Any]]:
