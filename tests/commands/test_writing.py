@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import sys
-import traceback
 import types
 
 import pytest
@@ -20,10 +19,8 @@ from helpers import strip_fasta
 from pages import block
 
 from ring_dilated_attention import ContextParallel
-from ring_dilated_attention.commands import evaluate
 from ring_dilated_attention.commands import generate as command
 from ring_dilated_attention.commands.cli import main
-from ring_dilated_attention.commands.local_ranks import RankFailedError
 from ring_dilated_attention.models import LongNetLM
 from ring_dilated_attention.training import checkpoint, scoring
 from ring_dilated_attention.training.data import Document, cut_into_contexts
@@ -361,36 +358,6 @@ def test_ctrl_c_shows_what_is_known(num_scores, folder, tmp_path, capsys, monkey
         assert (out, err.splitlines()[-1]) == ("", "rda evaluate: interrupted")
 
 
-def test_two_ranks_share_each_context(folder, tmp_path, capsys):
-    """Catches a byte that both ranks or neither scores."""
-    (tmp_path / "text.txt").write_bytes(TEXT[:1000])
-    arguments = ["evaluate", str(folder), str(tmp_path / "text.txt"), "--json"]
-    assert main(arguments) == 0
-    alone = json.loads(capsys.readouterr().out)
-    assert main([*arguments, "--ranks", "2"]) == 0
-    shared = json.loads(capsys.readouterr().out)
-    for one, other in zip(alone["by_bytes_before"], shared["by_bytes_before"], strict=True):
-        assert other["num_bytes"] == one["num_bytes"]
-        assert other["bits_per_byte"] == pytest.approx(one["bits_per_byte"], rel=1e-5)
-
-
-def test_a_refusal_of_ranks_is_said_once(folder, tmp_path, capsys, monkeypatch):
-    """Catches a traceback of a rank for a text that is refused."""
-    cut = tmp_path / "cut.gz"
-    cut.write_bytes(gzip.compress(TEXT)[:-9])
-
-    def run_here(launch, function, *args, on_report):
-        try:
-            function(types.SimpleNamespace(report=lambda measured: on_report(0, measured)), *args)
-        except ValueError:
-            raise RankFailedError(f"rank 0: {traceback.format_exc()}") from None
-
-    monkeypatch.setattr(evaluate, "run_ranks", run_here)
-    assert main(["evaluate", str(folder), str(cut), "--ranks", "2"]) == 2
-    said = f"rda evaluate: {cut} is damaged or cut short (Compressed file ended before the end-of-stream marker was "
-    assert capsys.readouterr().err == f"{said}reached): fetch it again\n"
-
-
 def test_evaluating_holds_no_more_of_a_longer_text(folder, monkeypatch):
     """Catches a cache, a list or a graph that grows with the text."""
     from benchmarks.measure import allocated
@@ -408,20 +375,11 @@ def test_evaluating_holds_no_more_of_a_longer_text(folder, monkeypatch):
     ("arguments", "message"),
     [
         (["RUN", "nowhere"], "nowhere: No such file"),
-        (["RUN", "nowhere", "--ranks", "2"], "nowhere: No such file"),
         (["RUN", "/dev/null"], "/dev/null has fewer than 2 bytes"),
         (["RUN", "/dev/null", "--chunk", "0"], "--chunk must be at least 1, got 0"),
         (["RUN", "/dev/null", "--context", "-1"], "--context -1 must be 2 or more"),
         (["RUN", "/dev/null", "--context", "1"], "--context 1 must be 2 or more, or 0 for one that never ends"),
         (["RUN", "/dev/null", "--max-bytes", "1"], "--max-bytes must be at least 2, got 1"),
-        (["RUN", "/dev/null", "--ranks", "0"], "--ranks must be at least 1, got 0"),
-        (["RUN", "-", "--ranks", "2"], "--ranks 2: each rank reads -, which must be a file, and no pipe"),
-        (
-            ["RUN", "x", "--ranks", "2", "--context", "0"],
-            "--ranks 2, but contexts of any length are read through caches",
-        ),
-        (["RUN", "x", "--ranks", "2", "--chunk", "9"], "--ranks 2, but contexts of 96 bytes are read through caches"),
-        (["RUN", __file__, "--ranks", "99"], "--ranks 99 share the 96 positions of --context"),
         (["nowhere", "/dev/null"], "nowhere: there is no checkpoint in this folder"),
     ],
 )

@@ -2,22 +2,15 @@
 
 import argparse
 import json
-import os
-import stat
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from ..training.data import PACKED, STDIN, Text, opened
+from ..training.data import PACKED, Text, opened
 from ..training.machine import peak_resident_bytes, physical_bytes
 from ..training.options import LARGEST
-from ..training.rank_launcher import share_of_cores
-from .arguments import check_at_least, check_ranks_fit, count
+from .arguments import check_at_least, count
 from .console import progress, table, wrapped
 from .generate import hyperparameters_of
-from .local_ranks import Launch, RankFailedError, Worker, run_ranks
 from .terminal import INTERRUPTED_EXIT_CODE, leaving_at_once
 
 if TYPE_CHECKING:
@@ -26,7 +19,6 @@ if TYPE_CHECKING:
 EXAMPLES = """examples:
   rda evaluate runs/a book.txt                  contexts as long as in training
   rda evaluate runs/a book.txt --context 0      the text is one context
-  rda evaluate runs/a book.txt --ranks 2        two processes share each context
   xz -dc corpus.xz | rda evaluate runs/a -      from a pipe
 
 The text is cut into contexts. The first byte of a context is not predicted. If more context helps, bits per byte fall
@@ -39,16 +31,7 @@ measured, and the exit code is 130.
 """
 DEFAULT_CHUNK = 4096
 BYTES_PER_NUMBER = 64  # of memory in a forward, for each position and entry of --embed-dim: 16 float32 numbers
-SECONDS, JOIN_SECONDS = 20 * 86_400, 120  # the longest evaluation on several ranks, and how long they take to meet
 LONGEST_BAR = 30
-
-
-class Measured(NamedTuple):
-    """What one rank, or all ranks, have scored; the text with what was read so far; the peak of resident bytes."""
-
-    score: "Score"
-    text: Text
-    peak_bytes: int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("file", metavar="FILE", help="of any size, also packed by gzip, bzip2 or xz; - is stdin")
     add("--context", type=count, metavar="N", help="bytes of a context, 0: without end (default: as in training)")
     add("--max-bytes", type=count, default=LARGEST, metavar="N", help="stop after so many bytes (default: at the end)")
-    add("--ranks", type=count, default=1, metavar="P", help="processes that share each context (default 1)")
     add("--chunk", type=count, metavar="N", help="read N bytes at a time through caches (default: 4096 if needed)")
     add("--json", action="store_true", help="print the figures as JSON")
 
@@ -65,22 +47,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     context, chunk, hyperparameters = resolved(arguments)
     text = Text(arguments.file, hyperparameters, arguments.max_bytes)
-    scores_of = partial(scores, arguments.run_folder, text, context, chunk)
-    measured, is_whole = measure(scores_of, text, arguments.ranks)
-    buckets = measured.score.buckets()
+    score, is_whole = measure(arguments.run_folder, text, context, chunk)
+    buckets = score.buckets()
     if not buckets and not is_whole:
         raise KeyboardInterrupt
     if not buckets:
         raise ValueError(f"{arguments.file} has fewer than 2 bytes: each is predicted from those before it")
     record = {
         "file": arguments.file,
-        "read": str(measured.text),
+        "read": str(text),
         "context": context,
         "interrupted": not is_whole,
-        "bits_per_byte": measured.score.mean(),
-        "num_bytes": sum(measured.score.counts),
+        "bits_per_byte": score.mean(),
+        "num_bytes": sum(score.counts),
         "by_bytes_before": buckets,
-        "peak_resident_bytes": measured.peak_bytes,
+        "peak_resident_bytes": peak_resident_bytes(),
     }
     print(json.dumps(record) if arguments.json else report(record))
     return 0 if is_whole else INTERRUPTED_EXIT_CODE
@@ -89,10 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
 def resolved(arguments: argparse.Namespace) -> tuple[int | None, int | None, dict]:
     """The context, the chunk if caches are needed, and the run's hyperparameters. A ValueError refuses bad options."""
     saved, context, chunk = hyperparameters_of(arguments.run_folder), arguments.context, arguments.chunk
-    p = arguments.ranks
     check_at_least("--chunk", chunk)
     check_at_least("--max-bytes", arguments.max_bytes, least=2)
-    check_at_least("--ranks", p)
     if context is not None and context != 0 and context < 2:
         rule = "2 or more, or 0 for one that never ends: the first byte of a context is not predicted"
         raise ValueError(f"--context {context} must be {rule}")
@@ -101,63 +80,28 @@ def resolved(arguments: argparse.Namespace) -> tuple[int | None, int | None, dic
     context = context or None
     if chunk is None and (context is None or BYTES_PER_NUMBER * context * saved["embed_dim"] > physical_bytes() / 4):
         chunk = DEFAULT_CHUNK
-    if p > 1 and chunk is not None:
-        why = f"contexts of {shown(context)} are read through caches, by one process"
-        raise ValueError(f"--ranks {p}, but {why}: leave it out, or give a shorter --context and no --chunk")
-    if p > 1 and (arguments.file == STDIN or not stat.S_ISREG(os.stat(arguments.file).st_mode)):
-        raise ValueError(f"--ranks {p}: each rank reads {arguments.file}, which must be a file, and no pipe")
-    check_ranks_fit(p, context or p, "--context")
     return context, chunk, saved
 
 
-def measure(scores_of: Callable[..., Iterator[Measured]], text: Text, num_ranks: int) -> tuple[Measured, bool]:
-    """What was measured, and whether that is all: Ctrl-C may have ended it."""
-    with leaving_at_once("rda evaluate"):
-        from ..training.scoring import Score
-
-    total, path, is_whole = Measured(Score(), text, 0), Path(text.name), False
-    size = text.most
-    if path.is_file() and not PACKED.search(text.name.lower()):
-        size = min(path.stat().st_size, text.most)
-    with progress(None if size == LARGEST else size, "B") as bar, suppress(KeyboardInterrupt):
-
-        def add(rank: int, scored: Measured) -> None:
-            nonlocal total
-            total = Measured(total.score.plus(scored.score), scored.text, max(total.peak_bytes, scored.peak_bytes))
-            if rank == 0:
-                bar.update(scored.score.num_read)
-
-        if num_ranks > 1:
-            launch = Launch(num_ranks, share_of_cores(num_ranks), seconds=SECONDS, join_seconds=JOIN_SECONDS)
-            try:
-                run_ranks(launch, _on_rank, scores_of, on_report=add)
-            except RankFailedError as error:  # the last line is the error: most often a refusal of the text
-                raise ValueError(str(error).strip().splitlines()[-1].removeprefix("ValueError: ")) from error
-        else:
-            for measured in scores_of():
-                add(0, measured)
-        is_whole = True
-    return total, is_whole
-
-
-def scores(
-    run_folder: Path, text: Text, context: int | None, chunk: int | None, *, is_rank: bool = False
-) -> Iterator[Measured]:
-    """What is measured, score by score."""
+def measure(run_folder: Path, text: Text, context: int | None, chunk: int | None) -> "tuple[Score, bool]":
+    """The score of what was read, and whether that is all: Ctrl-C may have ended it."""
     with leaving_at_once("rda evaluate"):
         from ..models.longnet import LongNetLM
-        from ..ranks.context import ContextParallel
-        from ..training.scoring import score
+        from ..training.scoring import Score, score
 
-    model = LongNetLM.from_run(run_folder, parallel=ContextParallel() if is_rank else None)
-    with opened(text.name) as file:
-        for scored in score(model, text.blocks(file), context, chunk):
-            yield Measured(scored, text, peak_resident_bytes())
-
-
-def _on_rank(worker: Worker, scores_of: Callable[..., Iterator[Measured]]) -> None:
-    for measured in scores_of(is_rank=True):
-        worker.report(measured)
+    total, path, size = Score(), Path(text.name), text.most
+    if path.is_file() and not PACKED.search(text.name.lower()):
+        size = min(path.stat().st_size, text.most)
+    with progress(None if size == LARGEST else size, "B") as bar:
+        try:
+            model = LongNetLM.from_run(run_folder)
+            with opened(text.name) as file:
+                for scored in score(model, text.blocks(file), context, chunk):
+                    total = total.plus(scored)
+                    bar.update(scored.num_read)
+        except KeyboardInterrupt:
+            return total, False
+    return total, True
 
 
 def shown(context: int | None) -> str:
