@@ -100,8 +100,8 @@ def test_versions_where_there_is_no_gpu(error, tmp_path, monkeypatch):
 def one(rank, **more):
     fine = {
         "rank": rank, "host": f"h{rank}", "versions": {"torch": "2.13.0"}, "interfaces": ["eth0", "lo"], "gpu": None,
-        "dtype": "float32", "memory_bytes": 8e9, "threads": 1, "processor": "CPU", "rates": RATES,
-        "messages": {"small_seconds": 0.1, "large_seconds": 1.0, "handshake_seconds": 0.0},
+        "dtype": "float32", "memory_bytes": 8e9, "threads": 1, "processor": "CPU", "rates": RATES, "load": 0.1,
+        "messages": {"small_seconds": 1e-4, "large_seconds": 1.0, "handshake_seconds": 0.0},
     }  # fmt: skip
     return fine | more
 
@@ -144,7 +144,18 @@ def test_the_table_has_every_rank():
     assert "network interfaces: eth0, lo on ranks 0; ib0 on ranks 1" in lines
     assert re.search(r"^0 +h0 +P100, compute capability 6\.0 +16\.0 GB +1\.00 TFLOP/s +500 GFLOP/s$", text, re.M)
     assert re.search(r"^1 +h1 +CPU, 1 thread +8\.00 GB ", text, re.M)
-    assert lines[-1].startswith("neighbouring ranks: 18.6 MB/s one way, latency 100 ms, handshake ")
+    assert lines[-1].startswith("neighbouring ranks: 16.8 MB/s one way, latency 100 µs, handshake ")
+
+
+@pytest.mark.parametrize(("load", "said"), [(0.1, False), (3.2, True)])
+def test_a_busy_machine_is_said(load, said, tmp_path, monkeypatch, capsys):
+    """And goes into the file."""
+    monkeypatch.setattr(processes, "run_ranks", lambda *arguments: [[one(0), one(1, load=load)]])
+    assert cli.main(["doctor", "--ranks", "2", "--save", str(tmp_path / "here.toml")]) == 0
+    words = "load average 3.2 before measuring: rates may be too low"
+    assert (words in capsys.readouterr().out) == said
+    assert (f"# {words}" in (tmp_path / "here.toml").read_text()) == said
+    assert machine_of(str(tmp_path / "here.toml")).hardware.flops_per_second == 1e12
 
 
 def test_ranks_of_a_host_share_its_memory():

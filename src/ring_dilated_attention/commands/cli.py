@@ -22,7 +22,7 @@ from .terminal import guarded, leaving_at_once, say
 class Subcommand(NamedTuple):
     module: str
     summary: str
-    extra: str = "commands"  # what `pip install` brings the packages by that it needs
+    extra: str = "commands"  # the extra of `pip install` that brings the packages that it needs
     joins: bool = False  # whether it runs on the ranks that a launcher started
 
 
@@ -71,7 +71,8 @@ def run(arguments: list[str], asked: str, command: str) -> int:
     parser.add_argument("--version", action="version", version=f"rda {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen, chosen_parser = None, parser
-    for name, (module, summary, _, _) in SUBCOMMANDS.items():
+    for name, subcommand in SUBCOMMANDS.items():
+        summary = subcommand.summary
         subparser = subparsers.add_parser(
             name,
             help=summary,
@@ -80,17 +81,19 @@ def run(arguments: list[str], asked: str, command: str) -> int:
         )
         if name == asked:
             with leaving_at_once(command):
-                chosen = import_module(module, __package__)
+                chosen = import_module(subcommand.module, __package__)
             chosen.add_arguments(subparser)
             subparser.epilog = filled(chosen.EXAMPLES)
             chosen_parser = subparser
-    if empty := next((word for word in arguments if word.startswith("--") and word.endswith("=--")), None):
-        chosen_parser.error(f"{empty}: -- is no value")  # argparse would make an empty list of it
+    for word in arguments:
+        if word.startswith("--") and word.endswith("=--"):
+            chosen_parser.error(f"{word}: -- is no value")  # argparse would make an empty list of it
     parsed = parser.parse_args(arguments)
     parsed.argv = arguments[1:]
     with suppress(ValueError):  # a launcher's variable is no number: commands that join refuse it later
-        if said := unjoined(joins=SUBCOMMANDS[parsed.command].joins):
-            say(f"{command}: {said}")
+        warning = unjoined(joins=SUBCOMMANDS[parsed.command].joins)
+        if warning:
+            say(f"{command}: {warning}")
     assert chosen is not None
     try:
         check_installed(["rich"], SUBCOMMANDS[parsed.command].extra)
@@ -103,4 +106,7 @@ def run(arguments: list[str], asked: str, command: str) -> int:
 def filled(epilog: str) -> str:
     """The epilog, wrapped at 80 columns. A paragraph with indented lines is a table, and stays as it is."""
     paragraphs = epilog.strip().split("\n\n")
-    return "\n\n".join(x if "\n  " in x else textwrap.fill(x, 80, break_on_hyphens=False) for x in paragraphs)
+    for i, paragraph in enumerate(paragraphs):
+        if "\n  " not in paragraph:
+            paragraphs[i] = textwrap.fill(paragraph, 80, break_on_hyphens=False)
+    return "\n\n".join(paragraphs)

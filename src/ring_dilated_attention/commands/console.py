@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ..training.files import LossyStderr
 from .terminal import say
@@ -50,20 +50,11 @@ def wrapped(text: str) -> str:
     return "\n".join(wrapper.fill(line) for line in text.splitlines())
 
 
-class Bar(Protocol):
-    """The progress of a command."""
-
-    def update(self, number: int = 1) -> None:
-        """So many more are done."""
-
-    def note(self, text: str) -> None:
-        """Show what is done now."""
-
-
 @contextmanager
-def progress(total: int | None, unit: str) -> Iterator[Bar]:
+def progress(total: int | None, unit: str) -> "Iterator[BarOfRich | LinesOfProgress]":
     """Shows on stderr how much is done: by a bar on a terminal, and elsewhere by a line every ten seconds, so that a
-    log stays short. unit: what is counted, in the singular; "B" are bytes."""
+    log stays short. unit: what is counted, in the singular; "B" are bytes. Call `update` with the number of those that
+    were done since, and `note` with what is done now."""
     if not sys.stderr.isatty():
         yield LinesOfProgress(total, unit)
         return

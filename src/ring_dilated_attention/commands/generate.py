@@ -40,12 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="what comes before")
     prompt.add_argument("--prompt-file", metavar="FILE", help="the same, from a file of any length; - is stdin")
-    parser.add_argument("--tokens", type=count, default=400, metavar="N", help="bytes to write (default 400)")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0: the likeliest byte (default 1)")
-    parser.add_argument("--top-k", type=count, metavar="K", help="draw from the K likeliest bytes alone")
-    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest bytes that add up to P")
-    parser.add_argument("--seed", type=int, metavar="N", help="to write the same again (default: anew each time)")
-    parser.add_argument("--json", action="store_true", help="print a record when all is written, and nothing before")
+    add("--tokens", type=count, default=400, metavar="N", help="bytes to write (default 400)")
+    add("--temperature", type=float, default=1.0, metavar="X", help="0: the likeliest byte (default 1)")
+    add("--top-k", type=count, metavar="K", help="draw from the K likeliest bytes alone")
+    add("--top-p", type=float, metavar="P", help="draw from the likeliest bytes that add up to P")
+    add("--seed", type=int, metavar="N", help="to write the same again (default: anew each time)")
+    add("--json", action="store_true", help="print a record when all is written, and nothing before")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,16 +76,25 @@ def hyperparameters_of(folder: Path) -> dict[str, Any]:
     return dict(read_state(newest_checkpoint(folder))["hyperparameters"])
 
 
-def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> dict:
+def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> dict[str, Any]:
     """Stream to stdout, unless --json is given. Returns a record of what was written, also after Ctrl-C."""
     caches = model.make_caches(1, max_len=len(prompt) + arguments.tokens)
-    drawn_by = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "seed")}
-    steps = model.generate([list(prompt)], arguments.tokens, caches=caches, **drawn_by)
+    steps = model.generate(
+        [list(prompt)],
+        arguments.tokens,
+        caches=caches,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+    )
     out, written = TextOutput(io.StringIO() if arguments.json else sys.stdout), bytearray()
-    began = first = time.perf_counter()
+    began = time.perf_counter()
+    first = began  # when the first byte came
     with suppress(KeyboardInterrupt):
         for tokens in steps:
-            first = first if written else time.perf_counter()
+            if not written:
+                first = time.perf_counter()
             written.append(int(tokens[0]))
             out.write(bytes(written[-1:]))
     out.close()
@@ -126,11 +135,14 @@ class TextOutput:
         self.file.flush()
 
 
-def summary(record: dict) -> str:
-    speed = f" at {record['tokens_per_second']:,.0f} tokens/s" if record["tokens_per_second"] else ""
-    stopped = "interrupted after " if record["interrupted"] else ""
+def summary(record: dict[str, Any]) -> str:
+    text = f"{len(record['tokens']):,} tokens"
+    if record["interrupted"]:
+        text = f"interrupted after {text}"
+    if record["tokens_per_second"]:
+        text += f" at {record['tokens_per_second']:,.0f} tokens/s"
     prompt = f"after a prompt of {record['prompt_bytes']:,} in {record['prompt_seconds']:.2f} s"
-    return f"{stopped}{len(record['tokens']):,} tokens{speed}, {prompt}; caches of {record['cache_bytes']:,} bytes"
+    return f"{text}, {prompt}; caches of {record['cache_bytes']:,} bytes"
 
 
 def sample(folder: Path, document: Document, *, is_cut: bool) -> tuple[str, str]:
@@ -152,5 +164,5 @@ def sample(folder: Path, document: Document, *, is_cut: bool) -> tuple[str, str]
 
 def opening(content: bytes) -> bytes:
     """A prompt that can be typed: the first readable words of the content, or "A" if it has none."""
-    found = re.search(rb"[A-Za-z][ -~]{3,23}", content)
-    return found[0].rstrip() if found else b"A"
+    words = re.search(rb"[A-Za-z][ -~]{3,23}", content)
+    return words[0].rstrip() if words else b"A"

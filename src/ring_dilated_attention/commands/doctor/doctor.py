@@ -23,6 +23,7 @@ from ..terminal import leaving_at_once, say
 BYTES_OF_A_RANK = 10**8  # the least memory that a rank takes
 MEASURING_SECONDS = 120.0  # at most, once all ranks have joined
 MOST_NAMED = 8  # ranks in one line
+MOST_LOAD = 0.5  # processes that wanted to run during the last minute
 INTERFACES = "GLOO_SOCKET_IFNAME"
 EXAMPLES = """examples:
   rda doctor                              this machine, one process
@@ -243,7 +244,15 @@ def text(everyone: list[dict[str, Any]], hardware: Hardware) -> str:
         late, handshake = time_text(hardware.latency_seconds), time_text(hardware.handshake(len(everyone)))
         rate = scaled(hardware.bytes_per_second, "B/s")
         lines.append(f"neighbouring ranks: {rate} one way, latency {late}, handshake {handshake}")
+    if busy := load_in_words(everyone):
+        lines.append(busy)
     return "\n".join(lines)
+
+
+def load_in_words(everyone: list[dict[str, Any]]) -> str:
+    """A line if a machine was busy before anything was measured, or ""."""
+    load = max(one["load"] for one in everyone)
+    return f"load average {load:.1f} before measuring: rates may be too low" if load > MOST_LOAD else ""
 
 
 def save(path: Path, everyone: list[dict[str, Any]], hardware: Hardware) -> None:
@@ -254,6 +263,8 @@ def save(path: Path, everyone: list[dict[str, Any]], hardware: Hardware) -> None
     notes = [time.strftime("measured %Y-%m-%d"), f"torch {first['versions']['torch']}"]
     if len(everyone) == 1:
         notes.append("one rank: no bytes_per_second and no latency_seconds; --ranks 2 measures them")
+    if busy := load_in_words(everyone):
+        notes.append(busy)
     write_whole(path, as_toml(machine, notes).encode(), is_saved, MAKER)
 
 

@@ -1,5 +1,6 @@
 """Collects what `rda doctor` reports: facts about each rank, and measurements that all ranks take together."""
 
+import os
 import socket
 import statistics
 import time
@@ -64,6 +65,7 @@ def facts(rank: int, device: str) -> dict[str, Any]:
         "versions": versions() | gpu_versions(),
         "processor": machine["processor"],
         "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0],
         "gpu": card,
         "memory_bytes": float(card["memory_bytes"]) if card else physical_bytes(),
         "interfaces": sorted(name for _, name in socket.if_nameindex()),

@@ -87,11 +87,11 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"rda embed: {slides[name]}: {failure}")
     for name, warning in report["warnings"].items():
         say(f"rda embed: warning: {slides[name]}: {warning}")
-    said = f"{counted(len(report['embedded']), 'slide')} embedded"
+    summary = f"{counted(len(report['embedded']), 'slide')} embedded"
     if report["already"]:
-        said += f", {len(report['already'])} there already"
-    said += f"; {folder.path}: {folder.settings['embedding']}; weights of {folder.settings['model']}"
-    print(wrapped(said), file=sys.stderr if arguments.json else sys.stdout)
+        summary += f", {len(report['already'])} there already"
+    summary += f"; {folder.path}: {folder.settings['embedding']}; weights of {folder.settings['model']}"
+    print(wrapped(summary), file=sys.stderr if arguments.json else sys.stdout)
     if arguments.json:
         print(json.dumps({"out": str(folder.path), "settings": folder.settings} | report))
     return 1 if report["failures"] else 0
