@@ -17,6 +17,7 @@ from torchscale_cases import SLIDES, Slide, fill, kept, waves
 from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.models import LongNetViT, segment_lengths_for
+from ring_dilated_attention.models.longnet_vit import cells_of
 from ring_dilated_attention.pattern import WHOLE_DOCUMENT
 
 needs_gigapath = pytest.mark.skipif(bool(checkout.why_not("GIGAPATH_CHECKOUT")), reason="no checkout of GigaPath")
@@ -142,7 +143,7 @@ def test_a_table_of_positions_is_never_made():
     """Grid cells count, not pixels; x is not y; and memory does not grow with the grid (3 GB in the original)."""
     model = Slide(2048, 5, True).model()
     x, coords = waves(1, 5, 5), torch.tensor([[[0, 0], [256, 0], [0, 256], [511, 0], [4000, 5119]]])
-    cells = model._positions(model._cells(coords))[0]
+    cells = model._positions(cells_of(coords, model.tile_size))[0]
     assert torch.equal(cells[1], cells[3])
     assert torch.equal(cells[1][16:], cells[2][:16])
     assert not torch.equal(cells[1], cells[2])

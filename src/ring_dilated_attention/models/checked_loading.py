@@ -1,6 +1,6 @@
 """Loads a state dict as a whole or not at all, and removes what DDP, FSDP and other wrappers add to its names."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,37 +31,47 @@ class CheckedLoading(nn.Module):
         """
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"state_dict must be a dict of tensors by name, got a {type(state_dict).__name__}.")
-        failure = _failure(self, state_dict, strict)
-        if failure:
+        if failure := _failure(self, state_dict, strict):
             raise ValueError(f"the weights do not fit this {type(self).__name__}, which is unchanged: {failure}.")
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 
-def _failure(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> str | None:
-    own = module.state_dict()
-    given = {name: state_dict[name] for name in own if name in state_dict}
-    failures = [f"{name} {why}" for name, x in given.items() if (why := _why_not(x, own[name]))]
+def _failure(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> str:
+    """Why these tensors cannot be loaded; empty if they can."""
+    parameters = module.state_dict()
+    failures = []
+    for name, parameter in parameters.items():
+        if name in state_dict:
+            why = _why_not(state_dict[name], parameter)
+            if why is not None:
+                failures.append(f"{name} {why}")
     if strict:
-        missing = [name for name in own if name not in state_dict]
-        unknown = [name for name in state_dict if name not in own]
-        kinds = {"missing": missing, "unknown": unknown}
-        failures += [f"{what} {_listed(names, ', ', ' ')}" for what, names in kinds.items() if names]
-    return _listed(failures, "; ", "; ")
+        missing = [name for name in parameters if name not in state_dict]
+        unknown = [name for name in state_dict if name not in parameters]
+        if missing:
+            failures.append(f"missing {_listed(missing, ', ')}")
+        if unknown:
+            failures.append(f"unknown {_listed(unknown, ', ')}")
+    return _listed(failures, "; ")
 
 
-def _why_not(x: Any, own: Tensor) -> str | None:
-    """Why x cannot replace a model's tensor `own`, or None."""
-    if not isinstance(x, Tensor) or x.shape != own.shape:
-        found = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
-        return f"is {found}, expected {tuple(own.shape)}"
+def _why_not(x: Any, parameter: Tensor) -> str | None:
+    """Why x cannot replace a model's tensor, or None."""
+    expected = tuple(parameter.shape)
+    if not isinstance(x, Tensor):
+        return f"is a {type(x).__name__}, expected {expected}"
+    if x.shape != expected:
+        return f"is {tuple(x.shape)}, expected {expected}"
     if not x.is_floating_point() or x.layout != torch.strided or x.is_meta:
         return f"has {x.layout} and {x.dtype} on {x.device}, expected floating numbers"
-    return None if x.to(own.dtype).isfinite().all() else f"holds NaN or inf as {own.dtype}"
+    return None if x.to(parameter.dtype).isfinite().all() else f"holds NaN or inf as {parameter.dtype}"
 
 
-def _listed(texts: list[str], between: str, last: str) -> str:
-    shown = between.join(texts[:NUM_LISTED])
-    return f"{shown}{last}and {len(texts) - NUM_LISTED} more" if len(texts) > NUM_LISTED else shown
+def _listed(texts: list[str], between: str) -> str:
+    shown = texts[:NUM_LISTED]
+    if len(texts) > NUM_LISTED:
+        shown.append(f"and {len(texts) - NUM_LISTED} more")
+    return between.join(shown)
 
 
 def map_names(state_dict: Mapping[str, Any], model: nn.Module, prefix: str = "") -> Mapped:
@@ -70,29 +80,22 @@ def map_names(state_dict: Mapping[str, Any], model: nn.Module, prefix: str = "")
     Drops what wrappers add to names (DDP's "module.", torch.compile's "_orig_mod.", FSDP's and fairscale's), and
     `prefix`, such as "encoder." for a part of a larger model.
     """
-    own = set(model.state_dict())
+    expected = {f"{prefix}{name}": name for name in model.state_dict()}
     mapped: dict[str, Tensor] = {}
     left = []
     for key, x in state_dict.items():
-        name = _bare(key, prefix, own)
-        if name in own and name not in mapped and isinstance(x, Tensor):
+        name = expected.get(_without_wrappers(key, expected))
+        if name is not None and name not in mapped and isinstance(x, Tensor):
             mapped[name] = x
         else:
             left.append(key)
     return Mapped(mapped, left)
 
 
-def _bare(name: str, prefix: str, own: set[str]) -> str | None:
-    """The name without `prefix` and what wrappers add. None if it lacks `prefix`, or if that is "" and `own` lacks
-    the name."""
+def _without_wrappers(name: str, expected: Collection[str]) -> str:
+    """The name without what wrappers add. What stands before it goes only as far as is needed."""
     for infix in INFIXES:
         name = name.replace(infix, "")
-    while True:
-        if prefix and name.startswith(prefix):
-            return name.removeprefix(prefix)
-        if not prefix and name in own:
-            return name
-        found = next((text for text in PREFIXES if name.startswith(text)), None)
-        if found is None:
-            return None
-        name = name.removeprefix(found)
+    while name not in expected and name.startswith(PREFIXES):
+        name = name.partition(".")[2]
+    return name

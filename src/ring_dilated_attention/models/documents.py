@@ -1,6 +1,6 @@
 """Which documents the ranks hold together, and which rows this rank holds. One agreement serves all layers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -23,11 +23,14 @@ class DocumentSpan(NamedTuple):
     positions: range  # within the document
     row: int  # local row of the first position
 
-    def rows(self, wanted: range) -> slice:
-        own, step = self.positions, wanted.step
-        first = wanted.start + max(0, -(-(own.start - wanted.start) // step)) * step
-        stop = max(first, min(wanted.stop, own.stop))
-        return slice(first + self.row - own.start, stop + self.row - own.start, step)
+    def rows(self, positions: range) -> slice:
+        """The local rows of those of these positions that the span holds."""
+        start, stop, step = positions.start, positions.stop, positions.step
+        num_before = max(0, -(-(self.positions.start - start) // step))  # before the span
+        first = start + num_before * step
+        last = max(first, min(stop, self.positions.stop))
+        offset = self.row - self.positions.start
+        return slice(first + offset, last + offset, step)
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Documents:
 
     @property
     def longest(self) -> int:
-        lengths = [b - a for a, b in pairwise(self.borders)]
+        lengths = [end - begin for begin, end in pairwise(self.borders)]
         return max(lengths) if lengths else 0  # torch.compile cannot trace max(..., default=0)
 
     @property
@@ -78,33 +81,40 @@ def agree_on_documents(
     if not (parallel is None or isinstance(parallel, ContextParallel)):
         raise ValueError(f"parallel must be a ContextParallel or None, got {parallel!r}.")
     batch, num_rows = (0, 0) if failure else x.shape[:2]
+    packed = None
     if cu_seqlens is not None and failure is None:
         try:
             validate_cu_seqlens(cu_seqlens, batch)
+            packed = cu_seqlens.tolist()
         except ValueError as error:
             failure = str(error)
-    given = None if cu_seqlens is None or failure else cu_seqlens.tolist()
-    agreed = {"call": call, "batch": batch, "cu_seqlens": given, **(fields or {})}
-    lengths = (ALONE if parallel is None else parallel.ranks).handshake(num_rows, agreed, failure)
-    if given is not None:
-        check_documents(given, sum(lengths))
+    agreed = {"call": call, "batch": batch, "cu_seqlens": packed, **(fields or {})}
+    ranks = ALONE if parallel is None else parallel.ranks
+    lengths = ranks.handshake(num_rows, agreed, failure)
     total = sum(lengths)
-    borders = tuple(given) if given is not None else (0, total) if total else (0,)
+    if packed is not None:
+        check_documents(packed, total)
+        borders = tuple(packed)
+    else:
+        borders = (0, total) if total else (0,)
     if parallel is None:  # one shard, made here: torch.compile warns of the cache of `make_shards`
-        shard: Shard = (Span(0, total),) if total else ()
-        return Documents(borders, (shard,), tuple(_spans(shard, borders)))
-    shards = parallel.ranks.shards(lengths, None if given is None else borders)
-    return Documents(borders, shards, tuple(_spans(shards[parallel.rank], borders)))
+        shards: tuple[Shard, ...] = ((Span(0, total),) if total else (),)
+    else:
+        shards = ranks.shards(lengths, None if packed is None else borders)
+    return Documents(borders, shards, _spans(shards[ranks.rank], borders))
 
 
-def _spans(shard: Shard, borders: Sequence[int]) -> Iterator[DocumentSpan]:
+def _spans(shard: Shard, borders: Sequence[int]) -> tuple[DocumentSpan, ...]:
+    spans = []
     row = 0
     for start, stop in shard:
         for begin, end in pairwise(borders):
-            lo, hi = max(begin, start), min(end, stop)
-            if lo < hi:
-                yield DocumentSpan(begin, end - begin, range(lo - begin, hi - begin), row + lo - start)
+            first, last = max(begin, start), min(end, stop)
+            if first < last:
+                positions = range(first - begin, last - begin)
+                spans.append(DocumentSpan(begin, end - begin, positions, row + first - start))
         row += stop - start
+    return tuple(spans)
 
 
 def why_not_dense(**tensors: Any) -> str | None:

@@ -76,8 +76,10 @@ class LongNetBlock(nn.Module):
         lengths: Tensor | None = None,
     ) -> Tensor:
         normed = self.attention_layernorm(x_BNE)
-        given = (normed, normed, normed)
-        x_BNE = x_BNE + self.attention(*given, positions=table, cu_seqlens=cu_seqlens, cache=cache, lengths=lengths)[0]
+        attended, _ = self.attention(
+            normed, normed, normed, positions=table, cu_seqlens=cu_seqlens, cache=cache, lengths=lengths
+        )
+        x_BNE = x_BNE + attended
         return x_BNE + self.ffn(self.ffn_layernorm(x_BNE))
 
 
@@ -244,13 +246,16 @@ class LongNetLM(nn.Module):
                 f"ranks in {len(documents.borders) - 1} documents: the loss needs a document of 2 tokens or more"
             )
         labels_BN = self._labels(tokens_BN, documents)
-        hidden_BNE, rows = self._hidden(tokens_BN, documents, cu_seqlens), loss_slice_rows(self.config.vocab_size)
+        hidden_BNE = self._hidden(tokens_BN, documents, cu_seqlens)
+        num_rows = loss_slice_rows(self.config.vocab_size)
         # On a rank without positions the sum is 0, and connected to every parameter.
-        local_sum = sum_in_slices(partial(self._cross_entropy, reduction="sum"), hidden_BNE, labels_BN, rows)
-        if self.parallel is None:
-            return local_sum / num_labels if step_count is None else mean_loss(ALONE, local_sum, num_labels, step_count)
-        count = (labels_BN != IGNORED_LABEL).sum()
-        return self.parallel.mean_loss(local_sum, count, over=over, step_count=step_count)
+        local_sum = sum_in_slices(partial(self._cross_entropy, reduction="sum"), hidden_BNE, labels_BN, num_rows)
+        if self.parallel is not None:
+            local_count = (labels_BN != IGNORED_LABEL).sum()
+            return self.parallel.mean_loss(local_sum, local_count, over=over, step_count=step_count)
+        if step_count is not None:
+            return mean_loss(ALONE, local_sum, num_labels, step_count)
+        return local_sum / num_labels
 
     @torch.no_grad()
     def token_losses(self, tokens_BN: Tensor) -> Tensor:
@@ -259,9 +264,10 @@ class LongNetLM(nn.Module):
         documents = self._agree(tokens_BN, None)
         labels_T = self._labels(tokens_BN, documents).flatten()
         hidden_TE = self._hidden(tokens_BN, documents, None).flatten(0, 1)
-        rows = loss_slice_rows(self.config.vocab_size)
-        slices = zip(hidden_TE.split(rows), labels_T.split(rows), strict=True)
-        terms = [self._cross_entropy(hidden, labels, "none") for hidden, labels in slices]
+        num_rows = loss_slice_rows(self.config.vocab_size)
+        terms = []
+        for hidden, labels in zip(hidden_TE.split(num_rows), labels_T.split(num_rows), strict=True):
+            terms.append(self._cross_entropy(hidden, labels, "none"))
         return torch.cat(terms).view(tokens_BN.shape)
 
     def _hidden(self, tokens_BN: Tensor, documents: Documents, cu_seqlens: Tensor | None) -> Tensor:
@@ -323,27 +329,29 @@ class NextTokenLoss(nn.Module):
 
 def shift_left(parallel: ContextParallel, x: Tensor, fill: int, documents: tuple[int, ...] | None = None) -> Tensor:
     """For each position of x (B, N_local) the integer at the next one, on any rank; `fill` at the sequence's last."""
-    parallel.ranks.check_all_here("shift_left")
+    ranks = parallel.ranks
+    ranks.check_all_here("shift_left")
     failure = None
     if not isinstance(x, Tensor) or x.dim() != 2 or x.is_floating_point() or x.is_complex():
         got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         failure = f"shift_left takes integers (batch, N), got {got}"
     batch, length = (0, 0) if failure else x.shape
-    with parallel.ranks.turn:
-        lengths = parallel.ranks.handshake(length, {"call": "shift_left", "batch": batch, "fill": fill}, failure)
-        shards = parallel.ranks.shards(lengths, documents)
-        shard = shards[parallel.rank]
-        with parallel.ranks.all_or_none():
-            own = torch.zeros(max(2, *map(len, shards)), batch, 1, dtype=torch.int64, device="cpu")
-            for first, row, _ in zip(own, first_rows(shard), shard, strict=False):
-                first.copy_(x[:, row : row + 1])
-            records = parallel.ranks.records(own, "the exchange of labels")
-    firsts: dict[int, Tensor] = {}  # the first column (B, 1) of every span of every rank, by its global position
+    with ranks.turn:
+        lengths = ranks.handshake(length, {"call": "shift_left", "batch": batch, "fill": fill}, failure)
+        shards = ranks.shards(lengths, documents)
+        shard = shards[ranks.rank]
+        with ranks.all_or_none():
+            # Each rank tells the integers at the first position of each of its spans.
+            record = torch.zeros(max(2, *map(len, shards)), batch, dtype=torch.int64, device="cpu")
+            for first_B, row, _ in zip(record, first_rows(shard), shard, strict=False):
+                first_B.copy_(x[:, row])
+            records = ranks.records(record, "the exchange of labels")
+    firsts: dict[int, Tensor] = {}  # by global position
     for spans, record in zip(shards, records, strict=True):
-        firsts |= zip((span.start for span in spans), record, strict=False)
-    columns = [x[:, :0]]
+        for span, first_B in zip(spans, record, strict=False):
+            firsts[span.start] = first_B
+    shifted = x.roll(-1, dims=1)  # right but for the last row of each span
     for row, span in zip(first_rows(shard), shard, strict=False):
-        stop = row + span.stop - span.start
-        last = firsts.get(span.stop, torch.full_like(x[:, :1], fill))
-        columns += [x[:, row + 1 : stop], last.to(x)]
-    return torch.cat(columns, dim=1)
+        last = row + span.stop - span.start - 1
+        shifted[:, last] = firsts[span.stop].to(x) if span.stop in firsts else fill
+    return shifted

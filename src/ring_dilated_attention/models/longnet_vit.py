@@ -7,6 +7,7 @@ positions of packed slides, E embedding.
 import math
 import warnings
 from collections.abc import Collection, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -39,6 +40,13 @@ class PublishedSize(NamedTuple):
     depth: int
 
 
+class Rows(NamedTuple):
+    """The rows of one slide in a sequence, its class token included, and the number of its tiles."""
+
+    rows: slice
+    num_tiles: int
+
+
 PUBLISHED = {
     "gigapath": PublishedSize(in_chans=1536, embed_dim=768, depth=12),
     "gigapath-flash": PublishedSize(in_chans=384, embed_dim=384, depth=12),
@@ -69,8 +77,9 @@ def segment_lengths_for(max_wsi_size: int = 262_144, tile_size: float = 256) -> 
     num_tiles = int(side // tile) ** 2
     if num_tiles < 1:
         raise ValueError(f"max_wsi_size={side:g} is less than one tile of {tile:g} pixels.")
-    last = int(math.log2(num_tiles))
-    return tuple(int(2.0 ** (10 + (last - 10) * i / 4)) for i in range(5))
+    largest = int(math.log2(num_tiles))
+    exponents = [10 + (largest - 10) * i / 4 for i in range(5)]
+    return tuple(int(2.0**exponent) for exponent in exponents)
 
 
 class LongNetViT(CheckedLoading):
@@ -115,11 +124,12 @@ class LongNetViT(CheckedLoading):
         activation_checkpointing: Checkpointing = False,
     ) -> None:
         super().__init__()
-        counts = {"in_chans": in_chans, "embed_dim": embed_dim, "depth": depth, "slide_ngrids": slide_ngrids}
-        for name, count in counts.items():
-            if not is_integer(count) or count < 1:
-                raise ValueError(f"{name}={count!r} must be a whole number, at least 1.")
-        tile_size, mlp_ratio = checked_size("tile_size", tile_size), checked_size("mlp_ratio", mlp_ratio)
+        sizes = {"in_chans": in_chans, "embed_dim": embed_dim, "depth": depth, "slide_ngrids": slide_ngrids}
+        for name, size in sizes.items():
+            if not is_integer(size) or size < 1:
+                raise ValueError(f"{name}={size!r} must be a whole number, at least 1.")
+        tile_size = checked_size("tile_size", tile_size)
+        mlp_ratio = checked_size("mlp_ratio", mlp_ratio)
         if embed_dim % 4:
             raise ValueError(f"embed_dim={embed_dim} is not a multiple of 4: sin and cos of x and y take quarters.")
         if parallel is not None and parallel.sharding != "contiguous":
@@ -135,8 +145,11 @@ class LongNetViT(CheckedLoading):
             ffn_dim=round(embed_dim * mlp_ratio),
             padding=padding,
         )
-        self.in_chans, self.slide_ngrids, self.tile_size = in_chans, slide_ngrids, tile_size
-        self.global_pool, self.parallel = global_pool, parallel
+        self.in_chans = in_chans
+        self.slide_ngrids = slide_ngrids
+        self.tile_size = tile_size
+        self.global_pool = global_pool
+        self.parallel = parallel
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         self.patch_embed = nn.ModuleDict({"proj": nn.Linear(in_chans, embed_dim)})  # under its published name
         self.encoder = LongNetEncoder(config, parallel=parallel, activation_checkpointing=activation_checkpointing)
@@ -203,7 +216,8 @@ class LongNetViT(CheckedLoading):
         """
         num_tiles = self._check(x, coords, lengths, all_layer_embed)
         if lengths is None:
-            cu_seqlens, slides = None, [(slice(None), num_tiles)]
+            cu_seqlens = None
+            slides = [Rows(slice(None), num_tiles)]
             # Ranks without the class token take an empty slice of it: they too need a gradient for it.
             class_token = self.cls_token.expand(len(x), -1, -1)[:, : self._num_class]
             tokens_BNE = torch.cat((class_token, self._embed(x, coords)), 1)
@@ -211,25 +225,34 @@ class LongNetViT(CheckedLoading):
             counts = [int(n) for n in lengths]
             borders = list(accumulate((n + 1 for n in counts), initial=0))
             cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=x.device)
-            slides = [(slice(a, b), b - a - 1) for a, b in pairwise(borders)]
+            slides = [Rows(slice(start, stop), stop - start - 1) for start, stop in pairwise(borders)]
             is_tile_BL = _are_tiles(x, counts)
             tiles_TE = self._embed(x[is_tile_BL.to(x.device)], coords[is_tile_BL.to(coords.device)])
-            tokens_BNE = torch.cat([y for tiles in tiles_TE.split(counts) for y in (self.cls_token[0], tiles)])[None]
-
-        def pool(x_BNE: Tensor) -> Tensor:
-            """Each slide's mean of tiles, or its class token, (B, E). Under `parallel` this rank's share of the sum."""
-            wide, k = torch.promote_types(x_BNE.dtype, torch.float32), self._num_class
-            if self.global_pool:
-                return torch.cat([x_BNE[:, rows][:, k:].sum(1, dtype=wide) / count for rows, count in slides])
-            return torch.cat([x_BNE[:, rows][:, :k].sum(1, dtype=wide) for rows, _ in slides])
-
-        # Each layer's output is pooled at once, so that only one is held.
-        collect = pool if all_layer_embed else None
-        found = self.encoder(tokens_BNE, cu_seqlens=cu_seqlens, collect=collect)
-        pooled = torch.stack(found) if isinstance(found, list) else pool(found)[None]
+            packed = []
+            for slide_LE in tiles_TE.split(counts):
+                packed += [self.cls_token[0], slide_LE]
+            tokens_BNE = torch.cat(packed)[None]
+        pool = partial(self._pool, slides)
+        if all_layer_embed:
+            states = self.encoder(tokens_BNE, cu_seqlens=cu_seqlens, collect=pool)  # so that only one is held
+        else:
+            states = [pool(self.encoder(tokens_BNE, cu_seqlens=cu_seqlens))]
+        pooled = torch.stack(states)
         if self.parallel is not None:
             pooled = SumOverRanks.apply(pooled, self.parallel.ranks)
         return [self.norm(x_BE) for x_BE in pooled.to(tokens_BNE.dtype).unbind()]
+
+    def _pool(self, slides: Sequence[Rows], x_BNE: Tensor) -> Tensor:
+        """Each slide's mean of tiles, or its class token, (B, E). Under `parallel` this rank's share of the sum."""
+        wide = torch.promote_types(x_BNE.dtype, torch.float32)
+        pooled = []
+        for rows, num_tiles in slides:
+            slide_BNE = x_BNE[:, rows]
+            if self.global_pool:
+                pooled.append(slide_BNE[:, self._num_class :].sum(1, dtype=wide) / num_tiles)
+            else:
+                pooled.append(slide_BNE[:, : self._num_class].sum(1, dtype=wide))
+        return torch.cat(pooled)
 
     @property
     def _num_class(self) -> int:
@@ -238,10 +261,8 @@ class LongNetViT(CheckedLoading):
 
     def _embed(self, x: Tensor, coords: Tensor) -> Tensor:
         """(..., C) and (..., 2) to (..., E)."""
-        return self.patch_embed["proj"](x.to(self.cls_token.dtype)) + self._positions(self._cells(coords))
-
-    def _cells(self, coords: Tensor) -> Tensor:
-        return cells_of(coords, self.tile_size)
+        positions = self._positions(cells_of(coords, self.tile_size))
+        return self.patch_embed["proj"](x.to(self.cls_token.dtype)) + positions
 
     def _positions(self, cells: Tensor) -> Tensor:
         """(..., E): for y, then for x, [sin, cos] of cell * 10000^(-k / (E / 4)), k < E / 4, in the weights' dtype."""
@@ -295,7 +316,8 @@ class LongNetViT(CheckedLoading):
             return None
         if self.parallel is not None:
             return "lengths and parallel: a padded batch cannot be sharded; embed the slides one by one"
-        most, numbers = x.shape[1], lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        most = x.shape[1]
+        numbers = lengths.tolist() if isinstance(lengths, Tensor) else lengths
         is_one_each = isinstance(numbers, Collection) and len(numbers) == len(x)
         if not is_one_each or not all(is_integer(n) and 1 <= n <= most for n in numbers):
             return f"lengths={numbers} must be {len(x)} numbers of tiles from 1 to {most}, one for each slide"
@@ -303,15 +325,20 @@ class LongNetViT(CheckedLoading):
 
     def _tile_failure(self, x: Tensor, coords: Tensor, counts: list[int], first: int) -> str | None:
         """What is wrong with the first wrong tile, or None. This rank's tiles are numbered from `first`."""
-        is_tile_BL, dtype = _are_tiles(x, counts), self.cls_token.dtype  # numbers beyond its range become inf
-        wrong = (is_tile_BL & ~torch.isfinite(x.detach().to(dtype)).all(-1).cpu()).nonzero().tolist()
+        is_tile_BL = _are_tiles(x, counts)
+        dtype = self.cls_token.dtype  # numbers beyond its range become inf
+        is_finite_BL = x.detach().to(dtype).isfinite().all(-1).cpu()
+        wrong = (is_tile_BL & ~is_finite_BL).nonzero().tolist()
         if wrong:
-            where = f"{_tile(wrong, first, len(x))}{_and_more(wrong)}"
-            return f"features that are not finite: {where}" + (f", taken as {dtype}" if x.dtype != dtype else "")
-        cells = self._cells(coords)
-        wrong = (is_tile_BL & ~((cells >= 0) & (cells < self.slide_ngrids)).all(-1)).nonzero().tolist()
+            taken = f", taken as {dtype}" if x.dtype != dtype else ""
+            return f"features that are not finite: {_tile(wrong, first, len(x))}{_and_more(wrong)}{taken}"
+        cells = cells_of(coords, self.tile_size)
+        is_inside_BL = ((cells >= 0) & (cells < self.slide_ngrids)).all(-1)
+        wrong = (is_tile_BL & ~is_inside_BL).nonzero().tolist()
         if wrong:
-            at, cell = (", ".join(f"{z:.10g}" for z in pair[*wrong[0]].tolist()) for pair in (coords, cells))
+            slide, tile = wrong[0]
+            at = ", ".join(f"{z:.10g}" for z in coords[slide, tile].tolist())
+            cell = ", ".join(f"{z:.10g}" for z in cells[slide, tile].tolist())
             return (
                 f"coordinates outside the grid of {self.slide_ngrids} x {self.slide_ngrids} cells of "
                 f"tile_size={self.tile_size:.10g}: {_tile(wrong, first, len(x))} at ({at}) lies in cell ({cell})"

@@ -4,7 +4,7 @@ import math
 import reprlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class Sampling:
             raise ValueError(f"top_k={self.top_k!r} must be an integer of at least 1, or None for all tokens.")
         if self.top_p is not None and (not is_finite_number(self.top_p) or not 0 < self.top_p <= 1):
             raise ValueError(f"top_p={self.top_p!r} must be above 0 and at most 1, or None for all tokens.")
-        if self.seed is not None and not (is_integer(self.seed) and -(2**63) <= self.seed < 2**63):
+        if self.seed is not None and (not is_integer(self.seed) or not -(2**63) <= self.seed < 2**63):
             raise ValueError(f"seed={self.seed!r} must be an integer of 64 bits, or None to draw anew each time.")
         is_single = getattr(self.stop, "ndim", 1) == 0  # a tensor or array of 0 dims is a Collection, too
         if is_single or not isinstance(self.stop, Collection) or not all(map(is_integer, self.stop)):
@@ -52,29 +52,30 @@ class Sampling:
 
     def draw(self, logits_BV: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
         """(B,) int64. A ValueError for a row with nothing to draw from. Tokens with a logit of -inf are not drawn."""
-        largest_B = logits_BV.amax(-1)  # NaN if any is
-        if not largest_B.isfinite().all():
-            row, largest = next((b, x) for b, x in enumerate(largest_B.tolist()) if not math.isfinite(x))
-            raise ValueError(
-                f"no token can be drawn for row {row}: the largest of its logits is {largest}. Look for NaN and inf in "
-                "the parameters and caches; bfloat16 and float32 hold larger numbers than float16."
-            )
+        for row, largest in enumerate(logits_BV.amax(-1).tolist()):  # NaN if any logit is
+            if not math.isfinite(largest):
+                raise ValueError(
+                    f"no token can be drawn for row {row}: the largest of its logits is {largest}. Look for NaN and "
+                    "inf in the parameters and caches; bfloat16 and float32 hold larger numbers than float16."
+                )
         if self.temperature == 0:
             return logits_BV.argmax(-1)
-        weights = self.weights(logits_BV)
-        return torch.cat([torch.multinomial(row, 1, generator=g) for row, g in zip(weights, generators, strict=True)])
+        weights_BV = self.weights(logits_BV)
+        drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(weights_BV, generators, strict=True)]
+        return torch.cat(drawn)
 
     def weights(self, logits_BV: Tensor) -> Tensor:
         """Probabilities (B, V) up to a factor; 0 for tokens that are not drawn."""
-        falling, order = logits_BV.double().sort(dim=-1, descending=True, stable=True)
-        falling = (falling - falling[:, :1]) / float(self.temperature)  # the largest is 0, so that none becomes inf
+        falling_BV, order_BV = logits_BV.double().sort(dim=-1, descending=True, stable=True)
+        falling_BV = falling_BV - falling_BV[:, :1]  # the largest is 0, so that none becomes inf
+        falling_BV = falling_BV / float(self.temperature)
         if self.top_k is not None:
-            falling[:, self.top_k :] = -torch.inf
-        falling = falling.softmax(-1)
+            falling_BV[:, self.top_k :] = -torch.inf
+        weights_BV = falling_BV.softmax(-1)
         if self.top_p is not None:
-            before = falling.cumsum(-1) - falling  # the probability of all likelier tokens
-            falling = falling.masked_fill(before >= float(self.top_p), 0)
-        return torch.zeros_like(falling).scatter(-1, order, falling)
+            likelier_BV = weights_BV.cumsum(-1) - weights_BV  # the probability of all likelier tokens
+            weights_BV = weights_BV.masked_fill(likelier_BV >= float(self.top_p), 0)
+        return torch.zeros_like(weights_BV).scatter(-1, order_BV, weights_BV)
 
 
 @torch.no_grad()
@@ -88,33 +89,35 @@ def generate(
     """See `LongNetLM.generate`."""
     if not is_integer(max_new_tokens) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an integer of at least 0.")
-    device, vocab_size = model.head.weight.device, model.head.weight.shape[0]
+    device, vocab_size = model.head.weight.device, model.config.vocab_size
     for token in sampling.stop:
         if not 0 <= token < vocab_size:
             raise ValueError(f"stop has the token {token}, but the vocabulary goes from 0 to {vocab_size - 1}.")
-    padded_BN, lengths = pad(tokens, vocab_size, device)
+    prompts = prompts_of(tokens, vocab_size, device)
+    lengths = [len(prompt) for prompt in prompts]
+    batch = len(prompts)
     if caches is None:
-        caches = model.make_caches(len(lengths), max_len=max(lengths) + max_new_tokens)
+        caches = model.make_caches(batch, max_len=max(lengths) + max_new_tokens)
     if not isinstance(caches, Sequence) or not all(isinstance(cache, DilatedCache) for cache in caches):
         raise ValueError(f"caches={reprlib.repr(caches)} must be those of make_caches, one for each layer.")
     for cache in caches:  # before any prompt is appended
-        if cache.batch == len(lengths):  # the layer refuses another batch size
+        if cache.batch == batch:  # the layer refuses another batch size
             check_append(cache.plan, cache.position.tolist(), lengths)
-    hidden_BE = prefill(model, padded_BN, lengths, caches)
-    generators = sampling.generators(len(lengths), device)
-    stopped_B = torch.zeros(len(lengths), dtype=torch.bool, device=device)
+    hidden_BE = prefill(model, pad_sequence(prompts, batch_first=True), lengths, caches)
+    generators = sampling.generators(batch, device)
+    has_stopped_B = torch.zeros(batch, dtype=torch.bool, device=device)
     stop = torch.tensor([int(token) for token in sampling.stop], dtype=torch.int64, device=device)
-    for i in range(max_new_tokens):
-        logits_BV = model.head(hidden_BE).masked_fill(stopped_B[:, None], 0)  # any finite number would do
+    for step in range(max_new_tokens):
+        logits_BV = model.head(hidden_BE).masked_fill(has_stopped_B[:, None], 0)  # any finite number would do
         drawn_B = sampling.draw(logits_BV, generators)
-        yield drawn_B.masked_fill(stopped_B, STOPPED)
+        yield drawn_B.masked_fill(has_stopped_B, STOPPED)
         counts_B = None
         if len(stop):
-            stopped_B |= torch.isin(drawn_B, stop)
-            if stopped_B.all():
+            has_stopped_B |= torch.isin(drawn_B, stop)
+            if has_stopped_B.all():
                 return
-            counts_B = (~stopped_B).long()  # a row that has stopped appends nothing
-        if i + 1 < max_new_tokens:
+            counts_B = (~has_stopped_B).long()  # a row that has stopped appends nothing
+        if step + 1 < max_new_tokens:
             hidden_BE = model.append(drawn_B[:, None], caches, counts_B)[:, 0]
 
 
@@ -123,36 +126,38 @@ def prefill(model: "LongNetLM", tokens_BN: Tensor, lengths: Sequence[int], cache
     last: dict[int, Tensor] = {}
     for start in range(0, max(lengths), PREFILL_SLICE):
         slice_BN = tokens_BN[:, start : start + PREFILL_SLICE]
-        counts = [min(max(length - start, 0), slice_BN.shape[1]) for length in lengths]
-        alike = min(counts) == slice_BN.shape[1]
-        hidden_BNE = model.append(slice_BN, caches, None if alike else torch.tensor(counts, device=slice_BN.device))
-        for b, count in enumerate(counts):
-            if count and start + count == lengths[b]:
-                last[b] = hidden_BNE[b, count - 1]
+        stop = start + slice_BN.shape[1]
+        counts_B = None
+        if min(lengths) < stop:  # some rows end in this slice, or before it
+            counts = [min(max(length, start), stop) - start for length in lengths]
+            counts_B = torch.tensor(counts, device=tokens_BN.device)
+        hidden_BNE = model.append(slice_BN, caches, counts_B)
+        for b, length in enumerate(lengths):
+            if start < length <= stop:
+                last[b] = hidden_BNE[b, length - 1 - start]
     return torch.stack([last[b] for b in range(len(lengths))])
 
 
-def pad(
+def prompts_of(
     tokens: Tensor | Sequence[Sequence[int] | Tensor], vocab_size: int, device: torch.device
-) -> tuple[Tensor, list[int]]:
-    """Prompts, padded on the right to (B, N), and their lengths."""
+) -> list[Tensor]:
+    """Prompts as int64 tensors of one dim. A ValueError for a prompt that is none."""
     remedy = "Pass tokens (batch, N), or a list of prompts. A prompt of bytes is list(prompt)."
     try:
-        prompts = [] if isinstance(tokens, (str, bytes)) else list(tokens)
+        prompts: list[Any] = [] if isinstance(tokens, (str, bytes)) else list(tokens)
     except TypeError:
         prompts = []
     if not prompts:
         raise ValueError(f"there is no prompt in tokens={reprlib.repr(tokens)}. {remedy}")
-    rows = []
     for b, prompt in enumerate(prompts):
         try:
-            row = torch.as_tensor(prompt, device=device)
+            prompts[b] = torch.as_tensor(prompt, device=device)
         except (TypeError, ValueError, RuntimeError):
-            row = torch.empty(0)
-        if row.dim() != 1 or not len(row) or not is_integral(row):
+            prompts[b] = torch.empty(0)
+        if prompts[b].dim() != 1 or not len(prompts[b]) or not is_integral(prompts[b]):
             raise ValueError(f"prompt {b} is {reprlib.repr(prompt)}, and not one or more integers. {remedy}")
-        low, high = row.long().aminmax()
+        prompts[b] = prompts[b].long()
+        low, high = prompts[b].aminmax()
         if low < 0 or high >= vocab_size:
             raise ValueError(f"prompt {b} has tokens from {low} to {high}, but vocab_size={vocab_size}.")
-        rows.append(row.long())
-    return pad_sequence(rows, batch_first=True), [len(row) for row in rows]
+    return prompts

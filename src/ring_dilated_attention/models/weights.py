@@ -14,6 +14,8 @@ from ..ranks.context import ContextParallel
 from .checked_loading import map_names
 from .longnet_vit import DILATION_RATES, NUM_HEADS, PUBLISHED, LongNetViT, segment_lengths_for
 
+LAYER = re.compile(r"\bencoder\.layers\.(\d+)\.")
+
 
 class EncoderSize(NamedTuple):
     """The size of a slide encoder. Its weights tell everything but the number of heads."""
@@ -47,24 +49,27 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
             from safetensors.torch import load_file
 
             return load_file(path)
-        found = load_tensors(path)
+        weights = load_tensors(path)
     except ImportError as error:
         raise ValueError(f"{path} needs safetensors: pip install 'ring-dilated-attention[train]'") from error
     except Exception as error:  # a damaged file raises anything
         raise ValueError(f"{path} cannot be read as weights: {first_line(error)}") from error
     for name in ("model", "state_dict", "module"):  # under which a trainer's checkpoint keeps the model
-        if isinstance(found, Mapping) and isinstance(found.get(name), Mapping):
-            found = found[name]
-    if not isinstance(found, Mapping) or not any(isinstance(x, Tensor) for x in found.values()):
-        raise ValueError(f"{path} holds no tensors by name, but a {type(found).__name__}")
-    return {str(name): x for name, x in found.items() if isinstance(x, Tensor)}
+        if isinstance(weights, Mapping) and isinstance(weights.get(name), Mapping):
+            weights = weights[name]
+    tensors = {}
+    if isinstance(weights, Mapping):
+        tensors = {str(name): x for name, x in weights.items() if isinstance(x, Tensor)}
+    if not tensors:
+        raise ValueError(f"{path} holds no tensors by name, but a {type(weights).__name__}")
+    return tensors
 
 
 def load_tensors(path: Path, *, is_mapped: bool = False) -> Any:
     """What torch.save wrote. A ValueError refuses unsafe pickles and wrong checksums; damage may raise any error."""
     is_zip = zipfile.is_zipfile(path)  # torch's older format has no checksums, and cannot be mapped
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped and is_zip)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped and is_zip)
     except pickle.UnpicklingError as error:
         raise ValueError(
             "torch.load(weights_only=True) refuses it, and it is not read otherwise, since a pickle can run any code "
@@ -74,7 +79,7 @@ def load_tensors(path: Path, *, is_mapped: bool = False) -> Any:
         with zipfile.ZipFile(path) as file:
             if (damaged := file.testzip()) is not None:  # torch.load does not check it
                 raise ValueError(f"it is damaged: the checksum of its {damaged} is wrong")
-    return found
+    return content
 
 
 def first_line(error: Exception) -> str:
@@ -99,26 +104,33 @@ def slide_encoder_size(
     embed_dim = _size(path, weights, "cls_token", 2)
     in_chans = _size(path, weights, "patch_embed.proj.weight", 1)
     ffn_dim = _size(path, weights, "encoder.layers.0.ffn.fc1.bias", 0)
-    numbers = {int(m[1]) for key in weights if (m := re.search(r"\bencoder\.layers\.(\d+)\.", key))}
-    found = next(i for i in range(len(numbers) + 1) if i not in numbers)  # layers before the first gap
-    if strict and found < len(numbers):
-        there = f"{path} holds encoder.layers.{max(numbers)} and no encoder.layers.{found}"
-        raise ValueError(f"{there}: one is stray or the other missing")
-    published = {known.embed_dim: known.depth for known in PUBLISHED.values()}
-    expected = published.get(embed_dim, found) if depth is None else depth
-    size = EncoderSize(in_chans, embed_dim, expected, ffn_dim, NUM_HEADS if num_heads is None else num_heads)
-    if strict and found != expected:
-        who = "published encoders of this width have" if depth is None else "you asked for"
+    numbers = {int(match[1]) for match in map(LAYER.search, weights) if match}
+    num_layers = 0  # before the first gap
+    while num_layers in numbers:
+        num_layers += 1
+    if strict and num_layers < len(numbers):
         raise ValueError(
-            f"{path} holds {size._replace(depth=found)}, and {who} {expected} layers: some are missing, or pass "
-            f"depth={found} (--depth {found}) if it is another model"
+            f"{path} holds encoder.layers.{max(numbers)} and no encoder.layers.{num_layers}: one is stray or the other "
+            "missing"
         )
-    if num_heads is None and size[:4] not in [(*known, 4 * known.embed_dim) for known in PUBLISHED.values()]:
+    asked = "you asked for"
+    if depth is None:
+        asked = "published encoders of this width have"
+        depth = {known.embed_dim: known.depth for known in PUBLISHED.values()}.get(embed_dim, num_layers)
+    if strict and num_layers != depth:
         raise ValueError(
-            f"{path} holds {size} for {in_chans} features of a tile, with feed-forwards of {ffn_dim}, which is no "
-            "published encoder's size, and no weights tell their number of heads: pass num_heads= (--heads)"
+            f"{path} holds {num_layers} layers x {embed_dim}, and {asked} {depth} layers: some are missing, or pass "
+            f"depth={num_layers} (--depth {num_layers}) if it is another model"
         )
-    return size
+    if num_heads is None:
+        num_heads = NUM_HEADS
+        if ffn_dim != 4 * embed_dim or (in_chans, embed_dim, depth) not in PUBLISHED.values():
+            raise ValueError(
+                f"{path} holds {depth} layers x {embed_dim} for {in_chans} features of a tile, with feed-forwards of "
+                f"{ffn_dim}, which is no published encoder's size, and no weights tell their number of heads: pass "
+                "num_heads= (--heads)"
+            )
+    return EncoderSize(in_chans, embed_dim, depth, ffn_dim, num_heads)
 
 
 def load_slide_encoder(
@@ -149,7 +161,9 @@ def load_slide_encoder(
     weights = read_weights(path)
     size = slide_encoder_size(path, weights, depth, num_heads, strict=strict)
     model = LongNetViT(
-        *size[:3],
+        size.in_chans,
+        size.embed_dim,
+        size.depth,
         size.num_heads,
         mlp_ratio=size.ffn_dim / size.embed_dim,
         tile_size=tile_size,
@@ -179,8 +193,11 @@ def load_slide_encoder(
 
 def _size(path: Path | str, weights: Mapping[str, Tensor], name: str, dim: int) -> int:
     """Size number `dim` of a tensor that has `dim + 1` sizes. The tensor's name may have any prefix."""
-    found = weights.get(name, next((x for key, x in weights.items() if key.endswith("." + name)), None))
-    if found is None or found.dim() != dim + 1 or not found.shape[dim]:
-        got = f"it has no {name}" if found is None else f"{name} has shape {tuple(found.shape)}"
-        raise ValueError(f"{path} does not hold a slide encoder's weights: {got}")
-    return found.shape[dim]
+    x = weights.get(name)
+    if x is None:
+        x = next((x for key, x in weights.items() if key.endswith(f".{name}")), None)
+    if x is None:
+        raise ValueError(f"{path} does not hold a slide encoder's weights: it has no {name}")
+    if x.dim() != dim + 1 or not x.shape[dim]:
+        raise ValueError(f"{path} does not hold a slide encoder's weights: {name} has shape {tuple(x.shape)}")
+    return x.shape[dim]

@@ -5,7 +5,8 @@
 C(t, h): the number of zero rows (keys of score 0 and value 0) that query t of head h sees. Misaligned branches (see
 `zero_rows.py`) are computed one by one; their rows are moved to where torchscale puts them; then they are merged.
 
-B batch, N positions of this rank, H heads, G key/value heads, D head dim, M rows of one zero query, Z zero queries.
+B batch, N positions of this rank, H heads, G key/value heads, D head dim, Z zero queries, M rows of one of them, P
+places that they fill.
 """
 
 import math
@@ -29,13 +30,21 @@ from ..documents import Documents, DocumentSpan, agree_on_documents
 from .zero_rows import Move, ZeroQuery, is_misaligned, moves, zero_keys, zero_queries
 
 
+class LocalZeroQuery(NamedTuple):
+    """A zero query, and a span of its document on this rank."""
+
+    number: int  # among the zero queries of all ranks
+    query: ZeroQuery
+    span: DocumentSpan
+
+
 class Misplaced(NamedTuple):
     """Where the rows of a misaligned branch move, and the zero queries in the places between."""
 
     num_seen: int  # m: the keys of a zero query
     moves: list[Move]
     num_zero_queries: int  # of all ranks
-    own: list[tuple[int, DocumentSpan, ZeroQuery]]  # (number, span, query) for each span of the query's document
+    local_queries: list[LocalZeroQuery]
 
 
 class BranchCall(NamedTuple):
@@ -56,16 +65,25 @@ class ZeroRows:
 
 def zero_rows(pattern: DilatedPattern, num_heads: int, documents: Documents, like: Tensor) -> ZeroRows:
     """Count the zero rows for `torchscale_attention`, whose tensors have the dtype and the device of `like`."""
-    dtype = torch.promote_types(like.dtype, torch.float32)  # that of lse
-    apart = [branch for branch in pattern.branches if is_misaligned(branch, documents.longest)]
-    aligned = [branch for branch in pattern.branches if branch not in apart]
-    calls = []
-    for branches in ([aligned] if aligned else []) + [[branch] for branch in apart]:
-        own = DilatedPattern(*zip(*branches, strict=True), is_causal=pattern.is_causal, phase=pattern.phase)
-        counts_NH = None if pattern.is_causal else _num_zero_keys(own, num_heads, documents)
-        logs_NH = None if counts_NH is None else counts_NH.log().to(like.device, dtype)
-        misplaced = None if branches is aligned else _misplaced(branches[0], num_heads, documents)
-        calls.append(BranchCall(own, logs_NH, misplaced))
+
+    def call_of(branches: Sequence[Branch], misplaced: Misplaced | None) -> BranchCall:
+        lengths, rates = zip(*branches, strict=True)
+        part = DilatedPattern(lengths, rates, is_causal=pattern.is_causal, phase=pattern.phase)
+        logs_NH = None
+        if not pattern.is_causal:  # causal patterns hide the zero rows
+            counts_NH = _num_zero_keys(part, num_heads, documents)
+            if counts_NH is not None:
+                logs_NH = counts_NH.log().to(like.device, torch.promote_types(like.dtype, torch.float32))  # as lse
+        return BranchCall(part, logs_NH, misplaced)
+
+    aligned, calls = [], []
+    for branch in pattern.branches:
+        if is_misaligned(branch, documents.longest):
+            calls.append(call_of([branch], _misplaced(branch, num_heads, documents)))
+        else:
+            aligned.append(branch)
+    if aligned:
+        calls.insert(0, call_of(aligned, None))
     return ZeroRows(pattern, tuple(calls))
 
 
@@ -88,24 +106,32 @@ def torchscale_attention(
     and lengths are not taken, because zero rows are counted for all heads and positions.
     """
     refuse_others("torchscale_attention", others)
-    split: dict[str, Any] = {"parallel": parallel, "cu_seqlens": cu_seqlens}
     if counted is None:
         failure = pattern_failure(pattern) or why_no_rows("query", query)
         if not isinstance(return_lse, bool):
             failure = f"return_lse must be True or False, got {return_lse!r}"
-        fields: dict[str, object] = {"pattern": pattern}
-        documents = agree_on_documents("torchscale_attention", query, **split, fields=fields, failure=failure)
+        documents = agree_on_documents(
+            "torchscale_attention",
+            query,
+            parallel=parallel,
+            cu_seqlens=cu_seqlens,
+            fields={"pattern": pattern},
+            failure=failure,
+        )
         counted = zero_rows(pattern, query.shape[2], documents, query)
     assert counted.pattern == pattern, "counted for another pattern"
+    options: Any = {"parallel": parallel, "cu_seqlens": cu_seqlens, "scale": scale, "backend": backend}
     merged: tuple[Tensor, Tensor] | None = None
-    options = {**split, "scale": scale, "backend": backend, "return_lse": True}
     for call in counted.calls:
-        out_BNHD, lse_BNH = dilated_attention(query, key, value, call.pattern, **options)
+        out_BNHD, lse_BNH = dilated_attention(query, key, value, call.pattern, return_lse=True, **options)
         if call.log_num_zero_keys_NH is not None:
             out_BNHD, lse_BNH = gate(out_BNHD, lse_BNH, call.log_num_zero_keys_NH)
         if call.misplaced is not None:
             out_BNHD, lse_BNH = _put_in_place(out_BNHD, lse_BNH, value, call.misplaced, parallel)
-        merged = (out_BNHD, lse_BNH) if merged is None else _merged(*merged, out_BNHD, lse_BNH)
+        if merged is None:
+            merged = out_BNHD, lse_BNH
+        else:
+            merged = _merged(*merged, out_BNHD, lse_BNH)
     assert merged is not None
     return merged if return_lse else merged[0]
 
@@ -149,17 +175,15 @@ def _num_zero_keys(pattern: DilatedPattern, num_heads: int, documents: Documents
 
 
 def _misplaced(branch: Branch, num_heads: int, documents: Documents) -> Misplaced:
-    spans_of: dict[int, list[DocumentSpan]] = {}
-    for span in documents.spans:
-        spans_of.setdefault(span.begin, []).append(span)
-    places = [
-        (spans_of.get(begin, ()), query)
-        for begin, end in pairwise(documents.borders)
-        for query in zero_queries(branch, num_heads, end - begin)
-    ]
-    own = [(z, span, query) for z, (spans, query) in enumerate(places) for span in spans]
+    number = 0
+    local_queries = []
+    for begin, end in pairwise(documents.borders):
+        spans = [span for span in documents.spans if span.begin == begin]
+        for query in zero_queries(branch, num_heads, end - begin):
+            local_queries += [LocalZeroQuery(number, query, span) for span in spans]
+            number += 1
     num_seen = -(-branch.segment_length // branch.dilation_rate)
-    return Misplaced(num_seen, moves(branch, documents.shards, documents.borders), len(places), own)
+    return Misplaced(num_seen, moves(branch, documents.shards, documents.borders), number, local_queries)
 
 
 def _put_in_place(
@@ -172,15 +196,16 @@ def _put_in_place(
     if not misplaced.num_zero_queries:
         return moved_BNHD, moved_lse_BNH
     sums_BZHD = SumOverRanks.apply(_sums(value_BNGD, out_BNHD.shape[2], misplaced), ranks)
-    filled = [
-        (z, span.row + query.position - span.positions.start, head)
-        for z, span, query in misplaced.own
-        if query.position in span.positions
-        for head in query.heads
-    ]
-    z, row, head = torch.tensor(filled, dtype=torch.int64, device=out_BNHD.device).view(-1, 3).unbind(1)
-    moved_BNHD[:, row, head] = (sums_BZHD[:, z, head] / misplaced.num_seen).to(moved_BNHD.dtype)
-    moved_lse_BNH[:, row, head] = math.log(misplaced.num_seen)
+    places = []
+    for number, query, span in misplaced.local_queries:
+        if query.position in span.positions:
+            row = span.row + query.position - span.positions.start
+            places += [(number, row, head) for head in query.heads]
+    # One assignment: a backward copies all rows for each.
+    places_P3 = torch.tensor(places, dtype=torch.int64, device=out_BNHD.device).view(-1, 3)
+    numbers, rows, heads = places_P3.unbind(1)
+    moved_BNHD[:, rows, heads] = (sums_BZHD[:, numbers, heads] / misplaced.num_seen).to(moved_BNHD.dtype)
+    moved_lse_BNH[:, rows, heads] = math.log(misplaced.num_seen)
     return moved_BNHD, moved_lse_BNH
 
 
@@ -190,10 +215,10 @@ def _sums(value_BNGD: Tensor, num_heads: int, misplaced: Misplaced) -> Tensor:
     wide = torch.promote_types(value_BNGD.dtype, torch.float32)
     sums_BZHD = value_BNGD.new_zeros(batch, misplaced.num_zero_queries, num_heads, head_dim, dtype=wide)
     sums_BZHD = sums_BZHD + value_BNGD[:, :0].sum(dtype=wide)  # a rank without such rows takes part in backward too
-    for z, span, query in misplaced.own:
-        kv_heads = [head // (num_heads // num_kv_heads) for head in query.heads]
+    for number, query, span in misplaced.local_queries:
+        kv_heads = [head * num_kv_heads // num_heads for head in query.heads]
         rows_BMHD = value_BNGD[:, span.rows(query.rows)][:, :, kv_heads]
-        sums_BZHD[:, z, query.heads.start : query.heads.stop] += rows_BMHD.sum(1, dtype=wide)
+        sums_BZHD[:, number, query.heads.start : query.heads.stop] += rows_BMHD.sum(1, dtype=wide)
     return sums_BZHD
 
 
@@ -225,31 +250,34 @@ class MoveRows(torch.autograd.Function):
 
 
 def _carry(x: Tensor, moves: Sequence[Move], ranks: Ranks, fill: float, moment: str) -> Tensor:
-    rank = ranks.rank
+    """Each rank sends the rows that leave it, in the order of `moves`, and places those that come to it."""
+    leaving: list[list[Tensor]] = [[] for _ in range(ranks.world_size)]
+    coming: list[list[Move]] = [[] for _ in range(ranks.world_size)]
     with ranks.refusing():
         y = x.new_full(x.shape, fill)
         for move in moves:
-            if move.source_rank == move.target_rank == rank:
-                _place(y, move, x.narrow(1, move.source_row, move.num_rows))
+            if move.source_rank == ranks.rank:
+                leaving[move.target_rank].append(x.narrow(1, move.source_row, move.num_rows))
+            if move.target_rank == ranks.rank:
+                coming[move.source_rank].append(move)
+        for move, rows in zip(coming[ranks.rank], leaving[ranks.rank], strict=True):
+            _place(y, move, rows)
     if ranks.world_size == 1:
         return y
+    leaving[ranks.rank] = []
+    coming[ranks.rank] = []
     ranks.check_all_here(moment)
     ranks.agree(x.shape[1], rows_fields(moment, x, 1), None)
     with ranks.all_or_none():
+        nothing = x.new_empty(0)
         row_size = x.shape[0] * math.prod(x.shape[2:])
-        leaving: list[list[Tensor]] = [[x.new_empty(0)] for _ in range(ranks.world_size)]
-        coming: list[list[Move]] = [[] for _ in range(ranks.world_size)]
-        for move in moves:
-            if move.source_rank == move.target_rank:
-                continue
-            if move.source_rank == rank:
-                leaving[move.target_rank].append(x.narrow(1, move.source_row, move.num_rows).flatten())
-            if move.target_rank == rank:
-                coming[move.source_rank].append(move)
+        sent = [torch.cat([nothing, *(rows.flatten() for rows in group)]) for group in leaving]
         sizes = [[move.num_rows * row_size for move in group] for group in coming]
-        received = ranks.scatter([torch.cat(rows) for rows in leaving], [sum(each) for each in sizes], x, moment)
-        for flat, group, each in zip(received, coming, sizes, strict=True):
-            for move, rows in zip(group, flat.split(each) if group else (), strict=True):
+        received = ranks.scatter(sent, [sum(group) for group in sizes], x, moment)
+        for flat, group, group_sizes in zip(received, coming, sizes, strict=True):
+            if not group:
+                continue
+            for move, rows in zip(group, flat.split(group_sizes), strict=True):
                 _place(y, move, rows.view(x.shape[0], move.num_rows, *x.shape[2:]))
     return y
 

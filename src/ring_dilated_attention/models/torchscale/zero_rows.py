@@ -59,18 +59,20 @@ def heads_of_phases(num_heads: int, rate: int) -> list[range]:
     return [range(min(s * block, num_heads), min((s + 1) * block, num_heads)) for s in range(rate)]
 
 
-def zero_keys(branch: Branch, num_heads: int, length: int, own: range) -> Iterator[ZeroKeys]:
-    """The zero keys that the consecutive queries `own` of a document see in one branch that is not causal."""
+def zero_keys(branch: Branch, num_heads: int, length: int, positions: range) -> Iterator[ZeroKeys]:
+    """The zero keys that the queries at consecutive positions of a document see in a branch that is not causal."""
     w, r = min(branch.segment_length, length), branch.dilation_rate
     num_seen = -(-w // r)
-    # Where r divides w only the last segment can have zero rows.
-    first = own.start // w if w % r else max(own.start // w, length // w)
-    for start in range(first * w, own.stop, w):
+    segment = positions.start // w
+    if w % r == 0:  # only the last segment can have zero rows
+        segment = max(segment, length // w)
+    for start in range(segment * w, positions.stop, w):
         num_rows = min(w, length - start)
+        stop = min(start + num_rows, positions.stop)
         for s, heads in enumerate(heads_of_phases(num_heads, r)[:num_rows]):
             num_zeros = num_seen - -(-(num_rows - s) // r)
-            lo = start + s + max(0, -(-(own.start - start - s) // r)) * r
-            queries = range(lo, min(start + num_rows, own.stop), r)
+            num_before = max(0, -(-(positions.start - start - s) // r))  # queries before these positions
+            queries = range(start + s + num_before * r, stop, r)
             if num_zeros and heads and queries:
                 yield ZeroKeys(queries, heads, num_zeros)
 
@@ -81,11 +83,13 @@ def zero_queries(branch: Branch, num_heads: int, length: int) -> Iterator[ZeroQu
     num_seen = -(-w // r)
     if not is_misaligned(branch, length) or num_seen == 1:  # lse = log 1 = 0, which torchscale takes for "no key"
         return
-    for i, start in enumerate(range(0, length, num_seen * r)):
-        for s, heads in enumerate(heads_of_phases(num_heads, r)[w % r :], start=w % r):
+    heads_of_phase = heads_of_phases(num_heads, r)
+    for segment, start in enumerate(range(0, length, num_seen * r)):
+        segment_stop = min((segment + 1) * w, length)
+        for s in range(w % r, r):
             position = start + (num_seen - 1) * r + s
-            if heads and position < length:
-                yield ZeroQuery(position, range(i * w + s, min((i + 1) * w, length), r), heads)
+            if heads_of_phase[s] and position < length:
+                yield ZeroQuery(position, range(segment * w + s, segment_stop, r), heads_of_phase[s])
 
 
 def moves(branch: Branch, shards: Sequence[Shard], documents: Sequence[int]) -> list[Move]:
@@ -94,33 +98,39 @@ def moves(branch: Branch, shards: Sequence[Shard], documents: Sequence[int]) -> 
     Args:
         documents: global borders of the packed documents, (0, ..., n).
     """
-    owners = sorted(
-        (start, stop, rank, row)
-        for rank, shard in enumerate(shards)
-        for row, (start, stop) in zip(first_rows(shard), shard, strict=False)
-    )
-    starts = [owner[0] for owner in owners]
-    found = []
-    for target_start, target_stop, target_rank, target_row in owners:
-        for place, source, num_rows in _sources(branch, Span(target_start, target_stop), documents):
-            row = target_row + place - target_start
+    spans = []  # of all ranks
+    for rank, shard in enumerate(shards):
+        for row, span in zip(first_rows(shard), shard, strict=False):
+            spans.append((span, rank, row))
+    spans.sort()
+    starts = [span.start for span, _, _ in spans]
+    all_moves = []
+    for target_span, target_rank, target_row in spans:
+        for place, source, num_rows in _sources(branch, target_span, documents):
+            row = target_row + place - target_span.start
             while num_rows:
-                start, stop, rank, first = owners[bisect_right(starts, source) - 1]
-                here = min(num_rows, stop - source)
-                found.append(Move(rank, first + source - start, target_rank, row, here))
-                source, row, num_rows = source + here, row + here, num_rows - here
-    return found
+                source_span, source_rank, source_row = spans[bisect_right(starts, source) - 1]
+                num_here = min(num_rows, source_span.stop - source)
+                source_first = source_row + source - source_span.start
+                all_moves.append(Move(source_rank, source_first, target_rank, row, num_here))
+                source += num_here
+                row += num_here
+                num_rows -= num_here
+    return all_moves
 
 
 def _sources(branch: Branch, span: Span, documents: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """(target, source, number) of the rows that come out in a span, in global positions."""
     for begin, end in pairwise(documents):
-        lo, hi = max(begin, span.start) - begin, min(end, span.stop) - begin
-        if lo >= hi:
+        first = max(begin, span.start) - begin
+        last = min(end, span.stop) - begin
+        if first >= last:
             continue
         w, r = min(branch.segment_length, end - begin), branch.dilation_rate
-        places = -(-w // r) * r  # that a segment takes in the output
-        for i in range(lo // places, -(-hi // places)):
-            start, stop = max(lo, i * places), min(hi, i * places + w)
+        num_places = -(-w // r) * r  # that a segment takes in the output
+        for segment in range(first // num_places, -(-last // num_places)):
+            segment_start = segment * num_places
+            start = max(first, segment_start)
+            stop = min(last, segment_start + w)
             if start < stop:
-                yield begin + start, begin + i * w + start - i * places, stop - start
+                yield begin + start, begin + segment * w + start - segment_start, stop - start
