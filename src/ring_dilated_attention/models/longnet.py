@@ -162,7 +162,8 @@ class LongNetLM(nn.Module):
             raise ValueError(f"{len(caches)} caches for {len(self.blocks)} layers: each has its own; use make_caches.")
         if failure := why_no_tokens(tokens_BN, "vocab_size", self.config.vocab_size):
             raise ValueError(failure)
-        table = next(self.each_block()).attention.rotary_table(caches[0].next_positions(tokens_BN.shape[1]))
+        positions = caches[0].next_positions(tokens_BN.shape[1])
+        table = next(self.each_block()).attention.rotary_table(positions)
         x_BNE = self.embedding(tokens_BN.long())
         for block, cache in zip(self.each_block(), caches, strict=True):
             x_BNE = block(x_BNE, table, cache=cache, lengths=lengths)
@@ -271,7 +272,8 @@ class LongNetLM(nn.Module):
         return torch.cat(terms).view(tokens_BN.shape)
 
     def _hidden(self, tokens_BN: Tensor, documents: Documents, cu_seqlens: Tensor | None) -> Tensor:
-        table = next(self.each_block()).attention.rotary_table(documents.positions().to(tokens_BN.device))
+        positions = documents.positions().to(tokens_BN.device)
+        table = next(self.each_block()).attention.rotary_table(positions)
         x_BNE = self.embedding(tokens_BN.long())
         for block in self.blocks:
             x_BNE = run_layer(block, x_BNE, table, cu_seqlens, recompute=self.activation_checkpointing)
@@ -328,12 +330,17 @@ class NextTokenLoss(nn.Module):
 
 
 def shift_left(parallel: ContextParallel, x: Tensor, fill: int, documents: tuple[int, ...] | None = None) -> Tensor:
-    """For each position of x (B, N_local) the integer at the next one, on any rank; `fill` at the sequence's last."""
+    """For each position of x (B, N_local) the integer at the next position, which may be another rank's.
+
+    The last position of the sequence gets `fill`.
+    """
     ranks = parallel.ranks
     ranks.check_all_here("shift_left")
     failure = None
     if not isinstance(x, Tensor) or x.dim() != 2 or x.is_floating_point() or x.is_complex():
-        got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        got = type(x).__name__
+        if isinstance(x, Tensor):
+            got = f"{x.dtype} {tuple(x.shape)}"
         failure = f"shift_left takes integers (batch, N), got {got}"
     batch, length = (0, 0) if failure else x.shape
     with ranks.turn:

@@ -50,7 +50,9 @@ class _Offloading(TorchDispatchMode):
 
     def __init__(self, kept: list[list[Any]], host: save_on_cpu, *, is_again: bool) -> None:
         super().__init__()
-        self.kept, self.host, self.is_again = kept, host, is_again
+        self.kept = kept
+        self.host = host
+        self.is_again = is_again
 
     def __enter__(self) -> Self:
         self.calls = iter(self.kept)  # anew, if the graph is retained and its backward runs again

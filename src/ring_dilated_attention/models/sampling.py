@@ -4,7 +4,7 @@ import math
 import reprlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -60,8 +60,9 @@ class Sampling:
                 )
         if self.temperature == 0:
             return logits_BV.argmax(-1)
-        weights_BV = self.weights(logits_BV)
-        drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(weights_BV, generators, strict=True)]
+        drawn = []
+        for weights_V, generator in zip(self.weights(logits_BV), generators, strict=True):
+            drawn.append(torch.multinomial(weights_V, 1, generator=generator))
         return torch.cat(drawn)
 
     def weights(self, logits_BV: Tensor) -> Tensor:
@@ -86,7 +87,11 @@ def generate(
     sampling: Sampling,
     caches: Sequence[DilatedCache] | None,
 ) -> Iterator[Tensor]:
-    """See `LongNetLM.generate`."""
+    """See `LongNetLM.generate`.
+
+    All arguments are checked before the first prompt is appended. Afterwards each step draws a token for each row from
+    the hidden states of the last one, and appends it to the caches.
+    """
     if not is_integer(max_new_tokens) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an integer of at least 0.")
     device, vocab_size = model.head.weight.device, model.config.vocab_size
@@ -144,20 +149,22 @@ def prompts_of(
     """Prompts as int64 tensors of one dim. A ValueError for a prompt that is none."""
     remedy = "Pass tokens (batch, N), or a list of prompts. A prompt of bytes is list(prompt)."
     try:
-        prompts: list[Any] = [] if isinstance(tokens, (str, bytes)) else list(tokens)
+        prompts = [] if isinstance(tokens, (str, bytes)) else list(tokens)
     except TypeError:
         prompts = []
     if not prompts:
         raise ValueError(f"there is no prompt in tokens={reprlib.repr(tokens)}. {remedy}")
+    tensors = []
     for b, prompt in enumerate(prompts):
         try:
-            prompts[b] = torch.as_tensor(prompt, device=device)
+            tensor = torch.as_tensor(prompt, device=device)
         except (TypeError, ValueError, RuntimeError):
-            prompts[b] = torch.empty(0)
-        if prompts[b].dim() != 1 or not len(prompts[b]) or not is_integral(prompts[b]):
+            tensor = torch.empty(0)
+        if tensor.dim() != 1 or not len(tensor) or not is_integral(tensor):
             raise ValueError(f"prompt {b} is {reprlib.repr(prompt)}, and not one or more integers. {remedy}")
-        prompts[b] = prompts[b].long()
-        low, high = prompts[b].aminmax()
+        tensor = tensor.long()
+        low, high = tensor.aminmax()
         if low < 0 or high >= vocab_size:
             raise ValueError(f"prompt {b} has tokens from {low} to {high}, but vocab_size={vocab_size}.")
-    return prompts
+        tensors.append(tensor)
+    return tensors

@@ -88,10 +88,19 @@ def zero_rows(pattern: DilatedPattern, num_heads: int, documents: Documents, lik
 
 
 def torchscale_attention(
-    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, parallel: ContextParallel | None = None,
-    cu_seqlens: Tensor | None = None, scale: float | None = None, backend: str = "auto", return_lse: bool = False,
-    counted: ZeroRows | None = None, **others: object,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: DilatedPattern,
+    *,
+    parallel: ContextParallel | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    counted: ZeroRows | None = None,
+    **others: object,
+) -> Tensor | tuple[Tensor, Tensor]:
     """`dilated_attention` with the zero rows that torchscale pads with, as its published weights were trained.
 
     The output is torchscale's, with one exception: torchscale drops a branch whose lse rounds to 0. In float32 this
@@ -226,17 +235,24 @@ def _merged(out_BNHD: Tensor, lse_BNH: Tensor, other_BNHD: Tensor, other_lse_BNH
     """Two partials as one: `run.merge`, but not in place, so that autograd sees it."""
     # An empty partial has no weight. Where both are empty, the difference would be NaN.
     is_empty_BNH = other_lse_BNH == -torch.inf
-    weight_BNH = torch.sigmoid((other_lse_BNH - lse_BNH).masked_fill(is_empty_BNH, -torch.inf))
-    wide = weight_BNH.dtype
-    merged_BNHD = torch.lerp(out_BNHD.to(wide), other_BNHD.to(wide), weight_BNH.unsqueeze(-1)).to(out_BNHD.dtype)
+    difference_BNH = (other_lse_BNH - lse_BNH).masked_fill(is_empty_BNH, -torch.inf)
+    weight_BNH1 = torch.sigmoid(difference_BNH).unsqueeze(-1)
+    wide = weight_BNH1.dtype
+    merged_BNHD = torch.lerp(out_BNHD.to(wide), other_BNHD.to(wide), weight_BNH1)
     are_empty_BNH = is_empty_BNH & (lse_BNH == -torch.inf)
-    merged_lse_BNH = torch.logaddexp(lse_BNH.masked_fill(are_empty_BNH, 0), other_lse_BNH.masked_fill(are_empty_BNH, 0))
-    return merged_BNHD, merged_lse_BNH.masked_fill(are_empty_BNH, -torch.inf)
+    merged_lse_BNH = torch.logaddexp(
+        lse_BNH.masked_fill(are_empty_BNH, 0),
+        other_lse_BNH.masked_fill(are_empty_BNH, 0),
+    )
+    return merged_BNHD.to(out_BNHD.dtype), merged_lse_BNH.masked_fill(are_empty_BNH, -torch.inf)
 
 
 class MoveRows(torch.autograd.Function):
-    """Forward: x (B, N, ...) -> y (B, N, ...). y[t] = x[s] of the rank whose row s moves to row t here; `fill` if none.
-    Backward: dx[s] = dy[t] of the rank to which row s moved, 0 if it moved nowhere."""
+    """Rows of x (B, N, ...) as rows of y (B, N, ...), on this rank or another.
+
+    forward:   y[t] = x[s] of the rank whose row s moves to row t here; `fill` if there is none
+    backward:  dx[s] = dy[t] of the rank to which row s moved; 0 if it moved nowhere
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, moves: Sequence[Move], ranks: Ranks, fill: float) -> Tensor:
