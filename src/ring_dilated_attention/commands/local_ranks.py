@@ -41,8 +41,7 @@ class Launch(NamedTuple):
     is_pinned: bool = False  # rank k runs on the k-th core that this process may use, and nowhere else (Linux)
     has_gpus: bool = False  # rank k takes the k-th GPU
     transport: str | None = None  # of torch.distributed, with the group bound to the GPU; None: TRANSPORTS, and no bond
-    seconds: float = 60  # ranks are ended after this, from the start on, or from their meeting (join_seconds)
-    join_seconds: float | None = None  # within this time from the start, all ranks must meet
+    seconds: float = 60  # ranks are ended after this
 
 
 def run_ranks(
@@ -77,17 +76,15 @@ def run_ranks(
 
 
 def _collect(pipes: list[Connection], launch: Launch, on_report: Callable[[int, Any], object]) -> list[Any]:
-    joining = set() if launch.join_seconds is None else set(range(launch.world_size))
-    deadline = time.monotonic() + (launch.join_seconds or launch.seconds)
+    deadline = time.monotonic() + launch.seconds
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
     while open_pipes:
         ready = wait(list(open_pipes), timeout=max(0, deadline - time.monotonic()))
         if not ready:
-            late = f"no answer within {launch.seconds:.0f} s" + " of joining" * (launch.join_seconds is not None)
-            late = f"did not join within {launch.join_seconds:g} s" if joining else late
-            failures = dict.fromkeys(joining or open_pipes.values(), late) | failures
+            for rank in open_pipes.values():
+                failures[rank] = f"no answer within {launch.seconds:.0f} s"
             break
         for pipe in ready:
             assert isinstance(pipe, Connection)
@@ -96,14 +93,14 @@ def _collect(pipes: list[Connection], launch: Launch, on_report: Callable[[int, 
                 kind, value = pipe.recv()
             except EOFError:
                 kind, value = "failure", "died without a word"
-            if kind == "joined":
-                deadline = time.monotonic() + launch.seconds if joining == {rank} else deadline
-                joining.discard(rank)
-            elif kind == "report":
+            if kind == "report":
                 on_report(rank, value)
+                continue
+            del open_pipes[pipe]
+            if kind == "result":
+                results[rank] = value
             else:
-                del open_pipes[pipe]
-                (results if kind == "result" else failures)[rank] = value
+                failures[rank] = value
     if failures:
         raise RankFailedError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
     return [results[rank] for rank in range(len(pipes))]
@@ -130,7 +127,6 @@ def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Ca
         join |= {"timeout": timedelta(seconds=launch.seconds)}
         store = dist.FileStore(f"{folder}/store", launch.world_size)
         dist.init_process_group(launch.transport or TRANSPORTS[launch.has_gpus], store=store, **join)
-        pipe.send(("joined", None))
         worker = Worker(rank, launch.world_size, lambda message: pipe.send(("report", message)))
         pipe.send(("result", function(worker, *args)))
     except Exception:  # noqa: BLE001  the starting process reports any error

@@ -105,8 +105,8 @@ def examined_here(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
     num_ranks = arguments.ranks or 1
     has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= num_ranks
-    threads, joining = share_of_cores(num_ranks), arguments.timeout
-    launch = Launch(num_ranks, threads, has_gpus=has_gpus, seconds=MEASURING_SECONDS, join_seconds=joining)
+    seconds = arguments.timeout + MEASURING_SECONDS
+    launch = Launch(num_ranks, share_of_cores(num_ranks), has_gpus=has_gpus, seconds=seconds)
     return run_ranks(launch, examine_on, launch.seconds, arguments.dtype)[0]
 
 
