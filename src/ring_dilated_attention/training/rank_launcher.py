@@ -154,7 +154,9 @@ def launch(words: Sequence[str], num_ranks: int, num_restarts: int) -> Ended:
 
 def leave_code(folder: Path, code: int) -> None:
     """Tell the launcher the exit code of the command: this rank ends, and is not to be started again."""
-    (folder / CODE_FILE).write_text(str(code))
+    unfinished = folder / f"{CODE_FILE}-{os.getpid()}"
+    unfinished.write_text(str(code))
+    unfinished.replace(folder / CODE_FILE)  # other ranks look for it
 
 
 def leave_reason(reason: str, *, is_cause: bool) -> None:
