@@ -13,7 +13,7 @@ from distributed import run as run_ranks
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.ranks import processes
-from ring_dilated_attention.training import loop
+from ring_dilated_attention.training import checkpoint
 from ring_dilated_attention.training.agreement import (
     Account,
     Refusal,
@@ -167,7 +167,7 @@ def as_rank_on_a_full_disk(rank, world_size, folder):
     def full(*_):
         raise ValueError("checkpoint-000004 cannot be written: No space left on device")
 
-    loop.save_checkpoint = full
+    checkpoint._write = full
     return as_rank(rank, world_size, folder, ([], []))
 
 

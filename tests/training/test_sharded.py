@@ -83,7 +83,7 @@ def write_rank(rank, world_size, folder):
             optimizer.step()
         if step == 1:
             expected = whole(model, optimizers)
-            save_checkpoint(folder, {"run": "a run", "step": 2}, model, optimizers, model.parallel)
+            save_checkpoint(folder, {"run": "a run", "step": 2}, model, optimizers, model.parallel, is_cut=True)
     assert not all(numpy.array_equal(x, expected[name]) for name, x in whole(model, optimizers).items())
     return expected
 
@@ -194,7 +194,7 @@ def hanging_rank(rank, world_size, folder):
         mock.patch.object(checkpoint, "save", side_effect=hang) if rank else nullcontext(),
         pytest.raises(RuntimeError) as caught,
     ):
-        save_checkpoint(folder, {"run": "a run", "step": 2}, model, optimizers, model.parallel)
+        save_checkpoint(folder, {"run": "a run", "step": 2}, model, optimizers, model.parallel, is_cut=True)
     return str(caught.value)
 
 
@@ -210,7 +210,7 @@ def full_disk_rank(rank, world_size, folder):
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
     model, optimizers = sharded_here(TINY)
     with pytest.raises(Refusal) as caught:
-        save_checkpoint(folder, {"run": "a run", "step": 2}, model, optimizers, model.parallel)
+        save_checkpoint(folder, {"run": "a run", "step": 2}, model, optimizers, model.parallel, is_cut=True)
     return str(caught.value)
 
 

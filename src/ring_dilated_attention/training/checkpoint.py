@@ -8,7 +8,7 @@ them.
 import json
 import secrets
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -38,29 +38,28 @@ def save_checkpoint(
     state: dict[str, Any],
     model: nn.Module,
     optimizers: Sequence[Optimizer],
-    cut_over: ContextParallel | None = None,
+    parallel: ContextParallel | None = None,
+    *,
+    is_cut: bool = False,
 ) -> Path:
     """Write RUN/checkpoint-<step>, then remove older ones. A ValueError if it cannot be written: nothing is removed.
 
-    cut_over: each of these ranks holds a part of the tensors, and writes it. They all call this.
+    All ranks call this. The first one writes, or each its shards if the tensors are cut over the ranks.
     """
+    parallel = parallel or ContextParallel()
     target = run_folder / f"checkpoint-{state['step']:06d}"
-    tensors = tensors_of(model, optimizers)
-    if cut_over is None:
-        unfinished = _begin(target, state)
-        if unfinished is not None:
-            with _removed_on_failure(target, unfinished):
-                _finish(target, unfinished, state, _write(target, unfinished, tensors))
-        return target
-    begun = on_first(cut_over, lambda: str(_begin(target, state) or ""))
+    begun = on_first(parallel, lambda: str(_begin(target, state) or ""))
     if begun:
         unfinished = Path(begun)
+        write: Callable[[], dict[str, Any]] = dict
+        if is_cut or parallel.rank == 0:
+            rank = parallel.rank if is_cut else None
+            write = partial(_write, target, unfinished, tensors_of(model, optimizers), rank)
         with _removed_on_failure(target, unfinished):
-            own_files = together(cut_over, partial(_write, target, unfinished, tensors, cut_over.rank))
             files: dict[str, Any] = {}
-            for files_of_rank in values_of_all(cut_over, own_files):
+            for files_of_rank in values_of_all(parallel, together(parallel, write)):
                 files |= files_of_rank
-            on_first(cut_over, lambda: _finish(target, unfinished, state, files))
+            on_first(parallel, lambda: _finish(target, unfinished, state, files))
     return target
 
 
@@ -88,7 +87,7 @@ def _begin(target: Path, state: dict[str, Any]) -> Path | None:
 
 
 def _write(target: Path, unfinished: Path, tensors: dict[str, Tensor], rank: int | None = None) -> dict[str, Any]:
-    """Write the tensors, or with a rank this rank's parts of them. Returns the identity of the file, by its name."""
+    """Write the tensors, or with a rank only its shards of them. Returns the identity of the file, by its name."""
     writer = HuggingFaceStorageWriter(str(unfinished), save_distributed=True)
     try:
         with warnings.catch_warnings():

@@ -51,7 +51,8 @@ def train(
     """
     options = run.hyperparameters
     torch.manual_seed(options.seed)
-    model, loss_of, is_cut = make_model(run, parallel)
+    is_cut = run.fsdp and parallel.world_size > 1  # one rank has nothing to share
+    model, loss_of = make_model(run, parallel, is_cut=is_cut)
     optimizers = make_optimizers(model, options)
     load(run, model, optimizers, parallel)
     measured = partial(trained_on, options, parallel, resident_bytes())
@@ -89,36 +90,20 @@ def train(
             if state["step"] % run.save_every == 0 or is_last or is_stopping:
                 check_parameters(model, parallel, state["step"])
                 state |= measured()
-                save(run, state, model, optimizers, parallel, is_cut=is_cut)
+                save_checkpoint(run.folder, state, model, optimizers, parallel, is_cut=is_cut)
     return scored_record(run, state, model, parallel)
 
 
-def make_model(run: Run, parallel: ContextParallel) -> tuple[LongNetLM, nn.Module, bool]:
-    """The model, what gives its loss with averaged gradients, and whether its parameters are cut over the ranks."""
+def make_model(run: Run, parallel: ContextParallel, *, is_cut: bool) -> tuple[LongNetLM, nn.Module]:
+    """The model, and what gives its loss and averages gradients over the ranks. is_cut: whether parameters are cut."""
     config, recomputes = run.hyperparameters.model_config(), run.activation_checkpointing
-    if run.fsdp and parallel.world_size > 1:  # one rank has nothing to share
+    if is_cut:
         from .sharded import sharded_model  # imported now, since it takes a second
 
         model = sharded_model(config, parallel=parallel, activation_checkpointing=recomputes)
-        return model, NextTokenLoss(model), True
+        return model, NextTokenLoss(model)
     model = LongNetLM(config, parallel=parallel, activation_checkpointing=recomputes)
-    return model, average_gradients(NextTokenLoss(model), parallel), False
-
-
-def save(
-    run: Run,
-    state: dict[str, Any],
-    model: LongNetLM,
-    optimizers: list[Optimizer],
-    parallel: ContextParallel,
-    *,
-    is_cut: bool,
-) -> None:
-    if is_cut:
-        save_checkpoint(run.folder, state, model, optimizers, parallel)
-        return
-    write = partial(save_checkpoint, run.folder, state, model, optimizers)
-    together(parallel, write if parallel.rank == 0 else lambda: None)
+    return model, average_gradients(NextTokenLoss(model), parallel)
 
 
 def scored_record(run: Run, state: dict[str, Any], model: LongNetLM, parallel: ContextParallel) -> dict[str, Any]:
