@@ -514,6 +514,15 @@ class TestCommand:
         assert error.endswith(f"saved at step {steps}; go on with: rda train --resume run --ranks 2 --save-every 5\n")
         assert json.loads(Path("run/record.json").read_text())["steps_done"] == steps
 
+    def test_a_step_that_is_long_may_end_after_ctrl_c(self):
+        """Catches ranks that are killed a few seconds after the signal. In these tests others have four."""
+        process = forked(*tiny_arguments(data="text.txt", steps=100), "--ranks", "2", change=sleep_in_a_step)
+        wait_for(lambda: Path("sleeping").exists(), process)
+        os.kill(process.pid, signal.SIGINT)
+        error = process.end()
+        assert process.poll() == 130
+        assert "saved at step 8; go on with" in error
+
     def test_ranks_end_when_their_launcher_is_killed(self):
         words = [*tiny_arguments(data="text.txt", steps=100_000), "--run-folder", "run", "--ranks", "2"]
         process = forked(*words)
@@ -606,6 +615,18 @@ def fail_on_rank_1(error):
         return rate(options, step)
 
     loop.share_of_peak = failing
+
+
+def sleep_in_a_step():
+    rate = loop.share_of_peak
+
+    def slow(options, step):
+        if step == 7:
+            Path("sleeping").touch()
+            time.sleep(6)
+        return rate(options, step)
+
+    loop.share_of_peak = slow
 
 
 def ranks_of(launcher):

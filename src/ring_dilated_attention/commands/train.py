@@ -172,7 +172,7 @@ def launch_ranks(arguments: argparse.Namespace, run: Run) -> int:
             words += ["--run-folder", str(folder)]
         with leaving_at_once("rda train"):
             import torch.distributed.launcher  # noqa: F401
-        code, reason = launch(words, arguments.ranks or 1, arguments.restarts or 0)
+        code, reason = launch(words, arguments.ranks or 1, arguments.restarts or 0, arguments.timeout)
         if reason:
             say(f"rda train: {reason}; {what_is_left(arguments, folder)}")
     return code

@@ -121,10 +121,10 @@ def is_our_picture(file: BinaryIO, source: str | None = None) -> bool:
 def json_object(text: str | bytes) -> dict[str, Any]:
     """The JSON object of a text, or an empty one if the text is anything else."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def flush(path: Path) -> None:

@@ -25,11 +25,13 @@ def hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()} | dict.fromkeys(PACKAGES, "not installed")
+    versions_by_name = {"python": platform.python_version()}
     for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+        try:
+            versions_by_name[package] = version(package)
+        except PackageNotFoundError:
+            versions_by_name[package] = "not installed"
+    return versions_by_name
 
 
 def physical_bytes() -> float:

@@ -107,12 +107,12 @@ class Ended(NamedTuple):
     reason: str = ""
 
 
-def launch(words: Sequence[str], num_ranks: int, num_restarts: int) -> Ended:
+def launch(words: Sequence[str], num_ranks: int, num_restarts: int, seconds_to_save: int) -> Ended:
     """Run `python <words> --launched FOLDER` on every rank until all have ended.
 
-    The launcher passes SIGINT and SIGTERM on to the ranks, and kills them 30 seconds later. If a rank ends with another
-    code than 0, it ends the others and starts all again. So a rank that wants no restart leaves its exit code in the
-    folder, and ends with 0.
+    The launcher passes SIGINT and SIGTERM on to the ranks, and kills them so many seconds later. If a rank ends with
+    another code than 0, it ends the others and starts all again. So a rank that wants no restart leaves its exit code
+    in the folder, and ends with 0.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -120,6 +120,7 @@ def launch(words: Sequence[str], num_ranks: int, num_restarts: int) -> Ended:
 
     logging.disable(logging.WARNING)  # torch's lines about each signal that it passes on
     os.environ.setdefault("OMP_NUM_THREADS", str(share_of_cores(num_ranks)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(seconds_to_save))  # 30 before torch 2.12
     # Without the second variable the launcher opens a second store, on every interface.
     os.environ |= {**loopback_only(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", LAUNCHER: str(os.getpid())}
     with tempfile.TemporaryDirectory(prefix="rda-train-") as folder:
