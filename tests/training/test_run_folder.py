@@ -95,13 +95,13 @@ def test_a_lock_of_an_earlier_version_is_taken(tmp_path):
         pass
 
 
-def listening(session_of: int) -> set[str]:
-    """Addresses at which the children of a process listen, as Linux lists them."""
+def listening(launcher: int) -> set[str]:
+    """Addresses at which a process and its children listen, as Linux lists them."""
     inodes, found = set(), set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = re.search(r"\nPPid:\s+(\d+)", (folder / "status").read_text())[1]
-            if int(parent) == session_of:
+            if launcher in (int(parent), int(folder.name)):
                 links = [os.readlink(link) for link in (folder / "fd").iterdir()]
                 inodes |= {link[8:-1] for link in links if link.startswith("socket:[")}
         except OSError:
