@@ -18,7 +18,7 @@ from ..plan.rounds import rounds_of
 from ..run.link_contract import Messages
 from .cards import card_of
 from .failures import reason_of, usual_cause
-from .watching import Handle, Progress, Sentinel, Worker, start_thread, with_threads
+from .watching import Handle, Progress, Sentinel, Worker, with_threads
 
 _WATCH_SECONDS, _GRACE_SECONDS = 0.1, 1.0
 _SHORT_BYTES = 64 * 1024  # messages of at most so many bytes to one peer travel as one
@@ -32,14 +32,9 @@ class ExchangeError(RuntimeError):
 
 
 class WaitTimes(NamedTuple):
-    """When messages were posted, when the last one arrived, and when this rank began and ended its wait, in seconds.
-
-    end - start is *exposed* communication. Only on gloo can the host tell `arrived`; elsewhere it is `end`.
-    """
+    """When this rank began and ended its wait for messages, in seconds: *exposed* communication."""
 
     moment: str
-    posted: float
-    arrived: float
     start: float
     end: float
 
@@ -62,8 +57,6 @@ class GroupPending:
     handles: list[Handle] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # what is received, and where it arrives
-    posted: float = field(default_factory=time.perf_counter)
-    progress: Progress | None = None  # while waits are recorded, a thread updates it from the start
 
     def wait(self) -> None:
         if not self.handles:
@@ -76,9 +69,7 @@ class GroupPending:
         self.tensors.clear()
         self.copies.clear()
         if self.link.waits is not None:
-            end = time.perf_counter()
-            arrived = end if self.progress is None else self.progress.end
-            self.link.waits.append(WaitTimes(self.moment, self.posted, arrived, start, end))
+            self.link.waits.append(WaitTimes(self.moment, start, time.perf_counter()))
 
 
 class GroupLink:
@@ -132,14 +123,14 @@ class GroupLink:
         lasts until its timeout (signalException in gloo/transport/tcp/pair.cc). So a `Sentinel` notices the break.
         """
         handles = tuple(pending.handles)
-        progress = pending.progress or Progress()
-        if not self.on_gloo(pending.tensors[0]):
-            progress.follow(handles)
-        elif pending.progress is None:
+        progress = Progress()
+        if self.on_gloo(pending.tensors[0]):
             if self._worker is None:
                 self._worker = Worker()
                 with_threads.add(self)
             self._worker.submit(partial(progress.follow, handles))
+        else:
+            progress.follow(handles)
         while not progress.ended.wait(_WATCH_SECONDS):
             self._watch(handles, progress, pending.moment)
         if progress.error is not None:
@@ -263,10 +254,6 @@ class GroupLink:
                 pending.handles += self._post_batch([transfer], moment)
         else:
             pending.handles += self._post_batch(joined, moment)
-        if self.waits is not None and on_gloo and pending.handles:
-            pending.progress = Progress()
-            with_threads.add(self)
-            start_thread(pending.progress.follow, list(pending.handles))
         return pending
 
     def _post_batch(self, batch: Sequence[Transfer], moment: str) -> list[Handle]:

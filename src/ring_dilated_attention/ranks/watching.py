@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -87,10 +86,10 @@ class Sentinel:
 
 
 class Progress:
-    """How many messages have come through, the error of the next one, and when the last one ended."""
+    """How many messages have come through, and the error of the next one."""
 
     def __init__(self) -> None:
-        self.num_done, self.end = 0, 0.0
+        self.num_done = 0
         self.error: RuntimeError | None = None
         self.ended = Event()
 
@@ -101,7 +100,6 @@ class Progress:
                 self.num_done += 1
         except RuntimeError as error:
             self.error = error
-        self.end = time.perf_counter()
         self.ended.set()
 
 
