@@ -27,7 +27,9 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
         tensors = batch or {}
         documents = borders_of(tensors.get(BORDERS))
         layouts: Layouts = {name: (list(x.shape), str(x.dtype)) for name, x in tensors.items()}
-        fingerprints = {name: fingerprint(x) for name, x in tensors.items()} if source is None else {}
+        fingerprints: dict[str, int] = {}
+        if source is None:
+            fingerprints = {name: fingerprint(x) for name, x in tensors.items()}
     if source is None:
         _compare_samples(ranks, layouts, fingerprints)
     else:
@@ -48,7 +50,11 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
 
 def _compare_samples(ranks: Ranks, layouts: Layouts, fingerprints: dict[str, int]) -> None:
     """Raise ValueError on every rank unless all were given the same sample."""
-    fields: dict[str, object] = {"call": "shard_batch", "shapes of the batch": layouts, "samples": fingerprints}
+    fields: dict[str, object] = {
+        "call": "shard_batch",
+        "shapes of the batch": layouts,
+        "samples": fingerprints,
+    }
     try:
         ranks.agree(0, fields, None)
     except ValueError as error:

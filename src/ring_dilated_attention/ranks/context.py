@@ -96,12 +96,14 @@ class ContextParallel:
         align: int = 1,
         lengths: Sequence[int] | None = None,
     ) -> None:
-        mesh, inner = group if isinstance(group, DeviceMesh) else None, 1
+        mesh = group if isinstance(group, DeviceMesh) else None
+        inner = 1
         self.group = resolve_group(group)
         members = dist.get_process_group_ranks(self.group) if self.group is not None else [0]
         if mesh is not None and mesh.ndim == 2:
-            members, inner = mesh.mesh.flatten().tolist(), mesh.shape[1]
-        cut, failure = None, None
+            members = mesh.mesh.flatten().tolist()
+            inner = mesh.shape[1]
+        cut = failure = None
         try:
             check_arguments(mesh, exchange, timeout)
             cut = cut_of(len(members), sharding, align, lengths, inner)
@@ -119,8 +121,13 @@ class ContextParallel:
 
     def _take(self, ranks: Ranks, exchange: str) -> None:
         """Be the context of these ranks."""
-        self.ranks, self.cut, self.sharding, self.exchange = ranks, ranks.cut, ranks.cut.sharding, exchange
-        self.rank, self.world_size, self.name = ranks.rank, ranks.world_size, ranks.name
+        self.ranks = ranks
+        self.cut = ranks.cut
+        self.sharding = ranks.cut.sharding
+        self.exchange = exchange
+        self.rank = ranks.rank
+        self.world_size = ranks.world_size
+        self.name = ranks.name
         # The key of this context for custom ops. A later context may have the same name, but never the same key.
         self.key = f"{self.name}, number {next(_made)}"
         _contexts[self.key] = self
@@ -154,7 +161,8 @@ class ContextParallel:
         Raises:
             ValueError: on every rank, if shapes or documents differ.
         """
-        ranks, content = self.ranks, 0
+        ranks = self.ranks
+        content = 0
         ranks.check_all_here("shard")
         with ranks.refusing():
             check_dim("shard", x, dim)

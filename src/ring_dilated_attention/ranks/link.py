@@ -20,7 +20,8 @@ from .cards import card_of
 from .failures import reason_of, usual_cause
 from .watching import Handle, Progress, Sentinel, Worker, with_threads
 
-_WATCH_SECONDS, _GRACE_SECONDS = 0.1, 1.0
+_WATCH_SECONDS = 0.1
+_GRACE_SECONDS = 1.0
 _SHORT_BYTES = 64 * 1024  # messages of at most so many bytes to one peer travel as one
 _UNUSED_TAG = 1  # every other message has tag 0
 _TEXT_BYTES = 1024
@@ -85,7 +86,9 @@ class GroupLink:
         members: Sequence[int],
         links: "list[GroupLink]",
     ) -> None:
-        self.group, self.name, self.world_size = group, name, len(members)
+        self.group = group
+        self.name = name
+        self.world_size = len(members)
         self.reorder(members)
         self.failure: str | None = None
         self.links = links  # if one of them breaks, all do
@@ -226,7 +229,9 @@ class GroupLink:
 
     def carry(self, sends: Messages, receives: Messages, moment: str) -> GroupPending:
         """`exchange`, for messages of a plan."""
-        return self.exchange([(x, m.peer) for x, m in sends], [(x, m.peer) for x, m in receives], moment)
+        sends_to_peers = [(x, message.peer) for x, message in sends]
+        receives_from_peers = [(x, message.peer) for x, message in receives]
+        return self.exchange(sends_to_peers, receives_from_peers, moment)
 
     def carry_apart(self, sends: Messages, receives: Messages, moment: str) -> tuple[GroupPending, GroupPending]:
         """`carry`, with one wait for what is sent and another for what is received.
@@ -295,12 +300,15 @@ class GroupLink:
     def _as_one(self, tensors: Sequence[Tensor], is_sent: bool, pending: GroupPending) -> Tensor:
         """The tensor that travels for these: the only one, or a copy of all. A copy is on the host where gloo sends for
         a GPU. What arrives in a copy is copied back after the wait."""
-        first, on_host = tensors[0], self._needs_host(tensors[0])
+        first = tensors[0]
+        on_host = self._needs_host(first)
         if len(tensors) == 1 and not on_host:
             return first
-        device, pin_memory = first.device, False
+        device = first.device
+        pin_memory = False
         if on_host:
-            device, pin_memory = torch.device("cpu"), torch.cuda.is_available()
+            device = torch.device("cpu")
+            pin_memory = torch.cuda.is_available()
         sizes = [x.numel() for x in tensors]
         one = torch.empty(sum(sizes), dtype=first.dtype, device=device, pin_memory=pin_memory)
         for x, copy in zip(tensors, one.split(sizes), strict=True):

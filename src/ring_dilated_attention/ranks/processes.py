@@ -100,7 +100,8 @@ class Processes(Ranks):
     def __init__(self, members: list[int], timeout: timedelta) -> None:
         """Make the control group. All ranks do so, even with bad arguments: `connect` compares them over it."""
         super().__init__(Cut("contiguous", len(members)))
-        self.timeout, self.world_size = timeout, len(members)
+        self.timeout = timeout
+        self.world_size = len(members)
         self.opened: list[GroupLink] = []  # if one of them breaks, all do
         self.owner: Thread | None = None
         self.process = os.getpid()
@@ -120,14 +121,18 @@ class Processes(Ranks):
         try:
             fields: dict[str, object] = {"call": "making a ContextParallel"}
             if cut is not None:
-                fields |= {"mesh": f"{cut.num_shards // cut.inner} x {cut.inner}", "sharding": cut.sharding}
-                fields |= {"align": cut.align, "lengths": cut.lengths, "exchange": exchange}
+                fields["mesh"] = f"{cut.num_shards // cut.inner} x {cut.inner}"
+                fields["sharding"] = cut.sharding
+                fields["align"] = cut.align
+                fields["lengths"] = cut.lengths
+                fields["exchange"] = exchange
             agree(self.control, 0, fields, failure)
         except ValueError:
             self.close()
             raise
         assert cut is not None
-        self.cut, self.exchange = cut, exchange
+        self.cut = cut
+        self.exchange = exchange
         members = _side_by_side(self.control.members, self._hosts(), cut.inner)
         self.control.reorder(members)
         backends = backends_with_cpu(dist.get_backend_config())
@@ -214,7 +219,8 @@ class Processes(Ranks):
         self.expected_lengths = tuple(lengths)
 
     def warn_of_uneven(self, lengths: Sequence[int]) -> None:
-        lengths, seq_len = tuple(lengths), sum(lengths)
+        lengths = tuple(lengths)
+        seq_len = sum(lengths)
         if self.cut.lengths is not None or self.cut.needs_documents:
             return
         if lengths == self.expected_lengths or self.warn_of_whole(lengths):
@@ -247,8 +253,8 @@ class Processes(Ranks):
             "return_lse": call.return_lse,
         }
         if stage == "forward" and self.control.counts_modules:
-            num_modules = None if self.caller is None else self.num_modules
-            fields |= {NUM_MODULES: num_modules, CALLER: self.caller}
+            fields[NUM_MODULES] = None if self.caller is None else self.num_modules
+            fields[CALLER] = self.caller
         return fields
 
     def records(self, record: Tensor, moment: str) -> list[Tensor]:

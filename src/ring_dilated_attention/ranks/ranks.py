@@ -35,10 +35,14 @@ class Ranks:
     waits for another. calls: the number of forwards so far, the same on every rank.
     """
 
-    rank, world_size, name, timeout = 0, 1, "", timedelta()
+    rank = 0
+    world_size = 1
+    name = ""
+    timeout = timedelta()
 
     def __init__(self, cut: Cut) -> None:
-        self.cut, self.calls = cut, 0
+        self.cut = cut
+        self.calls = 0
         self.lengths_cut_last: tuple[int, ...] = ()  # of the shards of the sequence that was cut last
         self.warned: set[str] = set()  # what `warn_once` has warned of
         self.num_modules = 0  # made with this context

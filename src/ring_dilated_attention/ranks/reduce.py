@@ -13,7 +13,13 @@ from .ranks import Ranks
 def all_reduce(ranks: Ranks, x: Tensor, call: str = "all_reduce") -> Tensor:
     """The sum of all ranks' tensors, without a gradient. Each rank gathers all of them: they must be small."""
     ranks.check_all_here(call)
-    ranks.agree(0, {"call": call, "shape": tuple(x.shape), "dtype": x.dtype, "device": x.device.type}, None)
+    fields: dict[str, object] = {
+        "call": call,
+        "shape": tuple(x.shape),
+        "dtype": x.dtype,
+        "device": x.device.type,
+    }
+    ranks.agree(0, fields, None)
     with ranks.all_or_none():
         gathered = ranks.gather(x.detach().unsqueeze(0), [1] * ranks.world_size, 0, call)
         return torch.cat(gathered).sum(0, dtype=x.dtype)

@@ -24,8 +24,13 @@ def check_dim(call: str, x: Any, dim: Any) -> None:
 
 def rows_fields(call: str, x: Tensor, dim: int) -> dict[str, object]:
     """What must be the same on all ranks before they gather each other's rows."""
-    others = [length for i, length in enumerate(x.shape) if i != dim % x.dim()]
-    return {"call": call, "dim": dim, "other lengths": others, "dtype": x.dtype, "device": x.device.type}
+    return {
+        "call": call,
+        "dim": dim,
+        "other lengths": [length for i, length in enumerate(x.shape) if i != dim % x.dim()],
+        "dtype": x.dtype,
+        "device": x.device.type,
+    }
 
 
 def forward_fields(call: str, x: Tensor, dim: int) -> dict[str, object]:
@@ -65,7 +70,9 @@ class ShardRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, shards: tuple[Shard, ...], dim: int) -> Tensor:
-        ctx.ranks, ctx.shards, ctx.dim = ranks, shards, dim
+        ctx.ranks = ranks
+        ctx.shards = shards
+        ctx.dim = dim
         return own_rows(x, shards[ranks.rank], dim)
 
     @staticmethod
@@ -87,7 +94,9 @@ class UnshardRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks, shards: tuple[Shard, ...], dim: int) -> Tensor:
-        ctx.ranks, ctx.shards, ctx.dim = ranks, shards, dim
+        ctx.ranks = ranks
+        ctx.shards = shards
+        ctx.dim = dim
         return _all_rows(x, ranks, shards, dim, "unshard")
 
     @staticmethod
