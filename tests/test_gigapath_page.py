@@ -55,7 +55,7 @@ def test_the_function_alone():
     assert names["out"].shape == (1, 1100, 16, 48)
     theirs, ours = (set(inspect.signature(f).parameters) for f in (torchscale_attention, dilated_attention))
     assert theirs - ours == {"counted"}
-    assert ours - theirs == {"heads_held", "num_heads", "cache", "lengths"}
+    assert ours - theirs == {"cu_seqlens", "heads_held", "num_heads", "cache", "lengths"}
     [said] = re.findall(r"^Its other arguments are.*?\n\n", page, flags=re.DOTALL | re.MULTILINE)
     assert set(re.findall(r"`(\w+)`", said)) == {"dilated_attention"} | theirs ^ ours
 

@@ -2,13 +2,12 @@
 
 By hand: projections, the definition over padded rows (`tests/padded.py`), feed-forward, residuals, LayerNorms.
 
-What must hold: states of layers and every gradient equal those by hand; packed documents are as if each were alone;
-what cannot be is a ValueError. Uninitialised memory is NaN.
+What must hold: states of layers and every gradient equal those by hand; what cannot be is a ValueError. Uninitialised
+memory is NaN.
 
 B batch, N positions, E embedding, H heads, D head dim.
 """
 
-import itertools
 import math
 import random
 from collections.abc import Callable
@@ -25,9 +24,8 @@ from helpers import poisoned_memory
 from padded import padded_reference
 from torch import Tensor
 
-from ring_dilated_attention import DilatedPattern, simulate
+from ring_dilated_attention import simulate
 from ring_dilated_attention.models import LongNetEncoder, TorchscaleConfig
-from ring_dilated_attention.models.documents import Documents, agree_on_documents
 from ring_dilated_attention.models.torchscale import architecture, networks
 from ring_dilated_attention.models.torchscale import gate as gates
 from ring_dilated_attention.reference import dilated_attention_reference
@@ -67,13 +65,8 @@ def draw_model(rng: random.Random, **more: Any) -> LongNetEncoder:
     return model
 
 
-def by_hand(model: LongNetEncoder, given: Tensor, documents: tuple[int, ...]) -> list[Tensor]:
-    """What goes into the first layer, what comes out of each, and the result; documents are computed one by one."""
-    alone = [_by_hand(model, given[:, a:b]) for a, b in itertools.pairwise(documents)]
-    return [torch.cat(outs, 1) for outs in zip(*alone, strict=True)]
-
-
-def _by_hand(model: LongNetEncoder, x: Tensor) -> list[Tensor]:
+def by_hand(model: LongNetEncoder, x: Tensor) -> list[Tensor]:
+    """What goes into the first layer, what comes out of each, and the result."""
     config, of = model.config, dict(model.named_parameters())
 
     def norm(name: str, x: Tensor) -> Tensor:
@@ -99,35 +92,24 @@ def _by_hand(model: LongNetEncoder, x: Tensor) -> list[Tensor]:
     return [*states, norm("layer_norm", x) if config.normalize_output else x]
 
 
-def call(model: LongNetEncoder, given: Tensor, documents: tuple[int, ...] | None = None, **more: Any) -> Any:
-    borders = None if documents is None else torch.tensor(documents, dtype=torch.int32)
-    return model(given, cu_seqlens=borders, **more)
-
-
 def try_model(rng: random.Random) -> Trial:
-    how = rng.choice(
-        ["plain", "plain", "recomputed", "packed", "packed, recomputed", "states", "no gradient", "shared"]
-    )
+    how = rng.choice(["plain", "plain", "recomputed", "recomputed", "states", "no gradient", "shared", "shared"])
     parallel = simulate.all_ranks(rng.randint(1, 4)) if how == "shared" else None
     model = draw_model(rng, activation_checkpointing="recomputed" in how, parallel=parallel)
     batch, num_positions = rng.choice([1, 1, 2, 3]), rng.choice([rng.randint(1, 9), rng.randint(1, 45)])
-    documents = None
-    if "packed" in how or (how != "plain" and rng.random() < 0.4):
-        batch, inner = 1, {rng.randint(1, num_positions) for _ in range(rng.randint(0, 3))}
-        documents = (0, *sorted(inner - {num_positions}), num_positions)
     given = torch.randn(batch, num_positions, model.config.embed_dim, dtype=torch.float64)
-    expected = by_hand(model, given, documents or (0, num_positions))
-    description = f"{model.config}, {tuple(given.shape)}, documents {documents}"
+    expected = by_hand(model, given)
+    description = f"{model.config}, {tuple(given.shape)}"
     kind = f"{model.config.padding}, {how}"
     if how == "states":
-        states = call(model, given, documents, collect=lambda x: x)
+        states = model(given, collect=lambda x: x)
         pairs = zip(states, expected[:-1], strict=True)
         complaints = [why_unequal(f"state {i}", x, y) for i, (x, y) in enumerate(pairs)]
         return Trial(kind, description, next(filter(None, complaints), None))
     if how == "no gradient":
         with torch.no_grad(), mock.patch.object(networks, "FFN_SLICE_NUMBERS", FEW):
-            return Trial(kind, description, why_unequal("out", call(model, given, documents), expected[-1]))
-    found = call(model, given, documents)
+            return Trial(kind, description, why_unequal("out", model(given), expected[-1]))
+    found = model(given)
     complaint = why_unequal("out", found, expected[-1])
     names, parameters = zip(*model.named_parameters(), strict=True)
     dout = torch.randn_like(expected[-1])
@@ -187,7 +169,7 @@ def try_settings(rng: random.Random) -> Trial:
         config = TorchscaleConfig.from_torchscale(settings, **options)
         model = LongNetEncoder(config).double()
         given = torch.randn(1, 7, config.embed_dim, dtype=torch.float64)
-        complaint = why_unequal("out", call(model, given), by_hand(model, given, (0, 7))[-1])
+        complaint = why_unequal("out", model(given), by_hand(model, given)[-1])
         if is_refused and not is_spoilt:
             complaint = "settings of no published encoder are taken"
     except ValueError as error:
@@ -200,17 +182,11 @@ def try_settings(rng: random.Random) -> Trial:
     return Trial(f"settings, {what}", f"{settings}, {options}", complaint)
 
 
-_gate, _zero_rows = gates.gate, networks.zero_rows
+_gate = gates.gate
 
 
 def _gate_of_one_more(out: Tensor, lse: Tensor, log_num_zero_keys: Tensor) -> tuple[Tensor, Tensor]:
     return _gate(out, lse, (log_num_zero_keys.exp() + (log_num_zero_keys > -torch.inf)).log())
-
-
-def _zero_rows_of_one_document(pattern: DilatedPattern, num_heads: int, documents: Documents, like: Tensor) -> Any:
-    if len(documents.shards) == 1:
-        documents = agree_on_documents("the whole", torch.empty(1, documents.borders[-1]))
-    return _zero_rows(pattern, num_heads, documents, like)
 
 
 def _layer_without_a_residual(self: networks.Layer, x: Tensor, attend: Any) -> Tensor:
@@ -219,9 +195,6 @@ def _layer_without_a_residual(self: networks.Layer, x: Tensor, attend: Any) -> T
 
 
 BREAKAGES: dict[str, Callable[[], Any]] = {
-    "zero rows are those of the sequence, not of its documents": broken(
-        "zero_rows", _zero_rows_of_one_document, networks
-    ),
     "a zero row too many is counted": broken("gate", _gate_of_one_more, gates),
     "misplaced rows stay": broken("_put_in_place", lambda out, lse, *_: (out, lse), gates),
     "a residual is left out": broken("forward", _layer_without_a_residual, networks.Layer),

@@ -58,12 +58,6 @@ WRONG: list[Callable[[], Any]] = [
     lambda: small()(STATES.to_sparse()),
     lambda: small()(STATES[:0]),
     lambda: small()(torch.zeros(2, 7, 9)),
-    lambda: small()(STATES, cu_seqlens=torch.tensor([0, 7], dtype=torch.int32)),
-    lambda: small()(STATES[:1], cu_seqlens=[0, 7]),
-    lambda: small()(STATES[:1], cu_seqlens=torch.tensor([0, 7])),
-    lambda: small()(STATES[:1], cu_seqlens=torch.tensor([0, 8], dtype=torch.int32)),
-    lambda: small()(STATES[:1], cu_seqlens=torch.tensor([0, 0, 7], dtype=torch.int32)),
-    lambda: small()(STATES[:1], cu_seqlens=torch.tensor([1, 7], dtype=torch.int32)),
     lambda: small()(STATES, collect=3),
     lambda: small()(STATES, collect="x"),
     lambda: torchscale_attention(X, X, X, DilatedPattern((4,), (1,))),
@@ -80,7 +74,6 @@ WRONG: list[Callable[[], Any]] = [
     lambda: torchscale_attention(X, X, X, BLOCKED, backend="x"),
     lambda: torchscale_attention(X, X, X, BLOCKED, return_lse=1),
     lambda: torchscale_attention(X[:0], X[:0], X[:0], BLOCKED),
-    lambda: torchscale_attention(X, X, X, BLOCKED, cu_seqlens=torch.tensor([0, 7], dtype=torch.int32)),
 ]
 
 

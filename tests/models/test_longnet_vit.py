@@ -168,7 +168,7 @@ def test_tiles_that_share_cells_are_warned_of(coords, num_cells):
     with pytest.warns(UserWarning, match=f"^{said}"):
         model(x, coords[None])
     with pytest.warns(UserWarning, match=f"^slide 1: {said}"):
-        model(x.expand(2, -1, -1), coords.expand(2, -1, -1), lengths=[3, 400])
+        model(x.expand(2, -1, -1), torch.stack([GRID * 256, coords]))
 
 
 @pytest.mark.parametrize(
@@ -180,21 +180,14 @@ def test_slides_that_nobody_is_warned_of(coords):
 
 @pytest.mark.parametrize("case", [POOLED, CLASS, MISALIGNED])
 @pytest.mark.parametrize("all_layer_embed", [False, True])
-def test_padded_batch_equals_slides_one_by_one(case, all_layer_embed):
-    """What follows a slide's tiles is never read: it is NaN here, and its coordinates are nowhere."""
+def test_a_batch_equals_slides_one_by_one(case, all_layer_embed):
     model = case.model()
     x, coords = case.inputs()
-    lengths = (41, case.num_tiles)
-    is_padding = torch.arange(case.num_tiles) >= torch.tensor(lengths)[:, None]
-    poisoned = x.masked_fill(is_padding[..., None], torch.nan).requires_grad_()
-    found = model(poisoned, coords.masked_fill(is_padding[..., None], -1.0), all_layer_embed, lengths=lengths)
-    for i, length in enumerate(lengths):
-        alone = model(x[i : i + 1, :length], coords[i : i + 1, :length], all_layer_embed)
+    found = model(x, coords, all_layer_embed)
+    for i in range(2):
+        alone = model(x[i : i + 1], coords[i : i + 1], all_layer_embed)
         for batch, one in zip(found, alone, strict=True):
             torch.testing.assert_close(batch[i : i + 1], one, rtol=1e-11, atol=1e-12)
-    torch.stack(found).sin().sum().backward()
-    assert not poisoned.grad.isnan().any()
-    assert torch.equal(poisoned.grad[is_padding], torch.zeros_like(poisoned.grad[is_padding]))
 
 
 @pytest.mark.parametrize("case", [POOLED, MISALIGNED])
@@ -263,8 +256,6 @@ def rank_embeds(rank, world_size, name, lengths):
         bad[1, -1, 0] = 20 * 256
     with pytest.raises(ValueError, match=rf"tile {case.num_tiles - 1} of slide 1 at \(5120, "):
         model(x[:, own], bad)
-    with pytest.raises(ValueError, match="lengths and parallel"):
-        model(x[:, own], coords[:, own], lengths=[1, 1])
     with pytest.raises(ValueError, match="no tiles"):
         model(x[:, :0], coords[:, :0])
     with pytest.raises(ValueError, match="parallel has sharding='zigzag'"):
@@ -397,13 +388,6 @@ def test_input_that_is_refused(change, message):
     case = Slide(2048, 9, True)
     with pytest.raises(ValueError, match=message):
         case.model()(*change(*case.inputs()))
-
-
-def test_lengths_that_are_refused():
-    case = Slide(2048, 9, True)
-    for lengths in ([9], [9, 0], [9, 10], [9, 8.5], torch.tensor([9.0, 8.0]), "99", 9, iter([9, 9])):
-        with pytest.raises(ValueError, match=r"must be 2 numbers of tiles from 1 to 9"):
-            case.model()(*case.inputs(), lengths=lengths)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ definition over rows padded with zeros.
 """
 
 from datetime import timedelta
-from itertools import accumulate, pairwise
 
 import checkout
 import pytest
@@ -128,24 +127,6 @@ def test_value_lse_and_gradients(branches, length, num_heads, is_causal, num_sim
     check(inputs, pattern, lambda own: torchscale_attention(*own, pattern, parallel=parallel, return_lse=True))
 
 
-def packed(attend, pattern, lengths):
-    """Packed documents are each as if alone; `attend` gets the whole and the borders."""
-    borders = [0, *accumulate(lengths)]
-    inputs = [random(1, borders[-1], 4, 4, seed=seed) for seed in range(3)]
-    cu_seqlens = torch.tensor(borders, dtype=torch.int32)
-    out = attend(inputs, cu_seqlens)
-    for begin, end in pairwise(borders):
-        alone, _ = padded_reference(*(x[:, begin:end] for x in inputs), pattern)
-        torch.testing.assert_close(out[:, begin:end], alone, rtol=1e-11, atol=1e-11)
-
-
-@pytest.mark.parametrize("name", PATTERNS)
-def test_packed_documents(name):
-    """Each has its own length, zero rows and misplaced rows, also one that is shorter than every segment."""
-    pattern = PATTERNS[name]
-    packed(lambda x, borders: torchscale_attention(*x, pattern, cu_seqlens=borders), pattern, (27, 1, 4, 13, 16))
-
-
 def test_grouped_queries():
     query, key, value = random(1, 29, 6, 4), random(1, 29, 2, 4, seed=1), random(1, 29, 2, 4, seed=2)
     for pattern in PATTERNS.values():
@@ -191,6 +172,8 @@ def test_refusals(pattern, message):
         torchscale_attention(x, x, x, pattern)
     with pytest.raises(ValueError, match=r"query must be .batch, seq, heads, head_dim., got 3 dimensions"):
         torchscale_attention(x[0], x[0], x[0], PATTERNS["aligned"])
+    with pytest.raises(TypeError, match="torchscale_attention has no argument 'cu_seqlens'"):
+        torchscale_attention(x, x, x, PATTERNS["aligned"], cu_seqlens=torch.tensor([0, 9], dtype=torch.int32))
 
 
 def check_without_lse(cp, pattern, length):
@@ -220,13 +203,6 @@ def rank_attends(rank, world_size, options, length, patterns):
         check([random(2, length, 4, 4, seed=seed) for seed in range(3)], pattern, attend)
 
         check_without_lse(cp, pattern, length)
-
-        def attend_packed(inputs, borders, pattern=pattern):
-            local = [rows_of(cp, x) for x in inputs]
-            return cp.unshard(torchscale_attention(*local, pattern, parallel=cp, cu_seqlens=borders))
-
-        documents = (length - 15, 1, 4, 10)
-        packed(attend_packed, pattern, documents)
     bad = DilatedPattern((8,), (2,)) if rank == world_size - 1 else patterns[0]
     x = torch.zeros(1, 3, 4, 4)
     with pytest.raises(ValueError, match="phase='modulo'"):

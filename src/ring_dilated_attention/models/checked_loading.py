@@ -93,7 +93,7 @@ def map_names(state_dict: Mapping[str, Any], model: nn.Module, prefix: str = "")
 
 
 def _without_wrappers(name: str, expected: Collection[str]) -> str:
-    """The name without what wrappers add. What stands before it goes only as far as is needed."""
+    """The name without what wrappers add. Prefixes are removed one by one, until the name is an expected one."""
     for infix in INFIXES:
         name = name.replace(infix, "")
     while name not in expected and name.startswith(PREFIXES):

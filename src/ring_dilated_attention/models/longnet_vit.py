@@ -1,14 +1,13 @@
 """LongNetViT, GigaPath's slide encoder (Xu et al., Nature 2024): from the features of a slide's tiles to one vector.
 
-Shape suffixes: B slides, L tiles of this rank, C features of a tile, N = L + 1 positions with the class token, T
-positions of packed slides, E embedding.
+Shape suffixes: B slides, L tiles of this rank, C features of a tile, N = L + 1 positions with the class token, E
+embedding.
 """
 
 import math
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate, pairwise
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -29,7 +28,6 @@ DILATION_RATES = (1, 2, 4, 8, 16)
 NUM_HEADS = 16
 FEWEST_CROWDED = 16  # a slide of fewer tiles may well have them in few cells
 MOST_TILES_OF_A_SIDE = 2**31  # its square is the longest segment length that a pattern takes
-Lengths = Sequence[int] | Tensor | None
 
 
 class PublishedSize(NamedTuple):
@@ -38,13 +36,6 @@ class PublishedSize(NamedTuple):
     in_chans: int
     embed_dim: int
     depth: int
-
-
-class Rows(NamedTuple):
-    """The rows of one slide in a sequence, its class token included, and the number of its tiles."""
-
-    rows: slice
-    num_tiles: int
 
 
 PUBLISHED = {
@@ -197,9 +188,7 @@ class LongNetViT(CheckedLoading):
             elif isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
 
-    def forward(
-        self, x: Tensor, coords: Tensor, all_layer_embed: bool = False, *, lengths: Lengths = None
-    ) -> list[Tensor]:
+    def forward(self, x: Tensor, coords: Tensor, all_layer_embed: bool = False) -> list[Tensor]:
         """Features of tiles (B, L, C) at (B, L, 2) to slide embeddings, each (B, E).
 
         Args:
@@ -208,51 +197,31 @@ class LongNetViT(CheckedLoading):
                 ones skip pixels. FSDP's `MixedPrecisionPolicy` shortens floating numbers, but not integers.
             all_layer_embed: return depth + 1 embeddings: of the first layer's input and of each layer's output, pooled
                 *without* the encoder's last LayerNorm. By default return one embedding, with that LayerNorm.
-            lengths: the number of tiles of each slide, by default L. Rows beyond a slide's number are padding.
 
         Raises:
             ValueError: for input that does not fit, on every rank of `parallel`: features of another width, no tiles,
                 tiles that are not finite, coordinates outside the grid.
         """
-        num_tiles = self._check(x, coords, lengths, all_layer_embed)
-        if lengths is None:
-            cu_seqlens = None
-            slides = [Rows(slice(None), num_tiles)]
-            # Ranks without the class token take an empty slice of it: they too need a gradient for it.
-            class_token = self.cls_token.expand(len(x), -1, -1)[:, : self._num_class]
-            tokens_BNE = torch.cat((class_token, self._embed(x, coords)), 1)
-        else:
-            counts = [int(n) for n in lengths]
-            borders = list(accumulate((n + 1 for n in counts), initial=0))
-            cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=x.device)
-            slides = [Rows(slice(start, stop), stop - start - 1) for start, stop in pairwise(borders)]
-            is_tile_BL = _are_tiles(x, counts)
-            tiles_TE = self._embed(x[is_tile_BL.to(x.device)], coords[is_tile_BL.to(coords.device)])
-            packed = []
-            for slide_LE in tiles_TE.split(counts):
-                packed += [self.cls_token[0], slide_LE]
-            tokens_BNE = torch.cat(packed)[None]
-        pool = partial(self._pool, slides)
+        num_tiles = self._check(x, coords, all_layer_embed)
+        # Ranks without the class token take an empty slice of it: they too need a gradient for it.
+        class_token = self.cls_token.expand(len(x), -1, -1)[:, : self._num_class]
+        tokens_BNE = torch.cat((class_token, self._embed(x, coords)), 1)
+        pool = partial(self._pool, num_tiles)
         if all_layer_embed:
-            states = self.encoder(tokens_BNE, cu_seqlens=cu_seqlens, collect=pool)  # so that only one is held
+            states = self.encoder(tokens_BNE, collect=pool)  # so that the states of only one layer exist
         else:
-            states = [pool(self.encoder(tokens_BNE, cu_seqlens=cu_seqlens))]
+            states = [pool(self.encoder(tokens_BNE))]
         pooled = torch.stack(states)
         if self.parallel is not None:
             pooled = SumOverRanks.apply(pooled, self.parallel.ranks)
         return [self.norm(x_BE) for x_BE in pooled.to(tokens_BNE.dtype).unbind()]
 
-    def _pool(self, slides: Sequence[Rows], x_BNE: Tensor) -> Tensor:
-        """Each slide's mean of tiles, or its class token, (B, E). Under `parallel` this rank's share of the sum."""
+    def _pool(self, num_tiles: int, x_BNE: Tensor) -> Tensor:
+        """The mean of tiles, or the class token, (B, E). Under `parallel` this rank's share of the sum."""
         wide = torch.promote_types(x_BNE.dtype, torch.float32)
-        pooled = []
-        for rows, num_tiles in slides:
-            slide_BNE = x_BNE[:, rows]
-            if self.global_pool:
-                pooled.append(slide_BNE[:, self._num_class :].sum(1, dtype=wide) / num_tiles)
-            else:
-                pooled.append(slide_BNE[:, : self._num_class].sum(1, dtype=wide))
-        return torch.cat(pooled)
+        if self.global_pool:
+            return x_BNE[:, self._num_class :].sum(1, dtype=wide) / num_tiles
+        return x_BNE[:, : self._num_class].sum(1, dtype=wide)
 
     @property
     def _num_class(self) -> int:
@@ -260,7 +229,7 @@ class LongNetViT(CheckedLoading):
         return int(self.parallel is None or self.parallel.rank == 0)
 
     def _embed(self, x: Tensor, coords: Tensor) -> Tensor:
-        """(..., C) and (..., 2) to (..., E)."""
+        """Features (..., C) and coordinates (..., 2) of tiles to embeddings (..., E)."""
         positions = self._positions(cells_of(coords, self.tile_size))
         return self.patch_embed["proj"](x.to(self.cls_token.dtype)) + positions
 
@@ -273,9 +242,9 @@ class LongNetViT(CheckedLoading):
         x, y = cells.long().to(table.device).unbind(-1)
         return torch.cat((table[y], table[x]), -1)
 
-    def _check(self, x: Tensor, coords: Tensor, lengths: Lengths, all_layer_embed: bool) -> int:
+    def _check(self, x: Tensor, coords: Tensor, all_layer_embed: bool) -> int:
         """The number of tiles over all ranks. A ValueError on every rank if the input of one does not fit."""
-        failure = why_not_dense(features=x, coords=coords) or self._shape_failure(x, coords, lengths)
+        failure = why_not_dense(features=x, coords=coords) or self._shape_failure(x, coords)
         ranks = ALONE if self.parallel is None else self.parallel.ranks
         batch, num_own = (0, 0) if failure else x.shape[:2]
         fields: dict[str, object] = {"call": "LongNetViT", "batch": batch, "all_layer_embed": all_layer_embed}
@@ -284,16 +253,15 @@ class LongNetViT(CheckedLoading):
         ranks.expect_lengths((tile_counts[0] + 1, *tile_counts[1:]))  # the class token comes first
         if not sum(tile_counts):
             raise ValueError(f"no tiles: features have shape {tuple(x.shape)}, and an empty slide has no embedding")
-        counts = [num_own] * batch if lengths is None else [int(n) for n in lengths]
-        failure = self._tile_failure(x, coords, counts, sum(tile_counts[: ranks.rank]))
+        failure = self._tile_failure(x, coords, sum(tile_counts[: ranks.rank]))
         ranks.handshake(num_own, {"call": "LongNetViT, its tiles"}, failure)
-        for slide, count in enumerate(counts):
-            if crowding := crowded(coords[slide, :count], self.tile_size):
+        for slide, coords_L2 in enumerate(coords):
+            if crowding := crowded(coords_L2, self.tile_size):
                 name = f"slide {slide}: " if batch > 1 else ""
                 warnings.warn(f"{name}{crowding} Set model.tile_size.", stacklevel=4)
         return sum(tile_counts)
 
-    def _shape_failure(self, x: Tensor, coords: Tensor, lengths: Lengths) -> str | None:
+    def _shape_failure(self, x: Tensor, coords: Tensor) -> str | None:
         """Why these shapes and dtypes do not fit, or None."""
         if x.dim() != 3 or x.shape[-1] != self.in_chans or not x.is_floating_point():
             hint = "; add a batch dim with unsqueeze(0)" if x.dim() == 2 else ""
@@ -312,29 +280,19 @@ class LongNetViT(CheckedLoading):
                 f"coords have dtype {coords.dtype}, which cannot hold every pixel: pass integers or float32 (FSDP "
                 "casts floating ones to 16 bits unless its policy has cast_forward_inputs=False)"
             )
-        if lengths is None:
-            return None
-        if self.parallel is not None:
-            return "lengths and parallel: a padded batch cannot be sharded; embed the slides one by one"
-        most = x.shape[1]
-        numbers = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-        is_one_each = isinstance(numbers, Collection) and len(numbers) == len(x)
-        if not is_one_each or not all(is_integer(n) and 1 <= n <= most for n in numbers):
-            return f"lengths={numbers} must be {len(x)} numbers of tiles from 1 to {most}, one for each slide"
         return None
 
-    def _tile_failure(self, x: Tensor, coords: Tensor, counts: list[int], first: int) -> str | None:
+    def _tile_failure(self, x: Tensor, coords: Tensor, first: int) -> str | None:
         """What is wrong with the first wrong tile, or None. This rank's tiles are numbered from `first`."""
-        is_tile_BL = _are_tiles(x, counts)
         dtype = self.cls_token.dtype  # numbers beyond its range become inf
-        is_finite_BL = x.detach().to(dtype).isfinite().all(-1).cpu()
-        wrong = (is_tile_BL & ~is_finite_BL).nonzero().tolist()
+        is_finite_BL = x.detach().to(dtype).isfinite().all(-1)
+        wrong = (~is_finite_BL).nonzero().tolist()
         if wrong:
             taken = f", taken as {dtype}" if x.dtype != dtype else ""
             return f"features that are not finite: {_tile(wrong, first, len(x))}{_and_more(wrong)}{taken}"
         cells = cells_of(coords, self.tile_size)
         is_inside_BL = ((cells >= 0) & (cells < self.slide_ngrids)).all(-1)
-        wrong = (is_tile_BL & ~is_inside_BL).nonzero().tolist()
+        wrong = (~is_inside_BL).nonzero().tolist()
         if wrong:
             slide, tile = wrong[0]
             at = ", ".join(f"{z:.10g}" for z in coords[slide, tile].tolist())
@@ -364,11 +322,6 @@ def crowded(coords_L2: Tensor, tile_size: float) -> str | None:
         "one position. tile_size is the distance from one tile to the next, in the units of the coordinates: 1 if they "
         "count tiles."
     )
-
-
-def _are_tiles(x: Tensor, counts: Sequence[int]) -> Tensor:
-    """(B, L) bool on the CPU, False at padding."""
-    return torch.arange(x.shape[1], device="cpu") < torch.tensor(counts, device="cpu")[:, None]
 
 
 def _tile(wrong: Sequence[Sequence[int]], first: int, num_slides: int) -> str:

@@ -12,7 +12,6 @@ places that they fill.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +30,7 @@ from .zero_rows import Move, ZeroQuery, is_misaligned, moves, zero_keys, zero_qu
 
 
 class LocalZeroQuery(NamedTuple):
-    """A zero query, and a span of its document on this rank."""
+    """A zero query, and a span of this rank."""
 
     number: int  # among the zero queries of all ranks
     query: ZeroQuery
@@ -57,7 +56,7 @@ class BranchCall(NamedTuple):
 
 @dataclass(frozen=True)
 class ZeroRows:
-    """The calls that compute one pattern with zero rows, for given documents and shards. All layers use them."""
+    """The calls that compute one pattern with zero rows, for the shards of one sequence. All layers use them."""
 
     pattern: DilatedPattern
     calls: tuple[BranchCall, ...]
@@ -68,13 +67,13 @@ def zero_rows(pattern: DilatedPattern, num_heads: int, documents: Documents, lik
 
     def call_of(branches: Sequence[Branch], misplaced: Misplaced | None) -> BranchCall:
         lengths, rates = zip(*branches, strict=True)
-        part = DilatedPattern(lengths, rates, is_causal=pattern.is_causal, phase=pattern.phase)
+        call_pattern = DilatedPattern(lengths, rates, is_causal=pattern.is_causal, phase=pattern.phase)
         logs_NH = None
         if not pattern.is_causal:  # causal patterns hide the zero rows
-            counts_NH = _num_zero_keys(part, num_heads, documents)
+            counts_NH = _num_zero_keys(call_pattern, num_heads, documents)
             if counts_NH is not None:
                 logs_NH = counts_NH.log().to(like.device, torch.promote_types(like.dtype, torch.float32))  # as lse
-        return BranchCall(part, logs_NH, misplaced)
+        return BranchCall(call_pattern, logs_NH, misplaced)
 
     aligned, calls = [], []
     for branch in pattern.branches:
@@ -94,7 +93,6 @@ def torchscale_attention(
     pattern: DilatedPattern,
     *,
     parallel: ContextParallel | None = None,
-    cu_seqlens: Tensor | None = None,
     scale: float | None = None,
     backend: str = "auto",
     return_lse: bool = False,
@@ -111,8 +109,8 @@ def torchscale_attention(
         pattern: with phase="blocked", torchscale's rule, and heads="all".
         counted: what `zero_rows` made for this pattern, sequence and number of heads; by default it is made here.
 
-    The other arguments, the result and the errors are those of `dilated_attention`. Its heads_held, num_heads, cache
-    and lengths are not taken, because zero rows are counted for all heads and positions.
+    The other arguments, the result and the errors are those of `dilated_attention`. Its cu_seqlens, heads_held,
+    num_heads, cache and lengths are not taken: zero rows are counted for all heads and positions of one sequence.
     """
     refuse_others("torchscale_attention", others)
     if counted is None:
@@ -123,13 +121,12 @@ def torchscale_attention(
             "torchscale_attention",
             query,
             parallel=parallel,
-            cu_seqlens=cu_seqlens,
             fields={"pattern": pattern},
             failure=failure,
         )
         counted = zero_rows(pattern, query.shape[2], documents, query)
     assert counted.pattern == pattern, "counted for another pattern"
-    options: Any = {"parallel": parallel, "cu_seqlens": cu_seqlens, "scale": scale, "backend": backend}
+    options: Any = {"parallel": parallel, "scale": scale, "backend": backend}
     merged: tuple[Tensor, Tensor] | None = None
     for call in counted.calls:
         out_BNHD, lse_BNH = dilated_attention(query, key, value, call.pattern, return_lse=True, **options)
@@ -184,15 +181,13 @@ def _num_zero_keys(pattern: DilatedPattern, num_heads: int, documents: Documents
 
 
 def _misplaced(branch: Branch, num_heads: int, documents: Documents) -> Misplaced:
-    number = 0
-    local_queries = []
-    for begin, end in pairwise(documents.borders):
-        spans = [span for span in documents.spans if span.begin == begin]
-        for query in zero_queries(branch, num_heads, end - begin):
-            local_queries += [LocalZeroQuery(number, query, span) for span in spans]
-            number += 1
+    length = documents.longest
+    queries = list(zero_queries(branch, num_heads, length))
+    local_queries = [
+        LocalZeroQuery(number, query, span) for number, query in enumerate(queries) for span in documents.spans
+    ]
     num_seen = -(-branch.segment_length // branch.dilation_rate)
-    return Misplaced(num_seen, moves(branch, documents.shards, documents.borders), number, local_queries)
+    return Misplaced(num_seen, moves(branch, documents.shards, length), len(queries), local_queries)
 
 
 def _put_in_place(
@@ -210,7 +205,7 @@ def _put_in_place(
         if query.position in span.positions:
             row = span.row + query.position - span.positions.start
             places += [(number, row, head) for head in query.heads]
-    # One assignment: a backward copies all rows for each.
+    # All places in one assignment: the backward of each assignment copies all rows.
     places_P3 = torch.tensor(places, dtype=torch.int64, device=out_BNHD.device).view(-1, 3)
     numbers, rows, heads = places_P3.unbind(1)
     moved_BNHD[:, rows, heads] = (sums_BZHD[:, numbers, heads] / misplaced.num_seen).to(moved_BNHD.dtype)

@@ -24,7 +24,7 @@ from ..recompute import Checkpointing, check_checkpointing, run_layer
 from .architecture import TorchscaleConfig
 from .gate import torchscale_attention, zero_rows
 
-# A function of (query, key, value, pattern). functools.partial hides its other tensors, or FSDP would cast them.
+# A function of (query, key, value, pattern). Other tensors are in a functools.partial, where FSDP does not cast them.
 Attend = Callable[..., Tensor]
 
 # Without gradients the feed-forward computes about this many hidden numbers at a time.
@@ -133,13 +133,11 @@ class LongNetEncoder(CheckedLoading):
         self,
         embeddings: Tensor,
         *,
-        cu_seqlens: Tensor | None = None,
         collect: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor | list[Tensor]:
         """Embeddings (B, N, E) to states (B, N, E).
 
         Args:
-            cu_seqlens: as for `dilated_attention`: packed documents, batch 1. No document sees another.
             collect: a function of states (B, N, E). The forward then returns a list: the function's values for the
                 embeddings and for each layer's output, before the last LayerNorm.
 
@@ -153,11 +151,10 @@ class LongNetEncoder(CheckedLoading):
             "LongNetEncoder",
             embeddings,
             parallel=self.parallel,
-            cu_seqlens=cu_seqlens,
             fields={"pattern": self.pattern, "collects": collect is not None},
             failure=failure,
         )
-        attend = self._attention(documents, cu_seqlens, embeddings)
+        attend = self._attention(documents, embeddings)
         x_BNE = embeddings
         collected = [] if collect is None else [collect(x_BNE)]
         for layer in self.layers:
@@ -168,11 +165,11 @@ class LongNetEncoder(CheckedLoading):
             return collected
         return x_BNE if self.layer_norm is None else self.layer_norm(x_BNE)
 
-    def _attention(self, documents: Documents, cu_seqlens: Tensor | None, like: Tensor) -> Attend:
-        attend: Any = partial(dilated_attention, parallel=self.parallel, cu_seqlens=cu_seqlens)
+    def _attention(self, documents: Documents, like: Tensor) -> Attend:
+        attend: Any = partial(dilated_attention, parallel=self.parallel)
         if self.config.padding == "torchscale":
             counted = zero_rows(self.pattern, self.config.num_heads, documents, like)
-            attend = partial(torchscale_attention, parallel=self.parallel, cu_seqlens=cu_seqlens, counted=counted)
+            attend = partial(torchscale_attention, parallel=self.parallel, counted=counted)
         return attend
 
     def _why_not(self, embeddings: Any) -> str | None:

@@ -1,6 +1,6 @@
 """Finds which queries see the zero rows of torchscale's padding, and where it moves output rows. Integers only.
 
-torchscale (microsoft/torchscale, component/dilated_attention.py) cuts a document of L positions into segments of
+torchscale (microsoft/torchscale, component/dilated_attention.py) cuts a sequence of L positions into segments of
 w = min(segment_length, L). It fills up the last segment to w with zero rows, and then each segment to a multiple of r.
 So a query sees m = ceil(w / r) rows of its phase. A zero row has score 0 and value 0, and takes part in the softmax.
 (Causal patterns hide zero rows: they come last.)
@@ -12,7 +12,6 @@ beyond L are lost. The places between hold the output of a query of zeros: the s
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from ...pattern import Branch
@@ -20,7 +19,7 @@ from ...plan.sharding import Shard, Span, first_rows
 
 
 class ZeroKeys(NamedTuple):
-    """These queries of these heads see `num_zeros` zero rows. A query is a position in its document."""
+    """The queries at these positions see `num_zeros` zero rows in these heads."""
 
     queries: range
     heads: range
@@ -30,7 +29,7 @@ class ZeroKeys(NamedTuple):
 class ZeroQuery(NamedTuple):
     """A place of a misaligned branch's output that has no query. It holds the sum of the values at `rows`, over m."""
 
-    position: int  # this and `rows` count from the start of the document
+    position: int
     rows: range
     heads: range
 
@@ -49,7 +48,7 @@ class Move(NamedTuple):
 
 
 def is_misaligned(branch: Branch, length: int) -> bool:
-    """Whether rows of a document of this length come out at other positions."""
+    """Whether rows of a sequence of this length come out at other positions."""
     return branch.segment_length % branch.dilation_rate != 0 and length > branch.segment_length
 
 
@@ -60,7 +59,7 @@ def heads_of_phases(num_heads: int, rate: int) -> list[range]:
 
 
 def zero_keys(branch: Branch, num_heads: int, length: int, positions: range) -> Iterator[ZeroKeys]:
-    """The zero keys that the queries at consecutive positions of a document see in a branch that is not causal."""
+    """The zero keys that queries at consecutive positions see. The branch is not causal."""
     w, r = min(branch.segment_length, length), branch.dilation_rate
     num_seen = -(-w // r)
     segment = positions.start // w
@@ -92,12 +91,8 @@ def zero_queries(branch: Branch, num_heads: int, length: int) -> Iterator[ZeroQu
                 yield ZeroQuery(position, range(segment * w + s, segment_stop, r), heads_of_phase[s])
 
 
-def moves(branch: Branch, shards: Sequence[Shard], documents: Sequence[int]) -> list[Move]:
-    """Where the rows of a misaligned branch come out, for all ranks. Every rank makes the same list.
-
-    Args:
-        documents: global borders of the packed documents, (0, ..., n).
-    """
+def moves(branch: Branch, shards: Sequence[Shard], length: int) -> list[Move]:
+    """Where the rows of a misaligned branch come out, for all ranks. Every rank makes the same list."""
     spans = []  # of all ranks
     for rank, shard in enumerate(shards):
         for row, span in zip(first_rows(shard), shard, strict=False):
@@ -106,7 +101,7 @@ def moves(branch: Branch, shards: Sequence[Shard], documents: Sequence[int]) -> 
     starts = [span.start for span, _, _ in spans]
     all_moves = []
     for target_span, target_rank, target_row in spans:
-        for place, source, num_rows in _sources(branch, target_span, documents):
+        for place, source, num_rows in _sources(branch, target_span, length):
             row = target_row + place - target_span.start
             while num_rows:
                 source_span, source_rank, source_row = spans[bisect_right(starts, source) - 1]
@@ -119,18 +114,13 @@ def moves(branch: Branch, shards: Sequence[Shard], documents: Sequence[int]) -> 
     return all_moves
 
 
-def _sources(branch: Branch, span: Span, documents: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(target, source, number) of the rows that come out in a span, in global positions."""
-    for begin, end in pairwise(documents):
-        first = max(begin, span.start) - begin
-        last = min(end, span.stop) - begin
-        if first >= last:
-            continue
-        w, r = min(branch.segment_length, end - begin), branch.dilation_rate
-        num_places = -(-w // r) * r  # that a segment takes in the output
-        for segment in range(first // num_places, -(-last // num_places)):
-            segment_start = segment * num_places
-            start = max(first, segment_start)
-            stop = min(last, segment_start + w)
-            if start < stop:
-                yield begin + start, begin + segment * w + start - segment_start, stop - start
+def _sources(branch: Branch, span: Span, length: int) -> Iterator[tuple[int, int, int]]:
+    """(target, source, number) of the rows that come out in a span."""
+    w, r = min(branch.segment_length, length), branch.dilation_rate
+    num_places = -(-w // r) * r  # that a segment takes in the output
+    for segment in range(span.start // num_places, -(-span.stop // num_places)):
+        segment_start = segment * num_places
+        start = max(span.start, segment_start)
+        stop = min(span.stop, segment_start + w)
+        if start < stop:
+            yield start, segment * w + start - segment_start, stop - start
