@@ -85,15 +85,17 @@ class ShardHeads(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, MultiheadDilatedAttention):
             raise ValueError(f"ShardHeads is for MultiheadDilatedAttention, got {type(module).__name__}.")
-        size, rank = device_mesh.size(), device_mesh.get_local_rank()
-        num_groups, ratio = module.num_kv_heads, module.num_heads // module.num_kv_heads
+        size = device_mesh.size()
+        rank = device_mesh.get_local_rank()
+        num_groups = module.num_kv_heads
+        ratio = module.num_heads // num_groups
         if num_groups < size:
             raise ValueError(f"{num_groups} key/value heads for {size} ranks: use a mesh axis of at most {num_groups}.")
         groups = torch.arange(num_groups).tensor_split(size)[rank]
-        held = module.held(range(int(groups[0]) * ratio, (int(groups[-1]) + 1) * ratio))
-        # In place: parallelize_module keeps the module that it found, with its hooks.
+        module_of_rank = module.held(range(int(groups[0]) * ratio, (int(groups[-1]) + 1) * ratio))
+        # In place: parallelize_module keeps the module that it was given, with its hooks.
         for name in ("_parameters", "_modules", "heads_held", "_split_sizes"):
-            setattr(module, name, getattr(held, name))
+            setattr(module, name, getattr(module_of_rank, name))
 
         def summed_gradient(x: Tensor) -> Tensor:
             if not x.requires_grad:
@@ -143,35 +145,34 @@ def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: boo
     """
     sharing = set(parallel.ranks.members)
     check_meshes(module, parallel)
-    wrapped = {
-        name: child
-        for name, child in module.named_modules()
-        if isinstance(child, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel))
-    }
-    for name, child in wrapped.items():
-        if not isinstance(child, DistributedDataParallel):
-            continue
-        averaging = dist.get_process_group_ranks(child.process_group)
-        if not sharing <= set(averaging):
-            raise ValueError(
-                f"DDP of {name or 'the module'} averages over the ranks {averaging}, but the ranks {sorted(sharing)} "
-                "share each sequence, and nobody would average their gradients. Leave process_group out, which takes "
-                "all ranks."
-            )
+    wrappers = {}  # by the prefix of their parameters' names
+    for name, child in module.named_modules():
+        if isinstance(child, DistributedDataParallel):
+            averaging = dist.get_process_group_ranks(child.process_group)
+            if not sharing <= set(averaging):
+                raise ValueError(
+                    f"DDP of {name or 'the module'} averages over the ranks {averaging}, but the ranks "
+                    f"{sorted(sharing)} share each sequence, and nobody would average their gradients. Leave "
+                    "process_group out, which takes all ranks."
+                )
+        if isinstance(child, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)):
+            wrappers[f"{name}." if name else ""] = child
     if not sharing or by_hand:
         return
-    for child in wrapped.values():
+    for child in wrappers.values():
         if isinstance(child, FSDPModule):
             child.reshard()  # after a forward without a backward parameters may still be plain tensors
-    remedy = "wrap the whole module too" if wrapped else "wrap the module"
-    prefixes = {f"{at}." if at else "": child for at, child in wrapped.items()}
     for name, parameter in module.named_parameters():
-        around = [(child, name.removeprefix(at)) for at, child in prefixes.items() if name.startswith(at)]
-        if not parameter.requires_grad or any(_averages(child, below, parameter) for child, below in around):
+        around = {prefix: child for prefix, child in wrappers.items() if name.startswith(prefix)}
+        if not parameter.requires_grad:
+            continue
+        if any(_averages(child, name.removeprefix(prefix), parameter) for prefix, child in around.items()):
             continue
         why = "is in no part that DDP or fully_shard was called with"
+        remedy = "wrap the whole module too" if wrappers else "wrap the module"
         if around:
-            why, remedy = "was ignored by DDP or fully_shard", "take it out of the ignored parameters"
+            why = "was ignored by DDP or fully_shard"
+            remedy = "take it out of the ignored parameters"
         raise ValueError(
             f"{name} {why}, and nobody would average its gradients: {remedy}, or say "
             "check_averaged(..., by_hand=True) if your loop averages them over all ranks."
@@ -191,7 +192,9 @@ def check_meshes(module: nn.Module, parallel: ContextParallel) -> None:
     if not sharing or not any(isinstance(child, FSDPModule) for child in module.modules()):
         return
     for name, parameter in module.named_parameters():
-        sharded = set(parameter.device_mesh.mesh.flatten().tolist()) if isinstance(parameter, DTensor) else sharing
+        if not isinstance(parameter, DTensor):
+            continue
+        sharded = set(parameter.device_mesh.mesh.flatten().tolist())
         if not sharing <= sharded:
             raise ValueError(
                 f"{name} is sharded over the ranks {sorted(sharded)}, but the ranks {sorted(sharing)} share each "
@@ -248,8 +251,10 @@ def _dilated(layer: str, attention: Any, pattern: DilatedPattern, parallel: Cont
         parallel=parallel,
         device="meta",
     )
-    replaced.in_proj_weight, replaced.in_proj_bias = attention.in_proj_weight, attention.in_proj_bias
-    replaced.out_proj.weight, replaced.out_proj.bias = attention.out_proj.weight, attention.out_proj.bias
+    replaced.in_proj_weight = attention.in_proj_weight
+    replaced.in_proj_bias = attention.in_proj_bias
+    replaced.out_proj.weight = attention.out_proj.weight
+    replaced.out_proj.bias = attention.out_proj.bias
     return replaced.train(attention.training)
 
 
@@ -273,18 +278,19 @@ def held_heads(module: nn.Module, num_held: int, num_heads: int) -> range | None
     The shards of the layer's parameters tell which. A ValueError if they do not."""
     if num_held == num_heads:
         return None
-    found = {
-        (parameter.device_mesh.get_local_rank(axis), parameter.device_mesh.size(axis))
-        for parameter in module.parameters()
-        if isinstance(parameter, DTensor)
-        for axis, placement in enumerate(parameter.placements)
-        if placement.is_shard()
-    }
-    if len(found) == 1:
-        [(rank, size)] = found
+    ranks_and_sizes = set()
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        mesh = parameter.device_mesh
+        for axis, placement in enumerate(parameter.placements):
+            if placement.is_shard():
+                ranks_and_sizes.add((mesh.get_local_rank(axis), mesh.size(axis)))
+    if len(ranks_and_sizes) == 1:
+        [(rank, size)] = ranks_and_sizes
         if size * num_held == num_heads:
             return range(rank * num_held, (rank + 1) * num_held)
-    sharded = ", ".join(f"{rank} of {size}" for rank, size in sorted(found)) or "none"
+    sharded = ", ".join(f"{rank} of {size}" for rank, size in sorted(ranks_and_sizes)) or "none"
     raise ValueError(
         f"{type(module).__name__} computes {num_held} of {num_heads} heads. The phases depend on which these are, and "
         f"its parameters do not say (their shards: {sharded}). Shard the projections over one mesh axis, with equally "

@@ -5,6 +5,7 @@ T rows that are not padding. transformers passes tensors (B, H, M, D), and every
 change attention are refused by name (REFUSED); other keywords are ignored, since they do not change it.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -65,8 +66,9 @@ def attend(
     """
     try:
         _refuse_options(module, query_BHMD, value_BGSD, dropout, options)
-        is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        pattern = pattern_of(module.config, is_causal=is_causal)
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        pattern = pattern_of(module.config, is_causal=bool(is_causal))
         num_heads = getattr(module.config, "num_attention_heads", query_BHMD.shape[1])
         heads = held_heads(module, query_BHMD.shape[1], num_heads) or range(num_heads)
         bounded: BoundedLayer | None = getattr(key_BGSD, MARK, None)
@@ -87,42 +89,45 @@ def attend(
         bias_BHMS = attention_mask.unflatten(0, (-1, num_heads))[:, heads.start : heads.stop]
         return _attend_cached(query_BHMD, key_BGSD, value_BGSD, bias_BHMS, scaling), None
     # A static cache gives more keys than queries. The keys beyond the queries are not written yet.
-    rows = tuple(x[:, :, : query_BHMD.shape[2]].transpose(1, 2) for x in (query_BHMD, key_BGSD, value_BGSD))
-    options = {"pattern": pattern, "parallel": parallel, "scale": scaling, "heads_held": heads, "num_heads": num_heads}
-    dilated: Any = partial(dilated_attention, **options)
-    if attention_mask is not None:
-        with called_by(parallel, getattr(module, "layer_idx", None)):
-            return _attend_padded(dilated, rows, attention_mask, position_ids), None
-    if cu_seq_lens_q is None and parallel is None and position_ids is not None:
-        borders = find_borders(position_ids, *rows[0].shape[:2])
-        if borders is not None:
-            flat = (x.flatten(0, 1).unsqueeze(0) for x in rows)
-            return dilated(*flat, cu_seqlens=borders).view(rows[0].shape), None
+    num_rows = query_BHMD.shape[2]
+    rows_BMHD = [x[:, :, :num_rows].transpose(1, 2) for x in (query_BHMD, key_BGSD, value_BGSD)]
+    dilated: Any = partial(
+        dilated_attention, pattern=pattern, parallel=parallel, scale=scaling, heads_held=heads, num_heads=num_heads
+    )
     with called_by(parallel, getattr(module, "layer_idx", None)):
-        return dilated(*rows, cu_seqlens=cu_seq_lens_q), None
+        if attention_mask is not None:
+            return _attend_padded(dilated, rows_BMHD, attention_mask, position_ids), None
+        if cu_seq_lens_q is None and parallel is None and position_ids is not None:
+            cu_seqlens = find_borders(position_ids, len(query_BHMD), num_rows)
+            if cu_seqlens is not None:
+                rows_1THD = [x.flatten(0, 1)[None] for x in rows_BMHD]
+                return dilated(*rows_1THD, cu_seqlens=cu_seqlens).view(rows_BMHD[0].shape), None
+        return dilated(*rows_BMHD, cu_seqlens=cu_seq_lens_q), None
 
 
 def _attend_cached(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float | None) -> Tensor:
     """Attention of new queries to all rows of a cache: softmax(scores + log count), with `_counts`'s count."""
-    bias, grouped = bias.to(query.dtype), query.shape[1] != key.shape[1]
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=grouped)
+    bias = bias.to(query.dtype)
+    is_grouped = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=is_grouped)
     # A query that no branch covers gets 0. Without this, torch's kernel may give NaN.
-    return out.masked_fill((bias == -torch.inf).all(-1, keepdim=True), 0).transpose(1, 2)
+    is_uncovered = (bias == -torch.inf).all(-1, keepdim=True)
+    return out.masked_fill(is_uncovered, 0).transpose(1, 2)
 
 
-def _attend_padded(dilated: Any, rows: tuple[Tensor, ...], valid_BM: Tensor, position_ids: Tensor | None) -> Tensor:
+def _attend_padded(dilated: Any, rows_BMHD: Sequence[Tensor], valid_BM: Tensor, position_ids: Tensor | None) -> Tensor:
     """Each entry of the batch becomes a document of its own length. The output is 0 at padding."""
     if not torch.compiler.is_compiling() and valid_BM.all():
-        return dilated(*rows)
+        return dilated(*rows_BMHD)
     _check_one_run(valid_BM)
     _check_one_document(valid_BM, position_ids)
-    rows_T = valid_BM.flatten().nonzero().squeeze(1)
+    valid_T = valid_BM.flatten().nonzero().squeeze(1)
     lengths_B = valid_BM.sum(1)
-    borders = F.pad(lengths_B[lengths_B > 0].cumsum(0), (1, 0)).to(torch.int32)
-    packed = (x.flatten(0, 1)[rows_T].unsqueeze(0) for x in rows)
-    out_1THD = dilated(*packed, cu_seqlens=borders if len(rows_T) else None)
-    out = out_1THD.new_zeros(valid_BM.numel(), *out_1THD.shape[2:]).index_copy(0, rows_T, out_1THD[0])
-    return out.unflatten(0, valid_BM.shape)
+    cu_seqlens = F.pad(lengths_B[lengths_B > 0].cumsum(0), (1, 0)).to(torch.int32)
+    rows_1THD = [x.flatten(0, 1)[valid_T][None] for x in rows_BMHD]
+    out_1THD = dilated(*rows_1THD, cu_seqlens=cu_seqlens if len(valid_T) else None)
+    out = out_1THD.new_zeros(valid_BM.numel(), *out_1THD.shape[2:])
+    return out.index_copy(0, valid_T, out_1THD[0]).unflatten(0, valid_BM.shape)
 
 
 def _check_one_document(valid_BM: Tensor, position_ids: Tensor | None) -> None:
@@ -160,10 +165,11 @@ def find_borders(position_ids: Tensor, batch: int, num_rows: int) -> Tensor | No
 def _refuse_options(module: nn.Module, query: Tensor, value: Tensor, dropout: float, options: dict[str, Any]) -> None:
     name = type(module).__name__
     for option, why in REFUSED.items():
-        asked = options.get(option)
-        if asked is not None and asked is not False:
-            said = f"a {type(asked).__name__}" if isinstance(asked, Tensor) else repr(asked)
-            raise ValueError(f"{name} passes {option}={said} to dilated attention: {why}.")
+        value_passed = options.get(option)
+        if value_passed is None or value_passed is False:
+            continue
+        quoted = f"a {type(value_passed).__name__}" if isinstance(value_passed, Tensor) else repr(value_passed)
+        raise ValueError(f"{name} passes {option}={quoted} to dilated attention: {why}.")
     if value.shape[-1] != query.shape[-1]:
         raise ValueError(
             f"{name} has value heads of width {value.shape[-1]} beside query heads of width {query.shape[-1]}, and "
@@ -179,21 +185,22 @@ def _refuse_options(module: nn.Module, query: Tensor, value: Tensor, dropout: fl
 def _check_mask(mask: Tensor | None, num_heads: int, query: Tensor, key: Tensor, parallel: object) -> None:
     batch, _, num_rows, _ = query.shape
     num_keys = key.shape[2]
-    if mask is None:
-        if num_keys != num_rows:
-            raise ValueError(
-                f"{num_rows} queries and {num_keys} keys without a mask: dilated attention is self-attention. It takes "
-                "the rows of a cache only with a mask of transformers' mask interface, which this model does not use."
-            )
+    if mask is None and num_keys == num_rows:
         return
+    if mask is None:
+        raise ValueError(
+            f"{num_rows} queries and {num_keys} keys without a mask: dilated attention is self-attention. It takes the "
+            "rows of a cache only with a mask of transformers' mask interface, which this model does not use."
+        )
     if parallel is not None:
         raise ValueError(
             f"attention_mask of shape {tuple(mask.shape)} and parallel: a padded batch cannot be sharded. Pack the "
             "documents into one row, with cu_seq_lens_q."
         )
-    expected = [(size * num_heads, num_rows, num_keys) for size in (1, batch)]
-    is_padding = mask.dtype == torch.bool and mask.shape == (batch, num_rows)
-    if is_padding or (mask.is_floating_point() and mask.shape in expected):
+    if mask.dtype == torch.bool and mask.shape == (batch, num_rows):
+        return
+    bias_shapes = [(size * num_heads, num_rows, num_keys) for size in (1, batch)]
+    if mask.is_floating_point() and mask.shape in bias_shapes:
         return
     if mask.dtype == torch.uint8:
         raise ValueError("this model changes the keys that a BoundedCache has returned to it. Use a DynamicCache.")
@@ -217,9 +224,9 @@ def _check_one_run(valid_BM: Tensor) -> None:
     if torch.compiler.is_compiling():
         torch._assert_async((starts.sum(1) <= 1).all(), PADDED_IN_COMPILED_CODE)
         return
-    wrong = (starts.sum(1) > 1).nonzero()
-    if len(wrong):
-        row = int(wrong[0])
+    rows_with_holes = (starts.sum(1) > 1).nonzero()
+    if len(rows_with_holes):
+        row = int(rows_with_holes[0])
         places = starts[row].nonzero().flatten().tolist()
         raise ValueError(
             f"attention_mask row {row} has holes: valid rows begin at positions {places}. A hole moves all later rows "
@@ -253,50 +260,56 @@ def make_mask(
     """
     if attention_mask is not None and attention_mask.dim() != 2:
         return attention_mask  # made by this function: for a static cache, generate calls it before
-    bounded = kv_length == q_length and not isinstance(q_offset, Tensor) and kv_offset == q_offset > 0
-    _refuse_rules(mask_function, 0 if bounded else kv_offset, local_size, use_vmap)
+    is_bounded = kv_length == q_length and not isinstance(q_offset, Tensor) and kv_offset == q_offset > 0
+    _refuse_rules(mask_function, 0 if is_bounded else kv_offset, local_size, use_vmap)
     if mask_function is bidirectional_mask_function and kv_length != q_length:
         raise ValueError(
             f"{q_length} queries and {kv_length} keys that see each other both ways: dilated attention is "
             "self-attention; cross-attention and encoders with a cache are not supported."
         )
     pattern = pattern_of(config, is_causal=True)  # refuses a model without a pattern, also where no mask is needed
-    compiling = torch.compiler.is_compiling()
-    if bounded:
+    if is_bounded:
         if attention_mask is None:
             return torch.ones(batch_size, q_length, dtype=torch.uint8, device=device)
         _check_one_run(attention_mask)
         return attention_mask[:, kv_offset : kv_offset + q_length].to(torch.uint8)
-    if kv_length == q_length or (not compiling and int(q_offset) == 0):
-        valid = None if attention_mask is None else attention_mask[:, :q_length]
-        if kv_length > q_length and valid is None:
-            return torch.ones(batch_size, q_length, dtype=torch.bool, device=device)
-        if kv_length == q_length and valid is not None and not compiling and valid.all():
+    is_compiling = torch.compiler.is_compiling()
+    if kv_length == q_length or (not is_compiling and int(q_offset) == 0):
+        is_static = kv_length > q_length
+        if attention_mask is None:
+            return torch.ones(batch_size, q_length, dtype=torch.bool, device=device) if is_static else None
+        valid_BM = attention_mask[:, :q_length]
+        if not is_static and not is_compiling and valid_BM.all():
             return None
-        return valid
+        return valid_BM
     rows_1S = torch.arange(kv_length, device=device).unsqueeze(0)
-    first_B1, valid_BS = torch.zeros_like(rows_1S[:, :1]), torch.ones_like(rows_1S, dtype=torch.bool)
+    first_B1 = torch.zeros_like(rows_1S[:, :1])
+    valid_BS = torch.ones_like(rows_1S, dtype=torch.bool)
     if attention_mask is not None:
         valid_BS = F.pad(attention_mask, (0, kv_length - attention_mask.shape[1]))
         _check_one_run(valid_BS)
         first_B1 = valid_BS.int().argmax(1, keepdim=True)
     query_BM = q_offset + torch.arange(q_length, device=device) - first_B1
-    count = _counts(pattern, config.num_attention_heads, query_BM, rows_1S - first_B1, valid_BS)
-    return count.to(torch.promote_types(dtype, torch.float32)).log()
+    key_BS = rows_1S - first_B1
+    counts = _counts(pattern, config.num_attention_heads, query_BM, key_BS, valid_BS)
+    return counts.to(torch.promote_types(dtype, torch.float32)).log()
 
 
 def _counts(pattern: DilatedPattern, num_heads: int, query_BM: Tensor, key_BS: Tensor, valid_BS: Tensor) -> Tensor:
     """The number of branches in which a query sees a row, (B * H, M, S), from their positions in the document."""
-    seen = (key_BS[:, None] <= query_BM[:, :, None]) & valid_BS[:, None]
-    count = torch.zeros(1, dtype=torch.int16, device=query_BM.device)
+    query_BM1 = query_BM[:, :, None]
+    key_B1S = key_BS[:, None]
+    seen_BMS = (key_B1S <= query_BM1) & valid_BS[:, None]
+    counts = torch.zeros(1, dtype=torch.int16, device=query_BM.device)
     for i, (length, rate) in enumerate(pattern.branches):
         phases = [pattern.phase_of(i, head, num_heads) for head in range(num_heads)]
         # A head that does not run the branch reads phase -1, which no position has.
         phases_H1 = torch.tensor([-1 if s is None else s for s in phases], device=query_BM.device)[:, None]
-        same = seen & (query_BM[:, :, None] // length == key_BS[:, None] // length)
-        reads_BHM, reads_BHS = (x[:, None] % length % rate == phases_H1 for x in (query_BM, key_BS))
-        count = count + (same[:, None] & reads_BHM[..., None] & reads_BHS[:, :, None])
-    return count.flatten(0, 1)
+        reads_BHM = query_BM[:, None] % length % rate == phases_H1
+        reads_BHS = key_B1S % length % rate == phases_H1
+        in_segment_BMS = seen_BMS & (query_BM1 // length == key_B1S // length)
+        counts = counts + (in_segment_BMS[:, None] & reads_BHM[..., None] & reads_BHS[:, :, None])
+    return counts.flatten(0, 1)
 
 
 def _refuse_rules(mask_function: Any, kv_offset: int, local_size: int | None, use_vmap: bool) -> None:

@@ -3,6 +3,7 @@
 B batch, H query heads, G key/value heads, M rows, D head dim.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,23 +89,33 @@ class BoundedLayer(CacheLayerMixin):
     ) -> Tensor:
         """Append the rows, and attend to all that the cache holds. Returns out (B, M, H, D), 0 at padding."""
         pattern = pattern_of(self.config, is_causal=True)
-        query, key, value = (x.transpose(1, 2) for x in (query_BHMD, key_BGMD, value_BGMD))
+        rows_BMHD = [x.transpose(1, 2) for x in (query_BHMD, key_BGMD, value_BGMD)]
         batch, num_rows = query_BHMD.shape[0], query_BHMD.shape[2]
         if self.cache is None:
-            sizes = (batch, num_heads, key_BGMD.shape[1] * num_heads // len(heads), key_BGMD.shape[3])
-            like: dict[str, Any] = {"dtype": key_BGMD.dtype, "device": key_BGMD.device, "heads_held": heads}
-            self.cache = DilatedCache(pattern, *sizes, max_len=self.max_len, keep=self.keep, **like)
-        lengths, back_BM = None, None
-        if valid_BM is not None and not valid_BM.all():  # each entry's rows are moved before its padding, and back
-            lengths, first_B1 = valid_BM.sum(1), valid_BM.int().argmax(1, keepdim=True)
+            self.cache = DilatedCache(
+                pattern,
+                batch,
+                num_heads,
+                key_BGMD.shape[1] * num_heads // len(heads),
+                key_BGMD.shape[3],
+                dtype=key_BGMD.dtype,
+                device=key_BGMD.device,
+                max_len=self.max_len,
+                keep=self.keep,
+                heads_held=heads,
+            )
+        attend: Any = partial(
+            dilated_attention, pattern=pattern, scale=scale, heads_held=heads, num_heads=num_heads, cache=self.cache
+        )
+        if valid_BM is None or valid_BM.all():
+            out = attend(*rows_BMHD)
+        else:  # the rows of each entry are moved before its padding, and back
+            first_B1 = valid_BM.int().argmax(1, keepdim=True)
             places_M = torch.arange(num_rows, device=valid_BM.device)
-            query, key, value = (_taken(x, (places_M + first_B1) % num_rows) for x in (query, key, value))
-            back_BM = (places_M - first_B1) % num_rows
-        options: dict[str, Any] = {"heads_held": heads, "num_heads": num_heads, "cache": self.cache, "lengths": lengths}
-        out = dilated_attention(query, key, value, pattern, scale=scale, **options)
-        assert isinstance(out, Tensor)
+            moved_BMHD = [_taken(x, (places_M + first_B1) % num_rows) for x in rows_BMHD]
+            out = _taken(attend(*moved_BMHD, lengths=valid_BM.sum(1)), (places_M - first_B1) % num_rows)
         self.num_positions += num_rows
-        return out if back_BM is None else _taken(out, back_BM)
+        return out
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The sizes for the new rows alone. `make_mask` knows this cache by the one offset of keys and queries."""

@@ -27,11 +27,13 @@ from .probe_ranks import check_ranks
 IGNORED_LABEL = -100  # transformers' and torch's
 # Losses in which a position has the label of its own token, not of the next.
 TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
-# Arguments that are not passed on: they repeat cu_seq_lens_q, or do not apply to a shard.
-DROPPED = ("attention_mask", "cu_seq_lens_k", "max_length_q", "max_length_k", "use_cache", "return_dict", "seq_idx")
+# Arguments that are not passed on: they are replaced, repeat cu_seq_lens_q, or do not apply to a shard.
+DROPPED = {"attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch"}
+DROPPED |= {"use_cache", "return_dict", "seq_idx"}
 CACHES = {"cache", "past_key_values", "cache_params"}  # the first since transformers 5.24
 OWN_LABEL = 0  # the label of the row on which a model's own loss is checked
-CUT = ("input_ids", "token_type_ids", "position_ids", "labels", "shift_labels")
+CUT = ("input_ids", "token_type_ids", "position_ids")
+LABELS = ("labels", "shift_labels")
 # Rotary embeddings whose angles go by the largest position of a call.
 BY_LENGTH = {"dynamic", "longrope"}
 
@@ -57,31 +59,39 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     """
     if not isinstance(parallel, ContextParallel):
         raise ValueError(f"parallel must be a ContextParallel, got {parallel!r}.")
-    inner = "model.get_base_model()" if callable(getattr(model, "get_base_model", None)) else None
+    name = type(model).__name__
+    wrapped = None
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        inner = "model.module"
-    if inner is not None:
+        wrapped = "model.module"
+    elif callable(getattr(model, "get_base_model", None)):
+        wrapped = "model.get_base_model()"
+    if wrapped is not None:
         raise ValueError(
-            f"{type(model).__name__} wraps a model: call context_parallel({inner}, parallel), and the wrapper as "
-            "before."
+            f"{name} wraps a model: call context_parallel({wrapped}, parallel), and the wrapper as before."
         )
-    name, config = type(model).__name__, getattr(model, "config", None)
-    if getattr(config, "_attn_implementation", None) != NAME:
+    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if implementation != NAME:
         raise ValueError(
-            f"{name} has attn_implementation={getattr(config, '_attn_implementation', None)!r}: only dilated attention "
-            "is shared by ranks. Convert the model first, by convert_to_dilated (DilatedPattern.dense() is dense)."
+            f"{name} has attn_implementation={implementation!r}: only dilated attention is shared by ranks. Convert "
+            "the model first, by convert_to_dilated (DilatedPattern.dense() is dense)."
         )
     parameters = inspect.signature(model.forward).parameters
-    takes_more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if not takes_more or "position_ids" not in parameters:
+    missing = None
+    if "position_ids" not in parameters:
+        missing = "position_ids"
+    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+        missing = "further keywords"
+    if missing is not None:
         raise ValueError(
-            f"the forward of {name} takes no {'position_ids' if takes_more else 'further keywords'}: it could not tell "
-            "its attention which rows a rank has. Use a model that takes position_ids and **kwargs."
+            f"the forward of {name} takes no {missing}: it could not tell its attention which rows a rank has. Use a "
+            "model that takes position_ids and **kwargs."
         )
-    convolutions = {f"{type(x).__name__} of {x.kernel_size[0]}" for x in model.modules() if isinstance(x, nn.Conv1d)}
-    if others := ", ".join(sorted(convolutions - {"Conv1d of 1"})):
-        remedy = "Use a model in which positions meet nowhere else."
-        raise ValueError(f"{name} has layers of {others}: ranks exchange rows for dilated attention alone. {remedy}")
+    for module in model.modules():
+        if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
+            raise ValueError(
+                f"{name} has layers of {type(module).__name__} of {module.kernel_size[0]}: ranks exchange rows for "
+                "dilated attention alone. Use a model in which positions meet nowhere else."
+            )
     if getattr(model, SHARDED, None) is not None:
         raise ValueError(f"{name} is under context_parallel already: remove() the first handle.")
     if parallel.world_size > 1:
@@ -101,25 +111,27 @@ class ShardedForward:
 
     def __init__(self, model: Any, parallel: ContextParallel) -> None:
         self.parallel, self.model = parallel, model
-        self.signature = inspect.signature(model.forward)
-        self.num_labels: Any = None  # without labels, and between forwards
-        self.given: dict[str, Any] = {}
-        self.labels: Any = None
-        self.local_sum: Any = None
+        self.parameters = inspect.signature(model.forward)
+        self.shard: dict[str, Any] = {}  # the arguments of the forward for this rank's shard
+        self.labels: Tensor | None = None  # of this rank's shard; None without labels, and between forwards
+        self.num_labels: int | Tensor = 0  # of the whole sample
+        self.local_sum: Any = None  # of the losses of this rank's labels
         self.largest_position: Any = None  # of the whole sequence
         decoder = model.get_decoder()
-        [self.decoder] = [at for at, module in model.named_modules() if module is decoder]
+        [self.decoder] = [name for name, module in model.named_modules() if module is decoder]
         self.hooks = [
             decoder.register_forward_hook(self.sum_loss),
             model.register_forward_pre_hook(self.before, with_kwargs=True),
-            model.register_forward_hook(self.after, with_kwargs=True),
+            model.register_forward_hook(self.after),
         ]
-        for at, module in model.named_modules():
+        for name, module in model.named_modules():
             rope_types = getattr(module, "rope_type", None)
-            if BY_LENGTH & set(rope_types.values() if isinstance(rope_types, dict) else [rope_types]):
+            if not isinstance(rope_types, dict):  # of layer types
+                rope_types = {"": rope_types}
+            if BY_LENGTH.intersection(rope_types.values()):
                 self.hooks.append(module.register_forward_pre_hook(self.add_position, with_kwargs=True))
                 self.hooks.append(module.register_forward_hook(_drop_position))
-            if at.endswith("pooler"):
+            if name.endswith("pooler"):
                 self.hooks.append(module.register_forward_pre_hook(self.join))
         setattr(model, SHARDED, self)
 
@@ -131,30 +143,38 @@ class ShardedForward:
 
     @torch.compiler.disable  # ranks talk to each other
     def before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Replace the arguments of a forward by those of this rank's shard.
+
+        With labels the model computes its own loss of two rows only, the second with a label: see `after`.
+        """
         with self.parallel.ranks.refusing():
             check_meshes(model, self.parallel)
             if self.parallel.world_size > 1:
                 _refuse_noise(model)
-            batch, rest = self._batch(model, self._named(args, kwargs))
-        self.largest_position = batch["position_ids"].max()
-        local = self.parallel.shard_batch(batch)
+            self.parameters.bind(*args, **kwargs)  # refuses what the forward does not take
+            arguments = {**dict(zip(self.parameters.parameters, args, strict=False)), **kwargs}
+            whole, others = self._whole({name: value for name, value in arguments.items() if value is not None})
+        self.largest_position = whole["position_ids"].max()
+        shard: dict[str, Any] = self.parallel.shard_batch(whole)
         self.hooks[0].remove()  # registered anew, to run after those of FSDP2 and ZeRO 3, which watch hidden states
         self.hooks[0] = model.get_submodule(self.decoder).register_forward_hook(self.sum_loss)
-        inputs = {name: local[name] for name in CUT[:3] if name in local}
-        more = {"cu_seq_lens_q": local.get("cu_seqlens"), "parallel": self.parallel, "use_cache": False}
-        self.given, self.labels = {**rest, **inputs, **more}, local.get("labels")
-        own = {} if self.labels is None else {"labels": self.labels.new_tensor([[IGNORED_LABEL, OWN_LABEL]])}
-        return (), {**self.given, **own}
+        self.labels = shard.pop("labels", None)
+        borders = shard.pop("cu_seqlens", None)
+        self.shard = {**others, **shard, "cu_seq_lens_q": borders, "parallel": self.parallel, "use_cache": False}
+        if self.labels is None:
+            return (), self.shard
+        return (), {**self.shard, "labels": self.labels.new_tensor([[IGNORED_LABEL, OWN_LABEL]])}
 
     def add_position(self, rotary: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Let a rotary embedding see the largest position of the whole sequence, by which its angles go."""
-        by_name = "position_ids" in kwargs
-        positions = kwargs["position_ids"] if by_name else args[1]
-        largest = self.largest_position.to(positions.device).expand(*positions.shape[:-1], 1)
-        longer = torch.cat([positions, largest], dim=-1)
-        if by_name:
-            return args, {**kwargs, "position_ids": longer}
-        return (args[0], longer, *args[2:]), kwargs
+
+        def longer(positions: Tensor) -> Tensor:
+            largest = self.largest_position.to(positions.device).expand(*positions.shape[:-1], 1)
+            return torch.cat([positions, largest], dim=-1)
+
+        if "position_ids" in kwargs:
+            return args, {**kwargs, "position_ids": longer(kwargs["position_ids"])}
+        return (args[0], longer(args[1]), *args[2:]), kwargs
 
     @torch.compiler.disable
     def join(self, pooler: nn.Module, args: tuple) -> tuple:
@@ -164,63 +184,57 @@ class ShardedForward:
     @torch.compiler.disable
     def sum_loss(self, decoder: nn.Module, args: tuple, output: Any) -> Any:
         """Sum the loss of this rank's rows. The decoder then hands on two rows, by which `after` checks the loss."""
-        if self.num_labels is None:
+        if self.labels is None:
             return output
-        hidden, rows = output.last_hidden_state, loss_slice_rows(self.model.config.get_text_config().vocab_size)
-        loss, labels = partial(self._loss, self.given, output), self.labels.to(hidden.device)
-        self.local_sum = sum_in_slices(loss, hidden, labels, rows, is_random=True)
+        hidden = output.last_hidden_state
+        num_rows = loss_slice_rows(self.model.config.get_text_config().vocab_size)
+        loss = partial(self._loss, self.shard, output)
+        self.local_sum = sum_in_slices(loss, hidden, self.labels.to(hidden.device), num_rows, is_random=True)
         first = hidden[:1, :1].detach()
         return replace(output, last_hidden_state=torch.cat([first, first.flip(-1)], dim=1))
 
-    def _loss(self, given: dict[str, Any], output: Any, hidden_TE: Tensor, labels_T: Tensor) -> Tensor:
+    def _loss(self, arguments: dict[str, Any], output: Any, hidden_TE: Tensor, labels_T: Tensor) -> Tensor:
+        """The sum of the cross-entropies of a slice, from the logits that the model's own forward makes of it."""
         output = replace(output, last_hidden_state=hidden_TE[None])
         model = _with(self.model, self.decoder, lambda *_, **__: output)
-        logits = type(self.model).forward(model, **given).logits.flatten(0, -2)
+        logits = type(self.model).forward(model, **arguments).logits.flatten(0, -2)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, labels_T, ignore_index=IGNORED_LABEL, reduction="sum")
 
     @torch.compiler.disable
-    def after(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        if self.num_labels is None:
+    def after(self, model: nn.Module, args: tuple, output: Any) -> Any:
+        """Replace the model's own loss, which is only checked, by that of the whole sample."""
+        if self.labels is None:
             return output
         ranks = self.parallel.ranks
-        with ranks.refusing():  # refuses a model whose own loss of one label is not the cross-entropy of that label
-            own, row = output.loss, output.logits.flatten(0, -2)[1 - _shift(model)]
-            expected = F.cross_entropy(row.float() if own is None else row.to(own), row.new_tensor(OWN_LABEL).long())
-            if own is None or not torch.isclose(own, expected, rtol=1e-4, atol=1e-6, equal_nan=True):
-                raise ValueError(
-                    f"the loss of {type(model).__name__} for one label is {own}, and the cross-entropy of its logits "
-                    f"is {expected}: ranks compute no other loss. Leave out what adds to it (output_router_logits, a "
-                    "loss_function), or call the model without labels and use parallel.mean_loss."
-                )
-        local_sum, count = self.local_sum.to(output.loss.dtype), torch.as_tensor(self.num_labels)
+        with ranks.refusing():
+            _check_loss(model, output)
+        local_sum = self.local_sum.to(output.loss.dtype)
+        count = torch.as_tensor(self.num_labels)
         loss = GlobalMean.apply(local_sum, all_reduce(ranks, local_sum), count, ranks.world_size)
-        self.num_labels = self.labels = self.local_sum = None
-        self.given = {}
+        self.labels = self.local_sum = None
+        self.shard = {}
         return replace(output, loss=loss, logits=None)
 
-    def _named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of the forward that are not None, by name."""
-        bound = self.signature.bind(*args, **kwargs).arguments
-        more = next((p.name for p in self.signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
-        given = {**bound, **bound.pop(more, {})}
-        return {name: value for name, value in given.items() if value is not None and name != more}
-
-    def _batch(self, model: Any, given: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _whole(self, arguments: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The tensors to cut, still whole, and the arguments to pass on. Counts the labels."""
-        if CACHES & {*given} or given.get("logits_to_keep"):
+        if CACHES & {*arguments} or arguments.get("logits_to_keep"):
             remedy = "remove() the handle that it returned, then generate."
             raise ValueError(f"context_parallel takes no cache and no logits_to_keep, which generate passes: {remedy}")
-        if given.get("return_dict") is False:
+        if arguments.get("return_dict") is False:
             raise ValueError("return_dict=False: a tuple has no output.loss to replace. Leave return_dict out.")
-        ids = given.get("input_ids")
+        ids = arguments.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2:
             raise ValueError("under context_parallel a model needs input_ids, (batch, N), the whole of them.")
         lengths = self.parallel.cut.default_lengths(ids.shape[1])
         if 0 in lengths:
-            found = f"{ids.shape[1]} positions over {self.parallel.world_size} ranks are {lengths}"
-            raise ValueError(f"{found}: a rank would have none. Give longer sequences, or fewer ranks.")
-        positions, borders = given.get("position_ids"), given.get("cu_seq_lens_q")
+            raise ValueError(
+                f"{ids.shape[1]} positions over {self.parallel.world_size} ranks are {lengths}: a rank would have "
+                "none. Give longer sequences, or fewer ranks."
+            )
+        whole = {name: arguments[name] for name in CUT if name in arguments}
+        positions = arguments.get("position_ids")
+        borders = arguments.get("cu_seq_lens_q")
         if borders is None and positions is not None:
             borders = find_borders(positions, len(positions), ids.shape[1])
             if borders is not None and len(positions) > 1:
@@ -228,29 +242,49 @@ class ShardedForward:
                     f"position_ids start anew inside rows, and the batch has {len(positions)} of them: pack all "
                     "documents into one row, as DataCollatorWithFlattening does."
                 )
-        batch = {name: given[name] for name in CUT if name in given}
-        batch["position_ids"] = (_own_positions(model, ids) if positions is None else positions).expand(len(ids), -1)
+        if positions is None:
+            positions = _own_positions(self.model, ids)
+        whole["position_ids"] = positions.expand(len(ids), -1)
         if borders is not None:
-            batch["cu_seqlens"] = borders.to(torch.int32)
-        labels, plain = batch.pop("shift_labels", None), batch.pop("labels", None)
-        if labels is not None or plain is not None:
-            shift = _shift(model)
-            labels = F.pad(plain[:, shift:], (0, shift), value=IGNORED_LABEL) if labels is None else labels
-        _refuse_padding(given.get("attention_mask"), labels, model)
-        self.num_labels, num_items = None, given.get("num_items_in_batch")
+            whole["cu_seqlens"] = borders.to(torch.int32)
+        labels = arguments.get("shift_labels")
+        if labels is None and "labels" in arguments:
+            shift = _shift(self.model)
+            labels = F.pad(arguments["labels"][:, shift:], (0, shift), value=IGNORED_LABEL)
+        _refuse_padding(arguments.get("attention_mask"), labels, self.model)
         if labels is not None:
-            batch["labels"] = labels
-            num_labels = int((labels != IGNORED_LABEL).sum()) if num_items is None else num_items
-            least = int(bool((labels != IGNORED_LABEL).any()))  # without a label the loss is 0
-            if not least <= num_labels < math.inf:
-                raise ValueError(f"num_items_in_batch={num_labels}: the mean of a loss needs one item at least.")
-            self.num_labels = num_labels
-        taken = (*CUT, *DROPPED, "cu_seq_lens_q", "num_items_in_batch")
-        rest = {name: value for name, value in given.items() if name not in taken}
-        unknown = [name for name, value in rest.items() if isinstance(value, Tensor) and value.dim()]
+            whole["labels"] = labels
+            self.num_labels = _count(labels, arguments.get("num_items_in_batch"))
+        others = {name: value for name, value in arguments.items() if name not in (*CUT, *LABELS, *DROPPED)}
+        unknown = [name for name, value in others.items() if isinstance(value, Tensor) and value.dim()]
         if unknown:
-            raise ValueError(f"{', '.join(unknown)}: it is not known how to cut this. Pass only {', '.join(CUT)}.")
-        return batch, rest
+            known = ", ".join((*CUT, *LABELS))
+            raise ValueError(f"{', '.join(unknown)}: it is not known how to cut this. Pass only {known}.")
+        return whole, others
+
+
+def _check_loss(model: nn.Module, output: Any) -> None:
+    """Refuse a model whose own loss of one label is not the cross-entropy of that label."""
+    loss = output.loss
+    row = output.logits.flatten(0, -2)[1 - _shift(model)]
+    row = row.float() if loss is None else row.to(loss)
+    expected = F.cross_entropy(row, row.new_tensor(OWN_LABEL).long())
+    if loss is None or not torch.isclose(loss, expected, rtol=1e-4, atol=1e-6, equal_nan=True):
+        raise ValueError(
+            f"the loss of {type(model).__name__} for one label is {loss}, and the cross-entropy of its logits is "
+            f"{expected}: ranks compute no other loss. Leave out what adds to it (output_router_logits, a "
+            "loss_function), or call the model without labels and use parallel.mean_loss."
+        )
+
+
+def _count(labels: Tensor, num_items: int | Tensor | None) -> int | Tensor:
+    """The number of labels by which the loss is divided."""
+    num_labels = int((labels != IGNORED_LABEL).sum())
+    least = min(num_labels, 1)  # without a label the loss is 0
+    count = num_labels if num_items is None else num_items
+    if not least <= count < math.inf:
+        raise ValueError(f"num_items_in_batch={count}: the mean of a loss needs one item at least.")
+    return count
 
 
 def _drop_position(rotary: nn.Module, args: tuple, angles: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -259,16 +293,20 @@ def _drop_position(rotary: nn.Module, args: tuple, angles: tuple[Tensor, ...]) -
 
 
 def _refuse_noise(model: Any) -> None:
-    alphas = [vars(x)["neftune_noise_alpha"] for x in model.modules() if "neftune_noise_alpha" in vars(x)]
-    if alphas and model.training:
-        why = "its noise is scaled by the length of the sequence, and a rank knows only that of its shard"
-        raise ValueError(f"neftune_noise_alpha={alphas[0]}: {why}. Leave it out.")
+    for module in model.modules():
+        alpha = vars(module).get("neftune_noise_alpha")
+        if alpha is not None and model.training:
+            raise ValueError(
+                f"neftune_noise_alpha={alpha}: its noise is scaled by the length of the sequence, and a rank knows "
+                "only that of its shard. Leave it out."
+            )
 
 
 def _own_positions(model: nn.Module, ids: Tensor) -> Tensor:
     """The positions that the model would count: from 0, but in RoBERTa and its like from padding_idx + 1."""
     for module in model.modules():
-        padding = getattr(getattr(module, "position_embeddings", None), "padding_idx", None)
+        embeddings = getattr(module, "position_embeddings", None)
+        padding = getattr(embeddings, "padding_idx", None)
         if padding is not None:
             valid = ids != padding
             return valid.cumsum(1) * valid + padding
@@ -278,9 +316,11 @@ def _own_positions(model: nn.Module, ids: Tensor) -> Tensor:
 def _with(module: Any, path: str, new: Any) -> Any:
     """A module that shares all with another, but for one submodule. No `copy`: FSDP2's modules refuse it."""
     name, _, rest = path.partition(".")
+    if rest:
+        new = _with(module._modules[name], rest, new)
     other = object.__new__(type(module))
     other.__dict__.update(module.__dict__)
-    other.__dict__["_modules"] = {**module._modules, name: _with(module._modules[name], rest, new) if rest else new}
+    other.__dict__["_modules"] = {**module._modules, name: new}
     return other
 
 
@@ -297,15 +337,18 @@ def _shift(model: Any) -> int:
 
 def _refuse_padding(mask: Tensor | None, labels: Tensor | None, model: Any) -> None:
     """Refuse padding that other positions would see: all but padding on the right in a causal model."""
-    if mask is None or (mask.dim() == 2 and bool(mask.bool().all())):
+    if mask is None:
         return
-    causal = all(module.is_causal for module in model.modules() if hasattr(module, "is_causal"))
-    if mask.dim() != 2 or not causal or bool((mask.bool().diff() & mask.bool()[:, 1:]).any()):
+    is_valid = mask.bool()
+    if mask.dim() == 2 and is_valid.all():
+        return
+    is_causal = all(module.is_causal for module in model.modules() if hasattr(module, "is_causal"))
+    if mask.dim() != 2 or not is_causal or (is_valid.diff() & is_valid[:, 1:]).any():
         raise ValueError(
             f"attention_mask of shape {tuple(mask.shape)}: ranks share whole sequences, which may have padding only on "
             "the right, in a causal model. Pack documents into one row (DataCollatorWithFlattening)."
         )
-    if labels is not None and bool((labels[~mask.bool()] != IGNORED_LABEL).any()):
+    if labels is not None and (labels[~is_valid] != IGNORED_LABEL).any():
         raise ValueError("labels of padded positions must be -100, or padding would be learned from.")
 
 
@@ -330,8 +373,10 @@ class SameSample:
     def get_train_dataloader(self) -> Any:
         smoothing = self.args.label_smoothing_factor
         if smoothing:
-            why = "Trainer would compute its own loss, from whole labels and the logits of a shard"
-            raise ValueError(f"label_smoothing_factor={smoothing}: {why}. Set it to 0.")
+            raise ValueError(
+                f"label_smoothing_factor={smoothing}: Trainer would compute its own loss, from whole labels and the "
+                "logits of a shard. Set it to 0."
+            )
         if self.compute_loss_func is not None:
             raise ValueError("compute_loss_func would be given whole labels and the logits of a shard: leave it out.")
         return self._same(super().get_train_dataloader())  # type: ignore[misc]
@@ -366,14 +411,15 @@ class SameSample:
         members = parallel.ranks.handshake(dist.get_rank(), {"call": "SameSample"})
         lowest = torch.tensor([min(members)], device=self.accelerator.device)
         groups = sorted(set(self.accelerator.gather(lowest).tolist()))
-        dealt = loader.batch_sampler if isinstance(loader.batch_sampler, BatchSamplerShard) else loader.dataset
-        if not isinstance(dealt, (BatchSamplerShard, IterableDatasetShard)):
-            raise ValueError(
-                f"samples are dealt by a {type(loader).__name__}, which takes no groups of ranks: pass Trainer "
-                'accelerator_config={"dispatch_batches": False}.'
-            )
-        dealt.num_processes, dealt.process_index = len(groups), groups.index(min(members))
-        return loader
+        for sampler in (loader.batch_sampler, loader.dataset):
+            if isinstance(sampler, (BatchSamplerShard, IterableDatasetShard)):
+                sampler.num_processes = len(groups)
+                sampler.process_index = groups.index(min(members))
+                return loader
+        raise ValueError(
+            f"samples are dealt by a {type(loader).__name__}, which takes no groups of ranks: pass Trainer "
+            'accelerator_config={"dispatch_batches": False}.'
+        )
 
     def _evaluated(self, loader: Any) -> Any:
         """Refuse a smaller last batch: Trainer would weigh it as if the ranks of a group had different samples."""

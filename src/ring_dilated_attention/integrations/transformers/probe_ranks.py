@@ -100,8 +100,8 @@ class Replaying(Recording):
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         *inputs, output = next(self.replayed)
-        for found, whole in zip((query, key, value), inputs, strict=True):
-            if not _is_half(found, whole, self.rank):
+        for rows, whole in zip((query, key, value), inputs, strict=True):
+            if not _is_half(rows, whole, self.rank):
                 raise OtherRowsError
         return output.chunk(NUM_RANKS, dim=1)[self.rank]
 
@@ -119,7 +119,7 @@ class OtherRowsError(Exception):
 def attend_replayed(
     module: nn.Module, query_BHMD: Tensor, key_BGMD: Tensor, value_BGMD: Tensor, mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """The attention function of copies: that of the context which the model was given."""
+    """The attention function of tiny copies. It calls `attend` of the context that the model was given."""
     parallel: Recording | None = options.pop("parallel", None)
     if parallel is None:
         raise UnfitError(
@@ -136,15 +136,15 @@ def _check_halves(name: str, model: Any, sharded: Callable[[Any, Any], Any]) -> 
     whole_outputs, whole_result = _run(model, whole, inputs, sharded)
     for rank in range(NUM_RANKS):
         outputs, result = _run(model, Replaying(rank, whole), inputs, sharded)
-        for at, output in outputs.items():
-            all_rows = whole_outputs.get(at)  # an expert may run in only one of the two runs
+        for module, output in outputs.items():
+            all_rows = whole_outputs.get(module)  # an expert may run in only one of the two runs
             if all_rows is None or all_rows.dim() != 2 or all_rows.shape[1] != ROWS:
                 continue
             if not _is_half(output, all_rows, rank):
-                where = f"{type(model.get_submodule(at)).__name__} ({at})"
+                kind = type(model.get_submodule(module)).__name__
                 raise UnfitError(
-                    f"{name}: {where} computes something from all rows that it is given, and a rank has only its "
-                    "shard of them. Use another model (or another rope_type), or compute it on one device."
+                    f"{name}: {kind} ({module}) computes something from all rows that it is given, and a rank has only "
+                    "its shard of them. Use another model (or another rope_type), or compute it on one device."
                 )
         if result is None:
             raise UnfitError(
@@ -163,29 +163,33 @@ def _check_halves(name: str, model: Any, sharded: Callable[[Any, Any], Any]) -> 
 def _run(model: Any, parallel: Recording, inputs: dict[str, Tensor], sharded: Any) -> tuple[dict[str, Tensor], Any]:
     """The first output of each module, by name, in the order in which they end; and what the model returns, or None if
     its attention was given other rows."""
-    found: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
 
-    def keep(at: str, module: nn.Module, args: tuple, output: Any) -> None:
-        result = first_tensor(output)
-        if at and at not in found and result is not None:
-            found[at] = result
+    def keep(name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        tensor = first_tensor(output)
+        if name and name not in outputs and tensor is not None:
+            outputs[name] = tensor
 
     handle = sharded(model, parallel)
-    hooks = [module.register_forward_hook(partial(keep, at)) for at, module in model.named_modules()]
+    hooks = [module.register_forward_hook(partial(keep, name)) for name, module in model.named_modules()]
     try:
-        return found, model(**inputs)
+        return outputs, model(**inputs)
     except OtherRowsError:
-        return found, None
+        return outputs, None
     finally:
         for hook in (handle, *hooks):
             hook.remove()
 
 
-def _is_half(found: Tensor, whole: Tensor, rank: int) -> bool:
-    """Whether this is a rank's half of a tensor, or the tensor itself."""
-    longer = [dim for dim, length in enumerate(found.shape) if whole.dim() == found.dim() and whole.shape[dim] > length]
-    for dim in longer:
-        whole = whole.chunk(NUM_RANKS, dim)[rank]
-    if found.shape != whole.shape or not found.is_floating_point():
-        return found.shape == whole.shape and torch.equal(found, whole)
-    return torch.allclose(found, whole, rtol=1e-3, atol=1e-3 * float(whole.abs().max()))
+def _is_half(x: Tensor, whole: Tensor, rank: int) -> bool:
+    """Whether x is a rank's half of a tensor, or the tensor itself."""
+    if x.dim() != whole.dim():
+        return False
+    for dim, length in enumerate(x.shape):
+        if whole.shape[dim] > length:
+            whole = whole.chunk(NUM_RANKS, dim)[rank]
+    if x.shape != whole.shape:
+        return False
+    if not x.is_floating_point():
+        return torch.equal(x, whole)
+    return torch.allclose(x, whole, rtol=1e-3, atol=1e-3 * float(whole.abs().max()))
