@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ring_dilated_attention.attention import dilated_attention
 from ring_dilated_attention.pattern import DilatedPattern
 
-from .measure import Sizes
+from .measure import Sizes, call_json
 from .peers.adapters import torchscale_attention
 
 OWN = "sdpa"  # this library's backend on a GPU
@@ -72,11 +72,8 @@ class Candidate(NamedTuple):
         """How every row about it begins."""
         pattern = self.pattern_at(sizes.seq_len, is_causal=is_causal)
         return {
-            "segment_lengths": pattern.segment_lengths,
-            "dilation_rates": pattern.dilation_rates,
-            "is_causal": pattern.is_causal,
+            **call_json(sizes, pattern),
             "phase": pattern.phase,
-            **sizes.as_json(),
             "device": device,
             "candidate": self.name,
             "backend": backend_on(device) if self.how == OWN else self.how,

@@ -21,7 +21,6 @@ from . import (
     gpu_memory,
     gpu_small,
     linear,
-    multi_gpu,
     peers,
     ranks,
     scaling,
@@ -30,6 +29,7 @@ from . import (
 from .gate import GateError
 from .learn import command as learn
 from .learn import text
+from .multi_gpu import command as multi_gpu
 from .progress import stepper
 from .record import Record, for_terminal, is_record, make_record, page_of, retired_names, write_page, write_record
 

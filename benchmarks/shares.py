@@ -64,19 +64,16 @@ def row_of(group: Group, candidate: Candidate, found: Found | str, dense: DenseT
     if isinstance(found, str):
         return row | {"reason": found}
     return row | {
-        "stages": {stage: _stage(group, candidate, found, dense, most, stage) for stage in PRODUCTS},
+        "stages": {stage: _stage(group, candidate, found, dense, stage) for stage in PRODUCTS},
         "ceilings": most._asdict(),
         "peak_bytes": found.peak_bytes,
         "attention_ops": found.profile.attention_ops,
         "kernels": [kernel._asdict() for kernel in found.profile.kernels[:8]],
-        "auto_takes": found.auto,
         "gate": found.gate,
     }
 
 
-def _stage(
-    group: Group, candidate: Candidate, found: Found, dense: DenseTimes, most: Ceilings, stage: str
-) -> dict[str, Any]:
+def _stage(group: Group, candidate: Candidate, found: Found, dense: DenseTimes, stage: str) -> dict[str, Any]:
     sizes = group.sizes
     seconds = seconds_of(found.times, stage)
     median = quantiles(seconds)["median"]
@@ -86,16 +83,8 @@ def _stage(
         "seconds": quantiles(seconds),
         "flops": flops,
         "flops_per_second": flops / median,
-        "share_of_matmul_ceiling": flops / median / most.flops_per_second,
-        "bytes_per_second": _least_bytes(sizes, stage) / median,
         **(_shares(candidate, seconds, counted, dense, stage) if candidate.pattern else {}),
     }
-
-
-def _least_bytes(sizes: Sizes, stage: str) -> int:
-    """Each tensor once: query, key, value, out; in backward these again, dout, and the three gradients."""
-    tensor = sizes.batch * sizes.seq_len * sizes.num_heads * sizes.head_dim * sizes.dtype.itemsize
-    return tensor * (4 if stage == "forward" else 4 + 8)
 
 
 def _shares(

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_dilated_attention import explain
 from ring_dilated_attention.commands.errors import defined, make_inputs, relative, squares, tolerances
 from ring_dilated_attention.commands.local_ranks import Worker
 from ring_dilated_attention.pattern import DilatedPattern
@@ -43,13 +42,11 @@ class Found(NamedTuple):
     """What was measured of a candidate.
 
     gate: torch's own ops pass none. A peer's gate: the errors of what it computes.
-    auto: the kernel that "auto" takes for this call.
     peak_bytes: what the call takes beyond query, key, value and dout.
     host_seconds: until the host has queued forward and backward.
     """
 
     gate: dict[str, Any]
-    auto: str
     peak_bytes: int
     profile: Profile
     times: list[Times]
@@ -131,7 +128,7 @@ class _Call:
 
 def _prepare(group: Group, candidate: Candidate, call: _Call, references: dict[Any, list[Tensor]]) -> Found:
     """The gate, a first call (which compiles), agreement with others of the same pattern, and a profile."""
-    passed, auto = _gate(group, candidate), ""
+    passed = _gate(group, candidate)
     results: list[Tensor] = []
     peak = peak_bytes(group.device, lambda: results.extend(call()[0]))
     if group.compares and candidate.how != "torchscale":
@@ -142,11 +139,7 @@ def _prepare(group: Group, candidate: Candidate, call: _Call, references: dict[A
     if candidate.op and not any(OPS[candidate.op].name in name for name in profile.attention_ops):
         ran = ", ".join(profile.attention_ops) or "none of torch's attention ops"
         raise RuntimeError(f"asked for {candidate.op}, and {ran} ran")
-    if candidate.how == OWN:
-        query, key, value = call.inputs
-        pattern = group.pattern_of(candidate)
-        auto = explain(query, key, value, pattern).kernel
-    return Found(passed, auto, peak, profile, [], [])
+    return Found(passed, peak, profile, [], [])
 
 
 def _gate(group: Group, candidate: Candidate) -> dict[str, Any]:

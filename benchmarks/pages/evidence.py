@@ -34,7 +34,6 @@ class Section(NamedTuple):
 FIGURES: tuple[tuple[str, str, Callable[[figures.Rows], figures.Drawn]], ...] = (
     ("ranks", "Memory per rank", figures.memory),
     ("linear", "Time against length", figures.time),
-    ("sent", "Bytes sent", figures.sent),
     ("peers", "Beside others", figures.peers),
     ("learn_text", "Learning text", figures.text),
 )

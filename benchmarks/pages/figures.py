@@ -137,36 +137,6 @@ def time(rows: Rows) -> Drawn:
     )
 
 
-def sent(rows: Rows) -> Drawn:
-    """Bytes that a rank sends while ranks and sequence grow together."""
-    figure, axes = _axes(2.9, "ranks p, and positions n", "sent per rank, MB")
-    series = (
-        ("forward_bytes", "forward", SERIES[0], "o"),
-        ("backward_bytes", "backward", SERIES[1], "s"),
-        ("undilated_forward_bytes", "forward, if K and V went undilated (planned)", SERIES[2], "D"),
-    )
-    p = [row["ranks"] for row in rows]
-    for key, label, colour, marker in series:
-        most = [max(row[key]) / 1e6 for row in rows]
-        axes.plot(p, most, color=colour, marker=marker, markersize=4, linewidth=1, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set(ylim=0, xticks=p, xticklabels=[f"p = {row['ranks']}\nn = {row['seq_len']:,}" for row in rows])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.margins(x=0.12)
-    _legend(figure, axes.get_legend_handles_labels()[0], 1)
-    row = rows[-1]
-    timing, undilated = max(row["forward_bytes"]), max(row["undilated_forward_bytes"])
-    return Drawn(
-        figure,
-        f"Bytes that the rank which sends most really sent, {branches(row)}, {tensors(row)}, counted by torch's "
-        f"profiler. They stay the same as ranks and sequence grow together, and the forward sends "
-        f"{undilated / timing:.0f} times fewer than undilated keys and values would.",
-        "Flat lines: "
-        + listed(f"{max(r['forward_bytes']) / 1e6:.1f} MB forward on {r['ranks']} ranks" for r in rows)
-        + f"; {max(row['backward_bytes']) / 1e6:.1f} MB backward; {undilated / 1e6:.1f} MB undilated.",
-    )
-
-
 def peers(rows: Rows) -> Drawn:
     """CPU seconds of others over ours, and whether what they compute is right."""
     timed = [row for row in rows if "ratio" in row and row["version"]]  # of other libraries

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..gate import GateError, gate
+from ..measure import call_json
 from . import examine
 from .adapters import this_library
 from .catalogue import ENVIRONMENTS, PEERS, Peer
@@ -47,10 +48,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
             {
                 "peer": peer.name,
                 "version": peer.version,
-                "segment_lengths": pattern.segment_lengths,
-                "dilation_rates": pattern.dilation_rates,
-                "is_causal": pattern.is_causal,
-                **settings.of_each.sizes._replace(dtype=peer.dtype).as_json(),
+                **call_json(settings.of_each.sizes._replace(dtype=peer.dtype), pattern),
                 "ranks": peer.ranks,
                 "sharding": peer.sharding,
                 "threads_per_rank": 1,

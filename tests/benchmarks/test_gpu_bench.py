@@ -85,7 +85,7 @@ def test_shares_are_against_the_same_kernel_and_the_fastest():
     group = side_by_side.Group(SIZES, False, candidates, 1, "cpu")
     profile = device.Profile((), ())
     found = [
-        side_by_side.Found({}, "", 0, profile, [Times(forward, backward)], [0.0])
+        side_by_side.Found({}, 0, profile, [Times(forward, backward)], [0.0])
         for forward, backward in ((2, 4), (1, 9), (8, 8), (1, 2))
     ]
     dense = shares.dense_times(group, [*found[:2], "broken", found[3]])
@@ -107,7 +107,7 @@ def test_flops_are_the_plans():
     for pattern in (PATTERN, DilatedPattern((100, 512), (3, 4), is_causal=True)):
         plan = make_plan(Job(pattern, make_shards("contiguous", (SIZES.seq_len,)), SIZES.num_heads, SIZES.num_heads), 0)
         group = side_by_side.Group(SIZES, pattern.is_causal, (), 1, "cpu")
-        found = side_by_side.Found({}, "", 0, device.Profile((), ()), [Times(1, 1)], [0.0])
+        found = side_by_side.Found({}, 0, device.Profile((), ()), [Times(1, 1)], [0.0])
         row = shares.row_of(group, Candidate("sdpa", "", pattern), found, {}, device.Ceilings(1, 1))
         counted = flops_of(plan, 1, SIZES.head_dim)
         assert [stage["flops"] for stage in row["stages"].values()] == [counted[0], sum(counted)]

@@ -12,8 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd import DeviceType
 
-from benchmarks import device, multi_gpu
-from benchmarks.multi_gpu import KILLED, KILLED_WAITING, QUICK, Part, Settings
+from benchmarks import device
+from benchmarks.multi_gpu import command as multi_gpu
+from benchmarks.multi_gpu import faults, right, speed
+from benchmarks.multi_gpu.command import Part
+from benchmarks.multi_gpu.settings import KILLED, KILLED_WAITING, QUICK, Settings
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.ranks.link import GroupPending
 
@@ -93,8 +96,8 @@ def test_what_is_wrong_is_noticed(monkeypatch, tmp_path, capsys):
     """Proof that judgements can fail, and that a part that dies costs its own rows alone."""
     parts = [
         Part("dies", 30, lambda settings, seconds: settings.run_ranks(seconds, dies)),
-        Part("right", 30, lambda settings, seconds: multi_gpu.right(Wrong(*settings), seconds, "ring")),
-        Part("speed", 30, lambda settings, seconds: multi_gpu.speed(Wrong(*settings), seconds, "ring")),
+        Part("right", 30, lambda settings, seconds: right.right(Wrong(*settings), seconds, "ring")),
+        Part("speed", 30, lambda settings, seconds: speed.speed(Wrong(*settings), seconds, "ring")),
     ]
     monkeypatch.setattr(multi_gpu, "parts", lambda settings: parts)
     assert multi_gpu.main(["--quick", "--results", str(tmp_path)]) == 1
@@ -110,7 +113,7 @@ def test_who_was_told_in_time():
     told = {"error": "ExchangeError", "message": "", "seconds": 1.0, "device_seconds": 0.0}
     ended = {"error": "no error", "message": "died without a word", "seconds": 12.0, "device_seconds": None}
     hung = ended | {"message": "no answer within 40 s"}
-    is_told = partial(multi_gpu.is_told, QUICK)
+    is_told = partial(faults.is_told, QUICK)
     assert is_told(KILLED, told)
     assert not any(is_told(KILLED, x) for x in (ended, hung, told | {"seconds": 16}, told | {"device_seconds": None}))
     assert is_told(KILLED_WAITING, told)

@@ -69,7 +69,7 @@ def test_a_page_and_cases_are_refused(flag, capsys):
 def test_what_is_not_recorded_is_said(tmp_path, capsys):
     results = tmp_path / "results"
     results.mkdir()
-    shutil.copy(RESULTS / "sent.json", results)
+    shutil.copy(RESULTS / "linear.json", results)
     assert command.main(["--html", str(tmp_path / "page.html"), "--results", str(results)]) == 0
     page = (tmp_path / "page.html").read_text()
     assert page.count("Not recorded yet") == len(evidence.FIGURES) - 1

@@ -1,0 +1,116 @@
+"""A rank that fails in the middle of a hop: what the others are told, and when."""
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from ring_dilated_attention import ContextParallel, DilatedPattern
+from ring_dilated_attention.commands.local_ranks import RankFailedError, Worker
+from ring_dilated_attention.ranks.link import ExchangeError, GroupLink
+
+from ..device import synchronize
+from ..measure import attend
+from .settings import KILLED_WAITING, RAISES, Row, Settings
+
+SLACK_SECONDS = 5  # in which a busy machine tears down what a fault broke
+
+
+class StruckError(Exception):
+    """The failing rank's own error."""
+
+
+def fault(settings: Settings, seconds: float, kind: str) -> list[Row]:
+    """The last rank fails in the middle of a hop: what the others said, and after how many seconds."""
+    reports: dict[tuple[int, str], Any] = {}
+
+    def on_report(rank: int, report: tuple[str, Any]) -> None:
+        name, value = report
+        reports[rank, name] = value
+
+    failures, last = "", settings.num_ranks - 1
+    with TemporaryDirectory() as folder:
+        try:
+            settings.run_ranks(seconds, _fault, kind, Path(folder), on_report=on_report)
+        except RankFailedError as raised:
+            failures = str(raised)
+    ended = time.monotonic()
+    struck = reports.get((last, "struck"))
+    if struck is None:
+        raise RuntimeError(f"rank {last} never came to the place where it was to fail: {failures}")
+    lines = [line for line in failures.splitlines() if line.startswith("rank ") and ": " in line]
+    failure_of = dict(line.split(": ", 1) for line in lines)
+    others = []
+    for rank in range(last):
+        without_error = ("no error", failure_of.get(f"rank {rank}", "it went on"), ended)
+        error, message, when = reports.get((rank, "error"), without_error)
+        other = {
+            "rank": rank,
+            "error": error,
+            "message": message,
+            "seconds": when - struck,
+            "device_seconds": reports.get((rank, "device")),  # from its error until its device was idle
+        }
+        others.append(other)
+    row = {
+        "what": f"rank {last} {kind}",
+        "passed": all(is_told(settings, kind, other) for other in others),
+        "found": "; ".join("rank {rank}: {error} after {seconds:.1f} s: {message}".format_map(x) for x in others),
+        "others": others,
+        "failures": failures[-4000:],
+    }
+    return [row]
+
+
+def is_told(settings: Settings, kind: str, other: Row) -> bool:
+    """Whether a rank heard of the fault in time. If it waits for its device, it is enough that something ended it."""
+    if kind == KILLED_WAITING:  # NCCL's watchdog ends the messages, or the process
+        return other["device_seconds"] is not None or other["message"] == "died without a word"
+    is_in_time = other["seconds"] <= settings.timeout + SLACK_SECONDS
+    return other["error"] == ExchangeError.__name__ and other["device_seconds"] is not None and is_in_time
+
+
+def _fault(worker: Worker, settings: Settings, kind: str, folder: Path) -> None:
+    device, num_ranks = settings.device(worker.rank), worker.world_size
+    waited_for = device if kind == KILLED_WAITING else "cpu"
+    parallel = ContextParallel(exchange="ring", timeout=timedelta(seconds=settings.timeout))
+    x = torch.ones(1, settings.fault_rows, 16, 64, device=device, requires_grad=True)
+    try:
+        for number in range(3):
+            if worker.rank == num_ranks - 1 and number == 1:
+                _strike_in_a_hop(kind, worker.report)
+            out = attend([x, x, x], DilatedPattern.dense(), parallel)
+            synchronize(waited_for)
+            torch.autograd.grad(out, x, torch.ones_like(out))
+            synchronize(waited_for)
+    except (RuntimeError, StruckError) as error:
+        begun = time.monotonic()
+        worker.report(("error", (type(error).__name__, str(error), begun)))
+        synchronize(device)
+        worker.report(("device", time.monotonic() - begun))
+    # A process that ends closes its connections. The others must hear of the fault before.
+    (folder / str(worker.rank)).touch()
+    num_survivors = num_ranks if kind == RAISES else num_ranks - 1
+    until = time.monotonic() + settings.timeout + SLACK_SECONDS
+    while len(list(folder.iterdir())) < num_survivors and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+def _strike_in_a_hop(kind: str, report: Callable[[Any], None]) -> None:
+    post = GroupLink._post
+
+    def failing(link: GroupLink, messages: Any, moment: str) -> Any:
+        pending = post(link, messages, moment)
+        if messages and moment.startswith("forward, hop 1"):
+            report(("struck", time.monotonic()))
+            if kind == RAISES:
+                raise StruckError("the failing rank's own error")
+            os.kill(os.getpid(), 9)
+        return pending
+
+    GroupLink._post = failing  # type: ignore[method-assign,assignment]

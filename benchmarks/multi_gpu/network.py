@@ -1,0 +1,74 @@
+"""How fast messages travel between the cards, and whether all of them arrive."""
+
+from collections.abc import Iterable
+
+import torch
+
+from ring_dilated_attention import ContextParallel
+from ring_dilated_attention.commands.local_ranks import Worker
+from ring_dilated_attention.ranks.processes import Processes
+
+from ..device import meet, timed
+from .settings import Row, Settings
+
+SMALL_BYTES = 256
+SMALL, HANDSHAKE, PAIRS = "small", "handshake", "all pairs at once"
+
+
+def network(settings: Settings, seconds: float) -> list[Row]:
+    """Latencies; large messages of two neighbours alone, of all neighbours at once, of all pairs."""
+    ranks = settings.run_ranks(seconds, _network)
+    has_arrived = all(arrived for _, arrived in ranks)
+    slowest = {}
+    for name in ranks[0][0]:
+        slowest[name] = max(times[name] for times, _ in ranks)
+    small, handshake = slowest.pop(SMALL), slowest.pop(HANDSHAKE)
+    said = f"{SMALL_BYTES} bytes take {1e6 * small:.0f} us to a neighbour, a handshake takes {1e6 * handshake:.0f} us"
+    rows: list[Row] = [{"what": "latency", "passed": None, "found": said, "small": small, "handshake": handshake}]
+    for name, of_swap in slowest.items():
+        num_peers = settings.num_ranks - 1 if name == PAIRS else 1
+        rate = num_peers * settings.message_bytes / of_swap
+        row = {
+            "what": f"large, {name}",
+            "passed": has_arrived,
+            "found": f"{rate / 1e9:.3g} GB/s leave a rank, and as many arrive",
+            "seconds": of_swap,
+        }
+        rows.append(row)
+    return rows
+
+
+def _network(worker: Worker, settings: Settings) -> tuple[dict[str, float], bool]:
+    """The seconds of each exchange, and whether all bytes arrived."""
+    parallel = ContextParallel(exchange="ring")
+    assert isinstance(parallel.ranks, Processes)
+    link = parallel.ranks.all
+    device = settings.device(worker.rank)
+    num_ranks = worker.world_size
+    leaves = torch.full((settings.message_bytes,), link.rank, dtype=torch.uint8, device=device)
+    comes = [torch.full_like(leaves, 255) for _ in range(num_ranks)]
+
+    def swap(to: Iterable[int], sources: Iterable[int], num_bytes: int | None = None) -> float:
+        def action() -> None:
+            sends = [(leaves[:num_bytes], rank) for rank in to]
+            receives = [(comes[rank][:num_bytes], rank) for rank in sources]
+            link.exchange(sends, receives, "messages alone").wait()
+
+        return timed(device, parallel, action)
+
+    following = [(link.rank + 1) % num_ranks]
+    before = [(link.rank - 1) % num_ranks]
+    others = [rank for rank in range(num_ranks) if rank != link.rank]
+    times = {
+        HANDSHAKE: timed("cpu", parallel, lambda: meet(parallel)),
+        SMALL: swap(following, before, SMALL_BYTES),
+    }
+    num_pairs = num_ranks if num_ranks > 2 else 1
+    for rank in range(num_pairs):
+        pair = {rank, (rank + 1) % num_ranks}
+        peers = pair - {link.rank} if link.rank in pair else set()
+        times[f"ranks {rank} and {(rank + 1) % num_ranks} alone"] = swap(peers, peers)
+    times["all neighbours at once"] = swap(following, before)
+    times[PAIRS] = swap(others, others)
+    has_arrived = all(bool((comes[rank] == rank).all()) for rank in others)
+    return times, has_arrived

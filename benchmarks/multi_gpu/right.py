@@ -1,0 +1,169 @@
+"""Whether the cards are there, and whether attention and a model over all of them compute what they should."""
+
+import os
+import subprocess
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from ring_dilated_attention import ContextParallel, DilatedPattern
+from ring_dilated_attention.commands.errors import FLOOR_ON_GPU, Case, Squares, measure, worst
+from ring_dilated_attention.commands.local_ranks import Worker
+from ring_dilated_attention.models import LongNetConfig, LongNetLM
+from ring_dilated_attention.ranks.reduce import all_reduce
+
+from ..device import describe
+from .settings import Row, Settings
+
+
+def there(settings: Settings, seconds: float) -> list[Row]:
+    cards = settings.run_ranks(seconds, _there)
+    links = "nvidia-smi did not answer"
+    with suppress(OSError, subprocess.SubprocessError):
+        links = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=9).stdout
+    variables = {}
+    for name, value in os.environ.items():
+        if "NCCL" in name or name.startswith("CUDA_"):
+            variables[name] = value
+    row = {
+        "what": "cards and a first message",
+        "passed": all(card["sum"] == len(cards) for card in cards),
+        "found": f"{len(cards)} x {cards[0]['name']}, NCCL {cards[0]['nccl']}",
+        "cards": cards,
+        "links": links,
+        "variables": variables,
+    }
+    return [row]
+
+
+def _there(worker: Worker, settings: Settings) -> Row:
+    total = torch.ones(1, device=settings.device(worker.rank))
+    dist.all_reduce(total)
+    if not settings.has_gpus:
+        return {"name": "CPU", "nccl": "none", "sum": total.item()}
+    reached = []
+    for other in range(worker.world_size):
+        if other != worker.rank and torch.cuda.can_device_access_peer(worker.rank, other):
+            reached.append(other)
+    return {
+        **describe(),
+        "nccl": str(torch.cuda.nccl.version()),
+        "sum": total.item(),
+        "reaches_directly": reached,
+    }
+
+
+def right(settings: Settings, seconds: float, way: str) -> list[Row]:
+    """Out, lse and all gradients over all ranks, against the definition in float64: the worst of all cases."""
+    ranks = settings.run_ranks(seconds, _right, way)
+    rows = []
+    for i, dtype in enumerate(settings.dtypes):
+        result = worst(cases(settings), dtype, [rank[i] for rank in ranks], settings.device_type)
+        row = {
+            "what": str(dtype).removeprefix("torch."),
+            "passed": result.passed,
+            "found": f"error {result.error:.1e} of at most {result.tolerance:.1e}: {result.where}",
+        }
+        rows.append(row)
+    return rows
+
+
+def cases(settings: Settings) -> list[Case]:
+    """No length divides among the ranks. Heads do. Each case comes twice: the second call repeats the first."""
+    n = settings.seq_len
+    num_kv_heads = 2 * settings.num_ranks
+    sizes = (n, 1, 2 * num_kv_heads, num_kv_heads, settings.head_dim)
+    causal = DilatedPattern((n // 8, n), (1, 4), is_causal=True)
+    dense = DilatedPattern((n,), (1,), is_causal=True)
+    blocked = DilatedPattern((n // 3, n), (2, 3), phase="blocked")
+    once = [
+        Case("causal, zigzag", causal, *sizes, sharding="zigzag"),
+        Case("dense causal, zigzag", dense, *sizes, sharding="zigzag"),
+        Case("causal, contiguous", causal, *sizes),
+        Case("blocked, not causal", blocked, *sizes),
+        Case("packed documents", causal, *sizes, documents=(0, 1, n // 3, n)),
+    ]
+    return 2 * once
+
+
+def _right(worker: Worker, settings: Settings, way: str) -> list[list[Squares]]:
+    """This rank's part of each case, for each dtype."""
+    group = None
+    exchange = way
+    if way == "2-D mesh":
+        shape = (worker.world_size // 2, 2)
+        group = init_device_mesh(settings.device_type, shape, mesh_dim_names=("ring", "heads"))
+        exchange = "ring"
+    contexts = {}
+    for sharding in ("contiguous", "zigzag"):
+        contexts[sharding] = ContextParallel(group, sharding=sharding, exchange=exchange)
+    device = settings.device(worker.rank)
+    of_dtypes = []
+    for dtype in settings.dtypes:
+        of_dtypes.append([measure(case, dtype, "auto", device, contexts[case.sharding]) for case in cases(settings)])
+    return of_dtypes
+
+
+def model(settings: Settings, seconds: float) -> list[Row]:
+    """A step of a LongNetLM. All ranks may err twice as much as one rank, against one in float64.
+
+    The group is that of `init_process_group("nccl", device_id=...)`, and nobody calls `torch.cuda.set_device`.
+    """
+    transport = settings.usual_transport
+    ranks = settings.run_ranks(seconds, _model, transport=transport)
+    errors, _ = ranks[0]
+    rows: list[Row] = []
+    for name, (of_one_rank, of_all_ranks) in errors.items():
+        allowed = 2 * of_one_rank + FLOOR_ON_GPU[torch.float32]
+        row = {
+            "what": f"{name}, float32, {transport}",
+            "passed": of_all_ranks <= allowed,
+            "found": f"error {of_all_ranks:.1e} of at most {allowed:.1e}",
+        }
+        rows.append(row)
+    cards = "; ".join(f"rank {rank}: {cards}" for rank, (_, cards) in enumerate(ranks))
+    said = f"a rank should have a CUDA context on its own card alone: {cards}"
+    return [*rows, {"what": "contexts on cards", "passed": None, "found": said}]
+
+
+def _model(worker: Worker, settings: Settings) -> tuple[dict[str, tuple[float, float]], list[int]]:
+    """Relative errors of loss and gradients, on one rank and on all. The cards on which this rank has a context."""
+    device = settings.device(worker.rank)
+    parallel = ContextParallel(sharding="zigzag", exchange="ring")
+    one_rank = _model_step(settings, device, torch.float32)
+    all_ranks = _model_step(settings, device, torch.float32, parallel)
+    exact = _model_step(settings, "cpu", torch.float64)
+    errors = {}
+    for i, name in enumerate(("loss", "gradients")):
+        of_one, of_all = (float((step[i] - exact[i]).norm() / exact[i].norm()) for step in (one_rank, all_ranks))
+        errors[name] = (of_one, of_all)
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)  # absent from a CPU's torch
+    cards = []
+    for card in range(torch.cuda.device_count()):
+        if has_context is not None and has_context(card):
+            cards.append(card)
+    return errors, cards
+
+
+def _model_step(
+    settings: Settings, device: str, dtype: torch.dtype, parallel: ContextParallel | None = None
+) -> tuple[Tensor, Tensor]:
+    """The loss and all gradients of a model, in float64 on the CPU."""
+    n = settings.seq_len
+    num_heads = 2 * settings.num_ranks
+    config = LongNetConfig((n // 8, n), (1, 4), embed_dim=16 * num_heads, num_heads=num_heads)
+    tokens = torch.randint(256, (1, n), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    longnet = LongNetLM(config, parallel=parallel).to(device, dtype)
+    batch = {"tokens": tokens}
+    if parallel is not None:
+        batch = parallel.shard_batch(batch if parallel.rank == 0 else None, source=0)
+    loss = longnet.loss(batch["tokens"].to(device))
+    loss.backward()
+    gradient = torch.cat([x.grad.flatten() for x in longnet.parameters() if x.grad is not None])
+    if parallel is not None:  # the mean, as DDP and FSDP2 take it
+        gradient = all_reduce(parallel.ranks, gradient) / parallel.world_size
+    return loss.detach().cpu().double(), gradient.cpu().double()

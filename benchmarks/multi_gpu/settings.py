@@ -1,0 +1,81 @@
+"""What is run, on how many ranks, and for how long."""
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ring_dilated_attention.commands.local_ranks import Launch, run_ranks
+
+from ..measure import Sizes
+
+Row = dict[str, Any]  # part, what, passed (None: nothing to judge), found (in words), and what was measured
+KILLED = "is killed"
+KILLED_WAITING = "is killed, and the others wait for their device"
+RAISES = "raises"
+
+
+class Settings(NamedTuple):
+    num_ranks: int
+    has_gpus: bool = True
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)  # the last is timed
+    seq_len: int = 251  # of what is compared with the definition: a prime
+    head_dim: int = 64
+    least_heads: int = 12  # of timed calls. They have a few more, if need be: heads divide among the ranks
+    length: int = 16_384  # of each rank in timed calls
+    message_bytes: int = 2**28
+    fault_rows: int = 8192  # of each rank; with 16 heads of 64 in float32 a chunk has 64 MiB
+    timeout: float = 10  # seconds, of the context in which a rank fails
+    ways: tuple[str, ...] = ("ring", "all_gather", "all_to_all", "2-D mesh")
+    faults: tuple[tuple[str, float], ...] = ((KILLED, 40), (KILLED_WAITING, 60), (RAISES, 40))  # with limits
+
+    @property
+    def sizes(self) -> Sizes:
+        """Of timed calls."""
+        heads_of_rank = -(-self.least_heads // self.num_ranks)
+        num_heads = self.num_ranks * heads_of_rank
+        return Sizes(self.num_ranks * self.length, num_heads, self.head_dim, self.dtypes[-1])
+
+    @property
+    def device_type(self) -> str:
+        return "cuda" if self.has_gpus else "cpu"
+
+    def device(self, rank: int) -> str:
+        return f"cuda:{rank}" if self.has_gpus else "cpu"
+
+    @property
+    def usual_transport(self) -> str:
+        """As users name it: a group without the CPU. On two CPU ranks "cuda:gloo" is such a group too."""
+        return "nccl" if self.has_gpus else "cuda:gloo"
+
+    def run_ranks(
+        self, seconds: float, function: Callable[..., Any], *args: Any, transport: str | None = None, **options: Any
+    ) -> list[Any]:
+        """function(worker, settings, *args) on every rank."""
+        num_threads = 1
+        if self.has_gpus:
+            num_threads = max(1, (os.cpu_count() or 1) // self.num_ranks)
+        launch = Launch(
+            self.num_ranks,
+            num_threads,
+            has_gpus=self.has_gpus,
+            transport=transport,
+            seconds=seconds,
+        )
+        return run_ranks(launch, function, self, *args, **options)
+
+
+QUICK = Settings(
+    num_ranks=2,
+    has_gpus=False,
+    dtypes=(torch.float32,),
+    seq_len=37,
+    head_dim=8,
+    least_heads=2,
+    length=64,
+    message_bytes=2**16,
+    fault_rows=64,
+    ways=("ring", "all_to_all"),
+    faults=((KILLED, 40), (RAISES, 40)),
+)
