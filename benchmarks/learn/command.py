@@ -12,7 +12,7 @@ from typing import Any
 
 from ring_dilated_attention.training.files import check_mine
 
-from ..record import Record, for_terminal, is_record, make_record, page_of, read_record, write_record
+from ..record import for_terminal, is_record, make_record, page_of, read_record, write_record
 from . import text
 from .text import Row, Run
 
@@ -42,13 +42,15 @@ def main(argv: Sequence[str], results: Path, step: Callable[[str], None], write_
     rows: list[Row] = []
     for run in order:
         if is_kept:
-            rows = rows_of(path)  # another process may have added one
+            rows = rows_of(path)
         if arguments.only not in run.name or is_done(run, rows):
             continue
         step(run.name)
+        row = {"name": run.name, "settings": as_json(run.settings), **run.make()}
         record = make_record(NAME, [], is_quick=arguments.quick)
-        rows.append(row_of(run, record))
-        rows = in_order(rows, order)
+        if is_kept:
+            rows = rows_of(path)  # another process may have added one meanwhile
+        rows = in_order([*rows, row | {"date": record["date"], "commit": record["commit"]}], order)
         if is_kept:
             words = "python -m benchmarks learn" + (" --quick" if arguments.quick else "")
             write_record(record | {"command": words, "rows": rows}, folder)
@@ -71,11 +73,6 @@ def as_json(settings: dict[str, Any]) -> dict[str, Any]:
 def is_done(run: Run, rows: Sequence[Row]) -> bool:
     """Whether a row was made by the same settings."""
     return any(row["settings"] == as_json(run.settings) for row in rows)
-
-
-def row_of(run: Run, record: Record) -> Row:
-    row = {"name": run.name, "settings": as_json(run.settings), **run.make()}
-    return row | {"date": record["date"], "commit": record["commit"]}
 
 
 def in_order(rows: Sequence[Row], order: Sequence[Run]) -> list[Row]:
