@@ -7,29 +7,23 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from ring_dilated_attention import DilatedPattern
-from ring_dilated_attention.commands.plan.figures import (
+from ring_dilated_attention.commands.plan.picture import (
     BRANCH_COLOURS,
     EMPTY,
     INK,
     branches_by_pair,
     draw_pattern,
-    draw_ring,
-    pictures_at,
     save,
 )
-from ring_dilated_attention.forecast.call_cost import Way, count
-from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.sharding import make_shards
 
 
 def draw_readme(folder: Path) -> list[Path]:
-    """A causal pattern, a ring of 4 ranks in which one of two branches travels, and a query off a phase."""
+    """A causal pattern, and a query off a phase."""
     shown = DilatedPattern((8, 16, 32), (1, 2, 4), is_causal=True)
-    job = Job(DilatedPattern((4, 32), (1, 4)), make_shards("contiguous", (8, 8, 8, 8)), 4, 4)
-    files = (*pictures_at(folder), folder / "off_phase.png")
-    made = draw_pattern(shown, 32, 4), draw_ring(job, count(job, Way()).branches), draw_off_phase()
-    save(dict(zip(files, made, strict=True)))
-    return list(files)
+    pictures = {"pattern.png": draw_pattern(shown, 32, 4), "off_phase.png": draw_off_phase()}
+    for name, figure in pictures.items():
+        save(folder / name, figure)
+    return [folder / name for name in pictures]
 
 
 def draw_off_phase() -> Figure:

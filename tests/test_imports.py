@@ -20,7 +20,7 @@ ROOMS = ("pattern", "plan", "reference", "kernels", "run", "ranks", "attention",
 ROOMS += ("simulate", "models", "forecast", "training", "integrations", "commands")
 MOST_ROOMS = 14
 # Modules without torch, for people who plan on a laptop.
-PURE = ("pattern", "plan", "forecast")
+PURE = ("pattern", "plan")
 # What any file may use of torch.distributed: it makes and describes groups, and moves no data. All else is for link.py.
 HARMLESS = {
     "_process_group_name",

@@ -1,6 +1,6 @@
 """Exact dilated attention (LongNet) on one device, and the same call over many by ring attention.
 
-The package imports its members when they are first used, so that the pure modules (`pattern`, `plan`, `forecast`) can
+The package imports its members when they are first used, so that the pure modules (`pattern`, `plan`) can
 be used without importing torch.
 """
 

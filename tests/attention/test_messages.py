@@ -165,7 +165,6 @@ def test_rules_of_the_pattern(rules, fragments):
             lambda: [tensors()[0], *tensors(device="meta")[1:]],
             ("share one device", "query has cpu", "key has meta", ".to()"),
         ),
-        (lambda: tensors(device="meta"), ("no backend can run this", "cpu serves CPU tensors, got meta", "sdpa")),
         (
             lambda: [x.long() for x in tensors()],
             ("no backend can run this", "float32", "bfloat16", "got torch.int64"),
@@ -249,7 +248,8 @@ def test_a_backend_asked_for_by_name_says_why_it_cannot_run():
         assert backend.why_not(torch.zeros(1, 1, 1, 1, dtype=torch.int8)), name
         reason = backend.why_not(torch.zeros(1, 1, 1, 1, device="meta"))
         assert "meta" in reason or "not installed" in reason
-    refused(lambda: dilated_attention(*tensors(device="meta"), DENSE, backend="cpu"), "serves CPU tensors, got meta")
+    out = dilated_attention(*tensors(device="meta"), DENSE)  # has a shape, and is weighed (simulate/weighing.py)
+    assert out.is_meta
 
 
 def test_there_is_no_attention_dropout():

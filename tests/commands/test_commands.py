@@ -267,7 +267,7 @@ def test_memory_that_is_not_there_is_a_sentence(monkeypatch, capsys):
     def greedy(*_):
         raise MemoryError
 
-    monkeypatch.setattr("ring_dilated_attention.forecast.call_cost.all_plans", greedy)
+    monkeypatch.setattr("ring_dilated_attention.forecast.call_cost.picked_ranks", greedy)
     assert cli.main(PLAN) == 2
     assert capsys.readouterr().err == "rda plan: there is not enough memory\n"
 

@@ -33,8 +33,8 @@ from ring_dilated_attention.commands import (
     train,
 )
 from ring_dilated_attention.commands.doctor import examination
-from ring_dilated_attention.commands.plan import figures
 from ring_dilated_attention.commands.plan import job_options as plan_options
+from ring_dilated_attention.commands.plan import one_call, picture
 from ring_dilated_attention.models import LongNetViT, segment_lengths_for
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES
 from ring_dilated_attention.training import checkpoint, files, options, run, run_folder
@@ -118,7 +118,6 @@ MORE_TRAIN = [
 ]
 PLAN = [["--seq-len", "64"], ["--ranks", "4"], ["--segment-lengths", "16", "64"], ["--dilation-rates", "1", "5"]]
 OF_A_PLAN = [
-    ["--causal"],
     ["--phase", "blocked"],
     ["--split-heads"],
     ["--batch", "2"],
@@ -133,22 +132,21 @@ OF_A_PLAN = [
 ]
 MORE_PLAN = [
     *OF_A_PLAN,
+    ["--causal"],
     ["--head-dim", "16"],
     ["--exchange", "all_gather"],
     ["--sharding", "zigzag"],
     ["--align", "8"],
     ["--documents", "40", "24"],
 ]
-MORE_COMPARED = [*OF_A_PLAN, ["--head-dim", "16"], ["--memory", "1Gi"]]
-MODEL = [["--layers", "2"], ["--embed-dim", "32"], *PLAN]
+BRANCHES = [["--segment-lengths", "16", "64"], ["--dilation-rates", "1", "5"]]
+MODEL = [["--layers", "2"], ["--embed-dim", "24"], ["--seq-len", "64"], *BRANCHES]
 MORE_MODEL = [
     *OF_A_PLAN,
-    ["--sharding", "zigzag"],
+    ["--gpus", "4"],
     ["--memory", "1Gi"],
     ["--ffn-dim", "64"],
     ["--vocab", "50"],
-    ["--mesh", "2x2"],
-    ["--mesh", "2x1x2"],
     ["--tokens", "1e6"],
     ["--config", "run"],
     ["--config", "text.txt"],
@@ -212,7 +210,6 @@ COMMANDS = {
     "embed": (4, EMBED, MORE_EMBED),
     "train": (12, TRAIN, MORE_TRAIN),
     "plan": (7, PLAN, MORE_PLAN),
-    "plan compare": (2, [*PLAN, ["--flops", "1e12"], ["--bandwidth", "1e9"]], MORE_COMPARED),
     "plan model": (3, MODEL, MORE_MODEL),
     "generate": (3, GENERATE, MORE_GENERATE),
     "evaluate": (3, EVALUATE, MORE_EVALUATE),
@@ -424,8 +421,8 @@ def _remove_all_unfinished(target: Path, run: str) -> None:
 
 BREAKAGES = {
     "numbers are not checked": broken("check_at_least", nothing, plan_options, suggest, evaluate),
-    "more ranks than positions are taken": broken("check_ranks_fit", nothing, plan_options, train),
-    "other's files are overwritten": broken("check_mine", nothing, files, figures, report, run),
+    "more ranks than positions are taken": broken("check_ranks_fit", nothing, one_call, train),
+    "other's files are overwritten": broken("check_mine", nothing, files, picture, report, run),
     "unfinished is whatever is called so": broken("_remove_superfluous", _remove_all_unfinished, checkpoint),
     "errors of the system are not caught": broken("in_words", None, terminal),
     "the lock stays": broken("own_folder", own_and_leave, train),

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
-from ring_dilated_attention.forecast.ledger import attention_memory
 from ring_dilated_attention.kernels.traits import TRAITS, no_scratch
+from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.simulate.one_rank import OtherRanks
+from ring_dilated_attention.simulate.weighing import weigh_attention
 
 VISIBLE = TRAITS["cpu"]._replace(scratch=no_scratch)  # what a dispatch mode sees: not what one op makes and frees
 
@@ -33,10 +33,11 @@ def test_what_a_simulated_rank_is_said_to_hold(pattern, sharding, dtype):
         out = dilated_attention(*inputs, pattern, parallel=cp)
         torch.autograd.grad(out, inputs, torch.ones_like(out))
     for rank in range(world_size):
-        plan = make_plan(Job(pattern, make_shards(sharding, default_lengths(sharding, n, world_size)), 4, 2), rank)
-        planned = attention_memory(plan, Sizes(2, 64, dtype.itemsize), VISIBLE).forward_backward
-        sent = [plan.bytes_sent(2, 64, dtype.itemsize, backward=backward) for backward in (False, True)]
-        assert both[rank].peak_bytes == planned.num_bytes
+        shards = make_shards(sharding, default_lengths(sharding, n, world_size))
+        rank_plan = plan_exchange("ring", Job(pattern, shards, 4, 2), rank)
+        weight = weigh_attention(rank_plan, Sizes(2, 64, dtype.itemsize), "cpu", VISIBLE)
+        sent = [rank_plan.plan.bytes_sent(2, 64, dtype.itemsize, backward=backward) for backward in (False, True)]
+        assert both[rank].peak_bytes == weight.peak
         assert both[rank].sent_bytes == sum(sent) > 0
 
 

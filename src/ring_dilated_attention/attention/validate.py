@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from ..kernels.choose import check_backend, choose
+from ..kernels.choose import check_backend
 from ..pattern import is_finite_number, why_no_pattern
 from ..plan.job import held_heads
 from ..ranks.call import Call, validate_cu_seqlens
@@ -91,8 +91,6 @@ def call_of(
     _check_scale(scale, torch.float64 if query.dtype == torch.float64 else torch.float32)
     if cu_seqlens is not None:
         validate_cu_seqlens(cu_seqlens, batch)
-    if query.device.type == "meta":  # torch calls the fake op, which chooses no kernel
-        choose(backend, query)
     if not isinstance(return_lse, bool):
         raise ValueError(f"return_lse must be True or False, got {return_lse!r}.")
     if parallel is None and num_held > seq_len and num_held > 256:  # a shard may be that short

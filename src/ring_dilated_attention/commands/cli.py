@@ -37,8 +37,7 @@ SUBCOMMANDS = {
     ),
     "check": Subcommand(".check", "compare every backend and exchange on this machine with the definition"),
     "plan": Subcommand(".plan.one_call", "show what each rank would compute, send and hold in one attention call"),
-    "plan model": Subcommand(".plan.model", "show the memory and the time of a whole model on a mesh of ranks"),
-    "plan compare": Subcommand(".plan.compare", "compare exchanges and shardings, and recommend one"),
+    "plan model": Subcommand(".plan.model", "rank all meshes of some GPUs for the training of a model"),
     "doctor": Subcommand(
         ".doctor.doctor", "show the versions, interfaces and rates of this machine or cluster", joins=True
     ),

@@ -1,6 +1,7 @@
 """Reads the hardware whose time is modelled: a preset, or a TOML file such as `rda doctor --save` writes.
 
-The fields of the file are those of `Hardware`, and memory_bytes, dtype and source (docs/planning.md has an example).
+The fields of the file are those of `Hardware`, and memory_bytes, dtype, kernel and source (docs/planning.md has an
+example).
 """
 
 import argparse
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ..forecast.clock import Hardware, time_text
+from ..kernels.traits import TRAITS
 from ..training.files import MOST_BYTES
 from ..training.options import flag
 from .numbers import amount, check_given, count, counted, scaled
@@ -22,6 +24,8 @@ class Machine(NamedTuple):
     itemsize: int
     memory_bytes: int | None
     source: str
+    kernel: str = "cpu"  # of TRAITS
+    most_ranks: int | None = None  # of a network that joins no more
 
 
 LARGE_MESSAGE = 16 * 2**20  # the bytes of a message by which `rda doctor` measures bandwidth
@@ -45,12 +49,13 @@ _NUMBERS = {
     "call_seconds": _SHORT,
     "handshake_seconds": (0.0, math.nextafter(1.0, 0), _TIME),
 }
-# Options may describe machines that do not exist; the limits only keep the times that are modelled finite.
+# The fields of _NUMBERS that options give.
 _GIVEN = {
-    "flops": ("flops_per_second", 1e6, 1e18, _FLOPS),
-    "bandwidth": ("bytes_per_second", 1e3, 1e15, _BYTES),
-    "latency": ("latency_seconds", 0.0, 60.0, _TIME),
-    "gpus_per_host": ("gpus_per_host", 1, 1e6, _HOST),
+    "flops": "flops_per_second",
+    "bandwidth": "bytes_per_second",
+    "latency": "latency_seconds",
+    "gpus_per_host": "gpus_per_host",
+    "memory": "memory_bytes",
 }
 
 
@@ -58,9 +63,15 @@ def add_hardware_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--hardware", metavar="NAME", help=f"model a step's time: a TOML file, or {', '.join(PRESETS)}")
     add("--flops", type=amount, metavar="RATE", help="a rank's FLOPs per second; with --bandwidth, needs no --hardware")
-    add("--bandwidth", type=amount, metavar="BYTES", help="bytes per second, one way, in place of --hardware's")
-    add("--latency", type=amount, metavar="S", help="latency of a message in seconds (default --hardware's, or 0)")
+    add(
+        "--bandwidth",
+        type=amount,
+        metavar="BYTES",
+        help="bytes per second, one way, between any two ranks, also in hosts",
+    )
+    add("--latency", type=amount, metavar="S", help="latency of any message in seconds (default --hardware's, or 0)")
     add("--gpus-per-host", type=count, metavar="G", help="ranks of a host (--hardware h100 and a100: 8)")
+    add("--memory", type=amount, metavar="BYTES", help="memory of a rank, as 80G (default that of --hardware)")
 
 
 def machine_of(name: str) -> Machine:
@@ -80,7 +91,7 @@ def machine_of(name: str) -> Machine:
 
 
 def _machine(name: str, fields: dict[str, Any]) -> Machine:
-    known = (*_NUMBERS, "dtype", "source")
+    known = (*_NUMBERS, "dtype", "source", "kernel")
     for key, value in fields.items():
         if key not in known:
             raise ValueError(f"--hardware {name}: {key} is unknown; the table [hardware] takes {', '.join(known)}")
@@ -91,12 +102,15 @@ def _machine(name: str, fields: dict[str, Any]) -> Machine:
     dtype = fields.get("dtype", "float32")
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
         raise ValueError(f"--hardware {name}: dtype = {dtype!r} is unknown; choose one of {', '.join(ITEMSIZE)}")
+    kernel = fields.get("kernel", "cpu")
+    if kernel not in TRAITS:
+        raise ValueError(f"--hardware {name}: kernel = {kernel!r} is unknown; choose one of {', '.join(TRAITS)}")
     numbers = {key: fields[key] for key in Hardware._fields if key in fields}
     if "host_bytes_per_second" in fields:  # inside hosts messages are no later than between them
         numbers.setdefault("host_latency_seconds", fields.get("latency_seconds", 0.0))
     hardware = Hardware(**{"bytes_per_second": NO_NETWORK} | numbers)
     memory = int(fields["memory_bytes"]) if "memory_bytes" in fields else None
-    return Machine(hardware, ITEMSIZE[dtype], memory, str(fields.get("source", name)))
+    return Machine(hardware, ITEMSIZE[dtype], memory, str(fields.get("source", name)), kernel)
 
 
 def _check_number(name: str, key: str, value: object) -> None:
@@ -114,9 +128,11 @@ def _presets() -> dict[str, Machine]:
     found: dict[str, Machine] = {}
     for card, fields in tomllib.loads(Path(__file__).with_name("presets.toml").read_bytes().decode()).items():
         machine = _machine(card, fields)
-        for network, last in (("nvlink", 0), ("infiniband", machine.hardware.gpus_per_host or 0)):
+        host = machine.hardware.gpus_per_host
+        assert host is not None
+        for network, last, most_ranks in (("nvlink", 0, host), ("infiniband", host, None)):
             alone = Hardware(machine.hardware.flops_per_second, *machine.hardware.network(0, last))
-            found[f"{card}-{network}"] = machine._replace(hardware=alone)
+            found[f"{card}-{network}"] = machine._replace(hardware=alone, most_ranks=most_ranks)
         found[card] = machine
     return found
 
@@ -132,36 +148,67 @@ def check_dtype(machine: Machine, name: str, dtype: str, remedy: str = "") -> No
         raise ValueError(f"--hardware {name} has {rates}, and --dtype is {dtype}. Choose --dtype {other}{remedy}.")
 
 
-def machine_for(arguments: argparse.Namespace) -> Machine | None:
+def machine_for(arguments: argparse.Namespace, num_ranks: int) -> Machine | None:
     """The preset or file, with its numbers replaced by those of the options. None if no option asks for a time."""
     given: dict[str, Any] = {}
-    for name, (key, least, most, unit) in _GIVEN.items():
-        value = getattr(arguments, name)
-        if value is not None and not least <= value <= most:
-            raise ValueError(f"{flag(name)} {value:g} must be from {least:g} to {most:g} {unit}")
+    for option, key in _GIVEN.items():
+        value = getattr(arguments, option)
         if value is not None:
+            _check_option(option, key, value)
             given[key] = value
-    if arguments.hardware is None and not given:
-        return None
+    memory_bytes = given.pop("memory_bytes", None)
     if arguments.hardware is None:
+        if not given:
+            return None
         check_given(arguments, ("flops", "bandwidth"), "a time needs --flops and --bandwidth, or --hardware")
         machine = Machine(Hardware(**given), ITEMSIZE[arguments.dtype], None, "as given")
     else:
-        machine = machine_of(arguments.hardware)
-        source = f"{machine.source}; {', '.join(given)} as given" if given else machine.source
-        if arguments.flops is None:
-            check_dtype(machine, arguments.hardware, arguments.dtype, ", or give --flops")
-        else:
-            given["backward_flops_per_second"] = None
-        machine = machine._replace(hardware=machine.hardware._replace(**given), source=source)
+        machine = _replaced(machine_of(arguments.hardware), arguments, given)
+        _check_network(machine, arguments.hardware, num_ranks)
+    if memory_bytes is not None:
+        machine = machine._replace(memory_bytes=int(memory_bytes))
     hardware = machine.hardware
     if (hardware.gpus_per_host is None) != (hardware.host_bytes_per_second is None):
         both = f"gpus_per_host {hardware.gpus_per_host} and host_bytes_per_second {hardware.host_bytes_per_second}"
         raise ValueError(f"{both}: a file of --hardware gives both, as h100 does, or neither (one network)")
-    if hardware.bytes_per_second == NO_NETWORK and (arguments.ranks or 1) > 1:
-        remedy = "measure it with rda doctor --ranks 2 --save FILE.toml, or give --bandwidth and --latency"
-        raise ValueError(f"--hardware {arguments.hardware} has no bytes_per_second, which several ranks need: {remedy}")
     return machine
+
+
+def _check_option(option: str, key: str, value: float) -> None:
+    least, most, unit = _NUMBERS[key]
+    if not least <= value <= most:
+        raise ValueError(f"{flag(option)} {value:g} must be from {least:g} to {most:.3g} {unit}: which unit is meant?")
+
+
+def _replaced(machine: Machine, arguments: argparse.Namespace, given: dict[str, Any]) -> Machine:
+    """The machine with the numbers that options give. A bandwidth replaces all networks by one."""
+    numbers = dict(given)
+    if arguments.flops is None:
+        check_dtype(machine, arguments.hardware, arguments.dtype, ", or give --flops")
+    else:
+        numbers["backward_flops_per_second"] = None
+    if "bytes_per_second" in given:
+        numbers |= {"host_bytes_per_second": None, "host_latency_seconds": 0.0, "gpus_per_host": None}
+        machine = machine._replace(most_ranks=None)
+        if arguments.gpus_per_host is not None:
+            raise ValueError("--bandwidth makes one network of all, and --gpus-per-host asks for two: leave one out")
+    elif "latency_seconds" in given:
+        numbers["host_latency_seconds"] = given["latency_seconds"]
+    source = machine.source
+    if given:
+        source = f"{source}; {', '.join(given)} as given"
+    return machine._replace(hardware=machine.hardware._replace(**numbers), source=source)
+
+
+def _check_network(machine: Machine, name: str, num_ranks: int) -> None:
+    if machine.hardware.bytes_per_second == NO_NETWORK and num_ranks > 1:
+        remedy = "measure it with rda doctor --ranks 2 --save FILE.toml, or give --bandwidth and --latency"
+        raise ValueError(f"--hardware {name} has no bytes_per_second, which several ranks need: {remedy}")
+    if machine.most_ranks is not None and num_ranks > machine.most_ranks:
+        card = name.split("-")[0]
+        hosts = -(-num_ranks // machine.most_ranks)
+        one_host = f"--hardware {name} is one host of {machine.most_ranks} GPUs, and {num_ranks:,} need {hosts:,} hosts"
+        raise ValueError(f"{one_host}: take --hardware {card}, which has the network between hosts too")
 
 
 def known(hardware: Hardware) -> dict[str, float | None]:
@@ -178,7 +225,7 @@ def as_toml(machine: Machine, notes: list[str]) -> str:
     source = machine.source.replace("\\", "/").replace('"', "'")
     lines = [f"# {note}" for note in notes] + ["[hardware]"]
     lines += [f"{key} = {value!r}" for key, value in numbers.items() if value is not None]
-    return "\n".join([*lines, f'dtype = "{dtype}"', f'source = "{source}"', ""])
+    return "\n".join([*lines, f'dtype = "{dtype}"', f'kernel = "{machine.kernel}"', f'source = "{source}"', ""])
 
 
 def is_saved(file: BinaryIO) -> bool:

@@ -1,39 +1,41 @@
-"""`rda suggest`: suggests a few patterns for a sequence length and a budget, and explains them. No torch."""
+"""`rda suggest`: picks a pattern for a sequence length and a budget, says why, and shows the other candidates."""
 
 import argparse
 import json
 import math
-import shlex
-import textwrap
 from typing import Any
 
-from ..forecast.call_cost import FLOPS_PER_PAIR, Way, pairs
+from ..forecast.call_cost import Exchange, PlannedCall, pairs
 from ..forecast.call_cost import count as count_ranks
-from ..forecast.exchanges import UncutJob
-from ..forecast.reach import reach
-from ..forecast.suggestions import suggestions, unread_positions
+from ..forecast.reach import LONGEST, reach
+from ..forecast.suggestions import suggestions
 from ..pattern import WHOLE_DOCUMENT, DilatedPattern
 from ..plan.sizes import Sizes
-from ..training.options import LARGEST, MOST_LAYERS, flag
+from ..training.options import MOST_LAYERS, flag
 from .hardware import ITEMSIZE, check_dtype, described, machine_of
-from .numbers import MOST_HEADS, amount, check_at_least, check_given, check_ranks_fit, count, counted, size_text
+from .numbers import LARGEST, MOST_HEADS, amount, check_at_least, check_given, check_ranks_fit, count, size_text
 from .output import aligned, progress_bar, wrapped
 
 EXAMPLES = """examples:
   rda suggest --seq-len 1Mi --heads 16 --speedup 50   1/50 of dense's work
-  rda suggest --seq-len 256Ki --heads 12 --seconds 0.1 --hardware h100-nvlink
+  rda suggest --seq-len 256Ki --heads 12 --seconds 0.1 --hardware h100
 
 A branch (w, r) cuts the sequence into segments of w positions. Head h takes each r-th position of a segment, from
-h mod r on, and the queries there see the keys there. A query sees every key nearby, and few far away. Layers reach
-further: what one branch brings in one layer, another carries on in the next. docs/planning.md says more.
+h mod r on, and the queries there see the keys there. A rate above the number of heads leaves positions that no head
+takes. Layers reach further: what one branch brings in one layer, another carries on in the next.
 """
 MOST_RANKS = 2**16
-# What decides between candidates, in this order. The first "leaves less unheard" decides where no layer hears of 99 %.
-BETTER = (
-    *("needs fewer layers to hear of 99 %", "leaves less unheard", "shows more neighbours", "leaves less unheard"),
-    *("sends less", "uses more of the budget"),
-)
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
+MOST_HEARD = 0.99
+# What decides between candidates, in this order: the first point in which two differ.
+BETTER = (
+    "no rate above the number of heads",
+    "fewer layers to hear of 99 %",
+    "less unheard",
+    "more neighbours",
+    "less received by a rank",
+    "more of the budget used",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,25 +53,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=count, default=12, metavar="L", help="layers of the model (default 12)")
     add("--ranks", type=count, default=1, metavar="P", help="ranks that share a sequence (default 1)")
     add("--not-causal", dest="is_causal", action="store_false", help="a query sees later keys too")
-    add("--json", action="store_true", help="print the suggestions as JSON, the best first")
+    add("--json", action="store_true", help="print the candidates as JSON, the best first")
 
 
 def run(arguments: argparse.Namespace) -> int:
     check(arguments)
     most_pairs, assumed = budget_of(arguments)
-    found, why = ranked(describe(arguments, most_pairs))
+    candidates = sorted(describe(arguments, most_pairs), key=costs)
+    reason = reason_of(candidates)
     if arguments.json:
-        print(json.dumps({"most_pairs": most_pairs, "assumed": assumed, "why": why, "suggestions": found}, indent=1))
-    else:
-        print(text(arguments, found, why, assumed))
+        made = {"most_pairs": most_pairs, "assumed": assumed, "why": reason, "suggestions": candidates}
+        print(json.dumps(made, indent=1))
+        return 0
+    print(text(arguments, candidates, reason, assumed))
     return 0
 
 
 def check(arguments: argparse.Namespace) -> None:
     """Check the numbers, and fill in --kv-heads."""
-    needed = ("seq_len", "heads", *(() if arguments.seconds is not None else ("speedup",)))
+    needed = ["seq_len", "heads"]
+    if arguments.seconds is None:
+        needed.append("speedup")
     check_given(arguments, needed, "--speedup 50 allows 1/50 of dense attention's work; --seconds is another budget")
-    most = {"heads": MOST_HEADS, "layers": MOST_LAYERS, "ranks": MOST_RANKS}
+    most = {"seq_len": LONGEST, "heads": MOST_HEADS, "layers": MOST_LAYERS, "ranks": MOST_RANKS}
     for name in ("seq_len", "heads", "head_dim", "layers", "ranks"):
         check_at_least(flag(name), getattr(arguments, name), most=most.get(name, LARGEST))
     check_ranks_fit(arguments.ranks, arguments.seq_len)
@@ -80,6 +86,10 @@ def check(arguments: argparse.Namespace) -> None:
 
 def dense_pairs(arguments: argparse.Namespace) -> int:
     return pairs(DilatedPattern.dense(is_causal=arguments.is_causal), arguments.seq_len, arguments.heads)
+
+
+def sizes_of(arguments: argparse.Namespace) -> Sizes:
+    return Sizes(1, arguments.head_dim, ITEMSIZE[arguments.dtype])
 
 
 def budget_of(arguments: argparse.Namespace) -> tuple[float, str | None]:
@@ -96,155 +106,142 @@ def budget_of(arguments: argparse.Namespace) -> tuple[float, str | None]:
     if not LEAST_SECONDS <= arguments.seconds <= MOST_SECONDS:
         raise ValueError(f"--seconds must be from {LEAST_SECONDS:g} to {MOST_SECONDS:g}, got {arguments.seconds:g}")
     check_dtype(machine, arguments.hardware, arguments.dtype)
-    seconds = machine.hardware._replace(call_seconds=0).work_seconds(1, sizes_of(arguments))  # for one pair
+    seconds_of_a_pair = machine.hardware._replace(call_seconds=0).work_seconds(1, sizes_of(arguments))
     assumed = described(machine.hardware, machine.source)
     if arguments.ranks > 1:
         assumed += "\nthe seconds are those of the work: rda plan says what messages add to a step"
-    return arguments.seconds * arguments.ranks / seconds, assumed
-
-
-def sizes_of(arguments: argparse.Namespace) -> Sizes:
-    return Sizes(1, arguments.head_dim, ITEMSIZE[arguments.dtype])
+    return arguments.seconds * arguments.ranks / seconds_of_a_pair, assumed
 
 
 def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str, Any]]:
-    n, heads, kv_heads, is_causal = arguments.seq_len, arguments.heads, arguments.kv_heads, arguments.is_causal
+    """The figures of each candidate."""
+    seq_len, heads, kv_heads = arguments.seq_len, arguments.heads, arguments.kv_heads
     dense, sizes = dense_pairs(arguments), sizes_of(arguments)
-    found = suggestions(n, heads, most_pairs, is_causal=is_causal)
-    if not found:
-        fewer = f"{dense / most_pairs:,.0f} times fewer than dense attention over {n:,} positions"
+    patterns = suggestions(seq_len, heads, most_pairs, is_causal=arguments.is_causal)
+    if not patterns:
+        fewer = f"{dense / most_pairs:,.0f} times fewer than dense attention over {seq_len:,} positions"
         few = f"{most_pairs:,.3g} pairs, {fewer}: allow more, or take a shorter sequence"
         raise ValueError(f"none of the patterns tried has as few as {few}")
-    row = 2 * arguments.head_dim * sizes.itemsize  # bytes of a key and a value
-    rows = []
-    with progress_bar(len(found) * arguments.ranks, "rank", delay=2) as bar:
-        for pattern, rule in found:
-            work, followed = pairs(pattern, n, heads), reach(pattern, n, heads, arguments.layers)
-            call = UncutJob(pattern, n, arguments.ranks, heads, kv_heads, sizes)
-            figures = {
-                "segment_lengths": pattern.segment_lengths,
-                "dilation_rates": pattern.dilation_rates,
-                "rule": rule,
-                "pairs": work,
-                "of_dense": work / dense,
-                "flops": FLOPS_PER_PAIR * arguments.head_dim * work,
-                "reach_by_layer": followed.shares,
-                "layers_for_all": followed.layers_for(1.0),
-                "layers_for_most": followed.layers_for(0.99),
-                "worst_query": followed.worst,
-                "queries_followed": followed.num_followed,
-                "unread_positions": unread_positions(pattern, n, heads),
-                "largest_received_bytes": count_ranks(call.job(), Way(), bar.update).most_moved(sizes)[1],
-                # Only causal patterns have a cache: later keys cannot be in one.
-                "cache_bytes": row * pattern.cache_rows(heads, kv_heads, n) if is_causal else None,
-                "dense_cache_bytes": row * n * kv_heads if is_causal else None,
-            }
-            rows.append(figures)
-    return rows
+    bytes_of_a_row = 2 * arguments.head_dim * sizes.itemsize  # a key and a value
+    candidates = []
+    with progress_bar(len(patterns), "candidate", delay=2) as bar:
+        for pattern, rule in patterns:
+            work = pairs(pattern, seq_len, heads)
+            followed = reach(pattern, seq_len, heads, arguments.layers)
+            call = PlannedCall(pattern, seq_len, arguments.ranks, heads, kv_heads, sizes)
+            cache_bytes = None  # later keys cannot be in a cache
+            if arguments.is_causal:
+                cache_bytes = bytes_of_a_row * pattern.cache_rows(heads, kv_heads, seq_len)
+            candidates.append(
+                {
+                    "segment_lengths": pattern.segment_lengths,
+                    "dilation_rates": pattern.dilation_rates,
+                    "rule": rule,
+                    "all_read": max(pattern.dilation_rates) <= heads,
+                    "pairs": work,
+                    "of_dense": work / dense,
+                    "reach_by_layer": followed.shares,
+                    "layers_for_most": followed.layers_for(MOST_HEARD),
+                    "worst_query": followed.worst,
+                    "queries_followed": followed.num_followed,
+                    "largest_received_bytes": count_ranks(call.job(), Exchange()).most_moved(sizes)[1],
+                    "cache_bytes": cache_bytes,
+                }
+            )
+            bar.update()
+    return candidates
 
 
-def ranked(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """The suggestions, the best first; and why the first is better than every other."""
-
-    def costs(row: dict[str, Any]) -> tuple[float, ...]:
-        layers, heard, neighbours = row["layers_for_most"], row["reach_by_layer"][-1], row["segment_lengths"][0]
-        first = (layers, 0) if layers else (math.inf, -heard)
-        return *first, -neighbours, -heard, row["largest_received_bytes"], -row["pairs"]
-
-    found = sorted(found, key=costs)
-    beaten: dict[str, list[str]] = {}
-    for i, row in enumerate(found[1:]):
-        compared = zip(BETTER, costs(found[0]), costs(row), strict=True)
-        reason = next((reason for reason, best, other in compared if best < other), "is no worse")
-        beaten.setdefault(reason, []).append(f"#{i + 2}")
-    reasons = [f"it {reason} than {' and '.join(numbers)}" for reason, numbers in beaten.items()]
-    return found, ": " + (", ".join(reasons) or "the budget allows it")
+def costs(candidate: dict[str, Any]) -> tuple[float, ...]:
+    """One number for each of BETTER: the least is the best."""
+    unheard = 1 - candidate["reach_by_layer"][-1]
+    return (
+        0 if candidate["all_read"] else 1,
+        candidate["layers_for_most"] or math.inf,
+        0 if candidate["layers_for_most"] else unheard,
+        -candidate["segment_lengths"][0],
+        candidate["largest_received_bytes"],
+        -candidate["pairs"],
+    )
 
 
-def text(arguments: argparse.Namespace, found: list[dict[str, Any]], why: str, assumed: str | None) -> str:
-    best, causal = found[0], "causal" if arguments.is_causal else "not causal"
+def reason_of(candidates: list[dict[str, Any]]) -> str:
+    """Why the first candidate is better than each other."""
+    numbers_by_reason: dict[str, list[str]] = {}
+    for number, other in enumerate(candidates[1:], start=2):
+        compared = zip(BETTER, costs(candidates[0]), costs(other), strict=True)
+        reasons = [reason for reason, best, worse in compared if best < worse]
+        reason = reasons[0] if reasons else "equal figures"
+        numbers_by_reason.setdefault(reason, []).append(f"{number}")
+    if not numbers_by_reason:
+        return "it is the only candidate"
+    return "; ".join(f"{reason} (against {', '.join(numbers)})" for reason, numbers in numbers_by_reason.items())
+
+
+def text(arguments: argparse.Namespace, candidates: list[dict[str, Any]], reason: str, assumed: str | None) -> str:
+    best = candidates[0]
     pattern = DilatedPattern(best["segment_lengths"], best["dilation_rates"], is_causal=arguments.is_causal)
-    lines = [
-        f"{counted(arguments.seq_len, 'position')}, {counted(arguments.heads, 'head')} of {arguments.head_dim}, "
-        f"{causal}, {counted(arguments.layers, 'layer')}, {counted(arguments.ranks, 'rank')}",
-        *([assumed] if assumed else []),
-        f"take this ({best['rule']}){why}",
-    ]
-    lines = [*map(wrapped, lines), "", indented(repr(pattern)), "", *map(wrapped, words(arguments, best))]
-    lines += [f"\n{command}" for command in commands(arguments, best)]
-    return "\n".join([*lines, "", table(arguments, found)])
+    lines = []
+    if not best["all_read"]:
+        rate = max(best["dilation_rates"])
+        lines.append(
+            f"The budget forces a rate above the number of heads: {rate:,}, and there are {arguments.heads} heads. "
+            "Small models with such patterns recalled little of what is far away (docs/learning.md): allow more work, "
+            "or take more heads."
+        )
+    lines.append(f"Take 1, {best['rule']}: {reason}.")
+    lines.append(repr(pattern))
+    if best["layers_for_most"] is None:
+        unheard = percent(1 - best["reach_by_layer"][-1])
+        query = best["worst_query"]
+        lines.append(f"After {arguments.layers} layers query {query:,} has not heard of {unheard} of what it may.")
+    if assumed is not None:
+        lines.append(assumed)
+    lines.append("What is within reach is not yet learnt: train the candidates on your data, and compare their losses.")
+    parts = [*map(wrapped, lines), "", table(arguments, candidates), "", plan_command(arguments, best)]
+    return "\n".join(parts)
 
 
-def commands(arguments: argparse.Namespace, row: dict[str, Any]) -> list[str]:
-    """The command that plans the pattern, and the one that trains it, or a sentence in its place."""
-    a, width, branches = arguments, arguments.heads * arguments.head_dim, options_of(arguments, row)
-    shared = f"--seq-len {a.seq_len}{f' --ranks {a.ranks}' * (a.ranks > 1)} {branches}"
-    plan = f"rda plan {shared} --heads {a.heads} --kv-heads {a.kv_heads} --head-dim {a.head_dim} --dtype {a.dtype}"
-    file = shlex.quote(a.hardware or "").replace(" ", "\0")  # so that no line breaks inside the name
-    plan += " --causal" * a.is_causal + f" --hardware {file}" * (a.hardware is not None)
-    train = f"rda train {shared} --num-layers {a.layers} --embed-dim {width} --num-heads {a.heads} --num-kv-heads "
-    lacking = ["only causal patterns"] * (not a.is_causal) + [f"no odd head dim, as {a.head_dim}"] * (a.head_dim % 2)
-    lacking += ["no single position"] * (a.seq_len < 2)
-    trains = f"rda train cannot: it takes {', '.join(lacking)}" if lacking else indented(f"{train}{a.kv_heads}", " \\")
-    return [indented(plan, " \\"), trains]
+def plan_command(arguments: argparse.Namespace, best: dict[str, Any]) -> str:
+    """The command that plans the pick."""
+    words = [f"rda plan --seq-len {arguments.seq_len} --ranks {arguments.ranks} {options_of(arguments, best)}"]
+    words.append(f"--heads {arguments.heads} --kv-heads {arguments.kv_heads} --head-dim {arguments.head_dim}")
+    words.append(f"--dtype {arguments.dtype}")
+    if arguments.is_causal:
+        words.append("--causal")
+    return " ".join(words)
 
 
-def indented(text: str, end: str = "") -> str:
-    """A long line as several, each but the last with an end."""
-    wrapper = textwrap.TextWrapper(78, " " * 4, " " * 8, break_long_words=False, break_on_hyphens=False)
-    return f"{end}\n".join(wrapper.wrap(text)).replace("\0", " ")
-
-
-def options_of(arguments: argparse.Namespace, row: dict[str, Any]) -> str:
+def options_of(arguments: argparse.Namespace, candidate: dict[str, Any]) -> str:
     # The options of other commands have no word for a whole document, so its length is shown.
-    lengths = (str(arguments.seq_len if w == WHOLE_DOCUMENT else w) for w in row["segment_lengths"])
-    return f"--segment-lengths {' '.join(lengths)} --dilation-rates {' '.join(map(str, row['dilation_rates']))}"
+    lengths = [arguments.seq_len if w == WHOLE_DOCUMENT else w for w in candidate["segment_lengths"]]
+    rates = candidate["dilation_rates"]
+    return f"--segment-lengths {' '.join(map(str, lengths))} --dilation-rates {' '.join(map(str, rates))}"
 
 
-def words(arguments: argparse.Namespace, row: dict[str, Any]) -> list[str]:
-    """What a newcomer should know of the pattern, as sentences."""
-    lines, until = [], " up to itself" * arguments.is_causal
-    columns = (row[name] for name in ("segment_lengths", "dilation_rates", "unread_positions"))
-    for w, r, unread in zip(*columns, strict=True):
-        seen = f"a query sees every key{until}"
-        if r > 1:
-            seen = f"a head takes one in {r:,}: a query there sees every key there{until}, other queries see none"
-        note = f"; {percent(unread / arguments.seq_len)} of the positions are taken by no head" if unread else ""
-        lines.append(f"In each segment of {min(w, arguments.seq_len):,} positions {seen}{note}.")
-    shares, most, layers = row["reach_by_layer"], row["layers_for_most"], counted(arguments.layers, "layer")
-    before, rest = "what came before" if arguments.is_causal else "the sequence", percent(1 - shares[-1])
-    if most is None:
-        is_final = shares[-2:-1] == shares[-1:]
-        remedy = "more layers add nothing: add heads, or lower rates" if is_final else "add layers, or a wider branch"
-        lines.append(f"After {layers} query {row['worst_query']:,} has not heard of {rest} of {before}; {remedy}.")
-    else:
-        share = "all" if row["layers_for_all"] == most else "99 %"
-        lines.append(f"After {counted(most, 'layer')} a query can have heard of {share} of {before}.")
-        if shares[-1] < 1:
-            lines.append(f"After {layers} it can have heard of all but {rest}, which lies at ends of segments.")
-    if (followed := row["queries_followed"]) < arguments.seq_len:
-        lines.append(f"This was computed for {followed:,} queries at starts of segments, where least is heard.")
-    learnt = "What is within reach is not yet learnt: train the candidates on your data, and compare their losses."
-    return [*lines, learnt]
-
-
-def table(arguments: argparse.Namespace, found: list[dict[str, Any]]) -> str:
-    """All candidates with their figures, and the options of those that were not picked."""
-    unheard = f"unheard\nafter {arguments.layers:,}\nlayer{'s' * (arguments.layers > 1)}"
-    sizes = {"largest_received_bytes": "received\nby a rank,\nat most"} if arguments.ranks > 1 else {}
-    sizes |= {"cache_bytes": "decoding\ncache a\nlayer"} if arguments.is_causal else {}
+def table(arguments: argparse.Namespace, candidates: list[dict[str, Any]]) -> str:
+    """All candidates with their figures; below, the options of each."""
+    headers = ["", "of dense\npairs", "largest\nrate", "layers to\nhear 99 %", f"unheard after\n{arguments.layers}"]
+    names = []
+    if arguments.ranks > 1:
+        names.append("largest_received_bytes")
+        headers.append("received\nby a rank")
+    if arguments.is_causal:
+        names.append("cache_bytes")
+        headers.append("decoding\ncache a layer")
     rows = []
-    for i, row in enumerate(found):
-        share, layers = f"1/{1 / row['of_dense']:,.1f}", str(row["layers_for_most"] or f"over {arguments.layers:,}")
-        cells = share, layers, percent(1 - row["reach_by_layer"][-1]), *(size_text(row[name]) for name in sizes)
-        rows.append((f"{i + 1}. {row['rule']}", *cells))
-    headers = ("candidates", "of dense\npairs", "layers to\nhear 99 %", unheard, *sizes.values())
-    options = (f"{i + 1}. {options_of(arguments, row)}" for i, row in enumerate(found) if i)
-    return "\n".join([aligned(headers, rows), *map(wrapped, options)])
+    options = []
+    for number, candidate in enumerate(candidates, start=1):
+        layers = candidate["layers_for_most"] or f"over {arguments.layers}"
+        cells = [f"1/{1 / candidate['of_dense']:,.1f}", f"{max(candidate['dilation_rates']):,}", f"{layers}"]
+        cells.append(percent(1 - candidate["reach_by_layer"][-1]))
+        rows.append((f"{number}. {candidate['rule']}", *cells, *(size_text(candidate[name]) for name in names)))
+        options.append(wrapped(f"{number}. {options_of(arguments, candidate)}"))
+    return "\n".join([aligned(tuple(headers), rows), *options])
 
 
 def percent(share: float) -> str:
     """A share in two digits. Only a share of 0 is shown as 0 %, and only a share of 1 as 100 %."""
-    if share == 0 or share >= 0.99:
-        return "0 %" if share == 0 else "100 %" if share == 1 else "over 99 %"
-    return f"{100 * share:.2g} %"
+    if share in (0, 1):
+        return f"{100 * share:.0f} %"
+    return "over 99 %" if share >= 0.99 else f"{100 * share:.2g} %"

@@ -16,17 +16,17 @@ So every moment is the largest of several sums of durations, and faster hardware
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..plan.dealing import Dealing
+from ..plan.exchange import RankPlan
 from ..plan.plan import Message, Plan
 from ..plan.program import make_program
 from ..plan.rounds import num_rounds
 from ..plan.sizes import Sizes
 from ..plan.step import STAGES, Compute, Deal, Post, Terms, Wait
-from .ledger import row_bytes
 
 
 class Hardware(NamedTuple):
@@ -117,8 +117,23 @@ def model_step(
     also one for each rank, if heads are dealt."""
     network = Network(len(plans), hardware)
     ranks = [_Rank(i, plan, network, sizes, None if dealings is None else dealings[i]) for i, plan in enumerate(plans)]
-    handshake = hardware.handshake(len(plans)) if len(plans) > 1 else 0.0
-    start, seconds = 0.0, []
+    return _run(ranks, network, len(plans))
+
+
+def estimate_step(plans: Mapping[int, RankPlan], num_ranks: int, sizes: Sizes, hardware: Hardware) -> StepTime:
+    """The time of a step in which only these ranks run. Their peers post every message in time.
+
+    An estimate for many ranks. It is mostly too short, because real peers may be late.
+    """
+    network = PromptNetwork(num_ranks, hardware)
+    ranks = [_Rank(rank, found.plan, network, sizes, found.dealing) for rank, found in plans.items()]
+    return _run(ranks, network, num_ranks)
+
+
+def _run(ranks: Sequence["_Rank"], network: "Network", num_ranks: int) -> StepTime:
+    handshake = network.hardware.handshake(num_ranks) if num_ranks > 1 else 0.0
+    start = 0.0
+    seconds_of_stages = []
     for stage in STAGES:
         for rank in ranks:
             rank.now = start
@@ -128,9 +143,11 @@ def model_step(
             before = len(running), network.num_carried
             running = [loop for loop in running if next(loop, "ended") is None]
             assert (len(running), network.num_carried) != before, "ranks wait for each other: not the plans of one job"
-        seconds.append([rank.now - start for rank in ranks])
+        seconds_of_stages.append([rank.now - start for rank in ranks])
         start = max(rank.now for rank in ranks)
-    return StepTime(tuple(RankTime(f, b, r.computing, r.exposed) for f, b, r in zip(*seconds, ranks, strict=True)))
+    forward, backward = seconds_of_stages
+    times = [RankTime(f, b, r.computing, r.exposed) for f, b, r in zip(forward, backward, ranks, strict=True)]
+    return StepTime(tuple(times))
 
 
 # The number of matrix products in each kind of tile. A product has 2 * D operations per pair.
@@ -181,7 +198,7 @@ class _Rank:
     def deal(self, step: Deal) -> list["Side"]:
         assert self.dealing is not None
         place, lengths = self.dealing.place, self.dealing.lengths
-        row = self.sizes.batch * row_bytes(step.name, self.plan, self.sizes)
+        row = self.sizes.batch * _row_bytes(step.name, self.plan, self.sizes)
 
         def sides(rows: Sequence[int]) -> list[Side]:
             first = self.number - place
@@ -201,6 +218,14 @@ class _Rank:
     def wait_until(self, moment: float) -> None:
         self.exposed += max(moment - self.now, 0.0)
         self.now = max(moment, self.now)
+
+
+def _row_bytes(name: str, plan: Plan, sizes: Sizes) -> int:
+    """Bytes that one position takes, over all heads, in the tensor of this name."""
+    num_heads = plan.num_kv_heads if name in ("key", "value", "dk", "dv") else plan.num_heads
+    if name in ("lse", "dlse"):
+        return num_heads * sizes.sum_itemsize
+    return num_heads * sizes.head_dim * sizes.itemsize
 
 
 @dataclass
@@ -251,6 +276,18 @@ class Network:
         self.out_free[sender] = self.in_free[receiver] = passed
         sent.done = received.done = passed + latency
         self.num_carried += 1
+
+
+class PromptNetwork(Network):
+    """The network of a rank whose peers are never late: each message starts when this rank's way is free."""
+
+    def post(self, rank: int, sends: list[Side], receives: list[Side]) -> tuple[list[Side], list[Side]]:
+        for sides, free in ((sends, self.out_free), (receives, self.in_free)):
+            for side in sides:
+                bytes_per_second, latency = self.hardware.network(rank, side.peer)
+                free[rank] = max(side.posted, free[rank]) + side.num_bytes / bytes_per_second
+                side.done = free[rank] + latency
+        return sends, receives
 
 
 def time_text(seconds: float) -> str:

@@ -6,13 +6,11 @@ first of these balances the keys of its branches. The second has no more phases 
 read: such a pattern recalled most of what dense attention did (docs/learning.md, "Recall at a distance").
 In each pattern, w_0 is the largest power of two that keeps the pairs within the budget.
 
-Rates and segment lengths are powers of two (but for the whole sequence), because `reach` needs them to be.
+Rates and segment lengths are powers of two, but for the whole sequence.
 """
 
 from ..pattern import DilatedPattern
-from ..plan.counts import Phases
 from .call_cost import pairs
-from .reach import phases_read
 
 BALANCED, ALL_READ = "two branches", "two branches, all read"
 RULES = {"LongNet, ratio 2": 2, "LongNet, ratio 4": 4, "LongNet, ratio 8": 8, BALANCED: None, ALL_READ: None}
@@ -27,32 +25,24 @@ def suggestions(
     dense = DilatedPattern.dense(is_causal=is_causal)
     if pairs(dense, seq_len, num_heads) <= most_pairs:
         return [(dense, "dense attention")]
-    found: dict[DilatedPattern, str] = {}
+    rule_of: dict[DilatedPattern, str] = {}
     lengths = [SHORTEST * 2**k for k in range(seq_len.bit_length()) if SHORTEST * 2**k < seq_len]
     for rule in RULES:
         for first in reversed(lengths):
             pattern = _pattern(rule, first, seq_len, num_heads, is_causal=is_causal)
             if pairs(pattern, seq_len, num_heads) <= most_pairs:
-                found.setdefault(pattern, rule)
+                rule_of.setdefault(pattern, rule)
                 break
-    return sorted(found.items(), key=lambda each: -pairs(each[0], seq_len, num_heads))
+    return sorted(rule_of.items(), key=lambda each: -pairs(each[0], seq_len, num_heads))
 
 
 def _pattern(rule: str, first: int, seq_len: int, num_heads: int, *, is_causal: bool) -> DilatedPattern:
     """The branches of a rule, the first of which has segments of `first` positions."""
-    if (ratio := RULES[rule]) is not None:
+    ratio = RULES[rule]
+    if ratio is not None:
         return DilatedPattern.longnet(seq_len, first_length=first, ratio=ratio, is_causal=is_causal)
     # A query in a head's phase sees 0.5 to 1 times as many keys of the whole sequence as of its short segment.
     rate = 2 ** ((seq_len - 1) // first).bit_length()
     if rule == ALL_READ:
         rate = min(rate, 2 ** (num_heads.bit_length() - 1))
     return DilatedPattern((first, seq_len), (1, rate), is_causal=is_causal)
-
-
-def unread_positions(pattern: DilatedPattern, seq_len: int, num_heads: int) -> list[int]:
-    """For each branch: the number of positions that lie in no head's phase."""
-    found = []
-    for branch, (w, r) in enumerate(pattern.branches):
-        phases = Phases(sorted(phases_read(pattern, branch, num_heads)), r)
-        found.append(seq_len - seq_len // w * phases.rows(w) - phases.rows(seq_len % w))
-    return found

@@ -1,6 +1,6 @@
 """What a rank does, step by step, in one forward or backward. Pure integers, no torch.
 
-    plan -> program -> {carried out (run/executor.py), weighed (forecast/ledger.py), timed (forecast/clock.py)}
+    plan -> program -> {carried out (run/executor.py), weighed (simulate/weighing.py), timed (forecast/clock.py)}
 
 This file alone decides the order of steps: on one device, in a ring (arXiv 2310.01889), with all chunks in one round
 (`plan.gathered`) and with heads dealt to ranks. A whole program is made before its first step is carried out.
@@ -12,7 +12,6 @@ s, counted from 0. Backward has two more, of gradients. Except dealt heads, a ra
 
 from collections.abc import Iterable
 from functools import lru_cache
-from itertools import islice
 
 from . import step as steps
 from .plan import Message, Plan, Tile
@@ -226,8 +225,6 @@ class _Maker:
         if packing and self.copied(tile, keys):
             fewest_heads = 4 if self.stage == "backward" else 1  # in backward a thread takes whole heads
             calls = tile.split(packing.max_rows // self.terms.batch, fewest_heads)
-        if self.terms.is_brief:
-            calls = islice(calls, 2)
         return ((call, entry) for call in calls for entry in self.entries(call))
 
     def copied(self, tile: Tile, keys: str) -> tuple[str, ...]:
@@ -282,4 +279,4 @@ class _Maker:
         folds = self.terms.folds and self.plan.num_rows == rows.segments * rows.segment_step
         if batch == 1 or rows.segments == 1 or folds:
             return (None,)
-        return range(min(batch, 2) if self.terms.is_brief else batch)
+        return range(batch)

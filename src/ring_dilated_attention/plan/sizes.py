@@ -1,9 +1,9 @@
 """The sizes of a call's tensors, and the traits of a kernel on which programs and memory depend. No torch."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from .step import Compute, Packing
+from .step import Packing
 
 
 class Sizes(NamedTuple):
@@ -28,5 +28,6 @@ class Sizes(NamedTuple):
 class Traits(NamedTuple):
     """The traits of a kernel on which programs and memory depend."""
 
-    scratch: Callable[[Compute, Sizes, int], int]  # (step, sizes, query heads) -> bytes that a call takes and frees
+    # (query, key, dout or None, threads) -> bytes that a kernel's call takes and frees beside its results.
+    scratch: Callable[[Any, Any, Any, int], int]
     packing: Packing | None = None  # the tiles whose rows are first copied side by side; None if no tile's are

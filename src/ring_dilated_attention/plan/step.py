@@ -42,7 +42,6 @@ class Terms(NamedTuple):
     packing: Packing | None = None
     distances: tuple[int, int] = (0, 0)  # bytes from one position to the next in query, and in key and value
     itemsize: int = 4  # bytes of an element of these
-    is_brief: bool = False  # list two calls of a tile and two batch entries, which suffice to find the peak of memory
 
 
 class Deal(NamedTuple):

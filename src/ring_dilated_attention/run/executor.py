@@ -4,7 +4,7 @@ B batch, N positions, H query heads, G key/value heads, M rows of a tile, D head
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple, get_args
 
@@ -15,6 +15,7 @@ from ..kernels.contract import BackwardRows, Kernel
 from ..plan import step as steps
 from ..plan.dealing import Dealing
 from ..plan.exchange import RankPlan
+from ..plan.plan import Plan
 from ..plan.program import program_of
 from ..plan.rows import Block, Rows
 from ..plan.step import CACHED_ROWS, OWN_ROWS, BufferSlice, Terms
@@ -27,7 +28,7 @@ class Means(NamedTuple):
     """The means by which a rank carries out its programs.
 
     link: connects ranks that exchange chunks. dealer: connects ranks that deal heads to each other. factor: multiplies
-    dq before dq is rounded, so that float16 can hold dq.
+    dq before dq is rounded, so that float16 can hold dq. program: makes a stage's program.
     """
 
     kernel: Kernel
@@ -35,6 +36,7 @@ class Means(NamedTuple):
     link: Link | None = None
     dealer: Dealer | None = None
     factor: float = 1.0
+    program: Callable[[Plan, str, Terms], Iterable[steps.Step]] = program_of
 
 
 def forward(
@@ -86,7 +88,7 @@ class _Executor:
             distances=self.distances(),
             itemsize=self.dtype.itemsize,
         )
-        for step in program_of(self.plan, self.stage, terms):
+        for step in self.means.program(self.plan, self.stage, terms):
             self.do[type(step)](self, step)
         return self.alive
 

@@ -128,12 +128,13 @@ class Hyperparameters:
         return LongNetConfig.of_run(asdict(self))
 
     def num_training_bytes(self) -> int:
-        """About the bytes of parameters, gradients and optimiser state in float32: those of the matrices."""
-        width = self.embed_dim
-        kv_width = width // self.num_heads * (self.num_kv_heads or self.num_heads)
-        of_blocks = self.num_layers * width * (2 * width + 2 * kv_width + 8 * width)
-        num_moments = 1 if self.optimizer == "muon" else 2
-        return 4 * ((2 + num_moments) * of_blocks + 4 * 2 * 256 * width)
+        """About the bytes of parameters, gradients and optimiser state in float32: those of all matrices."""
+        num_kv_heads = self.num_kv_heads or self.num_heads
+        kv_width = self.embed_dim // self.num_heads * num_kv_heads
+        block_matrices = self.embed_dim * (2 * self.embed_dim + 2 * kv_width + 8 * self.embed_dim)
+        num_parameters = self.num_layers * block_matrices + 2 * 256 * self.embed_dim
+        with_one_moment = self.num_layers * block_matrices if self.optimizer == "muon" else 0  # others have two
+        return 4 * (4 * num_parameters - with_one_moment)
 
     def to_dict(self) -> dict[str, Any]:
         """A dict that JSON gives back as it was: with lists for tuples."""

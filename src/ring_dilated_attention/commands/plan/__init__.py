@@ -1,1 +1,1 @@
-"""`rda plan`, `rda plan model` and `rda plan compare`. No torch."""
+"""`rda plan` and `rda plan model`."""

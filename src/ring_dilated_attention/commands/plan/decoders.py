@@ -1,0 +1,93 @@
+"""The decoders that `rda plan model` weighs: LongNetLM, and any model of transformers that runs dilated attention."""
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...attention import save_attention
+from ...forecast.model_weight import Decoder, DecoderWithLoss, count_decoder
+from ...models.longnet import LongNetLM
+from ...models.longnet_config import LongNetConfig
+from ...pattern import DilatedPattern
+from ..output import check_installed
+
+# Fields of a config.json, by the option of `rda plan model` that says the same.
+FIELDS = {
+    "layers": "num_hidden_layers",
+    "embed_dim": "hidden_size",
+    "ffn_dim": "intermediate_size",
+    "vocab": "vocab_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+}
+
+
+def longnet_decoder(config: LongNetConfig) -> Decoder:
+    def make(num_layers: int, is_checkpointed: bool) -> DecoderWithLoss:
+        fields = {**vars(config), "num_layers": num_layers}
+        with torch.device("meta"):
+            model = LongNetLM(LongNetConfig(**fields), activation_checkpointing=is_checkpointed)
+        head = model.head
+        model.head = nn.Identity()  # type: ignore[assignment]
+        return DecoderWithLoss(model, head, config.vocab_size)
+
+    head_dim = config.embed_dim // config.num_heads
+    num_kv_heads = config.num_kv_heads or config.num_heads
+    return count_decoder("a LongNetLM", make, config.num_layers, config.num_heads, num_kv_heads, head_dim)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The fields of a config.json. A ValueError if it cannot be read."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        fields = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"--config {file} cannot be read as JSON: {error}") from error
+    if not isinstance(fields, dict) or "model_type" not in fields:
+        raise ValueError(f"--config {file} has no model_type: it is no config.json of transformers")
+    return fields
+
+
+def transformers_decoder(fields: dict[str, Any], pattern: DilatedPattern) -> Decoder:
+    """The model of a config.json with this pattern. A ValueError if it cannot be made or cannot run the pattern."""
+    check_installed(["transformers"], "hf", "--config ")
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    from ...integrations.transformers import convert_to_dilated
+
+    family = fields["model_type"]
+    if family not in CONFIG_MAPPING:
+        raise ValueError(f"--config: transformers knows no model_type {family!r}")
+    given = {name: value for name, value in fields.items() if name not in ("model_type", "dilated_attention")}
+    try:
+        config = CONFIG_MAPPING[family](**given)
+        num_layers = config.num_hidden_layers
+        config.num_hidden_layers = 2  # `count_decoder` needs no more
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:2]
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        convert_to_dilated(model, pattern)
+    except Exception as error:  # whatever a model's code raises for fields that do not fit
+        raise ValueError(f"--config: transformers' {family} with dilated attention: {error}") from error
+
+    def make(num_blocks: int, is_checkpointed: bool) -> DecoderWithLoss:
+        copied = deepcopy(model)
+        blocks = max((x for x in copied.modules() if isinstance(x, nn.ModuleList)), key=len)
+        del blocks[num_blocks:]
+        copied.config.num_hidden_layers = num_blocks
+        copied.config.use_cache = False
+        copied.train()
+        if is_checkpointed:
+            options = {"use_reentrant": False, "context_fn": save_attention}
+            copied.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        return DecoderWithLoss(copied.base_model, copied.get_output_embeddings(), config.vocab_size)
+
+    num_heads = config.num_attention_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return count_decoder(f"transformers' {family}", make, num_layers, num_heads, num_kv_heads, head_dim)

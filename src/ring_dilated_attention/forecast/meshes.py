@@ -1,0 +1,187 @@
+"""Ranks all meshes of a number of devices, data x sequence, for the training of a decoder, by tokens per second.
+
+For each mesh: the exchange and sharding in which the attention is fastest, and then the fastest of the ways to hold
+activations and states that fits the memory.
+"""
+
+from collections.abc import Callable
+from itertools import product
+from math import gcd
+from typing import NamedTuple
+
+from ..pattern import DilatedPattern
+from ..plan.sizes import Sizes
+from ..simulate.weighing import DTYPES, AttentionWeight
+from .call_cost import MOST_TIMED, Exchange, Figures, PlannedCall, forecast
+from .clock import Hardware
+from .exchanges import alternatives, best_of
+from .model_weight import ACTIVATIONS, FLOAT, Decoder, ModelMemory, model_memory, weigh_activations
+
+
+class Training(NamedTuple):
+    """The training of a decoder. batch: sequences in a step of each group of devices that shares a sequence."""
+
+    decoder: Decoder
+    pattern: DilatedPattern
+    seq_len: int
+    batch: int
+    itemsize: int  # of activations
+    kernel: str
+    num_threads: int = 1
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(self.batch, self.decoder.head_dim, self.itemsize, self.num_threads)
+
+    def attention(self, num_ranks: int) -> PlannedCall:
+        """One layer's attention, on the devices that share a sequence."""
+        heads = self.decoder.num_heads, self.decoder.num_kv_heads
+        return PlannedCall(self.pattern, self.seq_len, num_ranks, *heads, self.sizes)
+
+
+class Mesh(NamedTuple):
+    """`data` groups of `sequence` devices that share a sequence."""
+
+    data: int
+    sequence: int
+
+    @property
+    def num_ranks(self) -> int:
+        return self.data * self.sequence
+
+    def __str__(self) -> str:
+        return f"{self.data}x{self.sequence}"
+
+
+class MeshPlan(NamedTuple):
+    """A mesh, and how a model is best trained on it. Seconds are of a step."""
+
+    mesh: Mesh
+    exchange: Exchange
+    sharding: str
+    activations: str  # one of ACTIVATIONS
+    is_cut: bool  # whether FSDP2 cuts parameters, gradients and optimiser state over all devices
+    memory: ModelMemory
+    fits: bool
+    matrices_seconds: float
+    attention_seconds: float
+    gradients_seconds: float
+    tokens_per_second: float
+    is_about: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.matrices_seconds + self.attention_seconds + self.gradients_seconds
+
+
+def all_meshes(num_ranks: int, seq_len: int) -> list[Mesh]:
+    sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0 and size <= seq_len]
+    return [Mesh(num_ranks // size, size) for size in sizes]
+
+
+def ranked_meshes(
+    training: Training,
+    num_ranks: int,
+    hardware: Hardware,
+    memory_bytes: float,
+    step: Callable[[], object] = lambda: None,
+) -> list[MeshPlan]:
+    """A plan of every mesh: those that fit first, the fastest first. step: called after each mesh."""
+    plans = []
+    for mesh in all_meshes(num_ranks, training.seq_len):
+        plans.append(plan_mesh(training, mesh, hardware, memory_bytes))
+        step()
+    return sorted(plans, key=lambda plan: (not plan.fits, -plan.tokens_per_second if plan.fits else plan.memory.total))
+
+
+def plan_mesh(training: Training, mesh: Mesh, hardware: Hardware, memory_bytes: float) -> MeshPlan:
+    """The fastest way that fits; if none does, the one that holds least."""
+    exchange, sharding, attention, weight = _attention(training, mesh, hardware)
+    rows = -(-training.seq_len // mesh.sequence)
+    dtype = DTYPES[training.itemsize]
+    held = weigh_activations(training.decoder, training.batch, rows, dtype, weight)
+    plans = []
+    for activations, is_cut in product(ACTIVATIONS, (False, True)):
+        if is_cut and mesh.num_ranks == 1:
+            continue
+        memory = model_memory(training.decoder, held[activations], mesh.num_ranks if is_cut else 1, training.itemsize)
+        times = _seconds(training, mesh, attention.seconds, hardware, is_again=activations != "kept", is_cut=is_cut)
+        tokens = training.batch * mesh.data * training.seq_len
+        plans.append(
+            MeshPlan(
+                mesh,
+                exchange,
+                sharding,
+                activations,
+                is_cut,
+                memory,
+                memory.total <= memory_bytes,
+                *times,
+                tokens_per_second=tokens / sum(times),
+                is_about=attention.is_about,
+            )
+        )
+    fitting = [plan for plan in plans if plan.fits]
+    if not fitting:
+        return min(plans, key=lambda plan: plan.memory.total)
+    return max(fitting, key=lambda plan: (plan.tokens_per_second, -ACTIVATIONS.index(plan.activations)))
+
+
+def _attention(training: Training, mesh: Mesh, hardware: Hardware) -> tuple[Exchange, str, Figures, AttentionWeight]:
+    """One layer's attention, the fastest way; timed, and weighed on the rank that holds most."""
+    call = training.attention(mesh.sequence)
+    among = _of_a_group(mesh, hardware)
+    exchange, sharding = Exchange(), "contiguous"
+    if mesh.sequence > MOST_TIMED:
+        sharding = "zigzag"
+    elif mesh.sequence > 1:
+        best = best_of(alternatives(call, among))
+        assert best is not None
+        exchange, sharding = best.exchange, best.sharding
+    job = call.job(sharding, exchange.inner)
+    figures = forecast(job, exchange, call.sizes, kernel=training.kernel, hardware=among)
+    weights = [rank.weight for rank in figures.ranks if rank.weight is not None]
+    return exchange, sharding, figures, max(weights, key=lambda weight: weight.peak)
+
+
+def _of_a_group(mesh: Mesh, hardware: Hardware) -> Hardware:
+    """The hardware of consecutive devices that share a sequence. If groups do not fill hosts, hosts are smaller."""
+    size = hardware.gpus_per_host
+    if size is None or mesh.data == 1 or mesh.num_ranks <= size:
+        return hardware
+    return hardware._replace(gpus_per_host=gcd(size, mesh.sequence))
+
+
+def _seconds(
+    training: Training, mesh: Mesh, attention_seconds: float, hardware: Hardware, *, is_again: bool, is_cut: bool
+) -> tuple[float, float, float]:
+    """Seconds of a step: the products with weights, the attention of all layers, the sum of gradients. The optimiser's
+    own work is not counted. is_again: the forward runs again, without its attention."""
+    rows = training.batch * -(-training.seq_len // mesh.sequence)
+    times = 4 if is_again else 3  # 1 for the forward, 2 for the backward, 1 for the forward again
+    flops = 2 * times * rows * training.decoder.matrix_entries
+    attention = training.decoder.num_layers * attention_seconds
+    return flops / hardware.flops_per_second, attention, _gradient_seconds(training, mesh, hardware, is_cut=is_cut)
+
+
+def _gradient_seconds(training: Training, mesh: Mesh, hardware: Hardware, *, is_cut: bool) -> float:
+    """The gradients are summed by a scatter and a gather. If states are cut, parameters are gathered twice and
+    gradients scattered once (FSDP2). Bytes pass within hosts; between hosts pass those of one device of each host."""
+    num_ranks = mesh.num_ranks
+    inside = min(hardware.gpus_per_host or 1, num_ranks)
+    rate_inside = hardware.network(0, inside - 1)[0]
+    rate_between = hardware.network(0, num_ranks - 1)[0]
+    seconds_a_byte = (1 - 1 / inside) / rate_inside + (1 / inside - 1 / num_ranks) / rate_between
+    num_bytes = training.decoder.num_parameters * max(FLOAT, training.itemsize)
+    return num_bytes * (3 if is_cut else 2) * seconds_a_byte
+
+
+def fewest_devices(training: Training, hardware: Hardware, memory_bytes: float, most: int) -> list[MeshPlan] | None:
+    """The ranked meshes of the fewest devices, 1, 2, 4 and so on, on which the model fits; None if none suffice."""
+    num_ranks = 1
+    while num_ranks <= min(most, training.seq_len):
+        # A device holds least where all devices share each sequence.
+        if plan_mesh(training, Mesh(1, num_ranks), hardware, memory_bytes).fits:
+            return ranked_meshes(training, num_ranks, hardware, memory_bytes)
+        num_ranks *= 2
+    return None

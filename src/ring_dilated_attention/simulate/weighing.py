@@ -1,0 +1,170 @@
+"""Weighs an attention call on one rank: its programs are carried out on tensors of the device "meta", which have sizes
+and no data, and the bytes that exist at once are counted.
+
+B batch (in a tile: segments too), N positions, H query heads, G key/value heads, M query rows, L key rows, D head dim.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice, takewhile
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.contract import BackwardRows, Kernel
+from ..kernels.traits import TRAITS
+from ..plan.collection import without_collection
+from ..plan.exchange import RankPlan
+from ..plan.plan import Hop, Plan, Tile
+from ..plan.program import make_program
+from ..plan.rows import Rows
+from ..plan.sizes import Sizes, Traits
+from ..plan.step import Add, Compute, Free, Home, Merge, Pack, Post, Step, Take, Terms, Wait, Zero
+from ..run import executor
+from ..run.executor import Means
+from .measuring import Held
+
+# With more hops, only two hops of each kind are weighed.
+MOST_HOPS = 64
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by itemsize
+
+
+class AttentionWeight(NamedTuple):
+    """The most bytes that a rank holds in a forward, and in its backward; and the bytes that it is given in each.
+
+    Given are query, key and value; in the backward also out, lse and out's gradient.
+    """
+
+    forward: int
+    backward: int
+    given_forward: int
+    given_backward: int
+
+    @property
+    def peak(self) -> int:
+        return max(self.forward, self.backward)
+
+
+class MetaKernel:
+    """Makes results of the shapes, dtypes and strides that `kernels/contract.py` states, and a kernel's scratch."""
+
+    ops: Callable[[Tensor], dict[str, str | None]] | None = None
+
+    def __init__(self, name: str, num_threads: int, traits: Traits | None = None) -> None:
+        self.NAME = name
+        self.TRAITS = TRAITS[name] if traits is None else traits
+        self.num_threads = num_threads
+
+    def why_not(self, query: Tensor) -> str | None:
+        return None
+
+    def forward(
+        self, q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        lse_BHM = q_BHMD.new_empty(q_BHMD.shape[:3], dtype=torch.promote_types(q_BHMD.dtype, torch.float32))
+        out_BHMD = _empty_like(q_BHMD)
+        self._take_scratch(q_BHMD, k_BGLD, dout_BHMD=None)
+        return out_BHMD, lse_BHM
+
+    def backward(self, rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        gradients = _empty_like(rows.query), _empty_like(rows.key), _empty_like(rows.value)
+        self._take_scratch(rows.query, rows.key, rows.dout)
+        return gradients
+
+    def _take_scratch(self, q_BHMD: Tensor, k_BGLD: Tensor, dout_BHMD: Tensor | None) -> None:
+        """Take and free the kernel's scratch beside the results."""
+        num_bytes = self.TRAITS.scratch(q_BHMD, k_BGLD, dout_BHMD, self.num_threads)
+        q_BHMD.new_empty(num_bytes, dtype=torch.uint8)
+
+
+def _empty_like(x_BHMD: Tensor) -> Tensor:
+    """The heads of a row lie side by side, as kernels return them."""
+    batch, num_heads, num_rows, head_dim = x_BHMD.shape
+    return x_BHMD.new_empty(batch, num_rows, num_heads, head_dim).transpose(1, 2)
+
+
+class MetaDealer:
+    """Brings what other ranks would send."""
+
+    def all_to_all_single(self, tensors: Any, sizes: Any, like: Tensor, moment: str) -> list[Tensor]:
+        return list(like.new_empty(sum(sizes)).split(list(sizes)))
+
+
+@without_collection()
+def weigh_attention(rank_plan: RankPlan, sizes: Sizes, kernel: str, traits: Traits | None = None) -> AttentionWeight:
+    """What one call holds on the plan's rank. kernel: its name. traits: those to take in place of the kernel's own."""
+    plan, dealing = rank_plan
+    dealt = 1 if dealing is None else dealing.size
+    dtype = DTYPES[sizes.itemsize]
+
+    def rows(num_heads: int) -> Tensor:
+        shape = sizes.batch, rank_plan.num_rows, num_heads * dealt, sizes.head_dim
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    query, key, value = rows(plan.num_heads), rows(plan.num_kv_heads), rows(plan.num_kv_heads)
+    meta_kernel: Kernel = MetaKernel(kernel, sizes.num_threads, traits)
+    means = Means(meta_kernel, 1.0, dealer=MetaDealer(), program=brief_program)
+    rank_plan = rank_plan._replace(plan=_with_few_hops(plan))
+    with Held([query, key, value]) as forward:
+        out, lse = executor.forward(rank_plan, means, query, key, value)
+    dout = rows(plan.num_heads)
+    given = BackwardRows(dout, None, query, key, value, out, lse)
+    with Held(given) as backward:
+        executor.backward(rank_plan, means, given)
+    bytes_forward = sum(x.nbytes for x in (query, key, value))
+    bytes_backward = bytes_forward + sum(x.nbytes for x in (dout, out, lse))
+    return AttentionWeight(forward.peak_bytes, backward.peak_bytes, bytes_forward, bytes_backward)
+
+
+def brief_program(plan: Plan, stage: str, terms: Terms) -> Iterator[Step]:
+    """The program without the steps that take and free nothing, and with two kernel calls of each kind.
+
+    Two show the peak: the second runs while the results of the first are held. Calls are of one kind if they have equal
+    sizes and strides, equal uses of their results, and buffers of equal size beside them.
+    """
+    program = make_program(plan, stage, terms)
+    buffers: dict[str, int] = {}
+    num_calls = Counter[tuple]()
+    is_kept = True
+    for number, step in enumerate(program):
+        match step:
+            case Pack(name, size) | Take(name, size):
+                buffers[name] = size
+            case Free(names):
+                for name in names:
+                    buffers.pop(name, None)
+            case Compute(tile, entry, _, keys, copied):
+                uses = takewhile(lambda later: not isinstance(later, Compute), islice(program, number + 1, number + 9))
+                hows = tuple(later.how for later in uses if isinstance(later, Merge | Add))
+                kind = (*_kind(tile), entry is None, keys, copied, hows, sum(buffers.values()))
+                num_calls[kind] += 1
+                is_kept = num_calls[kind] <= 2
+        if isinstance(step, Post | Wait | Zero | Home):
+            continue
+        if is_kept or not isinstance(step, Compute | Merge | Add):
+            yield step
+
+
+def _kind(tile: Tile) -> tuple[object, ...]:
+    """Equal for tiles whose rows differ only in where they lie."""
+    query = tile.query._replace(first=0, heads=range(len(tile.query.heads)))
+    if isinstance(tile.key, Rows):
+        return query, tile.key._replace(first=0, heads=range(len(tile.key.heads)))
+    return query, len(tile.key.heads), tile.key.num_rows
+
+
+def _with_few_hops(plan: Plan) -> Plan:
+    """The plan; if it has more than MOST_HOPS hops, with two hops of each kind and the last."""
+    if len(plan.hops) <= MOST_HOPS:
+        return plan
+    num_hops = Counter[tuple]()
+    kept: list[Hop] = []
+    for hop in plan.hops:
+        own_chunks = tuple(message.size for message in hop.sends if message.owner == plan.rank)
+        kind = (tuple(map(_kind, hop.tiles)), own_chunks)
+        num_hops[kind] += 1
+        if num_hops[kind] <= 2 or hop is plan.hops[-1]:
+            kept.append(hop)
+    return replace(plan, hops=tuple(kept))

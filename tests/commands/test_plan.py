@@ -1,0 +1,224 @@
+"""`rda plan` and `rda plan model`: what they print, refuse and draw."""
+
+import json
+
+import pytest
+from matplotlib.image import imread
+
+from ring_dilated_attention.commands import cli
+from ring_dilated_attention.commands.hardware import PRESETS, Machine, as_toml, machine_of
+from ring_dilated_attention.commands.plan.picture import branches_by_pair
+from ring_dilated_attention.forecast.call_cost import Exchange, PlannedCall, forecast
+from ring_dilated_attention.forecast.clock import Hardware
+from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan.sizes import Sizes
+from ring_dilated_attention.reference import multiplicity
+
+PLAN = ["plan", "--seq-len", "8Ki", "--segment-lengths", "1Ki", "8Ki", "--dilation-rates", "1", "8", "--causal"]
+MODEL = ["plan", "model", "--layers", "3", "--embed-dim", "64", "--heads", "4", "--seq-len", "8Ki", "--segment-lengths"]
+MODEL += ["1Ki", "8Ki", "--dilation-rates", "1", "4"]
+
+
+def printed(capsys, *argv):
+    assert cli.main(list(argv)) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *argv):
+    assert cli.main(list(argv)) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("exchange", ["ring", "all_gather", "all_to_all"])
+def test_the_figures_are_the_forecasts(exchange, capsys):
+    """In JSON, and in the text with their units."""
+    argv = [*PLAN, "--ranks", "4", "--heads", "8", "--exchange", exchange, "--flops", "1e11", "--bandwidth", "1e9"]
+    made = json.loads(printed(capsys, *argv, "--json"))
+    call = PlannedCall(DilatedPattern((1024, 8192), (1, 8), is_causal=True), 8192, 4, 8, 8, Sizes(1, 64, 4))
+    figures = forecast(call.job(), Exchange(exchange), call.sizes, kernel="cpu", hardware=Hardware(1e11, 1e9))
+    assert made["step"]["step_seconds"] == figures.seconds
+    assert made["peak_bytes"] == figures.peak_bytes
+    assert [row["sent_bytes"] for row in made["ranks"]] == [rank.sent for rank in figures.ranks]
+    assert [row["peak_bytes"] for row in made["ranks"]] == [rank.weight.peak for rank in figures.ranks]
+    assert made["flops"] == sum(row["flops"] for row in made["ranks"]) == 14 * 64 * figures.pairs
+    assert len(made["alternatives"]) == 8
+    out = printed(capsys, *argv)
+    assert f"modelled step: {figures.time_text}" in out
+    assert "exchange           sharding" in out
+
+
+def test_many_ranks_are_about(capsys):
+    argv = ["plan", "--seq-len", "8Ki", "--segment-lengths", "8Ki", "--dilation-rates", "1", "--ranks", "128"]
+    out = printed(capsys, *argv, "--hardware", "h100", "--dtype", "bfloat16")
+    assert "a rank holds at most about " in out
+    assert "(128 ranks; shown are those that stand out)" in out
+    assert "modelled step: about " in out
+    assert "with more than 64 ranks" in " ".join(out.split())
+
+
+def test_documents_reach_the_plan(capsys):
+    argv = [*PLAN, "--ranks", "2", "--documents", "5000", "3192"]
+    assert {row["sharding"] for row in json.loads(printed(capsys, *argv, "--json"))["alternatives"]} == {
+        *("contiguous", "zigzag", "zigzag_documents")
+    }
+    assert "--documents add up to 9" in refused(capsys, *PLAN, "--documents", "5", "4")
+
+
+def test_the_kernel_is_that_of_the_hardware(capsys):
+    argv = [*PLAN, "--dtype", "bfloat16", "--json"]
+    assert json.loads(printed(capsys, *argv))["kernel"] == "cpu"
+    on_gpu = json.loads(printed(capsys, *argv, "--hardware", "h100"))
+    assert on_gpu["kernel"] == "sdpa"
+    assert on_gpu["peak_bytes"] != json.loads(printed(capsys, *argv))["peak_bytes"]
+    assert json.loads(printed(capsys, *argv, "--hardware", "h100", "--kernel", "cpu"))["kernel"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--memory", "80"], "--memory 80 must be from 1.04858e+06 to 1e+15 bytes; 80 GB are 8e10: which unit"),
+        (["--latency", "4"], "--latency 4 must be from 0 to 0.1 seconds; 5 µs are 5e-6: which unit"),
+        (["--bandwidth", "50"], "--bandwidth 50 must be from 1e+06 to 1e+14 bytes in a second"),
+        (
+            ["--hardware", "h100-nvlink", "--ranks", "32"],
+            "is one host of 8 GPUs, and 32 need 4 hosts: take --hardware h100",
+        ),
+        (["--flops", "1e12"], "missing --bandwidth: a time needs --flops and --bandwidth"),
+        (["--bandwidth", "1e9", "--gpus-per-host", "4"], "one network of all"),
+        (["--ranks", "9000"], "choose at most 8,192 ranks"),
+        (["--align", "8192", "--ranks", "2"], "--align 8192 leaves 1 of 2 ranks without positions"),
+        (["--sharding", "zigzag_documents"], "needs --documents"),
+        (["--picture", "x"], "name one NAME.png"),
+        (["--dtype", "float32"], "has the rate of 16-bit types"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(more, message, capsys):
+    argv = [*PLAN, "--dtype", "bfloat16"]
+    if "--flops" not in more and "--hardware" not in more:
+        argv += ["--hardware", "h100"]
+    assert message in " ".join(refused(capsys, *argv, *more).split())
+
+
+def test_a_bandwidth_replaces_that_of_all_networks(capsys):
+    argv = [*PLAN, "--ranks", "8", "--dtype", "bfloat16", "--hardware", "h100", "--json"]
+    given = json.loads(printed(capsys, *argv, "--bandwidth", "1G"))["hardware"]
+    assert given["bytes_per_second"] == 1e9
+    assert "host_bytes_per_second" not in given
+    late = json.loads(printed(capsys, *argv, "--latency", "1e-5"))["hardware"]
+    assert late["latency_seconds"] == late["host_latency_seconds"] == 1e-5
+
+
+def test_all_meshes_are_ranked(capsys):
+    made = json.loads(printed(capsys, *MODEL, "--gpus", "4", "--json"))
+    meshes = [(row["mesh"]["data"], row["mesh"]["sequence"]) for row in made["meshes"]]
+    assert sorted(meshes) == [(1, 4), (2, 2), (4, 1)]
+    speeds = [row["tokens_per_second"] for row in made["meshes"]]
+    assert speeds == sorted(speeds, reverse=True)
+    assert made["kernel"] == "sdpa"
+
+
+def test_the_first_line_is_the_answer(capsys):
+    out = printed(capsys, *MODEL, "--gpus", "4", "--tokens", "1e9")
+    assert " ".join(out.split()).startswith(
+        "No sharing of sequences is needed: each of 4 GPUs trains on sequences of its"
+    )
+    assert "tokens/s" in out
+    assert "One GPU is enough" in printed(capsys, *MODEL)
+    long = [*MODEL, "--seq-len", "1Mi", "--memory"]
+    assert "Take the mesh 1x" in printed(capsys, *long, "1G", "--gpus", "8")
+    assert "It does not fit on 2 GPUs" in printed(capsys, *long, "100M", "--gpus", "2")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--embed-dim", "65"], "embed_dim=65 over num_heads=4"),
+        (["--layers", "1e12", "--embed-dim", "1e6"], "has more than 1e+15 parameters"),
+        (["--memory", "80"], "80 GB are 8e10"),
+        (["--flops", "1e12", "--bandwidth", "1e9"], "the memory of a GPU is not known: give --memory"),
+        (["--memory", "2M"], "fit on no number of GPUs"),
+        (["--config", "nowhere"], "--config nowhere cannot be read as JSON"),
+        (["--tokens", "0.5"], "--tokens must be from 1"),
+    ],
+)
+def test_models_that_cannot_be_are_refused(more, message, capsys):
+    assert message in refused(capsys, *MODEL, *more)
+
+
+def test_a_runs_folder_is_planned(tmp_path, capsys, monkeypatch):
+    fields = {"num_layers": 2, "embed_dim": 64, "num_heads": 4, "num_kv_heads": None, "seq_len": 4096}
+    fields |= {"segment_lengths": [4096], "dilation_rates": [1]}
+    module = "ring_dilated_attention.commands.plan.model"
+    monkeypatch.setattr(f"{module}.find_checkpoint", lambda path: path)
+    monkeypatch.setattr(f"{module}.read_state", lambda path: {"hyperparameters": fields})
+    made = json.loads(printed(capsys, "plan", "model", "--config", str(tmp_path), "--json"))
+    assert made["num_parameters"] == 2 * (12 * 64 * 64 + 20 * 64) + 2 * 256 * 64 + 2 * 64
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        DilatedPattern((8, 16, 32), (1, 2, 4), is_causal=True),
+        DilatedPattern((5, 20), (3, 4), phase="blocked"),
+        DilatedPattern((7, 24), (2, 3), heads="split"),
+    ],
+)
+def test_cells_of_a_picture_are_the_definition(pattern):
+    expected = multiplicity(pattern, 29, 4)
+    for head in range(4):
+        cells = branches_by_pair(pattern, 29, 4, head)
+        assert [[len(branches) for branches in row] for row in cells] == expected[head].tolist()
+
+
+def test_pictures_are_made_and_nothing_is_overwritten(tmp_path, capsys):
+    for seq_len in ("32", "8Ki"):
+        path = tmp_path / f"{seq_len}.png"
+        printed(capsys, *PLAN[:1], "--seq-len", seq_len, *PLAN[3:], "--picture", str(path))
+        assert imread(path).std() > 0.1
+    (tmp_path / "mine.png").write_bytes(b"mine")
+    refused(capsys, *PLAN, "--picture", str(tmp_path / "mine.png"))
+    assert (tmp_path / "mine.png").read_bytes() == b"mine"
+
+
+def test_hardware_files_come_back(tmp_path):
+    machine = Machine(Hardware(1.5e11, 2e9, 3e-4, 1.2e11, 1e-5, 2e-3), 4, 10**10, 'measured on "this"', "sdpa")
+    path = tmp_path / "here.toml"
+    path.write_text(as_toml(machine, ["a note"]))
+    assert machine_of(str(path)) == machine._replace(source="measured on 'this'")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("flops_per_second = 1e12", "has no table [hardware]"),
+        ("[hardware]\nbytes_per_second = 1e9", "lacks flops_per_second"),
+        ("[hardware]\nflops_per_second = 500\nbytes_per_second = 1e9", "500 seems to be in another unit"),
+        ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = -1e9", "-1e+09 must be positive"),
+        ('[hardware]\nflops_per_second = 1e12\nbytes_per_second = "50 GB/s"', "must be a plain number of bytes"),
+        ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nlatency_seconds = 25", "another unit"),
+        ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nlatency_seconds = 0.9", "another unit"),
+        ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nlatency_seconds = 0.1", "5 µs are 5e-6"),
+        ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\ncall_seconds = 5", "another unit"),
+        ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = 50000", "50000 seems to be in another unit"),
+        ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = 4e17", "bytes in a second, one way; 50 GB/s"),
+        ("[hardware]\nflops_per_second = 5e17\nbytes_per_second = 1e9", "FLOPs in a second; 500 TFLOP/s are 5e14"),
+        ("[hardware]\nflops_per_second = 500_000\nbytes_per_second = 1e9", "500000 seems to be in another unit"),
+        ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\ndtype = [1]", "dtype = [1] is unknown"),
+        (f"[hardware]\nflops_per_second = 1{'0' * 400}\nbytes_per_second = 1e9", "must be a plain number"),
+        ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nspeed = 25", "speed is unknown"),
+        ("[hardware]\nflops_per_second = 1e12\nkernel = 'gpu'", "kernel = 'gpu' is unknown"),
+        ("[hardware", "cannot be read"),
+    ],
+)
+def test_hardware_files_that_cannot_be(content, message, tmp_path):
+    path = tmp_path / "here.toml"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r".") as refused:
+        machine_of(str(path))
+    assert message in str(refused.value)
+
+
+def test_presets_name_their_source_and_what_has_none():
+    assert all("arXiv" in machine.source for machine in PRESETS.values())
+    assert all("latency not measured here" in machine.source for machine in PRESETS.values())
+    assert all("no GPU has run this library" in machine.source for machine in PRESETS.values())

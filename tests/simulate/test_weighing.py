@@ -1,0 +1,122 @@
+"""The weight of a rank against what simulated ranks and torch's allocator hold, and against longer programs."""
+
+import random
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from ring_dilated_attention import DilatedPattern, dilated_attention, simulate
+from ring_dilated_attention.kernels.traits import TRAITS, no_scratch
+from ring_dilated_attention.plan.exchange import plan_exchange
+from ring_dilated_attention.plan.job import Job
+from ring_dilated_attention.plan.sharding import default_lengths, make_shards
+from ring_dilated_attention.plan.sizes import Sizes
+from ring_dilated_attention.simulate import weighing
+from ring_dilated_attention.simulate.weighing import weigh_attention
+
+VISIBLE = TRAITS["cpu"]._replace(scratch=no_scratch)  # what a dispatch mode sees: not what one op makes and frees
+
+
+def drawn(rng, num_ranks=(1, 2, 3, 4), most_len=3000):
+    p = rng.choice(num_ranks)
+    kv_heads = rng.choice([1, 2, 4])
+    n = rng.randint(p * 16, most_len)
+    num_branches = rng.randint(1, 3)
+    lengths = [rng.choice([64, 100, 512, 1024, n, 3 * n // 5]) for _ in range(num_branches)]
+    rates = [rng.choice([1, 2, 3, 8]) for _ in lengths]
+    pattern = DilatedPattern(lengths, rates, is_causal=rng.random() < 0.6)
+    sharding = rng.choice(["contiguous", "zigzag"])
+    shards = make_shards(sharding, default_lengths(sharding, n, p))
+    return Job(pattern, shards, 4, kv_heads), sharding
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_rank_weighs_what_a_simulated_rank_holds(seed):
+    """To the byte, on every rank. Catches calls that are left out and hold more than those that are kept, and results
+    of other shapes or strides than the kernel's."""
+    rng = random.Random(seed)
+    job, sharding = drawn(rng)
+    dtype = rng.choice([torch.float32, torch.float64, torch.bfloat16])
+    batch = rng.choice([1, 2])
+    parallel = simulate.all_ranks(job.num_ranks, sharding=sharding)
+    heads = job.num_heads, job.num_kv_heads, job.num_kv_heads
+    inputs = [torch.randn(batch, job.seq_len, h, 16, dtype=dtype, requires_grad=True) for h in heads]
+    with simulate.measuring(parallel) as measured:
+        out = dilated_attention(*inputs, job.pattern, parallel=parallel)
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+    for rank in range(job.num_ranks):
+        rank_plan = plan_exchange("ring", job, rank)
+        weight = weigh_attention(rank_plan, Sizes(batch, 16, dtype.itemsize), "cpu", VISIBLE)
+        assert measured[rank].peak_bytes == weight.peak
+
+
+def test_other_results_would_be_seen(monkeypatch):
+    """The comparison can fail: a kernel whose results are wider."""
+    job = Job(DilatedPattern((4096,), (1,)), make_shards("contiguous", (1024,) * 4), 4, 4)
+    rank_plan, sizes = plan_exchange("ring", job, 1), Sizes(1, 16, 4)
+    before = weigh_attention(rank_plan, sizes, "cpu", VISIBLE)
+    monkeypatch.setattr(weighing, "_empty_like", lambda x: x.new_empty(x.shape, dtype=torch.float64))
+    assert weigh_attention(rank_plan, sizes, "cpu", VISIBLE).peak > before.peak
+
+
+def whole_program(*terms):
+    return filter(takes_or_frees, weighing.make_program(*terms))
+
+
+def takes_or_frees(step):
+    return not isinstance(step, weighing.Post | weighing.Wait | weighing.Zero | weighing.Home)
+
+
+@pytest.mark.parametrize("exchange", ["ring", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("kernel", ["cpu", "sdpa"])
+def test_few_calls_and_hops_weigh_as_much_as_all(exchange, kernel, monkeypatch):
+    """Catches kinds of calls, or of hops, that are told apart too coarsely."""
+    rng = random.Random(f"{exchange} {kernel}")
+    for _ in range(3):
+        job, _ = drawn(rng, num_ranks=(4, 9, 12), most_len=2000)
+        job = job._replace(num_heads=36, num_kv_heads=36) if exchange == "all_to_all" else job
+        rank = rng.randrange(job.num_ranks)
+        rank_plan = plan_exchange(exchange, job, rank)
+        sizes = Sizes(rng.choice([1, 3]), 16, rng.choice([2, 4]), num_threads=2)
+        monkeypatch.setattr(weighing, "MOST_HOPS", 2)
+        few = weigh_attention(rank_plan, sizes, kernel)
+        with monkeypatch.context() as patch:
+            patch.setattr(weighing, "MOST_HOPS", 10**6)
+            patch.setattr(weighing, "brief_program", whole_program)
+            assert few == weigh_attention(rank_plan, sizes, kernel), (job, rank)
+
+
+def test_a_long_ring_is_weighed_in_moments():
+    """Two thousand hops. Catches a program that is carried out hop by hop on tensors without data."""
+    job = Job(DilatedPattern((2**20,), (1,), is_causal=True), make_shards("contiguous", (512,) * 2048), 8, 8)
+    rank_plan = plan_exchange("ring", job, 2047)
+    assert len(weighing._with_few_hops(rank_plan.plan).hops) < 8
+    chunk = 512 * 8 * 64 * 2
+    weight = weigh_attention(rank_plan, Sizes(1, 64, 2), "sdpa")
+    assert weight.given_forward == 3 * chunk
+    assert weight.forward >= weight.given_forward + 4 * chunk  # two buffers of keys and values
+
+
+@pytest.mark.parametrize(("n", "batch", "dtype"), [(4096, 1, torch.float32), (3000, 2, torch.bfloat16)])
+def test_the_weight_is_what_the_allocator_sees(n, batch, dtype):
+    """A call of one rank, with the kernel's scratch, within 5 %."""
+    pattern = DilatedPattern((512, n), (1, 4), is_causal=True)
+    inputs = [torch.randn(batch, n, 4, 64, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+    def step():
+        out = dilated_attention(*inputs, pattern)
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+    step()  # what a first call keeps
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    now = largest = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            largest = max(largest, now)
+    sizes = Sizes(batch, 64, dtype.itemsize, torch.get_num_threads())
+    rank_plan = plan_exchange("none", Job(pattern, make_shards("contiguous", (n,)), 4, 4), 0)
+    weight = weigh_attention(rank_plan, sizes, "cpu")
+    assert weight.peak - weight.given_forward == pytest.approx(largest, rel=0.05)
