@@ -13,7 +13,6 @@ LONGEST = (
     "test_the_example_for_",
     "test_a_broken_program_is_noticed",
     "test_interrupted_ranks_save_and_go_on",
-    "test_the_text_of_many_ranks",
     "test_a_rank_that_does_not_",
     "test_one_of_each_fault",
     "test_three_ranks_resume",

@@ -10,6 +10,7 @@ from ring_dilated_attention.commands.hardware import PRESETS, Machine, as_toml, 
 from ring_dilated_attention.commands.plan.picture import branches_by_pair
 from ring_dilated_attention.forecast.call_cost import Exchange, PlannedCall, forecast
 from ring_dilated_attention.forecast.clock import Hardware
+from ring_dilated_attention.models import LongNetConfig, LongNetLM
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.reference import multiplicity
@@ -125,8 +126,8 @@ def test_the_first_line_is_the_answer(capsys):
     assert "tokens/s" in out
     assert "One GPU is enough" in printed(capsys, *MODEL)
     long = [*MODEL, "--seq-len", "1Mi", "--memory"]
-    assert "Take the mesh 1x" in printed(capsys, *long, "1G", "--gpus", "8")
-    assert "It does not fit on 2 GPUs" in printed(capsys, *long, "100M", "--gpus", "2")
+    assert "GPUs share each sequence, by " in " ".join(printed(capsys, *long, "1G", "--gpus", "8").split())
+    assert "It does not fit on 2 GPUs" in printed(capsys, *long, "20M", "--gpus", "2")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,6 @@ def test_the_first_line_is_the_answer(capsys):
         (["--layers", "1e12", "--embed-dim", "1e6"], "has more than 1e+15 parameters"),
         (["--memory", "80"], "80 GB are 8e10"),
         (["--flops", "1e12", "--bandwidth", "1e9"], "the memory of a GPU is not known: give --memory"),
-        (["--memory", "2M"], "fit on no number of GPUs"),
         (["--config", "nowhere"], "--config nowhere cannot be read as JSON"),
         (["--tokens", "0.5"], "--tokens must be from 1"),
     ],
@@ -152,7 +152,8 @@ def test_a_runs_folder_is_planned(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(f"{module}.find_checkpoint", lambda path: path)
     monkeypatch.setattr(f"{module}.read_state", lambda path: {"hyperparameters": fields})
     made = json.loads(printed(capsys, "plan", "model", "--config", str(tmp_path), "--json"))
-    assert made["num_parameters"] == 2 * (12 * 64 * 64 + 20 * 64) + 2 * 256 * 64 + 2 * 64
+    config = LongNetConfig((4096,), (1,), num_layers=2, embed_dim=64, num_heads=4)
+    assert made["num_parameters"] == sum(x.numel() for x in LongNetLM(config).parameters())
 
 
 @pytest.mark.parametrize(

@@ -198,8 +198,8 @@ def text(arguments: argparse.Namespace, candidates: list[dict[str, Any]], reason
     if assumed is not None:
         lines.append(assumed)
     lines.append("What is within reach is not yet learnt: train the candidates on your data, and compare their losses.")
-    parts = [*map(wrapped, lines), "", table(arguments, candidates), "", plan_command(arguments, best)]
-    return "\n".join(parts)
+    paragraphs = [*map(wrapped, lines), "", table(arguments, candidates), "", plan_command(arguments, best)]
+    return "\n".join(paragraphs)
 
 
 def plan_command(arguments: argparse.Namespace, best: dict[str, Any]) -> str:

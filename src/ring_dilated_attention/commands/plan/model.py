@@ -176,11 +176,11 @@ def text(
         f"{decoder.name} of {scaled(decoder.num_parameters, '')} parameters, activations in {arguments.dtype}; "
         f"{training.seq_len:,} positions, batch {training.batch}; pattern: {branches}; causal",
     ]
-    parts = [*map(wrapped, lines), "", table_of_meshes(arguments, plans), "", table_of_best(best), ""]
-    parts.append(wrapped(described(machine.hardware, machine.source)))
+    paragraphs = [*map(wrapped, lines), "", table_of_meshes(arguments, plans), "", table_of_best(best), ""]
+    paragraphs.append(wrapped(described(machine.hardware, machine.source)))
     if any(plan.is_about for plan in plans):
-        parts.append(wrapped(ERRORS_TEXT))
-    return "\n".join(parts)
+        paragraphs.append(wrapped(ERRORS_TEXT))
+    return "\n".join(paragraphs)
 
 
 def answer(training: Training, memory_bytes: int, best: MeshPlan) -> str:
