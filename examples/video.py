@@ -78,11 +78,12 @@ def plan(frames: int, patches: int, embed_dim: int, flops: float) -> dict:
     lengths, rates = branches(frames, patches)
     sizes = {"layers": 2, "embed-dim": embed_dim, "heads": 4, "ffn-dim": 2 * embed_dim, "vocab": CODES}
     options = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
-    options += ["--seq-len", str(frames * patches), "--flops", str(flops), "--bandwidth", "1e9", "--json"]
+    options += ["--seq-len", str(frames * patches), "--flops", str(flops), "--bandwidth", "1e9", "--memory", "1T"]
+    options += ["--gpus", "1", "--activations", "checkpointed", "--json"]
     options += ["--segment-lengths", *map(str, lengths), "--dilation-rates", *map(str, rates)]
     command = [sys.executable, "-m", "ring_dilated_attention", "plan", "model", *options]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout)["memory"]["checkpointed"]
+    return json.loads(done.stdout)["meshes"][0]
 
 
 def held_bytes() -> int:
@@ -100,11 +101,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     clip = max(1, options.frames // 10)
     step(1, *sizes)  # the first call of a process takes longer
     _, seconds = step(clip, *sizes)
-    speed = plan(clip, *sizes, flops=1e9)["step"]["seconds"] * 1e9 / seconds
+    speed = plan(clip, *sizes, flops=1e9)["seconds"] * 1e9 / seconds
     planned = plan(options.frames, *sizes, flops=speed)
     print(f"a clip of {clip} frames took {seconds:.1f} s: {speed:.1e} operations per second")
-    tokens, gb = options.frames * options.patches, planned["total"] / 1e9
-    print(f"planned for {tokens:,} tokens: {gb:.2f} GB and {planned['step']['seconds']:.1f} s", flush=True)
+    tokens, gb = options.frames * options.patches, planned["memory"]["total"] / 1e9
+    print(f"planned for {tokens:,} tokens: {gb:.2f} GB and {planned['seconds']:.1f} s", flush=True)
     before = held_bytes()
     loss, seconds = step(options.frames, *sizes)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

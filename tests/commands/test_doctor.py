@@ -192,12 +192,12 @@ def test_one_rank_has_measured_no_network(tmp_path, monkeypatch, capsys):
     assert cli.main([*argv, "--ranks", "8"]) == 2
     assert "has no bytes_per_second, which several ranks need: measure it with" in capsys.readouterr().err
     model = ["plan", "model", *argv[1:], "--layers", "2", "--embed-dim", "64", "--heads", "4", "--vocab", "256"]
-    for mesh in ("1x8", "1x1Ki"):  # a number may have a unit
-        assert cli.main([*model, "--mesh", mesh]) == 2
+    for gpus in ("8", "1Ki"):  # a number may have a unit
+        assert cli.main([*model, "--gpus", gpus]) == 2
         assert "rda doctor --ranks 2 --save FILE.toml, or give --bandwidth and --latency" in capsys.readouterr().err
     assert cli.main([*argv, "--ranks", "8", "--bandwidth", "1e9", "--latency", "1e-5"]) == 0
     assert "1.00 GB/s one way, latency 10" in " ".join(capsys.readouterr().out.split())
-    assert cli.main([*model, "--mesh", "1x1"]) == 0
+    assert cli.main([*model, "--gpus", "1"]) == 0
     assert cli.main(argv) == 0
     assert "no network" in " ".join(capsys.readouterr().out.split())
 

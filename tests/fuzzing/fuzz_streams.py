@@ -80,7 +80,6 @@ def draw(rng: random.Random) -> list[str]:
         return [name, "--help"]
     _, always, maybe = COMMANDS[name]
     groups = [list(group) for group in [*always, *rng.sample(maybe, rng.randint(0, min(2, len(maybe))))]]
-    groups = [group for group in groups if group[0] != "--mesh"]
     if name == "generate":
         groups += [["--temperature", "0"]]
     if name in ("suggest", "plan", "doctor") and rng.random() < 0.4:

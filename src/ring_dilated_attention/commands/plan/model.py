@@ -8,11 +8,11 @@ from typing import Any
 from ...forecast.call_cost import ERRORS_TEXT, FLOPS_PER_PAIR, MOST_TIMED, pairs
 from ...forecast.clock import time_text
 from ...forecast.meshes import MeshPlan, Training, fewest_devices, ranked_meshes
-from ...forecast.model_weight import Decoder
+from ...forecast.model_weight import ACTIVATIONS, Decoder
 from ...models.longnet_config import LongNetConfig
 from ...models.saved_run import find_checkpoint, read_state
 from ...pattern import DilatedPattern
-from ..hardware import ITEMSIZE, Machine, described, machine_for, machine_of
+from ..hardware import ITEMSIZE, NO_NETWORK, Machine, described, machine_for, machine_of
 from ..numbers import LARGEST, amount, check_at_least, check_given, count, counted, scaled, size_text
 from ..output import aligned, progress_bar, wrapped
 from .decoders import FIELDS, longnet_decoder, read_config, transformers_decoder
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--config", type=Path, metavar="PATH", help="a Hugging Face config.json, or a run's folder")
     add_shared(parser)
     add("--dtype", choices=ITEMSIZE, help="of activations (default that of --hardware)")
+    add("--activations", choices=ACTIVATIONS, help="how they are held (default: the fastest way that fits)")
     add("--tokens", type=amount, metavar="T", help="tokens of the training, such as 1e11: shows its time")
     parser.set_defaults(ranks=None)
 
@@ -66,15 +67,17 @@ def run(arguments: argparse.Namespace) -> int:
     decoder = decoder_of(arguments, fields, pattern)
     itemsize = ITEMSIZE[arguments.dtype]
     kernel = kernel_of(arguments, machine)
-    training = Training(decoder, pattern, arguments.seq_len, arguments.batch, itemsize, kernel)
+    activations = ACTIVATIONS if arguments.activations is None else (arguments.activations,)
+    training = Training(decoder, pattern, arguments.seq_len, arguments.batch, itemsize, kernel, activations)
     with progress_bar(None, "mesh", delay=2) as bar:
         if arguments.gpus is None:
-            plans = fewest_devices(training, machine.hardware, memory_bytes, MOST_GPUS)
+            most = 1 if machine.hardware.bytes_per_second == NO_NETWORK else MOST_GPUS
+            plans = fewest_devices(training, machine.hardware, memory_bytes, machine.most_ranks or most)
         else:
             plans = ranked_meshes(training, arguments.gpus, machine.hardware, memory_bytes, bar.update)
     if plans is None:
         much = f"{scaled(decoder.num_parameters, '')} parameters and {arguments.seq_len:,} positions"
-        raise ValueError(f"{much} fit on no number of GPUs up to {MOST_GPUS:,}: take a smaller model or sequence")
+        raise ValueError(f"{much} fit on no number of GPUs up to {machine.most_ranks or most:,} of this hardware")
     if arguments.json:
         print(json.dumps(as_json(training, machine, plans), indent=1))
     else:
