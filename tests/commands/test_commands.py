@@ -15,7 +15,7 @@ from full_disk import on_a_full_disk
 
 import ring_dilated_attention
 from ring_dilated_attention.commands import arguments as command_line
-from ring_dilated_attention.commands import cli, output, terminal
+from ring_dilated_attention.commands import cli, terminal
 from ring_dilated_attention.training.files import check_mine
 
 PLAN = ["plan", "--seq-len", "4096", "--ranks", "17", "--segment-lengths", "4096", "--dilation-rates", "1"]
@@ -71,16 +71,6 @@ def test_every_command_names_the_extra_that_brings_rich(name, capsys, monkeypatc
     assert (out, error) == ("", f"rda {name}: needs rich: pip install 'ring-dilated-attention[{extra}]'\n")
     with pytest.raises(SystemExit, match="0"):
         cli.main([*name.split(), "--help"])
-
-
-def test_a_bar_that_is_not_shown_can_be_used_like_one(capsys, monkeypatch):
-    pytest.importorskip("tqdm")
-    for is_shown in (True, False):
-        with output.progress_bar(2, "step") as bar:
-            bar.set_postfix_str("first")
-            bar.update()
-        assert bool(capsys.readouterr().err) == is_shown
-        monkeypatch.setitem(sys.modules, "tqdm", None)
 
 
 @pytest.mark.parametrize("more", [["--json"], []], ids=["much", "little"])
@@ -277,19 +267,6 @@ def test_memory_is_said_with_its_arithmetic(monkeypatch):
     command_line.check_memory("it takes", 2e9, "leave it")
     with pytest.raises(ValueError, match=r"^it takes 3\.00 GB, and this machine has 2\.00 GB of memory: leave it$"):
         command_line.check_memory("it takes", 3e9, "leave it")
-
-
-def test_a_bar_that_nobody_sees_ends_nothing(monkeypatch):
-    """Catches hours of training that end with the terminal that showed their progress."""
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stderr", full)
-        with output.progress_bar(2, "step") as bar:
-            bar.update()
-            bar.set_postfix_str("second")
-        with pytest.raises(OSError, match="No space left"):
-            print("it is full", file=full, flush=True)
-        monkeypatch.undo()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # for what it still holds
 
 
 @pytest.mark.parametrize("command", cli.SUBCOMMANDS)

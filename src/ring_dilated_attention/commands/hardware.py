@@ -14,7 +14,8 @@ from ..forecast.clock import Hardware, time_text
 from ..kernels.traits import TRAITS
 from ..training.files import MOST_BYTES
 from ..training.options import flag
-from .numbers import amount, check_given, count, counted, scaled
+from .arguments import amount, check_given, count
+from .console import counted, scaled
 
 
 class Machine(NamedTuple):

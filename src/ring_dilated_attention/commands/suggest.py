@@ -12,9 +12,9 @@ from ..forecast.suggestions import suggestions
 from ..pattern import WHOLE_DOCUMENT, DilatedPattern
 from ..plan.sizes import Sizes
 from ..training.options import MOST_LAYERS, flag
+from .arguments import LARGEST, MOST_HEADS, amount, check_at_least, check_given, check_ranks_fit, count
+from .console import progress, size_text, table, wrapped
 from .hardware import ITEMSIZE, check_dtype, described, machine_of
-from .numbers import LARGEST, MOST_HEADS, amount, check_at_least, check_given, check_ranks_fit, count, size_text
-from .output import aligned, progress_bar, wrapped
 
 EXAMPLES = """examples:
   rda suggest --seq-len 1Mi --heads 16 --speedup 50   1/50 of dense's work
@@ -124,7 +124,7 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
         raise ValueError(f"none of the patterns tried has as few as {few}")
     bytes_of_a_row = 2 * arguments.head_dim * sizes.itemsize  # a key and a value
     candidates = []
-    with progress_bar(len(patterns), "candidate", delay=2) as bar:
+    with progress(len(patterns), "candidate") as bar:
         for pattern, rule in patterns:
             work = pairs(pattern, seq_len, heads)
             followed = reach(pattern, seq_len, heads, arguments.layers)
@@ -198,7 +198,7 @@ def text(arguments: argparse.Namespace, candidates: list[dict[str, Any]], reason
     if assumed is not None:
         lines.append(assumed)
     lines.append("What is within reach is not yet learnt: train the candidates on your data, and compare their losses.")
-    paragraphs = [*map(wrapped, lines), "", table(arguments, candidates), "", plan_command(arguments, best)]
+    paragraphs = [*map(wrapped, lines), "", candidates_table(arguments, candidates), "", plan_command(arguments, best)]
     return "\n".join(paragraphs)
 
 
@@ -219,7 +219,7 @@ def options_of(arguments: argparse.Namespace, candidate: dict[str, Any]) -> str:
     return f"--segment-lengths {' '.join(map(str, lengths))} --dilation-rates {' '.join(map(str, rates))}"
 
 
-def table(arguments: argparse.Namespace, candidates: list[dict[str, Any]]) -> str:
+def candidates_table(arguments: argparse.Namespace, candidates: list[dict[str, Any]]) -> str:
     """All candidates with their figures; below, the options of each."""
     headers = ["", "of dense\npairs", "largest\nrate", "layers to\nhear 99 %", f"unheard after\n{arguments.layers}"]
     names = []
@@ -237,7 +237,7 @@ def table(arguments: argparse.Namespace, candidates: list[dict[str, Any]]) -> st
         cells.append(percent(1 - candidate["reach_by_layer"][-1]))
         rows.append((f"{number}. {candidate['rule']}", *cells, *(size_text(candidate[name]) for name in names)))
         options.append(wrapped(f"{number}. {options_of(arguments, candidate)}"))
-    return "\n".join([aligned(tuple(headers), rows), *options])
+    return "\n".join([table(tuple(headers), rows), *options])
 
 
 def percent(share: float) -> str:

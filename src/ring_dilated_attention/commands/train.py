@@ -34,10 +34,9 @@ from ..training.rank_launcher import (
 from ..training.run import Run, fingerprint, prepare
 from ..training.run_folder import STARTS_FILE, are_by_torchrun, count_start, may_go_on, new_folder_made, own_folder
 from ..training.stop_request import StopRequest
+from .arguments import check_at_least, check_installed, check_memory, check_ranks_fit, check_seconds, count
 from .console import progress
 from .generate import sample
-from .numbers import check_at_least, check_memory, check_ranks_fit, check_seconds, count
-from .output import check_installed
 from .terminal import (
     INTERRUPTED_EXIT_CODE,
     NO_MEMORY,

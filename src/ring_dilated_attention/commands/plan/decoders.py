@@ -13,7 +13,7 @@ from ...forecast.model_weight import Decoder, DecoderWithLoss, count_decoder
 from ...models.longnet import LongNetLM
 from ...models.longnet_config import LongNetConfig
 from ...pattern import DilatedPattern
-from ..output import check_installed
+from ..arguments import check_installed
 
 # Fields of a config.json, by the option of `rda plan model` that says the same.
 FIELDS = {

@@ -7,8 +7,8 @@ from typing import Any
 from ...kernels.traits import TRAITS
 from ...pattern import PHASE_RULES, DilatedPattern
 from ...training.options import flag
+from ..arguments import MOST_BATCH, MOST_HEADS, check_at_least, count
 from ..hardware import ITEMSIZE, Machine, add_hardware_options
-from ..numbers import MOST_BATCH, MOST_HEADS, check_at_least, count
 
 SUGGEST = "rda suggest --seq-len N --heads H --speedup 50 picks segment lengths and rates"
 

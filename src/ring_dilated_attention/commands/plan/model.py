@@ -12,9 +12,9 @@ from ...forecast.model_weight import ACTIVATIONS, Decoder
 from ...models.longnet_config import LongNetConfig
 from ...models.saved_run import find_checkpoint, read_state
 from ...pattern import DilatedPattern
+from ..arguments import LARGEST, amount, check_at_least, check_given, count
+from ..console import counted, progress, scaled, size_text, table, wrapped
 from ..hardware import ITEMSIZE, NO_NETWORK, Machine, described, machine_for, machine_of
-from ..numbers import LARGEST, amount, check_at_least, check_given, count, counted, scaled, size_text
-from ..output import aligned, progress_bar, wrapped
 from .decoders import FIELDS, longnet_decoder, read_config, transformers_decoder
 from .job_options import SUGGEST, add_shared, complete, kernel_of, pattern_of
 
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     kernel = kernel_of(arguments, machine)
     activations = ACTIVATIONS if arguments.activations is None else (arguments.activations,)
     training = Training(decoder, pattern, arguments.seq_len, arguments.batch, itemsize, kernel, activations)
-    with progress_bar(None, "mesh", delay=2) as bar:
+    with progress(None, "mesh") as bar:
         if arguments.gpus is None:
             most = 1 if machine.hardware.bytes_per_second == NO_NETWORK else MOST_GPUS
             plans = fewest_devices(training, machine.hardware, memory_bytes, machine.most_ranks or most)
@@ -220,7 +220,7 @@ def table_of_meshes(arguments: argparse.Namespace, plans: list[MeshPlan]) -> str
         else:
             cells += ["does not fit", *[""] * (len(headers) - len(cells) - 1)]
         rows.append(tuple(cells))
-    return aligned(tuple(headers), rows, num_left=5)
+    return table(tuple(headers), rows, num_left=5)
 
 
 def table_of_best(best: MeshPlan) -> str:
@@ -232,4 +232,4 @@ def table_of_best(best: MeshPlan) -> str:
         ("attention", time_text(best.attention_seconds)),
         ("sum of gradients", time_text(best.gradients_seconds)),
     ]
-    return aligned((f"mesh {best.mesh}", ""), rows)
+    return table((f"mesh {best.mesh}", ""), rows)

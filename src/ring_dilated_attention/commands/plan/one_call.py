@@ -25,10 +25,10 @@ from ...plan.exchange import EXCHANGES, Choice, choice_by
 from ...plan.job import Job
 from ...plan.sharding import SHARDINGS, Borders, shard_length, sharding_of
 from ...plan.sizes import Sizes
+from ..arguments import MOST_RANKS, check_at_least, check_given, check_ranks_fit
+from ..arguments import count as whole_number
+from ..console import progress, scaled, size_text, table, wrapped
 from ..hardware import ITEMSIZE, Machine, described, known, machine_for
-from ..numbers import MOST_RANKS, check_at_least, check_given, check_ranks_fit, scaled, size_text
-from ..numbers import count as whole_number
-from ..output import aligned, progress_bar, wrapped
 from .job_options import SUGGEST, add_shared, complete, documents_of, itemsize_of, kernel_of, pattern_of
 from .picture import check_picture, draw
 
@@ -116,7 +116,7 @@ def plan(
 ) -> "CallPlan":
     hardware = None if machine is None else machine.hardware
     is_compared = 1 < job.num_ranks <= MOST_COMPARED
-    with progress_bar(None, "step", delay=2) as bar:
+    with progress(None, "step") as bar:
         counted, choice = counted_of(job, call.sizes, arguments.exchange)
         kernel = kernel_of(arguments, machine)
         figures = forecast(job, counted.exchange, call.sizes, kernel=kernel, hardware=hardware, counted=counted)
@@ -249,7 +249,7 @@ class CallPlan:
             if waits:
                 cells.append(f"{waits[number]:.1%}")
             rows.append(tuple(cells))
-        text = aligned(tuple(headers), rows)
+        text = table(tuple(headers), rows)
         if len(rows) == self.figures.num_ranks:
             return text
         return f"{text}\n({self.figures.num_ranks:,} ranks; shown are those that stand out)"
@@ -292,4 +292,4 @@ def table_of_alternatives(rows: list[Alternative], is_about: bool) -> str:
             cells += [row.figures.time_text, "" if is_about else f"{row.figures.exposed:.0%}"]
         lines.append(tuple(cells))
     left_out = dict.fromkeys(f"left out: {row.exchange}: {row.why_not}" for row in rows if row.why_not)
-    return "\n".join([aligned(tuple(headers), lines, num_left=2), *map(wrapped, left_out)])
+    return "\n".join([table(tuple(headers), lines, num_left=2), *map(wrapped, left_out)])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...pattern import DilatedPattern
 from ...training.files import MADE_BY, check_mine, is_our_picture, write_whole
-from ..output import check_installed, check_writable
+from ..arguments import check_installed, check_writable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
