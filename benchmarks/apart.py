@@ -61,7 +61,11 @@ def measure_apart(
             if not begun:
                 return {}, lost | {i: reason for i in range(number) if i not in lost}
             lost[begun[-1]] = reason
-    why = f"{len(lost)} processes were lost before it" if len(lost) == MOST_LOST else "the budget was spent"
+    why = (
+        f"{len(lost)} processes were lost before it"
+        if len(lost) == MOST_LOST
+        else "the budget was spent"
+    )
     return {}, {i: lost.get(i, f"not measured: {why}") for i in range(number)}
 
 

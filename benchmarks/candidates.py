@@ -98,16 +98,18 @@ def chosen(op: str) -> Iterator[None]:
         yield
 
 
-def attention(candidate: Candidate, query: Tensor, *, is_causal: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def attention(
+    candidate: Candidate, query: Tensor, *, is_causal: bool
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """The candidate's attention for tensors like `query`, (B, N, H, D) each, to be called under `chosen`."""
     pattern = candidate.pattern_at(query.shape[1], is_causal=is_causal)
     if candidate.how == "torch":
         return lambda q, k, v: _dense(q, k, v, is_causal)
     if candidate.how == "torchscale":
         module = torchscale_attention(pattern, *query.shape[2:])
-        return lambda q, k, v: module(*(x.flatten(2) for x in (q, k, v)), is_causal=pattern.is_causal)[0].unflatten(
-            2, query.shape[2:]
-        )
+        return lambda q, k, v: module(
+            *(x.flatten(2) for x in (q, k, v)), is_causal=pattern.is_causal
+        )[0].unflatten(2, query.shape[2:])
     backend = backend_on(query.device.type)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

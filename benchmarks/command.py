@@ -31,7 +31,16 @@ from .learn import command as learn
 from .learn import text
 from .multi_gpu import command as multi_gpu
 from .progress import stepper
-from .record import Record, for_terminal, is_record, make_record, page_of, retired_names, write_page, write_record
+from .record import (
+    Record,
+    for_terminal,
+    is_record,
+    make_record,
+    page_of,
+    retired_names,
+    write_page,
+    write_record,
+)
 
 # Each case has a SUMMARY, MINUTES, settings FULL and QUICK, `run(settings, step)`, which makes rows, and `table(rows)`.
 CASES: dict[str, ModuleType] = {
@@ -82,7 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["learn"]:
-            return learn.main(words[1:], RESULTS, stepper("learn"), lambda folder: write_page(folder, TABLES))
+            return learn.main(
+                words[1:], RESULTS, stepper("learn"), lambda folder: write_page(folder, TABLES)
+            )
         if words[:1] == ["multi_gpu"]:
             return multi_gpu.main(words[1:])
         return run(parsed(words))
@@ -109,12 +120,26 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("cases", nargs="*", metavar="CASE", help="which cases to run")
     parser.add_argument("--all", action="store_true", help="run every case that can run here")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes; writes nothing unless --results is given")
-    parser.add_argument("--page", action="store_true", help="make benchmarks/README.md from the records")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="make docs/evidence.html, the page of pictures")
-    parser.add_argument("--reports", type=Path, metavar="FILE", help="make docs/reports.md, the answer to the reports")
     parser.add_argument(
-        "--results", type=Path, metavar="DIR", help="where records are; the page is beside it (default: in the clone)"
+        "--quick", action="store_true", help="tiny sizes; writes nothing unless --results is given"
+    )
+    parser.add_argument(
+        "--page", action="store_true", help="make benchmarks/README.md from the records"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="make docs/evidence.html, the page of pictures"
+    )
+    parser.add_argument(
+        "--reports",
+        type=Path,
+        metavar="FILE",
+        help="make docs/reports.md, the answer to the reports",
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="DIR",
+        help="where records are; the page is beside it (default: in the clone)",
     )
     return parser.parse_args(words)
 
@@ -133,7 +158,9 @@ def run(arguments: argparse.Namespace) -> int:
         rows = run_case(name, is_quick=arguments.quick)
         print(f"{name}: {for_terminal(case.table(rows))}\n")
         if is_kept:
-            print(f"record: {write_record(record_of(name, rows, is_quick=arguments.quick), folder)}")
+            print(
+                f"record: {write_record(record_of(name, rows, is_quick=arguments.quick), folder)}"
+            )
     if arguments.page or (names and is_kept):
         print(f"page: {write_page(folder, TABLES)}")
     if arguments.html:
@@ -147,7 +174,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def check(arguments: argparse.Namespace, names: Sequence[str], folder: Path, *, is_kept: bool) -> None:
+def check(
+    arguments: argparse.Namespace, names: Sequence[str], folder: Path, *, is_kept: bool
+) -> None:
     """Raise ValueError, before anything is measured, for what cannot be run or written."""
     for name in names:
         if name not in CASES:
@@ -155,7 +184,9 @@ def check(arguments: argparse.Namespace, names: Sequence[str], folder: Path, *, 
     options = {"--page": arguments.page, "--html": arguments.html, "--reports": arguments.reports}
     pages = [option for option, value in options.items() if value]
     if not names and not pages:
-        raise ValueError(f"name a case ({', '.join(CASES)}), or --all, or --page; {NAME} --help says more")
+        raise ValueError(
+            f"name a case ({', '.join(CASES)}), or --all, or --page; {NAME} --help says more"
+        )
     if names and pages:
         raise ValueError(
             f"{pages[0]} only makes a page from the records; leave out {pages[0]}, or make it after the cases"
@@ -168,7 +199,9 @@ def check(arguments: argparse.Namespace, names: Sequence[str], folder: Path, *, 
             raise ValueError(f"{name} {reason}")
     if is_kept or pages:
         page_of(folder)
-    names_of_records = [name for name in TABLES if (folder / f"{name}.json").exists()] + retired_names(folder)
+    names_of_records = [
+        name for name in TABLES if (folder / f"{name}.json").exists()
+    ] + retired_names(folder)
     if pages and not names_of_records:
         raise ValueError(
             f"--page: there are no records in {folder}. Name the folder that holds them with --results, or run a case."

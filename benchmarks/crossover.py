@@ -35,10 +35,15 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
     return rows
 
 
-def _row(sizes: Sizes, pattern: DilatedPattern, repeats: int, step: Callable[[str], None]) -> dict[str, Any]:
+def _row(
+    sizes: Sizes, pattern: DilatedPattern, repeats: int, step: Callable[[str], None]
+) -> dict[str, Any]:
     passed = gate(sizes, pattern)
     ours, dense = f"{sizes.seq_len:,} positions", f"{sizes.seq_len:,} positions, dense"
-    calls = {dense: dense_call(sizes, is_causal=pattern.is_causal), ours: dilated_call(sizes, pattern)}
+    calls = {
+        dense: dense_call(sizes, is_causal=pattern.is_causal),
+        ours: dilated_call(sizes, pattern),
+    }
     times = by_turns(calls, repeats, step)
     seconds = {name: quantiles(t.both for t in times[name]) for name in calls}
     return {
@@ -74,7 +79,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     found = {branches(row): row["faster_from"] for row in rows}
     said = "; ".join(
-        f"{name} is faster than dense attention from {n:,} positions on" if n else f"{name} is never faster"
+        f"{name} is faster than dense attention from {n:,} positions on"
+        if n
+        else f"{name} is never faster"
         for name, n in found.items()
     )
     return f"{tensors(rows[0])}, forward and backward. Among these lengths, {said}.\n\n{markdown(headers, lines)}"

@@ -22,7 +22,14 @@ from ring_dilated_attention.ranks.processes import recorded_waits
 from .measure import allocated
 
 # What nvidia-smi is asked: the clocks as the case leaves them, and what limits them.
-_QUESTIONS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
+_QUESTIONS = (
+    "driver_version",
+    "clocks.sm",
+    "clocks.max.sm",
+    "clocks.mem",
+    "power.limit",
+    "temperature.gpu",
+)
 
 
 def why_not() -> str | None:
@@ -95,7 +102,9 @@ class Profile(NamedTuple):
 
 
 def profiled(device: str, function: Callable[[], object]) -> Profile:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes to stderr when it starts and stops
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "99"
+    )  # else it writes to stderr when it starts and stops
     activities = [ProfilerActivity.CPU] + ([] if device == "cpu" else [ProfilerActivity.CUDA])
     with profile(activities=activities) as found:
         function()
@@ -111,7 +120,9 @@ def profiled(device: str, function: Callable[[], object]) -> Profile:
             nanoseconds[name] += event.duration_ns()
         elif name.startswith("aten::_") and "attention" in name:
             ops.add(name)
-    kernels = (Kernel(name[:120], launches[name], total / 1e9) for name, total in nanoseconds.most_common())
+    kernels = (
+        Kernel(name[:120], launches[name], total / 1e9) for name, total in nanoseconds.most_common()
+    )
     return Profile(tuple(kernels), tuple(sorted(ops)))
 
 
@@ -120,7 +131,9 @@ def meet(parallel: ContextParallel) -> None:
     parallel.ranks.handshake(0, {"call": "start together"})
 
 
-def timed(device: str, parallel: ContextParallel, action: Callable[[], object], *, repeats: int = 5) -> float:
+def timed(
+    device: str, parallel: ContextParallel, action: Callable[[], object], *, repeats: int = 5
+) -> float:
     """The median seconds of an action that all ranks begin together. The first one warms up."""
     seconds = []
     for _ in range(1 + repeats):
@@ -145,7 +158,11 @@ def exposed(device: str, parallel: ContextParallel, step: Callable[[], object]) 
         synchronize(device)
         seconds = time.perf_counter() - begin
     handshakes = sum(wait.end - wait.start for wait in waits if wait.moment.endswith("handshake"))
-    found = {"step": seconds, "handshakes": handshakes, "exposed": sum(wait.end - wait.start for wait in waits)}
+    found = {
+        "step": seconds,
+        "handshakes": handshakes,
+        "exposed": sum(wait.end - wait.start for wait in waits),
+    }
     if device == "cpu":
         return found
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
@@ -156,7 +173,9 @@ def exposed(device: str, parallel: ContextParallel, step: Callable[[], object]) 
     spans: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
     for event in profiled.profiler.kineto_results.events():
         if event.device_type() == DeviceType.CUDA and not event.is_user_annotation():
-            spans[event.name().startswith("nccl")].append((event.start_ns(), event.start_ns() + event.duration_ns()))
+            spans[event.name().startswith("nccl")].append(
+                (event.start_ns(), event.start_ns() + event.duration_ns())
+            )
     return found | {"exposed": handshakes + uncovered(spans[True], spans[False]) / 1e9}
 
 
@@ -218,9 +237,16 @@ def describe() -> dict[str, Any]:
 
 
 def _by_nvidia_smi() -> dict[str, str]:
-    command = ["nvidia-smi", f"--query-gpu={','.join(_QUESTIONS)}", "--format=csv,noheader", "--id=0"]
+    command = [
+        "nvidia-smi",
+        f"--query-gpu={','.join(_QUESTIONS)}",
+        "--format=csv,noheader",
+        "--id=0",
+    ]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+        said = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=10
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
     return dict(zip(_QUESTIONS, (value.strip() for value in said.split(",")), strict=False))

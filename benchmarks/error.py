@@ -44,7 +44,9 @@ class Settings(NamedTuple):
 
 
 FULL = Settings()
-QUICK = Settings(256, 2, 16, (Setup(DilatedPattern((64, 256), (1, 4), is_causal=True)),), num_ranks=(1, 4))
+QUICK = Settings(
+    256, 2, 16, (Setup(DilatedPattern((64, 256), (1, 4), is_causal=True)),), num_ranks=(1, 4)
+)
 
 
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -58,7 +60,9 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
     return rows
 
 
-def _row(settings: Settings, setup: Setup, sizes: Sizes, step: Callable[[str], None]) -> dict[str, Any]:
+def _row(
+    settings: Settings, setup: Setup, sizes: Sizes, step: Callable[[str], None]
+) -> dict[str, Any]:
     pattern, sharding = setup
     row = call_json(sizes, pattern)
     heads, dtype = sizes.num_heads, sizes.dtype
@@ -73,14 +77,23 @@ def _row(settings: Settings, setup: Setup, sizes: Sizes, step: Callable[[str], N
             errors[name].append(relative(squares(results[name], expected[name])))
     most = simulate.all_ranks(settings.num_ranks[-1], sharding=sharding)
     passed = gate(sizes, pattern, [gate_squares(sizes, pattern, most)])
-    return row | {"sharding": sharding, "ranks": settings.num_ranks, "errors": errors, "gate": passed}
+    return row | {
+        "sharding": sharding,
+        "ranks": settings.num_ranks,
+        "errors": errors,
+        "gate": passed,
+    }
 
 
-def _call(case: Case, rounded: torch.dtype, dtype: torch.dtype, parallel: ContextParallel | None) -> dict[str, Tensor]:
+def _call(
+    case: Case, rounded: torch.dtype, dtype: torch.dtype, parallel: ContextParallel | None
+) -> dict[str, Tensor]:
     """out, lse and gradients of inputs that were rounded to one dtype, computed in another."""
     inputs, dout, _ = make_inputs(case, rounded)
     query, key, value = leaves = [x.to(dtype).requires_grad_() for x in inputs]
-    out, lse = dilated_attention(query, key, value, case.pattern, parallel=parallel, return_lse=True)
+    out, lse = dilated_attention(
+        query, key, value, case.pattern, parallel=parallel, return_lse=True
+    )
     grads = torch.autograd.grad(out, leaves, dout.to(dtype))
     return dict(zip(QUANTITIES, (out.detach(), lse.detach(), *grads), strict=True))
 

@@ -17,7 +17,17 @@ from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
 
 from .gate import gate
-from .measure import Sizes, Times, by_turns, call_json, dense_call, dilated_call, flops_of, quantiles, seconds_of
+from .measure import (
+    Sizes,
+    Times,
+    by_turns,
+    call_json,
+    dense_call,
+    dilated_call,
+    flops_of,
+    quantiles,
+    seconds_of,
+)
 from .record import branches, markdown, seconds, tensors
 
 SUMMARY = "share of the FLOP-bound speed-up over dense attention"
@@ -48,7 +58,9 @@ def target(num_branches: int, stage: str, *, is_causal: bool) -> float:
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
     rows = []
     for is_causal in (False, True):
-        patterns = {str(pair): DilatedPattern(*pair, is_causal=is_causal) for pair in settings.branches}
+        patterns = {
+            str(pair): DilatedPattern(*pair, is_causal=is_causal) for pair in settings.branches
+        }
         gates = {name: gate(settings.sizes, pattern) for name, pattern in patterns.items()}
         calls = {"dense": dense_call(settings.sizes, is_causal=is_causal)}
         for name, pattern in patterns.items():
@@ -60,7 +72,11 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
 
 
 def _rows(
-    sizes: Sizes, pattern: DilatedPattern, dense: list[Times], ours: list[Times], passed: dict[str, Any]
+    sizes: Sizes,
+    pattern: DilatedPattern,
+    dense: list[Times],
+    ours: list[Times],
+    passed: dict[str, Any],
 ) -> list[dict[str, Any]]:
     """One row for the forward, and one for both ways."""
     plan = _plan(pattern, sizes)
@@ -68,12 +84,16 @@ def _rows(
     ratio = plan.pairs / dense_plan.pairs
     rounding = computed_pairs(plan) / plan.pairs
     dense_rounding = computed_pairs(dense_plan) / dense_plan.pairs
-    kept = dense_rounding / rounding  # what would be left of the share if rounding were the only loss
+    kept = (
+        dense_rounding / rounding
+    )  # what would be left of the share if rounding were the only loss
     forward, backward = flops_of(plan, sizes.batch, sizes.head_dim)
     rows = []
     for stage, flops in (("forward", forward), ("forward + backward", forward + backward)):
         dense_seconds, seconds = seconds_of(dense, stage), seconds_of(ours, stage)
-        share = quantiles(ratio * theirs / own for theirs, own in zip(dense_seconds, seconds, strict=True))
+        share = quantiles(
+            ratio * theirs / own for theirs, own in zip(dense_seconds, seconds, strict=True)
+        )
         row = {
             **call_json(sizes, pattern),
             "stage": stage,
@@ -115,7 +135,10 @@ def causal_pairs(num_rows: int) -> int:
 
 
 def _plan(pattern: DilatedPattern, sizes: Sizes) -> Plan:
-    return make_plan(Job(pattern, make_shards("contiguous", (sizes.seq_len,)), sizes.num_heads, sizes.num_heads), 0)
+    return make_plan(
+        Job(pattern, make_shards("contiguous", (sizes.seq_len,)), sizes.num_heads, sizes.num_heads),
+        0,
+    )
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -36,11 +36,17 @@ def gate_squares(
     through_lse: bool = True,
 ) -> Squares:
     """One rank's part of the gate."""
-    return measure(small_case(sizes, pattern), sizes.dtype, backend, device, parallel, through_lse=through_lse)
+    return measure(
+        small_case(sizes, pattern), sizes.dtype, backend, device, parallel, through_lse=through_lse
+    )
 
 
 def gate(
-    sizes: Sizes, pattern: DilatedPattern, ranks: Sequence[Squares] | None = None, *, device: str = "cpu"
+    sizes: Sizes,
+    pattern: DilatedPattern,
+    ranks: Sequence[Squares] | None = None,
+    *,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """What goes into a row. `ranks` holds every rank's part; None measures here, on one CPU.
 
@@ -52,7 +58,9 @@ def gate(
     return judged(small_case(sizes, pattern), sizes.dtype, ranks, device=device)
 
 
-def judged(case: Case, dtype: torch.dtype, ranks: Sequence[Squares], *, device: str = "cpu") -> dict[str, Any]:
+def judged(
+    case: Case, dtype: torch.dtype, ranks: Sequence[Squares], *, device: str = "cpu"
+) -> dict[str, Any]:
     """The gate of a call that was measured by all its ranks. Raises GateError if the tolerance is exceeded."""
     result = worst([case], dtype, [[squares] for squares in ranks], device)
     if not result.passed:

@@ -50,7 +50,9 @@ class Settings(NamedTuple):
 
 
 FULL = Settings()
-QUICK = Settings(None, torch.bfloat16, 4, (16,), (((128, 256), (1, 2)),), {512: 2, 1024: 1}, 512, 128)
+QUICK = Settings(
+    None, torch.bfloat16, 4, (16,), (((128, 256), (1, 2)),), {512: 2, 1024: 1}, 512, 128
+)
 
 
 def groups(settings: Settings) -> list[Group]:
@@ -69,8 +71,12 @@ def _group(settings: Settings, sizes: Sizes, repeats: int, is_causal: bool) -> G
     for pair in settings.branches:
         for how, op in HOW:
             phase = "blocked" if how == "torchscale" else "modulo"
-            candidates.append(Candidate(how, op, DilatedPattern(*pair, is_causal=is_causal, phase=phase)))
-    return Group(sizes, is_causal, tuple(candidates), repeats, resolve(settings.device), compares=has_dense)
+            candidates.append(
+                Candidate(how, op, DilatedPattern(*pair, is_causal=is_causal, phase=phase))
+            )
+    return Group(
+        sizes, is_causal, tuple(candidates), repeats, resolve(settings.device), compares=has_dense
+    )
 
 
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -107,7 +113,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     titles = {(row["head_dim"], row["is_causal"]): tensors(row) for row in measured}
     for (head_dim, is_causal), title in titles.items():
-        of_size = [row for row in measured if (row["head_dim"], row["is_causal"]) == (head_dim, is_causal)]
+        of_size = [
+            row for row in measured if (row["head_dim"], row["is_causal"]) == (head_dim, is_causal)
+        ]
         texts += [f"{title}{', causal' if is_causal else ''}:", _table(of_size)]
     return "\n\n".join([*texts, *not_measured(rows)])
 
@@ -119,9 +127,16 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         pattern = "dense" if row["is_dense"] else branches(row | {"is_causal": False})
-        line: tuple[str, ...] = (pattern, f"{row['seq_len']:,}", row["candidate"], f"{row['peak_bytes'] / 1e9:.2f}")
+        line: tuple[str, ...] = (
+            pattern,
+            f"{row['seq_len']:,}",
+            row["candidate"],
+            f"{row['peak_bytes'] / 1e9:.2f}",
+        )
         for found in row["stages"].values():
-            line += (f"{found['seconds']['median'] * 1e3:.3g} ({found['flops_per_second'] / 1e12:.3g})",)
+            line += (
+                f"{found['seconds']['median'] * 1e3:.3g} ({found['flops_per_second'] / 1e12:.3g})",
+            )
             line += tuple(_percent(row, found.get(name)) for name in ("own_dense", "fastest_dense"))
         lines.append(line)
     return markdown(headers, lines)

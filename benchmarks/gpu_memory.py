@@ -46,7 +46,9 @@ class Settings(NamedTuple):
 
 
 FULL = Settings()
-QUICK = Settings(None, Sizes(2048, 4, 16, torch.float16), DilatedPattern((256, 512), (1, 2)), 8e6, 8e6, 60)
+QUICK = Settings(
+    None, Sizes(2048, 4, 16, torch.float16), DilatedPattern((256, 512), (1, 2)), 8e6, 8e6, 60
+)
 
 
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -55,14 +57,22 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
     for item in ITEMS:
         name = item.__name__.replace("_", " ")
         step(name)
-        found, lost = measure_apart(_measure, (settings, item), 1, lambda _: None, settings.seconds, budget)
+        found, lost = measure_apart(
+            _measure, (settings, item), 1, lambda _: None, settings.seconds, budget
+        )
         result = found.get(0, lost.get(0, ""))
-        rows.append(_Trial(settings).row | {"reason": f"{name}: {result}"} if isinstance(result, str) else result)
+        rows.append(
+            _Trial(settings).row | {"reason": f"{name}: {result}"}
+            if isinstance(result, str)
+            else result
+        )
     refuse_empty(rows)
     return rows
 
 
-def _measure(worker: Worker, what: tuple[Settings, "Item"], left_out: Collection[int]) -> dict[int, Any]:
+def _measure(
+    worker: Worker, what: tuple[Settings, "Item"], left_out: Collection[int]
+) -> dict[int, Any]:
     """One row, in a process of its own: one that is ended takes no other with it."""
     settings, measure = what
     worker.report(0)
@@ -79,7 +89,9 @@ class _Trial:
         self.settings, self.sizes, self.pattern = settings, settings.sizes, settings.pattern
         self.device = settings.device or "cpu"
         self.backend = backend_on(self.device)
-        self.row = Candidate(OWN, "", self.pattern).as_json(self.sizes, self.pattern.is_causal, self.device)
+        self.row = Candidate(OWN, "", self.pattern).as_json(
+            self.sizes, self.pattern.is_causal, self.device
+        )
 
     def gate(self) -> dict[str, Any]:
         """The gate; and a first call at the same strides, since what is made once is not a later call's."""
@@ -101,7 +113,13 @@ class _Trial:
     def peak_row(self, seq_len: int) -> dict[str, Any]:
         release(self.device)
         peak = peak_bytes(self.device, partial(self.call, seq_len))
-        tensor = self.sizes.batch * seq_len * self.sizes.num_heads * self.sizes.head_dim * self.sizes.dtype.itemsize
+        tensor = (
+            self.sizes.batch
+            * seq_len
+            * self.sizes.num_heads
+            * self.sizes.head_dim
+            * self.sizes.dtype.itemsize
+        )
         return self.row | {
             "seq_len": seq_len,
             "peak_bytes": peak,
@@ -120,14 +138,17 @@ class _Trial:
         inputs, dout = make_tensors(self.sizes._replace(seq_len=seq_len), device=self.device)
         whole = [x[:, start:].clone() for x in self.both_ways(inputs, dout)]
         alone = self.both_ways(
-            [x.detach()[:, start:].clone().requires_grad_() for x in inputs], dout[:, start:].clone()
+            [x.detach()[:, start:].clone().requires_grad_() for x in inputs],
+            dout[:, start:].clone(),
         )
         allowed = tolerances(small_case(self.sizes, self.pattern), self.sizes.dtype, self.device)
         errors = {}
         for name, x, y in zip(QUANTITIES, whole, alone, strict=True):
             errors[name] = relative(squares(x, y.cpu().double()))
             if not errors[name] <= 2 * allowed[name]:
-                raise GateError(f"{name} at the end of {seq_len:,} positions is off by {errors[name]:.2e}")
+                raise GateError(
+                    f"{name} at the end of {seq_len:,} positions is off by {errors[name]:.2e}"
+                )
         return errors
 
 
@@ -144,7 +165,9 @@ def longest_length(trial: _Trial) -> dict[str, Any]:
     def fits(seq_len: int) -> bool:
         try:
             rows[seq_len] = trial.peak_row(seq_len)
-        except RuntimeError as error:  # torch's allocator, or a library that takes memory for itself
+        except (
+            RuntimeError
+        ) as error:  # torch's allocator, or a library that takes memory for itself
             if "out of memory" not in str(error):
                 raise
             return False

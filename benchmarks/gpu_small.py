@@ -65,15 +65,21 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
     refuse_empty(rows)
     for row in rows:
         alike = [x for x in rows if x["is_causal"] == row["is_causal"]]
-        row["faster_from"] = first_faster({x["seq_len"]: x["speed_up"] for x in alike if "speed_up" in x})
+        row["faster_from"] = first_faster(
+            {x["seq_len"]: x["speed_up"] for x in alike if "speed_up" in x}
+        )
         row["faster_from_target"] = FASTER_FROM
     return rows
 
 
-def _row(group: Group, candidate: Candidate, found: Found | str, dense: Found | str) -> dict[str, Any]:
+def _row(
+    group: Group, candidate: Candidate, found: Found | str, dense: Found | str
+) -> dict[str, Any]:
     row = candidate.as_json(group.sizes, group.is_causal, group.device)
     if isinstance(found, str) or isinstance(dense, str):
-        return row | {"reason": found if isinstance(found, str) else f"dense attention failed: {dense}"}
+        return row | {
+            "reason": found if isinstance(found, str) else f"dense attention failed: {dense}"
+        }
     both, dense_both = ([t.both for t in x.times] for x in (found, dense))
     return row | {
         "forward_seconds": quantiles(t.forward for t in found.times),
@@ -91,17 +97,34 @@ def _row(group: Group, candidate: Candidate, found: Found | str, dense: Found | 
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    headers = ("pattern", "positions", "backend", "ms", "host, ms", "launches", "dense: ms", "host, ms", "launches")
+    headers = (
+        "pattern",
+        "positions",
+        "backend",
+        "ms",
+        "host, ms",
+        "launches",
+        "dense: ms",
+        "host, ms",
+        "launches",
+    )
     measured = [row for row in rows if "reason" not in row]
     lines = []
     for row in measured:
         line: tuple[str, ...] = (branches(row), f"{row['seq_len']:,}", row["candidate"])
         for prefix in ("", "dense_"):
-            medians = (row[f"{prefix}{name}"]["median"] * 1e3 for name in ("seconds", "host_seconds"))
+            medians = (
+                row[f"{prefix}{name}"]["median"] * 1e3 for name in ("seconds", "host_seconds")
+            )
             line += (*(f"{median:.3g}" for median in medians), str(row[f"{prefix}launches"]))
         lines.append((*line, f"{row['speed_up']:.2f}x"))
-    found = {f"{row['candidate']}{', causal' if row['is_causal'] else ''}": row["faster_from"] for row in measured}
-    said = "; ".join(f"{name} from {n:,} on" if n else f"{name} at no length" for name, n in found.items())
+    found = {
+        f"{row['candidate']}{', causal' if row['is_causal'] else ''}": row["faster_from"]
+        for row in measured
+    }
+    said = "; ".join(
+        f"{name} from {n:,} on" if n else f"{name} at no length" for name, n in found.items()
+    )
     title = (
         f"{tensors(measured[0])}, forward and backward, on {measured[0]['device']}. Faster than torch's dense "
         f"attention (target: from {FASTER_FROM:,} on): {said}."

@@ -42,7 +42,10 @@ class Sizes(NamedTuple):
 
 def call_json(sizes: Sizes, pattern: DilatedPattern) -> dict[str, Any]:
     """How a row about a call begins."""
-    branches = {"segment_lengths": pattern.segment_lengths, "dilation_rates": pattern.dilation_rates}
+    branches = {
+        "segment_lengths": pattern.segment_lengths,
+        "dilation_rates": pattern.dilation_rates,
+    }
     return {**branches, "is_causal": pattern.is_causal, **sizes.as_json()}
 
 
@@ -80,13 +83,17 @@ def dense_call(sizes: Sizes, *, is_causal: bool) -> Callable[[], Times]:
     return lambda: _time(forward, inputs, dout)
 
 
-def dilated_call(sizes: Sizes, pattern: DilatedPattern, parallel: ContextParallel | None = None) -> Callable[[], Times]:
+def dilated_call(
+    sizes: Sizes, pattern: DilatedPattern, parallel: ContextParallel | None = None
+) -> Callable[[], Times]:
     """`dilated_attention`: forward and backward, timed. Under `parallel`, on this rank's shard of the sequence."""
     inputs, dout = make_tensors(sizes, parallel)
     return lambda: _time(lambda: attend(inputs, pattern, parallel), inputs, dout)
 
 
-def attend(inputs: list[Tensor], pattern: DilatedPattern, parallel: ContextParallel | None) -> Tensor:
+def attend(
+    inputs: list[Tensor], pattern: DilatedPattern, parallel: ContextParallel | None
+) -> Tensor:
     query, key, value = inputs
     out = dilated_attention(query, key, value, pattern, parallel=parallel)
     assert isinstance(out, Tensor)
@@ -100,7 +107,9 @@ def make_tensors(
     length = sizes.seq_len if parallel is None else len(parallel.positions(sizes.seq_len))
     generator = torch.Generator(device).manual_seed(0)
     shape = (sizes.batch, length, sizes.num_heads, sizes.head_dim)
-    tensors = [torch.randn(shape, generator=generator, dtype=sizes.dtype, device=device) for _ in range(4)]
+    tensors = [
+        torch.randn(shape, generator=generator, dtype=sizes.dtype, device=device) for _ in range(4)
+    ]
     return [x.requires_grad_() for x in tensors[:3]], tensors[3]
 
 
@@ -128,13 +137,17 @@ def _time(forward: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor) -> 
 
 def allocated(function: Callable[[], object]) -> Allocated:
     """Run it once under the profiler, whose allocator events are exact, kernel scratch included."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes to stderr when it starts and stops
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "99"
+    )  # else it writes to stderr when it starts and stops
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True)
     with mock.patch.object(Worker, "submit", _at_once), profiler as profiled:
         function()
     current, peak, sent = 0, 0, 0.0
     assert profiled.profiler is not None
-    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+    for event in sorted(
+        profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()
+    ):
         if event.name() == "[memory]":
             current += event.nbytes()
             peak = max(peak, current)
@@ -152,10 +165,17 @@ def _at_once(worker: Worker, function: Callable[[], Any]) -> Future[Any]:
 
 def _sent_bytes(event: Any) -> float:
     """Bytes that an event of the profiler sends to other ranks of the world, of collectives the fewest that do."""
-    sent = {"c10d::alltoall_base_": 1, "c10d::_reduce_scatter_base_": 1, "gloo:send": 0, "gloo:all_gather": 0}
+    sent = {
+        "c10d::alltoall_base_": 1,
+        "c10d::_reduce_scatter_base_": 1,
+        "gloo:send": 0,
+        "gloo:all_gather": 0,
+    }
     if (tensor := sent.get(event.name())) is None:
         return 0
-    num_bytes = torch.Size(event.shapes()[tensor]).numel() * _ITEMSIZE.get(event.dtypes()[tensor], 0)
+    num_bytes = torch.Size(event.shapes()[tensor]).numel() * _ITEMSIZE.get(
+        event.dtypes()[tensor], 0
+    )
     others = dist.get_world_size() - 1
     if event.name() == "gloo:all_gather":
         return num_bytes * others
@@ -174,17 +194,26 @@ def flops_of(plan: Plan, batch: int, head_dim: int) -> tuple[int, int]:
     return 2 * product, 5 * product
 
 
-def planned_bytes(sizes: Sizes, pattern: DilatedPattern, num_ranks: int, sharding: str = "contiguous") -> list[int]:
+def planned_bytes(
+    sizes: Sizes, pattern: DilatedPattern, num_ranks: int, sharding: str = "contiguous"
+) -> list[int]:
     """What each rank sends by its plan, forward and backward."""
     shards = make_shards(sharding, default_lengths(sharding, sizes.seq_len, num_ranks))
     arguments = (sizes.batch, sizes.head_dim, sizes.dtype.itemsize)
     of_ranks = []
     for rank in range(num_ranks):
         plan = make_plan(Job(pattern, shards, sizes.num_heads, sizes.num_heads), rank)
-        of_ranks.append(plan.bytes_sent(*arguments, backward=False) + plan.bytes_sent(*arguments, backward=True))
+        of_ranks.append(
+            plan.bytes_sent(*arguments, backward=False) + plan.bytes_sent(*arguments, backward=True)
+        )
     return of_ranks
 
 
 def quantiles(values: Iterable[float]) -> dict[str, float]:
     ordered = sorted(values)
-    return {"min": ordered[0], "median": statistics.median(ordered), "max": ordered[-1], "repeats": len(ordered)}
+    return {
+        "min": ordered[0],
+        "median": statistics.median(ordered),
+        "max": ordered[-1],
+        "repeats": len(ordered),
+    }

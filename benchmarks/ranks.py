@@ -91,7 +91,9 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
 def measure_rank(worker: Worker, sizes: Sizes, pattern: DilatedPattern) -> Found:
     parallel = ContextParallel(exchange="ring")
     squares = gate_squares(sizes, pattern, parallel)
-    dilated_call(sizes._replace(seq_len=256), pattern, parallel)()  # what is made once is not the call's
+    dilated_call(
+        sizes._replace(seq_len=256), pattern, parallel
+    )()  # what is made once is not the call's
     inputs, _ = make_tensors(sizes, parallel)
     held = sum(x.nbytes for x in inputs)
 
@@ -104,7 +106,9 @@ def measure_rank(worker: Worker, sizes: Sizes, pattern: DilatedPattern) -> Found
         torch.autograd.grad(out, inputs, torch.ones_like(out))
 
     found = allocated(both)
-    return Found(squares, held + allocated(forward).peak_bytes, held + found.peak_bytes, found.sent_bytes)
+    return Found(
+        squares, held + allocated(forward).peak_bytes, held + found.peak_bytes, found.sent_bytes
+    )
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -122,7 +126,14 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         itemsize = getattr(torch, row["dtype"]).itemsize
-        tensor = row["batch"] * row["seq_len"] / row["ranks"] * row["num_heads"] * row["head_dim"] * itemsize
+        tensor = (
+            row["batch"]
+            * row["seq_len"]
+            / row["ranks"]
+            * row["num_heads"]
+            * row["head_dim"]
+            * itemsize
+        )
         line = (
             branches(row),
             f"{row['seq_len']:,}",

@@ -48,14 +48,18 @@ def make_record(
 def write_record(record: Record, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{record['case']}.json"
-    write_whole(path, (json.dumps(record, indent=1) + "\n").encode(), is_record, "python -m benchmarks")
+    write_whole(
+        path, (json.dumps(record, indent=1) + "\n").encode(), is_record, "python -m benchmarks"
+    )
     return path
 
 
 def is_record(file: BinaryIO) -> bool:
     """Whether a file is a record, so that another may take its place."""
     record = json_object(file.read(MOST_BYTES))
-    return record.keys() in (RECORDED, RETIRED) and str(record["command"]).startswith("python -m benchmarks")
+    return record.keys() in (RECORDED, RETIRED) and str(record["command"]).startswith(
+        "python -m benchmarks"
+    )
 
 
 def read_record(path: Path) -> Record:
@@ -121,7 +125,10 @@ def write_page(folder: Path, tables: Mapping[str, Table]) -> Path:
 
 def records_of(name: str, folder: Path) -> list[Record]:
     """The records of a case; that of this clone first."""
-    return [read_record(path) for path in sorted(folder.glob(f"{name}.*json"), key=lambda path: len(path.name))]
+    return [
+        read_record(path)
+        for path in sorted(folder.glob(f"{name}.*json"), key=lambda path: len(path.name))
+    ]
 
 
 def retired_names(folder: Path) -> list[str]:
@@ -175,17 +182,28 @@ def markdown(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 def for_terminal(text: str) -> str:
     """What `markdown` made, without its bars and its rule."""
-    lines = [line for line in text.splitlines() if not (line.startswith("|") and set(line) <= set("|-: "))]
-    plain = [line.strip("|").replace(" | ", "  ").rstrip() if line.startswith("|") else line for line in lines]
+    lines = [
+        line
+        for line in text.splitlines()
+        if not (line.startswith("|") and set(line) <= set("|-: "))
+    ]
+    plain = [
+        line.strip("|").replace(" | ", "  ").rstrip() if line.startswith("|") else line
+        for line in lines
+    ]
     return "\n".join(
-        line.removeprefix(" ") if old.startswith("|") else line for old, line in zip(lines, plain, strict=True)
+        line.removeprefix(" ") if old.startswith("|") else line
+        for old, line in zip(lines, plain, strict=True)
     )
 
 
 def branches(row: dict[str, Any]) -> str:
     """A row's pattern in words."""
     is_whole = [w == WHOLE_DOCUMENT for w in row["segment_lengths"]]
-    lengths = ["whole" if whole else str(w) for whole, w in zip(is_whole, row["segment_lengths"], strict=True)]
+    lengths = [
+        "whole" if whole else str(w)
+        for whole, w in zip(is_whole, row["segment_lengths"], strict=True)
+    ]
     pairs = f"({', '.join(lengths)})/({', '.join(map(str, row['dilation_rates']))})"
     if is_whole == [True] and list(row["dilation_rates"]) == [1]:
         pairs = "dense"
@@ -210,7 +228,10 @@ def not_measured(rows: Sequence[dict[str, Any]]) -> list[str]:
             stopped.setdefault(row["reason"], set()).add(row["candidate"])
     if not stopped:
         return []
-    return ["Not measured:", "\n".join(f"- {'; '.join(sorted(names))}: {why}" for why, names in stopped.items())]
+    return [
+        "Not measured:",
+        "\n".join(f"- {'; '.join(sorted(names))}: {why}" for why, names in stopped.items()),
+    ]
 
 
 def _commit() -> str | None:
@@ -218,11 +239,15 @@ def _commit() -> str | None:
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parents[1]), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
 
     try:
         return git("describe", "--always") + (
-            "-dirty" if git("status", "--porcelain", "--", "src", ":(glob)benchmarks/**/*.py") else ""
+            "-dirty"
+            if git("status", "--porcelain", "--", "src", ":(glob)benchmarks/**/*.py")
+            else ""
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -5,7 +5,9 @@ from dataclasses import replace
 from ring_dilated_attention.pattern import WHOLE_DOCUMENT, DilatedPattern
 
 
-def scaled_down(pattern: DilatedPattern, seq_len: int, most: int) -> tuple[DilatedPattern, int, int]:
+def scaled_down(
+    pattern: DilatedPattern, seq_len: int, most: int
+) -> tuple[DilatedPattern, int, int]:
     """Sequence and segments divided by one number, so that at most about `most` positions remain; rates stay.
 
     A segment that had a row for every phase keeps one; one that is the whole document remains it.

@@ -29,7 +29,9 @@ WAITING = "waiting share of two ranks"
 
 class Settings(NamedTuple):
     sizes: Sizes = Sizes(32_768, 4, 64)
-    patterns: tuple[tuple[DilatedPattern, str, int], ...] = (  # with the sharding and the number of repeats
+    patterns: tuple[
+        tuple[DilatedPattern, str, int], ...
+    ] = (  # with the sharding and the number of repeats
         (DilatedPattern((2048, 32_768), (1, 16)), "contiguous", 9),
         (DilatedPattern((32_768,), (1,)), "contiguous", 2),
         (DilatedPattern((32_768,), (1,), is_causal=True), "zigzag", 3),
@@ -77,7 +79,9 @@ def _rank(worker: Worker, settings: Settings) -> list[tuple[Squares, dict[str, l
                 with recorded_waits(parallel.ranks) as waits:
                     times[setup].append(call().both)
                 if setup == SETUPS[1]:
-                    times[WAITING].append(sum(wait.end - wait.start for wait in waits) / times[setup][-1])
+                    times[WAITING].append(
+                        sum(wait.end - wait.start for wait in waits) / times[setup][-1]
+                    )
         results.append((squares, times))
     return results
 
@@ -93,7 +97,9 @@ def _calls(
     }
 
 
-def _row(sizes: Sizes, pattern: DilatedPattern, sharding: str, ranks: list[dict[str, list[float]]]) -> dict[str, Any]:
+def _row(
+    sizes: Sizes, pattern: DilatedPattern, sharding: str, ranks: list[dict[str, list[float]]]
+) -> dict[str, Any]:
     one, two, apart, waiting = (_slowest(ranks, name) for name in (*SETUPS, WAITING))
     efficiency = quantiles(a / (NUM_RANKS * b) for a, b in zip(one, two, strict=True))
     ceiling = quantiles(a / (NUM_RANKS * b) for a, b in zip(one, apart, strict=True))

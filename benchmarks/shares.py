@@ -48,7 +48,9 @@ def dense_times(group: Group, found: Sequence[Found | str]) -> DenseTimes:
     }
 
 
-def share(seconds: Sequence[float], our_pairs: int, name: str, dense: DenseTime, stage: str) -> dict[str, Any]:
+def share(
+    seconds: Sequence[float], our_pairs: int, name: str, dense: DenseTime, stage: str
+) -> dict[str, Any]:
     """The share kept. If dense attention was measured at another length, its time goes by FLOPs, that is by pairs."""
     theirs = quantiles(dense.seconds[stage])
     return {
@@ -59,7 +61,9 @@ def share(seconds: Sequence[float], our_pairs: int, name: str, dense: DenseTime,
     }
 
 
-def row_of(group: Group, candidate: Candidate, found: Found | str, dense: DenseTimes, most: Ceilings) -> dict[str, Any]:
+def row_of(
+    group: Group, candidate: Candidate, found: Found | str, dense: DenseTimes, most: Ceilings
+) -> dict[str, Any]:
     row = candidate.as_json(group.sizes, group.is_causal, group.device)
     if isinstance(found, str):
         return row | {"reason": found}
@@ -73,7 +77,9 @@ def row_of(group: Group, candidate: Candidate, found: Found | str, dense: DenseT
     }
 
 
-def _stage(group: Group, candidate: Candidate, found: Found, dense: DenseTimes, stage: str) -> dict[str, Any]:
+def _stage(
+    group: Group, candidate: Candidate, found: Found, dense: DenseTimes, stage: str
+) -> dict[str, Any]:
     sizes = group.sizes
     seconds = seconds_of(found.times, stage)
     median = quantiles(seconds)["median"]
@@ -93,9 +99,13 @@ def _shares(
     found = {}
     own = candidate.own_dense.name
     if own in dense:
-        found["own_dense"] = share(seconds, counted, own, dense[own], stage) | {"target": OWN_DENSE_TARGET}
+        found["own_dense"] = share(seconds, counted, own, dense[own], stage) | {
+            "target": OWN_DENSE_TARGET
+        }
     if dense:
         name = min(dense, key=lambda name: quantiles(dense[name].seconds[stage])["median"])
         target = FASTEST_DENSE_TARGETS[stage]
-        found["fastest_dense"] = share(seconds, counted, name, dense[name], stage) | {"target": target}
+        found["fastest_dense"] = share(seconds, counted, name, dense[name], stage) | {
+            "target": target
+        }
     return found

@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_dilated_attention.commands.errors import defined, make_inputs, relative, squares, tolerances
+from ring_dilated_attention.commands.errors import (
+    defined,
+    make_inputs,
+    relative,
+    squares,
+    tolerances,
+)
 from ring_dilated_attention.commands.local_ranks import Worker
 from ring_dilated_attention.pattern import DilatedPattern
 
@@ -53,10 +59,14 @@ class Found(NamedTuple):
     host_seconds: list[float]
 
 
-def measure_group(group: Group, step: Callable[[str], None], *, seconds: float, budget: Budget) -> list[Found | str]:
+def measure_group(
+    group: Group, step: Callable[[str], None], *, seconds: float, budget: Budget
+) -> list[Found | str]:
     """For each candidate what was found, or the reason why nothing was. A process has so many seconds."""
     number = len(group.candidates)
-    found, lost = measure_apart(_measure, group, number, lambda i: step(_title(group, i)), seconds, budget)
+    found, lost = measure_apart(
+        _measure, group, number, lambda i: step(_title(group, i)), seconds, budget
+    )
     return [found[i] if i in found else lost[i] for i in range(len(group.candidates))]
 
 
@@ -68,7 +78,9 @@ def _measure(worker: Worker, group: Group, left_out: Collection[int]) -> dict[in
     return measure_here(group, left_out, worker.report)
 
 
-def measure_here(group: Group, left_out: Collection[int], report: Callable[[int], None]) -> dict[int, Found | str]:
+def measure_here(
+    group: Group, left_out: Collection[int], report: Callable[[int], None]
+) -> dict[int, Found | str]:
     """First everything that can go wrong, candidate by candidate, then the clock, by turns."""
     inputs, dout = make_tensors(group.sizes, device=group.device)
     calls: dict[int, _Call] = {}
@@ -104,14 +116,18 @@ def measure_here(group: Group, left_out: Collection[int], report: Callable[[int]
     synchronize(group.device)  # once, so that the host runs ahead of the device
     for i, ready in found.items():
         if isinstance(ready, Found):
-            ready.times.extend(Times(middle.since(start), end.since(middle)) for start, middle, end in marks[i])
+            ready.times.extend(
+                Times(middle.since(start), end.since(middle)) for start, middle, end in marks[i]
+            )
     return found
 
 
 class _Call:
     """Forward and backward of a candidate."""
 
-    def __init__(self, group: Group, candidate: Candidate, inputs: list[Tensor], dout: Tensor) -> None:
+    def __init__(
+        self, group: Group, candidate: Candidate, inputs: list[Tensor], dout: Tensor
+    ) -> None:
         self.device, self.op, self.inputs, self.dout = group.device, candidate.op, inputs, dout
         self.attend = attention(candidate, inputs[0], is_causal=group.is_causal)
 
@@ -126,7 +142,9 @@ class _Call:
         return [out.detach(), *grads], (start, middle, end)
 
 
-def _prepare(group: Group, candidate: Candidate, call: _Call, references: dict[Any, list[Tensor]]) -> Found:
+def _prepare(
+    group: Group, candidate: Candidate, call: _Call, references: dict[Any, list[Tensor]]
+) -> Found:
     """The gate, a first call (which compiles), agreement with others of the same pattern, and a profile."""
     passed = _gate(group, candidate)
     results: list[Tensor] = []
@@ -149,7 +167,9 @@ def _gate(group: Group, candidate: Candidate) -> dict[str, Any]:
             backend = backend_on(group.device)
             # An op that is all there is may not take the column for a gradient of lse, and what is timed has none.
             through_lse = not candidate.op
-            passed = gate_squares(group.sizes, pattern, backend=backend, device=group.device, through_lse=through_lse)
+            passed = gate_squares(
+                group.sizes, pattern, backend=backend, device=group.device, through_lse=through_lse
+            )
             return gate(group.sizes, pattern, [passed], device=group.device)
         if candidate.how == "torchscale":
             return {"errors": _peer_errors(group, candidate)}
@@ -163,20 +183,32 @@ def _peer_errors(group: Group, candidate: Candidate) -> dict[str, float]:
     inputs, dout, _ = make_inputs(case, group.sizes.dtype)
     expected = defined(case, inputs, dout, None)
     leaves = [x.to(group.device, group.sizes.dtype).requires_grad_() for x in inputs]
-    out = attention(candidate._replace(pattern=case.pattern), leaves[0], is_causal=group.is_causal)(*leaves)
+    out = attention(candidate._replace(pattern=case.pattern), leaves[0], is_causal=group.is_causal)(
+        *leaves
+    )
     results = (out, *torch.autograd.grad(out, leaves, dout.to(out)))
-    return {name: relative(squares(x, expected[name])) for name, x in zip(QUANTITIES, results, strict=True)}
+    return {
+        name: relative(squares(x, expected[name]))
+        for name, x in zip(QUANTITIES, results, strict=True)
+    }
 
 
-def _agreement(group: Group, candidate: Candidate, results: list[Tensor], reference: list[Tensor]) -> dict[str, float]:
+def _agreement(
+    group: Group, candidate: Candidate, results: list[Tensor], reference: list[Tensor]
+) -> dict[str, float]:
     """The largest relative L2 difference at full size, with what is allowed: each may be off by its tolerance.
 
     The gate's size may call for another shape of tiles than the measured one; this is the same call.
     """
-    tolerance = tolerances(small_case(group.sizes, group.pattern_of(candidate)), group.sizes.dtype, group.device)
+    tolerance = tolerances(
+        small_case(group.sizes, group.pattern_of(candidate)), group.sizes.dtype, group.device
+    )
     worst = {"error": 0.0, "tolerance": 1.0}
     for name, x, y in zip(QUANTITIES, results, reference, strict=True):
-        error, allowed = float((x.float() - y.float()).norm() / y.float().norm()), 2 * tolerance[name]
+        error, allowed = (
+            float((x.float() - y.float()).norm() / y.float().norm()),
+            2 * tolerance[name],
+        )
         if not error <= allowed:  # NaN fails
             raise GateError(
                 f"{name} at {group.sizes.seq_len:,} positions differs by {error:.2e} from that of the first candidate "

@@ -39,11 +39,20 @@ class Settings(NamedTuple):
     num_residues: int = 32
     repeats: int = 7
     flushed_bytes: int = 2**30  # more than the caches of the CPU hold
-    flushed_share: int = 4  # so many times fewer places and repeats where they are emptied, which takes long
+    flushed_share: int = (
+        4  # so many times fewer places and repeats where they are emptied, which takes long
+    )
 
 
 FULL = Settings()
-QUICK = Settings(((Sizes(0, 2, 16, batch=2), 2),), (DilatedPattern((64, 512), (1, 4), is_causal=True),), 4, 2, 2**20, 2)
+QUICK = Settings(
+    ((Sizes(0, 2, 16, batch=2), 2),),
+    (DilatedPattern((64, 512), (1, 4), is_causal=True),),
+    4,
+    2,
+    2**20,
+    2,
+)
 
 
 def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -55,11 +64,15 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
     return rows
 
 
-def _rows(settings: Settings, pattern: DilatedPattern, sizes: Sizes, num_kv_heads: int) -> list[dict[str, Any]]:
+def _rows(
+    settings: Settings, pattern: DilatedPattern, sizes: Sizes, num_kv_heads: int
+) -> list[dict[str, Any]]:
     widest = max(pattern.segment_lengths)
     sizes = sizes._replace(seq_len=widest)
     passed = cached_gate(sizes, pattern, num_kv_heads)
-    cache = DilatedCache(pattern, sizes.batch, sizes.num_heads, num_kv_heads, sizes.head_dim, dtype=sizes.dtype)
+    cache = DilatedCache(
+        pattern, sizes.batch, sizes.num_heads, num_kv_heads, sizes.head_dim, dtype=sizes.dtype
+    )
     cache.memory.normal_()  # rows of no sequence: the cache can be put at any position without a prefill
     call = token_call(cache)
     period = math.lcm(*pattern.segment_lengths)  # after which the work of a token repeats itself
@@ -82,7 +95,11 @@ def _rows(settings: Settings, pattern: DilatedPattern, sizes: Sizes, num_kv_head
             **call_json(sizes, pattern),
             "num_kv_heads": num_kv_heads,
             "num_threads": torch.get_num_threads(),
-            "cpu_caches": {"state": state, "bytes": cpu_cache_bytes(), "flushed": settings.flushed_bytes},
+            "cpu_caches": {
+                "state": state,
+                "bytes": cpu_cache_bytes(),
+                "flushed": settings.flushed_bytes,
+            },
             "bytes_read": statistics.mean(bytes_read(cache, position) for position in visited),
             "seconds": statistics.mean(ours),
             "reduction_seconds": statistics.mean(theirs),
@@ -163,8 +180,15 @@ def _seconds_at_a_border(call: Callable[[int], object], border: int, repeats: in
 
 def cpu_cache_bytes() -> int | None:
     """The last level's, where the system says."""
-    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
-    numbers = [int(size[:-1]) * {"K": 2**10, "M": 2**20}[size[-1]] for size in sizes if size[-1:] in ("K", "M")]
+    sizes = [
+        path.read_text().strip()
+        for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    ]
+    numbers = [
+        int(size[:-1]) * {"K": 2**10, "M": 2**20}[size[-1]]
+        for size in sizes
+        if size[-1:] in ("K", "M")
+    ]
     return max(numbers, default=None)
 
 

@@ -1,13 +1,11 @@
 """One rank's share of a sequence of a billion positions, run on this machine.
 
-    python examples/billion.py                                        rank 64,507 of 65,536, over 2^30 positions
-    python examples/billion.py --seq-len 4096 --ranks 16 --rank 9     in a second
+    python examples/billion.py          (in a second: --seq-len 4096 --ranks 16 --rank 9)
 
-No machine here holds such a sequence. So every row of query, key and value is a
-function of its position: `simulate.one_rank` runs the program of one rank, and
-what the other ranks would send is made when it is needed. Then some rows of out
-and of the query's gradient are compared with the definition of the pattern, in
-float64. The gradients that other ranks would send home are left out.
+No machine here holds such a sequence. So every row of query, key and value is a function of its
+position: `simulate.one_rank` runs the program of one rank, and what the other ranks would send is
+made when it is needed. Then some rows of out and of the query's gradient are compared with the
+definition, in float64. The gradients that other ranks would send home are left out.
 """
 
 import argparse
@@ -21,7 +19,8 @@ from ring_dilated_attention import DilatedPattern, dilated_attention, simulate
 
 HEADS, HEAD_DIM = 4, 64
 QUERY, KEY, VALUE, DOUT = range(4)
-FREQUENCIES = torch.rand(4, HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+SEED = torch.Generator().manual_seed(0)
+FREQUENCIES = torch.rand(4, HEADS, HEAD_DIM, generator=SEED, dtype=torch.float64)
 
 
 def rows_of(tensor: int, positions: Tensor, heads: Tensor) -> Tensor:
@@ -39,18 +38,15 @@ class MadeRanks(simulate.OtherRanks):
 
 
 def longnet_pattern(seq_len: int) -> DilatedPattern:
-    """The branches of LongNet's paper, and wider ones in steps of 8 up to the whole sequence, with about 256 rows each.
+    """The branches of LongNet's paper, and wider ones up to the whole sequence, of about 256 rows.
 
     Rates are 257/256 of a power of two. With a power of two the wide branches would have rows on few ranks alone.
     """
-    branches = [(2048, 1), (4096, 2), (8192, 4), (16_384, 6), (32_768, 12)]
-    branches = [(length, rate) for length, rate in branches if length <= max(seq_len, 2048)]
-    wide = []
-    length = seq_len
-    while length > 32_768:
-        wide.append((length, 257 * length // 2**16))
-        length //= 8
-    return DilatedPattern(*zip(*branches, *reversed(wide), strict=True), is_causal=True)
+    of_paper = [(2048, 1), (4096, 2), (8192, 4), (16_384, 6), (32_768, 12)]
+    branches = [branch for branch in of_paper if branch[0] <= max(seq_len, 2048)]
+    lengths = [seq_len // 8**i for i in range(10) if seq_len // 8**i > 32_768]
+    branches += [(length, 257 * length // 2**16) for length in reversed(lengths)]
+    return DilatedPattern(*zip(*branches, strict=True), is_causal=True)
 
 
 def keys_seen(pattern: DilatedPattern, position: int, head: int) -> Tensor:
@@ -74,7 +70,7 @@ def by_definition(pattern: DilatedPattern, position: int, head: int) -> tuple[Te
 
 
 def rows_to_compare(pattern: DilatedPattern, positions: Tensor) -> list[tuple[int, int]]:
-    """For each branch and head the last position here that the branch covers: it sees most keys."""
+    """For each branch and head the last position here that it covers, which sees most keys."""
     chosen = set()
     for branch, (length, rate) in enumerate(pattern.branches):
         for head in range(HEADS):
@@ -85,35 +81,39 @@ def rows_to_compare(pattern: DilatedPattern, positions: Tensor) -> list[tuple[in
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seq-len", type=int, default=2**30, help="positions of all ranks (default %(default)s)")
-    parser.add_argument("--ranks", type=int, default=2**16, help="they share the sequence (default %(default)s)")
-    parser.add_argument("--rank", type=int, default=64_507, help="the one that runs (default %(default)s)")
+    kind = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=kind)
+    parser.add_argument("--seq-len", type=int, default=2**30, help="positions of all ranks")
+    parser.add_argument("--ranks", type=int, default=2**16, help="they share the sequence")
+    parser.add_argument("--rank", type=int, default=64_507, help="the one that runs")
     options = parser.parse_args(argv)
     pattern = longnet_pattern(options.seq_len)
     print(f"{pattern.segment_lengths} / {pattern.dilation_rates}, causal")
     parallel = simulate.one_rank(options.rank, options.ranks, MadeRanks())
     positions = parallel.positions(options.seq_len)
-    *inputs, dout = (rows_of(x, positions[:, None], torch.arange(HEADS)).float().unsqueeze(0) for x in range(4))
+    heads = torch.arange(HEADS)
+    *inputs, dout = (rows_of(x, positions[:, None], heads).float()[None] for x in range(4))
     query, key, value = (x.requires_grad_() for x in inputs)
 
     started = time.perf_counter()
     out = dilated_attention(query, key, value, pattern, parallel=parallel)
-    forward = time.perf_counter()
+    middle = time.perf_counter()
     gradient = torch.autograd.grad(out, inputs, dout)[0]
-    backward = time.perf_counter()
     first = int(positions[0])
-    print(f"rank {options.rank:,} of {options.ranks:,} owns {len(positions):,} positions, from {first:,} on")
-    print(f"forward {forward - started:.1f} s, backward {backward - forward:.1f} s")
+    owned = f"{len(positions):,} positions from {first:,} on"
+    print(f"rank {options.rank:,} of {options.ranks:,}: {owned}")
+    print(f"forward {middle - started:.1f} s, backward {time.perf_counter() - middle:.1f} s")
 
     chosen = rows_to_compare(pattern, positions)
-    owners = {x // len(positions) for position, head in chosen for x in keys_seen(pattern, position, head).tolist()}
-    print(f"{len(chosen)} rows are compared, of each branch and head the last. They see keys of {len(owners)} ranks.")
+    keys = torch.cat([keys_seen(pattern, position, head) for position, head in chosen])
+    num_owners = len((keys // len(positions)).unique())
+    print(f"{len(chosen)} rows, the last of each branch and head, see keys of {num_owners} ranks.")
     expected = [by_definition(pattern, position, head) for position, head in chosen]
-    for i, (name, tensor) in enumerate((("out", out.detach()), ("the query's gradient", gradient))):
-        rows = torch.stack([tensor[0, position - first, head].double() for position, head in chosen])
+    for i, tensor in enumerate((out.detach(), gradient)):
+        rows = torch.stack([tensor[0, position - first, head] for position, head in chosen])
         exact = torch.stack([both[i] for both in expected])
-        print(f"relative error of {name}: {(rows - exact).norm() / exact.norm():.1e}")
+        name = ("out", "the query's gradient")[i]
+        print(f"relative error of {name}: {(rows.double() - exact).norm() / exact.norm():.1e}")
 
 
 if __name__ == "__main__":

@@ -51,14 +51,26 @@ def attention_module(pattern: DilatedPattern, num_heads: int, head_dim: int) -> 
 
 
 def slide_encoder(
-    in_chans: int, embed_dim: int, depth: int, *, slide_ngrids: int = 1000, max_wsi_size: int = 262144, **options: Any
+    in_chans: int,
+    embed_dim: int,
+    depth: int,
+    *,
+    slide_ngrids: int = 1000,
+    max_wsi_size: int = 262144,
+    **options: Any,
 ) -> Any:
     """GigaPath's LongNetViT with random weights, without dropout. 16 heads, as all of its sizes have."""
     _prepare()
     module = importlib.import_module("gigapath.slide_encoder")
     sizes = vars(importlib.import_module("torchscale.model.LongNetConfig"))
-    shape = {"encoder_layers": depth, "encoder_embed_dim": embed_dim, "encoder_ffn_embed_dim": 4 * embed_dim}
-    sizes.setdefault(f"LongNet_{depth}_layers_{embed_dim}_dim", sizes["LongNet_12_layers_768_dim"] | shape)
+    shape = {
+        "encoder_layers": depth,
+        "encoder_embed_dim": embed_dim,
+        "encoder_ffn_embed_dim": 4 * embed_dim,
+    }
+    sizes.setdefault(
+        f"LongNet_{depth}_layers_{embed_dim}_dim", sizes["LongNet_12_layers_768_dim"] | shape
+    )
     with (
         mock.patch.object(module.LongNetViT, "get_optimal_segment_length", _segment_lengths),
         redirect_stdout(sys.stderr),

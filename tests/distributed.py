@@ -38,8 +38,18 @@ START = multiprocessing.get_context("forkserver")
 # and where it compiles, a second less. The server passes by what it does not find, and Python 3.11 does not give it our
 # sys.path: it finds what is installed, and what lies in the present folder.
 _PRELOADED = ["tests.uncollected"]  # the first
-_PRELOADED += ["torch", "torch.distributed", "torch._dynamo", "pytest", "hypothesis", "benchmarks.measure"]
-_PRELOADED += [f"ring_dilated_attention.{name}" for name in ("attention", "layers", "models", "reference", "simulate")]
+_PRELOADED += [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "pytest",
+    "hypothesis",
+    "benchmarks.measure",
+]
+_PRELOADED += [
+    f"ring_dilated_attention.{name}"
+    for name in ("attention", "layers", "models", "reference", "simulate")
+]
 _PRELOADED += ["tests.collected"]  # the last
 START.set_forkserver_preload(_PRELOADED)
 
@@ -57,7 +67,9 @@ def preload(*modules: str) -> None:
 def _start_method() -> Any:
     """A process that was itself forked from the server has imported all that ranks need, and forks them: a server of
     its own would import it once more, for some seconds."""
-    return START if multiprocessing.parent_process() is None else multiprocessing.get_context("fork")
+    return (
+        START if multiprocessing.parent_process() is None else multiprocessing.get_context("fork")
+    )
 
 
 def start_server() -> None:
@@ -75,14 +87,18 @@ def fork_server() -> None:
 def _fork(_: str, words: Sequence[str], descriptors: Sequence[int]) -> int:
     """`multiprocessing.util.spawnv_passfds`, for Python's own words: python -c "..."."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python 3.12 warns of other threads. Here, one waits for words of pytest's.
+        warnings.simplefilter(
+            "ignore"
+        )  # Python 3.12 warns of other threads. Here, one waits for words of pytest's.
         if pid := os.fork():
             return pid
     try:
         keep_open(descriptors)
         sys.stdout, sys.stderr = (open(n, "w", closefd=False, buffering=1) for n in (1, 2))  # noqa: SIM115
         for handler in filter(None, (reference() for reference in logging._handlerList)):
-            if type(handler) is logging.StreamHandler:  # torch's, which write to what pytest put in place of stderr
+            if (
+                type(handler) is logging.StreamHandler
+            ):  # torch's, which write to what pytest put in place of stderr
                 handler.setStream(sys.stderr)
         forkserver._forkserver.__init__()  # its lock is taken while the server starts
         warnings.resetwarnings()
@@ -125,14 +141,20 @@ def over_gloo() -> Iterator[None]:
     group = dist.new_group(backend="gloo")
     init = DistributedDataParallel.__init__
     with (
-        mock.patch.object(DistributedDataParallel, "__init__", partialmethod(init, process_group=group)),
+        mock.patch.object(
+            DistributedDataParallel, "__init__", partialmethod(init, process_group=group)
+        ),
         mock.patch.object(dist, "broadcast", partial(dist.broadcast, group=group)),
     ):
         yield
 
 
 def run(
-    world_size: int, function: Callable[..., Any], *args: Any, seconds: float = 60, backend: str | None = "gloo"
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    seconds: float = 60,
+    backend: str | None = "gloo",
 ) -> list[Any]:
     """function(rank, world_size, *args) on every rank; its results in the order of ranks.
 
@@ -140,7 +162,9 @@ def run(
     """
     with Ranks(world_size, function, *args, backend=backend) as ranks:
         outcomes = ranks.collect(range(world_size), seconds)
-    failures = {rank: value for rank, (succeeded, value) in sorted(outcomes.items()) if not succeeded}
+    failures = {
+        rank: value for rank, (succeeded, value) in sorted(outcomes.items()) if not succeeded
+    }
     if failures:
         raise RankFailedError("\n".join(f"rank {rank}: {text}" for rank, text in failures.items()))
     return [outcomes[rank].value for rank in range(world_size)]
@@ -197,7 +221,9 @@ class Ranks:
         while missing := {self.pipes[rank]: rank for rank in ranks if rank not in outcomes}:
             ready = wait(list(missing), timeout=max(0, deadline - time.monotonic()))
             if not ready:
-                outcomes.update({rank: Outcome(False, "no answer in time") for rank in missing.values()})
+                outcomes.update(
+                    {rank: Outcome(False, "no answer in time") for rank in missing.values()}
+                )
             for pipe in ready:
                 try:
                     outcomes[missing[pipe]] = Outcome(*pipe.recv())
@@ -218,11 +244,15 @@ def _rank(
     global store
     try:
         _end_with_the_test()
-        tqdm.set_lock(threading.RLock())  # its own, which a compiler takes, would outlive a process that is killed
+        tqdm.set_lock(
+            threading.RLock()
+        )  # its own, which a compiler takes, would outlive a process that is killed
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        )
         _meet(world_size)
         pipe.send((True, function(rank, world_size, *args)))
     except BaseException:  # noqa: BLE001  whatever it was, the parent reports it
@@ -247,5 +277,7 @@ def _end_with_the_test() -> None:
         fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, os.O_ASYNC)
-        if parent.pid == os.getppid():  # which forked all ranks itself: they hold each other's pipes
+        if (
+            parent.pid == os.getppid()
+        ):  # which forked all ranks itself: they hold each other's pipes
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

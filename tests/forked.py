@@ -21,23 +21,43 @@ from ring_dilated_attention.commands.cli import main
 
 _ROOMS = ("commands.train", "training.loop", "training.agreement", "training.run_report")
 _ROOMS += ("training.sharded", "commands.generate")
-preload("torch.distributed.run", "torch.distributed.launcher.api", "torch.distributed.checkpoint", "filelock")
-preload("matplotlib.figure", "matplotlib.backends.backend_agg", *(f"ring_dilated_attention.{name}" for name in _ROOMS))
+preload(
+    "torch.distributed.run",
+    "torch.distributed.launcher.api",
+    "torch.distributed.checkpoint",
+    "filelock",
+)
+preload(
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    *(f"ring_dilated_attention.{name}" for name in _ROOMS),
+)
 
 
 class Forked:
     """A rank, started as `subprocess.Popen` starts one for torch's elastic launcher."""
 
     def __init__(
-        self, args: Sequence[str], env: dict[str, str], stdout: None, stderr: None, start_new_session: bool
+        self,
+        args: Sequence[str],
+        env: dict[str, str],
+        stdout: None,
+        stderr: None,
+        start_new_session: bool,
     ) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
             assert start_new_session
             os.setsid()
-            for number in (signal.SIGINT, signal.SIGTERM):  # those of the launcher, which a new Python does not have
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            for number in (
+                signal.SIGINT,
+                signal.SIGTERM,
+            ):  # those of the launcher, which a new Python does not have
+                signal.signal(
+                    number,
+                    signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
+                )
             keep_open([])
             os._exit(_main(args[3:], env))
 
@@ -55,7 +75,9 @@ class Forked:
             time.sleep(0.005)
 
 
-def _main(words: Sequence[str], environment: dict[str, str], main: Callable[[Sequence[str]], int] = main) -> int:
+def _main(
+    words: Sequence[str], environment: dict[str, str], main: Callable[[Sequence[str]], int] = main
+) -> int:
     os.environ |= environment
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     try:
@@ -91,19 +113,27 @@ def main_with_forked_ranks(words: Sequence[str]) -> int:
 
 
 def _launcher(
-    words: Sequence[str], said: str, environment: dict[str, str], folder: str, change: Callable[[], object]
+    words: Sequence[str],
+    said: str,
+    environment: dict[str, str],
+    folder: str,
+    change: Callable[[], object],
 ) -> None:
     _saying_to(said, folder)
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     change()
     PContext.close.__defaults__ = (None, 4)  # seconds from SIGTERM to SIGKILL, not 30
-    with mock.patch.object(train, "GRACE_SECONDS", 4.0):  # a second is too short where cores are busy
+    with mock.patch.object(
+        train, "GRACE_SECONDS", 4.0
+    ):  # a second is too short where cores are busy
         os._exit(_main(words, environment, main_with_forked_ranks))
 
 
 def _rank(words: Sequence[str]) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)  # only ranks that torchrun forks are told when it dies
+    ctypes.CDLL(None).prctl(
+        PR_SET_PDEATHSIG, 0
+    )  # only ranks that torchrun forks are told when it dies
     if code := _main(words, {}):
         sys.exit(code)
 
@@ -140,7 +170,11 @@ class ForkedLauncher:
     """The launcher: `restart_trials.started`, for a command of `rda train`, of torchrun, or of a store."""
 
     def __init__(
-        self, words: Sequence[str], said: Path, environment: dict[str, str], change: Callable[[], object] = int
+        self,
+        words: Sequence[str],
+        said: Path,
+        environment: dict[str, str],
+        change: Callable[[], object] = int,
     ) -> None:
         """change: called in the process of `rda train` before it begins."""
         self.said = said

@@ -15,7 +15,9 @@ from typing import Any
 from distributed import START
 
 
-def on_a_full_disk(num_bytes: int, function: Callable[..., Any], *args: Any, seconds: float = 60) -> tuple[Any, str]:
+def on_a_full_disk(
+    num_bytes: int, function: Callable[..., Any], *args: Any, seconds: float = 60
+) -> tuple[Any, str]:
     """What function(*args) returned, and what it and its processes wrote to stderr, where no file may grow beyond so
     many bytes. `function` must be importable."""
     ours, theirs = START.Pipe(duplex=False)
@@ -34,9 +36,13 @@ def on_a_full_disk(num_bytes: int, function: Callable[..., Any], *args: Any, sec
     return value, error
 
 
-def _fill(pipe: Connection, folder: str, num_bytes: int, function: Callable[..., Any], args: tuple) -> None:
+def _fill(
+    pipe: Connection, folder: str, num_bytes: int, function: Callable[..., Any], args: tuple
+) -> None:
     os.chdir(folder)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (num_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    )
     reads, writes = os.pipe()  # has no limit but its own, of 64 KiB
     os.set_blocking(reads, False)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

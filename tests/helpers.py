@@ -54,7 +54,9 @@ def randn(*shape: int) -> Tensor:
 
 
 def make_tokens(vocab_size: int, batch: int, seq_len: int, seed: int = 1) -> Tensor:
-    return torch.randint(0, vocab_size, (batch, seq_len), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, vocab_size, (batch, seq_len), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def heard_of(pattern: DilatedPattern, n: int, num_heads: int) -> Iterator[list[int]]:
@@ -69,13 +71,18 @@ def heard_of(pattern: DilatedPattern, n: int, num_heads: int) -> Iterator[list[i
         yield counts
 
 
-def keys_seen(pattern: DilatedPattern, borders: list[int], num_heads: int, is_causal: bool) -> list[list[Counter]]:
+def keys_seen(
+    pattern: DilatedPattern, borders: list[int], num_heads: int, is_causal: bool
+) -> list[list[Counter]]:
     """[head][query position] -> how often it sees each key position. Written from the definition, not from the code."""
     seen = [[Counter() for _ in range(borders[-1])] for _ in range(num_heads)]
     for b, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
         for h in range(num_heads):
             if pattern.heads == "split":
-                sizes = [len(own) for own in torch.arange(num_heads).tensor_split(len(pattern.segment_lengths))]
+                sizes = [
+                    len(own)
+                    for own in torch.arange(num_heads).tensor_split(len(pattern.segment_lengths))
+                ]
                 if not sum(sizes[:b]) <= h < sum(sizes[: b + 1]):
                     continue
                 phase = b % r
@@ -84,7 +91,11 @@ def keys_seen(pattern: DilatedPattern, borders: list[int], num_heads: int, is_ca
             for start, stop in zip(borders, borders[1:], strict=False):  # noqa: RUF007  reads as the definition does
                 for i in range(stop - start):
                     for j in range(stop - start):
-                        if i // w == j // w and i % w % r == j % w % r == phase and (j <= i or not is_causal):
+                        if (
+                            i // w == j // w
+                            and i % w % r == j % w % r == phase
+                            and (j <= i or not is_causal)
+                        ):
                             seen[h][start + i][start + j] += 1
     return seen
 

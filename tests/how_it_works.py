@@ -51,7 +51,9 @@ def travelling() -> str:
         ((rows, _),) = plan.packs
         (message,) = plan.hops[0].sends
         cells = [", ".join(str(first + row) for row in rows_of(rows, k)) for k in range(NUM_HEADS)]
-        lines.append(f"| rank {rank} | rank {message.peer} | {cells[0]} | {cells[1]} | {message.size} |")
+        lines.append(
+            f"| rank {rank} | rank {message.peer} | {cells[0]} | {cells[1]} | {message.size} |"
+        )
     return "\n".join(lines)
 
 
@@ -62,7 +64,11 @@ def rows_of(rows: Rows, k: int) -> range:
 
 def inputs() -> list[torch.Tensor]:
     """Query, key and value (1, 8, 2, 1): small numbers that a reader can follow."""
-    positions = torch.arange(NUM_POSITIONS, dtype=torch.float64).view(1, -1, 1, 1).expand(1, -1, NUM_HEADS, 1)
+    positions = (
+        torch.arange(NUM_POSITIONS, dtype=torch.float64)
+        .view(1, -1, 1, 1)
+        .expand(1, -1, NUM_HEADS, 1)
+    )
     return [torch.ones_like(positions), positions / 10, positions.clone()]
 
 
@@ -72,7 +78,8 @@ def partials() -> list[tuple[str, float, float]]:
     found = []
     for keys in (range(4), range(0, 4, 2), range(4, 8, 2)):
         q, k, v = (
-            x[:, rows, HEAD : HEAD + 1].transpose(1, 2) for x, rows in ((query, [QUERY]), (key, keys), (value, keys))
+            x[:, rows, HEAD : HEAD + 1].transpose(1, 2)
+            for x, rows in ((query, [QUERY]), (key, keys), (value, keys))
         )
         out, lse = cpu.forward(q, k, v, False, 1.0)
         found.append((", ".join(map(str, keys)), out.item(), lse.item()))
@@ -81,14 +88,27 @@ def partials() -> list[tuple[str, float, float]]:
 
 def merging() -> str:
     """The table of merges, and the definition's answer below it."""
-    lines = ["| tile | keys | its out | its lse | out so far | lse so far |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| tile | keys | its out | its lse | out so far | lse so far |",
+        "|---|---|---|---|---|---|",
+    ]
     names = ("branch (4, 1)", "branch (8, 2), own keys", "branch (8, 2), received keys")
-    out, lse = torch.zeros(1, 1, dtype=torch.float64), torch.full((1,), -torch.inf, dtype=torch.float64)
+    out, lse = (
+        torch.zeros(1, 1, dtype=torch.float64),
+        torch.full((1,), -torch.inf, dtype=torch.float64),
+    )
     for name, (keys, its_out, its_lse) in zip(names, partials(), strict=True):
-        merge_(out, lse, torch.tensor([[its_out]], dtype=torch.float64), torch.tensor([its_lse], dtype=torch.float64))
+        merge_(
+            out,
+            lse,
+            torch.tensor([[its_out]], dtype=torch.float64),
+            torch.tensor([its_lse], dtype=torch.float64),
+        )
         numbers = [f"{x:.{PLACES}f}" for x in (its_out, its_lse, out.item(), lse.item())]
         lines.append(f"| {name} | {keys} | {' | '.join(numbers)} |")
-    defined = [x[0, QUERY, HEAD].item() for x in dilated_attention_reference(*inputs(), PATTERN, scale=1.0)]
+    defined = [
+        x[0, QUERY, HEAD].item() for x in dilated_attention_reference(*inputs(), PATTERN, scale=1.0)
+    ]
     lines.append(
         f"| the definition | all that the query sees | | | {defined[0]:.{PLACES}f} | {defined[1]:.{PLACES}f} |"
     )
@@ -108,7 +128,11 @@ def weight() -> tuple[str, str, str]:
 
 def page() -> str:
     share, mean, found = weight()
-    programs = {(rank, stage): program(rank, stage) for rank in range(NUM_RANKS) for stage in ("forward", "backward")}
+    programs = {
+        (rank, stage): program(rank, stage)
+        for rank in range(NUM_RANKS)
+        for stage in ("forward", "backward")
+    }
     return f"""# How it works: 8 positions on 2 ranks
 
 This page follows one small call from its pattern to its numbers. `python tests/how_it_works.py` writes the page from

@@ -17,20 +17,29 @@ def add_record(parser: ArgumentParser) -> None:
     parser.add_argument("--record", type=Path, help="a file for what was found, as JSON")
 
 
-def kept_record(parser: ArgumentParser, path: Path | None, case: str, script: str, **about: Any) -> Callable[..., None]:
+def kept_record(
+    parser: ArgumentParser, path: Path | None, case: str, script: str, **about: Any
+) -> Callable[..., None]:
     """A function that writes rows into the record, and more fields. It may be called again.
 
     The commit and the date are those of now. The script ends with a sentence if the file is another's.
     """
     sys.path.append(str(ROOT))
-    from benchmarks.record import make_record  # the tests of a script's jobs need not wait for this import
+    from benchmarks.record import (
+        make_record,
+    )  # the tests of a script's jobs need not wait for this import
 
     def is_ours(file: BinaryIO) -> bool:
         return json_object(file.read(MOST_BYTES)).get("case") == case
 
     def write(rows: list[dict[str, Any]], **more: Any) -> None:
         if path is not None:
-            write_whole(path, (json.dumps(record | more | {"rows": rows}, indent=1) + "\n").encode(), is_ours, script)
+            write_whole(
+                path,
+                (json.dumps(record | more | {"rows": rows}, indent=1) + "\n").encode(),
+                is_ours,
+                script,
+            )
 
     try:
         if path is not None:

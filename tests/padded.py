@@ -36,7 +36,11 @@ def padded_branches(pattern: DilatedPattern, length: int) -> Iterator[PaddedBran
 
 
 def padded_reference(
-    query_BNHD: Tensor, key_BNHD: Tensor, value_BNHD: Tensor, pattern: DilatedPattern, scale: float | None = None
+    query_BNHD: Tensor,
+    key_BNHD: Tensor,
+    value_BNHD: Tensor,
+    pattern: DilatedPattern,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out (B, N, H, D) and lse (B, N, H), rows where torchscale puts them."""
     inputs = (query_BNHD, key_BNHD, value_BNHD)
@@ -53,4 +57,7 @@ def padded_reference(
         lses.append(lse[:, :length])
     lse_BNH = torch.stack(lses).logsumexp(0)
     weights = [(lse - lse_BNH.where(lse_BNH > -torch.inf, 0)).exp().unsqueeze(-1) for lse in lses]
-    return sum((weight * out for weight, out in zip(weights, outs, strict=True)), torch.zeros_like(query_BNHD)), lse_BNH
+    return sum(
+        (weight * out for weight, out in zip(weights, outs, strict=True)),
+        torch.zeros_like(query_BNHD),
+    ), lse_BNH

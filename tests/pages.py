@@ -8,7 +8,11 @@ from helpers import ROOT
 
 ELSEWHERE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 IN_FOLDERS = ("benchmarks/README.md", "examples/README.md")
-PAGES = (*ELSEWHERE, *IN_FOLDERS, *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+PAGES = (
+    *ELSEWHERE,
+    *IN_FOLDERS,
+    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+)
 # A block has an optional mark above it, and is fenced or indented.
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>[^\n]*?) -->\n\n?)?"
@@ -33,7 +37,12 @@ def text_of(page: str) -> str:
 @cache
 def blocks(page: str) -> tuple[Block, ...]:
     return tuple(
-        Block(page, "shell", re.sub(r"^    ", "", found["indented"], flags=re.MULTILINE), found["mark"] or "")
+        Block(
+            page,
+            "shell",
+            re.sub(r"^    ", "", found["indented"], flags=re.MULTILINE),
+            found["mark"] or "",
+        )
         if found["indented"]
         else Block(page, found["language"], found["fenced"], found["mark"] or "")
         for found in BLOCK.finditer(text_of(page))

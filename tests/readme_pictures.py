@@ -36,7 +36,13 @@ def draw_off_phase() -> Figure:
             seen = [key for key in range(seq_len) if branch in cells[query][key]]
             _draw_strip(axes, -1.25 * branch, w, seen, query, BRANCH_COLOURS[branch])
             axes.text(
-                -0.7, -1.25 * branch, f"segments of {w}, rate {r}", ha="right", va="center", fontsize=9, color=INK
+                -0.7,
+                -1.25 * branch,
+                f"segments of {w}, rate {r}",
+                ha="right",
+                va="center",
+                fontsize=9,
+                color=INK,
             )
             what = f"sees {len(seen)} keys" if seen else "sees nothing"
             axes.text(seq_len - 0.3, -1.25 * branch, what, va="center", fontsize=9, color=INK)
@@ -46,7 +52,9 @@ def draw_off_phase() -> Figure:
     return figure
 
 
-def _draw_strip(axes: Axes, y: float, segment_length: int, seen: list[int], query: int, colour: str) -> None:
+def _draw_strip(
+    axes: Axes, y: float, segment_length: int, seen: list[int], query: int, colour: str
+) -> None:
     for key in range(16):
         is_seen, x = key in seen, key - 0.43
         box = Rectangle((x, y - 0.46), 0.86, 0.92, facecolor=colour if is_seen else EMPTY)
@@ -54,7 +62,15 @@ def _draw_strip(axes: Axes, y: float, segment_length: int, seen: list[int], quer
         axes.add_patch(box)
         if key and key % segment_length == 0:
             axes.plot([key - 0.5] * 2, [y - 0.55, y + 0.55], color=INK, linewidth=1)
-        axes.text(key, y, str(key), ha="center", va="center", fontsize=8, color="white" if is_seen else INK)
+        axes.text(
+            key,
+            y,
+            str(key),
+            ha="center",
+            va="center",
+            fontsize=8,
+            color="white" if is_seen else INK,
+        )
 
 
 if __name__ == "__main__":

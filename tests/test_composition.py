@@ -16,7 +16,9 @@ from ring_dilated_attention.attention import save_attention
 from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss
 
 PATTERN = DilatedPattern((8, 32), (1, 3), is_causal=True)
-CONFIG = LongNetConfig((8, 64), (1, 3), vocab_size=20, num_layers=1, embed_dim=16, num_heads=4, num_kv_heads=2)
+CONFIG = LongNetConfig(
+    (8, 64), (1, 3), vocab_size=20, num_layers=1, embed_dim=16, num_heads=4, num_kv_heads=2
+)
 make_tokens = partial(helpers.make_tokens, CONFIG.vocab_size, 1)
 
 
@@ -35,8 +37,14 @@ def plain_gradients(*batches):
 
 def assert_gradients(model, expected):
     for name, parameter in model.named_parameters():
-        grad = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
-        torch.testing.assert_close(grad, expected[name.removeprefix("model.")], rtol=1e-9, atol=1e-11)
+        grad = (
+            parameter.grad.full_tensor()
+            if hasattr(parameter.grad, "full_tensor")
+            else parameter.grad
+        )
+        torch.testing.assert_close(
+            grad, expected[name.removeprefix("model.")], rtol=1e-9, atol=1e-11
+        )
 
 
 def recomputation(rank, world_size):

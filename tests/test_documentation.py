@@ -27,7 +27,10 @@ from ring_dilated_attention.commands.cli import SUBCOMMANDS, main
 from ring_dilated_attention.commands.hardware import machine_of
 
 PACKAGE = ROOT / "src" / "ring_dilated_attention"
-WRITTEN_FROM_CODE = {"docs/how_it_works.md": "tests/test_how_it_works.py", "benchmarks/README.md": "tests/benchmarks"}
+WRITTEN_FROM_CODE = {
+    "docs/how_it_works.md": "tests/test_how_it_works.py",
+    "benchmarks/README.md": "tests/benchmarks",
+}
 EVERY = [found for page in PAGES if page not in WRITTEN_FROM_CODE for found in blocks(page)]
 UNMARKED = [found for found in EVERY if not found.mark]
 API = text_of("docs/api.md")
@@ -49,7 +52,11 @@ def fault_of(found: Block, taken: set[tuple[str, str]]) -> str | None:
         return f"unknown mark {found.mark!r}"
     if found.language == "shell" and not all(line.startswith("rda ") for line in commands(found)):
         return "only `rda` commands are run here: mark it as not run, with the reason"
-    return None if found.language in ("python", "shell", "toml", "text", "") else f"{found.language!r} is not run here"
+    return (
+        None
+        if found.language in ("python", "shell", "toml", "text", "")
+        else f"{found.language!r} is not run here"
+    )
 
 
 def commands(found: Block) -> list[str]:
@@ -59,7 +66,11 @@ def commands(found: Block) -> list[str]:
 @cache
 def taken_by_tests() -> set[tuple[str, str]]:
     files = [path for path in (ROOT / "tests").rglob("*.py") if path.name != "pages.py"]
-    return {found for path in files for found in re.findall(r'\bblock\("([^"]+)", "([^"]+)"\)', path.read_text())}
+    return {
+        found
+        for path in files
+        for found in re.findall(r'\bblock\("([^"]+)", "([^"]+)"\)', path.read_text())
+    }
 
 
 @pytest.mark.parametrize("found", EVERY, ids=name_of)
@@ -78,7 +89,9 @@ def test_a_block_is_run_or_says_why_not(found):
     ],
 )
 def test_a_block_without_a_run_or_a_reason_is_noticed(language, mark, fault):
-    assert fault in fault_of(Block("README.md", language, "make everything\n", mark), taken_by_tests())
+    assert fault in fault_of(
+        Block("README.md", language, "make everything\n", mark), taken_by_tests()
+    )
 
 
 @pytest.mark.parametrize("found", [x for x in UNMARKED if x.language == "python"], ids=name_of)
@@ -109,7 +122,9 @@ def test_commands_that_are_not_run_exist():
     """Make targets, subcommands of rda, benchmarks and files that commands name."""
     makefile = (ROOT / "Makefile").read_text()
     for found in EVERY:
-        saved = {x.mark.removeprefix("block: ") for x in blocks(found.page)}  # what the page tells to save as files
+        saved = {
+            x.mark.removeprefix("block: ") for x in blocks(found.page)
+        }  # what the page tells to save as files
         for line in commands(found) if found.language == "shell" else []:
             program, *words = shlex.split(line, comments=True) if "$'" not in line else [""]
             assert program != "make" or f"\n{words[0]}:" in makefile
@@ -125,7 +140,10 @@ def test_toml_is_a_file_of_hardware(found, tmp_path):
     file = tmp_path / "here.toml"
     file.write_text(found.text)
     machine = machine_of(str(file))
-    assert machine.hardware.flops_per_second == tomllib.loads(found.text)["hardware"]["flops_per_second"]
+    assert (
+        machine.hardware.flops_per_second
+        == tomllib.loads(found.text)["hardware"]["flops_per_second"]
+    )
 
 
 # Links and navigation.
@@ -153,10 +171,18 @@ def test_links_lead_somewhere(page):
 
 
 def test_every_page_is_in_the_navigation():
-    listed = re.findall(r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
-    [table] = re.findall(r"^PAGES = \{\n(.*?)^\}", (ROOT / "docs/site/hooks.py").read_text(), re.MULTILINE | re.DOTALL)
+    listed = re.findall(
+        r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE
+    )
+    [table] = re.findall(
+        r"^PAGES = \{\n(.*?)^\}",
+        (ROOT / "docs/site/hooks.py").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
     elsewhere = dict(re.findall(r'"(.+)": "(.+)"', table))
-    assert sorted(listed) == sorted(elsewhere.get(page, page.removeprefix("docs/")) for page in PAGES)
+    assert sorted(listed) == sorted(
+        elsewhere.get(page, page.removeprefix("docs/")) for page in PAGES
+    )
 
 
 # The words of CONTRIBUTING.
@@ -172,7 +198,11 @@ def names_given(source: str) -> set[str]:
             found.add(node.arg)
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
             found.add(node.id if isinstance(node, ast.Name) else node.attr)
-    return {word.lower().removesuffix("s") for name in found for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
+    return {
+        word.lower().removesuffix("s")
+        for name in found
+        for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)
+    }
 
 
 UNNAMED = {"part", "stretch"}  # ordinary words, of which several things could be called so
@@ -182,14 +212,18 @@ def test_ordinary_words_name_nothing():
     """Catches a second meaning that comes back as an identifier."""
     assert names_given("class StepParts: ...\ndef f(num_parts): first.stretch = 1") >= UNNAMED
     assert {
-        path.name: words for path in PACKAGE.rglob("*.py") if (words := names_given(path.read_text()) & UNNAMED)
+        path.name: words
+        for path in PACKAGE.rglob("*.py")
+        if (words := names_given(path.read_text()) & UNNAMED)
     } == {}
 
 
 def test_only_tensors_have_a_layout():
     """Plans and forecasts know no tensors. Catches the word for how rows lie in a chunk, in comments too."""
     for room in ("plan", "forecast"):
-        assert not [path for path in (PACKAGE / room).glob("*.py") if "layout" in path.read_text().lower()]
+        assert not [
+            path for path in (PACKAGE / room).glob("*.py") if "layout" in path.read_text().lower()
+        ]
     for page in ("decisions", "planning", "how_it_works", "idea"):
         assert "layout" not in text_of(f"docs/{page}.md").lower()
 
@@ -202,7 +236,9 @@ def public_names() -> set[tuple[str, str]]:
     found = set()
     for file in PACKAGE.rglob("*.py"):
         text, (*parents, name) = file.read_text(), file.relative_to(PACKAGE).with_suffix("").parts
-        module = ".".join(("ring_dilated_attention", *parents, *([] if name == "__init__" else [name])))
+        module = ".".join(
+            ("ring_dilated_attention", *parents, *([] if name == "__init__" else [name]))
+        )
         if "kernels" in parents:
             continue
         if listed := re.search(r"^__all__ = (\[.*\])$", text, flags=re.MULTILINE):
@@ -216,29 +252,50 @@ def public_names() -> set[tuple[str, str]]:
 
 def imported_by(source: str) -> set[tuple[str, str]]:
     """By its text: a page may show a call that is no Python, such as f(x, dtype=)."""
-    found = re.findall(r"^\s*from (ring_dilated_attention\S*) import (\([^)]*\)|[^\n(]+)$", source, flags=re.MULTILINE)
-    return {(module, name) for module, names in found for name in re.findall(r"(\w+)(?: as \w+)?", names)}
+    found = re.findall(
+        r"^\s*from (ring_dilated_attention\S*) import (\([^)]*\)|[^\n(]+)$",
+        source,
+        flags=re.MULTILINE,
+    )
+    return {
+        (module, name)
+        for module, names in found
+        for name in re.findall(r"(\w+)(?: as \w+)?", names)
+    }
 
 
 def lacking(page: str) -> set[tuple[str, str]]:
     """What is public and not on the page. A function may have a module of its own name; a module is a heading."""
     shown = {*api.ROW.findall(page), *re.findall(r"^## .*`(.+)`$", page, re.MULTILINE)}
-    ways = {(module, name): {f"{module}.{name}", f"{module}.{name}.{name}"} for module, name in public_names()}
-    return {public for public, names in ways.items() if not names & shown and public[1] not in TWICE.get(public[0], ())}
+    ways = {
+        (module, name): {f"{module}.{name}", f"{module}.{name}.{name}"}
+        for module, name in public_names()
+    }
+    return {
+        public
+        for public, names in ways.items()
+        if not names & shown and public[1] not in TWICE.get(public[0], ())
+    }
 
 
-TWICE = {"ring_dilated_attention.layers": ("MultiheadDilatedAttention",)}  # stand elsewhere on the page
+TWICE = {
+    "ring_dilated_attention.layers": ("MultiheadDilatedAttention",)
+}  # stand elsewhere on the page
 
 
 def test_whatever_is_public_is_on_the_page():
     assert ("ring_dilated_attention", "explain") in public_names()
     assert ("ring_dilated_attention.integrations.torch", "ShardHeads") in public_names()
-    assert imported_by("from ring_dilated_attention.models import (\n    A,\n    B as C,\n)\nimport d\n") == {
+    assert imported_by(
+        "from ring_dilated_attention.models import (\n    A,\n    B as C,\n)\nimport d\n"
+    ) == {
         ("ring_dilated_attention.models", "A"),
         ("ring_dilated_attention.models", "B"),
     }
     assert lacking(API) == set()
-    assert lacking(API.replace("`ring_dilated_attention.explain`", "")) == {("ring_dilated_attention", "explain")}
+    assert lacking(API.replace("`ring_dilated_attention.explain`", "")) == {
+        ("ring_dilated_attention", "explain")
+    }
 
 
 def test_the_page_in_a_clone_says_what_the_code_says():
@@ -248,7 +305,10 @@ def test_the_page_in_a_clone_says_what_the_code_says():
         if ".transformers." not in row[1] or find_spec("transformers") is not None:
             assert row[0] == api.row_of(row[1], names)
     assert len(SHOWN) > 40
-    assert "  - `positions(seq_len, cu_seqlens=None)`: The positions, within their documents, of the rows" in API
+    assert (
+        "  - `positions(seq_len, cu_seqlens=None)`: The positions, within their documents, of the rows"
+        in API
+    )
 
 
 def functions_of(public: object) -> list[Callable]:
@@ -274,7 +334,9 @@ def test_what_public_functions_return_is_on_the_page():
             if isinstance(hint, type) and hint.__module__.startswith("ring_dilated_attention"):
                 returned.add(f"{hint.__module__}.{hint.__qualname__}")
     assert "ring_dilated_attention.attention.explain.Explanation" in returned
-    assert {name.rpartition(".")[2] for name in returned} <= {name.rpartition(".")[2] for name in SHOWN}
+    assert {name.rpartition(".")[2] for name in returned} <= {
+        name.rpartition(".")[2] for name in SHOWN
+    }
 
 
 def wrong_parameters(text: str) -> list[str]:
@@ -284,21 +346,41 @@ def wrong_parameters(text: str) -> list[str]:
         is_function = isinstance(node, ast.FunctionDef)
         if not (is_function or isinstance(node, ast.ClassDef)):
             continue
-        section = re.search(r"^Args:\n((?: +.*\n|\n)*)", (ast.get_docstring(node) or "") + "\n", re.MULTILINE)
+        section = re.search(
+            r"^Args:\n((?: +.*\n|\n)*)", (ast.get_docstring(node) or "") + "\n", re.MULTILINE
+        )
         listed = re.findall(r"^    (\w[\w, ]*):", section[1], re.MULTILINE) if section else []
-        takers = [node] if is_function else [x for x in node.body if getattr(x, "name", "") == "__init__"]
+        takers = (
+            [node]
+            if is_function
+            else [x for x in node.body if getattr(x, "name", "") == "__init__"]
+        )
         given = {x.arg for taker in takers for x in (*taker.args.args, *taker.args.kwonlyargs)}
-        given |= {x.target.id for x in node.body if isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name)}
+        given |= {
+            x.target.id
+            for x in node.body
+            if isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name)
+        }
         if is_function or given:
-            wrong += [f"{node.name}: {name}" for line in listed for name in line.split(", ") if name not in given]
+            wrong += [
+                f"{node.name}: {name}"
+                for line in listed
+                for name in line.split(", ")
+                if name not in given
+            ]
     return wrong
 
 
 def test_docstrings_name_parameters_that_exist():
     assert [
-        x for path in PACKAGE.rglob("*.py") if "Args:" in (text := path.read_text()) for x in wrong_parameters(text)
+        x
+        for path in PACKAGE.rglob("*.py")
+        if "Args:" in (text := path.read_text())
+        for x in wrong_parameters(text)
     ] == []
-    assert wrong_parameters('def f(x):\n    """A.\n\n    Args:\n        x, y: numbers.\n    """\n') == ["f: y"]
+    assert wrong_parameters(
+        'def f(x):\n    """A.\n\n    Args:\n        x, y: numbers.\n    """\n'
+    ) == ["f: y"]
 
 
 # Figures and versions.
@@ -314,10 +396,13 @@ def test_the_crossover_is_that_of_the_record():
     for length in lengths:
         every = [rows[length, is_causal] for is_causal in (False, True)]
         cells = [
-            f"{x['dense_seconds']['median']:.3f} | {x['seconds']['median']:.3f} | {x['speed_up']:.1f}" for x in every
+            f"{x['dense_seconds']['median']:.3f} | {x['seconds']['median']:.3f} | {x['speed_up']:.1f}"
+            for x in every
         ]
         assert f"| {length:,} | {' | '.join(cells)} |\n" in text_of("docs/is_it_for_me.md")
-    faster = min(n for n in lengths if all(rows[n, is_causal]["speed_up"] > 1 for is_causal in (False, True)))
+    faster = min(
+        n for n in lengths if all(rows[n, is_causal]["speed_up"] > 1 for is_causal in (False, True))
+    )
     assert f"fewer than about {faster:,} positions" in text_of("docs/is_it_for_me.md")
 
 
@@ -326,8 +411,15 @@ def test_what_patterns_learn_is_that_of_the_record():
     for row in record("learn_recall")["rows"]:
         if row["settings"]["lengths"][-1] == 2048:
             right.setdefault(row["settings"]["rules"], []).append(row["accuracy"])
-    spans = {rule: dict.fromkeys(f"{x:.0%}".strip("%") for x in (min(seen), max(seen))) for rule, seen in right.items()}
-    table = text_of("docs/is_it_for_me.md").partition("| pattern | answered right |\n")[2].partition("\n\n")[0]
+    spans = {
+        rule: dict.fromkeys(f"{x:.0%}".strip("%") for x in (min(seen), max(seen)))
+        for rule, seen in right.items()
+    }
+    table = (
+        text_of("docs/is_it_for_me.md")
+        .partition("| pattern | answered right |\n")[2]
+        .partition("\n\n")[0]
+    )
     rules = ("dense", "wide 4", "LongNet", "local")  # in the page's order
     assert re.findall(r"\| ([\w ]+) % \|", table) == [" to ".join(spans[rule]) for rule in rules]
 
@@ -371,7 +463,10 @@ def test_versions_are_those_of_the_package():
     python, [torch] = project["requires-python"].removeprefix(">="), project["dependencies"]
     start, workflow = text_of("docs/start.md"), text_of_file(".github/workflows/tests.yml")
     for page in (start, text_of_file("docs/site/package_index.md")):
-        assert f"Python {python} or newer, and PyTorch {torch.removeprefix('torch>=')} or newer" in page
+        assert (
+            f"Python {python} or newer, and PyTorch {torch.removeprefix('torch>=')} or newer"
+            in page
+        )
     assert f'python: "{python}"' in workflow
     assert f"torch=={torch.removeprefix('torch>=')}" in workflow
     for extra in project["optional-dependencies"]:
@@ -384,7 +479,11 @@ def test_the_workflow_runs_the_makefile():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     assert steps <= targets
     assert {"test", "test-integrations", "examples", "docs", "dist"} <= steps
-    newest = text_of_file(".github/workflows/tests.yml").partition("\n  newest:")[2].partition("\n  docs:")[0]
+    newest = (
+        text_of_file(".github/workflows/tests.yml")
+        .partition("\n  newest:")[2]
+        .partition("\n  docs:")[0]
+    )
     commands = re.findall(r"make ([\w-]+) TORCH=torch VERSIONS=/dev/null", newest)
     assert commands == ["test", "test-integrations"]
 

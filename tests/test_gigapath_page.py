@@ -14,7 +14,12 @@ from helpers import ROOT
 from pages import block
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
-from ring_dilated_attention.models import LongNetViT, load_slide_encoder, segment_lengths_for, torchscale_attention
+from ring_dilated_attention.models import (
+    LongNetViT,
+    load_slide_encoder,
+    segment_lengths_for,
+    torchscale_attention,
+)
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES
 from ring_dilated_attention.models.torchscale.zero_rows import is_misaligned
 from ring_dilated_attention.pattern import Branch
@@ -34,7 +39,10 @@ def test_the_page_says_from_where_on_rows_are_misplaced(max_wsi_size):
 
 def test_the_page_for_gigapaths_users(tmp_path, monkeypatch):
     """Its five lines run as they stand, with the smaller size in place of the larger."""
-    page, lines = (ROOT / "docs" / "gigapath.md").read_text(), block("docs/gigapath.md", "for users of GigaPath")
+    page, lines = (
+        (ROOT / "docs" / "gigapath.md").read_text(),
+        block("docs/gigapath.md", "for users of GigaPath"),
+    )
     monkeypatch.chdir(tmp_path)
     torch.save({"model": LongNetViT.published("gigapath-flash").state_dict()}, "slide_encoder.pth")
     names = {"features": torch.randn(1, 20, 384), "coords": torch.arange(40).view(1, 20, 2) * 256}
@@ -53,7 +61,9 @@ def test_the_function_alone():
     names = {}
     exec(lines, names)
     assert names["out"].shape == (1, 1100, 16, 48)
-    theirs, ours = (set(inspect.signature(f).parameters) for f in (torchscale_attention, dilated_attention))
+    theirs, ours = (
+        set(inspect.signature(f).parameters) for f in (torchscale_attention, dilated_attention)
+    )
     assert theirs - ours == {"counted"}
     assert ours - theirs == {"cu_seqlens", "heads_held", "num_heads", "cache", "lengths"}
     [said] = re.findall(r"^Its other arguments are.*?\n\n", page, flags=re.DOTALL | re.MULTILINE)
@@ -64,7 +74,9 @@ def test_the_page_says_how_far_the_two_functions_are_apart():
     """On the page's input; and nothing where it says that they are one function."""
     page = (ROOT / "docs" / "gigapath.md").read_text()
     [counts] = re.findall(r"^\| tiles \| (.*) \|$", page, flags=re.MULTILINE)
-    [shares] = re.findall(r"^\| `dilated_attention` from `torchscale_attention` \| (.*) \|$", page, flags=re.MULTILINE)
+    [shares] = re.findall(
+        r"^\| `dilated_attention` from `torchscale_attention` \| (.*) \|$", page, flags=re.MULTILINE
+    )
     for tiles, share in zip(counts.split(" | "), shares.split(" | "), strict=True):
         found = apart(int(tiles.replace(",", "")), 16, 48, segment_lengths_for(), DILATION_RATES)
         assert f"{100 * found:.{len(share.removesuffix(' %').partition('.')[2])}f} %" == share
@@ -75,7 +87,10 @@ def test_the_page_says_how_far_the_two_functions_are_apart():
 
 def apart(tiles, num_heads, head_dim, *branches, is_causal=False):
     """Relative L2 of dilated_attention's output from torchscale_attention's."""
-    noise, pattern = torch.Generator().manual_seed(0), DilatedPattern(*branches, is_causal=is_causal, phase="blocked")
+    noise, pattern = (
+        torch.Generator().manual_seed(0),
+        DilatedPattern(*branches, is_causal=is_causal, phase="blocked"),
+    )
     inputs = [torch.randn(1, tiles, num_heads, head_dim, generator=noise) for _ in range(3)]
     theirs = torchscale_attention(*inputs, pattern)
     return float((dilated_attention(*inputs, pattern) - theirs).norm() / theirs.norm())
@@ -128,7 +143,11 @@ def finetune(rank, world_size):
     before = {name: x.detach().clone() for name, x in classifier.named_parameters()}
     [_, (loss, _)] = example["finetune"](classifier, num_epochs=1, num_slides=3)
     # As arrays: a tensor of a process that has ended cannot be received.
-    return loss, {name: x.numpy() for name, x in classifier.state_dict().items() if not torch.equal(x, before[name])}
+    return loss, {
+        name: x.numpy()
+        for name, x in classifier.state_dict().items()
+        if not torch.equal(x, before[name])
+    }
 
 
 def test_fine_tuning_on_ranks_is_that_of_one():

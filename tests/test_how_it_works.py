@@ -30,7 +30,9 @@ def test_a_program_prints_each_step_on_a_line(stage):
     made = program(0, stage)
     lines = str(made).splitlines()
     assert len(lines) == len(made)
-    assert all(line.startswith(type(step).__name__.lower()) for line, step in zip(lines, made, strict=True))
+    assert all(
+        line.startswith(type(step).__name__.lower()) for line, step in zip(lines, made, strict=True)
+    )
     assert sum("rank 1" in line for line in lines) == (1 if stage == "forward" else 2)
 
 
@@ -51,8 +53,12 @@ def test_a_call_chooses_its_kernel_and_reads_its_borders_once(monkeypatch):
     read, why_not = torch.Tensor.tolist, cpu.why_not
     monkeypatch.setattr(cpu, "why_not", lambda query: asked.append("kernel") or why_not(query))
     monkeypatch.setattr(
-        torch.Tensor, "tolist", lambda x: (asked.append("borders") if x.dtype == torch.int32 else None) or read(x)
+        torch.Tensor,
+        "tolist",
+        lambda x: (asked.append("borders") if x.dtype == torch.int32 else None) or read(x),
     )
     query = torch.randn(1, 12, 2, 4, requires_grad=True)
-    dilated_attention(query, query, query, how_it_works.PATTERN, cu_seqlens=borders).sum().backward()
+    dilated_attention(
+        query, query, query, how_it_works.PATTERN, cu_seqlens=borders
+    ).sum().backward()
     assert sorted(asked) == ["borders", "kernel"]

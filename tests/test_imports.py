@@ -32,10 +32,28 @@ HARMLESS = {
     "init_process_group",
     "destroy_process_group",
 }
-HARMLESS |= {"TCPStore", "PrefixStore", "rendezvous", "Work"}  # where ranks meet; what is waited for
-HARMLESS |= {"is_available", "is_initialized", "get_rank", "get_world_size", "get_backend", "get_process_group_ranks"}
+HARMLESS |= {
+    "TCPStore",
+    "PrefixStore",
+    "rendezvous",
+    "Work",
+}  # where ranks meet; what is waited for
+HARMLESS |= {
+    "is_available",
+    "is_initialized",
+    "get_rank",
+    "get_world_size",
+    "get_backend",
+    "get_process_group_ranks",
+}
 HARMLESS |= {"get_backend_config", "GroupMember"}
-HARMLESS |= {"LaunchConfig", "elastic_launch", "DefaultLogsSpecs", "SignalException", "ChildFailedError"}  # start ranks
+HARMLESS |= {
+    "LaunchConfig",
+    "elastic_launch",
+    "DefaultLogsSpecs",
+    "SignalException",
+    "ChildFailedError",
+}  # start ranks
 
 # What imports by a string: a literal is read here as any other import, and others are for these modules alone, the
 # lazy public faces and the table of commands. They list only modules of their own room.
@@ -45,7 +63,13 @@ MAY_LIST = ("", "models", "commands.cli")
 # The second sums over tensor parallel ranks by torch's DTensor, as torch's own parallel styles do.
 # Under --fsdp, FSDP2 and torch.distributed.checkpoint send on torch's default group. `models.rank_files` sends nothing:
 # each rank reads by itself.
-MAY_SEND = ("ranks.link", "integrations.torch", "training.sharded", "training.checkpoint", "models.rank_files")
+MAY_SEND = (
+    "ranks.link",
+    "integrations.torch",
+    "training.sharded",
+    "training.checkpoint",
+    "models.rank_files",
+)
 
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -60,7 +84,11 @@ class Module:
         self.folder = name if is_package else name.rpartition(".")[0]
         self.names = names
         self.unread: list[str] = []
-        self.at_once = set(self._imports(_walk(tree, lambda node: _is_for_types(node) or isinstance(node, FUNCTIONS))))
+        self.at_once = set(
+            self._imports(
+                _walk(tree, lambda node: _is_for_types(node) or isinstance(node, FUNCTIONS))
+            )
+        )
         self.run = set(self._imports(_walk(tree, _is_for_types)))
         self.unread.clear()
         self.all = set(self._imports(_walk(tree, lambda node: False)))
@@ -78,7 +106,9 @@ class Module:
                     yield self._absolute(node.args[0].value)
                 else:
                     self.unread.append(ast.unparse(node))
-            elif isinstance(node, ast.Constant) and node.value in self.names:  # as `python -m` is told
+            elif (
+                isinstance(node, ast.Constant) and node.value in self.names
+            ):  # as `python -m` is told
                 yield node.value
 
     def _absolute(self, name: str) -> str:
@@ -184,14 +214,26 @@ def modules_that_send(modules):
         aliases = {"torch.distributed"}
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Import):
-                aliases |= {a.asname for a in node.names if a.name.startswith("torch.distributed") and a.asname}
+                aliases |= {
+                    a.asname
+                    for a in node.names
+                    if a.name.startswith("torch.distributed") and a.asname
+                }
             elif isinstance(node, ast.ImportFrom) and node.module == "torch":
                 aliases |= {a.asname or a.name for a in node.names if a.name == "distributed"}
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
-                is_harmless = {a.name for a in node.names} <= HARMLESS or node.module.endswith(".device_mesh")
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+                "torch.distributed"
+            ):
+                is_harmless = {a.name for a in node.names} <= HARMLESS or node.module.endswith(
+                    ".device_mesh"
+                )
                 found |= set() if is_harmless else {name}
         for node in ast.walk(module.tree):
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in aliases and node.attr not in HARMLESS:
+            if (
+                isinstance(node, ast.Attribute)
+                and ast.unparse(node.value) in aliases
+                and node.attr not in HARMLESS
+            ):
                 found.add(name)
     return found
 
@@ -201,7 +243,9 @@ def cycles(modules):
     member may import from its package what that does not import from it."""
 
     def direct(name: str) -> set[str]:
-        return {other.removeprefix(NAME).removeprefix(".") for other in modules[name].run} & set(modules) - {""}
+        return {other.removeprefix(NAME).removeprefix(".") for other in modules[name].run} & set(
+            modules
+        ) - {""}
 
     found = set()
     for name in modules:
@@ -218,7 +262,12 @@ def cycles(modules):
 
 def modules_that_hide_imports(modules):
     """Imports by a string that is made when it runs: no rule could see what they name."""
-    return {f"{name}: {call}" for name, module in modules.items() for call in module.unread if name not in MAY_LIST}
+    return {
+        f"{name}: {call}"
+        for name, module in modules.items()
+        for call in module.unread
+        if name not in MAY_LIST
+    }
 
 
 def room(name: str) -> str:
@@ -275,7 +324,14 @@ def test_rule(rule):
 
 
 @pytest.mark.parametrize(
-    "name", ["plan/rows.py", "kernels/choose.py", "attention/explain.py", "simulate/one_rank.py", "models/a.py"]
+    "name",
+    [
+        "plan/rows.py",
+        "kernels/choose.py",
+        "attention/explain.py",
+        "simulate/one_rank.py",
+        "models/a.py",
+    ],
 )
 def test_what_a_call_executes_knows_no_forecast(name, tmp_path):
     """Proof that the order of rooms keeps forecasts out of a call, also where the import stands in a function."""
@@ -290,14 +346,26 @@ def test_what_a_call_executes_knows_no_forecast(name, tmp_path):
 BREACHES = {
     modules_in_no_room: {"utils.py": "x = 1"},
     imports_upwards: {"plan/rows.py": "def f():\n    from ..run.merge import merge_"},
-    calls_with_forecasts: {"simulate/a.py": "", "simulate/__init__.py": "", "models/a.py": "from ..simulate import a"},
+    calls_with_forecasts: {
+        "simulate/a.py": "",
+        "simulate/__init__.py": "",
+        "models/a.py": "from ..simulate import a",
+    },
     modules_with_benchmarks: {"commands/bench.py": "def f():\n    import benchmarks.command"},
     pure_modules_with_torch: {"plan.py": "from .pattern import x", "pattern.py": "import torch.nn"},
     modules_with_triton: {"kernels/sdpa.py": "def f():\n    import triton.language as tl"},
     modules_with_the_reference: {"layers.py": "def f():\n    from . import reference"},
-    modules_that_send: {"models/longnet.py": "import torch.distributed as dist\ndist.all_reduce(x)"},
-    modules_that_hide_imports: {"run/a.py": "from importlib import import_module\nimport_module(f'..{x}')"},
-    cycles: {"run/a.py": "from . import b", "run/b.py": "from .c import x", "run/c.py": "from .a import y"},
+    modules_that_send: {
+        "models/longnet.py": "import torch.distributed as dist\ndist.all_reduce(x)"
+    },
+    modules_that_hide_imports: {
+        "run/a.py": "from importlib import import_module\nimport_module(f'..{x}')"
+    },
+    cycles: {
+        "run/a.py": "from . import b",
+        "run/b.py": "from .c import x",
+        "run/c.py": "from .a import y",
+    },
 }
 
 
@@ -305,7 +373,11 @@ BREACHES = {
 def test_the_rule_can_fail(rule, tmp_path):
     """Proof that each rule sees a breach, in a package that is made for it; and that the package is fine without."""
     packages = ("", "models/", "ranks/", "run/", "plan/", "commands/")
-    tree = {f"{folder}__init__.py": "" for folder in packages if folder != "plan/" or "plan.py" not in BREACHES[rule]}
+    tree = {
+        f"{folder}__init__.py": ""
+        for folder in packages
+        if folder != "plan/" or "plan.py" not in BREACHES[rule]
+    }
     tree |= {"reference.py": "", "ranks/link.py": "", "run/merge.py": "", **BREACHES[rule]}
     for name, text in tree.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -333,12 +405,16 @@ def test_sending_is_seen_however_it_is_written(statement, tmp_path):
     assert modules_that_send(read(tmp_path)) == {"models"}
 
 
-@pytest.mark.parametrize("statement", ["import torch", "from torch import Tensor", "import torch.nn as t"])
+@pytest.mark.parametrize(
+    "statement", ["import torch", "from torch import Tensor", "import torch.nn as t"]
+)
 def test_torch_is_seen_however_it_is_imported(statement, tmp_path):
     """Catches a reading of imports that misses one way of writing them; types alone are free."""
     (tmp_path / "plan.py").write_text(f"try:\n    {statement}\nexcept ImportError:\n    pass")
     assert pure_modules_with_torch(read(tmp_path)) == {"plan"}
-    (tmp_path / "plan.py").write_text(f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {statement}")
+    (tmp_path / "plan.py").write_text(
+        f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {statement}"
+    )
     assert pure_modules_with_torch(read(tmp_path)) == set()
 
 
@@ -355,8 +431,16 @@ def test_torch_is_seen_however_it_is_imported(statement, tmp_path):
 )
 def test_a_room_above_is_seen_however_it_is_imported(statement, tmp_path):
     """Catches a reading of imports that misses one way to a room above; and a circle that closes inside a function."""
-    files = {"training/load.py": "from ..models import longnet", "models/longnet.py": statement.replace("{NAME}", NAME)}
-    for name, text in {"__init__.py": "", "training/__init__.py": "", "models/__init__.py": "", **files}.items():
+    files = {
+        "training/load.py": "from ..models import longnet",
+        "models/longnet.py": statement.replace("{NAME}", NAME),
+    }
+    for name, text in {
+        "__init__.py": "",
+        "training/__init__.py": "",
+        "models/__init__.py": "",
+        **files,
+    }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     modules = read(tmp_path)
@@ -369,26 +453,37 @@ def test_lazy_faces_list_modules_of_their_own_room():
     """Catches a room above that is listed where strings are not read: in a lazy `__init__`, or among the commands."""
     modules = read(PACKAGE)
     for name in MAY_LIST:
-        texts = [node.value for node in ast.walk(modules[name].tree) if isinstance(node, ast.Constant)]
+        texts = [
+            node.value for node in ast.walk(modules[name].tree) if isinstance(node, ast.Constant)
+        ]
         assert len(modules[name].unread) == 1
-        assert not [text for text in texts if isinstance(text, str) and text.startswith((NAME, ".."))]
+        assert not [
+            text for text in texts if isinstance(text, str) and text.startswith((NAME, ".."))
+        ]
 
 
 @pytest.mark.parametrize("name", PURE)
 def test_pure_modules_leave_torch_alone(name):
     """The same rule, asked of Python itself."""
     names = [f"{NAME}.{other}" for other in ours() if other.partition(".")[0] == name]
-    code = f"import {', '.join(names)}, sys; assert 'torch' not in sys.modules, 'torch was imported'"
+    code = (
+        f"import {', '.join(names)}, sys; assert 'torch' not in sys.modules, 'torch was imported'"
+    )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
 
 
 def private_names(package: Path) -> tuple[set[str], set[str]]:
     """Names with one underscore that a package's files use; and those that they define."""
-    used, defined = set(), {"_replace", "_asdict", "_fields", "_exit"}  # public, but for their names
+    used, defined = (
+        set(),
+        {"_replace", "_asdict", "_fields", "_exit"},
+    )  # public, but for their names
     for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
-                case ast.Attribute(ast.Name("self"), name, ast.Store()) | ast.Name(name, ast.Store()):
+                case ast.Attribute(ast.Name("self"), name, ast.Store()) | ast.Name(
+                    name, ast.Store()
+                ):
                     defined.add(name)
                 case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                     defined.add(name)
@@ -402,11 +497,15 @@ def private_names(package: Path) -> tuple[set[str], set[str]]:
 def test_private_names_of_others_are_listed(tmp_path):
     """Catches a private name of torch that is used and not listed, and one that is listed and not used."""
     page = (PACKAGE.parents[1] / "docs/platforms.md").read_text()
-    listed = set(re.findall(r"\b_[a-zA-Z]\w*", page.partition("## Private names")[2].partition("\n## ")[0]))
+    listed = set(
+        re.findall(r"\b_[a-zA-Z]\w*", page.partition("## Private names")[2].partition("\n## ")[0])
+    )
     used, defined = private_names(PACKAGE)
     assert used - defined <= listed
     assert listed <= used
-    (tmp_path / "a.py").write_text("from torch._utils import y\nclass A:\n  def _b(self): self._b, torch._c, d._e, z")
+    (tmp_path / "a.py").write_text(
+        "from torch._utils import y\nclass A:\n  def _b(self): self._b, torch._c, d._e, z"
+    )
     used, defined = private_names(tmp_path)
     assert used - defined == {"_utils", "_c", "_e"}
 

@@ -24,9 +24,14 @@ ON_RANKS = list({case.ours: case for case in CASES if case.ranks > 1}.values())
 
 def by_definition(query, key, value, pattern, *, parallel=None, cu_seqlens=None, scale=None):
     """In place of `dilated_attention`, with shards where it takes shards."""
-    rows = (x if parallel is None else parallel.unshard(x, cu_seqlens=cu_seqlens) for x in (query, key, value))
+    rows = (
+        x if parallel is None else parallel.unshard(x, cu_seqlens=cu_seqlens)
+        for x in (query, key, value)
+    )
     documents = None if cu_seqlens is None else cu_seqlens.tolist()
-    out, _ = dilated_attention_reference(*(x.double() for x in rows), pattern, cu_seqlens=documents, scale=scale)
+    out, _ = dilated_attention_reference(
+        *(x.double() for x in rows), pattern, cu_seqlens=documents, scale=scale
+    )
     return out if parallel is None else parallel.shard(out, cu_seqlens=cu_seqlens)
 
 
@@ -37,14 +42,20 @@ def ours(case: Case, **instead):
     names.update(instead)
     exec(case.snippets[1].removeprefix(IMPORTS), names)
     parallel = names.get("parallel")
-    out = names["out"] if parallel is None else parallel.unshard(names["out"], cu_seqlens=names.get("borders"))
+    out = (
+        names["out"]
+        if parallel is None
+        else parallel.unshard(names["out"], cu_seqlens=names.get("borders"))
+    )
     if parallel is not None:
         parallel.close()
     return out
 
 
 def bound(case: Case) -> float:
-    return {torch.float64: 1e-7, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[case.dtype]
+    return {torch.float64: 1e-7, torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[
+        case.dtype
+    ]
 
 
 def test_the_page_has_a_row_for_each_case():
@@ -95,9 +106,13 @@ def test_the_module_with_weights_of_torchscale(tmp_path, monkeypatch):
     """Its projections around the definition."""
     monkeypatch.chdir(tmp_path)
     [case] = [x for x in CASES if "torchscale.pt" in x.ours]
-    projections = torch.nn.ModuleDict({f"{name}_proj": torch.nn.Linear(32, 32) for name in ("q", "k", "v", "out")})
+    projections = torch.nn.ModuleDict(
+        {f"{name}_proj": torch.nn.Linear(32, 32) for name in ("q", "k", "v", "out")}
+    )
     torch.save(projections.state_dict(), "torchscale.pt")
-    query, key, value = (projections[f"{name}_proj"](case.given()["x"]).unflatten(2, (4, 8)) for name in "qkv")
+    query, key, value = (
+        projections[f"{name}_proj"](case.given()["x"]).unflatten(2, (4, 8)) for name in "qkv"
+    )
     names = case.given()
     exec(case.snippets[1], names)
     whole = by_definition(query, key, value, names["attention"].pattern)
@@ -136,6 +151,13 @@ def test_a_figure_that_is_not_found_is_noticed():
 
 def test_another_error_than_the_stated_one_is_noticed():
     said = dict.fromkeys(COLUMNS, "") | {"out": "NotImplementedError"}
-    for raised, is_right in (("NotImplementedError: no CPU", True), ("ImportError: no module", False)):
-        assert [right for _, right in cells(said, {"raised": raised}, {"out": torch.zeros(())})] == [is_right]
-    assert not all(right for _, right in cells(said, {"out": torch.zeros(3)}, {"out": torch.ones(3)}))
+    for raised, is_right in (
+        ("NotImplementedError: no CPU", True),
+        ("ImportError: no module", False),
+    ):
+        assert [
+            right for _, right in cells(said, {"raised": raised}, {"out": torch.zeros(())})
+        ] == [is_right]
+    assert not all(
+        right for _, right in cells(said, {"out": torch.zeros(3)}, {"out": torch.ones(3)})
+    )

@@ -12,7 +12,9 @@ Item = namedtuple("Item", "name")
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 8])
 @pytest.mark.parametrize("num_others", [0, 5, 100])
 @pytest.mark.parametrize("num_long", [0, 1, 7])
-def test_every_item_runs_once_and_each_worker_begins_with_a_long_one(num_long, num_others, num_workers):
+def test_every_item_runs_once_and_each_worker_begins_with_a_long_one(
+    num_long, num_others, num_workers
+):
     """Catches an item that is dropped or runs twice, and long ones that all wait in the queue of one worker."""
     items = [Item(f"test_{i}") for i in range(num_others)]
     items[3:3] = [Item(f"{LONGEST[i % 3]}[{i}]") for i in range(num_long)]

@@ -16,7 +16,9 @@ from ring_dilated_attention.reference import multiplicity
 LONGEST = 2**62
 
 
-@pytest.mark.parametrize("options", [None, {}, {"sharding": "zigzag"}], ids=["one device", "contiguous", "zigzag"])
+@pytest.mark.parametrize(
+    "options", [None, {}, {"sharding": "zigzag"}], ids=["one device", "contiguous", "zigzag"]
+)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("seq_len", [1, 63, 111])
 def test_one_dense_pattern_serves_every_length(seq_len, is_causal, options):
@@ -27,7 +29,9 @@ def test_one_dense_pattern_serves_every_length(seq_len, is_causal, options):
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     out = dilated_attention(*inputs, pattern, parallel=parallel)
     heads_first = [x.transpose(1, 2) for x in inputs]
-    expected = F.scaled_dot_product_attention(*heads_first, is_causal=is_causal, enable_gqa=True).transpose(1, 2)
+    expected = F.scaled_dot_product_attention(
+        *heads_first, is_causal=is_causal, enable_gqa=True
+    ).transpose(1, 2)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     dout = torch.randn_like(out)
     gradients = [torch.autograd.grad(x, inputs, dout) for x in (out, expected)]
@@ -43,17 +47,24 @@ def test_a_dense_segment_ends_with_its_document():
     separate = [dilated_attention(rows, rows, rows, pattern) for rows in (x[:, :17], x[:, 17:])]
     torch.testing.assert_close(packed, torch.cat(separate, dim=1))
     compiled = torch.compile(
-        lambda x: dilated_attention(x, x, x, pattern), fullgraph=True, backend="aot_eager", dynamic=True
+        lambda x: dilated_attention(x, x, x, pattern),
+        fullgraph=True,
+        backend="aot_eager",
+        dynamic=True,
     )
     for n in (17, 23):
-        torch.testing.assert_close(compiled(x[:, :n]), dilated_attention(x[:, :n], x[:, :n], x[:, :n], pattern))
+        torch.testing.assert_close(
+            compiled(x[:, :n]), dilated_attention(x[:, :n], x[:, :n], x[:, :n], pattern)
+        )
 
 
 def test_many_documents_without_keys():
     """Catches a pass over the whole period for every document and head: that took 20 s."""
     n = 2**17
     lengths = range(n - 2000, n + 2000)
-    with_keys = sum(64 + min(64, max(0, length - n)) for length in lengths)  # a second period has keys of few heads
+    with_keys = sum(
+        64 + min(64, max(0, length - n)) for length in lengths
+    )  # a second period has keys of few heads
     start = time.process_time()
     found = DilatedPattern((n,), (n,)).without_keys(64, lengths)
     assert time.process_time() - start < 5
@@ -65,7 +76,8 @@ def test_a_dense_pattern_by_its_numbers(is_causal):
     """What plans, explains and draws it takes no length for an ordinary one."""
     pattern = DilatedPattern.dense(is_causal=is_causal)
     assert torch.equal(
-        multiplicity(pattern, 50, 3), multiplicity(DilatedPattern((50,), (1,), is_causal=is_causal), 50, 3)
+        multiplicity(pattern, 50, 3),
+        multiplicity(DilatedPattern((50,), (1,), is_causal=is_causal), 50, 3),
     )
     assert pairs(pattern, 50, 3) == 3 * (50 * 51 // 2 if is_causal else 50 * 50)
     assert pattern.without_keys(3, [50]) == (0, 150)
@@ -76,7 +88,11 @@ def test_a_dense_pattern_by_its_numbers(is_causal):
 
 def test_a_dense_pattern_in_words():
     """Catches 4611686018427387904 in a message."""
-    for pattern in (DilatedPattern.dense(), DilatedPattern.dense(is_causal=True), DilatedPattern((8,), (3,))):
+    for pattern in (
+        DilatedPattern.dense(),
+        DilatedPattern.dense(is_causal=True),
+        DilatedPattern((8,), (3,)),
+    ):
         assert eval(repr(pattern)) == pattern
     assert repr(DilatedPattern.dense(is_causal=True)) == "DilatedPattern.dense(is_causal=True)"
     assert repr(DilatedPattern((8,), (3,), heads="split")) == (
@@ -86,7 +102,9 @@ def test_a_dense_pattern_in_words():
     assert DilatedPattern.dense().explain(4) == expected
     mixed = DilatedPattern((8, WHOLE_DOCUMENT), (1, 3))
     assert "branch 1 (w=whole document, r=3)" in mixed.explain(4)
-    assert torch.equal(multiplicity(mixed, 50, 3), multiplicity(DilatedPattern((8, 50), (1, 3)), 50, 3))
+    assert torch.equal(
+        multiplicity(mixed, 50, 3), multiplicity(DilatedPattern((8, 50), (1, 3)), 50, 3)
+    )
 
 
 def test_a_pattern_is_copied_field_by_field():
@@ -106,7 +124,11 @@ def test_a_pattern_is_copied_field_by_field():
         ({"max_len": 10_000}, (2048, 4096, 8192, 10_000), (1, 2, 4, 8)),
         ({"max_len": 2048}, (2048,), (1,)),
         ({"max_len": 1000}, (1000,), (1,)),
-        ({"max_len": torch.tensor(81), "first_length": 3, "ratio": 3}, (3, 9, 27, 81), (1, 3, 9, 27)),
+        (
+            {"max_len": torch.tensor(81), "first_length": 3, "ratio": 3},
+            (3, 9, 27, 81),
+            (1, 3, 9, 27),
+        ),
     ],
 )
 def test_longnet_is_geometric_up_to_its_length(arguments, lengths, rates):
@@ -117,7 +139,9 @@ def test_longnet_is_geometric_up_to_its_length(arguments, lengths, rates):
 
 def test_longnet_takes_the_rules_of_a_pattern():
     rules = {"is_causal": True, "phase": "blocked"}
-    assert DilatedPattern.longnet(64, first_length=32, **rules) == DilatedPattern((32, 64), (1, 2), **rules)
+    assert DilatedPattern.longnet(64, first_length=32, **rules) == DilatedPattern(
+        (32, 64), (1, 2), **rules
+    )
     assert DilatedPattern.longnet(64, first_length=32, heads="split").heads == "split"
     assert DilatedPattern.longnet(LONGEST).segment_lengths[-1] == WHOLE_DOCUMENT
 
@@ -129,7 +153,9 @@ def test_longnet_is_linear_in_the_length(ratio):
         n = 16 * ratio**exponent
         pattern = DilatedPattern.longnet(n, first_length=16, ratio=ratio)
         num_heads = pattern.dilation_rates[-1]
-        assert pairs(pattern, n, num_heads) == num_heads * n * sum(16 / ratio**i for i in range(exponent + 1))
+        assert pairs(pattern, n, num_heads) == num_heads * n * sum(
+            16 / ratio**i for i in range(exponent + 1)
+        )
         assert pairs(pattern, n, num_heads) < num_heads * n * 16 * ratio / (ratio - 1)
 
 
@@ -137,11 +163,26 @@ def test_longnet_is_linear_in_the_length(ratio):
     ("make", "message"),
     [
         (lambda: DilatedPattern.longnet(0), "max_len must be an integer of at least 1, got 0."),
-        (lambda: DilatedPattern.longnet(4096.0), "max_len must be an integer of at least 1, got 4096.0."),
-        (lambda: DilatedPattern.longnet(True), "max_len must be an integer of at least 1, got True."),
-        (lambda: DilatedPattern.longnet(64, first_length=-1), "first_length must be an integer of at least 1, got -1."),
-        (lambda: DilatedPattern.longnet(64, ratio=1), "ratio must be an integer of at least 2, got 1."),
-        (lambda: DilatedPattern.longnet(64, ratio="2"), "ratio must be an integer of at least 2, got '2'."),
+        (
+            lambda: DilatedPattern.longnet(4096.0),
+            "max_len must be an integer of at least 1, got 4096.0.",
+        ),
+        (
+            lambda: DilatedPattern.longnet(True),
+            "max_len must be an integer of at least 1, got True.",
+        ),
+        (
+            lambda: DilatedPattern.longnet(64, first_length=-1),
+            "first_length must be an integer of at least 1, got -1.",
+        ),
+        (
+            lambda: DilatedPattern.longnet(64, ratio=1),
+            "ratio must be an integer of at least 2, got 1.",
+        ),
+        (
+            lambda: DilatedPattern.longnet(64, ratio="2"),
+            "ratio must be an integer of at least 2, got '2'.",
+        ),
         (lambda: DilatedPattern.dense(is_causal=1), "is_causal must be True or False, got 1."),
         (
             lambda: DilatedPattern((LONGEST + 1,), (1,)),

@@ -24,7 +24,10 @@ def rank_prints(rank, world_size, program, folder, replicas=1):
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     os.environ["REPLICAS"] = str(replicas)
-    with contextlib.redirect_stdout(io.StringIO()) as printed, mock.patch.object(dist, "init_process_group"):
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        mock.patch.object(dist, "init_process_group"),
+    ):
         exec(program, {})
     return printed.getvalue()
 

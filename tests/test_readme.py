@@ -27,7 +27,11 @@ CACHED = block("docs/generation.md", "a cache")
 
 def test_the_example_for_one_device():
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", ONE_DEVICE], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-W", "error", "-c", ONE_DEVICE],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "torch.Size([1, 4096, 8, 64]) torch.Size([1, 4096, 8, 64])\n"
@@ -37,7 +41,14 @@ def test_the_example_for_many(tmp_path):
     """As written, under torchrun with the README's number of processes."""
     [num_ranks] = re.findall(r"torchrun --nproc-per-node (\d+) ring\.py", README)
     (tmp_path / "ring.py").write_text(MANY)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        num_ranks,
+    ]
     done = subprocess.run(
         [*torchrun, "ring.py"],
         cwd=tmp_path,
@@ -55,7 +66,10 @@ def test_the_example_for_many(tmp_path):
 
 def rank_prints(rank, world_size, example):
     torch.set_num_threads(1)
-    with contextlib.redirect_stdout(io.StringIO()) as printed, mock.patch.object(dist, "init_process_group"):
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        mock.patch.object(dist, "init_process_group"),
+    ):
         exec(example, {})
     return printed.getvalue()
 
@@ -97,7 +111,9 @@ def test_the_example_of_explain(capsys):
     """docs/planning.md shows what it prints."""
     from ring_dilated_attention.attention.explain import Explanation
 
-    page = (ROOT / "docs" / "planning.md").read_text().partition("## What a call uses: `explain`")[2]
+    page = (
+        (ROOT / "docs" / "planning.md").read_text().partition("## What a call uses: `explain`")[2]
+    )
     example, output = re.findall(r"```(?:python)?\n(.*?)```", page, flags=re.DOTALL)[:2]
     exec(example, {})
     assert capsys.readouterr().out == output
@@ -109,7 +125,11 @@ def test_the_example_of_explain(capsys):
 def test_examples_are_short():
     """Ten lines, not counting imports and the message at the end."""
     for example in (ONE_DEVICE, MANY, PACKED, CACHED):
-        lines = [line for line in example.splitlines() if line and not line.startswith(("import", "from", "print"))]
+        lines = [
+            line
+            for line in example.splitlines()
+            if line and not line.startswith(("import", "from", "print"))
+        ]
         assert len(lines) <= 10
 
 
@@ -145,7 +165,10 @@ def test_figures_are_those_of_the_records():
     def span(values, places=1):
         return f"{min(values):.{places}f} to {max(values):.{places}f}"
 
-    crossed = {n: [x["speed_up"] for x in record("crossover") if x["seq_len"] == n] for n in (1024, 2048, 4096, 16384)}
+    crossed = {
+        n: [x["speed_up"] for x in record("crossover") if x["seq_len"] == n]
+        for n in (1024, 2048, 4096, 16384)
+    }
     slower = [1 / x for n in (1024, 2048) for x in crossed[n]]
     text = " ".join(README.split())
     assert f"Up to 2,048 positions dense attention is {span(slower)} times as fast" in text

@@ -61,11 +61,17 @@ def test_a_chromosome(tmp_path):
         "one": "ACGTNACGTTTT",
         "two": "NNAC",
     }
-    assert example["reverse_complement"](genome["one"]).tolist() == ["ACGTN".index(x) for x in "AAAACGTNACGT"]
+    assert example["reverse_complement"](genome["one"]).tolist() == [
+        "ACGTN".index(x) for x in "AAAACGTNACGT"
+    ]
     drawn = example["windows"]([genome["one"], genome["two"]], 50, 5)
     assert {x for row in drawn for x in row.tolist()} == {0, 1, 2, 3, 4}
-    printed = output_of("chromosome", "--bases", 1000, "--seq-len", 256, "--embed-dim", 16, "--steps", 30)
-    forward, reverse, least = numbers(r"chr3: ([\d.]+) bits.* strand ([\d.]+)\n.* first base ([\d.]+)", printed)
+    printed = output_of(
+        "chromosome", "--bases", 1000, "--seq-len", 256, "--embed-dim", 16, "--steps", 30
+    )
+    forward, reverse, least = numbers(
+        r"chr3: ([\d.]+) bits.* strand ([\d.]+)\n.* first base ([\d.]+)", printed
+    )
     assert least < forward < 2.2
     assert least < reverse < 2.2
 
@@ -73,14 +79,26 @@ def test_a_chromosome(tmp_path):
 @pytest.mark.parametrize(
     ("genome", "held_out", "said"),
     [
-        (FASTA, "three", "--held-out three: give one of ['one', 'two'] with two known bases, beside others"),
+        (
+            FASTA,
+            "three",
+            "--held-out three: give one of ['one', 'two'] with two known bases, beside others",
+        ),
         (FASTA + ">three\nNNNN\n", "three", "with two known bases"),
         (FASTA + ">three\nNNAN\n", "three", "with two known bases"),
-        (FASTA + ">three\nANNNNNC\n", "three", "with two known bases"),  # each is the first of a window
+        (
+            FASTA + ">three\nANNNNNC\n",
+            "three",
+            "with two known bases",
+        ),  # each is the first of a window
         (FASTA, "one", "beside others of --seq-len bases"),
         ("ACGT\n", "one", "give one of []"),
         (FASTA + ">\nAC\n", "one", "each record needs a name of its own, and one begins with '>'"),
-        (FASTA + ">two again\nAC\n", "one", "each record needs a name of its own, and one begins with '>two again'"),
+        (
+            FASTA + ">two again\nAC\n",
+            "one",
+            "each record needs a name of its own, and one begins with '>two again'",
+        ),
         (b"\x8b", "one", "codec can't decode"),
         (None, "one", "No such file"),
     ],
@@ -100,18 +118,26 @@ def test_what_is_no_genome_is_refused(tmp_path, capsys, genome, held_out, said):
 
 def test_unknown_bases_before_the_known_ones_are_not_scored(tmp_path):
     """Compressed, as genomes come: more unknown bases than are scored stand before the known ones."""
-    (tmp_path / "genome.fa.gz").write_bytes(gzip.compress(f"{FASTA}>real\n{'N' * 500}ACGTACGT\n".encode()))
+    (tmp_path / "genome.fa.gz").write_bytes(
+        gzip.compress(f"{FASTA}>real\n{'N' * 500}ACGTACGT\n".encode())
+    )
     sizes = ("--seq-len", 6, "--embed-dim", 16, "--steps", 2, "--scored", 100)
-    printed = output_of("chromosome", "--fasta", tmp_path / "genome.fa.gz", "--held-out", "real", *sizes)
+    printed = output_of(
+        "chromosome", "--fasta", tmp_path / "genome.fa.gz", "--held-out", "real", *sizes
+    )
     assert "real: 508 bases, 500 of them unknown, held out" in printed
-    assert all(0 < bits < 10 for bits in numbers(r"real: ([\d.]+) bits.* strand ([\d.]+)\n", printed))
+    assert all(
+        0 < bits < 10 for bits in numbers(r"real: ([\d.]+) bits.* strand ([\d.]+)\n", printed)
+    )
 
 
 def test_a_code_base(tmp_path):
     for i in range(11):
         (tmp_path / f"{i:02}.py").write_text(f"def function_{i}():\n    return {i}\n" * (i + 1))
     (tmp_path / "folder.py").mkdir()
-    printed = output_of("code_base", "--folder", tmp_path, "--seq-len", 256, "--embed-dim", 32, "--steps", 60)
+    printed = output_of(
+        "code_base", "--folder", tmp_path, "--seq-len", 256, "--embed-dim", 32, "--steps", 60
+    )
     packed, alone = numbers(r"packed ([\d.]+), one by one ([\d.]+)", printed)
     assert packed == pytest.approx(alone, abs=2e-5)
     reached, without = numbers(r"files: ([\d.]+) bits per byte; ([\d.]+) by", printed)
@@ -168,7 +194,9 @@ def test_slides_are_fine_tuned_on_two_ranks_as_in_one_process(tmp_path, backend)
     assert "head.weight" in load_file(out)
     assert silent == ""
     alone = finetune_slides(0, 1, tmp_path / "alone.safetensors")
-    assert [float(x) for x in re.findall(r"held-out loss ([\d.]+)", alone)] == pytest.approx([before, after], abs=2e-4)
+    assert [float(x) for x in re.findall(r"held-out loss ([\d.]+)", alone)] == pytest.approx(
+        [before, after], abs=2e-4
+    )
 
 
 def test_the_readme_lists_every_example():
@@ -179,6 +207,10 @@ def test_the_readme_lists_every_example():
         assert f"examples/{name}" in MAKEFILE
 
 
-@pytest.mark.parametrize("name", ["billion", "chromosome", "code_base", "encoder", "serve", "video"])
+@pytest.mark.parametrize(
+    "name", ["billion", "chromosome", "code_base", "encoder", "serve", "video"]
+)
 def test_is_short(name):
-    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= (120 if name == "billion" else 130)
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= (
+        120 if name == "billion" else 130
+    )

@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ring_dilated_attention.models import LongNetEncoder, LongNetViT, TorchscaleConfig, segment_lengths_for
+from ring_dilated_attention.models import (
+    LongNetEncoder,
+    LongNetViT,
+    TorchscaleConfig,
+    segment_lengths_for,
+)
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES
 from ring_dilated_attention.pattern import DilatedPattern
 
@@ -44,7 +49,9 @@ class Attention(NamedTuple):
     batch: int = 1
 
     def inputs(self) -> list[Tensor]:
-        return [2 * waves(self.batch, self.length, self.num_heads, 4, seed=seed) for seed in range(3)]
+        return [
+            2 * waves(self.batch, self.length, self.num_heads, 4, seed=seed) for seed in range(3)
+        ]
 
     def original(self) -> Tensor:
         from checkout import attention_module
@@ -54,7 +61,9 @@ class Attention(NamedTuple):
         return out.unflatten(2, (self.num_heads, 4))
 
 
-def blocked(segment_lengths: tuple[int, ...], rates: tuple[int, ...], is_causal: bool = False) -> DilatedPattern:
+def blocked(
+    segment_lengths: tuple[int, ...], rates: tuple[int, ...], is_causal: bool = False
+) -> DilatedPattern:
     return DilatedPattern(segment_lengths, rates, is_causal=is_causal, phase="blocked")
 
 
@@ -79,7 +88,14 @@ class Slide(NamedTuple):
     def model(self, **options: Any) -> LongNetViT:
         sizes = {"slide_ngrids": 20, "segment_lengths": segment_lengths_for(self.max_wsi_size)}
         model = LongNetViT(
-            5, 32, 2, 16, **sizes, dilation_rates=DILATION_RATES, global_pool=self.global_pool, **options
+            5,
+            32,
+            2,
+            16,
+            **sizes,
+            dilation_rates=DILATION_RATES,
+            global_pool=self.global_pool,
+            **options,
         )
         return fill(model.double())
 
@@ -101,7 +117,9 @@ class Slide(NamedTuple):
         """Its table of positions, which it rounds to float32."""
         import importlib
 
-        made = importlib.import_module("gigapath.pos_embed").get_2d_sincos_pos_embed(32, 20, cls_token=True)
+        made = importlib.import_module("gigapath.pos_embed").get_2d_sincos_pos_embed(
+            32, 20, cls_token=True
+        )
         return torch.from_numpy(made).unsqueeze(0)
 
 
@@ -156,12 +174,16 @@ class Encoder(NamedTuple):
         from checkout import activations_in_float64
 
         with activations_in_float64(), torch.no_grad():
-            return fill(self.original_model())(src_tokens=None, token_embeddings=self.embeddings())["encoder_out"]
+            return fill(self.original_model())(src_tokens=None, token_embeddings=self.embeddings())[
+                "encoder_out"
+            ]
 
 
 # The settings that the code of published weights sets, beside sizes and dropout.
 ENCODERS = {
-    "GigaPath": Encoder(21, {"block_shift": True, "use_xmoe": False, "moe_top1_expert": False, "moe_freq": 0}),
+    "GigaPath": Encoder(
+        21, {"block_shift": True, "use_xmoe": False, "moe_top1_expert": False, "moe_freq": 0}
+    ),
     "LongViT": Encoder(
         27,
         {

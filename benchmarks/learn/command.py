@@ -24,13 +24,27 @@ def parsed(argv: Sequence[str]) -> argparse.Namespace:
         prog="python -m benchmarks learn",
         description=f"Measure {text.SUMMARY}. All runs take an hour. A second start makes the missing ones.",
     )
-    parser.add_argument("--only", default="", metavar="TEXT", help='only runs whose names hold this text, as "240 s"')
-    parser.add_argument("--quick", action="store_true", help="tiny sizes; writes nothing unless --results is given")
-    parser.add_argument("--results", type=Path, metavar="DIR", help="where the record goes (default: in the clone)")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help='only runs whose names hold this text, as "240 s"',
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes; writes nothing unless --results is given"
+    )
+    parser.add_argument(
+        "--results", type=Path, metavar="DIR", help="where the record goes (default: in the clone)"
+    )
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str], results: Path, step: Callable[[str], None], write_page: Callable[[Path], Path]) -> int:
+def main(
+    argv: Sequence[str],
+    results: Path,
+    step: Callable[[str], None],
+    write_page: Callable[[Path], Path],
+) -> int:
     arguments = parsed(argv)
     folder = arguments.results or results
     is_kept = arguments.results is not None or not arguments.quick

@@ -70,7 +70,9 @@ def run_one(settings: Settings, pattern: DilatedPattern, seed: int) -> Row:
         training = Training(settings.shape, pattern, BYTES, seed)
         while training.num_steps < settings.most_steps and training.seconds < most_seconds:
             for _ in range(settings.every):
-                windows = document.train_windows(seed, training.num_steps, length, settings.positions // length)
+                windows = document.train_windows(
+                    seed, training.num_steps, length, settings.positions // length
+                )
                 tokens = torch.frombuffer(windows, dtype=torch.uint8).view(-1, length).long()
                 losses.append(training.step(tokens))
             mean = statistics.fmean(losses) / math.log(2)
@@ -80,7 +82,9 @@ def run_one(settings: Settings, pattern: DilatedPattern, seed: int) -> Row:
         contexts = bits_by_context(training.model, document)
     return {
         **branches_of(pattern),
-        "document": {name: document.identity()[name] for name in ("num_bytes", "num_held_out", "sha256")},
+        "document": {
+            name: document.identity()[name] for name in ("num_bytes", "num_held_out", "sha256")
+        },
         "steps": training.num_steps,
         "cpu_seconds": round(training.seconds, 3),
         "curve": curve,
@@ -96,7 +100,11 @@ def runs(cases: Sequence[Settings]) -> list[Run]:
             until += f" or {settings.most_seconds:g} s"
         for seed in settings.seeds:
             for pattern in settings.patterns:
-                kept = settings._asdict() | {"shape": vars(settings.shape), "seeds": seed} | branches_of(pattern)
+                kept = (
+                    settings._asdict()
+                    | {"shape": vars(settings.shape), "seeds": seed}
+                    | branches_of(pattern)
+                )
                 del kept["branches"]
                 name = f"{named(branches_of(pattern), settings.seq_len)}, {until}, seed {seed}"
                 found.append(Run(name, kept, partial(run_one, settings, pattern, seed)))
@@ -117,10 +125,14 @@ def bits_at(curve: Sequence[Sequence[float]], column: int, value: float) -> floa
     return None
 
 
-def overtakes(longer: Sequence[Sequence[float]], shorter: Sequence[Sequence[float]], column: int) -> float | None:
+def overtakes(
+    longer: Sequence[Sequence[float]], shorter: Sequence[Sequence[float]], column: int
+) -> float | None:
     """The first value of a column from which on one curve is below the other wherever both are known."""
     last = min(longer[-1][column], shorter[-1][column])
-    values = sorted({point[column] for curve in (longer, shorter) for point in curve if point[column] <= last})
+    values = sorted(
+        {point[column] for curve in (longer, shorter) for point in curve if point[column] <= last}
+    )
     found = None
     for value in values:
         mine, other = bits_at(longer, column, value), bits_at(shorter, column, value)
@@ -147,7 +159,12 @@ def table(rows: list[Row]) -> str:
         f"at step {steps:,}",
         f"at {seconds:.0f} s",
     )
-    headers = (*headers, "below the first from step", "from s", *(f"{c:,} to {2 * c - 1:,} before" for c in cuts))
+    headers = (
+        *headers,
+        "below the first from step",
+        "from s",
+        *(f"{c:,} to {2 * c - 1:,} before" for c in cuts),
+    )
     lines = []
     for row in rows:
         curve, found, local = row["curve"], row["bits_by_context"], first[_alike(row)]
@@ -156,7 +173,9 @@ def table(rows: list[Row]) -> str:
         for column in (0, 1):
             value = overtakes(curve, local["curve"], column)
             cells.append("" if row is local else "not found" if value is None else f"{value:,.0f}")
-        cells += [f"{value:.3f}" for value in found["bits_per_byte"]] if found else ["" for _ in cuts]
+        cells += (
+            [f"{value:.3f}" for value in found["bits_per_byte"]] if found else ["" for _ in cuts]
+        )
         lines.append((named(row, length), str(row["settings"]["seeds"]), *cells))
     shape, held_out = settings["shape"], settings["num_held_out"]
     said = (

@@ -47,8 +47,15 @@ class Training:
     def __init__(self, shape: Shape, pattern: DilatedPattern, vocab_size: int, seed: int) -> None:
         torch.manual_seed(seed)
         self.model = LongNetLM(shape.config(pattern, vocab_size))
-        rates = {"learning_rate": shape.learning_rate, "muon_learning_rate": shape.muon_learning_rate}
-        sizes = {"embed_dim": shape.embed_dim, "num_heads": shape.num_heads, "num_layers": shape.num_layers}
+        rates = {
+            "learning_rate": shape.learning_rate,
+            "muon_learning_rate": shape.muon_learning_rate,
+        }
+        sizes = {
+            "embed_dim": shape.embed_dim,
+            "num_heads": shape.num_heads,
+            "num_layers": shape.num_layers,
+        }
         self.optimizers = make_optimizers(self.model, Hyperparameters(**rates, **sizes))  # type: ignore[arg-type]
         self.clip_norm, self.num_steps, self.seconds = Hyperparameters.clip_norm, 0, 0.0
 

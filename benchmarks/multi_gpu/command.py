@@ -55,7 +55,9 @@ def run_part(part: Part, settings: Settings) -> list[Row]:
     except Exception as error:  # noqa: BLE001  whatever it is, the other parts go on
         lines = str(error).strip().splitlines() or [type(error).__name__]
         failed = f"it failed: {lines[-1]}"
-        rows = [{"what": "all of it", "passed": False, "found": failed, "error": str(error)[-4000:]}]
+        rows = [
+            {"what": "all of it", "passed": False, "found": failed, "error": str(error)[-4000:]}
+        ]
     seconds = time.monotonic() - begun
     return [{"part": part.name, **row, "part_seconds": seconds} for row in rows]
 
@@ -76,16 +78,26 @@ def run(settings: Settings, folder: Path | None) -> list[Row]:
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog=f"{MAKER} {NAME}", description=f"Measure {SUMMARY}. It takes ten minutes.")
-    parser.add_argument("--quick", action="store_true", help="two CPU ranks; writes nothing unless --results is given")
-    parser.add_argument("--results", type=Path, metavar="DIR", help="where the record goes (default: runs)")
+    parser = argparse.ArgumentParser(
+        prog=f"{MAKER} {NAME}", description=f"Measure {SUMMARY}. It takes ten minutes."
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="two CPU ranks; writes nothing unless --results is given",
+    )
+    parser.add_argument(
+        "--results", type=Path, metavar="DIR", help="where the record goes (default: runs)"
+    )
     arguments = parser.parse_args(words)
     settings, folder = QUICK, arguments.results
     if not arguments.quick:
         settings = Settings(torch.cuda.device_count())
         folder = folder or Path("runs")
         if settings.num_ranks < 2:
-            raise ValueError(f"{NAME} needs two CUDA GPUs or more, and torch sees {settings.num_ranks}.")
+            raise ValueError(
+                f"{NAME} needs two CUDA GPUs or more, and torch sees {settings.num_ranks}."
+            )
     if folder is not None:
         check_mine(folder / f"{NAME}.json", is_record, MAKER)
     rows = run(settings, folder)

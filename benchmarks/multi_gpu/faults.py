@@ -54,13 +54,17 @@ def fault(settings: Settings, seconds: float, kind: str) -> list[Row]:
             "error": error,
             "message": message,
             "seconds": when - struck,
-            "device_seconds": reports.get((rank, "device")),  # from its error until its device was idle
+            "device_seconds": reports.get(
+                (rank, "device")
+            ),  # from its error until its device was idle
         }
         others.append(other)
     row = {
         "what": f"rank {last} {kind}",
         "passed": all(is_told(settings, kind, other) for other in others),
-        "found": "; ".join("rank {rank}: {error} after {seconds:.1f} s: {message}".format_map(x) for x in others),
+        "found": "; ".join(
+            "rank {rank}: {error} after {seconds:.1f} s: {message}".format_map(x) for x in others
+        ),
         "others": others,
         "failures": failures[-4000:],
     }
@@ -72,7 +76,11 @@ def is_told(settings: Settings, kind: str, other: Row) -> bool:
     if kind == KILLED_WAITING:  # NCCL's watchdog ends the messages, or the process
         return other["device_seconds"] is not None or other["message"] == "died without a word"
     is_in_time = other["seconds"] <= settings.timeout + SLACK_SECONDS
-    return other["error"] == ExchangeError.__name__ and other["device_seconds"] is not None and is_in_time
+    return (
+        other["error"] == ExchangeError.__name__
+        and other["device_seconds"] is not None
+        and is_in_time
+    )
 
 
 def _fault(worker: Worker, settings: Settings, kind: str, folder: Path) -> None:

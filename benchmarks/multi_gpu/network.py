@@ -24,7 +24,9 @@ def network(settings: Settings, seconds: float) -> list[Row]:
         slowest[name] = max(times[name] for times, _ in ranks)
     small, handshake = slowest.pop(SMALL), slowest.pop(HANDSHAKE)
     said = f"{SMALL_BYTES} bytes take {1e6 * small:.0f} us to a neighbour, a handshake takes {1e6 * handshake:.0f} us"
-    rows: list[Row] = [{"what": "latency", "passed": None, "found": said, "small": small, "handshake": handshake}]
+    rows: list[Row] = [
+        {"what": "latency", "passed": None, "found": said, "small": small, "handshake": handshake}
+    ]
     for name, of_swap in slowest.items():
         num_peers = settings.num_ranks - 1 if name == PAIRS else 1
         rate = num_peers * settings.message_bytes / of_swap

@@ -23,7 +23,9 @@ def there(settings: Settings, seconds: float) -> list[Row]:
     cards = settings.run_ranks(seconds, _there)
     links = "nvidia-smi did not answer"
     with suppress(OSError, subprocess.SubprocessError):
-        links = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=9).stdout
+        links = subprocess.run(
+            ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=9
+        ).stdout
     variables = {}
     for name, value in os.environ.items():
         if "NCCL" in name or name.startswith("CUDA_"):
@@ -103,7 +105,12 @@ def _right(worker: Worker, settings: Settings, way: str) -> list[list[Squares]]:
     device = settings.device(worker.rank)
     of_dtypes = []
     for dtype in settings.dtypes:
-        of_dtypes.append([measure(case, dtype, "auto", device, contexts[case.sharding]) for case in cases(settings)])
+        of_dtypes.append(
+            [
+                measure(case, dtype, "auto", device, contexts[case.sharding])
+                for case in cases(settings)
+            ]
+        )
     return of_dtypes
 
 
@@ -138,7 +145,9 @@ def _model(worker: Worker, settings: Settings) -> tuple[dict[str, tuple[float, f
     exact = _model_step(settings, "cpu", torch.float64)
     errors = {}
     for i, name in enumerate(("loss", "gradients")):
-        of_one, of_all = (float((step[i] - exact[i]).norm() / exact[i].norm()) for step in (one_rank, all_ranks))
+        of_one, of_all = (
+            float((step[i] - exact[i]).norm() / exact[i].norm()) for step in (one_rank, all_ranks)
+        )
         errors[name] = (of_one, of_all)
     has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)  # absent from a CPU's torch
     cards = []

@@ -10,7 +10,9 @@ from ring_dilated_attention.commands.local_ranks import Launch, run_ranks
 
 from ..measure import Sizes
 
-Row = dict[str, Any]  # part, what, passed (None: nothing to judge), found (in words), and what was measured
+Row = dict[
+    str, Any
+]  # part, what, passed (None: nothing to judge), found (in words), and what was measured
 KILLED = "is killed"
 KILLED_WAITING = "is killed, and the others wait for their device"
 RAISES = "raises"
@@ -22,13 +24,19 @@ class Settings(NamedTuple):
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)  # the last is timed
     seq_len: int = 251  # of what is compared with the definition: a prime
     head_dim: int = 64
-    least_heads: int = 12  # of timed calls. They have a few more, if need be: heads divide among the ranks
+    least_heads: int = (
+        12  # of timed calls. They have a few more, if need be: heads divide among the ranks
+    )
     length: int = 16_384  # of each rank in timed calls
     message_bytes: int = 2**28
     fault_rows: int = 8192  # of each rank; with 16 heads of 64 in float32 a chunk has 64 MiB
     timeout: float = 10  # seconds, of the context in which a rank fails
     ways: tuple[str, ...] = ("ring", "all_gather", "all_to_all", "2-D mesh")
-    faults: tuple[tuple[str, float], ...] = ((KILLED, 40), (KILLED_WAITING, 60), (RAISES, 40))  # with limits
+    faults: tuple[tuple[str, float], ...] = (
+        (KILLED, 40),
+        (KILLED_WAITING, 60),
+        (RAISES, 40),
+    )  # with limits
 
     @property
     def sizes(self) -> Sizes:
@@ -50,7 +58,12 @@ class Settings(NamedTuple):
         return "nccl" if self.has_gpus else "cuda:gloo"
 
     def run_ranks(
-        self, seconds: float, function: Callable[..., Any], *args: Any, transport: str | None = None, **options: Any
+        self,
+        seconds: float,
+        function: Callable[..., Any],
+        *args: Any,
+        transport: str | None = None,
+        **options: Any,
     ) -> list[Any]:
         """function(worker, settings, *args) on every rank."""
         num_threads = 1

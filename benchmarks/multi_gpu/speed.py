@@ -46,22 +46,31 @@ def speed(settings: Settings, seconds: float, way: str) -> list[Row]:
 
 def _row(settings: Settings, name: str, pattern: DilatedPattern, ranks: list[Row]) -> Row:
     num_ranks = settings.num_ranks
-    allowed = tolerances(small_case(settings.sizes, pattern), settings.sizes.dtype, settings.device_type)
+    allowed = tolerances(
+        small_case(settings.sizes, pattern), settings.sizes.dtype, settings.device_type
+    )
     wrong = []
     for rank in ranks:
-        wrong += [quantity for quantity, error in rank["errors"].items() if not error <= 2 * allowed[quantity]]
+        wrong += [
+            quantity
+            for quantity, error in rank["errors"].items()
+            if not error <= 2 * allowed[quantity]
+        ]
     slowest = {}
     for setup in (ALL, WHOLE, SHARE, APART):
         slowest[setup] = max(rank["seconds"][setup] for rank in ranks)
     whole_rate = _flops(settings, pattern, settings.sizes.seq_len) / slowest[ALL] / num_ranks
     share_rate = _flops(settings, pattern, settings.length) / slowest[SHARE]
     shares = {
-        f"of {num_ranks} times one rank's speed at the same length": slowest[WHOLE] / (num_ranks * slowest[ALL]),
+        f"of {num_ranks} times one rank's speed at the same length": slowest[WHOLE]
+        / (num_ranks * slowest[ALL]),
         f"at {num_ranks} times the length": whole_rate / share_rate,
         "of the ceiling": slowest[APART] / slowest[ALL],
         "of a step exposed": max(rank["exposed"] / rank["step"] for rank in ranks),
     }
-    said = ", ".join([f"{1e3 * slowest[ALL]:.3g} ms", *(f"{share:.0%} {text}" for text, share in shares.items())])
+    said = ", ".join(
+        [f"{1e3 * slowest[ALL]:.3g} ms", *(f"{share:.0%} {text}" for text, share in shares.items())]
+    )
     if wrong:
         said = f"wrong at full size: {wrong}"
     return {
@@ -94,7 +103,9 @@ def _speed(worker: Worker, settings: Settings, way: str) -> dict[str, Row]:
     of_patterns: dict[str, Row] = {}
     for name, (pattern, sharding) in patterns(settings).items():
         parallel = ContextParallel(exchange=way, sharding=sharding)
-        whole = torch.randn(4, 1, sizes.seq_len, sizes.num_heads, sizes.head_dim, dtype=sizes.dtype, device=device)
+        whole = torch.randn(
+            4, 1, sizes.seq_len, sizes.num_heads, sizes.head_dim, dtype=sizes.dtype, device=device
+        )
         dist.broadcast(whole, 0)  # query, key, value and the gradient of out, alike on all ranks
         positions = parallel.positions(sizes.seq_len).to(device)
         local = whole[:, :, positions].contiguous()
@@ -114,6 +125,10 @@ def _speed(worker: Worker, settings: Settings, way: str) -> dict[str, Row]:
         if worker.rank > 0:
             calls[WHOLE] = calls[SHARE] = lambda: None
         seconds = {setup: timed(device, parallel, call) for setup, call in calls.items()}
-        of_patterns[name] = {"errors": errors, "seconds": seconds, **exposed(device, parallel, calls[ALL])}
+        of_patterns[name] = {
+            "errors": errors,
+            "seconds": seconds,
+            **exposed(device, parallel, calls[ALL]),
+        }
         parallel.close()
     return of_patterns

@@ -76,7 +76,9 @@ def render(template: str, **values: Any) -> str:
 def sections(folder: Path, tables: Mapping[str, Table]) -> Iterator[Section]:
     for name, title, draw in FIGURES:
         if not (folder / f"{name}.json").exists():
-            yield Section(name, title, f"Not recorded yet: there is no {name}.json among the records.")
+            yield Section(
+                name, title, f"Not recorded yet: there is no {name}.json among the records."
+            )
             continue
         record = read_record(folder / f"{name}.json")
         drawing, drawn = figures.svg(name, partial(draw, record["rows"]))
@@ -96,7 +98,9 @@ def as_html(markdown: str) -> str:
     for block in markdown.split("\n\n"):
         lines = block.splitlines()
         if block.startswith("|"):
-            head, _, *body = ([marked_up(cell.strip()) for cell in line.strip("|").split("|")] for line in lines)
+            head, _, *body = (
+                [marked_up(cell.strip()) for cell in line.strip("|").split("|")] for line in lines
+            )
             rows = "\n".join(_row(cells, "td") for cells in body)
             table = f"<table><thead>{_row(head, 'th')}</thead><tbody>\n{rows}\n</tbody></table>"
             made.append(f'<div class="table" tabindex="0">{table}</div>')

@@ -65,7 +65,9 @@ def svg(name: str, draw: Callable[[], Drawn]) -> tuple[str, Drawn]:
     """The picture as SVG that stands within a page, in colours of its style sheet. `name` begins the ids in it."""
     with matplotlib.rc_context(STYLE):
         drawn, content = draw(), StringIO()
-        drawn.figure.savefig(content, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        drawn.figure.savefig(
+            content, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
     text = content.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -82,16 +84,35 @@ def svg(name: str, draw: Callable[[], Drawn]) -> tuple[str, Drawn]:
 def memory(rows: Rows) -> Drawn:
     """The largest peak of a rank against the number of ranks, with what 1/p of one rank's peak would be."""
     figure, axes = _axes(3.4, "ranks p", "peak memory per rank, MB")
-    groups = [list(group) for _, group in groupby(rows, lambda row: (branches(row), row["seq_len"]))]
+    groups = [
+        list(group) for _, group in groupby(rows, lambda row: (branches(row), row["seq_len"]))
+    ]
     for group, colour, marker in zip(groups, SERIES, "osD^", strict=False):
-        p, peaks = [row["ranks"] for row in group], [row["forward_backward_bytes"] / 1e6 for row in group]
+        p, peaks = (
+            [row["ranks"] for row in group],
+            [row["forward_backward_bytes"] / 1e6 for row in group],
+        )
         axes.plot(p, [peaks[0] / k for k in p], color=colour, linewidth=0.8, linestyle=(0, (4, 3)))
         label = f"{branches(group[0])}, {group[0]['seq_len']:,} positions"
-        axes.plot(p, peaks, color=colour, linewidth=0, marker=marker, markersize=5, fillstyle="none", label=label)
+        axes.plot(
+            p,
+            peaks,
+            color=colour,
+            linewidth=0,
+            marker=marker,
+            markersize=5,
+            fillstyle="none",
+            label=label,
+        )
     _log_ticks(axes, sorted({row["ranks"] for row in rows}), [200, 500, 1000, 2000])
-    line = Line2D([], [], color=INK, linewidth=0.8, linestyle=(0, (4, 3)), label="1/p of one rank's peak")
+    line = Line2D(
+        [], [], color=INK, linewidth=0.8, linestyle=(0, (4, 3)), label="1/p of one rank's peak"
+    )
     _legend(figure, [*axes.get_legend_handles_labels()[0], line], 1)
-    most, times = groups[0][-1]["ranks"], listed(f"{group[-1]['of_one_rank']:.2f}" for group in groups)
+    most, times = (
+        groups[0][-1]["ranks"],
+        listed(f"{group[-1]['of_one_rank']:.2f}" for group in groups),
+    )
     return Drawn(
         figure,
         f"Peak memory of the rank that holds most, forward and backward, inputs included, {tensors(rows[0])}. On "
@@ -99,7 +120,9 @@ def memory(rows: Rows) -> Drawn:
         "chunks of other ranks take room beside the rank's own.",
         " ".join(
             f"{branches(group[0])}: "
-            + listed(f"{row['forward_backward_bytes'] / 1e6:,.0f} MB on {row['ranks']}" for row in group)
+            + listed(
+                f"{row['forward_backward_bytes'] / 1e6:,.0f} MB on {row['ranks']}" for row in group
+            )
             + " ranks."
             for group in groups
         ),
@@ -117,12 +140,20 @@ def time(rows: Rows) -> Drawn:
         found = [row[key] for row in rows]
         middle = [x["median"] for x in found]
         spread = [[x["median"] - x["min"] for x in found], [x["max"] - x["median"] for x in found]]
-        style: dict[str, Any] = {"linestyle": "none", "marker": marker, "markersize": 4, "capsize": 2, "linewidth": 1}
+        style: dict[str, Any] = {
+            "linestyle": "none",
+            "marker": marker,
+            "markersize": 4,
+            "capsize": 2,
+            "linewidth": 1,
+        }
         axes.errorbar(n, middle, spread, color=colour, label=label, **style)
     exponent, ends = rows[0]["exponent"], (n[0], n[-1])
     centre = rows[len(rows) // 2]
     fitted = [centre["seconds"]["median"] * (x / centre["seq_len"]) ** exponent for x in ends]
-    axes.plot(ends, fitted, color=SERIES[0], linewidth=0.8, label=f"n to the power of {exponent:.3f}")
+    axes.plot(
+        ends, fitted, color=SERIES[0], linewidth=0.8, label=f"n to the power of {exponent:.3f}"
+    )
     _log_ticks(axes, n, [0.5, 1, 2, 5, 10, 20])
     _legend(figure, axes.get_legend_handles_labels()[0], 2)
     first = rows[0]
@@ -148,7 +179,11 @@ def peers(rows: Rows) -> Drawn:
         colour, marker = (SERIES[1], "X") if is_wrong else (SERIES[0], "o")
         axes.plot([ratio["min"], ratio["max"]], [y, y], color=colour, linewidth=1)
         axes.plot(ratio["median"], y, color=colour, marker=marker, markersize=5)
-    axes.set(yticks=range(len(timed)), yticklabels=[row["peer"] for row in timed], ylim=(len(timed) - 0.5, -0.5))
+    axes.set(
+        yticks=range(len(timed)),
+        yticklabels=[row["peer"] for row in timed],
+        ylim=(len(timed) - 0.5, -0.5),
+    )
     ticks = [0.2, 0.5, 1, 2, 5, 10]
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_major_formatter(FixedFormatter([f"{tick:g}" for tick in ticks]))
@@ -157,7 +192,11 @@ def peers(rows: Rows) -> Drawn:
         ("o", SERIES[0], "wrong for no input that was tried"),
         ("X", SERIES[1], "wrong for some input, without a word"),
     )
-    _legend(figure, [Line2D([], [], ls="none", marker=m, color=c, label=label) for m, c, label in kinds], 1)
+    _legend(
+        figure,
+        [Line2D([], [], ls="none", marker=m, color=c, label=label) for m, c, label in kinds],
+        1,
+    )
     left_out = sum("ratio" not in row for row in rows)
     reasons = f", also why {left_out} could not be measured" if left_out else ""
     return Drawn(
@@ -191,25 +230,44 @@ def text(rows: Rows) -> Drawn:
     )
 
 
-def _curves(panels: Mapping[str, Sequence[tuple[str, Sequence[Sequence[float]]]]], column: int, label: str) -> Figure:
+def _curves(
+    panels: Mapping[str, Sequence[tuple[str, Sequence[Sequence[float]]]]], column: int, label: str
+) -> Figure:
     """Lines against CPU seconds; those of one name have one colour, and dense attention the ink in each picture."""
     figure = _figure(2.2 * len(panels) + 0.9)
     names = list(dict.fromkeys(["dense", *(n for p in panels.values() for n, _ in p)]))
-    looks: list[tuple[str, Any]] = [(colour, dashes) for dashes in ("-", (0, (4, 2))) for colour in (INK, *SERIES)]
-    style, line = dict(zip(names, looks, strict=False)), {"linewidth": 1, "marker": ".", "markersize": 2.5}
-    for axes, (title, lines) in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels.items(), strict=True):
+    looks: list[tuple[str, Any]] = [
+        (colour, dashes) for dashes in ("-", (0, (4, 2))) for colour in (INK, *SERIES)
+    ]
+    style, line = (
+        dict(zip(names, looks, strict=False)),
+        {"linewidth": 1, "marker": ".", "markersize": 2.5},
+    )
+    for axes, (title, lines) in zip(
+        figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels.items(), strict=True
+    ):
         for name, curve in lines:
             colour, dashes = style[name]
-            axes.plot([p[1] for p in curve], [p[column] for p in curve], color=colour, linestyle=dashes, **line)
+            axes.plot(
+                [p[1] for p in curve],
+                [p[column] for p in curve],
+                color=colour,
+                linestyle=dashes,
+                **line,
+            )
         axes.set_title(title, loc="left")
         axes.set(ylabel=label)
         axes.grid()
     axes.set(xlabel="CPU seconds of training")
-    _legend(figure, [Line2D([], [], color=c, linestyle=d, label=n) for n, (c, d) in style.items()], 2)
+    _legend(
+        figure, [Line2D([], [], color=c, linestyle=d, label=n) for n, (c, d) in style.items()], 2
+    )
     return figure
 
 
-def _ends(groups: Mapping[int, Sequence[tuple[str, Sequence[Sequence[float]]]]], column: int, of: str) -> str:
+def _ends(
+    groups: Mapping[int, Sequence[tuple[str, Sequence[Sequence[float]]]]], column: int, of: str
+) -> str:
     return " ".join(
         f"{name} at {n:,}: {curve[-1][column]:.2f} {of} after {curve[-1][1]:.0f} seconds."
         for n, lines in groups.items()
@@ -238,7 +296,13 @@ def _log_ticks(axes: Axes, x: Sequence[float], y: Sequence[float]) -> None:
 
 
 def _legend(figure: Figure, handles: Sequence[Any], columns: int) -> None:
-    figure.legend(handles=list(handles), loc="outside lower left", ncols=columns, borderpad=0.2, handlelength=1.6)
+    figure.legend(
+        handles=list(handles),
+        loc="outside lower left",
+        ncols=columns,
+        borderpad=0.2,
+        handlelength=1.6,
+    )
 
 
 def listed(words: Iterable[str]) -> str:

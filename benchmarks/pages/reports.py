@@ -11,7 +11,9 @@ from . import figures
 from .evidence import TEMPLATES, render
 
 MAKER = "python -m benchmarks --reports"
-HEAD = f"# The five reports, answered\n\nMade by `{MAKER}` from the records in `benchmarks/results/`."
+HEAD = (
+    f"# The five reports, answered\n\nMade by `{MAKER}` from the records in `benchmarks/results/`."
+)
 TEMPLATE = TEMPLATES / "reports.md.jinja"
 NEEDED = ("reports", "ranks", "scaling", "overlap", "million", "billion", "crossover")
 
@@ -24,10 +26,14 @@ def write_reports(path: Path, folder: Path) -> Path:
     """
     check_mine(path, is_reports, MAKER)
     if missing := [name for name in NEEDED if not (folder / f"{name}.json").exists()]:
-        raise ValueError(f"--reports: there is no record of {missing[0]} in {folder}, and the page quotes it.")
+        raise ValueError(
+            f"--reports: there is no record of {missing[0]} in {folder}, and the page quotes it."
+        )
     records = {name: read_record(folder / f"{name}.json") for name in NEEDED}
     values = said(records) | cells(records["reports"]["rows"])
-    peers = ", and [others](../benchmarks/README.md#peers)" if (folder / "peers.json").exists() else ""
+    peers = (
+        ", and [others](../benchmarks/README.md#peers)" if (folder / "peers.json").exists() else ""
+    )
     page = render(TEMPLATE.name, head=HEAD, table=table, peers=peers, **values)
     write_whole(path, page.encode(), is_reports, MAKER)
     return path
@@ -48,14 +54,27 @@ def cells(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     def ms(n: int, p: int, heads: str = "split") -> str:
         row = found[heads, n, p]
-        return " / ".join(f"{1e3 * row[key]['median']:,.0f}" for key in ("forward_seconds", "seconds"))
+        return " / ".join(
+            f"{1e3 * row[key]['median']:,.0f}" for key in ("forward_seconds", "seconds")
+        )
 
     def size(n: int, p: int, heads: str = "split", unit: float = 1e6, places: int = 1) -> str:
         row = found[heads, n, p]
-        return " / ".join(f"{row[key] / unit:,.{places}f}" for key in ("forward_bytes", "forward_backward_bytes"))
+        return " / ".join(
+            f"{row[key] / unit:,.{places}f}" for key in ("forward_bytes", "forward_backward_bytes")
+        )
 
     def ours(heads: str) -> str:
-        headers = ("positions", "1 rank, ms", "2 ranks, ms", "speed-up", "from", "to", "1 rank, MB", "2 ranks, MB each")
+        headers = (
+            "positions",
+            "1 rank, ms",
+            "2 ranks, ms",
+            "speed-up",
+            "from",
+            "to",
+            "1 rank, MB",
+            "2 ranks, MB each",
+        )
         lines = []
         for n in sorted({row["seq_len"] for row in rows}):
             speed_up = found[heads, n, 2]["speed_up"]
@@ -68,7 +87,9 @@ def cells(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     shares: dict[bool, list[float]] = {True: [], False: []}
     for row in two:
         alone = found[row["heads"], row["seq_len"], 1]
-        shares[row["sent_bytes"] > 0].append(row["forward_backward_bytes"] / alone["forward_backward_bytes"])
+        shares[row["sent_bytes"] > 0].append(
+            row["forward_backward_bytes"] / alone["forward_backward_bytes"]
+        )
     return {
         "ms": ms,
         "mb": size,

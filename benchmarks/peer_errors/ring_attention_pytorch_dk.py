@@ -13,7 +13,9 @@ q, k, v = torch.randn(3, 1, 64, 1, 16, generator=torch.Generator().manual_seed(0
 keys, shard = k.clone().requires_grad_(), k[:, mine].clone().requires_grad_()
 rows = (x.transpose(1, 2) for x in (q, keys, v))
 torch.nn.functional.scaled_dot_product_attention(*rows).square().sum().backward()
-ring_flash_attn(q[:, mine], shard, v[:, mine].requires_grad_(), ring_reduce_col=True).square().sum().backward()
+ring_flash_attn(
+    q[:, mine], shard, v[:, mine].requires_grad_(), ring_reduce_col=True
+).square().sum().backward()
 error = (shard.grad - keys.grad[:, mine]).norm() / keys.grad[:, mine].norm()
 if dist.get_rank() == 0:
     print(f"on rank 0: relative error of dk {error:.1e}, should be below 1e-5")

@@ -34,7 +34,11 @@ class Settings(NamedTuple):
 FULL = Settings()
 # What torch alone runs, in moments.
 QUICK = Settings(
-    tuple(peer for peer in PEERS if peer.name in ("this library", "torch SDPA", "torch's private ring")),
+    tuple(
+        peer
+        for peer in PEERS
+        if peer.name in ("this library", "torch SDPA", "torch's private ring")
+    ),
     examine.Settings(Sizes(512, 2, 16), ("full", "causal"), 1, (60, 60)),
 )
 
@@ -85,13 +89,19 @@ def found_of(peer: Peer, settings: examine.Settings) -> dict[str, Any]:
     if peer.adapter is this_library:
         for name, result in found["inputs"].items():
             if result["verdict"] != "right":
-                raise GateError(f"{peer.name}, {name}: {result}. Nothing is recorded; `rda check` says more.")
+                raise GateError(
+                    f"{peer.name}, {name}: {result}. Nothing is recorded; `rda check` says more."
+                )
     return found
 
 
 def shown(peer: Peer, name: str) -> list[str]:
     """What a script that shows an error says: lines with what was found and what it should be."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(peer.ranks)] if peer.ranks > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--nproc-per-node", str(peer.ranks)]
+        if peer.ranks > 1
+        else []
+    )
     try:
         said = run_in(peer.environment, [*launcher, str(SCRIPTS / f"{name}.py")], 120)
     except NotThereError as error:  # what the peer was found to do stays in its row

@@ -53,7 +53,9 @@ def this_library(call: Call) -> Attend:
 def dense(call: Call) -> Attend:
     mask = None
     if call.documents is not None:
-        document = torch.bucketize(torch.arange(call.seq_len), torch.tensor(call.documents), right=True)
+        document = torch.bucketize(
+            torch.arange(call.seq_len), torch.tensor(call.documents), right=True
+        )
         mask = document[:, None] == document
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -75,7 +77,10 @@ def flex(call: Call) -> Attend:
         same = (document[i] == document[j]) & ((x >= y) | (not call.pattern.is_causal))
         count = torch.zeros_like(x, dtype=torch.float32)
         for w, r in call.pattern.branches:
-            count = count + (same & (x // w == y // w) & (x % w % r == h % r) & (y % w % r == h % r)).float()
+            count = (
+                count
+                + (same & (x // w == y // w) & (x % w % r == h % r) & (y % w % r == h % r)).float()
+            )
         return count
 
     def add_log(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -84,7 +89,9 @@ def flex(call: Call) -> Attend:
     def is_seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return multiplicity(h, i, j) > 0
 
-    blocks = create_block_mask(is_seen, None, call.num_heads, call.seq_len, call.seq_len, device="cpu")
+    blocks = create_block_mask(
+        is_seen, None, call.num_heads, call.seq_len, call.seq_len, device="cpu"
+    )
     compiled: Any = torch.compile(flex_attention)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -95,7 +102,9 @@ def flex(call: Call) -> Attend:
     return attend
 
 
-def torchscale_attention(pattern: DilatedPattern, num_heads: int, head_dim: int, *, seq_parallel: bool = False) -> Any:
+def torchscale_attention(
+    pattern: DilatedPattern, num_heads: int, head_dim: int, *, seq_parallel: bool = False
+) -> Any:
     """LongNet's official module without its projections: (B, N, H * D) three times -> (B, N, H * D), None.
 
     Its forward is this library's under phase="blocked" where each segment length divides the sequence and each rate its
@@ -103,7 +112,9 @@ def torchscale_attention(pattern: DilatedPattern, num_heads: int, head_dim: int,
     """
     dilated: Any = importlib.import_module("torchscale.component.dilated_attention")
     multihead: Any = importlib.import_module("torchscale.component.multihead_attention")
-    if multihead.flash_attn_func is None:  # the flash_attn package is not there; torch's op takes its place
+    if (
+        multihead.flash_attn_func is None
+    ):  # the flash_attn package is not there; torch's op takes its place
         multihead.flash_attn_func = stand_ins.flash
     arguments = SimpleNamespace(
         segment_length=list(pattern.segment_lengths),
@@ -113,7 +124,9 @@ def torchscale_attention(pattern: DilatedPattern, num_heads: int, head_dim: int,
         multiway=False,
         xpos_rel_pos=False,
     )
-    module = dilated.DilatedAttention(arguments, num_heads * head_dim, num_heads, self_attention=True)
+    module = dilated.DilatedAttention(
+        arguments, num_heads * head_dim, num_heads, self_attention=True
+    )
     module.q_proj = module.k_proj = module.v_proj = module.out_proj = torch.nn.Identity()
     return module
 
@@ -121,7 +134,10 @@ def torchscale_attention(pattern: DilatedPattern, num_heads: int, head_dim: int,
 def torchscale(call: Call) -> Attend:
     call.lasting.enter_context(mock.patch.object(torch.cuda, "current_device", return_value="cpu"))
     module = torchscale_attention(
-        call.pattern, call.num_heads, call.head_dim, seq_parallel=dist.is_initialized() and dist.get_world_size() > 1
+        call.pattern,
+        call.num_heads,
+        call.head_dim,
+        seq_parallel=dist.is_initialized() and dist.get_world_size() > 1,
     )
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -158,7 +174,9 @@ def ring_attention_pytorch(call: Call) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # Of G key/value heads its query head h reads h % G, ours h // (H / G).
         order = torch.arange(call.num_heads).view(k.shape[2], -1).T.flatten()
-        out = package.ring_flash_attn(q[:, :, order], k, v, causal=call.pattern.is_causal, ring_reduce_col=True)
+        out = package.ring_flash_attn(
+            q[:, :, order], k, v, causal=call.pattern.is_causal, ring_reduce_col=True
+        )
         return out[:, :, order.argsort()]
 
     return attend
@@ -167,7 +185,9 @@ def ring_attention_pytorch(call: Call) -> Attend:
 def ring_flash_attn(call: Call) -> Attend:
     stand_ins.flash_attn()
     stand_ins.packages("ring_flash_attn")
-    name = {"contiguous": "ring", "zigzag": "zigzag_ring", "stripe": "stripe"}[call.sharding] + "_flash_attn"
+    name = {"contiguous": "ring", "zigzag": "zigzag_ring", "stripe": "stripe"}[
+        call.sharding
+    ] + "_flash_attn"
     attend = getattr(importlib.import_module(f"ring_flash_attn.{name}"), f"{name}_func")
     return lambda q, k, v: attend(q, k, v, causal=call.pattern.is_causal)
 
@@ -199,20 +219,26 @@ def torch_context_parallel(call: Call) -> Attend:
     parallel: Any = importlib.import_module("torch.distributed.tensor.experimental")
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     buffers = [torch.empty(call.seq_len)]
-    call.lasting.enter_context(parallel.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[0]))
+    call.lasting.enter_context(
+        parallel.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[0])
+    )
     functional: Any = torch.nn.functional  # within the context it holds another function
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = (x.transpose(1, 2) for x in (q, k, v))
         is_grouped = q.shape[2] != k.shape[2]
-        out = functional.scaled_dot_product_attention(*rows, is_causal=call.pattern.is_causal, enable_gqa=is_grouped)
+        out = functional.scaled_dot_product_attention(
+            *rows, is_causal=call.pattern.is_causal, enable_gqa=is_grouped
+        )
         return out.transpose(1, 2)
 
     return attend
 
 
 def torch_private_ring(call: Call) -> Attend:
-    ring: Any = importlib.import_module("torch.distributed.tensor.experimental._context_parallel._attention")
+    ring: Any = importlib.import_module(
+        "torch.distributed.tensor.experimental._context_parallel._attention"
+    )
     ring._cp_options.rotate_method = ring._RotateMethod.ALL_TO_ALL
     ring._cp_options.enable_load_balance = call.sharding == "zigzag"
     is_causal = call.pattern.is_causal
@@ -223,14 +249,23 @@ def torch_private_ring(call: Call) -> Attend:
         @staticmethod
         def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             world = dist.group.WORLD
-            out, lse, *_ = ring._templated_ring_attention(world, 2, op, q, k, v, is_causal=is_causal, dropout_p=0.0)
+            out, lse, *_ = ring._templated_ring_attention(
+                world, 2, op, q, k, v, is_causal=is_causal, dropout_p=0.0
+            )
             ctx.save_for_backward(q, k, v, out, lse)
             return out
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
             return ring._templated_ring_attention_backward(
-                dist.group.WORLD, 2, backward_op, grads[0], "grad_out", *ctx.saved_tensors, is_causal, dropout_p=0.0
+                dist.group.WORLD,
+                2,
+                backward_op,
+                grads[0],
+                "grad_out",
+                *ctx.saved_tensors,
+                is_causal,
+                dropout_p=0.0,
             )[:3]
 
     return lambda q, k, v: Ring.apply(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)

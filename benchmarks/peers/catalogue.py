@@ -33,7 +33,9 @@ class Environment(NamedTuple):
 # Peers whose requirements agree, or that are installed without them, share an environment. "" is that of the command.
 ENVIRONMENTS = {
     "": Environment(),
-    "rings": Environment(("numpy ring-attention-pytorch==0.5.20 ring-flash-attn==0.1.8 yunchang==0.6.4",)),
+    "rings": Environment(
+        ("numpy ring-attention-pytorch==0.5.20 ring-flash-attn==0.1.8 yunchang==0.6.4",)
+    ),
     "dilated": Environment(
         (
             "numpy einops==0.6.1",
@@ -191,7 +193,14 @@ PEERS = (
         lacks=("packed",),
         shown_by=("yunchang_torch_math",),
     ),
-    Peer("DeepSpeed Ulysses", "0.19.8", adapters.deepspeed_ulysses, DENSE, environment="deepspeed", ranks=2),
+    Peer(
+        "DeepSpeed Ulysses",
+        "0.19.8",
+        adapters.deepspeed_ulysses,
+        DENSE,
+        environment="deepspeed",
+        ranks=2,
+    ),
     Peer(
         "torch context_parallel",
         TORCH_VERSION,

@@ -48,7 +48,9 @@ def variables_of(name: str) -> dict[str, str]:
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(folders),
         "PATH": os.pathsep.join([str(place / "bin"), os.environ.get("PATH", "")]),
-        "TORCH_EXTENSIONS_DIR": str(FOLDER / "extensions"),  # not in an environment that is only linked here
+        "TORCH_EXTENSIONS_DIR": str(
+            FOLDER / "extensions"
+        ),  # not in an environment that is only linked here
     }
 
 
@@ -62,7 +64,9 @@ def last_line(text: str) -> str:
 def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     if done.returncode:
-        raise NotThereError(f"{' '.join(Path(x).name for x in command)}: {last_line(done.stderr or done.stdout)}")
+        raise NotThereError(
+            f"{' '.join(Path(x).name for x in command)}: {last_line(done.stderr or done.stdout)}"
+        )
 
 
 def run_in(name: str, arguments: Sequence[str], seconds: float) -> str:

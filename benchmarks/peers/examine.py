@@ -61,7 +61,9 @@ class Found(NamedTuple):
 
 def examine(peer: Peer, settings: Settings) -> dict[str, Any]:
     """Everything about a peer that is found by running it."""
-    return {"inputs": {name: check(peer, settings, name) for name in settings.inputs}} | cost(peer, settings)
+    return {"inputs": {name: check(peer, settings, name) for name in settings.inputs}} | cost(
+        peer, settings
+    )
 
 
 def check(peer: Peer, settings: Settings, name: str) -> dict[str, Any]:
@@ -73,10 +75,18 @@ def check(peer: Peer, settings: Settings, name: str) -> dict[str, Any]:
         return {"verdict": "not run" if name in peer.not_run else "not offered"}
     case, dtype = small(peer, settings.sizes, name)
     try:
-        ranks = run_ranks(Launch(peer.ranks, seconds=settings.seconds[0]), _check, peer, case, dtype)
+        ranks = run_ranks(
+            Launch(peer.ranks, seconds=settings.seconds[0]), _check, peer, case, dtype
+        )
     except RankFailedError as error:
         text = str(error)
-        verdict = "hung" if "no answer within" in text else "crashed" if "died without a word" in text else "refused"
+        verdict = (
+            "hung"
+            if "no answer within" in text
+            else "crashed"
+            if "died without a word" in text
+            else "refused"
+        )
         return {"verdict": verdict, "reason": reason_of(error)}
     if strange := [shape for shape in ranks if isinstance(shape, str)]:
         return {"verdict": "wrong", "reason": strange[0]}
@@ -122,11 +132,23 @@ def _check(worker: Worker, peer: Peer, case: Case, dtype: torch.dtype) -> Square
     rows = positions(peer, case.seq_len, worker)
     leaves = [x[:, rows].to(dtype).requires_grad_(peer.has_backward) for x in inputs]
     with ExitStack() as lasting:
-        call = Call(case.pattern, case.seq_len, case.num_heads, case.head_dim, case.documents, peer.sharding, lasting)
+        call = Call(
+            case.pattern,
+            case.seq_len,
+            case.num_heads,
+            case.head_dim,
+            case.documents,
+            peer.sharding,
+            lasting,
+        )
         out = peer.adapter(call)(*leaves)
         if out.shape != leaves[0].shape:
             return f"out is {tuple(out.shape)} for a query of {tuple(leaves[0].shape)}"
-        found = [out, *torch.autograd.grad(out, leaves, dout[:, rows].to(out))] if peer.has_backward else [out]
+        found = (
+            [out, *torch.autograd.grad(out, leaves, dout[:, rows].to(out))]
+            if peer.has_backward
+            else [out]
+        )
     names = [name for name in QUANTITIES if name != "lse"][: len(found)]
     return {name: squares(x, expected[name][:, rows]) for name, x in zip(names, found, strict=True)}
 
@@ -155,9 +177,21 @@ def cost(peer: Peer, settings: Settings) -> dict[str, Any]:
         ranks: list[Found] = run_ranks(launch, _cost, peer, sizes, settings.repeats)
     except RankFailedError as error:
         return {"reason": reason_of(error), "gate": gate(sizes, own_pattern(peer, sizes))}
-    shard = sizes.batch * sizes.seq_len * sizes.num_heads * sizes.head_dim * sizes.dtype.itemsize / peer.ranks
-    turns = [[sum(turn) for turn in zip(*(rank.seconds[who] for rank in ranks), strict=True)] for who in (0, 1)]
-    sent = [[max(rank.sent_bytes[who][i] for rank in ranks) / shard for i in (0, 1)] for who in (0, 1)]
+    shard = (
+        sizes.batch
+        * sizes.seq_len
+        * sizes.num_heads
+        * sizes.head_dim
+        * sizes.dtype.itemsize
+        / peer.ranks
+    )
+    turns = [
+        [sum(turn) for turn in zip(*(rank.seconds[who] for rank in ranks), strict=True)]
+        for who in (0, 1)
+    ]
+    sent = [
+        [max(rank.sent_bytes[who][i] for rank in ranks) / shard for i in (0, 1)] for who in (0, 1)
+    ]
     peaks = [max(rank.peak_bytes[who] for rank in ranks) / shard for who in (0, 1)]
     return {
         "seconds": quantiles(turns[0]),
@@ -179,7 +213,12 @@ def _cost(worker: Worker, peer: Peer, sizes: Sizes, repeats: int) -> Found:
         parallel = ContextParallel(sharding=own, exchange="ring")
         passed = gate_squares(sizes, own_pattern(peer, sizes), parallel)
         generator = torch.Generator().manual_seed(worker.rank)
-        shape = (sizes.batch, len(parallel.positions(sizes.seq_len)), sizes.num_heads, sizes.head_dim)
+        shape = (
+            sizes.batch,
+            len(parallel.positions(sizes.seq_len)),
+            sizes.num_heads,
+            sizes.head_dim,
+        )
         *leaves, dout = (torch.randn(shape, generator=generator).to(sizes.dtype) for _ in range(4))
         leaves = [x.requires_grad_(peer.has_backward) for x in leaves]
         attends = (
@@ -204,7 +243,10 @@ def _cost(worker: Worker, peer: Peer, sizes: Sizes, repeats: int) -> Found:
                 return forward.peak_bytes, [forward.sent_bytes, 0]
             backward = allocated(lambda: torch.autograd.grad(outs[0], leaves, dout))
             outs.clear()
-            return allocated(lambda: seconds(attend)).peak_bytes, [forward.sent_bytes, backward.sent_bytes]
+            return allocated(lambda: seconds(attend)).peak_bytes, [
+                forward.sent_bytes,
+                backward.sent_bytes,
+            ]
 
         peaks, sent = zip(*map(traffic, attends), strict=True)
         times: tuple[list[float], list[float]] = ([], [])

@@ -26,7 +26,10 @@ def table(rows: list[Row]) -> str:
     inputs = list(dict.fromkeys(name for row in rows for name in row["inputs"]))
     words = {"not offered": "-"}
     verdicts = [
-        (row["peer"], *(words.get(verdict, verdict) for verdict in (_verdict(row, name) for name in inputs)))
+        (
+            row["peer"],
+            *(words.get(verdict, verdict) for verdict in (_verdict(row, name) for name in inputs)),
+        )
         for row in rows
     ]
     first = rows[0]
@@ -34,7 +37,9 @@ def table(rows: list[Row]) -> str:
         INTRODUCTION.format(small=first["gate"]["seq_len"]),
         markdown(("peer", *inputs), verdicts),
         "Relative L2 errors, of full attention or, where there is none, of causal:",
-        markdown(("peer", "version", "lines", "out", "dq", "dk", "dv"), [_errors(row) for row in rows]),
+        markdown(
+            ("peer", "version", "lines", "out", "dq", "dk", "dv"), [_errors(row) for row in rows]
+        ),
         "Lines: those that call it here. FlexAttention has no backward on a CPU; torch_math has none at all.",
     ]
     if measured := [row for row in rows if "seconds" in row]:
@@ -47,7 +52,10 @@ def table(rows: list[Row]) -> str:
                 repeats=measured[0]["seconds"]["repeats"],
                 beside=beside,
             ),
-            markdown(("peer", "their time / ours", "peak", "sent", "sent by ours"), [_cost(row) for row in measured]),
+            markdown(
+                ("peer", "their time / ours", "peak", "sent", "sent by ours"),
+                [_cost(row) for row in measured],
+            ),
             *_cheaper(measured),
         ]
     texts += _list("Wrong without a word:", _wrong(rows))
@@ -62,7 +70,9 @@ def _verdict(row: Row, name: str) -> str:
 
 
 def _errors(row: Row) -> tuple[str, ...]:
-    found: dict[str, float] = next((x["errors"] for x in row["inputs"].values() if "errors" in x), {})
+    found: dict[str, float] = next(
+        (x["errors"] for x in row["inputs"].values() if "errors" in x), {}
+    )
     errors = (f"{found[name]:.1e}" if name in found else "" for name in ("out", "dq", "dk", "dv"))
     return (row["peer"], row["version"], str(row["lines"]), *errors)
 
@@ -73,7 +83,10 @@ def _cost(row: Row) -> tuple[str, ...]:
         row["peer"],
         f"{ratio['median']:.2f} ({ratio['min']:.2f} to {ratio['max']:.2f})",
         f"{row['peak_tensors']:.1f} / {row['own_peak_tensors']:.1f}",
-        *(" + ".join(f"{shards:.1f}" for shards in row[name]) for name in ("sent_shards", "own_sent_shards")),
+        *(
+            " + ".join(f"{shards:.1f}" for shards in row[name])
+            for name in ("sent_shards", "own_sent_shards")
+        ),
     )
 
 
@@ -103,7 +116,11 @@ def _wrong(rows: Sequence[Row]) -> Iterable[str]:
         for name, result in row["inputs"].items():
             if result["verdict"] == "wrong":
                 errors, allowed = result.get("errors", {}), result.get("allowed", {})
-                off = [f"{key} {error:.1e}" for key, error in errors.items() if not error <= allowed[key]]
+                off = [
+                    f"{key} {error:.1e}"
+                    for key, error in errors.items()
+                    if not error <= allowed[key]
+                ]
                 found.setdefault(result.get("reason") or ", ".join(off), []).append(name)
         yield from (f"{row['peer']}, {', '.join(names)}: {what}" for what, names in found.items())
 
@@ -131,7 +148,9 @@ def _reasons(rows: Sequence[Row]) -> Iterable[str]:
                 found.setdefault(result["reason"], []).append(name)
         if "reason" in row:
             found.setdefault(row["reason"], []).append("cost" if row["inputs"] else "everything")
-        yield from (f"{row['peer']}, {', '.join(names)}: {_short(why)}" for why, names in found.items())
+        yield from (
+            f"{row['peer']}, {', '.join(names)}: {_short(why)}" for why, names in found.items()
+        )
 
 
 def _short(reason: str) -> str:

@@ -14,7 +14,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def flash(
-    query: Tensor, key: Tensor, value: Tensor, dropout: float, bias: None, scale: float | None, is_causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    bias: None,
+    scale: float | None,
+    is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """out (B, M, H, D) and lse (B, H, M), as torchscale expects them of flash_attn."""
     suffix = "_for_cpu" if query.device.type == "cpu" else ""
@@ -39,7 +45,9 @@ def _flash_attn_forward(
 ) -> tuple[Tensor, Tensor, None, None]:
     _check(q, k, causal, dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
     groups = q.shape[2] // k.shape[2]
-    out, lse = flash(q, _repeated(k, groups), _repeated(v, groups), 0.0, None, softmax_scale, causal)
+    out, lse = flash(
+        q, _repeated(k, groups), _repeated(v, groups), 0.0, None, softmax_scale, causal
+    )
     return out, lse, None, None
 
 
@@ -79,13 +87,19 @@ def _repeated(x: Tensor, groups: int) -> Tensor:
 
 def _check(q: Tensor, k: Tensor, causal: bool, *unused: Any) -> None:
     """Refuse what the op does not do, rather than to compute something else."""
-    assert unused in ((0, -1, -1, 0.0, None), (0, -1, -1, None, None)), f"the stand-in has no {unused}"
-    assert not causal or q.shape[1] == k.shape[1], "the stand-in takes causal calls of equal lengths"
+    assert unused in ((0, -1, -1, 0.0, None), (0, -1, -1, None, None)), (
+        f"the stand-in has no {unused}"
+    )
+    assert not causal or q.shape[1] == k.shape[1], (
+        "the stand-in takes causal calls of equal lengths"
+    )
 
 
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool
+    ) -> Tensor:
         ctx.scale, ctx.causal = q.shape[-1] ** -0.5 if scale is None else scale, causal
         out, lse, *_ = _flash_attn_forward(q, k, v, 0.0, ctx.scale, causal)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -123,7 +137,10 @@ def _varlen(*_: object) -> None:
 
 def flash_attn() -> None:
     """A module flash_attn, of the interface of 2.8 as far as ring-flash-attn and yunchang use it."""
-    interface = {"_flash_attn_forward": _flash_attn_forward, "_flash_attn_backward": _flash_attn_backward}
+    interface = {
+        "_flash_attn_forward": _flash_attn_forward,
+        "_flash_attn_backward": _flash_attn_backward,
+    }
     interface |= {f"_flash_attn_varlen_{stage}": _varlen for stage in ("forward", "backward")}
     _module("flash_attn", __version__="2.8.3", flash_attn_func=_flash_attn_func)
     _module("flash_attn.flash_attn_interface", **interface)
@@ -134,11 +151,18 @@ def xformers() -> None:
 
     def attention(query: Tensor, key: Tensor, value: Tensor, op: None, attn_bias: object) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return scaled_dot_product_attention(q, k, v, is_causal=attn_bias is not None).transpose(1, 2)
+        return scaled_dot_product_attention(q, k, v, is_causal=attn_bias is not None).transpose(
+            1, 2
+        )
 
     _module("xformers")
     mask = type("LowerTriangularMask", (), {})
-    _module("xformers.ops", AttentionOp=object, LowerTriangularMask=mask, memory_efficient_attention=attention)
+    _module(
+        "xformers.ops",
+        AttentionOp=object,
+        LowerTriangularMask=mask,
+        memory_efficient_attention=attention,
+    )
 
 
 def packages(*names: str) -> None:

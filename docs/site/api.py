@@ -50,7 +50,9 @@ def methods_of(owner: type, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Public methods and properties that have a docstring."""
     members: dict[str, Any] = {}
     for parent in reversed(owner.__mro__):
-        if parent is owner or (parent.__module__.startswith(PACKAGE) and parent.__name__ not in names):
+        if parent is owner or (
+            parent.__module__.startswith(PACKAGE) and parent.__name__ not in names
+        ):
             members |= vars(parent)
     for name, member in members.items():
         is_method = inspect.isroutine(member) or isinstance(member, property | cached_property)
@@ -78,7 +80,9 @@ def sentence_of(value: Any) -> str:
 
 def wrapped(indent: str, text: str) -> list[str]:
     rest = " " * len(indent)
-    return textwrap.wrap(text, 120, initial_indent=indent, subsequent_indent=rest, break_on_hyphens=False)
+    return textwrap.wrap(
+        text, 120, initial_indent=indent, subsequent_indent=rest, break_on_hyphens=False
+    )
 
 
 if __name__ == "__main__":

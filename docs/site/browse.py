@@ -26,7 +26,12 @@ WIDTHS = {390: 844, 1280: 900}  # and heights, in pixels
 PHOTOGRAPHED = ("index", "start", "idea", "is_it_for_me", "launching", "migrating", "api")
 # The last four keep the browser from calling home; as root Chromium needs --no-sandbox.
 ARGUMENTS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic")
-ARGUMENTS += ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync")
+ARGUMENTS += (
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
 TOO_WIDE = """
 const width = document.documentElement.clientWidth;
 if (document.documentElement.scrollWidth <= width) return null;
@@ -85,7 +90,12 @@ def browser() -> Iterator[Chrome]:
 
 def be(driver: Chrome, width: int, scheme: str = "light") -> None:
     """Make the window this wide, for pages that are light or dark."""
-    metrics = {"width": width, "height": WIDTHS[width], "deviceScaleFactor": 1, "mobile": width < 600}
+    metrics = {
+        "width": width,
+        "height": WIDTHS[width],
+        "deviceScaleFactor": 1,
+        "mobile": width < 600,
+    }
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     media = [{"name": "prefers-color-scheme", "value": scheme}]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
@@ -100,7 +110,9 @@ def faults_of(driver: Chrome, address: str, name: str, width: int) -> Iterator[s
         yield f"{name} at {width}: a frame of code has room for {narrowest:.0f} characters, not {CODE_COLUMNS}"
     errors = (entry["message"] for entry in driver.get_log("browser") if entry["level"] == "SEVERE")
     # The browser asks for /favicon.ico by itself, where a page of plain HTML names no icon.
-    yield from (f"{name} at {width}: {message}" for message in errors if "/favicon.ico" not in message)
+    yield from (
+        f"{name} at {width}: {message}" for message in errors if "/favicon.ico" not in message
+    )
 
 
 def faults_of_the_search(driver: Chrome, address: str) -> Iterator[str]:
@@ -110,7 +122,9 @@ def faults_of_the_search(driver: Chrome, address: str) -> Iterator[str]:
     field.click()
     field.send_keys("zigzag")
     try:
-        WebDriverWait(driver, 10).until(lambda _: driver.find_elements(By.CSS_SELECTOR, "a.md-search-result__link"))
+        WebDriverWait(driver, 10).until(
+            lambda _: driver.find_elements(By.CSS_SELECTOR, "a.md-search-result__link")
+        )
     except TimeoutException:
         yield "the search finds nothing"
 
@@ -125,9 +139,15 @@ def photograph(driver: Chrome, address: str, name: str, folder: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="photograph some pages into this folder")
+    parser.add_argument(
+        "--pictures", type=Path, metavar="FOLDER", help="photograph some pages into this folder"
+    )
     given = parser.parse_args()
-    names = sorted(path.relative_to(SITE).as_posix() for path in SITE.rglob("*.html") if path.name != "404.html")
+    names = sorted(
+        path.relative_to(SITE).as_posix()
+        for path in SITE.rglob("*.html")
+        if path.name != "404.html"
+    )
     if not names:
         sys.exit(f"no page in {SITE}: build the site first, with `make docs`")
     if reason := why_no_browser():
@@ -144,7 +164,9 @@ def main() -> int:
             for name in PHOTOGRAPHED:
                 photograph(driver, address, name, given.pictures)
     print(
-        *faults, f"{len(names)} pages opened at {' and '.join(map(str, WIDTHS))} pixels: {len(faults)} faults", sep="\n"
+        *faults,
+        f"{len(names)} pages opened at {' and '.join(map(str, WIDTHS))} pixels: {len(faults)} faults",
+        sep="\n",
     )
     return 1 if faults else 0
 

@@ -28,11 +28,18 @@ PAGES = {
     "benchmarks/README.md": "benchmarks.md",
     "examples/README.md": "examples.md",
 }
-SHOWN = {".py": "python", ".toml": "toml", ".yml": "yaml", ".sh": "bash"}  # files that get a page, and their languages
+SHOWN = {
+    ".py": "python",
+    ".toml": "toml",
+    ".yml": "yaml",
+    ".sh": "bash",
+}  # files that get a page, and their languages
 LINK = re.compile(r"(?<=\]\()[^)\s]+")
 FENCE = re.compile(r"^(```+).*?^\1$", flags=re.MULTILINE | re.DOTALL)
 # What tests/test_documentation.py reads above a block. The reader of the page is told as well.
-NOT_RUN = re.compile(r"^<!-- not run: (.+?) -->\n\n?(```.*?^```$|    .*?\n\n)", flags=re.MULTILINE | re.DOTALL)
+NOT_RUN = re.compile(
+    r"^<!-- not run: (.+?) -->\n\n?(```.*?^```$|    .*?\n\n)", flags=re.MULTILINE | re.DOTALL
+)
 
 
 # Classes of which the API shows inherited methods too.
@@ -44,7 +51,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, name, content=(ROOT / path).read_text()))
     for file in list(files.documentation_pages()):
         repository_links(
-            with_docstrings(file.content_string), path_of(file.src_uri), lambda path: _add(path, files, config)
+            with_docstrings(file.content_string),
+            path_of(file.src_uri),
+            lambda path: _add(path, files, config),
         )
     return files
 
@@ -53,8 +62,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if page.file.inclusion is InclusionLevel.NOT_IN_NAV:
         return markdown  # a file that is shown
     markdown = with_docstrings(markdown)
-    markdown = NOT_RUN.sub(r'\n\2\n\n<p class="not-run" markdown>No test of this page runs it: \1.</p>\n', markdown)
-    return repository_links(markdown, path_of(page.file.src_uri), name_of)  # pages with links lie at the root
+    markdown = NOT_RUN.sub(
+        r'\n\2\n\n<p class="not-run" markdown>No test of this page runs it: \1.</p>\n', markdown
+    )
+    return repository_links(
+        markdown, path_of(page.file.src_uri), name_of
+    )  # pages with links lie at the root
 
 
 def on_post_build(config: MkDocsConfig) -> None:
@@ -94,7 +107,11 @@ def repository_links(markdown: str, path: str, renamed: Callable[[str], str]) ->
         target, hash_, anchor = found[0].partition("#")
         if not target or urlsplit(target).scheme:
             return found[0]
-        return renamed(posixpath.normpath(posixpath.join(posixpath.dirname(path), target))) + hash_ + anchor
+        return (
+            renamed(posixpath.normpath(posixpath.join(posixpath.dirname(path), target)))
+            + hash_
+            + anchor
+        )
 
     made, end = [], 0
     for fence in [*FENCE.finditer(markdown), None]:
@@ -115,5 +132,7 @@ def _add(path: str, files: Files, config: MkDocsConfig) -> str:
         content = source.read_text()
         if source.suffix in SHOWN:
             content = f"---\nsearch: {{exclude: true}}\n---\n# {path}\n\n`````{SHOWN[source.suffix]}\n{content}`````\n"
-        files.append(File.generated(config, name, content=content, inclusion=InclusionLevel.NOT_IN_NAV))
+        files.append(
+            File.generated(config, name, content=content, inclusion=InclusionLevel.NOT_IN_NAV)
+        )
     return path

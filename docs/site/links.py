@@ -34,7 +34,11 @@ def faults_of(site: Path) -> Iterator[str]:
         if path.name == "404.html":  # its links are those of a site at the root of a host
             continue
         where = path.relative_to(site)
-        yield from (f"{where} loads {target} from elsewhere" for target in page.loaded if urlsplit(target).netloc)
+        yield from (
+            f"{where} loads {target} from elsewhere"
+            for target in page.loaded
+            if urlsplit(target).netloc
+        )
         for target in page.links + page.loaded:
             parts = urlsplit(target)
             if parts.scheme or parts.netloc:
@@ -42,5 +46,9 @@ def faults_of(site: Path) -> Iterator[str]:
             file = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             if not file.is_file():
                 yield f"{where} refers to {target}: no such file"
-            elif parts.fragment and file in pages and unquote(parts.fragment) not in pages[file].anchors:
+            elif (
+                parts.fragment
+                and file in pages
+                and unquote(parts.fragment) not in pages[file].anchors
+            ):
                 yield f"{where} refers to {target}: no such anchor"

@@ -17,7 +17,12 @@ def _prune(parent: Object) -> None:
     for name, member in list(parent.members.items()):
         if member.is_alias:
             continue
-        if parent.is_class and member.is_attribute and "property" not in member.labels and not member.has_docstring:
+        if (
+            parent.is_class
+            and member.is_attribute
+            and "property" not in member.labels
+            and not member.has_docstring
+        ):
             del parent.members[name]
         elif member.is_module or member.is_class:
             _prune(member)

@@ -74,7 +74,9 @@ class DilatedPattern:
     """
 
     segment_lengths: Sequence[int]  # kept as tuples
-    dilation_rates: Sequence[int] = ()  # this default is refused, with an error that says what is missing
+    dilation_rates: Sequence[
+        int
+    ] = ()  # this default is refused, with an error that says what is missing
     _: KW_ONLY
     is_causal: bool = False
     phase: str = "modulo"
@@ -91,7 +93,10 @@ class DilatedPattern:
             )
         if not isinstance(self.is_causal, bool):
             raise ValueError(f"is_causal must be True or False, got {self.is_causal!r}.")
-        for name, rule, rules in (("phase", self.phase, PHASE_RULES), ("heads", self.heads, HEAD_RULES)):
+        for name, rule, rules in (
+            ("phase", self.phase, PHASE_RULES),
+            ("heads", self.heads, HEAD_RULES),
+        ):
             if rule not in rules:
                 raise ValueError(f"{name}={rule!r} is unknown; choose one of {rules}.")
         if self.heads == "split" and self.phase != "modulo":
@@ -105,7 +110,9 @@ class DilatedPattern:
 
         The text is not a field, because FSDP rebuilds a dataclass among a module's inputs from its fields.
         """
-        return json.dumps((self.segment_lengths, self.dilation_rates, self.is_causal, self.phase, self.heads))
+        return json.dumps(
+            (self.segment_lengths, self.dilation_rates, self.is_causal, self.phase, self.heads)
+        )
 
     @classmethod
     def dense(cls, *, is_causal: bool = False) -> "DilatedPattern":
@@ -139,7 +146,11 @@ class DilatedPattern:
         Raises:
             ValueError: for numbers that are not integers of at least 1 (`ratio`: 2).
         """
-        for name, number, least in (("max_len", max_len, 1), ("first_length", first_length, 1), ("ratio", ratio, 2)):
+        for name, number, least in (
+            ("max_len", max_len, 1),
+            ("first_length", first_length, 1),
+            ("ratio", ratio, 2),
+        ):
             if not is_integer(number) or number < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}.")
         max_len, first_length, ratio = index(max_len), index(first_length), index(ratio)
@@ -196,7 +207,9 @@ class DilatedPattern:
             return branch % rate
         return head % rate if self.phase == "modulo" else head // -(-num_heads // rate)
 
-    def head_groups(self, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None) -> HeadGroups:
+    def head_groups(
+        self, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None
+    ) -> HeadGroups:
         """The heads of a branch, cut into as few strided views as possible.
 
         Heads of equal phase form one view. Heads of consecutive phases form one too (a diagonal, one row further for
@@ -220,11 +233,15 @@ class DilatedPattern:
             return min(groups, diagonals, key=len)
         return groups
 
-    def phase_groups(self, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None) -> HeadGroups:
+    def phase_groups(
+        self, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None
+    ) -> HeadGroups:
         """As `head_groups` without diagonals. Within a group each key/value head serves equally many query heads."""
         held, ratio = held if held is not None else range(num_heads), num_heads // num_kv_heads
         phases = self._heads_by_phase(branch, num_heads)
-        return tuple(group for s, heads in phases for group in _aligned(_within(heads, held)[1], s, ratio))
+        return tuple(
+            group for s, heads in phases for group in _aligned(_within(heads, held)[1], s, ratio)
+        )
 
     def _heads_by_phase(self, branch: int, num_heads: int) -> list[tuple[int, range]]:
         """The phases that query heads read in a branch, each with its heads."""
@@ -234,7 +251,10 @@ class DilatedPattern:
         if self.phase == "modulo":
             return [(s, range(s, num_heads, rate)) for s in range(min(rate, num_heads))]
         block = -(-num_heads // rate)
-        return [(s, range(h, min(h + block, num_heads))) for s, h in enumerate(range(0, num_heads, block))]
+        return [
+            (s, range(h, min(h + block, num_heads)))
+            for s, h in enumerate(range(0, num_heads, block))
+        ]
 
     def cache_rows(self, num_heads: int, num_kv_heads: int, max_len: int | None = None) -> int:
         """Rows of keys (and as many of values) that a cache of this pattern must hold for one sequence of any length.
@@ -252,9 +272,12 @@ class DilatedPattern:
         """
         self.check_heads(num_heads, num_kv_heads)
         if not self.is_causal:
-            raise ValueError("a cache needs a causal pattern (no query sees a later key): make it with is_causal=True.")
+            raise ValueError(
+                "a cache needs a causal pattern (no query sees a later key): make it with is_causal=True."
+            )
         return sum(
-            len(group.kv_heads) * max(0, -((group.phase - (w if max_len is None else min(w, max_len))) // r))
+            len(group.kv_heads)
+            * max(0, -((group.phase - (w if max_len is None else min(w, max_len))) // r))
             for i, (w, r) in enumerate(self.branches)
             for group in self.phase_groups(i, num_heads, num_kv_heads)
         )
@@ -270,12 +293,17 @@ class DilatedPattern:
         # (t mod w) mod r has the period r if r divides w, or if no document is longer than w. Else the period is w.
         period = math.lcm(*(w if w % r and w < longest else r for w, r in self.branches))
         branches = range(len(self.branches))
-        heads = Counter(tuple(self.phase_of(i, h, num_heads) for i in branches) for h in range(num_heads))
+        heads = Counter(
+            tuple(self.phase_of(i, h, num_heads) for i in branches) for h in range(num_heads)
+        )
         most = min(2**20, max(2**10, 2**26 // len(heads)))
         lengths = [period] if lengths is None else lengths
         if period > most:
             lengths = [min(length, most) for length in lengths]
-        num_periods, rests = sum(length // period for length in lengths), sorted(length % period for length in lengths)
+        num_periods, rests = (
+            sum(length // period for length in lengths),
+            sorted(length % period for length in lengths),
+        )
         count = 0
         for phases, num_alike in heads.items():
             seen = self._seen(phases, min(period, max(lengths)))
@@ -288,7 +316,9 @@ class DilatedPattern:
         seen = bytearray(length)
         for (w, r), phase in zip(self.branches, phases, strict=True):
             if phase is not None:
-                segment = w if w % r else length  # if r divides w, all segments have the same rows: t mod r == phase
+                segment = (
+                    w if w % r else length
+                )  # if r divides w, all segments have the same rows: t mod r == phase
                 for start in range(0, length, segment):
                     rows = range(start + phase, min(start + segment, length), r)
                     seen[rows.start : rows.stop : r] = b"\1" * len(rows)
@@ -302,7 +332,11 @@ class DilatedPattern:
         for i, branch in enumerate(self.branches):
             heads, phases = self.heads_of(i, num_heads), range(min(branch))
             read = [s for s, found in self._heads_by_phase(i, num_heads) if found]
-            share = f"heads {heads.start}..{heads.stop - 1}" if self.heads == "split" else f"all {num_heads} heads"
+            share = (
+                f"heads {heads.start}..{heads.stop - 1}"
+                if self.heads == "split"
+                else f"all {num_heads} heads"
+            )
             note = "; every phase is read"
             there = [s for s in read if s in phases]
             if len(there) < len(phases):  # a list of `phases` may not fit into memory
@@ -314,8 +348,14 @@ class DilatedPattern:
             lines.append(f"branch {i} ({branch}): {share} read phases {_shorten(read)}{note}")
         without, pairs = self.without_keys(num_heads, lengths)
         if without:
-            which = f"the first {pairs:,}" if lengths is not None and pairs < num_heads * sum(lengths) else "all"
-            lines.append(f"{without / pairs:.1%} of {which} (query, head) pairs are in no branch: no key, and out is 0")
+            which = (
+                f"the first {pairs:,}"
+                if lengths is not None and pairs < num_heads * sum(lengths)
+                else "all"
+            )
+            lines.append(
+                f"{without / pairs:.1%} of {which} (query, head) pairs are in no branch: no key, and out is 0"
+            )
         return "\n".join(lines)
 
 
@@ -327,7 +367,9 @@ def _integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
     if entries is None or isinstance(values, (str, bytes, Mapping, Set)):
         raise ValueError(f"{name} must be a list of positive integers, got {values!r}.")
     if not entries:
-        raise ValueError(f"{name} is empty. Give one entry per branch; dense attention is DilatedPattern.dense().")
+        raise ValueError(
+            f"{name} is empty. Give one entry per branch; dense attention is DilatedPattern.dense()."
+        )
     for entry in entries:
         if not is_integer(entry):
             remedy = " Lengths and rates are two lists: DilatedPattern([2048, 4096], [1, 2])."
@@ -336,7 +378,9 @@ def _integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
         if entry < 1:
             raise ValueError(f"{name} must be at least 1, got {entry} in {list(entries)}.")
         if entry > WHOLE_DOCUMENT:
-            raise ValueError(f"{name} must be at most 2**62 = {WHOLE_DOCUMENT}, got {entry}: no sequence is that long.")
+            raise ValueError(
+                f"{name} must be at most 2**62 = {WHOLE_DOCUMENT}, got {entry}: no sequence is that long."
+            )
     return tuple(index(entry) for entry in entries)
 
 
@@ -360,7 +404,9 @@ def is_integer(value: object) -> bool:
 def is_finite_number(value: object) -> bool:
     """Whether a value is a number, not a bool, that a float holds. torch.compile cannot trace math.isfinite."""
     try:
-        return isinstance(value, Real) and not isinstance(value, bool) and abs(float(value)) < math.inf
+        return (
+            isinstance(value, Real) and not isinstance(value, bool) and abs(float(value)) < math.inf
+        )
     except OverflowError:
         return False
 

@@ -51,7 +51,9 @@ def dilated_attention_reference(
     key_BNHD = key_BNGD.repeat_interleave(num_heads // key_BNGD.shape[2], dim=2)
     value_BNHD = value_BNGD.repeat_interleave(num_heads // value_BNGD.shape[2], dim=2)
     count_HNN = multiplicity(pattern, seq_len, num_heads, cu_seqlens).to(query_BNHD.device)
-    score_BHNN = torch.einsum("bihd,bjhd->bhij", query_BNHD, key_BNHD) * (head_dim**-0.5 if scale is None else scale)
+    score_BHNN = torch.einsum("bihd,bjhd->bhij", query_BNHD, key_BNHD) * (
+        head_dim**-0.5 if scale is None else scale
+    )
     score_BHNN = score_BHNN.masked_fill(count_HNN == 0, -torch.inf)
     largest = score_BHNN.detach().amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == -torch.inf, 0)  # a row without keys

@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, save_attention, simulate
+from ring_dilated_attention import (
+    ContextParallel,
+    DilatedPattern,
+    dilated_attention,
+    save_attention,
+    simulate,
+)
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.ranks.call import Call
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
@@ -36,7 +42,9 @@ STRIDES = {
     "contiguous": lambda x: x.contiguous(),
     "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "positions first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    "slice of packed qkv": lambda x: torch.cat([x + 1, x, x - 1], dim=2)[:, :, x.shape[2] : 2 * x.shape[2]],
+    "slice of packed qkv": lambda x: torch.cat([x + 1, x, x - 1], dim=2)[
+        :, :, x.shape[2] : 2 * x.shape[2]
+    ],
     "slice of positions": lambda x: torch.cat([x[:, :1], x, x[:, :1]], dim=1)[:, 1:-1],
     "slice of head dim": lambda x: torch.cat([x, x], dim=3)[..., x.shape[3] :],
     "strided head dim": lambda x: torch.stack([x, x + 1], dim=-1)[..., 0],
@@ -50,7 +58,17 @@ def arranged(x: Tensor, strides: str) -> Tensor:
     return y
 
 
-def compare(inputs, pattern, *, outputs="both", needs_grad="qkv", dout=None, dlse=None, cu_seqlens=None, scale=None):
+def compare(
+    inputs,
+    pattern,
+    *,
+    outputs="both",
+    needs_grad="qkv",
+    dout=None,
+    dlse=None,
+    cu_seqlens=None,
+    scale=None,
+):
     """Value, lse and gradients of the inputs that need one equal the definition's, in float64."""
     batch, seq_len, num_heads, _ = inputs[0].shape
     dout = torch.randn_like(inputs[0]) if dout is None else dout
@@ -61,14 +79,21 @@ def compare(inputs, pattern, *, outputs="both", needs_grad="qkv", dout=None, dls
 
     def run(function, **kwargs):
         leaves = [
-            x.detach().requires_grad_(name in needs_grad) for name, x in zip("qkv", inputs, strict=True)
+            x.detach().requires_grad_(name in needs_grad)
+            for name, x in zip("qkv", inputs, strict=True)
         ]  # detach keeps the strides
         results = function(*leaves, pattern, scale=scale, **kwargs)
         used = {"both": (0, 1), "out": (0,), "lse": (1,)}[outputs]
-        used = [i for i in used if results[i].requires_grad]  # the definition's lse does not depend on the values
+        used = [
+            i for i in used if results[i].requires_grad
+        ]  # the definition's lse does not depend on the values
         wanted = [x for x in leaves if x.requires_grad]
         roots, root_grads = [results[i] for i in used], [(dout, dlse)[i] for i in used]
-        grads = torch.autograd.grad(roots, wanted, root_grads, materialize_grads=True) if roots else map(zeros, wanted)
+        grads = (
+            torch.autograd.grad(roots, wanted, root_grads, materialize_grads=True)
+            if roots
+            else map(zeros, wanted)
+        )
         return [*(x.detach() for x in results), *grads]
 
     expected = run(dilated_attention_reference, cu_seqlens=cu_seqlens)
@@ -76,7 +101,9 @@ def compare(inputs, pattern, *, outputs="both", needs_grad="qkv", dout=None, dls
     names = ("out", "lse", "grad", "grad", "grad")
     for name, x, y in zip(names, actual, expected, strict=False):
         # float64 rounds at 2e-16; scores here are below 100 and sums have below 1,000 terms
-        torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            x, y, rtol=1e-11, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
+        )
     return actual
 
 
@@ -92,12 +119,19 @@ def test_any_call_equals_the_definition(data):
     head_dim = data.draw(st.sampled_from([1, 3, 8, 24]))
     documents = None
     if batch == 1 and data.draw(st.booleans()):
-        inner = data.draw(st.sets(st.integers(1, seq_len - 1), max_size=3)) if seq_len > 1 else set()
+        inner = (
+            data.draw(st.sets(st.integers(1, seq_len - 1), max_size=3)) if seq_len > 1 else set()
+        )
         documents = [0, *sorted(inner), seq_len]
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
     several_strides = [data.draw(st.sampled_from(sorted(STRIDES))) for _ in range(4)]
-    shapes = [(batch, seq_len, h, head_dim) for h in (num_heads, num_kv_heads, num_kv_heads, num_heads)]
-    *inputs, dout = (arranged(randn(*shape), strides) for shape, strides in zip(shapes, several_strides, strict=True))
+    shapes = [
+        (batch, seq_len, h, head_dim) for h in (num_heads, num_kv_heads, num_kv_heads, num_heads)
+    ]
+    *inputs, dout = (
+        arranged(randn(*shape), strides)
+        for shape, strides in zip(shapes, several_strides, strict=True)
+    )
     compare(
         inputs,
         pattern,
@@ -129,7 +163,11 @@ def test_segments_longer_than_a_block_of_the_kernel(is_causal):
 def test_strides(strides, seq_len):
     """Catches views that are wrong where strides are not those of a contiguous tensor; 41 is no number of segments."""
     inputs = [arranged(randn(2, seq_len, 4, 8), strides) for _ in range(3)]
-    compare(inputs, DilatedPattern((8, 20), (1, 2), is_causal=True), dout=arranged(randn(2, seq_len, 4, 8), strides))
+    compare(
+        inputs,
+        DilatedPattern((8, 20), (1, 2), is_causal=True),
+        dout=arranged(randn(2, seq_len, 4, 8), strides),
+    )
 
 
 def test_a_branch_over_everything_before_a_branch_of_many_segments():
@@ -146,7 +184,9 @@ def test_expanded_inputs_and_gradients():
     key, value = randn(3, 1, 2, 8).expand(-1, 20, -1, -1), randn(3, 20, 1, 8).expand(-1, -1, 2, -1)
     pattern = DilatedPattern((5, 10), (1, 2))
     one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
-    compare([query, key, value], pattern, dout=one.expand(3, 20, 2, 8), dlse=one[0].expand(3, 20, 2))
+    compare(
+        [query, key, value], pattern, dout=one.expand(3, 20, 2, 8), dlse=one[0].expand(3, 20, 2)
+    )
 
 
 @pytest.mark.parametrize("names", ["".join(c) for k in range(1, 4) for c in combinations("qkv", k)])
@@ -220,7 +260,9 @@ def test_large_scores():
     pattern = DilatedPattern((10, 40), (1, 2))
     out, lse = dilated_attention(*inputs, pattern, return_lse=True)
     assert lse.abs().max() > 1e4
-    torch.testing.assert_close((out, lse), dilated_attention_reference(*inputs, pattern), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        (out, lse), dilated_attention_reference(*inputs, pattern), rtol=1e-9, atol=1e-9
+    )
     out, lse = dilated_attention(*(x.float() for x in inputs), pattern, return_lse=True)
     assert out.isfinite().all()
     assert lse.isfinite().all()
@@ -231,7 +273,9 @@ def test_large_scores():
 # The exact result rounded once to the dtype is off by eps / 4 in relative L2 (a uniform error of at most eps / 2 times
 # 2**-k for values in [1, 2) * 2**-k has root mean square eps / (2 * sqrt(3)) = 0.29 eps of values of mean 1.4). A case
 # where SDPA happens to be exact (a single key) can ask for no less.
-FLOORS = {dtype: torch.finfo(dtype).eps / 4 for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+FLOORS = {
+    dtype: torch.finfo(dtype).eps / 4 for dtype in (torch.float32, torch.bfloat16, torch.float16)
+}
 
 PRECISION_CASES = [
     (63, 4, 4, 48, [(1000, 1)], {}),
@@ -254,26 +298,39 @@ def test_precision(dtype, gain, case):
     seq_len, num_heads, num_kv_heads, head_dim, branches, rules = case
     pattern = DilatedPattern(*zip(*branches, strict=True), **rules)
     torch.manual_seed(0)
-    inputs = [(torch.randn(3, seq_len, h, head_dim) * gain).to(dtype) for h in (num_heads, num_kv_heads, num_kv_heads)]
+    inputs = [
+        (torch.randn(3, seq_len, h, head_dim) * gain).to(dtype)
+        for h in (num_heads, num_kv_heads, num_kv_heads)
+    ]
     count = multiplicity(pattern, seq_len, num_heads)
     covered = (count.sum(-1) > 0).T.expand(3, -1, -1)
     dout = torch.randn(3, seq_len, num_heads, head_dim).to(dtype) * covered.unsqueeze(-1)
 
     leaves = [x.double().requires_grad_() for x in inputs]
     exact_out, exact_lse = dilated_attention_reference(*leaves, pattern)
-    exact = [exact_out[covered], exact_lse[covered], *torch.autograd.grad(exact_out, leaves, dout.double())]
+    exact = [
+        exact_out[covered],
+        exact_lse[covered],
+        *torch.autograd.grad(exact_out, leaves, dout.double()),
+    ]
 
     leaves = [x.clone().requires_grad_() for x in inputs]
     out, lse = dilated_attention(*leaves, pattern, return_lse=True)
     ours = [out[covered], lse[covered], *torch.autograd.grad(out, leaves, dout)]
 
-    bias = count.double().log().float()  # an uncovered row sees itself, which keeps torch from NaN, and is left out
-    bias = bias.masked_fill((count.sum(-1, keepdim=True) == 0) & torch.eye(seq_len, dtype=torch.bool), 0)
+    bias = (
+        count.double().log().float()
+    )  # an uncovered row sees itself, which keeps torch from NaN, and is left out
+    bias = bias.masked_fill(
+        (count.sum(-1, keepdim=True) == 0) & torch.eye(seq_len, dtype=torch.bool), 0
+    )
     bias = bias.expand(3, -1, -1, -1)
     leaves = [x.clone().requires_grad_() for x in inputs]
     heads_first = [x.transpose(1, 2) for x in leaves]
     is_grouped = num_heads != num_kv_heads
-    out = F.scaled_dot_product_attention(*heads_first, attn_mask=bias, enable_gqa=is_grouped).transpose(1, 2)
+    out = F.scaled_dot_product_attention(
+        *heads_first, attn_mask=bias, enable_gqa=is_grouped
+    ).transpose(1, 2)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     lse = flash(*(x.detach() for x in heads_first), attn_mask=bias)[1].transpose(1, 2)
     torchs = [out[covered], lse[covered], *torch.autograd.grad(out, leaves, dout)]
@@ -298,7 +355,9 @@ def test_precision_of_the_gradient_through_lse(dtype):
     _, lse = dilated_attention(leaf, key, key, pattern, return_lse=True)
     (ours,) = torch.autograd.grad(lse.sum(), leaf)
     bias = multiplicity(pattern, 111, 4).double().log().float()
-    weights_times_key = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (query, key, key)), attn_mask=bias)
+    weights_times_key = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (query, key, key)), attn_mask=bias
+    )
     torchs = weights_times_key.transpose(1, 2) * 48**-0.5
     assert relative_error(ours, exact) <= 2 * relative_error(torchs, exact) + FLOORS[dtype]
 
@@ -331,13 +390,20 @@ def test_a_token_moves_exactly_what_it_should(case):
             changed_value[0, t, g] += 1
             changed_query[0, t, g * ratio] += 1
             expected = torch.tensor(
-                [[h // ratio == g and t in seen[h][i] for h in range(num_heads)] for i in range(seq_len)]
+                [
+                    [h // ratio == g and t in seen[h][i] for h in range(num_heads)]
+                    for i in range(seq_len)
+                ]
             )
             by_value = dilated_attention(query, key, changed_value, pattern, cu_seqlens=cu_seqlens)
             assert torch.equal((by_value != out)[0].any(-1), expected)
-            _, by_key = dilated_attention(query, changed_key, value, pattern, cu_seqlens=cu_seqlens, return_lse=True)
+            _, by_key = dilated_attention(
+                query, changed_key, value, pattern, cu_seqlens=cu_seqlens, return_lse=True
+            )
             assert torch.equal((by_key != lse)[0], expected)
-            _, by_query = dilated_attention(changed_query, key, value, pattern, cu_seqlens=cu_seqlens, return_lse=True)
+            _, by_query = dilated_attention(
+                changed_query, key, value, pattern, cu_seqlens=cu_seqlens, return_lse=True
+            )
             moved = [(t, g * ratio)] if seen[g * ratio][t] else []
             assert [tuple(x) for x in (by_query != lse)[0].nonzero().tolist()] == moved
 
@@ -348,7 +414,9 @@ def test_the_future_does_not_leak(phase, cut):
     """Catches a causal mask that is off by one, or that counts rows of a dilated segment and not positions."""
     pattern = DilatedPattern((8, 16, 31), (1, 2, 5), is_causal=True, phase=phase)
     first, second = ([randn(2, 31, h, 8) for h in (6, 3, 3)] for _ in range(2))
-    second = [torch.cat([x[:, :cut], y[:, cut:]], dim=1) for x, y in zip(first, second, strict=True)]
+    second = [
+        torch.cat([x[:, :cut], y[:, cut:]], dim=1) for x, y in zip(first, second, strict=True)
+    ]
     results = [dilated_attention(*inputs, pattern, return_lse=True) for inputs in (first, second)]
     for x, y in zip(*results, strict=True):
         assert torch.equal(x[:, :cut], y[:, :cut])
@@ -427,14 +495,19 @@ def test_run_to_run_equal_to_the_bit(request):
         assert all(map(torch.equal, runs[0], other))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 def test_shapes_and_dtypes_that_the_docstring_promises(dtype):
     """Catches a docstring that lies: out (B, N, H, D) in the input's dtype, lse (B, N, H) in float32 or float64."""
     inputs = [torch.randn(2, 5, h, 8, dtype=dtype, requires_grad=True) for h in (4, 2, 2)]
     for pattern in (DilatedPattern((8,), (1,)), DilatedPattern((2, 4), (2, 2))):
         out, lse = dilated_attention(*inputs, pattern, return_lse=True)
         assert (out.shape, out.dtype) == ((2, 5, 4, 8), dtype)
-        assert (lse.shape, lse.dtype) == ((2, 5, 4), torch.float64 if dtype == torch.float64 else torch.float32)
+        assert (lse.shape, lse.dtype) == (
+            (2, 5, 4),
+            torch.float64 if dtype == torch.float64 else torch.float32,
+        )
         assert torch.equal(dilated_attention(*inputs, pattern), out)
         for grad, x in zip(torch.autograd.grad(out.sum() + lse.sum(), inputs), inputs, strict=True):
             assert (grad.shape, grad.dtype) == (x.shape, dtype)
@@ -442,7 +515,11 @@ def test_shapes_and_dtypes_that_the_docstring_promises(dtype):
 
 def test_inputs_are_not_changed_and_not_shared():
     """Catches an in-place merge into an input, and an output that is a view of one."""
-    for pattern in (DilatedPattern((8,), (1,)), DilatedPattern((1,), (1,)), DilatedPattern((3, 8), (1, 2))):
+    for pattern in (
+        DilatedPattern((8,), (1,)),
+        DilatedPattern((1,), (1,)),
+        DilatedPattern((3, 8), (1, 2)),
+    ):
         inputs = [randn(2, 8, 2, 4) for _ in range(3)]
         before = [x.clone() for x in inputs]
         results = dilated_attention(*inputs, pattern, return_lse=True)
@@ -482,7 +559,11 @@ def test_autocast_is_that_of_torch():
 def test_attention_that_is_kept_on_the_host():
     """Catches advice on `save_on_cpu` (docs/fairscale.md) at which torch warns, or which changes gradients."""
     more = {"respect_saved_tensors_hooks": True}  # of torch 2.14 and newer
-    more = {name: value for name, value in more.items() if name in inspect.signature(checkpoint).parameters}
+    more = {
+        name: value
+        for name, value in more.items()
+        if name in inspect.signature(checkpoint).parameters
+    }
     x = torch.randn(1, 20, 2, 8, requires_grad=True)
 
     def block(x):
@@ -518,7 +599,9 @@ def test_a_wrong_kernel_is_seen(monkeypatch):
     pattern = DilatedPattern((3, 9), (1, 2))
     compare(inputs, pattern)
     monkeypatch.setattr(
-        cpu, "forward", lambda q, k, v, c, s: (forward(q, k, v, c, s)[0], forward(q, k, v, c, s)[1] + 1e-9)
+        cpu,
+        "forward",
+        lambda q, k, v, c, s: (forward(q, k, v, c, s)[0], forward(q, k, v, c, s)[1] + 1e-9),
     )
     with pytest.raises(AssertionError, match=r"out|lse"):
         compare(inputs, pattern)
@@ -539,7 +622,10 @@ def merged(*partials: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-IDENTITY = (torch.zeros(2, 5, 3, dtype=torch.float64), torch.full((2, 5), -torch.inf, dtype=torch.float64))
+IDENTITY = (
+    torch.zeros(2, 5, 3, dtype=torch.float64),
+    torch.full((2, 5), -torch.inf, dtype=torch.float64),
+)
 
 
 @st.composite
@@ -579,7 +665,9 @@ def test_merge_is_that_of_the_definition():
         return score.softmax(-1) @ value[0, keys, 0], score.logsumexp(-1)
 
     whole = attend(slice(None))
-    torch.testing.assert_close(merged(attend(slice(0, 5)), attend(slice(5, 12))), whole, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(
+        merged(attend(slice(0, 5)), attend(slice(5, 12))), whole, rtol=1e-13, atol=1e-13
+    )
     out, lse = torch.zeros(12, 2, 4).transpose(0, 1), torch.full((12, 2), -torch.inf).T
     for keys in (slice(0, 5), slice(5, 12)):
         partial_out, partial_lse = attend(keys)
@@ -595,12 +683,18 @@ def test_every_error_dtype_has_a_floor():
     assert set(chain(FLOORS, [torch.float64])) == set(cpu.DTYPES)
 
 
-@pytest.mark.parametrize("rules", [{}, {"phase": "blocked"}, {"heads": "split"}, {"is_causal": True}], ids=str)
-@pytest.mark.parametrize("make", [ContextParallel, lambda: simulate.all_ranks(3)], ids=["one", "three"])
+@pytest.mark.parametrize(
+    "rules", [{}, {"phase": "blocked"}, {"heads": "split"}, {"is_causal": True}], ids=str
+)
+@pytest.mark.parametrize(
+    "make", [ContextParallel, lambda: simulate.all_ranks(3)], ids=["one", "three"]
+)
 def test_some_heads_of_a_layer_are_a_slice_of_all(rules, make):
     """Tensor parallelism. Catches phases by the local head: another function, without a word."""
     pattern = DilatedPattern((7, 29), (2, 5), **rules)
-    query, key, value = (torch.randn(2, 29, h, 8, dtype=torch.float64, requires_grad=True) for h in (6, 3, 3))
+    query, key, value = (
+        torch.randn(2, 29, h, 8, dtype=torch.float64, requires_grad=True) for h in (6, 3, 3)
+    )
     context = make()
     out, lse = dilated_attention(query, key, value, pattern, parallel=context, return_lse=True)
     wholes = torch.autograd.grad(out.square().sum(), (query, key, value))
@@ -613,7 +707,9 @@ def test_some_heads_of_a_layer_are_a_slice_of_all(rules, make):
         )
         torch.testing.assert_close(found, out[:, :, held.start : held.stop])
         torch.testing.assert_close(found_lse, lse[:, :, held.start : held.stop])
-        for total, grad in zip(grads, torch.autograd.grad(found.square().sum(), (query, key, value)), strict=True):
+        for total, grad in zip(
+            grads, torch.autograd.grad(found.square().sum(), (query, key, value)), strict=True
+        ):
             total += grad
     for total, whole in zip(grads, wholes, strict=True):
         torch.testing.assert_close(total, whole)
@@ -637,7 +733,9 @@ def test_gradients_of_lse_keep_their_dtype(dtype, size):
     )
     for x, y in zip(found, expected, strict=True):
         assert torch.isfinite(x).all()
-        assert (x.double() - y).norm() < 4 * torch.finfo(dtype).eps * y.norm() + 1e-6 * y.numel() ** 0.5
+        assert (x.double() - y).norm() < 4 * torch.finfo(
+            dtype
+        ).eps * y.norm() + 1e-6 * y.numel() ** 0.5
 
 
 @pytest.mark.parametrize("scale", [1e-46, -1e-46, 1e-39, 2.0**-126, 0.0])
@@ -658,7 +756,9 @@ def test_a_tiny_scale_of_float16(world_size):
     """Catches a gradient of the queries that is rounded before it is multiplied by the scale: infinite, or NaN."""
     parallel = simulate.all_ranks(world_size) if world_size else None
     leaves = [torch.randn(1, 12, 2, 8).half().requires_grad_() for _ in range(3)]
-    _, lse = dilated_attention(*leaves, DilatedPattern((12,), (1,)), scale=1e-40, return_lse=True, parallel=parallel)
+    _, lse = dilated_attention(
+        *leaves, DilatedPattern((12,), (1,)), scale=1e-40, return_lse=True, parallel=parallel
+    )
     dq, _, _ = torch.autograd.grad(lse, leaves, torch.full_like(lse, 1e6), materialize_grads=True)
     assert torch.equal(dq, torch.zeros_like(dq))  # at most 1e6 * 1e-40
 

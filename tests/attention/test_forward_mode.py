@@ -5,13 +5,20 @@ import torch
 from helpers import randn
 from torch.autograd import forward_ad
 
-from ring_dilated_attention import DilatedPattern, MultiheadDilatedAttention, dilated_attention, simulate
+from ring_dilated_attention import (
+    DilatedPattern,
+    MultiheadDilatedAttention,
+    dilated_attention,
+    simulate,
+)
 from ring_dilated_attention.models import torchscale_attention
 
 # torch itself warns in forward mode: of what it uses, and while it compiles a module.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+    ),
 ]
 PATTERN = DilatedPattern((3,), (1,), phase="blocked")
 
@@ -33,7 +40,9 @@ def tangent_of_a_backward(call, x):
     x = x.clone().requires_grad_()
     out = call(x)
     with forward_ad.dual_level():
-        (dx,) = torch.autograd.grad(out, x, forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out)))
+        (dx,) = torch.autograd.grad(
+            out, x, forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
+        )
         return forward_ad.unpack_dual(dx).tangent
 
 
@@ -59,7 +68,9 @@ def test_a_forward_mode_derivative_is_refused(what, way):
         "module": lambda x: module(*[x.flatten(2)] * 3)[0],
         "torchscale": lambda x: torchscale_attention(x, x, x, PATTERN),
     }
-    with pytest.raises(NotImplementedError, match=r"no forward-mode derivative .*jvp.*: take backward"):
+    with pytest.raises(
+        NotImplementedError, match=r"no forward-mode derivative .*jvp.*: take backward"
+    ):
         WAYS[way](calls[what], randn(1, 6, 2, 4))
 
 
@@ -67,4 +78,7 @@ def test_ranks_refuse_it_like_any_call():
     """Catches a rank that raises alone, while the others wait."""
     parallel = simulate.all_ranks(2)
     with pytest.raises(ValueError, match="no forward-mode derivative"):
-        torch.func.jvp(lambda x: dilated_attention(x, x, x, PATTERN, parallel=parallel), *[(randn(1, 6, 2, 4),)] * 2)
+        torch.func.jvp(
+            lambda x: dilated_attention(x, x, x, PATTERN, parallel=parallel),
+            *[(randn(1, 6, 2, 4),)] * 2,
+        )

@@ -11,7 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, explain, simulate
+from ring_dilated_attention import (
+    ContextParallel,
+    DilatedPattern,
+    dilated_attention,
+    explain,
+    simulate,
+)
 from ring_dilated_attention.attention.validate import ARGUMENTS_OF_TORCH
 from ring_dilated_attention.kernels.choose import BACKENDS
 from ring_dilated_attention.models import torchscale_attention
@@ -27,7 +33,9 @@ def refused(call, *fragments: str) -> None:
     with pytest.raises(ValueError) as caught:
         call()
     message = str(caught.value)
-    assert all(fragment in message for fragment in fragments), f"{message!r} lacks one of {fragments}"
+    assert all(fragment in message for fragment in fragments), (
+        f"{message!r} lacks one of {fragments}"
+    )
     assert message.endswith(".")
 
 
@@ -42,8 +50,16 @@ def integers(*numbers, dtype=torch.int32):
 @pytest.mark.parametrize(
     ("segment_lengths", "dilation_rates", "fragments"),
     [
-        ((8, 16), (1,), ("segment_lengths has 2", "dilation_rates has 1", "(8, 16) and (1,)", "as many")),
-        ((8,), (1, 2), ("segment_lengths has 1 entries", "dilation_rates has 2", "(8,) and (1, 2)")),
+        (
+            (8, 16),
+            (1,),
+            ("segment_lengths has 2", "dilation_rates has 1", "(8, 16) and (1,)", "as many"),
+        ),
+        (
+            (8,),
+            (1, 2),
+            ("segment_lengths has 1 entries", "dilation_rates has 2", "(8,) and (1, 2)"),
+        ),
         ((), (), ("segment_lengths is empty", "dense attention is DilatedPattern.dense()")),
         ((8,), [], ("dilation_rates is empty", "one entry per branch")),
         ((8, 0), (1, 2), ("segment_lengths must be at least 1", "got 0", "[8, 0]")),
@@ -60,13 +76,24 @@ def integers(*numbers, dtype=torch.int32):
         (
             [(2048, 1), (4096, 2)],
             (),
-            ("segment_lengths must hold integers, got (2048, 1)", "two lists: DilatedPattern([2048, 4096], [1, 2])"),
+            (
+                "segment_lengths must hold integers, got (2048, 1)",
+                "two lists: DilatedPattern([2048, 4096], [1, 2])",
+            ),
         ),
         ([[8, 1]], (), ("segment_lengths must hold integers, got [8, 1]", "two lists")),
-        ({8: 1, 16: 2}, (1, 2), ("segment_lengths must be a list of positive integers", "got {8: 1, 16: 2}")),
+        (
+            {8: 1, 16: 2},
+            (1, 2),
+            ("segment_lengths must be a list of positive integers", "got {8: 1, 16: 2}"),
+        ),
         ({8, 16}, (1, 2), ("segment_lengths must be a list of positive integers", "got {")),
         ((8,), None, ("dilation_rates must be a list of positive integers", "got None")),
-        (torch.tensor(8), (1,), ("segment_lengths must be a list of positive integers", "got tensor(8)")),
+        (
+            torch.tensor(8),
+            (1,),
+            ("segment_lengths must be a list of positive integers", "got tensor(8)"),
+        ),
     ],
 )
 def test_segment_lengths_and_dilation_rates(segment_lengths, dilation_rates, fragments):
@@ -88,9 +115,13 @@ def test_what_is_no_tensor_and_no_pattern(call):
         got = f"must be a tensor (batch, seq, heads, head_dim), got {type(other).__name__}"
         for name in ("query", "key", "value"):
             given = {**dict(zip(("query", "key", "value"), tensors(), strict=True)), name: other}
-            with pytest.raises(ValueError, match=re.escape(f"{name} {got}: torch.as_tensor makes one")):
+            with pytest.raises(
+                ValueError, match=re.escape(f"{name} {got}: torch.as_tensor makes one")
+            ):
                 call(**given, pattern=own)
-    with pytest.raises(ValueError, match=r"got 3 dimensions: \(8, 4, 16\); unsqueeze\(0\) adds a batch"):
+    with pytest.raises(
+        ValueError, match=r"got 3 dimensions: \(8, 4, 16\); unsqueeze\(0\) adds a batch"
+    ):
         call(*tensors((8, 4, 16)), own)
     for other in ([(8, 1)], ((8,), (1,)), {"segment_lengths": [8], "dilation_rates": [1]}, None):
         said = f"pattern must be a DilatedPattern, got {other!r}. DilatedPattern(segment_lengths=[2048, 4096], "
@@ -114,7 +145,10 @@ def test_what_is_an_integer():
         ({"is_causal": None}, ("is_causal must be True or False", "got None")),
         ({"phase": "shifted"}, ("phase='shifted' is unknown", *PHASE_RULES)),
         ({"heads": "some"}, ("heads='some' is unknown", "all", "split")),
-        ({"heads": "split", "phase": "blocked"}, ("heads='split' has its own phase rule", "phase='blocked'", "Leave")),
+        (
+            {"heads": "split", "phase": "blocked"},
+            ("heads='split' has its own phase rule", "phase='blocked'", "Leave"),
+        ),
     ],
 )
 def test_rules_of_the_pattern(rules, fragments):
@@ -125,7 +159,10 @@ def test_rules_of_the_pattern(rules, fragments):
 @pytest.mark.parametrize(
     ("inputs", "fragments"),
     [
-        (lambda: [torch.randn(8, 4, 16)] * 3, ("query must be (batch, seq, heads, head_dim)", "3 dim", "(8, 4, 16)")),
+        (
+            lambda: [torch.randn(8, 4, 16)] * 3,
+            ("query must be (batch, seq, heads, head_dim)", "3 dim", "(8, 4, 16)"),
+        ),
         (
             lambda: [torch.randn(1, 8, 4, 16), torch.randn(1, 8, 64), torch.randn(1, 8, 64)],
             ("key must be (batch, seq, heads, head_dim)", "(1, 8, 64)"),
@@ -136,9 +173,18 @@ def test_rules_of_the_pattern(rules, fragments):
         ),
         (lambda: [[[1.0]]] * 3, ("query must be a tensor", "got list")),
         (lambda: [*tensors()[:2], None], ("value must be a tensor", "got NoneType")),
-        (lambda: tensors(key=(2, 8, 4, 16)), ("query (1, 8, 4, 16)", "key (2, 8, 4, 16)", "agree in batch")),
-        (lambda: tensors(key=(1, 9, 4, 16)), ("query (1, 8, 4, 16)", "key (1, 9, 4, 16)", "self-attention")),
-        (lambda: tensors(key=(1, 8, 4, 8)), ("query (1, 8, 4, 16)", "key (1, 8, 4, 8)", "head_dim")),
+        (
+            lambda: tensors(key=(2, 8, 4, 16)),
+            ("query (1, 8, 4, 16)", "key (2, 8, 4, 16)", "agree in batch"),
+        ),
+        (
+            lambda: tensors(key=(1, 9, 4, 16)),
+            ("query (1, 8, 4, 16)", "key (1, 9, 4, 16)", "self-attention"),
+        ),
+        (
+            lambda: tensors(key=(1, 8, 4, 8)),
+            ("query (1, 8, 4, 16)", "key (1, 8, 4, 8)", "head_dim"),
+        ),
         (
             lambda: tensors(value=(1, 8, 4, 8)),
             ("key (1, 8, 4, 16)", "value (1, 8, 4, 8)", "must have the same shape"),
@@ -148,7 +194,10 @@ def test_rules_of_the_pattern(rules, fragments):
             lambda: tensors(key=(1, 8, 3, 16)),
             ("4 query heads cannot share 3 key/value heads", "4 mod 3 is not 0", "multiple"),
         ),
-        (lambda: tensors(key=(1, 8, 8, 16)), ("4 query heads cannot share 8 key/value heads", "4 mod 8")),
+        (
+            lambda: tensors(key=(1, 8, 8, 16)),
+            ("4 query heads cannot share 8 key/value heads", "4 mod 8"),
+        ),
         (lambda: tensors(key=(1, 8, 0, 16)), ("4 query heads cannot share 0 key/value heads",)),
         (lambda: tensors(query=(0, 8, 4, 16)), ("query (0, 8, 4, 16) has an empty batch",)),
         (lambda: tensors(query=(1, 8, 0, 16)), ("query (1, 8, 0, 16) has an empty", "heads")),
@@ -184,7 +233,12 @@ def test_query_key_value(inputs, fragments):
         (
             integers(0, 5, 5, 8),
             1,
-            ("must increase", "got 5 then 5", "entries 1 and 2", "empty documents: cu_seqlens.unique_cons"),
+            (
+                "must increase",
+                "got 5 then 5",
+                "entries 1 and 2",
+                "empty documents: cu_seqlens.unique_cons",
+            ),
         ),
         (integers(0, 6, 3, 8), 1, ("must increase", "got 6 then 3", "entries 1 and 2")),
         (integers(1, 5, 8), 1, ("must start at 0", "[1, 5, 8]")),
@@ -194,7 +248,11 @@ def test_query_key_value(inputs, fragments):
         (integers(), 1, ("borders (0, ..., N)", "got 0 entries")),
         (integers(0, 8).to("meta"), 1, ("borders (0, ..., N)", "on meta")),
         (integers(0, 1, 2, 3, 4, 5, 6, 7), 1, ("[0, 1, ..., 7]", "8 entries")),
-        (integers(0, 8, dtype=torch.int64), 1, ("1-D int32 tensor", "got torch.int64 (2,)", "tensor(...).int()")),
+        (
+            integers(0, 8, dtype=torch.int64),
+            1,
+            ("1-D int32 tensor", "got torch.int64 (2,)", "tensor(...).int()"),
+        ),
         (integers(0, 8).float(), 1, ("1-D int32 tensor", "got torch.float32 (2,)")),
         (integers(0, 8)[None], 1, ("1-D int32 tensor", "got torch.int32 (1, 2)")),
         ([0, 8], 1, ("1-D int32 tensor", "got [0, 8]", "torch.tensor(")),
@@ -207,7 +265,9 @@ def test_cu_seqlens(cu_seqlens, batch, fragments):
     refused(lambda: dilated_attention(*inputs, DENSE, cu_seqlens=cu_seqlens), *fragments)
 
 
-@pytest.mark.parametrize("cu_seqlens", [(0, 5, 7), (0, 5, 9), (1, 8), (0, 5, 5, 8), (0, 6, 3, 8), (0,)])
+@pytest.mark.parametrize(
+    "cu_seqlens", [(0, 5, 7), (0, 5, 9), (1, 8), (0, 5, 5, 8), (0, 6, 3, 8), (0,)]
+)
 def test_cu_seqlens_of_positions(cu_seqlens):
     """Catches positions that are made up where the borders do not fit the sequence."""
     refused(lambda: ContextParallel().positions(8, integers(*cu_seqlens)), "cu_seqlens must")
@@ -248,7 +308,9 @@ def test_a_backend_asked_for_by_name_says_why_it_cannot_run():
         assert backend.why_not(torch.zeros(1, 1, 1, 1, dtype=torch.int8)), name
         reason = backend.why_not(torch.zeros(1, 1, 1, 1, device="meta"))
         assert "meta" in reason or "not installed" in reason
-    out = dilated_attention(*tensors(device="meta"), DENSE)  # has a shape, and is weighed (simulate/weighing.py)
+    out = dilated_attention(
+        *tensors(device="meta"), DENSE
+    )  # has a shape, and is weighed (simulate/weighing.py)
     assert out.is_meta
 
 
@@ -264,8 +326,14 @@ def test_there_is_no_attention_dropout():
     ("name", "remedy"),
     [
         ("is_causal", "make the pattern so, DilatedPattern(..., is_causal=True)."),
-        ("attn_mask", "the pattern says which keys a query sees, and cu_seqlens separates documents"),
-        ("block_mask", "the pattern says which keys a query sees, and cu_seqlens separates documents"),
+        (
+            "attn_mask",
+            "the pattern says which keys a query sees, and cu_seqlens separates documents",
+        ),
+        (
+            "block_mask",
+            "the pattern says which keys a query sees, and cu_seqlens separates documents",
+        ),
         ("score_mod", "except by scale."),
         ("dropout_p", "not supported, leave it out."),
         ("enable_gqa", "key and value may have fewer heads than query."),
@@ -306,7 +374,12 @@ def test_heads_and_positions_that_look_swapped():
     (warning,) = caught
     assert warning.filename == __file__
     message = str(warning.message)
-    for fragment in ("257 heads", "12 positions", "(batch, heads, seq, head_dim)", "(batch, seq, heads, head_dim)"):
+    for fragment in (
+        "257 heads",
+        "12 positions",
+        "(batch, heads, seq, head_dim)",
+        "(batch, seq, heads, head_dim)",
+    ):
         assert fragment in message
     assert warnings_of(lambda: dilated_attention(*tensors((1, 12, 256, 4)), DENSE)) == []
     assert warnings_of(lambda: dilated_attention(*tensors((1, 257, 257, 4)), DENSE)) == []
@@ -319,19 +392,31 @@ def test_heads_and_positions_that_look_swapped():
         ({"exchange": "broadcast"}, ("exchange='broadcast' is unknown", "auto", *EXCHANGES)),
         ({"exchange": None}, ("exchange=None is unknown", *EXCHANGES)),
         ({"timeout": 3}, ("timeout must be a positive datetime.timedelta", "got 3")),
-        ({"timeout": timedelta.max}, ("from a millisecond to ten years", "got datetime.timedelta(days=999999999")),
-        ({"timeout": timedelta(0)}, ("timeout must be a positive datetime.timedelta", "timedelta(0)")),
+        (
+            {"timeout": timedelta.max},
+            ("from a millisecond to ten years", "got datetime.timedelta(days=999999999"),
+        ),
+        (
+            {"timeout": timedelta(0)},
+            ("timeout must be a positive datetime.timedelta", "timedelta(0)"),
+        ),
         ({"align": 0}, ("align must be an integer of at least 1", "got 0")),
         ({"align": 2.0}, ("align must be an integer of at least 1", "got 2.0")),
         ({"align": True}, ("align must be an integer of at least 1", "got True")),
         ({"sharding": "zigzag", "align": 2}, ("zigzag", "align and lengths are for contiguous")),
-        ({"sharding": "zigzag", "lengths": (8,)}, ("zigzag", "align and lengths are for contiguous")),
+        (
+            {"sharding": "zigzag", "lengths": (8,)},
+            ("zigzag", "align and lengths are for contiguous"),
+        ),
         ({"lengths": (4, 4)}, ("lengths must hold 1 integers", "one for each rank", "got (4, 4)")),
         ({"lengths": (-4,)}, ("lengths must hold 1 integers of at least 0", "got (-4,)")),
         ({"lengths": (8.5,)}, ("lengths must hold 1", "got (8.5,)")),
         ({"lengths": (8,), "align": 2}, ("align=2 or lengths=(8,), not both",)),
         ({"group": "world"}, ("group must be a ProcessGroup", "DeviceMesh", "got 'world'")),
-        ({"exchange": "simulated"}, ("exchange='simulated' is unknown", "'ring', 'all_gather', 'all_to_all'")),
+        (
+            {"exchange": "simulated"},
+            ("exchange='simulated' is unknown", "'ring', 'all_gather', 'all_to_all'"),
+        ),
     ],
 )
 def test_context_parallel(arguments, fragments):
@@ -380,12 +465,16 @@ def test_explain_of_a_pattern_says_which_phases_nobody_reads():
     assert "phases that no head reads: 8, 9, 10, 11" in text
     assert "branch 1 (w=8, r=1)" in text
     assert "every phase is read" in text
-    blocked = DilatedPattern((64,), (4,), phase="blocked").explain(5)  # ceil(5 / 4) = 2 heads of each phase
+    blocked = DilatedPattern((64,), (4,), phase="blocked").explain(
+        5
+    )  # ceil(5 / 4) = 2 heads of each phase
     assert "phases that no head reads: 3" in blocked
     split = DilatedPattern((64, 64, 1), (4, 4, 4), heads="split").explain(3)
     assert "heads 1..1 read phases 1; phases that no head reads: all but 1" in split
     assert "heads 2..2 read phases 2; phases that no head reads: 0; r > w" in split
-    refused(lambda: DilatedPattern((8, 8), (1, 1), heads="split").explain(1), "2 branches", "only 1")
+    refused(
+        lambda: DilatedPattern((8, 8), (1, 1), heads="split").explain(1), "2 branches", "only 1"
+    )
 
 
 def test_scales_of_numpy_and_fractions_are_numbers():

@@ -32,12 +32,21 @@ def test_every_case_leaves_a_record(name, tmp_path, capsys):
     assert found["hardware"]["cores"] >= 1
     assert found["hardware"]["threads_of_this_process"] == torch.get_num_threads()
     assert "threads_per_rank" not in found["hardware"]  # this process is no rank
-    assert found["versions"]["torch"] == version("torch")  # a build for CUDA adds "+cu130" to its own
+    assert found["versions"]["torch"] == version(
+        "torch"
+    )  # a build for CUDA adds "+cu130" to its own
     assert found["rows"]
     for row in found["rows"]:
         assert row["gate"]["passed"]
         assert row["gate"]["error"] <= row["gate"]["tolerance"]
-        assert {"segment_lengths", "dilation_rates", "seq_len", "num_heads", "head_dim", "dtype"} <= row.keys()
+        assert {
+            "segment_lengths",
+            "dilation_rates",
+            "seq_len",
+            "num_heads",
+            "head_dim",
+            "dtype",
+        } <= row.keys()
         if name in ("peers", "ranks", "scaling"):
             assert row["threads_per_rank"] == 1
     page = (tmp_path / "README.md").read_text()
@@ -61,7 +70,9 @@ def test_no_speed_without_a_green_gate(monkeypatch, tmp_path, capsys):
 
 
 def test_the_gate_keeps_branches_and_dtype():
-    case = gate.small_case(measure.Sizes(32_768, 4, 64), DilatedPattern((2048, 32_768), (1, 16), is_causal=True))
+    case = gate.small_case(
+        measure.Sizes(32_768, 4, 64), DilatedPattern((2048, 32_768), (1, 16), is_causal=True)
+    )
     assert case.seq_len == 256
     assert case.pattern == DilatedPattern((16, 256), (1, 16), is_causal=True)
 
@@ -80,13 +91,21 @@ OTHERS_PAGE = "# My project\n"
             ["linear", "--quick", "--results", "project/README.md/results"],
             "cannot be written: a file is in the way",
         ),
-        (["--page", "--results", "project/results"], "project/README.md, which python -m benchmarks"),
-        (["--page", "--results", "none/results"], "--page: there are no records in none/results. Name the folder"),
+        (
+            ["--page", "--results", "project/results"],
+            "project/README.md, which python -m benchmarks",
+        ),
+        (
+            ["--page", "--results", "none/results"],
+            "--page: there are no records in none/results. Name the folder",
+        ),
         (["linear", "--page"], "leave out --page"),
         (["--all", "--page"], "leave out --page"),
     ],
 )
-def test_what_cannot_be_written_is_refused_before_it_is_measured(arguments, message, tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_written_is_refused_before_it_is_measured(
+    arguments, message, tmp_path, monkeypatch, capsys
+):
     """Catches a user's own README that is overwritten, and a page of nothing."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("benchmarks.command.run_case", None)
@@ -106,15 +125,23 @@ def test_a_record_of_somebody_else_is_refused(tmp_path, monkeypatch, capsys):
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "linear.json").write_text("[]")
     assert command.main(["linear", "--quick", "--results", str(tmp_path / "results")]) == 2
-    assert "linear.json was not made by python -m benchmarks, and nothing is written" in capsys.readouterr().err
+    assert (
+        "linear.json was not made by python -m benchmarks, and nothing is written"
+        in capsys.readouterr().err
+    )
     assert command.main(["--page", "--results", str(tmp_path / "results")]) == 2
-    assert "linear.json is no record of python -m benchmarks: run its case again" in capsys.readouterr().err
+    assert (
+        "linear.json is no record of python -m benchmarks: run its case again"
+        in capsys.readouterr().err
+    )
     assert [path.name for path in tmp_path.rglob("*")] == ["results", "linear.json"]
 
 
 def test_a_full_disk_is_a_sentence(tmp_path):
     shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "results")
-    code, error = on_a_full_disk(100, command.main, ["--page", "--results", str(tmp_path / "results")])
+    code, error = on_a_full_disk(
+        100, command.main, ["--page", "--results", str(tmp_path / "results")]
+    )
     assert (code, error) == (2, f"python -m benchmarks: {tmp_path}/README.md: File too large\n")
     assert [path.name for path in tmp_path.iterdir()] == ["results"]
 
@@ -181,7 +208,9 @@ def test_a_page_is_made_anew(tmp_path):
     shutil.copy(benchmarks / "README.md", tmp_path)
     assert command.main(["--page", "--results", str(tmp_path / "results")]) == 0
     headings = re.findall(r"^##+ .*", (benchmarks / "README.md").read_text(), flags=re.MULTILINE)
-    assert re.findall(r"^##+ .*", (tmp_path / "README.md").read_text(), flags=re.MULTILINE) == headings
+    assert (
+        re.findall(r"^##+ .*", (tmp_path / "README.md").read_text(), flags=re.MULTILINE) == headings
+    )
 
 
 def test_unknown_case_is_refused(capsys):
@@ -231,7 +260,12 @@ def test_allocator_events_are_exact():
 
 
 def test_quantiles():
-    assert measure.quantiles([3.0, 1.0, 2.0]) == {"min": 1.0, "median": 2.0, "max": 3.0, "repeats": 3}
+    assert measure.quantiles([3.0, 1.0, 2.0]) == {
+        "min": 1.0,
+        "median": 2.0,
+        "max": 3.0,
+        "repeats": 3,
+    }
 
 
 def test_a_pattern_in_words():

@@ -21,7 +21,11 @@ from ring_dilated_attention.plan.sharding import make_shards
 NAMES = [name for name, case in command.CASES.items() if command.needs_gpu(case)]
 SIZES = Sizes(512, 2, 16)
 PATTERN = DilatedPattern((128, 512), (1, 2))
-DENSE, TORCH, COMPOSED = Candidate(OWN), Candidate("torch", "flash"), Candidate(OWN, "flash", PATTERN)
+DENSE, TORCH, COMPOSED = (
+    Candidate(OWN),
+    Candidate("torch", "flash"),
+    Candidate(OWN, "flash", PATTERN),
+)
 
 
 def ignore(_) -> None:
@@ -50,7 +54,14 @@ def test_every_case_leaves_a_record(name, tmp_path, capsys):
         assert row["gate"]["error"] <= row["gate"]["tolerance"]
         assert row["device"] == device.resolve(None)
     for row in found["rows"]:
-        assert {"segment_lengths", "dilation_rates", "seq_len", "num_heads", "head_dim", "dtype"} <= row.keys()
+        assert {
+            "segment_lengths",
+            "dilation_rates",
+            "seq_len",
+            "num_heads",
+            "head_dim",
+            "dtype",
+        } <= row.keys()
     assert f"## {name}" in (tmp_path / "README.md").read_text()
     assert f"{name}: " in capsys.readouterr().out
 
@@ -63,7 +74,9 @@ def test_without_a_gpu(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(command, "CASES", {name: command.CASES[name] for name in NAMES})
     assert command.main(["--all", "--results", str(tmp_path / "results")]) == 0
     said = capsys.readouterr().out
-    assert all(f"{name}: skipped, it needs a CUDA GPU, and torch sees none" in said for name in NAMES)
+    assert all(
+        f"{name}: skipped, it needs a CUDA GPU, and torch sees none" in said for name in NAMES
+    )
 
 
 # Shares.
@@ -74,9 +87,17 @@ def test_shares_of_known_times():
     dense = shares.DenseTime(512, 1000, {"forward": [4.0, 8.0, 6.0], "forward + backward": [20.0]})
     found = shares.share([3.0], 250, "x", dense, "forward")
     assert found["share"]["median"] == pytest.approx(0.5)
-    assert (found["candidate"], found["measured_at"], found["seconds_there"]["median"]) == ("x", 512, 6.0)
-    assert shares.share([3.0], 4 * 250, "x", dense, "forward")["share"]["median"] == pytest.approx(2.0)
-    assert shares.share([5.0], 250, "x", dense, "forward + backward")["share"]["median"] == pytest.approx(1.0)
+    assert (found["candidate"], found["measured_at"], found["seconds_there"]["median"]) == (
+        "x",
+        512,
+        6.0,
+    )
+    assert shares.share([3.0], 4 * 250, "x", dense, "forward")["share"]["median"] == pytest.approx(
+        2.0
+    )
+    assert shares.share([5.0], 250, "x", dense, "forward + backward")["share"][
+        "median"
+    ] == pytest.approx(1.0)
 
 
 def test_shares_are_against_the_same_kernel_and_the_fastest():
@@ -93,11 +114,17 @@ def test_shares_are_against_the_same_kernel_and_the_fastest():
     row = shares.row_of(group, COMPOSED, found[3], dense, device.Ceilings(1e12, 1e9))
     one, both = row["stages"].values()
     assert (one["own_dense"]["candidate"], one["fastest_dense"]["candidate"]) == tuple(dense)
-    assert both["own_dense"]["candidate"] == both["fastest_dense"]["candidate"] == "torch, flash, dense"
+    assert (
+        both["own_dense"]["candidate"]
+        == both["fastest_dense"]["candidate"]
+        == "torch, flash, dense"
+    )
     ratio = (128 + 512 / 2**2) / 512  # of rate 2, every other query sees every other key
     assert one["own_dense"]["share"]["median"] == pytest.approx(2 * ratio)
     assert both["own_dense"]["share"]["median"] == pytest.approx(6 / 3 * ratio)
-    peer = shares.row_of(group, Candidate("torchscale", "", PATTERN), found[3], dense, device.Ceilings(1e12, 1e9))
+    peer = shares.row_of(
+        group, Candidate("torchscale", "", PATTERN), found[3], dense, device.Ceilings(1e12, 1e9)
+    )
     assert "own_dense" not in peer["stages"]["forward"]  # it was not measured
     assert "fastest_dense" in peer["stages"]["forward"]
 
@@ -105,7 +132,15 @@ def test_shares_are_against_the_same_kernel_and_the_fastest():
 def test_flops_are_the_plans():
     """Catches a convention for FLOPs that differs from the plan's."""
     for pattern in (PATTERN, DilatedPattern((100, 512), (3, 4), is_causal=True)):
-        plan = make_plan(Job(pattern, make_shards("contiguous", (SIZES.seq_len,)), SIZES.num_heads, SIZES.num_heads), 0)
+        plan = make_plan(
+            Job(
+                pattern,
+                make_shards("contiguous", (SIZES.seq_len,)),
+                SIZES.num_heads,
+                SIZES.num_heads,
+            ),
+            0,
+        )
         group = side_by_side.Group(SIZES, pattern.is_causal, (), 1, "cpu")
         found = side_by_side.Found({}, 0, device.Profile((), ()), [Times(1, 1)], [0.0])
         row = shares.row_of(group, Candidate("sdpa", "", pattern), found, {}, device.Ceilings(1, 1))
@@ -132,7 +167,10 @@ def test_what_does_not_fit_the_budget_is_said():
     """Catches a run that is ended from outside, with nothing kept, because it takes too long."""
     for case in (gpu, gpu_small, gpu_memory):
         settings = case.QUICK._replace(device="cpu", budget=0)
-        with pytest.raises(AssertionError, match=r"nothing could be measured, first because: .*the budget was spent"):
+        with pytest.raises(
+            AssertionError,
+            match=r"nothing could be measured, first because: .*the budget was spent",
+        ):
             case.run(settings, ignore)
         assert case.FULL.budget + case.FULL.seconds <= 560  # a command may have 10 minutes
 
@@ -150,7 +188,10 @@ def test_the_budget_ends_a_process():
     assert not found
     assert [lost[i].startswith("its process was lost") for i in range(3)] == [True, True, False]
     assert lost[2] == "not measured: the budget was spent"
-    assert measure_apart(sleeps, None, 2, ignore, 60, Budget(0)) == ({}, dict.fromkeys((0, 1), lost[2]))
+    assert measure_apart(sleeps, None, 2, ignore, 60, Budget(0)) == (
+        {},
+        dict.fromkeys((0, 1), lost[2]),
+    )
 
 
 def test_a_budget_bounds_what_begins():
@@ -193,7 +234,9 @@ def test_one_that_fails_later_leaves_its_reason(monkeypatch):
     assert len(found[0].times) == 3
 
 
-@pytest.mark.parametrize(("smallest", "message"), [(0, "relative L2 error"), (300, "out at 512 positions differs by")])
+@pytest.mark.parametrize(
+    ("smallest", "message"), [(0, "relative L2 error"), (300, "out at 512 positions differs by")]
+)
 def test_no_speed_without_a_right_result(smallest, message, monkeypatch):
     """Catches a kernel that is 5 % off, at any size, or only at that which is timed."""
     right = kernels.cpu.forward
@@ -261,7 +304,9 @@ def test_the_cpu_answers_what_a_gpu_is_asked():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and torch sees none")
-@pytest.mark.filterwarnings("default")  # what profilers of a new machine warn of is not known beforehand
+@pytest.mark.filterwarnings(
+    "default"
+)  # what profilers of a new machine warn of is not known beforehand
 def test_a_gpu_answers():
     """Catches a question that torch, its profiler or nvidia-smi answers otherwise than was read."""
     x = torch.randn(2**20, device="cuda")
@@ -293,7 +338,9 @@ def test_the_longest_that_fits(limit):
     assert seen[power]
     assert seen[most]
     assert power <= most <= limit
-    assert min(power * k // 16 for k in range(16, 33) if power * k // 16 > most) > limit  # the next step does not fit
+    assert (
+        min(power * k // 16 for k in range(16, 33) if power * k // 16 > most) > limit
+    )  # the next step does not fit
     with pytest.raises(ValueError, match="not even one position fits"):
         gpu_memory.longest(lambda n: False, 64)
 
@@ -317,27 +364,40 @@ def test_small_calls_are_compared_with_dense():
     """Catches rows without what they are compared with."""
     rows = gpu_small.run(gpu_small.QUICK._replace(device="cpu", lengths=(256,)), ignore)
     for row in rows:
-        assert row["speed_up"] == pytest.approx(row["dense_seconds"]["median"] / row["seconds"]["median"])
+        assert row["speed_up"] == pytest.approx(
+            row["dense_seconds"]["median"] / row["seconds"]["median"]
+        )
         assert row["faster_from"] in (None, 256)
         assert row["host_seconds"]["median"] > 0
 
 
 def test_the_peer_is_called_as_it_wants(monkeypatch):
     """Catches a layout or a missing argument, with a module that stands in for torchscale's: one dense branch."""
-    dilated, multihead = ModuleType("torchscale.component.dilated_attention"), ModuleType("multihead_attention")
+    dilated, multihead = (
+        ModuleType("torchscale.component.dilated_attention"),
+        ModuleType("multihead_attention"),
+    )
     multihead.flash_attn_func = None
 
     class DilatedAttention(torch.nn.Module):
         def __init__(self, args, embed_dim, num_heads, *, self_attention):
             super().__init__()
-            self.q_proj = self.k_proj = self.v_proj = self.out_proj = torch.nn.Linear(embed_dim, embed_dim)
+            self.q_proj = self.k_proj = self.v_proj = self.out_proj = torch.nn.Linear(
+                embed_dim, embed_dim
+            )
             self.num_heads = num_heads
-            assert (args.segment_length, args.dilated_ratio, args.flash_attention) == ([64], [1], True)
+            assert (args.segment_length, args.dilated_ratio, args.flash_attention) == (
+                [64],
+                [1],
+                True,
+            )
 
         def forward(self, query, key, value, *, is_causal):
             heads = (
                 proj(x).unflatten(2, (self.num_heads, -1))
-                for proj, x in zip((self.q_proj, self.k_proj, self.v_proj), (query, key, value), strict=True)
+                for proj, x in zip(
+                    (self.q_proj, self.k_proj, self.v_proj), (query, key, value), strict=True
+                )
             )
             out, lse = multihead.flash_attn_func(*heads, 0.0, None, None, is_causal)
             assert lse.shape == (1, self.num_heads, 64)
@@ -351,9 +411,13 @@ def test_the_peer_is_called_as_it_wants(monkeypatch):
     for is_causal in (False, True):
         pattern = DilatedPattern((64,), (1,), is_causal=is_causal)
         _, (found, peer) = measure(
-            Candidate("sdpa", "flash", pattern), Candidate("torchscale", "", pattern), sizes=Sizes(64, 2, 16)
+            Candidate("sdpa", "flash", pattern),
+            Candidate("torchscale", "", pattern),
+            sizes=Sizes(64, 2, 16),
         )
         assert max(peer.gate["errors"].values()) < 1e-6
         assert len(peer.times) == len(found.times) == 1
     x = torch.randn(1, 64, 2, 16)
-    assert attention(Candidate("torchscale", "", pattern), x, is_causal=True)(x, x, x).shape == x.shape
+    assert (
+        attention(Candidate("torchscale", "", pattern), x, is_causal=True)(x, x, x).shape == x.shape
+    )

@@ -29,13 +29,18 @@ def test_every_part_leaves_its_rows(tmp_path, capsys):
     """Catches whatever a part does wrong on any device."""
     assert multi_gpu.main(["--quick", "--results", str(tmp_path)]) == 0
     said, rows = capsys.readouterr().out, rows_of(tmp_path)
-    assert list(dict.fromkeys(row["part"] for row in rows)) == [part.name for part in multi_gpu.parts(QUICK)]
+    assert list(dict.fromkeys(row["part"] for row in rows)) == [
+        part.name for part in multi_gpu.parts(QUICK)
+    ]
     for row in rows:
         assert row["passed"] is (None if row["what"] in ("latency", "contexts on cards") else True)
         assert row["part"] in said
     assert f"open an issue with this file: {tmp_path / 'multi_gpu.json'}" in said
     usual = [row["what"] for row in rows if row["part"] == "right, LongNetLM"]
-    assert usual[:2] == ["loss, float32, cuda:gloo", "gradients, float32, cuda:gloo"]  # in place of "nccl"
+    assert usual[:2] == [
+        "loss, float32, cuda:gloo",
+        "gradients, float32, cuda:gloo",
+    ]  # in place of "nccl"
     speeds = [row for row in rows if row["part"].startswith("speed")]
     assert [row["what"] for row in speeds] == ["dense causal", "dilated"]
     assert all(share > 0 for row in speeds for share in row["shares"].values())
@@ -111,11 +116,19 @@ def test_what_is_wrong_is_noticed(monkeypatch, tmp_path, capsys):
 def test_who_was_told_in_time():
     """Catches a hang that counts as an answer."""
     told = {"error": "ExchangeError", "message": "", "seconds": 1.0, "device_seconds": 0.0}
-    ended = {"error": "no error", "message": "died without a word", "seconds": 12.0, "device_seconds": None}
+    ended = {
+        "error": "no error",
+        "message": "died without a word",
+        "seconds": 12.0,
+        "device_seconds": None,
+    }
     hung = ended | {"message": "no answer within 40 s"}
     is_told = partial(faults.is_told, QUICK)
     assert is_told(KILLED, told)
-    assert not any(is_told(KILLED, x) for x in (ended, hung, told | {"seconds": 16}, told | {"device_seconds": None}))
+    assert not any(
+        is_told(KILLED, x)
+        for x in (ended, hung, told | {"seconds": 16}, told | {"device_seconds": None})
+    )
     assert is_told(KILLED_WAITING, told)
     assert is_told(KILLED_WAITING, ended)
     assert not is_told(KILLED_WAITING, hung)
@@ -154,7 +167,9 @@ def test_what_is_exposed_on_a_gpu(monkeypatch):
         Event(DeviceType.CUDA, "a kernel", 6 * 10**9, 20 * 10**9),
     ]
     results = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
-    monkeypatch.setattr(device, "profile", lambda activities: nullcontext(SimpleNamespace(profiler=results)))
+    monkeypatch.setattr(
+        device, "profile", lambda activities: nullcontext(SimpleNamespace(profiler=results))
+    )
     monkeypatch.setattr(device, "synchronize", lambda device: None)
     steps = []
     found = device.exposed("cuda:0", ContextParallel(), lambda: steps.append(1))

@@ -50,7 +50,9 @@ def test_a_peer_is_judged_by_what_it_returns(adapter, verdict, reason):
 
 def test_what_an_interface_lacks_is_not_run():
     peer = Peer("a peer", "1", strict, DENSE, lacks=("packed",), not_run=("uneven",))
-    assert [examine.check(peer, SETTINGS, name)["verdict"] for name in peer.lacks + peer.not_run] == [
+    assert [
+        examine.check(peer, SETTINGS, name)["verdict"] for name in peer.lacks + peer.not_run
+    ] == [
         "not offered",
         "not run",
     ]
@@ -91,7 +93,9 @@ def test_the_record_makes_a_table_that_drops_nobody():
         assert f"| {row['peer']} " in text
         wrong = [name for name, result in row["inputs"].items() if result["verdict"] == "wrong"]
         assert not wrong or f"- {row['peer']}, {wrong[0]}" in text
-        assert set(row.get("shown_by", {})) == set(next(p for p in PEERS if p.name == row["peer"]).shown_by)
+        assert set(row.get("shown_by", {})) == set(
+            next(p for p in PEERS if p.name == row["peer"]).shown_by
+        )
 
 
 def test_scripts_say_which_version_and_what_should_be():
@@ -111,9 +115,7 @@ def test_reasons_are_one_sentence():
     trace = "Traceback:\n  File\nValueError: no\n\nSet TORCH_LOGS for more\n"
     assert environments.last_line(trace) == "ValueError: no"
     assert environments.last_line("\n") == "died without a word"
-    error = (
-        "RuntimeError: [/a/pair.cc:537] Read error [127.0.0.1]:909: Connection reset by peer. This is typical. GLHF!"
-    )
+    error = "RuntimeError: [/a/pair.cc:537] Read error [127.0.0.1]:909: Connection reset by peer. This is typical."
     assert report._short(error) == "RuntimeError: Read error : Connection reset by peer"
 
 

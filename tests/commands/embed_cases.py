@@ -17,7 +17,9 @@ LENGTHS = {"a": 40, "b": 7, "c": 93}
 
 
 def tiles(length, seed=0):
-    return waves(length, 5, seed=seed).float(), ((waves(length, 2, seed=seed + 1) + 1) * 5000).long()
+    return waves(length, 5, seed=seed).float(), (
+        (waves(length, 2, seed=seed + 1) + 1) * 5000
+    ).long()
 
 
 def write(path, features, coords, names=("features", "coords"), attributes=None):
@@ -54,7 +56,18 @@ def make_slides(tmp_path):
 
 def embed(weights, out, *arguments):
     """Of weights whose heads nothing tells: 16."""
-    return cli.main(["embed", *map(str, arguments), "--weights", str(weights), "--heads", "16", "--out", str(out)])
+    return cli.main(
+        [
+            "embed",
+            *map(str, arguments),
+            "--weights",
+            str(weights),
+            "--heads",
+            "16",
+            "--out",
+            str(out),
+        ]
+    )
 
 
 def unwrapped(text):

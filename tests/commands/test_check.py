@@ -58,7 +58,9 @@ def test_a_query_without_keys_must_have_no_weight():
 
 
 def test_tolerances_follow_the_dtype():
-    double, single, half = (errors.tolerances(CASE, x)["out"] for x in (torch.float64, torch.float32, torch.bfloat16))
+    double, single, half = (
+        errors.tolerances(CASE, x)["out"] for x in (torch.float64, torch.float32, torch.bfloat16)
+    )
     assert double < 1e-14 < single < 1e-6 < half < 0.02
 
 
@@ -70,7 +72,12 @@ def test_every_row_of_one_and_two_ranks_passes(capsys):
     assert {row["dtype"] for row in passed} == {"float64", "float32", "bfloat16", "float16"}
     assert {row["num_ranks"] for row in passed} == {1, 2}
     assert all(row["error"] <= row["tolerance"] for row in passed)
-    assert {row["exchange"] for row in passed} == {"none", check.CACHE, check.SIMULATED, *check.EXCHANGES}
+    assert {row["exchange"] for row in passed} == {
+        "none",
+        check.CACHE,
+        check.SIMULATED,
+        *check.EXCHANGES,
+    }
     if not torch.cuda.is_available():
         reasons = {row["reason"] for row in rows if row["backend"] == "sdpa"}
         assert reasons == {"serves CUDA tensors, got cpu"}
@@ -110,7 +117,10 @@ def test_a_failing_rank_is_quoted():
 
 def test_the_table_says_once_what_cannot_run():
     passed = check.Row("cpu", "none", "float32", 1, "passed", 6, 1e-7, 2e-7, "out of 'x'")
-    cannot = [check.Row("sdpa", "none", dtype, 1, "cannot run", reason="no GPU") for dtype in ("float32", "float16")]
+    cannot = [
+        check.Row("sdpa", "none", dtype, 1, "cannot run", reason="no GPU")
+        for dtype in ("float32", "float16")
+    ]
     lines = check.table([passed, *cannot]).splitlines()
     assert len(lines) == 3
     assert "float32, float16" in lines[2] or "any" in lines[2]
@@ -126,16 +136,28 @@ def test_ranks_below_one_are_refused(capsys):
 def test_a_timeout_is_a_positive_number(seconds, capsys):
     """Catches a wait that never ends, and one that ends before it began."""
     assert cli.main(["check", "--timeout", seconds]) == 2
-    assert f"--timeout must be a positive number of seconds, at most 86,400, got {seconds}" in capsys.readouterr().err
+    assert (
+        f"--timeout must be a positive number of seconds, at most 86,400, got {seconds}"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--ranks", "0"], "--ranks must be at least 1, got 0"),
-        (["--ranks", "2", "91"], "--ranks 91 share the 90 positions of the shortest case, so that 1 of them would own"),
-        (["--timeout", "nan"], "--timeout must be a positive number of seconds, at most 86,400, got nan"),
-        (["--timeout", "1e300"], "--timeout must be a positive number of seconds, at most 86,400, got 1e+300"),
+        (
+            ["--ranks", "2", "91"],
+            "--ranks 91 share the 90 positions of the shortest case, so that 1 of them would own",
+        ),
+        (
+            ["--timeout", "nan"],
+            "--timeout must be a positive number of seconds, at most 86,400, got nan",
+        ),
+        (
+            ["--timeout", "1e300"],
+            "--timeout must be a positive number of seconds, at most 86,400, got 1e+300",
+        ),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(arguments, message, capsys):

@@ -18,7 +18,17 @@ from ring_dilated_attention.commands import arguments as command_line
 from ring_dilated_attention.commands import cli, terminal
 from ring_dilated_attention.training.files import check_mine
 
-PLAN = ["plan", "--seq-len", "4096", "--ranks", "17", "--segment-lengths", "4096", "--dilation-rates", "1"]
+PLAN = [
+    "plan",
+    "--seq-len",
+    "4096",
+    "--ranks",
+    "17",
+    "--segment-lengths",
+    "4096",
+    "--dilation-rates",
+    "1",
+]
 EXTRA = ("filelock", "numpy", "matplotlib", "safetensors", "tqdm")
 
 
@@ -50,7 +60,10 @@ def test_training_names_what_it_lacks(without_extra, capsys):
     """Catches a remedy that does not name the extra. (pip takes the installed package, which is in no registry.)"""
     assert cli.main(["train"]) == 2
     remedy = "pip install 'ring-dilated-attention[train]'"
-    assert capsys.readouterr().err == f"rda train: needs filelock, matplotlib, numpy, rich, safetensors: {remedy}\n"
+    assert (
+        capsys.readouterr().err
+        == f"rda train: needs filelock, matplotlib, numpy, rich, safetensors: {remedy}\n"
+    )
     assert cli.main([*PLAN, "--picture", "pictures"]) == 2
     assert capsys.readouterr().err == f"rda plan: --picture needs matplotlib: {remedy}\n"
 
@@ -68,7 +81,10 @@ def test_every_command_names_the_extra_that_brings_rich(name, capsys, monkeypatc
     arguments, extra = NEEDS_RICH.get(name, ([], "commands"))
     assert cli.main([*name.split(), *arguments]) == 2
     out, error = capsys.readouterr()
-    assert (out, error) == ("", f"rda {name}: needs rich: pip install 'ring-dilated-attention[{extra}]'\n")
+    assert (out, error) == (
+        "",
+        f"rda {name}: needs rich: pip install 'ring-dilated-attention[{extra}]'\n",
+    )
     with pytest.raises(SystemExit, match="0"):
         cli.main([*name.split(), "--help"])
 
@@ -105,7 +121,9 @@ def test_output_that_cannot_be_written(stream, more, code):
     error = process.communicate(timeout=60)[1]
     assert process.returncode == code
     expected = (
-        "rda plan: --ranks must be at least 1, got 0\n" if more == ["0"] else "rda plan: No space left on device\n"
+        "rda plan: --ranks must be at least 1, got 0\n"
+        if more == ["0"]
+        else "rda plan: No space left on device\n"
     )
     assert error == (expected if code == 2 else "")
 
@@ -117,7 +135,9 @@ def test_a_sentence_for_a_full_stderr_does_not_hide_an_unread_stdout(monkeypatch
     with open(write, "w") as unread, open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", unread)
         monkeypatch.setattr(sys, "stderr", full)
-        code = terminal.guarded("rda", lambda: print("found") or terminal.say("a sentence") or 0, is_process=False)
+        code = terminal.guarded(
+            "rda", lambda: print("found") or terminal.say("a sentence") or 0, is_process=False
+        )
     assert code == terminal.UNREAD_EXIT_CODE
 
 
@@ -126,7 +146,10 @@ def test_a_sentence_that_stderr_does_not_take():
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     words = [sys.executable, "-m", "ring_dilated_attention", "suggest", "--seq-len", "x"]
     with open("/dev/full", "w") as full:
-        assert subprocess.run(words, stderr=full, env=environment, timeout=60, check=False).returncode == 2
+        assert (
+            subprocess.run(words, stderr=full, env=environment, timeout=60, check=False).returncode
+            == 2
+        )
 
 
 @pytest.mark.parametrize("more", [["--picture"], ["--kernel", "sdpa"]])
@@ -243,7 +266,18 @@ def test_a_disk_that_is_full_after_the_first_step_leaves_nothing(tmp_path, monke
     """Catches metrics that stay, since closing their file fails as writing to it did."""
     monkeypatch.chdir(tmp_path)
     Path("text").write_bytes(b"some text. " * 100)
-    sizes = ["--seq-len", "16", "--steps", "3", "--num-layers", "1", "--embed-dim", "8", "--num-heads", "2"]
+    sizes = [
+        "--seq-len",
+        "16",
+        "--steps",
+        "3",
+        "--num-layers",
+        "1",
+        "--embed-dim",
+        "8",
+        "--num-heads",
+        "2",
+    ]
     sizes += ["--held-out-bytes", "16"]
     branches = ["--segment-lengths", "16", "--dilation-rates", "1"]
     code, error = on_a_full_disk(500, cli.main, ["train", "--data", "text", *sizes, *branches])
@@ -265,7 +299,9 @@ def test_memory_that_is_not_there_is_a_sentence(monkeypatch, capsys):
 def test_memory_is_said_with_its_arithmetic(monkeypatch):
     monkeypatch.setattr(command_line, "physical_bytes", lambda: 2e9)
     command_line.check_memory("it takes", 2e9, "leave it")
-    with pytest.raises(ValueError, match=r"^it takes 3\.00 GB, and this machine has 2\.00 GB of memory: leave it$"):
+    with pytest.raises(
+        ValueError, match=r"^it takes 3\.00 GB, and this machine has 2\.00 GB of memory: leave it$"
+    ):
         command_line.check_memory("it takes", 3e9, "leave it")
 
 

@@ -96,5 +96,9 @@ def test_progress_that_nobody_sees_ends_nothing(is_terminal, monkeypatch):
 
 
 def test_counted():
-    assert [console.counted(n, "rank") for n in (0, 1, 2000)] == ["0 ranks", "1 rank", "2,000 ranks"]
+    assert [console.counted(n, "rank") for n in (0, 1, 2000)] == [
+        "0 ranks",
+        "1 rank",
+        "2,000 ranks",
+    ]
     assert re.fullmatch(r"1\.50 kB", console.size_text(1500))

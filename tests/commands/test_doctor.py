@@ -32,8 +32,20 @@ def test_two_ranks_are_examined_and_a_plan_reads_it(tmp_path, monkeypatch, capsy
     found = json.loads(capsys.readouterr().out)
     assert found["to_mend"] == []
     assert [one["rank"] for one in found["ranks"]] == [0, 1]
-    assert machine_of(str(file)).hardware.flops_per_second == pytest.approx(found["hardware"]["flops_per_second"])
-    argv = ["plan", "--seq-len", "4Ki", "--ranks", "2", "--segment-lengths", "4Ki", "--dilation-rates", "1"]
+    assert machine_of(str(file)).hardware.flops_per_second == pytest.approx(
+        found["hardware"]["flops_per_second"]
+    )
+    argv = [
+        "plan",
+        "--seq-len",
+        "4Ki",
+        "--ranks",
+        "2",
+        "--segment-lengths",
+        "4Ki",
+        "--dilation-rates",
+        "1",
+    ]
     assert cli.main([*argv, "--hardware", str(file), "--dtype", "float32"]) == 0
     assert "rda doctor on 2 ranks" in " ".join(capsys.readouterr().out.split())
 
@@ -46,7 +58,9 @@ def test_the_dtype_is_what_the_user_says(tmp_path, monkeypatch, capsys):
     assert 'dtype = "bfloat16"' in file.read_text()
 
 
-@pytest.mark.parametrize(("capability", "dtype"), [((7, 0), "float16"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")])
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((7, 0), "float16"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")]
+)
 def test_the_usual_dtype_of_a_card(capability, dtype, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert (examination.usual_dtype("cuda:0"), examination.usual_dtype("cpu")) == (dtype, "float32")
@@ -56,7 +70,9 @@ def test_what_it_did_not_write_is_not_overwritten(tmp_path, capsys, monkeypatch)
     """Before anything is measured, also where a preset was copied into the file by hand."""
     monkeypatch.setattr(processes, "run_ranks", None)
     file = tmp_path / "mine.toml"
-    file.write_text('[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nsource = "my own"\n')
+    file.write_text(
+        '[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nsource = "my own"\n'
+    )
     before = file.read_bytes()
     assert cli.main(["doctor", "--save", str(file)]) == 2
     assert f"{file} was not made by rda doctor" in capsys.readouterr().err
@@ -66,13 +82,17 @@ def test_what_it_did_not_write_is_not_overwritten(tmp_path, capsys, monkeypatch)
 def test_more_ranks_than_memory_holds_are_not_started(capsys, monkeypatch):
     monkeypatch.setattr(processes, "run_ranks", None)
     assert cli.main(["doctor", "--ranks", "1M"]) == 2
-    assert "rda doctor: 1,000,000 processes with torch in each take 100 TB" in capsys.readouterr().err
+    assert (
+        "rda doctor: 1,000,000 processes with torch in each take 100 TB" in capsys.readouterr().err
+    )
 
 
 def test_versions_of_what_is_under_the_gpu(tmp_path, monkeypatch):
     """As a machine with GPUs would tell them; no such machine has."""
     driver = tmp_path / "version"
-    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19\nGCC version:  gcc 12\n")
+    driver.write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19\nGCC version:  gcc 12\n"
+    )
     monkeypatch.setattr(examination, "NVIDIA_DRIVER", driver)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
@@ -104,14 +124,25 @@ def one(rank, **more):
     return fine | more
 
 
-RATES = {"flops_per_second": 1e12, "backward_flops_per_second": 5e11, "call_seconds": 1e-5, "around_seconds": 0.0}
+RATES = {
+    "flops_per_second": 1e12,
+    "backward_flops_per_second": 5e11,
+    "call_seconds": 1e-5,
+    "around_seconds": 0.0,
+}
 
 
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ({"versions": {"torch": "2.12.0"}}, "torch differs: 2.13.0 on ranks 0, 1, 2; 2.12.0 on ranks 3. Install the"),
-        ({"gpu": {"name": "A100"}}, "GPU differs: none on ranks 0, 1, 2; A100 on ranks 3. Every step waits"),
+        (
+            {"versions": {"torch": "2.12.0"}},
+            "torch differs: 2.13.0 on ranks 0, 1, 2; 2.12.0 on ranks 3. Install the",
+        ),
+        (
+            {"gpu": {"name": "A100"}},
+            "GPU differs: none on ranks 0, 1, 2; A100 on ranks 3. Every step waits",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(fault, said):
@@ -132,7 +163,9 @@ def test_what_is_wrong_ends_the_answer(capsys, monkeypatch):
 
 def test_the_table_has_every_rank():
     card = {"name": "P100", "capability": [6, 0], "memory_bytes": 16e9}
-    versions = dict.fromkeys(("python", "torch", "numpy", "safetensors", "CUDA", "NCCL"), "12.3.4+cpu")
+    versions = dict.fromkeys(
+        ("python", "torch", "numpy", "safetensors", "CUDA", "NCCL"), "12.3.4+cpu"
+    )
     other = {"interfaces": ["ib0"], "versions": versions | {"torch": "2.12.0"}}
     everyone = [one(0, versions=versions, gpu=card, memory_bytes=16e9), one(1, **other)]
     text = doctor.text(everyone, doctor.hardware_of(everyone))
@@ -140,7 +173,9 @@ def test_the_table_has_every_rank():
     assert all(len(line) <= 80 for line in lines)
     assert "torch 12.3.4+cpu on ranks 0; 2.12.0 on ranks 1" in " ".join(text.split())
     assert "network interfaces: eth0, lo on ranks 0; ib0 on ranks 1" in lines
-    assert re.search(r"^0 +h0 +P100, compute capability 6\.0 +16\.0 GB +1\.00 TFLOP/s +500 GFLOP/s$", text, re.M)
+    assert re.search(
+        r"^0 +h0 +P100, compute capability 6\.0 +16\.0 GB +1\.00 TFLOP/s +500 GFLOP/s$", text, re.M
+    )
     assert re.search(r"^1 +h1 +CPU, 1 thread +8\.00 GB ", text, re.M)
     assert lines[-1].startswith("neighbouring ranks: 16.8 MB/s one way, latency 100 µs, handshake ")
 
@@ -160,7 +195,9 @@ def test_ranks_of_a_host_share_its_memory():
     """Catches a host's memory divided among the ranks of others too."""
     everyone = [one(k, gpu=None, host=f"h{k // 2}", memory_bytes=8e9) for k in range(4)]
     assert doctor.memory_of_each(everyone) == 4e9
-    assert doctor.memory_of_each([one(k, gpu={}, host="h", memory_bytes=8e9) for k in range(4)]) == 8e9
+    assert (
+        doctor.memory_of_each([one(k, gpu={}, host="h", memory_bytes=8e9) for k in range(4)]) == 8e9
+    )
 
 
 def test_a_file_of_somebody_else_is_not_written_over(tmp_path, capsys):
@@ -176,7 +213,9 @@ def test_interfaces_that_are_there_are_taken(listed):
 
 @pytest.mark.parametrize(("listed", "missing"), [("eth9", "eth9"), ("lo,eth9,eth", "eth9,eth")])
 def test_interfaces_that_are_not_there_are_named(listed, missing):
-    with pytest.raises(ValueError, match=f"GLOO_SOCKET_IFNAME={missing} is no interface of host .*: eth0, lo"):
+    with pytest.raises(
+        ValueError, match=f"GLOO_SOCKET_IFNAME={missing} is no interface of host .*: eth0, lo"
+    ):
         doctor.check_interfaces(listed, ["eth0", "lo"])
 
 
@@ -188,13 +227,41 @@ def test_one_rank_has_measured_no_network(tmp_path, monkeypatch, capsys):
     assert cli.main(["doctor", "--save", str(file), "--json"]) == 0
     assert "bytes_per_second" not in json.loads(capsys.readouterr().out)["hardware"]
     assert "# one rank: no bytes_per_second and no latency_seconds" in file.read_text()
-    argv = ["plan", "--seq-len", "4Ki", "--segment-lengths", "4Ki", "--dilation-rates", "1", "--hardware", str(file)]
+    argv = [
+        "plan",
+        "--seq-len",
+        "4Ki",
+        "--segment-lengths",
+        "4Ki",
+        "--dilation-rates",
+        "1",
+        "--hardware",
+        str(file),
+    ]
     assert cli.main([*argv, "--ranks", "8"]) == 2
-    assert "has no bytes_per_second, which several ranks need: measure it with" in capsys.readouterr().err
-    model = ["plan", "model", *argv[1:], "--layers", "2", "--embed-dim", "64", "--heads", "4", "--vocab", "256"]
+    assert (
+        "has no bytes_per_second, which several ranks need: measure it with"
+        in capsys.readouterr().err
+    )
+    model = [
+        "plan",
+        "model",
+        *argv[1:],
+        "--layers",
+        "2",
+        "--embed-dim",
+        "64",
+        "--heads",
+        "4",
+        "--vocab",
+        "256",
+    ]
     for gpus in ("8", "1Ki"):  # a number may have a unit
         assert cli.main([*model, "--gpus", gpus]) == 2
-        assert "rda doctor --ranks 2 --save FILE.toml, or give --bandwidth and --latency" in capsys.readouterr().err
+        assert (
+            "rda doctor --ranks 2 --save FILE.toml, or give --bandwidth and --latency"
+            in capsys.readouterr().err
+        )
     assert cli.main([*argv, "--ranks", "8", "--bandwidth", "1e9", "--latency", "1e-5"]) == 0
     assert "1.00 GB/s one way, latency 10" in " ".join(capsys.readouterr().out.split())
     assert cli.main([*model, "--gpus", "1"]) == 0
@@ -204,7 +271,12 @@ def test_one_rank_has_measured_no_network(tmp_path, monkeypatch, capsys):
 
 def test_a_message_that_is_no_slower_when_it_is_large():
     """Catches a bandwidth of a petabyte on a machine that others use."""
-    rates = {"flops_per_second": 1.0, "backward_flops_per_second": 1.0, "call_seconds": 0.0, "around_seconds": 0.0}
+    rates = {
+        "flops_per_second": 1.0,
+        "backward_flops_per_second": 1.0,
+        "call_seconds": 0.0,
+        "around_seconds": 0.0,
+    }
     messages = {"small_seconds": 0.01, "large_seconds": 0.01, "handshake_seconds": 0.0}
     found = doctor.hardware_of([{"rates": rates, "messages": messages}])
     assert found.bytes_per_second == doctor.LARGE_MESSAGE / 0.01
@@ -214,7 +286,12 @@ TORCHRUN = ("RANK", "WORLD_SIZE")
 
 
 def place_of(rank, num_ranks, port, names=TORCHRUN):
-    place = {names[0]: str(rank), names[1]: str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {
+        names[0]: str(rank),
+        names[1]: str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     return place | {"SLURM_STEP_ID": "0"}
 
 
@@ -238,21 +315,30 @@ def test_whoever_waits_when_rank_0_gives_up_says_so_in_a_sentence():
     processes = [started_rank(0, 3, port, "8"), started_rank(1, 3, port, "60")]
     first, second = (process.communicate(timeout=90)[1] for process in processes)
     assert [process.returncode for process in processes] == [1, 1]
-    missing = re.fullmatch(r"rda doctor: not ready: rank 0: \d of 3 ranks did not join within 8 s: (1, )?2\n", first)
+    missing = re.fullmatch(
+        r"rda doctor: not ready: rank 0: \d of 3 ranks did not join within 8 s: (1, )?2\n", first
+    )
     assert missing is not None
     where = f"at 127.0.0.1:{port} within 60 s"
-    assert second == f"rda doctor: not ready: rank 1: rank 0 could not be met {where}, or it ended and says why\n"
+    assert (
+        second
+        == f"rda doctor: not ready: rank 1: rank 0 could not be met {where}, or it ended and says why\n"
+    )
 
 
 def test_joining_does_not_shorten_measuring(monkeypatch):
     """Catches a healthy machine that is called unready, since measuring took longer than ranks may take to join."""
     asked = []
-    monkeypatch.setattr(processes, "run_ranks", lambda launch, *arguments: asked.append(launch) or [[one(0)]])
+    monkeypatch.setattr(
+        processes, "run_ranks", lambda launch, *arguments: asked.append(launch) or [[one(0)]]
+    )
     assert cli.main(["doctor", "--ranks", "2", "--timeout", "6"]) == 0
     assert asked[0].seconds == 6 + doctor.MEASURING_SECONDS
 
 
-@pytest.mark.parametrize("error", [RankFailedError("rank 1: no such device"), ValueError("no such device")])
+@pytest.mark.parametrize(
+    "error", [RankFailedError("rank 1: no such device"), ValueError("no such device")]
+)
 def test_the_reason_of_a_failed_rank_is_said(error, capsys, monkeypatch):
     monkeypatch.setattr(processes, "run_ranks", mock.Mock(side_effect=error))
     assert cli.main(["doctor", "--ranks", "2"]) == 1
@@ -266,7 +352,10 @@ def test_without_rank_0_one_sentence_is_said():
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1
     where = f"at 127.0.0.1:{port} within 1 s"
-    assert error == f"rda doctor: not ready: rank 1: rank 0 could not be met {where}, or it ended and says why\n"
+    assert (
+        error
+        == f"rda doctor: not ready: rank 1: rank 0 could not be met {where}, or it ended and says why\n"
+    )
 
 
 def test_tasks_outside_of_a_step_are_ignored(monkeypatch, capsys):
@@ -287,14 +376,34 @@ PLACE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
     ("arguments", "environment", "message"),
     [
         (["--ranks", "0"], {}, "--ranks must be at least 1"),
-        (["--timeout", "0"], {}, "--timeout must be a positive number of seconds, at most 3,600, got 0"),
-        ([], {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "4 ranks need MASTER_ADDR and MASTER"),
+        (
+            ["--timeout", "0"],
+            {},
+            "--timeout must be a positive number of seconds, at most 3,600, got 0",
+        ),
+        (
+            [],
+            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+            "4 ranks need MASTER_ADDR and MASTER",
+        ),
         (["--ranks", "2"], PLACE, "a launcher started 2 ranks: leave it out"),
-        ([], PLACE | {"MASTER_PORT": "22222222"}, "MASTER_PORT must be a number from 1 to 65,535, got '22222222'"),
-        ([], PLACE | {"MASTER_PORT": "http"}, "MASTER_PORT must be a number from 1 to 65,535, got 'http'"),
+        (
+            [],
+            PLACE | {"MASTER_PORT": "22222222"},
+            "MASTER_PORT must be a number from 1 to 65,535, got '22222222'",
+        ),
+        (
+            [],
+            PLACE | {"MASTER_PORT": "http"},
+            "MASTER_PORT must be a number from 1 to 65,535, got 'http'",
+        ),
         ([], PLACE | {"RANK": "2"}, "RANK must be a number from 0 to 1, got '2'"),
         ([], PLACE | {"RANK": "-1"}, "RANK must be a number from 0 to 1, got '-1'"),
-        ([], PLACE | {"WORLD_SIZE": "two"}, "WORLD_SIZE must be a number from 1 to 1,000,000, got 'two'"),
+        (
+            [],
+            PLACE | {"WORLD_SIZE": "two"},
+            "WORLD_SIZE must be a number from 1 to 1,000,000, got 'two'",
+        ),
     ],
 )
 def test_bad_requests_are_refused(arguments, environment, message, monkeypatch, capsys):
@@ -308,7 +417,9 @@ def test_bad_requests_are_refused(arguments, environment, message, monkeypatch, 
 
 def test_a_moment_of_other_work_is_outvoted():
     """A machine that writes to its disk for a second computes half as fast in it, and so would all plans."""
-    slow, usual, fast = ({"rates": {"flops_per_second": x}, "handshake_seconds": 1 / x} for x in (4.0, 8.0, 9.0))
+    slow, usual, fast = (
+        {"rates": {"flops_per_second": x}, "handshake_seconds": 1 / x} for x in (4.0, 8.0, 9.0)
+    )
     assert examination.typical([slow, fast, usual]) == usual
 
 
@@ -320,4 +431,7 @@ def test_an_interface_that_is_not_there_is_told_before_ranks_meet(is_launched, m
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
     assert cli.main(["doctor"]) == 1
     who = "rank 0: " if is_launched else ""
-    assert f"not ready: {who}GLOO_SOCKET_IFNAME=eth9 is no interface of host" in capsys.readouterr().err
+    assert (
+        f"not ready: {who}GLOO_SOCKET_IFNAME=eth9 is no interface of host"
+        in capsys.readouterr().err
+    )

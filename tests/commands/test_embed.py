@@ -28,7 +28,9 @@ from ring_dilated_attention.models import LongNetViT, load_slide_encoder
 
 def expected(weights, name, layer, tile_size=256, **options):
     model, _ = load_slide_encoder(weights, num_heads=16, **options)
-    model.tile_size = tile_size  # set afterwards: it serves coordinates, and segments stay as they are
+    model.tile_size = (
+        tile_size  # set afterwards: it serves coordinates, and segments stay as they are
+    )
     features, coords = tiles(LENGTHS[name], list(LENGTHS).index(name))
     with torch.no_grad():
         return torch.stack(model(features[None], coords[None], layer != "encoder"))[:, 0]
@@ -61,7 +63,9 @@ def test_embeddings_are_the_models(arguments, options, weights, slides, tmp_path
     kind = "class token" if "class" in arguments else "mean over the tiles"
     assert kind in settings["embedding"]
     printed = capsys.readouterr().out.split("\n")
-    assert f"{settings['embedding']}; weights of 2 layers x 32" in " ".join(line.strip() for line in printed)
+    assert f"{settings['embedding']}; weights of 2 layers x 32" in " ".join(
+        line.strip() for line in printed
+    )
     assert all(len(line) <= 80 for line in printed if str(out) not in line)
     assert settings["model"] == "2 layers x 32"
 
@@ -91,14 +95,18 @@ def rank_reads(rank, world_size, options, slides):
         return can_read(path, *arguments)
 
     with mock.patch.object(embedder, "read_slide", read_slide):
-        assert embedder.embed_here(options, slides, ContextParallel(), "cpu", results.append) is None
+        assert (
+            embedder.embed_here(options, slides, ContextParallel(), "cpu", results.append) is None
+        )
     return [(result.name, result.failure) for result in results]
 
 
 def test_a_slide_that_one_rank_cannot_read(weights, slides):
     parser = argparse.ArgumentParser()
     embed_command.add_arguments(parser)
-    options = parser.parse_args(["slides", "--weights", str(weights), "--out", "out", "--heads", "16"])
+    options = parser.parse_args(
+        ["slides", "--weights", str(weights), "--out", "out", "--heads", "16"]
+    )
     first, second = run(2, rank_reads, options, [(path.stem, path) for path in slides])
     assert first == [("a", ""), ("b", "rank 1 refused the call: the disk is gone"), ("c", "")]
     assert second == [("a", ""), ("b", "the disk is gone"), ("c", "")]
@@ -125,7 +133,10 @@ def damaged_in_the_middle(path, signature):
 def bad_slides(folder):
     """Files that cannot be embedded, with what is said of each."""
     features, coords = tiles(9)
-    yield write(folder / "no_coords.h5", features, None), "holds no coordinates: it has features, and coords"
+    yield (
+        write(folder / "no_coords.h5", features, None),
+        "holds no coordinates: it has features, and coords",
+    )
     yield write(folder / "no_features.npz", None, coords), "holds no features: it has coords"
     yield write(folder / "outside.h5", features, coords + 256_000), "tile 0 at (2"
     yield write(folder / "negative.npz", features, coords - 20_000), "lies in cell (-"
@@ -145,8 +156,14 @@ def bad_slides(folder):
         "coords have shape (1, 9, 3), these features need",
     )
     yield write(folder / "integers.pt", features.int(), coords), "dtype torch.int32"
-    yield write(folder / "bool.pt", features, coords > 5000), "coords have dtype torch.bool: pass x and y as two real"
-    yield write(folder / "bool.npz", features, coords > 5000), "coords have dtype torch.bool: pass x and y as two real"
+    yield (
+        write(folder / "bool.pt", features, coords > 5000),
+        "coords have dtype torch.bool: pass x and y as two real",
+    )
+    yield (
+        write(folder / "bool.npz", features, coords > 5000),
+        "coords have dtype torch.bool: pass x and y as two real",
+    )
     yield (
         write(folder / "half.pt", features, coords.half()),
         "coords have dtype torch.float16, which cannot hold",
@@ -160,15 +177,23 @@ def bad_slides(folder):
         "coords have dtype torch.complex64: pass x and y",
     )
     yield write(folder / "sparse.pt", features.to_sparse(), coords), "parse"
-    yield write(folder / "large.pt", features * 1e38, coords), "its features are finite and its embedding is not"
-    yield write(folder / "larger.pt", features.double() * 1e300, coords), "tile 0 (and 8 more), taken as"
+    yield (
+        write(folder / "large.pt", features * 1e38, coords),
+        "its features are finite and its embedding is not",
+    )
+    yield (
+        write(folder / "larger.pt", features.double() * 1e300, coords),
+        "tile 0 (and 8 more), taken as",
+    )
     torch.save({1: features, 2: coords}, folder / "numbered.pt")
     yield folder / "numbered.pt", "holds no features: it has 1, 2, and"
     np.savez(folder / "text.npz", features=features.numpy(), coords=coords.numpy().astype(str))
     yield folder / "text.npz", "cannot be read: can't convert np.ndarray of type numpy.str_"
     yield damaged_in_the_middle(folder / "group.h5", b"TREE"), "cannot be read: "
     changed = write(folder / "bit.pt", features, coords)
-    changed.write_bytes(changed.read_bytes().replace(features.numpy().tobytes(), (features + 1).numpy().tobytes()))
+    changed.write_bytes(
+        changed.read_bytes().replace(features.numpy().tobytes(), (features + 1).numpy().tobytes())
+    )
     yield changed, "it is damaged: the checksum of its"
     (folder / "gone.h5").symlink_to(folder / "nowhere.h5")
     yield folder / "gone.h5", "No such file or directory"
@@ -187,7 +212,9 @@ def bad_slides(folder):
         yield folder / name, ""  # by torch, numpy or HDF5, in their words
 
 
-@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")  # by torch.load, since torch 2.14
+@pytest.mark.filterwarnings(
+    "ignore:Validating sparse tensor invariants:UserWarning"
+)  # by torch.load, since torch 2.14
 def test_bad_slides_do_not_stop_the_others(weights, slides, tmp_path, capsys):
     """Each is named with its reason, exit code 1, and the others are as if alone."""
     bad = {}
@@ -220,7 +247,9 @@ def test_a_folder_is_made_for_the_file(weights, slides, tmp_path):
 def test_numbers_in_another_byte_order(weights, slides, tmp_path):
     h5py = pytest.importorskip("h5py")
     with h5py.File(tmp_path / "a.h5", "w") as file:
-        file["features"], file["coords"] = (x.numpy().astype(x.numpy().dtype.newbyteorder()) for x in tiles(40))
+        file["features"], file["coords"] = (
+            x.numpy().astype(x.numpy().dtype.newbyteorder()) for x in tiles(40)
+        )
     assert embed(weights, tmp_path / "out", tmp_path / "a.h5") == 0
     assert embed(weights, tmp_path / "native", slides[0]) == 0
     assert torch.equal(read(tmp_path / "out")[0]["a"], read(tmp_path / "native")[0]["a"])
@@ -234,13 +263,18 @@ def device_is_full():
     ("allocate", "message"),
     [
         (device_is_full, "Tried to allocate 9 GiB"),
-        (lambda: torch.empty(2**50), "can't allocate memory: you tried to allocate 4503599627370496 bytes"),
+        (
+            lambda: torch.empty(2**50),
+            "can't allocate memory: you tried to allocate 4503599627370496 bytes",
+        ),
         (lambda: np.empty(2**50), "Unable to allocate 8.00 PiB"),
         (lambda: bytearray(2**60), "MemoryError"),
     ],
     ids=["cuda", "cpu", "numpy", "python"],
 )
-def test_a_slide_that_does_not_fit_the_memory(allocate, message, weights, slides, tmp_path, capsys, monkeypatch):
+def test_a_slide_that_does_not_fit_the_memory(
+    allocate, message, weights, slides, tmp_path, capsys, monkeypatch
+):
     """It is named, and the others are embedded."""
     forward = LongNetViT.forward
 
@@ -253,7 +287,9 @@ def test_a_slide_that_does_not_fit_the_memory(allocate, message, weights, slides
     large = write(tmp_path / "large.npz", *tiles(101))
     assert embed(weights, tmp_path / "out", large, *slides) == 1
     [line] = [
-        line for line in unwrapped(capsys.readouterr().err).splitlines() if line.startswith(f"rda embed: {large}: ")
+        line
+        for line in unwrapped(capsys.readouterr().err).splitlines()
+        if line.startswith(f"rda embed: {large}: ")
     ]
     assert message in line
     assert read(tmp_path / "out")[0].keys() == LENGTHS.keys()
@@ -265,12 +301,17 @@ def test_a_file_that_states_another_tile_size(suffix, weights, tmp_path, capsys)
     stated = write(tmp_path / f"stated{suffix}", *tiles(9), attributes={"patch_size_level0": 512})
     plain = write(tmp_path / "plain.npz", *tiles(9), names=("tile_embeds", "xy"))
     assert embed(weights, tmp_path / "none", stated) == 1
-    assert "states patch_size_level0=512, the step from tile to tile: pass --tile-size 512" in capsys.readouterr().err
+    assert (
+        "states patch_size_level0=512, the step from tile to tile: pass --tile-size 512"
+        in capsys.readouterr().err
+    )
     keys = ("--keys", "tile_embeds", "xy")
     for size in (256, 512):
         assert embed(weights, tmp_path / f"a{size}", stated, "--tile-size", size) == 0
         assert embed(weights, tmp_path / f"b{size}", plain, "--tile-size", size, *keys) == 0
-        assert torch.equal(read(tmp_path / f"a{size}")[0]["stated"], read(tmp_path / f"b{size}")[0]["plain"])
+        assert torch.equal(
+            read(tmp_path / f"a{size}")[0]["stated"], read(tmp_path / f"b{size}")[0]["plain"]
+        )
         assert read(tmp_path / f"a{size}")[1]["tile_size"] == size
     assert not torch.equal(*(read(tmp_path / f"a{size}")[0]["stated"] for size in (256, 512)))
 
@@ -279,14 +320,19 @@ def test_a_file_that_states_another_tile_size(suffix, weights, tmp_path, capsys)
 def test_coordinates_in_other_units_are_warned_of(weights, tmp_path, capsys, options):
     """Once, by the slide's name, whoever computes it. The embedding is written."""
     features, coords = tiles(93)
-    numbers, pixels = (write(tmp_path / f"{unit}.npz", features, coords // unit) for unit in (256, 1))
+    numbers, pixels = (
+        write(tmp_path / f"{unit}.npz", features, coords // unit) for unit in (256, 1)
+    )
     for arguments, num_warnings in ((options, 1), ([*options, "--tile-size", "1"], 0)):
         out = tmp_path / str(num_warnings)
         slides = [numbers, pixels] if num_warnings else [numbers]
         assert embed(weights, out, *slides, *arguments) == 0
         assert len(read(out)[0]) == len(slides)
         err = unwrapped(capsys.readouterr().err)
-        assert err.count(f"rda embed: warning: {numbers}: 93 tiles lie in 1 cell of tile_size=256") == num_warnings
+        assert (
+            err.count(f"rda embed: warning: {numbers}: 93 tiles lie in 1 cell of tile_size=256")
+            == num_warnings
+        )
         assert err.count("tiles lie in") == err.count("Pass --tile-size.") == num_warnings
 
 
@@ -294,11 +340,17 @@ def test_coordinates_in_other_units_are_warned_of(weights, tmp_path, capsys, opt
     ("arguments", "message"),
     [
         (["--layer", "3"], "--layer 3: "),
-        (["--layer", "first"], "--layer first is none of last, encoder, all, nor a number from 0 on"),
+        (
+            ["--layer", "first"],
+            "--layer first is none of last, encoder, all, nor a number from 0 on",
+        ),
         (["--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["--tile-size", "-1"], "--tile-size must be a positive number of pixels, got -1"),
         (["--max-wsi-size", "1e15"], "max_wsi_size=1e+15 is more than 2**31 tiles of 256 pixels"),
-        (["--max-wsi-size", "1e300"], "--max-wsi-size must be at most 9,223,372,036,854,775,807 (64 bits)"),
+        (
+            ["--max-wsi-size", "1e300"],
+            "--max-wsi-size must be at most 9,223,372,036,854,775,807 (64 bits)",
+        ),
         (["--tile-size", "inf"], "--tile-size must be a positive number of pixels, got inf"),
         (["--heads", "5"], "embed_dim=32 is not a multiple of num_heads=5"),
         (["missing.h5"], "there is no missing.h5"),
@@ -307,17 +359,31 @@ def test_coordinates_in_other_units_are_warned_of(weights, tmp_path, capsys, opt
         (["nothing"], "nothing holds no slides: files that end in .h5"),
         (["--weights", "other.pth"], "other.pth does not hold a slide encoder's weights"),
         (["--weights", "none.pth"], "none.pth cannot be read: No such file"),
-        (["--weights", "short.pth"], "short.pth holds 11 layers x 384, and published encoders of this width have 12"),
-        (["--weights", "short.pth", "--depth", "12"], "short.pth holds 11 layers x 384, and you asked for 12 layers"),
+        (
+            ["--weights", "short.pth"],
+            "short.pth holds 11 layers x 384, and published encoders of this width have 12",
+        ),
+        (
+            ["--weights", "short.pth", "--depth", "12"],
+            "short.pth holds 11 layers x 384, and you asked for 12 layers",
+        ),
         (["--depth", "0"], "--depth must be at least 1, got 0"),
         (["--device", "no"], "--device no cannot be used: "),
         (["--device", "meta"], "--device meta cannot be used: "),
         (["--device", "cuda:99"], "--device cuda:99 cannot be used: "),
-        (["--device", "cuda", "--ranks", "99"], "--device cuda: 99 ranks of --device cuda take a GPU each"),
-        (["--device", "cuda:0", "--ranks", "2"], "--device cuda:0: 2 ranks of --device cuda take a GPU each"),
+        (
+            ["--device", "cuda", "--ranks", "99"],
+            "--device cuda: 99 ranks of --device cuda take a GPU each",
+        ),
+        (
+            ["--device", "cuda:0", "--ranks", "2"],
+            "--device cuda:0: 2 ranks of --device cuda take a GPU each",
+        ),
     ],
 )
-def test_refused_before_anything_is_written(arguments, message, weights, tmp_path, capsys, monkeypatch):
+def test_refused_before_anything_is_written(
+    arguments, message, weights, tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for folder in ("other", "nothing"):
         (tmp_path / folder).mkdir()
@@ -343,13 +409,17 @@ def test_what_it_needs(weights, tmp_path, monkeypatch, capsys):
     (tmp_path / "a.h5").touch()
     monkeypatch.setitem(sys.modules, "h5py", None)
     assert embed(weights, tmp_path / "out", tmp_path / "a.h5") == 2
-    assert "needs h5py: pip install 'ring-dilated-attention[slides]'" in unwrapped(capsys.readouterr().err)
+    assert "needs h5py: pip install 'ring-dilated-attention[slides]'" in unwrapped(
+        capsys.readouterr().err
+    )
     assert embed(weights, tmp_path / "out", tmp_path / "b.pt") == 0
 
 
 def test_options_are_refused_before_torch_is_imported():
     start = "import sys; from ring_dilated_attention.commands.cli import main; sys.modules['torch'] = None"
-    code = f"{start}; sys.exit(main('embed a.npz --weights none.pth --out out --layer top'.split()))"
+    code = (
+        f"{start}; sys.exit(main('embed a.npz --weights none.pth --out out --layer top'.split()))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("rda embed: --layer top is none of last, encoder, all")
@@ -358,7 +428,9 @@ def test_options_are_refused_before_torch_is_imported():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_no_gpu_is_a_sentence(weights, slides, tmp_path, capsys):
     assert embed(weights, tmp_path / "out", *slides, "--device", "cuda") == 2
-    assert unwrapped(capsys.readouterr().err).startswith("rda embed: --device cuda cannot be used: ")
+    assert unwrapped(capsys.readouterr().err).startswith(
+        "rda embed: --device cuda cannot be used: "
+    )
 
 
 def test_weights_of_another_depth_when_told(tmp_path, slides, capsys):
@@ -381,7 +453,9 @@ def test_weights_that_do_not_tell_their_heads(weights, slides, tmp_path, capsys)
     with torch.no_grad():
         model = load_slide_encoder(weights, num_heads=8, global_pool=True)[0]
         features, coords = tiles(LENGTHS["a"], 0)
-        torch.testing.assert_close(read(tmp_path / "out")[0]["a"], model(features[None], coords[None], True)[-1][0])
+        torch.testing.assert_close(
+            read(tmp_path / "out")[0]["a"], model(features[None], coords[None], True)[-1][0]
+        )
     assert embed(weights, tmp_path / "out", slides[1]) == 2
     assert "made with heads=8, not 16" in unwrapped(capsys.readouterr().err)
 
@@ -393,14 +467,19 @@ def test_weights_that_are_not_finite(ranks, weights, slides, tmp_path, capsys):
     torch.save(saved, weights)
     assert embed(weights, tmp_path / "out", slides[0], "--ranks", ranks) == 2
     error = unwrapped(capsys.readouterr().err)
-    assert "is unchanged: encoder.layers.1.ffn.fc1.weight holds NaN or inf as torch.float32." in error
+    assert (
+        "is unchanged: encoder.layers.1.ffn.fc1.weight holds NaN or inf as torch.float32." in error
+    )
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_are_autocast(dtype, weights, slides, tmp_path):
     """As the model under torch.autocast, which is another embedding than that of float32."""
-    assert embed(weights, tmp_path / "out", slides[0], "--dtype", str(dtype).removeprefix("torch.")) == 0
+    assert (
+        embed(weights, tmp_path / "out", slides[0], "--dtype", str(dtype).removeprefix("torch."))
+        == 0
+    )
     [found] = read(tmp_path / "out")[0].values()
     with torch.autocast("cpu", dtype):
         half = expected(weights, "a", "last", global_pool=True)[-1]
@@ -497,10 +576,19 @@ def test_other_settings_and_other_folders_are_refused(weights, slides, tmp_path,
     (tmp_path / "file").write_text("mine")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for arguments, message in (
-        ([out, slides[1], "--padding", "exact"], "made with padding='torchscale', not 'exact': choose another --out"),
+        (
+            [out, slides[1], "--padding", "exact"],
+            "made with padding='torchscale', not 'exact': choose another --out",
+        ),
         ([out, slides[1], "--tile-size", "255"], "made with tile_size=256.0, not 255.0"),
-        ([out, slides[1], "--keys", "features", "coords"], "made with keys=None, not ['features', 'coords']"),
-        ([mine, slides[0]], "mine is no folder of `rda embed`, and is not empty: choose another --out"),
+        (
+            [out, slides[1], "--keys", "features", "coords"],
+            "made with keys=None, not ['features', 'coords']",
+        ),
+        (
+            [mine, slides[0]],
+            "mine is no folder of `rda embed`, and is not empty: choose another --out",
+        ),
         ([tmp_path / "file", slides[0]], "file cannot be written: a file is in the way"),
     ):
         assert embed(weights, *arguments) == 2
@@ -523,7 +611,10 @@ def test_a_slide_that_changed_stops_no_other(weights, slides, tmp_path, capsys):
     capsys.readouterr()
     assert embed(weights, out, *slides) == 1
     output = capsys.readouterr()
-    assert f"rda embed: {slides[0]}: is newer than {out / 'a.npy'}: remove that file to embed" in output.err
+    assert (
+        f"rda embed: {slides[0]}: is newer than {out / 'a.npy'}: remove that file to embed"
+        in output.err
+    )
     assert output.out.startswith("1 slide embedded, 1 there already")
     after = read(out)[0]
     assert after.keys() == LENGTHS.keys()
@@ -540,7 +631,9 @@ def test_no_folder_is_made_for_slides_that_cannot_be_embedded(weights, tmp_path)
 def test_a_disk_that_is_full_is_a_sentence(weights, slides, tmp_path, monkeypatch):
     """And leaves no embedding that is cut short."""
     monkeypatch.chdir(tmp_path)
-    code, error = on_a_full_disk(700, embed, weights, "out", slides[2], "--layer", "all", "--dtype", "float64")
+    code, error = on_a_full_disk(
+        700, embed, weights, "out", slides[2], "--layer", "all", "--dtype", "float64"
+    )
     assert code == 2
     assert error.rstrip().endswith("rda embed: out/c.npy: File too large")
     assert [path.name for path in Path("out").iterdir()] == ["settings.json"]
@@ -557,7 +650,9 @@ def test_the_page_reads_the_folder(weights, slides, tmp_path, monkeypatch, capsy
 
 
 def test_the_page_makes_anndata_of_the_folder(weights, slides, tmp_path, monkeypatch):
-    [example] = [found.text for found in blocks("docs/gigapath.md") if "anndata.AnnData(" in found.text]
+    [example] = [
+        found.text for found in blocks("docs/gigapath.md") if "anndata.AnnData(" in found.text
+    ]
     compile(example, "gigapath.md", "exec")
     pytest.importorskip("anndata", reason="anndata is not installed")
     monkeypatch.chdir(tmp_path)
@@ -565,5 +660,8 @@ def test_the_page_makes_anndata_of_the_folder(weights, slides, tmp_path, monkeyp
     exec(example, names := {})
     embeddings = read(Path("embeddings"))[0]
     assert list(names["slides"].obs_names) == sorted(embeddings)
-    assert torch.equal(torch.tensor(names["slides"].X), torch.stack([embeddings[name] for name in sorted(embeddings)]))
+    assert torch.equal(
+        torch.tensor(names["slides"].X),
+        torch.stack([embeddings[name] for name in sorted(embeddings)]),
+    )
     names["slides"].write_h5ad("slides.h5ad")

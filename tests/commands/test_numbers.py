@@ -28,14 +28,17 @@ def test_units_multiply(number, unit):
     assert count(f"{number}{unit[0]}") == number * unit[1]
 
 
-@pytest.mark.parametrize("text", ["", "M", "1.5", "12x", "1 2", "64KiB", "1e-3", "inf", "2048,65536", "1,32", "1,"])
+@pytest.mark.parametrize(
+    "text", ["", "M", "1.5", "12x", "1 2", "64KiB", "1e-3", "inf", "2048,65536", "1,32", "1,"]
+)
 def test_what_is_no_count_is_quoted(text):
     with pytest.raises(argparse.ArgumentTypeError, match=r"powers of 1,000"):
         count(text)
 
 
 @pytest.mark.parametrize(
-    "text", ["1e309", "-1e309", "9" * 400, "9" * 5000, "9" * 400 + ".5", "1e999999999", "1e-999999999"]
+    "text",
+    ["1e309", "-1e309", "9" * 400, "9" * 5000, "9" * 400 + ".5", "1e999999999", "1e-999999999"],
 )
 @pytest.mark.parametrize("kind", [count, amount])
 def test_what_no_float_holds_is_refused_at_once(kind, text):
@@ -60,7 +63,17 @@ def test_quantities_are_shown_with_their_unit(found, text):
 
 
 def test_commands_take_them(capsys):
-    argv = ["plan", "--seq-len", "4Ki", "--segment-lengths", "1,024", "--dilation-rates", "1", "--ranks", "2"]
+    argv = [
+        "plan",
+        "--seq-len",
+        "4Ki",
+        "--segment-lengths",
+        "1,024",
+        "--dilation-rates",
+        "1",
+        "--ranks",
+        "2",
+    ]
     assert cli.main(argv) == 0
     out = capsys.readouterr().out
     assert "GFLOP" in out
@@ -71,7 +84,9 @@ def test_commands_take_them(capsys):
     assert "'1.5' is 1.5, not a whole number" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["plan", "--batch=--"], ["doctor", "--timeout=--"], ["train", "--steps=--"]])
+@pytest.mark.parametrize(
+    "argv", [["plan", "--batch=--"], ["doctor", "--timeout=--"], ["train", "--steps=--"]]
+)
 def test_two_dashes_are_no_value(argv, capsys):
     """Catches argparse's empty list in the place of a number, and the traceback that follows."""
     with pytest.raises(SystemExit, match="2"):
@@ -82,13 +97,32 @@ def test_two_dashes_are_no_value(argv, capsys):
 def test_train_takes_them():
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
-    argv = ["--seq-len", "32Ki", "--segment-lengths", "4Ki", "32,768", "--steps", "1e3", "--seed", "-1", "--ranks", "2"]
+    argv = [
+        "--seq-len",
+        "32Ki",
+        "--segment-lengths",
+        "4Ki",
+        "32,768",
+        "--steps",
+        "1e3",
+        "--seed",
+        "-1",
+        "--ranks",
+        "2",
+    ]
     found = parser.parse_args(argv)
-    assert (found.seq_len, found.segment_lengths, found.steps, found.seed) == (32_768, [4096, 32_768], 1000, -1)
+    assert (found.seq_len, found.segment_lengths, found.steps, found.seed) == (
+        32_768,
+        [4096, 32_768],
+        1000,
+        -1,
+    )
 
 
 def test_a_table_of_the_page_becomes_one_of_a_terminal():
-    text = "A heading.\n\n" + record.markdown(("name", "time, s"), [("long name", "1.5"), ("b", "22.0")])
+    text = "A heading.\n\n" + record.markdown(
+        ("name", "time, s"), [("long name", "1.5"), ("b", "22.0")]
+    )
     assert record.for_terminal(text).splitlines() == [
         "A heading.", "", "name       time, s", "long name      1.5", "b             22.0"
     ]  # fmt: skip
@@ -96,7 +130,11 @@ def test_a_table_of_the_page_becomes_one_of_a_terminal():
 
 @pytest.mark.parametrize(
     ("command", "argv"),
-    [(generate, ["--prompt", "a", "--tokens"]), (evaluate, ["text", "--chunk"]), (evaluate, ["text", "--context"])],
+    [
+        (generate, ["--prompt", "a", "--tokens"]),
+        (evaluate, ["text", "--chunk"]),
+        (evaluate, ["text", "--context"]),
+    ],
 )
 def test_what_reads_a_run_takes_them(command, argv):
     parser = argparse.ArgumentParser()
@@ -111,7 +149,10 @@ def test_what_is_missing_is_said_at_once(capsys):
     suggest = "rda suggest --seq-len N --heads H --speedup 50 picks segment lengths and rates"
     for argv, message in (
         (["plan", "--ranks", "4"], f"rda plan: missing {branches}: {suggest}"),
-        (["plan", "--seq-len", "4Ki", "--dilation-rates", "1"], "rda plan: missing --segment-lengths: rda suggest"),
+        (
+            ["plan", "--seq-len", "4Ki", "--dilation-rates", "1"],
+            "rda plan: missing --segment-lengths: rda suggest",
+        ),
         (
             ["plan", "model", "--heads", "4"],
             f"rda plan model: missing --layers, --embed-dim, {branches}: a",

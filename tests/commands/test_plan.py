@@ -15,8 +15,31 @@ from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.reference import multiplicity
 
-PLAN = ["plan", "--seq-len", "8Ki", "--segment-lengths", "1Ki", "8Ki", "--dilation-rates", "1", "8", "--causal"]
-MODEL = ["plan", "model", "--layers", "3", "--embed-dim", "64", "--heads", "4", "--seq-len", "8Ki", "--segment-lengths"]
+PLAN = [
+    "plan",
+    "--seq-len",
+    "8Ki",
+    "--segment-lengths",
+    "1Ki",
+    "8Ki",
+    "--dilation-rates",
+    "1",
+    "8",
+    "--causal",
+]
+MODEL = [
+    "plan",
+    "model",
+    "--layers",
+    "3",
+    "--embed-dim",
+    "64",
+    "--heads",
+    "4",
+    "--seq-len",
+    "8Ki",
+    "--segment-lengths",
+]
 MODEL += ["1Ki", "8Ki", "--dilation-rates", "1", "4"]
 
 
@@ -33,14 +56,32 @@ def refused(capsys, *argv):
 @pytest.mark.parametrize("exchange", ["ring", "all_gather", "all_to_all"])
 def test_the_figures_are_the_forecasts(exchange, capsys):
     """In JSON, and in the text with their units."""
-    argv = [*PLAN, "--ranks", "4", "--heads", "8", "--exchange", exchange, "--flops", "1e11", "--bandwidth", "1e9"]
+    argv = [
+        *PLAN,
+        "--ranks",
+        "4",
+        "--heads",
+        "8",
+        "--exchange",
+        exchange,
+        "--flops",
+        "1e11",
+        "--bandwidth",
+        "1e9",
+    ]
     made = json.loads(printed(capsys, *argv, "--json"))
-    call = PlannedCall(DilatedPattern((1024, 8192), (1, 8), is_causal=True), 8192, 4, 8, 8, Sizes(1, 64, 4))
-    figures = forecast(call.job(), Exchange(exchange), call.sizes, kernel="cpu", hardware=Hardware(1e11, 1e9))
+    call = PlannedCall(
+        DilatedPattern((1024, 8192), (1, 8), is_causal=True), 8192, 4, 8, 8, Sizes(1, 64, 4)
+    )
+    figures = forecast(
+        call.job(), Exchange(exchange), call.sizes, kernel="cpu", hardware=Hardware(1e11, 1e9)
+    )
     assert made["step"]["step_seconds"] == figures.seconds
     assert made["peak_bytes"] == figures.peak_bytes
     assert [row["sent_bytes"] for row in made["ranks"]] == [rank.sent for rank in figures.ranks]
-    assert [row["peak_bytes"] for row in made["ranks"]] == [rank.weight.peak for rank in figures.ranks]
+    assert [row["peak_bytes"] for row in made["ranks"]] == [
+        rank.weight.peak for rank in figures.ranks
+    ]
     assert made["flops"] == sum(row["flops"] for row in made["ranks"]) == 14 * 64 * figures.pairs
     assert len(made["alternatives"]) == 8
     out = printed(capsys, *argv)
@@ -49,7 +90,17 @@ def test_the_figures_are_the_forecasts(exchange, capsys):
 
 
 def test_many_ranks_are_about(capsys):
-    argv = ["plan", "--seq-len", "8Ki", "--segment-lengths", "8Ki", "--dilation-rates", "1", "--ranks", "128"]
+    argv = [
+        "plan",
+        "--seq-len",
+        "8Ki",
+        "--segment-lengths",
+        "8Ki",
+        "--dilation-rates",
+        "1",
+        "--ranks",
+        "128",
+    ]
     out = printed(capsys, *argv, "--hardware", "h100", "--dtype", "bfloat16")
     assert "a rank holds at most about " in out
     assert "(128 ranks; shown are those that stand out)" in out
@@ -59,9 +110,9 @@ def test_many_ranks_are_about(capsys):
 
 def test_documents_reach_the_plan(capsys):
     argv = [*PLAN, "--ranks", "2", "--documents", "5000", "3192"]
-    assert {row["sharding"] for row in json.loads(printed(capsys, *argv, "--json"))["alternatives"]} == {
-        *("contiguous", "zigzag", "zigzag_documents")
-    }
+    assert {
+        row["sharding"] for row in json.loads(printed(capsys, *argv, "--json"))["alternatives"]
+    } == {*("contiguous", "zigzag", "zigzag_documents")}
     assert "--documents add up to 9" in refused(capsys, *PLAN, "--documents", "5", "4")
 
 
@@ -71,14 +122,23 @@ def test_the_kernel_is_that_of_the_hardware(capsys):
     on_gpu = json.loads(printed(capsys, *argv, "--hardware", "h100"))
     assert on_gpu["kernel"] == "sdpa"
     assert on_gpu["peak_bytes"] != json.loads(printed(capsys, *argv))["peak_bytes"]
-    assert json.loads(printed(capsys, *argv, "--hardware", "h100", "--kernel", "cpu"))["kernel"] == "cpu"
+    assert (
+        json.loads(printed(capsys, *argv, "--hardware", "h100", "--kernel", "cpu"))["kernel"]
+        == "cpu"
+    )
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--memory", "80"], "--memory 80 must be from 1.04858e+06 to 1e+15 bytes; 80 GB are 8e10: which unit"),
-        (["--latency", "4"], "--latency 4 must be from 0 to 0.1 seconds; 5 µs are 5e-6: which unit"),
+        (
+            ["--memory", "80"],
+            "--memory 80 must be from 1.04858e+06 to 1e+15 bytes; 80 GB are 8e10: which unit",
+        ),
+        (
+            ["--latency", "4"],
+            "--latency 4 must be from 0 to 0.1 seconds; 5 µs are 5e-6: which unit",
+        ),
         (["--bandwidth", "50"], "--bandwidth 50 must be from 1e+06 to 1e+14 bytes in a second"),
         (
             ["--hardware", "h100-nvlink", "--ranks", "32"],
@@ -126,7 +186,9 @@ def test_the_first_line_is_the_answer(capsys):
     assert "tokens/s" in out
     assert "One GPU is enough" in printed(capsys, *MODEL)
     long = [*MODEL, "--seq-len", "1Mi", "--memory"]
-    assert "GPUs share each sequence, by " in " ".join(printed(capsys, *long, "1G", "--gpus", "8").split())
+    assert "GPUs share each sequence, by " in " ".join(
+        printed(capsys, *long, "1G", "--gpus", "8").split()
+    )
     assert "It does not fit on 2 GPUs" in printed(capsys, *long, "20M", "--gpus", "2")
 
 
@@ -136,7 +198,10 @@ def test_the_first_line_is_the_answer(capsys):
         (["--embed-dim", "65"], "embed_dim=65 over num_heads=4"),
         (["--layers", "1e12", "--embed-dim", "1e6"], "has more than 1e+15 parameters"),
         (["--memory", "80"], "80 GB are 8e10"),
-        (["--flops", "1e12", "--bandwidth", "1e9"], "the memory of a GPU is not known: give --memory"),
+        (
+            ["--flops", "1e12", "--bandwidth", "1e9"],
+            "the memory of a GPU is not known: give --memory",
+        ),
         (["--config", "nowhere"], "--config nowhere cannot be read as JSON"),
         (["--tokens", "0.5"], "--tokens must be from 1"),
     ],
@@ -146,7 +211,13 @@ def test_models_that_cannot_be_are_refused(more, message, capsys):
 
 
 def test_a_runs_folder_is_planned(tmp_path, capsys, monkeypatch):
-    fields = {"num_layers": 2, "embed_dim": 64, "num_heads": 4, "num_kv_heads": None, "seq_len": 4096}
+    fields = {
+        "num_layers": 2,
+        "embed_dim": 64,
+        "num_heads": 4,
+        "num_kv_heads": None,
+        "seq_len": 4096,
+    }
     fields |= {"segment_lengths": [4096], "dilation_rates": [1]}
     module = "ring_dilated_attention.commands.plan.model"
     monkeypatch.setattr(f"{module}.find_checkpoint", lambda path: path)
@@ -182,7 +253,9 @@ def test_pictures_are_made_and_nothing_is_overwritten(tmp_path, capsys):
 
 
 def test_hardware_files_come_back(tmp_path):
-    machine = Machine(Hardware(1.5e11, 2e9, 3e-4, 1.2e11, 1e-5, 2e-3), 4, 10**10, 'measured on "this"', "sdpa")
+    machine = Machine(
+        Hardware(1.5e11, 2e9, 3e-4, 1.2e11, 1e-5, 2e-3), 4, 10**10, 'measured on "this"', "sdpa"
+    )
     path = tmp_path / "here.toml"
     path.write_text(as_toml(machine, ["a note"]))
     assert machine_of(str(path)) == machine._replace(source="measured on 'this'")
@@ -193,20 +266,59 @@ def test_hardware_files_come_back(tmp_path):
     [
         ("flops_per_second = 1e12", "has no table [hardware]"),
         ("[hardware]\nbytes_per_second = 1e9", "lacks flops_per_second"),
-        ("[hardware]\nflops_per_second = 500\nbytes_per_second = 1e9", "500 seems to be in another unit"),
+        (
+            "[hardware]\nflops_per_second = 500\nbytes_per_second = 1e9",
+            "500 seems to be in another unit",
+        ),
         ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = -1e9", "-1e+09 must be positive"),
-        ('[hardware]\nflops_per_second = 1e12\nbytes_per_second = "50 GB/s"', "must be a plain number of bytes"),
-        ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nlatency_seconds = 25", "another unit"),
-        ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nlatency_seconds = 0.9", "another unit"),
-        ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nlatency_seconds = 0.1", "5 µs are 5e-6"),
-        ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\ncall_seconds = 5", "another unit"),
-        ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = 50000", "50000 seems to be in another unit"),
-        ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = 4e17", "bytes in a second, one way; 50 GB/s"),
-        ("[hardware]\nflops_per_second = 5e17\nbytes_per_second = 1e9", "FLOPs in a second; 500 TFLOP/s are 5e14"),
-        ("[hardware]\nflops_per_second = 500_000\nbytes_per_second = 1e9", "500000 seems to be in another unit"),
-        ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\ndtype = [1]", "dtype = [1] is unknown"),
-        (f"[hardware]\nflops_per_second = 1{'0' * 400}\nbytes_per_second = 1e9", "must be a plain number"),
-        ("[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nspeed = 25", "speed is unknown"),
+        (
+            '[hardware]\nflops_per_second = 1e12\nbytes_per_second = "50 GB/s"',
+            "must be a plain number of bytes",
+        ),
+        (
+            "[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nlatency_seconds = 25",
+            "another unit",
+        ),
+        (
+            "[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nlatency_seconds = 0.9",
+            "another unit",
+        ),
+        (
+            "[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nlatency_seconds = 0.1",
+            "5 µs are 5e-6",
+        ),
+        (
+            "[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\ncall_seconds = 5",
+            "another unit",
+        ),
+        (
+            "[hardware]\nflops_per_second = 1e12\nbytes_per_second = 50000",
+            "50000 seems to be in another unit",
+        ),
+        (
+            "[hardware]\nflops_per_second = 1e12\nbytes_per_second = 4e17",
+            "bytes in a second, one way; 50 GB/s",
+        ),
+        (
+            "[hardware]\nflops_per_second = 5e17\nbytes_per_second = 1e9",
+            "FLOPs in a second; 500 TFLOP/s are 5e14",
+        ),
+        (
+            "[hardware]\nflops_per_second = 500_000\nbytes_per_second = 1e9",
+            "500000 seems to be in another unit",
+        ),
+        (
+            "[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\ndtype = [1]",
+            "dtype = [1] is unknown",
+        ),
+        (
+            f"[hardware]\nflops_per_second = 1{'0' * 400}\nbytes_per_second = 1e9",
+            "must be a plain number",
+        ),
+        (
+            "[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nspeed = 25",
+            "speed is unknown",
+        ),
         ("[hardware]\nflops_per_second = 1e12\nkernel = 'gpu'", "kernel = 'gpu' is unknown"),
         ("[hardware", "cannot be read"),
     ],

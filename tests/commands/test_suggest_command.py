@@ -14,7 +14,21 @@ from ring_dilated_attention.pattern import DilatedPattern
     ("more", "is_dense"),
     [
         (["--seq-len", "4Ki", "--heads", "4", "--speedup", "1"], True),
-        (["--seq-len", "5001", "--heads", "4", "--kv-heads", "2", "--speedup", "5", "--ranks", "3"], False),
+        (
+            [
+                "--seq-len",
+                "5001",
+                "--heads",
+                "4",
+                "--kv-heads",
+                "2",
+                "--speedup",
+                "5",
+                "--ranks",
+                "3",
+            ],
+            False,
+        ),
         (["--seq-len", "64Ki", "--heads", "8", "--seconds", "0.001", "--hardware", "h100"], False),
     ],
 )
@@ -26,7 +40,9 @@ def test_what_it_picks_runs_as_it_is_printed(more, is_dense, capsys):
     out = capsys.readouterr().out
     code = out[out.index("\nDilatedPattern") + 1 :]
     pattern = eval(code[: code.index(")\n") + 1], {"DilatedPattern": DilatedPattern})
-    assert pattern == DilatedPattern(first["segment_lengths"], first["dilation_rates"], is_causal=True)
+    assert pattern == DilatedPattern(
+        first["segment_lengths"], first["dilation_rates"], is_causal=True
+    )
     assert (pattern == DilatedPattern.dense(is_causal=True)) == is_dense
     command = shlex.split(out.splitlines()[-1])
     assert command[:2] == ["rda", "plan"]
@@ -39,8 +55,21 @@ def test_what_it_picks_runs_as_it_is_printed(more, is_dense, capsys):
 def test_the_pick_is_the_best(seed, capsys):
     """By a comparison of each pair, in random jobs; and the reason is what tells it from the others."""
     rng = random.Random(seed)
-    argv = ["suggest", "--seq-len", str(rng.randint(600, 7000)), "--heads", str(rng.choice([2, 4, 8])), "--speedup"]
-    argv += [str(rng.randint(3, 12)), "--layers", str(rng.randint(1, 6)), "--ranks", str(rng.choice([1, 3]))]
+    argv = [
+        "suggest",
+        "--seq-len",
+        str(rng.randint(600, 7000)),
+        "--heads",
+        str(rng.choice([2, 4, 8])),
+        "--speedup",
+    ]
+    argv += [
+        str(rng.randint(3, 12)),
+        "--layers",
+        str(rng.randint(1, 6)),
+        "--ranks",
+        str(rng.choice([1, 3])),
+    ]
     assert cli.main([*argv, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     best, *others = [suggest.costs(row) for row in found["suggestions"]]
@@ -48,12 +77,17 @@ def test_the_pick_is_the_best(seed, capsys):
         assert best <= other
         told = next((k for k, (a, b) in enumerate(zip(best, other, strict=True)) if a != b), None)
         if told is not None:
-            [said] = [clause for clause in found["why"].split("; ") if clause.startswith(f"{suggest.BETTER[told]} (")]
+            [said] = [
+                clause
+                for clause in found["why"].split("; ")
+                if clause.startswith(f"{suggest.BETTER[told]} (")
+            ]
             assert str(number) in said
 
 
 @pytest.mark.parametrize(
-    ("share", "text"), [(0, "0 %"), (1, "100 %"), (0.9999, "over 99 %"), (1e-6, "0.0001 %"), (0.123, "12 %")]
+    ("share", "text"),
+    [(0, "0 %"), (1, "100 %"), (0.9999, "over 99 %"), (1e-6, "0.0001 %"), (0.123, "12 %")],
 )
 def test_a_little_is_not_rounded_away(share, text):
     assert suggest.percent(share) == text

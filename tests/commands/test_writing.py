@@ -68,16 +68,22 @@ def test_the_pages_example(folder, capsys):
 
 
 def test_the_pages_example_of_another_pattern(folder):
-    example = block("docs/generation.md", "another pattern").replace("runs/20250131-120000", str(folder))
+    example = block("docs/generation.md", "another pattern").replace(
+        "runs/20250131-120000", str(folder)
+    )
     exec(example, names := {})
     model, other = names["model"], names["other"]
     assert other.config.segment_lengths == (128, 4096)
-    assert all(torch.equal(x, y) for x, y in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(x, y) for x, y in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
 def test_what_is_no_run_is_refused(folder, tmp_path):
     """Catches a checkpoint that is damaged and yet a model, and a folder of somebody else's."""
-    with pytest.raises(ValueError, match=r"there is no checkpoint in this folder; pass the folder of a run"):
+    with pytest.raises(
+        ValueError, match=r"there is no checkpoint in this folder; pass the folder of a run"
+    ):
         LongNetLM.from_run(tmp_path)
     [whole] = folder.glob("checkpoint-*")
     damaged = shutil.copytree(whole, tmp_path / whole.name)
@@ -91,29 +97,54 @@ def test_what_is_no_run_is_refused(folder, tmp_path):
 
 
 def test_generate_writes_what_the_model_draws(folder, capsysbinary):
-    assert main(["generate", str(folder), "--prompt", "line 7", "--tokens", "40", "--seed", "3"]) == 0
+    assert (
+        main(["generate", str(folder), "--prompt", "line 7", "--tokens", "40", "--seed", "3"]) == 0
+    )
     out, err = capsysbinary.readouterr()
     drawn = LongNetLM.from_run(folder).generate([list(b"line 7")], 40, seed=3)
     assert out.decode() == bytes(int(x) for x in drawn).decode(errors="replace")
     assert re.fullmatch(
-        r"40 tokens at [\d,]+ tokens/s, after a prompt of 6 in \d+\.\d\d s; caches of [\d,]+ bytes\n", err.decode()
+        r"40 tokens at [\d,]+ tokens/s, after a prompt of 6 in \d+\.\d\d s; caches of [\d,]+ bytes\n",
+        err.decode(),
     )
 
 
 def test_generate_as_json(folder, tmp_path, capsys):
     """Catches text on stdout beside the record; and a prompt of a file that is read otherwise than in training."""
     (tmp_path / "prompt.fa").write_bytes(b">header\nli\nne 7\n")
-    options = ["--tokens", "30", "--temperature", "0.5", "--top-k", "9", "--top-p", "0.9", "--seed", "1", "--json"]
-    assert main(["generate", str(folder), "--prompt-file", str(tmp_path / "prompt.fa"), *options]) == 0
+    options = [
+        "--tokens",
+        "30",
+        "--temperature",
+        "0.5",
+        "--top-k",
+        "9",
+        "--top-p",
+        "0.9",
+        "--seed",
+        "1",
+        "--json",
+    ]
+    assert (
+        main(["generate", str(folder), "--prompt-file", str(tmp_path / "prompt.fa"), *options]) == 0
+    )
     out, err = capsys.readouterr()
     record = json.loads(out)
     assert err == ""
-    steps = LongNetLM.from_run(folder).generate([list(b"line7")], 30, temperature=0.5, top_k=9, top_p=0.9, seed=1)
+    steps = LongNetLM.from_run(folder).generate(
+        [list(b"line7")], 30, temperature=0.5, top_k=9, top_p=0.9, seed=1
+    )
     assert record["tokens"] == [int(x) for x in steps]
     assert record["text"] == bytes(record["tokens"]).decode(errors="replace")
-    assert (record["prompt_bytes"], record["cached_positions"], record["interrupted"]) == (5, 34, False)
+    assert (record["prompt_bytes"], record["cached_positions"], record["interrupted"]) == (
+        5,
+        34,
+        False,
+    )
     model = LongNetLM.from_run(folder)
-    assert record["cache_bytes"] == sum(cache.num_bytes for cache in model.make_caches(1, max_len=35))
+    assert record["cache_bytes"] == sum(
+        cache.num_bytes for cache in model.make_caches(1, max_len=35)
+    )
     assert record["tokens_per_second"] > 0
 
 
@@ -135,7 +166,12 @@ def test_text_comes_in_whole_characters():
     text = command.TextOutput(file)
     for byte in "aé€😀".encode():
         text.write(bytes([byte]))
-    assert [x for i, x in enumerate(file.shown) if x not in file.shown[:i]] == ["a", "aé", "aé€", "aé€😀"]
+    assert [x for i, x in enumerate(file.shown) if x not in file.shown[:i]] == [
+        "a",
+        "aé",
+        "aé€",
+        "aé€😀",
+    ]
     text.write(b"\xff\xe2\x82")  # no character; and the beginning of one that never ends
     assert file.getvalue() == "aé€😀\ufffd"
     text.close()
@@ -144,7 +180,10 @@ def test_text_comes_in_whole_characters():
 
 def test_a_terminal_is_left_as_it_was():
     """Catches escape sequences of a byte-level model, and a prompt of the shell in the middle of a line."""
-    for is_terminal, expected in ((True, "a\ufffd[31m\t\nb\ufffd\n"), (False, "a\x1b[31m\t\nb\x07")):
+    for is_terminal, expected in (
+        (True, "a\ufffd[31m\t\nb\ufffd\n"),
+        (False, "a\x1b[31m\t\nb\x07"),
+    ):
         file = Terminal(is_terminal)
         text = command.TextOutput(file)
         text.write(b"a\x1b[31m\t\nb\x07")
@@ -237,7 +276,9 @@ def test_bits_by_position_are_those_of_one_call(folder, num_bytes, context, monk
     contexts = [text[i : i + length] for i in range(0, len(text), length)]
     expected = {}
     for some in contexts:
-        for i, bits in enumerate(bits_one_call(model, some).tolist() if len(some) > 1 else [], start=1):
+        for i, bits in enumerate(
+            bits_one_call(model, some).tolist() if len(some) > 1 else [], start=1
+        ):
             expected.setdefault(i.bit_length(), []).append(bits)
     measured = total(score(model, [text[:100], text[100:]], context, num_bytes))
     found = measured.buckets()
@@ -263,7 +304,10 @@ def test_evaluate(folder, tmp_path, capsys):
     assert record["peak_resident_bytes"] > 1e7
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    assert f"{record['bits_per_byte']:.3f} bits per byte over 989 bytes, in contexts of 96 bytes" in out
+    assert (
+        f"{record['bits_per_byte']:.3f} bits per byte over 989 bytes, in contexts of 96 bytes"
+        in out
+    )
     assert [line for line in out.splitlines() if len(line) > 80] == []
     assert re.search(r"^64 to 127 +32\d +\d\.\d\d\d +#+\.*$", out, flags=re.MULTILINE)
     assert main([*arguments, "--context", "0", "--chunk", "100"]) == 0
@@ -272,18 +316,25 @@ def test_evaluate(folder, tmp_path, capsys):
 
 def test_evaluate_reads_a_pipe_and_fasta(folder, tmp_path, capsys, monkeypatch):
     (tmp_path / "some.fa").write_bytes(b">chr1\n" + TEXT[:500] + b"\n>chr2\n" + TEXT[500:600])
-    assert main(["evaluate", str(folder), str(tmp_path / "some.fa"), "--context", "0", "--json"]) == 0
+    assert (
+        main(["evaluate", str(folder), str(tmp_path / "some.fa"), "--context", "0", "--json"]) == 0
+    )
     record = json.loads(capsys.readouterr().out)
     letters = strip_fasta((tmp_path / "some.fa").read_bytes())
     assert record["num_bytes"] == len(letters) - 1
-    assert record["read"] == f"some.fa: FASTA, 2 records, {len(letters)} letters (,0123456789cdefhilmnorstuw)"
+    assert (
+        record["read"]
+        == f"some.fa: FASTA, 2 records, {len(letters)} letters (,0123456789cdefhilmnorstuw)"
+    )
     pipe_in(monkeypatch, letters)
     assert main(["evaluate", str(folder), "-", "--context", "0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["by_bytes_before"] == record["by_bytes_before"]
 
 
 def pipe_in(monkeypatch, content):
-    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BufferedReader(io.BytesIO(content))))
+    monkeypatch.setattr(
+        sys, "stdin", types.SimpleNamespace(buffer=io.BufferedReader(io.BytesIO(content)))
+    )
 
 
 @pytest.fixture
@@ -309,7 +360,18 @@ def test_a_text_is_read_as_its_run_read_it(upper_folder, tmp_path, capsys, monke
     assert main(["evaluate", str(upper_folder), "-", "--context", "6", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["by_bytes_before"] == found["by_bytes_before"]
     options = ["--tokens", "5", "--seed", "1", "--json"]
-    assert main(["generate", str(upper_folder), "--prompt-file", str(tmp_path / "some.fna.gz"), *options]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                str(upper_folder),
+                "--prompt-file",
+                str(tmp_path / "some.fna.gz"),
+                *options,
+            ]
+        )
+        == 0
+    )
     tokens = json.loads(capsys.readouterr().out)["tokens"]
     assert main(["generate", str(upper_folder), "--prompt", "LINE\nLINE7\n", *options]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == tokens
@@ -332,7 +394,11 @@ def test_evaluate_ends_after_so_many_bytes(folder, tmp_path, capsys):
     arguments = ["evaluate", str(folder), str(tmp_path / "text.txt"), "--json"]
     assert main([*arguments, "--max-bytes", "200"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert (record["num_bytes"], record["read"], record["interrupted"]) == (200 - 3, "text.txt: 200 bytes", False)
+    assert (record["num_bytes"], record["read"], record["interrupted"]) == (
+        200 - 3,
+        "text.txt: 200 bytes",
+        False,
+    )
 
 
 @pytest.mark.parametrize("num_scores", [0, 2])
@@ -353,7 +419,11 @@ def test_ctrl_c_shows_what_is_known(num_scores, folder, tmp_path, capsys, monkey
     out, err = capsys.readouterr()
     if num_scores:
         assert out.startswith("text.txt: 960 bytes\n")
-        assert re.search(r"^interrupted: \d\.\d{3} bits per byte over 190 bytes, in contexts of 96", out, re.MULTILINE)
+        assert re.search(
+            r"^interrupted: \d\.\d{3} bits per byte over 190 bytes, in contexts of 96",
+            out,
+            re.MULTILINE,
+        )
     else:
         assert (out, err.splitlines()[-1]) == ("", "rda evaluate: interrupted")
 
@@ -367,7 +437,10 @@ def test_evaluating_holds_no_more_of_a_longer_text(folder, monkeypatch):
     monkeypatch.setattr(scoring, "POSITIONS_AT_ONCE", 96)
     for way in ((None, 50), (96, None)):
         total(score(model, [TEXT[:480]], *way))
-        peaks = [allocated(lambda n=n, way=way: total(score(model, [TEXT[:n]], *way))).peak_bytes for n in (480, 1920)]
+        peaks = [
+            allocated(lambda n=n, way=way: total(score(model, [TEXT[:n]], *way))).peak_bytes
+            for n in (480, 1920)
+        ]
         assert peaks[0] == peaks[1]
 
 
@@ -378,7 +451,10 @@ def test_evaluating_holds_no_more_of_a_longer_text(folder, monkeypatch):
         (["RUN", "/dev/null"], "/dev/null has fewer than 2 bytes"),
         (["RUN", "/dev/null", "--chunk", "0"], "--chunk must be at least 1, got 0"),
         (["RUN", "/dev/null", "--context", "-1"], "--context -1 must be 2 or more"),
-        (["RUN", "/dev/null", "--context", "1"], "--context 1 must be 2 or more, or 0 for one that never ends"),
+        (
+            ["RUN", "/dev/null", "--context", "1"],
+            "--context 1 must be 2 or more, or 0 for one that never ends",
+        ),
         (["RUN", "/dev/null", "--max-bytes", "1"], "--max-bytes must be at least 2, got 1"),
         (["nowhere", "/dev/null"], "nowhere: there is no checkpoint in this folder"),
     ],
@@ -392,7 +468,9 @@ def test_contexts_are_cut_from_blocks():
     """However they come: what is cut is all of it, in order, none over the end of a context."""
     for seed in range(300):
         draw = random.Random(seed)
-        content = bytes(draw.choice(b">;ACGT\n\r\n \x0b\x0c\x85") for _ in range(draw.randint(0, 60)))
+        content = bytes(
+            draw.choice(b">;ACGT\n\r\n \x0b\x0c\x85") for _ in range(draw.randint(0, 60))
+        )
         blocks, start = [], 0
         while start < len(content):
             stop = start + draw.randint(1, 9)

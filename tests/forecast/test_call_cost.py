@@ -26,7 +26,9 @@ def random_job(rng, num_ranks):
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("exchange", [Exchange(), Exchange("all_gather"), Exchange("all_to_all"), Exchange("ring", 2)])
+@pytest.mark.parametrize(
+    "exchange", [Exchange(), Exchange("all_gather"), Exchange("all_to_all"), Exchange("ring", 2)]
+)
 def test_figures_are_those_of_the_plans(seed, exchange):
     rng = random.Random(seed)
     job = random_job(rng, 4)
@@ -35,18 +37,33 @@ def test_figures_are_those_of_the_plans(seed, exchange):
     hardware = Hardware(1e10, 1e8, 1e-5)
     figures = forecast(job, exchange, sizes, kernel="cpu", hardware=hardware)
     assert figures.pairs == sum(plan.plan.pairs for plan in plans)
-    assert figures.most_pairs == max(plan.plan.pairs for plan in plans) == plans[figures.busiest].plan.pairs
+    assert (
+        figures.most_pairs
+        == max(plan.plan.pairs for plan in plans)
+        == plans[figures.busiest].plan.pairs
+    )
     assert figures.balance == pytest.approx(figures.pairs / 4 / figures.most_pairs)
     for rank, plan in zip(figures.ranks, plans, strict=True):
-        forward, backward = (plan.bytes_sent(sizes, backward=backward) for backward in (False, True))
-        assert (rank.num_rows, rank.forward_sent, rank.sent) == (plan.num_rows, forward, forward + backward)
+        forward, backward = (
+            plan.bytes_sent(sizes, backward=backward) for backward in (False, True)
+        )
+        assert (rank.num_rows, rank.forward_sent, rank.sent) == (
+            plan.num_rows,
+            forward,
+            forward + backward,
+        )
         assert rank.weight == weigh_attention(plan, sizes, "cpu")
-    assert sum(share.sent for share in figures.branches) == sum(plan.plan.sent()[0] for plan in plans)
+    assert sum(share.sent for share in figures.branches) == sum(
+        plan.plan.sent()[0] for plan in plans
+    )
     if not exchange.is_dealt:
         received = [sum(m.size for hop in plan.plan.hops for m in hop.receives) for plan in plans]
         assert figures.most_moved[0] == max(received) * sizes.unit * sizes.itemsize
     dealings = [plan.dealing for plan in plans if plan.dealing is not None]
-    assert figures.seconds == model_step([p.plan for p in plans], sizes, hardware, dealings or None).step_seconds
+    assert (
+        figures.seconds
+        == model_step([p.plan for p in plans], sizes, hardware, dealings or None).step_seconds
+    )
     assert 0 <= figures.exposed < 1
 
 
@@ -56,7 +73,10 @@ def test_the_picked_ranks_hold_as_much_as_any(seed):
     job, sizes = random_job(rng, rng.randint(14, 20)), Sizes(1, 16, 4)
     picked = picked_ranks(count(job, Exchange()))
     assert len(picked) <= 15
-    weights = [weigh_attention(plan_exchange("ring", job, rank), sizes, "cpu").peak for rank in range(job.num_ranks)]
+    weights = [
+        weigh_attention(plan_exchange("ring", job, rank), sizes, "cpu").peak
+        for rank in range(job.num_ranks)
+    ]
     assert max(weights[rank] for rank in picked) >= 0.98 * max(weights)
 
 

@@ -22,7 +22,7 @@ from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import WITHOUT_DOCUMENTS, default_lengths, make_shards
 from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.run import executor
-from ring_dilated_attention.run.executor import Means
+from ring_dilated_attention.run.executor import ExecutorOptions
 
 DENSE = DilatedPattern((8,), (1,))
 CAUSAL = DilatedPattern((4096,), (1,), is_causal=True)
@@ -75,14 +75,20 @@ def test_a_ring_over_hosts_waits_for_the_network_between_them():
         step = model_step(plans, sizes, between._replace(gpus_per_host=gpus_per_host))
         assert step.forward_seconds == pytest.approx(seconds, abs=1e-9)
     # Handshakes too: with latencies of 1 and 0.25 s a stage has two rounds of a handshake, and three hops.
-    late = Hardware(1e18, 1e18, 1, gpus_per_host=4, host_bytes_per_second=1e18, host_latency_seconds=0.25)
+    late = Hardware(
+        1e18, 1e18, 1, gpus_per_host=4, host_bytes_per_second=1e18, host_latency_seconds=0.25
+    )
     assert model_step(plans, sizes, late).forward_seconds == pytest.approx(5 * 0.25)
-    assert model_step(plans, sizes, late._replace(gpus_per_host=1)).forward_seconds == pytest.approx(5)
+    assert model_step(
+        plans, sizes, late._replace(gpus_per_host=1)
+    ).forward_seconds == pytest.approx(5)
 
 
 def test_a_messages_network_is_that_of_its_ranks():
     """By hand: hosts of 3 consecutive ranks."""
-    hosts = Hardware(1, 10, 0.5, gpus_per_host=3, host_bytes_per_second=70, host_latency_seconds=0.125)
+    hosts = Hardware(
+        1, 10, 0.5, gpus_per_host=3, host_bytes_per_second=70, host_latency_seconds=0.125
+    )
     for first, last in ((0, 0), (0, 2), (2, 1), (3, 5), (6, 8)):
         assert hosts.network(first, last) == (70, 0.125)
     for first, last in ((2, 3), (0, 5), (5, 0), (7, 2)):
@@ -96,7 +102,13 @@ def test_one_host_is_one_network(data):
     """And so are hosts of one rank each: to the bit, whatever the job. Slowness between hosts speeds nothing up."""
     num_ranks, length = data.draw(st.integers(1, 6)), data.draw(st.sampled_from([2, 5]))
     pattern = data.draw(patterns(2, longest=num_ranks * length))
-    plans = plans_of(pattern, num_ranks * length, num_ranks, data.draw(st.sampled_from(WITHOUT_DOCUMENTS)), (2, 1))
+    plans = plans_of(
+        pattern,
+        num_ranks * length,
+        num_ranks,
+        data.draw(st.sampled_from(WITHOUT_DOCUMENTS)),
+        (2, 1),
+    )
     fast, slow = Hardware(50.0, 16.0, 0.5), Hardware(50.0, 3.0, 7.0)
     both = slow._replace(host_bytes_per_second=16.0, host_latency_seconds=0.5)
     inside, between, mixed = (
@@ -121,7 +133,10 @@ def test_ways_are_shared_and_messages_wait_for_both_sides():
     network = Network(3, Hardware(1, 10, 5))
     [first, second], _ = network.post(0, [Side(1, 20, 0.0), Side(2, 30, 0.0)], [])
     network.post(2, [], [Side(0, 30, 1.0)])
-    assert (first.done, second.done) == (None, None)  # one after the other, and the first has no receiver yet
+    assert (first.done, second.done) == (
+        None,
+        None,
+    )  # one after the other, and the first has no receiver yet
     network.post(1, [], [Side(0, 20, 4.0)])
     assert (first.done, second.done) == (4 + 2 + 5, 4 + 2 + 3 + 5)
 
@@ -147,7 +162,9 @@ def test_without_messages_only_the_slowest_counts():
     """Segments that stay at home: nobody waits, on the slowest network."""
     shards = make_shards("contiguous", (16, 8))
     step = model_step(
-        [make_plan(Job(DENSE, shards, 1, 1), rank) for rank in (0, 1)], Sizes(1, 1, 4), Hardware(256, 1e-9)
+        [make_plan(Job(DENSE, shards, 1, 1), rank) for rank in (0, 1)],
+        Sizes(1, 1, 4),
+        Hardware(256, 1e-9),
     )
     assert [rank.exposed_seconds for rank in step.ranks] == [0, 0]
     assert step.step_seconds == 7
@@ -157,7 +174,9 @@ def test_without_messages_only_the_slowest_counts():
 def test_zigzag_is_faster_for_dense_causal_attention():
     """Catches a model that sees the mean work instead of the slowest rank's."""
     contiguous, zigzag = (
-        model_step(plans_of(CAUSAL, 4096, 4, sharding, (2, 2)), Sizes(1, 64, 4), Hardware(1e11, 1e10))
+        model_step(
+            plans_of(CAUSAL, 4096, 4, sharding, (2, 2)), Sizes(1, 64, 4), Hardware(1e11, 1e10)
+        )
         for sharding in WITHOUT_DOCUMENTS
     )
     assert zigzag.step_seconds < 0.65 * contiguous.step_seconds
@@ -178,9 +197,14 @@ def test_nothing_faster_is_slower(data):
         data.draw(st.lists(st.integers(1, 5), min_size=2, max_size=2)),
         is_causal=data.draw(st.booleans()),
     )
-    plans = plans_of(pattern, seq_len, num_ranks, data.draw(st.sampled_from(WITHOUT_DOCUMENTS)), (2, 1))
+    plans = plans_of(
+        pattern, seq_len, num_ranks, data.draw(st.sampled_from(WITHOUT_DOCUMENTS)), (2, 1)
+    )
     slow = Hardware(data.draw(rates), data.draw(rates), data.draw(st.sampled_from([0.0, 0.1, 7.0])))
-    fast = Hardware(*(rate * data.draw(st.sampled_from([1, 1.5, 100])) for rate in slow[:2]), slow.latency_seconds / 2)
+    fast = Hardware(
+        *(rate * data.draw(st.sampled_from([1, 1.5, 100])) for rate in slow[:2]),
+        slow.latency_seconds / 2,
+    )
     before, after = (model_step(plans, Sizes(1, 4, 2), hardware) for hardware in (slow, fast))
     assert after.step_seconds <= before.step_seconds
     assert all(rank.exposed_seconds >= 0 for rank in after.ranks)
@@ -225,7 +249,9 @@ class VirtualLink:
     def carry_apart(self, sends, receives, moment):
         for x, _ in receives:
             x.zero_()
-        sides = [[Side(m.peer, x.nbytes, self.clock.now) for x, m in some] for some in (sends, receives)]
+        sides = [
+            [Side(m.peer, x.nbytes, self.clock.now) for x, m in some] for some in (sends, receives)
+        ]
         with self.turn:
             posted = self.network.post(self.rank, *sides)
             self.turn.notify_all()
@@ -261,7 +287,9 @@ def run_programs(plans, batch, head_dim, dtype, hardware, stages, link_type=Virt
         clock = clocks[plan.rank]
         query = torch.zeros(batch, plan.num_rows, plan.num_heads, head_dim, dtype=dtype)
         key = torch.zeros(batch, plan.num_rows, plan.num_kv_heads, head_dim, dtype=dtype)
-        means = Means(TimedKernel(computing(clock, hardware)), 1.0, link_type(plan.rank, clock, network, turn))
+        means = ExecutorOptions(
+            TimedKernel(computing(clock, hardware)), 1.0, link_type(plan.rank, clock, network, turn)
+        )
         if stage == "forward":
             executor.forward(RankPlan(plan, None), means, query, key, key)
         else:
@@ -277,7 +305,10 @@ def run_programs(plans, batch, head_dim, dtype, hardware, stages, link_type=Virt
             list(pool.map(carry_out, plans, [stage] * len(plans)))
             seconds.append([clock.now - start for clock in clocks])
             start = max(clock.now for clock in clocks)
-    return [RankTime(*spent, clock.computing, clock.exposed) for *spent, clock in zip(*seconds, clocks, strict=True)]
+    return [
+        RankTime(*spent, clock.computing, clock.exposed)
+        for *spent, clock in zip(*seconds, clocks, strict=True)
+    ]
 
 
 JOBS = [
@@ -297,7 +328,9 @@ MACHINES = [Hardware(64, 2.0**10, 1), Hardware(64, 2.0**6, 16), Hardware(64, 2.0
 
 @pytest.mark.parametrize("hardware", MACHINES, ids=["even", "slow network", "fast network"])
 @pytest.mark.parametrize("exchange", ["ring", "all_gather"])
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job[0].segment_lengths}, {job[1]}, {job[3]} ranks")
+@pytest.mark.parametrize(
+    "job", JOBS, ids=lambda job: f"{job[0].segment_lengths}, {job[1]}, {job[3]} ranks"
+)
 def test_the_clock_is_the_executor(job, exchange, hardware):
     """The proof that the clock reads a program as the executor does: every rank computes and waits as long, exactly.
 
@@ -318,5 +351,7 @@ def test_the_test_sees_a_loop_without_overlap():
     plans = plans_of(job[0], job[2], job[3], job[1], job[4])
     modelled = [rank.forward_seconds for rank in model_step(plans, Sizes(2, 4, 2), hardware).ranks]
     for link_type, is_equal in ((VirtualLink, True), (LateLink, False)):
-        found = run_programs(plans, 2, 4, torch.bfloat16, hardware, ("forward", "forward"), link_type)
+        found = run_programs(
+            plans, 2, 4, torch.bfloat16, hardware, ("forward", "forward"), link_type
+        )
         assert ([rank.forward_seconds for rank in found] == modelled) == is_equal

@@ -25,7 +25,9 @@ class EncoderConfig(LongNetConfig):
 
     @property
     def pattern(self) -> DilatedPattern:
-        return DilatedPattern(self.segment_lengths, self.dilation_rates, phase=self.phase, heads=self.heads)
+        return DilatedPattern(
+            self.segment_lengths, self.dilation_rates, phase=self.phase, heads=self.heads
+        )
 
 
 class Case(NamedTuple):
@@ -50,11 +52,15 @@ def moved(model: LongNetLM, borders: Sequence[int], seed: int) -> Tensor:
     generator, n = torch.Generator().manual_seed(seed), borders[-1]
     tokens = torch.randint(VOCAB, (n,), generator=generator)
     changed = tokens.repeat(n, 1)
-    changed += torch.eye(n, dtype=torch.int64) * torch.randint(1, VOCAB, (n, 1), generator=generator)
+    changed += torch.eye(n, dtype=torch.int64) * torch.randint(
+        1, VOCAB, (n, 1), generator=generator
+    )
     changed %= VOCAB
     packed = None if len(borders) == 2 else torch.tensor(borders, dtype=torch.int32)
     states: list[Tensor] = []
-    hooks = [block.register_forward_hook(lambda _, __, out: states.append(out)) for block in model.blocks]
+    hooks = [
+        block.register_forward_hook(lambda _, __, out: states.append(out)) for block in model.blocks
+    ]
 
     def hidden(tokens_BN: Tensor) -> Tensor:
         states.clear()
@@ -72,7 +78,9 @@ def moved(model: LongNetLM, borders: Sequence[int], seed: int) -> Tensor:
     return differs.any(-1).transpose(1, 2)
 
 
-def named(pattern: DilatedPattern, borders: Sequence[int], num_heads: int, num_layers: int) -> Tensor:
+def named(
+    pattern: DilatedPattern, borders: Sequence[int], num_heads: int, num_layers: int
+) -> Tensor:
     """(L, N, N) bool: whether query i has heard of position j after layer l, by `every_query` in each document."""
     n = borders[-1]
     found = torch.zeros(num_layers, n, n, dtype=torch.bool)
@@ -88,8 +96,14 @@ def named(pattern: DilatedPattern, borders: Sequence[int], num_heads: int, num_l
 def model_of(case: Case, seed: int) -> LongNetLM:
     torch.manual_seed(seed)
     kind = LongNetConfig if case.is_causal else EncoderConfig
-    sizes = {"num_layers": case.num_layers, "num_heads": case.num_heads, "embed_dim": 4 * case.num_heads}
-    config = kind(case.lengths, case.rates, vocab_size=VOCAB, phase=case.phase, heads=case.heads, **sizes)
+    sizes = {
+        "num_layers": case.num_layers,
+        "num_heads": case.num_heads,
+        "embed_dim": 4 * case.num_heads,
+    }
+    config = kind(
+        case.lengths, case.rates, vocab_size=VOCAB, phase=case.phase, heads=case.heads, **sizes
+    )
     return LongNetLM(config).double()
 
 
@@ -113,7 +127,9 @@ def test_a_changed_token_moves_what_reach_names(pattern, layers, border):
     rules = {"is_causal": pattern.is_causal, "phase": pattern.phase, "heads": pattern.heads}
     borders = (0, border, N) if border % 5 == 1 else (0, N)
     sizes = {"num_layers": layers, "num_heads": HEADS}
-    found = compare(Case(pattern.segment_lengths, pattern.dilation_rates, borders, **rules, **sizes))
+    found = compare(
+        Case(pattern.segment_lengths, pattern.dilation_rates, borders, **rules, **sizes)
+    )
     assert (found["moved_but_not_named"], found["named_but_not_moved"]) == (0, 0)
     assert found["pairs"] == layers * N**2
 

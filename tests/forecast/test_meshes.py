@@ -5,8 +5,19 @@ import torch
 
 from ring_dilated_attention.commands.plan.decoders import longnet_decoder
 from ring_dilated_attention.forecast.clock import Hardware
-from ring_dilated_attention.forecast.meshes import Mesh, Training, all_meshes, fewest_devices, plan_mesh, ranked_meshes
-from ring_dilated_attention.forecast.model_weight import HeldByModel, model_memory, weigh_activations
+from ring_dilated_attention.forecast.meshes import (
+    Mesh,
+    Training,
+    all_meshes,
+    fewest_devices,
+    plan_mesh,
+    ranked_meshes,
+)
+from ring_dilated_attention.forecast.model_weight import (
+    HeldByModel,
+    model_memory,
+    weigh_activations,
+)
 from ring_dilated_attention.models import LongNetLM
 from ring_dilated_attention.models.longnet_config import LongNetConfig
 from ring_dilated_attention.plan.exchange import plan_exchange
@@ -15,7 +26,9 @@ from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.simulate.weighing import weigh_attention
 
-CONFIG = LongNetConfig((64, 512), (1, 4), num_layers=4, embed_dim=64, num_heads=4, num_kv_heads=2, vocab_size=300)
+CONFIG = LongNetConfig(
+    (64, 512), (1, 4), num_layers=4, embed_dim=64, num_heads=4, num_kv_heads=2, vocab_size=300
+)
 HARDWARE = Hardware(1e12, 1e9, 1e-6, gpus_per_host=4, host_bytes_per_second=1e10)
 
 
@@ -38,7 +51,9 @@ def test_parameters_are_the_models():
 def test_activations_are_those_of_a_step(is_checkpointed, num_positions):
     """Of a step with data, through the loss of the model itself, with six slices of logits. Catches a loss, or a depth,
     that is extrapolated wrongly."""
-    rank_plan = plan_exchange("none", Job(CONFIG.pattern, make_shards("contiguous", (num_positions,)), 4, 2), 0)
+    rank_plan = plan_exchange(
+        "none", Job(CONFIG.pattern, make_shards("contiguous", (num_positions,)), 4, 2), 0
+    )
     attention = weigh_attention(rank_plan, Sizes(1, 16, 4), "cpu")
     found = weigh_activations(longnet_decoder(CONFIG), 1, num_positions, torch.float32, attention)
     model = LongNetLM(CONFIG, activation_checkpointing=is_checkpointed)
@@ -61,7 +76,9 @@ def test_states_are_cut_over_ranks():
 
 
 def weigh_one(num_positions):
-    rank_plan = plan_exchange("none", Job(CONFIG.pattern, make_shards("contiguous", (num_positions,)), 4, 2), 0)
+    rank_plan = plan_exchange(
+        "none", Job(CONFIG.pattern, make_shards("contiguous", (num_positions,)), 4, 2), 0
+    )
     return weigh_attention(rank_plan, Sizes(1, 16, 4), "cpu")
 
 

@@ -30,7 +30,9 @@ def test_the_budget_is_kept_and_used(is_causal, share):
         first = pattern.segment_lengths[0]
         if "LongNet" in rule and 2 * first < n:
             ratio = int(rule.split()[-1])
-            longer = DilatedPattern.longnet(n, first_length=2 * first, ratio=ratio, is_causal=is_causal)
+            longer = DilatedPattern.longnet(
+                n, first_length=2 * first, ratio=ratio, is_causal=is_causal
+            )
             assert pairs(longer, n, heads) > most
 
 
@@ -74,7 +76,9 @@ def test_the_queries_that_are_followed_have_the_worst_among_them(n, heads, is_ca
         for pattern, _ in suggestions(n, heads, dense / speedup, is_causal=is_causal):
             allowed = [query + 1 if is_causal else n for query in range(n)]
             layers = list(islice(heard_of(pattern, n, heads), 8))
-            shares = [min(c / may for c, may in zip(counts, allowed, strict=True)) for counts in layers]
+            shares = [
+                min(c / may for c, may in zip(counts, allowed, strict=True)) for counts in layers
+            ]
             found = reach(pattern, n, heads, 8)
             assert found.shares == pytest.approx(shares)
             assert found.num_followed == len(queries_to_follow(pattern, n, heads)) < n
@@ -96,7 +100,15 @@ def test_no_rate_above_the_heads_is_picked_while_a_candidate_within_them_fits(se
     """The study of what is learnt: positions that no head takes are recalled by chance (docs/learning.md)."""
     rng = random.Random(seed)
     heads, speedup = rng.choice([1, 2, 4, 16]), rng.choice([2, 6, 20])
-    argv = ["suggest", "--seq-len", str(rng.choice([2048, 4096, 5000])), "--heads", str(heads), "--layers", "2"]
+    argv = [
+        "suggest",
+        "--seq-len",
+        str(rng.choice([2048, 4096, 5000])),
+        "--heads",
+        str(heads),
+        "--layers",
+        "2",
+    ]
     argv += ["--speedup", str(speedup)]
     assert cli.main([*argv, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["suggestions"]
@@ -105,7 +117,9 @@ def test_no_rate_above_the_heads_is_picked_while_a_candidate_within_them_fits(se
     assert cli.main(argv) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith("Take 1, ") == are_within[0]
-    assert first.startswith("The budget forces a rate above the number of heads") == (not are_within[0])
+    assert first.startswith("The budget forces a rate above the number of heads") == (
+        not are_within[0]
+    )
 
 
 def drawn(seed):
@@ -116,16 +130,31 @@ def drawn(seed):
 
 @pytest.mark.parametrize("more", [[], ["--not-causal"]])
 @pytest.mark.parametrize(
-    ("n", "num_ranks"), [(4096, 1), (4096, 8), (1024, 32), (4095, 9), (1000, 20), (3001, 8), *map(drawn, range(3))]
+    ("n", "num_ranks"),
+    [(4096, 1), (4096, 8), (1024, 32), (4095, 9), (1000, 20), (3001, 8), *map(drawn, range(3))],
 )
 def test_what_is_received_is_that_of_the_plans(n, num_ranks, more, capsys):
     """By the rank that receives most: chunks in a forward and again in a backward, and the gradients that it sends for
     them; also of rates that no shard has all phases of, and of segments and shards that divide nothing."""
-    argv = ["suggest", "--seq-len", str(n), "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--speedup", "8"]
+    argv = [
+        "suggest",
+        "--seq-len",
+        str(n),
+        "--heads",
+        "4",
+        "--kv-heads",
+        "2",
+        "--head-dim",
+        "8",
+        "--speedup",
+        "8",
+    ]
     assert cli.main([*argv, "--ranks", str(num_ranks), "--json", *more]) == 0
     shards = make_shards("contiguous", default_lengths("contiguous", n, num_ranks))
     for found in json.loads(capsys.readouterr().out)["suggestions"]:
-        pattern = DilatedPattern(found["segment_lengths"], found["dilation_rates"], is_causal=not more)
+        pattern = DilatedPattern(
+            found["segment_lengths"], found["dilation_rates"], is_causal=not more
+        )
         plans = [make_plan(Job(pattern, shards, 4, 2), rank) for rank in range(num_ranks)]
         rows = [sum(m.size for hop in plan.hops for m in hop.receives) for plan in plans]
         assert found["largest_received_bytes"] == max(rows) * 8 * (2 * 2 + 4)
@@ -137,12 +166,18 @@ def test_what_is_received_is_that_of_the_plans(n, num_ranks, more, capsys):
         (["--speedup", "0.5"], "--speedup must be at least 1"),
         (["--speedup", "1e9"], "none of the patterns tried has as few as"),
         (["--seconds", "1"], "--seconds needs --hardware"),
-        (["--speedup", "2", "--hardware", "a100-nvlink"], "--hardware a100-nvlink is for --seconds"),
+        (
+            ["--speedup", "2", "--hardware", "a100-nvlink"],
+            "--hardware a100-nvlink is for --seconds",
+        ),
         (["--speedup", "2", "--kv-heads", "3"], "cannot share 3 key/value heads"),
         (["--speedup", "2", "--ranks", "8Ki"], "4,096 of them would own none"),
         (["--speedup", "2", "--ranks", "1M"], "--ranks must be at most 65,536"),
         (["--speedup", "2", "--layers", "1e15"], "--layers must be at most 10,000"),
-        (["--speedup", "2", "--head-dim", "1e40"], "--head-dim must be at most 9,223,372,036,854,775,807"),
+        (
+            ["--speedup", "2", "--head-dim", "1e40"],
+            "--head-dim must be at most 9,223,372,036,854,775,807",
+        ),
     ],
 )
 def test_bad_budgets_and_numbers_are_refused(more, message, capsys):

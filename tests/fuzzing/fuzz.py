@@ -45,8 +45,12 @@ from tqdm import tqdm
 
 from ring_dilated_attention.training.files import MOST_BYTES, check_mine, json_object, write_whole
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, in the processes that are started here
-sys.path += map(str, Path(__file__).parents[1:3])  # for what tests share, and benchmarks, which are not installed
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch is imported, in the processes that are started here
+sys.path += map(
+    str, Path(__file__).parents[1:3]
+)  # for what tests share, and benchmarks, which are not installed
 sys.path.append(str(Path(__file__).parents[1] / "integrations"))
 
 from distributed import START
@@ -66,13 +70,17 @@ KINDS = {
     "advice": "fuzz_advice",
     "streams": "fuzz_streams",
 }
-INTEGRATIONS = {"transformers": "fuzz_transformers"}  # kinds of `make test-integrations`, in tests/integrations
+INTEGRATIONS = {
+    "transformers": "fuzz_transformers"
+}  # kinds of `make test-integrations`, in tests/integrations
 MODULES = KINDS | INTEGRATIONS
 SECONDS_PER_CASE = 60
 MOST_TO_NOTICE = 2000  # cases, to notice that the program is broken
 BYTES_BEYOND_TORCH = 4 * 10**9
 BAR = re.compile(r"\d[kMG]?/[\d.]+[kMG]? \[\d")  # of progress, in numbers or in bytes
-READ = re.compile(r": [\d,]+ bytes$")  # what a training run says of its text, before it fails at a step
+READ = re.compile(
+    r": [\d,]+ bytes$"
+)  # what a training run says of its text, before it fails at a step
 
 
 class Trial(NamedTuple):
@@ -114,13 +122,21 @@ def fuzz(
     """Try cases until they, the time or the patience is through."""
     findings, start, left = Findings(kind, seed), time.monotonic(), numbers
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        while left and time.monotonic() - start < seconds and len(findings.failures) < most_failures:
+        while (
+            left and time.monotonic() - start < seconds and len(findings.failures) < most_failures
+        ):
             ours, theirs = START.Pipe(duplex=False)
-            process: Any = START.Process(target=_work, args=(theirs, kind, seed, left, folder, broken))
+            process: Any = START.Process(
+                target=_work, args=(theirs, kind, seed, left, folder, broken)
+            )
             process.start()
             theirs.close()
             try:
-                while left and time.monotonic() - start < seconds and len(findings.failures) < most_failures:
+                while (
+                    left
+                    and time.monotonic() - start < seconds
+                    and len(findings.failures) < most_failures
+                ):
                     trial, is_alive = _next_trial(ours, process)
                     findings.num_cases += 1
                     findings.outcomes[trial.outcome] += 1
@@ -149,7 +165,9 @@ def _next_trial(pipe: Connection, process: Any) -> tuple[Trial, bool]:
         return Trial("death", "", f"the process died with code {process.exitcode}"), False
 
 
-def _work(pipe: Connection, kind: str, seed: int, numbers: range, folder: str, broken: str | None) -> None:
+def _work(
+    pipe: Connection, kind: str, seed: int, numbers: range, folder: str, broken: str | None
+) -> None:
     tqdm.set_lock(RLock())  # its own would outlive a process that is killed
     module = import_module(MODULES[kind])
     prepared = Path(folder) / "prepared"
@@ -172,7 +190,11 @@ def _work(pipe: Connection, kind: str, seed: int, numbers: range, folder: str, b
 
 def _limit_memory() -> None:
     """What takes all memory takes it from everybody on this machine."""
-    now = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize"))
+    now = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmSize")
+    )
     most = int(now.split()[1]) * 1024 + BYTES_BEYOND_TORCH
     resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
@@ -187,7 +209,12 @@ class Output(NamedTuple):
 
 def captured(command: Callable[[], int]) -> Output:
     """Run a command in this process; what it and its children write goes to files."""
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as error, _redirected(1, out), _redirected(2, error):
+    with (
+        tempfile.TemporaryFile() as out,
+        tempfile.TemporaryFile() as error,
+        _redirected(1, out),
+        _redirected(2, error),
+    ):
         sys.stdout, sys.stderr = (open(n, "w", encoding="utf-8", closefd=False) for n in (1, 2))  # noqa: SIM115
         try:
             code = command()
@@ -235,8 +262,14 @@ def sentence_of(output: Output) -> str | None:
     """Why a refused command's output is not what it should be: a sentence, or the usage and one; None if it is."""
     if output.out:
         return f"it is refused, and prints {output.out[:200]!r}"
-    lines = [line for line in output.error.splitlines() if line.strip() and not (BAR.search(line) or READ.search(line))]
-    lines = lines[:1] + [line for line in lines[1:] if not line.startswith("  ")]  # a wrapped sentence goes on indented
+    lines = [
+        line
+        for line in output.error.splitlines()
+        if line.strip() and not (BAR.search(line) or READ.search(line))
+    ]
+    lines = lines[:1] + [
+        line for line in lines[1:] if not line.startswith("  ")
+    ]  # a wrapped sentence goes on indented
     if lines and lines[0].startswith("usage: "):
         lines = [line for line in lines if ": error: " in line]
     if len(lines) != 1:
@@ -250,7 +283,11 @@ def prove(kind: str, seed: int) -> dict[str, int | None]:
     for broken in import_module(MODULES[kind]).BREAKAGES:
         failures = fuzz(kind, seed, range(MOST_TO_NOTICE), broken=broken, most_failures=1).failures
         if failures:  # it must be for the breakage
-            failures = [] if fuzz(kind, seed, range(failures[0].number, failures[0].number + 1)).failures else failures
+            failures = (
+                []
+                if fuzz(kind, seed, range(failures[0].number, failures[0].number + 1)).failures
+                else failures
+            )
         found[broken] = failures[0].number + 1 if failures else None
         print(
             f"{kind}, broken ({broken}): {f'noticed by case {found[broken]}' if failures else 'NOT NOTICED'}",
@@ -262,7 +299,10 @@ def prove(kind: str, seed: int) -> dict[str, int | None]:
 def is_record(file: BinaryIO) -> bool:
     """Whether a file is one that this script wrote, so that rows may be added to it."""
     record = json_object(file.read(MOST_BYTES))
-    return record.get("case") == "fuzz" and {"command", "hardware", "versions", "rows"} <= record.keys()
+    return (
+        record.get("case") == "fuzz"
+        and {"command", "hardware", "versions", "rows"} <= record.keys()
+    )
 
 
 def record_of(
@@ -278,7 +318,8 @@ def record_of(
     about = {
         "command": " ".join(["python tests/fuzzing/fuzz.py", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or None,
+        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        or None,
     }
     rows = [
         {
@@ -294,7 +335,13 @@ def record_of(
         }
         for found in all_findings
     ]
-    return {"case": "fuzz", **about, "hardware": hardware(), "versions": versions(), "rows": [*before, *rows]}
+    return {
+        "case": "fuzz",
+        **about,
+        "hardware": hardware(),
+        "versions": versions(),
+        "rows": [*before, *rows],
+    }
 
 
 def lines_of(record: dict[str, Any]) -> list[str]:
@@ -308,7 +355,11 @@ def lines_of(record: dict[str, Any]) -> list[str]:
     noticed: dict[str, list[int | None]] = {}
     for row in record["rows"]:
         noticed.setdefault(row["kind"], []).extend(row["broken_noticed_by_case"].values())
-    proofs = [f"{kind}: {len(proof)} of {len(proof)}" for kind, proof in noticed.items() if proof and None not in proof]
+    proofs = [
+        f"{kind}: {len(proof)} of {len(proof)}"
+        for kind, proof in noticed.items()
+        if proof and None not in proof
+    ]
     return [
         "| kind | seed | cases | failures | seconds | commit |",
         "|---|---:|---:|---:|---:|---|",
@@ -320,17 +371,25 @@ def lines_of(record: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kinds", nargs="+", choices=MODULES, default=list(KINDS))
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--cases", type=int, default=2000, help="of each kind (default 2000)")
-    parser.add_argument("--seconds", type=float, default=1800, help="most, of each kind (default 1800)")
+    parser.add_argument(
+        "--seconds", type=float, default=1800, help="most, of each kind (default 1800)"
+    )
     parser.add_argument("--broken", help="break the program in this way first")
-    parser.add_argument("--prove", action="store_true", help="first see that broken programs are noticed")
+    parser.add_argument(
+        "--prove", action="store_true", help="first see that broken programs are noticed"
+    )
     parser.add_argument("--verbose", action="store_true", help="print every case")
     parser.add_argument("--record", type=Path, help="add what was run to a file")
-    parser.add_argument("--table", action="store_true", help="only print the record as a table for a page")
+    parser.add_argument(
+        "--table", action="store_true", help="only print the record as a table for a page"
+    )
     arguments = parser.parse_args()
     if arguments.table:
         print("\n".join(lines_of(json.loads(arguments.record.read_text()))))
@@ -340,7 +399,9 @@ def main() -> int:
             check_mine(arguments.record, is_record, "tests/fuzzing/fuzz.py")
         except ValueError as error:
             parser.error(f"--record: {error}")
-    proofs = {kind: prove(kind, arguments.seed) for kind in arguments.kinds} if arguments.prove else {}
+    proofs = (
+        {kind: prove(kind, arguments.seed) for kind in arguments.kinds} if arguments.prove else {}
+    )
     all_findings = []
     for kind in arguments.kinds:
         print(f"{kind}, seed {arguments.seed}", flush=True)
@@ -351,10 +412,14 @@ def main() -> int:
                 bar.update()
                 if arguments.verbose or trial.complaint is not None:
                     again = f"--kinds {kind} --seed {arguments.seed} --first {number} --cases 1 --verbose"
-                    bar.write(f"{number:6}  {trial.seconds:5.2f} s  {trial.outcome}: {trial.description}", sys.stdout)
+                    bar.write(
+                        f"{number:6}  {trial.seconds:5.2f} s  {trial.outcome}: {trial.description}",
+                        sys.stdout,
+                    )
                     if trial.complaint is not None:
                         bar.write(
-                            f"  FAILED: {trial.complaint}\n  again: python tests/fuzzing/fuzz.py {again}", sys.stdout
+                            f"  FAILED: {trial.complaint}\n  again: python tests/fuzzing/fuzz.py {again}",
+                            sys.stdout,
                         )
 
             found = fuzz(
@@ -366,11 +431,17 @@ def main() -> int:
                 on_trial=show,
             )
         all_findings.append(found)
-        counts = ", ".join(f"{number} {outcome}" for outcome, number in found.outcomes.most_common())
-        print(f"{kind}: {found.num_cases} cases in {found.seconds:.0f} s, {len(found.failures)} failed: {counts}")
+        counts = ", ".join(
+            f"{number} {outcome}" for outcome, number in found.outcomes.most_common()
+        )
+        print(
+            f"{kind}: {found.num_cases} cases in {found.seconds:.0f} s, {len(found.failures)} failed: {counts}"
+        )
         if found.num_cases < arguments.cases:
             on = f"--kinds {kind} --seed {arguments.seed} --first {arguments.first + found.num_cases}"
-            print(f"the time or the patience was up; on from here: python tests/fuzzing/fuzz.py {on}")
+            print(
+                f"the time or the patience was up; on from here: python tests/fuzzing/fuzz.py {on}"
+            )
         if arguments.record is not None and arguments.broken is None:
             path = arguments.record
             before = json.loads(path.read_text())["rows"] if path.exists() else []

@@ -46,13 +46,38 @@ def why_not_text(output: Output) -> str | None:
 
 def try_suggest(rng: random.Random, folder: Path) -> Trial:
     seq_len = rng.choice(
-        [rng.randint(1, 80), rng.choice([64, 128, 256, 257]), *(rng.randint(130, 500) for _ in "1234")]
+        [
+            rng.randint(1, 80),
+            rng.choice([64, 128, 256, 257]),
+            *(rng.randint(130, 500) for _ in "1234"),
+        ]
     )
     kv_heads = rng.randint(1, 3)
-    heads, head_dim, dtype = kv_heads * rng.randint(1, 3), rng.choice([1, 8, 64]), rng.choice(["float32", "bfloat16"])
+    heads, head_dim, dtype = (
+        kv_heads * rng.randint(1, 3),
+        rng.choice([1, 8, 64]),
+        rng.choice(["float32", "bfloat16"]),
+    )
     layers, ranks, is_causal = rng.randint(1, 5), rng.choice([1, 1, 2, 3]), rng.random() < 0.7
-    words = ["suggest", "--seq-len", str(seq_len), "--heads", str(heads), "--kv-heads", str(kv_heads)]
-    words += ["--head-dim", str(head_dim), "--dtype", dtype, "--layers", str(layers), "--ranks", str(ranks)]
+    words = [
+        "suggest",
+        "--seq-len",
+        str(seq_len),
+        "--heads",
+        str(heads),
+        "--kv-heads",
+        str(kv_heads),
+    ]
+    words += [
+        "--head-dim",
+        str(head_dim),
+        "--dtype",
+        dtype,
+        "--layers",
+        str(layers),
+        "--ranks",
+        str(ranks),
+    ]
     words += [] if is_causal else ["--not-causal"]
     dense = heads * (seq_len * (seq_len + 1) // 2 if is_causal else seq_len**2)
     if rng.random() < 0.6:
@@ -60,7 +85,10 @@ def try_suggest(rng: random.Random, folder: Path) -> Trial:
         words += ["--speedup", repr(speedup)]
         most = dense / speedup
     else:
-        rates = [10.0 ** rng.choice([*(rng.uniform(8.1, 16.9) for _ in range(8)), 307, -3]) for _ in range(2)]
+        rates = [
+            10.0 ** rng.choice([*(rng.uniform(8.1, 16.9) for _ in range(8)), 307, -3])
+            for _ in range(2)
+        ]
         of_all = dense * (4 * head_dim / rates[0] + 10 * head_dim / rates[1]) / ranks
         seconds = of_all * rng.choice([*(rng.uniform(0.4, 1.1) for _ in range(6)), 1e-9, 1e9])
         (folder / "here.toml").write_text(
@@ -69,13 +97,19 @@ def try_suggest(rng: random.Random, folder: Path) -> Trial:
         )
         words += ["--seconds", repr(seconds), "--hardware", str(folder / "here.toml")]
         most = seconds * ranks / (4 * head_dim / rates[0] + 10 * head_dim / rates[1])
-    with_json, without = (captured(lambda more=more: cli.main([*words, *more])) for more in (["--json"], []))
+    with_json, without = (
+        captured(lambda more=more: cli.main([*words, *more])) for more in (["--json"], [])
+    )
     shown = " ".join(words)
     complaint = why_not_text(with_json) or why_not_text(without)
     if with_json.code != without.code:
         complaint = complaint or f"codes {with_json.code} and {without.code}"
     if complaint or with_json.code:
-        return Trial(f"suggest {with_json.code}", f"{shown}: {without.error}", complaint or sentence_of(without))
+        return Trial(
+            f"suggest {with_json.code}",
+            f"{shown}: {without.error}",
+            complaint or sentence_of(without),
+        )
     complaint = why_no_json(with_json.out)
     for row in () if complaint else json.loads(with_json.out)["suggestions"]:
         pattern = DilatedPattern(row["segment_lengths"], row["dilation_rates"], is_causal=is_causal)
@@ -85,7 +119,9 @@ def try_suggest(rng: random.Random, folder: Path) -> Trial:
             expected = bytes_of_row * cached_rows(pattern, seq_len, heads, kv_heads)
             complaint = complaint or unequal("cache_bytes", row["cache_bytes"], expected)
         if ranks == 1:
-            complaint = complaint or unequal("largest_received_bytes", row["largest_received_bytes"], 0)
+            complaint = complaint or unequal(
+                "largest_received_bytes", row["largest_received_bytes"], 0
+            )
     return Trial("suggest 0", shown, complaint)
 
 
@@ -94,7 +130,13 @@ def unequal(name: str, found: object, expected: object) -> str | None:
 
 
 def why_wrong(
-    row: dict[str, Any], pattern: DilatedPattern, seq_len: int, heads: int, layers: int, most: float, dense: int
+    row: dict[str, Any],
+    pattern: DilatedPattern,
+    seq_len: int,
+    heads: int,
+    layers: int,
+    most: float,
+    dense: int,
 ) -> str | None:
     """By the definition's own count of who sees whom."""
     count = multiplicity(pattern, seq_len, heads)
@@ -123,8 +165,13 @@ def cached_rows(pattern: DilatedPattern, seq_len: int, heads: int, kv_heads: int
     for branch, (w, r) in enumerate(pattern.branches):
         for kv_head in range(kv_heads):
             ratio = heads // kv_heads
-            phases = {pattern.phase_of(branch, h, heads) for h in range(kv_head * ratio, (kv_head + 1) * ratio)}
-            rows += sum(len(range(phase, min(w, seq_len), r)) for phase in phases if phase is not None)
+            phases = {
+                pattern.phase_of(branch, h, heads)
+                for h in range(kv_head * ratio, (kv_head + 1) * ratio)
+            }
+            rows += sum(
+                len(range(phase, min(w, seq_len), r)) for phase in phases if phase is not None
+            )
     return rows
 
 
@@ -160,9 +207,14 @@ def draw_ranks(rng: random.Random) -> tuple[list[dict[str, Any]], list[str]]:
     spread = rng.choice([1.0, 1e3])
     for rank, one in enumerate(everyone):
         one |= {"rank": rank, "host": f"host{rank // 2}"}
-        one["rates"] = {name: rng.uniform(1, spread) * 1e9 if "flops" in name else 1e-5 for name in one["rates"]}
+        one["rates"] = {
+            name: rng.uniform(1, spread) * 1e9 if "flops" in name else 1e-5 for name in one["rates"]
+        }
         if len(everyone) > 1:
-            times = {"small_seconds": rng.uniform(1, 1.5) * 1e-5, "large_seconds": rng.uniform(1, 1.5) * 1e-2}
+            times = {
+                "small_seconds": rng.uniform(1, 1.5) * 1e-5,
+                "large_seconds": rng.uniform(1, 1.5) * 1e-2,
+            }
             one["messages"] = {"handshake_seconds": rng.choice([0.0, 1e-4]), **times}
     if len(everyone) == 1:
         return everyone, []
@@ -185,25 +237,43 @@ def try_doctor(rng: random.Random, folder: Path) -> Trial:
     complaint = why_not_text(output) or unequal("code", output.code, int(bool(expected)))
     complaint = complaint or (why_no_json(output.out) if is_json else None)
     if complaint is None:
-        said = json.loads(output.out)["to_mend"] if is_json else re.findall(r"^not ready: (.*)$", output.out, re.M)
+        said = (
+            json.loads(output.out)["to_mend"]
+            if is_json
+            else re.findall(r"^not ready: (.*)$", output.out, re.M)
+        )
         missing = [text for text in expected if not any(text in line for line in said)]
         complaint = (
-            f"{missing} is not said: {said}" if missing else unequal("how much is said", len(said), len(expected))
+            f"{missing} is not said: {said}"
+            if missing
+            else unequal("how much is said", len(said), len(expected))
         )
     if complaint is None and file is not None:
-        saved, slowest = machine_of(str(file)).hardware, min(x["rates"]["flops_per_second"] for x in everyone)
+        saved, slowest = (
+            machine_of(str(file)).hardware,
+            min(x["rates"]["flops_per_second"] for x in everyone),
+        )
         if abs(saved.flops_per_second / slowest - 1) > 1e-2:
-            complaint = f"{saved.flops_per_second} is saved, and the slowest rank's rate is {slowest}"
+            complaint = (
+                f"{saved.flops_per_second} is saved, and the slowest rank's rate is {slowest}"
+            )
     how = "ready" if not expected else f"{len(expected)} to mend"
-    return Trial(f"doctor, {len(everyone)} ranks, {how}", f"{expected}, saved: {file is not None}", complaint)
+    return Trial(
+        f"doctor, {len(everyone)} ranks, {how}", f"{expected}, saved: {file is not None}", complaint
+    )
 
 
 _describe, _to_mend = suggest.describe, doctor.to_mend
 
 
-def _describe_one_layer_less(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str, Any]]:
+def _describe_one_layer_less(
+    arguments: argparse.Namespace, most_pairs: float
+) -> list[dict[str, Any]]:
     found = _describe(arguments, most_pairs)
-    return [{**row, "reach_by_layer": [row["reach_by_layer"][0], *row["reach_by_layer"][:-1]]} for row in found]
+    return [
+        {**row, "reach_by_layer": [row["reach_by_layer"][0], *row["reach_by_layer"][:-1]]}
+        for row in found
+    ]
 
 
 def _of_the_first(everyone: list[dict[str, Any]]) -> list[str]:
@@ -212,7 +282,9 @@ def _of_the_first(everyone: list[dict[str, Any]]) -> list[str]:
 
 BREAKAGES: dict[str, Callable[[], Any]] = {
     "a budget is passed by": broken(
-        "budget_of", lambda arguments: (float(arguments.seq_len**2 * arguments.heads), None), suggest
+        "budget_of",
+        lambda arguments: (float(arguments.seq_len**2 * arguments.heads), None),
+        suggest,
     ),
     "one layer less is followed": broken("describe", _describe_one_layer_less, suggest),
     "only the first rank is listened to": broken("to_mend", _of_the_first, doctor),

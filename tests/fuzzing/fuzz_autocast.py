@@ -85,7 +85,9 @@ def try_call(rng: random.Random) -> Trial:
     call = draw_call(rng, dtypes=[dtype])
     inputs, dout, dlse = tensors_of(call)
     leaves = arranged(rng, call, [x.to(given) for x in inputs])
-    attend = functools.partial(dilated_attention, pattern=call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale)
+    attend = functools.partial(
+        dilated_attention, pattern=call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale
+    )
 
     def cast_here(*given: Tensor, **more: Any) -> Any:
         with not_under(short) if is_off else under(short):
@@ -107,7 +109,11 @@ def try_call(rng: random.Random) -> Trial:
             complaint = complaint or f"{name} is not that of a call with inputs that were cast"
     complaint = complaint or difference(call, right, answer_to(call, inputs, dout, dlse))
     where = "off" if is_off else f"{names(given)} to {names(dtype)}"
-    return Trial(f"call, {where}", f"{call} from {given} under {short}, {how}, inside: {is_inside}", complaint)
+    return Trial(
+        f"call, {where}",
+        f"{call} from {given} under {short}, {how}, inside: {is_inside}",
+        complaint,
+    )
 
 
 def try_mixed(rng: random.Random) -> Trial:
@@ -116,7 +122,9 @@ def try_mixed(rng: random.Random) -> Trial:
     dtypes = [rng.choice(WIDE) for _ in range(3)]
     call = draw_call(rng, dtypes=[torch.float32])._replace(needs_grad="")
     inputs = [x.to(dtype) for x, dtype in zip(tensors_of(call)[0], dtypes, strict=True)]
-    attend = functools.partial(dilated_attention, pattern=call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale)
+    attend = functools.partial(
+        dilated_attention, pattern=call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale
+    )
     kinds = {taken(dtype, short) for dtype in dtypes}
     description = f"{call} of {dtypes} under {short}"
 
@@ -127,12 +135,21 @@ def try_mixed(rng: random.Random) -> Trial:
     if len(kinds) > 1:
         return Trial("mixed, refused", description, why_not_refused(attempt))
     out, right = attempt(), attend(*(x.to(next(iter(kinds))) for x in inputs))
-    complaint = None if out.dtype == right.dtype and torch.equal(out, right) else "out is not that of one type"
+    complaint = (
+        None
+        if out.dtype == right.dtype and torch.equal(out, right)
+        else "out is not that of one type"
+    )
     return Trial("mixed, computed", description, complaint)
 
 
 def why_far(
-    name: str, found: Tensor, expected: Tensor, dtype: torch.dtype, tolerance: float, size: float | None = None
+    name: str,
+    found: Tensor,
+    expected: Tensor,
+    dtype: torch.dtype,
+    tolerance: float,
+    size: float | None = None,
 ) -> str | None:
     """In the L2 norm, relative to `size`: by default that of `expected`, which then is nothing that may cancel."""
     if found.dtype != dtype or found.shape != expected.shape:
@@ -144,28 +161,42 @@ def why_far(
     if size is None:
         size = float(expected.norm())
     allowed = tolerance * size + 1e-6
-    return None if error <= allowed else f"{name} is off by {error:.1e}, where {allowed:.1e} is allowed"
+    return (
+        None
+        if error <= allowed
+        else f"{name} is off by {error:.1e}, where {allowed:.1e} is allowed"
+    )
 
 
-def cast_by_hand(module: MultiheadDilatedAttention, x: Tensor, dtype: torch.dtype, documents: Tensor | None) -> Tensor:
+def cast_by_hand(
+    module: MultiheadDilatedAttention, x: Tensor, dtype: torch.dtype, documents: Tensor | None
+) -> Tensor:
     """The module with all casts that autocast makes, written out."""
     dim = module.head_dim
     sizes = (module.num_heads * dim, module.num_kv_heads * dim, module.num_kv_heads * dim)
     bias = module.in_proj_bias
-    joined = F.linear(x.to(dtype), module.in_proj_weight.to(dtype), None if bias is None else bias.to(dtype))
+    joined = F.linear(
+        x.to(dtype), module.in_proj_weight.to(dtype), None if bias is None else bias.to(dtype)
+    )
     q, k, v = (y.unflatten(-1, (-1, dim)) for y in joined.split(sizes, dim=-1))
     if module.rotary_base is not None:
         positions = torch.arange(x.shape[1])
         if documents is not None:
-            positions = positions - documents[torch.searchsorted(documents, positions, right=True) - 1]
-        angles = positions.double()[:, None] * module.rotary_base ** (-torch.arange(0, dim, 2).double() / dim)
+            positions = (
+                positions - documents[torch.searchsorted(documents, positions, right=True) - 1]
+            )
+        angles = positions.double()[:, None] * module.rotary_base ** (
+            -torch.arange(0, dim, 2).double() / dim
+        )
         q, k = (turned(y.double(), angles).to(dtype) for y in (q, k))
     out = dilated_attention(q, k, v, module.pattern, cu_seqlens=documents)
     assert isinstance(out, Tensor)
     out = out.flatten(2)
     if module.sub_layernorm is not None:
         norm = module.sub_layernorm
-        out = F.layer_norm(out.to(norm.weight.dtype), out.shape[-1:], norm.weight, norm.bias, norm.eps).to(dtype)
+        out = F.layer_norm(
+            out.to(norm.weight.dtype), out.shape[-1:], norm.weight, norm.bias, norm.eps
+        ).to(dtype)
     last = module.out_proj
     return F.linear(out, last.weight.to(dtype), None if last.bias is None else last.bias.to(dtype))
 
@@ -181,7 +212,9 @@ def try_module(rng: random.Random) -> Trial:
     if how == "packed":
         x, documents = x[:1], torch.tensor([0, num_positions], dtype=torch.int32)
         if num_positions > 1:
-            documents = torch.tensor([0, rng.randint(1, num_positions - 1), num_positions], dtype=torch.int32)
+            documents = torch.tensor(
+                [0, rng.randint(1, num_positions - 1), num_positions], dtype=torch.int32
+            )
         more["cu_seqlens"] = documents
     elif how == "padded":  # by nothing, which takes the same way
         more["key_padding_mask"] = torch.zeros(batch, num_positions, dtype=torch.bool)
@@ -197,8 +230,12 @@ def try_module(rng: random.Random) -> Trial:
     largest = max(float(g.norm()) for g in grads[1])
     for name, actual, right in zip(parameters, *grads, strict=True):
         # A bias of keys has no gradient but for rounding, which is of the size of the others.
-        complaint = complaint or why_far(f"gradient of {name}", actual, right, given, 32 * eps, largest)
-    return Trial(f"module, {how}, {names(given)}", f"{module}, {tuple(x.shape)} under {short}", complaint)
+        complaint = complaint or why_far(
+            f"gradient of {name}", actual, right, given, 32 * eps, largest
+        )
+    return Trial(
+        f"module, {how}, {names(given)}", f"{module}, {tuple(x.shape)} under {short}", complaint
+    )
 
 
 def try_cache(rng: random.Random) -> Trial:
@@ -224,13 +261,18 @@ def try_cache(rng: random.Random) -> Trial:
                 outs.append(module(rows, rows, rows, cache=cache)[0])
                 start += rows.shape[1]
     complaint = None if cache.dtype == short else f"the cache is {cache.dtype}"
-    complaint = complaint or why_far("out", torch.cat(outs, 1), expected, short, 16 * torch.finfo(short).eps)
+    complaint = complaint or why_far(
+        "out", torch.cat(outs, 1), expected, short, 16 * torch.finfo(short).eps
+    )
     return Trial("cache, computed", f"{module}, {tuple(x.shape)} under {short}", complaint)
 
 
 def draw_model(rng: random.Random, **more: Any) -> tuple[nn.Module, tuple[Any, ...]]:
     """A model wide enough that its norms do not blow rounding up, and inputs for it."""
-    branches: Any = ([rng.choice([4, 7, 16, 64]) for _ in range(2)], [rng.choice([1, 2, 3]) for _ in range(2)])
+    branches: Any = (
+        [rng.choice([4, 7, 16, 64]) for _ in range(2)],
+        [rng.choice([1, 2, 3]) for _ in range(2)],
+    )
     num_positions, batch = rng.randint(2, 40), rng.randint(1, 2)
     sizes: dict[str, Any] = {"num_layers": rng.randint(1, 2), "embed_dim": 32, "num_heads": 4}
     tokens = torch.randint(13, (batch, num_positions))
@@ -239,8 +281,13 @@ def draw_model(rng: random.Random, **more: Any) -> tuple[nn.Module, tuple[Any, .
         return LongNetLM(LongNetConfig(*branches, vocab_size=13, **sizes), **more), (tokens,)
     if kind == "slides":
         rules = {"segment_lengths": branches[0], "dilation_rates": branches[1], "slide_ngrids": 20}
-        model = LongNetViT(5, 32, sizes["num_layers"], 4, **rules, global_pool=rng.random() < 0.5, **more)
-        return model, (torch.randn(batch, num_positions, 5), torch.randint(19 * 256, (batch, num_positions, 2)))
+        model = LongNetViT(
+            5, 32, sizes["num_layers"], 4, **rules, global_pool=rng.random() < 0.5, **more
+        )
+        return model, (
+            torch.randn(batch, num_positions, 5),
+            torch.randint(19 * 256, (batch, num_positions, 2)),
+        )
     config = TorchscaleConfig(
         *branches,
         **sizes,
@@ -262,9 +309,8 @@ def try_model(rng: random.Random) -> Trial:
     how = rng.choice(["near", "near", "float64", "recomputed", "loss"])
     model, inputs = draw_model(rng, activation_checkpointing=how == "recomputed")
     exact = copy.deepcopy(model).double()
-    description = (
-        f"{type(model).__name__} {getattr(model, 'config', '')}, {[tuple(x.shape) for x in inputs]} under {short}"
-    )
+    shapes = [tuple(x.shape) for x in inputs]
+    description = f"{type(model).__name__} {getattr(model, 'config', '')}, {shapes} under {short}"
     kind = f"{type(model).__name__}, {how}"
     wide = [x.double() if x.is_floating_point() else x for x in inputs]
     tolerance = 12 * torch.finfo(short).eps
@@ -272,7 +318,9 @@ def try_model(rng: random.Random) -> Trial:
         with under(short):
             found = outcome(exact, wide)
         same = torch.equal(found, outcome(exact, wide))
-        return Trial(kind, description, None if same else "a float64 model is another under autocast")
+        return Trial(
+            kind, description, None if same else "a float64 model is another under autocast"
+        )
     if how == "loss" and isinstance(model, LongNetLM):
         with under(short):
             loss = model.loss(*inputs)
@@ -282,9 +330,13 @@ def try_model(rng: random.Random) -> Trial:
         complaint = why_far("loss", loss, expected, torch.float32, tolerance)
         largest = max(float(y.grad.norm()) for y in exact.parameters())
         for (name, x), y in zip(model.named_parameters(), exact.parameters(), strict=True):
-            complaint = complaint or (None if x.grad.dtype == x.dtype else f"gradient of {name} is {x.grad.dtype}")
+            complaint = complaint or (
+                None if x.grad.dtype == x.dtype else f"gradient of {name} is {x.grad.dtype}"
+            )
             complaint = complaint or ("a gradient has NaN" if x.grad.isnan().any() else None)
-            complaint = complaint or why_far(f"gradient of {name}", x.grad, y.grad, x.dtype, 4 * tolerance, largest)
+            complaint = complaint or why_far(
+                f"gradient of {name}", x.grad, y.grad, x.dtype, 4 * tolerance, largest
+            )
         return Trial(kind, description, complaint)
     with under(short):
         found = outcome(model, inputs)
@@ -296,13 +348,22 @@ def try_model(rng: random.Random) -> Trial:
         with under(short):
             right = outcome(plain, inputs)
         dout = torch.randn_like(right)
-        grads = [torch.autograd.grad(y, list(m.parameters()), dout) for y, m in ((found, model), (right, plain))]
-        same = torch.equal(found, right) and all(torch.equal(x, y) for x, y in zip(*grads, strict=True))
+        grads = [
+            torch.autograd.grad(y, list(m.parameters()), dout)
+            for y, m in ((found, model), (right, plain))
+        ]
+        same = torch.equal(found, right) and all(
+            torch.equal(x, y) for x, y in zip(*grads, strict=True)
+        )
         return Trial(kind, description, None if same else "recomputing changes numbers")
-    return Trial(kind, description, why_far("out", found, outcome(exact, wide), found.dtype, tolerance))
+    return Trial(
+        kind, description, why_far("out", found, outcome(exact, wide), found.dtype, tolerance)
+    )
 
 
-def sizes_of_gated(inputs: Sequence[Tensor], pattern: DilatedPattern, dout: Tensor, lse: Tensor) -> dict[str, Tensor]:
+def sizes_of_gated(
+    inputs: Sequence[Tensor], pattern: DilatedPattern, dout: Tensor, lse: Tensor
+) -> dict[str, Tensor]:
     """`sizes_of` over padded rows, branch by branch. Keys of padding are zero: they count in lse alone."""
     length, num_heads, head_dim = inputs[0].shape[1:]
     total = {name: torch.zeros_like(dout) for name in NAMES} | {"lse": torch.zeros_like(lse)}
@@ -311,8 +372,13 @@ def sizes_of_gated(inputs: Sequence[Tensor], pattern: DilatedPattern, dout: Tens
         cropped = num_rows - length  # places beyond the sequence, which are no result
         padded = [x[:, rows_P] * is_row_P[:, None, None] for x in inputs]
         count = multiplicity(one, num_rows, num_heads)
-        dout_P, lse_P = F.pad(dout, (0, 0, 0, 0, 0, cropped)), F.pad(lse, (0, 0, 0, cropped), value=torch.inf)
-        sizes = sizes_of_terms(count, head_dim**-0.5, padded, dout_P, torch.zeros_like(lse_P), lse_P)
+        dout_P, lse_P = (
+            F.pad(dout, (0, 0, 0, 0, 0, cropped)),
+            F.pad(lse, (0, 0, 0, cropped), value=torch.inf),
+        )
+        sizes = sizes_of_terms(
+            count, head_dim**-0.5, padded, dout_P, torch.zeros_like(lse_P), lse_P
+        )
         for name in ("out", "lse"):
             total[name] += sizes[name][:, :length]
         for name in ("dq", "dk", "dv"):
@@ -342,7 +408,9 @@ def try_gated(rng: random.Random) -> Trial:
         dtype = short if name == "out" else torch.float32
         complaint = complaint or why_off(name, actual, value, sizes[name], dtype, short)
     return Trial(
-        f"gated, {'causal' if is_causal else 'not causal'}", f"{pattern}, {out.shape} under {short}", complaint
+        f"gated, {'causal' if is_causal else 'not causal'}",
+        f"{pattern}, {out.shape} under {short}",
+        complaint,
     )
 
 
@@ -351,7 +419,9 @@ def try_compiled(rng: random.Random) -> Trial:
     call = draw_call(rng, dtypes=[torch.float32])._replace(needs_grad="qkv", outputs="both")
     inputs, dout, dlse = tensors_of(call)
     short = rng.choice(SHORT)
-    attend = functools.partial(dilated_attention, pattern=call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale)
+    attend = functools.partial(
+        dilated_attention, pattern=call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale
+    )
     complaint = None
     try:
         compiled = torch.compile(attend, fullgraph=True, backend=rng.choice(["eager", "aot_eager"]))
@@ -361,22 +431,30 @@ def try_compiled(rng: random.Random) -> Trial:
                 found = results(call, leaves[0], compiled, dout, dlse)
                 right = results(call, leaves[1], attend, dout, dlse)
             for name in NAMES:
-                if found[name].dtype != right[name].dtype or not torch.equal(found[name], right[name]):
-                    complaint = complaint or f"{name}, autocast {is_on}: another than without compilation"
+                if found[name].dtype != right[name].dtype or not torch.equal(
+                    found[name], right[name]
+                ):
+                    complaint = (
+                        complaint or f"{name}, autocast {is_on}: another than without compilation"
+                    )
     finally:
         torch._dynamo.reset()
     return Trial("compiled call", f"{call} under {short}", complaint)
 
 
 def _cast_float64_too(x: Any) -> Any:
-    is_wide = isinstance(x, Tensor) and x.dtype == torch.float64 and torch.is_autocast_enabled("cpu")
+    is_wide = (
+        isinstance(x, Tensor) and x.dtype == torch.float64 and torch.is_autocast_enabled("cpu")
+    )
     return x.to(torch.get_autocast_dtype("cpu")) if is_wide else _autocast(x)
 
 
 _autocast, _rotary_table = attention.autocast, multihead.rotary_table
 
 
-def _short_table(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> multihead.RotaryTable:
+def _short_table(
+    positions: Tensor, head_dim: int, base: float, dtype: torch.dtype
+) -> multihead.RotaryTable:
     is_on = torch.is_autocast_enabled("cpu")
     table = _rotary_table(positions, head_dim, base, torch.bfloat16 if is_on else dtype)
     return multihead.RotaryTable(table.cos_ND.to(dtype), table.sin_ND.to(dtype), base)

@@ -46,23 +46,31 @@ class Desk(fuzz_ranks.Desk):
             self.positions: 1,
         }
 
-    def attempts(self, rng: random.Random, parallel: ContextParallel, seq_len: int) -> dict[str, Callable[[Any], Any]]:
+    def attempts(
+        self, rng: random.Random, parallel: ContextParallel, seq_len: int
+    ) -> dict[str, Callable[[Any], Any]]:
         """Calls that take borders."""
         module = draw_module(rng, head_multiple=self.world_size, parallel=parallel)
         pattern = draw_pattern(rng, self.world_size)
         sizes = {"num_layers": 1, "embed_dim": 4 * self.world_size, "num_heads": self.world_size}
-        x = self.rows(torch.randn(1, seq_len, module.embed_dim, dtype=torch.float64), parallel, seq_len)
+        x = self.rows(
+            torch.randn(1, seq_len, module.embed_dim, dtype=torch.float64), parallel, seq_len
+        )
         qkv = self.rows(torch.randn(1, seq_len, self.world_size, 4), parallel, seq_len)
         tokens = self.rows(torch.randint(7, (1, seq_len)), parallel, seq_len)
         model = LongNetLM(LongNetConfig((5, 9), (1, 2), vocab_size=7, **sizes), parallel=parallel)
         return {
-            "call": lambda borders: dilated_attention(qkv, qkv, qkv, pattern, parallel=parallel, cu_seqlens=borders),
+            "call": lambda borders: dilated_attention(
+                qkv, qkv, qkv, pattern, parallel=parallel, cu_seqlens=borders
+            ),
             "module": lambda borders: module(x, x, x, cu_seqlens=borders),
             "model": lambda borders: model(tokens, borders),
             "loss": lambda borders: model.loss(tokens, borders),
         }
 
-    def why_wrong_after(self, rng: random.Random, parallel: ContextParallel, seq_len: int) -> str | None:
+    def why_wrong_after(
+        self, rng: random.Random, parallel: ContextParallel, seq_len: int
+    ) -> str | None:
         """A right call on the same context."""
         return self.why_not_as_said(rng, parallel, seq_len, draw_borders(rng, seq_len), None)
 
@@ -78,7 +86,11 @@ class Desk(fuzz_ranks.Desk):
         module = draw_module(rng, head_multiple=self.world_size, parallel=parallel)
         x = torch.randn(1, seq_len, module.embed_dim, dtype=torch.float64)
         local = self.rows(x, parallel, seq_len)
-        more = {"positions": positions} if positions is not None and module.rotary_base is not None else {}
+        more = (
+            {"positions": positions}
+            if positions is not None and module.rotary_base is not None
+            else {}
+        )
         found, _ = module(local, local, local, cu_seqlens=tensor(borders), **more)
         places = within(borders, seq_len) if positions is None else parallel.unshard(positions, 0)
         expected = by_hand(module, x, places, borders)
@@ -96,7 +108,10 @@ class Desk(fuzz_ranks.Desk):
             says = ["cu_seqlens", "rank"] if parallel.rank != self.odd else ["cu_seqlens"]
             complaint = why_not_refused_at_once(lambda: attempt(own), *says)
             complaint = complaint or self.why_wrong_after(rng, parallel, seq_len)
-        return f"{name}: rank {self.odd} has {other()}, not {right}, {fuzz_ranks.told(parallel)}", complaint
+        return (
+            f"{name}: rank {self.odd} has {other()}, not {right}, {fuzz_ranks.told(parallel)}",
+            complaint,
+        )
 
     def all_wrong(self, rng: random.Random) -> Outcome:
         """All ranks have the same borders, which cannot be: those of their shards, say."""
@@ -121,13 +136,22 @@ class Desk(fuzz_ranks.Desk):
         with self.context(rng, seq_len) as parallel:
             right = draw_borders(rng, seq_len)
             source = rng.choice([None, None, self.odd])
-            other = rng.choice(wrong_borders(seq_len)) if source is not None else draw_other(rng, right, seq_len)
+            other = (
+                rng.choice(wrong_borders(seq_len))
+                if source is not None
+                else draw_other(rng, right, seq_len)
+            )
             batch = self.batch_of(rng, seq_len, tensor(right))
             if parallel.rank == self.odd:
                 batch["cu_seqlens"] = other()
-            complaint = why_not_refused_at_once(lambda: parallel.shard_batch(batch, source=source), "cu_seqlens")
+            complaint = why_not_refused_at_once(
+                lambda: parallel.shard_batch(batch, source=source), "cu_seqlens"
+            )
             complaint = complaint or self.why_wrong_after(rng, parallel, seq_len)
-        return f"rank {self.odd} has {other()}, not {right}, source {source}, {fuzz_ranks.told(parallel)}", complaint
+        return (
+            f"rank {self.odd} has {other()}, not {right}, source {source}, {fuzz_ranks.told(parallel)}",
+            complaint,
+        )
 
     def all_batches(self, rng: random.Random) -> Outcome:
         """All ranks' batches have borders that cannot be."""
@@ -136,7 +160,9 @@ class Desk(fuzz_ranks.Desk):
             source = rng.choice([None, 0, self.world_size - 1])
             wrong = rng.choice(wrong_borders(seq_len))
             batch = self.batch_of(rng, seq_len, wrong())
-            complaint = why_not_refused_at_once(lambda: parallel.shard_batch(batch, source=source), "cu_seqlens")
+            complaint = why_not_refused_at_once(
+                lambda: parallel.shard_batch(batch, source=source), "cu_seqlens"
+            )
             complaint = complaint or self.why_wrong_after(rng, parallel, seq_len)
         return f"{wrong()} of {seq_len}, source {source}, {fuzz_ranks.told(parallel)}", complaint
 
@@ -149,13 +175,20 @@ class Desk(fuzz_ranks.Desk):
             batch = {"tokens": torch.arange(seq_len)[None]}
             if dealt is not None:
                 batch["cu_seqlens"] = tensor(dealt)
-            local = parallel.shard_batch(batch if source in (None, parallel.rank) else None, source=source)
+            local = parallel.shard_batch(
+                batch if source in (None, parallel.rank) else None, source=source
+            )
             complaint = why_unequal(
-                "positions", local["positions"], self.rows(within(dealt, seq_len), parallel, seq_len, 0)
+                "positions",
+                local["positions"],
+                self.rows(within(dealt, seq_len), parallel, seq_len, 0),
             )
             passed = local["positions"] if rng.random() < 0.5 else None
             complaint = complaint or self.why_not_as_said(rng, parallel, seq_len, called, passed)
-        return f"batch {dealt}, call {called}, positions {passed is not None}, {fuzz_ranks.told(parallel)}", complaint
+        return (
+            f"batch {dealt}, call {called}, positions {passed is not None}, {fuzz_ranks.told(parallel)}",
+            complaint,
+        )
 
     def changed(self, rng: random.Random) -> Outcome:
         """Somebody writes between forward and backward. Into rows: an error of all ranks. Into borders: nothing, since
@@ -176,12 +209,19 @@ class Desk(fuzz_ranks.Desk):
                     (given if what == "cu_seqlens" else query).add_(1)
             if what == "cu_seqlens":
                 (found,) = torch.autograd.grad(out.sum(), [k])
-                again = dilated_attention(q, k, v, pattern, parallel=parallel, cu_seqlens=tensor(borders))
+                again = dilated_attention(
+                    q, k, v, pattern, parallel=parallel, cu_seqlens=tensor(borders)
+                )
                 complaint = why_unequal("dk", found, torch.autograd.grad(again.sum(), [k])[0])
             else:
-                complaint = why_not_refused_at_once(lambda: backward(out, k), "modified by an inplace operation")
+                complaint = why_not_refused_at_once(
+                    lambda: backward(out, k), "modified by an inplace operation"
+                )
             complaint = complaint or self.why_wrong_after(rng, parallel, seq_len)
-        return f"{what} of {whose}, rank {self.odd}, {borders}, {fuzz_ranks.told(parallel)}", complaint
+        return (
+            f"{what} of {whose}, rank {self.odd}, {borders}, {fuzz_ranks.told(parallel)}",
+            complaint,
+        )
 
     def positions(self, rng: random.Random) -> Outcome:
         """`positions` of a context, which talks to nobody."""
@@ -189,8 +229,12 @@ class Desk(fuzz_ranks.Desk):
         with self.context(rng, seq_len) as parallel:
             borders, wrong = draw_borders(rng, seq_len), rng.choice(wrong_borders(seq_len))
             found = parallel.positions(seq_len, tensor(borders))
-            complaint = why_unequal("positions", found, self.rows(within(borders, seq_len), parallel, seq_len, 0))
-            complaint = complaint or why_not_refused_at_once(lambda: parallel.positions(seq_len, wrong()), "cu_seqlens")
+            complaint = why_unequal(
+                "positions", found, self.rows(within(borders, seq_len), parallel, seq_len, 0)
+            )
+            complaint = complaint or why_not_refused_at_once(
+                lambda: parallel.positions(seq_len, wrong()), "cu_seqlens"
+            )
         return f"{borders}, then {wrong()}, of {seq_len}, {fuzz_ranks.told(parallel)}", complaint
 
 
@@ -214,14 +258,18 @@ def within(borders: Borders | None, seq_len: int) -> Tensor:
 
 def draw_borders(rng: random.Random, seq_len: int) -> Borders:
     most = rng.choice([2, 5, seq_len])
-    inner = {rng.randint(1, seq_len - 1) for _ in range(rng.randint(0, most))} if seq_len > 1 else set()
+    inner = (
+        {rng.randint(1, seq_len - 1) for _ in range(rng.randint(0, most))} if seq_len > 1 else set()
+    )
     return (0, *sorted(inner), seq_len)
 
 
 def draw_other(rng: random.Random, right: Borders | None, seq_len: int) -> Callable[[], Any]:
     """Borders that one rank may have instead: others that could be, or none that could."""
     wrong = rng.choice(wrong_borders(seq_len))
-    found = rng.choice([None, draw_borders(rng, seq_len), moved(rng, right, seq_len), moved(rng, right, seq_len)])
+    found = rng.choice(
+        [None, draw_borders(rng, seq_len), moved(rng, right, seq_len), moved(rng, right, seq_len)]
+    )
     return wrong if found == right or rng.random() < 0.5 else lambda: tensor(found)
 
 
@@ -252,7 +300,15 @@ def wrong_borders(seq_len: int) -> list[Callable[[], Any]]:
         (0, -n),
     ]
     int32: list[Callable[[], Any]] = [lambda x=x: torch.tensor(x, dtype=torch.int32) for x in lists]
-    dtypes = [torch.int64, torch.float32, torch.float64, torch.bool, torch.int16, torch.complex64, torch.uint8]
+    dtypes = [
+        torch.int64,
+        torch.float32,
+        torch.float64,
+        torch.bool,
+        torch.int16,
+        torch.complex64,
+        torch.uint8,
+    ]
     others: list[Callable[[], Any]] = [lambda d=d: torch.tensor([0, n]).to(d) for d in dtypes]
     more: list[Callable[[], Any]] = [
         lambda: torch.tensor([[0, n]], dtype=torch.int32),

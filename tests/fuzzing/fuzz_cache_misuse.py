@@ -10,7 +10,13 @@ from fuzz import Trial
 from fuzz_calls import why_not_refused
 from torch import Tensor
 
-from ring_dilated_attention import ContextParallel, DilatedCache, DilatedPattern, dilated_attention, simulate
+from ring_dilated_attention import (
+    ContextParallel,
+    DilatedCache,
+    DilatedPattern,
+    dilated_attention,
+    simulate,
+)
 
 
 def why_changed(cache: DilatedCache, attempt: Callable[[], object]) -> str | None:
@@ -32,11 +38,15 @@ def made(
     return DilatedCache(pattern, batch, num_heads, num_kv_heads, more.pop("head_dim", 8), **more)
 
 
-def rows(num: int = 1, dtype: torch.dtype = torch.float32, batch: int = 2, heads: int = 4) -> list[Tensor]:
+def rows(
+    num: int = 1, dtype: torch.dtype = torch.float32, batch: int = 2, heads: int = 4
+) -> list[Tensor]:
     return [torch.zeros(batch, num, h, 8, dtype=dtype) for h in (heads, 2, 2)]
 
 
-def appended(cache: DilatedCache, given: Sequence[Tensor], pattern: Any = PATTERN, **more: Any) -> object:
+def appended(
+    cache: DilatedCache, given: Sequence[Tensor], pattern: Any = PATTERN, **more: Any
+) -> object:
     return dilated_attention(*given, pattern, cache=cache, **more)
 
 
@@ -134,14 +144,20 @@ MISUSE: list[Callable[[DilatedCache], Any]] = [
     lambda c: c.load_state_dict({"cache": c._described()}),
     lambda c: c.load_state_dict({**c.state_dict(), "rows": []}),
     lambda c: c.load_state_dict({**c.state_dict(), "rows": c.state_dict()["rows"] * 2}),
-    lambda c: c.load_state_dict({**c.state_dict(), "rows": [x[:, 1:] for x in c.state_dict()["rows"]]}),
-    lambda c: c.load_state_dict({**c.state_dict(), "rows": [x.double() for x in c.state_dict()["rows"]]}),
+    lambda c: c.load_state_dict(
+        {**c.state_dict(), "rows": [x[:, 1:] for x in c.state_dict()["rows"]]}
+    ),
+    lambda c: c.load_state_dict(
+        {**c.state_dict(), "rows": [x.double() for x in c.state_dict()["rows"]]}
+    ),
     lambda c: c.load_state_dict({**c.state_dict(), "rows": None}),
     lambda c: c.load_state_dict({**c.state_dict(), "progress": torch.tensor([[-1, 7], [0, 0]])}),
     lambda c: c.load_state_dict({**c.state_dict(), "progress": torch.tensor([[7, 7], [9, 0]])}),
     lambda c: c.load_state_dict({**c.state_dict(), "progress": torch.tensor([[7], [0]])}),
     lambda c: c.load_state_dict({**c.state_dict(), "progress": torch.tensor([7, 7])}),
-    lambda c: c.load_state_dict({**c.state_dict(), "progress": torch.tensor([[7.0, 7.0], [0.0, 0.0]])}),
+    lambda c: c.load_state_dict(
+        {**c.state_dict(), "progress": torch.tensor([[7.0, 7.0], [0.0, 0.0]])}
+    ),
     lambda c: c.load_state_dict({**c.state_dict(), "progress": [[7, 7], [0, 0]]}),
     lambda c: c.load_state_dict({**c.state_dict(), "keep": -1}),
     lambda c: c.load_state_dict({**c.state_dict(), "keep": None}),
@@ -173,4 +189,6 @@ def try_hostile(rng: random.Random, compiler: str | None) -> Trial:
     number = rng.randrange(len(MISUSE))
     cache = told(made(max_len=9), 7)
     cache.progress[1] = 4
-    return Trial("refused: a use", f"use {number}", why_changed(cache, lambda: MISUSE[number](cache)))
+    return Trial(
+        "refused: a use", f"use {number}", why_changed(cache, lambda: MISUSE[number](cache))
+    )

@@ -60,7 +60,9 @@ def causal(call: Call) -> Call:
     """As a call with a cache can be: causal, of whole sequences, without a gradient."""
     pattern = call.pattern
     rules = {"phase": pattern.phase, "heads": pattern.heads}
-    pattern = DilatedPattern(pattern.segment_lengths, pattern.dilation_rates, is_causal=True, **rules)
+    pattern = DilatedPattern(
+        pattern.segment_lengths, pattern.dilation_rates, is_causal=True, **rules
+    )
     return call._replace(pattern=pattern, documents=None, needs_grad="", outputs="both")
 
 
@@ -68,7 +70,10 @@ def draw_limits(rng: random.Random, call: Call) -> dict[str, Any]:
     """max_len and keep; segments that never end need the first."""
     is_endless = any(w > 1000 for w in call.pattern.segment_lengths)
     lengths = [call.seq_len, call.seq_len + rng.randint(1, 9)]
-    return {"max_len": rng.choice(lengths if is_endless else [None, *lengths]), "keep": rng.choice([0, 0, 1, 3, 20])}
+    return {
+        "max_len": rng.choice(lengths if is_endless else [None, *lengths]),
+        "keep": rng.choice([0, 0, 1, 3, 20]),
+    }
 
 
 @dataclass
@@ -87,7 +92,11 @@ class Held:
 def draw_caches(rng: random.Random, call: Call, limits: dict[str, Any]) -> list[Held]:
     """One cache of all heads, or two of some."""
     ratio, num_kv_heads = call.num_heads // call.num_kv_heads, call.num_kv_heads
-    border = rng.randint(1, num_kv_heads - 1) if num_kv_heads > 1 and rng.random() < 0.5 else num_kv_heads
+    border = (
+        rng.randint(1, num_kv_heads - 1)
+        if num_kv_heads > 1 and rng.random() < 0.5
+        else num_kv_heads
+    )
     several = []
     for start, stop in ((0, border), (border, num_kv_heads)):
         if start == stop:
@@ -112,7 +121,9 @@ class Conversation:
         self.several = draw_caches(rng, self.call, self.limits)
         self.inputs, dout, dlse = tensors_of(self.call)
         with torch.inference_mode(False), torch.enable_grad():
-            self.answer = answer_to(self.call, [x.clone() for x in self.inputs], dout.clone(), dlse.clone())
+            self.answer = answer_to(
+                self.call, [x.clone() for x in self.inputs], dout.clone(), dlse.clone()
+            )
         self.sources = list(range(self.call.batch))  # the sequence that each entry goes on with
         self.positions, self.highest = [0] * self.call.batch, [0] * self.call.batch
         self.counter = CompileCounterWithBackend(compiler) if compiler else None
@@ -122,9 +133,13 @@ class Conversation:
         self.said: list[str] = []
 
     def _attend(self, one: Held) -> Attend:
-        def attend(q: Tensor, k: Tensor, v: Tensor, cache: DilatedCache, lengths: Tensor | None) -> Any:
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, cache: DilatedCache, lengths: Tensor | None
+        ) -> Any:
             rules = {"scale": self.call.scale, "return_lse": True, **one.held}
-            return dilated_attention(q, k, v, self.call.pattern, cache=cache, lengths=lengths, **rules)
+            return dilated_attention(
+                q, k, v, self.call.pattern, cache=cache, lengths=lengths, **rules
+            )
 
         if self.counter is None:
             return attend
@@ -137,7 +152,14 @@ class Conversation:
     def actions(self) -> list[Callable[[], str | None]]:
         if self.only_tokens:
             return [self.append]
-        return [self.append] * 7 + [self.crop, self.crop, self.fork, self.load, self.reset, self.refuse]
+        return [self.append] * 7 + [
+            self.crop,
+            self.crop,
+            self.fork,
+            self.load,
+            self.reset,
+            self.refuse,
+        ]
 
     def append(self) -> str | None:
         """Rows for every entry; of its own number each, if it is ragged. What follows them is NaN."""
@@ -149,15 +171,25 @@ class Conversation:
             return None
         counts = [self.rng.randint(0, min(num_new, n)) if is_ragged else num_new for n in left]
         self.said.append(f"append {counts} of {num_new}")
-        given = [torch.full((self.batch, num_new, *x.shape[2:]), math.nan, dtype=x.dtype) for x in self.inputs]
+        given = [
+            torch.full((self.batch, num_new, *x.shape[2:]), math.nan, dtype=x.dtype)
+            for x in self.inputs
+        ]
         spans = list(zip(self.sources, self.positions, counts, strict=True))
         for b, (source, start, count) in enumerate(spans):
             for x, whole in zip(given, self.inputs, strict=True):
                 x[b, :count] = whole[source, start : start + count]
-        lengths = torch.tensor(counts, dtype=self.rng.choice([torch.int64, torch.int32])) if is_ragged else None
+        lengths = (
+            torch.tensor(counts, dtype=self.rng.choice([torch.int64, torch.int32]))
+            if is_ragged
+            else None
+        )
         outs, lses = [], []
         for one, attend in zip(self.several, self.attends, strict=True):
-            rows = [self.rng.choice(STRIDES)(x) if self.compiler is None else x for x in one.of_layer(given)]
+            rows = [
+                self.rng.choice(STRIDES)(x) if self.compiler is None else x
+                for x in one.of_layer(given)
+            ]
             out, lse = attend(*rows, one.cache, lengths)
             outs.append(out)
             lses.append(lse)
@@ -165,31 +197,44 @@ class Conversation:
         self.highest = list(map(max, self.highest, self.positions))
         return self._why_wrong(torch.cat(outs, 2), torch.cat(lses, 2), spans)
 
-    def _why_wrong(self, out: Tensor, lse: Tensor, spans: Sequence[tuple[int, int, int]]) -> str | None:
+    def _why_wrong(
+        self, out: Tensor, lse: Tensor, spans: Sequence[tuple[int, int, int]]
+    ) -> str | None:
         def rows_of(x: Tensor) -> Tensor:
             return torch.cat([x[source, start : start + count] for source, start, count in spans])
 
         alone = [(b, 0, count) for b, (_, _, count) in enumerate(spans)]
         found = {"out": out, "lse": lse}
-        picked = {name: torch.cat([x[b, :count] for b, _, count in alone]) for name, x in found.items()}
+        picked = {
+            name: torch.cat([x[b, :count] for b, _, count in alone]) for name, x in found.items()
+        }
         values = {name: rows_of(self.answer.values[name]) for name in found}
-        complaint = difference(self.call, picked, Answer(values, {n: rows_of(self.answer.sizes[n]) for n in found}))
+        complaint = difference(
+            self.call, picked, Answer(values, {n: rows_of(self.answer.sizes[n]) for n in found})
+        )
         for b, _, count in alone:
             if not complaint and (out[b, count:].any() or (lse[b, count:] != -torch.inf).any()):
                 complaint = f"padding of entry {b} is not nothing"
         for one in self.several:
             if not complaint and one.cache.position.tolist() != self.positions:
-                complaint = f"positions are {one.cache.position.tolist()}, and should be {self.positions}"
+                complaint = (
+                    f"positions are {one.cache.position.tolist()}, and should be {self.positions}"
+                )
         return complaint
 
     def crop(self) -> str | None:
         """What the contract allows must be taken back; more may be refused, and then nothing has changed."""
         lengths, keep = self.call.pattern.segment_lengths, self.limits["keep"]
-        floors = [max(0, min(high - keep, max(high // w * w for w in lengths))) for high in self.highest]
+        floors = [
+            max(0, min(high - keep, max(high // w * w for w in lengths))) for high in self.highest
+        ]
         if self.rng.random() < 0.3:
             counts = [self.rng.randint(0, position) for position in self.positions]
         else:
-            most = [max(0, position - floor) for position, floor in zip(self.positions, floors, strict=True)]
+            most = [
+                max(0, position - floor)
+                for position, floor in zip(self.positions, floors, strict=True)
+            ]
             counts = [self.rng.randint(0, n) for n in most]
         self.said.append(f"crop {counts}")
         targets = [position - count for position, count in zip(self.positions, counts, strict=True)]
@@ -236,7 +281,13 @@ class Conversation:
             file = io.BytesIO()
             torch.save(one.cache.state_dict(), file)
             file.seek(0)
-            sizes = (self.call.pattern, self.batch, self.call.num_heads, self.call.num_kv_heads, self.call.head_dim)
+            sizes = (
+                self.call.pattern,
+                self.batch,
+                self.call.num_heads,
+                self.call.num_kv_heads,
+                self.call.head_dim,
+            )
             held = one.held and {"heads_held": one.held["heads_held"]}
             one.cache = DilatedCache(*sizes, dtype=self.call.dtype, **held, **limits)
             one.cache.load_state_dict(torch.load(file, weights_only=True))
@@ -245,7 +296,11 @@ class Conversation:
         return None
 
     def reset(self) -> str | None:
-        rows = None if self.rng.random() < 0.3 else [b for b in range(self.batch) if self.rng.random() < 0.5]
+        rows = (
+            None
+            if self.rng.random() < 0.3
+            else [b for b in range(self.batch) if self.rng.random() < 0.5]
+        )
         self.said.append(f"reset {rows}")
         for one in self.several:
             one.cache.reset(rows)
@@ -257,7 +312,9 @@ class Conversation:
         """A call that cannot be: a ValueError, and nothing has changed."""
         one, attend = self.rng.choice(list(zip(self.several, self.attends, strict=True)))
         kinds = ["negative", "more than there are"]
-        room = None if self.limits["max_len"] is None else self.limits["max_len"] - max(self.positions)
+        room = (
+            None if self.limits["max_len"] is None else self.limits["max_len"] - max(self.positions)
+        )
         if room is not None and room < 60:
             kinds.append("beyond max_len")
         kind = self.rng.choice(kinds)
@@ -282,10 +339,15 @@ def try_sequence(rng: random.Random, compiler: str | None) -> Trial:
     # (With dynamic=True torch takes a scale for a symbol at first, and begins anew.)
     most = len(talk.several) * (2 if talk.dynamic else 1)
     if talk.counter is not None and talk.only_tokens and talk.counter.frame_count > most:
-        complaint = complaint or f"{talk.counter.frame_count} graphs for tokens alone, of {len(talk.several)} caches"
+        complaint = (
+            complaint
+            or f"{talk.counter.frame_count} graphs for tokens alone, of {len(talk.several)} caches"
+        )
     heads = "all heads" if not talk.several[0].held else f"{len(talk.several)} parts of the heads"
     how = f"sequence, {heads}, {f'compiled, {compiler}' if compiler else talk.call.dtype}"
-    return Trial(how, f"{talk.call}, {talk.limits}, {[p.held for p in talk.several]}: {talk.said}", complaint)
+    return Trial(
+        how, f"{talk.call}, {talk.limits}, {[p.held for p in talk.several]}: {talk.said}", complaint
+    )
 
 
 def try_module(rng: random.Random, compiler: str | None) -> Trial:
@@ -293,7 +355,9 @@ def try_module(rng: random.Random, compiler: str | None) -> Trial:
     module = draw_module(rng, head_multiple=rng.choice([1, 2]))
     pattern = module.pattern
     rules = {"phase": pattern.phase, "heads": pattern.heads}
-    module.pattern = DilatedPattern(pattern.segment_lengths, pattern.dilation_rates, is_causal=True, **rules)
+    module.pattern = DilatedPattern(
+        pattern.segment_lengths, pattern.dilation_rates, is_causal=True, **rules
+    )
     batch, num_positions = rng.randint(1, 3), rng.randint(1, 40)
     x = torch.randn(batch, num_positions, module.embed_dim, dtype=torch.float64)
     expected = by_hand(module, x, torch.arange(num_positions), None)
@@ -319,7 +383,9 @@ def try_module(rng: random.Random, compiler: str | None) -> Trial:
         position = min(num_positions, position + length)
     complaint = why_unequal("out", torch.cat(found, 1), expected[:, :position])
     how = f"module, {len(modules)} part{'s' * (len(modules) > 1)}{', compiled' * (compiler is not None)}"
-    return Trial(how, f"{module}, batch {batch}, {num_positions} positions in {lengths[:12]}", complaint)
+    return Trial(
+        how, f"{module}, batch {batch}, {num_positions} positions in {lengths[:12]}", complaint
+    )
 
 
 def try_language_model(rng: random.Random, compiler: str | None) -> Trial:
@@ -339,7 +405,9 @@ def try_language_model(rng: random.Random, compiler: str | None) -> Trial:
         given = torch.stack([tokens[b, n + i] for b, n in enumerate(prompts)])
         found = model.head(append_tokens(given[:, None], caches))
         expected = [model(tokens[b : b + 1, : n + i + 1])[0, -1:] for b, n in enumerate(prompts)]
-        complaint = complaint or why_unequal(f"logits after {i} tokens", found, torch.stack(expected))
+        complaint = complaint or why_unequal(
+            f"logits after {i} tokens", found, torch.stack(expected)
+        )
     how = f"language model{', compiled' * (compiler is not None)}"
     return Trial(how, f"{model.config}, prompts of {prompts} and {num_more} tokens", complaint)
 
@@ -352,7 +420,9 @@ def _write_all_but_one(plan: Any, key: Tensor, value: Tensor, memory: Tensor, t:
     _write(plan, key[:, :-1], value[:, :-1], memory, t)
 
 
-def _held_first(pattern: Any, num_heads: int, num_kv_heads: int, max_len: Any, keep: int, held: Any) -> Any:
+def _held_first(
+    pattern: Any, num_heads: int, num_kv_heads: int, max_len: Any, keep: int, held: Any
+) -> Any:
     """The compiled op's plan of the first heads, whichever are held."""
     return _plan_cache(pattern, num_heads, num_kv_heads, max_len, keep, held and range(len(held)))
 
@@ -378,6 +448,8 @@ BREAKAGES: dict[str, Callable[[], Any]] = {
     "what was dropped is taken back": broken("check_crop", nothing, dilated_cache),
     "a cache may be too long": broken("check_append", nothing, append),
     "a fork is of the first entry": broken("fork", _fork_of_the_first, DilatedCache),
-    "compiled code reads the phases of the first heads": broken("plan_cache", _held_first, attention),
+    "compiled code reads the phases of the first heads": broken(
+        "plan_cache", _held_first, attention
+    ),
     "compiled code forgets the scale": broken("from_text", staticmethod(_unscaled), RankCall),
 }

@@ -63,7 +63,11 @@ def judge_call(rng: random.Random, call: Call, how: str, **more: Any) -> str | N
     leaves = arranged(rng, call, inputs)
     before = [x.detach().clone() for x in leaves]
     attend = functools.partial(
-        dilated_attention, pattern=call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale, **more
+        dilated_attention,
+        pattern=call.pattern,
+        cu_seqlens=call.cu_seqlens,
+        scale=call.scale,
+        **more,
     )
     found = results(call, leaves, attend, dout, dlse, how)
     if not all(torch.equal(x, y) for x, y in zip(before, leaves, strict=True)):
@@ -74,11 +78,18 @@ def judge_call(rng: random.Random, call: Call, how: str, **more: Any) -> str | N
 def arranged(rng: random.Random, call: Call, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The inputs with any strides; those that need a gradient want one."""
     leaves = [rng.choice(STRIDES)(x).detach() for x in inputs]
-    return [x.requires_grad_(name in call.needs_grad) for name, x in zip("qkv", leaves, strict=True)]
+    return [
+        x.requires_grad_(name in call.needs_grad) for name, x in zip("qkv", leaves, strict=True)
+    ]
 
 
 def results(
-    call: Call, leaves: Sequence[Tensor], attend: Attend, dout: Tensor, dlse: Tensor, how: str = "plain"
+    call: Call,
+    leaves: Sequence[Tensor],
+    attend: Attend,
+    dout: Tensor,
+    dlse: Tensor,
+    how: str = "plain",
 ) -> dict[str, Tensor]:
     """out, lse and the gradients that are wanted, by name."""
     attend = functools.partial(attend, return_lse=True)
@@ -91,10 +102,16 @@ def results(
     found = {"out": out, "lse": lse}
     if not call.needs_grad:
         return found
-    roots = {"both": [(out, dout), (lse, dlse)], "out": [(out, dout)], "lse": [(lse, dlse)]}[call.outputs]
+    roots = {"both": [(out, dout), (lse, dlse)], "out": [(out, dout)], "lse": [(lse, dlse)]}[
+        call.outputs
+    ]
     wanted = [x for x in leaves if x.requires_grad]
-    grads = torch.autograd.grad([x for x, _ in roots], wanted, [g for _, g in roots], materialize_grads=True)
-    names = [name for name, letter in zip(NAMES[2:], "qkv", strict=True) if letter in call.needs_grad]
+    grads = torch.autograd.grad(
+        [x for x, _ in roots], wanted, [g for _, g in roots], materialize_grads=True
+    )
+    names = [
+        name for name, letter in zip(NAMES[2:], "qkv", strict=True) if letter in call.needs_grad
+    ]
     return found | dict(zip(names, grads, strict=True))
 
 
@@ -132,13 +149,17 @@ def try_nan(rng: random.Random) -> Trial:
 
     (Within them it may: kernels multiply by weights of 0, where the causal mask is.)
     """
-    call = draw_call(rng, dtypes=[torch.float64, torch.float32])._replace(needs_grad="", outputs="out")
+    call = draw_call(rng, dtypes=[torch.float64, torch.float32])._replace(
+        needs_grad="", outputs="out"
+    )
     inputs, dout, dlse = tensors_of(call)
     which, b, t = rng.randrange(3), rng.randrange(call.batch), rng.randrange(call.seq_len)
     head = rng.randrange(inputs[which].shape[2])
     answer = answer_to(call, inputs, dout, dlse)
     inputs[which][b, t, head] = rng.choice([math.nan, math.inf, -math.inf])
-    out, lse = dilated_attention(*inputs, call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale, return_lse=True)
+    out, lse = dilated_attention(
+        *inputs, call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale, return_lse=True
+    )
     rules = {"phase": call.pattern.phase, "heads": call.pattern.heads}
     pattern = DilatedPattern(call.pattern.segment_lengths, call.pattern.dilation_rates, **rules)
     count = multiplicity(pattern, call.seq_len, call.num_heads, call.documents)
@@ -152,7 +173,9 @@ def try_nan(rng: random.Random) -> Trial:
     found = {"out": out.where(clean.unsqueeze(-1), answer.values["out"].to(out)),
              "lse": lse.where(clean, answer.values["lse"].to(lse))}  # fmt: skip
     name = "qkv"[which]
-    return Trial(f"NaN in {name}", f"{name}[{b}, {t}, {head}] of {call}", difference(call, found, answer))
+    return Trial(
+        f"NaN in {name}", f"{name}[{b}, {t}, {head}] of {call}", difference(call, found, answer)
+    )
 
 
 # What cannot be, by the argument that is spoilt: of `dilated_attention`, given right ones.
@@ -278,7 +301,9 @@ MODULES: list[Callable[[], Any]] = [
     lambda: module()(X, X, X, key_padding_mask=torch.eye(7, dtype=torch.bool)[:2]),
     lambda: module()(X, X, X, key_padding_mask=torch.ones(2, 7, dtype=torch.int32)),
     lambda: module()(X, X, X, cu_seqlens=torch.tensor([0, 7], dtype=torch.int32)),
-    lambda: module()(X, X, X, key_padding_mask=torch.zeros(2, 7).bool(), cu_seqlens=torch.tensor([0, 7])),
+    lambda: module()(
+        X, X, X, key_padding_mask=torch.zeros(2, 7).bool(), cu_seqlens=torch.tensor([0, 7])
+    ),
     lambda: LongNetConfig((4,), (1,), vocab_size=0),
     lambda: LongNetConfig((4,), (1,), num_layers=1.5),
     lambda: LongNetConfig((4,), (1,), embed_dim=6, num_heads=2),
@@ -289,14 +314,20 @@ MODULES: list[Callable[[], Any]] = [
     lambda: language_model()([[1, 2]]),
     lambda: language_model()(torch.zeros(4, dtype=torch.int64)),
     lambda: language_model().loss(torch.zeros(1, 1, dtype=torch.int64)),
-    lambda: language_model()(torch.zeros(2, 4, dtype=torch.int64), torch.tensor([0, 4], dtype=torch.int32)),
-    lambda: language_model()(torch.zeros(1, 4, dtype=torch.int64), torch.tensor([0, 5], dtype=torch.int32)),
+    lambda: language_model()(
+        torch.zeros(2, 4, dtype=torch.int64), torch.tensor([0, 4], dtype=torch.int32)
+    ),
+    lambda: language_model()(
+        torch.zeros(1, 4, dtype=torch.int64), torch.tensor([0, 5], dtype=torch.int32)
+    ),
 ]
 
 
 @functools.cache
 def language_model() -> LongNetLM:
-    return LongNetLM(LongNetConfig((4,), (1,), embed_dim=8, num_heads=2, num_layers=1, vocab_size=11))
+    return LongNetLM(
+        LongNetConfig((4,), (1,), embed_dim=8, num_heads=2, num_layers=1, vocab_size=11)
+    )
 
 
 def try_hostile(rng: random.Random) -> Trial:
@@ -316,7 +347,9 @@ def spoilt(rng: random.Random) -> tuple[str, Callable[[], Any]]:
     call = draw_call(rng)
     name = rng.choice(list(HOSTILE))
     number = rng.randrange(len(HOSTILE[name]))
-    arguments: dict[str, Any] = dict(zip(("query", "key", "value"), tensors_of(call)[0], strict=True))
+    arguments: dict[str, Any] = dict(
+        zip(("query", "key", "value"), tensors_of(call)[0], strict=True)
+    )
     arguments |= {"pattern": call.pattern, "cu_seqlens": call.cu_seqlens, "scale": call.scale}
     if name == "cu_seqlens" and rng.random() < 0.8:
         arguments |= {k: arguments[k][:1] for k in ("query", "key", "value")}
@@ -334,7 +367,9 @@ def why_not_refused(attempt: Callable[[], Any]) -> str | None:
     return "it is taken"
 
 
-def _forward_without_causality(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _forward_without_causality(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     return _forward(q, k, v, False, scale)
 
 
@@ -361,7 +396,10 @@ def _other_phase(exchange: str, job: Any, *rest: Any) -> Any:
 
 
 def _add_by_writing(self: Any, adding: Any) -> None:
-    _add(self, adding._replace(how="write") if adding.how == "add" and adding.name == "dv" else adding)
+    _add(
+        self,
+        adding._replace(how="write") if adding.how == "add" and adding.name == "dv" else adding,
+    )
 
 
 @contextlib.contextmanager
@@ -374,7 +412,9 @@ CALL_BREAKAGES = {
     "causality is forgotten": broken("forward", _forward_without_causality, cpu),
     "merges round lse to float32": broken("merge_", _merge_by_halves, executor),
     "dlse goes through float16": broken("with_dlse_columns", _dlse_of_float16, cpu),
-    "masked scores are scaled afterwards": broken("kernel_scale", property(lambda self: self.scale), RankCall),
+    "masked scores are scaled afterwards": broken(
+        "kernel_scale", property(lambda self: self.scale), RankCall
+    ),
     "a gradient is written where it is added": lambda: steps_broken(step.Add, _add_by_writing),
 }
 BREAKAGES = {

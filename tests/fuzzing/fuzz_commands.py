@@ -56,12 +56,68 @@ THEIRS = {
     "mine/notes": b"mine",
     "locked/.rda-train.lock": b"mine",
 }
-PATHS = ["text.txt", "genome.fa", "empty.txt", "short.txt", "taken", "mine", "locked", "none", "text.txt/x", "a/b", "/"]
+PATHS = [
+    "text.txt",
+    "genome.fa",
+    "empty.txt",
+    "short.txt",
+    "taken",
+    "mine",
+    "locked",
+    "none",
+    "text.txt/x",
+    "a/b",
+    "/",
+]
 PATHS += [".", "run", "run/checkpoint-000002", "/proc/x", "/dev/null", "/dev/full"]
 PATHS += ["n" * 300, "a\nb", "B\u00fccher", "\udcff"]
-NUMBERS = ["0", "-1", "1", "2", "3", "7", "64", "63", "65", "1.5", "1e3", "nan", "inf", "-inf", "1e300", "1e-300", "-0"]
-NUMBERS += ["99999999999", str(2**31), str(2**63 - 1), str(2**63), str(-(2**63) - 1), str(2**64), "9" * 400, "9" * 5000]
-WORDS = ["", " ", "x", "None", "--", "-", "-x", "--json", "--help", "1_0", "0x10", "+5", "\u0665", "1 2", "%s", "{}"]
+NUMBERS = [
+    "0",
+    "-1",
+    "1",
+    "2",
+    "3",
+    "7",
+    "64",
+    "63",
+    "65",
+    "1.5",
+    "1e3",
+    "nan",
+    "inf",
+    "-inf",
+    "1e300",
+    "1e-300",
+    "-0",
+]
+NUMBERS += [
+    "99999999999",
+    str(2**31),
+    str(2**63 - 1),
+    str(2**63),
+    str(-(2**63) - 1),
+    str(2**64),
+    "9" * 400,
+    "9" * 5000,
+]
+WORDS = [
+    "",
+    " ",
+    "x",
+    "None",
+    "--",
+    "-",
+    "-x",
+    "--json",
+    "--help",
+    "1_0",
+    "0x10",
+    "+5",
+    "\u0665",
+    "1 2",
+    "%s",
+    "{}",
+]
 HOSTILE = [*PATHS, *NUMBERS, *WORDS]
 TAKE_PATHS = (
     "--weights",
@@ -116,7 +172,12 @@ MORE_TRAIN = [
     ["--fasta-case", "upper"],
     ["--fasta-records", "newline"],
 ]
-PLAN = [["--seq-len", "64"], ["--ranks", "4"], ["--segment-lengths", "16", "64"], ["--dilation-rates", "1", "5"]]
+PLAN = [
+    ["--seq-len", "64"],
+    ["--ranks", "4"],
+    ["--segment-lengths", "16", "64"],
+    ["--dilation-rates", "1", "5"],
+]
 OF_A_PLAN = [
     ["--phase", "blocked"],
     ["--split-heads"],
@@ -216,7 +277,11 @@ COMMANDS = {
     "suggest": (3, SUGGEST, MORE_SUGGEST),
     "doctor": (2, DOCTOR, MORE_DOCTOR),
     "check": (1, [["--ranks", "0"]], [["--timeout", "-1"]]),
-    "benchmarks": (2, [["--page"]], [["--results", "records"], ["--results", "mine"]]),  # as python -m benchmarks
+    "benchmarks": (
+        2,
+        [["--page"]],
+        [["--results", "records"], ["--results", "mine"]],
+    ),  # as python -m benchmarks
 }
 
 
@@ -236,7 +301,8 @@ def prepare(folder: Path) -> None:
     Path("slides").mkdir()
     for name, length in (("a", 7), ("b", 12)):
         torch.save(
-            {"features": torch.ones(length, 5), "coords": torch.arange(2 * length).view(-1, 2)}, f"slides/{name}.pt"
+            {"features": torch.ones(length, 5), "coords": torch.arange(2 * length).view(-1, 2)},
+            f"slides/{name}.pt",
         )
     branches = {"segment_lengths": segment_lengths_for(), "dilation_rates": DILATION_RATES}
     torch.save({"model": LongNetViT(5, 32, 1, 16, **branches).state_dict()}, "encoder.pth")
@@ -247,7 +313,11 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
     os.chdir(folder / "here")
     arguments = draw(rng)
     before = listing(Path())
-    with quick_ends(), mock.patch.object(check, "run_trials", all_passed), a_quick_doctor():  # which take seconds
+    with (
+        quick_ends(),
+        mock.patch.object(check, "run_trials", all_passed),
+        a_quick_doctor(),
+    ):  # which take seconds
         output = captured(lambda: run_command(arguments))
     output = output._replace(error=output.error.replace("a\nb", "a b"))  # a name of two lines
     complaint = judge(arguments, output, before, listing(Path()))
@@ -264,7 +334,9 @@ def run_command(arguments: list[str]) -> int:
         return command.main(arguments[1:])
 
 
-def all_passed(trials: Sequence[check.Trial], on_step: Callable[[], object], seconds: float) -> list[check.Row]:
+def all_passed(
+    trials: Sequence[check.Trial], on_step: Callable[[], object], seconds: float
+) -> list[check.Row]:
     return [trial.row("passed", error=0.0, tolerance=1.0) for trial in trials]
 
 
@@ -275,7 +347,9 @@ def a_quick_doctor() -> Iterator[None]:
 
     run_ranks = local_ranks.run_ranks
 
-    def here(launch: local_ranks.Launch, function: Callable[..., Any], *rest: Any, **options: Any) -> list[Any]:
+    def here(
+        launch: local_ranks.Launch, function: Callable[..., Any], *rest: Any, **options: Any
+    ) -> list[Any]:
         if not function.__module__.endswith(".examination"):
             return run_ranks(launch, function, *rest, **options)
         if launch.seconds < 1 or launch.world_size > 1:
@@ -294,7 +368,9 @@ def draw(rng: random.Random) -> list[str]:
     weights = [weight for weight, _, _ in COMMANDS.values()]
     name = rng.choices(list(COMMANDS), weights)[0]
     _, always, maybe = COMMANDS[name]
-    groups = [list(group) for group in [*always, *rng.sample(maybe, rng.randint(0, min(3, len(maybe))))]]
+    groups = [
+        list(group) for group in [*always, *rng.sample(maybe, rng.randint(0, min(3, len(maybe))))]
+    ]
     if rng.random() < 0.3:
         groups.append(["--json"])
     if name == "plan" and rng.random() < 0.05:  # which takes seconds
@@ -329,7 +405,9 @@ def spoil(rng: random.Random, groups: list[list[str]]) -> None:
     elif how < 0.96 and group:
         del group[-1]
     elif group:
-        group[0] = rng.choice([group[0][:-1], group[0] + "x", group[0].upper(), "-" + group[0].lstrip("-")])
+        group[0] = rng.choice(
+            [group[0][:-1], group[0] + "x", group[0].upper(), "-" + group[0].lstrip("-")]
+        )
 
 
 def hostile(rng: random.Random, option: str) -> str:
@@ -342,14 +420,20 @@ def hostile(rng: random.Random, option: str) -> str:
 def judge(arguments: list[str], output: Output, before: dict, after: dict) -> str | None:
     """What is wrong with how a command ended, or None."""
     # 1: some slides could not be embedded, and each is named; or the doctor found what is to be mended.
-    if output.code not in (0, 2) and not (arguments[:1] in (["embed"], ["doctor"]) and output.code == 1):
+    if output.code not in (0, 2) and not (
+        arguments[:1] in (["embed"], ["doctor"]) and output.code == 1
+    ):
         return f"it ends with {output.code}: {output.error[-3000:]}"
     if "Traceback" in output.error:
         return f"a traceback: {output.error[-3000:]}"
     for name, content in THEIRS.items():
         if after.get(name) != content:
             return f"{name} was {'changed' if name in after else 'removed'}"
-    left = [name for name in after.keys() - THEIRS.keys() if ".lock" in name or "/unfinished-" in f"/{name}"]
+    left = [
+        name
+        for name in after.keys() - THEIRS.keys()
+        if ".lock" in name or "/unfinished-" in f"/{name}"
+    ]
     if set(left) - {"mine/unfinished-thesis", "mine/unfinished-checkpoint-000002"}:
         return f"left behind: {left}"
     if output.code == 2:
@@ -359,7 +443,9 @@ def judge(arguments: list[str], output: Output, before: dict, after: dict) -> st
         return sentence_of(output)
     if is_help(arguments):
         return None
-    if arguments[0] == "plan" and last_number(arguments, "--ranks", 1) > last_number(arguments, "--seq-len", 64):
+    if arguments[0] == "plan" and last_number(arguments, "--ranks", 1) > last_number(
+        arguments, "--seq-len", 64
+    ):
         return "more ranks than positions are taken"
     if "--json" in arguments and output.out:
         return why_no_json(output.out)
@@ -387,7 +473,9 @@ def why_no_json(text: str) -> str | None:
 
 
 def shown(arguments: list[str]) -> str:
-    return "rda " + " ".join(ascii(word) if not word.isalnum() and word[:1] != "-" else word[:40] for word in arguments)
+    return "rda " + " ".join(
+        ascii(word) if not word.isalnum() and word[:1] != "-" else word[:40] for word in arguments
+    )
 
 
 def broken(name: str, replacement: object, *targets: object) -> Callable[[], object]:
@@ -423,9 +511,13 @@ BREAKAGES = {
     "numbers are not checked": broken("check_at_least", nothing, plan_options, suggest, evaluate),
     "more ranks than positions are taken": broken("check_ranks_fit", nothing, one_call, train),
     "other's files are overwritten": broken("check_mine", nothing, files, picture, report, run),
-    "unfinished is whatever is called so": broken("_remove_superfluous", _remove_all_unfinished, checkpoint),
+    "unfinished is whatever is called so": broken(
+        "_remove_superfluous", _remove_all_unfinished, checkpoint
+    ),
     "errors of the system are not caught": broken("in_words", None, terminal),
     "the lock stays": broken("own_folder", own_and_leave, train),
     "hyperparameters are not checked": broken("__post_init__", nothing, options.Hyperparameters),
-    "a folder is made before it is checked": broken("_new_folder", lambda folder: folder.mkdir() or folder, run),
+    "a folder is made before it is checked": broken(
+        "_new_folder", lambda folder: folder.mkdir() or folder, run
+    ),
 }

@@ -32,7 +32,25 @@ from ring_dilated_attention.training.options import Hyperparameters
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(200))
 NEWEST, OLDER = "run/checkpoint-000004", "run/checkpoint-000002"
 TENSOR_FILE = "shard-00001-model-00001-of-00001.safetensors"
-VALUES = [None, True, 0, -1, 4, 2**70, 1.5, 1e400, float("nan"), "", "4", "x" * 999, [], [[]], [1.0], {}, {"a": 1}]
+VALUES = [
+    None,
+    True,
+    0,
+    -1,
+    4,
+    2**70,
+    1.5,
+    1e400,
+    float("nan"),
+    "",
+    "4",
+    "x" * 999,
+    [],
+    [[]],
+    [1.0],
+    {},
+    {"a": 1},
+]
 
 
 def prepare(folder: Path) -> None:
@@ -82,11 +100,35 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
             is_harmless = None
     complaint = judge(name, output, is_harmless, is_signed, before, folder.parent / "whole")
     signed = ", signed" if is_signed else ""
-    return Trial(f"{kind} {output.code}", f"{kind} of {name}{signed}: {output.error.strip()[-300:]}", complaint)
+    return Trial(
+        f"{kind} {output.code}",
+        f"{kind} of {name}{signed}: {output.error.strip()[-300:]}",
+        complaint,
+    )
 
 
-NEW_RUN = ["--seq-len", "16", "--steps", "1", "--num-layers", "1", "--embed-dim", "8", "--num-heads", "2"]
-NEW_RUN += ["--segment-lengths", "16", "--dilation-rates", "1", "--held-out-bytes", "16", "--run-folder", "new"]
+NEW_RUN = [
+    "--seq-len",
+    "16",
+    "--steps",
+    "1",
+    "--num-layers",
+    "1",
+    "--embed-dim",
+    "8",
+    "--num-heads",
+    "2",
+]
+NEW_RUN += [
+    "--segment-lengths",
+    "16",
+    "--dilation-rates",
+    "1",
+    "--held-out-bytes",
+    "16",
+    "--run-folder",
+    "new",
+]
 # That a resumed run has no use for, or writes anew if it is its own; `None` where only its own judgement tells.
 HARMLESS = {"run/record.json": None, "run/loss.png": False, OLDER: True, "run/unfinished-x": True}
 
@@ -102,10 +144,23 @@ def draw(rng: random.Random) -> tuple[str, str, bool, Callable[[], object]]:
         length = rng.choice([0, 1, 31, 32, 33, 200, 5000])
         return "new", "data", False, lambda: Path("data").write_bytes(noise(rng, length))
     if which < 0.3:
-        return "header", f"{NEWEST}/{TENSOR_FILE}", True, lambda: change_header(rng, Path(NEWEST), TENSOR_FILE)
+        return (
+            "header",
+            f"{NEWEST}/{TENSOR_FILE}",
+            True,
+            lambda: change_header(rng, Path(NEWEST), TENSOR_FILE),
+        )
     name = rng.choice(
         4 * [f"{NEWEST}/{x}" for x in (TENSOR_FILE, STATE_FILE)]
-        + ["text.txt", NEWEST, f"{OLDER}/{STATE_FILE}", OLDER, "run/record.json", "run/loss.png", "run/unfinished-x"]
+        + [
+            "text.txt",
+            NEWEST,
+            f"{OLDER}/{STATE_FILE}",
+            OLDER,
+            "run/record.json",
+            "run/loss.png",
+            "run/unfinished-x",
+        ]
     )
     kind, damage = rng.choice(DAMAGES)
     if Path(name).is_dir() or not Path(name).exists():
@@ -126,7 +181,11 @@ def judge(
             return "it is refused, and something changed on the disk"
         if is_harmless:
             return f"nothing of use is damaged, and it is refused: {output.error}"
-        if Path(name).name not in output.error and "run/checkpoint-" not in output.error and not is_signed:
+        if (
+            Path(name).name not in output.error
+            and "run/checkpoint-" not in output.error
+            and not is_signed
+        ):
             return f"it does not name {name}: {output.error}"
         if name.startswith(NEWEST) and "whole checkpoint" not in output.error and not is_signed:
             return f"it does not say from where to go on: {output.error}"
@@ -139,7 +198,9 @@ def judge(
     if is_harmless:
         path = Path("run/checkpoint-000006") / TENSOR_FILE
         tensors, expected = load_file(path), load_file(whole / path)
-        if tensors.keys() != expected.keys() or any(not tensors[name].equal(expected[name]) for name in expected):
+        if tensors.keys() != expected.keys() or any(
+            not tensors[name].equal(expected[name]) for name in expected
+        ):
             return f"{path} is another than without the damage"
     return None
 
@@ -153,7 +214,9 @@ def flip_bits(rng: random.Random, path: Path) -> None:
 
 def cut(rng: random.Random, path: Path) -> None:
     content = path.read_bytes()
-    path.write_bytes(content[: rng.choice([0, 1, 7, 8, 9, len(content) - 1, rng.randrange(len(content))])])
+    path.write_bytes(
+        content[: rng.choice([0, 1, 7, 8, 9, len(content) - 1, rng.randrange(len(content))])]
+    )
 
 
 def cut_the_start(rng: random.Random, path: Path) -> None:
@@ -163,7 +226,9 @@ def cut_the_start(rng: random.Random, path: Path) -> None:
 
 def append(rng: random.Random, path: Path) -> None:
     more = noise(rng, rng.choice([1, 8, 4096]))
-    path.write_bytes(path.read_bytes() + (more if more.strip() else b"\0"))  # white space after JSON is no damage
+    path.write_bytes(
+        path.read_bytes() + (more if more.strip() else b"\0")
+    )  # white space after JSON is no damage
 
 
 def overwrite(rng: random.Random, path: Path) -> None:
@@ -182,7 +247,20 @@ def replace(rng: random.Random, path: Path) -> None:
 def replace_by_text(rng: random.Random, path: Path) -> None:
     deep = ["[" * 10**5, '{"a":' * 10**4]
     path.write_text(
-        rng.choice(["{}", "[]", "null", "0", '""', "{", *deep, "NaN", "1" * 5000, '{"made_by": "rda train"}'])
+        rng.choice(
+            [
+                "{}",
+                "[]",
+                "null",
+                "0",
+                '""',
+                "{",
+                *deep,
+                "NaN",
+                "1" * 5000,
+                '{"made_by": "rda train"}',
+            ]
+        )
     )
 
 
@@ -221,7 +299,11 @@ def file_instead(rng: random.Random, path: Path) -> None:
 
 def rename_folder(rng: random.Random, path: Path) -> None:
     if path.is_dir():
-        path.rename(path.with_name(rng.choice(["checkpoint-000005", "checkpoint-5", "checkpoint-" + "9" * 40])))
+        path.rename(
+            path.with_name(
+                rng.choice(["checkpoint-000005", "checkpoint-5", "checkpoint-" + "9" * 40])
+            )
+        )
     else:
         file_instead(rng, path)
 
@@ -253,17 +335,29 @@ def change_header(rng: random.Random, folder: Path, name: str) -> None:
         if how == 0 and tensor:
             del header[tensor]
         elif how == 1 and tensor:
-            header[rng.choice([f"{tensor}x", "exp_avg/", "/", "", "__metadata__"])] = header.pop(tensor)
+            header[rng.choice([f"{tensor}x", "exp_avg/", "/", "", "__metadata__"])] = header.pop(
+                tensor
+            )
         elif how == 2 and tensor:
-            header[tensor]["dtype"] = rng.choice(["F64", "F16", "BF16", "I64", "U8", "BOOL", "F4", "x", None, 0])
+            header[tensor]["dtype"] = rng.choice(
+                ["F64", "F16", "BF16", "I64", "U8", "BOOL", "F4", "x", None, 0]
+            )
         elif how == 3 and tensor:
-            header[tensor]["shape"] = rng.choice([[], [1], [-1], [2**62, 4], [0], "x", [*header[tensor]["shape"], 1]])
+            header[tensor]["shape"] = rng.choice(
+                [[], [1], [-1], [2**62, 4], [0], "x", [*header[tensor]["shape"], 1]]
+            )
         elif how == 4 and tensor:
-            header[tensor]["data_offsets"] = rng.choice([[0, 0], [0, 4], [8, 4], [0, 2**63], [-1, 3], [], None, [0.5]])
+            header[tensor]["data_offsets"] = rng.choice(
+                [[0, 0], [0, 4], [8, 4], [0, 2**63], [-1, 3], [], None, [0.5]]
+            )
         else:
-            body = rng.choice([body[:-4], body + b"1234", bytes([255]) * len(body), noise(rng, len(body))])
+            body = rng.choice(
+                [body[:-4], body + b"1234", bytes([255]) * len(body), noise(rng, len(body))]
+            )
     text = json.dumps(header).encode()
-    (folder / name).write_bytes(struct.pack("<Q", rng.choice([len(text)] * 9 + [0, 2**63])) + text + body)
+    (folder / name).write_bytes(
+        struct.pack("<Q", rng.choice([len(text)] * 9 + [0, 2**63])) + text + body
+    )
     state = json.loads((folder / STATE_FILE).read_text())["state"]
     sign(folder, state)
 

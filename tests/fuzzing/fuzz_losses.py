@@ -59,7 +59,13 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
 
 class Desk(fuzz_ranks.Desk):
     def deeds(self) -> dict[Callable[[random.Random], Outcome], int]:
-        return {self.exact: 6, self.refused: 5, self.too_few: 2, self.other_call: 2, self.trained: 3}
+        return {
+            self.exact: 6,
+            self.refused: 5,
+            self.too_few: 2,
+            self.other_call: 2,
+            self.trained: 3,
+        }
 
     def exact(self, rng: random.Random) -> Outcome:
         """Sums of any floating dtypes and counts of any forms, a few of them 0, NaN or infinite."""
@@ -75,13 +81,19 @@ class Desk(fuzz_ranks.Desk):
         return f"{sums} over {counts} of {steps}, {fuzz_ranks.told(parallel)}", complaint
 
     def why_no_mean(
-        self, parallel: ContextParallel, sums: list[Tensor], counts: list[Any], steps: list[float] | None = None
+        self,
+        parallel: ContextParallel,
+        sums: list[Tensor],
+        counts: list[Any],
+        steps: list[float] | None = None,
     ) -> str | None:
         total, count = (sum(map(number, numbers)) for numbers in (sums, steps or counts))
         own = sums[parallel.rank].detach().clone().requires_grad_(sums[parallel.rank].requires_grad)
         step_count = None if steps is None else steps[parallel.rank]
         found = parallel.mean_loss(own, counts[parallel.rank], step_count=step_count)
-        complaint = why_off("the mean", found, torch.tensor(total / count, dtype=torch.float64).to(own.dtype))
+        complaint = why_off(
+            "the mean", found, torch.tensor(total / count, dtype=torch.float64).to(own.dtype)
+        )
         if own.requires_grad and not complaint:
             [grad] = torch.autograd.grad(found, [own], torch.full_like(found, 1.5))
             expected = torch.full(own.shape, 1.5 * self.world_size / count, dtype=torch.float64)
@@ -91,7 +103,11 @@ class Desk(fuzz_ranks.Desk):
     def refused(self, rng: random.Random) -> Outcome:
         """One rank's sum or count is none."""
         name, wrong = rng.choice(
-            [("local_sum", WRONG_SUMS), ("local_count", WRONG_COUNTS), ("local_count", WRONG_COUNTS)]
+            [
+                ("local_sum", WRONG_SUMS),
+                ("local_count", WRONG_COUNTS),
+                ("local_count", WRONG_COUNTS),
+            ]
         )
         number = rng.randrange(len(wrong))
         with self.context(rng, 9) as parallel:
@@ -102,7 +118,9 @@ class Desk(fuzz_ranks.Desk):
             else:
                 says.append(f"rank {parallel.ranks.control.members[self.odd]} refused")
             complaint = why_not_refused_at_once(lambda: parallel.mean_loss(**given), *says)
-            complaint = complaint or self.why_no_mean(parallel, [ONE] * self.world_size, [2] * self.world_size)
+            complaint = complaint or self.why_no_mean(
+                parallel, [ONE] * self.world_size, [2] * self.world_size
+            )
         return f"rank {self.odd} has {name} {number}, {fuzz_ranks.told(parallel)}", complaint
 
     def too_few(self, rng: random.Random) -> Outcome:
@@ -118,7 +136,9 @@ class Desk(fuzz_ranks.Desk):
                 complaint = why_not_refused_at_once(attempt, "and 0 terms")
             else:
                 complaint = why_off("the mean of nothing", attempt(), own.new_zeros(()))
-            complaint = complaint or self.why_no_mean(parallel, [ONE] * self.world_size, [2] * self.world_size)
+            complaint = complaint or self.why_no_mean(
+                parallel, [ONE] * self.world_size, [2] * self.world_size
+            )
         return f"over {counts}, {fuzz_ranks.told(parallel)}", complaint
 
     def other_call(self, rng: random.Random) -> Outcome:
@@ -133,8 +153,12 @@ class Desk(fuzz_ranks.Desk):
             ]
             number = rng.randrange(len(calls))
             attempt: Callable[[], Any] = lambda: parallel.mean_loss(ONE, 3)  # noqa: E731
-            complaint = why_not_refused_at_once(calls[number] if parallel.rank == self.odd else attempt, "rank")
-            complaint = complaint or self.why_no_mean(parallel, [ONE] * self.world_size, [2] * self.world_size)
+            complaint = why_not_refused_at_once(
+                calls[number] if parallel.rank == self.odd else attempt, "rank"
+            )
+            complaint = complaint or self.why_no_mean(
+                parallel, [ONE] * self.world_size, [2] * self.world_size
+            )
         return f"rank {self.odd} makes call {number}, {fuzz_ranks.told(parallel)}", complaint
 
     def trained(self, rng: random.Random) -> Outcome:
@@ -142,18 +166,28 @@ class Desk(fuzz_ranks.Desk):
         seq_len, dtype = rng.randint(1, 30), torch.float64
         with self.context(rng, seq_len) as parallel:
             torch.manual_seed(rng.randrange(2**31))
-            x, weight = torch.randn(1, seq_len, 4, dtype=dtype), torch.randn(5, 4, dtype=dtype, requires_grad=True)
-            labels = torch.randint(5, (1, seq_len)).masked_fill(torch.rand(1, seq_len) < rng.random() / 2, -100)
+            x, weight = (
+                torch.randn(1, seq_len, 4, dtype=dtype),
+                torch.randn(5, 4, dtype=dtype, requires_grad=True),
+            )
+            labels = torch.randint(5, (1, seq_len)).masked_fill(
+                torch.rand(1, seq_len) < rng.random() / 2, -100
+            )
             labels[0, rng.randrange(seq_len)] = 2
             expected = F.cross_entropy((x @ weight.T)[0], labels[0])
             own = self.rows(labels, parallel, seq_len)[0]
             logits = self.rows(x, parallel, seq_len)[0] @ weight.T
-            found = parallel.mean_loss(F.cross_entropy(logits, own, reduction="sum"), (own != -100).sum())
+            found = parallel.mean_loss(
+                F.cross_entropy(logits, own, reduction="sum"), (own != -100).sum()
+            )
             complaint = why_unequal("loss", found, expected)
             right, gradient = (torch.autograd.grad(y, [weight])[0] for y in (expected, found))
             dist.all_reduce(gradient)
             complaint = complaint or why_unequal("gradient", gradient / self.world_size, right)
-        return f"{int((labels != -100).sum())} of {seq_len} labels, {fuzz_ranks.told(parallel)}", complaint
+        return (
+            f"{int((labels != -100).sum())} of {seq_len} labels, {fuzz_ranks.told(parallel)}",
+            complaint,
+        )
 
 
 def number(x: Any) -> float:
@@ -161,7 +195,17 @@ def number(x: Any) -> float:
 
 
 def draw_sum(rng: random.Random) -> Tensor:
-    value = rng.choice([rng.uniform(-9, 9), rng.uniform(-9, 9), 0.0, 1e4 * rng.random(), math.nan, math.inf, -math.inf])
+    value = rng.choice(
+        [
+            rng.uniform(-9, 9),
+            rng.uniform(-9, 9),
+            0.0,
+            1e4 * rng.random(),
+            math.nan,
+            math.inf,
+            -math.inf,
+        ]
+    )
     shape = rng.choice([(), (), (1,), (1, 1)])
     x = torch.full(shape, value, dtype=rng.choice(FLOATS))
     return x.requires_grad_(rng.random() < 0.7)
@@ -169,12 +213,16 @@ def draw_sum(rng: random.Random) -> Tensor:
 
 def draw_count(rng: random.Random) -> Any:
     """A number of terms; weights of terms may add up to anything."""
-    count = rng.choice([0, 1, rng.randint(1, 50), rng.randint(1, 50), 10**6, 2**40 + 1, 2.5, 2.0**24 + 1])
+    count = rng.choice(
+        [0, 1, rng.randint(1, 50), rng.randint(1, 50), 10**6, 2**40 + 1, 2.5, 2.0**24 + 1]
+    )
     form = rng.choice(["number", "number", "tensor", "tensor", "one", "grad"])
     if form == "number":
         return count
     dtypes = (
-        [torch.float64] if count > 100 or count == 2.5 else [torch.uint8, torch.int32, torch.float16, torch.float32]
+        [torch.float64]
+        if count > 100 or count == 2.5
+        else [torch.uint8, torch.int32, torch.float16, torch.float32]
     )
     dtypes += [torch.int64] if count != 2.5 else []
     x = torch.tensor(count, dtype=rng.choice(dtypes))
@@ -187,7 +235,9 @@ def why_off(name: str, found: Tensor, expected: Tensor) -> str | None:
     if found.dtype != expected.dtype or found.shape != expected.shape:
         return f"{name} is {found.dtype} {tuple(found.shape)}, not {expected.dtype} {tuple(expected.shape)}"
     eps = 2 * torch.finfo(found.dtype).eps
-    is_near = torch.allclose(found, expected, rtol=eps, atol=4 * torch.finfo(found.dtype).tiny, equal_nan=True)
+    is_near = torch.allclose(
+        found, expected, rtol=eps, atol=4 * torch.finfo(found.dtype).tiny, equal_nan=True
+    )
     return None if is_near else f"{name} is {found}, and should be {expected}"
 
 
@@ -200,7 +250,9 @@ def _of_float32(local_sum: Any, local_count: Any, step_count: Any) -> Tensor:
     return _numbers(local_sum, local_count, step_count).float()
 
 
-def _refused_at_home(ranks: Any, local_sum: Any, local_count: Any, step_count: Any = None) -> Tensor:
+def _refused_at_home(
+    ranks: Any, local_sum: Any, local_count: Any, step_count: Any = None
+) -> Tensor:
     _numbers(local_sum, local_count, step_count)
     return _mean_loss(ranks, local_sum, local_count, step_count)
 

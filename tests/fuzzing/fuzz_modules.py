@@ -23,7 +23,9 @@ from ring_dilated_attention.reference import dilated_attention_reference
 TOLERANCE = 1e-10
 
 
-def draw_module(rng: random.Random, *, head_multiple: int = 1, **more: Any) -> MultiheadDilatedAttention:
+def draw_module(
+    rng: random.Random, *, head_multiple: int = 1, **more: Any
+) -> MultiheadDilatedAttention:
     num_kv_heads = head_multiple * rng.randint(1, 3)
     num_heads = num_kv_heads * rng.randint(1, 2)
     torch.manual_seed(rng.randrange(2**31))
@@ -44,7 +46,10 @@ def draw_module(rng: random.Random, *, head_multiple: int = 1, **more: Any) -> M
 
 
 def by_hand(
-    module: MultiheadDilatedAttention, x_BNE: Tensor, positions: Tensor, documents: tuple[int, ...] | None
+    module: MultiheadDilatedAttention,
+    x_BNE: Tensor,
+    positions: Tensor,
+    documents: tuple[int, ...] | None,
 ) -> Tensor:
     """What the module's docstring says, from its parameters."""
     dim = module.head_dim
@@ -52,7 +57,9 @@ def by_hand(
     q, k, v = F.linear(x_BNE, module.in_proj_weight, module.in_proj_bias).split(widths, dim=-1)
     heads = [x.unflatten(-1, (-1, dim)) for x in (q, k, v)]
     if module.rotary_base is not None:
-        angles = positions.double()[:, None] * module.rotary_base ** (-torch.arange(0, dim, 2).double() / dim)
+        angles = positions.double()[:, None] * module.rotary_base ** (
+            -torch.arange(0, dim, 2).double() / dim
+        )
         heads[:2] = [turned(x, angles) for x in heads[:2]]
     out, _ = dilated_attention_reference(*heads, module.pattern, cu_seqlens=documents)
     out = out.flatten(2)
@@ -77,11 +84,17 @@ def try_module(rng: random.Random) -> Trial:
     if how == "padded":
         lengths = [rng.randint(0, num_positions) for _ in range(batch)]
         more["key_padding_mask"] = torch.stack([positions >= length for length in lengths])
-        expected = torch.cat([padded_by_hand(module, x[b : b + 1], n) for b, n in enumerate(lengths)])
+        expected = torch.cat(
+            [padded_by_hand(module, x[b : b + 1], n) for b, n in enumerate(lengths)]
+        )
     elif how == "packed":
         x, documents = (
             x[:1],
-            (0, *sorted({rng.randint(1, num_positions) for _ in range(3)} - {num_positions}), num_positions),
+            (
+                0,
+                *sorted({rng.randint(1, num_positions) for _ in range(3)} - {num_positions}),
+                num_positions,
+            ),
         )
         more["cu_seqlens"] = torch.tensor(documents, dtype=torch.int32)
         starts = [max(s for s in documents[:-1] if s <= t) for t in range(num_positions)]
@@ -96,10 +109,15 @@ def try_module(rng: random.Random) -> Trial:
     complaint = why_unequal("out", found, expected)
     parameters = dict(module.named_parameters())
     weights = torch.randn_like(found)
-    grads = [torch.autograd.grad(y, parameters.values(), weights, materialize_grads=True) for y in (found, expected)]
+    grads = [
+        torch.autograd.grad(y, parameters.values(), weights, materialize_grads=True)
+        for y in (found, expected)
+    ]
     for name, actual, right in zip(parameters, *grads, strict=True):
         complaint = complaint or why_unequal(f"gradient of {name}", actual, right)
-    return Trial(f"module, {how}", f"{module}, batch {batch}, {num_positions} positions, {more}", complaint)
+    return Trial(
+        f"module, {how}", f"{module}, batch {batch}, {num_positions} positions, {more}", complaint
+    )
 
 
 def padded_by_hand(module: MultiheadDilatedAttention, x_1NE: Tensor, length: int) -> Tensor:
@@ -117,7 +135,11 @@ def why_unequal(name: str, found: Tensor, expected: Tensor) -> str | None:
     found, expected = found.detach(), expected.detach()
     size = float(expected.abs().max()) + 1 if expected.numel() else 1.0
     error = float((found - expected).abs().max()) if found.numel() else 0.0
-    return None if error <= TOLERANCE * size else f"{name} is off by {error:.1e}, where numbers are up to {size:.1e}"
+    return (
+        None
+        if error <= TOLERANCE * size
+        else f"{name} is off by {error:.1e}, where numbers are up to {size:.1e}"
+    )
 
 
 def draw_language_model(rng: random.Random, *, head_multiple: int = 1) -> LongNetLM:
@@ -160,18 +182,29 @@ def try_language_model(rng: random.Random) -> Trial:
     later = tokens.clone()
     border = rng.randrange(num_positions)
     later[:, border:] = (later[:, border:] + 1) % model.config.vocab_size
-    complaint = complaint or why_unequal("logits before a change", model(later)[:, :border], model(tokens)[:, :border])
+    complaint = complaint or why_unequal(
+        "logits before a change", model(later)[:, :border], model(tokens)[:, :border]
+    )
     names, parameters = zip(*model.named_parameters(), strict=True)
-    grads = [torch.autograd.grad(y, parameters, materialize_grads=True) for y in (loss.double(), expected)]
+    grads = [
+        torch.autograd.grad(y, parameters, materialize_grads=True)
+        for y in (loss.double(), expected)
+    ]
     for name, actual, right in zip(names, *grads, strict=True):
         complaint = complaint or why_unequal(f"gradient of {name}", actual, right)
-    return Trial("language model", f"{model.config}, {num_positions} positions, documents {borders}", complaint)
+    return Trial(
+        "language model",
+        f"{model.config}, {num_positions} positions, documents {borders}",
+        complaint,
+    )
 
 
 _positions, _lengths = multihead.document_positions, multihead.valid_lengths
 
 
-def _positions_of_pairs(num_positions: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+def _positions_of_pairs(
+    num_positions: int, cu_seqlens: Tensor | None, device: torch.device
+) -> Tensor:
     return _positions(num_positions, cu_seqlens, device) // 2
 
 
@@ -179,14 +212,18 @@ def _all_valid(mask: Tensor, batch: int, num_positions: int) -> Tensor:
     return torch.full_like(_lengths(mask, batch, num_positions), num_positions)
 
 
-def _table_of_float32(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> multihead.RotaryTable:
+def _table_of_float32(
+    positions: Tensor, head_dim: int, base: float, dtype: torch.dtype
+) -> multihead.RotaryTable:
     exponents = torch.arange(0, head_dim, 2) / head_dim
     angles = positions.float()[:, None] * base**-exponents
     return multihead.RotaryTable(angles.cos().to(dtype), angles.sin().to(dtype), base)
 
 
 def _rotate_backwards(x: Tensor, table: multihead.RotaryTable) -> Tensor:
-    return turned(x, torch.atan2(-table.sin_ND, table.cos_ND)) if x.shape[2] > 1 else _rotate(x, table)
+    return (
+        turned(x, torch.atan2(-table.sin_ND, table.cos_ND)) if x.shape[2] > 1 else _rotate(x, table)
+    )
 
 
 _rotate = multihead.rotate
@@ -196,5 +233,7 @@ MODULE_BREAKAGES = {
     "rotary angles are float32": broken("rotary_table", _table_of_float32, multihead),
     "some heads are turned backwards": broken("rotate", _rotate_backwards, multihead),
     "modules take what is no pattern": broken("check_objects", nothing, multihead),
-    "positions of any dtype are taken": broken("_check_positions", nothing, multihead.MultiheadDilatedAttention),
+    "positions of any dtype are taken": broken(
+        "_check_positions", nothing, multihead.MultiheadDilatedAttention
+    ),
 }

@@ -64,20 +64,32 @@ class Call(NamedTuple):
 def draw_pattern(rng: random.Random, num_heads: int) -> DilatedPattern:
     heads = rng.choice(["all", "all", "split"])
     num_branches = rng.randint(1, min(3, num_heads) if heads == "split" else 4)
-    lengths = [rng.choice([rng.randint(1, 12), rng.randint(1, 90), 2**62]) for _ in range(num_branches)]
-    rates = [rng.choice([1, rng.randint(1, 5), rng.randint(1, 20), 2**40]) for _ in range(num_branches)]
+    lengths = [
+        rng.choice([rng.randint(1, 12), rng.randint(1, 90), 2**62]) for _ in range(num_branches)
+    ]
+    rates = [
+        rng.choice([1, rng.randint(1, 5), rng.randint(1, 20), 2**40]) for _ in range(num_branches)
+    ]
     phase = "modulo" if heads == "split" else rng.choice(["modulo", "blocked"])
     return DilatedPattern(lengths, rates, is_causal=rng.random() < 0.5, phase=phase, heads=heads)
 
 
-def draw_call(rng: random.Random, *, dtypes: Sequence[torch.dtype] = DTYPES, head_multiple: int = 1) -> Call:
+def draw_call(
+    rng: random.Random, *, dtypes: Sequence[torch.dtype] = DTYPES, head_multiple: int = 1
+) -> Call:
     num_kv_heads = head_multiple * rng.randint(1, 3)
     num_heads = num_kv_heads * rng.randint(1, 3)
-    seq_len = rng.choice([rng.randint(1, 9), rng.randint(1, 48), rng.choice([1, 31, 32, 63, 64, 67])])
+    seq_len = rng.choice(
+        [rng.randint(1, 9), rng.randint(1, 48), rng.choice([1, 31, 32, 63, 64, 67])]
+    )
     batch = rng.choice([1, 1, 2, 3])
     documents = None
     if batch == 1 and rng.random() < 0.4:
-        inner = {rng.randint(1, seq_len - 1) for _ in range(rng.randint(0, 4))} if seq_len > 1 else set()
+        inner = (
+            {rng.randint(1, seq_len - 1) for _ in range(rng.randint(0, 4))}
+            if seq_len > 1
+            else set()
+        )
         documents = (0, *sorted(inner), seq_len)
     dtype = rng.choice(dtypes)
     scales = [None, None, 0.3, 1, 0.0, -0.7, 1e-46, -1e-40, 3.0]
@@ -121,7 +133,9 @@ class Answer(NamedTuple):
 def answer_to(call: Call, inputs: Sequence[Tensor], dout: Tensor, dlse: Tensor) -> Answer:
     """out, lse and the gradients that the loss has. What the loss does not depend on has none."""
     leaves = [x.double().clone().requires_grad_() for x in inputs]
-    out, lse = dilated_attention_reference(*leaves, call.pattern, cu_seqlens=call.documents, scale=call.scale)
+    out, lse = dilated_attention_reference(
+        *leaves, call.pattern, cu_seqlens=call.documents, scale=call.scale
+    )
     dout = dout.double() if call.outputs != "lse" else torch.zeros_like(out)
     dlse = dlse.double() if call.outputs != "out" else torch.zeros_like(lse)
     covered = torch.isfinite(lse)
@@ -131,7 +145,9 @@ def answer_to(call: Call, inputs: Sequence[Tensor], dout: Tensor, dlse: Tensor) 
     return Answer(values, sizes_of(call, [x.detach() for x in leaves], dout, dlse, lse.detach()))
 
 
-def sizes_of(call: Call, inputs: Sequence[Tensor], dout: Tensor, dlse: Tensor, lse: Tensor) -> dict[str, Tensor]:
+def sizes_of(
+    call: Call, inputs: Sequence[Tensor], dout: Tensor, dlse: Tensor, lse: Tensor
+) -> dict[str, Tensor]:
     """Like the formulas of attention and its gradient, with absolute values in the place of all terms."""
     scale = call.head_dim**-0.5 if call.scale is None else call.scale
     count = multiplicity(call.pattern, call.seq_len, call.num_heads, call.documents)
@@ -182,7 +198,9 @@ def why_off(
     if x.dtype != dtype or x.shape != value.shape:
         return f"{name} is {x.dtype} {tuple(x.shape)}, and should be {dtype} {tuple(value.shape)}"
     x = x.detach().double()
-    tolerance = BOUND * torch.finfo(computed_in).eps * size + max(4 * torch.finfo(dtype).tiny, SMALLEST[dtype])
+    tolerance = BOUND * torch.finfo(computed_in).eps * size + max(
+        4 * torch.finfo(dtype).tiny, SMALLEST[dtype]
+    )
     near = ((x - value).abs() <= tolerance) | (x == value)
     if computed_in == torch.float16:
         near |= (value.abs() > LARGEST) | (size > 1e3 * LARGEST)

@@ -21,7 +21,9 @@ def _fail_at_home(self: Any, cut: Any, exchange: str, failure: str | None) -> No
     _connect(self, cut, exchange, failure)
 
 
-def mean_of_each_shard(ranks: Any, local_sum: Tensor, local_count: int | Tensor, step_count: Any = None) -> Tensor:
+def mean_of_each_shard(
+    ranks: Any, local_sum: Tensor, local_count: int | Tensor, step_count: Any = None
+) -> Tensor:
     return _mean_loss(ranks, local_sum / max(int(local_count), 1), 1)
 
 

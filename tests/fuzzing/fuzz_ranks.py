@@ -45,7 +45,11 @@ class Desk(TeamDesk):
 
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size)
-        self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads")) if world_size == 4 else None
+        self.mesh = (
+            init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
+            if world_size == 4
+            else None
+        )
         self.contexts: dict[str, ContextParallel] = {}
 
     def deeds(self) -> dict[Callable[[random.Random], Outcome], int]:
@@ -79,17 +83,27 @@ class Desk(TeamDesk):
 
     def rows(self, x: Tensor, parallel: ContextParallel, seq_len: int, dim: int = 1) -> Tensor:
         """This rank's rows of a full tensor. Nothing is sent."""
-        return own_rows(x, parallel.ranks.shards(parallel.ranks.lengths_of(seq_len))[parallel.rank], dim)
+        return own_rows(
+            x, parallel.ranks.shards(parallel.ranks.lengths_of(seq_len))[parallel.rank], dim
+        )
 
-    def why_no_answer(self, rng: random.Random, parallel: ContextParallel, call: Call) -> str | None:
+    def why_no_answer(
+        self, rng: random.Random, parallel: ContextParallel, call: Call
+    ) -> str | None:
         """What is wrong with this rank's rows of a call."""
         inputs, dout, dlse = tensors_of(call)
         values, sizes = answer_to(call, inputs, dout, dlse)
         take = functools.partial(self.rows, parallel=parallel, seq_len=call.seq_len)
         attend = functools.partial(
-            dilated_attention, pattern=call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale, parallel=parallel
+            dilated_attention,
+            pattern=call.pattern,
+            cu_seqlens=call.cu_seqlens,
+            scale=call.scale,
+            parallel=parallel,
         )
-        found = results(call, arranged(rng, call, [*map(take, inputs)]), attend, take(dout), take(dlse))
+        found = results(
+            call, arranged(rng, call, [*map(take, inputs)]), attend, take(dout), take(dlse)
+        )
         own = ({name: take(x) for name, x in numbers.items()} for numbers in (values, sizes))
         return difference(call, found, Answer(*own))
 
@@ -97,7 +111,10 @@ class Desk(TeamDesk):
         """Right calls, one or two on one context."""
         exchanges = rng.choice([["all_to_all"], EXCHANGES[:3]])
         call = draw_call(
-            rng, head_multiple=self.world_size if exchanges == ["all_to_all"] or self.world_size == 4 else 1
+            rng,
+            head_multiple=self.world_size
+            if exchanges == ["all_to_all"] or self.world_size == 4
+            else 1,
         )
         complaint = None
         with self.context(rng, call.seq_len, exchanges) as parallel:
@@ -116,21 +133,31 @@ class Desk(TeamDesk):
             arguments: dict[str, Any] = dict(
                 zip(("query", "key", "value"), map(take, tensors_of(call)[0]), strict=True)
             )
-            arguments |= {"pattern": call.pattern, "cu_seqlens": call.cu_seqlens, "scale": call.scale}
+            arguments |= {
+                "pattern": call.pattern,
+                "cu_seqlens": call.cu_seqlens,
+                "scale": call.scale,
+            }
             if parallel.rank == self.odd:
                 right = arguments.get(name)
-                whole = {"query": tensors_of(call)[0][0]} if name == "cu_seqlens" else {}  # borders: of all rows
+                whole = (
+                    {"query": tensors_of(call)[0][0]} if name == "cu_seqlens" else {}
+                )  # borders: of all rows
                 arguments[name] = HOSTILE[name][number](arguments | whole)
                 shape = getattr(arguments[name], "shape", None)
                 if isinstance(right, Tensor) and shape == right.shape and not right.numel():
                     arguments[name] = None  # on a rank without rows, a part of them is all
-            complaint = why_not_refused_at_once(lambda: dilated_attention(**arguments, parallel=parallel))
+            complaint = why_not_refused_at_once(
+                lambda: dilated_attention(**arguments, parallel=parallel)
+            )
             complaint = complaint or self.why_no_answer(rng, parallel, call)
         return f"rank {self.odd} has {name} {number}, {call}, {told(parallel)}", complaint
 
     def disagree(self, rng: random.Random) -> Outcome:
         """Each rank's call is right, and one is another."""
-        call = draw_call(rng, dtypes=[torch.float64, torch.float32], head_multiple=self.world_size)._replace(scale=0.5)
+        call = draw_call(
+            rng, dtypes=[torch.float64, torch.float32], head_multiple=self.world_size
+        )._replace(scale=0.5)
         with self.context(rng, call.seq_len) as parallel:
             which = rng.choice(["pattern", "scale", "dtype", "heads", "call", "no call"])
             q, k, v = (self.rows(x, parallel, call.seq_len) for x in tensors_of(call)[0])
@@ -138,7 +165,9 @@ class Desk(TeamDesk):
             attempt: Callable[[], Any] = lambda: parallel.unshard(q)  # noqa: E731
             if parallel.rank == self.odd:
                 if which == "pattern":
-                    pattern = DilatedPattern((*pattern.segment_lengths[:-1], 97), pattern.dilation_rates)
+                    pattern = DilatedPattern(
+                        (*pattern.segment_lengths[:-1], 97), pattern.dilation_rates
+                    )
                 elif which == "scale":
                     scale = 0.25
                 elif which == "dtype":
@@ -147,7 +176,14 @@ class Desk(TeamDesk):
                     q = torch.cat([q, q], dim=2)
             if which != "call" or parallel.rank != self.odd:
                 attempt = functools.partial(
-                    dilated_attention, q, k, v, pattern, scale=scale, parallel=parallel, cu_seqlens=call.cu_seqlens
+                    dilated_attention,
+                    q,
+                    k,
+                    v,
+                    pattern,
+                    scale=scale,
+                    parallel=parallel,
+                    cu_seqlens=call.cu_seqlens,
                 )
             if which == "no call":
                 complaint = None
@@ -159,7 +195,14 @@ class Desk(TeamDesk):
     def constructor(self, rng: random.Random) -> Outcome:
         """One rank makes a context that cannot be, or another: none is made, and the next is right."""
         right = rng.choice([{}, {"sharding": "zigzag"}, {"align": 4}, {"exchange": "ring"}])
-        others = [{"sharding": "x"}, {"exchange": 3}, {"align": 0}, {"align": "4"}, {"lengths": [1]}, {"lengths": 5}]
+        others = [
+            {"sharding": "x"},
+            {"exchange": 3},
+            {"align": 0},
+            {"align": "4"},
+            {"lengths": [1]},
+            {"lengths": 5},
+        ]
         others += [
             {"lengths": [-1] * self.world_size},
             {"timeout": 7},
@@ -186,8 +229,14 @@ class Desk(TeamDesk):
         with self.context(rng, seq_len, ["auto", "ring", "all_gather"]) as parallel:
             module = draw_module(rng, head_multiple=self.world_size, parallel=parallel)
             x = torch.randn(1, seq_len, module.embed_dim, dtype=torch.float64)
-            documents = (0, rng.randint(1, seq_len - 1), seq_len) if seq_len > 1 and rng.random() < 0.5 else None
-            starts = [0 if documents is None or t < documents[1] else documents[1] for t in range(seq_len)]
+            documents = (
+                (0, rng.randint(1, seq_len - 1), seq_len)
+                if seq_len > 1 and rng.random() < 0.5
+                else None
+            )
+            starts = [
+                0 if documents is None or t < documents[1] else documents[1] for t in range(seq_len)
+            ]
             expected = by_hand(module, x, torch.arange(seq_len) - torch.tensor(starts), documents)
             local = self.rows(x, parallel, seq_len)
             cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32)
@@ -196,7 +245,9 @@ class Desk(TeamDesk):
             weights = torch.randn_like(expected)
             pairs = ((expected, weights), (found, self.rows(weights, parallel, seq_len)))
             names, parameters = zip(*module.named_parameters(), strict=True)
-            right, own = (torch.autograd.grad(y, parameters, w, materialize_grads=True) for y, w in pairs)
+            right, own = (
+                torch.autograd.grad(y, parameters, w, materialize_grads=True) for y, w in pairs
+            )
             complaint = complaint or self.why_unequal_in_all(names, own, right, 1.0)
         return f"{module}, {seq_len} positions, documents {documents}, {told(parallel)}", complaint
 
@@ -205,7 +256,11 @@ class Desk(TeamDesk):
         seq_len = rng.randint(2, 40)
         with self.context(rng, seq_len, ["auto"]) as parallel:
             alone = draw_language_model(rng, head_multiple=self.world_size)
-            model = LongNetLM(alone.config, parallel=parallel, activation_checkpointing=alone.activation_checkpointing)
+            model = LongNetLM(
+                alone.config,
+                parallel=parallel,
+                activation_checkpointing=alone.activation_checkpointing,
+            )
             model.double().load_state_dict(alone.state_dict())
             tokens = torch.randint(alone.config.vocab_size, (1, seq_len))
             right, own = alone.loss(tokens), model.loss(self.rows(tokens, parallel, seq_len))
@@ -250,19 +305,30 @@ class Desk(TeamDesk):
             complaint = why_unequal("shard", local, self.rows(x, parallel, seq_len, dim))
             complaint = complaint or why_unequal("unshard", parallel.unshard(local, dim), x)
             [grad] = torch.autograd.grad(local, [x], self.rows(weights, parallel, seq_len, dim))
-            complaint = complaint or why_unequal("gradient of shard", grad, weights / self.world_size)
+            complaint = complaint or why_unequal(
+                "gradient of shard", grad, weights / self.world_size
+            )
             rows = local.detach().requires_grad_()
-            [grad] = torch.autograd.grad(parallel.unshard(rows, dim), [rows], weights * (1 + parallel.rank))
+            [grad] = torch.autograd.grad(
+                parallel.unshard(rows, dim), [rows], weights * (1 + parallel.rank)
+            )
             right = self.rows(weights, parallel, seq_len, dim) * sum(range(1, self.world_size + 1))
             complaint = complaint or why_unequal("gradient of unshard", grad, right)
-            tokens, source = torch.arange(seq_len)[None], rng.choice([None, *range(self.world_size)])
+            tokens, source = (
+                torch.arange(seq_len)[None],
+                rng.choice([None, *range(self.world_size)]),
+            )
             given = {"tokens": tokens} if source in (None, parallel.rank) else None
             dealt = parallel.shard_batch(given, source=source)
             for name, whole in (("tokens", tokens), ("positions", tokens[0])):
                 rows = self.rows(whole, parallel, seq_len, min(1, whole.dim() - 1))
-                complaint = complaint or (None if torch.equal(dealt[name], rows) else f"shard_batch: {name}")
+                complaint = complaint or (
+                    None if torch.equal(dealt[name], rows) else f"shard_batch: {name}"
+                )
             moved = torch.cat([tokens[:, 1:], torch.tensor([[-7]])], dim=1)
-            is_moved = torch.equal(shift_left(parallel, dealt["tokens"], -7), self.rows(moved, parallel, seq_len))
+            is_moved = torch.equal(
+                shift_left(parallel, dealt["tokens"], -7), self.rows(moved, parallel, seq_len)
+            )
             complaint = complaint or (None if is_moved else "shift_left")
         return f"{shape} along {dim}, from {source}, {told(parallel)}", complaint
 
@@ -270,13 +336,27 @@ class Desk(TeamDesk):
         """One rank calls something with what it cannot take, and the others rightly."""
         seq_len = rng.randint(1, 20)
         with self.context(rng, seq_len) as parallel:
-            x, rows = torch.zeros(1, seq_len, 8), self.rows(torch.zeros(1, seq_len, 8), parallel, seq_len)
+            x, rows = (
+                torch.zeros(1, seq_len, 8),
+                self.rows(torch.zeros(1, seq_len, 8), parallel, seq_len),
+            )
             tokens = self.rows(torch.zeros(1, seq_len, dtype=torch.int64), parallel, seq_len)
             module = draw_module(rng, head_multiple=self.world_size, parallel=parallel).float()
-            model = LongNetLM(draw_language_model(rng, head_multiple=self.world_size).config, parallel=parallel)
+            model = LongNetLM(
+                draw_language_model(rng, head_multiple=self.world_size).config, parallel=parallel
+            )
             wide = torch.zeros(1, rows.shape[1], module.embed_dim)
             batch = {"tokens": torch.zeros(1, seq_len, dtype=torch.int64)}
-            bad_batches = [None, {}, [1], {"x": 3}, {"tokens": x}, {1: x}, {"x": x.to_sparse()}, {"x": x.to("meta")}]
+            bad_batches = [
+                None,
+                {},
+                [1],
+                {"x": 3},
+                {"tokens": x},
+                {1: x},
+                {"x": x.to_sparse()},
+                {"x": x.to("meta")},
+            ]
             methods: dict[str, tuple[Callable[[Any], Any], Any, list[Any]]] = {
                 "shard": (parallel.shard, x, [None, 3, x[0, 0], x[0], x.double(), x[:, :, :3], "x"]),
                 "shard's dim": (lambda dim: parallel.shard(x, dim), 1, [3, -4, None, "1", 1.0, 2**70]),
@@ -304,7 +384,11 @@ class Desk(TeamDesk):
                 given = None  # no token is out of range, no dtype is seen, on a rank without rows
             complaint = why_not_refused_at_once(lambda: method(given))
             complaint = complaint or self.why_no_answer(
-                rng, parallel, draw_call(rng, head_multiple=self.world_size)._replace(seq_len=seq_len, documents=None)
+                rng,
+                parallel,
+                draw_call(rng, head_multiple=self.world_size)._replace(
+                    seq_len=seq_len, documents=None
+                ),
             )
         return f"rank {self.odd} has {name} {number}, {told(parallel)}", complaint
 

@@ -28,7 +28,11 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
     with poisoned_memory():
         parallel = simulate.all_ranks(world_size, **cut)
         attend = functools.partial(
-            dilated_attention, pattern=call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale, parallel=parallel
+            dilated_attention,
+            pattern=call.pattern,
+            cu_seqlens=call.cu_seqlens,
+            scale=call.scale,
+            parallel=parallel,
         )
         inputs, dout, dlse = tensors_of(call)
         found = results(call, arranged(rng, call, inputs), attend, dout, dlse)
@@ -63,4 +67,6 @@ RING_BREAKAGES = {
     "sums that travel do not start at zero": lambda: steps_broken(step.Zero, nothing),
     "chunks hold values before keys": lambda: steps_broken(step.Pack, _pack_values_first),
 }
-BREAKAGES = CALL_BREAKAGES | RING_BREAKAGES | {"nobody waits": lambda: steps_broken(step.Wait, nothing)}
+BREAKAGES = (
+    CALL_BREAKAGES | RING_BREAKAGES | {"nobody waits": lambda: steps_broken(step.Wait, nothing)}
+)

@@ -44,7 +44,17 @@ WEIGHTS = {
 }
 # Whose output says nothing of time or place.
 STEADY = ("suggest", "plan", "generate")
-OUT = ["file"] * 3 + ["closed", "full", "full", "unread", "unread", "head", "head", "unwritable", "short"]
+OUT = ["file"] * 3 + [
+    "closed",
+    "full",
+    "full",
+    "unread",
+    "unread",
+    "head",
+    "head",
+    "unwritable",
+    "short",
+]
 ERROR = ["file"] * 6 + ["closed", "full", "unread", "out"]
 UNREAD, REFUSED = 141, 2
 FEW_BYTES = 200  # that a file may hold, where it is short
@@ -68,7 +78,9 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
     run = as_process if arguments[0] == "suggest" and rng.random() < 0.1 else as_child
     plain = fresh(folder, "plain", functools.partial(run, arguments, "file", "file", "null", 0))
     other = fresh(folder, "other", functools.partial(run, arguments, out, error, stdin, num_read))
-    description = f"{shown(arguments)}: out {out} {num_read or ''}, error {error}, stdin {stdin}: {other[0]}"
+    description = (
+        f"{shown(arguments)}: out {out} {num_read or ''}, error {error}, stdin {stdin}: {other[0]}"
+    )
     complaint = why_wrong(arguments, plain, other, out, error, num_read)
     return Trial(f"{arguments[0]}, out {out}, error {error}", description, complaint)
 
@@ -79,7 +91,9 @@ def draw(rng: random.Random) -> list[str]:
     if rng.random() < 0.05:
         return [name, "--help"]
     _, always, maybe = COMMANDS[name]
-    groups = [list(group) for group in [*always, *rng.sample(maybe, rng.randint(0, min(2, len(maybe))))]]
+    groups = [
+        list(group) for group in [*always, *rng.sample(maybe, rng.randint(0, min(2, len(maybe))))]
+    ]
     if name == "generate":
         groups += [["--temperature", "0"]]
     if name in ("suggest", "plan", "doctor") and rng.random() < 0.4:
@@ -134,7 +148,9 @@ class Streams:
             read, write = self.pipe if kind == "head" and self.pipe else os.pipe()
             os.close(read)
             return write
-        return os.open(os.devnull, os.O_RDONLY if kind == "unwritable" or number == 0 else os.O_WRONLY)
+        return os.open(
+            os.devnull, os.O_RDONLY if kind == "unwritable" or number == 0 else os.O_WRONLY
+        )
 
     def watch(self) -> None:
         """In the parent: read what `head` reads, and close."""
@@ -181,7 +197,12 @@ def end_of(arguments: list[str]) -> int:
         setattr(sys, name, opened(number))
     try:
         at_once = mock.patch.object(examination, "SECONDS_APART", 0.0)
-        with quick_ends(), mock.patch.object(check, "run_trials", all_passed), a_quick_doctor(), at_once:
+        with (
+            quick_ends(),
+            mock.patch.object(check, "run_trials", all_passed),
+            a_quick_doctor(),
+            at_once,
+        ):
             code = cli.main()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
@@ -201,7 +222,9 @@ def opened(number: int) -> Any:
         os.fstat(number)
     except OSError:
         return None
-    return open(number, "r" if number == 0 else "w", buffering=1 if number == 2 else -1, closefd=False)
+    return open(
+        number, "r" if number == 0 else "w", buffering=1 if number == 2 else -1, closefd=False
+    )
 
 
 def code_of(child: int) -> int:
@@ -230,7 +253,9 @@ def said(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.strip() and not BAR.search(line)]
 
 
-def why_wrong(arguments: list[str], plain: Left, other: Left, out: str, error: str, num_read: int) -> str | None:
+def why_wrong(
+    arguments: list[str], plain: Left, other: Left, out: str, error: str, num_read: int
+) -> str | None:
     ends, begins, leaves = other
     (right, _, left) = plain
     if right.code not in (0, 1, 2):
@@ -259,25 +284,41 @@ def why_wrong(arguments: list[str], plain: Left, other: Left, out: str, error: s
         codes |= {right.code}
     if ends.code not in codes:
         return f"it ends with {ends.code}, not {sorted(codes)}: {ends.error[-1000:]}"
-    if ends.code == right.code and out in ("file", "closed") and leaves.keys() - {"runs"} != left.keys() - {"runs"}:
+    if (
+        ends.code == right.code
+        and out in ("file", "closed")
+        and leaves.keys() - {"runs"} != left.keys() - {"runs"}
+    ):
         mine, theirs = sorted(leaves.keys() - left.keys()), sorted(left.keys() - leaves.keys())
         if not all(name.startswith("runs") for name in mine + theirs):  # folders by the time of day
             return f"files differ: {mine} are there, {theirs} are not"
-    unfinished = [name for name in leaves.keys() - begins.keys() if ".lock" in name or "/unfinished-" in f"/{name}"]
+    unfinished = [
+        name
+        for name in leaves.keys() - begins.keys()
+        if ".lock" in name or "/unfinished-" in f"/{name}"
+    ]
     if unfinished:
         return f"left behind: {unfinished}"
     return why_other_words(arguments, right, ends, out, error)
 
 
-def why_other_words(arguments: list[str], right: Output, ends: Output, out: str, error: str) -> str | None:
+def why_other_words(
+    arguments: list[str], right: Output, ends: Output, out: str, error: str
+) -> str | None:
     """What was printed although another stream was broken, or because of it."""
     if error == "file":
         lines, expected = said(ends.error), said(right.error)
         more = lines[len(expected) :] if lines[: len(expected)] == expected else lines
         if ends.code == UNREAD and more and arguments[0] in STEADY:
             return f"it says {more} of a reader that went away"
-        is_cut = out == "short" and len(ends.error.encode()) >= FEW_BYTES  # a progress bar may fill that file too
-        is_refused = out in ("full", "unwritable", "short") and ends.code == REFUSED and right.code != REFUSED
+        is_cut = (
+            out == "short" and len(ends.error.encode()) >= FEW_BYTES
+        )  # a progress bar may fill that file too
+        is_refused = (
+            out in ("full", "unwritable", "short")
+            and ends.code == REFUSED
+            and right.code != REFUSED
+        )
         if is_refused and not is_cut and len(more) != 1:
             return f"{len(more)} lines where a sentence belongs: {ends.error[-1000:]}"
     if error == "out" or arguments[0] not in STEADY:
@@ -295,7 +336,9 @@ def _open_streams_only(*_: object) -> None:
 
 BREAKAGES: dict[str, Callable[[], Any]] = {
     "closed streams stay closed": broken("prepare_streams", _open_streams_only, terminal),
-    "what was not written is written at exit": broken("drop_unwritten", _open_streams_only, terminal),
+    "what was not written is written at exit": broken(
+        "drop_unwritten", _open_streams_only, terminal
+    ),
     "a broken pipe is an error as others": broken("UNREAD_EXIT_CODE", 2, terminal),
     "full streams are not caught": broken("in_words", None, terminal),
 }

@@ -26,7 +26,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, MultiheadDilatedAttention, dilated_attention
+from ring_dilated_attention import (
+    ContextParallel,
+    DilatedPattern,
+    MultiheadDilatedAttention,
+    dilated_attention,
+)
 from ring_dilated_attention.integrations import torch as styles
 from ring_dilated_attention.integrations.torch import (
     ShardHeads,
@@ -58,32 +63,51 @@ class Around(nn.Module):
 
     def forward(self, x: Tensor, **more: Any) -> Tensor:
         y = self.before(x)
-        out = self.inner(y, y, y, **more) if isinstance(self.inner, MultiheadDilatedAttention) else self.inner(y)
+        out = (
+            self.inner(y, y, y, **more)
+            if isinstance(self.inner, MultiheadDilatedAttention)
+            else self.inner(y)
+        )
         return self.after(out[0] if isinstance(out, tuple) else out)
 
 
 class Projected(nn.Module):
     """An attention of four projections, of which torch's styles shard the columns and rows."""
 
-    def __init__(self, embed_dim: int, num_heads: int, num_kv_heads: int, pattern: DilatedPattern, bias: bool) -> None:
+    def __init__(
+        self, embed_dim: int, num_heads: int, num_kv_heads: int, pattern: DilatedPattern, bias: bool
+    ) -> None:
         super().__init__()
         self.num_heads, self.pattern, self.head_dim = num_heads, pattern, embed_dim // num_heads
         widths = [n * self.head_dim for n in (num_heads, num_kv_heads, num_kv_heads)]
-        self.q, self.k, self.v = (nn.Linear(embed_dim, width, bias=bias, dtype=torch.float64) for width in widths)
+        self.q, self.k, self.v = (
+            nn.Linear(embed_dim, width, bias=bias, dtype=torch.float64) for width in widths
+        )
         self.o = nn.Linear(embed_dim, embed_dim, bias=bias, dtype=torch.float64)
 
     def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        q, k, v = (linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.q, self.k, self.v))
-        more = {"heads_held": held_heads(self, q.shape[2], self.num_heads), "num_heads": self.num_heads}
+        q, k, v = (
+            linear(x).unflatten(-1, (-1, self.head_dim)) for linear in (self.q, self.k, self.v)
+        )
+        more = {
+            "heads_held": held_heads(self, q.shape[2], self.num_heads),
+            "num_heads": self.num_heads,
+        }
         more = more if more["heads_held"] is not None else {}
-        return self.o(dilated_attention(q, k, v, self.pattern, cu_seqlens=cu_seqlens, **more).flatten(2))
+        return self.o(
+            dilated_attention(q, k, v, self.pattern, cu_seqlens=cu_seqlens, **more).flatten(2)
+        )
 
 
 class Desk(fuzz_ranks.Desk):
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size)
         self.line = init_device_mesh("cpu", (world_size,), mesh_dim_names=("line",))
-        self.grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")) if world_size == 4 else None
+        self.grid = (
+            init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+            if world_size == 4
+            else None
+        )
         self.all_of_grid = self.grid["dp", "cp"]._flatten("all") if self.grid is not None else None
 
     def deeds(self) -> dict[Callable[[random.Random], Outcome], int]:
@@ -97,7 +121,11 @@ class Desk(fuzz_ranks.Desk):
             self.refused_between: 2,
         }
         if self.grid is not None:
-            deeds |= {self.heads_and_sequence: 4, self.heads_and_parameters: 3, self.not_averaged: 3}
+            deeds |= {
+                self.heads_and_sequence: 4,
+                self.heads_and_parameters: 3,
+                self.not_averaged: 3,
+            }
         return deeds
 
     def mean(self, x: Tensor, mesh: DeviceMesh | None = None) -> Tensor:
@@ -116,13 +144,19 @@ class Desk(fuzz_ranks.Desk):
         for name, parameter in sharded["attention"].named_parameters():
             parameter.requires_grad_(not frozen[name])
         parallelize_module(sharded, self.line, {"attention": ShardHeads()})
-        is_kept = all(x.requires_grad != frozen[name] for name, x in sharded["attention"].named_parameters())
+        is_kept = all(
+            x.requires_grad != frozen[name] for name, x in sharded["attention"].named_parameters()
+        )
         complaint = None if is_kept else "what was frozen is trained, or the other way round"
         sharded.requires_grad_(True)
-        inputs, more, expected = self.draw_inputs(rng, alone)  # random numbers, which must still be those of all ranks
+        inputs, more, expected = self.draw_inputs(
+            rng, alone
+        )  # random numbers, which must still be those of all ranks
         found, _ = sharded["attention"](*inputs, **more)
         complaint = complaint or why_unequal("out", found, expected)
-        complaint = complaint or self.why_wrong_gradients(alone, sharded["attention"], inputs[:1], expected, found)
+        complaint = complaint or self.why_wrong_gradients(
+            alone, sharded["attention"], inputs[:1], expected, found
+        )
         return f"{alone}, {more}", complaint
 
     def draw_inputs(
@@ -135,10 +169,16 @@ class Desk(fuzz_ranks.Desk):
         if how == "packed" and seq_len > 1:
             batch, documents = 1, (0, rng.randint(1, seq_len - 1), seq_len)
             more["cu_seqlens"] = torch.tensor(documents, dtype=torch.int32)
-            positions = torch.cat([torch.arange(documents[1]), torch.arange(seq_len - documents[1])])
+            positions = torch.cat(
+                [torch.arange(documents[1]), torch.arange(seq_len - documents[1])]
+            )
         elif how == "positions" and module.rotary_base is not None:
-            more["positions"] = positions = torch.tensor([rng.randrange(10**6) for _ in range(seq_len)])
-        x = torch.randn(batch, seq_len, module.embed_dim, dtype=torch.float64, requires_grad=rng.random() < 0.8)
+            more["positions"] = positions = torch.tensor(
+                [rng.randrange(10**6) for _ in range(seq_len)]
+            )
+        x = torch.randn(
+            batch, seq_len, module.embed_dim, dtype=torch.float64, requires_grad=rng.random() < 0.8
+        )
         expected = by_hand(module, x, positions, documents)
         return [x * 1 for _ in range(3)] if how == "three tensors" else [x] * 3, more, expected
 
@@ -153,8 +193,12 @@ class Desk(fuzz_ranks.Desk):
         """Of whole inputs, and of the parameters that this rank holds, which have the gradients of their rows."""
         weights = torch.randn_like(expected)
         leaves = [x for x in inputs if x.requires_grad and x.is_leaf]
-        right = torch.autograd.grad(expected, [*leaves, *alone.parameters()], weights, materialize_grads=True)
-        own = torch.autograd.grad(found, [*leaves, *sharded.parameters()], weights, materialize_grads=True)
+        right = torch.autograd.grad(
+            expected, [*leaves, *alone.parameters()], weights, materialize_grads=True
+        )
+        own = torch.autograd.grad(
+            found, [*leaves, *sharded.parameters()], weights, materialize_grads=True
+        )
         for x, y in zip(own[: len(leaves)], right, strict=False):
             if complaint := why_unequal("gradient of the input", x, y):
                 return complaint
@@ -173,7 +217,9 @@ class Desk(fuzz_ranks.Desk):
             for parameter, grad in zip(whole.parameters(), right, strict=True):
                 parameter.copy_(grad)
         whole.parallel = None
-        for (name, x), y in zip(whole.held(sharded.heads_held).named_parameters(), own, strict=True):
+        for (name, x), y in zip(
+            whole.held(sharded.heads_held).named_parameters(), own, strict=True
+        ):
             if complaint := why_unequal(f"gradient of {name}", y, x):
                 return complaint
         return None
@@ -187,9 +233,15 @@ class Desk(fuzz_ranks.Desk):
         parallelize_module(halved, self.line, ShardHeads())
         module = rng.choice([few, normed, halved, nn.Linear(2, 2), nn.MultiheadAttention(4, 2)])
         before = {name: (x.shape, id(x)) for name, x in module.named_parameters()}
-        said = {id(few): "1 key/value heads", id(normed): "sub_layernorm", id(halved): "take heads of a whole one"}
+        said = {
+            id(few): "1 key/value heads",
+            id(normed): "sub_layernorm",
+            id(halved): "take heads of a whole one",
+        }
         says = said.get(id(module), "MultiheadDilatedAttention")
-        complaint = why_not_refused_at_once(lambda: parallelize_module(module, self.line, ShardHeads()), says)
+        complaint = why_not_refused_at_once(
+            lambda: parallelize_module(module, self.line, ShardHeads()), says
+        )
         if {name: (x.shape, id(x)) for name, x in module.named_parameters()} != before:
             complaint = complaint or "the module was changed"
         return f"{module}", complaint
@@ -200,25 +252,40 @@ class Desk(fuzz_ranks.Desk):
         num_heads = kv_heads * rng.randint(1, 3)
         torch.manual_seed(rng.randrange(2**31))
         pattern = draw_pattern(rng, num_heads)
-        alone = Projected(num_heads * rng.choice([2, 4]), num_heads, kv_heads, pattern, rng.random() < 0.5)
+        alone = Projected(
+            num_heads * rng.choice([2, 4]), num_heads, kv_heads, pattern, rng.random() < 0.5
+        )
         sharded = copy.deepcopy(alone)
         x = torch.randn(2, rng.randint(1, 30), alone.q.in_features, dtype=torch.float64)
-        plan = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel()}
+        plan = {
+            "q": ColwiseParallel(),
+            "k": ColwiseParallel(),
+            "v": ColwiseParallel(),
+            "o": RowwiseParallel(),
+        }
         mesh = self.line if self.grid is None or rng.random() < 0.5 else self.grid["cp"]
         parallelize_module(sharded, mesh, plan)
         is_sharded_over_dp = mesh is not self.line and rng.random() < 0.5
         if is_sharded_over_dp:
             fully_shard(sharded, mesh=self.grid["dp"])
-        description = f"{num_heads} heads, {kv_heads} key/value heads, {pattern}, FSDP {is_sharded_over_dp}"
+        description = (
+            f"{num_heads} heads, {kv_heads} key/value heads, {pattern}, FSDP {is_sharded_over_dp}"
+        )
         if kv_heads % mesh.size():
-            pairs = zip(*(linear.weight.chunk(mesh.size()) for linear in (alone.q, alone.k)), strict=False)
+            pairs = zip(
+                *(linear.weight.chunk(mesh.size()) for linear in (alone.q, alone.k)), strict=False
+            )
             widths = [(len(q), len(k)) for q, k in pairs]
             # A rank with whole heads by chance would wait for those that refuse, and so would one without a column,
             # for which torch's linear gathers the others' columns.
-            if len(widths) < mesh.size() or any(k % sharded.head_dim == 0 and q % k == 0 for q, k in widths):
+            if len(widths) < mesh.size() or any(
+                k % sharded.head_dim == 0 and q % k == 0 for q, k in widths
+            ):
                 return description, None
             attempt = lambda: sharded(x)  # noqa: E731
-            return description, None if is_refused(attempt) else "projections that cut a head are taken"
+            return description, None if is_refused(
+                attempt
+            ) else "projections that cut a head are taken"
         expected, found = alone(x), sharded(x)
         complaint = why_unequal("out", found, expected)
         weights = torch.randn_like(expected)
@@ -237,7 +304,9 @@ class Desk(fuzz_ranks.Desk):
             return Around(inner, inner.embed_dim), f"{inner}"
         num_heads = kv_multiple * rng.randint(1, 2)
         dim = 4 * num_heads
-        layer = nn.TransformerEncoderLayer(dim, num_heads, 8, dropout=0.0, batch_first=True, dtype=torch.float64)
+        layer = nn.TransformerEncoderLayer(
+            dim, num_heads, 8, dropout=0.0, batch_first=True, dtype=torch.float64
+        )
         encoder = nn.TransformerEncoder(layer, rng.randint(1, 2), enable_nested_tensor=False)
         pattern = draw_pattern(rng, num_heads)
         replace_attention(encoder, pattern)
@@ -255,7 +324,9 @@ class Desk(fuzz_ranks.Desk):
         module = draw_heads(rng, 4)
         alone = Around(module, module.embed_dim)
         sharded = copy.deepcopy(alone)
-        return self.why_unequal_over(rng, self.grid["cp"], alone, sharded, f"{module}", [self.grid["dp"]])
+        return self.why_unequal_over(
+            rng, self.grid["cp"], alone, sharded, f"{module}", [self.grid["dp"]]
+        )
 
     def why_unequal_over(
         self,
@@ -280,12 +351,22 @@ class Desk(fuzz_ranks.Desk):
             parallelize_module(sharded, axis, plan)
         [parallel] = style.contexts.values()
         more: dict[str, Any] = {}
-        if isinstance(alone.inner, MultiheadDilatedAttention) and seq_len > 1 and rng.random() < 0.4:
+        if (
+            isinstance(alone.inner, MultiheadDilatedAttention)
+            and seq_len > 1
+            and rng.random() < 0.4
+        ):
             batch = 1
-            more["cu_seqlens"] = torch.tensor([0, rng.randint(1, seq_len - 1), seq_len], dtype=torch.int32)
-        x = torch.randn(batch, seq_len, alone.before.in_features, dtype=torch.float64, requires_grad=True)
+            more["cu_seqlens"] = torch.tensor(
+                [0, rng.randint(1, seq_len - 1), seq_len], dtype=torch.int32
+            )
+        x = torch.randn(
+            batch, seq_len, alone.before.in_features, dtype=torch.float64, requires_grad=True
+        )
         expected = alone(x, **more)
-        given = x if style.shard_inputs else self.rows(x.detach(), parallel, seq_len).requires_grad_()
+        given = (
+            x if style.shard_inputs else self.rows(x.detach(), parallel, seq_len).requires_grad_()
+        )
         found = sharded(given, **more)
         weights = torch.randn_like(expected)
         right, loss = expected, (found * weights).sum() if style.unshard_outputs else None
@@ -293,10 +374,14 @@ class Desk(fuzz_ranks.Desk):
             right = self.rows(expected, parallel, seq_len)
             loss = (found * self.rows(weights, parallel, seq_len)).sum() * mesh.size()
         complaint = why_unequal("out", found, right)
-        grads = torch.autograd.grad((expected * weights).sum(), [x, *alone.parameters()], materialize_grads=True)
+        grads = torch.autograd.grad(
+            (expected * weights).sum(), [x, *alone.parameters()], materialize_grads=True
+        )
         own = torch.autograd.grad(loss, [given, *sharded.parameters()], materialize_grads=True)
         if style.shard_inputs:
-            complaint = complaint or why_unequal("gradient of the input", self.mean(own[0], mesh), grads[0])
+            complaint = complaint or why_unequal(
+                "gradient of the input", self.mean(own[0], mesh), grads[0]
+            )
         else:
             dx = self.rows(grads[0], parallel, seq_len) * mesh.size()
             complaint = complaint or why_unequal("gradient of the rows", own[0], dx)
@@ -305,12 +390,22 @@ class Desk(fuzz_ranks.Desk):
         if heads_over:
             inner = [i for i, name in enumerate(names) if name.startswith("inner")]
             outer = [i for i, name in enumerate(names) if not name.startswith("inner")]
-            own_names = [name for name, _ in sharded.named_parameters()]  # a rank may hold no bias of out_proj
+            own_names = [
+                name for name, _ in sharded.named_parameters()
+            ]  # a rank may hold no bias of out_proj
             held = [x for name, x in zip(own_names, means, strict=True) if name.startswith("inner")]
-            rest = [x for name, x in zip(own_names, means, strict=True) if not name.startswith("inner")]
+            rest = [
+                x for name, x in zip(own_names, means, strict=True) if not name.startswith("inner")
+            ]
             right_of_inner = [grads[1 + i] for i in inner]
-            complaint = complaint or self.why_other_heads(alone.inner, sharded.inner, right_of_inner, held)
-            names, means, grads = [names[i] for i in outer], rest, (grads[0], *(grads[1 + i] for i in outer))
+            complaint = complaint or self.why_other_heads(
+                alone.inner, sharded.inner, right_of_inner, held
+            )
+            names, means, grads = (
+                [names[i] for i in outer],
+                rest,
+                (grads[0], *(grads[1 + i] for i in outer)),
+            )
         for name, x, y in zip(names, means, grads[1:], strict=True):
             complaint = complaint or why_unequal(f"gradient of {name}", x, y)
         parallel.close()
@@ -347,7 +442,10 @@ class Desk(fuzz_ranks.Desk):
         right = expected if style.unshard_outputs else self.rows(expected, parallel, seq_len)
         complaint = complaint or why_unequal("out afterwards", found, right)
         parallel.close()
-        return f"rank {self.odd} gives {number}, {vars(style)}, {seq_len} positions, {module}", complaint
+        return (
+            f"rank {self.odd} gives {number}, {vars(style)}, {seq_len} positions, {module}",
+            complaint,
+        )
 
     # --- parameters
 
@@ -356,11 +454,15 @@ class Desk(fuzz_ranks.Desk):
     ) -> tuple[NextTokenLoss, NextTokenLoss]:
         """A language model with its loss, of one process and of ranks."""
         alone = draw_language_model(rng, head_multiple=multiple)
-        model = LongNetLM(alone.config, parallel=parallel, activation_checkpointing=rng.random() < 0.5).double()
+        model = LongNetLM(
+            alone.config, parallel=parallel, activation_checkpointing=rng.random() < 0.5
+        ).double()
         model.load_state_dict(alone.state_dict())
         return NextTokenLoss(alone), NextTokenLoss(model)
 
-    def sharded_over(self, rng: random.Random) -> tuple[DeviceMesh | None, DeviceMesh | None, DeviceMesh, int]:
+    def sharded_over(
+        self, rng: random.Random
+    ) -> tuple[DeviceMesh | None, DeviceMesh | None, DeviceMesh, int]:
         """The mesh of parameters, of a sequence, and of samples, and how many samples there are."""
         if self.grid is not None and rng.random() < 0.6:
             return rng.choice([self.grid, self.all_of_grid]), self.grid["cp"], self.grid["dp"], 2
@@ -392,7 +494,9 @@ class Desk(fuzz_ranks.Desk):
                 own = self.rows(tokens[place : place + 1], parallel, seq_len)
                 model.set_requires_gradient_sync(i == micro - 1)
                 loss = model(own, borders)
-                complaint = complaint or why_unequal("loss", loss, alone(tokens[place : place + 1], borders))
+                complaint = complaint or why_unequal(
+                    "loss", loss, alone(tokens[place : place + 1], borders)
+                )
                 (loss / micro).backward()
                 (alone(tokens, borders) / micro).backward()
             for each, optimizer in zip((alone, model), optimizers, strict=True):
@@ -404,7 +508,10 @@ class Desk(fuzz_ranks.Desk):
             complaint = complaint or why_unequal(name, whole(y.detach()), x)
         parallel.close()
         told = f"{num_steps} steps of {micro}, clip {clip}, reshard {reshard}, {replicas} replicas, {sharding}"
-        return f"{alone.model.config}, {seq_len} positions, {told}, over {over}, {borders}", complaint
+        return (
+            f"{alone.model.config}, {seq_len} positions, {told}, over {over}, {borders}",
+            complaint,
+        )
 
     def refused_between(self, rng: random.Random) -> Outcome:
         """One rank gives a sharded model tokens that it cannot take: all refuse, and the next loss is right."""
@@ -445,7 +552,9 @@ class Desk(fuzz_ranks.Desk):
         expected, found = alone(x, x, x)[0], sharded(own, own, own)[0]
         complaint = why_unequal("out", found, expected[place : place + 1])
         weights = torch.randn_like(expected)
-        grads = torch.autograd.grad((expected * weights).sum() / 2, [*alone.parameters()], materialize_grads=True)
+        grads = torch.autograd.grad(
+            (expected * weights).sum() / 2, [*alone.parameters()], materialize_grads=True
+        )
         (found * weights[place : place + 1]).sum().backward()
         assert sharded.heads_held == held
         own_grads = [whole(p.grad) for p in sharded.parameters()]
@@ -472,7 +581,9 @@ class Desk(fuzz_ranks.Desk):
         if how == "nothing":
             pass
         elif how == "DDP over samples":
-            checked = nn.parallel.DistributedDataParallel(model, process_group=self.grid["dp"].get_group())
+            checked = nn.parallel.DistributedDataParallel(
+                model, process_group=self.grid["dp"].get_group()
+            )
         elif how == "over samples":
             for sharded in (*blocks, model):
                 fully_shard(sharded, mesh=self.grid["dp"])
@@ -490,7 +601,9 @@ class Desk(fuzz_ranks.Desk):
             complaint = None
         else:
             name = "DDP of the module" if how == "DDP over samples" else "model."
-            complaint = why_not_refused_at_once(lambda: check_averaged(checked, parallel), "nobody would average", name)
+            complaint = why_not_refused_at_once(
+                lambda: check_averaged(checked, parallel), "nobody would average", name
+            )
         parallel.close()
         return how, complaint
 
@@ -543,7 +656,9 @@ def _unsummed(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
     return reshard.own_rows(grads[0], ctx.shards[ctx.ranks.rank], ctx.dim), None, None, None
 
 
-def _inputs_as_they_are(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, tuple, dict], Any]:
+def _inputs_as_they_are(
+    change: Callable[[Tensor], Tensor],
+) -> Callable[[nn.Module, tuple, dict], Any]:
     return lambda _, args, kwargs: (args, kwargs)
 
 
@@ -555,7 +670,9 @@ RANK_BREAKAGES: dict[str, Callable[[], Any]] = {
     "phases go by the held head": broken("held", _held_as_first, MultiheadDilatedAttention),
     "biases are added by every rank": broken("held", _held_with_bias, MultiheadDilatedAttention),
     "parts draw random numbers": broken("held", _held_at_random, MultiheadDilatedAttention),
-    "gradients of whole tensors are not summed": broken("backward", staticmethod(_unsummed), reshard.UnshardRows),
+    "gradients of whole tensors are not summed": broken(
+        "backward", staticmethod(_unsummed), reshard.UnshardRows
+    ),
     "inputs stay as they are": broken("_each_input", _inputs_as_they_are, styles),
     "nobody looks who averages": broken("check_averaged", nothing, sys.modules[__name__]),
     "the mean of each shard": broken("mean_loss", mean_of_each_shard, context),

@@ -45,21 +45,32 @@ class Team:
             store.wait(keys, timedelta(seconds=50))
         except dist.DistStoreError:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            said = [f"rank {rank}: {outcome.value}" for rank, outcome in self.ranks.collect(missing, 0).items()]
-            return [Trial("no end", "", "\n".join([f"ranks {missing} did not come to an end", *said]))]
+            said = [
+                f"rank {rank}: {outcome.value}"
+                for rank, outcome in self.ranks.collect(missing, 0).items()
+            ]
+            return [
+                Trial("no end", "", "\n".join([f"ranks {missing} did not come to an end", *said]))
+            ]
         return [pickle.loads(store.get(key)) for key in keys]
 
     def end(self) -> None:
         self.ranks.__exit__()
 
 
-def try_on_ranks(module: str, rng: random.Random, world_sizes: Sequence[int] = (2, 2, 3, 4)) -> Trial:
+def try_on_ranks(
+    module: str, rng: random.Random, world_sizes: Sequence[int] = (2, 2, 3, 4)
+) -> Trial:
     """A case of the kind of this module, which has a Desk and RANK_BREAKAGES."""
     world_size = rng.choice(world_sizes)
     if (module, world_size) not in _teams:
         _teams[module, world_size] = Team(module, world_size)
     trials = _teams[module, world_size].ask(rng.randrange(2**62))
-    wrong = [f"rank {rank}: {trial.complaint}" for rank, trial in enumerate(trials) if trial.complaint is not None]
+    wrong = [
+        f"rank {rank}: {trial.complaint}"
+        for rank, trial in enumerate(trials)
+        if trial.complaint is not None
+    ]
     if wrong:
         _teams.pop((module, world_size)).end()
     return trials[0]._replace(complaint="\n".join(wrong) or None)
@@ -78,7 +89,9 @@ def serve(rank: int, world_size: int, module: str, broken: str | None) -> None:
         while True:
             number += 1
             distributed.store.wait([f"case {number}"], timedelta(days=1))
-            faulthandler.dump_traceback_later(STUCK, exit=False)  # where it is, should it not come to an end
+            faulthandler.dump_traceback_later(
+                STUCK, exit=False
+            )  # where it is, should it not come to an end
             trial = desk.trial_of(random.Random(int(distributed.store.get(f"case {number}"))))
             faulthandler.cancel_dump_traceback_later()
             distributed.store.set(f"done {number} {rank}", pickle.dumps(trial))

@@ -81,7 +81,10 @@ def by_hand(model: LongNetEncoder, x: Tensor) -> list[Tensor]:
     for i in range(config.num_layers):
         layer = f"layers.{i}"
         normed = norm(f"{layer}.self_attn_layer_norm", x)
-        q, k, v = (linear(f"{layer}.self_attn.{n}_proj", normed).unflatten(-1, (config.num_heads, -1)) for n in "qkv")
+        q, k, v = (
+            linear(f"{layer}.self_attn.{n}_proj", normed).unflatten(-1, (config.num_heads, -1))
+            for n in "qkv"
+        )
         attend = padded_reference if config.padding == "torchscale" else dilated_attention_reference
         out = attend(q, k, v, model.pattern)[0].flatten(2)
         x = x + linear(f"{layer}.self_attn.out_proj", norm(f"{layer}.self_attn.inner_attn_ln", out))
@@ -93,10 +96,15 @@ def by_hand(model: LongNetEncoder, x: Tensor) -> list[Tensor]:
 
 
 def try_model(rng: random.Random) -> Trial:
-    how = rng.choice(["plain", "plain", "recomputed", "recomputed", "states", "no gradient", "shared", "shared"])
+    how = rng.choice(
+        ["plain", "plain", "recomputed", "recomputed", "states", "no gradient", "shared", "shared"]
+    )
     parallel = simulate.all_ranks(rng.randint(1, 4)) if how == "shared" else None
     model = draw_model(rng, activation_checkpointing="recomputed" in how, parallel=parallel)
-    batch, num_positions = rng.choice([1, 1, 2, 3]), rng.choice([rng.randint(1, 9), rng.randint(1, 45)])
+    batch, num_positions = (
+        rng.choice([1, 1, 2, 3]),
+        rng.choice([rng.randint(1, 9), rng.randint(1, 45)]),
+    )
     given = torch.randn(batch, num_positions, model.config.embed_dim, dtype=torch.float64)
     expected = by_hand(model, given)
     description = f"{model.config}, {tuple(given.shape)}"
@@ -113,13 +121,33 @@ def try_model(rng: random.Random) -> Trial:
     complaint = why_unequal("out", found, expected[-1])
     names, parameters = zip(*model.named_parameters(), strict=True)
     dout = torch.randn_like(expected[-1])
-    grads = [torch.autograd.grad(y, parameters, dout, materialize_grads=True) for y in (found, expected[-1])]
+    grads = [
+        torch.autograd.grad(y, parameters, dout, materialize_grads=True)
+        for y in (found, expected[-1])
+    ]
     for name, actual, right in zip(names, *grads, strict=True):
         complaint = complaint or why_unequal(f"gradient of {name}", actual, right)
     return Trial(kind, description, complaint)
 
 
-SPOILT: list[Any] = [None, "", "x", [], {}, 0, -1, 1.5, "[4, 8", "[]", "[a]", math.nan, True, "4;8", [4.5], object()]
+SPOILT: list[Any] = [
+    None,
+    "",
+    "x",
+    [],
+    {},
+    0,
+    -1,
+    1.5,
+    "[4, 8",
+    "[]",
+    "[a]",
+    math.nan,
+    True,
+    "4;8",
+    [4.5],
+    object(),
+]
 
 
 def try_settings(rng: random.Random) -> Trial:

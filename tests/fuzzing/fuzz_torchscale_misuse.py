@@ -16,7 +16,9 @@ SIZES = {"num_layers": 1, "embed_dim": 8, "num_heads": 2, "ffn_dim": 8}
 
 
 def config_with(**more: Any) -> TorchscaleConfig:
-    return TorchscaleConfig(more.pop("lengths", (4, 8)), more.pop("rates", (1, 2)), **{**SIZES, **more})
+    return TorchscaleConfig(
+        more.pop("lengths", (4, 8)), more.pop("rates", (1, 2)), **{**SIZES, **more}
+    )
 
 
 def small(parallel: Any = None, **more: Any) -> Any:

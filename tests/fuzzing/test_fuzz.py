@@ -95,11 +95,15 @@ def test_the_page_says_what_was_run():
     record = json.loads((ROOT / "benchmarks/results/fuzz.json").read_text())
     page = (ROOT / "docs/reliability.md").read_text()
     assert "\n".join(lines_of(record)) in page
-    num_cases = {kind: sum(row["cases"] for row in record["rows"] if row["kind"] == kind) for kind in KINDS}
+    num_cases = {
+        kind: sum(row["cases"] for row in record["rows"] if row["kind"] == kind) for kind in KINDS
+    }
     assert num_cases["calls"] >= 20_000
     assert num_cases["ranks"] >= 1000
     assert num_cases["commands"] + num_cases["files"] >= 2000
     assert not any(row["failures"] for row in record["rows"])
-    proofs = [noticed for row in record["rows"] for noticed in row["broken_noticed_by_case"].values()]
+    proofs = [
+        noticed for row in record["rows"] for noticed in row["broken_noticed_by_case"].values()
+    ]
     assert proofs
     assert None not in proofs

@@ -31,7 +31,11 @@ LIST = Path(__file__).with_name("architectures.json")
 PATTERN = {"segment_lengths": [4, 9], "dilation_rates": [1, 3]}
 ROWS = 20
 MOST = 20_000_000  # parameters
-MAPPINGS = ("MODEL_MAPPING_NAMES", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_MASKED_LM_MAPPING_NAMES")
+MAPPINGS = (
+    "MODEL_MAPPING_NAMES",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+)
 # The sizes of any config that has such a field. The heads of 8 are as wide as rotary embeddings in sections need.
 SIZES = {
     "num_hidden_layers": 2,
@@ -95,7 +99,14 @@ def log_m(config: Any, rows: int, is_causal: bool) -> Tensor:
 
 
 def masked(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *, scaling: float | None = None, **_: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any = None,
+    *,
+    scaling: float | None = None,
+    **_: Any,
 ):
     """Plain attention under log M, for models that take no mask."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
@@ -110,12 +121,18 @@ AttentionMaskInterface.register("log_m", lambda *_, **__: None)
 
 def configs(kind: type):
     """Tiny ones, the likelier first, and its own defaults last. Windows are left out where full attention is known."""
-    fields = {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {})} | set(kind.attribute_map)
+    fields = {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {})} | set(
+        kind.attribute_map
+    )
     try:
         types = {*(getattr(kind(), "layer_types", None) or ())}
     except FAILURES:
         types = set()
-    full = {"layer_types": ["full_attention"] * 2} if types and types <= {"sliding_attention", "full_attention"} else {}
+    full = (
+        {"layer_types": ["full_attention"] * 2}
+        if types and types <= {"sliding_attention", "full_attention"}
+        else {}
+    )
     same = {**SIZES, **full, "num_key_value_heads": SIZES["num_attention_heads"]}
     windowed = {name: value for name, value in same.items() if name != "sliding_window"}
     plain = {name: value for name, value in windowed.items() if "token" not in name}
@@ -135,13 +152,21 @@ def configs(kind: type):
 def inputs_of(model: Any) -> dict[str, Tensor]:
     config, noise = model.config, torch.Generator().manual_seed(1)
     if model.main_input_name == "input_ids":
-        return {"input_ids": torch.randint(5, min(config.vocab_size, 99), (1, ROWS), generator=noise)}
+        return {
+            "input_ids": torch.randint(5, min(config.vocab_size, 99), (1, ROWS), generator=noise)
+        }
     if model.main_input_name == "pixel_values":
         sides = getattr(config, "image_size", 32)
         sides = (sides, sides) if isinstance(sides, int) else tuple(sides)
-        return {"pixel_values": torch.randn(1, getattr(config, "num_channels", 3), *sides, generator=noise)}
+        return {
+            "pixel_values": torch.randn(
+                1, getattr(config, "num_channels", 3), *sides, generator=noise
+            )
+        }
     if model.main_input_name == "input_features":
-        names = [name for name in ("num_mel_bins", "feature_size", "input_dim") if hasattr(config, name)]
+        names = [
+            name for name in ("num_mel_bins", "feature_size", "input_dim") if hasattr(config, name)
+        ]
         mels = getattr(config, names[0]) if names else 80
         return {"input_features": torch.randn(1, 40, mels, generator=noise)}
     if model.main_input_name == "input_values":
@@ -164,7 +189,11 @@ def fill(model: Any) -> Any:
 
 
 def made(
-    model_class: type, config_class: type, fields: dict[str, Any], implementation: str, pattern: Any = PATTERN
+    model_class: type,
+    config_class: type,
+    fields: dict[str, Any],
+    implementation: str,
+    pattern: Any = PATTERN,
 ) -> Any:
     config = config_class.from_dict(copy.deepcopy(fields))
     if implementation != "eager":
@@ -210,13 +239,17 @@ def outcome(kind: str, model: str) -> list[str]:
     return ["not built", said(failures[0])]
 
 
-def refused(model_class: type, config_class: type, fields: dict[str, Any]) -> tuple[str | None, str | None]:
+def refused(
+    model_class: type, config_class: type, fields: dict[str, Any]
+) -> tuple[str | None, str | None]:
     """The sentences by which it is refused when it is made, and when it is converted."""
     sentences: list[str | None] = [None, None]
     try:
         made(model_class, config_class, fields, "dilated")
     except ValueError as error:
-        if "probe.py" not in {Path(x.filename).name for x in traceback.extract_tb(error.__traceback__)}:
+        if "probe.py" not in {
+            Path(x.filename).name for x in traceback.extract_tb(error.__traceback__)
+        }:
             raise
         sentences[0] = str(error)
     dense = made(model_class, config_class, fields, "eager")
@@ -227,7 +260,9 @@ def refused(model_class: type, config_class: type, fields: dict[str, Any]) -> tu
     return sentences[0], sentences[1]
 
 
-def compare(dense: Any, plain: Tensor, fields: dict[str, Any], pattern: dict[str, Any] = PATTERN) -> list[str]:
+def compare(
+    dense: Any, plain: Tensor, fields: dict[str, Any], pattern: dict[str, Any] = PATTERN
+) -> list[str]:
     """float32 keeps 1e-7 of a number; two layers of sums of 32 lose less than a hundred times that."""
     model_class, config_class, inputs = type(dense), type(dense.config), inputs_of(dense)
     found = first(made(model_class, config_class, fields, "dilated", pattern)(**inputs))
@@ -243,14 +278,24 @@ def compare(dense: Any, plain: Tensor, fields: dict[str, Any], pattern: dict[str
     if torch.equal(expected, plain):
         masked_model = made(model_class, config_class, fields, "log_m")
         masked_model.config.census_causal = is_causal
-        expected, way = first(masked_model(**inputs)), "with attention under log M in the place of its own"
+        expected, way = (
+            first(masked_model(**inputs)),
+            "with attention under log M in the place of its own",
+        )
     scale = expected.abs().max()
     error, matters = ((x - expected).abs().max() / scale for x in (found, plain))
     if not (error <= 1e-5 and matters > 1e-3):
-        return ["another function", f"by {error:.0e}, where dense attention differs by {matters:.0e}"]
+        return [
+            "another function",
+            f"by {error:.0e}, where dense attention differs by {matters:.0e}",
+        ]
     converted = made(model_class, config_class, fields, "eager")
     convert_to_dilated(converted, pattern)
-    return ["equal", way] if torch.equal(first(converted(**inputs)), found) else ["two ways", "two functions"]
+    return (
+        ["equal", way]
+        if torch.equal(first(converted(**inputs)), found)
+        else ["two ways", "two functions"]
+    )
 
 
 def main() -> None:

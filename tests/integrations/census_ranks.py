@@ -32,7 +32,9 @@ SHORT = 12  # a rank has 10 of 20 positions
 
 def architectures_over_ranks() -> dict[str, tuple[str, str]]:
     """The type of a config and the name of a model, by "type of config: name of the model"."""
-    equal = [name for name, (outcome, _) in json.loads(LIST.read_text()).items() if outcome == "equal"]
+    equal = [
+        name for name, (outcome, _) in json.loads(LIST.read_text()).items() if outcome == "equal"
+    ]
     found = {name: tuple(name.split(": ")) for name in equal}
     for kind in {kind for kind, name in found.values() if name.endswith("Model")}:
         classifier = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind)
@@ -48,9 +50,20 @@ def rotary(config: Any) -> list[dict[str, Any]]:
         return []
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     half = int(width * rope.get("partial_rotary_factor", 1.0)) // 2
-    factors = {"short_factor": [1.0] * half, "long_factor": [4.0] * half, "short_mscale": 1.0, "long_mscale": 1.2}
+    factors = {
+        "short_factor": [1.0] * half,
+        "long_factor": [4.0] * half,
+        "short_mscale": 1.0,
+        "long_mscale": 1.2,
+    }
     dynamic = {**rope, "rope_type": "dynamic", "factor": 4.0}
-    long = {**rope, "rope_type": "longrope", "factor": 4.0, **factors, "original_max_position_embeddings": SHORT}
+    long = {
+        **rope,
+        "rope_type": "longrope",
+        "factor": 4.0,
+        **factors,
+        "original_max_position_embeddings": SHORT,
+    }
     return [
         {"rope_parameters": dynamic, "max_position_embeddings": SHORT},
         {"rope_parameters": long, "original_max_position_embeddings": SHORT},
@@ -72,7 +85,9 @@ def outcome_over_ranks(kind: str, name: str, parallel: ContextParallel) -> list[
     if outcome == "right" and name.endswith("Model"):
         for fields in rotary(config):
             rope_type = fields["rope_parameters"]["rope_type"]
-            outcome, how = compare_over_ranks(model_class, config_class, {**config.to_dict(), **fields}, parallel)
+            outcome, how = compare_over_ranks(
+                model_class, config_class, {**config.to_dict(), **fields}, parallel
+            )
             if outcome == "right":
                 ropes.append(rope_type)
             elif outcome != "not built":
@@ -81,7 +96,9 @@ def outcome_over_ranks(kind: str, name: str, parallel: ContextParallel) -> list[
     return [outcome, how]
 
 
-def compare_over_ranks(model_class: type, config_class: type, fields: dict, parallel: ContextParallel) -> list[str]:
+def compare_over_ranks(
+    model_class: type, config_class: type, fields: dict, parallel: ContextParallel
+) -> list[str]:
     def model() -> Any:
         return made(model_class, config_class, copy.deepcopy(fields), "dilated")
 
@@ -107,7 +124,9 @@ def compare_over_ranks(model_class: type, config_class: type, fields: dict, para
 
 
 def outputs(output: Any) -> dict[str, Tensor]:
-    return {field: x for field, x in output.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    return {
+        field: x for field, x in output.items() if isinstance(x, Tensor) and x.is_floating_point()
+    }
 
 
 def rank_of_census(rank: int, world_size: int, names: list[str]) -> dict[str, list[str]]:
@@ -127,7 +146,11 @@ def main() -> None:
     names = [*architectures_over_ranks()]
     for share in range(SHARES):
         outcomes.update(over_two_ranks(names[share::SHARES]))
-        print(Counter(found for found, _ in outcomes.values()), f"{time.perf_counter() - begun:.0f} s", flush=True)
+        print(
+            Counter(found for found, _ in outcomes.values()),
+            f"{time.perf_counter() - begun:.0f} s",
+            flush=True,
+        )
     LIST_OVER_RANKS.write_text(json.dumps(dict(sorted(outcomes.items())), indent=0) + "\n")
 
 

@@ -19,13 +19,18 @@ collect_ignore_glob = [f"{test}*.py" for test, names in NEEDS.items() if set(nam
 
 # Ranks are forked from a server that has imported these: some seconds once, and not for each rank.
 if not {"transformers", "accelerate"} & set(MISSING):
-    distributed.preload("transformers.trainer", *[f"transformers.models.{n}.modeling_{n}" for n in ("llama", "bert")])
+    distributed.preload(
+        "transformers.trainer",
+        *[f"transformers.models.{n}.modeling_{n}" for n in ("llama", "bert")],
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         is_ours = item.path.name == "test_torch_conventions.py"
-        if "tests/integrations" in item.path.as_posix() and not is_ours:  # others' warnings are theirs to mend
+        if (
+            "tests/integrations" in item.path.as_posix() and not is_ours
+        ):  # others' warnings are theirs to mend
             item.add_marker(pytest.mark.filterwarnings("default"))
 
 

@@ -76,7 +76,18 @@ def model_of(name: str, pattern: DilatedPattern, implementation: str = NAME) -> 
 def try_equal(rng: random.Random) -> Trial:
     name = rng.choice(NAMES)
     how = rng.choice(
-        ["plain", "right", "right", "left", "both", "borders", "borders", "positions", "positions", "positions"]
+        [
+            "plain",
+            "right",
+            "right",
+            "left",
+            "both",
+            "borders",
+            "borders",
+            "positions",
+            "positions",
+            "positions",
+        ]
     )
     if name == "bert" and how == "positions":
         how = "borders"  # it hands no positions on
@@ -97,10 +108,17 @@ def try_equal(rng: random.Random) -> Trial:
     if complaint is None and is_covered(pattern, sample):
         eager = model_of(name, pattern, "eager")
         mask = mask_of(pattern, sample, is_causal=name != "bert")
-        inputs = {"input_ids": sample.inputs["input_ids"], "position_ids": sample.positions, "attention_mask": mask}
+        inputs = {
+            "input_ids": sample.inputs["input_ids"],
+            "position_ids": sample.positions,
+            "attention_mask": mask,
+        }
         expected = learned(eager, eager(**inputs).logits[counts], labels[counts])
         complaint = why_off("eager attention", found, expected, ROUNDED)
-    told = {key: x.tolist() if key != "input_ids" else tuple(x.shape) for key, x in sample.inputs.items()}
+    told = {
+        key: x.tolist() if key != "input_ids" else tuple(x.shape)
+        for key, x in sample.inputs.items()
+    }
     return Trial(f"{name}, {how}", f"{name}, {pattern}, {checkpoints}, {caches}, {told}", complaint)
 
 
@@ -113,7 +131,9 @@ def learned(model: Any, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     return {"logits": logits.detach(), "loss": loss.detach(), **grads}
 
 
-def why_off(judge: str, found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> str | None:
+def why_off(
+    judge: str, found: dict[str, Tensor], expected: dict[str, Tensor], bound: float
+) -> str | None:
     if found.keys() != expected.keys():
         return f"gradients of {found.keys() ^ expected.keys()} are there or not, beside {judge}"
     for name, x in expected.items():
@@ -126,7 +146,9 @@ def why_off(judge: str, found: dict[str, Tensor], expected: dict[str, Tensor], b
 def logits_alone(model: Any, sample: Sample, document: tuple[int, int, int]) -> Tensor:
     """(N, V) of a document as a batch of its own, at its own positions."""
     b, start, stop = document
-    ids, positions = (x[b : b + 1, start:stop] for x in (sample.inputs["input_ids"], sample.positions))
+    ids, positions = (
+        x[b : b + 1, start:stop] for x in (sample.inputs["input_ids"], sample.positions)
+    )
     return model(input_ids=ids, position_ids=positions).logits[0]
 
 
@@ -155,11 +177,19 @@ def draw_sample(rng: random.Random, how: str) -> Sample:
     positions = torch.arange(seq_len).expand(batch, -1)
     if how in ("right", "left", "both"):
         lengths = [rng.randint(0 if b else 1, seq_len) for b in range(batch)]
-        firsts = [{"right": 0, "left": seq_len - n, "both": rng.randint(0, seq_len - n)}[how] for n in lengths]
-        documents = [(b, start, start + length) for b, (start, length) in enumerate(zip(firsts, lengths, strict=True))]
+        firsts = [
+            {"right": 0, "left": seq_len - n, "both": rng.randint(0, seq_len - n)}[how]
+            for n in lengths
+        ]
+        documents = [
+            (b, start, start + length)
+            for b, (start, length) in enumerate(zip(firsts, lengths, strict=True))
+        ]
         documents = [document for document in documents if document[1] < document[2]]
         sample = Sample(inputs, documents, positions)
-        inputs["attention_mask"] = sample.counts.to(rng.choice([torch.int64, torch.bool, torch.float32]))
+        inputs["attention_mask"] = sample.counts.to(
+            rng.choice([torch.int64, torch.bool, torch.float32])
+        )
         if rng.random() < 0.3:  # as generate counts them; where there is padding they mean nothing
             counted = (sample.counts.cumsum(1) - 1).clamp(min=0)
             inputs["position_ids"] = counted.masked_fill(~sample.counts, rng.choice([0, 1]))
@@ -192,12 +222,16 @@ def draw_packed(rng: random.Random, how: str, inputs: dict[str, Tensor]) -> Samp
         inputs["position_ids"] = positions[:1] if alike else positions
         if rng.random() < 0.3:
             inputs["attention_mask"] = torch.ones(batch, seq_len, dtype=torch.int64)
-    documents = [(b, *pair) for b, borders in enumerate(rows) for pair in itertools.pairwise(borders)]
+    documents = [
+        (b, *pair) for b, borders in enumerate(rows) for pair in itertools.pairwise(borders)
+    ]
     return Sample(inputs, documents, positions)
 
 
 def borders_of(rng: random.Random, seq_len: int) -> list[int]:
-    inner = {rng.randint(1, seq_len - 1) for _ in range(rng.randint(0, 5))} if seq_len > 1 else set()
+    inner = (
+        {rng.randint(1, seq_len - 1) for _ in range(rng.randint(0, 5))} if seq_len > 1 else set()
+    )
     return [0, *sorted(inner), seq_len]
 
 
@@ -219,12 +253,24 @@ def try_refused(rng: random.Random) -> Trial:
     cases: dict[str, tuple[dict[str, Any], str]] = {
         "holes": ({"attention_mask": holes}, "holes"),
         "borders of a batch": ({"cu_seq_lens_q": cut}, "batch"),
-        "borders beside padding": ({"attention_mask": padded, "cu_seq_lens_q": cut}, "cu_seq_lens_q"),
-        "borders of another length": ({"input_ids": ids[:1], "cu_seq_lens_q": cut + 1}, "cu_seqlens"),
+        "borders beside padding": (
+            {"attention_mask": padded, "cu_seq_lens_q": cut},
+            "cu_seq_lens_q",
+        ),
+        "borders of another length": (
+            {"input_ids": ids[:1], "cu_seq_lens_q": cut + 1},
+            "cu_seqlens",
+        ),
         "borders of int64": ({"input_ids": ids[:1], "cu_seq_lens_q": cut.long()}, "int32"),
         "borders that fall": ({"input_ids": ids[:1], "cu_seq_lens_q": cut.flip(0)}, "cu_seqlens"),
-        "a mask of four dims": ({"attention_mask": torch.zeros(2, 1, n, n, dtype=torch.float64)}, "attention_mask"),
-        "a mask of three dims": ({"attention_mask": torch.zeros(2 * HEADS, n, n + 1).double()}, "attention_mask"),
+        "a mask of four dims": (
+            {"attention_mask": torch.zeros(2, 1, n, n, dtype=torch.float64)},
+            "attention_mask",
+        ),
+        "a mask of three dims": (
+            {"attention_mask": torch.zeros(2 * HEADS, n, n + 1).double()},
+            "attention_mask",
+        ),
     }
     if name != "bert":
         cases["packed beside padding"] = (
@@ -253,7 +299,9 @@ def padded_after(mask: Tensor, least: int) -> Tensor:
     return mask
 
 
-def _take_padding(dilated: Callable[..., Tensor], rows: Any, valid: Tensor, position_ids: Tensor | None) -> Tensor:
+def _take_padding(
+    dilated: Callable[..., Tensor], rows: Any, valid: Tensor, position_ids: Tensor | None
+) -> Tensor:
     return dilated(*rows)
 
 
@@ -273,7 +321,9 @@ def _without_borders(*rows: Tensor, cu_seqlens: Tensor | None = None, **options:
 
 def _blocked(config: Any, *, is_causal: bool) -> DilatedPattern:
     pattern = _pattern_of(config, is_causal=is_causal)
-    return DilatedPattern(pattern.segment_lengths, pattern.dilation_rates, is_causal=is_causal, phase="blocked")
+    return DilatedPattern(
+        pattern.segment_lengths, pattern.dilation_rates, is_causal=is_causal, phase="blocked"
+    )
 
 
 _find_borders, _pattern_of = ours.find_borders, ours.pattern_of
@@ -281,7 +331,9 @@ _dilated_attention = ours.dilated_attention
 BREAKAGES: dict[str, Callable[[], Any]] = {
     "padding is attended": broken("_attend_padded", _take_padding, ours),
     "documents see each other": broken("find_borders", _one_document, ours),
-    "documents are forgotten when a layer is computed again": broken("find_borders", _one_document_again, ours),
+    "documents are forgotten when a layer is computed again": broken(
+        "find_borders", _one_document_again, ours
+    ),
     "borders are dropped": broken("dilated_attention", _without_borders, ours),
     "phases are blocked": broken("pattern_of", _blocked, ours),
     "holes are taken": broken("_check_one_run", nothing, ours),

@@ -15,7 +15,9 @@ from helpers import ROOT, free_port
 
 LAUNCH = ROOT / "examples" / "launch"
 TRAIN = "train --seq-len 48 --embed-dim 16 --num-heads 2 --segment-lengths 8 48 --dilation-rates 1 3 --warmup-steps 2 "
-TRAIN += "--held-out-bytes 96 --save-every 5 --steps 40 --timeout 20 --data text.txt --run-folder run"
+TRAIN += (
+    "--held-out-bytes 96 --save-every 5 --steps 40 --timeout 20 --data text.txt --run-folder run"
+)
 # Each task of a step is a process that Slurm starts with its number. `scontrol` prints the names of hosts.
 STAND_INS = {
     "srun": 'shift 3\nfor task in 0 1; do "$@" & done\nwait -n\nwait -n\n',
@@ -26,10 +28,15 @@ STAND_INS = {
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_bytes(b"".join(f"line {i} of the document\n".encode() for i in range(400)))
+    Path("text.txt").write_bytes(
+        b"".join(f"line {i} of the document\n".encode() for i in range(400))
+    )
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.setenv(
-        "PATH", os.pathsep.join((str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]))
+        "PATH",
+        os.pathsep.join(
+            (str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"])
+        ),
     )
     for name, value in {
         "OMP_NUM_THREADS": "1",
@@ -81,7 +88,10 @@ def ranks_here():
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            is_rank = b"\0train\0" in (path / "cmdline").read_bytes() and b"\0RANK=" in (path / "environ").read_bytes()
+            is_rank = (
+                b"\0train\0" in (path / "cmdline").read_bytes()
+                and b"\0RANK=" in (path / "environ").read_bytes()
+            )
             if is_rank and (path / "cwd").readlink() == Path.cwd():
                 found.append(int(path.name))
         except OSError:
@@ -91,7 +101,11 @@ def ranks_here():
 
 def check_complete(num_ranks):
     record = json.loads(Path("run/record.json").read_text())
-    assert (record["status"], record["steps_done"], record["num_ranks"]) == ("complete", 40, num_ranks), said()
+    assert (record["status"], record["steps_done"], record["num_ranks"]) == (
+        "complete",
+        40,
+        num_ranks,
+    ), said()
     assert Path("run/metrics.jsonl").read_bytes().count(b"\n") == 40
 
 
@@ -125,17 +139,26 @@ def test_slurm_with_stand_ins(tmp_path):
     for name, content in STAND_INS.items():
         (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{content}")
         (tmp_path / "bin" / name).chmod(0o755)
-    variables = {"SLURM_JOB_NODELIST": "two", "SLURM_JOB_ID": free_port(), "SLURM_JOB_NUM_NODES": "2"}
+    variables = {
+        "SLURM_JOB_NODELIST": "two",
+        "SLURM_JOB_ID": free_port(),
+        "SLURM_JOB_NUM_NODES": "2",
+    }
     variables |= {"SLURM_CPUS_PER_TASK": "1", "RANKS": "1"}
     with ExitStack() as stack:
         assert start(stack, "slurm.sh", TRAIN, **variables).wait(180) == 0, said()
     check_complete(2)
 
 
-@pytest.mark.skipif(shutil.which("sbatch") is None, reason="Slurm is not installed: its parser has not read slurm.sh")
+@pytest.mark.skipif(
+    shutil.which("sbatch") is None,
+    reason="Slurm is not installed: its parser has not read slurm.sh",
+)
 def test_slurm_by_its_parser():
     """A cluster without two such hosts refuses the job, once its parser has read the file."""
     words = ["sbatch", "--test-only", LAUNCH / "slurm.sh", "doctor"]
     said = subprocess.run(words, capture_output=True, text=True, check=False).stderr
-    assert "sbatch: Job " in said or "allocation failure" in said or "generic resource" in said, said
+    assert "sbatch: Job " in said or "allocation failure" in said or "generic resource" in said, (
+        said
+    )
     assert "--help" not in said

@@ -16,7 +16,9 @@ from ring_dilated_attention import ContextParallel
 
 def rank_takes_steps(rank, world_size, own_loader):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # never opened: torch.distributed is initialised
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+    )  # never opened: torch.distributed is initialised
     accelerator = Accelerator(cpu=True)
     parallel = ContextParallel(sharding="zigzag")
     model = make_loss(parallel)
@@ -32,7 +34,9 @@ def rank_takes_steps(rank, world_size, own_loader):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    parameters = {name: x.detach() for name, x in accelerator.unwrap_model(model).named_parameters()}
+    parameters = {
+        name: x.detach() for name, x in accelerator.unwrap_model(model).named_parameters()
+    }
     assert_same(Steps(losses, norms, parameters))
 
 

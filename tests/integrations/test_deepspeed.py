@@ -7,7 +7,16 @@ import os
 
 import torch
 from distributed import run
-from steps import LEARNING_RATE, MAX_NORM, PER_STEP, SAMPLES, Steps, assert_same, make_loss, optimizer_of
+from steps import (
+    LEARNING_RATE,
+    MAX_NORM,
+    PER_STEP,
+    SAMPLES,
+    Steps,
+    assert_same,
+    make_loss,
+    optimizer_of,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_dilated_attention import ContextParallel
@@ -16,7 +25,9 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": MAX_NORM,
     "zero_allow_untested_optimizer": True,
-    "zero_optimization": {"stage3_param_persistence_threshold": 0},  # or stage 3 would shard none of so small ones
+    "zero_optimization": {
+        "stage3_param_persistence_threshold": 0
+    },  # or stage 3 would shard none of so small ones
 }
 
 

@@ -20,7 +20,11 @@ def rank_makes_models(rank, world_size):
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = LlamaForCausalLM(LlamaConfig(**SIZES, dilated_attention=PATTERN))
         with pytest.raises(ValueError, match="positions meet in BloomAttention"):
-            BloomModel(BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4, dilated_attention=PATTERN))
+            BloomModel(
+                BloomConfig(
+                    vocab_size=61, hidden_size=32, n_layer=1, n_head=4, dilated_attention=PATTERN
+                )
+            )
     assert all(x.numel() == 0 and x.ds_numel > 0 for x in model.parameters())
 
 

@@ -74,7 +74,13 @@ def output_of(example, num_processes, folder):
         return run(num_processes, rank_runs, example, TOY[example], folder)[0]
     launcher = [sys.executable]
     if num_processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
+        launcher += [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(num_processes),
+        ]
     done = subprocess.run(
         [*launcher, EXAMPLES / f"{example}.py", *TOY.get(example, ())],
         cwd=folder,
@@ -95,7 +101,9 @@ def test_runs_in_a_minute(example, tmp_path):
     missing = [name for name in needs if find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed: make test-integrations runs it")
-    if example not in TOY and find_spec("accelerate") is None:  # as in the environment of `make test`
+    if (
+        example not in TOY and find_spec("accelerate") is None
+    ):  # as in the environment of `make test`
         pytest.skip("make test-integrations runs it")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     output = output_of(example, num_processes, tmp_path)
@@ -135,7 +143,9 @@ def test_runs_in_a_minute(example, tmp_path):
 def check_parts(checkpoint, output):
     """What four processes wrote as two replicas is read by one, and has about the loss of the last step."""
     assert {path.suffix for path in checkpoint.iterdir()} == {".safetensors"}
-    model = NextTokenLoss(LongNetLM(LongNetConfig((64, 256), (1, 4), embed_dim=64, num_layers=2, num_heads=4)))
+    model = NextTokenLoss(
+        LongNetLM(LongNetConfig((64, 256), (1, 4), embed_dim=64, num_layers=2, num_heads=4))
+    )
     model.load_state_dict(read_shards(checkpoint, model.state_dict()))
     last = float(re.findall(r"step 15: loss ([\d.]+)", output)[0])
     tokens = (torch.arange(128)[None] * 7) % 256
@@ -146,7 +156,10 @@ def narrow_rank(rank, world_size, *args):
     def narrow(*lengths_and_rates, **options):
         return LongNetConfig(*lengths_and_rates, **{**options, "embed_dim": 32})
 
-    with mock.patch("ring_dilated_attention.models.LongNetConfig", narrow), pytest.raises(SystemExit) as caught:
+    with (
+        mock.patch("ring_dilated_attention.models.LongNetConfig", narrow),
+        pytest.raises(SystemExit) as caught,
+    ):
         rank_runs(rank, world_size, *args)
     return str(caught.value)
 
@@ -155,7 +168,10 @@ def check_read_again(folder, last):
     """What four processes wrote, three go on with. A model of another width is refused in a sentence."""
     words = ("--seq-len", "128", "--steps", "5", "--checkpoints", "saved")
     for said in run(2, narrow_rank, "train_fsdp2", words, folder):
-        assert re.fullmatch(r"saved/step-000015 does not fit this model: Size mismatch between saved .* for .*", said)
+        assert re.fullmatch(
+            r"saved/step-000015 does not fit this model: Size mismatch between saved .* for .*",
+            said,
+        )
     output = run(3, rank_runs, "train_fsdp2", words, folder)[0]
     assert "wrote saved/step-000020" in output
     [(step, loss)] = re.findall(r"step (\d+): loss ([\d.]+)", output)
@@ -192,7 +208,9 @@ def test_what_the_page_names_exists():
         assert f"{package} {version}" in page.lower()
     for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
         compile(block, "integrations.md", "exec")
-        for module, names in re.findall(r"^from (ring_dilated_attention\S*) import (.*)$", block, flags=re.MULTILINE):
+        for module, names in re.findall(
+            r"^from (ring_dilated_attention\S*) import (.*)$", block, flags=re.MULTILINE
+        ):
             if find_spec("transformers") is None and "transformers" in module:
                 continue
             loaded = import_module(module)

@@ -21,7 +21,9 @@ from ring_dilated_attention import ContextParallel
 
 def whole(model):
     found = {name: x.detach() for name, x in model.named_parameters()}
-    return {name: x.full_tensor() if isinstance(x, DTensor) else x.clone() for name, x in found.items()}
+    return {
+        name: x.full_tensor() if isinstance(x, DTensor) else x.clone() for name, x in found.items()
+    }
 
 
 class Module(lightning.LightningModule):
@@ -36,14 +38,19 @@ class Module(lightning.LightningModule):
         self.parallel = ContextParallel(mesh, sharding="contiguous" if self.sharded else "zigzag")
         self.loss_of = make_loss(self.parallel)
         if self.sharded:
-            fully_shard(self.loss_of, mesh=self.device_mesh["data_parallel", "tensor_parallel"]._flatten("all"))
+            fully_shard(
+                self.loss_of,
+                mesh=self.device_mesh["data_parallel", "tensor_parallel"]._flatten("all"),
+            )
 
     def training_step(self, tokens, index):
         loss = self.loss_of(self.parallel.shard_batch({"tokens": tokens})["tokens"])
         self.losses.append(loss.item())
         return loss
 
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+    def configure_gradient_clipping(
+        self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+    ):
         norm = torch.nn.utils.clip_grad_norm_(self.loss_of.parameters(), gradient_clip_val)
         self.norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
 
@@ -52,8 +59,12 @@ class Module(lightning.LightningModule):
 
 
 def environment(rank, world_size):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE="2")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # never opened: torch.distributed is initialised
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE="2"
+    )
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+    )  # never opened: torch.distributed is initialised
     os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
 
 
@@ -104,7 +115,9 @@ def rank_of_fabric(rank, world_size):
         fully_shard(model, mesh=mesh["data_parallel", "tensor_parallel"]._flatten("all"))
         return model
 
-    strategy = FabricModelParallel(parallelize_fn=parallelize, data_parallel_size=2, tensor_parallel_size=2)
+    strategy = FabricModelParallel(
+        parallelize_fn=parallelize, data_parallel_size=2, tensor_parallel_size=2
+    )
     fabric = lightning.Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
     fabric.launch()
     model = fabric.setup_module(make_loss())
@@ -115,7 +128,9 @@ def rank_of_fabric(rank, world_size):
     for batch in SAMPLES.split(PER_STEP):
         loss = model(parallel.shard(batch[replica : replica + 1]))
         fabric.backward(loss)
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).full_tensor()))
+        norms.append(
+            float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).full_tensor())
+        )
         optimizer.step()
         optimizer.zero_grad()
         losses.append(fabric.all_reduce(loss.detach()).item())

@@ -108,7 +108,10 @@ def test_what_cannot_be_replaced():
     own = encoder()
     own.layers[1].self_attn = nn.Identity()
     cases = [
-        (encoder(dropout=0.1), "layers.0.self_attn has dropout=0.1, and dilated attention has none: set"),
+        (
+            encoder(dropout=0.1),
+            "layers.0.self_attn has dropout=0.1, and dilated attention has none: set",
+        ),
         (encoder(batch_first=False), "layers.0.self_attn has batch_first=False"),
         (bias_kv, "layers.1.self_attn has extra key/value rows"),
         (own, "layers.1.self_attn is a Identity"),
@@ -148,7 +151,9 @@ def gradients_of(module, loss, parallel=None):
     found = {name: p.grad.clone() for name, p in module.named_parameters()}
     module.zero_grad()
     if parallel is not None:
-        found = {name: all_reduce(parallel.ranks, x) / parallel.world_size for name, x in found.items()}
+        found = {
+            name: all_reduce(parallel.ranks, x) / parallel.world_size for name, x in found.items()
+        }
     return found
 
 
@@ -161,7 +166,9 @@ def rank_shards_an_encoder(rank, world_size, sharding):
     (expected**2).mean().backward(inputs=[x])
     dx, x.grad = x.grad, None
     gradients = gradients_of(model, (model(x.detach()) ** 2).mean())
-    style = ShardSequence(sharding=sharding, shard_inputs=True, unshard_outputs=sharding == "contiguous")
+    style = ShardSequence(
+        sharding=sharding, shard_inputs=True, unshard_outputs=sharding == "contiguous"
+    )
     names = list(model.state_dict())
     assert parallelize_module(model, mesh, {"encoder": style}) is model
     [parallel] = style.contexts.values()
@@ -212,7 +219,9 @@ def test_a_language_model_sharded_by_torchs_convention():
 
 def rank_shards_heads(rank, world_size, num_kv_heads):
     torch.manual_seed(0)
-    layer = MultiheadDilatedAttention(40, 10, CAUSAL, num_kv_heads=num_kv_heads, rotary=True, dtype=torch.float64)
+    layer = MultiheadDilatedAttention(
+        40, 10, CAUSAL, num_kv_heads=num_kv_heads, rotary=True, dtype=torch.float64
+    )
     block = nn.ModuleDict({"attention": copy.deepcopy(layer)})
     x = torch.randn(2, 23, 40, dtype=torch.float64, requires_grad=True)
     expected = layer(x, x, x)[0]
@@ -236,7 +245,9 @@ def rank_shards_heads(rank, world_size, num_kv_heads):
         lambda: parallelize_module(nn.Linear(2, 2), mesh, ShardHeads())
     )
     few = MultiheadDilatedAttention(40, 10, CAUSAL, num_kv_heads=1)
-    assert "1 key/value heads for" in message_of(lambda: parallelize_module(few, mesh, ShardHeads()))
+    assert "1 key/value heads for" in message_of(
+        lambda: parallelize_module(few, mesh, ShardHeads())
+    )
 
 
 @pytest.mark.parametrize(("world_size", "num_kv_heads"), [(2, 5), (3, 10)])
@@ -256,7 +267,9 @@ def test_what_is_held_is_what_the_whole_was():
     assert torch.get_rng_state().equal(state)
     assert not held.training
     close(held.state_dict(), layer.state_dict())
-    assert [x.requires_grad for x in held.parameters()] == [x.requires_grad for x in layer.parameters()]
+    assert [x.requires_grad for x in held.parameters()] == [
+        x.requires_grad for x in layer.parameters()
+    ]
     held = MultiheadDilatedAttention(16, 4, CAUSAL).held(range(2, 4))
     assert "this module has range(2, 4) of 4 heads" in message_of(lambda: held.held(range(2)))
 
@@ -322,7 +335,9 @@ def rank_shards_parameters(rank, world_size):
     torch.manual_seed(0)
     model = NextTokenLoss(LongNetLM(CONFIG, parallel=parallel).double())
     fully_shard(model, mesh=mesh["dp"])
-    assert not torch.allclose(steps(model, lambda batch: parallel.shard(batch[own]))[0][1], losses[1], rtol=1e-3)
+    assert not torch.allclose(
+        steps(model, lambda batch: parallel.shard(batch[own]))[0][1], losses[1], rtol=1e-3
+    )
     column, row = [[0, 2], [1, 3]][rank % 2], [[0, 1], [2, 3]][rank // 2]
     expected = f"is sharded over the ranks {column}, but the ranks {row} share each sequence, and nobody would average"
     assert expected in message_of(lambda: check_averaged(model, parallel))
@@ -347,15 +362,28 @@ def rank_asks_who_averages(rank, world_size):
     parallel = ContextParallel(mesh["cp"])
     column, row = [[0, 2], [1, 3]][rank % 2], [[0, 1], [2, 3]][rank // 2]
     check_averaged(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), parallel)
-    box = nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2), process_group=mesh["dp"].get_group()))
+    box = nn.Sequential(
+        nn.parallel.DistributedDataParallel(nn.Linear(2, 2), process_group=mesh["dp"].get_group())
+    )
     for by_hand in (False, True):
         found = message_of(lambda by_hand=by_hand: check_averaged(box, parallel, by_hand=by_hand))
-        assert f"DDP of 0 averages over the ranks {column}, but the ranks {row} share each sequence" in found
+        assert (
+            f"DDP of 0 averages over the ranks {column}, but the ranks {row} share each sequence"
+            in found
+        )
     bare = nn.Linear(2, 2)
-    partly = nn.ModuleDict({"body": nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), "head": bare})
-    for module, name, remedy in ((bare, "weight", "wrap the module"), (partly, "head.weight", "wrap the whole module")):
+    partly = nn.ModuleDict(
+        {"body": nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), "head": bare}
+    )
+    for module, name, remedy in (
+        (bare, "weight", "wrap the module"),
+        (partly, "head.weight", "wrap the whole module"),
+    ):
         found = message_of(lambda module=module: check_averaged(module, parallel))
-        assert f"{name} is in no part that DDP or fully_shard was called with, and nobody would average" in found
+        assert (
+            f"{name} is in no part that DDP or fully_shard was called with, and nobody would average"
+            in found
+        )
         assert remedy in found
         assert "by_hand=True" in found
         check_averaged(module, parallel, by_hand=True)
@@ -385,7 +413,10 @@ def rank_ignores_parameters(rank, world_size):
         ignored[f"0.weight of FSDP2 {is_last}"] = model
     for name, module in ignored.items():
         found = message_of(lambda module=module: check_averaged(module, parallel))
-        assert f"{name.split(' ')[0]} was ignored by DDP or fully_shard, and nobody would average" in found
+        assert (
+            f"{name.split(' ')[0]} was ignored by DDP or fully_shard, and nobody would average"
+            in found
+        )
         check_averaged(module, parallel, by_hand=True)
         parameters = dict(module.named_parameters())
         parameters[name.split(" ")[0]].requires_grad_(False)

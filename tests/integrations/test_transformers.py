@@ -88,7 +88,9 @@ def test_equal_to_the_definition(name, kind):
     """Logits, loss and every gradient in float64. Catches padding that is read, documents that see each other, phases
     that go by the key/value head, and a module's causality that is not followed."""
     if name == "bert" and kind.startswith("positions"):
-        pytest.skip("BERT does not tell its attention the positions: packed, it needs cu_seq_lens_q")
+        pytest.skip(
+            "BERT does not tell its attention the positions: packed, it needs cu_seq_lens_q"
+        )
     model = make(name)
     inputs, counts = inputs_of(kind)
     found = loss_and_gradients(model, inputs, counts)
@@ -192,7 +194,9 @@ def test_compiled_whole():
     torch._dynamo.reset()
     inputs, counts = inputs_of("both")
     with_breaks = torch.compile(model, backend="aot_eager")
-    close(loss_and_gradients(with_breaks, inputs, counts), loss_and_gradients(model, inputs, counts))
+    close(
+        loss_and_gradients(with_breaks, inputs, counts), loss_and_gradients(model, inputs, counts)
+    )
     torch._dynamo.reset()
 
 
@@ -215,7 +219,9 @@ def test_compiled_code_refuses_what_a_padded_batch_cannot_hold(kind):
     else:
         positions[0, 5:] -= 5
     model = torch.compile(make("llama"), backend="aot_eager")
-    with pytest.raises(RuntimeError, match="attention_mask has holes, or position_ids do not increase by 1"):
+    with pytest.raises(
+        RuntimeError, match="attention_mask has holes, or position_ids do not increase by 1"
+    ):
         model(tokens(2, 12), attention_mask=mask, position_ids=positions, use_cache=False)
     torch._dynamo.reset()
 
@@ -233,7 +239,9 @@ def test_a_compiled_step_from_a_static_cache():
         model(ids[:, :8], past_key_values=cache)
         for place in range(8, 12):
             positions = torch.tensor([[place]])
-            out = step(ids[:, place : place + 1], position_ids=positions, past_key_values=cache).logits
+            out = step(
+                ids[:, place : place + 1], position_ids=positions, past_key_values=cache
+            ).logits
             close(out[:, 0], expected[:, place])
     torch._dynamo.reset()
 
@@ -254,7 +262,12 @@ def recomputed(model, ids, mask, num_tokens):
     return torch.stack(found), torch.stack(all_logits)
 
 
-GREEDY = {"do_sample": False, "max_new_tokens": 14, "output_logits": True, "return_dict_in_generate": True}
+GREEDY = {
+    "do_sample": False,
+    "max_new_tokens": 14,
+    "output_logits": True,
+    "return_dict_in_generate": True,
+}
 CACHES = {
     "none": {"use_cache": False},
     "dynamic": {},
@@ -297,7 +310,9 @@ def test_sampling_beams_and_lookup():
         assert torch.equal(found[0], found[2])
     repeated = tokens(1, 5).repeat(1, 3)
     found = model.generate(repeated, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=4)
-    assert torch.equal(found, model.generate(repeated, max_new_tokens=12, do_sample=False, use_cache=False))
+    assert torch.equal(
+        found, model.generate(repeated, max_new_tokens=12, do_sample=False, use_cache=False)
+    )
 
 
 @torch.no_grad()
@@ -314,7 +329,9 @@ def test_rows_that_no_branch_covers_from_a_cache():
 @settings(max_examples=60, deadline=None)
 def test_the_multiplicity_of_cached_rows(data):
     """That of the definition, for any pattern, padding, and number of rows that go on."""
-    branches = data.draw(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 5)), min_size=1, max_size=3))
+    branches = data.draw(
+        st.lists(st.tuples(st.integers(1, 12), st.integers(1, 5)), min_size=1, max_size=3)
+    )
     heads = data.draw(st.sampled_from(["modulo", "blocked", "split"]))
     rule = {"heads": "split"} if heads == "split" else {"phase": heads}
     pattern = DilatedPattern(*zip(*branches, strict=True), is_causal=True, **rule)
@@ -338,7 +355,9 @@ def test_saved_and_loaded(tmp_path):
     model.save_pretrained(folder)
     saved = json.loads((folder / "config.json").read_text())
     assert saved["dilated_attention"] == {**PATTERNS["blocked"], "heads": "all"}
-    for i, kind in enumerate((AutoModelForCausalLM, LlamaForCausalLM, AutoModelForCausalLM), start=1):
+    for i, kind in enumerate(
+        (AutoModelForCausalLM, LlamaForCausalLM, AutoModelForCausalLM), start=1
+    ):
         loaded = kind.from_pretrained(folder, dtype=torch.float64)
         assert loaded.config._attn_implementation == "dilated"
         folder = tmp_path / str(i)
@@ -360,7 +379,9 @@ def test_loaded_with_a_pattern(tmp_path):
     ids = tokens(1, LENGTH)
     assert torch.equal(loaded(ids).logits, make("llama", dtype=torch.float32)(ids).logits)
     loaded.config.dilated_attention = PATTERNS["blocked"]
-    assert torch.equal(loaded(ids).logits, make("llama", PATTERNS["blocked"], torch.float32)(ids).logits)
+    assert torch.equal(
+        loaded(ids).logits, make("llama", PATTERNS["blocked"], torch.float32)(ids).logits
+    )
 
 
 @pytest.mark.parametrize("kind", ["AutoModelForCausalLM", "LlamaForCausalLM"])
@@ -368,7 +389,9 @@ def test_without_the_import_loading_fails(tmp_path, kind):
     """Catches a model that comes back as sdpa in a program that does not know of us."""
     make("llama").save_pretrained(tmp_path)
     code = f"from transformers import {kind}; {kind}.from_pretrained({str(tmp_path)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 1
     assert 'ValueError: Specified `attn_implementation="dilated"` is not supported' in done.stderr
 
@@ -379,13 +402,37 @@ def test_without_the_import_loading_fails(tmp_path, kind):
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
-        ("sliding_window", 4096, "sliding_window=4096 to dilated attention: a sliding window is another pattern"),
+        (
+            "sliding_window",
+            4096,
+            "sliding_window=4096 to dilated attention: a sliding window is another pattern",
+        ),
         ("softcap", 50.0, "softcap=50.0 to dilated attention: scores are not capped"),
-        ("s_aux", torch.zeros(4), "s_aux=a Tensor to dilated attention: attention sinks are not supported"),
-        ("position_bias", torch.zeros(1), "position_bias=a Tensor to dilated attention: a bias on scores"),
-        ("head_mask", torch.zeros(4), "head_mask=a Tensor to dilated attention: heads cannot be masked"),
-        ("output_attentions", True, "output_attentions=True to dilated attention: the attention weights are never"),
-        ("dropout", 0.1, "dropout=0.1 to dilated attention, which has none. Set the config's attention dropout to 0"),
+        (
+            "s_aux",
+            torch.zeros(4),
+            "s_aux=a Tensor to dilated attention: attention sinks are not supported",
+        ),
+        (
+            "position_bias",
+            torch.zeros(1),
+            "position_bias=a Tensor to dilated attention: a bias on scores",
+        ),
+        (
+            "head_mask",
+            torch.zeros(4),
+            "head_mask=a Tensor to dilated attention: heads cannot be masked",
+        ),
+        (
+            "output_attentions",
+            True,
+            "output_attentions=True to dilated attention: the attention weights are never",
+        ),
+        (
+            "dropout",
+            0.1,
+            "dropout=0.1 to dilated attention, which has none. Set the config's attention dropout to 0",
+        ),
     ],
 )
 def test_what_attention_cannot_do(option, value, said):
@@ -395,13 +442,20 @@ def test_what_attention_cannot_do(option, value, said):
     assert f"LlamaAttention passes {said}" in message_of(
         lambda: ours.attend(module, query, key, key, None, scaling=1.0, **{option: value})
     )
-    assert ours.attend(module, query, key, key, None, scaling=1.0, use_cache=True)[0].shape == (1, 6, 4, 8)
+    assert ours.attend(module, query, key, key, None, scaling=1.0, use_cache=True)[0].shape == (
+        1,
+        6,
+        4,
+        8,
+    )
 
 
 def test_refused_by_models():
     """In the words of a user, who calls the model."""
     ids = tokens(2, 6)
-    assert "passes output_attentions=True" in message_of(lambda: make("llama")(ids, output_attentions=True))
+    assert "passes output_attentions=True" in message_of(
+        lambda: make("llama")(ids, output_attentions=True)
+    )
     dropping = make("llama", attention_dropout=0.1)
     dropping(ids)
     assert "passes dropout=0.1" in message_of(lambda: dropping.train()(ids))
@@ -439,7 +493,10 @@ def test_borders_and_padding():
         lambda: model(ids, attention_mask=mask, cu_seq_lens_q=borders)
     )
     borders, mask = torch.tensor([0, 5, 12], dtype=torch.int32), torch.ones_like(ids)
-    close(model(ids, attention_mask=mask, cu_seq_lens_q=borders).logits, model(ids, cu_seq_lens_q=borders).logits)
+    close(
+        model(ids, attention_mask=mask, cu_seq_lens_q=borders).logits,
+        model(ids, cu_seq_lens_q=borders).logits,
+    )
     compiled = torch.compile(model, backend="aot_eager")
     assert "cu_seq_lens_q with padding (attention_mask)" in message_of(
         lambda: compiled(ids, attention_mask=mask, cu_seq_lens_q=borders, use_cache=False)
@@ -452,7 +509,9 @@ def test_two_sequences_of_one_length():
     register()
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    message = message_of(lambda: BartModel(BartConfig(vocab_size=61, **sizes, **heads, dilated_attention=PATTERN)))
+    message = message_of(
+        lambda: BartModel(BartConfig(vocab_size=61, **sizes, **heads, dilated_attention=PATTERN))
+    )
     assert message == "BartModel attends across sequences, and dilated attention is self-attention."
 
 
@@ -460,7 +519,9 @@ def test_refused_generation():
     """Prompts padded on the right leave holes; continuous batching takes no attention but transformers' own."""
     model = make("llama")
     ids, mask = tokens(2, 6), torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]])
-    assert "row 1 has holes" in message_of(lambda: model.generate(ids, attention_mask=mask, max_new_tokens=3))
+    assert "row 1 has holes" in message_of(
+        lambda: model.generate(ids, attention_mask=mask, max_new_tokens=3)
+    )
 
 
 def test_encoders_do_not_look_at_others():
@@ -480,14 +541,20 @@ def test_encoders_do_not_look_at_others():
 def test_configs_that_cannot_be():
     register()
     sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-    message = message_of(lambda: LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="dilated")))
+    message = message_of(
+        lambda: LlamaForCausalLM(LlamaConfig(**sizes, attn_implementation="dilated"))
+    )
     assert "attn_implementation='dilated', but the LlamaConfig has no pattern" in message
     assert "config.dilated_attention = {" in message
     config = LlamaConfig(**sizes)
     for value in ([4], {"segment_lengths": [4]}, {**PATTERN, "is_causal": True}):
         message = message_of(lambda value=value: setattr(config, "dilated_attention", value))
         assert f"got {value!r}" in message
-    message = message_of(lambda: setattr(config, "dilated_attention", {"segment_lengths": [4], "dilation_rates": [0]}))
+    message = message_of(
+        lambda: setattr(
+            config, "dilated_attention", {"segment_lengths": [4], "dilation_rates": [0]}
+        )
+    )
     assert "dilation_rates must be at least 1, got 0" in message
     assert config.dilated_attention is None
     assert config._attn_implementation is None
@@ -497,7 +564,9 @@ def test_configs_that_cannot_be():
     assert config._attn_implementation is None
     assert "attn_implementation" not in config.to_dict()
     five = {"segment_lengths": [2] * 5, "dilation_rates": [1] * 5, "heads": "split"}
-    assert "gives each of 5 branches its own heads, but there are only 4" in message_of(lambda: make("llama", five))
+    assert "gives each of 5 branches its own heads, but there are only 4" in message_of(
+        lambda: make("llama", five)
+    )
 
 
 def test_a_model_needs_no_accelerate():

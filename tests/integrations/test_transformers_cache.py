@@ -45,12 +45,17 @@ def test_constant_memory():
         ids = model.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=length)
         sizes.append(cache.num_bytes)
     assert sizes[0] == sizes[1]
-    expected = model.generate(tokens(2, 5), past_key_values=whole, do_sample=False, max_new_tokens=220)
+    expected = model.generate(
+        tokens(2, 5), past_key_values=whole, do_sample=False, max_new_tokens=220
+    )
     assert torch.equal(ids, expected)
     held = sum(x.nbytes for layer in whole.layers for x in (layer.keys, layer.values))
     assert sizes[0] < held / 8
     cache.reset()
-    assert torch.equal(model.generate(tokens(2, 5), past_key_values=cache, do_sample=False, max_new_tokens=220), ids)
+    assert torch.equal(
+        model.generate(tokens(2, 5), past_key_values=cache, do_sample=False, max_new_tokens=220),
+        ids,
+    )
 
 
 @torch.no_grad()
@@ -67,7 +72,9 @@ def test_sampling_beams_and_lookup():
     repeated = tokens(1, 5).repeat(1, 3)
     lookup = {"max_new_tokens": 20, "do_sample": False, "prompt_lookup_num_tokens": 4}
     expected = model.generate(repeated, max_new_tokens=20, do_sample=False)
-    assert torch.equal(model.generate(repeated, past_key_values=BoundedCache(model, keep=5), **lookup), expected)
+    assert torch.equal(
+        model.generate(repeated, past_key_values=BoundedCache(model, keep=5), **lookup), expected
+    )
     with pytest.raises(ValueError, match="keep"):
         model.generate(repeated, past_key_values=BoundedCache(model), **lookup)
 
@@ -79,7 +86,9 @@ def test_bad_input():
         BoundedCache(make("llama", None))
     mask = torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]])
     with pytest.raises(ValueError, match="row 1 has holes"):
-        model.generate(ids, attention_mask=mask, max_new_tokens=3, past_key_values=BoundedCache(model))
+        model.generate(
+            ids, attention_mask=mask, max_new_tokens=3, past_key_values=BoundedCache(model)
+        )
     with pytest.raises(ValueError, match="max_len=8"):
         model.generate(ids, max_new_tokens=5, past_key_values=BoundedCache(model, max_len=8))
     cache = BoundedCache(model)
@@ -88,15 +97,24 @@ def test_bad_input():
         cache.crop(2)
     layer = type(cache.layers[0])
     update = layer.update
-    layer.update = lambda self, key, value, *more, **named: (key, value)  # a model that changes keys afterwards
+    layer.update = lambda self, key, value, *more, **named: (
+        key,
+        value,
+    )  # a model that changes keys afterwards
     try:
         with pytest.raises(ValueError, match="changes the keys that a BoundedCache has returned"):
             model(ids[:, :1], past_key_values=cache)
     finally:
         layer.update = update
     assert not hasattr(ids, MARK)
-    two = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "cu_seq_lens_q": torch.tensor([0, 3, 6])}
-    for name, said in (("position_ids", "do not increase by 1 at position 3"), ("cu_seq_lens_q", "rows of a cache")):
+    two = {
+        "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]),
+        "cu_seq_lens_q": torch.tensor([0, 3, 6]),
+    }
+    for name, said in (
+        ("position_ids", "do not increase by 1 at position 3"),
+        ("cu_seq_lens_q", "rows of a cache"),
+    ):
         with pytest.raises(ValueError, match=said):  # or documents would see each other
             model(ids[:1], past_key_values=BoundedCache(model), **{name: two[name]})
     assert PATTERN["segment_lengths"] == [4, 9]
@@ -112,11 +130,15 @@ def test_training_with_a_cache_is_refused():
 def test_a_model_that_replaces_its_cache():
     """Phi-3 drops any cache where longrope goes over to the long factors. Catches a cache of constant size that
     transformers replaces by its own, which grows."""
-    with pytest.raises(ValueError, match=r"beyond 12 positions \(original_max.* the angles of Phi3ForCausalLM change"):
+    with pytest.raises(
+        ValueError,
+        match=r"beyond 12 positions \(original_max.* the angles of Phi3ForCausalLM change",
+    ):
         BoundedCache(phi())
     ids, asked = tokens(2, 5), {"max_new_tokens": 7, "min_new_tokens": 7, "do_sample": False}
     cache = BoundedCache(phi(), max_len=12)
     assert torch.equal(
-        phi().generate(ids, past_key_values=cache, **asked), phi().generate(ids, use_cache=False, **asked)
+        phi().generate(ids, past_key_values=cache, **asked),
+        phi().generate(ids, use_cache=False, **asked),
     )
     assert cache.get_seq_length() == 11

@@ -28,7 +28,9 @@ def test_all_are_named():
 @pytest.mark.parametrize("share", range(SHARES))
 def test_as_committed(share):
     names = list(architectures().items())[share::SHARES]
-    assert {name: outcome(*kinds) for name, kinds in names} == {name: COMMITTED[name] for name, _ in names}
+    assert {name: outcome(*kinds) for name, kinds in names} == {
+        name: COMMITTED[name] for name, _ in names
+    }
 
 
 def test_all_are_named_over_ranks():
@@ -47,7 +49,11 @@ def test_another_function_is_noticed():
     """Proof that the comparison can fail: the phases of another rule."""
     register()
     fields = LlamaConfig(
-        vocab_size=99, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
     ).to_dict()
     dense = made(LlamaModel, LlamaConfig, fields, "eager")
     plain = first(dense(**inputs_of(dense)))

@@ -28,17 +28,32 @@ from transformers import (
 from ring_dilated_attention.integrations.transformers import convert_to_dilated, register
 from ring_dilated_attention.integrations.transformers.probe import _causal
 
-MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+MLA = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 REFUSED = {
     "bloom": (
         lambda: BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4),
         "meet in BloomAttention (h.0.self_",
     ),
     "falcon": (lambda: FalconConfig(**SIZES), "in FalconDecoderLayer"),
-    "mamba": (lambda: MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2), "layers of linear_attention"),
+    "mamba": (
+        lambda: MambaConfig(vocab_size=61, hidden_size=32, num_hidden_layers=2),
+        "layers of linear_attention",
+    ),
     "deepseek": (
         lambda: DeepseekV3Config(
-            **SIZES, **MLA, num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2
+            **SIZES,
+            **MLA,
+            num_key_value_heads=4,
+            n_routed_experts=4,
+            n_group=1,
+            topk_group=1,
+            num_experts_per_tok=2,
         ),
         "DeepseekV3Attention has value heads of width 8 beside query heads of width 12",
     ),
@@ -62,7 +77,9 @@ def test_both_ways_refuse_alike(name):
 
 def test_refused_when_loaded(tmp_path):
     """By the argument that the page recommends."""
-    BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4)).save_pretrained(tmp_path)
+    BloomForCausalLM(
+        BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4)
+    ).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="positions meet in BloomAttention"):
         AutoModelForCausalLM.from_pretrained(tmp_path, dilated_attention=PATTERN)
 
@@ -70,7 +87,12 @@ def test_refused_when_loaded(tmp_path):
 def test_a_submodel_that_lost_its_attention(tmp_path):
     """transformers takes the name of the attention from a part when it makes the whole's config, and would load it
     dense, without a word."""
-    vision = {"model_type": "clip_vision_model", "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8}
+    vision = {
+        "model_type": "clip_vision_model",
+        "num_hidden_layers": 1,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+    }
     vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
     whole = LlavaForConditionalGeneration(
         LlavaConfig(text_config={"model_type": "llama", **SIZES}, vision_config=vision)
@@ -78,14 +100,23 @@ def test_a_submodel_that_lost_its_attention(tmp_path):
     convert_to_dilated(whole.model.language_model, PATTERN)
     whole.model.language_model.eval()
     whole.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"LlamaModel would have attn_implementation='sdpa', and its config has a"):
+    with pytest.raises(
+        ValueError, match=r"LlamaModel would have attn_implementation='sdpa', and its config has a"
+    ):
         LlavaForConditionalGeneration.from_pretrained(tmp_path)
     named = {"text_config": "dilated"}
-    loaded = LlavaForConditionalGeneration.from_pretrained(tmp_path, attn_implementation=named).eval()
+    loaded = LlavaForConditionalGeneration.from_pretrained(
+        tmp_path, attn_implementation=named
+    ).eval()
     ids = torch.arange(20)[None]
     torch.testing.assert_close(loaded(ids).logits, whole(ids).logits)
     loaded.config.text_config.dilated_attention = None
-    assert LlavaForConditionalGeneration(loaded.config).model.language_model.config._attn_implementation == "sdpa"
+    assert (
+        LlavaForConditionalGeneration(
+            loaded.config
+        ).model.language_model.config._attn_implementation
+        == "sdpa"
+    )
 
 
 def test_esm_is_taken_both_ways():
@@ -168,8 +199,14 @@ class Capped(LlamaModel):
         (Smeared, r"Smeared: positions meet in Before \(norm\) without dilated attention"),
         (Headed, r"Headed: positions meet in One \(norm\) without dilated attention"),
         (Tailed, r"Tailed: positions meet in One \(norm\) without dilated attention"),
-        (Hidden, r"Hidden: positions meet in MultiheadAttention \(pool\) without dilated attention"),
-        (Capped, "Capped: dilated attention with one segment of all positions is not the attention of LlamaAttention"),
+        (
+            Hidden,
+            r"Hidden: positions meet in MultiheadAttention \(pool\) without dilated attention",
+        ),
+        (
+            Capped,
+            "Capped: dilated attention with one segment of all positions is not the attention of LlamaAttention",
+        ),
     ],
 )
 def test_models_of_users(kind, said):
@@ -210,7 +247,9 @@ def test_another_token_may_leave_an_expert_without_positions():
 
 def test_a_vocabulary_of_two_tokens():
     register()
-    config = LlamaConfig(**{**SIZES, "vocab_size": 4}, bos_token_id=0, eos_token_id=1, dilated_attention=PATTERN)
+    config = LlamaConfig(
+        **{**SIZES, "vocab_size": 4}, bos_token_id=0, eos_token_id=1, dilated_attention=PATTERN
+    )
     assert LlamaModel(config).config.dilated_attention == config.dilated_attention
     with pytest.raises(ValueError, match=r"positions meet in Before \(norm\)"):
         Smeared(config)
@@ -235,13 +274,17 @@ def test_a_base_does_not_speak_for_what_a_user_adds():
 
 
 @pytest.mark.parametrize(
-    "place", [init_empty_weights, lambda: torch.autocast("cpu", dtype=torch.bfloat16)], ids=["accelerate", "autocast"]
+    "place",
+    [init_empty_weights, lambda: torch.autocast("cpu", dtype=torch.bfloat16)],
+    ids=["accelerate", "autocast"],
 )
 def test_a_copy_is_made_alike_wherever_the_model_is(place):
     register()
     _causal.clear()
     with place():
-        assert LlamaForCausalLM(LlamaConfig(**SIZES, dilated_attention=PATTERN)).config.dilated_attention
+        assert LlamaForCausalLM(
+            LlamaConfig(**SIZES, dilated_attention=PATTERN)
+        ).config.dilated_attention
 
 
 def test_a_copy_leaves_the_seeds_of_gpus(monkeypatch):
@@ -277,8 +320,15 @@ def test_other_modules_are_asked_for_nothing():
 def test_a_copy_is_small_and_leaves_no_trace():
     """Layers of a billion parameters are looked at in a moment, on the device "meta", and no random number is taken."""
     register()
-    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 6, "num_attention_heads": 64}
-    config = LlamaConfig(**sizes, num_key_value_heads=8, vocab_size=128256, dilated_attention=PATTERN)
+    sizes = {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 64,
+    }
+    config = LlamaConfig(
+        **sizes, num_key_value_heads=8, vocab_size=128256, dilated_attention=PATTERN
+    )
     before = config.to_dict()
     torch.manual_seed(3)
     state = torch.get_rng_state()
@@ -294,7 +344,11 @@ def test_vision():
     register()
     sizes = {name: SIZES[name] for name in SIZES if name != "vocab_size"}
     config = ViTConfig(**sizes, image_size=32, patch_size=8, dilated_attention=PATTERN)
-    assert AutoModel.from_config(config)(torch.zeros(1, 3, 32, 32)).last_hidden_state.shape == (1, 17, 32)
+    assert AutoModel.from_config(config)(torch.zeros(1, 3, 32, 32)).last_hidden_state.shape == (
+        1,
+        17,
+        32,
+    )
 
 
 def test_grouped_queries_of_another_width():

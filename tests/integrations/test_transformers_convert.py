@@ -27,7 +27,11 @@ from ring_dilated_attention.integrations.transformers import context_parallel, c
 
 def test_converted():
     """The same parameters, under the same names, and the function of a model that was made so."""
-    for pattern in (PATTERN, DilatedPattern((4, 9), (1, 3)), DilatedPattern((4, 9), (1, 3), is_causal=True)):
+    for pattern in (
+        PATTERN,
+        DilatedPattern((4, 9), (1, 3)),
+        DilatedPattern((4, 9), (1, 3), is_causal=True),
+    ):
         model = make("llama", None)
         before = {name: x.data_ptr() for name, x in model.named_parameters()}
         convert_to_dilated(model, pattern)
@@ -35,7 +39,9 @@ def test_converted():
         ids = tokens(2, 20)
         assert torch.equal(model(ids).logits, make("llama")(ids).logits)
     convert_to_dilated(model, {**PATTERN, "phase": "blocked"})
-    assert torch.equal(model(ids).logits, make("llama", {**PATTERN, "phase": "blocked"})(ids).logits)
+    assert torch.equal(
+        model(ids).logits, make("llama", {**PATTERN, "phase": "blocked"})(ids).logits
+    )
 
 
 def test_at_a_prompt():
@@ -54,21 +60,30 @@ def test_one_segment_is_the_dense_model():
 
 
 REFUSED = {
-    "another library's": (lambda: nn.Linear(4, 4), "must be a PreTrainedModel of transformers, got Linear"),
+    "another library's": (
+        lambda: nn.Linear(4, 4),
+        "must be a PreTrainedModel of transformers, got Linear",
+    ),
     "sliding window": (
         lambda: MistralForCausalLM(MistralConfig(**SIZES, **GROUPED)),
         "MistralForCausalLM has sliding_window=4096: a sliding window is another pattern",
     ),
     "some sliding layers": (
-        lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, **GROUPED, use_sliding_window=True, max_window_layers=1)),
+        lambda: Qwen3ForCausalLM(
+            Qwen3Config(**SIZES, **GROUPED, use_sliding_window=True, max_window_layers=1)
+        ),
         "Qwen3ForCausalLM has layers of sliding_attention: dilated attention replaces full_attention alone",
     ),
     "capped scores": (
-        lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, **GROUPED, layer_types=["full_attention"] * 2)),
+        lambda: Gemma2ForCausalLM(
+            Gemma2Config(**SIZES, **GROUPED, layer_types=["full_attention"] * 2)
+        ),
         "Gemma2ForCausalLM has attn_logit_softcapping=50.0: dilated attention does not cap scores",
     ),
     "encoder and decoder": (
-        lambda: BartModel(BartConfig(vocab_size=61, d_model=16, encoder_layers=1, decoder_layers=1)),
+        lambda: BartModel(
+            BartConfig(vocab_size=61, d_model=16, encoder_layers=1, decoder_layers=1)
+        ),
         "BartModel attends across sequences, and dilated attention is self-attention",
     ),
     "parts": (
@@ -84,8 +99,14 @@ REFUSED = {
         lambda: BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2)),
         "BloomForCausalLM: positions meet in BloomAttention (transformer.h.0.self_attention) without dilated attention",
     ),
-    "too few heads": (lambda: make("llama", None), "gives each of 5 branches its own heads, but there are only 4"),
-    "another causality": (lambda: make("bert", None), "the pattern has is_causal=True, but the attention of"),
+    "too few heads": (
+        lambda: make("llama", None),
+        "gives each of 5 branches its own heads, but there are only 4",
+    ),
+    "another causality": (
+        lambda: make("bert", None),
+        "the pattern has is_causal=True, but the attention of",
+    ),
 }
 
 
@@ -93,19 +114,33 @@ REFUSED = {
 def test_refused(kind):
     make_model, said = REFUSED[kind]
     model = make_model()
-    before = str(getattr(model, "config", None)), getattr(getattr(model, "config", None), "_attn_implementation", None)
+    before = (
+        str(getattr(model, "config", None)),
+        getattr(getattr(model, "config", None), "_attn_implementation", None),
+    )
     five = DilatedPattern([2] * 5, [1] * 5, heads="split")
-    pattern = five if kind == "too few heads" else DilatedPattern((4, 9), (1, 3), is_causal=kind == "another causality")
+    pattern = (
+        five
+        if kind == "too few heads"
+        else DilatedPattern((4, 9), (1, 3), is_causal=kind == "another causality")
+    )
     with pytest.raises(ValueError) as caught:
         convert_to_dilated(model, pattern)
     assert said in str(caught.value)
-    after = str(getattr(model, "config", None)), getattr(getattr(model, "config", None), "_attn_implementation", None)
+    after = (
+        str(getattr(model, "config", None)),
+        getattr(getattr(model, "config", None), "_attn_implementation", None),
+    )
     assert after == before
 
 
 def test_a_model_that_cannot_be_given_another_attention():
     """transformers asks the class, which looks at its source."""
-    kind = type("OwnModel", (LlamaForCausalLM,), {"_can_set_attn_implementation": classmethod(lambda cls: False)})
+    kind = type(
+        "OwnModel",
+        (LlamaForCausalLM,),
+        {"_can_set_attn_implementation": classmethod(lambda cls: False)},
+    )
     model = kind(LlamaConfig(**SIZES))
     before = model.config._attn_implementation
     with pytest.raises(ValueError, match="chooses its attention itself"):

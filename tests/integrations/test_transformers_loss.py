@@ -24,13 +24,19 @@ ROWS = 7  # in a slice
 # What is done to hidden states and logits beside a product with the head.
 HEADS = {
     "tied, scaled embeddings": ("Gemma", {"head_dim": 8, "num_key_value_heads": 1}),
-    "capped": ("NanoChat", {"final_logit_softcapping": 0.5}),  # as Gemma 2, whose attention is refused
+    "capped": (
+        "NanoChat",
+        {"final_logit_softcapping": 0.5},
+    ),  # as Gemma 2, whose attention is refused
     "scaled": ("Cohere", {"logit_scale": 0.25, "tie_word_embeddings": True}),
     "divided": ("Granite", {"logits_scaling": 3.0}),
     "bias": ("Phi", {}),
     "biased attention": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
     "experts": ("Mixtral", {"num_key_value_heads": 2, "num_local_experts": 4}),
-    "decoder inside": ("OPT", {"ffn_dim": 40, "word_embed_proj_dim": 32, "max_position_embeddings": 64}),
+    "decoder inside": (
+        "OPT",
+        {"ffn_dim": 40, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
+    ),
     "unnamed loss": ("GPT2", {"attn_pdrop": 0.0}),
 }
 
@@ -41,7 +47,9 @@ def make_head(kind):
     config = getattr(transformers, f"{name}Config")(**SIZES, **more, dilated_attention=PATTERN)
     suffix = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
     torch.manual_seed(0)
-    dtype = torch.float32 if kind == "experts" else torch.float64  # torch has no grouped products in float64
+    dtype = (
+        torch.float32 if kind == "experts" else torch.float64
+    )  # torch has no grouped products in float64
     model = getattr(transformers, f"{name}{suffix}")(config).to(dtype).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.15)
@@ -73,7 +81,9 @@ def rank_trains_heads(rank, world_size):
             handle = context_parallel(model, parallel)
             found = loss_and_gradients(model, {**batch, **more}, parallel)
             error = 1e-5 if kind == "experts" else 1e-6  # transformers computes losses in float32
-            torch.testing.assert_close(found, expected, rtol=error, atol=error, msg=lambda m, k=kind: f"{k} {m}")
+            torch.testing.assert_close(
+                found, expected, rtol=error, atol=error, msg=lambda m, k=kind: f"{k} {m}"
+            )
             assert model(**batch).logits is None
             assert model(batch["input_ids"]).logits.shape[1] < 19
             handle.remove()
@@ -134,7 +144,9 @@ def test_autocast_and_dropout(small_slices):
 def test_all_logits_never_exist():
     """Forward and backward stay below one (N, V) tensor."""
     register()
-    config = LlamaConfig(**{**SIZES, "vocab_size": 4096, "num_hidden_layers": 1}, dilated_attention=PATTERN)
+    config = LlamaConfig(
+        **{**SIZES, "vocab_size": 4096, "num_hidden_layers": 1}, dilated_attention=PATTERN
+    )
     model, ids = LlamaForCausalLM(config), torch.zeros(1, 8192, dtype=torch.int64)
     context_parallel(model, ContextParallel())
     all_logits = ids.numel() * 4096 * 4
@@ -147,7 +159,9 @@ def test_refused():
     register()
     experts = make_head("experts")
     context_parallel(experts, ContextParallel())
-    assert "output_router_logits" in message_of(lambda: experts(**sample(), output_router_logits=True))
+    assert "output_router_logits" in message_of(
+        lambda: experts(**sample(), output_router_logits=True)
+    )
     assert experts(**sample()).loss.isfinite()
     experts.config.output_router_logits = True
     assert "output_router_logits" in message_of(lambda: experts(**sample()))
@@ -167,7 +181,10 @@ def language_models():
 
 
 # Their forwards take no positions. (Their losses take labels that are shifted already.)
-REFUSED = [f"{name}ForCausalLM" for name in ("Bart", "Blenderbot", "BlenderbotSmall", "Marian", "MBart", "Pegasus")]
+REFUSED = [
+    f"{name}ForCausalLM"
+    for name in ("Bart", "Blenderbot", "BlenderbotSmall", "Marian", "MBart", "Pegasus")
+]
 REFUSED += ["PLBartForCausalLM"]
 SHARES = 8
 
@@ -182,13 +199,19 @@ def test_every_language_model(share, small_slices):
         batch = {"input_ids": ids, "labels": ids.masked_fill(ids % 7 == 0, -100)}
         expected = loss_and_gradients(model, batch)
         if name in REFUSED:
-            assert "takes no position_ids" in message_of(lambda m=model: context_parallel(m, ContextParallel()))
+            assert "takes no position_ids" in message_of(
+                lambda m=model: context_parallel(m, ContextParallel())
+            )
             continue
         context_parallel(model, ContextParallel())
         loss, gradients = loss_and_gradients(model, batch)
-        torch.testing.assert_close(loss, expected[0], rtol=1e-5, atol=0, msg=lambda m, n=name: f"{n} {m}")
+        torch.testing.assert_close(
+            loss, expected[0], rtol=1e-5, atol=0, msg=lambda m, n=name: f"{n} {m}"
+        )
         scale = max(x.abs().max() for x in expected[1])
-        torch.testing.assert_close(gradients, expected[1], rtol=0, atol=1e-5 * scale, msg=lambda m, n=name: f"{n} {m}")
+        torch.testing.assert_close(
+            gradients, expected[1], rtol=0, atol=1e-5 * scale, msg=lambda m, n=name: f"{n} {m}"
+        )
 
 
 def tiny(kind, name):
@@ -197,7 +220,12 @@ def tiny(kind, name):
         try:
             if isinstance(config, Exception):
                 raise config
-            model = made(getattr(transformers, name), CONFIG_MAPPING[kind], copy.deepcopy(config).to_dict(), "dilated")
+            model = made(
+                getattr(transformers, name),
+                CONFIG_MAPPING[kind],
+                copy.deepcopy(config).to_dict(),
+                "dilated",
+            )
             model(**inputs_of(model))
         except FAILURES:
             continue

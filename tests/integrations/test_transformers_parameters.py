@@ -35,7 +35,9 @@ SIZES = {
 
 
 def build(fields, **more):
-    config = CONFIG_MAPPING[fields["model_type"]](**{k: v for k, v in fields.items() if k != "model_type"}, **more)
+    config = CONFIG_MAPPING[fields["model_type"]](
+        **{k: v for k, v in fields.items() if k != "model_type"}, **more
+    )
     return AutoModelForCausalLM.from_config(config)
 
 
@@ -43,15 +45,23 @@ def config_of(family, sizes=SIZES):
     """head_dim of those that must say it; gpt_neox has no grouped queries."""
     grouped = {} if family == "gpt_neox" else {"num_key_value_heads": sizes["num_key_value_heads"]}
     own = {"head_dim": sizes["head_dim"]} if hasattr(CONFIG_MAPPING[family](), "head_dim") else {}
-    plain = {name: x for name, x in sizes.items() if name not in ("num_key_value_heads", "head_dim")}
+    plain = {
+        name: x for name, x in sizes.items() if name not in ("num_key_value_heads", "head_dim")
+    }
     return {"model_type": family, **plain, **grouped, **own}
 
 
 def dilated(fields, seq_len):
     register()
     pattern = {"segment_lengths": [32, seq_len], "dilation_rates": [1, 4]}
-    windows = {"sliding_window": None} if hasattr(CONFIG_MAPPING[fields["model_type"]](), "sliding_window") else {}
-    return build(fields, dilated_attention=pattern, pad_token_id=0, bos_token_id=1, eos_token_id=2, **windows)
+    windows = (
+        {"sliding_window": None}
+        if hasattr(CONFIG_MAPPING[fields["model_type"]](), "sliding_window")
+        else {}
+    )
+    return build(
+        fields, dilated_attention=pattern, pad_token_id=0, bos_token_id=1, eos_token_id=2, **windows
+    )
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -95,13 +105,18 @@ def measured(model, seq_len):
     def loss():
         slices = model.base_model(tokens, use_cache=False)[0].flatten(0, 1).split(rows)
         pairs = zip(slices, tokens.flatten().split(rows), strict=True)
-        return sum(checkpoint(loss_of_rows, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs)
+        return sum(
+            checkpoint(loss_of_rows, *pair, use_reentrant=False, preserve_rng_state=False)
+            for pair in pairs
+        )
 
     loss().backward()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         loss().backward()
     current = peak = 0
-    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+    for event in sorted(
+        profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()
+    ):
         if event.name() == "[memory]":
             current += event.nbytes()
             peak = max(peak, current)
@@ -113,7 +128,10 @@ def measured(model, seq_len):
 def test_a_step_holds_what_is_weighed(family, activations, monkeypatch):
     """Within 5 %, with three layers, of which two are weighed."""
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
-    n, sizes = 1024, {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3, "head_dim": 32}
+    n, sizes = (
+        1024,
+        {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3, "head_dim": 32},
+    )
     fields = config_of(family, {**SIZES, **sizes, "vocab_size": 256})
     model = dilated(fields, n)
     if activations == "checkpointed":

@@ -26,7 +26,12 @@ from transformers import (
 )
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, save_attention
-from ring_dilated_attention.integrations.transformers import BoundedCache, SameSample, context_parallel, register
+from ring_dilated_attention.integrations.transformers import (
+    BoundedCache,
+    SameSample,
+    context_parallel,
+    register,
+)
 from ring_dilated_attention.ranks.reduce import all_reduce
 
 LENGTHS = {"plain": 19, "short": 3}
@@ -156,7 +161,9 @@ def rank_has_unequal_replicas(rank, world_size):
     replica = torch.nn.parallel.DistributedDataParallel(found)
     replica(ids, labels=ids, num_items_in_batch=total / 2).loss.backward()
     for (name, x), y in zip(expected.named_parameters(), found.parameters(), strict=True):
-        assert (y.grad - x.grad).norm() < 1e-6 * x.grad.norm(), name  # transformers computes losses in float32
+        assert (y.grad - x.grad).norm() < 1e-6 * x.grad.norm(), (
+            name
+        )  # transformers computes losses in float32
 
 
 def test_unequal_replicas():
@@ -168,7 +175,9 @@ def rank_counts_positions(rank, world_size):
     register()
     torch.manual_seed(0)
     no_dropout = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
-    config = RobertaConfig(**SIZES, **no_dropout, max_position_embeddings=40, dilated_attention=PATTERN)
+    config = RobertaConfig(
+        **SIZES, **no_dropout, max_position_embeddings=40, dilated_attention=PATTERN
+    )
     model = RobertaForMaskedLM(config).double().eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.15) if parameter.dim() > 1 else None
@@ -178,7 +187,9 @@ def rank_counts_positions(rank, world_size):
         expected = loss_and_gradients(model, batch)
         parallel = ContextParallel(sharding="zigzag")
         handle = context_parallel(model, parallel)
-        torch.testing.assert_close(loss_and_gradients(model, batch, parallel), expected, rtol=2e-6, atol=2e-7)
+        torch.testing.assert_close(
+            loss_and_gradients(model, batch, parallel), expected, rtol=2e-6, atol=2e-7
+        )
         handle.remove()
         parallel.close()
 
@@ -221,12 +232,16 @@ def rank_checkpoints_and_compiles(rank, world_size):
     context_parallel(model, parallel)
     model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": save_attention})
     calls = parallel.ranks.calls
-    torch.testing.assert_close(loss_and_gradients(model, batch, parallel), expected, rtol=2e-6, atol=2e-7)
+    torch.testing.assert_close(
+        loss_and_gradients(model, batch, parallel), expected, rtol=2e-6, atol=2e-7
+    )
     assert parallel.ranks.calls - calls == 2  # one for each layer
     compiled = make("llama")
     context_parallel(compiled, parallel)
     compiled.compile(backend="aot_eager")
-    torch.testing.assert_close(loss_and_gradients(compiled, batch, parallel), expected, rtol=2e-6, atol=2e-7)
+    torch.testing.assert_close(
+        loss_and_gradients(compiled, batch, parallel), expected, rtol=2e-6, atol=2e-7
+    )
 
 
 def test_checkpointed_and_compiled():
@@ -246,19 +261,39 @@ def rank_has_bad_input(rank, world_size):
     mask[0, :3] = 0
     given = {
         "a cache": ({"cache": object()}, "context_parallel takes no cache"),
-        "a cache, as before 5.24": ({"past_key_values": object()}, "context_parallel takes no cache"),
-        "left padding": ({"attention_mask": mask}, "attention_mask of shape (1, 12): ranks share whole sequences"),
-        "labels of padding": ({"attention_mask": mask.flip(1), "labels": ids}, "labels of padded positions must be"),
-        "another tensor": ({"pixel_values": torch.zeros(1, 3)}, "pixel_values: it is not known how to cut this"),
-        "no items": ({"labels": ids, "num_items_in_batch": 0}, "num_items_in_batch=0: the mean of a loss needs one"),
+        "a cache, as before 5.24": (
+            {"past_key_values": object()},
+            "context_parallel takes no cache",
+        ),
+        "left padding": (
+            {"attention_mask": mask},
+            "attention_mask of shape (1, 12): ranks share whole sequences",
+        ),
+        "labels of padding": (
+            {"attention_mask": mask.flip(1), "labels": ids},
+            "labels of padded positions must be",
+        ),
+        "another tensor": (
+            {"pixel_values": torch.zeros(1, 3)},
+            "pixel_values: it is not known how to cut this",
+        ),
+        "no items": (
+            {"labels": ids, "num_items_in_batch": 0},
+            "num_items_in_batch=0: the mean of a loss needs one",
+        ),
         "a tuple": ({"return_dict": False}, "return_dict=False: a tuple has no output.loss"),
         "a list": ({"position_ids": list(range(12))}, "'list' object has no attribute"),
-        "embeddings": ({"input_ids": None, "inputs_embeds": torch.zeros(1, 12, 32)}, "needs input_ids, (batch, N)"),
+        "embeddings": (
+            {"input_ids": None, "inputs_embeds": torch.zeros(1, 12, 32)},
+            "needs input_ids, (batch, N)",
+        ),
     }
     for kind, (more, said) in given.items():
         for ranks in ((0, 1), (1,)):  # also where the other rank sees nothing wrong
             more_here = more if rank in ranks else {}
-            message = message_of(lambda more_here=more_here: model(**{"input_ids": ids, **more_here}))
+            message = message_of(
+                lambda more_here=more_here: model(**{"input_ids": ids, **more_here})
+            )
             assert said in message, (kind, message)
     two = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]).expand(2, -1)
     message = message_of(lambda: model(ids.expand(2, -1), position_ids=two))
@@ -268,20 +303,30 @@ def rank_has_bad_input(rank, world_size):
     assert "remove() the first handle" in message_of(lambda: context_parallel(model, parallel))
     assert model(ids, labels=ids).loss.isfinite()
     for more in ({}, {"num_items_in_batch": 0}, {"num_items_in_batch": 5}):
-        loss, gradients = loss_and_gradients(model, {"input_ids": ids, "labels": ids * 0 - 100, **more}, parallel)
+        loss, gradients = loss_and_gradients(
+            model, {"input_ids": ids, "labels": ids * 0 - 100, **more}, parallel
+        )
         assert not loss
         assert not any(x.any() for x in gradients)
     handle.remove()
     assert model.generate(ids, max_new_tokens=2).shape == (1, 14)
     dense = make("llama", None)
-    assert "LlamaForCausalLM has attn_implementation='sdpa'" in message_of(lambda: context_parallel(dense, parallel))
-    assert "parallel must be a ContextParallel, got 2" in message_of(lambda: context_parallel(model, 2))
+    assert "LlamaForCausalLM has attn_implementation='sdpa'" in message_of(
+        lambda: context_parallel(dense, parallel)
+    )
+    assert "parallel must be a ContextParallel, got 2" in message_of(
+        lambda: context_parallel(model, 2)
+    )
     mixing = LlamaConfig(**SIZES, dilated_attention=PATTERN)
     convolved = LlamaForCausalLM(mixing)
     convolved.model.before = torch.nn.Conv1d(32, 32, 3)
-    assert "layers of Conv1d of 3: ranks exchange rows" in message_of(lambda: context_parallel(convolved, parallel))
+    assert "layers of Conv1d of 3: ranks exchange rows" in message_of(
+        lambda: context_parallel(convolved, parallel)
+    )
     mixing.layer_types = ["linear_attention", "full_attention"]
-    assert "LlamaModel has layers of linear_attention" in message_of(lambda: LlamaForCausalLM(mixing))
+    assert "LlamaModel has layers of linear_attention" in message_of(
+        lambda: LlamaForCausalLM(mixing)
+    )
     copied = copy.deepcopy(model)
     context_parallel(copied, parallel)
     assert copied(ids).logits.shape[1] == 6
@@ -307,7 +352,9 @@ def rank_shards_heads(rank, world_size):
         model.zero_grad()
         with torch.no_grad():
             written = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
-        plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {"self_attn.o_proj": RowwiseParallel()}
+        plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {
+            "self_attn.o_proj": RowwiseParallel()
+        }
         for layer in model.model.layers:
             parallelize_module(layer, mesh, plan)
         out = model(ids, attention_mask=mask, labels=ids)
@@ -319,7 +366,12 @@ def rank_shards_heads(rank, world_size):
         assert set(model.state_dict()) == names
         with torch.no_grad():
             for cache in (None, BoundedCache(model)):
-                more = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 8, "do_sample": False}
+                more = {
+                    "attention_mask": mask,
+                    "past_key_values": cache,
+                    "max_new_tokens": 8,
+                    "do_sample": False,
+                }
                 assert torch.equal(model.generate(ids, **more), written)
     lost = make("llama", dtype=torch.float32)
     parallelize_module(lost.model.layers[0], mesh, plan)
@@ -346,13 +398,18 @@ class SequenceTrainer(SameSample, Trainer):
 
 
 def samples(count):
-    return [{"input_ids": row, "labels": row} for row in (tokens(1, 19, seed=seed)[0] for seed in range(count))]
+    return [
+        {"input_ids": row, "labels": row}
+        for row in (tokens(1, 19, seed=seed)[0] for seed in range(count))
+    ]
 
 
 def trained(rank, world_size, folder, kind=Trainer, *, samples_per_step=4, parallel=None, **more):
     """What Trainer logs, and the parameters afterwards. As many samples a step, whatever the number of processes."""
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # never opened: torch.distributed is initialised
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
+    )  # never opened: torch.distributed is initialised
     model = make("llama", dtype=torch.float32)
     groups = world_size
     if parallel is not None:
@@ -434,15 +491,23 @@ def rank_asks_too_much_of_trainer(rank, world_size, folder):
     model = make("llama", dtype=torch.float32)
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    arguments = TrainingArguments(output_dir=folder, use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True)
-    trainer = SequenceTrainer(model=model, args=arguments, train_dataset=samples(8), eval_dataset=samples(9))
+    arguments = TrainingArguments(
+        output_dir=folder, use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True
+    )
+    trainer = SequenceTrainer(
+        model=model, args=arguments, train_dataset=samples(8), eval_dataset=samples(9)
+    )
     assert "call context_parallel(model, ...)" in message_of(trainer.get_train_dataloader)
     context_parallel(model, parallel)
     arguments.label_smoothing_factor = 0.1
-    assert "label_smoothing_factor=0.1: Trainer would compute" in message_of(trainer.get_train_dataloader)
+    assert "label_smoothing_factor=0.1: Trainer would compute" in message_of(
+        trainer.get_train_dataloader
+    )
     arguments.label_smoothing_factor = 0.0
     trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch: outputs.logits.sum()
-    assert "compute_loss_func would be given whole labels" in message_of(trainer.get_train_dataloader)
+    assert "compute_loss_func would be given whole labels" in message_of(
+        trainer.get_train_dataloader
+    )
     trainer.compute_loss_func = None
     assert "9 samples are no multiple of the 8 of a step" in message_of(trainer.get_eval_dataloader)
     arguments.per_device_eval_batch_size = 3

@@ -33,11 +33,25 @@ from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.integrations.transformers import context_parallel, parallel, register
 
 SHORT = 12  # a sequence of 19 is longer, and a shard of 10 is not
-FACTORS = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": SHORT}
+FACTORS = {
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": SHORT,
+}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0, **FACTORS}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-PHI = {"original_max_position_embeddings": SHORT, "sliding_window": None, "pad_token_id": 0, "eos_token_id": 1}
-PHI |= {"bos_token_id": 1, "max_position_embeddings": 64, "rope_parameters": LONG, "num_key_value_heads": 2}
+PHI = {
+    "original_max_position_embeddings": SHORT,
+    "sliding_window": None,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+PHI |= {
+    "bos_token_id": 1,
+    "max_position_embeddings": 64,
+    "rope_parameters": LONG,
+    "num_key_value_heads": 2,
+}
 
 
 def filled(model, dtype=torch.float64):
@@ -66,17 +80,30 @@ ROTARY = {
 
 def rank_rotates(rank, world_size):
     for name, make_model in ROTARY.items():
-        whole, shared = make_model(), make_model()  # dynamic NTK remembers the longest sequence that it saw
+        whole, shared = (
+            make_model(),
+            make_model(),
+        )  # dynamic NTK remembers the longest sequence that it saw
         context = ContextParallel(sharding="zigzag")
         handle = context_parallel(shared, context)
-        for length in (19, 9, 30, 14, 19):  # longer than before, and back to the lengths of pretraining
+        for length in (
+            19,
+            9,
+            30,
+            14,
+            19,
+        ):  # longer than before, and back to the lengths of pretraining
             ids = tokens(2, length)
             logits = context.unshard(shared(ids).logits)
-            torch.testing.assert_close(logits, whole(ids).logits, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: n + m)
+            torch.testing.assert_close(
+                logits, whole(ids).logits, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: n + m
+            )
         for kind, batch in batches(name).items():
             found = loss_and_gradients(shared, batch, context)
             expected = loss_and_gradients(whole, batch)
-            torch.testing.assert_close(found, expected, rtol=2e-6, atol=5e-7, msg=lambda m, k=kind: f"{k} {m}")
+            torch.testing.assert_close(
+                found, expected, rtol=2e-6, atol=5e-7, msg=lambda m, k=kind: f"{k} {m}"
+            )
         handle.remove()
         ids = tokens(1, 19)
         torch.testing.assert_close(shared(ids).logits, whole(ids).logits, rtol=0, atol=0)
@@ -85,7 +112,9 @@ def rank_rotates(rank, world_size):
         compiled.compile(backend="aot_eager")
         batch = batches(name)["plain"]
         expected = loss_and_gradients(whole, batch)
-        torch.testing.assert_close(loss_and_gradients(compiled, batch, context), expected, rtol=2e-6, atol=5e-7)
+        torch.testing.assert_close(
+            loss_and_gradients(compiled, batch, context), expected, rtol=2e-6, atol=5e-7
+        )
         context.close()
 
 
@@ -97,7 +126,9 @@ def test_angles_that_go_by_the_length():
 def bert(kind=BertModel):
     register()
     no_dropout = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
-    return filled(kind(BertConfig(**SIZES, **no_dropout, pad_token_id=0, dilated_attention=PATTERN)))
+    return filled(
+        kind(BertConfig(**SIZES, **no_dropout, pad_token_id=0, dilated_attention=PATTERN))
+    )
 
 
 def gradients(model, outputs):
@@ -123,11 +154,18 @@ def rank_pools(rank, world_size):
         found = model(ids)
         torch.testing.assert_close(found.pooler_output, expected.pooler_output)
         torch.testing.assert_close(averaged(gradients(model, found.pooler_output)), grads)
-        torch.testing.assert_close(found.last_hidden_state, context.shard(expected.last_hidden_state))
+        torch.testing.assert_close(
+            found.last_hidden_state, context.shard(expected.last_hidden_state)
+        )
         context.close()
     sizes = {**SIZES, "embedding_size": 32, "pad_token_id": 0, "attention_probs_dropout_prob": 0.0}
-    albert, context = filled(AlbertModel(AlbertConfig(**sizes, dilated_attention=PATTERN))), ContextParallel()
-    assert "AlbertModel computes pooler_output from all rows" in message_of(lambda: context_parallel(albert, context))
+    albert, context = (
+        filled(AlbertModel(AlbertConfig(**sizes, dilated_attention=PATTERN))),
+        ContextParallel(),
+    )
+    assert "AlbertModel computes pooler_output from all rows" in message_of(
+        lambda: context_parallel(albert, context)
+    )
     albert.pooler = None
     expected = albert(ids).last_hidden_state
     context_parallel(albert, context)
@@ -161,7 +199,9 @@ def rank_scores(rank, world_size):
 def roberta():
     register()
     no_dropout = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
-    config = RobertaConfig(**SIZES, **no_dropout, max_position_embeddings=40, dilated_attention=PATTERN)
+    config = RobertaConfig(
+        **SIZES, **no_dropout, max_position_embeddings=40, dilated_attention=PATTERN
+    )
     return filled(RobertaForSequenceClassification(config))
 
 
@@ -220,7 +260,9 @@ def rank_refuses(rank, world_size):
     parallel.BY_LENGTH = set()
     for name, make_model in ROTARY.items():
         message = message_of(lambda m=make_model: context_parallel(m(), context))
-        assert "RotaryEmbedding (model.rotary_emb) computes something from all rows" in message, name
+        assert "RotaryEmbedding (model.rotary_emb) computes something from all rows" in message, (
+            name
+        )
 
 
 def test_the_tiny_copy_shows_it():
@@ -271,7 +313,9 @@ class Added(nn.Module):
     def __init__(self, frozen):
         super().__init__()
         self.frozen, (rows, columns) = frozen, frozen.weight.shape
-        self.low_rank = nn.Sequential(nn.Linear(columns, 2, bias=False), nn.Linear(2, rows, bias=False)).double()
+        self.low_rank = nn.Sequential(
+            nn.Linear(columns, 2, bias=False), nn.Linear(2, rows, bias=False)
+        ).double()
 
     def forward(self, x):
         return self.frozen(x) + self.low_rank(x)
@@ -283,12 +327,19 @@ def rank_adapts(rank, world_size):
     assert len(expected[1]) == 4
     adapted, context = Adapted(make("llama")), ContextParallel(sharding="zigzag")
     message = message_of(lambda: context_parallel(adapted, context))
-    assert "Adapted wraps a model: call context_parallel(model.get_base_model(), parallel)" in message
+    assert (
+        "Adapted wraps a model: call context_parallel(model.get_base_model(), parallel)" in message
+    )
     ddp = nn.parallel.DistributedDataParallel(make("llama"))
     message = message_of(lambda: context_parallel(ddp, context))
-    assert "DistributedDataParallel wraps a model: call context_parallel(model.module, parallel)" in message
+    assert (
+        "DistributedDataParallel wraps a model: call context_parallel(model.module, parallel)"
+        in message
+    )
     context_parallel(adapted.get_base_model(), context)
-    torch.testing.assert_close(loss_and_gradients(adapted, batch, context), expected, rtol=2e-6, atol=2e-7)
+    torch.testing.assert_close(
+        loss_and_gradients(adapted, batch, context), expected, rtol=2e-6, atol=2e-7
+    )
 
 
 def test_lora():

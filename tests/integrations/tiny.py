@@ -21,7 +21,13 @@ from ring_dilated_attention.integrations.transformers.config import pattern_of
 from ring_dilated_attention.reference import dilated_attention_reference
 
 PATTERN = {"segment_lengths": [4, 9], "dilation_rates": [1, 3]}
-SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
 
 CONFIGS = {
@@ -29,7 +35,9 @@ CONFIGS = {
     "qwen3": lambda **more: Qwen3Config(**SIZES, **GROUPED, **more),
     "mistral": lambda **more: MistralConfig(**SIZES, **GROUPED, sliding_window=None, **more),
     "gpt_neox": lambda **more: GPTNeoXConfig(**SIZES, **more),
-    "bert": lambda **more: BertConfig(**SIZES, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0, **more),
+    "bert": lambda **more: BertConfig(
+        **SIZES, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0, **more
+    ),
 }
 DECODERS = [name for name in CONFIGS if name != "bert"]
 
@@ -37,11 +45,15 @@ DECODERS = [name for name in CONFIGS if name != "bert"]
 def make(name, pattern=PATTERN, dtype=torch.float64, **more):
     """A model with random parameters, the same for each pattern and dtype; pattern=None for torch's attention."""
     register()
-    config = CONFIGS[name](dilated_attention=pattern, pad_token_id=0, eos_token_id=None, bos_token_id=None, **more)
+    config = CONFIGS[name](
+        dilated_attention=pattern, pad_token_id=0, eos_token_id=None, bos_token_id=None, **more
+    )
     torch.manual_seed(0)
     kind = AutoModelForMaskedLM if name == "bert" else AutoModelForCausalLM
     model = kind.from_config(config)
-    for parameter in model.parameters():  # larger than transformers', so that attention is far from uniform
+    for (
+        parameter
+    ) in model.parameters():  # larger than transformers', so that attention is far from uniform
         torch.nn.init.normal_(parameter, std=0.15) if parameter.dim() > 1 else None
     return model.to(dtype).eval()
 
@@ -56,7 +68,9 @@ def by_definition(module, query, key, value, attention_mask, *, scaling, is_caus
     pattern = pattern_of(module.config, is_causal=is_causal)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     batch, num_rows = query.shape[:2]
-    valid = torch.ones(batch, num_rows, dtype=torch.bool) if attention_mask is None else attention_mask
+    valid = (
+        torch.ones(batch, num_rows, dtype=torch.bool) if attention_mask is None else attention_mask
+    )
     positions, borders = options.get("position_ids"), options.get("cu_seq_lens_q")
     out = torch.zeros_like(query)
     for b in range(batch):
@@ -74,4 +88,6 @@ def by_definition(module, query, key, value, attention_mask, *, scaling, is_caus
 
 
 AttentionInterface.register("by_definition", by_definition)
-AttentionMaskInterface.register("by_definition", lambda *_, attention_mask=None, **__: attention_mask)
+AttentionMaskInterface.register(
+    "by_definition", lambda *_, attention_mask=None, **__: attention_mask
+)

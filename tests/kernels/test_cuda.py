@@ -13,7 +13,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ring_dilated_attention import ContextParallel, DilatedCache, DilatedPattern, dilated_attention, explain, simulate
+from ring_dilated_attention import (
+    ContextParallel,
+    DilatedCache,
+    DilatedPattern,
+    dilated_attention,
+    explain,
+    simulate,
+)
 from ring_dilated_attention.attention import attention
 from ring_dilated_attention.commands import check
 from ring_dilated_attention.commands.errors import Case, measure, tolerances, worst
@@ -26,7 +33,10 @@ DEVICE, BACKEND = ("cuda", "sdpa") if HAS_GPU else ("cpu", "cpu")
 
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU, and torch sees none")
 # What compilers and drivers of a new machine warn of is not known beforehand.
-pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("nan_in_new_memory", "seeded")]
+pytestmark = [
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.usefixtures("nan_in_new_memory", "seeded"),
+]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (16, 24, 48, 64, 96, 128, 256)
@@ -52,7 +62,9 @@ def make(*shape: int, dtype: torch.dtype = MAIN) -> Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
-def make_inputs(seq_len: int = N, heads=(4, 2, 2), head_dim: int = 64, batch: int = 1, dtype: torch.dtype = MAIN):
+def make_inputs(
+    seq_len: int = N, heads=(4, 2, 2), head_dim: int = 64, batch: int = 1, dtype: torch.dtype = MAIN
+):
     """query, key, value, and the gradient of out."""
     tensors = [make(batch, seq_len, h, head_dim, dtype=dtype) for h in (*heads, heads[0])]
     return tensors[:3], tensors[3]
@@ -114,7 +126,12 @@ def test_each_of_torchs_ops(op, head_dim):
         require()
         for pattern in (PATTERN, DilatedPattern((50, 33), (3, 2))):
             case = Case("op", pattern, N, 2, 4, 2, head_dim)
-            found = worst([case], MAIN, [[measure(case, MAIN, BACKEND, DEVICE, None, through_lse=False)]], DEVICE)
+            found = worst(
+                [case],
+                MAIN,
+                [[measure(case, MAIN, BACKEND, DEVICE, None, through_lse=False)]],
+                DEVICE,
+            )
             assert found.passed, found
 
 
@@ -135,7 +152,9 @@ def test_without_a_gradient_of_lse():
     assert torch.equal(out, plain[0])
     grads = torch.autograd.grad([out, lse], leaves, [dout, torch.zeros_like(lse)])
     for x, y in zip(grads, plain[1:], strict=True):
-        assert relative_error(x, y) <= 2 * torch.finfo(MAIN).eps  # the column for lse changes the order of sums
+        assert (
+            relative_error(x, y) <= 2 * torch.finfo(MAIN).eps
+        )  # the column for lse changes the order of sums
 
 
 def test_strides_make_no_difference():
@@ -143,7 +162,11 @@ def test_strides_make_no_difference():
     require()
     both = make(2, N, 3, 4, 64)
     dout = make(2, 4, N, 64).transpose(1, 2)
-    strided = [both[:, :, 0], both[:, :, 1].transpose(1, 2).contiguous().transpose(1, 2), both[:, :, 2]]
+    strided = [
+        both[:, :, 0],
+        both[:, :, 1].transpose(1, 2).contiguous().transpose(1, 2),
+        both[:, :, 2],
+    ]
     expected = both_ways([x.contiguous() for x in strided], dout.contiguous(), PATTERN)
     for x, y in zip(both_ways(strided, dout, PATTERN), expected, strict=True):
         assert torch.equal(x, y)
@@ -192,8 +215,12 @@ def test_more_segments_than_a_grid_has_blocks():
     pattern = DilatedPattern((2,), (1,))
     expected = both_ways([x.cpu() for x in inputs], dout.cpu(), pattern, "cpu")
     allowed = tolerances(Case("pairs", pattern, 64, 1, 1, 1, 16), MAIN, DEVICE)
-    for name, x, y in zip(("out", "dq", "dk", "dv"), both_ways(inputs, dout, pattern), expected, strict=True):
-        assert relative_error(x.cpu(), y) <= 2 * allowed[name], name  # each may be off by its tolerance
+    for name, x, y in zip(
+        ("out", "dq", "dk", "dv"), both_ways(inputs, dout, pattern), expected, strict=True
+    ):
+        assert relative_error(x.cpu(), y) <= 2 * allowed[name], (
+            name
+        )  # each may be off by its tolerance
 
 
 @needs_gpu
@@ -204,7 +231,10 @@ def test_rows_far_apart():
     seq_len, step = 20, 2**27
     memory = torch.empty(step * seq_len, dtype=torch.float16, device=DEVICE)
     near, near_dout = make_inputs(seq_len, (2, 2, 2), 16, dtype=torch.float16)
-    far = [memory.as_strided(x.shape, (step * seq_len, step, 16, 1), 64 * i) for i, x in enumerate([*near, near_dout])]
+    far = [
+        memory.as_strided(x.shape, (step * seq_len, step, 16, 1), 64 * i)
+        for i, x in enumerate([*near, near_dout])
+    ]
     for x, y in zip(far, [*near, near_dout], strict=True):
         x.copy_(y)
     pattern = DilatedPattern((20, 7), (1, 2), is_causal=True)
@@ -234,7 +264,9 @@ def test_the_current_stream():
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs two GPUs, there are {torch.cuda.device_count()}")
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason=f"needs two GPUs, there are {torch.cuda.device_count()}"
+)
 def test_another_device_than_the_current():
     """Catches a launch, or a table, on the current device in place of the tensors'."""
     require()
@@ -255,7 +287,11 @@ def test_a_graph_replays_both_ways():
 
     def call() -> list[Tensor]:
         out, lse = dilated_attention(*leaves, PATTERN, backend=BACKEND, return_lse=True)
-        return [out.detach(), lse.detach(), *torch.autograd.grad([out, lse], leaves, [dout, torch.ones_like(lse)])]
+        return [
+            out.detach(),
+            lse.detach(),
+            *torch.autograd.grad([out, lse], leaves, [dout, torch.ones_like(lse)]),
+        ]
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -287,7 +323,9 @@ def test_compiled_whole(compiler):
     inputs, dout = make_inputs(batch=2)
 
     def function(query, key, value):
-        out, lse = dilated_attention(query * 2, key, value, PATTERN, backend=BACKEND, return_lse=True)
+        out, lse = dilated_attention(
+            query * 2, key, value, PATTERN, backend=BACKEND, return_lse=True
+        )
         return (out * dout).sum() + lse.square().sum()
 
     results = []
@@ -295,7 +333,11 @@ def test_compiled_whole(compiler):
         leaves = [x.clone().requires_grad_() for x in inputs]
         results.append(torch.autograd.grad(run(*leaves), leaves))
     for x, y in zip(*results, strict=True):
-        assert torch.equal(x, y) if compiler == "aot_eager" else relative_error(x, y) <= torch.finfo(MAIN).eps
+        assert (
+            torch.equal(x, y)
+            if compiler == "aot_eager"
+            else relative_error(x, y) <= torch.finfo(MAIN).eps
+        )
 
 
 @pytest.mark.filterwarnings("default")  # torch's own checks warn of their own internals
@@ -311,7 +353,11 @@ def test_operators_pass_the_checks_of_torch():
     for dlse in (None, torch.ones_like(lse)):
         arguments = (dout, dlse, *tensors, out, lse, begun, call)
         arguments = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
-        tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")  # it refuses derivatives
+        tests = (
+            "test_schema",
+            "test_faketensor",
+            "test_aot_dispatch_dynamic",
+        )  # it refuses derivatives
         torch.library.opcheck(attention._backward, tuple(arguments), test_utils=tests)
 
 
@@ -333,7 +379,11 @@ def test_a_call_on_cuda_tensors_compiles_whole(has_cache, backend, monkeypatch):
     with FakeTensorMode(allow_non_fake_inputs=True):
         shape = (1, 1 if has_cache else 32, 2, 16)
         tensors = [torch.empty(shape, device="cuda:0", dtype=torch.bfloat16) for _ in range(3)]
-        cache = DilatedCache(pattern, 1, 2, 2, 16, device="cuda:0", dtype=torch.bfloat16) if has_cache else None
+        cache = (
+            DilatedCache(pattern, 1, 2, 2, 16, device="cuda:0", dtype=torch.bfloat16)
+            if has_cache
+            else None
+        )
         out = torch.compile(call, fullgraph=True, backend="eager")(*tensors, cache)
     assert (out.shape, out.device.type) == (shape, "cuda")
 
@@ -345,10 +395,20 @@ def append_all(inputs, steps) -> tuple[list[Tensor], DilatedCache]:
     """out and lse of rows that are appended in these steps, and the cache."""
     batch, _, num_heads, head_dim = inputs[0].shape
     cache = DilatedCache(
-        PATTERN, batch, num_heads, inputs[1].shape[2], head_dim, dtype=inputs[0].dtype, device=DEVICE, keep=3
+        PATTERN,
+        batch,
+        num_heads,
+        inputs[1].shape[2],
+        head_dim,
+        dtype=inputs[0].dtype,
+        device=DEVICE,
+        keep=3,
     )
     slices = zip(*(x.split(steps, dim=1) for x in inputs), strict=True)
-    results = [dilated_attention(*rows, PATTERN, cache=cache, backend=BACKEND, return_lse=True) for rows in slices]
+    results = [
+        dilated_attention(*rows, PATTERN, cache=cache, backend=BACKEND, return_lse=True)
+        for rows in slices
+    ]
     return [torch.cat(x, dim=1) for x in zip(*results, strict=True)], cache
 
 
@@ -360,7 +420,9 @@ def test_a_sequence_token_by_token():
     found, _ = append_all(inputs, steps)
     expected = dilated_attention(*inputs, PATTERN, backend=BACKEND, return_lse=True)
     for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=4 * torch.finfo(x.dtype).eps ** 0.75, atol=4 * torch.finfo(MAIN).eps)
+        torch.testing.assert_close(
+            x, y, rtol=4 * torch.finfo(x.dtype).eps ** 0.75, atol=4 * torch.finfo(MAIN).eps
+        )
 
 
 # Choice of the backend.
@@ -400,4 +462,6 @@ def test_autocast():
     grads = torch.autograd.grad(out, leaves, dout.bfloat16())
     assert all(x.dtype == torch.float32 for x in grads)
     expected = both_ways([x.bfloat16() for x in inputs], dout.bfloat16(), PATTERN)
-    assert all(torch.equal(x, y.to(x.dtype)) for x, y in zip((out.detach(), *grads), expected, strict=True))
+    assert all(
+        torch.equal(x, y.to(x.dtype)) for x, y in zip((out.detach(), *grads), expected, strict=True)
+    )

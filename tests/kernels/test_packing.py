@@ -22,13 +22,17 @@ ALWAYS = Packing(distance=1, num_bytes=1, max_rows=2**16)
 
 
 def program(pattern, seq_len, num_heads, stage="forward", **terms):
-    plan = plan_exchange("none", Job(pattern, make_shards("contiguous", (seq_len,)), num_heads, num_heads), 0).plan
+    plan = plan_exchange(
+        "none", Job(pattern, make_shards("contiguous", (seq_len,)), num_heads, num_heads), 0
+    ).plan
     return list(make_program(plan, stage, Terms(**terms)))
 
 
 def rows_of(tile):
     return Counter(
-        (head, row) for head, start in zip(tile.query.heads, starts(tile.query), strict=True) for row in start
+        (head, row)
+        for head, start in zip(tile.query.heads, starts(tile.query), strict=True)
+        for row in start
     )
 
 
@@ -38,7 +42,14 @@ def starts(rows):
         yield [first + j * rows.step for first in firsts for j in range(rows.num_rows)]
 
 
-@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 5), st.integers(1, 40), st.integers(1, 4), st.data())
+@given(
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.integers(1, 40),
+    st.integers(1, 4),
+    st.data(),
+)
 def test_small_tiles_are_the_tile(segments, num_heads, num_rows, max_rows, fewest_heads, data):
     """Catches rows that no small tile or two have, small tiles of more rows than asked for, and heads apart from their
     keys."""
@@ -66,10 +77,15 @@ def test_rows_are_copied_where_it_pays():
     for terms in (
         {"packing": None, "distances": (2048, 2048)},
         {"packing": cpu.TRAITS.packing, "distances": (512, 512)},
-        {"packing": cpu.TRAITS.packing._replace(num_bytes=8192), "distances": (2048, 2048)},  # 1,024 rows are few then
+        {
+            "packing": cpu.TRAITS.packing._replace(num_bytes=8192),
+            "distances": (2048, 2048),
+        },  # 1,024 rows are few then
         {"packing": cpu.TRAITS.packing._replace(max_rows=1023), "distances": (2048, 2048)},
     ):
-        assert not any(step.copied for step in program(pattern, 8192, 8, **terms) if isinstance(step, Compute))
+        assert not any(
+            step.copied for step in program(pattern, 8192, 8, **terms) if isinstance(step, Compute)
+        )
 
 
 @pytest.mark.parametrize("stage", ["forward", "backward"])
@@ -77,8 +93,16 @@ def test_rows_of_16_bits_are_always_copied(stage):
     """Catches a tile whose results would be rounded, one that is copied at once however large it is, and a backward
     whose calls have less than a head for each of four threads."""
     pattern, packing = DilatedPattern((64, 512), (1, 1)), ALWAYS._replace(distance=99, max_rows=512)
-    calls = [x for x in program(pattern, 512, 8, stage, packing=packing, itemsize=2) if isinstance(x, Compute)]
-    names = ("query", "key", "value") if stage == "forward" else ("dout", "query", "key", "value", "out")
+    calls = [
+        x
+        for x in program(pattern, 512, 8, stage, packing=packing, itemsize=2)
+        if isinstance(x, Compute)
+    ]
+    names = (
+        ("query", "key", "value")
+        if stage == "forward"
+        else ("dout", "query", "key", "value", "out")
+    )
     assert {step.copied for step in calls} == {names}
     assert f"copied: {' '.join(names)}" in text_of(calls[0])
     heads = 1 if stage == "forward" else 4
@@ -92,28 +116,42 @@ def test_rows_of_a_cache_are_not_copied(monkeypatch):
     pattern, forward, dtypes = DilatedPattern((64,), (1,), is_causal=True), cpu.forward, []
     cache = DilatedCache(pattern, 1, 2, 2, 8, dtype=torch.bfloat16)
     dilated_attention(*(x[:, :8] for x in rows), pattern, cache=cache)
-    monkeypatch.setattr(cpu, "forward", lambda q, *rest: dtypes.append(q.dtype) or forward(q, *rest))
+    monkeypatch.setattr(
+        cpu, "forward", lambda q, *rest: dtypes.append(q.dtype) or forward(q, *rest)
+    )
     out = dilated_attention(*(x[:, 8:] for x in rows), pattern, cache=cache)
-    assert dtypes == [torch.float32, torch.bfloat16]  # the new rows among themselves, and the cached rows
+    assert dtypes == [
+        torch.float32,
+        torch.bfloat16,
+    ]  # the new rows among themselves, and the cached rows
     whole = dilated_attention(*rows, pattern)
     torch.testing.assert_close(out, whole[:, 8:], rtol=0.02, atol=0.02)
 
 
 def test_a_tile_is_computed_in_small_ones():
-    made = program(DilatedPattern((64,), (1,)), 256, 4, packing=ALWAYS._replace(max_rows=128), distances=(9, 9))
+    made = program(
+        DilatedPattern((64,), (1,)), 256, 4, packing=ALWAYS._replace(max_rows=128), distances=(9, 9)
+    )
     tiles = [step.tile for step in made if isinstance(step, Compute)]
-    assert [len(tile.query.heads) * tile.query.segments * tile.query.num_rows for tile in tiles] == [128] * 8
+    assert [
+        len(tile.query.heads) * tile.query.segments * tile.query.num_rows for tile in tiles
+    ] == [128] * 8
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_results_are_the_definition(data):
     """Catches small tiles that read or write others' rows, with a batch whose segments are one stride and without."""
-    shape = data.draw(st.sampled_from([(1, 40, 4), (2, 40, 4), (2, 37, 6)]), label="batch, positions, heads")
+    shape = data.draw(
+        st.sampled_from([(1, 40, 4), (2, 40, 4), (2, 37, 6)]), label="batch, positions, heads"
+    )
     batch, seq_len, num_heads = shape
     num_kv_heads = data.draw(st.sampled_from([num_heads, num_heads // 2]), label="kv heads")
     is_causal = data.draw(st.booleans(), label="causal")
-    pattern = data.draw(st.sampled_from([((8,), (1,)), ((8, 40), (1, 4)), ((10, 20, 64), (2, 1, 5))]), label="pattern")
+    pattern = data.draw(
+        st.sampled_from([((8,), (1,)), ((8, 40), (1, 4)), ((10, 20, 64), (2, 1, 5))]),
+        label="pattern",
+    )
     pattern = DilatedPattern(*pattern, is_causal=is_causal)
     max_rows = data.draw(st.integers(16, 200), label="max_rows")
     q, k, v = (
@@ -121,7 +159,9 @@ def test_results_are_the_definition(data):
         for h in (num_heads, num_kv_heads, num_kv_heads)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "TRAITS", cpu.TRAITS._replace(packing=ALWAYS._replace(max_rows=max_rows)))
+        patch.setattr(
+            cpu, "TRAITS", cpu.TRAITS._replace(packing=ALWAYS._replace(max_rows=max_rows))
+        )
         out, lse = dilated_attention(q, k, v, pattern, return_lse=True)
     expected = dilated_attention_reference(q, k, v, pattern)
     torch.testing.assert_close((out, lse), tuple(expected), rtol=1e-12, atol=1e-12)

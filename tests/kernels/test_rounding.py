@@ -6,7 +6,10 @@ import torch
 from ring_dilated_attention import DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.commands.errors import relative, squares
 
-PATTERNS = [(DilatedPattern.dense(is_causal=True), "zigzag"), (DilatedPattern((64, 512), (1, 4)), "contiguous")]
+PATTERNS = [
+    (DilatedPattern.dense(is_causal=True), "zigzag"),
+    (DilatedPattern((64, 512), (1, 4)), "contiguous"),
+]
 
 
 def errors(pattern, sharding, dtype, num_ranks):
@@ -21,7 +24,9 @@ def errors(pattern, sharding, dtype, num_ranks):
 
     exact = call(torch.float64)
     many = call(dtype, simulate.all_ranks(num_ranks, sharding=sharding))
-    for name, x, *found in zip(("out", "dq", "dk", "dv"), exact, call(dtype), many, exact, strict=True):
+    for name, x, *found in zip(
+        ("out", "dq", "dk", "dv"), exact, call(dtype), many, exact, strict=True
+    ):
         yield name, *(relative(squares(y.to(dtype), x)) for y in found)
 
 
@@ -31,4 +36,8 @@ def test_errors_do_not_grow_with_the_number_of_ranks(pattern, sharding, dtype):
     """Catches partial results, or sums of gradients, that are rounded to 16 bits."""
     for name, one, many, least in errors(pattern, sharding, dtype, 16):
         assert many <= 1.02 * one, (name, one, many)
-        assert one <= (1.05 if name in ("out", "dv") else 1.3) * least, (name, one, least)  # ds is of the rounded out
+        assert one <= (1.05 if name in ("out", "dv") else 1.3) * least, (
+            name,
+            one,
+            least,
+        )  # ds is of the rounded out

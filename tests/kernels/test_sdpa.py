@@ -10,7 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, activate_flash_attention_impl, restore_flash_attention_impl, sdpa_kernel
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
 from torch.nn.functional import pad
 
 from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention, explain
@@ -35,14 +40,21 @@ SELECT = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 # What each op can be asked to compute.
-SERVED = [(name, dtype) for name, op in cuda_ops.OPS.items() for dtype in DTYPES if dtype in op.capabilities]
+SERVED = [
+    (name, dtype)
+    for name, op in cuda_ops.OPS.items()
+    for dtype in DTYPES
+    if dtype in op.capabilities
+]
 
 
 def make(dtype, num_heads, num_kv_heads, num_rows, num_keys, head_dim, device="cpu"):
     """q, k, v as the plan's views: (B, heads, rows, D), rows far apart in memory."""
     torch.manual_seed(0)
     shapes = [(2, num_heads, num_rows, head_dim), *[(2, num_kv_heads, num_keys, head_dim)] * 2]
-    return [torch.randn(b, m, h, d, device=device).to(dtype).transpose(1, 2) for b, h, m, d in shapes]
+    return [
+        torch.randn(b, m, h, d, device=device).to(dtype).transpose(1, 2) for b, h, m, d in shapes
+    ]
 
 
 @pytest.fixture
@@ -59,7 +71,15 @@ def gpu(monkeypatch):
 
 
 # A tile that every op takes.
-TILE = TileFacts(torch.bfloat16, torch.device("cuda"), batch=2, num_heads=4, num_rows=64, num_keys=64, head_dim=64)
+TILE = TileFacts(
+    torch.bfloat16,
+    torch.device("cuda"),
+    batch=2,
+    num_heads=4,
+    num_rows=64,
+    num_keys=64,
+    head_dim=64,
+)
 
 
 def chosen(**facts):
@@ -124,14 +144,34 @@ def test_the_choice_by_size(gpu, sizes, expected):
 
 
 REASONS = [
-    ("flash", {"dtype": torch.float32}, {}, ("serves torch.bfloat16, torch.float16", "got torch.float32")),
-    ("flash", {}, {"capability": (7, 5)}, ("torch.bfloat16 from compute capability 8.0", "got 7.5")),
+    (
+        "flash",
+        {"dtype": torch.float32},
+        {},
+        ("serves torch.bfloat16, torch.float16", "got torch.float32"),
+    ),
+    (
+        "flash",
+        {},
+        {"capability": (7, 5)},
+        ("torch.bfloat16 from compute capability 8.0", "got 7.5"),
+    ),
     ("flash", {"head_dim": 257}, {}, ("head dims up to 256", "got 257")),
-    ("flash", {"head_dim": 200}, {"capability": (8, 9)}, ("193 to 224 on compute capability 8.9", "got 200")),
+    (
+        "flash",
+        {"head_dim": 200},
+        {"capability": (8, 9)},
+        ("193 to 224 on compute capability 8.9", "got 200"),
+    ),
     ("flash", {"batch": 70000}, {}, ("65535 segments", "got 70000")),
     ("flash", {"batch": 1, "num_rows": 2**28}, {}, ("2^31", f"got {2**36}")),
     ("flash", {}, {"is_flash_attention_available": False}, ("not part of this build",)),
-    ("efficient", {}, {"capability": (7, 0)}, ("torch.bfloat16 from compute capability 8.0", "got 7.0")),
+    (
+        "efficient",
+        {},
+        {"capability": (7, 0)},
+        ("torch.bfloat16 from compute capability 8.0", "got 7.0"),
+    ),
     ("cudnn", {"head_dim": 136}, {}, ("head dims up to 128", "got 136")),
     ("cudnn", {"num_rows": 1}, {}, ("two or more rows and keys", "got 1 and 64")),
     ("cudnn", {"num_keys": 1}, {}, ("two or more rows and keys", "got 64 and 1")),
@@ -200,7 +240,9 @@ def test_the_active_flash_implementation(gpu, implementation, capability, runs_o
     reason = sdpa.ops(query)[f"flash, {implementation}"]
     if runs_on is not None:
         assert f"is {implementation} now" in reason
-        assert f"runs on compute capability {runs_on}, got {capability[0]}.{capability[1]}" in reason
+        assert (
+            f"runs on compute capability {runs_on}, got {capability[0]}.{capability[1]}" in reason
+        )
     restore_flash_attention_impl()
     assert runs(query) == "flash"
 
@@ -230,10 +272,17 @@ def test_the_backend_serves_what_any_op_serves(gpu):
     with sdpa_kernel([SELECT["flash"], SELECT["cudnn"]]):
         reason = sdpa.why_not(query)
     assert reason.startswith("has no op for these tensors: ")
-    for fragment in ("flash takes head dims up to 256, got 300", "efficient is switched off", "cudnn takes head dims"):
+    for fragment in (
+        "flash takes head dims up to 256, got 300",
+        "efficient is switched off",
+        "cudnn takes head dims",
+    ):
         assert fragment in reason
     gpu.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "efficient serves torch.bfloat16 from compute capability 8.0 on, got 7.5" in sdpa.why_not(query)
+    assert (
+        "efficient serves torch.bfloat16 from compute capability 8.0 on, got 7.5"
+        in sdpa.why_not(query)
+    )
 
 
 def test_whether_a_call_is_refused_does_not_depend_on_its_length(gpu):
@@ -260,11 +309,16 @@ def test_nothing_is_asked_of_torchs_switches_while_tracing(gpu):
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("name", "dtype"), SERVED, ids=str)
 @pytest.mark.parametrize("head_dim", [8, 24, 33, 96, 257])
-@pytest.mark.parametrize(("num_rows", "num_keys", "is_causal"), [(33, 33, True), (2, 63, False), (64, 7, False)])
+@pytest.mark.parametrize(
+    ("num_rows", "num_keys", "is_causal"), [(33, 33, True), (2, 63, False), (64, 7, False)]
+)
 def test_shapes_on_meta_tensors(name, dtype, head_dim, num_rows, num_keys, is_causal):
     """Catches arguments that the ops do not take, lse that keeps its padding, and gradients of the wrong shape."""
     if head_dim > cuda_ops.OPS[name].max_head_dim:
-        with sdpa_kernel(SELECT[name]), pytest.raises(ValueError, match=f"{name} takes head dims up to"):
+        with (
+            sdpa_kernel(SELECT[name]),
+            pytest.raises(ValueError, match=f"{name} takes head dims up to"),
+        ):
             chosen(dtype=dtype, head_dim=head_dim)
         return
     q, k, v = make(dtype, 6, 2, num_rows, num_keys, head_dim, device="meta")
@@ -273,7 +327,9 @@ def test_shapes_on_meta_tensors(name, dtype, head_dim, num_rows, num_keys, is_ca
         assert (out.shape, out.dtype) == (q.shape, dtype)
         assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
         for dlse in (None, torch.empty_like(lse)):
-            grads = sdpa.backward(BackwardRows(torch.empty_like(out), dlse, q, k, v, out, lse), is_causal, 0.3)
+            grads = sdpa.backward(
+                BackwardRows(torch.empty_like(out), dlse, q, k, v, out, lse), is_causal, 0.3
+            )
             assert [(x.shape, x.dtype) for x in grads] == [(x.shape, dtype) for x in (q, k, v)]
 
 
@@ -308,7 +364,9 @@ def flash(q, k, v, dropout, is_causal, *, scale):
     return *compute(q, k, v, is_causal, scale), *[None] * 7
 
 
-def flash_backward(dout, q, k, v, out, lse, starts_q, starts_k, max_q, max_k, dropout, is_causal, *seeds, scale):
+def flash_backward(
+    dout, q, k, v, out, lse, starts_q, starts_k, max_q, max_k, dropout, is_causal, *seeds, scale
+):
     check_inputs(dout, q, k, v, out)
     assert dropout == 0
     assert starts_q is starts_k is None
@@ -329,7 +387,9 @@ def efficient(q, k, v, bias, compute_lse, dropout, is_causal, *, scale):
     return out, pad(lse, (0, -lse.shape[2] % 32), value=torch.nan), None, None
 
 
-def efficient_backward(dout, q, k, v, bias, out, lse, seed, offset, dropout, mask, is_causal, *, scale):
+def efficient_backward(
+    dout, q, k, v, bias, out, lse, seed, offset, dropout, mask, is_causal, *, scale
+):
     check_inputs(dout, q, k, v, out)
     assert q.shape[1] == k.shape[1] == v.shape[1]
     assert lse.shape[2] % 32 == 0
@@ -354,7 +414,23 @@ def cudnn(q, k, v, bias, compute_lse, dropout, is_causal, *, scale):
 
 
 def cudnn_backward(
-    dout, q, k, v, out, lse, seed, offset, bias, starts_q, starts_k, max_q, max_k, dropout, is_causal, *, scale
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    seed,
+    offset,
+    bias,
+    starts_q,
+    starts_k,
+    max_q,
+    max_k,
+    dropout,
+    is_causal,
+    *,
+    scale,
 ):
     check_inputs(dout, q, k, v, out)
     assert dout.squeeze().stride() == out.squeeze().stride()
@@ -377,7 +453,10 @@ def stand_ins(gpu):
     def recorded(op):
         return lambda *args, **kwargs: (called.append(op.__name__), op(*args, **kwargs))[1]
 
-    fakes = {f"_scaled_dot_product_{n}_attention{e}": recorded(op) for n, e, op in zip(names, ends, ops, strict=True)}
+    fakes = {
+        f"_scaled_dot_product_{n}_attention{e}": recorded(op)
+        for n, e, op in zip(names, ends, ops, strict=True)
+    }
     gpu.setattr(sdpa, "aten", SimpleNamespace(**fakes))
     gpu.setattr(sdpa, "why_not", lambda query: None)
     return called
@@ -435,7 +514,9 @@ def test_unaligned_inputs(stand_ins, name, dtype, strides):
         out, lse = sdpa.forward(*aligned, True, 0.3)
         rows = BackwardRows(torch.ones_like(out), None, *aligned, out, lse)
         expected = out, lse, *sdpa.backward(rows, True, 0.3)
-        q, k, v, dout, also_out = (UNALIGNED[strides](x) for x in (*aligned, torch.ones_like(out), out))
+        q, k, v, dout, also_out = (
+            UNALIGNED[strides](x) for x in (*aligned, torch.ones_like(out), out)
+        )
         with pytest.raises(AssertionError):
             check_inputs(q)
         rows = BackwardRows(dout, None, q, k, v, also_out, lse)
@@ -474,7 +555,10 @@ def test_tiles_of_one_call_may_take_several_ops(stand_ins):
     torch.manual_seed(0)
     inputs = [torch.randn(1, 41, 4, 24).half().requires_grad_() for _ in range(3)]
     pattern = DilatedPattern((8, 41), (1, 2), is_causal=True)
-    with sdpa_kernel(SELECT["cudnn"]), pytest.raises(ValueError, match=r"1 keys.* 24: flash is switched off.*Enable"):
+    with (
+        sdpa_kernel(SELECT["cudnn"]),
+        pytest.raises(ValueError, match=r"1 keys.* 24: flash is switched off.*Enable"),
+    ):
         dilated_attention(*inputs, pattern, backend="sdpa")
     refuses = cuda_ops.OPS["efficient"]._replace(
         refuses=lambda tile: None if tile.num_keys == 1 else "is for this test only"
@@ -485,7 +569,9 @@ def test_tiles_of_one_call_may_take_several_ops(stand_ins):
         found = results_of(inputs, pattern, backend="sdpa")
     assert {"efficient", "cudnn", "efficient_backward", "cudnn_backward"} <= set(stand_ins)
     for x, y in zip(found, results_of(inputs, pattern, backend="cpu"), strict=True):
-        assert (x.float() - y.float()).norm() <= 4 * torch.finfo(torch.float16).eps * y.float().norm()
+        assert (x.float() - y.float()).norm() <= 4 * torch.finfo(
+            torch.float16
+        ).eps * y.float().norm()
 
 
 def test_backward_may_take_another_op(stand_ins):
@@ -500,7 +586,9 @@ def test_backward_may_take_another_op(stand_ins):
     assert set(stand_ins) == {"cudnn", "efficient_backward"}
     expected = torch.autograd.grad(dilated_attention(*inputs, pattern).float().sin().sum(), inputs)
     for x, y in zip(found, expected, strict=True):
-        assert (x.float() - y.float()).norm() <= 4 * torch.finfo(torch.float16).eps * y.float().norm()
+        assert (x.float() - y.float()).norm() <= 4 * torch.finfo(
+            torch.float16
+        ).eps * y.float().norm()
 
 
 def test_compiled_calls_choose_when_they_run(stand_ins):
@@ -508,7 +596,9 @@ def test_compiled_calls_choose_when_they_run(stand_ins):
     inputs = [torch.randn(1, 42, 4, 24).half() for _ in range(3)]
     pattern = DilatedPattern((8, 42), (1, 2))
     compiled = torch.compile(
-        lambda *tensors: dilated_attention(*tensors, pattern, backend="sdpa") * 2, fullgraph=True, backend="eager"
+        lambda *tensors: dilated_attention(*tensors, pattern, backend="sdpa") * 2,
+        fullgraph=True,
+        backend="eager",
     )
     for name in SELECT:
         with sdpa_kernel(SELECT[name]):
@@ -535,31 +625,47 @@ def test_explain(gpu):
     assert "switched off" in explanation.reasons["sdpa flash"]
     with (
         sdpa_kernel(SDPBackend.MATH),
-        pytest.raises(ValueError, match="backend='sdpa' has no op for these tensors: flash is switched off"),
+        pytest.raises(
+            ValueError, match="backend='sdpa' has no op for these tensors: flash is switched off"
+        ),
     ):
         explain(*inputs, pattern, backend="sdpa")
     gpu.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     activate_flash_attention_impl("FA3")
     text = str(explain(*inputs, pattern, backend="sdpa"))
     assert text.startswith("kernel: sdpa (flash, FA3)\n")
-    assert not any(name.startswith("sdpa ") for name in explain(*inputs, pattern, backend="cpu").reasons)
+    assert not any(
+        name.startswith("sdpa ") for name in explain(*inputs, pattern, backend="cpu").reasons
+    )
 
 
 # The true ops.
 
 CASES = (
     Case("dense, causal", DilatedPattern((160,), (1,), is_causal=True), 160, 2, 4, 4, 64),
-    Case("causal, grouped queries", DilatedPattern((32, 111), (1, 3), is_causal=True), 111, 2, 6, 2, 24),
+    Case(
+        "causal, grouped queries",
+        DilatedPattern((32, 111), (1, 3), is_causal=True),
+        111,
+        2,
+        6,
+        2,
+        24,
+    ),
     Case("strided, not causal", DilatedPattern((48, 130), (2, 5)), 130, 2, 4, 1, 96),
     Case("head dim that is padded", DilatedPattern((30, 96), (1, 2)), 96, 1, 4, 2, 33),
 )
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: the real ops run nowhere else")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA device: the real ops run nowhere else"
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("strides", ["contiguous", "slice of packed qkv", *UNALIGNED])
 @pytest.mark.parametrize(("name", "dtype"), SERVED, ids=str)
-@pytest.mark.filterwarnings("default")  # what drivers of a new machine warn of is not known beforehand
+@pytest.mark.filterwarnings(
+    "default"
+)  # what drivers of a new machine warn of is not known beforehand
 def test_the_ops_on_a_gpu(name, dtype, strides, case):
     """Catches what the stand-ins get wrong about the real ops: out, lse and every gradient, also of lse."""
     inputs, dout, dlse = make_inputs(case, dtype)
@@ -568,7 +674,10 @@ def test_the_ops_on_a_gpu(name, dtype, strides, case):
             pytest.skip(reason)
         leaves = [x.to("cuda", dtype) for x in inputs]
         if strides == "slice of packed qkv":
-            leaves = [torch.cat([x + 1, x, x - 1], dim=2)[:, :, x.shape[2] : 2 * x.shape[2]] for x in leaves]
+            leaves = [
+                torch.cat([x + 1, x, x - 1], dim=2)[:, :, x.shape[2] : 2 * x.shape[2]]
+                for x in leaves
+            ]
         elif strides in UNALIGNED:
             leaves = [UNALIGNED[strides](x) for x in leaves]
         leaves = [x.detach().requires_grad_() for x in leaves]

@@ -21,7 +21,9 @@ def dense(seq_len, is_causal=False):
 
 def make(pattern=DILATED, embed_dim=24, num_heads=4, seed=0, **options):
     torch.manual_seed(seed)
-    module = MultiheadDilatedAttention(embed_dim, num_heads, pattern, dtype=torch.float64, **options)
+    module = MultiheadDilatedAttention(
+        embed_dim, num_heads, pattern, dtype=torch.float64, **options
+    )
     if module.in_proj_bias is not None:  # zero biases would hide a bias that is left out
         nn.init.normal_(module.in_proj_bias)
         nn.init.normal_(module.out_proj.bias)
@@ -40,8 +42,14 @@ def test_equals_torch_with_its_weights(is_causal, bias, same_input):
         nn.init.normal_(theirs.in_proj_bias)
         nn.init.normal_(theirs.out_proj.bias)
     ours.load_state_dict(theirs.state_dict(), strict=True)
-    inputs = [randn(2, seq_len, 24)] * 3 if same_input else [randn(2, seq_len, 24) for _ in range(3)]
-    mask = nn.Transformer.generate_square_subsequent_mask(seq_len, dtype=torch.float64) if is_causal else None
+    inputs = (
+        [randn(2, seq_len, 24)] * 3 if same_input else [randn(2, seq_len, 24) for _ in range(3)]
+    )
+    mask = (
+        nn.Transformer.generate_square_subsequent_mask(seq_len, dtype=torch.float64)
+        if is_causal
+        else None
+    )
     expected, _ = theirs(*inputs, attn_mask=mask, need_weights=False)
     out, weights = ours(*inputs)
     assert weights is None
@@ -50,7 +58,9 @@ def test_equals_torch_with_its_weights(is_causal, bias, same_input):
     expected.backward(grad)
     out.backward(grad)
     for name, parameter in theirs.named_parameters():
-        torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            ours.get_parameter(name).grad, parameter.grad, rtol=1e-10, atol=1e-10
+        )
 
 
 def test_grouped_queries_equal_repeated_key_value_heads():
@@ -76,7 +86,9 @@ def test_rotary_sees_only_differences_of_positions():
     positions = torch.arange(11)
     out = module(x, x, x, positions=positions)[0]
     assert torch.equal(module(x, x, x)[0], out)
-    torch.testing.assert_close(module(x, x, x, positions=positions + 5000)[0], out, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        module(x, x, x, positions=positions + 5000)[0], out, rtol=1e-9, atol=1e-9
+    )
     assert not torch.allclose(module(x, x, x, positions=2 * positions)[0], out, atol=1e-4)
     assert not torch.allclose(plain(x, x, x)[0], out, atol=1e-4)
 
@@ -85,8 +97,12 @@ def test_rotation_is_multiplication_by_a_complex_number():
     positions, x = torch.tensor([0, 1, 977]), randn(2, 3, 4, 6)
     rotated = rotate(x, rotary_table(positions, 6, 500.0, torch.float64))
     angles = positions[:, None] * 500.0 ** -(torch.arange(3) / 3)
-    expected = torch.complex(x[..., :3], x[..., 3:]) * torch.polar(torch.ones(3, 3), angles)[:, None]
-    torch.testing.assert_close(rotated, torch.cat((expected.real, expected.imag), -1), rtol=1e-4, atol=1e-4)
+    expected = (
+        torch.complex(x[..., :3], x[..., 3:]) * torch.polar(torch.ones(3, 3), angles)[:, None]
+    )
+    torch.testing.assert_close(
+        rotated, torch.cat((expected.real, expected.imag), -1), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_rotary_tells_neighbours_apart_beyond_float32_integers():
@@ -106,24 +122,38 @@ def test_layers_share_a_rotary_table():
     for options, inputs in (({}, x), (padded, x), (packed, x[:1])):
         expected = module(inputs, inputs, inputs, positions=positions, **options)[0]
         assert torch.equal(module(inputs, inputs, inputs, positions=table, **options)[0], expected)
-    compiled = torch.compile(lambda x: module(x, x, x, positions=table)[0], fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), module(x, x, x, positions=positions)[0], rtol=1e-12, atol=1e-12)
+    compiled = torch.compile(
+        lambda x: module(x, x, x, positions=table)[0], fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(
+        compiled(x), module(x, x, x, positions=positions)[0], rtol=1e-12, atol=1e-12
+    )
 
 
 def test_rotary_tables_are_float32_at_least():
     """Also for layers whose weights are 16-bit: an angle of 8 bits is none."""
-    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float32,) * 2, (torch.float64,) * 2):
-        table = MultiheadDilatedAttention(24, 4, DILATED, rotary=True, dtype=dtype).rotary_table(torch.arange(5))
+    for dtype, expected in (
+        (torch.bfloat16, torch.float32),
+        (torch.float32,) * 2,
+        (torch.float64,) * 2,
+    ):
+        table = MultiheadDilatedAttention(24, 4, DILATED, rotary=True, dtype=dtype).rotary_table(
+            torch.arange(5)
+        )
         assert table.cos_ND.dtype == table.sin_ND.dtype == expected
 
 
 def test_rotary_in_bfloat16_keeps_the_dtype():
-    module = MultiheadDilatedAttention(24, 4, DILATED, rotary=True, sub_layernorm=True, dtype=torch.bfloat16)
+    module = MultiheadDilatedAttention(
+        24, 4, DILATED, rotary=True, sub_layernorm=True, dtype=torch.bfloat16
+    )
     x = torch.randn(1, 9, 24, dtype=torch.bfloat16)
     assert module(x, x, x)[0].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("options", [{}, {"rotary": True, "sub_layernorm": True, "num_kv_heads": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"rotary": True, "sub_layernorm": True, "num_kv_heads": 2}]
+)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_padded_batch_equals_single_samples(options, is_causal):
     """Padding is never read (it is NaN here), and comes out as zeros before out_proj."""
@@ -140,9 +170,13 @@ def test_padded_batch_equals_single_samples(options, is_causal):
             expected = module(sample, sample, sample)[0]
             expected.sum().backward()
             torch.testing.assert_close(out[row, :length], expected[0], rtol=1e-10, atol=1e-10)
-            torch.testing.assert_close(poisoned.grad[row, :length], sample.grad[0], rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(
+                poisoned.grad[row, :length], sample.grad[0], rtol=1e-10, atol=1e-10
+            )
         assert torch.equal(out[row, length:], module.out_proj.bias.expand(37 - length, 24))
-        assert torch.equal(poisoned.grad[row, length:], torch.zeros(37 - length, 24, dtype=torch.float64))
+        assert torch.equal(
+            poisoned.grad[row, length:], torch.zeros(37 - length, 24, dtype=torch.float64)
+        )
 
 
 def test_batch_of_nothing_but_padding():
@@ -163,7 +197,9 @@ def test_positions_restart_with_documents():
     """Attention cannot tell (rotary sees differences only), but small angles stay accurate."""
     module, x = make(rotary=True), randn(1, 9, 24)
     table = module._table(x, None, torch.tensor([0, 4, 5, 9], dtype=torch.int32), None)
-    assert torch.equal(table.cos_ND, module.rotary_table(torch.tensor([0, 1, 2, 3, 0, 0, 1, 2, 3])).cos_ND)
+    assert torch.equal(
+        table.cos_ND, module.rotary_table(torch.tensor([0, 1, 2, 3, 0, 0, 1, 2, 3])).cos_ND
+    )
 
 
 def compare_with_one_rank(rank, world_size, documents):
@@ -203,7 +239,10 @@ def test_rotary_on_one_process():
 
 def test_the_backend_is_the_callers():
     x = torch.randn(1, 9, 24)
-    by_name = [MultiheadDilatedAttention(24, 4, DILATED, backend=backend) for backend in ("auto", "cpu", "sdpa")]
+    by_name = [
+        MultiheadDilatedAttention(24, 4, DILATED, backend=backend)
+        for backend in ("auto", "cpu", "sdpa")
+    ]
     for module in by_name[1:]:
         module.load_state_dict(by_name[0].state_dict())
     assert torch.equal(by_name[0](x, x, x)[0], by_name[1](x, x, x)[0])
@@ -215,13 +254,19 @@ def test_the_backend_is_the_callers():
 
 def test_inside_torch_transformer_layer():
     """The layer's fast path would bypass the module in eval mode; its bool mask arrives as floats."""
-    layer = nn.TransformerEncoderLayer(24, 4, 32, dropout=0.0, batch_first=True, norm_first=True, dtype=torch.float64)
+    layer = nn.TransformerEncoderLayer(
+        24, 4, 32, dropout=0.0, batch_first=True, norm_first=True, dtype=torch.float64
+    )
     layer.self_attn = make()
     x, mask = randn(2, 21, 24), torch.arange(21) >= torch.tensor([[21], [12]])
     expected = layer(x, src_key_padding_mask=mask)
     with torch.no_grad():
-        torch.testing.assert_close(layer.eval()(x, src_key_padding_mask=mask), expected, rtol=0, atol=0)
-    dilated, _ = layer.self_attn(layer.norm1(x), layer.norm1(x), layer.norm1(x), key_padding_mask=mask)
+        torch.testing.assert_close(
+            layer.eval()(x, src_key_padding_mask=mask), expected, rtol=0, atol=0
+        )
+    dilated, _ = layer.self_attn(
+        layer.norm1(x), layer.norm1(x), layer.norm1(x), key_padding_mask=mask
+    )
     after = x + dilated
     after = after + layer.linear2(layer.linear1(layer.norm2(after)).relu())
     torch.testing.assert_close(expected, after, rtol=1e-12, atol=1e-12)
@@ -231,20 +276,27 @@ def test_inside_torch_transformer_layer():
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_causal_pattern_inside_torch_encoders(training, padded):
     """torch's layers pass is_causal=False where nobody said anything: the pattern's causality holds, in copies too."""
-    layer = nn.TransformerEncoderLayer(24, 4, 32, dropout=0.0, batch_first=True, dtype=torch.float64)
+    layer = nn.TransformerEncoderLayer(
+        24, 4, 32, dropout=0.0, batch_first=True, dtype=torch.float64
+    )
     layer.self_attn = make(CAUSAL)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(training)
     x = randn(2, 21, 24)
     mask = torch.arange(21) >= torch.tensor([[21], [12]]) if padded else None
     with torch.set_grad_enabled(training):
-        once, twice = layer.train(training)(x, src_key_padding_mask=mask), encoder(x, src_key_padding_mask=mask)
+        once, twice = (
+            layer.train(training)(x, src_key_padding_mask=mask),
+            encoder(x, src_key_padding_mask=mask),
+        )
         hinted = encoder(x, src_key_padding_mask=mask, is_causal=True)
         changed = x.clone()
         changed[:, 10] += 1
         moved = (encoder(changed, src_key_padding_mask=mask) != twice).any(-1)
     attended = layer.self_attn(x, x, x, key_padding_mask=mask)[0]
     after = layer.norm1(x + attended)
-    torch.testing.assert_close(once, layer.norm2(after + layer.linear2(layer.linear1(after).relu())))
+    torch.testing.assert_close(
+        once, layer.norm2(after + layer.linear2(layer.linear1(after).relu()))
+    )
     assert torch.equal(hinted, twice)
     assert not moved[:, :10].any()
     assert moved[:, 10].all()
@@ -265,7 +317,10 @@ def test_gain_scales_value_and_output_only():
     module = make(embed_dim=64, num_kv_heads=2)
     torch.manual_seed(1)
     module.reset_parameters()
-    ones = [*module.in_proj_weight.detach().clone().split((64, 32, 32)), module.out_proj.weight.detach().clone()]
+    ones = [
+        *module.in_proj_weight.detach().clone().split((64, 32, 32)),
+        module.out_proj.weight.detach().clone(),
+    ]
     torch.manual_seed(1)
     module.reset_parameters(gain=3.0)
     threes = [*module.in_proj_weight.split((64, 32, 32)), module.out_proj.weight]
@@ -297,7 +352,10 @@ def test_empty_sequence_keeps_the_graph():
         ({"rotary": float("nan")}, "rotary=nan: the base must be a finite number"),
         ({"rotary": "yes"}, "rotary='yes': the base must be a finite number"),
         ({"pattern": [(4, 1)]}, r"pattern must be a DilatedPattern, got \[\(4, 1\)\]"),
-        ({"pattern": DilatedPattern((4,) * 5, (1,) * 5, heads="split")}, "each of 5 branches its own heads.* only 4"),
+        (
+            {"pattern": DilatedPattern((4,) * 5, (1,) * 5, heads="split")},
+            "each of 5 branches its own heads.* only 4",
+        ),
         ({"parallel": "x"}, "parallel must be a ContextParallel or None, got 'x'"),
         ({"backend": "flash"}, "backend='flash' is unknown"),
         ({"embed_dim": 24.0}, "embed_dim must be an integer, got 24.0"),
@@ -318,22 +376,34 @@ def test_constructor_refusals(options, message):
     ("options", "message"),
     [
         ({"need_weights": True}, "need_weights=True: the attention weights are never formed"),
-        ({"attn_mask": torch.zeros(6, 6)}, r"attn_mask of shape \(6, 6\): the pattern decides who attends whom"),
+        (
+            {"attn_mask": torch.zeros(6, 6)},
+            r"attn_mask of shape \(6, 6\): the pattern decides who attends whom",
+        ),
         ({"is_causal": True}, "is_causal=True, but the pattern has is_causal=False"),
         ({"is_causal": "no"}, "is_causal must be True, False or None, got 'no'"),
         ({"attn_mask": [[0.0]]}, "attn_mask must be a tensor, got list"),
         ({"positions": torch.arange(6)}, "construct with rotary=True"),
         ({"key_padding_mask": [[False] * 6] * 2}, "key_padding_mask must be a tensor, got list"),
         ({"cu_seqlens": [0, 6]}, r"cu_seqlens must be a 1-D int32 tensor, got \[0, 6\]"),
-        ({"key_padding_mask": torch.zeros(2, 5, dtype=torch.bool)}, r"shape \(2, 5\), the inputs need \(2, 6\)"),
-        ({"key_padding_mask": torch.zeros(2, 6, dtype=torch.int64)}, "dtype torch.int64: pass a bool mask"),
+        (
+            {"key_padding_mask": torch.zeros(2, 5, dtype=torch.bool)},
+            r"shape \(2, 5\), the inputs need \(2, 6\)",
+        ),
+        (
+            {"key_padding_mask": torch.zeros(2, 6, dtype=torch.int64)},
+            "dtype torch.int64: pass a bool mask",
+        ),
         ({"key_padding_mask": torch.full((2, 6), 0.5)}, "values other than 0 and -inf"),
         (
             {"key_padding_mask": torch.tensor([[0, 0, 0, 0, 1, 1], [0, 0, 1, 0, 0, 1]]).bool()},
             r"row 1 has padding at position 2 and valid positions after it \(4 valid in all\)",
         ),
         (
-            {"key_padding_mask": torch.zeros(2, 6).bool(), "cu_seqlens": torch.tensor([0, 6], dtype=torch.int32)},
+            {
+                "key_padding_mask": torch.zeros(2, 6).bool(),
+                "cu_seqlens": torch.tensor([0, 6], dtype=torch.int32),
+            },
             "pass one of them",
         ),
     ],
@@ -355,9 +425,18 @@ def table_of(num_rows, head_dim, base):
         (torch.ones(6, dtype=torch.bool), "positions have dtype torch.bool: pass integers"),
         (list(range(6)), "positions must be a tensor, got list"),
         (torch.arange(5), r"positions have shape \(5,\), the inputs need \(6,\)"),
-        (table_of(5, 6, 1e4), "for 5 rows of head_dim=6 with base 10000.0, the inputs need one for 6 rows"),
-        (table_of(6, 8, 1e4), "head_dim=8 with base 10000.0, the inputs need one for 6 rows of head_dim=6"),
-        (table_of(6, 6, 500.0), "with base 500.0, the inputs need one for 6 rows of head_dim=6 with base 10000.0"),
+        (
+            table_of(5, 6, 1e4),
+            "for 5 rows of head_dim=6 with base 10000.0, the inputs need one for 6 rows",
+        ),
+        (
+            table_of(6, 8, 1e4),
+            "head_dim=8 with base 10000.0, the inputs need one for 6 rows of head_dim=6",
+        ),
+        (
+            table_of(6, 6, 500.0),
+            "with base 500.0, the inputs need one for 6 rows of head_dim=6 with base 10000.0",
+        ),
     ],
 )
 def test_positions_refusals(positions, message):
@@ -380,9 +459,15 @@ def test_masks_and_parallel_are_refused():
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        (((2, 6, 23), (2, 6, 23), (2, 6, 23)), r"query has shape \(2, 6, 23\), not \(batch, positions, embed_dim=24\)"),
+        (
+            ((2, 6, 23), (2, 6, 23), (2, 6, 23)),
+            r"query has shape \(2, 6, 23\), not \(batch, positions, embed_dim=24\)",
+        ),
         (((6, 24), (6, 24), (6, 24)), r"query has shape \(6, 24\).*unsqueeze"),
-        (((2, 6, 24), (2, 7, 24), (2, 7, 24)), r"\(2, 7, 24\): dilated attention is self-attention"),
+        (
+            ((2, 6, 24), (2, 7, 24), (2, 7, 24)),
+            r"\(2, 7, 24\): dilated attention is self-attention",
+        ),
         (((2, 6, 24), (2, 6, 24), (1, 6, 24)), "must have the same batch and positions"),
     ],
 )
@@ -401,7 +486,9 @@ def test_inputs_are_tensors():
 def test_modules_that_hold_some_heads_add_up(num_heads, num_kv_heads, rules):
     """Catches phases by the local head (another function, without a word), and a bias that is added twice."""
     pattern = DilatedPattern((8, 21), (3, 4), is_causal=True, **rules)
-    whole = MultiheadDilatedAttention(24, num_heads, pattern, num_kv_heads=num_kv_heads, rotary=True).double()
+    whole = MultiheadDilatedAttention(
+        24, num_heads, pattern, num_kv_heads=num_kv_heads, rotary=True
+    ).double()
     nn.init.normal_(whole.in_proj_bias)
     nn.init.normal_(whole.out_proj.bias)
     x = torch.randn(2, 21, 24, dtype=torch.float64)

@@ -121,12 +121,17 @@ SHARDED = (  # torchscale over ranks
     ),
     ("value, pattern)", "value, pattern, parallel=parallel)"),
 )
-PADDED = (("pattern = ", "from ring_dilated_attention.models import torchscale_attention\npattern = "),)
+PADDED = (
+    ("pattern = ", "from ring_dilated_attention.models import torchscale_attention\npattern = "),
+)
 PADDED += (("= dilated_attention(", "= torchscale_attention("),)
 MODULE_ALONE = re.sub(r"^(attention\.q_proj|out).*\n", "", TORCHSCALE["theirs"], flags=re.MULTILINE)
 SDPA = "F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in x), is_causal=True).transpose(1, 2)"
 DILATED = (
-    ("attention = lambda", "from ring_dilated_attention import DilatedPattern, dilated_attention\nattention = lambda"),
+    (
+        "attention = lambda",
+        "from ring_dilated_attention import DilatedPattern, dilated_attention\nattention = lambda",
+    ),
     (SDPA, "dilated_attention(*x, DilatedPattern.dense(is_causal=True))"),
     ("DilatedPattern.dense(is_causal=True)", "DilatedPattern([16, 64], [1, 4])"),
 )
@@ -136,11 +141,16 @@ THREE = (("[16, 64]", "[16, 32, 64]"), ("[1, 2]", "[1, 2, 4]"))
 
 def _of_torchscale(name: str, *replaced: tuple[str, str], **options: Any) -> Case:
     pair = options.pop("pair", (TORCHSCALE["theirs"], TORCHSCALE["ours"]))
-    return Case(name, *pair, "dilated", checkouts=("TORCHSCALE_CHECKOUT",), replaced=replaced, **options)
+    return Case(
+        name, *pair, "dilated", checkouts=("TORCHSCALE_CHECKOUT",), replaced=replaced, **options
+    )
 
 
 def _of_fkodom(
-    name: str, *replaced: tuple[str, str], theirs: str = DIVIDED["theirs"], ours: str = DIVIDED["ours"]
+    name: str,
+    *replaced: tuple[str, str],
+    theirs: str = DIVIDED["theirs"],
+    ours: str = DIVIDED["ours"],
 ) -> Case:
     """In float64: the division by a sum amplifies rounding."""
     name = f"dilated-attention-pytorch{name}"
@@ -152,7 +162,9 @@ def _of_flash(name: str, theirs: str, ours: str, **options: Any) -> Case:
     return Case(name, theirs, ours, "rings", 2, dtype=torch.float16, **options)
 
 
-def _of_rings(name: str, theirs: str, ours: str, *replaced: tuple[str, str], **options: Any) -> Case:
+def _of_rings(
+    name: str, theirs: str, ours: str, *replaced: tuple[str, str], **options: Any
+) -> Case:
     return Case(name, theirs, ours, "rings", 2, replaced=replaced, **options)
 
 
@@ -160,7 +172,15 @@ def _class(name: str, made: str, *replaced: tuple[str, str], ours: str = CLASSES
     """Another class of the package, called alike."""
     imports = "from dilated_attention_pytorch import DilatedAttention"
     replaced = (
-        (imports, "\n".join([imports, *(f"from dilated_attention_pytorch{module} import *" for module in _MODULES)])),
+        (
+            imports,
+            "\n".join(
+                [
+                    imports,
+                    *(f"from dilated_attention_pytorch{module} import *" for module in _MODULES),
+                ]
+            ),
+        ),
         ("attention = DilatedAttention([16, 64], [1, 2])", f"attention = {made}.eval()"),
         *replaced,
     )
@@ -190,23 +210,61 @@ CASES = (
     _of_fkodom(" beside ours without the last line", ours=UNDIVIDED),
     _of_fkodom("'s module", theirs=ITS_MODULE, ours=BY_HAND),
     _of_flash("ring_flash_attn_func", RING["theirs"], RING["ours"]),
-    _of_flash("ring_flash_attn_func, 2 key/value heads", RING["theirs"], RING["ours"], num_kv_heads=2),
+    _of_flash(
+        "ring_flash_attn_func, 2 key/value heads", RING["theirs"], RING["ours"], num_kv_heads=2
+    ),
     _of_flash("zigzag_ring_flash_attn_func", ZIGZAG["theirs"], ZIGZAG["ours"], order="zigzag"),
     _of_flash("stripe_flash_attn_func", ZIGZAG["theirs, striped"], ZIGZAG["ours"], order="stripe"),
     _of_flash(
-        "zigzag_ring_flash_attn_varlen_func", OF_DOCUMENTS["theirs"], OF_DOCUMENTS["ours"], order="zigzag_documents"
+        "zigzag_ring_flash_attn_varlen_func",
+        OF_DOCUMENTS["theirs"],
+        OF_DOCUMENTS["ours"],
+        order="zigzag_documents",
     ),
     _of_flash("llama3_flash_attn_varlen_func", LLAMA3["theirs"], LLAMA3["ours"]),
     _of_rings("ring-attention-pytorch", LUCIDRAINS["theirs"], LUCIDRAINS["ours"]),
-    _of_rings("ring-attention-pytorch, buckets of 24", LUCIDRAINS["theirs"], LUCIDRAINS["ours"], ("=16", "=24")),
-    _of_rings("ring-attention-pytorch, 2 key/value heads", LUCIDRAINS["theirs"], LUCIDRAINS["ours"], num_kv_heads=2),
-    _of_rings("the same, ours in its order of heads", LUCIDRAINS["theirs"], GROUPED["ours"], num_kv_heads=2),
-    _of_rings("ring-attention-pytorch, bfloat16", LUCIDRAINS["theirs"], LUCIDRAINS["ours"], dtype=torch.bfloat16),
-    Case("`context_parallel`", CONTEXT_PARALLEL["theirs"], CONTEXT_PARALLEL["ours"], "", 2, "zigzag"),
-    Case("`context_parallel`, causal", CONTEXT_PARALLEL["theirs"], CONTEXT_PARALLEL["ours"], "", 2, replaced=(CAUSAL,)),
+    _of_rings(
+        "ring-attention-pytorch, buckets of 24",
+        LUCIDRAINS["theirs"],
+        LUCIDRAINS["ours"],
+        ("=16", "=24"),
+    ),
+    _of_rings(
+        "ring-attention-pytorch, 2 key/value heads",
+        LUCIDRAINS["theirs"],
+        LUCIDRAINS["ours"],
+        num_kv_heads=2,
+    ),
+    _of_rings(
+        "the same, ours in its order of heads",
+        LUCIDRAINS["theirs"],
+        GROUPED["ours"],
+        num_kv_heads=2,
+    ),
+    _of_rings(
+        "ring-attention-pytorch, bfloat16",
+        LUCIDRAINS["theirs"],
+        LUCIDRAINS["ours"],
+        dtype=torch.bfloat16,
+    ),
+    Case(
+        "`context_parallel`", CONTEXT_PARALLEL["theirs"], CONTEXT_PARALLEL["ours"], "", 2, "zigzag"
+    ),
+    Case(
+        "`context_parallel`, causal",
+        CONTEXT_PARALLEL["theirs"],
+        CONTEXT_PARALLEL["ours"],
+        "",
+        2,
+        replaced=(CAUSAL,),
+    ),
     Case("DeepSpeed Ulysses", *(DEEPSPEED[side] for side in SIDES), "deepspeed", 2),
     Case(
-        "DeepSpeed Ulysses around ours, rate 4", *(DEEPSPEED[side] for side in SIDES), "deepspeed", 2, replaced=DILATED
+        "DeepSpeed Ulysses around ours, rate 4",
+        *(DEEPSPEED[side] for side in SIDES),
+        "deepspeed",
+        2,
+        replaced=DILATED,
     ),
     Case("FairScale's `checkpoint_wrapper`", *(FAIRSCALE[side] for side in SIDES), "dilated"),
     _class("`DilatedAttention`", "DilatedAttention([16, 64], [1, 2])"),
@@ -220,9 +278,16 @@ CASES = (
     _class("`RingDilatedAttentionV2`", "RingDilatedAttentionV2([16, 64], [1, 2])"),
     _class("`TrueRingDilatedAttention`", "TrueRingDilatedAttention([16, 64], [1, 2])"),
     _class("`SimulatedRingDilatedAttention`", "SimulatedRingDilatedAttention([16, 64], [1, 2])"),
-    _class("`RingDilatedAttentionProduction`, ours without `/ len(pattern.branches)`", _PRODUCTION, _UNDIVIDED),
+    _class(
+        "`RingDilatedAttentionProduction`, ours without `/ len(pattern.branches)`",
+        _PRODUCTION,
+        _UNDIVIDED,
+    ),
     _class("the same, causal", _PRODUCTION, _UNDIVIDED, CAUSAL),
-    _class("`RingDistributedDilatedAttention`", "RingDistributedDilatedAttention(32, 4, [16, 64], [1, 2])"),
+    _class(
+        "`RingDistributedDilatedAttention`",
+        "RingDistributedDilatedAttention(32, 4, [16, 64], [1, 2])",
+    ),
 )
 
 
@@ -232,6 +297,11 @@ def _bare(cell: str) -> str:
 
 def stated() -> dict[str, dict[str, str]]:
     """What the page's table says: by case, by column."""
-    _, _, rows = text_of(PAGE).partition("| theirs from ours | out | dq | dk | dv |\n|---|---|---|---|---|\n")
+    _, _, rows = text_of(PAGE).partition(
+        "| theirs from ours | out | dq | dk | dv |\n|---|---|---|---|---|\n"
+    )
     cells = [line.strip("| ").split(" |") for line in rows.partition("\n\n")[0].splitlines()]
-    return {name: dict(zip(COLUMNS, map(_bare, (*found, *[""] * 4)), strict=False)) for name, *found in cells}
+    return {
+        name: dict(zip(COLUMNS, map(_bare, (*found, *[""] * 4)), strict=False))
+        for name, *found in cells
+    }

@@ -63,21 +63,34 @@ def interpreter(place: Place, folder: Path) -> tuple[str, dict[str, str]]:
         raise NotRunError(f"{python} is not there: python -m benchmarks peers makes it")
     stand_ins = [str(HERE / "stand_ins")] if place in STOOD_IN else []
     return str(python), {
-        "PYTHONPATH": os.pathsep.join([*stand_ins, *(os.environ[name] for name in place.checkouts), OURS]),
+        "PYTHONPATH": os.pathsep.join(
+            [*stand_ins, *(os.environ[name] for name in place.checkouts), OURS]
+        ),
         "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(folder / "extensions")),
     }
 
 
-def run(cases: Sequence[Case], side: str, folder: Path, python: str, variables: Mapping[str, str]) -> None:
+def run(
+    cases: Sequence[Case], side: str, folder: Path, python: str, variables: Mapping[str, str]
+) -> None:
     """Writes what each rank found into the folder.
 
     Raises:
         NotRunError: with the end of what was said, if the ranks do not come to theirs.
     """
-    jobs = {case.key: {"snippet": case.snippets[SIDES.index(side)], "given": case.given()} for case in cases}
+    jobs = {
+        case.key: {"snippet": case.snippets[SIDES.index(side)], "given": case.given()}
+        for case in cases
+    }
     torch.save(jobs, folder / "jobs.pt")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(cases[0].ranks)]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(cases[0].ranks),
+    ]
     try:
         done = subprocess.run(
             [python, *launcher, str(HERE / "peer.py"), str(folder), side],
@@ -99,12 +112,21 @@ def run_all(cases: Sequence[Case], environments: Path, folder: Path) -> dict[str
         places: dict[Place, list[Case]] = {}
         for case in cases:
             is_ours = side == "ours" or not case.environment
-            place = Place("", (), case.ranks) if is_ours else Place(case.environment, case.checkouts, case.ranks)
+            place = (
+                Place("", (), case.ranks)
+                if is_ours
+                else Place(case.environment, case.checkouts, case.ranks)
+            )
             places.setdefault(place, []).append(case)
         for place, together in places.items():
             own = sys.executable, {"PYTHONPATH": OURS}
             try:
-                run(together, side, folder, *(interpreter(place, environments) if place.environment else own))
+                run(
+                    together,
+                    side,
+                    folder,
+                    *(interpreter(place, environments) if place.environment else own),
+                )
             except NotRunError as error:
                 reasons |= {case.name: str(error) for case in together}
     return reasons
@@ -112,10 +134,17 @@ def run_all(cases: Sequence[Case], environments: Path, folder: Path) -> dict[str
 
 def whole(case: Case, folder: Path) -> Found:
     """The peer's output in the order of positions; the sum of what each rank's loss adds to the gradients."""
-    ranks = [torch.load(folder / case.key / f"theirs{rank}.pt", weights_only=True) for rank in range(case.ranks)]
+    ranks = [
+        torch.load(folder / case.key / f"theirs{rank}.pt", weights_only=True)
+        for rank in range(case.ranks)
+    ]
     if raised := [rank for rank in ranks if "raised" in rank]:
         return raised[0]
-    found = {name: torch.stack([rank[name] for rank in ranks]).sum(0) for name in ranks[0] if name != "out"}
+    found = {
+        name: torch.stack([rank[name] for rank in ranks]).sum(0)
+        for name in ranks[0]
+        if name != "out"
+    }
     outs = [rank["out"] for rank in ranks]
     if case.order == "zigzag":
         halves = [x.chunk(2, 1) for x in outs]
@@ -139,7 +168,10 @@ def cells(said: Mapping[str, str], theirs: Found, ours: Found) -> Iterator[tuple
     """What was found for each column, and whether it is what the page says."""
     if "raised" in theirs or "raised" in ours:
         text = f"theirs raised {theirs.get('raised')}, ours raised {ours.get('raised')}"
-        yield text[:300], "raised" not in ours and theirs["raised"].startswith(said["out"] or "nothing")
+        yield (
+            text[:300],
+            "raised" not in ours and theirs["raised"].startswith(said["out"] or "nothing"),
+        )
         return
     for name in COLUMNS:
         if name in theirs and name in ours:
@@ -150,10 +182,14 @@ def cells(said: Mapping[str, str], theirs: Found, ours: Found) -> Iterator[tuple
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Run both snippets of each pair of docs/migrating.md, and compare.")
+    parser = argparse.ArgumentParser(
+        description="Run both snippets of each pair of docs/migrating.md, and compare."
+    )
     parser.add_argument("--environments", type=Path, default=ROOT / "benchmarks" / ".environments")
     parser.add_argument("--only", default="", help="cases whose names hold this")
-    parser.add_argument("--keep", action="store_true", help="write what peers computed for `make test`")
+    parser.add_argument(
+        "--keep", action="store_true", help="write what peers computed for `make test`"
+    )
     arguments = parser.parse_args()
     cases = [case for case in CASES if arguments.only in case.name]
     table, kept, faults = stated(), {}, 0
@@ -171,10 +207,16 @@ def main() -> int:
                 found = list(cells(table[case.name], theirs, ours))
             is_right = all(right for _, right in found)
             faults += not is_right
-            print(f"{case.name}: {', '.join(text for text, _ in found)}{'' if is_right else ' <- not so on the page'}")
+            print(
+                f"{case.name}: {', '.join(text for text, _ in found)}{'' if is_right else ' <- not so on the page'}"
+            )
     if arguments.keep and not arguments.only and not faults:
         save_file(kept, KEPT)
-    print(f"{faults} of {len(cases)} cases are not as the page says." if faults else "All cases are as the page says.")
+    print(
+        f"{faults} of {len(cases)} cases are not as the page says."
+        if faults
+        else "All cases are as the page says."
+    )
     return 1 if faults else 0
 
 

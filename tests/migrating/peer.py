@@ -43,7 +43,9 @@ def found_by(snippet: str, given: dict[str, torch.Tensor]) -> dict[str, torch.Te
         out.float().square().sum().backward()
     if "parallel" in names:
         names["parallel"].close()
-    return {"out": out.detach()} | {name: x.grad for name, x in leaves.items() if x.grad is not None}
+    return {"out": out.detach()} | {
+        name: x.grad for name, x in leaves.items() if x.grad is not None
+    }
 
 
 def main(folder: Path, side: str) -> None:

@@ -9,12 +9,19 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, MultiheadDilatedAttention, simulate
+from ring_dilated_attention import (
+    ContextParallel,
+    DilatedPattern,
+    MultiheadDilatedAttention,
+    simulate,
+)
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
 from ring_dilated_attention.models.sampling import STOPPED, Sampling
 
 CAUSAL = DilatedPattern((8, 32), (1, 3), is_causal=True)
-CONFIG = LongNetConfig((8, 32), (1, 3), vocab_size=50, num_layers=2, embed_dim=24, num_heads=4, num_kv_heads=2)
+CONFIG = LongNetConfig(
+    (8, 32), (1, 3), vocab_size=50, num_layers=2, embed_dim=24, num_heads=4, num_kv_heads=2
+)
 make_tokens = partial(helpers.make_tokens, CONFIG.vocab_size)
 
 
@@ -37,7 +44,11 @@ def joined(steps):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"rotary": True, "sub_layernorm": True, "num_kv_heads": 2}, {"rotary": 100.0, "bias": False}],
+    [
+        {},
+        {"rotary": True, "sub_layernorm": True, "num_kv_heads": 2},
+        {"rotary": 100.0, "bias": False},
+    ],
     ids=str,
 )
 def test_a_layer_goes_on_where_it_was(options):
@@ -54,25 +65,33 @@ def test_a_layer_goes_on_where_it_was(options):
         module(x[:, :9], x[:, :9], x[:, :9], cache=cache, lengths=torch.tensor([9, 4]))
         y = torch.stack([x[0, 9:12], x[1, 4:7]])
         out = module(y, y, y, cache=cache)[0]
-    torch.testing.assert_close(out, torch.stack([expected[0, 9:12], expected[1, 4:7]]), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(
+        out, torch.stack([expected[0, 9:12], expected[1, 4:7]]), rtol=1e-11, atol=1e-11
+    )
 
 
 def test_heads_of_a_layer_on_several_ranks():
     """Catches a cache of a module that holds some heads: their outputs add up to the layer's, token by token too."""
     torch.manual_seed(0)
-    module = MultiheadDilatedAttention(24, 4, CAUSAL, dtype=torch.float64, rotary=True, num_kv_heads=2)
+    module = MultiheadDilatedAttention(
+        24, 4, CAUSAL, dtype=torch.float64, rotary=True, num_kv_heads=2
+    )
     x = torch.randn(1, 40, 24, dtype=torch.float64)
     with torch.no_grad():
         expected, total = module(x, x, x)[0], 0
         for some in (module.held(range(2)), module.held(range(2, 4))):
             cache = some.make_cache(1)
-            total = total + torch.cat([some(y, y, y, cache=cache)[0] for y in x.split([30, *[1] * 10], dim=1)], dim=1)
+            total = total + torch.cat(
+                [some(y, y, y, cache=cache)[0] for y in x.split([30, *[1] * 10], dim=1)], dim=1
+            )
     torch.testing.assert_close(total, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_angles_of_far_positions_are_exact():
     """Catches positions in float32: 2^24 + 1 is none of its numbers, and neighbours would get the same angle."""
-    module = MultiheadDilatedAttention(8, 2, DilatedPattern((8,), (1,), is_causal=True), rotary=True)
+    module = MultiheadDilatedAttention(
+        8, 2, DilatedPattern((8,), (1,), is_causal=True), rotary=True
+    )
     x, far = torch.randn(1, 8, 8), 2**24
     with torch.no_grad():
         cache = module.make_cache(1)
@@ -107,14 +126,22 @@ def test_what_a_layer_refuses():
                 {"cache": cache, "positions": torch.arange(3)},
                 "positions and cache: rows are appended at cache.position",
             ),
-            ({"cache": cache, "key_padding_mask": torch.zeros(1, 3, dtype=torch.bool)}, "say with lengths"),
+            (
+                {"cache": cache, "key_padding_mask": torch.zeros(1, 3, dtype=torch.bool)},
+                "say with lengths",
+            ),
             ({"lengths": torch.tensor([3])}, "there is none: pass cache"),
-            ({"cache": cache, "cu_seqlens": torch.tensor([0, 3], dtype=torch.int32)}, "cache and cu_seqlens"),
+            (
+                {"cache": cache, "cu_seqlens": torch.tensor([0, 3], dtype=torch.int32)},
+                "cache and cu_seqlens",
+            ),
         ):
             with pytest.raises(ValueError, match=message):
                 module(x, x, x, **options)
         shared = MultiheadDilatedAttention(24, 4, CAUSAL, parallel=simulate.all_ranks(2))
-        with pytest.raises(ValueError, match=r"cache and parallel: a cache is of one device.*DilatedCache\.gather"):
+        with pytest.raises(
+            ValueError, match=r"cache and parallel: a cache is of one device.*DilatedCache\.gather"
+        ):
             shared(x, x, x, cache=cache)
     assert cache.position.tolist() == [0]
 
@@ -127,7 +154,9 @@ def test_the_model_goes_on_where_it_was():
     expected = model(tokens).detach()
     caches = model.make_caches(2)
     with torch.no_grad():
-        outs = [model.head(model.append(x, caches)) for x in tokens.split([30, 1, 1, 1, 20, 17], dim=1)]
+        outs = [
+            model.head(model.append(x, caches)) for x in tokens.split([30, 1, 1, 1, 20, 17], dim=1)
+        ]
     torch.testing.assert_close(torch.cat(outs, dim=1), expected, rtol=1e-11, atol=1e-11)
 
 
@@ -168,7 +197,9 @@ def test_a_row_draws_as_it_would_alone():
     both = joined(model.generate(prompts, 25, seed=5))
     assert torch.equal(both, joined(model.generate(prompts, 25, seed=5)))
     for b in range(2):
-        assert torch.equal(both[b : b + 1], joined(model.generate(prompts[b : b + 1], 25, seed=5 + b)))
+        assert torch.equal(
+            both[b : b + 1], joined(model.generate(prompts[b : b + 1], 25, seed=5 + b))
+        )
     assert not torch.equal(both, joined(model.generate(prompts, 25, seed=6)))
     torch.manual_seed(0)
     unseeded = [joined(model.generate(prompts, 25)) for _ in range(2)]
@@ -217,7 +248,9 @@ def test_after_stop_caches_hold_what_was_shown(monkeypatch):
     shown = [row[row != STOPPED] for row in found]
     assert len({len(row) for row in shown}) > 1
     for cache in caches:
-        assert cache.position.tolist() == [len(p) + len(row) - 1 for p, row in zip(prompts, shown, strict=True)]
+        assert cache.position.tolist() == [
+            len(p) + len(row) - 1 for p, row in zip(prompts, shown, strict=True)
+        ]
     added = [tokens[b, 30 : 31 + 3 * b] for b in range(3)]
     second = [torch.cat([row[-1:], more]) for row, more in zip(shown, added, strict=True)]
     answer = joined(model.generate(second, 25, temperature=0, caches=caches))
@@ -232,7 +265,10 @@ def test_a_prompt_that_does_not_fit_is_in_no_cache(monkeypatch):
     model, tokens = make(), make_tokens(2, 10)
     caches = model.make_caches(2, max_len=9)
     for prompts, message in (
-        ([tokens[0, :3], tokens[1]], "max_len=9 positions, and row 1 of the batch has 0: with 10 more"),
+        (
+            [tokens[0, :3], tokens[1]],
+            "max_len=9 positions, and row 1 of the batch has 0: with 10 more",
+        ),
         ([[1] * 9, [1] * 8 + [50]], "prompt 1 has tokens from 1 to 50, but vocab_size=50"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -247,7 +283,9 @@ def test_logits_that_are_no_numbers():
         sampling = Sampling(temperature, seed=0)
         for row in ([0.0, nan], [nan, nan], [-torch.inf, -torch.inf], [0.0, torch.inf]):
             bad[1] = torch.tensor(row)
-            with pytest.raises(ValueError, match=r"for row 1: the largest of its logits is -?(nan|inf)"):
+            with pytest.raises(
+                ValueError, match=r"for row 1: the largest of its logits is -?(nan|inf)"
+            ):
                 sampling.draw(bad, sampling.generators(2, torch.device("cpu")))
         masked = torch.tensor([[-torch.inf, 1.0]])
         assert sampling.draw(masked, sampling.generators(1, torch.device("cpu"))).tolist() == [1]
@@ -261,7 +299,9 @@ def test_logits_that_are_no_numbers():
     assert found.tolist() == [[stop, *[STOPPED] * 3], free[1].tolist()]
     steps = model.generate([[1], [2]], 4, temperature=0)
     next(steps)
-    with pytest.raises(ValueError, match="no token can be drawn for row 0: the largest of its logits is nan"):
+    with pytest.raises(
+        ValueError, match="no token can be drawn for row 0: the largest of its logits is nan"
+    ):
         next(steps)
 
 
@@ -278,7 +318,10 @@ def test_caches_go_on():
     found = joined(model.generate([tokens[0, 22:], tokens[0, 22:25]], 20, seed=1, caches=several))
     expected = joined(model.generate([tokens[0], tokens[0, :25]], 20, seed=1))
     assert torch.equal(found, expected)
-    assert several[0].position.tolist() == [49, 44]  # the last token that was drawn is in no cache yet
+    assert several[0].position.tolist() == [
+        49,
+        44,
+    ]  # the last token that was drawn is in no cache yet
 
 
 def test_weights():
@@ -307,8 +350,15 @@ def test_draws_follow_the_weights():
     logits = torch.tensor([[1 / 8, 1 / 2, 1 / 8, 1 / 4]]).log()
     sampling = Sampling(seed=0)
     generators = sampling.generators(1, torch.device("cpu"))
-    counts = torch.bincount(torch.cat([sampling.draw(logits, generators) for _ in range(4000)]), minlength=4) / 4000
-    torch.testing.assert_close(counts, torch.tensor([1 / 8, 1 / 2, 1 / 8, 1 / 4]), rtol=0, atol=0.03)
+    counts = (
+        torch.bincount(
+            torch.cat([sampling.draw(logits, generators) for _ in range(4000)]), minlength=4
+        )
+        / 4000
+    )
+    torch.testing.assert_close(
+        counts, torch.tensor([1 / 8, 1 / 2, 1 / 8, 1 / 4]), rtol=0, atol=0.03
+    )
     assert Sampling(temperature=0).draw(logits, []).tolist() == [1]
 
 
@@ -319,7 +369,11 @@ def test_draws_follow_the_weights():
         (([], 1), {}, "there is no prompt"),
         (([[1], []], 1), {}, r"prompt 1 is \[\], and not one or more integers"),
         (([[0.5]], 1), {}, r"prompt 0 is \[0\.5\]"),
-        ((torch.zeros(3, dtype=torch.int64), 1), {}, r"prompt 0 is tensor\(0\).*Pass tokens \(batch, N\)"),
+        (
+            (torch.zeros(3, dtype=torch.int64), 1),
+            {},
+            r"prompt 0 is tensor\(0\).*Pass tokens \(batch, N\)",
+        ),
         (([[1]], 1), {"temperature": -0.1}, "temperature=-0.1"),
         (([[1]], 1), {"temperature": float("nan")}, "temperature=nan"),
         (([[1]], 1), {"top_k": 0}, "top_k=0 must be an integer of at least 1"),
@@ -335,26 +389,54 @@ def test_draws_follow_the_weights():
         (([[1]], 1), {"stop": (32.5,)}, r"stop=\(32.5,\) must be integers"),
         (([[1]], 1), {"stop": ("a",)}, r"stop=\('a',\) must be integers"),
         (([[1]], 1), {"stop": "a"}, "stop='a' must be integers"),
-        (([[1]], 1), {"stop": 0}, r"stop=0 must be integers, the tokens that end a row, as \(10,\)"),
+        (
+            ([[1]], 1),
+            {"stop": 0},
+            r"stop=0 must be integers, the tokens that end a row, as \(10,\)",
+        ),
         (([[1]], 1), {"stop": torch.tensor(3)}, r"stop=tensor\(3\) must be integers"),
         (([[1]], 1), {"stop": (True,)}, r"stop=\(True,\) must be integers"),
         (([[1]], 1), {"stop": ([1],)}, r"stop=\(\[1\],\) must be integers"),
-        (([[1]], 1), {"stop": (3, 50)}, "stop has the token 50, but the vocabulary goes from 0 to 49"),
+        (
+            ([[1]], 1),
+            {"stop": (3, 50)},
+            "stop has the token 50, but the vocabulary goes from 0 to 49",
+        ),
         (([[1]], 1), {"stop": (-1,)}, "stop has the token -1"),
-        (([[1]], 1), {"seed": 2**64}, "seed=18446744073709551616 must be an integer of 64 bits, or None"),
-        (([[1]], 1), {"seed": -(2**63) - 1}, "seed=-9223372036854775809 must be an integer of 64 bits"),
+        (
+            ([[1]], 1),
+            {"seed": 2**64},
+            "seed=18446744073709551616 must be an integer of 64 bits, or None",
+        ),
+        (
+            ([[1]], 1),
+            {"seed": -(2**63) - 1},
+            "seed=-9223372036854775809 must be an integer of 64 bits",
+        ),
         (([[1]], 1), {"temperature": 10**400}, "temperature=1000"),
         ((None, 1), {}, "there is no prompt in tokens=None"),
         ((5, 1), {}, "there is no prompt in tokens=5"),
-        ((b"abc", 1), {}, r"there is no prompt in tokens=b'abc'.*A prompt of bytes is list\(prompt\)"),
+        (
+            (b"abc", 1),
+            {},
+            r"there is no prompt in tokens=b'abc'.*A prompt of bytes is list\(prompt\)",
+        ),
         (("abc", 1), {}, "there is no prompt in tokens='abc'"),
-        (([b"abc"], 1), {}, r"prompt 0 is b'abc', and not one or more integers.*A prompt of bytes is list\(prompt\)"),
+        (
+            ([b"abc"], 1),
+            {},
+            r"prompt 0 is b'abc', and not one or more integers.*A prompt of bytes is list\(prompt\)",
+        ),
         (([[1], ["a"]], 1), {}, r"prompt 1 is \['a'\], and not one or more integers"),
         (([None], 1), {}, "prompt 0 is None"),
         (([[2**70]], 1), {}, r"prompt 0 is \[1180591620717411303424\]"),
         (([[True, False]], 1), {}, r"prompt 0 is \[True, False\]"),
         (([[3, -1]], 1), {}, "prompt 0 has tokens from -1 to 3, but vocab_size=50"),
-        (([[1]], 1), {"caches": None}, "caches=.* must be those of make_caches, one for each layer"),
+        (
+            ([[1]], 1),
+            {"caches": None},
+            "caches=.* must be those of make_caches, one for each layer",
+        ),
     ],
 )
 def test_arguments_that_cannot_be(arguments, options, message):
@@ -380,10 +462,19 @@ def test_numbers_of_other_kinds():
     """Catches a Fraction and numpy's integers, which are numbers, in torch's words."""
     np = pytest.importorskip("numpy")
     model = make()
-    options = {"temperature": Fraction(1, 2), "top_p": Fraction(9, 10), "top_k": np.int64(5), "seed": np.int64(3)}
+    options = {
+        "temperature": Fraction(1, 2),
+        "top_p": Fraction(9, 10),
+        "top_k": np.int64(5),
+        "seed": np.int64(3),
+    }
     expected = joined(model.generate([[1, 2]], 5, temperature=0.5, top_p=0.9, top_k=5, seed=3))
-    assert torch.equal(joined(model.generate(np.array([[1, 2]]), 5, stop=(np.int64(49),), **options)), expected)
-    assert torch.equal(joined(model.generate([[1, 2]], 5, stop=torch.tensor([49]), **options)), expected)
+    assert torch.equal(
+        joined(model.generate(np.array([[1, 2]]), 5, stop=(np.int64(49),), **options)), expected
+    )
+    assert torch.equal(
+        joined(model.generate([[1, 2]], 5, stop=torch.tensor([49]), **options)), expected
+    )
     # numpy compares a float32 as float32, in which the largest float is inf: it warned, and let inf pass.
     options["temperature"] = np.float32(0.5)
     assert torch.equal(joined(model.generate([[1, 2]], 5, **options)), expected)
@@ -394,5 +485,8 @@ def test_numbers_of_other_kinds():
 
 def test_a_model_over_ranks_is_refused():
     model = make(parallel=ContextParallel())
-    with torch.no_grad(), pytest.raises(ValueError, match=r"caches are of one device.*parallel=None"):
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match=r"caches are of one device.*parallel=None"),
+    ):
         model.append(make_tokens(1, 3), model.make_caches(1))

@@ -20,7 +20,9 @@ from ring_dilated_attention.models import LongNetViT, segment_lengths_for
 from ring_dilated_attention.models.longnet_vit import cells_of
 from ring_dilated_attention.pattern import WHOLE_DOCUMENT
 
-needs_gigapath = pytest.mark.skipif(bool(checkout.why_not("GIGAPATH_CHECKOUT")), reason="no checkout of GigaPath")
+needs_gigapath = pytest.mark.skipif(
+    bool(checkout.why_not("GIGAPATH_CHECKOUT")), reason="no checkout of GigaPath"
+)
 POOLED, CLASS = SLIDES["aligned, pooled"], SLIDES["aligned, class token"]
 MISALIGNED = SLIDES["misaligned, pooled"]
 
@@ -31,13 +33,18 @@ def test_equals_what_gigapath_computed(name):
     case = SLIDES[name]
     model = case.model()
     with torch.no_grad():
-        for all_layer_embed, key in ((False, f"slide: {name}"), (True, f"slide, all layers: {name}")):
+        for all_layer_embed, key in (
+            (False, f"slide: {name}"),
+            (True, f"slide, all layers: {name}"),
+        ):
             found = model(*case.inputs(), all_layer_embed)
             assert isinstance(found, list)
             assert [x.shape for x in found] == [(2, 32)] * (3 if all_layer_embed else 1)
             torch.testing.assert_close(torch.stack(found), kept()[key], rtol=1e-11, atol=1e-12)
             x, coords = case.inputs()
-            single = torch.stack(copy.deepcopy(model).float()(x.float(), coords.long(), all_layer_embed))
+            single = torch.stack(
+                copy.deepcopy(model).float()(x.float(), coords.long(), all_layer_embed)
+            )
             assert relative_error(single, kept()[key]) < 1e-6
 
 
@@ -45,8 +52,12 @@ def test_equals_what_gigapath_computed(name):
 @pytest.mark.parametrize("name", SLIDES)
 def test_kept_results_are_gigapaths(name):
     case = SLIDES[name]
-    torch.testing.assert_close(case.original(False), kept()[f"slide: {name}"], rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(case.original(True), kept()[f"slide, all layers: {name}"], rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(
+        case.original(False), kept()[f"slide: {name}"], rtol=1e-11, atol=1e-12
+    )
+    torch.testing.assert_close(
+        case.original(True), kept()[f"slide, all layers: {name}"], rtol=1e-11, atol=1e-12
+    )
 
 
 @needs_gigapath
@@ -55,7 +66,10 @@ def test_loads_gigapaths_state_dict():
     original = checkout.slide_encoder(5, 32, 2, slide_ngrids=20)
     model = POOLED.model()
     before = model(*POOLED.inputs())[0]
-    assert str(model.load_state_dict(original.state_dict(), strict=True)) == "<All keys matched successfully>"
+    assert (
+        str(model.load_state_dict(original.state_dict(), strict=True))
+        == "<All keys matched successfully>"
+    )
     assert not torch.allclose(model(*POOLED.inputs())[0], before)
 
 
@@ -67,7 +81,8 @@ def test_the_exact_padding_is_another_function():
 
 
 @pytest.mark.parametrize(
-    ("name", "num_parameters", "first"), [("gigapath", 86_330_880, 1536), ("gigapath-flash", 21_489_408, 384)]
+    ("name", "num_parameters", "first"),
+    [("gigapath", 86_330_880, 1536), ("gigapath-flash", 21_489_408, 384)],
 )
 def test_published_sizes(name, num_parameters, first):
     with torch.device("meta"):
@@ -123,16 +138,27 @@ def test_segment_lengths_are_gigapaths(max_wsi_size, tile_size):
 @needs_gigapath
 def test_a_tile_size_changes_the_segments_as_in_gigapath():
     """Given to both constructors it is another embedding than 256's, and the same in both; set afterwards it is not."""
-    original = checkout.slide_encoder(5, 32, 2, slide_ngrids=20, max_wsi_size=2048, tile_size=512, global_pool=True)
+    original = checkout.slide_encoder(
+        5, 32, 2, slide_ngrids=20, max_wsi_size=2048, tile_size=512, global_pool=True
+    )
     fill(original.double()).pos_embed = Slide._table(original)
     segments = segment_lengths_for(2048, 512)
     assert segments == (1024, 362, 128, 45, 16)
     x, coords = waves(1, 93, 5), (waves(1, 93, 2, seed=1) + 1) * 5000
-    sizes = {"slide_ngrids": 20, "tile_size": 512, "dilation_rates": (1, 2, 4, 8, 16), "global_pool": True}
+    sizes = {
+        "slide_ngrids": 20,
+        "tile_size": 512,
+        "dilation_rates": (1, 2, 4, 8, 16),
+        "global_pool": True,
+    }
     model = fill(LongNetViT(5, 32, 2, 16, segment_lengths=segments, **sizes).double())
     with checkout.activations_in_float64(), torch.no_grad():
-        torch.testing.assert_close(model(x, coords)[0], original(x, coords)[0], rtol=1e-11, atol=1e-12)
-        afterwards = fill(LongNetViT(5, 32, 2, 16, segment_lengths=segment_lengths_for(2048), **sizes).double())
+        torch.testing.assert_close(
+            model(x, coords)[0], original(x, coords)[0], rtol=1e-11, atol=1e-12
+        )
+        afterwards = fill(
+            LongNetViT(5, 32, 2, 16, segment_lengths=segment_lengths_for(2048), **sizes).double()
+        )
         assert not torch.allclose(afterwards(x, coords)[0], model(x, coords)[0])
     with torch.device("meta"):
         published = LongNetViT.published("gigapath-flash", tile_size=512)
@@ -172,10 +198,14 @@ def test_tiles_that_share_cells_are_warned_of(coords, num_cells):
 
 
 @pytest.mark.parametrize(
-    "coords", [GRID * 256 + 100, GRID * 200, GRID[:15]], ids=["pixels", "tiles that overlap", "a slide of few tiles"]
+    "coords",
+    [GRID * 256 + 100, GRID * 200, GRID[:15]],
+    ids=["pixels", "tiles that overlap", "a slide of few tiles"],
 )
 def test_slides_that_nobody_is_warned_of(coords):
-    Slide(2048, 5, True).model()(waves(1, len(coords), 5), coords[None])  # a warning would be an error
+    Slide(2048, 5, True).model()(
+        waves(1, len(coords), 5), coords[None]
+    )  # a warning would be an error
 
 
 @pytest.mark.parametrize("case", [POOLED, CLASS, MISALIGNED])
@@ -225,7 +255,9 @@ def test_autocast(dtype):
     found.sin().sum().backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
     half = copy.deepcopy(model).to(dtype)
-    assert half(x, coords)[0].dtype == dtype  # features of any dtype are taken in that of the weights
+    assert (
+        half(x, coords)[0].dtype == dtype
+    )  # features of any dtype are taken in that of the weights
 
 
 def rank_embeds(rank, world_size, name, lengths):
@@ -248,9 +280,13 @@ def rank_embeds(rank, world_size, name, lengths):
         if parameter.grad is None:
             assert key.startswith("encoder.layer_norm.")
             continue
-        torch.testing.assert_close(other, parameter.grad, rtol=1e-9, atol=1e-12, msg=lambda text, k=key: k + text)
+        torch.testing.assert_close(
+            other, parameter.grad, rtol=1e-9, atol=1e-12, msg=lambda text, k=key: k + text
+        )
     with torch.no_grad():
-        torch.testing.assert_close(model(x[:, own], coords[:, own])[0], alone(x, coords)[0], rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(
+            model(x[:, own], coords[:, own])[0], alone(x, coords)[0], rtol=1e-11, atol=1e-12
+        )
     bad = coords[:, own].clone()
     if rank == world_size - 1:
         bad[1, -1, 0] = 20 * 256
@@ -277,9 +313,16 @@ def test_on_ranks(name, lengths):
 
 def rank_shards_layers(rank, world_size):
     """Every layer and the whole by themselves, at pixels that 16 bits do not have, rows out of place included."""
-    x, coords = waves(1, 60, 5).float(), (torch.arange(60)[:, None] * torch.tensor([79, 83]) % 5120)[None]
+    x, coords = (
+        waves(1, 60, 5).float(),
+        (torch.arange(60)[:, None] * torch.tensor([79, 83]) % 5120)[None],
+    )
     expected = MISALIGNED.model().float()(x, coords)[0]
-    model, seen, policy = MISALIGNED.model().float(), [], MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model, seen, policy = (
+        MISALIGNED.model().float(),
+        [],
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    )
     for layer in model.encoder.layers:
         fully_shard(layer, mp_policy=policy)
         layer.self_attn.register_forward_pre_hook(lambda _, x: seen.append(x))
@@ -291,7 +334,10 @@ def rank_shards_layers(rank, world_size):
         logs = [call.log_num_zero_keys_NH for call in attend.keywords["counted"].calls]
         assert {x.dtype for x in logs if x is not None} == {torch.float32}
     assert len(seen) == 2
-    with pytest.raises(ValueError, match=r"dtype torch.bfloat16, .* unless its policy has cast_forward_inputs=False"):
+    with pytest.raises(
+        ValueError,
+        match=r"dtype torch.bfloat16, .* unless its policy has cast_forward_inputs=False",
+    ):
         model(x, coords.float())
 
 
@@ -320,7 +366,9 @@ def rank_is_warned(rank, world_size):
         warnings.simplefilter("error")
         model(*map(cp.shard, inputs))
         own = slice(60 * rank, 60 + 33 * rank)
-        with pytest.raises(UserWarning, match=r"ranks have \(60, 33\) positions; a near-equal cut .* of 93 gives"):
+        with pytest.raises(
+            UserWarning, match=r"ranks have \(60, 33\) positions; a near-equal cut .* of 93 gives"
+        ):
             model(*(x[:, own] for x in inputs))
 
 
@@ -331,7 +379,11 @@ def test_the_class_token_is_no_mistake_of_its_user():
 
 def memory_model(parallel=None):
     torch.manual_seed(0)
-    sizes = {"segment_lengths": (512, 2048, 8192), "dilation_rates": (1, 4, 16), "activation_checkpointing": True}
+    sizes = {
+        "segment_lengths": (512, 2048, 8192),
+        "dilation_rates": (1, 4, 16),
+        "activation_checkpointing": True,
+    }
     return LongNetViT(32, 64, 3, 16, **sizes, global_pool=True, parallel=parallel)
 
 
@@ -358,11 +410,20 @@ def test_two_ranks_hold_half_of_what_one_holds():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x, c: (x[0], c), r"shape \(9, 5\) and dtype torch.float64, not floating .* add a batch dim"),
-        (lambda x, c: (x[..., :4], c), r"shape \(2, 9, 4\) .* not floating \(batch, tiles, in_chans=5\)"),
+        (
+            lambda x, c: (x[0], c),
+            r"shape \(9, 5\) and dtype torch.float64, not floating .* add a batch dim",
+        ),
+        (
+            lambda x, c: (x[..., :4], c),
+            r"shape \(2, 9, 4\) .* not floating \(batch, tiles, in_chans=5\)",
+        ),
         (lambda x, c: (x.long(), c), "dtype torch.int64"),
         (lambda x, c: (x[:0], c[:0]), r"no slides: features have shape \(0, 9, 5\)"),
-        (lambda x, c: (x, c[..., :1]), r"coords have shape \(2, 9, 1\), these features need \(2, 9, 2\)"),
+        (
+            lambda x, c: (x, c[..., :1]),
+            r"coords have shape \(2, 9, 1\), these features need \(2, 9, 2\)",
+        ),
         (lambda x, c: (x[:, :0], c[:, :0]), r"no tiles: features have shape \(2, 0, 5\)"),
         (
             lambda x, c: (x.index_fill(1, torch.tensor([3, 5]), torch.nan), c),
@@ -372,15 +433,33 @@ def test_two_ranks_hold_half_of_what_one_holds():
             lambda x, c: (x, c.index_fill(1, torch.tensor(4), -1.0)),
             r"tile 4 of slide 0 at \(-1, -1\) lies in cell \(-1, ",
         ),
-        (lambda x, c: (x, c + 20 * 256), r"grid of 20 x 20 cells of tile_size=256: tile 0 .* \(and 17 more\)"),
+        (
+            lambda x, c: (x, c + 20 * 256),
+            r"grid of 20 x 20 cells of tile_size=256: tile 0 .* \(and 17 more\)",
+        ),
         (lambda x, c: (x, c * torch.nan), r"at \(nan, nan\) lies in cell"),
-        (lambda x, c: (x, c + 0j), "coords have dtype torch.complex128: pass x and y as two real numbers"),
+        (
+            lambda x, c: (x, c + 0j),
+            "coords have dtype torch.complex128: pass x and y as two real numbers",
+        ),
         (lambda x, c: (x, c > 9), "coords have dtype torch.bool: pass x and y as two real numbers"),
-        (lambda x, c: (x.to_sparse(), c), r"features have torch.sparse_coo on cpu: pass a dense tensor"),
-        (lambda x, c: (x, c.to_sparse()), r"coords have torch.sparse_coo on cpu: pass a dense tensor"),
-        (lambda x, c: (x.to("meta"), c), r"features have torch.strided on meta: pass a dense tensor"),
+        (
+            lambda x, c: (x.to_sparse(), c),
+            r"features have torch.sparse_coo on cpu: pass a dense tensor",
+        ),
+        (
+            lambda x, c: (x, c.to_sparse()),
+            r"coords have torch.sparse_coo on cpu: pass a dense tensor",
+        ),
+        (
+            lambda x, c: (x.to("meta"), c),
+            r"features have torch.strided on meta: pass a dense tensor",
+        ),
         (lambda x, c: (x, c.to("meta")), r"coords have torch.strided on meta: pass a dense tensor"),
-        (lambda x, c: (x, c.bfloat16()), "dtype torch.bfloat16, which cannot hold every pixel: pass integers"),
+        (
+            lambda x, c: (x, c.bfloat16()),
+            "dtype torch.bfloat16, which cannot hold every pixel: pass integers",
+        ),
         (lambda x, c: (x.tolist(), c), "features must be a tensor, got list"),
     ],
 )

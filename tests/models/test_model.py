@@ -20,7 +20,9 @@ from ring_dilated_attention import ContextParallel, simulate
 from ring_dilated_attention.layers import multihead, rotary_table
 from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss, recompute
 
-CONFIG = LongNetConfig((8, 32), (1, 3), vocab_size=50, num_layers=2, embed_dim=24, num_heads=4, num_kv_heads=2)
+CONFIG = LongNetConfig(
+    (8, 32), (1, 3), vocab_size=50, num_layers=2, embed_dim=24, num_heads=4, num_kv_heads=2
+)
 make_tokens = partial(helpers.make_tokens, CONFIG.vocab_size)
 
 
@@ -74,7 +76,9 @@ def test_loss_is_the_mean_over_next_tokens(monkeypatch):
 
 def test_loss_never_holds_all_logits():
     """Forward and backward of the loss stay below one (N, V) tensor."""
-    config = LongNetConfig((64,), (1,), vocab_size=2048, num_layers=1, embed_dim=8, num_heads=2, ffn_dim=8)
+    config = LongNetConfig(
+        (64,), (1,), vocab_size=2048, num_layers=1, embed_dim=8, num_heads=2, ffn_dim=8
+    )
     model, tokens = LongNetLM(config), make_tokens(1, 8192)
 
     all_logits = tokens.numel() * config.vocab_size * 4
@@ -82,10 +86,14 @@ def test_loss_never_holds_all_logits():
     assert allocated(lambda: model(tokens)).peak_bytes > all_logits
 
 
-@pytest.mark.parametrize(("vocab_size", "rows"), [(256, 4096), (1024, 1024), (2000, 1024), (128_256, 1024)])
+@pytest.mark.parametrize(
+    ("vocab_size", "rows"), [(256, 4096), (1024, 1024), (2000, 1024), (128_256, 1024)]
+)
 def test_slices_of_the_loss_have_many_rows(vocab_size, rows):
     """8 rows of a vocabulary of 128,256 took nine times as long as 1,024: each slice has a gradient of the head."""
-    config = LongNetConfig((64,), (1,), vocab_size=vocab_size, num_layers=1, embed_dim=2, num_heads=1, ffn_dim=2)
+    config = LongNetConfig(
+        (64,), (1,), vocab_size=vocab_size, num_layers=1, embed_dim=2, num_heads=1, ffn_dim=2
+    )
     model, seen = LongNetLM(config), []
     model.head.register_forward_pre_hook(lambda _, arguments: seen.append(len(arguments[0])))
     tokens = torch.zeros(2, (rows + 6) // 2, dtype=torch.int64)
@@ -134,13 +142,23 @@ def test_magneto_gain():
 
     gain = math.sqrt(math.log(16) / math.log(2))
     assert ratio(lambda block: block.attention.in_proj_weight[:256]) == pytest.approx(1, abs=0.05)
-    assert ratio(lambda block: block.attention.in_proj_weight[256:]) == pytest.approx(gain, rel=0.05)
-    for weight_of in (lambda b: b.attention.out_proj.weight, lambda b: b.ffn.fc1.weight, lambda b: b.ffn.fc2.weight):
+    assert ratio(lambda block: block.attention.in_proj_weight[256:]) == pytest.approx(
+        gain, rel=0.05
+    )
+    for weight_of in (
+        lambda b: b.attention.out_proj.weight,
+        lambda b: b.ffn.fc1.weight,
+        lambda b: b.ffn.fc2.weight,
+    ):
         assert ratio(weight_of) == pytest.approx(gain, rel=0.05)
 
 
 def test_config_survives_json():
-    for config in (CONFIG, replace(CONFIG, phase="blocked"), replace(CONFIG, heads="split", ffn_dim=7)):
+    for config in (
+        CONFIG,
+        replace(CONFIG, phase="blocked"),
+        replace(CONFIG, heads="split", ffn_dim=7),
+    ):
         assert LongNetConfig(**json.loads(json.dumps(asdict(config)))) == config
 
 
@@ -153,7 +171,10 @@ def test_config_survives_json():
         ({"num_layers": 2.0}, "num_layers=2.0 must be an integer"),
         ({"vocab_size": True}, "vocab_size=True must be an integer"),
         ({"embed_dim": "24"}, "embed_dim='24' must be an integer"),
-        ({"num_kv_heads": 0}, "num_kv_heads=0 must be an integer of at least 1; None means num_heads"),
+        (
+            {"num_kv_heads": 0},
+            "num_kv_heads=0 must be an integer of at least 1; None means num_heads",
+        ),
         ({"rotary_base": 1.0}, "rotary_base=1.0 must be a finite number greater than 1"),
         ({"rotary_base": math.inf}, "rotary_base=inf must be a finite number"),
         ({"rotary_base": 10**400}, "rotary_base=1000"),  # no float holds it
@@ -212,7 +233,9 @@ def test_the_backend_reaches_attention():
 def test_one_rotary_table_for_a_step(checkpointing, monkeypatch):
     """Not one for each block, nor again where a block is recomputed."""
     made = []
-    monkeypatch.setattr(multihead, "rotary_table", lambda *args: made.append(args) or rotary_table(*args))
+    monkeypatch.setattr(
+        multihead, "rotary_table", lambda *args: made.append(args) or rotary_table(*args)
+    )
     make(activation_checkpointing=checkpointing).loss(make_tokens(1, 37)).backward()
     assert len(made) == 1
 
@@ -221,7 +244,9 @@ def rank_shards_blocks(rank, world_size):
     model, seen, policy = make().float(), [], MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
-        block.attention.register_forward_pre_hook(lambda _, x, y: seen.append((x[0], y["positions"])), with_kwargs=True)
+        block.attention.register_forward_pre_hook(
+            lambda _, x, y: seen.append((x[0], y["positions"])), with_kwargs=True
+        )
     fully_shard(NextTokenLoss(model), mp_policy=policy)(make_tokens(1, 37)).backward()
     for x, table in seen:
         assert x.dtype == torch.bfloat16
@@ -244,8 +269,12 @@ def test_packed_documents_refusals():
 
 def test_activation_checkpointing_holds_less():
     tokens = make_tokens(1, 2048)
-    plain, recomputed = (make(activation_checkpointing=checkpointing) for checkpointing in (False, True))
-    less, most = (allocated(lambda m=m: m.loss(tokens).backward()).peak_bytes for m in (recomputed, plain))
+    plain, recomputed = (
+        make(activation_checkpointing=checkpointing) for checkpointing in (False, True)
+    )
+    less, most = (
+        allocated(lambda m=m: m.loss(tokens).backward()).peak_bytes for m in (recomputed, plain)
+    )
     assert less < 0.8 * most
 
 
@@ -263,7 +292,9 @@ def documents_one_by_one():
     model = make()
     documents = [tokens[:, start:stop] for start, stop in pairwise(BORDERS) if stop - start > 1]
     num_labels = sum(document.shape[1] - 1 for document in documents)
-    loss = sum(model.loss(document) * (document.shape[1] - 1) for document in documents) / num_labels
+    loss = (
+        sum(model.loss(document) * (document.shape[1] - 1) for document in documents) / num_labels
+    )
     loss.backward()
     logits = torch.cat([model(tokens[:, start:stop]) for start, stop in pairwise(BORDERS)], dim=1)
     return loss.detach(), {name: x.grad for name, x in model.named_parameters()}, logits.detach()
@@ -278,7 +309,11 @@ def compare_with_documents_one_by_one(model, local, cu_seqlens, own_rows):
     torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=1e-12)
     for name, gradient in gradients.items():
         torch.testing.assert_close(
-            model.get_parameter(name).grad, gradient, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: n + text
+            model.get_parameter(name).grad,
+            gradient,
+            rtol=1e-9,
+            atol=1e-11,
+            msg=lambda text, n=name: n + text,
         )
     seen = []
     model.blocks[1].register_forward_pre_hook(lambda _, arguments: seen.append(arguments[1]))
@@ -310,7 +345,9 @@ def rank_packs_documents(rank, world_size, options):
     with pytest.raises(ValueError, match=r"the length of the sequence, 41"):
         model.loss(cp.shard(tokens), cu_seqlens[:-1])
     if world_size > 1:
-        with pytest.raises(ValueError, match=r"disagree on cu_seqlens: rank 0 has \[0, 41\], rank 1 has \[0, 17,"):
+        with pytest.raises(
+            ValueError, match=r"disagree on cu_seqlens: rank 0 has \[0, 41\], rank 1 has \[0, 17,"
+        ):
             model.loss(cp.shard(tokens), cu_seqlens[[0, -1]] if rank == 0 else cu_seqlens)
 
 
@@ -333,7 +370,10 @@ def test_packed_documents_on_p_ranks(world_size, options):
 def refuse_on_every_rank(rank, world_size):
     model = make(parallel=ContextParallel())
     tokens = make_tokens(1, 8)
-    with pytest.raises(ValueError, match="rank 1 refused the call: tokens have shape" if rank != 1 else "tokens have"):
+    with pytest.raises(
+        ValueError,
+        match="rank 1 refused the call: tokens have shape" if rank != 1 else "tokens have",
+    ):
         model.loss(tokens if rank != 1 else tokens.double())
     with pytest.raises(ValueError, match="ranks disagree on batch: rank 0 has 1, rank 1 has 2"):
         model.loss(make_tokens(1 + rank, 8))
@@ -365,13 +405,18 @@ def compare_with_one_rank(rank, world_size, lengths, checkpointing):
     assert all(torch.equal(loss, other) for other in losses)
     for name, parameter in alone.named_parameters():
         gradient = model.get_parameter(name).grad
-        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: n + text)
+        torch.testing.assert_close(
+            gradient, parameter.grad, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: n + text
+        )
     with torch.no_grad():
-        torch.testing.assert_close(model(local), alone(tokens)[:, start : start + lengths[rank]], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(
+            model(local), alone(tokens)[:, start : start + lengths[rank]], rtol=1e-9, atol=1e-9
+        )
 
 
 @pytest.mark.parametrize(
-    ("lengths", "checkpointing"), [((20, 21), False), ((20, 21), True), ((17, 0, 24), False), ((0, 30, 1), True)]
+    ("lengths", "checkpointing"),
+    [((20, 21), False), ((20, 21), True), ((17, 0, 24), False), ((0, 30, 1), True)],
 )
 def test_loss_and_gradients_on_p_ranks_are_those_on_one(lengths, checkpointing):
     """Labels cross the borders (also over a rank that owns nothing), segments straddle them, DDP takes the mean."""

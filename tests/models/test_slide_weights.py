@@ -29,7 +29,13 @@ def save(weights, path):
 def test_load_slide_encoder(tmp_path, suffix):
     """The size is that of the weights; their dtype is float32, as the model's."""
     model = LongNetViT(
-        5, 32, 2, 16, slide_ngrids=20, segment_lengths=segment_lengths_for(), dilation_rates=(1, 2, 4, 8, 16)
+        5,
+        32,
+        2,
+        16,
+        slide_ngrids=20,
+        segment_lengths=segment_lengths_for(),
+        dilation_rates=(1, 2, 4, 8, 16),
     )
     weights = fill(model).state_dict()
     loaded, left = load(save(weights, tmp_path / f"weights.{suffix}"))
@@ -39,7 +45,9 @@ def test_load_slide_encoder(tmp_path, suffix):
     torch.testing.assert_close(loaded(x, coords), model(x, coords), rtol=1e-6, atol=1e-6)
     more = {**{f"module.{name}": x for name, x in weights.items()}, "mask_token": torch.ones(1)}
     path = save(more, tmp_path / f"more.{suffix}")
-    with pytest.raises(ValueError, match="1 tensors that a LongNetViT has no place for: mask_token"):
+    with pytest.raises(
+        ValueError, match="1 tensors that a LongNetViT has no place for: mask_token"
+    ):
         load(path)
     del more["module.norm.bias"]
     path = save(more, tmp_path / f"fewer.{suffix}")
@@ -50,12 +58,16 @@ def test_weights_that_are_refused(tmp_path):
     whole = fill(Slide(2048, 5, True).model()).state_dict()
     weights = dict(whole)
     del weights["encoder.layers.1.ffn.fc1.weight"]
-    with pytest.raises(ValueError, match=r"few\.pth: the weights do not fit .* missing encoder.layers.1.ffn.fc1"):
+    with pytest.raises(
+        ValueError, match=r"few\.pth: the weights do not fit .* missing encoder.layers.1.ffn.fc1"
+    ):
         load(save(weights, tmp_path / "few.pth"))
     with pytest.raises(ValueError, match="not hold a slide encoder's weights: it has no cls_token"):
         load(save({"a": torch.ones(2)}, tmp_path / "other.pth"))
     torch.save(nn.Linear(2, 2), tmp_path / "module.pth")
-    with pytest.raises(ValueError, match=r"module\.pth cannot be read as weights: torch.load.* and it is not read"):
+    with pytest.raises(
+        ValueError, match=r"module\.pth cannot be read as weights: torch.load.* and it is not read"
+    ):
         load(tmp_path / "module.pth")
     path = save(whole | {"cls_token": torch.ones(1, 1, 0)}, tmp_path / "narrow.pth")
     with pytest.raises(ValueError, match=r"cls_token has shape \(1, 1, 0\)"):
@@ -64,7 +76,9 @@ def test_weights_that_are_refused(tmp_path):
     damaged = bytearray(path.read_bytes())
     damaged[damaged.find(whole["norm.weight"].numpy().tobytes())] ^= 1
     path.write_bytes(damaged)
-    with pytest.raises(ValueError, match=r"bit\.pth cannot be read as weights: it is damaged: the checksum of"):
+    with pytest.raises(
+        ValueError, match=r"bit\.pth cannot be read as weights: it is damaged: the checksum of"
+    ):
         load(path)
     torch.save([1, 2], tmp_path / "list.pth")
     with pytest.raises(ValueError, match=r"list\.pth holds no tensors by name, but a list"):
@@ -79,7 +93,13 @@ def test_weights_that_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [torch.Tensor.to_sparse, torch.Tensor.bool, torch.Tensor.char, torch.Tensor.cfloat, lambda x: x.to("meta")],
+    [
+        torch.Tensor.to_sparse,
+        torch.Tensor.bool,
+        torch.Tensor.char,
+        torch.Tensor.cfloat,
+        lambda x: x.to("meta"),
+    ],
     ids=["sparse", "bool", "int8", "complex", "meta"],
 )
 def test_weights_that_would_become_other_numbers(change):
@@ -88,7 +108,10 @@ def test_weights_that_would_become_other_numbers(change):
     before = copy.deepcopy(model.state_dict())
     weights = {name: x + 1 for name, x in before.items()}
     weights["norm.weight"] = change(weights["norm.weight"])
-    with pytest.raises(ValueError, match=r"is unchanged: norm\.weight has torch\.\S+ and .* expected floating numbers"):
+    with pytest.raises(
+        ValueError,
+        match=r"is unchanged: norm\.weight has torch\.\S+ and .* expected floating numbers",
+    ):
         model.load_state_dict(weights, strict=False)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
@@ -101,16 +124,22 @@ def test_weights_that_are_not_finite(number, strict, tmp_path):
     before = copy.deepcopy(model.state_dict())
     weights = {name: x.double() for name, x in before.items()}
     weights["norm.bias"][3] = number
-    with pytest.raises(ValueError, match=r"is unchanged: norm\.bias holds NaN or inf as torch\.float32\.$"):
+    with pytest.raises(
+        ValueError, match=r"is unchanged: norm\.bias holds NaN or inf as torch\.float32\.$"
+    ):
         model.load_state_dict(weights, strict=strict)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-    with pytest.raises(ValueError, match=r"weights\.pth: .* norm\.bias holds NaN or inf as torch\.float32\.$"):
+    with pytest.raises(
+        ValueError, match=r"weights\.pth: .* norm\.bias holds NaN or inf as torch\.float32\.$"
+    ):
         load(save(weights, tmp_path / "weights.pth"), dtype=torch.float32, strict=strict)
 
 
 def test_flipped_bits_of_a_plain_file(tmp_path):
     """What the page says of files without checksums: 31 of 32 single bits of a weight of 1 load as other numbers."""
-    weights = Slide(2048, 5, True).model().float().state_dict() | {"norm.weight": torch.arange(32) + 1.0}
+    weights = Slide(2048, 5, True).model().float().state_dict() | {
+        "norm.weight": torch.arange(32) + 1.0
+    }
     path = save(weights, tmp_path / "weights.safetensors")
     whole = path.read_bytes()
     place = whole.find(weights["norm.weight"].numpy().tobytes())
@@ -138,7 +167,9 @@ def test_published_sizes_have_16_heads(name):
     narrower = weights | {"encoder.layers.0.ffn.fc1.bias": torch.empty(size.ffn_dim // 2)}
     fewer = weights | {"patch_embed.proj.weight": torch.empty(size.embed_dim, 1024)}
     for other, depth in ((shorter, 11), (narrower, None), (fewer, None)):
-        with pytest.raises(ValueError, match=r"tell their number of heads: pass num_heads= \(--heads\)$"):
+        with pytest.raises(
+            ValueError, match=r"tell their number of heads: pass num_heads= \(--heads\)$"
+        ):
             slide_encoder_size("weights.pth", other, depth, None)
         assert slide_encoder_size("weights.pth", other, depth, 8).num_heads == 8
 
@@ -146,7 +177,10 @@ def test_published_sizes_have_16_heads(name):
 @pytest.mark.parametrize("strict", [True, False])
 def test_heads_that_are_not_told(strict, tmp_path):
     path = save(Slide(2048, 5, True).model().state_dict(), tmp_path / "weights.pth")
-    with pytest.raises(ValueError, match=r"weights\.pth holds 2 layers x 32 for 5 features of a tile, .* num_heads="):
+    with pytest.raises(
+        ValueError,
+        match=r"weights\.pth holds 2 layers x 32 for 5 features of a tile, .* num_heads=",
+    ):
         load_slide_encoder(path, strict=strict)
     assert load_slide_encoder(path, num_heads=8, strict=strict)[0].encoder.config.num_heads == 8
 
@@ -155,22 +189,33 @@ def test_heads_that_are_not_told(strict, tmp_path):
 def test_weights_that_lack_their_last_layers(width, tmp_path):
     """They load strictly as a shallower model, so that a published width asks for the published depth."""
     with torch.device("meta"):
-        whole = LongNetViT(5, width, 2, 16, segment_lengths=(8,), dilation_rates=(1,), mlp_ratio=0.25).state_dict()
+        whole = LongNetViT(
+            5, width, 2, 16, segment_lengths=(8,), dilation_rates=(1,), mlp_ratio=0.25
+        ).state_dict()
     path = save({name: torch.zeros(x.shape) for name, x in whole.items()}, tmp_path / "short.pth")
-    with pytest.raises(ValueError, match=rf"short\.pth holds 2 layers x {width}, and published .* have 12 layers"):
+    with pytest.raises(
+        ValueError, match=rf"short\.pth holds 2 layers x {width}, and published .* have 12 layers"
+    ):
         load(path)
     assert len(load(path, depth=2)[0].encoder.layers) == 2
-    with pytest.raises(ValueError, match="and you asked for 3 layers: some are missing, or pass depth=2"):
+    with pytest.raises(
+        ValueError, match="and you asked for 3 layers: some are missing, or pass depth=2"
+    ):
         load(path, depth=3)
 
 
 @pytest.mark.parametrize(("last", "gap"), [(2, 1), (99_999_999_999, 2)])
 def test_layers_with_a_gap(last, gap, tmp_path):
     """Catches a depth that is believed from one name, and a model of so many layers."""
-    weights = Slide(2048, 5, True).model().state_dict() | {f"encoder.layers.{last}.x": torch.ones(1)}
+    weights = Slide(2048, 5, True).model().state_dict() | {
+        f"encoder.layers.{last}.x": torch.ones(1)
+    }
     weights = {name: x for name, x in weights.items() if f"layers.{gap}." not in name}
     path = save(weights, tmp_path / "gap.pth")
-    with pytest.raises(ValueError, match=rf"holds encoder\.layers\.{last} and no encoder\.layers\.{gap}: one is stray"):
+    with pytest.raises(
+        ValueError,
+        match=rf"holds encoder\.layers\.{last} and no encoder\.layers\.{gap}: one is stray",
+    ):
         load(path)
     model, left = load(path, strict=False)
     assert len(model.encoder.layers) == gap
@@ -191,11 +236,16 @@ def test_weights_are_not_rounded(dtype, tmp_path):
 def test_segment_lengths_are_those_of_the_tile_size(tmp_path):
     path = save(Slide(2048, 5, True).model().state_dict(), tmp_path / "weights.pth")
     model, _ = load(path, tile_size=512)
-    assert (model.tile_size, model.encoder.pattern.segment_lengths) == (512, segment_lengths_for(tile_size=512))
+    assert (model.tile_size, model.encoder.pattern.segment_lengths) == (
+        512,
+        segment_lengths_for(tile_size=512),
+    )
 
 
 def test_what_is_no_state_dict():
-    with pytest.raises(ValueError, match="state_dict must be a dict of tensors by name, got a list"):
+    with pytest.raises(
+        ValueError, match="state_dict must be a dict of tensors by name, got a list"
+    ):
         Slide(2048, 5, True).model().load_state_dict([1])
 
 

@@ -26,8 +26,12 @@ PATTERNS = {
     "misaligned": blocked((8, 13, 5), (2, 4, 3)),
     "causal": blocked((8, 13), (1, 3), True),
 }
-AT_THE_END = blocked((8, 16), (1, 2))  # zero rows after the last row only, so that one rank alone sees some
-needs_torchscale = pytest.mark.skipif(bool(checkout.why_not("TORCHSCALE_CHECKOUT")), reason="no checkout of torchscale")
+AT_THE_END = blocked(
+    (8, 16), (1, 2)
+)  # zero rows after the last row only, so that one rank alone sees some
+needs_torchscale = pytest.mark.skipif(
+    bool(checkout.why_not("TORCHSCALE_CHECKOUT")), reason="no checkout of torchscale"
+)
 
 
 def random(*shape, seed=0):
@@ -57,7 +61,9 @@ def test_without_the_gate_it_is_another_function(name):
 @needs_torchscale
 @pytest.mark.parametrize("name", ATTENTION)
 def test_kept_results_are_torchscales(name):
-    torch.testing.assert_close(ATTENTION[name].original(), kept()[f"attention: {name}"], rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(
+        ATTENTION[name].original(), kept()[f"attention: {name}"], rtol=1e-13, atol=1e-14
+    )
 
 
 @needs_torchscale
@@ -71,7 +77,9 @@ def test_kept_results_are_torchscales(name):
 def test_equals_torchscale_itself(branches, length, num_heads, is_causal):
     pattern = DilatedPattern(*zip(*branches, strict=True), is_causal=is_causal, phase="blocked")
     case = Attention(pattern, length, num_heads, batch=2)
-    torch.testing.assert_close(torchscale_attention(*case.inputs(), pattern), case.original(), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(
+        torchscale_attention(*case.inputs(), pattern), case.original(), rtol=1e-12, atol=1e-13
+    )
 
 
 @needs_torchscale
@@ -87,7 +95,9 @@ def test_torchscale_leaves_out_some_of_the_gradient():
     differences = [
         relative_error(x, y)
         for x, y in zip(
-            torch.autograd.grad(theirs, inputs, dout.flatten(2)), torch.autograd.grad(ours, inputs, dout), strict=True
+            torch.autograd.grad(theirs, inputs, dout.flatten(2)),
+            torch.autograd.grad(ours, inputs, dout),
+            strict=True,
         )
     ]
     assert differences[0] > 0.05
@@ -100,7 +110,9 @@ def check(inputs, pattern, attend, tolerance=1e-11):
     expected, expected_lse = padded_reference(*leaves, pattern)
     covered = expected_lse > -torch.inf
     dout, dlse = random(*expected.shape, seed=7), random(*expected_lse.shape, seed=8)
-    gradients = torch.autograd.grad((expected * dout).sum() + (expected_lse * dlse)[covered].sum(), leaves)
+    gradients = torch.autograd.grad(
+        (expected * dout).sum() + (expected_lse * dlse)[covered].sum(), leaves
+    )
     own = [x.clone().requires_grad_() for x in inputs]
     out, lse = attend(own)
     assert torch.equal(lse > -torch.inf, covered)
@@ -124,15 +136,25 @@ def test_value_lse_and_gradients(branches, length, num_heads, is_causal, num_sim
     pattern = DilatedPattern(*zip(*branches, strict=True), is_causal=is_causal, phase="blocked")
     parallel = simulate.all_ranks(num_simulated) if num_simulated else None
     inputs = [random(2, length, num_heads, 4, seed=seed) for seed in range(3)]
-    check(inputs, pattern, lambda own: torchscale_attention(*own, pattern, parallel=parallel, return_lse=True))
+    check(
+        inputs,
+        pattern,
+        lambda own: torchscale_attention(*own, pattern, parallel=parallel, return_lse=True),
+    )
 
 
 def test_grouped_queries():
-    query, key, value = random(1, 29, 6, 4), random(1, 29, 2, 4, seed=1), random(1, 29, 2, 4, seed=2)
+    query, key, value = (
+        random(1, 29, 6, 4),
+        random(1, 29, 2, 4, seed=1),
+        random(1, 29, 2, 4, seed=2),
+    )
     for pattern in PATTERNS.values():
         out = torchscale_attention(query, key, value, pattern)
         wide = (x.repeat_interleave(3, dim=2) for x in (key, value))
-        torch.testing.assert_close(out, torchscale_attention(query, *wide, pattern), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            out, torchscale_attention(query, *wide, pattern), rtol=1e-12, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -149,7 +171,10 @@ def test_half_precision(dtype, name):
 
 def test_gate_leaves_queries_without_keys_alone():
     """No NaN, forward or backward, where lse is -inf, and nothing at all where no zero key is seen."""
-    out, lse = random(1, 2, 1, 3).requires_grad_(), torch.tensor([[[-torch.inf], [0.3]]]).requires_grad_()
+    out, lse = (
+        random(1, 2, 1, 3).requires_grad_(),
+        torch.tensor([[[-torch.inf], [0.3]]]).requires_grad_(),
+    )
     gated, gated_lse = gate(out, lse, torch.full((2, 1), -torch.inf))
     assert torch.equal(gated, out)
     assert torch.equal(gated_lse, lse)
@@ -161,7 +186,10 @@ def test_gate_leaves_queries_without_keys_alone():
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        (DilatedPattern((8,), (2,)), "phase='modulo' and heads='all': make it with phase='blocked'"),
+        (
+            DilatedPattern((8,), (2,)),
+            "phase='modulo' and heads='all': make it with phase='blocked'",
+        ),
         (DilatedPattern((8,), (2,), heads="split"), "heads='split': make it"),
         ("blocked", "pattern must be a DilatedPattern, got 'blocked'"),
     ],
@@ -170,10 +198,14 @@ def test_refusals(pattern, message):
     x = torch.zeros(1, 9, 2, 4)
     with pytest.raises(ValueError, match=message):
         torchscale_attention(x, x, x, pattern)
-    with pytest.raises(ValueError, match=r"query must be .batch, seq, heads, head_dim., got 3 dimensions"):
+    with pytest.raises(
+        ValueError, match=r"query must be .batch, seq, heads, head_dim., got 3 dimensions"
+    ):
         torchscale_attention(x[0], x[0], x[0], PATTERNS["aligned"])
     with pytest.raises(TypeError, match="torchscale_attention has no argument 'cu_seqlens'"):
-        torchscale_attention(x, x, x, PATTERNS["aligned"], cu_seqlens=torch.tensor([0, 9], dtype=torch.int32))
+        torchscale_attention(
+            x, x, x, PATTERNS["aligned"], cu_seqlens=torch.tensor([0, 9], dtype=torch.int32)
+        )
 
 
 def check_without_lse(cp, pattern, length):
@@ -191,7 +223,11 @@ def check_without_lse(cp, pattern, length):
 
 def rank_attends(rank, world_size, options, length, patterns):
     mesh = options.get("group")
-    options = {**options, "group": init_device_mesh("cpu", mesh) if mesh else None, "timeout": timedelta(seconds=30)}
+    options = {
+        **options,
+        "group": init_device_mesh("cpu", mesh) if mesh else None,
+        "timeout": timedelta(seconds=30),
+    }
     cp = ContextParallel(**options)
     for pattern in patterns:
 

@@ -12,9 +12,16 @@ from torchscale_cases import ENCODERS, fill, kept
 
 from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel, DilatedPattern
-from ring_dilated_attention.models import LongNetEncoder, TorchscaleConfig, map_names, torchscale_attention
+from ring_dilated_attention.models import (
+    LongNetEncoder,
+    TorchscaleConfig,
+    map_names,
+    torchscale_attention,
+)
 
-needs_torchscale = pytest.mark.skipif(bool(checkout.why_not("TORCHSCALE_CHECKOUT")), reason="no checkout of torchscale")
+needs_torchscale = pytest.mark.skipif(
+    bool(checkout.why_not("TORCHSCALE_CHECKOUT")), reason="no checkout of torchscale"
+)
 SMALL = TorchscaleConfig((8, 16), (1, 2), num_layers=1, embed_dim=8, num_heads=2, ffn_dim=12)
 
 
@@ -40,7 +47,9 @@ def test_loads_torchscales_state_dict(name):
     assert not result.missing_keys
     assert not result.unexpected_keys
     torch.testing.assert_close(case.original(), kept()[f"encoder: {name}"], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(model(case.embeddings()), kept()[f"encoder: {name}"], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        model(case.embeddings()), kept()[f"encoder: {name}"], rtol=1e-12, atol=1e-12
+    )
 
 
 @needs_torchscale
@@ -93,11 +102,15 @@ def rank_computes(rank, world_size, name):
         before = cp.ranks.calls
         model(cp.shard(case.embeddings())).sum().backward()
         assert cp.ranks.calls - before == len(model.layers)  # also where layers are recomputed
-    with pytest.raises(ValueError, match=r"embeddings have shape \(1, 2, 7\), not \(batch, N, 16\)"):
+    with pytest.raises(
+        ValueError, match=r"embeddings have shape \(1, 2, 7\), not \(batch, N, 16\)"
+    ):
         model(torch.zeros(1, 2, 7 if rank == 1 else 16, dtype=torch.float64))
 
 
-@pytest.mark.parametrize(("world_size", "name"), [(2, "GigaPath"), (3, "LongViT"), (2, "misaligned")])
+@pytest.mark.parametrize(
+    ("world_size", "name"), [(2, "GigaPath"), (3, "LongViT"), (2, "misaligned")]
+)
 def test_on_ranks(world_size, name):
     """Zero rows are those of the whole, wherever it is cut; no attention is computed and sent twice; one rank's bad
     input stops all."""
@@ -118,8 +131,13 @@ def test_activation_checkpointing_changes_nothing():
 def test_activation_checkpointing_holds_less():
     config = TorchscaleConfig(**{**vars(SMALL), "num_layers": 6, "embed_dim": 32, "ffn_dim": 128})
     x = torch.zeros(1, 1024, 32)
-    models = [LongNetEncoder(config, activation_checkpointing=checkpointing) for checkpointing in (False, True)]
-    plain, recomputed = (allocated(lambda m=model: m(x).sum().backward()).peak_bytes for model in models)
+    models = [
+        LongNetEncoder(config, activation_checkpointing=checkpointing)
+        for checkpointing in (False, True)
+    ]
+    plain, recomputed = (
+        allocated(lambda m=model: m(x).sum().backward()).peak_bytes for model in models
+    )
     assert recomputed < 0.6 * plain
 
 
@@ -127,7 +145,9 @@ def test_feed_forward_in_slices_without_gradients(monkeypatch):
     case = ENCODERS["GigaPath"]
     model = case.model()
     expected = model(case.embeddings())
-    monkeypatch.setattr("ring_dilated_attention.models.torchscale.networks.FFN_SLICE_NUMBERS", 24 * 5)
+    monkeypatch.setattr(
+        "ring_dilated_attention.models.torchscale.networks.FFN_SLICE_NUMBERS", 24 * 5
+    )
     with torch.no_grad():
         torch.testing.assert_close(model(case.embeddings()), expected, rtol=1e-13, atol=1e-13)
 
@@ -154,7 +174,9 @@ def test_map_names():
     model = LongNetEncoder(SMALL)
     own = model.state_dict()
     wrapped = {f"module.encoder._fsdp_wrapped_module.{name}": x for name, x in own.items()}
-    mapped = map_names({**wrapped, "module.decoder.version": torch.ones(1)}, model, prefix="encoder.")
+    mapped = map_names(
+        {**wrapped, "module.decoder.version": torch.ones(1)}, model, prefix="encoder."
+    )
     assert mapped.state_dict.keys() == own.keys()
     assert mapped.left == ["module.decoder.version"]
     model.load_state_dict(mapped.state_dict)
@@ -177,7 +199,9 @@ def test_weights_that_do_not_fit_change_nothing(change, message):
     before = {name: x.clone() for name, x in model.state_dict().items()}
     given = {**other.state_dict(), **change}
     given = {name: x for name, x in given.items() if x is not None}
-    with pytest.raises(ValueError, match=f"do not fit this LongNetEncoder, which is unchanged: {message}"):
+    with pytest.raises(
+        ValueError, match=f"do not fit this LongNetEncoder, which is unchanged: {message}"
+    ):
         model.load_state_dict(given)
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     if "expected" in message:
@@ -222,8 +246,16 @@ def test_settings_that_are_refused(settings, message):
 
 
 def test_settings_of_no_consequence_are_read_as_they_are():
-    settings = {"dropout": 0.25, "drop_path_rate": 0.1, "vocab_size": 11, "no_output_layer": True, "img_size": 224}
-    config = TorchscaleConfig.from_torchscale({**ENCODERS["GigaPath"].settings(), **settings}, padding="exact")
+    settings = {
+        "dropout": 0.25,
+        "drop_path_rate": 0.1,
+        "vocab_size": 11,
+        "no_output_layer": True,
+        "img_size": 224,
+    }
+    config = TorchscaleConfig.from_torchscale(
+        {**ENCODERS["GigaPath"].settings(), **settings}, padding="exact"
+    )
     assert config == TorchscaleConfig(
         (8, 16), (1, 2), num_layers=2, embed_dim=16, num_heads=4, ffn_dim=24, padding="exact"
     )
@@ -260,15 +292,27 @@ BLOCKED = DilatedPattern((4, 8), (1, 2), phase="blocked")
             lambda: LongNetEncoder(SMALL, activation_checkpointing=1),
             'activation_checkpointing must be True, False or "offload", got 1',
         ),
-        (lambda: LongNetEncoder(SMALL, parallel=2)(STATES), "parallel must be a ContextParallel or None, got 2"),
+        (
+            lambda: LongNetEncoder(SMALL, parallel=2)(STATES),
+            "parallel must be a ContextParallel or None, got 2",
+        ),
         (lambda: LongNetEncoder(SMALL)([[1.0]]), "embeddings must be a tensor, got list"),
-        (lambda: LongNetEncoder(SMALL)(STATES.long()), "embeddings have dtype torch.int64, not floating"),
+        (
+            lambda: LongNetEncoder(SMALL)(STATES.long()),
+            "embeddings have dtype torch.int64, not floating",
+        ),
         (lambda: LongNetEncoder(SMALL)(STATES[..., :7]), "shape (1, 7, 7), not (batch, N, 8)"),
         (lambda: LongNetEncoder(SMALL)(STATES[0]), "shape (7, 8), not (batch, N, 8)"),
         (lambda: LongNetEncoder(SMALL)(STATES.to_sparse()), "pass a dense tensor of numbers"),
         (lambda: LongNetEncoder(SMALL)(STATES.to("meta")), "pass a dense tensor of numbers"),
-        (lambda: LongNetEncoder(SMALL)(STATES, collect=3), "collect must be a function or None, got 3"),
-        (lambda: torchscale_attention(X, X, X, BLOCKED, return_lse=1), "return_lse must be True or False, got 1"),
+        (
+            lambda: LongNetEncoder(SMALL)(STATES, collect=3),
+            "collect must be a function or None, got 3",
+        ),
+        (
+            lambda: torchscale_attention(X, X, X, BLOCKED, return_lse=1),
+            "return_lse must be True or False, got 1",
+        ),
         (
             lambda: torchscale_attention(X, X, X, BLOCKED, parallel="x"),
             "parallel must be a ContextParallel or None, got 'x'",

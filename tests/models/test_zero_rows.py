@@ -34,7 +34,9 @@ def seen_by(branch, num_heads, length):
     w = min(branch.segment_length, length)
     taken = -(-w // branch.dilation_rate) * branch.dilation_rate
     places = list(places_of(branch, length))
-    phase = DilatedPattern((branch.segment_length,), (branch.dilation_rate,), phase="blocked").phase_of
+    phase = DilatedPattern(
+        (branch.segment_length,), (branch.dilation_rate,), phase="blocked"
+    ).phase_of
     for place in range(len(places)):
         for head in range(num_heads):
             s = phase(0, head, num_heads)
@@ -74,7 +76,11 @@ def test_zero_queries(branch, num_heads, length):
     for place, head, keys in seen_by(branch, num_heads, length):
         if place < length and places[place] is None and len(keys) > 1:
             expected[place, head] = [row for row in keys if row is not None]
-    found = {(q.position, head): list(q.rows) for q in zero_queries(branch, num_heads, length) for head in q.heads}
+    found = {
+        (q.position, head): list(q.rows)
+        for q in zero_queries(branch, num_heads, length)
+        for head in q.heads
+    }
     assert found == expected
 
 
@@ -85,7 +91,11 @@ def test_moves(branch, length, world_size, data):
     sharding = data.draw(st.sampled_from(["contiguous", "zigzag"]))
     lengths = default_lengths(sharding, length, world_size)
     if sharding == "contiguous" and data.draw(st.booleans()):  # uneven, perhaps empty
-        cuts = sorted(data.draw(st.lists(st.integers(0, length), min_size=world_size - 1, max_size=world_size - 1)))
+        cuts = sorted(
+            data.draw(
+                st.lists(st.integers(0, length), min_size=world_size - 1, max_size=world_size - 1)
+            )
+        )
         lengths = tuple(b - a for a, b in pairwise([0, *cuts, length]))
     shards = make_shards(sharding, lengths)
     rows = [[t for span in shard for t in range(*span)] for shard in shards]
@@ -95,23 +105,42 @@ def test_moves(branch, length, world_size, data):
             place = rows[move.target_rank][move.target_row + j]
             assert place not in found
             found[place] = rows[move.source_rank][move.source_row + j]
-    expected = {place: row for place, row in enumerate(list(places_of(branch, length))[:length]) if row is not None}
+    expected = {
+        place: row
+        for place, row in enumerate(list(places_of(branch, length))[:length])
+        if row is not None
+    }
     assert found == expected
     assert all(shard_length(shard) == n for shard, n in zip(shards, lengths, strict=True))
 
 
 def test_gigapath_is_misaligned_beyond_its_fourth_segment():
-    branches = [Branch(w, r) for w, r in zip((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16), strict=True)]
-    assert [is_misaligned(branch, 185_364) for branch in branches] == [False, False, False, True, False]
+    branches = [
+        Branch(w, r)
+        for w, r in zip((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16), strict=True)
+    ]
+    assert [is_misaligned(branch, 185_364) for branch in branches] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]
     assert not any(is_misaligned(branch, 185_363) for branch in branches)
     found = moves(branches[3], make_shards("contiguous", (200_000,)), 200_000)
     assert [move.target_row - move.source_row for move in found] == [0, 5]
-    assert [q.position for q in zero_queries(branches[3], 16, 200_000)] == list(range(185_363, 185_368))
-    assert [list(q.heads) for q in zero_queries(branches[3], 16, 200_000)] == [[2 * s, 2 * s + 1] for s in range(3, 8)]
+    assert [q.position for q in zero_queries(branches[3], 16, 200_000)] == list(
+        range(185_363, 185_368)
+    )
+    assert [list(q.heads) for q in zero_queries(branches[3], 16, 200_000)] == [
+        [2 * s, 2 * s + 1] for s in range(3, 8)
+    ]
 
 
 @pytest.mark.parametrize(("num_heads", "rate"), [(16, 8), (3, 4), (5, 2), (1, 7)])
 def test_heads_of_phases(num_heads, rate):
     pattern = DilatedPattern((64,), (rate,), phase="blocked")
     for phase, heads in enumerate(heads_of_phases(num_heads, rate)):
-        assert list(heads) == [h for h in range(num_heads) if pattern.phase_of(0, h, num_heads) == phase]
+        assert list(heads) == [
+            h for h in range(num_heads) if pattern.phase_of(0, h, num_heads) == phase
+        ]

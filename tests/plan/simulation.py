@@ -48,7 +48,9 @@ class Simulation:
         self.positions = [[t for span in shard for t in range(*span)] for shard in shards]
         self.ratio = num_heads // num_kv_heads
         self.computed: Triples = Counter()
-        self.home: list[Triples] = [Counter() for _ in shards]  # gradient contributions that reached the key's owner
+        self.home: list[Triples] = [
+            Counter() for _ in shards
+        ]  # gradient contributions that reached the key's owner
         self.owner = {t: k for k, positions in enumerate(self.positions) for t in positions}
         self.run()
 
@@ -59,7 +61,9 @@ class Simulation:
                 triples = self.triples(k, tile, None)
                 self.computed += triples
                 self.home[k] += triples
-        own = [self.packed(k) for k in range(len(self.plans))]  # chunk buffers: {unit: (kv head, position)}
+        own = [
+            self.packed(k) for k in range(len(self.plans))
+        ]  # chunk buffers: {unit: (kv head, position)}
         held = own
         grads: list[dict[int, Triples]] = [{} for _ in self.plans]  # ring offset -> contributions
         for s in range(max(len(plan.hops) for plan in self.plans)):
@@ -69,7 +73,9 @@ class Simulation:
                 [hop.receives if hop else () for hop in hops],
                 # An own chunk is sent from the rank's own rows, also when the buffer holds others by then.
                 lambda k, m, held=held: {
-                    u: x for u, x in (own if m.owner == k else held)[k].items() if m.offset <= u < m.offset + m.size
+                    u: x
+                    for u, x in (own if m.owner == k else held)[k].items()
+                    if m.offset <= u < m.offset + m.size
                 },
             )
             held = [{u: x for _, units in several for u, x in units.items()} for several in arrived]
@@ -80,8 +86,12 @@ class Simulation:
                 for tile in hop.tiles if hop else ():
                     triples = self.triples(k, tile, held[k])
                     self.computed += triples
-                    (message,) = [m for m in hop.grad_sends if m.offset <= tile.key.offset < m.offset + m.size]
-                    grads[k][message.offset] = grads[k][message.offset] + triples  # else on uninitialised memory
+                    (message,) = [
+                        m for m in hop.grad_sends if m.offset <= tile.key.offset < m.offset + m.size
+                    ]
+                    grads[k][message.offset] = (
+                        grads[k][message.offset] + triples
+                    )  # else on uninitialised memory
             sent = [hop.grad_sends if hop else () for hop in hops]
             kept = [hop.grad_receives if hop else () for hop in hops]
             arrived = self.deliver(sent, kept, lambda k, m, grads=grads: grads[k].get(m.offset))
@@ -104,15 +114,22 @@ class Simulation:
             touched: set[tuple[int, int]] = set()
             for tile in plan.local:
                 rows = {
-                    (h, t) for heads in self.view(k, getattr(tile, side)) for h, positions in heads for t in positions
+                    (h, t)
+                    for heads in self.view(k, getattr(tile, side))
+                    for h, positions in heads
+                    for t in positions
                 }
                 if getattr(tile, f"first_{side}"):
-                    assert not rows & touched, f"a first tile writes over what is there already ({side} rows)"
+                    assert not rows & touched, (
+                        f"a first tile writes over what is there already ({side} rows)"
+                    )
                 elif covered:
                     assert rows <= touched, f"a tile adds to uninitialised memory ({side} rows)"
                 touched |= rows
             if covered:
-                assert len(touched) == num_heads * len(self.positions[k]), f"not all {side} rows are covered"
+                assert len(touched) == num_heads * len(self.positions[k]), (
+                    f"not all {side} rows are covered"
+                )
 
     def deliver(self, sends, receives, content):
         """Match the sends of all ranks with the receives of all ranks; everything must be taken, and sizes agree."""
@@ -130,7 +147,14 @@ class Simulation:
                 assert size == m.size, f"rank {m.peer} sends {size}, rank {k} expects {m.size}"
                 assert units is not None, "a sum is sent that nobody started"
                 is_gradient = isinstance(units, Counter)
-                several.append((m, units if is_gradient else {u - offset + m.offset: x for u, x in units.items()}))
+                several.append(
+                    (
+                        m,
+                        units
+                        if is_gradient
+                        else {u - offset + m.offset: x for u, x in units.items()},
+                    )
+                )
             arrived.append(several)
         assert not any(wires.values()), "a message nobody received"
         return arrived
@@ -154,7 +178,9 @@ class Simulation:
                 (
                     h,
                     [
-                        self.positions[k][rows.first + i * rows.segment_step + j * rows.shift + m * rows.step]
+                        self.positions[k][
+                            rows.first + i * rows.segment_step + j * rows.shift + m * rows.step
+                        ]
                         for m in range(rows.num_rows)
                     ],
                 )
@@ -168,7 +194,10 @@ class Simulation:
         queries = self.view(k, tile.query)
         if isinstance(tile.key, Block):
             units = [
-                range(tile.key.offset + h * tile.key.num_rows, tile.key.offset + (h + 1) * tile.key.num_rows)
+                range(
+                    tile.key.offset + h * tile.key.num_rows,
+                    tile.key.offset + (h + 1) * tile.key.num_rows,
+                )
                 for h in range(tile.key.start, tile.key.stop)
             ]
             keys = [[(buffer[u[0]][0], [buffer[i][1] for i in u]) for u in units]]

@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.cache_plan import Buffers, check_append, check_crop, plan_append, plan_cache
+from ring_dilated_attention.plan.cache_plan import (
+    Buffers,
+    check_append,
+    check_crop,
+    plan_append,
+    plan_cache,
+)
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.program import program_of
@@ -24,7 +30,11 @@ def calls(draw):
     """A causal pattern with heads that it can run on."""
     num_kv_heads = draw(st.integers(1, 3))
     num_heads = num_kv_heads * draw(st.integers(1, 3))
-    return draw(patterns(num_heads, longest=12, highest_rate=5, is_causal=True)), num_heads, num_kv_heads
+    return (
+        draw(patterns(num_heads, longest=12, highest_rate=5, is_causal=True)),
+        num_heads,
+        num_kv_heads,
+    )
 
 
 def phases_read(pattern, num_heads, num_kv_heads):
@@ -55,7 +65,9 @@ def live_rows(plan, position):
 
 def distinct_rows(plan, position):
     """The number of live rows, where a row that several branches hold counts once."""
-    rows = ((x.kv_heads, x.position_of(number)) for x in plan.buffers for number in live(x, position))
+    rows = (
+        (x.kv_heads, x.position_of(number)) for x in plan.buffers for number in live(x, position)
+    )
     return len({(head, at) for heads, at in rows for head in heads})
 
 
@@ -127,7 +139,11 @@ def test_a_longest_sequence_caps_every_buffer(call, max_len):
     assert {key: buffers.capacity for key, buffers in buffers_of(plan).items()} == {
         k: n for k, n in largest.items() if n
     }
-    assert plan.num_rows == pattern.cache_rows(num_heads, num_kv_heads, max_len) == sum(largest.values())
+    assert (
+        plan.num_rows
+        == pattern.cache_rows(num_heads, num_kv_heads, max_len)
+        == sum(largest.values())
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -147,10 +163,13 @@ def test_going_back(call, keep, max_len):
             for back in range(floor, position + 1):
                 # The next query of this phase, after going back, sees rows from the start of its segment on.
                 numbers = range(
-                    buffers.before(back) - buffers.before(back) % buffers.rows_per_segment, buffers.before(back)
+                    buffers.before(back) - buffers.before(back) % buffers.rows_per_segment,
+                    buffers.before(back),
                 )
                 assert not numbers or numbers.start >= kept.start
-            own = range(buffers.seen(position - 1).start, kept.stop)  # what the last query saw, itself included
+            own = range(
+                buffers.seen(position - 1).start, kept.stop
+            )  # what the last query saw, itself included
             largest[key] = max(largest[key], len(kept), len(own))
             assert len(kept) <= buffers.capacity
     if max_len is not None or keep + max(pattern.segment_lengths) <= 80:
@@ -247,8 +266,14 @@ def test_dropping_a_row_too_early_is_seen(monkeypatch):
 @pytest.mark.parametrize(
     ("make", "fragments"),
     [
-        (lambda: plan_cache(DilatedPattern((8,), (1,)), 1, 1), ("needs a causal pattern", "is_causal=True")),
-        (lambda: DilatedPattern((8,), (1,)).cache_rows(1, 1), ("needs a causal pattern", "is_causal=True")),
+        (
+            lambda: plan_cache(DilatedPattern((8,), (1,)), 1, 1),
+            ("needs a causal pattern", "is_causal=True"),
+        ),
+        (
+            lambda: DilatedPattern((8,), (1,)).cache_rows(1, 1),
+            ("needs a causal pattern", "is_causal=True"),
+        ),
         (lambda: PAPER.cache_rows(4, 3), ("4 query heads", "3 key/value heads")),
         (lambda: plan_cache(PAPER, 1, 1, 0), ("max_len=0", "at least 1", "None")),
         (lambda: plan_cache(PAPER, 1, 1, "x"), ("max_len='x'", "an integer of at least 1")),
@@ -257,10 +282,19 @@ def test_dropping_a_row_too_early_is_seen(monkeypatch):
             lambda: check_append(plan_cache(PAPER, 1, 1, 10), [0, 8], [3, 3]),
             ("max_len=10", "row 1 of the batch has 8", "3 more there would be 11", "max_len=11"),
         ),
-        (lambda: check_crop(plan_cache(PAPER, 1, 1), [5], [0], [6]), ("crop(6)", "has 5 positions", "between 0 and 5")),
+        (
+            lambda: check_crop(plan_cache(PAPER, 1, 1), [5], [0], [6]),
+            ("crop(6)", "has 5 positions", "between 0 and 5"),
+        ),
         (
             lambda: check_crop(plan_cache(PAPER, 1, 1, None, 2), [2050], [2048], [4]),
-            ("crop(4)", "from 2050 positions back to 2046", "take back 2 or fewer", "keep=4", "keep=2"),
+            (
+                "crop(4)",
+                "from 2050 positions back to 2046",
+                "take back 2 or fewer",
+                "keep=4",
+                "keep=2",
+            ),
         ),
     ],
 )

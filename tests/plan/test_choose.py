@@ -8,10 +8,20 @@ import pytest
 import torch
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, explain
-from ring_dilated_attention.plan.exchange import SMALL_CHUNK_BYTES, choose_exchange, dealt_bytes, plan_exchange
+from ring_dilated_attention.plan.exchange import (
+    SMALL_CHUNK_BYTES,
+    choose_exchange,
+    dealt_bytes,
+    plan_exchange,
+)
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
-from ring_dilated_attention.plan.sharding import Cut, default_lengths, make_shards, shard_length
+from ring_dilated_attention.plan.sharding import (
+    ShardSpec,
+    default_lengths,
+    make_shards,
+    shard_length,
+)
 from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.ranks.processes import Processes
 
@@ -27,7 +37,10 @@ def test_documents_that_lie_in_shards_send_nothing():
     """Catches a choice that does not look at documents: dealing heads would move what needs no message."""
     borders = tuple(range(0, 8192 + 1, 1024))
     assert choose(CAUSAL, 8, 8192).exchange == "all_to_all"
-    assert choose(CAUSAL, 8, 8192, documents=borders) == ("ring", "nothing is sent: every segment lies in one shard")
+    assert choose(CAUSAL, 8, 8192, documents=borders) == (
+        "ring",
+        "nothing is sent: every segment lies in one shard",
+    )
 
 
 def test_zigzag_is_not_contiguous():
@@ -35,15 +48,21 @@ def test_zigzag_is_not_contiguous():
     pattern = DilatedPattern((1024,), (1,), is_causal=True)
     assert choose(pattern, 8, 8192).reason.startswith("nothing is sent")
     assert (
-        "receives up to 2,097,152 bytes in 1 hop; " in choose(pattern, 8, 8192, sharding="zigzag", heads=(8, 8)).reason
+        "receives up to 2,097,152 bytes in 1 hop; "
+        in choose(pattern, 8, 8192, sharding="zigzag", heads=(8, 8)).reason
     )
 
 
 def test_the_bytes_are_those_of_the_plan_of_the_rank_that_receives_most():
     """Catches bytes of a full ring where chunks go no further than they are needed, and those of some other rank."""
-    for pattern, documents in product((CAUSAL, DilatedPattern((8192,), (1,))), (None, (0, 3000, 8192))):
+    for pattern, documents in product(
+        (CAUSAL, DilatedPattern((8192,), (1,))), (None, (0, 3000, 8192))
+    ):
         job = Job(pattern, make_shards("contiguous", (2048,) * 4), 6, 3, documents)
-        received = [sum(m.size for hop in make_plan(job, k).hops for m in hop.receives) * 64 * 4 for k in range(4)]
+        received = [
+            sum(m.size for hop in make_plan(job, k).hops for m in hop.receives) * 64 * 4
+            for k in range(4)
+        ]
         reason = choose(pattern, 4, 8192, heads=(6, 3), documents=documents).reason
         assert f"a rank receives up to {max(received):,} bytes" in reason
         assert len(set(received)) > 1 or not pattern.is_causal
@@ -60,7 +79,9 @@ def test_small_chunks_go_at_once():
     assert SMALL_CHUNK_BYTES > 2 * 7 * 8 * 8 * 4
     assert tiny.exchange == "ring"  # seven chunks as large as the shard itself
     two = choose(DilatedPattern((24,), (1,)), 3, 24, heads=(2, 2), head_dim=8).reason
-    assert "a rank receives 2,048, no more than two chunks or its own keys and values" in two  # which are 1,024
+    assert (
+        "a rank receives 2,048, no more than two chunks or its own keys and values" in two
+    )  # which are 1,024
 
 
 def test_the_reason_names_what_it_rests_on():
@@ -72,7 +93,10 @@ def test_the_reason_names_what_it_rests_on():
     for figure in (plan.bytes_sent(1, 64, 4), 2 * plan.chunk_size * 64 * 4, dealt):
         assert f"{figure:,}" in reason
     assert "3 hops" in reason
-    assert "3 key/value heads cannot be dealt to 4 ranks" in choose(CAUSAL, 4, 8192, heads=(6, 3)).reason
+    assert (
+        "3 key/value heads cannot be dealt to 4 ranks"
+        in choose(CAUSAL, 4, 8192, heads=(6, 3)).reason
+    )
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -80,7 +104,11 @@ def test_each_figure_of_a_reason_is_that_of_the_plans(seed):
     """Of random jobs: bytes, hops and calls of the rank that receives most, bytes of dealt heads, and about how much
     chunks hold."""
     rng = random.Random(seed)
-    p, n, heads = rng.randint(2, 8), rng.randrange(200, 6000), rng.choice(((8, 8), (8, 4), (6, 3), (12, 2)))
+    p, n, heads = (
+        rng.randint(2, 8),
+        rng.randrange(200, 6000),
+        rng.choice(((8, 8), (8, 4), (6, 3), (12, 2))),
+    )
     lengths, rates = rng.sample(range(8, n), 2), rng.sample(range(1, 40), 2)
     pattern = DilatedPattern(sorted(lengths), sorted(rates), is_causal=rng.random() < 0.5)
     sharding, sizes = rng.choice(("contiguous", "zigzag")), Sizes(1, 64, 4)
@@ -88,7 +116,10 @@ def test_each_figure_of_a_reason_is_that_of_the_plans(seed):
     job = Job(pattern, shards, *heads)
     reason, plans = choose_exchange(job, sizes).reason, [make_plan(job, rank) for rank in range(p)]
     received = [sum(m.size for hop in plan.hops for m in hop.receives) * 64 * 4 for plan in plans]
-    dealt = max(dealt_bytes(tuple(map(shard_length, shards)), k, heads, sizes, backward=False) for k in range(p))
+    dealt = max(
+        dealt_bytes(tuple(map(shard_length, shards)), k, heads, sizes, backward=False)
+        for k in range(p)
+    )
     found = dict(
         receives=re.findall(r"in the ring a rank receives up to ([\d,]+) bytes", reason),
         hops=re.findall(r"bytes in (\d+) hop", reason),
@@ -100,20 +131,37 @@ def test_each_figure_of_a_reason_is_that_of_the_plans(seed):
     )
     most = plans[received.index(max(received))]
     expected = dict(receives=max(received), hops=max(len(plan.hops) for plan in plans))
-    expected |= dict(chunks=2 * max(plan.chunk_size for plan in plans) * 64 * 4, calls=most.num_tiles, dealt=dealt)
-    expected |= dict(small=max(m.size for plan in plans for hop in plan.hops for m in hop.receives) * 64 * 4)
-    expected |= dict(dealt_calls=plan_exchange("all_to_all", job, 0).plan.num_tiles if heads[1] % p == 0 else None)
+    expected |= dict(
+        chunks=2 * max(plan.chunk_size for plan in plans) * 64 * 4,
+        calls=most.num_tiles,
+        dealt=dealt,
+    )
+    expected |= dict(
+        small=max(m.size for plan in plans for hop in plan.hops for m in hop.receives) * 64 * 4
+    )
+    expected |= dict(
+        dealt_calls=plan_exchange("all_to_all", job, 0).plan.num_tiles
+        if heads[1] % p == 0
+        else None
+    )
     for name, texts in found.items():
         for text in texts:
             figure = int("".join(text).replace(",", ""))
-            assert figure == pytest.approx(expected[name], rel=0.2 if name == "chunks" else 0), (name, reason)
+            assert figure == pytest.approx(expected[name], rel=0.2 if name == "chunks" else 0), (
+                name,
+                reason,
+            )
     assert found["receives"]
 
 
 def unconnected(world_size, exchange):
     """One of several processes, as far as a choice looks at it."""
     ranks = Processes.__new__(Processes)
-    ranks.world_size, ranks.exchange, ranks.cut = world_size, exchange, Cut("contiguous", world_size)
+    ranks.world_size, ranks.exchange, ranks.cut = (
+        world_size,
+        exchange,
+        ShardSpec("contiguous", world_size),
+    )
     return ranks
 
 

@@ -12,7 +12,7 @@ from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.counts import Counter, Phases, count_ranks, rows_before
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
-from ring_dilated_attention.plan.sharding import Cut, default_lengths, make_shards
+from ring_dilated_attention.plan.sharding import ShardSpec, default_lengths, make_shards
 from ring_dilated_attention.simulate.one_rank import chunk_finder
 
 
@@ -22,10 +22,12 @@ def cuts(draw, seq_len):
     num_ranks = draw(st.integers(1, 6))
     kind = draw(st.sampled_from(["contiguous", "zigzag", "uneven", "mesh"]))
     if kind == "uneven":
-        borders = sorted(draw(st.lists(st.integers(0, seq_len), min_size=num_ranks - 1, max_size=num_ranks - 1)))
+        borders = sorted(
+            draw(st.lists(st.integers(0, seq_len), min_size=num_ranks - 1, max_size=num_ranks - 1))
+        )
         return make_shards("contiguous", [b - a for a, b in pairwise((0, *borders, seq_len))])
     if kind == "mesh":
-        cut = Cut(draw(st.sampled_from(["contiguous", "zigzag"])), 2 * num_ranks, inner=2)
+        cut = ShardSpec(draw(st.sampled_from(["contiguous", "zigzag"])), 2 * num_ranks, inner=2)
         return cut.shards_of(cut.default_lengths(seq_len))
     return make_shards(kind, default_lengths(kind, seq_len, num_ranks))
 
@@ -83,16 +85,25 @@ def test_sharers_and_buffers(job):
     is_dense = max(job.pattern.dilation_rates) == 1
     for rank in range(job.num_ranks):
         plan, find = make_plan(job, rank), chunk_finder(job, rank)
-        places = {find(message)[1:3] for hop in plan.hops for message in (*hop.receives, *hop.targets)}
-        assert all(counted.segments[place].sharers > 1 and counted.segments[place].received for place in places)
+        places = {
+            find(message)[1:3] for hop in plan.hops for message in (*hop.receives, *hop.targets)
+        }
+        assert all(
+            counted.segments[place].sharers > 1 and counted.segments[place].received
+            for place in places
+        )
         if is_dense and plan.hops and len(job.shards[rank]) == 1:
             assert counted.buffers[rank] <= plan.chunk_size
 
 
 def test_a_count_of_other_keys_would_be_seen(monkeypatch):
     """Proof that the comparison can fail: rows of phases that a rank does not have."""
-    job = Job(DilatedPattern((40,), (24,), is_causal=True), make_shards("contiguous", (10,) * 4), 4, 4)
-    expected = [sum(m.size for hop in make_plan(job, k).hops for m in hop.receives) for k in range(4)]
+    job = Job(
+        DilatedPattern((40,), (24,), is_causal=True), make_shards("contiguous", (10,) * 4), 4, 4
+    )
+    expected = [
+        sum(m.size for hop in make_plan(job, k).hops for m in hop.receives) for k in range(4)
+    ]
     assert count_ranks(Counter(job)).received == expected
     wrong = lambda self, pieces, length, is_causal: ([2], self.rows(pieces[0][0]))  # noqa: E731
     monkeypatch.setattr(Phases, "own_and_foreign", wrong)
@@ -104,15 +115,25 @@ def test_a_count_of_other_keys_would_be_seen(monkeypatch):
 @pytest.mark.parametrize("seq_len", [1, 7, 64, 100])
 def test_pairs_of_a_document(is_causal, rule, seq_len):
     """By the definition, position by position."""
-    pattern, expected = DilatedPattern((16, 50, 2**62), (1, 3, 8), is_causal=is_causal, **rule), [0, 0, 0]
+    pattern, expected = (
+        DilatedPattern((16, 50, 2**62), (1, 3, 8), is_causal=is_causal, **rule),
+        [0, 0, 0],
+    )
     for branch, (w, r) in enumerate(pattern.branches):
         for head in range(6):
             phase = pattern.phase_of(branch, head, 6)
             rows = [t for t in range(seq_len) if t % w % r == phase]
-            expected[branch] += sum(a // w == b // w and (b <= a or not is_causal) for a in rows for b in rows)
+            expected[branch] += sum(
+                a // w == b // w and (b <= a or not is_causal) for a in rows for b in rows
+            )
     assert [branch_pairs(pattern, branch, [seq_len], 6) for branch in range(3)] == expected
-    several = [sum(branch_pairs(pattern, branch, [n], 6) for n in (seq_len, 3, seq_len)) for branch in range(3)]
-    assert [branch_pairs(pattern, branch, (seq_len, 3, seq_len), 6) for branch in range(3)] == several
+    several = [
+        sum(branch_pairs(pattern, branch, [n], 6) for n in (seq_len, 3, seq_len))
+        for branch in range(3)
+    ]
+    assert [
+        branch_pairs(pattern, branch, (seq_len, 3, seq_len), 6) for branch in range(3)
+    ] == several
     assert pairs(pattern, seq_len, 6) == sum(expected)
 
 
@@ -143,21 +164,29 @@ def test_a_message_carries_what_its_owner_packs(sharding, is_causal):
     num_checked = 0
     for k, plan in enumerate(plans):
         find = chunk_finder(Job(pattern, shards, *heads, documents), k)
-        for message in (m for hop in plan.hops for m in (*hop.receives, *hop.grad_sends, *hop.grad_receives)):
+        for message in (
+            m for hop in plan.hops for m in (*hop.receives, *hop.grad_sends, *hop.grad_receives)
+        ):
             chunk = find(message)
             assert (chunk.owner, chunk.size) == (message.owner, message.size)
             owners = chunk_finder(Job(pattern, shards, *heads, documents), message.owner)
             packs = [
                 (rows, block)
                 for rows, block in plans[message.owner].packs
-                if owners(message._replace(offset=_start(plans[message.owner], block)))[1:4] == chunk[1:4]
+                if owners(message._replace(offset=_start(plans[message.owner], block)))[1:4]
+                == chunk[1:4]
             ]
             assert len(packs) == len(chunk.rows)
             for (local, packed), (rows, block) in zip(packs, chunk.rows, strict=True):
                 assert block == packed._replace(offset=packed.offset - packs[0][1].offset)
                 for j in range(len(local.heads)):
-                    mine = [local.first + j * local.shift + m * local.step for m in range(local.num_rows)]
-                    theirs = [rows.first + j * rows.shift + m * rows.step for m in range(rows.num_rows)]
+                    mine = [
+                        local.first + j * local.shift + m * local.step
+                        for m in range(local.num_rows)
+                    ]
+                    theirs = [
+                        rows.first + j * rows.shift + m * rows.step for m in range(rows.num_rows)
+                    ]
                     assert [positions[message.owner][row] for row in mine] == theirs
                     assert local.heads == rows.heads
             num_checked += 1
@@ -166,7 +195,9 @@ def test_a_message_carries_what_its_owner_packs(sharding, is_causal):
 
 def _start(plan, block):
     """Where the ring's chunks lie in the rank's buffer, given a block of its own chunk."""
-    offsets = {m.offset for hop in plan.hops for m in (*hop.sends, *hop.receives, *hop.grad_receives)}
+    offsets = {
+        m.offset for hop in plan.hops for m in (*hop.sends, *hop.receives, *hop.grad_receives)
+    }
     return max(offset for offset in offsets if offset <= block.offset)
 
 

@@ -17,7 +17,7 @@ from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.rings import causal_hops
 from ring_dilated_attention.plan.sharding import (
-    Cut,
+    ShardSpec,
     deal_documents,
     default_lengths,
     documents_of,
@@ -30,7 +30,9 @@ from ring_dilated_attention.simulate.one_rank import chunk_finder
 
 def check_plan(pattern, sharding, lengths, num_heads, num_kv_heads, borders, held=None):
     """held: the query heads that the ranks hold, if not all; plans count from the first of them."""
-    return check_shards(pattern, make_shards(sharding, lengths), num_heads, num_kv_heads, borders, held)
+    return check_shards(
+        pattern, make_shards(sharding, lengths), num_heads, num_kv_heads, borders, held
+    )
 
 
 def check_shards(pattern, shards, num_heads, num_kv_heads, borders, held=None):
@@ -52,17 +54,24 @@ def check_packed(simulation, rank, tiles):
     buffer = simulation.packed(rank)
     for tile in tiles:
         if tile.packed is not None:
-            assert (tile.packed.num_rows, len(tile.packed.heads)) == (tile.key.num_rows, len(tile.key.heads))
+            assert (tile.packed.num_rows, len(tile.packed.heads)) == (
+                tile.key.num_rows,
+                len(tile.key.heads),
+            )
             (view,) = simulation.view(rank, tile.key)
             for i, (head, positions) in zip(tile.packed.heads, view, strict=True):
                 unit = tile.packed.offset + i * tile.packed.num_rows
-                assert [buffer[unit + j] for j in range(len(positions))] == [(head, x) for x in positions]
+                assert [buffer[unit + j] for j in range(len(positions))] == [
+                    (head, x) for x in positions
+                ]
 
 
 def cut(seq_len, world_size, seed):
     """Random lengths, some of them zero, that add up to seq_len."""
     rng = random.Random(seed)
-    borders = sorted(rng.choice([0, seq_len, rng.randint(0, seq_len)]) for _ in range(world_size - 1))
+    borders = sorted(
+        rng.choice([0, seq_len, rng.randint(0, seq_len)]) for _ in range(world_size - 1)
+    )
     return tuple(b - a for a, b in zip([0, *borders], [*borders, seq_len], strict=True))
 
 
@@ -85,7 +94,9 @@ def test_tiles_cover_the_pattern_once(world_size, sharding, is_causal):
             check_plan(pattern, sharding, lengths, 4, num_kv_heads, (0, n))
 
 
-@pytest.mark.parametrize(("sharding", "is_causal"), [("contiguous", False), ("contiguous", True), ("zigzag", True)])
+@pytest.mark.parametrize(
+    ("sharding", "is_causal"), [("contiguous", False), ("contiguous", True), ("zigzag", True)]
+)
 def test_own_tiles_of_a_ring_read_the_packed_chunk(sharding, is_causal):
     """Catches keys that are read H * D apart although they lie side by side in the chunk, which is packed anyway."""
     pattern = DilatedPattern((16, 64), (1, 2), is_causal=is_causal)
@@ -161,7 +172,11 @@ def test_a_message_of_the_wrong_size_is_seen(monkeypatch):
         if rank == 1:
             hop = plan.hops[0]
             plan = replace(
-                plan, hops=(hop._replace(sends=tuple(m._replace(size=m.size + 1) for m in hop.sends)), *plan.hops[1:])
+                plan,
+                hops=(
+                    hop._replace(sends=tuple(m._replace(size=m.size + 1) for m in hop.sends)),
+                    *plan.hops[1:],
+                ),
             )
         return plan
 
@@ -175,7 +190,9 @@ def test_bytes_follow_the_formula_of_the_design():
     p, local, heads = 4, 64, 4
     pattern = DilatedPattern((32, 128, 256), (1, 2, 4))
     plan = make_plan(Job(pattern, make_shards("contiguous", (local,) * p), heads, heads), 1)
-    expected = sum((w // local - 1) * 2 * 3 * (local // r) * heads * 8 * 4 for w, r in [(128, 2), (256, 4)])
+    expected = sum(
+        (w // local - 1) * 2 * 3 * (local // r) * heads * 8 * 4 for w, r in [(128, 2), (256, 4)]
+    )
     assert plan.bytes_sent(3, 8, 4) == expected
     assert plan.bytes_sent(3, 8, 4, backward=True) == 2 * expected
 
@@ -185,14 +202,19 @@ def test_bytes_do_not_grow_with_n():
     pattern = DilatedPattern((64, 256), (1, 4))
     sent = []
     for p in (4, 8, 16):
-        plans = [make_plan(Job(pattern, make_shards("contiguous", (64,) * p), 4, 4), k) for k in range(p)]
+        plans = [
+            make_plan(Job(pattern, make_shards("contiguous", (64,) * p), 4, 4), k) for k in range(p)
+        ]
         sent.append({plan.bytes_sent(1, 8, 4) for plan in plans})
     assert sent[0] == sent[1] == sent[2]
     assert sent[0] != {0}
 
 
 def test_local_segments_send_nothing():
-    plan = make_plan(Job(DilatedPattern((2048, 4096), (1, 2)), make_shards("contiguous", (8192, 8192)), 12, 12), 0)
+    plan = make_plan(
+        Job(DilatedPattern((2048, 4096), (1, 2)), make_shards("contiguous", (8192, 8192)), 12, 12),
+        0,
+    )
     assert plan.hops == ()
     assert plan.chunk_size == 0
 
@@ -207,7 +229,10 @@ def received_and_read(pattern, shards, heads, documents=None):
             for message in hop.receives:
                 received += message.size
                 for _, block in find(message).rows:
-                    num_seen = sum((message.offset + block.offset, head) in seen for head in range(block.num_heads))
+                    num_seen = sum(
+                        (message.offset + block.offset, head) in seen
+                        for head in range(block.num_heads)
+                    )
                     read += 2 * num_seen * block.num_rows
     return received, read
 
@@ -216,10 +241,15 @@ def received_and_read(pattern, shards, heads, documents=None):
     ("w", "r", "world_size", "num_heads", "expected"),
     [(8, 8, 8, 8, 0), (64, 16, 16, 16, 384), (64, 16, 64, 4, 96), (64, 12, 64, 12, 560)],
 )
-def test_phases_travel_apart_where_shards_are_shorter_than_rates(w, r, world_size, num_heads, expected):
+def test_phases_travel_apart_where_shards_are_shorter_than_rates(
+    w, r, world_size, num_heads, expected
+):
     """As whole chunks they came to every rank with any row of the segment: 112, 1,920, 480 and 8,064 units."""
     shards = make_shards("contiguous", (w // world_size,) * world_size)
-    assert received_and_read(DilatedPattern((w,), (r,)), shards, (num_heads, num_heads)) == (expected, expected)
+    assert received_and_read(DilatedPattern((w,), (r,)), shards, (num_heads, num_heads)) == (
+        expected,
+        expected,
+    )
 
 
 @settings(max_examples=400, deadline=None)
@@ -254,12 +284,17 @@ def test_zigzag_sends_a_quarter_less_than_whole_shards_around():
     """The later pieces, half of each shard, are met by the ranks below alone: on the average by half of all."""
     n, p = 4096, 8
     shards = make_shards("zigzag", (n // p,) * p)
-    plans = [make_plan(Job(DilatedPattern((n,), (1,), is_causal=True), shards, 1, 1), k) for k in range(p)]
+    plans = [
+        make_plan(Job(DilatedPattern((n,), (1,), is_causal=True), shards, 1, 1), k)
+        for k in range(p)
+    ]
     whole = 2 * n * (p - 1)
     assert sum(plan.sent()[0] for plan in plans) == whole * 3 // 4
     assert max(plan.chunk_size for plan in plans) == 2 * n // p  # and no more is held
     for hops in zip(*(plan.hops for plan in plans), strict=True):
-        assert len({sum(tile.pairs for tile in hop.tiles) for hop in hops}) == 1  # nobody waits for anybody's work
+        assert (
+            len({sum(tile.pairs for tile in hop.tiles) for hop in hops}) == 1
+        )  # nobody waits for anybody's work
 
 
 def test_runs_are_the_hops_at_which_somebody_needs_a_piece():
@@ -278,7 +313,10 @@ def test_runs_are_the_hops_at_which_somebody_needs_a_piece():
 
 def test_causal_sends_only_to_later_ranks():
     shards = make_shards("contiguous", (8, 8, 8))
-    plans = [make_plan(Job(DilatedPattern((24,), (1,), is_causal=True), shards, 1, 1), k) for k in range(3)]
+    plans = [
+        make_plan(Job(DilatedPattern((24,), (1,), is_causal=True), shards, 1, 1), k)
+        for k in range(3)
+    ]
     for rank, plan in enumerate(plans):
         assert all(m.peer > rank for hop in plan.hops for m in hop.sends)
     assert [plan.sent()[0] for plan in plans] == [16, 32, 0]
@@ -305,21 +343,34 @@ def test_zigzag_is_balanced_for_dense_causal_attention(n, p):
 def test_zigzag_balances_dense_causal_work():
     n, p = 64, 4
     pattern = DilatedPattern((n,), (1,), is_causal=True)
-    zigzag = [make_plan(Job(pattern, make_shards("zigzag", (16,) * p), 1, 1), k).pairs for k in range(p)]
-    contiguous = [make_plan(Job(pattern, make_shards("contiguous", (16,) * p), 1, 1), k).pairs for k in range(p)]
+    zigzag = [
+        make_plan(Job(pattern, make_shards("zigzag", (16,) * p), 1, 1), k).pairs for k in range(p)
+    ]
+    contiguous = [
+        make_plan(Job(pattern, make_shards("contiguous", (16,) * p), 1, 1), k).pairs
+        for k in range(p)
+    ]
     assert max(zigzag) == min(zigzag)
     assert max(contiguous) * p > 1.6 * sum(contiguous)
 
 
 def test_a_batch_that_comes_again_is_not_planned_again():
     shards, borders = make_shards("contiguous", split_lengths(64, 4)), [0, 7, 29, 64]
-    jobs = [Job(DilatedPattern.dense(is_causal=True), shards, 4, 4, documents_of(tuple(borders), 64)) for _ in range(2)]
+    jobs = [
+        Job(DilatedPattern.dense(is_causal=True), shards, 4, 4, documents_of(tuple(borders), 64))
+        for _ in range(2)
+    ]
     assert plan_exchange("ring", jobs[0], 2) is plan_exchange("ring", jobs[1], 2)
 
 
 def test_chunks_of_one_layout_share_their_tiles():
     """The plan of thousands of ranks is made in a moment since a rank's tiles at its hops are the same objects."""
-    job = Job(DilatedPattern((1024,), (1,), is_causal=True), make_shards("zigzag", split_lengths(1024, 64)), 4, 4)
+    job = Job(
+        DilatedPattern((1024,), (1,), is_causal=True),
+        make_shards("zigzag", split_lengths(1024, 64)),
+        4,
+        4,
+    )
     plan = make_plan(job, 5)
     tiles = [tile for hop in plan.hops for tile in hop.tiles]
     assert len(tiles) == 126
@@ -330,20 +381,33 @@ def test_chunks_of_one_layout_share_their_tiles():
 @given(st.data())
 def test_documents_dealt_one_by_one_cover_the_pattern_once(data):
     """Catches a position that two ranks own or none, and tiles of many short spans that miss a pair."""
-    documents = (0, *accumulate(data.draw(st.lists(st.sampled_from([1, 2, 3, 7, 13, 16]), min_size=1, max_size=5))))
+    documents = (
+        0,
+        *accumulate(
+            data.draw(st.lists(st.sampled_from([1, 2, 3, 7, 13, 16]), min_size=1, max_size=5))
+        ),
+    )
     world_size = data.draw(st.integers(1, 8))
     shards = deal_documents(documents, documents[-1], world_size)
-    assert sorted(x for shard in shards for span in shard for x in range(*span)) == list(range(documents[-1]))
-    branches = data.draw(st.sampled_from([((40,), (1,)), ((5, 16), (1, 3)), ((3, 8, 40), (2, 1, 4))]))
-    check_shards(DilatedPattern(*branches, is_causal=data.draw(st.booleans())), shards, 4, 2, documents)
+    assert sorted(x for shard in shards for span in shard for x in range(*span)) == list(
+        range(documents[-1])
+    )
+    branches = data.draw(
+        st.sampled_from([((40,), (1,)), ((5, 16), (1, 3)), ((3, 8, 40), (2, 1, 4))])
+    )
+    check_shards(
+        DilatedPattern(*branches, is_causal=data.draw(st.booleans())), shards, 4, 2, documents
+    )
 
 
 def test_documents_are_dealt_to_the_rows_of_a_mesh():
     documents = (0, 1, 14, 21, 60)
-    cut = Cut("zigzag_documents", 6, inner=2)
+    cut = ShardSpec("zigzag_documents", 6, inner=2)
     shards = cut.shards_of(cut.default_lengths(60, documents), documents)
     assert sorted(x for shard in shards for span in shard for x in range(*span)) == list(range(60))
-    with pytest.raises(ValueError, match="zigzag_documents shards of 60 positions over 6 ranks have lengths"):
+    with pytest.raises(
+        ValueError, match="zigzag_documents shards of 60 positions over 6 ranks have lengths"
+    ):
         cut.shards_of((0, 20, 0, 20, 0, 20), documents)
 
 

@@ -10,13 +10,18 @@ from ring_dilated_attention.plan.rounds import num_rounds, rounds_of
 
 def heard(num_ranks, count=None):
     """Of whom each rank has heard at the end, as bits, if it goes this many rounds (default: all)."""
-    rounds = list(zip(*(list(rounds_of(rank, num_ranks)) for rank in range(num_ranks)), strict=True))
+    rounds = list(
+        zip(*(list(rounds_of(rank, num_ranks)) for rank in range(num_ranks)), strict=True)
+    )
     known = [1 << rank for rank in range(num_ranks)]
     for turns in rounds[:count]:
         for number in range(len(turns[0])):
             for rank, turn in enumerate(turns):
                 assert turns[turn[number][0]][number][1] == rank, "a message that nobody expects"
-        known = [reduce(or_, (known[source] for _, source in turn), known[rank]) for rank, turn in enumerate(turns)]
+        known = [
+            reduce(or_, (known[source] for _, source in turn), known[rank])
+            for rank, turn in enumerate(turns)
+        ]
     return known
 
 

@@ -59,10 +59,16 @@ def draw(rng: random.Random, kind: str, world_size: int, stage: str, place: str)
 
 def posts_messages(fault: Fault) -> bool:
     """Whether the rank has messages at the place, under causality, where nothing wraps."""
-    shards = make_shards("contiguous", default_lengths("contiguous", 64 * fault.world_size, fault.world_size))
+    shards = make_shards(
+        "contiguous", default_lengths("contiguous", 64 * fault.world_size, fault.world_size)
+    )
     number = int(fault.place[4])  # of the hop
     for hop in make_plan(Job(CAUSAL, shards, 2, 2), fault.rank).hops[number - 1 : number]:
-        return bool(hop.grad_sends or hop.grad_receives if "gradients" in fault.place else hop.sends or hop.receives)
+        return bool(
+            hop.grad_sends or hop.grad_receives
+            if "gradients" in fault.place
+            else hop.sends or hop.receives
+        )
     return False
 
 
@@ -91,7 +97,10 @@ def summary(kind: str, trials: Sequence[Trial]) -> list[dict[str, object]]:
                 "places": sorted({trial.fault.place for trial in found}),
                 "number": len(found),
                 "passed": sum(not trial.complaints for trial in found),
-                "seconds": {"median": round(statistics.median(seconds), 2), "max": round(max(seconds), 2)},
+                "seconds": {
+                    "median": round(statistics.median(seconds), 2),
+                    "max": round(max(seconds), 2),
+                },
             }
         )
     return rows
@@ -102,19 +111,33 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--ranks", type=int, nargs="+", default=(2, 3, 4))
-    parser.add_argument("--places", nargs="+", metavar="WORD", help="the first words of places (default: all)")
-    parser.add_argument("--trials", type=int, help="how many of each kind (default: one for each place)")
+    parser.add_argument(
+        "--places", nargs="+", metavar="WORD", help="the first words of places (default: all)"
+    )
+    parser.add_argument(
+        "--trials", type=int, help="how many of each kind (default: one for each place)"
+    )
     add_record(parser)
     arguments = parser.parse_args()
-    keep = kept_record(parser, arguments.record, "faults", "tests/ranks/fault_trials.py", seed=arguments.seed)
+    keep = kept_record(
+        parser, arguments.record, "faults", "tests/ranks/fault_trials.py", seed=arguments.seed
+    )
     rng = random.Random(arguments.seed)
     print(f"seed {arguments.seed}")
-    print("trial  fault  rank    stage     place                   when           chunk  error after, s   message")
+    print(
+        "trial  fault  rank    stage     place                   when           chunk  error after, s   message"
+    )
     all_passed, rows = True, list[dict[str, object]]()
-    tried = [x for x in places(arguments.ranks) if not arguments.places or x[2].split()[0] in arguments.places]
+    tried = [
+        x
+        for x in places(arguments.ranks)
+        if not arguments.places or x[2].split()[0] in arguments.places
+    ]
     for kind in arguments.kinds:
         trials = []
-        for number, place in enumerate(islice(cycle(tried), arguments.trials or len(tried)), start=1):
+        for number, place in enumerate(
+            islice(cycle(tried), arguments.trials or len(tried)), start=1
+        ):
             trials.append(run_trial(draw(rng, kind, *place)))
             print(row(number, trials[-1]), flush=True)
             for complaint in trials[-1].complaints:
@@ -123,8 +146,14 @@ def main() -> int:
         passed = sum(not trial.complaints for trial in trials)
         all_passed &= passed == len(trials)
         seconds = [x for trial in trials for x in trial.seconds.values()]
-        spread = f"median {statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s" if seconds else "no errors"
-        print(f"{kind}: {passed} of {len(trials)} passed; from the fault to the others' errors {spread}")
+        spread = (
+            f"median {statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s"
+            if seconds
+            else "no errors"
+        )
+        print(
+            f"{kind}: {passed} of {len(trials)} passed; from the fault to the others' errors {spread}"
+        )
     return 0 if all_passed else 1
 
 

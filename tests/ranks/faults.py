@@ -103,7 +103,9 @@ class UserError(Exception):
 def run_trial(fault: Fault) -> Trial:
     """Start the ranks, let one fail, and judge what the others saw."""
     hears, tells = Pipe(duplex=False)
-    survivors = [rank for rank in range(fault.world_size) if rank != fault.rank or fault.leaves_rank_alive]
+    survivors = [
+        rank for rank in range(fault.world_size) if rank != fault.rank or fault.leaves_rank_alive
+    ]
     with Ranks(fault.world_size, live, fault, tells, stay=True, backend=fault.backend) as ranks:
         outcomes = ranks.collect(survivors, START_SECONDS + fault.timeout + SLACK_SECONDS)
         if fault.kind == "stop" and hears.poll():  # it finds the groups broken when it goes on
@@ -112,14 +114,20 @@ def run_trial(fault: Fault) -> Trial:
         struck = hears.recv() if hears.poll() else None
     hears.close()
     tells.close()
-    complaints = [f"rank {rank}: {value}" for rank, (succeeded, value) in outcomes.items() if not succeeded]
+    complaints = [
+        f"rank {rank}: {value}" for rank, (succeeded, value) in outcomes.items() if not succeeded
+    ]
     if struck is None:
         complaints.append("the rank never came to the place where it was to fail")
     reports = {rank: outcome.value for rank, outcome in outcomes.items() if outcome.succeeded}
     if not complaints:
         complaints = judge(fault, reports, struck)
-    seconds = {rank: report.time - (struck or 0) for rank, report in reports.items() if rank != fault.rank}
-    return Trial(fault, seconds, {rank: report.message for rank, report in reports.items()}, complaints)
+    seconds = {
+        rank: report.time - (struck or 0) for rank, report in reports.items() if rank != fault.rank
+    }
+    return Trial(
+        fault, seconds, {rank: report.message for rank, report in reports.items()}, complaints
+    )
 
 
 # In the processes of the ranks.
@@ -128,7 +136,11 @@ def run_trial(fault: Fault) -> Trial:
 def live(rank: int, world_size: int, fault: Fault, tells: Connection) -> Report:
     """Steps of forward and backward until an error; then a new context of the ranks that are left."""
     is_mesh = fault.exchange == "mesh"
-    group = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("ring", "heads")) if is_mesh else None
+    group = (
+        init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("ring", "heads"))
+        if is_mesh
+        else None
+    )
     exchange = "ring" if is_mesh else fault.exchange
     cp = ContextParallel(group, exchange=exchange, timeout=timedelta(seconds=fault.timeout))
     report = Report("none", "", time.monotonic())
@@ -149,7 +161,12 @@ def in_flight(cp: ContextParallel) -> str:
     """Messages of a broken context that have not ended. One that ends after torch's profiler stopped would write to
     memory that the profiler has freed."""
     pending = [x for link in cp.ranks.opened if link.failure for x in link._pending]  # type: ignore[union-attr]
-    names = [f"{x.moment}, {handle.deed}" for x in pending for handle in x.handles if not handle.work.is_completed()]
+    names = [
+        f"{x.moment}, {handle.deed}"
+        for x in pending
+        for handle in x.handles
+        if not handle.work.is_completed()
+    ]
     return f"messages in flight: {'; '.join(names)}" if names else ""
 
 
@@ -233,7 +250,9 @@ def go_on(rank: int, world_size: int, fault: Fault) -> None:
         group = dist.group.WORLD
     cp = ContextParallel(group, timeout=timedelta(seconds=20))
     assert cp.world_size == len(left)
-    full = torch.randn(1, 13, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    full = torch.randn(
+        1, 13, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
     expected = dilated_attention(full, full, full, CAUSAL)
     (gradient,) = torch.autograd.grad(expected.sin().sum(), full)
     local = cp.shard(full.detach()).requires_grad_()
@@ -265,7 +284,11 @@ def judge(fault: Fault, reports: dict[int, Report], struck: float) -> list[str]:
     """What is wrong with the reports of the ranks."""
     complaints = []
     bound = (fault.timeout if fault.is_silent else 0) + SLACK_SECONDS
-    blame = {rank: waited_for(rank, report.message) for rank, report in reports.items() if rank != fault.rank}
+    blame = {
+        rank: waited_for(rank, report.message)
+        for rank, report in reports.items()
+        if rank != fault.rank
+    }
     for rank, report in reports.items():
         if report.obstacle:
             complaints.append(f"rank {rank} could not go on: {report.obstacle}")
@@ -277,11 +300,15 @@ def judge(fault: Fault, reports: dict[int, Report], struck: float) -> list[str]:
         if report.error != "ExchangeError":
             complaints.append(f"rank {rank} saw {report.error}: {report.message}")
         elif report.time - struck > bound:
-            complaints.append(f"rank {rank} saw its error after {report.time - struck:.1f} s, not {bound:.1f} s")
+            complaints.append(
+                f"rank {rank} saw its error after {report.time - struck:.1f} s, not {bound:.1f} s"
+            )
         elif (end := end_of(blame, rank)) != fault.rank:
             complaints.append(f"the error of rank {rank} leads to rank {end}: {report.message}")
         elif fault.must_be_named and blame[rank] != fault.rank:
-            complaints.append(f"rank {rank} does not name the rank that did not come: {report.message}")
+            complaints.append(
+                f"rank {rank} does not name the rank that did not come: {report.message}"
+            )
     return complaints
 
 

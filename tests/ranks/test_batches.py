@@ -22,8 +22,16 @@ from ring_dilated_attention.plan.step import Post, Terms
 from ring_dilated_attention.ranks.link import GroupLink
 
 LENGTH = 60
-BRANCHES = [((LENGTH,), (1,)), ((8, 24, LENGTH), (1, 2, 4)), ((17, 31, 45), (1, 1, 3)), ((LENGTH, 25), (16, 7))]
-PATTERNS = [DilatedPattern(*branches, is_causal=is_causal) for branches, is_causal in product(BRANCHES, [False, True])]
+BRANCHES = [
+    ((LENGTH,), (1,)),
+    ((8, 24, LENGTH), (1, 2, 4)),
+    ((17, 31, 45), (1, 1, 3)),
+    ((LENGTH, 25), (16, 7)),
+]
+PATTERNS = [
+    DilatedPattern(*branches, is_causal=is_causal)
+    for branches, is_causal in product(BRANCHES, [False, True])
+]
 
 
 class Side(NamedTuple):
@@ -38,7 +46,9 @@ class Side(NamedTuple):
 Batches = list[list[Side]]  # of one rank, in the order of posting
 
 
-def posted(exchange: str, stage: str, pattern: DilatedPattern, sharding: str, world_size: int) -> list[Batches]:
+def posted(
+    exchange: str, stage: str, pattern: DilatedPattern, sharding: str, world_size: int
+) -> list[Batches]:
     """What every rank posts."""
     shards = make_shards(sharding, default_lengths(sharding, LENGTH, world_size))
     ranks = []
@@ -99,7 +109,11 @@ def test_sends_and_receives_apart_are_seen_to_be_stuck():
     """Proof that the model can fail: in a cycle, everybody sends and nobody has come to receive."""
     ranks = posted("ring", "backward", PATTERNS[0], "contiguous", 3)
     apart = [
-        [side for batch in batches for side in ([s for s in batch if s.is_send], [s for s in batch if not s.is_send])]
+        [
+            side
+            for batch in batches
+            for side in ([s for s in batch if s.is_send], [s for s in batch if not s.is_send])
+        ]
         for batches in ranks
     ]
     assert stuck_ranks([[batch for batch in batches if batch] for batches in apart]) == [0, 1, 2]
@@ -116,7 +130,9 @@ def test_receives_are_posted_before_sends():
     posted: list[str] = []
     link = GroupLink.__new__(GroupLink)
     link.members, link.backends = [0, 1], {"cpu": "gloo"}
-    link._post = lambda messages, moment: posted.extend(operation.__name__ for operation, *_ in messages)
+    link._post = lambda messages, moment: posted.extend(
+        operation.__name__ for operation, *_ in messages
+    )
     x, message = torch.zeros(1), SimpleNamespace(peer=1)
     link.carry([(x, message)], [(x, message)], "both")
     link.carry_apart([(x, message)], [(x, message)], "both")

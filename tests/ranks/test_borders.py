@@ -23,7 +23,9 @@ def test_a_batch_has_borders_of_its_sequence():
             )
     for wrong in ([[0, 9]], [0.0, 9.0], [False, True]):
         batch = {"tokens": positions[None], "cu_seqlens": torch.tensor(wrong)}
-        assert "cu_seqlens must be a 1-D int32 tensor" in message_of(lambda b=batch: ContextParallel().shard_batch(b))
+        assert "cu_seqlens must be a 1-D int32 tensor" in message_of(
+            lambda b=batch: ContextParallel().shard_batch(b)
+        )
 
 
 def rank_writes_into_what_a_backward_needs(rank, world_size):

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.measure import allocated
-from ring_dilated_attention import ContextParallel, DilatedCache, DilatedPattern, dilated_attention, simulate
+from ring_dilated_attention import (
+    ContextParallel,
+    DilatedCache,
+    DilatedPattern,
+    dilated_attention,
+    simulate,
+)
 from ring_dilated_attention.plan.cache_plan import plan_cache
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 from ring_dilated_attention.ranks.link import ExchangeError
@@ -37,12 +43,16 @@ def prefill_and_decode(rank, world_size, sharding, lengths, seq_len, keep, to, h
     of = {} if held is None else {"heads_held": held, "num_heads": SIZES[1]}
     if held is not None:
         kv = slice(held.start // 2, held.stop // 2)
-        inputs = [x[:, :, s] for x, s in zip(inputs, (slice(held.start, held.stop), kv, kv), strict=True)]
+        inputs = [
+            x[:, :, s] for x, s in zip(inputs, (slice(held.start, held.stop), kv, kv), strict=True)
+        ]
         exact = exact[:, :, held.start : held.stop]
     query, key, value = (parallel.shard(x[:, :seq_len]) for x in inputs)
     out = dilated_attention(query, key, value, PATTERN, parallel=parallel, **of)
     torch.testing.assert_close(parallel.unshard(out), exact[:, :seq_len], rtol=1e-11, atol=1e-11)
-    cache = DilatedCache.gather(parallel, key, value, PATTERN, SIZES[1], to=to, keep=keep, heads_held=held)
+    cache = DilatedCache.gather(
+        parallel, key, value, PATTERN, SIZES[1], to=to, keep=keep, heads_held=held
+    )
     assert (cache is None) == (to not in (None, rank))
     if cache is None:
         return
@@ -101,7 +111,9 @@ def test_any_shards_hand_over(data):
 def count_bytes(rank, world_size, seq_len):
     parallel = ContextParallel()
     _, key, value = (parallel.shard(x) for x in whole(seq_len, torch.float32))
-    sent = allocated(lambda: DilatedCache.gather(parallel, key, value, PATTERN, SIZES[1], to=1)).sent_bytes
+    sent = allocated(
+        lambda: DilatedCache.gather(parallel, key, value, PATTERN, SIZES[1], to=1)
+    ).sent_bytes
     plan = plan_cache(PATTERN, *SIZES[1:3])
     own = plan.kept_of(parallel.ranks.shards(parallel.ranks.lengths_of(seq_len))[rank], seq_len)
     rows = sum(len(buffers.kv_heads) * len(numbers) for buffers, numbers, _ in own)
@@ -113,7 +125,9 @@ def test_only_rows_that_live_on_are_sent():
     """Catches a gather of everything: what a rank sends is its rows that are kept, and together they are all."""
     rows = run(2, count_bytes, 29)
     plan = plan_cache(PATTERN, *SIZES[1:3])
-    assert sum(rows) == sum(len(buffers.kv_heads) * len(plan.kept(buffers, 29)) for buffers in plan.buffers)
+    assert sum(rows) == sum(
+        len(buffers.kv_heads) * len(plan.kept(buffers, 29)) for buffers in plan.buffers
+    )
     assert min(rows) > 0
 
 
@@ -124,7 +138,9 @@ LONG = DilatedPattern((256, 16_384, 1_048_576), (1, 64, 4096), is_causal=True)
 def million(rank, world_size, num_new):
     parallel = ContextParallel()
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn((1, MILLION + num_new, *MILLION_SHAPE), generator=generator) for _ in range(3)]
+    inputs = [
+        torch.randn((1, MILLION + num_new, *MILLION_SHAPE), generator=generator) for _ in range(3)
+    ]
     query, key, value = (parallel.shard(x[:, :MILLION]) for x in inputs)
     dilated_attention(query, key, value, LONG, parallel=parallel)
     cache = DilatedCache.gather(parallel, key, value, LONG, 2, to=0)
@@ -142,7 +158,9 @@ def test_a_million_positions_over_two_ranks_then_decoded_on_one():
     num_new = 70  # over the next row of rate 64, so that wide branches have their say
     decoded, _ = run(2, million, num_new, seconds=120)
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn((1, MILLION + num_new, *MILLION_SHAPE), generator=generator) for _ in range(3)]
+    inputs = [
+        torch.randn((1, MILLION + num_new, *MILLION_SHAPE), generator=generator) for _ in range(3)
+    ]
     recomputed = dilated_attention(*inputs, LONG)
     torch.testing.assert_close(torch.tensor(decoded), recomputed[:, MILLION:], rtol=1e-5, atol=1e-6)
 
@@ -159,7 +177,9 @@ def disagree(rank, world_size):
     with pytest.raises(ValueError, match=r"must both be"):
         DilatedCache.gather(parallel, key, value[:, 1:], PATTERN, 4)
     # A gloo process that receives twice the bytes that it waits for is killed.
-    with pytest.raises(ValueError, match=r"must both be .*, alike: .*torch\.float64.* and .*torch\.float32"):
+    with pytest.raises(
+        ValueError, match=r"must both be .*, alike: .*torch\.float64.* and .*torch\.float32"
+    ):
         DilatedCache.gather(parallel, key, [value, value.float()][rank], PATTERN, 4)
     with pytest.raises(ValueError, match=r"pattern must be a DilatedPattern, got None"):
         DilatedCache.gather(parallel, key, value, [PATTERN, None][rank], 4)
@@ -186,7 +206,10 @@ def fail_to_pack(rank, world_size):
     parallel = ContextParallel()
     _, key, value = (parallel.shard(x) for x in whole(29))
     if rank == 1:
-        with mock.patch.object(cache, "packed", side_effect=MemoryError("no more")), pytest.raises(MemoryError):
+        with (
+            mock.patch.object(cache, "packed", side_effect=MemoryError("no more")),
+            pytest.raises(MemoryError),
+        ):
             DilatedCache.gather(parallel, key, value, PATTERN, 4)
         return 0.0
     began = time.monotonic()

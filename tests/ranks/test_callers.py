@@ -29,7 +29,10 @@ APART = "ranks disagree on which module calls (numbered as modules were made wit
 
 def make_layers(parallel, number=3):
     torch.manual_seed(0)
-    return [MultiheadDilatedAttention(32, 4, PATTERN, rotary=True, parallel=parallel) for _ in range(number)]
+    return [
+        MultiheadDilatedAttention(32, 4, PATTERN, rotary=True, parallel=parallel)
+        for _ in range(number)
+    ]
 
 
 def go_through(layers, x, dropped=None):
@@ -54,7 +57,9 @@ def rank_drops_other_layers(rank, world_size):
     config.loss(tokens)
     del config.blocks[rank]
     assert APART in message_of(lambda: config.loss(tokens))
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 32, dropout=0.0, batch_first=True), 3)
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(32, 4, 32, dropout=0.0, batch_first=True), 3
+    )
     replace_attention(encoder, PATTERN, parallel=parallel)
     encoder(x)
     del encoder.layers[rank]
@@ -90,7 +95,13 @@ def rank_drops_layers_of_torchscale(rank, world_size):
     x = parallel.shard(torch.randn(1, 41, 32))
     for padding in ("exact", "torchscale"):
         torch.manual_seed(0)
-        sizes = {"embed_dim": 32, "ffn_dim": 32, "num_heads": 4, "num_layers": 3, "padding": padding}
+        sizes = {
+            "embed_dim": 32,
+            "ffn_dim": 32,
+            "num_heads": 4,
+            "num_layers": 3,
+            "padding": padding,
+        }
         config = TorchscaleConfig((4, 16), (1, 2), **sizes)
         encoder = LongNetEncoder(config, parallel=parallel)
         encoder(x).sum().backward()
@@ -182,8 +193,9 @@ def rank_forgets_parallel(rank, world_size):
         for warning in caught:
             said = f"has 6 positions, as many as rank {rank}'s shard of the 12 positions that were cut last"
             assert said in str(warning.message)
-            assert "If they are a shard, pass parallel= to the call, or to the module that makes it" in str(
-                warning.message
+            assert (
+                "If they are a shard, pass parallel= to the call, or to the module that makes it"
+                in str(warning.message)
             )
         return len(caught)
 

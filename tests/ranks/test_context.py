@@ -40,14 +40,23 @@ PATIENCE = timedelta(seconds=20)  # more than a test may take: no rank gets its 
 
 def tensors(rank: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
-    return [torch.randn(1, 8, 4, 8, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(3)]
+    return [
+        torch.randn(1, 8, 4, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+        for _ in range(3)
+    ]
 
 
 def rank_does_not_use_its_lse(rank, world_size, kind):
     found = []
     for exchange in (kind, "ring"):
-        group = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b")) if exchange == "mesh" else None
-        context = ContextParallel(group, exchange="auto" if exchange == "mesh" else exchange, timeout=PATIENCE)
+        group = (
+            init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+            if exchange == "mesh"
+            else None
+        )
+        context = ContextParallel(
+            group, exchange="auto" if exchange == "mesh" else exchange, timeout=PATIENCE
+        )
         leaves = tensors(rank)
         out, lse = dilated_attention(*leaves, PATTERN, parallel=context, return_lse=True)
         (out.sum() if rank == 0 else out.sum() + lse.sum()).backward()
@@ -71,17 +80,23 @@ def rank_compiles(rank, world_size):
     torch.testing.assert_close(compiled(x), layer(x, x, x)[0])
     query, key, value = tensors()
     attend = torch.compile(
-        lambda *x: dilated_attention(*x, PATTERN, parallel=context), fullgraph=True, backend="aot_eager"
+        lambda *x: dilated_attention(*x, PATTERN, parallel=context),
+        fullgraph=True,
+        backend="aot_eager",
     )
     bad = value[..., :3] if rank == 1 else value
     message = message_of(lambda: attend(query, key, bad), Exception)
     assert "value (1, 8, 4, 3) must have the same shape" in message
     assert torch.isfinite(attend(query, key, value)).all()
     scaled = torch.compile(
-        lambda x, scale: dilated_attention(x, x, x, PATTERN, scale=scale), fullgraph=True, backend="aot_eager"
+        lambda x, scale: dilated_attention(x, x, x, PATTERN, scale=scale),
+        fullgraph=True,
+        backend="aot_eager",
     )
     for scale in (0.5, 0.25, -1.0, 0.0):
-        torch.testing.assert_close(scaled(query, scale), dilated_attention(query, query, query, PATTERN, scale=scale))
+        torch.testing.assert_close(
+            scaled(query, scale), dilated_attention(query, query, query, PATTERN, scale=scale)
+        )
 
 
 def test_compiled_whole():
@@ -100,24 +115,34 @@ def rank_has_bad_input(rank, world_size):
         return lambda: layer(x, x, x, **(arguments if odd else {}))
 
     borders = torch.tensor([0, 9], dtype=torch.int32)
-    assert "ranks disagree on cu_seqlens: rank 0 has None, rank 1 has (0, 9)" in message_of(attend(cu_seqlens=borders))
+    assert "ranks disagree on cu_seqlens: rank 0 has None, rank 1 has (0, 9)" in message_of(
+        attend(cu_seqlens=borders)
+    )
     assert "1-D int32 tensor, got [0, 9]" in message_of(attend(cu_seqlens=[0, 9]))
     message = message_of(attend(positions=torch.arange(5)))
     assert "positions have shape (5,), the inputs need (8,)" in message
     assert "ContextParallel.positions" in message
-    config = LongNetConfig(embed_dim=16, num_layers=1, num_heads=2, segment_lengths=(8,), dilation_rates=(1,))
+    config = LongNetConfig(
+        embed_dim=16, num_layers=1, num_heads=2, segment_lengths=(8,), dilation_rates=(1,)
+    )
     model = LongNetLM(config, parallel=context)
     tokens = torch.full((1, 8), 256 if odd else 0)
     assert "tokens from 256 to 256, but vocab_size=256" in message_of(lambda: model(tokens))
-    assert "unshard along dim=2" in message_of(lambda: context.unshard(torch.zeros(1, 8), dim=2 if odd else 1))
+    assert "unshard along dim=2" in message_of(
+        lambda: context.unshard(torch.zeros(1, 8), dim=2 if odd else 1)
+    )
     assert "shard along dim=2" in message_of(lambda: context.shard(torch.zeros(1, 8), dim=2))
     for labels in (torch.zeros(8, dtype=torch.int64), torch.zeros(1, 8)):
         good = torch.zeros(1, 8, dtype=torch.int64)
         message = message_of(lambda x=labels if odd else good: shift_left(context, x, 0))
         assert "shift_left takes integers (batch, N)" in message
-    message = message_of(lambda: dilated_attention(*tensors(), PATTERN, parallel=context, scale=-0.5 if odd else 0.5))
+    message = message_of(
+        lambda: dilated_attention(*tensors(), PATTERN, parallel=context, scale=-0.5 if odd else 0.5)
+    )
     assert "ranks disagree on scale: rank 0 has 0.5, rank 1 has -0.5" in message
-    message = message_of(lambda: dilated_attention(*tensors(), PATTERN, parallel=context, scale=int(odd)))
+    message = message_of(
+        lambda: dilated_attention(*tensors(), PATTERN, parallel=context, scale=int(odd))
+    )
     assert "ranks disagree on scale" in message
     assert torch.isfinite(layer(x, x, x)[0]).all()
     given = ContextParallel(lengths=(3, 5), timeout=PATIENCE)
@@ -165,7 +190,9 @@ def rank_closes_contexts(rank, world_size):
         context.close()
         assert (
             "was closed"
-            in message_of(lambda c=context: dilated_attention(*tensors(), PATTERN, parallel=c), ExchangeError)
+            in message_of(
+                lambda c=context: dilated_attention(*tensors(), PATTERN, parallel=c), ExchangeError
+            )
             or broken
         )
         context.close()
@@ -173,7 +200,9 @@ def rank_closes_contexts(rank, world_size):
         gc.collect()  # what was raised holds the frames that hold a context
         dist.barrier()
         held.append((open_descriptors(), len(dist.distributed_c10d._world.pg_map)))
-    assert all(max(numbers) == numbers[0] for numbers in zip(*held, strict=True)), held  # fewer is no leak
+    assert all(max(numbers) == numbers[0] for numbers in zip(*held, strict=True)), (
+        held
+    )  # fewer is no leak
     assert threading.active_count() < 8
 
 
@@ -209,14 +238,20 @@ def rank_has_made_other_groups(rank, world_size):
     if rank:
         contexts = [ContextParallel(three, timeout=PATIENCE)]
         dilated_attention(*tensors(), PATTERN, parallel=contexts[0])
-    group = dist.new_group(list(range(world_size)), timeout=PATIENCE)  # ours have not changed torch's names
+    group = dist.new_group(
+        list(range(world_size)), timeout=PATIENCE
+    )  # ours have not changed torch's names
     dist.all_reduce(torch.ones(1), group=group)
-    if rank == 2:  # from torch 2.14 on, torch's next groups have other names on this rank than on the others
+    if (
+        rank == 2
+    ):  # from torch 2.14 on, torch's next groups have other names on this rank than on the others
         dist.new_group([2], use_local_synchronization=True)
     for parallel in (None, group):
         everyone = ContextParallel(parallel, timeout=PATIENCE)
         dilated_attention(*tensors(), PATTERN, parallel=everyone)
-    assert dist.distributed_c10d._process_group_name.__module__ == dist.distributed_c10d.__name__  # torch's own again
+    assert (
+        dist.distributed_c10d._process_group_name.__module__ == dist.distributed_c10d.__name__
+    )  # torch's own again
 
 
 def test_ranks_that_made_other_groups_before_make_a_context_together():
@@ -262,8 +297,13 @@ def rank_starts_anew(rank, world_size):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=PATIENCE)
     new = ContextParallel(timeout=PATIENCE)
     assert old.key != new.key
-    message = message_of(lambda: dilated_attention(*tensors(), PATTERN, parallel=old), ExchangeError)
-    assert "torch.distributed was shut down after this context was made. Make a new ContextParallel." in message
+    message = message_of(
+        lambda: dilated_attention(*tensors(), PATTERN, parallel=old), ExchangeError
+    )
+    assert (
+        "torch.distributed was shut down after this context was made. Make a new ContextParallel."
+        in message
+    )
     assert dilated_attention(*tensors(), PATTERN, parallel=new).shape == (1, 8, 4, 8)
 
 
@@ -327,9 +367,13 @@ def rank_shards_batches(rank, world_size, sharding):
     message = message_of(lambda: cp.shard_batch(bad if rank == 0 else whole))
     assert "one number of positions, but tokens has 11, labels has 10" in message
     for source in (world_size, 0.0):
-        assert "source must be a rank from 0" in message_of(lambda s=source: cp.shard_batch(whole, source=s))
+        assert "source must be a rank from 0" in message_of(
+            lambda s=source: cp.shard_batch(whole, source=s)
+        )
     assert "got None" in message_of(lambda: cp.shard_batch(None, source=0))
-    assert "must be a dict of tensors, got list" in message_of(lambda: cp.shard_batch([1], source=None))
+    assert "must be a dict of tensors, got list" in message_of(
+        lambda: cp.shard_batch([1], source=None)
+    )
     message = message_of(lambda: cp.shard(torch.zeros(1, 8 + rank)))
     assert "ranks disagree on length of the whole: rank 0 has 8, rank 1 has 9" in message
 
@@ -343,7 +387,10 @@ def test_batches_of_a_data_loader(world_size, sharding):
 
 def test_batches_alone():
     """One process, and all ranks simulated in one, take the batch as it is."""
-    batch = {"tokens": torch.arange(6)[None], "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32)}
+    batch = {
+        "tokens": torch.arange(6)[None],
+        "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32),
+    }
     for cp in (ContextParallel(), simulate.all_ranks(3)):
         for source in (None, 0):
             local = cp.shard_batch(batch, source=source)
@@ -402,15 +449,31 @@ def rank_fails_before_the_handshake(rank, world_size):
         (lambda: layer(x, x, x, key_padding_mask=labels), "a padded batch cannot be sharded"),
         (lambda: layer(x, x, x, key_padding_mask=[True]), "key_padding_mask must be a tensor"),
         (lambda: layer(x, x, x, positions=torch.zeros(8)), "pass integers"),
-        (lambda: dilated_attention(*tensors(), PATTERN, parallel=context, scale=10**400), "scale must be a finite"),
-        (lambda: dilated_attention(*[y.to_sparse() for y in tensors()], PATTERN, parallel=context), ""),
-        (lambda: dilated_attention(*tensors(), long, parallel=context), "ranks disagree on pattern"),
-        (lambda: dilated_attention(*tensors(), "dense", parallel=context), "pattern must be a DilatedPattern"),
+        (
+            lambda: dilated_attention(*tensors(), PATTERN, parallel=context, scale=10**400),
+            "scale must be a finite",
+        ),
+        (
+            lambda: dilated_attention(
+                *[y.to_sparse() for y in tensors()], PATTERN, parallel=context
+            ),
+            "",
+        ),
+        (
+            lambda: dilated_attention(*tensors(), long, parallel=context),
+            "ranks disagree on pattern",
+        ),
+        (
+            lambda: dilated_attention(*tensors(), "dense", parallel=context),
+            "pattern must be a DilatedPattern",
+        ),
         (lambda: dilated_attention(1, 2, 3, PATTERN, parallel=context), "query must be a tensor"),
     ]
     for odd in range(world_size):
         for i, (call, fragment) in enumerate(cases):
-            mine = call if rank == odd else (lambda i=i: layer(x, x, x) if i < 4 else attend(context))
+            mine = (
+                call if rank == odd else (lambda i=i: layer(x, x, x) if i < 4 else attend(context))
+            )
             started = time.monotonic()
             message = message_of(mine, Exception)
             assert fragment in message, (i, message)
@@ -440,7 +503,9 @@ def rank_drops_contexts(rank, world_size):
         del context
         gc.collect()
     [said] = [str(w.message) for w in caught if w.category is ResourceWarning]
-    assert said.startswith(f"{name} was dropped without close(): its connections and threads are kept until all ranks")
+    assert said.startswith(
+        f"{name} was dropped without close(): its connections and threads are kept until all ranks"
+    )
     assert open_descriptors() == before  # a finaliser gives nothing back: it may run anywhere
     dist.barrier()
     for _ in range(3):  # as many as were dropped before go with each new one
@@ -489,7 +554,9 @@ def rank_waits_long(rank, world_size):
     if rank == 1:
         time.sleep(1.5)
     posted, watched = [], link.GroupLink._watch
-    link.GroupLink._watch = lambda *args: (posted.append(len(args[0]._sentinels)), watched(*args))[1]
+    link.GroupLink._watch = lambda *args: (posted.append(len(args[0]._sentinels)), watched(*args))[
+        1
+    ]
     attend(context)
     if rank == 0:
         assert len(posted) > 8  # looks
@@ -511,7 +578,9 @@ def rank_takes_a_mean(rank, world_size):
     reference.load_state_dict(model.state_dict())
     x, labels = torch.randn(1, 11, 4), torch.randint(3, (1, 11))
     labels[0, 7:9] = -100
-    context = ContextParallel(lengths=(7, 0, 4)[:world_size] if world_size == 3 else (7, 4), timeout=PATIENCE)
+    context = ContextParallel(
+        lengths=(7, 0, 4)[:world_size] if world_size == 3 else (7, 4), timeout=PATIENCE
+    )
     ddp = nn.parallel.DistributedDataParallel(model)
     local, local_labels = context.shard(x), context.shard(labels)
     terms = nn.functional.cross_entropy(
@@ -519,15 +588,21 @@ def rank_takes_a_mean(rank, world_size):
     )
     loss = context.mean_loss(terms, (local_labels != -100).sum())
     loss.backward()
-    expected = nn.functional.cross_entropy(reference(x).flatten(0, 1), labels.flatten(), ignore_index=-100)
+    expected = nn.functional.cross_entropy(
+        reference(x).flatten(0, 1), labels.flatten(), ignore_index=-100
+    )
     expected.backward()
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(model.weight.grad, reference.weight.grad)
     assert "terms of a loss in all" in message_of(lambda: context.mean_loss(terms.detach(), 0.1))
     for count in (float("nan"), float("inf"), -5, True):
-        assert "must be one number of at least 0" in message_of(lambda n=count: context.mean_loss(terms.detach(), n))
+        assert "must be one number of at least 0" in message_of(
+            lambda n=count: context.mean_loss(terms.detach(), n)
+        )
     one = -5 if rank else 8  # what one rank gets wrong, all learn
-    assert "at least 0 (the terms in the sum), got -5" in message_of(lambda: context.mean_loss(terms.detach(), one))
+    assert "at least 0 (the terms in the sum), got -5" in message_of(
+        lambda: context.mean_loss(terms.detach(), one)
+    )
     assert "reduction='sum'" in message_of(lambda: context.mean_loss(torch.zeros(2), 2))
 
 
@@ -546,7 +621,13 @@ def rank_passes_the_whole(rank, world_size):
         for _ in range(2):
             dilated_attention(local, local, local, PATTERN, parallel=context)
         context.unshard(local + 0)
-        for length in (4, 4, 2, 0, 0):  # as long as the shards of the one before, and the same on every rank
+        for length in (
+            4,
+            4,
+            2,
+            0,
+            0,
+        ):  # as long as the shards of the one before, and the same on every rank
             context.shard(whole[:, :length])
         empty = whole[:, :0]
         dilated_attention(empty, empty, empty, PATTERN, parallel=context)
@@ -561,9 +642,8 @@ def rank_passes_the_whole(rank, world_size):
         other.shard(x)
 
     taken = "every rank has 8 positions, as many as the sequence that was cut last: they count as one sequence of 16"
-    again = (
-        "shard was given 4 positions, as many as each rank's shard of the 8 positions cut last, and the ranks' tensors"
-    )
+    again = "shard was given 4 positions, as many as each rank's shard of the 8 positions cut last, and the "
+    again += "ranks' tensors"
     for deed, x, fragment in (
         (attend, whole, taken),
         (ContextParallel.unshard, whole, taken),
@@ -598,8 +678,12 @@ def rank_is_no_member(rank, world_size):
     if rank == 1:
         assert [ContextParallel(x).world_size for x in (group, mesh)] == [1, 1]
         return
-    assert "this rank, 0, is not in the group (new_group returns a mark" in message_of(lambda: ContextParallel(group))
-    assert "this rank, 0, is not in the DeviceMesh of the ranks [1]" in message_of(lambda: ContextParallel(mesh))
+    assert "this rank, 0, is not in the group (new_group returns a mark" in message_of(
+        lambda: ContextParallel(group)
+    )
+    assert "this rank, 0, is not in the DeviceMesh of the ranks [1]" in message_of(
+        lambda: ContextParallel(mesh)
+    )
 
 
 def test_a_group_of_other_ranks():
@@ -614,7 +698,10 @@ def test_a_group_of_other_ranks():
         ((-1,), "seq_len must be an integer of at least 0, got -1"),
         ((8, [0, 8]), "cu_seqlens must be a 1-D int32 tensor, got [0, 8]"),
         ((8, torch.tensor([0.0, 8.0])), "cu_seqlens must be a 1-D int32 tensor, got torch.float32"),
-        ((8, torch.tensor([0, 7], dtype=torch.int32)), "end at the length of the sequence, 8; got [0, 7]"),
+        (
+            (8, torch.tensor([0, 7], dtype=torch.int32)),
+            "end at the length of the sequence, 8; got [0, 7]",
+        ),
     ],
 )
 def test_positions_that_cannot_be(arguments, fragment):

@@ -47,7 +47,11 @@ class Counter:
             self.count(rows.query, rows.key, is_causal)
             return backward(rows, is_causal, scale)
 
-        GroupLink.exchange, cpu.forward, cpu.backward = counted_exchange, counted_forward, counted_backward
+        GroupLink.exchange, cpu.forward, cpu.backward = (
+            counted_exchange,
+            counted_forward,
+            counted_backward,
+        )
 
     def restore(self):
         GroupLink.exchange, cpu.forward, cpu.backward = self.originals
@@ -55,7 +59,9 @@ class Counter:
     def count(self, q, k, is_causal):
         rows, keys = q.shape[2], k.shape[2]
         assert not is_causal or rows == keys
-        self.pairs += q.shape[0] * q.shape[1] * (rows * (rows + 1) // 2 if is_causal else rows * keys)
+        self.pairs += (
+            q.shape[0] * q.shape[1] * (rows * (rows + 1) // 2 if is_causal else rows * keys)
+        )
 
     def clear(self):
         self.sent, self.pairs = 0, 0
@@ -68,7 +74,10 @@ def rank_counts(rank, world_size, exchange):
         group = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("outer", "inner"))
     for pattern, heads, kv_heads, dtype, sharding in CASES:
         cp = ContextParallel(group, exchange="auto" if group else exchange, sharding=sharding)
-        local = [cp.shard(torch.ones(BATCH, N, h, HEAD_DIM, dtype=dtype)) for h in (heads, kv_heads, kv_heads)]
+        local = [
+            cp.shard(torch.ones(BATCH, N, h, HEAD_DIM, dtype=dtype))
+            for h in (heads, kv_heads, kv_heads)
+        ]
         leaves = [x.requires_grad_() for x in local]
         for has_dlse in (False, True):
             planned = plans_of(cp, exchange, pattern, heads, kv_heads, dtype.itemsize, has_dlse)
@@ -84,11 +93,19 @@ def rank_counts(rank, world_size, exchange):
 
 def plans_of(cp, exchange, pattern, heads, kv_heads, itemsize, has_dlse):
     """(bytes, pairs) of a forward and of a backward, as planned."""
-    shards, name = cp.cut.shards_of(cp.cut.default_lengths(N)), "ring" if exchange == "mesh" else exchange
-    rank_plan = plan_exchange(name, Job(pattern, shards, heads, kv_heads), cp.rank, inner=cp.cut.inner)
+    shards, name = (
+        cp.cut.shards_of(cp.cut.default_lengths(N)),
+        "ring" if exchange == "mesh" else exchange,
+    )
+    rank_plan = plan_exchange(
+        name, Job(pattern, shards, heads, kv_heads), cp.rank, inner=cp.cut.inner
+    )
     sizes = Sizes(BATCH, HEAD_DIM, itemsize)
     return [
-        (rank_plan.bytes_sent(sizes, backward=backward, has_dlse=has_dlse), BATCH * rank_plan.plan.pairs)
+        (
+            rank_plan.bytes_sent(sizes, backward=backward, has_dlse=has_dlse),
+            BATCH * rank_plan.plan.pairs,
+        )
         for backward in (False, True)
     ]
 
@@ -107,7 +124,10 @@ def test_a_counter_sees_what_is_not_planned():
     """Proof that the counts can differ: of a causal tile computed in full, and of another sharding."""
     counter = Counter()
     try:
-        plan = make_plan(Job(DilatedPattern((8,), (1,), is_causal=True), make_shards("contiguous", (8,)), 2, 2), 0)
+        plan = make_plan(
+            Job(DilatedPattern((8,), (1,), is_causal=True), make_shards("contiguous", (8,)), 2, 2),
+            0,
+        )
         q = torch.randn(1, 2, 8, 8)
         cpu.forward(q, q, q, True, 1.0)
         assert counter.pairs == plan.pairs
@@ -118,7 +138,9 @@ def test_a_counter_sees_what_is_not_planned():
         counter.restore()
 
 
-SPARSE = DilatedPattern((60,), (16,))  # 4 ranks of 15 positions: most phases have a row or none on a rank
+SPARSE = DilatedPattern(
+    (60,), (16,)
+)  # 4 ranks of 15 positions: most phases have a row or none on a rank
 
 
 def rank_joins(rank, world_size, largest):

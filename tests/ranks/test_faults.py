@@ -36,9 +36,27 @@ MIB = 2**20
         Fault(4, 0, "kill", "backward", "hop 3, keys and values", in_flight=False),
         Fault(3, 0, "kill", "forward", "handshake"),
         Fault(2, 1, "kill", "backward", "user"),
-        Fault(5, 2, "kill", "backward", "user"),  # rank 0 waits for no message of rank 2: it meets 4, 3 and 1
-        Fault(4, 3, "kill", "backward", "hop 1, keys and values", exchange="all_gather", chunk_bytes=4 * MIB),
-        Fault(4, 2, "kill", "forward", "heads for positions", exchange="all_to_all", chunk_bytes=4 * MIB),
+        Fault(
+            5, 2, "kill", "backward", "user"
+        ),  # rank 0 waits for no message of rank 2: it meets 4, 3 and 1
+        Fault(
+            4,
+            3,
+            "kill",
+            "backward",
+            "hop 1, keys and values",
+            exchange="all_gather",
+            chunk_bytes=4 * MIB,
+        ),
+        Fault(
+            4,
+            2,
+            "kill",
+            "forward",
+            "heads for positions",
+            exchange="all_to_all",
+            chunk_bytes=4 * MIB,
+        ),
         Fault(4, 3, "kill", "backward", "hop 1, keys and values", exchange="mesh"),
         Fault(3, 1, "stop", "backward", "hop 1, gradients", chunk_bytes=4 * MIB, timeout=2),
         Fault(4, 2, "stop", "forward", "hop 1, keys and values", is_causal=True, timeout=2),
@@ -52,8 +70,24 @@ MIB = 2**20
         Fault(4, 2, "raise", "backward", "after the handshake", is_causal=True),
         # What the user writes is not what carries the messages: None is "undefined", and all three are gloo.
         Fault(3, 1, "raise", "backward", "hop 1, gradients", chunk_bytes=16 * MIB, backend=None),
-        Fault(3, 2, "kill", "backward", "hop 2, keys and values", chunk_bytes=16 * MIB, backend="cpu:gloo"),
-        Fault(2, 0, "raise", "forward", "hop 1, keys and values", in_flight=False, backend="cpu:gloo,cuda:gloo"),
+        Fault(
+            3,
+            2,
+            "kill",
+            "backward",
+            "hop 2, keys and values",
+            chunk_bytes=16 * MIB,
+            backend="cpu:gloo",
+        ),
+        Fault(
+            2,
+            0,
+            "raise",
+            "forward",
+            "hop 1, keys and values",
+            in_flight=False,
+            backend="cpu:gloo,cuda:gloo",
+        ),
     ],
     ids=lambda fault: f"{fault.kind} {fault.exchange} {fault.stage} {fault.place} {fault.backend}",
 )
@@ -77,7 +111,9 @@ def test_a_rank_that_raises_between_calls(num_ranks, missing):
         if not is_first_round:
             absence += ", or waits there for another rank"
         group = rf"\(group 'control of .+', rank {rank}\)"
-        assert re.match(rf"backward 2, handshake: {absence} {group}: Timed out", trial.messages[rank])
+        assert re.match(
+            rf"backward 2, handshake: {absence} {group}: Timed out", trial.messages[rank]
+        )
         assert "only if its loss depends on the output" in trial.messages[rank]
 
 
@@ -106,10 +142,13 @@ def rank_waits_for_one_that_does_not_come(rank, world_size):
     if rank != 2:
         for name, call in calls.items():
             start = time.monotonic()
-            cause = "if its loss depends on" if name.startswith("backward") else "an evaluation under `if rank == 0`"
-            missed = (
-                rf"^{name}, handshake: rank 2 did not enter {name} \(group 'control of .+', rank {rank}\): Timed out"
+            cause = (
+                "if its loss depends on"
+                if name.startswith("backward")
+                else "an evaluation under `if rank == 0`"
             )
+            group = rf"\(group 'control of .+', rank {rank}\)"
+            missed = rf"^{name}, handshake: rank 2 did not enter {name} {group}: Timed out"
             missed += f".+{cause}"
             with pytest.raises(ExchangeError, match=missed):
                 call()
@@ -160,7 +199,9 @@ def rank_disagrees(rank, world_size):
     assert posted != []
     posted.clear()
     call = out.backward if is_odd else lambda: dilated_attention(x, x, x, DENSE, parallel=cp)
-    with pytest.raises(ValueError, match=r"ranks disagree on call: rank 0 has forward 2, .*has backward 1"):
+    with pytest.raises(
+        ValueError, match=r"ranks disagree on call: rank 0 has forward 2, .*has backward 1"
+    ):
         call()
     assert posted == []
 
@@ -182,7 +223,9 @@ def rank_has_nothing_to_send(rank, world_size):
     ]
     for exchange in ("ring", "all_gather"):
         for lengths, pattern, sends in cases:
-            full = torch.randn(1, sum(lengths), 2, 8, dtype=torch.float64, generator=generator).requires_grad_()
+            full = torch.randn(
+                1, sum(lengths), 2, 8, dtype=torch.float64, generator=generator
+            ).requires_grad_()
             expected = dilated_attention(full, full, full, pattern)
             (gradient,) = torch.autograd.grad(expected.sin().sum(), full)
             cp = ContextParallel(lengths=lengths, exchange=exchange, timeout=timedelta(seconds=20))
@@ -242,7 +285,9 @@ def test_ranks_that_never_end_are_ended_and_fail_the_test():
     hears, tells = Pipe(duplex=False)
     with hears, tells:
         start = time.monotonic()
-        with pytest.raises(RankFailedError, match=r"rank 0: no answer in time\nrank 1: no answer in time"):
+        with pytest.raises(
+            RankFailedError, match=r"rank 0: no answer in time\nrank 1: no answer in time"
+        ):
             run(2, rank_never_ends, tells, seconds=3)
         assert time.monotonic() - start < 15
         assert_all_end([hears.recv() for _ in range(2) if hears.poll(1)])
@@ -275,14 +320,18 @@ def test_ranks_meet_before_they_leave():
 
 def hang():
     """In a process of its own: ranks that never end, in a test that does not either."""
-    distributed.START.set_forkserver_preload(["pytest", "torch.distributed"])  # and nothing to compile with
+    distributed.START.set_forkserver_preload(
+        ["pytest", "torch.distributed"]
+    )  # and nothing to compile with
     hears, tells = Pipe(duplex=False)
     with Ranks(2, rank_never_ends, tells):
         print(hears.recv(), hears.recv(), flush=True)
         time.sleep(600)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system does not end processes with their parent")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere the system does not end processes with their parent"
+)
 def test_ranks_end_with_a_test_that_is_killed():
     """Catches ranks, stopped ones too, that outlive a test which had no time to end them."""
     command = [sys.executable, "-c", f"import {__name__} as tests; tests.hang()"]
@@ -318,9 +367,18 @@ AT_HOP = "forward, hop 1, keys and values: waiting for rank {} (group 'data of c
         ({1: {"time": 106.0}}, "rank 1 saw its error after 6.0 s"),
         ({1: {"obstacle": "it hurts"}}, "rank 1 could not go on: it hurts"),
         ({1: {"message": "Connection closed by peer"}}, "the error of rank 1 leads to rank None"),
-        ({1: {"message": AT_HOP.format(2, 0)}}, "the error of rank 1 leads to rank None"),  # it names itself wrongly
-        ({1: {"message": AT_HOP.format(2, 1).replace("group", "")}}, "the error of rank 1 leads to rank None"),
-        ({0: {"message": AT_HOP.format(1, 0)}, 1: {"message": AT_HOP.format(0, 1)}}, "the error of rank 0 leads to"),
+        (
+            {1: {"message": AT_HOP.format(2, 0)}},
+            "the error of rank 1 leads to rank None",
+        ),  # it names itself wrongly
+        (
+            {1: {"message": AT_HOP.format(2, 1).replace("group", "")}},
+            "the error of rank 1 leads to rank None",
+        ),
+        (
+            {0: {"message": AT_HOP.format(1, 0)}, 1: {"message": AT_HOP.format(0, 1)}},
+            "the error of rank 0 leads to",
+        ),
     ],
 )
 def test_what_is_complained_of(changes, complaint):
@@ -333,7 +391,11 @@ def test_a_rank_that_did_not_come_must_be_named_by_all():
     changes = {rank: {"message": IN_HANDSHAKE.format(2, rank)} for rank in (0, 1)}
     assert_complaint(Fault(3, 2, "stop", "forward", "user"), changes, None)
     changes[0] = {"message": IN_HANDSHAKE.format(1, 0)}
-    assert_complaint(Fault(3, 2, "stop", "forward", "user"), changes, "rank 0 does not name the rank that did not come")
+    assert_complaint(
+        Fault(3, 2, "stop", "forward", "user"),
+        changes,
+        "rank 0 does not name the rank that did not come",
+    )
     assert_complaint(Fault(3, 2, "kill", "forward", "user"), changes, None)
 
 
@@ -373,7 +435,11 @@ def test_ranks_that_leave():
     """Catches threads that come back from gloo when Python is ending, which aborts the process."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
-        subprocess.Popen([sys.executable, "-c", LEAVING, str(rank), str(store.port)], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", LEAVING, str(rank), str(store.port)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(2)
     ]
     ends = [(process.communicate(timeout=120)[1], process.returncode) for process in ranks]

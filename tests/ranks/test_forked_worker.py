@@ -14,7 +14,13 @@ from distributed import run
 from helpers import message_of
 from torch.utils.data import DataLoader
 
-from ring_dilated_attention import ContextParallel, DilatedCache, DilatedPattern, dilated_attention, explain
+from ring_dilated_attention import (
+    ContextParallel,
+    DilatedCache,
+    DilatedPattern,
+    dilated_attention,
+    explain,
+)
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
 from ring_dilated_attention.ranks import watching
 from ring_dilated_attention.training.agreement import values_of_all
@@ -53,7 +59,9 @@ def collate(cp, model, out, parent, rows):
     signal.alarm(20)  # ends a worker that waits for ever, which nobody else would
     for call in calls(cp, model, out).values():
         said = message_of(call)
-        assert f"process {os.getpid()} was forked from process {parent}, which made {cp.name}" in said, said
+        assert (
+            f"process {os.getpid()} was forked from process {parent}, which made {cp.name}" in said
+        ), said
         assert "in the training loop, on what the DataLoader returns" in said
     assert "kernel" in str(explain(X, X, X, PATTERN, parallel=cp))
     cp.abandon("an error of a worker")
@@ -62,13 +70,19 @@ def collate(cp, model, out, parent, rows):
 
 
 def rank_loads(rank, world_size):
-    current_process()._config["daemon"] = False  # so that it may start workers, as a rank of torchrun may
+    current_process()._config["daemon"] = (
+        False  # so that it may start workers, as a rank of torchrun may
+    )
     cp = ContextParallel(timeout=timedelta(seconds=20))
-    model = LongNetLM(LongNetConfig((4, 16), (1, 2), embed_dim=8, num_layers=1, num_heads=2), parallel=cp)
+    model = LongNetLM(
+        LongNetConfig((4, 16), (1, 2), embed_dim=8, num_layers=1, num_heads=2), parallel=cp
+    )
     expected = attention(cp)
     out = dilated_attention(X, X, X, PATTERN, parallel=cp)
     in_worker = partial(collate, cp, model, out, os.getpid())
-    loader = DataLoader([0, 1], num_workers=1, timeout=30, collate_fn=in_worker, multiprocessing_context="fork")
+    loader = DataLoader(
+        [0, 1], num_workers=1, timeout=30, collate_fn=in_worker, multiprocessing_context="fork"
+    )
     for _ in range(2):
         assert [x.tolist() for x in loader] == 2 * [cp.positions(17).tolist()]
         assert torch.equal(attention(cp), expected)
@@ -82,7 +96,9 @@ def rank_closes_beside_a_worker(rank, world_size):
     for _ in range(6):
         cp = ContextParallel(timeout=timedelta(seconds=20))
         attention(cp)
-        worker = iter(DataLoader(range(99), num_workers=1, collate_fn=list, multiprocessing_context="fork"))
+        worker = iter(
+            DataLoader(range(99), num_workers=1, collate_fn=list, multiprocessing_context="fork")
+        )
         next(worker)
         attention(cp)
         cp.close()

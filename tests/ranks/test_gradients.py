@@ -34,7 +34,9 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.parallel, self.cu_seqlens = parallel, cu_seqlens
         self.patches = nn.Conv1d(3, 16, 4, stride=4)
-        self.layers = nn.ModuleList(MultiheadDilatedAttention(16, 2, PATTERN, parallel=parallel) for _ in range(2))
+        self.layers = nn.ModuleList(
+            MultiheadDilatedAttention(16, 2, PATTERN, parallel=parallel) for _ in range(2)
+        )
         self.head = nn.Linear(16, 5)
         self.double()
 
@@ -45,7 +47,11 @@ class Net(nn.Module):
         return x if self.parallel is None else self.parallel.unshard(x, cu_seqlens=self.cu_seqlens)
 
     def mean(self, local_sum, local_count):
-        return local_sum / local_count if self.parallel is None else self.parallel.mean_loss(local_sum, local_count)
+        return (
+            local_sum / local_count
+            if self.parallel is None
+            else self.parallel.mean_loss(local_sum, local_count)
+        )
 
     def hidden(self, video):
         x = self.cut(self.patches(video).transpose(1, 2))
@@ -61,7 +67,9 @@ def tokens(net, video, labels):
     """On shards."""
     own = net.cut(labels)
     logits = net.head(net.hidden(video))
-    return net.mean(F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum"), own.numel())
+    return net.mean(
+        F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum"), own.numel()
+    )
 
 
 def whole(net, video, labels):
@@ -85,7 +93,13 @@ def preference(net, video, labels):
         if not scores:
             scores.append(-net.join(nats).sum())
         else:
-            scores.append(-(nats.sum() if net.parallel is None else SumOverRanks.apply(nats.sum(), net.parallel.ranks)))
+            scores.append(
+                -(
+                    nats.sum()
+                    if net.parallel is None
+                    else SumOverRanks.apply(nats.sum(), net.parallel.ranks)
+                )
+            )
     reference = 0.3
     return -F.logsigmoid(0.1 * (scores[0] - scores[1] - reference))
 
@@ -101,7 +115,11 @@ def apart(net, video, labels):
     """Each rank has the loss of some positions of the whole, and their mean is the loss of all."""
     logits = net.head(net.join(net.hidden(video)))
     rank, size = (0, 1) if net.parallel is None else (net.parallel.rank, net.parallel.world_size)
-    return F.cross_entropy(logits[:, rank::size].mT, labels[:, rank::size], reduction="sum") * size / labels.numel()
+    return (
+        F.cross_entropy(logits[:, rank::size].mT, labels[:, rank::size], reduction="sum")
+        * size
+        / labels.numel()
+    )
 
 
 def one_rank(net, video, labels):
@@ -109,7 +127,9 @@ def one_rank(net, video, labels):
     joined = net.join(net.hidden(video))
     if net.parallel is None:
         return net.head(joined[:, 0]).square().sum()
-    return net.head(joined[:, 0]).square().sum() * (net.parallel.world_size if net.parallel.rank == 1 else 0)
+    return net.head(joined[:, 0]).square().sum() * (
+        net.parallel.world_size if net.parallel.rank == 1 else 0
+    )
 
 
 LOSSES = {f.__name__: f for f in (tokens, whole, reward, pooled, preference, both, apart, one_rank)}
@@ -161,7 +181,9 @@ def rank_follows_the_rule(rank, world_size, cut, losses, wrappers):
                 dist.all_reduce(grad)
                 grad /= world_size
             error = ((grad - right).norm() / right.norm()).item()
-            assert error < 1e-11, f"{loss}, {wrapper}, {name}: off by {error:.1e}, {(grad.norm() / right.norm()):.3f}"
+            assert error < 1e-11, (
+                f"{loss}, {wrapper}, {name}: off by {error:.1e}, {(grad.norm() / right.norm()):.3f}"
+            )
         video.grad = None
     parallel.close()
 
@@ -201,7 +223,9 @@ def rank_has_other_gradients(rank, world_size):
         weights = torch.randn(world_size, *shape, generator=generator, dtype=torch.float64)
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.complex128):
             given = weights.to(dtype)
-            rows = parallel.shard(torch.zeros(shape, dtype=dtype), dim, cu_seqlens=cu_seqlens).requires_grad_()
+            rows = parallel.shard(
+                torch.zeros(shape, dtype=dtype), dim, cu_seqlens=cu_seqlens
+            ).requires_grad_()
             parallel.unshard(rows, dim, cu_seqlens=cu_seqlens).backward(given[rank])
             wide = given.to(torch.promote_types(dtype, torch.float32))
             right = parallel.shard(wide.sum(0).to(dtype), dim, cu_seqlens=cu_seqlens)
@@ -241,11 +265,15 @@ def rank_measures(rank, world_size):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         whole.backward(grad)
     held = peak = 0
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
-    assert whole.nbytes < peak < 3 * whole.nbytes  # what is sent, what is received, and sums of own rows
+    assert (
+        whole.nbytes < peak < 3 * whole.nbytes
+    )  # what is sent, what is received, and sums of own rows
     parallel.close()
 
 

@@ -19,7 +19,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
-from ring_dilated_attention import ContextParallel, DilatedCache, DilatedPattern, dilated_attention, explain
+from ring_dilated_attention import (
+    ContextParallel,
+    DilatedCache,
+    DilatedPattern,
+    dilated_attention,
+    explain,
+)
 from ring_dilated_attention.layers import MultiheadDilatedAttention
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
 from ring_dilated_attention.models.longnet_vit import LongNetViT
@@ -46,7 +52,9 @@ Found = list[Tensor]
 
 def whole(*shape: int) -> Tensor:
     """The same on every rank."""
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True
+    )
 
 
 def mean(cp: ContextParallel, x: Tensor) -> Tensor:
@@ -61,7 +69,11 @@ def directions(*gradients: Tensor | None) -> Found:
 
 def averaged(cp: ContextParallel, module: torch.nn.Module) -> Found:
     """The mean of the ranks' gradients, as DDP takes it."""
-    return [all_reduce(cp.ranks, x.grad) / cp.world_size for x in module.parameters() if x.grad is not None]
+    return [
+        all_reduce(cp.ranks, x.grad) / cp.world_size
+        for x in module.parameters()
+        if x.grad is not None
+    ]
 
 
 def rows(cp: ContextParallel) -> Found:
@@ -80,9 +92,15 @@ def positions(cp: ContextParallel) -> Found:
 
 
 def batches(cp: ContextParallel, source: int | None) -> Found:
-    batch = {"tokens": torch.arange(21)[None], "features": whole(1, 21, 2).detach(), "cu_seqlens": BORDERS}
+    batch = {
+        "tokens": torch.arange(21)[None],
+        "features": whole(1, 21, 2).detach(),
+        "cu_seqlens": BORDERS,
+    }
     holds = source in (None, cp.rank) or cp.world_size == 1
-    local = cp.shard_batch(batch if holds else None, source=0 if source and cp.world_size == 1 else source)
+    local = cp.shard_batch(
+        batch if holds else None, source=0 if source and cp.world_size == 1 else source
+    )
     dims = {"tokens": 1, "features": 1, "positions": 0}
     return [cp.unshard(local[name], dim=dim) for name, dim in dims.items()] + [local["cu_seqlens"]]
 
@@ -91,7 +109,9 @@ def losses(cp: ContextParallel) -> Found:
     x = whole(1, 21, 5)
     labels = torch.arange(21)[None] % 5
     local, local_labels = cp.shard(x), cp.shard(labels)
-    loss = cp.mean_loss(cross_entropy(local[0], local_labels[0], reduction="sum"), local_labels.numel())
+    loss = cp.mean_loss(
+        cross_entropy(local[0], local_labels[0], reduction="sum"), local_labels.numel()
+    )
     loss.backward()
     return [loss, SumOverRanks.apply(local.sum(), cp.ranks), *directions(x.grad)]
 
@@ -131,20 +151,32 @@ def language_model(cp: ContextParallel) -> Found:
     local = cp.shard_batch({"tokens": torch.arange(42).view(2, 21)})
     loss = model.loss(local["tokens"])
     loss.backward()
-    return [loss, cp.unshard(model.token_losses(local["tokens"])[:, : local["tokens"].shape[1]]), *averaged(cp, model)]
+    return [
+        loss,
+        cp.unshard(model.token_losses(local["tokens"])[:, : local["tokens"].shape[1]]),
+        *averaged(cp, model),
+    ]
 
 
 def slide_encoder(cp: ContextParallel) -> Found:
     torch.manual_seed(0)
     sizes = {"segment_lengths": (4, 32), "dilation_rates": (1, 2)}
     model = LongNetViT(8, 16, 2, 4, **sizes, global_pool=True, parallel=cp).double()
-    local = cp.shard_batch({"features": whole(1, 21, 8).detach(), "coords": torch.arange(42).view(1, 21, 2) * 256})
+    local = cp.shard_batch(
+        {"features": whole(1, 21, 8).detach(), "coords": torch.arange(42).view(1, 21, 2) * 256}
+    )
     return [model(local["features"], local["coords"])[0]]
 
 
 def gates(cp: ContextParallel) -> Found:
     x = cp.shard(whole(1, 21, 4, 8))
-    return [cp.unshard(torchscale_attention(x, x, x, DilatedPattern((4, 8), (1, 2), phase="blocked"), parallel=cp))]
+    return [
+        cp.unshard(
+            torchscale_attention(
+                x, x, x, DilatedPattern((4, 8), (1, 2), phase="blocked"), parallel=cp
+            )
+        )
+    ]
 
 
 def values(cp: ContextParallel) -> Found:
@@ -175,7 +207,9 @@ def rank_does(rank: int, world_size: int, case: str, options: dict[str, str]) ->
     assert dist.get_backend_config() == LIKE_NCCL
     of_mesh = options.get("exchange") == "2-D mesh"
     with over_gloo():
-        mesh = init_device_mesh("cuda", (1, 2), mesh_dim_names=("ring", "heads")) if of_mesh else None
+        mesh = (
+            init_device_mesh("cuda", (1, 2), mesh_dim_names=("ring", "heads")) if of_mesh else None
+        )
         parallel = ContextParallel(mesh, timeout=PATIENCE, **({} if of_mesh else options))
         found = [x.tolist() for x in CASES[case](parallel)]
         parallel.close()
@@ -211,7 +245,9 @@ def rank_abandons(rank: int, world_size: int) -> None:
         losses(parallel)
         if rank == 1:
             parallel.abandon("on purpose")
-        reason = "(on purpose)" if rank == 1 else "that rank died, or gave up after an error of its own"
+        reason = (
+            "(on purpose)" if rank == 1 else "that rank died, or gave up after an error of its own"
+        )
         assert reason in message_of(lambda: attention(parallel), ExchangeError)
         parallel.close()
         losses(ContextParallel(timeout=PATIENCE))
@@ -224,7 +260,9 @@ def test_a_context_that_is_broken():
 
 def rank_trains(rank: int, world_size: int, folder: Path) -> list[float]:
     with over_gloo() if world_size > 1 else nullcontext():
-        document = Document(bytes(range(97, 123)) * 30, "text", OPTIONS.seq_len, OPTIONS.held_out_bytes)
+        document = Document(
+            bytes(range(97, 123)) * 30, "text", OPTIONS.seq_len, OPTIONS.held_out_bytes
+        )
         whole_run = Run(OPTIONS, document, folder, None, save_every=2)
         return train(whole_run, ContextParallel(), StopAfter(10**9))["bits_per_byte"]
 

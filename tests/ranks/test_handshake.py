@@ -40,13 +40,23 @@ def rank_meets(rank, world_size):
             None,
             "ranks disagree on dtype: rank 0 has ev",
         ),
-        ({"call": "backward 3" if rank == 0 else "forward 9"}, None, "ranks disagree on call: rank 0 has backward 3, "),
-        ({"call": "forward 9"}, "no" if rank == 1 else None, "no" if rank == 1 else "^rank 1 refused the call: no$"),
+        (
+            {"call": "backward 3" if rank == 0 else "forward 9"},
+            None,
+            "ranks disagree on call: rank 0 has backward 3, ",
+        ),
+        (
+            {"call": "forward 9"},
+            "no" if rank == 1 else None,
+            "no" if rank == 1 else "^rank 1 refused the call: no$",
+        ),
         ({"call": "forward 9"}, "all say no", "^all say no$"),
     ):
         with pytest.raises(RefusedError, match=error):
             agree(5, fields, failure)
-    assert agree(5 + (rank == 1), {"call": "forward 10"}, None) == found[2][0]  # refused calls changed nothing
+    assert (
+        agree(5 + (rank == 1), {"call": "forward 10"}, None) == found[2][0]
+    )  # refused calls changed nothing
     return found
 
 

@@ -34,7 +34,9 @@ def ring_on(rank, world_size, device, exchange):
         grads = torch.autograd.grad(found, local, cp.shard(full[3].to(device)))
         for x, y in zip((found, *grads), expected, strict=True):
             assert x.device.type == device
-            torch.testing.assert_close(x.cpu().double(), cp.shard(y), rtol=0, atol=1e-12 if device == "cpu" else 1e-5)
+            torch.testing.assert_close(
+                x.cpu().double(), cp.shard(y), rtol=0, atol=1e-12 if device == "cpu" else 1e-5
+            )
     return len(seen)
 
 
@@ -43,7 +45,9 @@ def test_messages_through_the_host_bring_what_direct_ones_bring(exchange):
     assert all(number > 0 for number in run(2, ring_on, "cpu", exchange))
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: two processes share it")
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU: two processes share it"
+)
 # What drivers of a new machine warn of is not known beforehand.
 lets_drivers_warn = pytest.mark.filterwarnings("default")
 

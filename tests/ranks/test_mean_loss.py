@@ -7,6 +7,7 @@ Every function whose name starts with `rank` runs on every rank, and every rank 
 import math
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -38,7 +39,17 @@ def test_counts_keep_their_value(count):
 
 def test_what_is_no_count_is_told_with_its_name():
     """Catches torch's own errors ("Could not infer dtype of NoneType"), which name no argument."""
-    wrong = ["x", {}, [3], True, -1, 10**400, float("nan"), torch.ones(2), torch.ones(1, device="meta")]
+    wrong = [
+        "x",
+        {},
+        [3],
+        True,
+        -1,
+        10**400,
+        float("nan"),
+        torch.ones(2),
+        torch.ones(1, device="meta"),
+    ]
     for count in [*wrong, torch.ones(1).to_sparse(), torch.tensor(1j)]:
         with pytest.raises(ValueError, match="local_count must be one number of at least 0"):
             ContextParallel().mean_loss(torch.ones(()), count)
@@ -46,7 +57,14 @@ def test_what_is_no_count_is_told_with_its_name():
             ContextParallel().mean_loss(torch.ones(()), 1, step_count=count)
     with pytest.raises(ValueError, match="local_count must be one number of at least 0"):
         ContextParallel().mean_loss(torch.ones(()), None)
-    for total in (None, 3.0, torch.tensor(3), torch.ones(2), torch.ones(1, device="meta"), torch.ones(1).to_sparse()):
+    for total in (
+        None,
+        3.0,
+        torch.tensor(3),
+        torch.ones(2),
+        torch.ones(1, device="meta"),
+        torch.ones(1).to_sparse(),
+    ):
         with pytest.raises(ValueError, match="local_sum must be one number"):
             ContextParallel().mean_loss(total, 3)
 
@@ -84,7 +102,10 @@ def close(model, expected):
 
 def rank_has_unequal_replicas(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    parallel, everyone = ContextParallel(mesh["cp"], timeout=PATIENCE), ContextParallel(timeout=PATIENCE)
+    parallel, everyone = (
+        ContextParallel(mesh["cp"], timeout=PATIENCE),
+        ContextParallel(timeout=PATIENCE),
+    )
     replica = mesh.get_local_rank("dp")
     for is_step, kind in ((False, "DDP"), (True, "DDP"), (True, "FSDP2")):
         micro_batches = [0, 1] if is_step else [0]
@@ -97,7 +118,10 @@ def rank_has_unequal_replicas(rank, world_size):
             wrapped = nn.parallel.DistributedDataParallel(model)
         else:
             wrapped = fully_shard(model)
-        own = [parallel.shard_batch(dict(zip("xy", sample(LENGTHS[replica][i]), strict=True))) for i in micro_batches]
+        own = [
+            parallel.shard_batch(dict(zip("xy", sample(LENGTHS[replica][i]), strict=True)))
+            for i in micro_batches
+        ]
         step_count = sum(num_terms(batch["y"]) for batch in own) if is_step else None
         losses = []
         for number, batch in enumerate(own, start=1):
@@ -121,7 +145,10 @@ def test_unequal_replicas_and_micro_batches():
 
 def rank_trains_a_language_model(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    parallel, everyone = ContextParallel(mesh["cp"], timeout=PATIENCE), ContextParallel(timeout=PATIENCE)
+    parallel, everyone = (
+        ContextParallel(mesh["cp"], timeout=PATIENCE),
+        ContextParallel(timeout=PATIENCE),
+    )
     texts = [[torch.randint(40, (1, length)) for length in lengths] for lengths in LENGTHS]
     total = sum(text.shape[1] - 1 for lengths in texts for text in lengths)
     torch.manual_seed(0)
@@ -136,7 +163,9 @@ def rank_trains_a_language_model(rank, world_size):
         model.set_requires_gradient_sync(i == 1)
         model(parallel.shard(text), over=everyone, step_count=total / world_size).backward()
     close(model.model, expected)
-    assert "over is for a model whose ranks share" in message_of(lambda: expected.loss(texts[0][0], over=everyone))
+    assert "over is for a model whose ranks share" in message_of(
+        lambda: expected.loss(texts[0][0], over=everyone)
+    )
 
 
 def test_a_language_model_on_unequal_replicas():
@@ -171,25 +200,38 @@ def test_a_sample_without_a_label(world_size):
 
 def rank_is_given_what_cannot_be(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    parallel, everyone = ContextParallel(mesh["cp"], timeout=PATIENCE), ContextParallel(timeout=PATIENCE)
+    parallel, everyone = (
+        ContextParallel(mesh["cp"], timeout=PATIENCE),
+        ContextParallel(timeout=PATIENCE),
+    )
     replicas = ContextParallel(mesh["dp"], timeout=PATIENCE)
     one, odd = torch.ones(()), rank == 1
     steps = (
         (0, "4 terms in this micro-batch and step_count=0 in all"),
-        (-1 if odd else 3, "step_count must be one number of at least 0 (the terms in the sum), got -1"),
-        (3 if odd else None, "ranks disagree on call: rank 0 has mean_loss, rank 1 has mean_loss with step_count"),
+        (
+            -1 if odd else 3,
+            "step_count must be one number of at least 0 (the terms in the sum), got -1",
+        ),
+        (
+            3 if odd else None,
+            "ranks disagree on call: rank 0 has mean_loss, rank 1 has mean_loss with step_count",
+        ),
     )
     for step_count, said in steps:
-        call = lambda step_count=step_count: parallel.mean_loss(one, 1, over=everyone, step_count=step_count)  # noqa: E731
+        call = partial(parallel.mean_loss, one, 1, over=everyone, step_count=step_count)
         assert said in message_of(call)
     found = message_of(lambda: parallel.mean_loss(one, 1, over=replicas))
     theirs, missing = [rank % 2, rank % 2 + 2], rank + 1 - 2 * (rank % 2)
-    assert f"over is a context of ranks {theirs}, and lacks the ranks [{missing}] of this one" in found
+    assert (
+        f"over is a context of ranks {theirs}, and lacks the ranks [{missing}] of this one" in found
+    )
     assert "pass a context of all ranks whose gradients are averaged" in found
     assert parallel.mean_loss(one, 1, over=everyone) == 1
     if rank < 2:
         wrong = "over must be a ContextParallel of all ranks whose terms count, got 'mesh'"
-        assert wrong in message_of(lambda: parallel.mean_loss(one, 1, over="mesh" if odd else everyone))
+        assert wrong in message_of(
+            lambda: parallel.mean_loss(one, 1, over="mesh" if odd else everyone)
+        )
     else:  # they wait for rank 1, which has no way to tell them
         message_of(lambda: parallel.mean_loss(one, 1, over=everyone), ExchangeError)
 
@@ -201,15 +243,23 @@ def test_numbers_and_contexts_that_cannot_be():
 
 def rank_passes_another_context(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    parallel, everyone = ContextParallel(mesh["cp"], timeout=PATIENCE), ContextParallel(timeout=PATIENCE)
+    parallel, everyone = (
+        ContextParallel(mesh["cp"], timeout=PATIENCE),
+        ContextParallel(timeout=PATIENCE),
+    )
     another, one = ContextParallel(timeout=PATIENCE), torch.ones(())
     found = message_of(lambda: parallel.mean_loss(one, 1, over=another if rank % 2 else None))
     assert "ranks disagree on call" in found
     assert parallel.mean_loss(one, 1, over=everyone) == 1
     if rank < 2:
-        found = message_of(lambda: parallel.mean_loss(one, 1, over=parallel if rank == 1 else everyone))
+        found = message_of(
+            lambda: parallel.mean_loss(one, 1, over=parallel if rank == 1 else everyone)
+        )
         own = f"{parallel.name} of ranks [0, 1]"
-        assert f"disagree on over: rank 0 has {everyone.name} of ranks [0, 1, 2, 3], rank 1 has {own}" in found
+        assert (
+            f"disagree on over: rank 0 has {everyone.name} of ranks [0, 1, 2, 3], rank 1 has {own}"
+            in found
+        )
         assert parallel.mean_loss(one, 1) == 1  # the context that agreed is whole
     else:  # they wait for ranks 0 and 1, which have no way to tell them
         message_of(lambda: parallel.mean_loss(one, 1, over=everyone), ExchangeError)

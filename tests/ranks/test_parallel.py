@@ -69,19 +69,47 @@ def assert_works(cp: ContextParallel, exchange_only: bool = False) -> None:
 # Ranks that do not make the same call.
 
 
-def call_with(cp, *, pattern=PATTERN, shape=(1, 5, 4, 8), kv_heads=4, dtype=torch.float32, needs_grad="", **kwargs):
+def call_with(
+    cp,
+    *,
+    pattern=PATTERN,
+    shape=(1, 5, 4, 8),
+    kv_heads=4,
+    dtype=torch.float32,
+    needs_grad="",
+    **kwargs,
+):
     batch, length, _, head_dim = shape
     shapes = (shape, (batch, length, kv_heads, head_dim), (batch, length, kv_heads, head_dim))
-    tensors = [torch.ones(s, dtype=dtype, requires_grad=n in needs_grad) for n, s in zip("qkv", shapes, strict=True)]
+    tensors = [
+        torch.ones(s, dtype=dtype, requires_grad=n in needs_grad)
+        for n, s in zip("qkv", shapes, strict=True)
+    ]
     return dilated_attention(*tensors, pattern, parallel=cp, **kwargs)
 
 
 DISAGREEMENTS = [
-    ("pattern", {"pattern": DilatedPattern((4, 8), (1, 2), is_causal=True)}, "segment_lengths=(4, 8)"),
-    ("pattern", {"pattern": DilatedPattern((4, 16), (1, 4), is_causal=True)}, "dilation_rates=(1, 4)"),
+    (
+        "pattern",
+        {"pattern": DilatedPattern((4, 8), (1, 2), is_causal=True)},
+        "segment_lengths=(4, 8)",
+    ),
+    (
+        "pattern",
+        {"pattern": DilatedPattern((4, 16), (1, 4), is_causal=True)},
+        "dilation_rates=(1, 4)",
+    ),
     ("pattern", {"pattern": DilatedPattern((4, 16), (1, 2))}, "is_causal=False"),
-    ("pattern", {"pattern": DilatedPattern((4, 16), (1, 2), is_causal=True, phase="blocked")}, "phase='blocked'"),
-    ("pattern", {"pattern": DilatedPattern((4, 16), (1, 2), is_causal=True, heads="split")}, "heads='split'"),
+    (
+        "pattern",
+        {"pattern": DilatedPattern((4, 16), (1, 2), is_causal=True, phase="blocked")},
+        "phase='blocked'",
+    ),
+    (
+        "pattern",
+        {"pattern": DilatedPattern((4, 16), (1, 2), is_causal=True, heads="split")},
+        "heads='split'",
+    ),
     ("shape", {"shape": (1, 5, 8, 8)}, "8 heads"),
     ("shape", {"kv_heads": 2}, "2 key/value heads"),
     ("shape", {"shape": (1, 5, 4, 16)}, "head dim 16"),
@@ -99,7 +127,9 @@ def rank_disagrees(rank, world_size):
     cp = ContextParallel(timeout=PATIENCE)
     for odd in range(world_size):
         for field, deviation, quoted in DISAGREEMENTS:
-            message = message_of(lambda d=deviation, odd=odd: call_with(cp, **(d if rank == odd else {})))
+            message = message_of(
+                lambda d=deviation, odd=odd: call_with(cp, **(d if rank == odd else {}))
+            )
             assert message.startswith(f"ranks disagree on {field}: rank 0 has "), message
             assert all(f"rank {k} has" in message for k in range(world_size)), message
             assert quoted in message.split(f"rank {odd} has")[1].split(", rank")[0], message
@@ -125,13 +155,18 @@ def rank_fails_validation(rank, world_size):
     bad.append({"cu_seqlens": torch.tensor([0, 10])})
     for odd in range(world_size):
         for arguments in bad:
-            message = message_of(lambda a=arguments, odd=odd: call_with(cp, **(a if rank == odd else {})))
+            message = message_of(
+                lambda a=arguments, odd=odd: call_with(cp, **(a if rank == odd else {}))
+            )
             own = message.removeprefix(f"rank {odd} refused the call: ")
             assert (own == message) == (rank == odd), message
             assert own == message_of(lambda a=arguments: call_with(None, **a)), message
         assert_works(cp)
     message = message_of(lambda: call_with(cp, scale=f"bad on {rank}"))  # all at once
-    assert all(f"rank {k} refused the call: " in message and f"'bad on {k}'" in message for k in range(world_size))
+    assert all(
+        f"rank {k} refused the call: " in message and f"'bad on {k}'" in message
+        for k in range(world_size)
+    )
     assert_works(cp)
     # What only shows when the ranks' lengths are known is refused by all, and nothing was sent.
     message = message_of(lambda: call_with(cp, cu_seqlens=torch.tensor([0, 3], dtype=torch.int32)))
@@ -155,28 +190,43 @@ def rank_goes_another_way(rank, world_size):
     cp = ContextParallel(timeout=PATIENCE)
     first, second = (call_with(cp, needs_grad="qkv").sum() for _ in range(2))
     first.backward(retain_graph=True)
-    again = (lambda: first.backward(retain_graph=True)) if rank == 0 else (lambda: call_with(cp, needs_grad="qkv"))
+    again = (
+        (lambda: first.backward(retain_graph=True))
+        if rank == 0
+        else (lambda: call_with(cp, needs_grad="qkv"))
+    )
     message = message_of(again)
     assert "ranks disagree on call: rank 0 has backward 1, rank 1 has forward 3" in message
     message = message_of((first if rank == 1 else second).backward)
     assert "ranks disagree on call: rank 0 has backward 2, rank 1 has backward 1" in message
-    message = message_of((lambda: cp.unshard(torch.ones(1, 5))) if rank == 1 else lambda: call_with(cp))
+    message = message_of(
+        (lambda: cp.unshard(torch.ones(1, 5))) if rank == 1 else lambda: call_with(cp)
+    )
     assert "ranks disagree on call: rank 0 has forward 3, rank 1 has unshard" in message
     message = message_of(lambda: cp.unshard(torch.ones(1, 5), dim=rank % 2))
     assert "ranks disagree on dim: rank 0 has 0, rank 1 has 1" in message
-    message = message_of(lambda: cp.unshard(torch.ones(1, 5, dtype=(torch.int32, torch.int64)[rank == 1])))
+    message = message_of(
+        lambda: cp.unshard(torch.ones(1, 5, dtype=(torch.int32, torch.int64)[rank == 1]))
+    )
     assert "ranks disagree on dtype: rank 0 has torch.int32, rank 1 has torch.int64" in message
     message = message_of(lambda: shift_left(cp, torch.ones(1 + rank, 5, dtype=torch.int64), fill=0))
     assert "ranks disagree on batch: rank 0 has 1, rank 1 has 2" in message
     message = message_of(lambda: all_reduce(cp.ranks, torch.ones(4 - 2 * (rank == 1))))
     assert "ranks disagree on shape: rank 0 has (4,), rank 1 has (2,)" in message
-    message = message_of(lambda: all_reduce(cp.ranks, torch.ones(4, dtype=(torch.int32, torch.float32)[rank == 1])))
+    message = message_of(
+        lambda: all_reduce(cp.ranks, torch.ones(4, dtype=(torch.int32, torch.float32)[rank == 1]))
+    )
     assert "ranks disagree on dtype: rank 0 has torch.int32, rank 1 has torch.float32" in message
-    message = message_of((lambda: all_reduce(cp.ranks, torch.ones(1))) if rank == 1 else first.backward)
+    message = message_of(
+        (lambda: all_reduce(cp.ranks, torch.ones(1))) if rank == 1 else first.backward
+    )
     assert "ranks disagree on call: rank 0 has backward 1, rank 1 has all_reduce" in message
     message = message_of(lambda: cp.shard(torch.ones(1, 8 + 2 * (rank == 1))))
     assert "ranks disagree on length of the whole: rank 0 has 8, rank 1 has 10" in message
-    assert all_reduce(cp.ranks, torch.full((2,), 1.0 + rank)).tolist() == [world_size * (world_size + 1) / 2] * 2
+    assert (
+        all_reduce(cp.ranks, torch.full((2,), 1.0 + rank)).tolist()
+        == [world_size * (world_size + 1) / 2] * 2
+    )
     assert_works(cp)
 
 
@@ -186,8 +236,12 @@ def rank_wants_another_context(rank, world_size):
     options = {"align": (1, 8), "lengths": (even, uneven)}
     options |= {"sharding": ("contiguous", "zigzag"), "exchange": ("ring", "all_gather")}
     for name, values in options.items():
-        message = message_of(lambda n=name, v=values: ContextParallel(**{n: v[rank == 1]}, timeout=PATIENCE))
-        assert f"ranks disagree on {name}: rank 0 has {values[0]}, rank 1 has {values[1]}" in message
+        message = message_of(
+            lambda n=name, v=values: ContextParallel(**{n: v[rank == 1]}, timeout=PATIENCE)
+        )
+        assert (
+            f"ranks disagree on {name}: rank 0 has {values[0]}, rank 1 has {values[1]}" in message
+        )
     bad = [
         {"lengths": (1, 2, 3, 4, 5)},
         {"sharding": "diagonal"},
@@ -198,7 +252,9 @@ def rank_wants_another_context(rank, world_size):
     for odd in range(world_size):
         for arguments in bad:
             started = time.monotonic()
-            message = message_of(lambda a=arguments, odd=odd: ContextParallel(**(a if rank == odd else {})))
+            message = message_of(
+                lambda a=arguments, odd=odd: ContextParallel(**(a if rank == odd else {}))
+            )
             assert (f"rank {odd} refused the call: " in message) == (rank != odd), message
             assert next(iter(arguments)) in message
             assert time.monotonic() - started < 15
@@ -240,7 +296,9 @@ def rank_dies(rank, world_size, stage, exchange):
     assert time.monotonic() - start < 15
     assert "group '" in message
     assert f", rank {rank})" in message
-    assert stage in message or "backward" in message  # the last hop of a forward may be over when the rank dies
+    assert (
+        stage in message or "backward" in message
+    )  # the last hop of a forward may be over when the rank dies
     message = message_of(lambda: dense_call(cp), ExchangeError)
     assert "failed before" in message or "Connection" in message
 
@@ -257,8 +315,12 @@ def test_a_rank_that_dies(stage, exchange):
 def rank_cannot_copy_its_rows(rank, world_size):
     cp = ContextParallel(timeout=PATIENCE)
     x = torch.ones(1, 5, 4, 8, requires_grad=True)
-    vast = torch.ones(1).expand(1, 2**45, 4, 8)  # kernels need a last stride of 1, and no memory holds such a copy
-    message = message_of(lambda: dilated_attention(*[vast if rank else x] * 3, PATTERN, parallel=cp))
+    vast = torch.ones(1).expand(
+        1, 2**45, 4, 8
+    )  # kernels need a last stride of 1, and no memory holds such a copy
+    message = message_of(
+        lambda: dilated_attention(*[vast if rank else x] * 3, PATTERN, parallel=cp)
+    )
     assert ("rank 1 refused the call" in message) == (rank == 0), message
     assert "allocate" in message
 
@@ -266,7 +328,10 @@ def rank_cannot_copy_its_rows(rank, world_size):
         raise RuntimeError("no memory left")
 
     for place, name, used in ((attention, "with_unit_stride", 0), (torch, "zeros_like", 1)):
-        results, right = dilated_attention(x, x, x, PATTERN, parallel=cp, return_lse=True), getattr(place, name)
+        results, right = (
+            dilated_attention(x, x, x, PATTERN, parallel=cp, return_lse=True),
+            getattr(place, name),
+        )
         setattr(place, name, fail if rank else right)
         message = message_of(lambda y=results[used]: y.sum().backward())
         setattr(place, name, right)
@@ -292,7 +357,9 @@ def rank_runs_out_of_memory(rank, world_size, stage):
 
         setattr(cpu, stage, fail)
     start = time.monotonic()
-    message = message_of(lambda: dense_call(cp, backward=True), MemoryError if rank == 1 else ExchangeError)
+    message = message_of(
+        lambda: dense_call(cp, backward=True), MemoryError if rank == 1 else ExchangeError
+    )
     assert time.monotonic() - start < 20
     assert rank == 1 or f", rank {rank})" in message, message
     # The messages of a forward may be over when a kernel fails. The handshake of a known call may not be.
@@ -321,7 +388,9 @@ def rank_is_late(rank, world_size, backward):
     start = time.monotonic()
     if rank == 1:
         time.sleep(5)
-    message = message_of((lambda: out.sum().backward()) if backward else (lambda: call_with(cp)), ExchangeError)
+    message = message_of(
+        (lambda: out.sum().backward()) if backward else (lambda: call_with(cp)), ExchangeError
+    )
     assert (
         f" did not enter {'backward' if backward else 'forward'} 1 (group 'control of {cp.name}', rank {rank})"
         in message
@@ -408,20 +477,34 @@ def expected_rows(n, world_size, rank, options):
 def rank_shards(rank, world_size):
     strict()
     for cp, n, mine in contexts(rank, world_size):
-        for dim, shape in [(1, (2, n, 3)), (0, (n,)), (-1, (2, 1, n)), (-2, (n, 2)), (2, (1, 2, n, 2))]:
+        for dim, shape in [
+            (1, (2, n, 3)),
+            (0, (n,)),
+            (-1, (2, 1, n)),
+            (-2, (n, 2)),
+            (2, (1, 2, n, 2)),
+        ]:
             for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.bool):
-                full = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mul(3).to(dtype)
+                full = (
+                    torch.randn(shape, generator=torch.Generator().manual_seed(1)).mul(3).to(dtype)
+                )
                 local = cp.shard(full, dim=dim)
-                assert torch.equal(local, full.index_select(dim, torch.tensor(mine, dtype=torch.int64)))
+                assert torch.equal(
+                    local, full.index_select(dim, torch.tensor(mine, dtype=torch.int64))
+                )
                 assert torch.equal(cp.unshard(local, dim=dim), full)
-            full, weight = (torch.randn(shape, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
+            full, weight = (
+                torch.randn(shape, generator=torch.Generator().manual_seed(s)) for s in (1, 2)
+            )
             leaf = full.requires_grad_()
             (cp.shard(leaf, dim=dim) * cp.shard(weight, dim=dim)).sum().backward()
             torch.testing.assert_close(leaf.grad, weight / world_size)  # all of it, on every rank
             leaf = cp.shard(full.detach(), dim=dim).requires_grad_()
             (cp.unshard(leaf, dim=dim) * weight).sum().backward()
             torch.testing.assert_close(leaf.grad, cp.shard(weight * world_size, dim=dim))
-        not_contiguous = torch.randn(3, n, generator=torch.Generator().manual_seed(1)).T.requires_grad_()
+        not_contiguous = torch.randn(
+            3, n, generator=torch.Generator().manual_seed(1)
+        ).T.requires_grad_()
         assert torch.equal(cp.unshard(cp.shard(not_contiguous, dim=0), dim=0), not_contiguous)
 
 
@@ -441,7 +524,9 @@ def rank_knows_positions(rank, world_size):
             expected = [t - max(b for b in borders if b <= t) for t in mine]
             assert cp.positions(n, torch.tensor(borders, dtype=torch.int32)).tolist() == expected
         for dtype in (torch.int64, torch.int32, torch.uint8):
-            full = torch.randint(0, 200, (2, n), generator=torch.Generator().manual_seed(1)).to(dtype)
+            full = torch.randint(0, 200, (2, n), generator=torch.Generator().manual_seed(1)).to(
+                dtype
+            )
             following = torch.cat([full[:, 1:], torch.full_like(full[:, :1], 77)], dim=1)
             assert torch.equal(shift_left(cp, cp.shard(full), fill=77), cp.shard(following))
 
@@ -460,7 +545,9 @@ def rank_of_a_group(rank, world_size):
     assert (cp.world_size, cp.rank) == (2, pair.index(rank))
     assert_works(cp)
     message = message_of(lambda: call_with(cp, scale=1.0 + rank))
-    assert f"rank {pair[0]} has {1.0 + pair[0]}, rank {pair[1]} has {1.0 + pair[1]}" in message  # ranks of the job
+    assert (
+        f"rank {pair[0]} has {1.0 + pair[0]}, rank {pair[1]} has {1.0 + pair[1]}" in message
+    )  # ranks of the job
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "dp"))
     across = ContextParallel(mesh["cp"])  # ranks 0 and 2, 1 and 3
     everyone, twin = ContextParallel(), ContextParallel(groups[rank // 2])
@@ -474,7 +561,9 @@ def rank_of_a_group(rank, world_size):
     message = message_of(lambda: ContextParallel(DeviceMesh("cpu", torch.arange(4).view(1, 2, 2))))
     assert "3 axes" in message
     assert "mesh['cp']" in message
-    if rank != 3:  # torch's own groups of all ranks, as a mesh makes them, would hang after this since torch 2.14
+    if (
+        rank != 3
+    ):  # torch's own groups of all ranks, as a mesh makes them, would hang after this since torch 2.14
         trio = dist.new_group([0, 1, 2], use_local_synchronization=True)
         assert_works(ContextParallel(trio))  # rank 3 knows nothing of it
     dist.barrier()
@@ -532,42 +621,68 @@ def random_case(rng: random.Random, world_size: int):
         cuts = sorted(rng.choice([0, n, rng.randint(0, n)]) for _ in range(world_size - 1))
         options["lengths"] = [b - a for a, b in zip([0, *cuts], [*cuts, n], strict=True)]
     batch = rng.choice([1, 1, 2])
-    documents = sorted({0, n, *rng.choices(range(n + 1), k=2)}) if batch == 1 and rng.random() < 0.5 else None
+    documents = (
+        sorted({0, n, *rng.choices(range(n + 1), k=2)})
+        if batch == 1 and rng.random() < 0.5
+        else None
+    )
     scale = rng.choice([None, None, 0.4, -0.3])
-    return pattern, (batch, n, num_heads, num_kv_heads, rng.choice([1, 8, 24])), options, documents, scale
+    return (
+        pattern,
+        (batch, n, num_heads, num_kv_heads, rng.choice([1, 8, 24])),
+        options,
+        documents,
+        scale,
+    )
 
 
 def rank_equals_the_definition(rank, world_size, seed, num_cases, kind=""):
     strict()
     rng = random.Random(seed)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "heads")) if kind == "mesh" else None
+    mesh = (
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "heads")) if kind == "mesh" else None
+    )
     for case in (random_case(rng, world_size) for _ in range(num_cases)):
         pattern, (batch, n, num_heads, num_kv_heads, head_dim), options, documents, scale = case
         torch.manual_seed(n)
         if mesh is not None:
-            options = {**options, "group": mesh, "exchange": rng.choice(["ring", "all_gather", "auto"])}
+            options = {
+                **options,
+                "group": mesh,
+                "exchange": rng.choice(["ring", "all_gather", "auto"]),
+            }
             num_heads, num_kv_heads = 2 * num_heads, 2 * num_kv_heads
         if kind == "simulated":
-            cp = simulate.all_ranks(world_size, **{name: options[name] for name in options if name != "exchange"})
+            cp = simulate.all_ranks(
+                world_size, **{name: options[name] for name in options if name != "exchange"}
+            )
         else:
             cp = ContextParallel(**options)
         cu_seqlens = torch.tensor(documents, dtype=torch.int32) if documents else None
-        shapes = [(batch, n, h, head_dim) for h in (num_heads, num_kv_heads, num_kv_heads, num_heads)]
+        shapes = [
+            (batch, n, h, head_dim) for h in (num_heads, num_kv_heads, num_kv_heads, num_heads)
+        ]
         *full, dout = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
         dlse = torch.randn(batch, n, num_heads, dtype=torch.float64)
         leaves = [x.clone().requires_grad_() for x in full]
         expected = dilated_attention_reference(*leaves, pattern, cu_seqlens=documents, scale=scale)
         expected += torch.autograd.grad(expected, leaves, [dout, dlse])
         local = [cp.shard(x).requires_grad_() for x in full]
-        actual = dilated_attention(*local, pattern, parallel=cp, cu_seqlens=cu_seqlens, scale=scale, return_lse=True)
+        actual = dilated_attention(
+            *local, pattern, parallel=cp, cu_seqlens=cu_seqlens, scale=scale, return_lse=True
+        )
         actual += torch.autograd.grad(actual, local, [rows_of(cp, dout), rows_of(cp, dlse)])
         expected = [rows_of(cp, y) for y in expected]
         for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
             told = f"{name} of {case}: "
-            torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11, msg=lambda text, told=told: told + text)
+            torch.testing.assert_close(
+                x, y, rtol=1e-11, atol=1e-11, msg=lambda text, told=told: told + text
+            )
 
 
-@pytest.mark.parametrize(("world_size", "num_cases", "kind"), [(2, 40, ""), (3, 30, ""), (4, 20, ""), (4, 20, "mesh")])
+@pytest.mark.parametrize(
+    ("world_size", "num_cases", "kind"), [(2, 40, ""), (3, 30, ""), (4, 20, ""), (4, 20, "mesh")]
+)
 def test_random_calls_equal_the_definition(world_size, num_cases, kind):
     """Catches what no chosen case thought of, with uninitialised buffers full of NaN."""
     run(world_size, rank_equals_the_definition, 20 + world_size, num_cases, kind)
@@ -639,25 +754,46 @@ def rank_counts_bytes(rank, world_size):
         for pattern, heads, kv_heads, dtype, options in [
             (DilatedPattern((8, 32, 64), (1, 2, 4)), 4, 4, torch.float32, {}),
             (DilatedPattern((20, 64), (1, 3), is_causal=True), 4, 2, torch.bfloat16, {}),
-            (DilatedPattern((64,), (1,), is_causal=True), 2, 1, torch.float64, {"sharding": "zigzag"}),
-            (DilatedPattern((9, 30), (2, 5), phase="blocked"), 6, 3, torch.float16, {"lengths": "uneven"}),
+            (
+                DilatedPattern((64,), (1,), is_causal=True),
+                2,
+                1,
+                torch.float64,
+                {"sharding": "zigzag"},
+            ),
+            (
+                DilatedPattern((9, 30), (2, 5), phase="blocked"),
+                6,
+                3,
+                torch.float16,
+                {"lengths": "uneven"},
+            ),
             (DilatedPattern((9, 30), (1, 2), heads="split"), 5, 5, torch.float32, {"align": 16}),
             (DilatedPattern((4, 8), (1, 2)), 4, 4, torch.float32, {"lengths": "aligned"}),
         ]:
-            lengths = {"uneven": (17, 0, 3, 44), "aligned": (8, 16, 16, 24)}.get(options.get("lengths"))
+            lengths = {"uneven": (17, 0, 3, 44), "aligned": (8, 16, 16, 24)}.get(
+                options.get("lengths")
+            )
             if lengths:
-                options = {"lengths": (*lengths[: world_size - 1], 64 - sum(lengths[: world_size - 1]))}
+                options = {
+                    "lengths": (*lengths[: world_size - 1], 64 - sum(lengths[: world_size - 1]))
+                }
             cp = ContextParallel(exchange=exchange, **options)
             local = [
-                cp.shard(torch.ones(3, 64, h, 8, dtype=dtype)).requires_grad_() for h in (heads, kv_heads, kv_heads)
+                cp.shard(torch.ones(3, 64, h, 8, dtype=dtype)).requires_grad_()
+                for h in (heads, kv_heads, kv_heads)
             ]
             dilated_attention(*local, pattern, parallel=cp).sum().backward()
             shards = cp.cut.shards_of(cp.cut.default_lengths(64))
             rank_plan = plan_exchange(exchange, Job(pattern, shards, heads, kv_heads), cp.rank)
             sizes = PlannedSizes(3, 8, dtype.itemsize)
-            expected = [rank_plan.bytes_sent(sizes, backward=backward) for backward in (False, True)]
+            expected = [
+                rank_plan.bytes_sent(sizes, backward=backward) for backward in (False, True)
+            ]
             assert counts == expected, (exchange, pattern, counts, expected)
-            assert lengths is None or lengths[0] != 8 or sum(counts) == 0  # segments that lie in shards send nothing
+            assert (
+                lengths is None or lengths[0] != 8 or sum(counts) == 0
+            )  # segments that lie in shards send nothing
             seen += sum(counts)
             counts = []
     return seen
@@ -684,7 +820,9 @@ def test_gathered_chunks_are_there_once():
     """Catches copies of what was gathered: what it costs is all others' chunks and their gradients, no more."""
     for peaks in run(4, rank_measures_memory):
         of_ring, of_all_gather = 2 * 2 + 2 * 2, 3 * (2 + 2)
-        assert peaks["all_gather"] - peaks["ring"] == pytest.approx(of_all_gather - of_ring, abs=0.5)
+        assert peaks["all_gather"] - peaks["ring"] == pytest.approx(
+            of_all_gather - of_ring, abs=0.5
+        )
 
 
 def rank_in_float32(rank, world_size):
@@ -692,7 +830,9 @@ def rank_in_float32(rank, world_size):
     pattern = DilatedPattern((32, 128, 211), (1, 2, 3), is_causal=True)
     generator = torch.Generator().manual_seed(5)
     full = [torch.randn(2, 211, h, 24, generator=generator) for h in (6, 3, 3)]
-    dout, dlse = (torch.randn(shape, generator=generator) for shape in ((2, 211, 6, 24), (2, 211, 6)))
+    dout, dlse = (
+        torch.randn(shape, generator=generator) for shape in ((2, 211, 6, 24), (2, 211, 6))
+    )
     leaves = [x.double().requires_grad_() for x in full]
     exact = dilated_attention_reference(*leaves, pattern)
     exact += torch.autograd.grad(exact, leaves, [dout.double(), dlse.double()])
@@ -708,10 +848,16 @@ def rank_in_float32(rank, world_size):
             results += torch.autograd.grad(results, local, [rows_of(cp, dout), rows_of(cp, dlse)])
             runs.append(results)
         assert all(map(torch.equal, *runs))
-        for name, x, y, z in zip(("out", "lse", "dq", "dk", "dv"), runs[0], alone, exact, strict=True):
+        for name, x, y, z in zip(
+            ("out", "lse", "dq", "dk", "dv"), runs[0], alone, exact, strict=True
+        ):
             errors = [relative_error(r, z) for r in (cp.unshard(x), y)]
             # One device holds the tolerance against torch (test_attention.py); so does half of twice its error.
-            assert errors[0] <= 1.5 * errors[1] + torch.finfo(torch.float32).eps / 4, (name, options, errors)
+            assert errors[0] <= 1.5 * errors[1] + torch.finfo(torch.float32).eps / 4, (
+                name,
+                options,
+                errors,
+            )
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -763,13 +909,19 @@ def rank_has_other_defaults(rank, world_size):
     borders = torch.tensor([0, 3, 5 * world_size], dtype=torch.int32)
     dout = torch.ones_like(x)
     with torch.device("meta"):
-        out, lse = dilated_attention(x, x, x, PATTERN, parallel=cp, cu_seqlens=borders, return_lse=True)
+        out, lse = dilated_attention(
+            x, x, x, PATTERN, parallel=cp, cu_seqlens=borders, return_lse=True
+        )
         (grad,) = torch.autograd.grad([out, lse], x, [dout, lse.detach()])
         assert grad.isfinite().all()
         assert cp.positions(10, borders).device == torch.device("cpu")
-        assert shift_left(cp, labels, fill=-1).tolist() == [[1, 2, 3, 4, -1 if rank == world_size - 1 else 0]]
+        assert shift_left(cp, labels, fill=-1).tolist() == [
+            [1, 2, 3, 4, -1 if rank == world_size - 1 else 0]
+        ]
         assert cp.unshard(cp.shard(labels)).tolist() == labels.tolist()
-        message = message_of(lambda: dilated_attention(x, x, x, PATTERN, parallel=cp, scale=1.0 + rank))
+        message = message_of(
+            lambda: dilated_attention(x, x, x, PATTERN, parallel=cp, scale=1.0 + rank)
+        )
         assert "ranks disagree on scale" in message
 
 
@@ -829,17 +981,24 @@ def rank_compiles_what_it_does_not_use(rank, world_size, backend, dynamic, optio
         outs = [dilated_attention(*tensors, PATTERN, parallel=cp) for tensors in (first, second)]
         return first[0].detach()[0, 0] @ second[0].detach()[0, 0].T, *outs[:num_used]
 
-    compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=dynamic, options=options)
+    compiled = torch.compile(
+        function, fullgraph=True, backend=backend, dynamic=dynamic, options=options
+    )
     for num_used in (0, 1):
         for needs_grad in (False, True):
             before = cp.ranks.calls
-            calls = [[torch.randn(1, 5 + num_used, 4, 8, requires_grad=needs_grad) for _ in "qkv"] for _ in range(2)]
+            calls = [
+                [torch.randn(1, 5 + num_used, 4, 8, requires_grad=needs_grad) for _ in "qkv"]
+                for _ in range(2)
+            ]
             expected = function(*calls, num_used if rank == 1 else 2)
             torch.testing.assert_close(compiled(*calls, num_used if rank == 1 else 2), expected)
             assert cp.ranks.calls == before + 4
 
 
-@pytest.mark.parametrize(("backend", "dynamic", "options"), [("aot_eager", None, None), ("inductor", True, PLAIN)])
+@pytest.mark.parametrize(
+    ("backend", "dynamic", "options"), [("aot_eager", None, None), ("inductor", True, PLAIN)]
+)
 def test_a_rank_that_does_not_use_what_it_compiled(backend, dynamic, options):
     """Catches a call that the compiler drops on one rank, of two in a graph the first too: the other would wait."""
     run(2, rank_compiles_what_it_does_not_use, backend, dynamic, options, seconds=120)
@@ -853,11 +1012,16 @@ def rank_recomputes_in_compiled_code(rank, world_size):
         return dilated_attention(x.sin(), x, x, PATTERN, parallel=cp).square()
 
     def function(x):
-        return x.cos().sum() + checkpoint(block, x, use_reentrant=False, context_fn=attention.save_attention).sum()
+        return (
+            x.cos().sum()
+            + checkpoint(block, x, use_reentrant=False, context_fn=attention.save_attention).sum()
+        )
 
     x = torch.randn(1, 5, 4, 8, requires_grad=True)
     (expected,) = torch.autograd.grad(function(x), x)
-    (gradient,) = torch.autograd.grad(torch.compile(function, fullgraph=True, backend="aot_eager")(x), x)
+    (gradient,) = torch.autograd.grad(
+        torch.compile(function, fullgraph=True, backend="aot_eager")(x), x
+    )
     torch.testing.assert_close(gradient, expected)
     assert cp.ranks.calls == 2
 
@@ -886,14 +1050,22 @@ def test_operators_pass_the_checks_of_torch(dtype, strides, kv_heads):
         return (x.contiguous() if strides == "contiguous" else x).requires_grad_(bool(sizes))
 
     tensors = [make(h, 8) for h in (4, kv_heads, kv_heads)]
-    for pattern in (DilatedPattern((4, 12), (1, 2)), DilatedPattern((12,), (1,)), DilatedPattern((6,), (2,))):
+    for pattern in (
+        DilatedPattern((4, 12), (1, 2)),
+        DilatedPattern((12,), (1,)),
+        DilatedPattern((6,), (2,)),
+    ):
         call = Call(pattern, 0.3, "auto", "qkv", True, range(4), 4).text
         torch.library.opcheck(attention._forward, (*tensors, None, call))
         out, lse, begun = attention._forward(*tensors, None, call)
         for dlse in (None, make(4)):
             arguments = (make(4, 8), dlse, *tensors, out, lse, begun, call)
             arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
-            tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")  # it refuses derivatives
+            tests = (
+                "test_schema",
+                "test_faketensor",
+                "test_aot_dispatch_dynamic",
+            )  # it refuses derivatives
             torch.library.opcheck(attention._backward, tuple(arguments), test_utils=tests)
 
 
@@ -932,7 +1104,9 @@ def compute(cp: ContextParallel, rank: int, samples: list) -> None:
     for full, expected in samples:
         leaves = [x[:, 5 * rank : 5 * rank + 5].clone().requires_grad_() for x in full]
         out = dilated_attention(*leaves, PATTERN, parallel=cp)
-        torch.testing.assert_close(out, expected[:, 5 * rank : 5 * rank + 5], rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(
+            out, expected[:, 5 * rank : 5 * rank + 5], rtol=1e-11, atol=1e-11
+        )
         out.sum().backward()
 
 
@@ -944,7 +1118,10 @@ def rank_uses_a_context_in_four_threads(rank, world_size):
     assert all(error is None or type(error) is RefusedError for error in errors), errors
     refused = [error for error in errors if error is not None]
     assert len(refused) >= 3  # at most the owner had come to its end before
-    reasons = ("belongs to the thread of its first call", "the name of the calling thread")  # another may win per rank
+    reasons = (
+        "belongs to the thread of its first call",
+        "the name of the calling thread",
+    )  # another may win per rank
     assert all(any(reason in str(error) for reason in reasons) for error in refused), refused
     both = [ContextParallel(timeout=PATIENCE) for _ in range(2)]
     assert in_threads(*[lambda cp=cp: compute(cp, rank, samples) for cp in both]) == [None, None]
@@ -1000,8 +1177,13 @@ def rank_leaves_the_owner(rank, world_size):
     ]
     for deed in deeds:
         said = message_of(deed) if rank == 0 else str(in_threads(deed)[0])
-        assert "belongs to the thread of its first call, 'MainThread', until close(). Make all calls" in said
-        assert ("rank 1 refused the call: thread 'Thread-" in said) == (rank == 0 or deed is deeds[-1])
+        assert (
+            "belongs to the thread of its first call, 'MainThread', until close(). Make all calls"
+            in said
+        )
+        assert ("rank 1 refused the call: thread 'Thread-" in said) == (
+            rank == 0 or deed is deeds[-1]
+        )
     for deed in deeds[:-1]:
         deed()
     assert torch.isfinite(x.grad).all()
@@ -1025,7 +1207,9 @@ class Nest(torch.autograd.Function):
         depth, innermost = ctx.rest
         with torch.enable_grad():
             if depth:
-                Nest.apply(torch.zeros(1, requires_grad=True), depth - 1, innermost).sum().backward()
+                Nest.apply(
+                    torch.zeros(1, requires_grad=True), depth - 1, innermost
+                ).sum().backward()
             else:
                 innermost()
         return grad, None, None
@@ -1035,7 +1219,9 @@ def rank_recomputes_in_a_thread_of_autograd(rank, world_size):
     strict()
     cp = ContextParallel(timeout=PATIENCE)
     x = torch.randn(1, 5, 4, 8, dtype=torch.float64, requires_grad=True)
-    out = checkpoint(lambda x: dilated_attention(x, x, x, PATTERN, parallel=cp), x, use_reentrant=False)
+    out = checkpoint(
+        lambda x: dilated_attention(x, x, x, PATTERN, parallel=cp), x, use_reentrant=False
+    )
     threads = []
 
     def innermost() -> None:

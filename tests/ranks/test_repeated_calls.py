@@ -38,9 +38,15 @@ def check_step(cp, lengths, pattern):
     x = [t.clone().requires_grad_() for t in x]
     exact = dilated_attention_reference(*x, pattern)[0]
     out = dilated_attention(*own, pattern, parallel=cp)
-    gradients = zip(torch.autograd.grad(out.sin().sum(), own), torch.autograd.grad(exact.sin().sum(), x), strict=True)
+    gradients = zip(
+        torch.autograd.grad(out.sin().sum(), own),
+        torch.autograd.grad(exact.sin().sum(), x),
+        strict=True,
+    )
     for found, expected in [(out, exact), *gradients]:
-        torch.testing.assert_close(found, expected.split(lengths, dim=1)[cp.rank], rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(
+            found, expected.split(lengths, dim=1)[cp.rank], rtol=1e-11, atol=1e-11
+        )
 
 
 def rank_repeats(rank, world_size):
@@ -79,7 +85,8 @@ def rank_disagrees(rank, world_size):
     with pytest.raises(ValueError, match=r"^ranks disagree on pattern: rank 0 has "):
         dilated_attention(*own, other if rank == 1 else PATTERN, parallel=cp)
     with pytest.raises(
-        ValueError, match="scale must be a finite number" if rank == 1 else "^rank 1 refused the call: s"
+        ValueError,
+        match="scale must be a finite number" if rank == 1 else "^rank 1 refused the call: s",
     ):
         dilated_attention(*own, PATTERN, parallel=cp, scale="x" if rank == 1 else None)
     assert sent == []
@@ -108,7 +115,9 @@ def rank_runs_out_of_memory(rank, world_size):
         cpu.forward = fail
     # The ranks beside rank 0 wait for it or send to it, and others hear of it from those.
     gone = r"^forward, hop \d, .*(waiting for|sending to) rank \d .*: that rank died, or gave up after an error"
-    with pytest.raises(MemoryError if rank == 0 else ExchangeError, match="no room" if rank == 0 else gone):
+    with pytest.raises(
+        MemoryError if rank == 0 else ExchangeError, match="no room" if rank == 0 else gone
+    ):
         dilated_attention(*own, DilatedPattern.dense(), parallel=cp)
     first_reason = r"^this group has failed before \((MemoryError: no room|forward, hop )"
     with pytest.raises(ExchangeError, match=first_reason):
@@ -132,13 +141,17 @@ def rank_has_an_intruder(rank, world_size):
         time.sleep(0.1)
         return computed(*args)
 
-    def noted_agree(*args):  # had the first thread's handshake not begun, the other's refusal could overtake it
+    def noted_agree(
+        *args,
+    ):  # had the first thread's handshake not begun, the other's refusal could overtake it
         began.set()
         return agree(*args)
 
     def intrude():
         began.wait()
-        with pytest.raises(ValueError, match="which belongs to the thread of its first call") as error:
+        with pytest.raises(
+            ValueError, match="which belongs to the thread of its first call"
+        ) as error:
             dilated_attention(*own, DilatedPattern.dense(), parallel=cp)
         errors.append(error)
 
@@ -169,5 +182,7 @@ class Nothing(simulate.OtherRanks):
 def test_one_simulated_rank_repeats_a_call():
     """It has a link, and nobody to meet."""
     alone, x = simulate.one_rank(1, 4, Nothing()), torch.randn(1, 8, 4, 4, requires_grad=True)
-    first, second = (dilated_attention(x, x, x, DilatedPattern((32,), (1,)), parallel=alone) for _ in range(2))
+    first, second = (
+        dilated_attention(x, x, x, DilatedPattern((32,), (1,)), parallel=alone) for _ in range(2)
+    )
     assert torch.equal(first, second)

@@ -22,16 +22,25 @@ def shards_equal_reference(rank, world_size, cases, make=ContextParallel):
         cp = make(**context)
         documents = [0, n // 3, n // 3 + 1, n] if batch == 1 and n > 4 else None
         cu_seqlens = torch.tensor(documents, dtype=torch.int32) if documents else None
-        full = [torch.randn(batch, n, h, dim, dtype=torch.float64) for h in (heads, kv_heads, kv_heads)]
-        dout, dlse = torch.randn(batch, n, heads, dim, dtype=torch.float64), torch.randn(batch, n, heads).double()
+        full = [
+            torch.randn(batch, n, h, dim, dtype=torch.float64) for h in (heads, kv_heads, kv_heads)
+        ]
+        dout, dlse = (
+            torch.randn(batch, n, heads, dim, dtype=torch.float64),
+            torch.randn(batch, n, heads).double(),
+        )
 
         leaves = [x.clone().requires_grad_() for x in full]
         out, lse = dilated_attention_reference(*leaves, pattern, cu_seqlens=documents)
         covered = torch.isfinite(lse)
-        expected = torch.autograd.grad((out * dout).sum() + (lse.masked_fill(~covered, 0) * dlse).sum(), leaves)
+        expected = torch.autograd.grad(
+            (out * dout).sum() + (lse.masked_fill(~covered, 0) * dlse).sum(), leaves
+        )
 
         local = [cp.shard(x).requires_grad_() for x in full]
-        out_k, lse_k = dilated_attention(*local, pattern, parallel=cp, cu_seqlens=cu_seqlens, return_lse=True)
+        out_k, lse_k = dilated_attention(
+            *local, pattern, parallel=cp, cu_seqlens=cu_seqlens, return_lse=True
+        )
         torch.testing.assert_close(out_k, rows_of(cp, out), rtol=0, atol=1e-12)
         torch.testing.assert_close(lse_k, rows_of(cp, lse), rtol=0, atol=1e-12)
         dout_k, dlse_k = rows_of(cp, dout), rows_of(cp, dlse)
@@ -66,7 +75,9 @@ def test_every_rank_equals_the_definition(world_size):
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_all_gather_equals_the_definition(world_size):
-    cases = [(*case, {**context, "exchange": "all_gather"}) for *case, context in cases_for(world_size)]
+    cases = [
+        (*case, {**context, "exchange": "all_gather"}) for *case, context in cases_for(world_size)
+    ]
     run(world_size, shards_equal_reference, cases)
 
 
@@ -75,7 +86,16 @@ def test_all_to_all_equals_the_definition(world_size):
     """Heads are dealt to ranks: phases must go by the global head, and uneven lengths must find their place."""
     cases = [
         (37, 1, 6, 6, 8, [(10**6, 1)], {"is_causal": True}, {}),
-        (41, 2, 6, 6, 8, [(5, 1), (13, 2), (64, 7)], {}, {"lengths": {2: (0, 41), 3: (17, 0, 24)}[world_size]}),
+        (
+            41,
+            2,
+            6,
+            6,
+            8,
+            [(5, 1), (13, 2), (64, 7)],
+            {},
+            {"lengths": {2: (0, 41), 3: (17, 0, 24)}[world_size]},
+        ),
         (40, 1, 12, 6, 8, [(16, 2), (32, 4)], {"phase": "blocked"}, {}),
         (43, 1, 6, 6, 8, [(11, 1), (40, 3)], {"heads": "split"}, {}),
         (47, 2, 6, 6, 8, [(20, 1), (47, 2)], {"is_causal": True}, {"sharding": "zigzag"}),
@@ -96,7 +116,9 @@ def test_simulated_ranks_equal_the_definition(simulated):
 
 def mesh_equals_reference(rank, world_size, cases):
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("ring", "heads"))
-    shards_equal_reference(rank, world_size, [(*case, {"group": mesh, **context}) for *case, context in cases])
+    shards_equal_reference(
+        rank, world_size, [(*case, {"group": mesh, **context}) for *case, context in cases]
+    )
 
 
 def test_a_mesh_of_two_axes_equals_the_definition():
@@ -104,7 +126,16 @@ def test_a_mesh_of_two_axes_equals_the_definition():
     cases = [
         (37, 1, 4, 4, 8, [(10**6, 1)], {"is_causal": True}, {}),
         (41, 2, 4, 2, 8, [(5, 1), (13, 2), (64, 7)], {}, {"lengths": (17, 0, 4, 20)}),
-        (47, 2, 4, 2, 8, [(20, 1), (47, 2)], {"is_causal": True}, {"sharding": "zigzag", "exchange": "all_gather"}),
+        (
+            47,
+            2,
+            4,
+            2,
+            8,
+            [(20, 1), (47, 2)],
+            {"is_causal": True},
+            {"sharding": "zigzag", "exchange": "all_gather"},
+        ),
     ]
     run(4, mesh_equals_reference, cases)
 
@@ -119,7 +150,11 @@ def hosts_out_of_order(rank, world_size, case):
 
 def test_ranks_of_one_host_stand_side_by_side():
     """Shards go by the order of ranks; sends go to the right rank."""
-    run(4, hosts_out_of_order, (41, 2, 4, 4, 24, [(5, 1), (13, 2), (64, 7)], {"is_causal": True}, {}))
+    run(
+        4,
+        hosts_out_of_order,
+        (41, 2, 4, 4, 24, [(5, 1), (13, 2), (64, 7)], {"is_causal": True}, {}),
+    )
 
 
 def mesh_rows_out_of_order(rank, world_size, case):
@@ -134,13 +169,17 @@ def mesh_rows_out_of_order(rank, world_size, case):
 
 def test_mesh_rows_of_one_host_stand_side_by_side():
     """The ring along the first axis goes by host too; heads are dealt in the mesh's own rows."""
-    run(6, mesh_rows_out_of_order, (41, 1, 4, 2, 8, [(5, 1), (13, 2), (64, 7)], {"is_causal": True}))
+    run(
+        6, mesh_rows_out_of_order, (41, 1, 4, 2, 8, [(5, 1), (13, 2), (64, 7)], {"is_causal": True})
+    )
 
 
 def contexts_have_names(rank, world_size):
     contexts = [ContextParallel(), ContextParallel()]
     if rank == 0:
-        group = dist.new_group([0], use_local_synchronization=True)  # the others count one group less from here on
+        group = dist.new_group(
+            [0], use_local_synchronization=True
+        )  # the others count one group less from here on
         assert ContextParallel(group).name == ""
     contexts.append(ContextParallel())
     names = [cp.name for cp in contexts]

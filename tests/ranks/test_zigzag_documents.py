@@ -19,7 +19,13 @@ from ring_dilated_attention.models import LongNetConfig, LongNetLM
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
 
 SHARDING = "zigzag_documents"
-HOSTILE = [(1,), (2, 1, 1), (1, 13, 7, 2, 23), (5, 1, 31), (16, 17)]  # with 8 ranks some own nothing
+HOSTILE = [
+    (1,),
+    (2, 1, 1),
+    (1, 13, 7, 2, 23),
+    (5, 1, 31),
+    (16, 17),
+]  # with 8 ranks some own nothing
 PATTERNS = [DilatedPattern((6, 40), (1, 3), is_causal=True), DilatedPattern((40, 9), (1, 2))]
 
 
@@ -31,7 +37,9 @@ def results(pattern, x, borders, parallel=None):
     """out, lse, and the gradients of query, key and value, whole."""
     whole = [t.clone().requires_grad_() for t in x]
     cut = whole if parallel is None else [parallel.shard(t, cu_seqlens=borders) for t in whole]
-    out, lse = dilated_attention(*cut, pattern, parallel=parallel, cu_seqlens=borders, return_lse=True)
+    out, lse = dilated_attention(
+        *cut, pattern, parallel=parallel, cu_seqlens=borders, return_lse=True
+    )
     if parallel is not None:
         out, lse = (parallel.unshard(t, cu_seqlens=borders) for t in (out, lse))
     return [out, lse, *torch.autograd.grad(score(out, lse), whole)]
@@ -70,13 +78,21 @@ def _one_thread():
 @pytest.mark.parametrize("num_ranks", range(1, 9))
 def test_simulated_ranks_compute_the_definition(num_ranks):
     for number, lengths in enumerate(HOSTILE):
-        borders, x, pattern = borders_of(lengths), inputs(sum(lengths)), PATTERNS[(number + num_ranks) % 2]
+        borders, x, pattern = (
+            borders_of(lengths),
+            inputs(sum(lengths)),
+            PATTERNS[(number + num_ranks) % 2],
+        )
         parallel = simulate.all_ranks(num_ranks, sharding=SHARDING)
         check(results(pattern, x, borders, parallel), expected(pattern, x, borders))
 
 
 def test_a_token_moves_the_queries_that_see_it():
-    borders, x, parallel = borders_of((1, 13, 7)), inputs(21), simulate.all_ranks(4, sharding=SHARDING)
+    borders, x, parallel = (
+        borders_of((1, 13, 7)),
+        inputs(21),
+        simulate.all_ranks(4, sharding=SHARDING),
+    )
     for pattern in PATTERNS:
         sees = multiplicity(pattern, 21, 4, borders.tolist()) > 0  # (H, query, key)
         before = dilated_attention(*x, pattern, parallel=parallel, cu_seqlens=borders)
@@ -94,7 +110,10 @@ def rank_computes(rank, world_size):
         for pattern in PATTERNS:
             check(results(pattern, x, borders, parallel), expected(pattern, x, borders))
         positions = torch.cat([torch.arange(n) for n in lengths])
-        assert torch.equal(parallel.shard(positions, 0, cu_seqlens=borders), parallel.positions(sum(lengths), borders))
+        assert torch.equal(
+            parallel.shard(positions, 0, cu_seqlens=borders),
+            parallel.positions(sum(lengths), borders),
+        )
         for source in (None, world_size - 1):
             batch = {"tokens": positions, "cu_seqlens": borders} if source in (None, rank) else None
             local = parallel.shard_batch(batch, source=source)
@@ -134,10 +153,16 @@ def refusals(rank, parallel):
         message_of(lambda: parallel.unshard(local)),
         message_of(lambda: parallel.unshard(local, cu_seqlens=other)),
         message_of(lambda: parallel.shard_batch({"tokens": torch.arange(24)})),
-        message_of(lambda: parallel.shard_batch({"tokens": torch.arange(24)} if rank else None, source=1)),
+        message_of(
+            lambda: parallel.shard_batch({"tokens": torch.arange(24)} if rank else None, source=1)
+        ),
         message_of(lambda: DilatedCache.gather(parallel, local, local, pattern, 2)),
         message_of(lambda: dilated_attention(local, local, local, pattern, parallel=parallel)),
-        message_of(lambda: dilated_attention(local, local, local, pattern, parallel=parallel, cu_seqlens=other)),
+        message_of(
+            lambda: dilated_attention(
+                local, local, local, pattern, parallel=parallel, cu_seqlens=other
+            )
+        ),
     ]
 
 
@@ -147,7 +172,18 @@ def test_ranks_compute_the_definition_and_refuse_alike(world_size):
     needs, unlike = "needs cu_seqlens, the same on every rank", "disagree on cu_seqlens"
     other_lengths = "these documents, dealt one by one, give the ranks"
     for messages in said:
-        expected_parts = [needs, needs, unlike, needs, other_lengths, needs, needs, needs, needs, other_lengths]
+        expected_parts = [
+            needs,
+            needs,
+            unlike,
+            needs,
+            other_lengths,
+            needs,
+            needs,
+            needs,
+            needs,
+            other_lengths,
+        ]
         for message, part in zip(messages, expected_parts, strict=True):
             assert part in message
 
@@ -172,10 +208,14 @@ def test_a_call_reads_the_borders_from_their_device_once(monkeypatch):
 
 def test_a_layer_with_rotary_reads_the_borders_once_more_for_its_positions(monkeypatch):
     parallel = ContextParallel(sharding=SHARDING)
-    layer = MultiheadDilatedAttention(8, 2, PATTERNS[0], rotary=True, parallel=parallel, dtype=torch.float64)
+    layer = MultiheadDilatedAttention(
+        8, 2, PATTERNS[0], rotary=True, parallel=parallel, dtype=torch.float64
+    )
     borders = borders_of([3, 4])
     read, x, (cpu, tolist) = [], randn(1, 7, 8), (torch.Tensor.cpu, torch.Tensor.tolist)
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda t: (read.append(t.data_ptr()), cpu(t).clone())[1])
+    monkeypatch.setattr(
+        torch.Tensor, "cpu", lambda t: (read.append(t.data_ptr()), cpu(t).clone())[1]
+    )
     monkeypatch.setattr(torch.Tensor, "tolist", lambda t: (read.append(t.data_ptr()), tolist(t))[1])
     layer(x, x, x, cu_seqlens=borders)
     assert read.count(borders.data_ptr()) == 2

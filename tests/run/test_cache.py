@@ -35,9 +35,24 @@ def make(pattern, batch, num_heads, num_kv_heads, head_dim, dtype=torch.float64,
 class Sequence:
     """Inputs of whole sequences, what the definition makes of them, and calls with parts of them."""
 
-    def __init__(self, pattern=PATTERN, batch=1, seq_len=40, num_heads=2, num_kv_heads=2, head_dim=4, scale=None):
-        self.pattern, self.scale, self.sizes = pattern, scale, (batch, num_heads, num_kv_heads, head_dim)
-        self.inputs = [randn(batch, seq_len, h, head_dim) for h in (num_heads, num_kv_heads, num_kv_heads)]
+    def __init__(
+        self,
+        pattern=PATTERN,
+        batch=1,
+        seq_len=40,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=4,
+        scale=None,
+    ):
+        self.pattern, self.scale, self.sizes = (
+            pattern,
+            scale,
+            (batch, num_heads, num_kv_heads, head_dim),
+        )
+        self.inputs = [
+            randn(batch, seq_len, h, head_dim) for h in (num_heads, num_kv_heads, num_kv_heads)
+        ]
         self.exact = dilated_attention_reference(*self.inputs, pattern, scale=scale)
 
     def cache(self, **limits):
@@ -46,7 +61,9 @@ class Sequence:
     def append(self, cache, start, stop):
         """The call with rows start..stop-1, compared."""
         rows = (x[:, start:stop] for x in self.inputs)
-        found = dilated_attention(*rows, self.pattern, cache=cache, scale=self.scale, return_lse=True)
+        found = dilated_attention(
+            *rows, self.pattern, cache=cache, scale=self.scale, return_lse=True
+        )
         self.check(found, slice(None), start, stop)
 
     def check(self, found, entries, start, stop):
@@ -88,13 +105,17 @@ def test_any_way_of_appending_equals_one_call(sequence, data):
         then = data.draw(st.sampled_from(["go on"] * 6 + ["crop", "crop", "load", "fork"]))
         if then == "crop":
             furthest = position - int(cache.progress[1].max())
-            assert furthest >= min(position, cache.plan.keep) or cache.progress[1].max() > cache.plan.floor(position)
+            assert furthest >= min(position, cache.plan.keep) or cache.progress[
+                1
+            ].max() > cache.plan.floor(position)
             back = data.draw(st.integers(0, furthest))
             cache.crop(back)
             position -= back
         elif then == "load":
             state = cache.state_dict()
-            cache = sequence.cache(**limits, keep=data.draw(st.sampled_from([0, cache.plan.keep, 30])))
+            cache = sequence.cache(
+                **limits, keep=data.draw(st.sampled_from([0, cache.plan.keep, 30]))
+            )
             cache.load_state_dict(state)
         elif then == "fork":
             cache = cache.fork(range(batch))
@@ -119,7 +140,9 @@ def test_within_open_segments_everything_can_be_taken_back():
     sequence = Sequence(seq_len=60)
     cache = sequence.cache()
     sequence.append(cache, 0, 59)
-    with pytest.raises(ValueError, match=r"crop\(4\).* back to 55,.*take back 3 or fewer.*keep=4 \(it has keep=0\)"):
+    with pytest.raises(
+        ValueError, match=r"crop\(4\).* back to 55,.*take back 3 or fewer.*keep=4 \(it has keep=0\)"
+    ):
         cache.crop(4)
     assert cache.position.tolist() == [59]
     cache.crop(3)
@@ -143,7 +166,10 @@ def test_rows_of_different_progress():
         [1, 1, 1, 1],
     ):
         longest = max(counts, default=0) or 2
-        rows = [torch.full((4, longest, *x.shape[2:]), torch.nan, dtype=torch.float64) for x in sequence.inputs]
+        rows = [
+            torch.full((4, longest, *x.shape[2:]), torch.nan, dtype=torch.float64)
+            for x in sequence.inputs
+        ]
         for b, (position, count) in enumerate(zip(positions, counts, strict=True)):
             for x, whole in zip(rows, sequence.inputs, strict=True):
                 x[b, :count] = whole[b, position : position + count]
@@ -156,7 +182,12 @@ def test_rows_of_different_progress():
         positions = [position + count for position, count in zip(positions, counts, strict=True)]
         assert cache.position.tolist() == positions
     cache.crop([3, 0, 1, 2])
-    assert cache.position.tolist() == [positions[0] - 3, positions[1], positions[2] - 1, positions[3] - 2]
+    assert cache.position.tolist() == [
+        positions[0] - 3,
+        positions[1],
+        positions[2] - 1,
+        positions[3] - 2,
+    ]
 
 
 def test_reset_and_fork():
@@ -199,12 +230,18 @@ def test_a_prefix_is_saved_and_loaded():
     file.seek(0)
     state = torch.load(file, weights_only=True)
     plan = cache.plan
-    assert state["rows"][0].shape == (2, sum(len(r.kv_heads) * len(plan.kept(r, 33)) for r in plan.buffers), 4)
+    assert state["rows"][0].shape == (
+        2,
+        sum(len(r.kv_heads) * len(plan.kept(r, 33)) for r in plan.buffers),
+        4,
+    )
     batch = make(PATTERN, 3, 2, 2, 4, max_len=100)
     batch.load_state_dict(state)
     rows = (x[:, 33:45].expand(3, -1, -1, -1) for x in sequence.inputs)
     out = dilated_attention(*rows, PATTERN, cache=batch)
-    torch.testing.assert_close(out, sequence.exact[0][:, 33:].expand(3, -1, -1, -1), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(
+        out, sequence.exact[0][:, 33:].expand(3, -1, -1, -1), rtol=1e-11, atol=1e-11
+    )
 
 
 def test_a_short_prefix_goes_into_a_short_cache():
@@ -234,17 +271,34 @@ def test_branches_that_are_alike_are_saved_apart():
     ("pattern", "num_heads", "num_kv_heads", "shares"),
     [
         (PATTERN, 4, 4, (range(1), range(1, 4))),
-        (DilatedPattern((5, 17), (2, 4), is_causal=True, phase="blocked"), 6, 3, (range(4), range(4, 6))),
-        (DilatedPattern((3, 8), (1, 3), is_causal=True, heads="split"), 4, 2, (range(2), range(2, 4))),
+        (
+            DilatedPattern((5, 17), (2, 4), is_causal=True, phase="blocked"),
+            6,
+            3,
+            (range(4), range(4, 6)),
+        ),
+        (
+            DilatedPattern((3, 8), (1, 3), is_causal=True, heads="split"),
+            4,
+            2,
+            (range(2), range(2, 4)),
+        ),
     ],
     ids=str,
 )
 def test_heads_of_a_layer_on_several_ranks(pattern, num_heads, num_kv_heads, shares):
     """Catches phases that go by the head of the tensor and not of the layer, or buffers for heads of others."""
-    sequence, ratio, num_rows = Sequence(pattern, 2, 30, num_heads, num_kv_heads), num_heads // num_kv_heads, 0
+    sequence, ratio, num_rows = (
+        Sequence(pattern, 2, 30, num_heads, num_kv_heads),
+        num_heads // num_kv_heads,
+        0,
+    )
     for heads in shares:
         kv = slice(heads.start // ratio, heads.stop // ratio)
-        slices = [x[:, :, s] for x, s in zip(sequence.inputs, (slice(heads.start, heads.stop), kv, kv), strict=True)]
+        slices = [
+            x[:, :, s]
+            for x, s in zip(sequence.inputs, (slice(heads.start, heads.stop), kv, kv), strict=True)
+        ]
         of = {"heads_held": heads, "num_heads": num_heads}
         cache = make(pattern, 2, num_heads, num_kv_heads, 4, heads_held=heads)
         num_rows += cache.num_rows
@@ -258,11 +312,15 @@ def test_heads_of_a_layer_on_several_ranks(pattern, num_heads, num_kv_heads, sha
             other.load_state_dict(cache.state_dict())
             cache = other.fork([0, 1])
         rows = [x[:, 24:25] for x in slices]
-        unchanged(cache, partial(dilated_attention, *rows, pattern, cache=cache), f"heads {num_heads}")
+        unchanged(
+            cache, partial(dilated_attention, *rows, pattern, cache=cache), f"heads {num_heads}"
+        )
         others = next(share for share in shares if share != heads)
         if len(others) == len(heads):
             of["heads_held"] = others
-            unchanged(cache, partial(dilated_attention, *rows, pattern, cache=cache, **of), "head held")
+            unchanged(
+                cache, partial(dilated_attention, *rows, pattern, cache=cache, **of), "head held"
+            )
     assert num_rows == pattern.cache_rows(num_heads, num_kv_heads)  # together those of the layer
 
 
@@ -286,7 +344,10 @@ def test_a_token_moves_exactly_what_it_should(pattern, num_heads, num_kv_heads, 
     def run(tensors):
         cache = make(pattern, 2, num_heads, num_kv_heads, 4)
         slices = [x.split(size, dim=1) for x in tensors]
-        return torch.cat([dilated_attention(*rows, pattern, cache=cache) for rows in zip(*slices, strict=True)], dim=1)
+        return torch.cat(
+            [dilated_attention(*rows, pattern, cache=cache) for rows in zip(*slices, strict=True)],
+            dim=1,
+        )
 
     clean = run(inputs)
     for g in range(num_kv_heads):
@@ -295,7 +356,10 @@ def test_a_token_moves_exactly_what_it_should(pattern, num_heads, num_kv_heads, 
             changed[0, t, g] = changed[0, t, g] + 1
             moved = (run([*inputs[:2], changed]) != clean).any(-1)
             expected = torch.tensor(
-                [[h // ratio == g and t in seen[h][i] for h in range(num_heads)] for i in range(num_positions)]
+                [
+                    [h // ratio == g and t in seen[h][i] for h in range(num_heads)]
+                    for i in range(num_positions)
+                ]
             )
             assert torch.equal(moved[0], expected)
             assert not moved[1].any()
@@ -307,7 +371,8 @@ def test_a_token_moves_exactly_what_it_should(pattern, num_heads, num_kv_heads, 
         alike = torch.tensor(
             [
                 [
-                    h // ratio != g or not _same_slice_or_sees(seen[h][i], t, i, size, pattern, h, num_heads)
+                    h // ratio != g
+                    or not _same_slice_or_sees(seen[h][i], t, i, size, pattern, h, num_heads)
                     for h in range(num_heads)
                 ]
                 for i in range(num_positions)
@@ -329,7 +394,9 @@ def _same_slice_or_sees(seen, t, i, size, pattern, head, num_heads):
 
 
 # The exact result rounded once to the dtype is off by eps / 4 in relative L2: see test_attention.py.
-FLOORS = {dtype: torch.finfo(dtype).eps / 4 for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+FLOORS = {
+    dtype: torch.finfo(dtype).eps / 4 for dtype in (torch.float32, torch.bfloat16, torch.float16)
+}
 
 
 @pytest.mark.parametrize("size", [1, 40])
@@ -343,12 +410,17 @@ def test_precision(dtype, size):
     exact, exact_lse = dilated_attention_reference(*(x.double() for x in inputs), pattern)
     cache = make(pattern, 2, 6, 2, 48, dtype)
     slices = [x.split(size, dim=1) for x in inputs]
-    results = [dilated_attention(*rows, pattern, cache=cache, return_lse=True) for rows in zip(*slices, strict=True)]
+    results = [
+        dilated_attention(*rows, pattern, cache=cache, return_lse=True)
+        for rows in zip(*slices, strict=True)
+    ]
     out, lse = (torch.cat(x, dim=1) for x in zip(*results, strict=True))
     assert (out.shape, out.dtype, lse.dtype) == (sizes, dtype, torch.float32)
     bias = multiplicity(pattern, 111, 6).double().log().float().expand(2, -1, -1, -1)
     heads_first = [x.transpose(1, 2) for x in inputs]
-    torchs = F.scaled_dot_product_attention(*heads_first, attn_mask=bias, enable_gqa=True).transpose(1, 2)
+    torchs = F.scaled_dot_product_attention(
+        *heads_first, attn_mask=bias, enable_gqa=True
+    ).transpose(1, 2)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     torchs_lse = flash(*heads_first, attn_mask=bias)[1].transpose(1, 2)
     for ours, theirs, y, floor in (
@@ -373,7 +445,11 @@ def test_short_rows_are_copied_where_torch_cannot_take_them(monkeypatch):
     exact = dilated_attention_reference(*(x.double() for x in rows), pattern)[0]
     cache = make(pattern, 1, 2, 2, 8, torch.bfloat16)
     out = torch.cat(
-        [dilated_attention(*x, pattern, cache=cache) for x in zip(*(y.split(5, 1) for y in rows), strict=True)], 1
+        [
+            dilated_attention(*x, pattern, cache=cache)
+            for x in zip(*(y.split(5, 1) for y in rows), strict=True)
+        ],
+        1,
     )
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), exact, atol=0.05, rtol=0)
@@ -397,7 +473,9 @@ def test_strides(strides):
     arrange = {
         "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
         "strided head dim": lambda x: torch.stack([x, x + 1], dim=-1)[..., 0],
-        "slice of packed qkv": lambda x: torch.cat([x + 1, x, x - 1], dim=2)[:, :, x.shape[2] : 2 * x.shape[2]],
+        "slice of packed qkv": lambda x: torch.cat([x + 1, x, x - 1], dim=2)[
+            :, :, x.shape[2] : 2 * x.shape[2]
+        ],
     }[strides]
     sequence.inputs = [arrange(x) for x in sequence.inputs]
     cache = sequence.cache()
@@ -407,7 +485,9 @@ def test_strides(strides):
 
 def test_segments_longer_than_a_block_of_the_kernel():
     """Catches errors that only show when the kernel works in several blocks of keys (512 on CPU)."""
-    sequence = Sequence(DilatedPattern((1400, 1201), (1, 2), is_causal=True), seq_len=1300, head_dim=8)
+    sequence = Sequence(
+        DilatedPattern((1400, 1201), (1, 2), is_causal=True), seq_len=1300, head_dim=8
+    )
     cache = sequence.cache(max_len=1300, keep=1250)
     for start, stop in ((0, 600), (600, 1199), (1199, 1200), (1200, 1201), (1201, 1300)):
         sequence.append(cache, start, stop)
@@ -418,7 +498,9 @@ def test_segments_longer_than_a_block_of_the_kernel():
 # Compiled code.
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inductor's imports
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)  # inductor's imports
 def test_one_graph_for_all_tokens_and_nothing_of_a_buffers_size():
     """Catches a position that becomes a constant of the graph, a second graph for another token or another cache, and
     a compiler that copies the memory: of what a call allocates, nothing is as large as the smallest buffer."""
@@ -448,7 +530,9 @@ def test_one_graph_for_all_tokens_and_nothing_of_a_buffers_size():
         num_graphs, peak, smallest = graphs_and_bytes("inductor")
     assert num_graphs == 1
     assert 0 < peak < smallest / 4
-    num_graphs, peak, smallest = graphs_and_bytes("aot_eager")  # copies what an op writes to: proof that it is seen
+    num_graphs, peak, smallest = graphs_and_bytes(
+        "aot_eager"
+    )  # copies what an op writes to: proof that it is seen
     assert num_graphs == 1
     assert peak > smallest
 
@@ -457,7 +541,9 @@ def test_graphs_for_heads_that_two_ranks_hold():
     """Catches ranges that torch.compile cannot compare once it takes their ends for symbols: with a second part."""
 
     def token(query, key, value, cache, heads):
-        return dilated_attention(query, key, value, PATTERN, cache=cache, heads_held=heads, num_heads=4)
+        return dilated_attention(
+            query, key, value, PATTERN, cache=cache, heads_held=heads, num_heads=4
+        )
 
     compiled = torch.compile(token, fullgraph=True, backend="eager")
     sequence = Sequence(num_heads=4)
@@ -472,7 +558,12 @@ def test_graphs_for_heads_that_two_ranks_hold():
                 )
                 for t in range(9):
                     out = compiled(
-                        *(x[:, t : t + 1] for x in (query[:, :, heads.start : heads.stop], key, value)), cache, heads
+                        *(
+                            x[:, t : t + 1]
+                            for x in (query[:, :, heads.start : heads.stop], key, value)
+                        ),
+                        cache,
+                        heads,
                     )
                     expected = sequence.exact[0][:, t : t + 1, heads.start : heads.stop]
                     torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
@@ -494,7 +585,9 @@ def test_heads_that_read_no_phase():
     cache = make(pattern, 1, 3, 3, 4, heads_held=range(2, 3))
     for num in (1, 5):
         rows = [randn(1, num, 1, 4) for _ in range(3)]
-        out, lse = dilated_attention(*rows, pattern, cache=cache, heads_held=range(2, 3), num_heads=3, return_lse=True)
+        out, lse = dilated_attention(
+            *rows, pattern, cache=cache, heads_held=range(2, 3), num_heads=3, return_lse=True
+        )
         assert not out.any()
         assert (lse == -torch.inf).all()
     cache.crop(6)
@@ -523,7 +616,9 @@ def unchanged(cache, call, *fragments, error=ValueError):
     with pytest.raises(error) as caught:
         call()
     message = str(caught.value)
-    assert all(fragment in message for fragment in fragments), f"{message!r} lacks one of {fragments}"
+    assert all(fragment in message for fragment in fragments), (
+        f"{message!r} lacks one of {fragments}"
+    )
     assert message.endswith(".")
     assert torch.equal(cache.memory.nan_to_num(7), memory.nan_to_num(7))
     assert torch.equal(cache.progress, progress)
@@ -540,21 +635,44 @@ def test_bad_input():
         return lambda: dilated_attention(*rows, pattern, **{"cache": cache, **options})
 
     other = DilatedPattern((4, 12), (1, 2), is_causal=True)
-    unchanged(cache, call(pattern=other), "dilation_rates=(1, 3)", "dilation_rates=(1, 2)", "Make a cache for each")
+    unchanged(
+        cache,
+        call(pattern=other),
+        "dilation_rates=(1, 3)",
+        "dilation_rates=(1, 2)",
+        "Make a cache for each",
+    )
     unchanged(cache, call([x[:1] for x in sequence.inputs]), "made for batch 2", "has 1")
     unchanged(cache, call([randn(2, 1, h, 4) for h in (2, 2, 2)]), "made for heads 4", "has 2")
-    unchanged(cache, call([randn(2, 1, h, 4) for h in (4, 1, 1)]), "made for key/value heads 2", "has 1")
+    unchanged(
+        cache, call([randn(2, 1, h, 4) for h in (4, 1, 1)]), "made for key/value heads 2", "has 1"
+    )
     unchanged(cache, call([randn(2, 1, h, 8) for h in (4, 2, 2)]), "made for head dim 4", "has 8")
-    unchanged(cache, call([x[:, 26:28].float() for x in sequence.inputs]), "made for dtype torch.float64", "float32")
+    unchanged(
+        cache,
+        call([x[:, 26:28].float() for x in sequence.inputs]),
+        "made for dtype torch.float64",
+        "float32",
+    )
     elsewhere = make(PATTERN, 2, 4, 2, 4, device="meta")
     with pytest.raises(ValueError, match=r"made for device meta, and the call has cpu"):
         call(cache=elsewhere)()
-    unchanged(cache, call([x[:, 26:31] for x in sequence.inputs]), "max_len=30", "has 26", "5 more there would be 31")
+    unchanged(
+        cache,
+        call([x[:, 26:31] for x in sequence.inputs]),
+        "max_len=30",
+        "has 26",
+        "5 more there would be 31",
+    )
     unchanged(cache, call(cu_seqlens=torch.tensor([0, 2], dtype=torch.int32)), "cu_seqlens packs")
     one = make(PATTERN, 1, 4, 2, 4)
     unchanged(
         one,
-        call([x[:1] for x in sequence.inputs], cache=one, cu_seqlens=torch.tensor([0, 40], dtype=torch.int32)),
+        call(
+            [x[:1] for x in sequence.inputs],
+            cache=one,
+            cu_seqlens=torch.tensor([0, 40], dtype=torch.int32),
+        ),
         "cache and cu_seqlens",
         "Leave out cu_seqlens",
     )
@@ -563,8 +681,18 @@ def test_bad_input():
         rows = [x[:, 26:28].clone().requires_grad_(i == j) for j, x in enumerate(sequence.inputs)]
         unchanged(cache, call(rows), "has no gradient", "torch.no_grad()")
     unchanged(cache, call(lengths=[1, 1]), "lengths must be an integer tensor (2,)", "[1, 1]")
-    unchanged(cache, call(lengths=torch.tensor([1])), "lengths must be an integer tensor (2,)", "torch.int64 (1,)")
-    unchanged(cache, call(lengths=torch.tensor([1.0, 1])), "lengths must be an integer tensor (2,)", "float32")
+    unchanged(
+        cache,
+        call(lengths=torch.tensor([1])),
+        "lengths must be an integer tensor (2,)",
+        "torch.int64 (1,)",
+    )
+    unchanged(
+        cache,
+        call(lengths=torch.tensor([1.0, 1])),
+        "lengths must be an integer tensor (2,)",
+        "float32",
+    )
     unchanged(cache, call(lengths=torch.tensor([1, 3])), "between 0 and the 2 rows", "[1, 3]")
     unchanged(cache, call(lengths=torch.tensor([1, -1])), "between 0 and the 2 rows", "[1, -1]")
     unchanged(cache, call(cache=None, lengths=torch.tensor([1, 1])), "there is none", "pass cache")
@@ -574,11 +702,18 @@ def test_bad_input():
     unchanged(cache, lambda: cache.crop([1, 1, 1]), "3 numbers", "2 entries")
     unchanged(cache, lambda: cache.reset([2]), "reset([2])", "0 to 1")
     unchanged(cache, lambda: cache.fork([0, -1]), "fork([0, -1])", "0 to 1")
-    unchanged(cache, lambda: cache.reset(torch.tensor([False, True])), "reset([False, True])", "nonzero().flatten()")
+    unchanged(
+        cache,
+        lambda: cache.reset(torch.tensor([False, True])),
+        "reset([False, True])",
+        "nonzero().flatten()",
+    )
     unchanged(cache, lambda: cache.reset([0.5]), "reset([0.5])", "numbers of batch entries")
     unchanged(cache, lambda: cache.crop([1.0, 0.0]), "crop([1.0, 0.0])", "whole numbers")
     with torch.no_grad():
-        call([x[:, 26:28].clone().requires_grad_() for x in sequence.inputs])()  # nothing is recorded: fine
+        call(
+            [x[:, 26:28].clone().requires_grad_() for x in sequence.inputs]
+        )()  # nothing is recorded: fine
     assert cache.position.tolist() == [28, 28]
 
 
@@ -596,14 +731,26 @@ def test_bad_input():
         (lambda c: c.load_state_dict({**c.state_dict(), "rows": None}), "damaged"),
         (lambda c: c.load_state_dict({**c.state_dict(), "rows": [[1.0]]}), "damaged"),
         (lambda c: c.load_state_dict({**c.state_dict(), "progress": [[5], [0]]}), "damaged"),
-        (lambda c: c.load_state_dict({**c.state_dict(), "progress": torch.tensor([[5.0], [0.0]])}), "damaged"),
-        (lambda c: c.load_state_dict({**c.state_dict(), "progress": torch.tensor([[5], [6]])}), "damaged"),
         (
-            lambda c: dilated_attention(*[randn(1, 1, 2, 4)] * 3, PATTERN, cache=c, lengths=torch.tensor([True])),
+            lambda c: c.load_state_dict(
+                {**c.state_dict(), "progress": torch.tensor([[5.0], [0.0]])}
+            ),
+            "damaged",
+        ),
+        (
+            lambda c: c.load_state_dict({**c.state_dict(), "progress": torch.tensor([[5], [6]])}),
+            "damaged",
+        ),
+        (
+            lambda c: dilated_attention(
+                *[randn(1, 1, 2, 4)] * 3, PATTERN, cache=c, lengths=torch.tensor([True])
+            ),
             "lengths",
         ),
         (
-            lambda c: dilated_attention(*[randn(1, 1, 2, 4)] * 3, PATTERN, cache=c, lengths=torch.tensor([1j])),
+            lambda c: dilated_attention(
+                *[randn(1, 1, 2, 4)] * 3, PATTERN, cache=c, lengths=torch.tensor([1j])
+            ),
             "lengths",
         ),
     ],
@@ -697,11 +844,22 @@ def test_a_state_of_something_else_is_refused():
     sequence.append(cache, 0, 10)
     long = sequence.cache()
     sequence.append(long, 0, 31)
-    unchanged(cache, lambda: cache.load_state_dict(long.state_dict()), "has 31 positions", "max_len=30", "max_len=31")
+    unchanged(
+        cache,
+        lambda: cache.load_state_dict(long.state_dict()),
+        "has 31 positions",
+        "max_len=30",
+        "max_len=31",
+    )
     other = make(PATTERN, 2, 2, 2, 8).state_dict()
     unchanged(cache, lambda: cache.load_state_dict(other), "'head_dim': 8", "'head_dim': 4")
     state = cache.state_dict()
-    unchanged(cache, lambda: cache.load_state_dict(state | {"rows": state["rows"] * 2}), "4 sequences", "needs 1 or 2")
+    unchanged(
+        cache,
+        lambda: cache.load_state_dict(state | {"rows": state["rows"] * 2}),
+        "4 sequences",
+        "needs 1 or 2",
+    )
     short = state | {"rows": [state["rows"][0], state["rows"][1][:, 1:]]}
     unchanged(cache, lambda: cache.load_state_dict(short), "damaged", "10 positions", "sequence 1")
 
@@ -715,7 +873,10 @@ def test_caches_that_cannot_be(monkeypatch):
         (lambda: make(PATTERN, 0, 1, 1, 4), ("batch=0",)),
         (lambda: make(PATTERN, 1, 1, None, 4), ("num_kv_heads=None",)),
         (lambda: make(PATTERN, 1, 1, 1, 4.5), ("head_dim=4.5 must be an integer",)),
-        (lambda: make(PATTERN, 1, 1, 1, 4, dtype=torch.int8), ("dtype must be one of", "torch.int8")),
+        (
+            lambda: make(PATTERN, 1, 1, 1, 4, dtype=torch.int8),
+            ("dtype must be one of", "torch.int8"),
+        ),
         (lambda: make(PATTERN, 1, 3, 2, 4), ("3 query heads",)),
         (lambda: make(PATTERN, 1, 1, 1, 4, max_len=0), ("max_len=0",)),
         (
@@ -723,8 +884,14 @@ def test_caches_that_cannot_be(monkeypatch):
             ("heads_held=range(1, 3)", "share a key/value head"),
         ),
         (lambda: make(PATTERN, 1, 4, 2, 4, heads_held=4), ("heads_held=4", "range")),
-        (lambda: make(DilatedPattern.dense(is_causal=True), 1, 1, 1, 4), ("bytes", "Give max_len, which no buffer")),
-        (lambda: make(dense, 2, 1, 1, 4), ("2 * 2 * 1,099,511,627,776 * 4 * 8 = 140,737,488,355,328 bytes", "max_len")),
+        (
+            lambda: make(DilatedPattern.dense(is_causal=True), 1, 1, 1, 4),
+            ("bytes", "Give max_len, which no buffer"),
+        ),
+        (
+            lambda: make(dense, 2, 1, 1, 4),
+            ("2 * 2 * 1,099,511,627,776 * 4 * 8 = 140,737,488,355,328 bytes", "max_len"),
+        ),
     ):
         with pytest.raises(ValueError) as caught:
             make_it()
@@ -765,7 +932,9 @@ def test_a_row_that_is_lost_is_seen(monkeypatch):
                 sequence.append(cache, start, min(start + step, 40))
 
     by_tokens_and_by_slices()
-    monkeypatch.setattr(Buffers, "seen", lambda buffers, t: seen(buffers, t)[1:] or seen(buffers, t))
+    monkeypatch.setattr(
+        Buffers, "seen", lambda buffers, t: seen(buffers, t)[1:] or seen(buffers, t)
+    )
     with pytest.raises(AssertionError):
         by_tokens_and_by_slices()
     monkeypatch.setattr(Buffers, "seen", seen)

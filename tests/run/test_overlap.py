@@ -18,7 +18,7 @@ from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.ranks.processes import recorded_waits
 from ring_dilated_attention.run import executor
-from ring_dilated_attention.run.executor import Means
+from ring_dilated_attention.run.executor import ExecutorOptions
 
 PATTERN = DilatedPattern((8, 64), (1, 2))
 SHARDS = make_shards("contiguous", (32, 32))
@@ -69,11 +69,13 @@ def exposed(stage, link_type, delay, exchange="ring"):
     def take(q, k, is_causal, products):  # as long as there are (query, key) pairs
         clock.now += q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
 
-    means, x = Means(TimedKernel(take), 1.0, link), torch.randn(1, 32, 2, 8)
+    means, x = ExecutorOptions(TimedKernel(take), 1.0, link), torch.randn(1, 32, 2, 8)
     if stage == "forward":
         executor.forward(rank_plan, means, x, x, x)
     else:
-        executor.backward(rank_plan, means, BackwardRows(x, None, x, x, x, x, torch.zeros(1, 32, 2)))
+        executor.backward(
+            rank_plan, means, BackwardRows(x, None, x, x, x, x, torch.zeros(1, 32, 2))
+        )
     return link.exposed, sum(tile.pairs for tile in rank_plan.plan.local)
 
 

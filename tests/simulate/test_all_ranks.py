@@ -24,10 +24,14 @@ def test_simulated_ranks_run_on_the_stream_of_the_caller(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda: SimpleNamespace(device="cuda:1", thread=threading.get_ident())
+        torch.cuda,
+        "current_stream",
+        lambda: SimpleNamespace(device="cuda:1", thread=threading.get_ident()),
     )
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     threads = run_in_turn(3, lambda rank, link: threading.get_ident())
-    assert [(which.thread, thread) for which, thread in entered] == [(threading.get_ident(), x) for x in threads]
+    assert [(which.thread, thread) for which, thread in entered] == [
+        (threading.get_ident(), x) for x in threads
+    ]
     assert devices == 3 * ["cuda:1"]  # each thread, for good

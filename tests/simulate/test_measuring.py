@@ -12,7 +12,9 @@ from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.simulate.one_rank import OtherRanks
 from ring_dilated_attention.simulate.weighing import weigh_attention
 
-VISIBLE = TRAITS["cpu"]._replace(scratch=no_scratch)  # what a dispatch mode sees: not what one op makes and frees
+VISIBLE = TRAITS["cpu"]._replace(
+    scratch=no_scratch
+)  # what a dispatch mode sees: not what one op makes and frees
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,10 @@ def test_what_a_simulated_rank_is_said_to_hold(pattern, sharding, dtype):
         shards = make_shards(sharding, default_lengths(sharding, n, world_size))
         rank_plan = plan_exchange("ring", Job(pattern, shards, 4, 2), rank)
         weight = weigh_attention(rank_plan, Sizes(2, 64, dtype.itemsize), "cpu", VISIBLE)
-        sent = [rank_plan.plan.bytes_sent(2, 64, dtype.itemsize, backward=backward) for backward in (False, True)]
+        sent = [
+            rank_plan.plan.bytes_sent(2, 64, dtype.itemsize, backward=backward)
+            for backward in (False, True)
+        ]
         assert both[rank].peak_bytes == weight.peak
         assert both[rank].sent_bytes == sum(sent) > 0
 
@@ -64,7 +69,10 @@ def test_the_example_of_measuring_is_code():
 
 
 def test_measuring_is_for_simulated_ranks():
-    with pytest.raises(ValueError, match=r"that simulate\.all_ranks"), simulate.measuring(ContextParallel()):
+    with (
+        pytest.raises(ValueError, match=r"that simulate\.all_ranks"),
+        simulate.measuring(ContextParallel()),
+    ):
         pass
     alone = simulate.one_rank(1, 4, OtherRanks())
     with pytest.raises(ValueError, match=r"that simulate\.all_ranks"), simulate.measuring(alone):

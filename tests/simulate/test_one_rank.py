@@ -36,9 +36,13 @@ class Known(OtherRanks):
         for rows, block in chunk.rows:
             positions, heads = grid(rows)
             batch, _, _, head_dim = self.full[0].shape
-            for total, grads in zip(self.sums, block_views(gradient, block, batch, head_dim), strict=True):
+            for total, grads in zip(
+                self.sums, block_views(gradient, block, batch, head_dim), strict=True
+            ):
                 for b in range(batch):
-                    total[b].index_put_((positions, heads.expand_as(positions)), grads[b], accumulate=True)
+                    total[b].index_put_(
+                        (positions, heads.expand_as(positions)), grads[b], accumulate=True
+                    )
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -58,7 +62,10 @@ def test_contributions_of_all_ranks_add_up(is_causal, context):
     for rank in range(p):
         parallel = simulate.one_rank(rank, p, others, **context)
         own = torch.cat(
-            [torch.arange(*span) for span in parallel.cut.shards_of(parallel.cut.default_lengths(n))[rank]]
+            [
+                torch.arange(*span)
+                for span in parallel.cut.shards_of(parallel.cut.default_lengths(n))[rank]
+            ]
             or [torch.arange(0)]
         )
         local = [x[:, own].requires_grad_() for x in full]
@@ -90,7 +97,10 @@ PATTERNS = [
     (DilatedPattern((32, 128, 256), (1, 3, 65), is_causal=True), 4),
     (DilatedPattern((32, 128, 256), (1, 3, 33)), 2),
     (DilatedPattern((100, 150), (1, 9), is_causal=True, phase="blocked"), 1),
-    (DilatedPattern((32, 256), (1, 95), is_causal=True), 4),  # phases of one branch begin on different ranks
+    (
+        DilatedPattern((32, 256), (1, 95), is_causal=True),
+        4,
+    ),  # phases of one branch begin on different ranks
 ]
 
 
@@ -103,7 +113,9 @@ def test_gradients_that_come_home_make_those_of_the_definition(pattern, num_kv_h
     dout = torch.randn(1, n, 4, 8, dtype=torch.float64)
     expected = reference(pattern, full, dout)
     away, home = Known(*full[1:]), ComesHome(*full[1:])
-    away.take_gradient = home.take_gradient  # what leaves in the first pass comes home in the second
+    away.take_gradient = (
+        home.take_gradient
+    )  # what leaves in the first pass comes home in the second
     for others in (away, home):
         for rank in range(p):
             parallel = simulate.one_rank(rank, p, others)

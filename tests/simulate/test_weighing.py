@@ -15,7 +15,9 @@ from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.simulate import weighing
 from ring_dilated_attention.simulate.weighing import weigh_attention
 
-VISIBLE = TRAITS["cpu"]._replace(scratch=no_scratch)  # what a dispatch mode sees: not what one op makes and frees
+VISIBLE = TRAITS["cpu"]._replace(
+    scratch=no_scratch
+)  # what a dispatch mode sees: not what one op makes and frees
 
 
 def drawn(rng, num_ranks=(1, 2, 3, 4), most_len=3000):
@@ -41,7 +43,9 @@ def test_a_rank_weighs_what_a_simulated_rank_holds(seed):
     batch = rng.choice([1, 2])
     parallel = simulate.all_ranks(job.num_ranks, sharding=sharding)
     heads = job.num_heads, job.num_kv_heads, job.num_kv_heads
-    inputs = [torch.randn(batch, job.seq_len, h, 16, dtype=dtype, requires_grad=True) for h in heads]
+    inputs = [
+        torch.randn(batch, job.seq_len, h, 16, dtype=dtype, requires_grad=True) for h in heads
+    ]
     with simulate.measuring(parallel) as measured:
         out = dilated_attention(*inputs, job.pattern, parallel=parallel)
         torch.autograd.grad(out, inputs, torch.ones_like(out))
@@ -56,7 +60,9 @@ def test_other_results_would_be_seen(monkeypatch):
     job = Job(DilatedPattern((4096,), (1,)), make_shards("contiguous", (1024,) * 4), 4, 4)
     rank_plan, sizes = plan_exchange("ring", job, 1), Sizes(1, 16, 4)
     before = weigh_attention(rank_plan, sizes, "cpu", VISIBLE)
-    monkeypatch.setattr(weighing, "_empty_like", lambda x: x.new_empty(x.shape, dtype=torch.float64))
+    monkeypatch.setattr(
+        weighing, "_empty_like", lambda x: x.new_empty(x.shape, dtype=torch.float64)
+    )
     assert weigh_attention(rank_plan, sizes, "cpu", VISIBLE).peak > before.peak
 
 
@@ -89,7 +95,12 @@ def test_few_calls_and_hops_weigh_as_much_as_all(exchange, kernel, monkeypatch):
 
 def test_a_long_ring_is_weighed_in_moments():
     """Two thousand hops. Catches a program that is carried out hop by hop on tensors without data."""
-    job = Job(DilatedPattern((2**20,), (1,), is_causal=True), make_shards("contiguous", (512,) * 2048), 8, 8)
+    job = Job(
+        DilatedPattern((2**20,), (1,), is_causal=True),
+        make_shards("contiguous", (512,) * 2048),
+        8,
+        8,
+    )
     rank_plan = plan_exchange("ring", job, 2047)
     assert len(weighing._with_few_hops(rank_plan.plan).hops) < 8
     chunk = 512 * 8 * 64 * 2
@@ -98,7 +109,9 @@ def test_a_long_ring_is_weighed_in_moments():
     assert weight.forward >= weight.given_forward + 4 * chunk  # two buffers of keys and values
 
 
-@pytest.mark.parametrize(("n", "batch", "dtype"), [(4096, 1, torch.float32), (3000, 2, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("n", "batch", "dtype"), [(4096, 1, torch.float32), (3000, 2, torch.bfloat16)]
+)
 def test_the_weight_is_what_the_allocator_sees(n, batch, dtype):
     """A call of one rank, with the kernel's scratch, within 5 %."""
     pattern = DilatedPattern((512, n), (1, 4), is_causal=True)

@@ -46,7 +46,13 @@ OPTIONS = "--seq-len 48 --embed-dim 16 --num-heads 2 --segment-lengths 8 48 --di
 OPTIONS += "--held-out-bytes 96 --save-every 5 --data text.txt --run-folder run"
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
 KINDS = ("worker", "rank 0", "two", "agent", "writing", "restarting", "stop", "disk", "fsdp")
-MOMENTS = ("step", "step", "start", "step", "report")  # of the first strike; "stop" and other kinds are bound to steps
+MOMENTS = (
+    "step",
+    "step",
+    "start",
+    "step",
+    "report",
+)  # of the first strike; "stop" and other kinds are bound to steps
 AT_ANY_MOMENT = ("worker", "rank 0", "two", "agent")
 # A torchrun whose ranks have finished waits for the torchruns of other hosts, and 300 s if one was killed just then.
 ORPHAN_SECONDS, MOST_SECONDS = 60, 400
@@ -117,7 +123,9 @@ class Job:
         self.num_ranks = 2
         self.options: list[str] = []  # of `rda train`, more than all trials have
         self.heads: list[Process] = []  # the launcher, or the agents
-        self.known: dict[int, int] = {}  # all processes of ranks that were seen, and when each began
+        self.known: dict[
+            int, int
+        ] = {}  # all processes of ranks that were seen, and when each began
         self.strangers: set[int] = set()  # processes that are none
         self.said_before = 0  # how many bytes had been said when a rank was first seen
         self.has_lost_head, self.steps_left = False, 0  # at the moment when it lost it
@@ -128,7 +136,9 @@ class Job:
         size = f"--steps {self.size.steps} --timeout {self.size.timeout}"
         words = [*TRAIN, *OPTIONS.split(), *size.split(), *self.options]
         if self.launcher == "rda":
-            commands = [[*words, "--ranks", str(self.num_ranks), "--restarts", str(self.size.restarts)]]
+            commands = [
+                [*words, "--ranks", str(self.num_ranks), "--restarts", str(self.size.restarts)]
+            ]
         elif self.launcher == "torchrun":
             run = f"-m torch.distributed.run --standalone --nproc-per-node {self.num_ranks}"
             run += f" --max-restarts {self.size.restarts}"
@@ -146,7 +156,9 @@ class Job:
     def ranks(self) -> list[int]:
         """The living ranks, in the order of their start."""
         heads = {head.pid for head in self.heads}
-        self.strangers.intersection_update(map(int, filter(str.isdigit, os.listdir("/proc"))))  # numbers come again
+        self.strangers.intersection_update(
+            map(int, filter(str.isdigit, os.listdir("/proc")))
+        )  # numbers come again
         seen = list(processes(self.strangers))
         self.strangers.update(pid for pid, parent, _ in seen if parent not in heads)
         found = sorted((began, pid) for pid, parent, began in seen if parent in heads)
@@ -239,7 +251,9 @@ def state_of(pid: int) -> str:
 
 def processes(strangers: Container[int] = ()) -> Iterable[tuple[int, int, int]]:
     """(process, parent, when it began) of those that live, but for strangers: to read of all takes 2 ms."""
-    for name in filter(str.isdigit, os.listdir("/proc")):  # a glob takes half as long again, every 5 ms
+    for name in filter(
+        str.isdigit, os.listdir("/proc")
+    ):  # a glob takes half as long again, every 5 ms
         if int(name) in strangers:
             continue
         try:
@@ -322,7 +336,12 @@ def wait_for(job: Job, moment: str, rng: random.Random) -> bool:
         is_there = job.wait_until(partial(is_running, job, step))
     is_slow = job.start is started
     time.sleep(
-        rng.uniform(0, {"step": 0.03, "start": 4 if is_slow else 0.4, "report": 0.3 if is_slow else 0.03}[moment])
+        rng.uniform(
+            0,
+            {"step": 0.03, "start": 4 if is_slow else 0.4, "report": 0.3 if is_slow else 0.03}[
+                moment
+            ],
+        )
     )
     return is_there
 
@@ -357,7 +376,9 @@ def strike(job: Job, kind: str, moment: str, rng: random.Random) -> bool:
     return True
 
 
-def run_trial(kind: str, job: Job, rng: random.Random, whole: Result, moment: str = "step") -> Trial:
+def run_trial(
+    kind: str, job: Job, rng: random.Random, whole: Result, moment: str = "step"
+) -> Trial:
     """Strike a run in the present folder, and judge what it comes to."""
     Path("text.txt").write_bytes(TEXT)
     launcher = job.launcher
@@ -376,8 +397,14 @@ def run_trial(kind: str, job: Job, rng: random.Random, whole: Result, moment: st
                 time.sleep(0.1)
             ended = time.monotonic() - struck
             if job.orphans():
-                complaints.append(f"ranks still ran {ORPHAN_SECONDS} s after their launcher was killed")
-            if launcher != "two agents" and result() is not None and job.steps_left >= STEPS_OF_ORPHANS:
+                complaints.append(
+                    f"ranks still ran {ORPHAN_SECONDS} s after their launcher was killed"
+                )
+            if (
+                launcher != "two agents"
+                and result() is not None
+                and job.steps_left >= STEPS_OF_ORPHANS
+            ):
                 complaints.append("ranks trained to the end without their launcher")
         codes = job.end()
         if None in codes:
@@ -388,7 +415,9 @@ def run_trial(kind: str, job: Job, rng: random.Random, whole: Result, moment: st
                 complaints.append("it stopped without a sentence")
             job.clear()
             if newest_step() < kept:
-                complaints.append(f"the newest checkpoint was that of step {kept}, and is that of {newest_step()}")
+                complaints.append(
+                    f"the newest checkpoint was that of step {kept}, and is that of {newest_step()}"
+                )
             disk, job.disk = job.disk, None
             job.begin()
             job.end()
@@ -400,12 +429,30 @@ def run_trial(kind: str, job: Job, rng: random.Random, whole: Result, moment: st
         if Path("run").is_mount():
             subprocess.run(["umount", "--lazy", "run"], check=True)
     if kind == "writing":
-        complaints += [f"{path} was left" for path in Path("run").rglob("*") if "unfinished-" in str(path)]
+        complaints += [
+            f"{path} was left" for path in Path("run").rglob("*") if "unfinished-" in str(path)
+        ]
     if complaints:
         complaints.append(said[-3000:])
-    seconds, is_sharded, is_alone = time.monotonic() - began, "--fsdp" in job.options, first_alone is not None
+    seconds, is_sharded, is_alone = (
+        time.monotonic() - began,
+        "--fsdp" in job.options,
+        first_alone is not None,
+    )
     forked = job.start is not started
-    return Trial(kind, launcher, outcome, seconds, ended, complaints, is_sharded, is_alone, job.disk, forked, moment)
+    return Trial(
+        kind,
+        launcher,
+        outcome,
+        seconds,
+        ended,
+        complaints,
+        is_sharded,
+        is_alone,
+        job.disk,
+        forked,
+        moment,
+    )
 
 
 def mount_small_disk() -> None:
@@ -428,10 +475,16 @@ def judge(whole: Result, found: Result | None, alone: int | None) -> list[str]:
     if found is None:
         return ["the run is not complete"]
     if alone is None:
-        return [f"another {name}" for name in Result._fields if getattr(whole, name) != getattr(found, name)]
+        return [
+            f"another {name}"
+            for name in Result._fields
+            if getattr(whole, name) != getattr(found, name)
+        ]
     complaints = []
     if abs(found.losses[alone] - whole.losses[alone]) > 1e-5:
-        complaints.append(f"the first loss of one rank is {found.losses[alone]}, not {whole.losses[alone]}")
+        complaints.append(
+            f"the first loss of one rank is {found.losses[alone]}, not {whole.losses[alone]}"
+        )
     if abs(found.held_out / whole.held_out - 1) > 0.01:
         complaints.append(f"the held-out loss is {found.held_out}, not {whole.held_out}")
     return complaints
@@ -481,17 +534,26 @@ def draw(whole: Result, found: Result, struck: Sequence[int]) -> bytes:
     axes = figure.add_subplot()
     steps = range(1, len(whole.losses) + 1)
     axes.plot(steps, whole.losses, color="tab:orange", linewidth=5, alpha=0.5, label="never struck")
-    axes.plot(steps, found.losses, color="tab:blue", linewidth=1, label=f"killed {len(struck)} times")
+    axes.plot(
+        steps, found.losses, color="tab:blue", linewidth=1, label=f"killed {len(struck)} times"
+    )
     for i, step in enumerate(struck):
         label = "ranks killed" if i == 0 else None
         axes.axvline(step, color="tab:gray", linestyle=":", linewidth=1, label=label)
     axes.set_xlabel("step")
     axes.set_ylabel("bits per byte")
     equal = "equal to the bit" if whole == found else "NOT equal"
-    axes.set_title(f"Losses and parameters are {equal}; held out {found.held_out:.3f} bits per byte")
+    axes.set_title(
+        f"Losses and parameters are {equal}; held out {found.held_out:.3f} bits per byte"
+    )
     axes.legend()
     content = BytesIO()
-    figure.savefig(content, format="png", dpi=120, metadata={"Software": MADE_BY, "Source": "restart_trials.py"})
+    figure.savefig(
+        content,
+        format="png",
+        dpi=120,
+        metadata={"Software": MADE_BY, "Source": "restart_trials.py"},
+    )
     return content.getvalue()
 
 
@@ -501,7 +563,12 @@ def launcher_of(kind: str, number: int) -> str:
     return "torchrun" if number % 4 == 3 else "rda"
 
 
-def job_of(launcher: str, kind: str, size: Size = Size(), start: Callable[..., Process] = started) -> Job:  # noqa: B008
+def job_of(
+    launcher: str,
+    kind: str,
+    size: Size = Size(),  # noqa: B008
+    start: Callable[..., Process] = started,
+) -> Job:
     job = Job(launcher, size, start)
     job.options = ["--fsdp"] * (kind == "fsdp")
     return job
@@ -538,7 +605,9 @@ def in_folder(folder: Path, function: Callable[..., Any], *args: Any) -> Any:
         shutil.rmtree(folder)
 
 
-def numbered_trial(folder: Path, seed: int, kind: str, wholes: Sequence[Result], number: int) -> Trial:
+def numbered_trial(
+    folder: Path, seed: int, kind: str, wholes: Sequence[Result], number: int
+) -> Trial:
     """wholes: of a run without --fsdp, and of one with it."""
     cut, start = goes_sharded(kind, number), ForkedLauncher if is_forked(number) else started
     rng, launcher = random.Random(f"{seed} {kind} {number}"), launcher_of(kind, number)
@@ -552,12 +621,18 @@ def row_of(kind: str, trials: Sequence[Trial]) -> dict[str, Any]:
     return {
         "kind": kind,
         "number": len(trials),
-        "launchers": {name: sum(x.launcher == name for x in trials) for name in sorted({x.launcher for x in trials})},
+        "launchers": {
+            name: sum(x.launcher == name for x in trials)
+            for name in sorted({x.launcher for x in trials})
+        },
         "went_on": sum(trial.outcome == "went on" for trial in trials),
         "went_on_by_the_same_command": sum(trial.outcome != "went on" for trial in trials),
         "with_fsdp": sum(trial.is_sharded for trial in trials),
         "forked": sum(trial.is_forked for trial in trials),
-        "struck_at": {name: sum(x.moment == name for x in trials) for name in sorted({x.moment for x in trials})},
+        "struck_at": {
+            name: sum(x.moment == name for x in trials)
+            for name in sorted({x.moment for x in trials})
+        },
         "went_on_with_one_rank": sum(trial.alone for trial in trials),
         "full_disks": sum(trial.disk == "full" for trial in trials),
         "failed": sum(bool(trial.complaints) for trial in trials),
@@ -579,18 +654,30 @@ def make_picture(path: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
-    parser.add_argument("--number", type=int, default=20, help="trials of each kind, and half as many of fsdp")
+    parser.add_argument(
+        "--number", type=int, default=20, help="trials of each kind, and half as many of fsdp"
+    )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--at-once", type=int, default=2, help="trials at a time: most of a trial waits (default 2)")
+    parser.add_argument(
+        "--at-once", type=int, default=2, help="trials at a time: most of a trial waits (default 2)"
+    )
     add_record(parser)
-    parser.add_argument("--picture", type=Path, help="only draw the losses of a run that is killed six times, as PNG")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        help="only draw the losses of a run that is killed six times, as PNG",
+    )
     arguments = parser.parse_args()
     if arguments.picture is not None:
         return make_picture(arguments.picture)
     about = {"seed": arguments.seed, "at_once": arguments.at_once}
-    keep = kept_record(parser, arguments.record, "restarts", "tests/training/restart_trials.py", **about)
+    keep = kept_record(
+        parser, arguments.record, "restarts", "tests/training/restart_trials.py", **about
+    )
     print(f"seed {arguments.seed}")
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that others are forked from
     began = time.monotonic()
@@ -600,7 +687,10 @@ def main() -> int:
         # Each has a present folder of its own. What it forks from starts in the clone, and finds what it imports.
         ProcessPoolExecutor(arguments.at_once, initializer=start_server) as pool,
     ):
-        wholes = [in_folder(Path(folder, "whole"), whole_result, job_of("rda", kind)) for kind in ("worker", "fsdp")]
+        wholes = [
+            in_folder(Path(folder, "whole"), whole_result, job_of("rda", kind))
+            for kind in ("worker", "fsdp")
+        ]
         for kind in arguments.kinds:
             one = partial(numbered_trial, Path(folder), arguments.seed, kind, wholes)
             trials: list[Trial] = []
@@ -610,8 +700,15 @@ def main() -> int:
                 verdict = "FAILED" if trial.complaints else "ok"
                 ended = "" if trial.ended is None else f", ranks ended after {trial.ended:.1f} s"
                 line = f"{number:3}  {kind:10}  {launcher:10}  {trial.seconds:6.1f} s"
-                print(f"{line}{' (forked)' * trial.is_forked:9}  {trial.moment:6}  {verdict}: {trial.outcome}{ended}")
-                print(*(f"     {complaint}\n" for complaint in trial.complaints), sep="", end="", flush=True)
+                print(
+                    f"{line}{' (forked)' * trial.is_forked:9}  {trial.moment:6}  {verdict}: {trial.outcome}{ended}"
+                )
+                print(
+                    *(f"     {complaint}\n" for complaint in trial.complaints),
+                    sep="",
+                    end="",
+                    flush=True,
+                )
             rows.append(row_of(kind, trials))
             keep(rows, seconds=round(time.monotonic() - began))
     return 1 if any(row["failed"] for row in rows) else 0

@@ -25,8 +25,30 @@ from ring_dilated_attention.training.agreement import (
 )
 
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
-TINY = ["--seq-len", "48", "--steps", "4", "--embed-dim", "16", "--num-heads", "2", "--held-out-bytes", "96"]
-TRAIN = ["train", "--data", "text.txt", *TINY, "--segment-lengths", "8", "48", "--dilation-rates", "1", "3"]
+TINY = [
+    "--seq-len",
+    "48",
+    "--steps",
+    "4",
+    "--embed-dim",
+    "16",
+    "--num-heads",
+    "2",
+    "--held-out-bytes",
+    "96",
+]
+TRAIN = [
+    "train",
+    "--data",
+    "text.txt",
+    *TINY,
+    "--segment-lengths",
+    "8",
+    "48",
+    "--dilation-rates",
+    "1",
+    "3",
+]
 
 
 def accounts(*refusals, hosts="aaaa", fields=None):
@@ -41,7 +63,10 @@ def test_each_reason_is_said_once_on_each_machine():
 
 
 def test_a_difference_is_said_once_on_each_machine():
-    fields = [{"--steps": "6", "--seed": "0"}] * 2 + [{"--steps": "7", "--seed": "0"}, {"--steps": "6", "--seed": "1"}]
+    fields = [{"--steps": "6", "--seed": "0"}] * 2 + [
+        {"--steps": "7", "--seed": "0"},
+        {"--steps": "6", "--seed": "1"},
+    ]
     table = accounts("", "", "", "", hosts="aabb", fields=fields)
     words = (
         "the ranks would not train the same run: they differ in --steps (rank 0 on host a: 6, rank 2 on host b: 7); "
@@ -120,7 +145,9 @@ def test_other_bytes_behind_the_same_path(hosts):
 
 
 def test_other_options(hosts):
-    for code, error, files in run_ranks(2, as_rank, hosts, ([], ["--seed", "1", "--save-every", "2"])):
+    for code, error, files in run_ranks(
+        2, as_rank, hosts, ([], ["--seed", "1", "--save-every", "2"])
+    ):
         assert (code, files) == (2, ["text.txt"])
         assert "--seed (rank 0 on" in error
         assert "--save-every (rank 0 on" in error
@@ -131,7 +158,9 @@ def test_a_file_that_is_missing_on_the_second_rank(hosts):
     (first, second) = run_ranks(2, as_rank, hosts, ([], []))
     assert (first[0], second[0]) == (2, 2)
     for _, error, _ in (first, second):
-        assert re.fullmatch(r"rda train: rank 1 on host \S+: cannot read .*/1/text\.txt: No such file.*\n", error)
+        assert re.fullmatch(
+            r"rda train: rank 1 on host \S+: cannot read .*/1/text\.txt: No such file.*\n", error
+        )
     assert (first[2], second[2]) == (["text.txt"], [])
 
 

@@ -36,7 +36,13 @@ from ring_dilated_attention.training.options import Hyperparameters
 
 TENSOR_FILE = "shard-00001-model-00001-of-00001.safetensors"
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
-TINY = {"--seq-len": "48", "--steps": "6", "--embed-dim": "16", "--num-heads": "2", "--warmup-steps": "2"}
+TINY = {
+    "--seq-len": "48",
+    "--steps": "6",
+    "--embed-dim": "16",
+    "--num-heads": "2",
+    "--warmup-steps": "2",
+}
 PATTERN = ["--segment-lengths", "8", "48", "--dilation-rates", "1", "3"]
 FILES = ["--data", "text.txt", "--held-out-bytes", "96", "--save-every", "2", "--run-folder", "run"]
 ARGUMENTS = ["train", *(word for pair in TINY.items() for word in pair), *PATTERN, *FILES]
@@ -44,7 +50,11 @@ ARGUMENTS = ["train", *(word for pair in TINY.items() for word in pair), *PATTER
 
 def make_model():
     """With a block, whose matrix is Muon's."""
-    return nn.Sequential(OrderedDict(blocks=nn.Sequential(nn.Linear(3, 4)), norm=nn.LayerNorm(4), head=nn.Linear(4, 2)))
+    return nn.Sequential(
+        OrderedDict(
+            blocks=nn.Sequential(nn.Linear(3, 4)), norm=nn.LayerNorm(4), head=nn.Linear(4, 2)
+        )
+    )
 
 
 @pytest.fixture
@@ -64,7 +74,10 @@ def state_at(step, run="one run"):
 
 
 def listing(folder):
-    return {path.relative_to(folder).as_posix(): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+    return {
+        path.relative_to(folder).as_posix(): path.is_file() and path.read_bytes()
+        for path in folder.rglob("*")
+    }
 
 
 def test_restores_every_tensor(trained, tmp_path):
@@ -79,7 +92,8 @@ def test_restores_every_tensor(trained, tmp_path):
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
         ours, theirs = (
-            {**x[0].state.get(p, {}), **x[1].state.get(p, {})} for x, p in ((optimizers, a), (other_optimizers, b))
+            {**x[0].state.get(p, {}), **x[1].state.get(p, {})}
+            for x, p in ((optimizers, a), (other_optimizers, b))
         )
         assert ours.keys() == theirs.keys() != set()
         assert all(torch.equal(ours[key], theirs[key]) for key in ours)
@@ -88,7 +102,10 @@ def test_restores_every_tensor(trained, tmp_path):
 def test_holds_no_pickle_and_the_newest_two_stay(trained, tmp_path):
     for step in (3, 6, 9):
         save_checkpoint(tmp_path, state_at(step), *trained)
-    assert [path.name for path in find_checkpoints(tmp_path)] == ["checkpoint-000009", "checkpoint-000006"]
+    assert [path.name for path in find_checkpoints(tmp_path)] == [
+        "checkpoint-000009",
+        "checkpoint-000006",
+    ]
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-000009", "checkpoint-000006"}
     assert {path.name for path in find_checkpoint(tmp_path).iterdir()} == {TENSOR_FILE, STATE_FILE}
 
@@ -169,7 +186,9 @@ def test_what_was_being_written_when_a_run_was_killed_goes(trained, tmp_path):
 
 def test_a_folder_of_somebody_else_is_in_the_way(trained, tmp_path):
     (tmp_path / "checkpoint-000006").mkdir()
-    with pytest.raises(ValueError, match=r"checkpoint-000006 is in the way, and this run did not make it: move it"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint-000006 is in the way, and this run did not make it: move it"
+    ):
         save_checkpoint(tmp_path, state_at(6), *trained)
     save_checkpoint(tmp_path, state_at(7), *trained)
     assert save_checkpoint(tmp_path, state_at(7), *trained) == tmp_path / "checkpoint-000007"
@@ -189,7 +208,9 @@ def test_failure_while_writing_leaves_what_was_there(trained, tmp_path, monkeypa
             patch.setattr(checkpoints, failing, fail)
         else:
             patch.setattr(Path, "rename", fail)
-        with pytest.raises(ValueError, match=r"checkpoint-000006 cannot be written: No space left on device"):
+        with pytest.raises(
+            ValueError, match=r"checkpoint-000006 cannot be written: No space left on device"
+        ):
             save_checkpoint(tmp_path, state_at(6), *trained)
     assert list(tmp_path.iterdir()) == [before]
     load_checkpoint(before, *trained)
@@ -217,7 +238,10 @@ def test_a_file_is_whole_or_as_it_was(tmp_path):
     write_whole(path, b"mine", lambda content: False, "me")
     write_whole(path, b"mine too", lambda file: file.read() == b"mine", "me")
     assert listing(tmp_path) == {"record.json": b"mine too"}
-    with pytest.raises(ValueError, match=r"record\.json was not made by me, and nothing is written over it\. Move it"):
+    with pytest.raises(
+        ValueError,
+        match=r"record\.json was not made by me, and nothing is written over it\. Move it",
+    ):
         write_whole(path, b"other", lambda content: False, "me")
     path.unlink()
     path.mkdir()
@@ -262,7 +286,11 @@ def edit(function):
         function(tensors)
         path.unlink()
         with warnings.catch_warnings(action="ignore"):  # that no other process takes part
-            save(tensors, storage_writer=HuggingFaceStorageWriter(str(checkpoint), save_distributed=True), no_dist=True)
+            save(
+                tensors,
+                storage_writer=HuggingFaceStorageWriter(str(checkpoint), save_distributed=True),
+                no_dist=True,
+            )
         sign(checkpoint)
 
     return edited
@@ -289,7 +317,10 @@ DAMAGES = {
     "state has a flipped bit": (lambda c: flip(c / STATE_FILE), f"{STATE_FILE} is damaged: "),
     "tensors are missing": (lambda c: (c / TENSOR_FILE).unlink(), f"{TENSOR_FILE} is missing"),
     "tensors are cut": (lambda c: cut(c / TENSOR_FILE), f"{TENSOR_FILE} is damaged: it has"),
-    "tensors have a flipped bit": (lambda c: flip(c / TENSOR_FILE), f"{TENSOR_FILE} is damaged: its sha256 is another"),
+    "tensors have a flipped bit": (
+        lambda c: flip(c / TENSOR_FILE),
+        f"{TENSOR_FILE} is damaged: its sha256 is another",
+    ),
     "tensors are empty": (
         lambda c: (c / TENSOR_FILE).write_bytes(b""),
         f"{TENSOR_FILE} is damaged: it has 0 bytes, and",
@@ -299,17 +330,38 @@ DAMAGES = {
     "another step": (change(step=5), "step is 5 of 6, and the folder's name says 6"),
     "too many steps": (change(hyperparameters__steps=5), "step is 6 of 5"),
     "losses of fewer steps": (change(bits_per_byte=[1.0] * 5), "the losses of 5 steps"),
-    "a hyperparameter is missing": (change(hyperparameters__seed=None), "hyperparameters lack ['seed']"),
+    "a hyperparameter is missing": (
+        change(hyperparameters__seed=None),
+        "hyperparameters lack ['seed']",
+    ),
     "a foreign hyperparameter": (change(hyperparameters__wd=1), "and have ['wd'] besides"),
-    "a mistyped hyperparameter": (change(hyperparameters__seq_len="48"), "--seq-len '48' must be of the type int"),
-    "no phase": (change(hyperparameters__phases=["8:2"]), "--phases '8:2' must be LENGTH:BATCH:STEPS"),
-    "no optimiser": (change(hyperparameters__optimizer="sgd"), "--optimizer 'sgd' must be muon or adamw"),
-    "a bad hyperparameter": (change(hyperparameters__clip_norm=0), "--clip-norm 0 must be from 1e-30 to 1e+30"),
-    "a path that cannot be": (change(hyperparameters__data=["a\0b"]), "has a NUL, which no path can have"),
+    "a mistyped hyperparameter": (
+        change(hyperparameters__seq_len="48"),
+        "--seq-len '48' must be of the type int",
+    ),
+    "no phase": (
+        change(hyperparameters__phases=["8:2"]),
+        "--phases '8:2' must be LENGTH:BATCH:STEPS",
+    ),
+    "no optimiser": (
+        change(hyperparameters__optimizer="sgd"),
+        "--optimizer 'sgd' must be muon or adamw",
+    ),
+    "a bad hyperparameter": (
+        change(hyperparameters__clip_norm=0),
+        "--clip-norm 0 must be from 1e-30 to 1e+30",
+    ),
+    "a path that cannot be": (
+        change(hyperparameters__data=["a\0b"]),
+        "has a NUL, which no path can have",
+    ),
 }
 DEEPER_DAMAGES = {
     "no tensors": (edit(dict.clear), "checkpoint-000006 cannot be read: "),
-    "a moment is missing": (edit(lambda t: t.pop(first(t))), "Missing key in checkpoint state_dict: exp_avg/"),
+    "a moment is missing": (
+        edit(lambda t: t.pop(first(t))),
+        "Missing key in checkpoint state_dict: exp_avg/",
+    ),
     "a misshapen moment": (
         edit(lambda t: t.update({first(t): torch.zeros(7)})),
         "Size mismatch between saved torch.Size([7]) and current: torch.Size([",
@@ -418,12 +470,20 @@ class TestCommand:
         )
         assert code == 2
         assert not Path("new").exists()
-        assert re.search(r"\nrda train: (rank 0 .*: )?new/checkpoint-000002 cannot be written: .*File too large", error)
+        assert re.search(
+            r"\nrda train: (rank 0 .*: )?new/checkpoint-000002 cannot be written: .*File too large",
+            error,
+        )
 
     def test_a_disk_without_any_room(self):
         """Catches ranks that wait for ever in torch's store."""
-        for num_bytes, ranks, said in ((0, [], "new/metrics.jsonl"), (200, ["--ranks", "2"], "/rda-train-")):
-            code, error = on_a_full_disk(num_bytes, main_with_forked_ranks, [*ARGUMENTS[:-1], "new", *ranks])
+        for num_bytes, ranks, said in (
+            (0, [], "new/metrics.jsonl"),
+            (200, ["--ranks", "2"], "/rda-train-"),
+        ):
+            code, error = on_a_full_disk(
+                num_bytes, main_with_forked_ranks, [*ARGUMENTS[:-1], "new", *ranks]
+            )
             assert code == 2
             assert not Path("new").exists()
             assert said in error

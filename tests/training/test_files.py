@@ -40,7 +40,9 @@ SCRIPT = b"#!/usr/bin/env python\nfrom ring_dilated_attention import dilated_att
 OTHERS = {
     "a script that imports us": SCRIPT,
     "a text that quotes us": f"tEXtSoftware\0{MADE_BY}, run {RUN}".encode(),
-    "a picture of us": png(Software="matplotlib", Title=MADE_BY, Comment=f"Software\0{MADE_BY}".replace("\0", " ")),
+    "a picture of us": png(
+        Software="matplotlib", Title=MADE_BY, Comment=f"Software\0{MADE_BY}".replace("\0", " ")
+    ),
     "a picture by a tool built on us": png(Software=f"{MADE_BY} gallery"),
     "a picture with our name behind its pixels": png(Software="matplotlib") + OURS[33:],
     "our chunk without a signature": OURS[8:],
@@ -66,7 +68,9 @@ def test_a_file_that_only_names_us_is_somebody_elses(content, tmp_path):
     assert not is_our_picture(file)
     assert file.tell() <= 4096
     (tmp_path / "mine").write_bytes(content)
-    with pytest.raises(ValueError, match="mine was not made by a test, and nothing is written over it"):
+    with pytest.raises(
+        ValueError, match="mine was not made by a test, and nothing is written over it"
+    ):
         write_whole(tmp_path / "mine", OURS, is_our_picture, "a test")
     assert (tmp_path / "mine").read_bytes() == content
 
@@ -75,7 +79,13 @@ MACHINE = hardware.Machine(hardware.Hardware(1e12, 1e9), 4, None, "rda doctor on
 SAVED = hardware.as_toml(MACHINE, ["a note"])
 RECORD = {name: {} for name in ("date", "hardware", "versions")} | {"rows": []}
 BENCHMARK = RECORD | {"command": "python -m benchmarks linear", "case": "linear", "commit": None}
-TRAINED = {"run": RUN, "status": "complete", "hyperparameters": {}, "steps_done": 1, "step_seconds": [1.0]}
+TRAINED = {
+    "run": RUN,
+    "status": "complete",
+    "hyperparameters": {},
+    "steps_done": 1,
+    "step_seconds": [1.0],
+}
 PAGE = (ROOT / "benchmarks" / "README.md").read_text()
 KNOWN = {  # how: ours, and those that only name us
     "doctor": (
@@ -94,11 +104,19 @@ KNOWN = {  # how: ours, and those that only name us
             "[]",
         ],
     ),
-    "page": (is_page, PAGE, [f"# My project\n\n{PAGE}", PAGE.replace("# Benchmarks", "# Speed"), PAGE[:40], ""]),
+    "page": (
+        is_page,
+        PAGE,
+        [f"# My project\n\n{PAGE}", PAGE.replace("# Benchmarks", "# Speed"), PAGE[:40], ""],
+    ),
     "run": (
         partial(is_record_of, RUN),
         json.dumps(TRAINED),
-        [f'{{"run": "{RUN}", "notes": "mine"}}', json.dumps(TRAINED | {"run": "another"}), "[" * 10**5],
+        [
+            f'{{"run": "{RUN}", "notes": "mine"}}',
+            json.dumps(TRAINED | {"run": "another"}),
+            "[" * 10**5,
+        ],
     ),
     "metrics": (
         partial(is_of, run=RUN),
@@ -123,7 +141,9 @@ def test_whose_a_file_is(name):
 
 def test_the_records_that_are_there_are_known():
     others = ("faults.json", "fuzz.json", "restarts.json", "sockets.json")  # written by tests
-    paths = [path for path in (ROOT / "benchmarks" / "results").glob("*.json") if path.name not in others]
+    paths = [
+        path for path in (ROOT / "benchmarks" / "results").glob("*.json") if path.name not in others
+    ]
     for path in paths:
         with path.open("rb") as file:
             assert is_record(file), path
@@ -138,13 +158,17 @@ def umask(request):
 
 
 def modes(folder):
-    return {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.rglob("*") if path.is_file()
+    }
 
 
 def test_others_may_read_what_the_umask_lets_them(umask, tmp_path):
     """Catches files that only their owner reads: of safetensors, and of temporary ones that are renamed."""
     model = nn.Linear(2, 2)
-    save_checkpoint(tmp_path / "run", {"run": RUN, "step": 3}, model, make_optimizers(model, Hyperparameters()))
+    save_checkpoint(
+        tmp_path / "run", {"run": RUN, "step": 3}, model, make_optimizers(model, Hyperparameters())
+    )
     with Metrics(tmp_path / "run", RUN, 0, 0):
         pass
     write_whole(tmp_path / "record.json", b"{}", lambda file: True, "a test")

@@ -14,7 +14,17 @@ from ring_dilated_attention.training.scoring import SMOOTHING, baselines
 
 def step(number):
     held_out = 2.5 if number == 2 else None
-    return Step("a", number, 2 * math.log(2), 2.0, held_out, 0.5, 200.0, [0.1, 0.2], [10_000_000, 20_000_000])
+    return Step(
+        "a",
+        number,
+        2 * math.log(2),
+        2.0,
+        held_out,
+        0.5,
+        200.0,
+        [0.1, 0.2],
+        [10_000_000, 20_000_000],
+    )
 
 
 def written(folder):
@@ -82,7 +92,9 @@ def test_a_step_in_a_line():
     assert str(step(2)) == "2.000 bits/byte, 200 tokens/s, 20 MB"
 
 
-@pytest.mark.parametrize(("error", "is_kept"), [(RuntimeError, True), (OSError, False), (ValueError, False)])
+@pytest.mark.parametrize(
+    ("error", "is_kept"), [(RuntimeError, True), (OSError, False), (ValueError, False)]
+)
 def test_a_run_that_fails_leaves_its_metrics(error, is_kept, tmp_path):
     """Catches figures that are gone when they are wanted most. A run that is refused leaves no trace."""
 

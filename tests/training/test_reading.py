@@ -39,14 +39,21 @@ def test_fasta_is_its_letters_however_it_comes_in_blocks(monkeypatch):
     """Catches a header or an end of line that lies across the border of two blocks; and records that are lost."""
     for seed in range(300):
         draw = random.Random(seed)
-        content = b"A\n" + bytes(draw.choice(b">;ACGT\n\r\n \x0b\x0c\x85") for _ in range(draw.randint(0, 60)))
+        content = b"A\n" + bytes(
+            draw.choice(b">;ACGT\n\r\n \x0b\x0c\x85") for _ in range(draw.randint(0, 60))
+        )
         monkeypatch.setattr(data, "BLOCK", draw.randint(1, 9))
         found, said = text_of("x.fa", content)
         assert found == strip_fasta(content)
-        records = [strip_fasta(lines_of_one) for lines_of_one in re.split(rb"^>.*$", content, flags=re.MULTILINE)]
+        records = [
+            strip_fasta(lines_of_one)
+            for lines_of_one in re.split(rb"^>.*$", content, flags=re.MULTILINE)
+        ]
         assert told(said) == (sum(map(bool, records)), len(found))
         bordered, _ = text_of("x.fa", content, {"fasta_records": "newline"})
-        assert bordered == b"".join(lines_of_one + b"\n" for lines_of_one in records if lines_of_one)
+        assert bordered == b"".join(
+            lines_of_one + b"\n" for lines_of_one in records if lines_of_one
+        )
         for how, whole in (({}, found), ({"fasta_records": "newline"}, bordered)):
             most = draw.randint(1, len(whole))
             some, said = text_of("x.fa", content, how, most)
@@ -62,8 +69,13 @@ def test_fasta_is_its_letters_however_it_comes_in_blocks(monkeypatch):
 def test_choices_about_fasta():
     kept = (b"acGTNN", "a.fa: FASTA, 2 records, 6 letters (GNTac)")
     assert text_of("a.fa", b">1\nac\nGT\n>2\nNN\n") == kept
-    assert text_of("a.fa", b">1\nac\nGT\n>2\nNN\n", {"fasta_case": "keep", "fasta_records": "join"}) == kept
-    found = text_of("a.fa", b">1\r\nac\r\nGT\r\n>2\r\nNN", {"fasta_case": "upper", "fasta_records": "newline"})
+    assert (
+        text_of("a.fa", b">1\nac\nGT\n>2\nNN\n", {"fasta_case": "keep", "fasta_records": "join"})
+        == kept
+    )
+    found = text_of(
+        "a.fa", b">1\r\nac\r\nGT\r\n>2\r\nNN", {"fasta_case": "upper", "fasta_records": "newline"}
+    )
     assert found == (b"ACGT\nNN\n", "a.fa: FASTA, 2 records, 6 letters (ACGNT)")
     assert text_of("a.txt", b"a\nac\n", {"fasta_case": "upper"}) == (b"a\nac\n", "a.txt: 5 bytes")
 
@@ -77,7 +89,10 @@ def test_fasta_is_known_by_its_name(suffix):
 
 
 def test_letters_outside_are_shown():
-    assert text_of("a.fa", b">1\nAC-*1\xff\x00")[1] == "a.fa: FASTA, 1 record, 7 letters (\\x00*-1AC\\xff)"
+    assert (
+        text_of("a.fa", b">1\nAC-*1\xff\x00")[1]
+        == "a.fa: FASTA, 1 record, 7 letters (\\x00*-1AC\\xff)"
+    )
     assert text_of("a.fa", b"ACGT")[1] == "a.fa: FASTA, 1 record, 4 letters (ACGT)"
 
 
@@ -87,22 +102,34 @@ def test_compressed_files_are_unpacked(suffix, kind, monkeypatch):
     monkeypatch.setattr(data, "BLOCK", 100)
     content = bytes(random.Random(0).choices(b"some letters\n", k=1000))
     compress = COMPRESS[suffix]
-    assert text_of(f"book.txt.{suffix}", compress(content)) == (content, f"book.txt.{suffix}: {kind}, 1,000 bytes")
+    assert text_of(f"book.txt.{suffix}", compress(content)) == (
+        content,
+        f"book.txt.{suffix}: {kind}, 1,000 bytes",
+    )
     assert text_of("download", compress(content[:300]) + compress(content[300:]))[0] == content
     assert text_of(f"x.fna.{suffix}", compress(FASTA)) == (
         b"ACGTACGG>TTT",
         f"x.fna.{suffix}: {kind}, FASTA, 2 records, 12 letters (>ACGT)",
     )
-    assert text_of("x.fa.gz", FASTA)[0] == b"ACGTACGG>TTT"  # something has unpacked it, and left the name
+    assert (
+        text_of("x.fa.gz", FASTA)[0] == b"ACGTACGG>TTT"
+    )  # something has unpacked it, and left the name
     packed = bytearray(compress(content))
-    assert re.match(r"x is damaged or cut short \(.+\): fetch it again", refusal("x", bytes(packed[:-9])))
+    assert re.match(
+        r"x is damaged or cut short \(.+\): fetch it again", refusal("x", bytes(packed[:-9]))
+    )
     packed[len(packed) // 2] ^= 255
     assert "x is damaged or cut short" in refusal("x", bytes(packed))
-    assert f"x is gzip inside {kind}, whose bytes are no text" in refusal("x", compress(gzip.compress(content)))
+    assert f"x is gzip inside {kind}, whose bytes are no text" in refusal(
+        "x", compress(gzip.compress(content))
+    )
 
 
 @pytest.mark.parametrize(
-    ("begins", "kind"),  # the time of packing stays out: workers that began in two seconds must name one test alike
+    (
+        "begins",
+        "kind",
+    ),  # the time of packing stays out: workers that began in two seconds must name one test alike
     [
         (b"PK\x03\x04", "zip"),
         (b"\x28\xb5\x2f\xfd", "zstd"),
@@ -160,11 +187,20 @@ def test_files_make_one_document(tmp_path):
 
 
 def test_fasta_under_another_name_is_noticed():
-    for name, content in (("-", b">a\nACGT"), ("x.txt.gz", gzip.compress(b";note\r\n>a b\r\nACGT-*\r\n>b"))):
+    for name, content in (
+        ("-", b">a\nACGT"),
+        ("x.txt.gz", gzip.compress(b";note\r\n>a b\r\nACGT-*\r\n>b")),
+    ):
         assert text_of(name, content)[1].endswith(
             "begins as FASTA does, but its name does not end in .fa: read as text"
         )
-    for content in (b">>> print(1)\n1\n", b"> quoted\nsome words\n", b"text\n>a\nACGT\n", b">a", b""):
+    for content in (
+        b">>> print(1)\n1\n",
+        b"> quoted\nsome words\n",
+        b"text\n>a\nACGT\n",
+        b">a",
+        b"",
+    ):
         assert text_of("x.txt", content)[1] == f"x.txt: {len(content)} bytes"
 
 
@@ -172,5 +208,7 @@ def test_a_file_that_unpacks_to_more_than_fits_is_refused(tmp_path, monkeypatch)
     """A few kilobytes may hold a terabyte: no more than one block beyond what fits is unpacked."""
     (tmp_path / "bomb.gz").write_bytes(gzip.compress(bytes(10**7)))
     monkeypatch.setattr(data, "physical_bytes", lambda: 10**6)
-    with pytest.raises(ValueError, match=r"bomb\.gz does not fit: files may have 500,000 bytes in all, half of the"):
+    with pytest.raises(
+        ValueError, match=r"bomb\.gz does not fit: files may have 500,000 bytes in all, half of the"
+    ):
         read_files([tmp_path / "bomb.gz"], {})

@@ -77,7 +77,9 @@ def whole(whole_folder):
         return whole_result(new_job())
 
 
-def test_a_run_that_is_struck_goes_on_to_the_bit_and_with_another_number_of_ranks(whole, tmp_path, monkeypatch):
+def test_a_run_that_is_struck_goes_on_to_the_bit_and_with_another_number_of_ranks(
+    whole, tmp_path, monkeypatch
+):
     """Both ranks are killed, then the launcher. `make faults` has 20 trials of each kind of fault.
 
     Three ranks go on. Their first loss agrees within 1e-5 with that of the ranks before, and the final one within 1 %.
@@ -89,7 +91,9 @@ def test_a_run_that_is_struck_goes_on_to_the_bit_and_with_another_number_of_rank
         job.begin()
         assert job.wait_until(lambda: newest_step() >= 5 and len(job.ranks()) == 2)
         job.kill(struck := job.ranks())
-        assert job.wait_until(lambda: newest_step() >= 10 and len(set(job.ranks()) - set(struck)) == 2)
+        assert job.wait_until(
+            lambda: newest_step() >= 10 and len(set(job.ranks()) - set(struck)) == 2
+        )
         job.kill(head.pid for head in job.heads)
         job.num_ranks = 3
         job.begin()  # waits for the ranks of the first
@@ -111,7 +115,9 @@ def test_one_of_each_fault(kind, whole, tmp_path, monkeypatch):
     """`two` is in the test above, with a launcher that is killed after it, and `worker` in the next one. `fsdp` takes
     longer: it is in `make faults` alone. The test above kills rda's own launcher, `agent` a torchrun."""
     monkeypatch.chdir(tmp_path)
-    job = new_job("torchrun" if kind == "agent" else "rda", change=slow_writes if kind == "writing" else int)
+    job = new_job(
+        "torchrun" if kind == "agent" else "rda", change=slow_writes if kind == "writing" else int
+    )
     complaints = run_trial(kind, job, random.Random(0), whole).complaints
     assert complaints == [], "\n".join(complaints)
 
@@ -171,24 +177,37 @@ def test_three_starts_end_a_run_whichever_of_two_torchruns_counted_them(tmp_path
     does not count that."""
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_bytes(TEXT)
-    job, noted = job_of("two agents", "worker", Size(steps=10**4, restarts=5), ForkedLauncher), Path("run", STARTS_FILE)
+    job, noted = (
+        job_of("two agents", "worker", Size(steps=10**4, restarts=5), ForkedLauncher),
+        Path("run", STARTS_FILE),
+    )
     job.options = ["--save-every", str(10**4)]
     notes = [0]
     try:
         job.begin()
         for _ in range(3):
-            assert job.wait_until(lambda: noted.exists() and noted.stat().st_mtime_ns != notes[-1]), (
+            assert job.wait_until(
+                lambda: noted.exists() and noted.stat().st_mtime_ns != notes[-1]
+            ), job.said.read_text()
+            notes.append(noted.stat().st_mtime_ns)
+            assert job.wait_until(lambda: len(job.ranks()) == 2), (
+                job.said.read_text()
+            )  # a start is noted by the first
+            first, second = (
+                [pid for pid, parent, _ in processes() if parent == head.pid] for head in job.heads
+            )
+            job.kill(
+                first, signal.SIGSTOP
+            )  # or it fails, and its torchrun counts that if it sees it before the rest
+            job.kill(second)
+            assert job.wait_until(partial(is_asked_to_end, *first), seconds=10), (
                 job.said.read_text()
             )
-            notes.append(noted.stat().st_mtime_ns)
-            assert job.wait_until(lambda: len(job.ranks()) == 2), job.said.read_text()  # a start is noted by the first
-            first, second = ([pid for pid, parent, _ in processes() if parent == head.pid] for head in job.heads)
-            job.kill(first, signal.SIGSTOP)  # or it fails, and its torchrun counts that if it sees it before the rest
-            job.kill(second)
-            assert job.wait_until(partial(is_asked_to_end, *first), seconds=10), job.said.read_text()
             job.kill(first)
         said = "run: 3 starts in a row ended without a first checkpoint"
-        assert job.wait_until(lambda: said in job.said.read_text(), seconds=20), job.said.read_text()
+        assert job.wait_until(lambda: said in job.said.read_text(), seconds=20), (
+            job.said.read_text()
+        )
     finally:
         job.ranks()  # to be ended as well
         job.clear()
@@ -236,7 +255,12 @@ class TestSameCommand:
         """And not repeated: its checkpoint is the one that was there."""
         checkpoint = Path(f"run/checkpoint-{SIZE.steps:06d}")
         inode = checkpoint.stat().st_ino
-        variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        variables = {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": free_port(),
+        }
         for name, value in (variables | {"TORCHELASTIC_MAX_RESTARTS": "3"}).items():
             monkeypatch.setenv(name, value)
         Path("run/record.json").unlink()
@@ -254,7 +278,10 @@ class TestSameCommand:
             ["--restarts", "2", "--run-folder", "run"],
             "--restarts 2, but another launcher started these ranks, and it alone",
         ),
-        ([], "torchrun --max-restarts needs --run-folder: by it, ranks that start again find their run"),
+        (
+            [],
+            "torchrun --max-restarts needs --run-folder: by it, ranks that start again find their run",
+        ),
     ],
 )
 def test_torchrun_counts_restarts_itself(words, said, monkeypatch, capsys):
@@ -286,7 +313,11 @@ def die_before_a_checkpoint():
 @pytest.mark.parametrize(
     ("restarts", "code", "said"),
     [
-        (9, 2, "run: 3 starts in a row ended without a first checkpoint: mend what ended them first\n"),
+        (
+            9,
+            2,
+            "run: 3 starts in a row ended without a first checkpoint: mend what ended them first\n",
+        ),
         (1, 1, "was ended by SIGKILL; newest checkpoint: none; start it again\n"),
     ],
 )
@@ -295,7 +326,10 @@ def test_restarts_end(restarts, code, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_bytes(TEXT)
     job = job_of(
-        "rda", "worker", SIZE._replace(restarts=restarts), partial(ForkedLauncher, change=die_before_a_checkpoint)
+        "rda",
+        "worker",
+        SIZE._replace(restarts=restarts),
+        partial(ForkedLauncher, change=die_before_a_checkpoint),
     )
     try:
         job.begin()
@@ -330,7 +364,9 @@ def test_ranks_that_refuse_are_not_started_again(tmp_path, monkeypatch):
     finally:
         job.clear()
     said = job.said.read_text()
-    assert re.search(r"rda train: rank 0 on host \S+: run/metrics.jsonl: No space left on device\n", said), said
+    assert re.search(
+        r"rda train: rank 0 on host \S+: run/metrics.jsonl: No space left on device\n", said
+    ), said
     assert "restart" not in said
     assert not Path("run").exists()
 
@@ -345,12 +381,16 @@ def start(number):
     return True
 
 
-def test_what_counts_is_starts_without_a_checkpoint_not_the_count_of_a_launcher(tmp_path, monkeypatch):
+def test_what_counts_is_starts_without_a_checkpoint_not_the_count_of_a_launcher(
+    tmp_path, monkeypatch
+):
     """Each torchrun counts its own restarts, and rank 0 may be of another one after each."""
     monkeypatch.chdir(tmp_path)
     leave_checkpoint(5)
     assert [start(number) for number in (0, 1, 7, 8)] == [True, True, True, False]
-    leave_checkpoint(10)  # the torchrun that had restarted least goes on: its 2 is less than 7, and no repetition
+    leave_checkpoint(
+        10
+    )  # the torchrun that had restarted least goes on: its 2 is less than 7, and no repetition
     assert [start(number) for number in (9, 2, 3, 4)] == [True, True, True, False]
 
 
@@ -367,7 +407,9 @@ def test_a_file_of_somebody_else_counts_no_start(content, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     Path("run").mkdir()
     Path("run", STARTS_FILE).write_bytes(content)
-    with pytest.raises(ValueError, match=r"was not made by rda train, and nothing is written over it"):
+    with pytest.raises(
+        ValueError, match=r"was not made by rda train, and nothing is written over it"
+    ):
         count_start(Path("run"), anew=False)
 
 
@@ -391,7 +433,10 @@ def test_a_folder_is_waited_for(tmp_path, capsys):
     Timer(0.2, first.__exit__, (None, None, None)).start()
     with own_folder(folder, seconds=30) as again:
         assert again == folder
-    assert capsys.readouterr().err == f"rda train: waiting up to 30 s for {folder}, in use by another run\n"
+    assert (
+        capsys.readouterr().err
+        == f"rda train: waiting up to 30 s for {folder}, in use by another run\n"
+    )
 
 
 def orphan(tells, moment):
@@ -431,7 +476,12 @@ def test_a_rank_ends_after_its_parent(moment):
 def test_ranks_meet_apart_from_those_of_an_earlier_start(monkeypatch):
     """Catches ranks that find addresses of dead ones in torchrun's store, which stays."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "RANK": "0", "WORLD_SIZE": "2"}
+    environment = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(server.port),
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+    }
     environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -442,7 +492,9 @@ def test_ranks_meet_apart_from_those_of_an_earlier_start(monkeypatch):
         first.set("address", "here")
         assert second.get("address") == b"here"
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun"):
+    with pytest.raises(
+        ValueError, match="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun"
+    ):
         store_of_launcher(0, 2)
 
 
@@ -462,13 +514,31 @@ def test_the_other_ranks_do_not_wait_longer_than_the_first_one(tmp_path):
 
 
 @pytest.mark.parametrize(("words", "where"), [([], "on every rank"), (["--fsdp"], "in parts")])
-def test_what_does_not_fit_a_machine_is_told_what_helps(words, where, tmp_path, monkeypatch, capsys):
+def test_what_does_not_fit_a_machine_is_told_what_helps(
+    words, where, tmp_path, monkeypatch, capsys
+):
     """More ranks of the same machine do not: they share its memory."""
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_bytes(TEXT)
     assert (
-        main(["train", "--ranks", "2", "--embed-dim", "65536", "--num-layers", "96", "--num-heads", "64", *words]) == 2
+        main(
+            [
+                "train",
+                "--ranks",
+                "2",
+                "--embed-dim",
+                "65536",
+                "--num-layers",
+                "96",
+                "--num-heads",
+                "64",
+                *words,
+            ]
+        )
+        == 2
     )
     said = capsys.readouterr().err
     assert f"parameters, gradients and optimiser state, {where}, take" in said
-    assert said.endswith("use a smaller --embed-dim, fewer --num-layers, or --fsdp over more hosts\n")
+    assert said.endswith(
+        "use a smaller --embed-dim, fewer --num-layers, or --fsdp over more hosts\n"
+    )

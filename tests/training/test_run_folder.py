@@ -18,8 +18,30 @@ from ring_dilated_attention.training.run import RECORD_FILE
 from ring_dilated_attention.training.run_folder import LOCK_FILE, new_folder_made, own_folder
 
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
-OPTIONS = ["--seq-len", "48", "--embed-dim", "16", "--num-heads", "2", "--held-out-bytes", "96", "--save-every", "5"]
-RUN = ["train", "--data", "text.txt", *OPTIONS, "--segment-lengths", "8", "48", "--dilation-rates", "1", "3"]
+OPTIONS = [
+    "--seq-len",
+    "48",
+    "--embed-dim",
+    "16",
+    "--num-heads",
+    "2",
+    "--held-out-bytes",
+    "96",
+    "--save-every",
+    "5",
+]
+RUN = [
+    "train",
+    "--data",
+    "text.txt",
+    *OPTIONS,
+    "--segment-lengths",
+    "8",
+    "48",
+    "--dilation-rates",
+    "1",
+    "3",
+]
 IN_USE = r"run is in use by another run: let it end, or choose another --run-folder \(fuser "
 
 
@@ -40,7 +62,9 @@ def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path):
         with new_folder_made(tmp_path / "runs" / "now") as second:
             (second / "result").touch()
         assert (first.name, second.name) == ("now", "now-2")
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["now-2"]  # what stayed empty is gone
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [
+        "now-2"
+    ]  # what stayed empty is gone
 
 
 def test_nothing_is_left_of_a_run_that_left_nothing(tmp_path):
@@ -52,7 +76,10 @@ def test_nothing_is_left_of_a_run_that_left_nothing(tmp_path):
 @pytest.mark.parametrize("content", ["my notes", '{"made_by": "somebody else"}', "[" * 10**5])
 def test_a_file_of_that_name_is_not_overwritten(content, tmp_path):
     (tmp_path / LOCK_FILE).write_text(content)
-    with pytest.raises(ValueError, match="was not made by rda train, and nothing is written"), own_folder(tmp_path):
+    with (
+        pytest.raises(ValueError, match="was not made by rda train, and nothing is written"),
+        own_folder(tmp_path),
+    ):
         pass
     assert (tmp_path / LOCK_FILE).read_text() == content
 
@@ -120,7 +147,9 @@ def test_two_ranks_are_alone_with_their_folder(tmp_path, monkeypatch, capsys):
     Path("text.txt").write_bytes(TEXT)
     arguments = [*RUN, "--run-folder", "run"]
     more = ["--ranks", "2", "--steps", "100000"]
-    process = ForkedLauncher(["-m", "ring_dilated_attention", *arguments, *more], Path("said.txt"), {})
+    process = ForkedLauncher(
+        ["-m", "ring_dilated_attention", *arguments, *more], Path("said.txt"), {}
+    )
     try:
         deadline = time.monotonic() + 60
         while find_checkpoint(Path("run")) is None:

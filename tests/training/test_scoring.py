@@ -33,7 +33,9 @@ def test_every_held_out_byte_is_scored_once(seq_len, monkeypatch):
     monkeypatch.setattr(scoring, "POSITIONS_AT_ONCE", 30)
     model, document = make_model(), Document(TEXT, "text", seq_len, 70)
     num_train = len(TEXT) - 70
-    expected = [bits_after(model, p - (p - num_train) % seq_len - 1, p) for p in range(num_train, len(TEXT))]
+    expected = [
+        bits_after(model, p - (p - num_train) % seq_len - 1, p) for p in range(num_train, len(TEXT))
+    ]
     found = scoring.held_out_bits_per_byte(model, document)
     assert found == pytest.approx(sum(expected) / 70, rel=1e-5)
 
@@ -85,7 +87,11 @@ def test_it_is_said_where_context_does_not_help():
 
 def test_context_that_harms_is_not_said_to_be_useless():
     """Catches a comparison with the longest context alone: here it is no better than the shortest."""
-    found = {"num_bytes": 9, "least_context": [64, 512, 4096, 16384], "bits_per_byte": [2.50, 2.30, 2.31, 2.495]}
+    found = {
+        "num_bytes": 9,
+        "least_context": [64, 512, 4096, 16384],
+        "bits_per_byte": [2.50, 2.30, 2.31, 2.495],
+    }
     assert by_context({"run_folder": "a", "bits_by_context": found})[-2] == (
         "Context beyond 1,024 bytes made this model worse, by up to 0.195 bits."
     )

@@ -22,7 +22,12 @@ from torch.distributed import distributed_c10d
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands.train import LOST_CONNECTION
 from ring_dilated_attention.models.longnet import LongNetLM
-from ring_dilated_attention.models.saved_run import check_whole, find_checkpoint, find_checkpoints, read_state
+from ring_dilated_attention.models.saved_run import (
+    check_whole,
+    find_checkpoint,
+    find_checkpoints,
+    read_state,
+)
 from ring_dilated_attention.training import checkpoint
 from ring_dilated_attention.training.agreement import Refusal, check_alike
 from ring_dilated_attention.training.checkpoint import load_checkpoint, save_checkpoint, tensors_of
@@ -32,7 +37,9 @@ from ring_dilated_attention.training.options import Hyperparameters
 from ring_dilated_attention.training.run import Run, fingerprint
 from ring_dilated_attention.training.run_folder import own_folder
 
-preload("torch.distributed.checkpoint", "torch.distributed.fsdp", "ring_dilated_attention.training.loop")
+preload(
+    "torch.distributed.checkpoint", "torch.distributed.fsdp", "ring_dilated_attention.training.loop"
+)
 
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
 # A width of 4 on three ranks: the last rank's part of a norm is empty.
@@ -46,7 +53,13 @@ def make_run(folder, *, fsdp=True, resume=False, **changes):
     options = Hyperparameters(**{**vars(TINY), **changes})
     document = Document(TEXT, "text", options.seq_len, options.held_out_bytes)
     return Run(
-        options, document, folder, find_checkpoint(folder) if resume else None, save_every=2, eval_every=2, fsdp=fsdp
+        options,
+        document,
+        folder,
+        find_checkpoint(folder) if resume else None,
+        save_every=2,
+        eval_every=2,
+        fsdp=fsdp,
     )
 
 
@@ -78,13 +91,19 @@ def write_rank(rank, world_size, folder):
     model, optimizers = sharded_here(TINY)
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
-        model.loss(model.parallel.shard(torch.randint(256, (1, 48), generator=generator))).backward()
+        model.loss(
+            model.parallel.shard(torch.randint(256, (1, 48), generator=generator))
+        ).backward()
         for optimizer in optimizers:
             optimizer.step()
         if step == 1:
             expected = whole(model, optimizers)
-            save_checkpoint(folder, {"run": "a run", "step": 2}, model, optimizers, model.parallel, is_cut=True)
-    assert not all(numpy.array_equal(x, expected[name]) for name, x in whole(model, optimizers).items())
+            save_checkpoint(
+                folder, {"run": "a run", "step": 2}, model, optimizers, model.parallel, is_cut=True
+            )
+    assert not all(
+        numpy.array_equal(x, expected[name]) for name, x in whole(model, optimizers).items()
+    )
     return expected
 
 
@@ -121,7 +140,9 @@ def test_what_two_ranks_wrote_one_and_three_read_to_the_bit(written, tmp_path):
         assert found.keys() == expected.keys()
         assert all(numpy.array_equal(x, expected[name]) for name, x in found.items())
     torch.manual_seed(TINY.seed)
-    for name, x in LongNetLM(TINY.model_config()).named_parameters():  # a seed has one beginning, however a run is cut
+    for name, x in LongNetLM(
+        TINY.model_config()
+    ).named_parameters():  # a seed has one beginning, however a run is cut
         assert all(numpy.array_equal(x.detach(), initial[name]) for initial, *_ in by_three)
 
 
@@ -135,7 +156,9 @@ def test_what_does_not_fit_the_model_is_refused_in_a_sentence(written):
     """On ranks that hold parts, although the part of a wider model may be as large as the whole of this one."""
     folder, _ = written
     for said in run_ranks(3, misfit_rank, folder):
-        assert re.fullmatch(rf"{folder} cannot be read: Size mismatch between saved .* and current: .* for .*", said)
+        assert re.fullmatch(
+            rf"{folder} cannot be read: Size mismatch between saved .* and current: .* for .*", said
+        )
 
 
 def test_a_run_goes_on_to_the_bit(tmp_path):
@@ -143,12 +166,17 @@ def test_a_run_goes_on_to_the_bit(tmp_path):
     never, resumed = run_ranks(2, train_rank, tmp_path)[0]
     assert resumed["bits_per_byte"] == never["bits_per_byte"]
     assert resumed["held_out"] == never["held_out"]
-    assert [path.name for path in find_checkpoints(tmp_path / "stopped")] == ["checkpoint-000003", "checkpoint-000002"]
+    assert [path.name for path in find_checkpoints(tmp_path / "stopped")] == [
+        "checkpoint-000003",
+        "checkpoint-000002",
+    ]
     models = [LongNetLM.from_run(tmp_path / name) for name in ("never", "stopped")]
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(a, b)
     alone = train(make_run(tmp_path / "alone", fsdp=False), ContextParallel(), StopAfter(10**9))
-    assert alone["bits_per_byte"][0] == pytest.approx(never["bits_per_byte"][0], abs=1e-6)  # the same parameters
+    assert alone["bits_per_byte"][0] == pytest.approx(
+        never["bits_per_byte"][0], abs=1e-6
+    )  # the same parameters
     assert alone["bits_per_byte"] == pytest.approx(never["bits_per_byte"], abs=1e-3)
 
 
@@ -194,7 +222,9 @@ def hanging_rank(rank, world_size, folder):
         mock.patch.object(checkpoint, "save", side_effect=hang) if rank else nullcontext(),
         pytest.raises(RuntimeError) as caught,
     ):
-        save_checkpoint(folder, {"run": "a run", "step": 2}, model, optimizers, model.parallel, is_cut=True)
+        save_checkpoint(
+            folder, {"run": "a run", "step": 2}, model, optimizers, model.parallel, is_cut=True
+        )
     return str(caught.value)
 
 
@@ -210,7 +240,9 @@ def full_disk_rank(rank, world_size, folder):
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
     model, optimizers = sharded_here(TINY)
     with pytest.raises(Refusal) as caught:
-        save_checkpoint(folder, {"run": "a run", "step": 2}, model, optimizers, model.parallel, is_cut=True)
+        save_checkpoint(
+            folder, {"run": "a run", "step": 2}, model, optimizers, model.parallel, is_cut=True
+        )
     return str(caught.value)
 
 

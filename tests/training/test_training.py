@@ -29,7 +29,12 @@ from ring_dilated_attention.models.longnet import LongNetLM
 from ring_dilated_attention.models.saved_run import find_checkpoint
 from ring_dilated_attention.training import checkpoint, loop
 from ring_dilated_attention.training.data import Document, load_document, source_files
-from ring_dilated_attention.training.loop import TrainingDiverged, make_optimizers, share_of_peak, train
+from ring_dilated_attention.training.loop import (
+    TrainingDiverged,
+    make_optimizers,
+    share_of_peak,
+    train,
+)
 from ring_dilated_attention.training.machine import peak_resident_bytes, resident_bytes
 from ring_dilated_attention.training.options import Hyperparameters
 from ring_dilated_attention.training.pictures import draw_losses
@@ -57,7 +62,10 @@ WINDOWS = (8999, 8003)  # where those of step 0 of seed 0 begin
 def tiny_arguments(**changes):
     words = []
     for name, value in {**TINY, **changes}.items():
-        words += ["--" + name.replace("_", "-"), *map(str, value if isinstance(value, tuple) else [value])]
+        words += [
+            "--" + name.replace("_", "-"),
+            *map(str, value if isinstance(value, tuple) else [value]),
+        ]
     return words
 
 
@@ -82,7 +90,10 @@ class TestDocument:
     def test_window_is_a_function_of_seed_and_step(self):
         document, again = (Document(TEXT, "text", 48, 96) for _ in range(2))
         windows = [bytes(document.train_windows(0, step, 48, 2)) for step in range(50)]
-        assert windows == [bytes(again.train_windows(0, step, 48, 2)) for step in reversed(range(50))][::-1]
+        assert (
+            windows
+            == [bytes(again.train_windows(0, step, 48, 2)) for step in reversed(range(50))][::-1]
+        )
         assert len({window[i : i + 48] for window in windows for i in (0, 48)}) > 80
         assert windows[:5] != [bytes(document.train_windows(1, step, 48, 2)) for step in range(5)]
         # The bytes themselves: another order of the data would break every resumed run.
@@ -99,7 +110,8 @@ class TestDocument:
         assert document.num_train == 4
         assert len(document.train_windows(0, 3, 4, 1)) == 4
         with pytest.raises(
-            ValueError, match=r"text has 7 bytes.* 4 \+ 4 = 8: pass more --data, or a smaller --held-out-b"
+            ValueError,
+            match=r"text has 7 bytes.* 4 \+ 4 = 8: pass more --data, or a smaller --held-out-b",
         ):
             Document(bytes(7), "text", 4, 4)
         with pytest.raises(ValueError, match="text is empty"):
@@ -113,18 +125,34 @@ class TestDocument:
         assert (document.content, document.num_train) == (b"abcdef", 4)
         assert document.name == f"{a}; held out: {b}, {c}"
         assert load_document([a], 4, 1, {}, [b]).content == b"abcde"
-        assert load_document([a], 4, 1, {}, [b]).read == "a: 4 bytes\nheld out, the first 1 bytes of\n  b: 2 bytes"
+        assert (
+            load_document([a], 4, 1, {}, [b]).read
+            == "a: 4 bytes\nheld out, the first 1 bytes of\n  b: 2 bytes"
+        )
         (tmp_path / "link").symlink_to(b)
         (tmp_path / "b.gz").write_bytes(gzip.compress(b"ef"))
         for name in ("link", "b.gz"):
-            with pytest.raises(ValueError, match=rf"--held-out .*{name} is trained on, as --data: give a text that is"):
+            with pytest.raises(
+                ValueError,
+                match=rf"--held-out .*{name} is trained on, as --data: give a text that is",
+            ):
                 load_document([a, b], 4, 131_072, {}, [str(tmp_path / name)])
         with pytest.raises(ValueError, match=r"--held-out .*c is empty: there is nothing to score"):
             load_document([a], 4, 131_072, {}, [c])
 
     def test_source_files_are_sorted_and_skip_what_is_not_source(self):
-        names = ["b.py", "a/z.py", "a-b.py", "site-packages/x.py", "json/tests/y.py", "test/x.py", "a/__pycache__/q.py"]
-        assert source_files(map(PurePosixPath, names)) == [PurePosixPath(x) for x in ("a-b.py", "a/z.py", "b.py")]
+        names = [
+            "b.py",
+            "a/z.py",
+            "a-b.py",
+            "site-packages/x.py",
+            "json/tests/y.py",
+            "test/x.py",
+            "a/__pycache__/q.py",
+        ]
+        assert source_files(map(PurePosixPath, names)) == [
+            PurePosixPath(x) for x in ("a-b.py", "a/z.py", "b.py")
+        ]
 
     def test_default_is_megabytes_of_the_standard_library(self):
         document = load_document([], 32_768, 131_072, {})
@@ -138,10 +166,14 @@ class TestLoop:
     def test_resumed_run_equals_uninterrupted_to_the_bit(self, tmp_path, stop_after):
         """Within a phase, and at the borders of phases."""
         whole = train(tiny_run(tmp_path / "whole", **PHASES), ContextParallel(), NEVER)
-        first = train(tiny_run(tmp_path / "parts", **PHASES), ContextParallel(), StopAfter(stop_after))
+        first = train(
+            tiny_run(tmp_path / "parts", **PHASES), ContextParallel(), StopAfter(stop_after)
+        )
         assert (first["status"], first["steps_done"]) == ("interrupted", stop_after)
         assert first["held_out_bits_per_byte"] is None
-        second = train(tiny_run(tmp_path / "parts", resume=True, **PHASES), ContextParallel(), NEVER)
+        second = train(
+            tiny_run(tmp_path / "parts", resume=True, **PHASES), ContextParallel(), NEVER
+        )
         assert second["status"] == "complete"
         assert [entry["step"] for entry in whole["held_out"]] == [1, 2, 3, 4, 5]
         assert whole["held_out"][-1]["bits_per_byte"] == whole["held_out_bits_per_byte"]
@@ -151,17 +183,23 @@ class TestLoop:
         assert saved_bytes(tmp_path / "parts") == saved_bytes(tmp_path / "whole")
 
     def test_seed_decides_the_result(self, tmp_path):
-        runs = [train(tiny_run(tmp_path / str(i), seed=i), ContextParallel(), NEVER) for i in range(2)]
+        runs = [
+            train(tiny_run(tmp_path / str(i), seed=i), ContextParallel(), NEVER) for i in range(2)
+        ]
         assert runs[0]["bits_per_byte"] != runs[1]["bits_per_byte"]
 
     def test_loss_falls_below_that_of_byte_frequencies(self, tmp_path):
         """Byte frequencies alone give 4.1 bits on this text; what is less was learned from context."""
-        record = train(tiny_run(tmp_path, steps=60, seq_len=96, learning_rate=2e-2), ContextParallel(), NEVER)
+        record = train(
+            tiny_run(tmp_path, steps=60, seq_len=96, learning_rate=2e-2), ContextParallel(), NEVER
+        )
         assert abs(record["bits_per_byte"][0] - 8) < 0.2
         assert record["held_out_bits_per_byte"] < 2
 
     def test_diverged_loss_stops_the_run(self, tmp_path):
-        with pytest.raises(TrainingDiverged, match=r"the loss is nan at step \d: start again with smaller"):
+        with pytest.raises(
+            TrainingDiverged, match=r"the loss is nan at step \d: start again with smaller"
+        ):
             train(tiny_run(tmp_path, learning_rate=1e30, warmup_steps=0), ContextParallel(), NEVER)
 
     def test_learning_rate(self):
@@ -174,18 +212,35 @@ class TestLoop:
         assert positions == [0, 32, 80, 416, 416]
         assert [options.phase_of(step).length for step in (0, 3, 4, 11, 12)] == [8, 8, 48, 48, 48]
         muon, adamw = make_optimizers(LongNetLM(options.model_config()), options)
-        assert [group["peak"] for group in (*muon.param_groups, *adamw.param_groups)] == [0.015, 4e-3, 4e-3]
+        assert [group["peak"] for group in (*muon.param_groups, *adamw.param_groups)] == [
+            0.015,
+            4e-3,
+            4e-3,
+        ]
         assert {x.dim() for x in muon.param_groups[0]["params"]} == {2}
-        assert len(make_optimizers(LongNetLM(options.model_config()), replace(options, optimizer="adamw"))) == 1
+        assert (
+            len(
+                make_optimizers(
+                    LongNetLM(options.model_config()), replace(options, optimizer="adamw")
+                )
+            )
+            == 1
+        )
 
     def test_a_step_is_that_of_its_sequences_one_by_one(self, tmp_path):
         """Catches packed sequences that see each other, and a loss that is no mean over them."""
-        packed = tiny_run(tmp_path / "packed", batch_size=3, steps=1, clip_norm=1e9, optimizer="adamw")
+        packed = tiny_run(
+            tmp_path / "packed", batch_size=3, steps=1, clip_norm=1e9, optimizer="adamw"
+        )
         record = train(packed, ContextParallel(), NEVER)
         torch.manual_seed(0)
         model = LongNetLM(packed.hyperparameters.model_config())
-        windows = torch.frombuffer(packed.document.train_windows(0, 0, 48, 3), dtype=torch.uint8).view(3, 48)
-        assert record["bits_per_byte"][0] == pytest.approx(model.loss(windows).item() / math.log(2), rel=1e-6)
+        windows = torch.frombuffer(
+            packed.document.train_windows(0, 0, 48, 3), dtype=torch.uint8
+        ).view(3, 48)
+        assert record["bits_per_byte"][0] == pytest.approx(
+            model.loss(windows).item() / math.log(2), rel=1e-6
+        )
 
     def test_report(self, tmp_path):
         record = train(tiny_run(tmp_path), ContextParallel(), NEVER)
@@ -197,7 +252,9 @@ class TestLoop:
         ).read_text() == f"Text that the model of run {record['run']} wrote\n\ndef other\n"
         readme = (tmp_path / "README.txt").read_text()
         assert all(
-            f"\n{path.name.partition('-')[0]}" in readme for path in tmp_path.iterdir() if path.name != "README.txt"
+            f"\n{path.name.partition('-')[0]}" in readme
+            for path in tmp_path.iterdir()
+            if path.name != "README.txt"
         )
         said = (readme + summary(record)).replace(str(tmp_path), "runs/20250131-120000")
         assert [line for line in said.splitlines() if len(line) > 80] == []
@@ -208,13 +265,16 @@ class TestLoop:
         text = summary(record)
         assert re.search(r"rank +positions.*\n +0 +48 ", text)
         assert (
-            f"held out: {record['held_out_bits_per_byte']:.3f} bits per byte on 96 bytes\non the same bytes: gz" in text
+            f"held out: {record['held_out_bits_per_byte']:.3f} bits per byte on 96 bytes\non the same bytes: gz"
+            in text
         )
 
     def test_a_report_that_is_made_again(self, tmp_path):
         """It tells of the machine, versions and memory that trained. An older checkpoint tells none of them."""
         record = train(tiny_run(tmp_path), ContextParallel(), NEVER)
-        with mock.patch("ring_dilated_attention.training.loop.versions", return_value={"torch": "another"}):
+        with mock.patch(
+            "ring_dilated_attention.training.loop.versions", return_value={"torch": "another"}
+        ):
             assert train(tiny_run(tmp_path, resume=True), ContextParallel(), NEVER) == record
             path = find_checkpoint(tmp_path) / "state.json"
             state = json.loads(path.read_text())["state"]
@@ -226,7 +286,9 @@ class TestLoop:
         assert older["versions"] == {"torch": "another"}
         assert [row["positions"] for row in older["ranks"]] == [48]
 
-    @pytest.mark.parametrize(("num_ranks", "title"), [(1, "48 tokens over 1 rank"), (2, "48 tokens over 2 ranks")])
+    @pytest.mark.parametrize(
+        ("num_ranks", "title"), [(1, "48 tokens over 1 rank"), (2, "48 tokens over 2 ranks")]
+    )
     def test_the_title_of_the_picture(self, num_ranks, title, tmp_path):
         record = train(tiny_run(tmp_path), ContextParallel(), NEVER) | {"num_ranks": num_ranks}
         with mock.patch("matplotlib.axes.Axes.set_title") as set_title:
@@ -283,7 +345,9 @@ def test_a_rank_that_failed_is_not_ended_while_it_says_so():
         signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize(("says", "said"), [(True, "stopping after this step, to save; a second"), (False, "")])
+@pytest.mark.parametrize(
+    ("says", "said"), [(True, "stopping after this step, to save; a second"), (False, "")]
+)
 def test_a_signal_that_comes_twice_at_once_is_one_request(says, said, capfd):
     """As of Slurm, which signals launchers and ranks. Catches ranks that end before they have saved."""
     with StopRequest(says=says) as stop:
@@ -297,10 +361,14 @@ def test_a_signal_that_comes_twice_at_once_is_one_request(says, said, capfd):
 
 def test_a_later_signal_ends_the_process_at_once():
     code = (
-        "import os, signal, time; from ring_dilated_attention.training import stop_request as s; s.TWICE_SECONDS = 0\n"
+        "import os, signal, time; from ring_dilated_attention.training import stop_request as s\n"
     )
+    code += "s.TWICE_SECONDS = 0\n"
     code += "with s.StopRequest(): [(os.kill(os.getpid(), signal.SIGINT), time.sleep(0.1)) for _ in range(2)]"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == -signal.SIGINT
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode
+        == -signal.SIGINT
+    )
 
 
 def failure(rank, exitcode, folder, monkeypatch, reason="", is_cause=True):
@@ -322,7 +390,10 @@ def failure(rank, exitcode, folder, monkeypatch, reason="", is_cause=True):
     ],
 )
 def test_the_cause_is_not_what_followed(failures, said, tmp_path, monkeypatch):
-    found = {rank: failure(rank, words[0], tmp_path, monkeypatch, *words[1:]) for rank, words in enumerate(failures)}
+    found = {
+        rank: failure(rank, words[0], tmp_path, monkeypatch, *words[1:])
+        for rank, words in enumerate(failures)
+    }
     assert cause(ChildFailedError("rda", found)) == said
 
 
@@ -375,20 +446,47 @@ class TestCommand:
                 "2 key/value heads do not divide among 3 ranks: 2 mod 3 = 2. exchange='ring' takes",
             ),
             ({"resume": "."}, "--resume .: there is no checkpoint in this folder"),
-            ({"ranks": 49}, "--ranks 49 share the 48 positions of --seq-len, so that 1 of them would own none"),
+            (
+                {"ranks": 49},
+                "--ranks 49 share the 48 positions of --seq-len, so that 1 of them would own none",
+            ),
             ({"learning_rate": "1e300"}, "--learning-rate 1e+300 must be from 1e-30 to 1e+30"),
             ({"weight_decay": "1e39"}, "--weight-decay 1e+39 must be from 0 to 1e+30"),
-            ({"dilation_rates": (1, 2**40 + 1)}, "--dilation-rates 1099511627777 must be from 1 to 1,099,511,627,776"),
-            ({"seed": 2**64}, "--seed 18446744073709551616 must be from -9,223,372,036,854,775,807 to"),
-            ({"seed": -(2**64)}, "--seed -18446744073709551616 must be from -9,223,372,036,854,775,807 to"),
+            (
+                {"dilation_rates": (1, 2**40 + 1)},
+                "--dilation-rates 1099511627777 must be from 1 to 1,099,511,627,776",
+            ),
+            (
+                {"seed": 2**64},
+                "--seed 18446744073709551616 must be from -9,223,372,036,854,775,807 to",
+            ),
+            (
+                {"seed": -(2**64)},
+                "--seed -18446744073709551616 must be from -9,223,372,036,854,775,807 to",
+            ),
             ({"segment_lengths": (8, 2**63)}, "--segment-lengths 9223372036854775808 must be from"),
             ({"steps": 10**30}, "--steps 1000000000000000000000000000000 must be from"),
             ({"num_layers": 10**6}, "--num-layers 1000000 must be from 1 to 10,000"),
-            ({"embed_dim": 10**9}, "optimiser state, on every rank, take 288,000 PB, and this machine has"),
-            ({"data": "headers.fa"}, "headers.fa is FASTA without letters: there is nothing to read"),
-            ({"held_out_bytes": 10**6}, "pass more --data, or a smaller --held-out-bytes or --seq-len"),
-            ({"phases": "48:1:1"}, "--phases 48:... is not shorter than --seq-len 48: leave it out, or raise --steps"),
-            ({"phases": ("8:2", "8:2:1")}, "--phases '8:2' must be LENGTH:BATCH:STEPS, such as 512:2:1000"),
+            (
+                {"embed_dim": 10**9},
+                "optimiser state, on every rank, take 288,000 PB, and this machine has",
+            ),
+            (
+                {"data": "headers.fa"},
+                "headers.fa is FASTA without letters: there is nothing to read",
+            ),
+            (
+                {"held_out_bytes": 10**6},
+                "pass more --data, or a smaller --held-out-bytes or --seq-len",
+            ),
+            (
+                {"phases": "48:1:1"},
+                "--phases 48:... is not shorter than --seq-len 48: leave it out, or raise --steps",
+            ),
+            (
+                {"phases": ("8:2", "8:2:1")},
+                "--phases '8:2' must be LENGTH:BATCH:STEPS, such as 512:2:1000",
+            ),
             ({"phases": "8:0:1"}, "--phases '8:0:1' must be LENGTH:BATCH:STEPS"),
             ({"phases": "2:1:5", "ranks": 3}, "--ranks 3 share the 2 positions of --phases"),
             ({"batch_size": 10**15}, "the inputs of the blocks in one step take"),
@@ -404,10 +502,14 @@ class TestCommand:
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setenv("WORLD_SIZE", "2")
         assert main(["train", "--ranks", "3"]) == 2
-        assert re.match("rda train: rank 1 on .*: --ranks 3, but a launcher started 2", capsys.readouterr().err)
+        assert re.match(
+            "rda train: rank 1 on .*: --ranks 3, but a launcher started 2", capsys.readouterr().err
+        )
         monkeypatch.setenv("WORLD_SIZE", "two")
         assert main(["train"]) == 2
-        assert "WORLD_SIZE must be a number from 1 to 1,000,000, got 'two'" in capsys.readouterr().err
+        assert (
+            "WORLD_SIZE must be a number from 1 to 1,000,000, got 'two'" in capsys.readouterr().err
+        )
 
     def test_tasks_of_a_slurm_step_train_one_model(self):
         """Catches as many separate models as there are tasks, each in a folder of its own."""
@@ -415,7 +517,9 @@ class TestCommand:
         place = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "2"}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         words = tiny_arguments(data="text.txt", steps=2)
-        tasks = [forked(*words, environment=place | {"SLURM_PROCID": str(task)}) for task in range(2)]
+        tasks = [
+            forked(*words, environment=place | {"SLURM_PROCID": str(task)}) for task in range(2)
+        ]
         said = [task.end() for task in tasks][1]
         assert [task.poll() for task in tasks] == [0, 0], said
         [folder] = Path("runs").iterdir()
@@ -428,7 +532,9 @@ class TestCommand:
             monkeypatch.setenv(name, value)
         assert main(["train", *tiny_arguments(data="text.txt", steps=1)]) == 0
         error = capsys.readouterr().err
-        assert error.startswith("rda train: SLURM_NTASKS=4 is ignored: this is a single task, and srun")
+        assert error.startswith(
+            "rda train: SLURM_NTASKS=4 is ignored: this is a single task, and srun"
+        )
         assert error.count("SLURM") == 1
 
     @pytest.mark.parametrize(
@@ -448,14 +554,23 @@ class TestCommand:
         ],
     )
     def test_whose_variables_count(self, environment, place, is_said, monkeypatch):
-        for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"):
+        for name in (
+            "RANK",
+            "WORLD_SIZE",
+            "SLURM_STEP_ID",
+            "SLURM_PROCID",
+            "SLURM_NTASKS",
+            "SLURM_STEP_NUM_TASKS",
+        ):
             monkeypatch.delenv(name, raising=False)
         for word in environment.split():
             monkeypatch.setenv(*word.split("="))
         assert started() == place
         assert bool(unjoined(joins=True)) == is_said
 
-    @pytest.mark.parametrize("place", [("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("RANK", "WORLD_SIZE")])
+    @pytest.mark.parametrize(
+        "place", [("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("RANK", "WORLD_SIZE")]
+    )
     def test_a_command_that_joins_no_ranks_says_so(self, place, monkeypatch, capsys):
         """Catches work that is done as often as there are tasks, without a word."""
         monkeypatch.setenv("SLURM_STEP_ID", "0")
@@ -483,19 +598,49 @@ class TestCommand:
         assert main(["train", *arguments, "--run-folder", "run"]) == 2
         assert "--run-folder run holds a run already" in capsys.readouterr().err
         assert main(["train", *arguments, "--run-folder", "r\udcff"]) == 2
-        assert "--run-folder 'r\\udcff' is not UTF-8, and safetensors opens no such file" in capsys.readouterr().err
-        assert main(["train", "--resume", "run", "--steps", "6", "--seed", "0", "--segment-lengths", "8", "16"]) == 2
-        onward = "A new run from its parameters: rda train --from run --steps 6 --segment-lengths 8 16\n"
-        assert f"but --steps 6 was 5; --segment-lengths 8 16 was 8 48. {onward}" in capsys.readouterr().err
+        assert (
+            "--run-folder 'r\\udcff' is not UTF-8, and safetensors opens no such file"
+            in capsys.readouterr().err
+        )
+        assert (
+            main(
+                [
+                    "train",
+                    "--resume",
+                    "run",
+                    "--steps",
+                    "6",
+                    "--seed",
+                    "0",
+                    "--segment-lengths",
+                    "8",
+                    "16",
+                ]
+            )
+            == 2
+        )
+        onward = (
+            "A new run from its parameters: rda train --from run --steps 6 --segment-lengths 8 16\n"
+        )
+        assert (
+            f"but --steps 6 was 5; --segment-lengths 8 16 was 8 48. {onward}"
+            in capsys.readouterr().err
+        )
         assert main(["train", "--resume", "run", "--phases", "8:2:1"]) == 2
-        assert "but --phases 8:2:1 was none. A new run from its parameters: rda train --from" in capsys.readouterr().err
+        assert (
+            "but --phases 8:2:1 was none. A new run from its parameters: rda train --from"
+            in capsys.readouterr().err
+        )
         assert main(["train", "--resume", "run", "--embed-dim", "32"]) == 2
         assert (
             "but --embed-dim 32 was 16. Leave these options out, or start a new run from random"
             in capsys.readouterr().err
         )
         assert main(["train", "--resume", "run"]) == 0
-        assert "the run in run is complete, all 5 steps of it; only its report" in capsys.readouterr().err
+        assert (
+            "the run in run is complete, all 5 steps of it; only its report"
+            in capsys.readouterr().err
+        )
         Path("text.txt").write_bytes(TEXT[1:])
         capsys.readouterr()
         assert main(["train", "--resume", "run"]) == 2
@@ -503,7 +648,13 @@ class TestCommand:
 
     def test_interrupted_ranks_save_and_go_on(self):
         """Ctrl-C reaches the launcher alone; both ranks stop at the same step, and no traceback is seen."""
-        words = [*tiny_arguments(data="text.txt", steps=100_000), "--run-folder", "run", "--ranks", "2"]
+        words = [
+            *tiny_arguments(data="text.txt", steps=100_000),
+            "--run-folder",
+            "run",
+            "--ranks",
+            "2",
+        ]
         process = forked(*words)
         wait_for(lambda: find_checkpoint(Path("run")), process)
         os.kill(process.pid, signal.SIGINT)
@@ -511,12 +662,16 @@ class TestCommand:
         assert process.poll() == 130
         assert "Traceback" not in error
         steps = int(find_checkpoint(Path("run")).name.split("-")[1])
-        assert error.endswith(f"saved at step {steps}; go on with: rda train --resume run --ranks 2 --save-every 5\n")
+        assert error.endswith(
+            f"saved at step {steps}; go on with: rda train --resume run --ranks 2 --save-every 5\n"
+        )
         assert json.loads(Path("run/record.json").read_text())["steps_done"] == steps
 
     def test_a_step_that_is_long_may_end_after_ctrl_c(self):
         """Catches ranks that are killed a few seconds after the signal. In these tests others have four."""
-        process = forked(*tiny_arguments(data="text.txt", steps=100), "--ranks", "2", change=sleep_in_a_step)
+        process = forked(
+            *tiny_arguments(data="text.txt", steps=100), "--ranks", "2", change=sleep_in_a_step
+        )
         wait_for(lambda: Path("sleeping").exists(), process)
         os.kill(process.pid, signal.SIGINT)
         error = process.end()
@@ -524,7 +679,13 @@ class TestCommand:
         assert "saved at step 8; go on with" in error
 
     def test_ranks_end_when_their_launcher_is_killed(self):
-        words = [*tiny_arguments(data="text.txt", steps=100_000), "--run-folder", "run", "--ranks", "2"]
+        words = [
+            *tiny_arguments(data="text.txt", steps=100_000),
+            "--run-folder",
+            "run",
+            "--ranks",
+            "2",
+        ]
         process = forked(*words)
         wait_for(lambda: find_checkpoint(Path("run")), process)
         os.kill(process.pid, signal.SIGKILL)
@@ -534,7 +695,13 @@ class TestCommand:
 
     def test_a_rank_that_is_killed_is_named(self):
         """And the other one says whom it lost, in a line; nobody waits for anybody."""
-        words = [*tiny_arguments(data="text.txt", steps=100_000), "--run-folder", "run", "--ranks", "2"]
+        words = [
+            *tiny_arguments(data="text.txt", steps=100_000),
+            "--run-folder",
+            "run",
+            "--ranks",
+            "2",
+        ]
         process = forked(*words)
         wait_for(lambda: find_checkpoint(Path("run")), process)
         os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
@@ -549,7 +716,10 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("error", "reason"),
         [
-            (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "there is not enough memory"),
+            (
+                RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+                "there is not enough memory",
+            ),
             (KeyError("weight"), "KeyError: 'weight'"),
         ],
     )
@@ -561,9 +731,14 @@ class TestCommand:
         assert process.poll() == 1
         assert re.search(r"\nrda train: rank 0 on host \S+ lost another: ", said)
         assert ("Traceback" in said) == (not reason.startswith("there"))
-        assert re.search(rf"\nrda train: rank 1 on host \S+: {reason}\n", said) or "Traceback" in said
+        assert (
+            re.search(rf"\nrda train: rank 1 on host \S+: {reason}\n", said) or "Traceback" in said
+        )
         last = f"rda train: the ranks failed: rank 1: {reason}; newest checkpoint: run/checkpoint-000005; "
-        assert said.splitlines()[-1] == f"{last}go on with: rda train --resume run --ranks 2 --save-every 5"
+        assert (
+            said.splitlines()[-1]
+            == f"{last}go on with: rda train --resume run --ranks 2 --save-every 5"
+        )
 
     def test_memory_that_ran_out_is_said_with_what_goes_on(self, monkeypatch, capsys):
         def without_memory(options, step):
@@ -575,13 +750,21 @@ class TestCommand:
         words = [*tiny_arguments(data="text.txt"), "--run-folder", "run", "--save-every"]
         assert main(["train", *words, "2"]) == 1
         said = "\nrda train: there is not enough memory; newest checkpoint: run/checkpoint-000002; "
-        assert capsys.readouterr().err.endswith(f"{said}go on with: rda train --resume run --save-every 2\n")
+        assert capsys.readouterr().err.endswith(
+            f"{said}go on with: rda train --resume run --save-every 2\n"
+        )
 
     @pytest.mark.parametrize("killed", [0, 1])
     def test_whoever_is_left_under_torchrun_says_how_to_go_on(self, killed):
         """Above torchrun's own block; catches a rank that torchrun ends before it could say so, and one that looks for
         checkpoints in a folder of its own."""
-        words = ["--standalone", "--nproc-per-node", "2", *TRAIN, *tiny_arguments(data="text.txt", steps=100_000)]
+        words = [
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            *TRAIN,
+            *tiny_arguments(data="text.txt", steps=100_000),
+        ]
         process = ForkedLauncher(["-m", "torch.distributed.run", *words], Path("said.txt"), {})
         wait_for(lambda: any(map(find_checkpoint, Path("runs").glob("*"))), process)
         os.kill(ranks_of(process.pid)[killed], signal.SIGKILL)
@@ -597,7 +780,9 @@ class TestCommand:
     def test_help_needs_no_torch(self, arguments):
         start = "import sys; from ring_dilated_attention.commands.cli import main; sys.modules['torch'] = None"
         code = f"{start}; main({arguments})"
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        result = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
         assert "rda train" in result.stdout
 
 

@@ -81,7 +81,9 @@ def dilated_attention(
         refuse_others("dilated_attention", others)
         cu_seqlens = on_host(cu_seqlens)
         query, key, value = rows = autocast(query), autocast(key), autocast(value)
-        call = call_of(rows, pattern, parallel, cu_seqlens, scale, backend, return_lse, heads_held, num_heads)
+        call = call_of(
+            rows, pattern, parallel, cu_seqlens, scale, backend, return_lse, heads_held, num_heads
+        )
         check_cache(cache, call, query, key, parallel, cu_seqlens, lengths)
         query, key, value = map(with_unit_stride, rows)
         if parallel is None and cache is None:
@@ -97,10 +99,20 @@ def dilated_attention(
             parallel.ranks.compiled_calls.add_(state[0])
     elif torch.compiler.is_compiling():
         limits = cache.plan.max_len, cache.plan.keep
-        out, lse = _append(query, key, value, cache.memory, cache.progress, lengths, call.text, *limits)
+        out, lse = _append(
+            query, key, value, cache.memory, cache.progress, lengths, call.text, *limits
+        )
     else:  # without the op: its overhead would be a quarter of a token's time where little is cached
         rows = call.scaled(query), key, value
-        out, lse = append(cache.plan, call.backend, call.kernel_scale, *rows, cache.memory, cache.progress, lengths)
+        out, lse = append(
+            cache.plan,
+            call.backend,
+            call.kernel_scale,
+            *rows,
+            cache.memory,
+            cache.progress,
+            lengths,
+        )
     return (out, lse) if return_lse else out
 
 
@@ -137,7 +149,11 @@ def _fake_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse = query.new_empty(query.shape[:3], dtype=accumulator_dtype(query.dtype))
     num_borders = 0 if cu_seqlens is None else cu_seqlens.shape[0]
-    return query.new_empty(query.shape), lse, torch.empty(2 + num_borders, dtype=torch.int64, device="cpu")
+    return (
+        query.new_empty(query.shape),
+        lse,
+        torch.empty(2 + num_borders, dtype=torch.int64, device="cpu"),
+    )
 
 
 def _run_backward(
@@ -171,7 +187,9 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor
         refuse_tangents(dout, dlse)
         query, key, value, out, lse, state = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-    except RuntimeError as error:  # a saved tensor was written to, memory is short, ...: the other ranks would wait
+    except (
+        RuntimeError
+    ) as error:  # a saved tensor was written to, memory is short, ...: the other ranks would wait
         if ctx.context is not None and not isinstance(error, ExchangeError):
             refuse(ctx.context.key, str(error))
         raise
@@ -179,7 +197,9 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor
 
 
 def _refuse(ctx: Any, *grads: Tensor) -> None:
-    raise NotImplementedError("dilated attention has no second derivative: call backward without create_graph=True.")
+    raise NotImplementedError(
+        "dilated attention has no second derivative: call backward without create_graph=True."
+    )
 
 
 _forward = define_op("forward", _run_forward, _fake_forward, _differentiate, _save)
@@ -194,11 +214,15 @@ def _append(
     """`append` as one op: compiled code has one graph for all tokens, and writes to the cache's memory in place."""
     arguments = Call.from_text(call)
     num_kv_heads = arguments.num_kv_heads(key.shape[2])
-    plan = plan_cache(arguments.pattern, arguments.num_heads, num_kv_heads, max_len, keep, arguments.heads_held)
+    plan = plan_cache(
+        arguments.pattern, arguments.num_heads, num_kv_heads, max_len, keep, arguments.heads_held
+    )
     rows = arguments.scaled(query), key, value
     return append(plan, arguments.backend, arguments.kernel_scale, *rows, memory, progress, lengths)
 
 
 @_append.register_fake
 def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=accumulator_dtype(query.dtype))
+    return query.new_empty(query.shape), query.new_empty(
+        query.shape[:3], dtype=accumulator_dtype(query.dtype)
+    )

@@ -51,20 +51,29 @@ def explain(
     op = next((name for name, reason in ops.items() if reason is None), None)
     if ops and op is None:
         listed = "; ".join(f"{name} {reason}" for name, reason in ops.items())
-        raise ValueError(f"backend={kernel.NAME!r} has no op for these tensors: {listed}. Enable another.")
+        raise ValueError(
+            f"backend={kernel.NAME!r} has no op for these tensors: {listed}. Enable another."
+        )
     if op is not None:
         found |= {f"{kernel.NAME} {name}": reason for name, reason in _why(ops, op, first).items()}
     ranks = ALONE if parallel is None else parallel.ranks
     borders = borders_of(cu_seqlens)
     if lengths is None and borders is not None and ranks.cut.needs_documents:
         lengths = ranks.lengths_of(borders[-1], borders)
-    lengths = lengths if lengths is not None else ranks.cut.lengths or [query.shape[1]] * ranks.world_size
+    lengths = (
+        lengths if lengths is not None else ranks.cut.lengths or [query.shape[1]] * ranks.world_size
+    )
     documents = documents_of(borders, sum(lengths))
     job = Job(pattern, ranks.shards(lengths, documents), call.num_heads, key.shape[2], documents)
-    exchange, found["exchange"] = ranks.choose(job, Sizes(query.shape[0], query.shape[3], query.element_size()))
+    exchange, found["exchange"] = ranks.choose(
+        job, Sizes(query.shape[0], query.shape[3], query.element_size())
+    )
     return Explanation(kernel.NAME if op is None else f"{kernel.NAME} ({op})", exchange, found)
 
 
 def _why(against: dict[str, str | None], chosen: str, how: str) -> dict[str, str]:
     served = "can serve these tensors, but another was chosen"
-    return {name: f"chosen: {how}" if name == chosen else reason or served for name, reason in against.items()}
+    return {
+        name: f"chosen: {how}" if name == chosen else reason or served
+        for name, reason in against.items()
+    }

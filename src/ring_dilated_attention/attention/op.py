@@ -7,10 +7,14 @@ from typing import Any
 import torch
 
 Code = Callable[..., Any]
-_libraries: dict[str, torch.library.Library] = {}  # by op: all that is registered with it lives as long
+_libraries: dict[
+    str, torch.library.Library
+] = {}  # by op: all that is registered with it lives as long
 
 
-def define_op(name: str, function: Code, fake: Code, backward: Code | None = None, save: Code | None = None) -> Any:
+def define_op(
+    name: str, function: Code, fake: Code, backward: Code | None = None, save: Code | None = None
+) -> Any:
     """torch.ops.ring_dilated_attention.<name>, for a function that neither writes to an argument nor returns one.
     `fake`, `backward` and `save` are as torch.library's register_fake and register_autograd take them.
 

@@ -1,5 +1,6 @@
-"""Checks the arguments of an attention call, before ranks talk to each other."""
+"""Checks the arguments of an attention call, and of the layers around it, before ranks talk to each other."""
 
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from ..kernels.choose import check_backend
-from ..pattern import is_finite_number, why_no_pattern
+from ..pattern import is_finite_number, is_integer, why_no_pattern
 from ..plan.job import held_heads
 from ..ranks.call import Call, validate_cu_seqlens
 from ..ranks.context import ContextParallel
@@ -37,7 +38,11 @@ def refuse_others(call: str, others: Mapping[str, object]) -> None:
 
 def on_host(cu_seqlens: Any) -> Any:
     """The borders on the host, copied once. They are read several times, and each time would wait for a GPU."""
-    is_readable = isinstance(cu_seqlens, Tensor) and not cu_seqlens.is_meta and not torch.compiler.is_compiling()
+    is_readable = (
+        isinstance(cu_seqlens, Tensor)
+        and not cu_seqlens.is_meta
+        and not torch.compiler.is_compiling()
+    )
     return cu_seqlens.cpu() if is_readable else cu_seqlens
 
 
@@ -45,7 +50,9 @@ def autocast(x: Any) -> Any:
     """As torch's own attention under autocast: floating types other than float64 become the autocast type."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
-    device = x.device.type  # is_autocast_available rules out "meta" too, but torch 2.11 cannot compile that function
+    device = (
+        x.device.type
+    )  # is_autocast_available rules out "meta" too, but torch 2.11 cannot compile that function
     if not x.is_meta and torch.is_autocast_enabled(device):
         return x.to(torch.get_autocast_dtype(device))
     return x
@@ -110,7 +117,9 @@ def why_no_rows(name: str, x: Any) -> str | None:
     """Why x is no tensor of four dimensions, as a sentence, or None if it is one."""
     layout = "(batch, seq, heads, head_dim)"
     if not isinstance(x, Tensor):
-        return f"{name} must be a tensor {layout}, got {type(x).__name__}: torch.as_tensor makes one"
+        return (
+            f"{name} must be a tensor {layout}, got {type(x).__name__}: torch.as_tensor makes one"
+        )
     if x.dim() == 4:
         return None
     remedy = "unsqueeze(0) adds a batch, and unflatten(-1, (heads, head_dim)) makes heads"
@@ -123,12 +132,16 @@ def _check_tensors(tensors: Mapping[str, Any]) -> None:
         if failure := why_no_rows(name, x):
             raise ValueError(f"{failure}.")
         if x.layout != torch.strided:
-            raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}. Convert it with .to_dense().")
+            raise ValueError(
+                f"{name} must be a dense tensor, got layout {x.layout}. Convert it with .to_dense()."
+            )
     for name in ("dtype", "device"):
         values = {n: getattr(x, name) for n, x in tensors.items()}
         if len(set(values.values())) > 1:
             listed = ", ".join(f"{n} has {v}" for n, v in values.items())
-            raise ValueError(f"query, key and value must share one {name}: {listed}. Convert them with .to().")
+            raise ValueError(
+                f"query, key and value must share one {name}: {listed}. Convert them with .to()."
+            )
     query, key, value = (tuple(x.shape) for x in tensors.values())
     if key != value:
         raise ValueError(f"key {key} and value {value} must have the same shape.")
@@ -159,7 +172,9 @@ def check_cache(
     """Raise ValueError unless the call can use this cache, which may be None."""
     if cache is None:
         if lengths is not None:
-            raise ValueError("lengths say how many rows go into a cache, and there is none: pass cache, or cu_seqlens.")
+            raise ValueError(
+                "lengths say how many rows go into a cache, and there is none: pass cache, or cu_seqlens."
+            )
         return
     if not isinstance(cache, DilatedCache):
         raise ValueError(f"cache must be a DilatedCache or None, got {cache!r}.")
@@ -170,11 +185,16 @@ def check_cache(
                 f"out {name}, or fill the cache from ranks with DilatedCache.gather."
             )
     if call.pattern != cache.pattern:
-        raise ValueError(f"the cache is of {cache.pattern}, the call of {call.pattern}. Make a cache for each pattern.")
+        raise ValueError(
+            f"the cache is of {cache.pattern}, the call of {call.pattern}. Make a cache for each pattern."
+        )
     pairs: dict[str, tuple[object, object]] = {
         "batch": (cache.batch, query.shape[0]),
         "heads": (cache.plan.num_heads, call.num_heads),
-        "first head held": (cache.plan.heads.start, call.heads.start),  # torch.compile cannot compare ranges
+        "first head held": (
+            cache.plan.heads.start,
+            call.heads.start,
+        ),  # torch.compile cannot compare ranges
         "last head held": (cache.plan.heads.stop - 1, call.heads.stop - 1),
         "key/value heads": (cache.plan.num_kv_held, key.shape[2]),
         "head dim": (cache.head_dim, query.shape[3]),
@@ -188,8 +208,74 @@ def check_cache(
                 "convert them."
             )
     if call.needs_grad:
-        raise ValueError("a call with a cache has no gradient: call it under torch.no_grad(), or detach the inputs.")
+        raise ValueError(
+            "a call with a cache has no gradient: call it under torch.no_grad(), or detach the inputs."
+        )
     is_tensor = isinstance(lengths, Tensor)
-    if lengths is not None and not (is_tensor and lengths.shape == query.shape[:1] and lengths.dtype in INTEGERS):
+    if lengths is not None and not (
+        is_tensor and lengths.shape == query.shape[:1] and lengths.dtype in INTEGERS
+    ):
         got = f"{lengths.dtype} {tuple(lengths.shape)}" if is_tensor else repr(lengths)
-        raise ValueError(f"lengths must be an integer tensor ({cache.batch},), one for each batch entry, got {got}.")
+        raise ValueError(
+            f"lengths must be an integer tensor ({cache.batch},), one for each batch entry, got {got}."
+        )
+
+
+# Of the layers around the call.
+
+
+def is_integral(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
+def check_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+
+
+def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:
+    for name, number in (
+        ("embed_dim", embed_dim),
+        ("num_heads", num_heads),
+        ("num_kv_heads", num_kv_heads),
+    ):
+        if not is_integer(number):
+            raise ValueError(f"{name} must be an integer, got {number!r}")
+    if num_heads < 1 or embed_dim < 1:
+        raise ValueError(f"embed_dim={embed_dim} and num_heads={num_heads} must be at least 1")
+    if embed_dim % num_heads:
+        raise ValueError(
+            f"embed_dim={embed_dim} is not a multiple of num_heads={num_heads} (remainder {embed_dim % num_heads}): "
+            "choose a number of heads that divides it"
+        )
+
+
+def valid_lengths(mask_BN: Tensor, batch: int, num_positions: int) -> Tensor:
+    """(B, N), True at padding -> (B,) numbers of valid positions, which must precede the padding in each row."""
+    if mask_BN.shape != (batch, num_positions):
+        shape = tuple(mask_BN.shape)
+        raise ValueError(
+            f"key_padding_mask has shape {shape}, the inputs need ({batch}, {num_positions})"
+        )
+    if mask_BN.is_floating_point():
+        # nn.TransformerEncoderLayer turns its bool mask into 0 and -inf before it calls the attention.
+        if not ((mask_BN == 0) | (mask_BN == -math.inf)).all():
+            raise ValueError(
+                "key_padding_mask is a float mask with values other than 0 and -inf: pass a bool mask"
+            )
+        mask_BN = mask_BN != 0
+    if mask_BN.dtype != torch.bool:
+        raise ValueError(
+            f"key_padding_mask has dtype {mask_BN.dtype}: pass a bool mask, True at padding"
+        )
+    lengths_B = (~mask_BN).sum(1)
+    expected_BN = torch.arange(num_positions, device=mask_BN.device) >= lengths_B[:, None]
+    wrong = (mask_BN != expected_BN).nonzero()
+    if len(wrong):
+        row, first = wrong[0].tolist()
+        raise ValueError(
+            f"key_padding_mask row {row} has padding at position {first} and valid positions after it "
+            f"({int(lengths_B[row])} valid in all): padding must be on the right; move it there, or pack the documents "
+            "into one row and pass cu_seqlens"
+        )
+    return lengths_B

@@ -18,7 +18,9 @@ DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 UNITS = {name.lower(): size for name, size in (DECIMAL | BINARY).items()}
 # Commas only group thousands. "2048,65536" is refused: a space must separate two numbers.
-NUMBER = re.compile(r"([+-]?(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)")
+NUMBER = re.compile(
+    r"([+-]?(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)"
+)
 RULE = (
     "K, M, G, T are powers of 1,000, Ki, Mi, Gi, Ti of 1,024: write 1M, 64Ki, 1e6 or 131,072; set several numbers "
     "apart by spaces"
@@ -31,7 +33,9 @@ def count(text: str) -> int:
     """The whole number of an option: 131072, 131,072, 64Ki, 1M, 1e6. Raises ArgumentTypeError for other texts."""
     number = _parse(text)
     if number != number.to_integral_value():
-        raise argparse.ArgumentTypeError(f"{text!r} is {float(number):g}, not a whole number ({RULE})")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is {float(number):g}, not a whole number ({RULE})"
+        )
     return int(number)
 
 
@@ -53,7 +57,9 @@ def _parse(text: str) -> Decimal:
     except ArithmeticError:  # an exponent beyond Decimal's
         digits = number = Decimal("inf")
     if digits and not sys.float_info.min <= abs(number) <= sys.float_info.max:
-        raise argparse.ArgumentTypeError(f"{in_short(text.strip())} is beyond {sys.float_info.max:.1e}, or too small")
+        raise argparse.ArgumentTypeError(
+            f"{in_short(text.strip())} is beyond {sys.float_info.max:.1e}, or too small"
+        )
     return number
 
 
@@ -75,7 +81,9 @@ def check_at_least(option: str, value: int | None, least: int = 1, most: int = L
 
 def check_seconds(option: str, seconds: float, most: int) -> None:
     if not 0 < seconds <= most:
-        raise ValueError(f"{option} must be a positive number of seconds, at most {most:,}, got {seconds:g}")
+        raise ValueError(
+            f"{option} must be a positive number of seconds, at most {most:,}, got {seconds:g}"
+        )
 
 
 def check_ranks_fit(num_ranks: int, seq_len: int, what: str = "--seq-len") -> None:
@@ -98,7 +106,9 @@ def check_installed(packages: Iterable[str], extra: str, who: str = "") -> None:
     """Raise ValueError with the packages that are missing. who: the option that needs them; else it is the command."""
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        raise ValueError(f"{who}needs {', '.join(missing)}: pip install 'ring-dilated-attention[{extra}]'")
+        raise ValueError(
+            f"{who}needs {', '.join(missing)}: pip install 'ring-dilated-attention[{extra}]'"
+        )
 
 
 def check_writable(option: str, folder: Path, file: str | None = None) -> None:
@@ -106,11 +116,19 @@ def check_writable(option: str, folder: Path, file: str | None = None) -> None:
     not made. Commands call this before their work, so that no work is lost."""
     path = folder if file is None else folder / file
     try:
-        there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+        there = next(
+            parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists()
+        )
         with tempfile.TemporaryFile(dir=there):
             pass
         if file is not None and path.exists():
             os.close(os.open(path, os.O_WRONLY))
     except OSError as error:
-        why = "a file is in the way" if isinstance(error, (NotADirectoryError, FileExistsError)) else error.strerror
-        raise ValueError(f"{option} {path} cannot be written: {why}. Choose another place.") from error
+        why = (
+            "a file is in the way"
+            if isinstance(error, (NotADirectoryError, FileExistsError))
+            else error.strerror
+        )
+        raise ValueError(
+            f"{option} {path} cannot be written: {why}. Choose another place."
+        ) from error

@@ -26,10 +26,36 @@ SECONDS_PER_LAUNCH, MOST_SECONDS = 60, 86_400
 
 CASES = (
     Case("causal, n prime", DilatedPattern((16, 101), (1, 4), is_causal=True), 101, 2, 6, 6, 24),
-    Case("dense causal, zigzag", DilatedPattern((96,), (1,), is_causal=True), 96, 1, 4, 2, 32, sharding="zigzag"),
-    Case("blocked, grouped queries", DilatedPattern((20, 64), (2, 4), phase="blocked"), 96, 2, 6, 2, 16),
+    Case(
+        "dense causal, zigzag",
+        DilatedPattern((96,), (1,), is_causal=True),
+        96,
+        1,
+        4,
+        2,
+        32,
+        sharding="zigzag",
+    ),
+    Case(
+        "blocked, grouped queries",
+        DilatedPattern((20, 64), (2, 4), phase="blocked"),
+        96,
+        2,
+        6,
+        2,
+        16,
+    ),
     Case("heads split", DilatedPattern((11, 90), (3, 5), heads="split"), 90, 2, 5, 5, 16),
-    Case("packed documents", DilatedPattern((16, 64), (1, 2), is_causal=True), 97, 1, 4, 2, 24, (0, 1, 40, 97)),
+    Case(
+        "packed documents",
+        DilatedPattern((16, 64), (1, 2), is_causal=True),
+        97,
+        1,
+        4,
+        2,
+        24,
+        (0, 1, 40, 97),
+    ),
     Case("queries without keys", DilatedPattern((8, 97), (3, 8)), 97, 1, 3, 3, 16),
 )
 
@@ -69,7 +95,10 @@ class Trial(NamedTuple):
     def cases(self) -> list[Case]:
         """The cases that can run. A cache needs a causal pattern and one document; all_to_all needs heads to divide."""
         if self.exchange == CACHE:
-            return [x._replace(documents=None, pattern=replace(x.pattern, is_causal=True)) for x in CASES]
+            return [
+                x._replace(documents=None, pattern=replace(x.pattern, is_causal=True))
+                for x in CASES
+            ]
         deals = self.exchange == "all_to_all"
         return [case for case in CASES if not deals or case.num_kv_heads % self.num_ranks == 0]
 
@@ -97,7 +126,11 @@ def _why_not(trial: Trial) -> str | None:
     if not trial.cases:
         return f"no case has key/value heads that divide among {trial.num_ranks} ranks"
     reason = reasons(torch.empty(1, 1, 1, 8, dtype=trial.dtype, device=trial.device))[trial.backend]
-    if reason is None and trial.device == "cuda" and torch.cuda.device_count() < trial.num_processes:
+    if (
+        reason is None
+        and trial.device == "cuda"
+        and torch.cuda.device_count() < trial.num_processes
+    ):
         return f"needs a GPU for each of {trial.num_processes} processes, there are {torch.cuda.device_count()}"
     return reason
 
@@ -107,7 +140,9 @@ def run_trials(trials: Sequence[Trial], on_step: Callable[[], object], seconds: 
     has_gpus = any(trial.device == "cuda" for trial in trials)
     launch = Launch(trials[0].num_processes, has_gpus=has_gpus, seconds=seconds)
     try:
-        ranks = run_ranks(launch, _measure_all, trials, seconds, on_report=lambda rank, message: on_step())
+        ranks = run_ranks(
+            launch, _measure_all, trials, seconds, on_report=lambda rank, message: on_step()
+        )
     except RankFailedError as error:
         print(error, file=sys.stderr)
         reason = str(error).strip().splitlines()[-1]
@@ -124,11 +159,19 @@ def _measure_all(worker: Worker, trials: Sequence[Trial], seconds: float) -> lis
     contexts = _contexts(trials, seconds)
     results: list[list[Squares]] = []
     for trial in trials:
-        how = (trial.dtype, trial.backend, f"cuda:{worker.rank}" if trial.device == "cuda" else "cpu")
+        how = (
+            trial.dtype,
+            trial.backend,
+            f"cuda:{worker.rank}" if trial.device == "cuda" else "cpu",
+        )
         results.append([])
         for case in trial.cases:
             is_cached = trial.exchange == CACHE
-            found = measure_cached(case, *how) if is_cached else measure(case, *how, contexts.get(case.sharding))
+            found = (
+                measure_cached(case, *how)
+                if is_cached
+                else measure(case, *how, contexts.get(case.sharding))
+            )
             results[-1].append(found)
             if worker.rank == 0:
                 worker.report(case.name)
@@ -138,7 +181,9 @@ def _measure_all(worker: Worker, trials: Sequence[Trial], seconds: float) -> lis
 def _contexts(trials: Sequence[Trial], seconds: float) -> dict[str, ContextParallel]:
     """By sharding, the contexts that the cases need. One rank needs none."""
     exchange, num_ranks = trials[0].exchange, trials[0].num_ranks
-    shardings = dict.fromkeys(case.sharding for trial in trials for case in trial.cases if num_ranks > 1)
+    shardings = dict.fromkeys(
+        case.sharding for trial in trials for case in trial.cases if num_ranks > 1
+    )
     if exchange == SIMULATED:
         return {sharding: all_ranks(num_ranks, sharding=sharding) for sharding in shardings}
     timeout = timedelta(seconds=seconds)
@@ -160,7 +205,14 @@ Exit codes: 0 all rows passed or cannot run here, 1 a row failed, 2 refused.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--ranks", type=count, nargs="+", default=[1, 2, 3], metavar="P", help="numbers of ranks (default 1 2 3)")
+    add(
+        "--ranks",
+        type=count,
+        nargs="+",
+        default=[1, 2, 3],
+        metavar="P",
+        help="numbers of ranks (default 1 2 3)",
+    )
     seconds = f"for one backend, exchange and number of ranks (default {SECONDS_PER_LAUNCH} s)"
     add("--timeout", type=float, default=SECONDS_PER_LAUNCH, metavar="S", help=seconds)
     add("--json", action="store_true", help="print the rows as JSON")
@@ -172,8 +224,15 @@ def run(arguments: argparse.Namespace) -> int:
     check_seconds("--timeout", arguments.timeout, MOST_SECONDS)
     rows = check(arguments.ranks, arguments.timeout)
     if arguments.json:
-        known = ({name: x for name, x in row._asdict().items() if x not in (None, "")} for row in rows)
-        print(json.dumps([{name: "inf" if x == math.inf else x for name, x in row.items()} for row in known], indent=1))
+        known = (
+            {name: x for name, x in row._asdict().items() if x not in (None, "")} for row in rows
+        )
+        print(
+            json.dumps(
+                [{name: "inf" if x == math.inf else x for name, x in row.items()} for row in known],
+                indent=1,
+            )
+        )
     else:
         print(table(rows))
     return 1 if any(row.verdict == "failed" for row in rows) else 0
@@ -184,7 +243,9 @@ def check(ranks: Iterable[int], seconds: float = SECONDS_PER_LAUNCH) -> list[Row
     possible = [trial for trials, _ in planned for trial in trials]
     results: list[Row] = []
     with console.progress(sum(len(trial.cases) for trial in possible), "case") as bar:
-        for (backend, exchange, num_ranks), trials in groupby(possible, lambda x: (x.backend, x.exchange, x.num_ranks)):
+        for (backend, exchange, num_ranks), trials in groupby(
+            possible, lambda x: (x.backend, x.exchange, x.num_ranks)
+        ):
             bar.note(f"{backend}, {exchange}, {console.counted(num_ranks, 'rank')}")
             results += run_trials(list(trials), bar.update, seconds)
     return results + [row for _, rows in planned for row in rows]
@@ -192,14 +253,32 @@ def check(ranks: Iterable[int], seconds: float = SECONDS_PER_LAUNCH) -> list[Row
 
 def table(rows: Sequence[Row]) -> str:
     """The rows, aligned. What cannot run has one row for each backend and reason."""
-    headers = ("backend", "exchange", "ranks", "dtype", "cases", "worst error", "tolerance", "verdict", "where")
+    headers = (
+        "backend",
+        "exchange",
+        "ranks",
+        "dtype",
+        "cases",
+        "worst error",
+        "tolerance",
+        "verdict",
+        "where",
+    )
     lines: list[tuple[str, ...]] = []
     for row in rows:
         if row.verdict != "cannot run":
             numbers = ("" if x is None else f"{x:.1e}" for x in (row.error, row.tolerance))
-            names = (row.backend, row.exchange, str(row.num_ranks), row.dtype, f"{row.num_cases} of {len(CASES)}")
+            names = (
+                row.backend,
+                row.exchange,
+                str(row.num_ranks),
+                row.dtype,
+                f"{row.num_cases} of {len(CASES)}",
+            )
             lines.append((*names, *numbers, row.verdict, row.where or row.reason))
-    for backend, reason in dict.fromkeys((row.backend, row.reason) for row in rows if row.verdict == "cannot run"):
+    for backend, reason in dict.fromkeys(
+        (row.backend, row.reason) for row in rows if row.verdict == "cannot run"
+    ):
         columns, alike = [], [row for row in rows if (row.backend, row.reason) == (backend, reason)]
         for name in ("exchange", "num_ranks", "dtype"):
             values = dict.fromkeys(getattr(row, name) for row in alike)

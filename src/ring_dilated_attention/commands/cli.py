@@ -27,21 +27,37 @@ class Subcommand(NamedTuple):
 
 
 SUBCOMMANDS = {
-    "train": Subcommand(".train", "train a byte-level LongNet on one long document", "train", joins=True),
+    "train": Subcommand(
+        ".train", "train a byte-level LongNet on one long document", "train", joins=True
+    ),
     "embed": Subcommand(
-        ".embed.embed", "embed slides by GigaPath's published weights, from files of tile features", "slides"
+        ".embed.embed",
+        "embed slides by GigaPath's published weights, from files of tile features",
+        "slides",
     ),
     "generate": Subcommand(".generate", "write on from a prompt with the model of a run", "train"),
     "evaluate": Subcommand(
-        ".evaluate", "measure bits per byte of any text, by how many bytes stand before each", "train"
+        ".evaluate",
+        "measure bits per byte of any text, by how many bytes stand before each",
+        "train",
     ),
-    "check": Subcommand(".check", "compare every backend and exchange on this machine with the definition"),
-    "plan": Subcommand(".plan.one_call", "show what each rank would compute, send and hold in one attention call"),
-    "plan model": Subcommand(".plan.model", "rank all meshes of some GPUs for the training of a model"),
+    "check": Subcommand(
+        ".check", "compare every backend and exchange on this machine with the definition"
+    ),
+    "plan": Subcommand(
+        ".plan.one_call", "show what each rank would compute, send and hold in one attention call"
+    ),
+    "plan model": Subcommand(
+        ".plan.model", "rank all meshes of some GPUs for the training of a model"
+    ),
     "doctor": Subcommand(
-        ".doctor.doctor", "show the versions, interfaces and rates of this machine or cluster", joins=True
+        ".doctor.doctor",
+        "show the versions, interfaces and rates of this machine or cluster",
+        joins=True,
     ),
-    "suggest": Subcommand(".suggest", "suggest patterns for a length and a budget, and explain them"),
+    "suggest": Subcommand(
+        ".suggest", "suggest patterns for a length and a budget, and explain them"
+    ),
 }
 
 
@@ -54,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def split_off(arguments: list[str]) -> tuple[list[str], str]:
     """The arguments and their subcommand. argparse needs a subcommand of two words to be one argument."""
     # The subcommand is the first word that is no option: no option of `rda` itself takes a value.
-    first = next((i for i, word in enumerate(arguments) if not word.startswith("-")), len(arguments))
+    first = next(
+        (i for i, word in enumerate(arguments) if not word.startswith("-")), len(arguments)
+    )
     both = " ".join(arguments[first : first + 2])
     if both in SUBCOMMANDS:
         return [*arguments[:first], both, *arguments[first + 2 :]], both
@@ -86,10 +104,14 @@ def run(arguments: list[str], asked: str, command: str) -> int:
             chosen_parser = subparser
     for word in arguments:
         if word.startswith("--") and word.endswith("=--"):
-            chosen_parser.error(f"{word}: -- is no value")  # argparse would make an empty list of it
+            chosen_parser.error(
+                f"{word}: -- is no value"
+            )  # argparse would make an empty list of it
     parsed = parser.parse_args(arguments)
     parsed.argv = arguments[1:]
-    with suppress(ValueError):  # a launcher's variable is no number: commands that join refuse it later
+    with suppress(
+        ValueError
+    ):  # a launcher's variable is no number: commands that join refuse it later
         warning = unjoined(joins=SUBCOMMANDS[parsed.command].joins)
         if warning:
             say(f"{command}: {warning}")

@@ -34,19 +34,28 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], num_left: int =
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
     for i, header in enumerate(headers):
         is_folded = i == num_left - 1
-        made.add_column(header, justify="left" if i < num_left else "right", no_wrap=not is_folded, overflow="fold")
+        made.add_column(
+            header,
+            justify="left" if i < num_left else "right",
+            no_wrap=not is_folded,
+            overflow="fold",
+        )
     for row in rows:
         made.add_row(*row)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else UNLIMITED
     file = StringIO()
-    console = Console(file=file, width=width, color_system=None, markup=False, highlight=False, emoji=False)
+    console = Console(
+        file=file, width=width, color_system=None, markup=False, highlight=False, emoji=False
+    )
     console.print(made, crop=False)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 def wrapped(text: str) -> str:
     """The text in lines of at most 80 characters, or longer ones where a word is longer: rich would cut a path."""
-    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    wrapper = textwrap.TextWrapper(
+        WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
     return "\n".join(wrapper.fill(line) for line in text.splitlines())
 
 
@@ -59,15 +68,32 @@ def progress(total: int | None, unit: str) -> "Iterator[BarOfRich | LinesOfProgr
         yield LinesOfProgress(total, unit)
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     amount = DownloadColumn() if unit == "B" else MofNCompleteColumn()
-    columns = (BarColumn(), amount, TextColumn("" if unit == "B" else f"{unit}s"), TimeRemainingColumn())
+    columns = (
+        BarColumn(),
+        amount,
+        TextColumn("" if unit == "B" else f"{unit}s"),
+        TimeRemainingColumn(),
+    )
     text = TextColumn("{task.description}", markup=False)
     # Not sys.stdout and sys.stderr through the bar: what a command prints for a pipe must stay on stdout.
     console = Console(file=LossyStderr())  # type: ignore[arg-type]
     with Progress(
-        *columns, text, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
+        *columns,
+        text,
+        console=console,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
     ) as bars:
         yield BarOfRich(bars, total)
 

@@ -21,7 +21,9 @@ from ..run.dilated_cache import DTYPES, DilatedCache
 QUANTITIES = ("out", "lse", "dq", "dk", "dv")
 # Added to every tolerance: rounding a result once costs about eps / 4 in relative L2. In float64 the floor is larger,
 # because the rounding of the definition itself is of that size.
-FLOOR = {dtype: torch.finfo(dtype).eps * (8 if dtype == torch.float64 else 0.25) for dtype in DTYPES}
+FLOOR = {
+    dtype: torch.finfo(dtype).eps * (8 if dtype == torch.float64 else 0.25) for dtype in DTYPES
+}
 # On a GPU exp2 and log2 of float32 are approximate (2 ulp each, PTX ISA), and torch's memory-efficient op computes one
 # float32 product from three tf32 products. A single tf32 product would be off by 1e-4 and more.
 FLOOR_ON_GPU = FLOOR | {torch.float32: 4 * torch.finfo(torch.float32).eps}
@@ -58,10 +60,14 @@ def make_inputs(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, T
     return inputs, dout, draw(case.batch, case.seq_len, case.num_heads)
 
 
-def defined(case: Case, inputs: Sequence[Tensor], dout: Tensor, dlse: Tensor | None) -> dict[str, Tensor]:
+def defined(
+    case: Case, inputs: Sequence[Tensor], dout: Tensor, dlse: Tensor | None
+) -> dict[str, Tensor]:
     """out, lse and gradients by the definition."""
     query, key, value = leaves = [x.clone().requires_grad_() for x in inputs]
-    out, lse = dilated_attention_reference(query, key, value, case.pattern, cu_seqlens=case.documents)
+    out, lse = dilated_attention_reference(
+        query, key, value, case.pattern, cu_seqlens=case.documents
+    )
     grads = torch.autograd.grad(_loss(out, lse, dout, dlse), leaves)
     return dict(zip(QUANTITIES, (out.detach(), lse.detach(), *grads), strict=True))
 
@@ -76,7 +82,9 @@ def tolerances(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str,
     # The mask is a bias: log M, if a query sees a key M times. It is float32 at least: log 2 is not exact in bfloat16.
     bias = count.to(torch.promote_types(dtype, torch.float32)).log().unsqueeze(0)
     query, key, value = (x.transpose(1, 2) for x in leaves)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=bias)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, attn_mask=bias
+    )
     out, lse = out.transpose(1, 2), lse.transpose(1, 2)
     covered = torch.isfinite(expected["lse"])
     grads = torch.autograd.grad(out, leaves, (dout * covered.unsqueeze(-1)).to(dtype))
@@ -103,11 +111,20 @@ def measure(
     query, key, value = leaves = [take(x).to(device, dtype).requires_grad_() for x in inputs]
     cu_seqlens = None if case.documents is None else torch.tensor(case.documents, dtype=torch.int32)
     out, lse = dilated_attention(
-        query, key, value, case.pattern, parallel=parallel, cu_seqlens=cu_seqlens, backend=backend, return_lse=True
+        query,
+        key,
+        value,
+        case.pattern,
+        parallel=parallel,
+        cu_seqlens=cu_seqlens,
+        backend=backend,
+        return_lse=True,
     )
     loss = _loss(out, lse, take(dout).to(out), take(dlse).to(lse) if through_lse else None)
     found = (out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves))
-    return {name: squares(x, take(expected[name])) for name, x in zip(QUANTITIES, found, strict=True)}
+    return {
+        name: squares(x, take(expected[name])) for name, x in zip(QUANTITIES, found, strict=True)
+    }
 
 
 def measure_cached(case: Case, dtype: torch.dtype, backend: str, device: str) -> Squares:
@@ -117,9 +134,15 @@ def measure_cached(case: Case, dtype: torch.dtype, backend: str, device: str) ->
     sizes = (case.batch, case.num_heads, case.num_kv_heads, case.head_dim)
     cache = DilatedCache(case.pattern, *sizes, dtype=dtype, device=device)
     outs = []
-    for start, stop in pairwise([*range(0, case.seq_len // 2, 20), *range(case.seq_len // 2, case.seq_len + 1)]):
+    for start, stop in pairwise(
+        [*range(0, case.seq_len // 2, 20), *range(case.seq_len // 2, case.seq_len + 1)]
+    ):
         query, key, value = (x[:, start:stop].to(device, dtype) for x in inputs)
-        outs.append(dilated_attention(query, key, value, case.pattern, cache=cache, backend=backend, return_lse=True))
+        outs.append(
+            dilated_attention(
+                query, key, value, case.pattern, cache=cache, backend=backend, return_lse=True
+            )
+        )
     found = (torch.cat(x, dim=1) for x in zip(*outs, strict=True))
     return {name: squares(x, expected[name]) for name, x in zip(("out", "lse"), found, strict=True)}
 
@@ -158,12 +181,19 @@ class Worst(NamedTuple):
         return self.error <= self.tolerance
 
 
-def worst(cases: Sequence[Case], dtype: torch.dtype, ranks: Sequence[Sequence[Squares]], device: str = "cpu") -> Worst:
+def worst(
+    cases: Sequence[Case],
+    dtype: torch.dtype,
+    ranks: Sequence[Sequence[Squares]],
+    device: str = "cpu",
+) -> Worst:
     """The worst result of all cases and measured quantities. `ranks` holds each rank's squares, a dict per case."""
     found = []
     for i, case in enumerate(cases):
         allowed = tolerances(case, dtype, device)
         for name in ranks[0][i]:
-            error = relative((sum(rank[i][name][0] for rank in ranks), sum(rank[i][name][1] for rank in ranks)))
+            error = relative(
+                (sum(rank[i][name][0] for rank in ranks), sum(rank[i][name][1] for rank in ranks))
+            )
             found.append(Worst(error, allowed[name], f"{name} of {case.name!r}"))
     return max(found, key=lambda result: result.error / result.tolerance)

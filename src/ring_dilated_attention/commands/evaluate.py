@@ -30,7 +30,9 @@ caches: their memory grows neither with the text nor with the context. After Ctr
 measured, and the exit code is 130.
 """
 DEFAULT_CHUNK = 4096
-BYTES_PER_NUMBER = 64  # of memory in a forward, for each position and entry of --embed-dim: 16 float32 numbers
+BYTES_PER_NUMBER = (
+    64  # of memory in a forward, for each position and entry of --embed-dim: 16 float32 numbers
+)
 LONGEST_BAR = 30
 
 
@@ -38,9 +40,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run_folder", type=Path, metavar="RUN", help="the folder of a run of rda train")
     add("file", metavar="FILE", help="of any size, also packed by gzip, bzip2 or xz; - is stdin")
-    add("--context", type=count, metavar="N", help="bytes of a context, 0: without end (default: as in training)")
-    add("--max-bytes", type=count, default=LARGEST, metavar="N", help="stop after so many bytes (default: at the end)")
-    add("--chunk", type=count, metavar="N", help="read N bytes at a time through caches (default: 4096 if needed)")
+    add(
+        "--context",
+        type=count,
+        metavar="N",
+        help="bytes of a context, 0: without end (default: as in training)",
+    )
+    add(
+        "--max-bytes",
+        type=count,
+        default=LARGEST,
+        metavar="N",
+        help="stop after so many bytes (default: at the end)",
+    )
+    add(
+        "--chunk",
+        type=count,
+        metavar="N",
+        help="read N bytes at a time through caches (default: 4096 if needed)",
+    )
     add("--json", action="store_true", help="print the figures as JSON")
 
 
@@ -52,7 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not buckets and not is_whole:
         raise KeyboardInterrupt
     if not buckets:
-        raise ValueError(f"{arguments.file} has fewer than 2 bytes: each is predicted from those before it")
+        raise ValueError(
+            f"{arguments.file} has fewer than 2 bytes: each is predicted from those before it"
+        )
     record = {
         "file": arguments.file,
         "read": str(text),
@@ -69,21 +89,31 @@ def run(arguments: argparse.Namespace) -> int:
 
 def resolved(arguments: argparse.Namespace) -> tuple[int | None, int | None, dict]:
     """The context, the chunk if caches are needed, and the run's hyperparameters. A ValueError refuses bad options."""
-    saved, context, chunk = hyperparameters_of(arguments.run_folder), arguments.context, arguments.chunk
+    saved, context, chunk = (
+        hyperparameters_of(arguments.run_folder),
+        arguments.context,
+        arguments.chunk,
+    )
     check_at_least("--chunk", chunk)
     check_at_least("--max-bytes", arguments.max_bytes, least=2)
     if context is not None and context != 0 and context < 2:
-        rule = "2 or more, or 0 for one that never ends: the first byte of a context is not predicted"
+        rule = (
+            "2 or more, or 0 for one that never ends: the first byte of a context is not predicted"
+        )
         raise ValueError(f"--context {context} must be {rule}")
     if context is None:
         context = saved["seq_len"]
     context = context or None
-    if chunk is None and (context is None or BYTES_PER_NUMBER * context * saved["embed_dim"] > physical_bytes() / 4):
+    if chunk is None and (
+        context is None or BYTES_PER_NUMBER * context * saved["embed_dim"] > physical_bytes() / 4
+    ):
         chunk = DEFAULT_CHUNK
     return context, chunk, saved
 
 
-def measure(run_folder: Path, text: Text, context: int | None, chunk: int | None) -> "tuple[Score, bool]":
+def measure(
+    run_folder: Path, text: Text, context: int | None, chunk: int | None
+) -> "tuple[Score, bool]":
     """The score of what was read, and whether that is all: Ctrl-C may have ended it."""
     with leaving_at_once("rda evaluate"):
         from ..models.longnet import LongNetLM
@@ -117,7 +147,14 @@ def report(record: dict) -> str:
         first, last = bucket["first"], bucket["last"]
         before = f"{first:,}" if first == last else f"{first:,} to {last:,}"
         bar = "#" * round(LONGEST_BAR * (bucket["bits_per_byte"] - least) / height)
-        rows.append((before, f"{bucket['num_bytes']:,}", f"{bucket['bits_per_byte']:.3f}", bar.ljust(LONGEST_BAR, ".")))
+        rows.append(
+            (
+                before,
+                f"{bucket['num_bytes']:,}",
+                f"{bucket['bits_per_byte']:.3f}",
+                bar.ljust(LONGEST_BAR, "."),
+            )
+        )
     headers = ("bytes before", "bytes", "bits per byte", f"above {least:.3f}")
     result = (
         f"{record['bits_per_byte']:.3f} bits per byte over {record['num_bytes']:,} bytes, in contexts of "

@@ -39,13 +39,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("run_folder", type=Path, metavar="RUN", help="the folder of a run of rda train")
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="what comes before")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="the same, from a file of any length; - is stdin")
+    prompt.add_argument(
+        "--prompt-file", metavar="FILE", help="the same, from a file of any length; - is stdin"
+    )
     add("--tokens", type=count, default=400, metavar="N", help="bytes to write (default 400)")
-    add("--temperature", type=float, default=1.0, metavar="X", help="0: the likeliest byte (default 1)")
+    add(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="0: the likeliest byte (default 1)",
+    )
     add("--top-k", type=count, metavar="K", help="draw from the K likeliest bytes alone")
     add("--top-p", type=float, metavar="P", help="draw from the likeliest bytes that add up to P")
     add("--seed", type=int, metavar="N", help="to write the same again (default: anew each time)")
-    add("--json", action="store_true", help="print a record when all is written, and nothing before")
+    add(
+        "--json", action="store_true", help="print a record when all is written, and nothing before"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,12 +66,16 @@ def run(arguments: argparse.Namespace) -> int:
     if (file := arguments.prompt_file) is not None:  # FASTA without its headers, as the run read it
         option, prompt = f"--prompt-file {file}", read_files([Path(file)], hyperparameters)[0]
     if not prompt:
-        raise ValueError(f"{option} is empty: the model goes on from one byte or more, so give it some text")
+        raise ValueError(
+            f"{option} is empty: the model goes on from one byte or more, so give it some text"
+        )
     with leaving_at_once("rda generate"):
         from ..models.longnet import LongNetLM
         from ..models.sampling import Sampling
 
-    Sampling(arguments.temperature, arguments.top_k, arguments.top_p)  # refuses bad numbers before a model is read
+    Sampling(
+        arguments.temperature, arguments.top_k, arguments.top_p
+    )  # refuses bad numbers before a model is read
     record = write(LongNetLM.from_run(arguments.run_folder), prompt, arguments)
     if arguments.json:
         print(json.dumps(record))
@@ -151,11 +165,20 @@ def sample(folder: Path, document: Document, *, is_cut: bool) -> tuple[str, str]
 
     start = document.num_train
     prompt = opening(document.content[start : start + OPENING_BYTES])
-    more = ["--prompt", os.fsdecode(prompt), "--temperature", str(SAMPLE_TEMPERATURE), "--tokens", "1000"]
+    more = [
+        "--prompt",
+        os.fsdecode(prompt),
+        "--temperature",
+        str(SAMPLE_TEMPERATURE),
+        "--tokens",
+        "1000",
+    ]
     command = shlex.join(["rda", "generate", str(folder), *more])
     if is_cut:
         return "", command
-    steps = LongNetLM.from_run(folder).generate([list(prompt)], SAMPLE_TOKENS, temperature=SAMPLE_TEMPERATURE, seed=0)
+    steps = LongNetLM.from_run(folder).generate(
+        [list(prompt)], SAMPLE_TOKENS, temperature=SAMPLE_TEMPERATURE, seed=0
+    )
     drawn = bytes(int(tokens[0]) for tokens in steps)
     text = CONTROL.sub("\ufffd", (prompt + drawn).decode(errors="replace"))
     indented = "\n".join(f"  | {line}" for line in text.split("\n"))

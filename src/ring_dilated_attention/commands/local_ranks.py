@@ -17,7 +17,10 @@ from ..training.rank_launcher import loopback_only
 from .terminal import held_back
 
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-TRANSPORTS = {False: "gloo", True: "cpu:gloo,cuda:nccl"}  # torch.distributed's backends, by whether ranks have GPUs
+TRANSPORTS = {
+    False: "gloo",
+    True: "cpu:gloo,cuda:nccl",
+}  # torch.distributed's backends, by whether ranks have GPUs
 _PRELOADED = ["torch", "torch.distributed", "ring_dilated_attention.attention"]
 
 
@@ -38,14 +41,21 @@ class Launch(NamedTuple):
 
     world_size: int
     num_threads: int = 1  # torch's threads in each rank
-    is_pinned: bool = False  # rank k runs on the k-th core that this process may use, and nowhere else (Linux)
+    is_pinned: bool = (
+        False  # rank k runs on the k-th core that this process may use, and nowhere else (Linux)
+    )
     has_gpus: bool = False  # rank k takes the k-th GPU
-    transport: str | None = None  # of torch.distributed, with the group bound to the GPU; None: TRANSPORTS, and no bond
+    transport: str | None = (
+        None  # of torch.distributed, with the group bound to the GPU; None: TRANSPORTS, and no bond
+    )
     seconds: float = 60  # ranks are ended after this
 
 
 def run_ranks(
-    launch: Launch, function: Callable[..., Any], *args: Any, on_report: Callable[[int, Any], object] | None = None
+    launch: Launch,
+    function: Callable[..., Any],
+    *args: Any,
+    on_report: Callable[[int, Any], object] | None = None,
 ) -> list[Any]:
     """Call function(worker, *args) on every rank. Returns the results in the order of ranks.
 
@@ -75,7 +85,9 @@ def run_ranks(
                 process.join()
 
 
-def _collect(pipes: list[Connection], launch: Launch, on_report: Callable[[int, Any], object]) -> list[Any]:
+def _collect(
+    pipes: list[Connection], launch: Launch, on_report: Callable[[int, Any], object]
+) -> list[Any]:
     deadline = time.monotonic() + launch.seconds
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
@@ -102,15 +114,26 @@ def _collect(pipes: list[Connection], launch: Launch, on_report: Callable[[int, 
             else:
                 failures[rank] = value
     if failures:
-        raise RankFailedError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
+        raise RankFailedError(
+            "\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+        )
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Callable[..., Any], args: tuple) -> None:
+def _rank(
+    pipe: Connection,
+    rank: int,
+    launch: Launch,
+    folder: str,
+    function: Callable[..., Any],
+    args: tuple,
+) -> None:
     import torch
     import torch.distributed as dist
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the starting process, which ends this one
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C also reaches the starting process, which ends this one
     Thread(target=_end_with_the_starter, daemon=True).start()
     try:
         torch.set_num_threads(launch.num_threads)
@@ -126,7 +149,9 @@ def _rank(pipe: Connection, rank: int, launch: Launch, folder: str, function: Ca
         join: dict[str, Any] = {"rank": rank, "world_size": launch.world_size, "device_id": bound}
         join |= {"timeout": timedelta(seconds=launch.seconds)}
         store = dist.FileStore(f"{folder}/store", launch.world_size)
-        dist.init_process_group(launch.transport or TRANSPORTS[launch.has_gpus], store=store, **join)
+        dist.init_process_group(
+            launch.transport or TRANSPORTS[launch.has_gpus], store=store, **join
+        )
         worker = Worker(rank, launch.world_size, lambda message: pipe.send(("report", message)))
         pipe.send(("result", function(worker, *args)))
     except Exception:  # noqa: BLE001  the starting process reports any error

@@ -12,7 +12,15 @@ from ..forecast.suggestions import suggestions
 from ..pattern import WHOLE_DOCUMENT, DilatedPattern
 from ..plan.sizes import Sizes
 from ..training.options import MOST_LAYERS, flag
-from .arguments import LARGEST, MOST_HEADS, amount, check_at_least, check_given, check_ranks_fit, count
+from .arguments import (
+    LARGEST,
+    MOST_HEADS,
+    amount,
+    check_at_least,
+    check_given,
+    check_ranks_fit,
+    count,
+)
 from .console import progress, size_text, table, wrapped
 from .hardware import ITEMSIZE, check_dtype, described, machine_of
 
@@ -45,13 +53,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-heads", type=count, metavar="G", help="key/value heads (default as many)")
     add("--head-dim", type=count, default=64, metavar="D", help="default 64")
     budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--speedup", type=amount, metavar="X", help="budget: 1/X of dense attention's work")
+    budget.add_argument(
+        "--speedup", type=amount, metavar="X", help="budget: 1/X of dense attention's work"
+    )
     seconds = "budget: seconds of a rank for one layer's attention, forward and backward"
     budget.add_argument("--seconds", type=amount, metavar="S", help=seconds)
     add("--hardware", metavar="NAME", help="for --seconds: a preset or a TOML file")
-    add("--dtype", choices=ITEMSIZE, default="bfloat16", help="of keys and values (default bfloat16)")
+    add(
+        "--dtype",
+        choices=ITEMSIZE,
+        default="bfloat16",
+        help="of keys and values (default bfloat16)",
+    )
     add("--layers", type=count, default=12, metavar="L", help="layers of the model (default 12)")
-    add("--ranks", type=count, default=1, metavar="P", help="ranks that share a sequence (default 1)")
+    add(
+        "--ranks",
+        type=count,
+        default=1,
+        metavar="P",
+        help="ranks that share a sequence (default 1)",
+    )
     add("--not-causal", dest="is_causal", action="store_false", help="a query sees later keys too")
     add("--json", action="store_true", help="print the candidates as JSON, the best first")
 
@@ -62,7 +83,12 @@ def run(arguments: argparse.Namespace) -> int:
     candidates = sorted(describe(arguments, most_pairs), key=costs)
     reason = reason_of(candidates)
     if arguments.json:
-        made = {"most_pairs": most_pairs, "assumed": assumed, "why": reason, "suggestions": candidates}
+        made = {
+            "most_pairs": most_pairs,
+            "assumed": assumed,
+            "why": reason,
+            "suggestions": candidates,
+        }
         print(json.dumps(made, indent=1))
         return 0
     print(text(arguments, candidates, reason, assumed))
@@ -74,7 +100,11 @@ def check(arguments: argparse.Namespace) -> None:
     needed = ["seq_len", "heads"]
     if arguments.seconds is None:
         needed.append("speedup")
-    check_given(arguments, needed, "--speedup 50 allows 1/50 of dense attention's work; --seconds is another budget")
+    check_given(
+        arguments,
+        needed,
+        "--speedup 50 allows 1/50 of dense attention's work; --seconds is another budget",
+    )
     most = {"seq_len": LONGEST, "heads": MOST_HEADS, "layers": MOST_LAYERS, "ranks": MOST_RANKS}
     for name in ("seq_len", "heads", "head_dim", "layers", "ranks"):
         check_at_least(flag(name), getattr(arguments, name), most=most.get(name, LARGEST))
@@ -85,7 +115,9 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def dense_pairs(arguments: argparse.Namespace) -> int:
-    return pairs(DilatedPattern.dense(is_causal=arguments.is_causal), arguments.seq_len, arguments.heads)
+    return pairs(
+        DilatedPattern.dense(is_causal=arguments.is_causal), arguments.seq_len, arguments.heads
+    )
 
 
 def sizes_of(arguments: argparse.Namespace) -> Sizes:
@@ -98,15 +130,23 @@ def budget_of(arguments: argparse.Namespace) -> tuple[float, str | None]:
         if not 1 <= arguments.speedup < math.inf:
             raise ValueError(f"--speedup must be at least 1, got {arguments.speedup:g}")
         if arguments.hardware is not None:
-            raise ValueError(f"--hardware {arguments.hardware} is for --seconds, and --speedup is given: leave it out")
+            raise ValueError(
+                f"--hardware {arguments.hardware} is for --seconds, and --speedup is given: leave it out"
+            )
         return dense_pairs(arguments) / arguments.speedup, None
     if arguments.hardware is None:
-        raise ValueError("--seconds needs --hardware: a preset or a TOML file; rda doctor --save FILE.toml writes one")
+        raise ValueError(
+            "--seconds needs --hardware: a preset or a TOML file; rda doctor --save FILE.toml writes one"
+        )
     machine = machine_of(arguments.hardware)
     if not LEAST_SECONDS <= arguments.seconds <= MOST_SECONDS:
-        raise ValueError(f"--seconds must be from {LEAST_SECONDS:g} to {MOST_SECONDS:g}, got {arguments.seconds:g}")
+        raise ValueError(
+            f"--seconds must be from {LEAST_SECONDS:g} to {MOST_SECONDS:g}, got {arguments.seconds:g}"
+        )
     check_dtype(machine, arguments.hardware, arguments.dtype)
-    seconds_of_a_pair = machine.hardware._replace(call_seconds=0).work_seconds(1, sizes_of(arguments))
+    seconds_of_a_pair = machine.hardware._replace(call_seconds=0).work_seconds(
+        1, sizes_of(arguments)
+    )
     assumed = described(machine.hardware, machine.source)
     if arguments.ranks > 1:
         assumed += "\nthe seconds are those of the work: rda plan says what messages add to a step"
@@ -119,7 +159,9 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
     dense, sizes = dense_pairs(arguments), sizes_of(arguments)
     patterns = suggestions(seq_len, heads, most_pairs, is_causal=arguments.is_causal)
     if not patterns:
-        fewer = f"{dense / most_pairs:,.0f} times fewer than dense attention over {seq_len:,} positions"
+        fewer = (
+            f"{dense / most_pairs:,.0f} times fewer than dense attention over {seq_len:,} positions"
+        )
         few = f"{most_pairs:,.3g} pairs, {fewer}: allow more, or take a shorter sequence"
         raise ValueError(f"none of the patterns tried has as few as {few}")
     bytes_of_a_row = 2 * arguments.head_dim * sizes.itemsize  # a key and a value
@@ -144,7 +186,9 @@ def describe(arguments: argparse.Namespace, most_pairs: float) -> list[dict[str,
                     "layers_for_most": followed.layers_for(MOST_HEARD),
                     "worst_query": followed.worst,
                     "queries_followed": followed.num_followed,
-                    "largest_received_bytes": count_ranks(call.job(), Exchange()).most_moved(sizes)[1],
+                    "largest_received_bytes": count_ranks(call.job(), Exchange()).most_moved(sizes)[
+                        1
+                    ],
                     "cache_bytes": cache_bytes,
                 }
             )
@@ -175,12 +219,21 @@ def reason_of(candidates: list[dict[str, Any]]) -> str:
         numbers_by_reason.setdefault(reason, []).append(f"{number}")
     if not numbers_by_reason:
         return "it is the only candidate"
-    return "; ".join(f"{reason} (against {', '.join(numbers)})" for reason, numbers in numbers_by_reason.items())
+    return "; ".join(
+        f"{reason} (against {', '.join(numbers)})" for reason, numbers in numbers_by_reason.items()
+    )
 
 
-def text(arguments: argparse.Namespace, candidates: list[dict[str, Any]], reason: str, assumed: str | None) -> str:
+def text(
+    arguments: argparse.Namespace,
+    candidates: list[dict[str, Any]],
+    reason: str,
+    assumed: str | None,
+) -> str:
     best = candidates[0]
-    pattern = DilatedPattern(best["segment_lengths"], best["dilation_rates"], is_causal=arguments.is_causal)
+    pattern = DilatedPattern(
+        best["segment_lengths"], best["dilation_rates"], is_causal=arguments.is_causal
+    )
     lines = []
     if not best["all_read"]:
         rate = max(best["dilation_rates"])
@@ -194,18 +247,32 @@ def text(arguments: argparse.Namespace, candidates: list[dict[str, Any]], reason
     if best["layers_for_most"] is None:
         unheard = percent(1 - best["reach_by_layer"][-1])
         query = best["worst_query"]
-        lines.append(f"After {arguments.layers} layers query {query:,} has not heard of {unheard} of what it may.")
+        lines.append(
+            f"After {arguments.layers} layers query {query:,} has not heard of {unheard} of what it may."
+        )
     if assumed is not None:
         lines.append(assumed)
-    lines.append("What is within reach is not yet learnt: train the candidates on your data, and compare their losses.")
-    paragraphs = [*map(wrapped, lines), "", candidates_table(arguments, candidates), "", plan_command(arguments, best)]
+    lines.append(
+        "What is within reach is not yet learnt: train the candidates on your data, and compare their losses."
+    )
+    paragraphs = [
+        *map(wrapped, lines),
+        "",
+        candidates_table(arguments, candidates),
+        "",
+        plan_command(arguments, best),
+    ]
     return "\n".join(paragraphs)
 
 
 def plan_command(arguments: argparse.Namespace, best: dict[str, Any]) -> str:
     """The command that plans the pick."""
-    words = [f"rda plan --seq-len {arguments.seq_len} --ranks {arguments.ranks} {options_of(arguments, best)}"]
-    words.append(f"--heads {arguments.heads} --kv-heads {arguments.kv_heads} --head-dim {arguments.head_dim}")
+    words = [
+        f"rda plan --seq-len {arguments.seq_len} --ranks {arguments.ranks} {options_of(arguments, best)}"
+    ]
+    words.append(
+        f"--heads {arguments.heads} --kv-heads {arguments.kv_heads} --head-dim {arguments.head_dim}"
+    )
     words.append(f"--dtype {arguments.dtype}")
     if arguments.is_causal:
         words.append("--causal")
@@ -214,14 +281,22 @@ def plan_command(arguments: argparse.Namespace, best: dict[str, Any]) -> str:
 
 def options_of(arguments: argparse.Namespace, candidate: dict[str, Any]) -> str:
     # The options of other commands have no word for a whole document, so its length is shown.
-    lengths = [arguments.seq_len if w == WHOLE_DOCUMENT else w for w in candidate["segment_lengths"]]
+    lengths = [
+        arguments.seq_len if w == WHOLE_DOCUMENT else w for w in candidate["segment_lengths"]
+    ]
     rates = candidate["dilation_rates"]
     return f"--segment-lengths {' '.join(map(str, lengths))} --dilation-rates {' '.join(map(str, rates))}"
 
 
 def candidates_table(arguments: argparse.Namespace, candidates: list[dict[str, Any]]) -> str:
     """All candidates with their figures; below, the options of each."""
-    headers = ["", "of dense\npairs", "largest\nrate", "layers to\nhear 99 %", f"unheard after\n{arguments.layers}"]
+    headers = [
+        "",
+        "of dense\npairs",
+        "largest\nrate",
+        "layers to\nhear 99 %",
+        f"unheard after\n{arguments.layers}",
+    ]
     names = []
     if arguments.ranks > 1:
         names.append("largest_received_bytes")
@@ -233,9 +308,19 @@ def candidates_table(arguments: argparse.Namespace, candidates: list[dict[str, A
     options = []
     for number, candidate in enumerate(candidates, start=1):
         layers = candidate["layers_for_most"] or f"over {arguments.layers}"
-        cells = [f"1/{1 / candidate['of_dense']:,.1f}", f"{max(candidate['dilation_rates']):,}", f"{layers}"]
+        cells = [
+            f"1/{1 / candidate['of_dense']:,.1f}",
+            f"{max(candidate['dilation_rates']):,}",
+            f"{layers}",
+        ]
         cells.append(percent(1 - candidate["reach_by_layer"][-1]))
-        rows.append((f"{number}. {candidate['rule']}", *cells, *(size_text(candidate[name]) for name in names)))
+        rows.append(
+            (
+                f"{number}. {candidate['rule']}",
+                *cells,
+                *(size_text(candidate[name]) for name in names),
+            )
+        )
         options.append(wrapped(f"{number}. {options_of(arguments, candidate)}"))
     return "\n".join([table(tuple(headers), rows), *options])
 

@@ -41,7 +41,9 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
     finally:
         drop_unwritten()  # what argparse or a progress bar could not write to stderr: neither raises
         if is_process:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # or Ctrl-C shows a traceback while Python shuts down
+            signal.signal(
+                signal.SIGINT, signal.SIG_IGN
+            )  # or Ctrl-C shows a traceback while Python shuts down
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -102,7 +104,9 @@ def leaving_at_once(command: str) -> Iterator[None]:
 def held_back() -> Iterator[None]:
     """Delay Ctrl-C to the end of the block. Processes that are started in the block never receive it."""
     came: list[int] = []
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by whatever is started
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGINT}
+    )  # inherited by whatever is started
     with _handled(lambda number, frame: came.append(number)):
         try:
             yield
@@ -116,7 +120,10 @@ def held_back() -> Iterator[None]:
 def _handled(handler: "signal._HANDLER") -> Iterator[None]:
     """Set a SIGINT handler for a block. Only the main thread may set one. If SIGINT is ignored, it stays ignored."""
     before = signal.getsignal(signal.SIGINT)
-    is_ours = threading.current_thread() is threading.main_thread() and before not in (signal.SIG_IGN, None)
+    is_ours = threading.current_thread() is threading.main_thread() and before not in (
+        signal.SIG_IGN,
+        None,
+    )
     try:
         if is_ours:
             signal.signal(signal.SIGINT, handler)

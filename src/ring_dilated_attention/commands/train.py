@@ -32,9 +32,23 @@ from ..training.rank_launcher import (
     started,
 )
 from ..training.run import Run, fingerprint, prepare
-from ..training.run_folder import STARTS_FILE, are_by_torchrun, count_start, may_go_on, new_folder_made, own_folder
+from ..training.run_folder import (
+    STARTS_FILE,
+    are_by_torchrun,
+    count_start,
+    may_go_on,
+    new_folder_made,
+    own_folder,
+)
 from ..training.stop_request import StopRequest
-from .arguments import check_at_least, check_installed, check_memory, check_ranks_fit, check_seconds, count
+from .arguments import (
+    check_at_least,
+    check_installed,
+    check_memory,
+    check_ranks_fit,
+    check_seconds,
+    count,
+)
 from .console import progress
 from .generate import sample
 from .terminal import (
@@ -63,7 +77,9 @@ PACKAGES = ("filelock", "matplotlib", "numpy", "rich", "safetensors")
 # A rank that lost another waits so long before it ends: the one that failed ends first, and is named.
 GRACE_SECONDS = 10
 # The errors of gloo in DDP's all-reduce of gradients, and of a store, when another rank has ended.
-LOST_CONNECTION = re.compile(r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed? ?out|gloo/transport")
+LOST_CONNECTION = re.compile(
+    r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed? ?out|gloo/transport"
+)
 EXAMPLES = """examples:
   rda train                                  one process; the document is
                                              Python's standard library
@@ -96,23 +112,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=count, metavar="P", help="processes that share every sequence (default 1)")
     add("--exchange", choices=("auto", *EXCHANGES), help="how chunks travel (default auto)")
     add("--activation-checkpointing", action="store_true", help="recompute blocks to save memory")
-    add("--fsdp", action="store_true", help="cut parameters and optimiser state over ranks, in checkpoints too (FSDP2)")
-    add("--run-folder", type=Path, metavar="DIR", help="where to write (default runs/<date and time>)")
+    add(
+        "--fsdp",
+        action="store_true",
+        help="cut parameters and optimiser state over ranks, in checkpoints too (FSDP2)",
+    )
+    add(
+        "--run-folder",
+        type=Path,
+        metavar="DIR",
+        help="where to write (default runs/<date and time>)",
+    )
     again = "start the ranks again up to K times when one is lost, from the newest checkpoint. "
     again += "An unfinished run of this command in --run-folder goes on"
     add("--restarts", type=count, metavar="K", help=again)
     late = "after so many seconds a rank that does not answer is lost (default 600)"
     add("--timeout", type=count, metavar="S", help=late)
-    add("--resume", type=Path, metavar="DIR", help="go on from the newest checkpoint of a run folder")
+    add(
+        "--resume",
+        type=Path,
+        metavar="DIR",
+        help="go on from the newest checkpoint of a run folder",
+    )
     new = "begin anew from another run's newest parameters. Its hyperparameters are the defaults, but no --phases. "
     new += "The learning rate rises to its peak again: a run of few steps makes the model worse"
     add("--from", dest="origin", type=Path, metavar="DIR", help=new)
-    add("--save-every", type=count, metavar="N", help="steps between checkpoints; older ones are deleted (default 30)")
+    add(
+        "--save-every",
+        type=count,
+        metavar="N",
+        help="steps between checkpoints; older ones are deleted (default 30)",
+    )
     steps = "steps between scores on the held-out bytes (default: a fifth of all)"
     add("--eval-every", type=count, metavar="N", help=steps)
     add("--json", action="store_true", help="print the record on stdout, all else on stderr")
     add("--launched", type=Path, help=argparse.SUPPRESS)  # set by `launch`: where the ranks meet
-    add_hyperparameters(parser.add_argument_group("hyperparameters", "kept by a resumed run"), count)
+    add_hyperparameters(
+        parser.add_argument_group("hyperparameters", "kept by a resumed run"), count
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -136,17 +173,27 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
     check_at_least("--restarts", arguments.restarts, 0)
     check_at_least("--eval-every", arguments.eval_every)
     if num_started > 1 and arguments.ranks not in (None, num_started):
-        raise ValueError(f"--ranks {num_asked}, but a launcher started {num_started} ranks: leave --ranks out")
-    if arguments.restarts is not None and arguments.launched is None and (num_started > 1 or are_by_torchrun()):
+        raise ValueError(
+            f"--ranks {num_asked}, but a launcher started {num_started} ranks: leave --ranks out"
+        )
+    if (
+        arguments.restarts is not None
+        and arguments.launched is None
+        and (num_started > 1 or are_by_torchrun())
+    ):
         rule = "another launcher started these ranks, and it alone can start them again: use torchrun --max-restarts"
         raise ValueError(f"--restarts {arguments.restarts}, but {rule}")
     if are_by_torchrun() and arguments.resume is None and arguments.run_folder is None:
-        raise ValueError("torchrun --max-restarts needs --run-folder: by it, ranks that start again find their run")
+        raise ValueError(
+            "torchrun --max-restarts needs --run-folder: by it, ranks that start again find their run"
+        )
     run, num_ranks = prepare(arguments), max(num_started, num_asked)
     options = run.hyperparameters
     positions = [phase.num_positions for phase in options.schedule]
     check_ranks_fit(num_ranks, min(positions), "--seq-len" if len(positions) == 1 else "--phases")
-    if arguments.exchange == "all_to_all":  # otherwise every rank refuses it only in its first attention
+    if (
+        arguments.exchange == "all_to_all"
+    ):  # otherwise every rank refuses it only in its first attention
         check_dealing(options.num_kv_heads or options.num_heads, num_ranks)
     # Ranks that a launcher started may be on several machines.
     num_bytes = options.num_training_bytes()
@@ -158,7 +205,11 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
     remedy = "use a smaller --embed-dim, fewer --num-layers, or --fsdp over more hosts"
     check_memory(f"parameters, gradients and optimiser state, {where}, take", num_bytes, remedy)
     activations = 4 * options.embed_dim * options.num_layers * max(positions) // num_started
-    check_memory("the inputs of the blocks in one step take", activations, "use a smaller batch or shorter sequences")
+    check_memory(
+        "the inputs of the blocks in one step take",
+        activations,
+        "use a smaller batch or shorter sequences",
+    )
     return run
 
 
@@ -171,7 +222,9 @@ def launch_ranks(arguments: argparse.Namespace, run: Run) -> int:
             words += ["--run-folder", str(folder)]
         with leaving_at_once("rda train"):
             import torch.distributed.launcher  # noqa: F401
-        code, reason = launch(words, arguments.ranks or 1, arguments.restarts or 0, arguments.timeout)
+        code, reason = launch(
+            words, arguments.ranks or 1, arguments.restarts or 0, arguments.timeout
+        )
         if reason:
             say(f"rda train: {reason}; {what_is_left(arguments, folder)}")
     return code
@@ -180,7 +233,11 @@ def launch_ranks(arguments: argparse.Namespace, run: Run) -> int:
 def what_is_left(arguments: argparse.Namespace, folder: Path) -> str:
     """A sentence: the newest checkpoint, and the command that resumes from it."""
     checkpoint = find_checkpoint(folder)
-    onward = f"go on with: {train_command(arguments, '--resume', folder)}" if checkpoint else "start it again"
+    onward = (
+        f"go on with: {train_command(arguments, '--resume', folder)}"
+        if checkpoint
+        else "start it again"
+    )
     return f"newest checkpoint: {checkpoint or 'none'}; {onward}"
 
 
@@ -214,7 +271,9 @@ def train(arguments: argparse.Namespace, run: Run | None) -> int:
             run = begin(arguments, run, parallel, stack)
             folder = run.folder
             with StopRequest(says=parallel.rank == 0) as stop:
-                record = loop.train(run, parallel, stop, partial(shown, run) if parallel.rank == 0 else loop.unseen)
+                record = loop.train(
+                    run, parallel, stop, partial(shown, run) if parallel.rank == 0 else loop.unseen
+                )
                 if parallel.rank == 0:
                     report(arguments, run, record)
             leave(parallel)
@@ -228,7 +287,9 @@ def train(arguments: argparse.Namespace, run: Run | None) -> int:
             code = UNREAD_EXIT_CODE
         except Exception as error:  # noqa: BLE001  `failed` raises unforeseen errors again
             code = failed(error, arguments, folder)
-        if folder is not None and parallel.rank == 0 and code != FAILED_EXIT_CODE:  # no start follows
+        if (
+            folder is not None and parallel.rank == 0 and code != FAILED_EXIT_CODE
+        ):  # no start follows
             (folder / STARTS_FILE).unlink(missing_ok=True)
     if arguments.launched is None or code == FAILED_EXIT_CODE:
         return code
@@ -245,7 +306,9 @@ def join(arguments: argparse.Namespace) -> "ContextParallel":
         join_ranks(arguments.launched, timeout)
         return ContextParallel(exchange=arguments.exchange, timeout=timeout)
     except (ValueError, RuntimeError):
-        prepare_checked(arguments)  # if this rank refuses the request, its refusal is the reason to show
+        prepare_checked(
+            arguments
+        )  # if this rank refuses the request, its refusal is the reason to show
         raise
 
 
@@ -256,7 +319,9 @@ def leave(parallel: "ContextParallel") -> None:
         dist.destroy_process_group()
 
 
-def begin(arguments: argparse.Namespace, run: Run | None, parallel: "ContextParallel", stack: ExitStack) -> Run:
+def begin(
+    arguments: argparse.Namespace, run: Run | None, parallel: "ContextParallel", stack: ExitStack
+) -> Run:
     """Own the run's folder until the stack is closed, and check that all ranks train the same run."""
     from ..training.agreement import check_alike, on_first, together, values_of_all
 
@@ -311,7 +376,9 @@ def failed(error: Exception, arguments: argparse.Namespace, folder: Path | None)
     from ..ranks.link import ExchangeError
 
     rank, num_ranks = started()
-    who = "rda train" if num_ranks == 1 else f"rda train: rank {rank} on host {socket.gethostname()}"
+    who = (
+        "rda train" if num_ranks == 1 else f"rda train: rank {rank} on host {socket.gethostname()}"
+    )
     first_line = next(iter(str(error).splitlines()), type(error).__name__)
     onward = ""
     if arguments.launched is None and folder is not None:  # otherwise the launcher says it
@@ -319,7 +386,9 @@ def failed(error: Exception, arguments: argparse.Namespace, folder: Path | None)
     if isinstance(error, (ValueError, OSError)):
         say(f"{who}: {in_words(error)}")
         return USER_ERROR_EXIT_CODE
-    if isinstance(error, ExchangeError) or (isinstance(error, RuntimeError) and LOST_CONNECTION.search(str(error))):
+    if isinstance(error, ExchangeError) or (
+        isinstance(error, RuntimeError) and LOST_CONNECTION.search(str(error))
+    ):
         say(f"{who} lost another: {first_line}{onward}")
         leave_reason("lost another", is_cause=False)
         return code_after_loss(arguments)
@@ -346,19 +415,30 @@ def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> N
     from ..training.run_report import summary, write_report, write_sample
 
     write_report(record)
-    folder, steps, is_complete = record["run_folder"], record["steps_done"], record["status"] == "complete"
+    folder, steps, is_complete = (
+        record["run_folder"],
+        record["steps_done"],
+        record["status"] == "complete",
+    )
     if run.checkpoint is not None and step_of(run.checkpoint) == run.hyperparameters.total_steps:
-        say(f"rda train: the run in {folder} is complete, all {steps} steps of it; only its report was made again")
+        say(
+            f"rda train: the run in {folder} is complete, all {steps} steps of it; only its report was made again"
+        )
     for_people = sys.stderr if arguments.json else sys.stdout
     print(summary(record), file=for_people)
     if is_complete:
         text, more = sample(folder, run.document, is_cut=run.fsdp and record["num_ranks"] > 1)
         if text:
             write_sample(record, text)
-        onward = train_command(arguments, "--from", folder, "--steps", run.hyperparameters.steps_again)
+        onward = train_command(
+            arguments, "--from", folder, "--steps", run.hyperparameters.steps_again
+        )
         written = [text, f"more of it: {more}"] if text else [f"what it writes: {more}"]
         print(*written, f"more steps: {onward}", FROM, sep="\n", file=for_people)
-        print(f'in Python: LongNetLM.from_run("{folder}")\nanother pattern: docs/generation.md', file=for_people)
+        print(
+            f'in Python: LongNetLM.from_run("{folder}")\nanother pattern: docs/generation.md',
+            file=for_people,
+        )
     print(f"README.txt says what is in {folder}", file=for_people)
     if arguments.json:
         print(json.dumps(record))

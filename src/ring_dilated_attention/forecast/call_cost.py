@@ -13,7 +13,7 @@ from ..plan.collection import without_collection
 from ..plan.counts import Counter, JobCount, Phases, count_ranks
 from ..plan.exchange import RankPlan, dealers, dealt, most_dealt, plan_exchange
 from ..plan.job import Job
-from ..plan.sharding import Borders, Cut, shard_length
+from ..plan.sharding import Borders, ShardSpec, shard_length
 from ..plan.sizes import Sizes
 from ..simulate.weighing import AttentionWeight, weigh_attention
 from .clock import Hardware, StepTime, estimate_step, model_step, time_text
@@ -39,8 +39,14 @@ class PlannedCall(NamedTuple):
     num_kv_heads: int
     sizes: Sizes
 
-    def job(self, sharding: str = "contiguous", inner: int = 1, align: int = 1, documents: Borders = None) -> Job:
-        cut = Cut(sharding, self.num_ranks, align, inner=inner)
+    def job(
+        self,
+        sharding: str = "contiguous",
+        inner: int = 1,
+        align: int = 1,
+        documents: Borders = None,
+    ) -> Job:
+        cut = ShardSpec(sharding, self.num_ranks, align, inner=inner)
         shards = cut.shards_of(cut.default_lengths(self.seq_len, documents), documents)
         return Job(self.pattern, shards, self.num_heads, self.num_kv_heads, documents)
 
@@ -79,7 +85,9 @@ class Counted(NamedTuple):
     def by_rank(self, column: Callable[[JobCount], Sequence[int]]) -> list[int]:
         """A column of the counts, in the order of ranks."""
         size = len(self.places)
-        return [column(self.places[rank % size])[rank // size] for rank in range(self.job.num_ranks)]
+        return [
+            column(self.places[rank % size])[rank // size] for rank in range(self.job.num_ranks)
+        ]
 
     @property
     def branches(self) -> list[BranchShare]:
@@ -90,7 +98,10 @@ class Counted(NamedTuple):
                 if segment.received:
                     sent[branch] += segment.received
                     num_sharing[branch] = max(num_sharing[branch], segment.sharers)
-        return [BranchShare(w, r, num_sharing[i], sent[i]) for i, (w, r) in enumerate(self.job.pattern.branches)]
+        return [
+            BranchShare(w, r, num_sharing[i], sent[i])
+            for i, (w, r) in enumerate(self.job.pattern.branches)
+        ]
 
     def most_moved(self, sizes: Sizes) -> tuple[int, int]:
         """The most bytes received as chunks plus the most dealt as heads: in a forward, and in both stages."""
@@ -121,7 +132,10 @@ def picked_ranks(counted: Counted) -> list[int]:
         return list(range(num_ranks))
     rows = [shard_length(shard) for shard in job.shards]
     buffers = counted.by_rank(lambda place: place.buffers)
-    held = [2 * job.num_kv_held * num_rows + buffer for num_rows, buffer in zip(rows, buffers, strict=True)]
+    held = [
+        2 * job.num_kv_held * num_rows + buffer
+        for num_rows, buffer in zip(rows, buffers, strict=True)
+    ]
     pairs_of_ranks = counted.by_rank(lambda place: place.pairs)
     received = counted.by_rank(lambda place: place.received)
     picked = {0, 1, num_ranks // 2, num_ranks - 2, num_ranks - 1}
@@ -201,13 +215,18 @@ def forecast(
         counted = count(job, exchange)
     pairs_of_ranks = counted.by_rank(lambda place: place.pairs)
     most_pairs = max(pairs_of_ranks)
-    plans = {rank: plan_exchange(exchange.name, job, rank, exchange.inner) for rank in picked_ranks(counted)}
+    plans = {
+        rank: plan_exchange(exchange.name, job, rank, exchange.inner)
+        for rank in picked_ranks(counted)
+    }
     ranks = []
     for rank, rank_plan in plans.items():
         forward_sent = rank_plan.bytes_sent(sizes)
         sent = forward_sent + rank_plan.bytes_sent(sizes, backward=True)
         weight = None if kernel is None else weigh_attention(rank_plan, sizes, kernel)
-        ranks.append(RankFigures(rank, rank_plan.num_rows, pairs_of_ranks[rank], forward_sent, sent, weight))
+        ranks.append(
+            RankFigures(rank, rank_plan.num_rows, pairs_of_ranks[rank], forward_sent, sent, weight)
+        )
     return Figures(
         pairs=sum(pairs_of_ranks),
         most_pairs=most_pairs,
@@ -228,23 +247,37 @@ def _time(
         if exchange != Exchange():
             return None
         return estimate_step(plans, job.num_ranks, sizes, hardware)
-    all_plans = [plan_exchange(exchange.name, job, rank, exchange.inner) for rank in range(job.num_ranks)]
+    all_plans = [
+        plan_exchange(exchange.name, job, rank, exchange.inner) for rank in range(job.num_ranks)
+    ]
     dealings = [rank_plan.dealing for rank_plan in all_plans if rank_plan.dealing is not None]
-    return model_step([rank_plan.plan for rank_plan in all_plans], sizes, hardware, dealings or None)
+    return model_step(
+        [rank_plan.plan for rank_plan in all_plans], sizes, hardware, dealings or None
+    )
 
 
 def pairs(pattern: DilatedPattern, seq_len: int, num_heads: int) -> int:
     """(query, key) pairs of all heads and branches over one document, with multiplicity, for one batch entry."""
-    return sum(branch_pairs(pattern, branch, [seq_len], num_heads) for branch in range(len(pattern.branches)))
+    return sum(
+        branch_pairs(pattern, branch, [seq_len], num_heads)
+        for branch in range(len(pattern.branches))
+    )
 
 
-def branch_pairs(pattern: DilatedPattern, branch: int, lengths: Iterable[int], num_heads: int) -> int:
+def branch_pairs(
+    pattern: DilatedPattern, branch: int, lengths: Iterable[int], num_heads: int
+) -> int:
     """The pairs of one branch over documents of these lengths."""
     segment_length, rate = pattern.branches[branch]
-    phases = Phases([pattern.phase_of(branch, h, num_heads) or 0 for h in pattern.heads_of(branch, num_heads)], rate)
+    phases = Phases(
+        [pattern.phase_of(branch, h, num_heads) or 0 for h in pattern.heads_of(branch, num_heads)],
+        rate,
+    )
     total = 0
     for length in lengths:
         num_whole, rest = divmod(length, segment_length)
-        total += num_whole * phases.pairs([(0, segment_length)], segment_length, is_causal=pattern.is_causal)
+        total += num_whole * phases.pairs(
+            [(0, segment_length)], segment_length, is_causal=pattern.is_causal
+        )
         total += phases.pairs([(0, rest)], rest, is_causal=pattern.is_causal)
     return total

@@ -36,9 +36,15 @@ class Hardware(NamedTuple):
     bytes_per_second: float
     latency_seconds: float = 0.0
     backward_flops_per_second: float | None = None  # None: the rate of the forward
-    call_seconds: float = 0.0  # the time that every kernel call takes in addition, whatever its size
-    handshake_seconds: float | None = None  # of the first round, as measured; None: a latency, as each further round
-    gpus_per_host: int | None = None  # the ranks of a host; None: there is one network, and host_... are not read
+    call_seconds: float = (
+        0.0  # the time that every kernel call takes in addition, whatever its size
+    )
+    handshake_seconds: float | None = (
+        None  # of the first round, as measured; None: a latency, as each further round
+    )
+    gpus_per_host: int | None = (
+        None  # the ranks of a host; None: there is one network, and host_... are not read
+    )
     host_bytes_per_second: float | None = None  # of messages inside a host
     host_latency_seconds: float = 0.0
 
@@ -53,13 +59,20 @@ class Hardware(NamedTuple):
         rate = (self.backward_flops_per_second if backward else None) or self.flops_per_second
         return flops / rate + calls * self.call_seconds
 
-    def stage_seconds(self, num_pairs: float, sizes: Sizes, calls: int = 1, *, backward: bool) -> float:
+    def stage_seconds(
+        self, num_pairs: float, sizes: Sizes, calls: int = 1, *, backward: bool
+    ) -> float:
         """The time of pairs of a query and a key in one stage: 2 products forward, 5 backward."""
-        return self.compute_seconds((5 if backward else 2) * 2 * sizes.unit * num_pairs, backward=backward, calls=calls)
+        return self.compute_seconds(
+            (5 if backward else 2) * 2 * sizes.unit * num_pairs, backward=backward, calls=calls
+        )
 
     def work_seconds(self, num_pairs: float, sizes: Sizes, calls: int = 1) -> float:
         """The time of both stages."""
-        return sum(self.stage_seconds(num_pairs, sizes, calls, backward=backward) for backward in (False, True))
+        return sum(
+            self.stage_seconds(num_pairs, sizes, calls, backward=backward)
+            for backward in (False, True)
+        )
 
     def handshake(self, num_ranks: int) -> float:
         """Seconds in which the first `num_ranks` ranks hear of each other."""
@@ -111,22 +124,32 @@ class StepTime(NamedTuple):
 
 
 def model_step(
-    plans: Sequence[Plan], sizes: Sizes, hardware: Hardware, dealings: Sequence[Dealing] | None = None
+    plans: Sequence[Plan],
+    sizes: Sizes,
+    hardware: Hardware,
+    dealings: Sequence[Dealing] | None = None,
 ) -> StepTime:
     """The time of a step with a kernel that computes one tile at a time. plans: one for each rank, in order. dealings:
     also one for each rank, if heads are dealt."""
     network = Network(len(plans), hardware)
-    ranks = [_Rank(i, plan, network, sizes, None if dealings is None else dealings[i]) for i, plan in enumerate(plans)]
+    ranks = [
+        _Rank(i, plan, network, sizes, None if dealings is None else dealings[i])
+        for i, plan in enumerate(plans)
+    ]
     return _run(ranks, network, len(plans))
 
 
-def estimate_step(plans: Mapping[int, RankPlan], num_ranks: int, sizes: Sizes, hardware: Hardware) -> StepTime:
+def estimate_step(
+    plans: Mapping[int, RankPlan], num_ranks: int, sizes: Sizes, hardware: Hardware
+) -> StepTime:
     """The time of a step in which only these ranks run. Their peers post every message in time.
 
     An estimate for many ranks. It is mostly too short, because real peers may be late.
     """
     network = PromptNetwork(num_ranks, hardware)
-    ranks = [_Rank(rank, found.plan, network, sizes, found.dealing) for rank, found in plans.items()]
+    ranks = [
+        _Rank(rank, found.plan, network, sizes, found.dealing) for rank, found in plans.items()
+    ]
     return _run(ranks, network, num_ranks)
 
 
@@ -142,11 +165,16 @@ def _run(ranks: Sequence["_Rank"], network: "Network", num_ranks: int) -> StepTi
         while running:  # each rank runs until it waits for a message whose arrival is not known yet
             before = len(running), network.num_carried
             running = [loop for loop in running if next(loop, "ended") is None]
-            assert (len(running), network.num_carried) != before, "ranks wait for each other: not the plans of one job"
+            assert (len(running), network.num_carried) != before, (
+                "ranks wait for each other: not the plans of one job"
+            )
         seconds_of_stages.append([rank.now - start for rank in ranks])
         start = max(rank.now for rank in ranks)
     forward, backward = seconds_of_stages
-    times = [RankTime(f, b, r.computing, r.exposed) for f, b, r in zip(forward, backward, ranks, strict=True)]
+    times = [
+        RankTime(f, b, r.computing, r.exposed)
+        for f, b, r in zip(forward, backward, ranks, strict=True)
+    ]
     return StepTime(tuple(times))
 
 
@@ -157,7 +185,9 @@ _PRODUCTS = {"partial": 2, "gradients": 5}
 class _Rank:
     """A rank's clock, and how long it has computed and waited."""
 
-    def __init__(self, number: int, plan: Plan, network: "Network", sizes: Sizes, dealing: Dealing | None) -> None:
+    def __init__(
+        self, number: int, plan: Plan, network: "Network", sizes: Sizes, dealing: Dealing | None
+    ) -> None:
         self.number, self.plan, self.network = number, plan, network
         self.sizes, self.dealing = sizes, dealing
         self.now = self.computing = self.exposed = 0.0
@@ -173,7 +203,9 @@ class _Rank:
                 posted[step.ticket] = self.post(step)
             elif isinstance(step, Wait):
                 sent, received = posted[step.ticket]
-                yield from self.wait([*(sent if step.sent else ()), *(received if step.received else ())])
+                yield from self.wait(
+                    [*(sent if step.sent else ()), *(received if step.received else ())]
+                )
             elif isinstance(step, Deal):
                 yield from self.wait(self.deal(step))
 
@@ -190,9 +222,13 @@ class _Rank:
 
         def side(message: Message) -> Side:
             itemsize = self.sizes.sum_itemsize if message.is_gradient else self.sizes.itemsize
-            return Side(message.peer * size + place, message.size * self.sizes.unit * itemsize, self.now)
+            return Side(
+                message.peer * size + place, message.size * self.sizes.unit * itemsize, self.now
+            )
 
-        sends, receives = ([side(x.message) for x in slices] for slices in (step.sends, step.receives))
+        sends, receives = (
+            [side(x.message) for x in slices] for slices in (step.sends, step.receives)
+        )
         return self.network.post(self.number, sends, receives)
 
     def deal(self, step: Deal) -> list["Side"]:
@@ -202,7 +238,9 @@ class _Rank:
 
         def sides(rows: Sequence[int]) -> list[Side]:
             first = self.number - place
-            return [Side(first + i, n * row, self.now) for i, n in enumerate(rows) if n and i != place]
+            return [
+                Side(first + i, n * row, self.now) for i, n in enumerate(rows) if n and i != place
+            ]
 
         own = [lengths[place]] * len(lengths)
         leaves, comes = (own, lengths) if step.to_heads else (lengths, own)
@@ -252,7 +290,9 @@ class Network:
         self.out_free, self.in_free = [0.0] * num_ranks, [0.0] * num_ranks
         self.num_carried = 0
 
-    def post(self, rank: int, sends: list[Side], receives: list[Side]) -> tuple[list[Side], list[Side]]:
+    def post(
+        self, rank: int, sends: list[Side], receives: list[Side]
+    ) -> tuple[list[Side], list[Side]]:
         self.leaving[rank].extend(sends)
         self.coming[rank].extend(receives)
         senders = [rank, *(side.peer for side in receives)]
@@ -281,7 +321,9 @@ class Network:
 class PromptNetwork(Network):
     """The network of a rank whose peers are never late: each message starts when this rank's way is free."""
 
-    def post(self, rank: int, sends: list[Side], receives: list[Side]) -> tuple[list[Side], list[Side]]:
+    def post(
+        self, rank: int, sends: list[Side], receives: list[Side]
+    ) -> tuple[list[Side], list[Side]]:
         for sides, free in ((sends, self.out_free), (receives, self.in_free)):
             for side in sides:
                 bytes_per_second, latency = self.hardware.network(rank, side.peer)
@@ -292,6 +334,18 @@ class PromptNetwork(Network):
 
 def time_text(seconds: float) -> str:
     """Three digits, in units from nanoseconds to years."""
-    steps = ((365.25 * 86400, "years"), (86400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "µs"))
+    steps = (
+        (365.25 * 86400, "years"),
+        (86400, "days"),
+        (3600, "h"),
+        (60, "min"),
+        (1, "s"),
+        (1e-3, "ms"),
+        (1e-6, "µs"),
+    )
     size, unit = next((step for step in steps if seconds >= step[0]), (1e-9, "ns"))
-    return f"{seconds / size:,{'.3g' if seconds < 999.5 * size else '.0f'}} {unit}" if seconds else "0 s"
+    return (
+        f"{seconds / size:,{'.3g' if seconds < 999.5 * size else '.0f'}} {unit}"
+        if seconds
+        else "0 s"
+    )

@@ -20,7 +20,9 @@ BOUND_BY_COMMUNICATION = 0.2
 SPARSER = 4
 WORTH_IT = 0.95  # advise a change only if it brings a step's time down to this share or less
 OTHERWISE = "fewer ranks, or a network that is faster or has less latency, would help"
-MOST_DEALT = 2**17  # documents times ranks squared: zigzag_documents makes each document a ring of all ranks
+MOST_DEALT = (
+    2**17
+)  # documents times ranks squared: zigzag_documents makes each document a ring of all ranks
 
 
 class Alternative(NamedTuple):
@@ -34,10 +36,17 @@ class Alternative(NamedTuple):
 
 def exchanges_of(call: PlannedCall, hardware: Hardware | None) -> list[Exchange]:
     """Every exchange that the call may take; of 2-D meshes the one whose groups deal heads within a host."""
-    groups = [d for d in range(2, call.num_ranks) if call.num_ranks % d == 0 and call.num_kv_heads % d == 0]
+    groups = [
+        d
+        for d in range(2, call.num_ranks)
+        if call.num_ranks % d == 0 and call.num_kv_heads % d == 0
+    ]
     if hardware is not None and hardware.gpus_per_host:
         groups = [d for d in groups if hardware.gpus_per_host % d == 0]
-    return [*map(Exchange, ("ring", "all_gather", "all_to_all")), *(Exchange("ring", d) for d in groups[-1:])]
+    return [
+        *map(Exchange, ("ring", "all_gather", "all_to_all")),
+        *(Exchange("ring", d) for d in groups[-1:]),
+    ]
 
 
 def alternatives(
@@ -64,7 +73,9 @@ def alternatives(
             if exchange.is_dealt:
                 counted = count(job, exchange)
             else:  # a ring and an all-gather receive the same
-                undealt = count(job, exchange) if undealt is None else undealt._replace(exchange=exchange)
+                undealt = (
+                    count(job, exchange) if undealt is None else undealt._replace(exchange=exchange)
+                )
                 counted = undealt
             figures = forecast(job, exchange, call.sizes, hardware=hardware, counted=counted)
             rows.append(Alternative(exchange, sharding, figures))
@@ -87,12 +98,22 @@ def best_of(rows: list[Alternative]) -> Alternative | None:
     if not timed:
         return None
     fastest = min(row.figures.seconds for row in timed if row.figures is not None)
-    alike = [row for row in timed if row.figures is not None and row.figures.seconds <= ALIKE * fastest]
-    return min(alike, key=lambda row: (row.figures.most_moved[1], row.exchange.inner) if row.figures else (0, 0))
+    alike = [
+        row for row in timed if row.figures is not None and row.figures.seconds <= ALIKE * fastest
+    ]
+    return min(
+        alike,
+        key=lambda row: (row.figures.most_moved[1], row.exchange.inner) if row.figures else (0, 0),
+    )
 
 
 def advice(
-    job: Job, exchange: Exchange, sizes: Sizes, figures: Figures, hardware: Hardware, best: Alternative | None
+    job: Job,
+    exchange: Exchange,
+    sizes: Sizes,
+    figures: Figures,
+    hardware: Hardware,
+    best: Alternative | None,
 ) -> list[str]:
     """Sentences on what would make a step faster, the better one first. Empty if nothing is known to.
 
@@ -101,9 +122,15 @@ def advice(
     if figures.step is None:
         return []
     said = []
-    if best is not None and best.figures is not None and best.figures.seconds <= WORTH_IT * figures.seconds:
+    if (
+        best is not None
+        and best.figures is not None
+        and best.figures.seconds <= WORTH_IT * figures.seconds
+    ):
         times = f"{best.figures.time_text} instead of {figures.time_text}"
-        said.append(f"Exchange {best.exchange} with {best.sharding} shards would be faster: {times} a step.")
+        said.append(
+            f"Exchange {best.exchange} with {best.sharding} shards would be faster: {times} a step."
+        )
     if figures.exposed < BOUND_BY_COMMUNICATION:
         return said
     if figures.is_about:
@@ -114,7 +141,9 @@ def advice(
     return said
 
 
-def _remedy(job: Job, exchange: Exchange, sizes: Sizes, figures: Figures, hardware: Hardware) -> str:
+def _remedy(
+    job: Job, exchange: Exchange, sizes: Sizes, figures: Figures, hardware: Hardware
+) -> str:
     if exchange.is_dealt:
         return (
             "Dealing heads sends every position of queries, keys, values and outputs, whatever the pattern: fewer "
@@ -122,12 +151,19 @@ def _remedy(job: Job, exchange: Exchange, sizes: Sizes, figures: Figures, hardwa
         )
     sent, branch = max((share.sent, i) for i, share in enumerate(figures.branches))
     if not sent:
-        return "It waits in handshakes alone: fewer ranks, or a network with less latency, would help."
+        return (
+            "It waits in handshakes alone: fewer ranks, or a network with less latency, would help."
+        )
     lengths = [stop - start for start, stop in pairwise(job.borders)]
-    work = [branch_pairs(job.pattern, i, lengths, job.num_heads) for i in range(len(job.pattern.branches))]
+    work = [
+        branch_pairs(job.pattern, i, lengths, job.num_heads)
+        for i in range(len(job.pattern.branches))
+    ]
     megabytes = sent * sizes.unit * sizes.itemsize / 1e6
     share = f"{work[branch] / sum(work):.0%} of the pairs"
-    sends = f"Branch {branch} sends {megabytes:,.1f} MB in a forward (all ranks together) for {share}"
+    sends = (
+        f"Branch {branch} sends {megabytes:,.1f} MB in a forward (all ranks together) for {share}"
+    )
     rates = list(job.pattern.dilation_rates)
     rate, rates[branch] = rates[branch], SPARSER * rates[branch]
     if rates[branch] > job.pattern.segment_lengths[branch]:

@@ -92,7 +92,13 @@ def ranked_meshes(
     for mesh in all_meshes(num_ranks, training.seq_len):
         plans.append(plan_mesh(training, mesh, hardware, memory_bytes))
         step()
-    return sorted(plans, key=lambda plan: (not plan.fits, -plan.tokens_per_second if plan.fits else plan.memory.total))
+    return sorted(
+        plans,
+        key=lambda plan: (
+            not plan.fits,
+            -plan.tokens_per_second if plan.fits else plan.memory.total,
+        ),
+    )
 
 
 def plan_mesh(training: Training, mesh: Mesh, hardware: Hardware, memory_bytes: float) -> MeshPlan:
@@ -105,8 +111,17 @@ def plan_mesh(training: Training, mesh: Mesh, hardware: Hardware, memory_bytes: 
     for activations, is_cut in product(training.activations, (False, True)):
         if is_cut and mesh.num_ranks == 1:
             continue
-        memory = model_memory(training.decoder, held[activations], mesh.num_ranks if is_cut else 1, training.itemsize)
-        times = _seconds(training, mesh, attention.seconds, hardware, is_again=activations != "kept", is_cut=is_cut)
+        memory = model_memory(
+            training.decoder, held[activations], mesh.num_ranks if is_cut else 1, training.itemsize
+        )
+        times = _seconds(
+            training,
+            mesh,
+            attention.seconds,
+            hardware,
+            is_again=activations != "kept",
+            is_cut=is_cut,
+        )
         tokens = training.batch * mesh.data * training.seq_len
         plans.append(
             MeshPlan(
@@ -125,10 +140,14 @@ def plan_mesh(training: Training, mesh: Mesh, hardware: Hardware, memory_bytes: 
     fitting = [plan for plan in plans if plan.fits]
     if not fitting:
         return min(plans, key=lambda plan: plan.memory.total)
-    return max(fitting, key=lambda plan: (plan.tokens_per_second, -ACTIVATIONS.index(plan.activations)))
+    return max(
+        fitting, key=lambda plan: (plan.tokens_per_second, -ACTIVATIONS.index(plan.activations))
+    )
 
 
-def _attention(training: Training, mesh: Mesh, hardware: Hardware) -> tuple[Exchange, str, Figures, AttentionWeight]:
+def _attention(
+    training: Training, mesh: Mesh, hardware: Hardware
+) -> tuple[Exchange, str, Figures, AttentionWeight]:
     """One layer's attention, the fastest way; timed, and weighed on the rank that holds most."""
     call = training.attention(mesh.sequence)
     among = _of_a_group(mesh, hardware)
@@ -154,7 +173,13 @@ def _of_a_group(mesh: Mesh, hardware: Hardware) -> Hardware:
 
 
 def _seconds(
-    training: Training, mesh: Mesh, attention_seconds: float, hardware: Hardware, *, is_again: bool, is_cut: bool
+    training: Training,
+    mesh: Mesh,
+    attention_seconds: float,
+    hardware: Hardware,
+    *,
+    is_again: bool,
+    is_cut: bool,
 ) -> tuple[float, float, float]:
     """Seconds of a step: the products with weights, the attention of all layers, the sum of gradients. The optimiser's
     own work is not counted. is_again: the forward runs again, without its attention."""
@@ -162,7 +187,11 @@ def _seconds(
     times = 4 if is_again else 3  # 1 for the forward, 2 for the backward, 1 for the forward again
     flops = 2 * times * rows * training.decoder.matrix_entries
     attention = training.decoder.num_layers * attention_seconds
-    return flops / hardware.flops_per_second, attention, _gradient_seconds(training, mesh, hardware, is_cut=is_cut)
+    return (
+        flops / hardware.flops_per_second,
+        attention,
+        _gradient_seconds(training, mesh, hardware, is_cut=is_cut),
+    )
 
 
 def _gradient_seconds(training: Training, mesh: Mesh, hardware: Hardware, *, is_cut: bool) -> float:
@@ -177,7 +206,9 @@ def _gradient_seconds(training: Training, mesh: Mesh, hardware: Hardware, *, is_
     return num_bytes * (3 if is_cut else 2) * seconds_a_byte
 
 
-def fewest_devices(training: Training, hardware: Hardware, memory_bytes: float, most: int) -> list[MeshPlan] | None:
+def fewest_devices(
+    training: Training, hardware: Hardware, memory_bytes: float, most: int
+) -> list[MeshPlan] | None:
     """The ranked meshes of the fewest devices, 1, 2, 4 and so on, on which the model fits; None if none suffice."""
     num_ranks = 1
     while num_ranks <= min(most, training.seq_len):

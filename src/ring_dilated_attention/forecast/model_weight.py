@@ -39,10 +39,14 @@ class DecoderWithLoss(nn.Module):
         first = min(slice_rows, num_rows)
         second = min(slice_rows, num_rows - first)
         sizes = [first, second, num_rows - first - second]
-        *slices, others_TE = zip(rows_TE.split(sizes), tokens_BN.flatten().split(sizes), strict=True)
+        *slices, others_TE = zip(
+            rows_TE.split(sizes), tokens_BN.flatten().split(sizes), strict=True
+        )
         total = rows_TE.new_zeros((), dtype=torch.float32)
         for rows, labels in slices:
-            total = total + checkpoint(self._loss, rows, labels, use_reentrant=False, preserve_rng_state=False)
+            total = total + checkpoint(
+                self._loss, rows, labels, use_reentrant=False, preserve_rng_state=False
+            )
         return total + (others_TE[0] * others_TE[0]).sum()
 
     def _loss(self, rows_TE: Tensor, labels_T: Tensor) -> Tensor:
@@ -106,7 +110,11 @@ class HeldByModel(Held):
         }
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         # Models of transformers ask whether all tokens are of one document, or whether any is not.
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -127,8 +135,14 @@ def weigh_activations(
     decoder: Decoder, batch: int, num_positions: int, dtype: torch.dtype, attention: AttentionWeight
 ) -> dict[str, Activations]:
     """By the names in ACTIVATIONS, what a rank with so many positions of each sequence holds."""
-    kept = [_peak(decoder, layers, batch, num_positions, dtype, attention, is_checkpointed=False) for layers in (1, 2)]
-    again = [_peak(decoder, layers, batch, num_positions, dtype, attention, is_checkpointed=True) for layers in (1, 2)]
+    kept = [
+        _peak(decoder, layers, batch, num_positions, dtype, attention, is_checkpointed=False)
+        for layers in (1, 2)
+    ]
+    again = [
+        _peak(decoder, layers, batch, num_positions, dtype, attention, is_checkpointed=True)
+        for layers in (1, 2)
+    ]
     further = decoder.num_layers - 1
     return {
         "kept": Activations(kept[0] + further * (kept[1] - kept[0])),
@@ -173,7 +187,9 @@ class ModelMemory(NamedTuple):
         return self.parameters + self.gradients + self.optimiser + self.activations + self.working
 
 
-def model_memory(decoder: Decoder, activations: Activations, num_shards: int, itemsize: int) -> ModelMemory:
+def model_memory(
+    decoder: Decoder, activations: Activations, num_shards: int, itemsize: int
+) -> ModelMemory:
     """The memory of a rank: float32 parameters, gradients and AdamW's two moments (float64 if activations are).
 
     num_shards: over how many ranks FSDP2 cuts these. itemsize: of activations.

@@ -11,7 +11,9 @@ from typing import NamedTuple
 from ..pattern import DilatedPattern
 
 LONGEST = 10**8  # positions
-MANY = 2**20  # positions; in a longer sequence fewer of the late queries are followed, since each takes long
+MANY = (
+    2**20
+)  # positions; in a longer sequence fewer of the late queries are followed, since each takes long
 
 
 class Reach(NamedTuple):
@@ -41,7 +43,9 @@ def reach(pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int
     return Reach(tuple(by_layer), queries[last.index(min(last))], len(queries))
 
 
-def _shares(pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int, query: int) -> list[float]:
+def _shares(
+    pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int, query: int
+) -> list[float]:
     num_visible = query + 1 if pattern.is_causal else seq_len
     heard = 1 << query
     shares: list[float] = []
@@ -53,7 +57,9 @@ def _shares(pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: i
     return shares + [shares[-1]] * (num_layers - len(shares))  # further layers add nothing
 
 
-def heard_in_a_layer(pattern: DilatedPattern, num_positions: int, num_heads: int, queries: int) -> int:
+def heard_in_a_layer(
+    pattern: DilatedPattern, num_positions: int, num_heads: int, queries: int
+) -> int:
     """The queries themselves, and the keys that they see in some branch: sets of the first `num_positions`."""
     found = queries
     for branch, (length, rate) in enumerate(pattern.branches):
@@ -71,7 +77,9 @@ def _spread(rows: int, length: int, rate: int, num_positions: int, *, is_back: b
     """All positions of the rows' segments that lie whole multiples of `rate` before (or behind) one of the rows."""
     distance = rate
     while distance < length:
-        places = _places(length, distance, num_positions)  # those with room before them for `distance`
+        places = _places(
+            length, distance, num_positions
+        )  # those with room before them for `distance`
         if is_back:
             rows |= (rows & places) >> distance
         else:
@@ -116,5 +124,7 @@ def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> 
 
 
 def phases_read(pattern: DilatedPattern, branch: int, num_heads: int) -> set[int]:
-    phases = {pattern.phase_of(branch, head, num_heads) for head in pattern.heads_of(branch, num_heads)}
+    phases = {
+        pattern.phase_of(branch, head, num_heads) for head in pattern.heads_of(branch, num_heads)
+    }
     return {phase for phase in phases if phase is not None}

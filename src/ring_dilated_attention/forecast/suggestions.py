@@ -13,7 +13,13 @@ from ..pattern import DilatedPattern
 from .call_cost import pairs
 
 BALANCED, ALL_READ = "two branches", "two branches, all read"
-RULES = {"LongNet, ratio 2": 2, "LongNet, ratio 4": 4, "LongNet, ratio 8": 8, BALANCED: None, ALL_READ: None}
+RULES = {
+    "LongNet, ratio 2": 2,
+    "LongNet, ratio 4": 4,
+    "LongNet, ratio 8": 8,
+    BALANCED: None,
+    ALL_READ: None,
+}
 SHORTEST = 64
 
 
@@ -36,7 +42,9 @@ def suggestions(
     return sorted(rule_of.items(), key=lambda each: -pairs(each[0], seq_len, num_heads))
 
 
-def _pattern(rule: str, first: int, seq_len: int, num_heads: int, *, is_causal: bool) -> DilatedPattern:
+def _pattern(
+    rule: str, first: int, seq_len: int, num_heads: int, *, is_causal: bool
+) -> DilatedPattern:
     """The branches of a rule, the first of which has segments of `first` positions."""
     ratio = RULES[rule]
     if ratio is not None:

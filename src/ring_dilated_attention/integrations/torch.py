@@ -51,14 +51,20 @@ class ShardSequence(ParallelStyle):
         self.contexts: dict[DeviceMesh, ContextParallel] = {}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        attending = [child for child in module.modules() if isinstance(child, (MultiheadDilatedAttention, LongNetLM))]
+        attending = [
+            child
+            for child in module.modules()
+            if isinstance(child, (MultiheadDilatedAttention, LongNetLM))
+        ]
         if not attending:
             raise ValueError(
                 f"{type(module).__name__} has no dilated attention to shard along the sequence: make it of "
                 "MultiheadDilatedAttention, or call replace_attention first."
             )
         if device_mesh not in self.contexts:
-            self.contexts[device_mesh] = ContextParallel(device_mesh, sharding=self.sharding, exchange=self.exchange)
+            self.contexts[device_mesh] = ContextParallel(
+                device_mesh, sharding=self.sharding, exchange=self.exchange
+            )
         parallel = self.contexts[device_mesh]
         for child in attending:
             if isinstance(child, MultiheadDilatedAttention):
@@ -84,13 +90,17 @@ class ShardHeads(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, MultiheadDilatedAttention):
-            raise ValueError(f"ShardHeads is for MultiheadDilatedAttention, got {type(module).__name__}.")
+            raise ValueError(
+                f"ShardHeads is for MultiheadDilatedAttention, got {type(module).__name__}."
+            )
         size = device_mesh.size()
         rank = device_mesh.get_local_rank()
         num_groups = module.num_kv_heads
         ratio = module.num_heads // num_groups
         if num_groups < size:
-            raise ValueError(f"{num_groups} key/value heads for {size} ranks: use a mesh axis of at most {num_groups}.")
+            raise ValueError(
+                f"{num_groups} key/value heads for {size} ranks: use a mesh axis of at most {num_groups}."
+            )
         groups = torch.arange(num_groups).tensor_split(size)[rank]
         module_of_rank = module.held(range(int(groups[0]) * ratio, (int(groups[-1]) + 1) * ratio))
         # In place: parallelize_module keeps the module that it was given, with its hooks.
@@ -166,7 +176,10 @@ def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: boo
         around = {prefix: child for prefix, child in wrappers.items() if name.startswith(prefix)}
         if not parameter.requires_grad:
             continue
-        if any(_averages(child, name.removeprefix(prefix), parameter) for prefix, child in around.items()):
+        if any(
+            _averages(child, name.removeprefix(prefix), parameter)
+            for prefix, child in around.items()
+        ):
             continue
         why = "is in no part that DDP or fully_shard was called with"
         remedy = "wrap the whole module too" if wrappers else "wrap the module"
@@ -221,14 +234,18 @@ def replace_attention(
             rows). The module is then unchanged.
     """
     kinds = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-    layers: dict[str, Any] = {name: layer for name, layer in module.named_modules() if isinstance(layer, kinds)}
+    layers: dict[str, Any] = {
+        name: layer for name, layer in module.named_modules() if isinstance(layer, kinds)
+    }
     if not layers:
         raise ValueError(
             f"{type(module).__name__} has no nn.TransformerEncoderLayer or nn.TransformerDecoderLayer: construct your "
             "own layers with MultiheadDilatedAttention, whose state_dict is that of nn.MultiheadAttention."
         )
     # All are made before the first is replaced: an error leaves the module as it was.
-    attentions = [_dilated(name, layer.self_attn, pattern, parallel) for name, layer in layers.items()]
+    attentions = [
+        _dilated(name, layer.self_attn, pattern, parallel) for name, layer in layers.items()
+    ]
     for layer, attention in zip(layers.values(), attentions, strict=True):
         layer.self_attn = attention
     for child in module.modules():
@@ -237,7 +254,9 @@ def replace_attention(
     return module
 
 
-def _dilated(layer: str, attention: Any, pattern: DilatedPattern, parallel: ContextParallel | None) -> nn.Module:
+def _dilated(
+    layer: str, attention: Any, pattern: DilatedPattern, parallel: ContextParallel | None
+) -> nn.Module:
     """A MultiheadDilatedAttention with the parameters of a layer's attention."""
     name = f"{layer}.self_attn".lstrip(".")
     if why := _why_not(name, attention):
@@ -270,7 +289,11 @@ def _why_not(name: str, attention: Any) -> str | None:
         return "has batch_first=False: make the layers with batch_first=True"
     if attention.bias_k is not None or attention.add_zero_attn:
         return "has extra key/value rows (add_bias_kv, add_zero_attn), which dilated attention does not take"
-    return None if attention._qkv_same_embed_dim else "has keys and values of other widths than its queries"
+    return (
+        None
+        if attention._qkv_same_embed_dim
+        else "has keys and values of other widths than its queries"
+    )
 
 
 def held_heads(module: nn.Module, num_held: int, num_heads: int) -> range | None:

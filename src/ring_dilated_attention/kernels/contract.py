@@ -43,5 +43,7 @@ class Kernel(Protocol):
         """out (B, H, M, D) in the input's dtype and lse (B, H, M), float32 or float64. A kernel with a packing gets
         float32 copies of 16-bit rows; only rows of a cache come as they are."""
 
-    def backward(self, rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, rows: BackwardRows, is_causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of these rows."""

@@ -31,14 +31,22 @@ def why_not(query: Tensor) -> str | None:
 def short_rows_fail() -> bool:
     """Whether torch's attention raises for 16-bit rows. On a CPU with a matrix unit (AMX) it packs them for that unit,
     by code that only the capability AVX512 has (pack_vnni2): ATEN_CPU_CAPABILITY=avx2 asks for another."""
-    return torch.cpu._is_amx_tile_supported() and torch.backends.cpu.get_cpu_capability() != "AVX512"
+    return (
+        torch.cpu._is_amx_tile_supported() and torch.backends.cpu.get_cpu_capability() != "AVX512"
+    )
 
 
-def forward(q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    assert q_BHMD.stride(-1) == k_BGLD.stride(-1) == v_BGLD.stride(-1) == 1  # else the op is silently wrong
+def forward(
+    q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    assert (
+        q_BHMD.stride(-1) == k_BGLD.stride(-1) == v_BGLD.stride(-1) == 1
+    )  # else the op is silently wrong
     assert min(q_BHMD.numel(), k_BGLD.numel()) > 0  # else the op kills the process
     dtype = q_BHMD.dtype
-    if dtype.itemsize == 2 and short_rows_fail():  # rows of a cache: all others were copied in float32
+    if (
+        dtype.itemsize == 2 and short_rows_fail()
+    ):  # rows of a cache: all others were copied in float32
         q_BHMD, k_BGLD, v_BGLD = q_BHMD.float(), k_BGLD.float(), v_BGLD.float()
     out_BHMD, lse_BHM = _forward(q_BHMD, k_BGLD, v_BGLD, 0.0, is_causal, scale=scale)
     return out_BHMD.to(dtype), lse_BHM

@@ -37,7 +37,10 @@ class Op(NamedTuple):
     capabilities: dict[torch.dtype, tuple[int, int]]  # the least compute capability for each dtype
     max_head_dim: float
     backward_arguments: Callable[[Tensor, Tensor, int, bool], tuple[Any, ...]]  # after value
-    forward_arguments: tuple[Any, ...] = (None, True)  # between value and dropout: no bias, with lse
+    forward_arguments: tuple[Any, ...] = (
+        None,
+        True,
+    )  # between value and dropout: no bias, with lse
     refuses: Callable[[TileFacts], str | None] = lambda tile: None  # for any other reason
     max_batch: float = 65_535  # the most blocks along the second and third dimension of a CUDA grid
     takes_groups: bool = False  # fewer key/value heads than query heads
@@ -73,7 +76,11 @@ def _flash_refuses(tile: TileFacts) -> str | None:
     if active := current_flash_attention_impl():
         majors = _MAJORS.get(active, found[:1])
         runs_on = "compute capability " + " and ".join(f"{major}.x" for major in majors)
-        return None if found[0] in majors else f"is {active} now, which runs on {runs_on}, got {_dotted(found)}"
+        return (
+            None
+            if found[0] in majors
+            else f"is {active} now, which runs on {runs_on}, got {_dotted(found)}"
+        )
     if not torch.backends.cuda.is_flash_attention_available():
         return "is not part of this build of torch"
     if 192 < tile.head_dim <= 224 and ((8, 6) <= found <= (8, 9) or found[0] == 12):
@@ -88,34 +95,59 @@ def _cudnn_refuses(tile: TileFacts) -> str | None:
     if torch.version.hip:
         return "is not part of ROCm"
     version = torch.backends.cudnn.version() or 0
-    if version < 91501:  # older ones went out of bounds where M is not a multiple of 128 (pytorch#169849)
+    if (
+        version < 91501
+    ):  # older ones went out of bounds where M is not a multiple of 128 (pytorch#169849)
         return f"needs cuDNN 9.15.1 (91501) or later, got {version}"
     # Torch never gives cuDNN a single key, and a single row gave NaN (cudnn-frontend#1072).
     if 1 in (tile.num_rows, tile.num_keys):
         return f"takes two or more rows and keys, got {tile.num_rows} and {tile.num_keys}"
-    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+    if (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    ):
         return "is not deterministic, and torch.use_deterministic_algorithms(True) was called"
     return None
 
 
-def _flash_arguments(out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal: bool) -> tuple[Any, ...]:
-    return out_BHMD, lse_BHM, None, None, out_BHMD.shape[2], num_keys, 0.0, is_causal, *_seeds(lse_BHM)  # no documents
+def _flash_arguments(
+    out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal: bool
+) -> tuple[Any, ...]:
+    return (
+        out_BHMD,
+        lse_BHM,
+        None,
+        None,
+        out_BHMD.shape[2],
+        num_keys,
+        0.0,
+        is_causal,
+        *_seeds(lse_BHM),
+    )  # no documents
 
 
-def _efficient_arguments(out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal: bool) -> tuple[Any, ...]:
-    if not torch.version.hip:  # the op reads lse in multiples of 32 rows; in added rows exp(s - inf) = 0
+def _efficient_arguments(
+    out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal: bool
+) -> tuple[Any, ...]:
+    if (
+        not torch.version.hip
+    ):  # the op reads lse in multiples of 32 rows; in added rows exp(s - inf) = 0
         lse_BHM = pad(lse_BHM, (0, -lse_BHM.shape[2] % 32), value=torch.inf)
     wanted = [True, True, True, False]
     return None, out_BHMD, lse_BHM, *_seeds(lse_BHM), 0.0, wanted, is_causal
 
 
-def _cudnn_arguments(out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal: bool) -> tuple[Any, ...]:
+def _cudnn_arguments(
+    out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal: bool
+) -> tuple[Any, ...]:
     sizes = (None, None, None, out_BHMD.shape[2], num_keys)  # no bias, no documents
     return out_BHMD, lse_BHM.unsqueeze(-1), *_seeds(lse_BHM), *sizes, 0.0, is_causal
 
 
 def _seeds(like: Tensor) -> list[Tensor]:
-    return [like.new_empty((), dtype=torch.int64)] * 2  # dropout's: the op asks for them, and never reads them
+    return [
+        like.new_empty((), dtype=torch.int64)
+    ] * 2  # dropout's: the op asks for them, and never reads them
 
 
 _SM80 = dict.fromkeys((torch.bfloat16, torch.float16), (8, 0))

@@ -33,7 +33,9 @@ def why_not(query: Tensor) -> str | None:
         return f"serves CUDA tensors, got {query.device}"
     if query.dtype not in DTYPES:
         return f"serves {', '.join(map(str, DTYPES))}, got {query.dtype}"
-    if torch.compiler.is_compiling():  # the compiler cannot trace torch's switches; the call itself will ask again
+    if (
+        torch.compiler.is_compiling()
+    ):  # the compiler cannot trace torch's switches; the call itself will ask again
         return None
     # The tile has a fixed length, not this rank's, so that either all ranks refuse a call or none does.
     q_BHMD = query.transpose(1, 2)
@@ -45,12 +47,17 @@ def ops(query: Tensor) -> dict[str, str | None]:
     """As `contract.py` says. An active FlashAttention is named: "flash, FA3"."""
     q_BHMD, active = query.transpose(1, 2), current_flash_attention_impl()
     against = _against(_tile(q_BHMD, q_BHMD))
-    return {f"{name}, {active}" if name == "flash" and active else name: reason for name, reason in against.items()}
+    return {
+        f"{name}, {active}" if name == "flash" and active else name: reason
+        for name, reason in against.items()
+    }
 
 
 def _tile(q_BHMD: Tensor, k_BGLD: Tensor) -> TileFacts:
     batch, num_heads, num_rows, head_dim = q_BHMD.shape
-    return TileFacts(q_BHMD.dtype, q_BHMD.device, batch, num_heads, num_rows, k_BGLD.shape[2], head_dim)
+    return TileFacts(
+        q_BHMD.dtype, q_BHMD.device, batch, num_heads, num_rows, k_BGLD.shape[2], head_dim
+    )
 
 
 def _against(tile: TileFacts) -> dict[str, str | None]:
@@ -91,7 +98,9 @@ def _prepared(q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor) -> tuple[str, Tens
     return name, q, k, v
 
 
-def forward(q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def forward(
+    q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     num_rows, head_dim = q_BHMD.shape[2:]
     name, q, k, v = _prepared(q_BHMD, k_BGLD, v_BGLD)
     op = getattr(aten, f"_scaled_dot_product_{name}_attention")
@@ -105,12 +114,16 @@ def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor,
     head_dim, (num_kv_heads, num_keys) = rows.query.shape[3], rows.key.shape[1:3]
     if rows.dlse is not None:
         width = num_columns(rows.query.dtype)
-        width += -(head_dim + width) % (16 // rows.query.element_size())  # aligned, so that nothing is padded twice
+        width += -(head_dim + width) % (
+            16 // rows.query.element_size()
+        )  # aligned, so that nothing is padded twice
         rows = with_dlse_columns(rows, width)
     name, q, k, v = _prepared(rows.query, rows.key, rows.value)
     dout, out = map(_aligned, (rows.dout, rows.out))
     if not OPS[name].takes_strides:
-        dout, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, out))  # as (B, M, H, D)
+        dout, out = (
+            x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, out)
+        )  # as (B, M, H, D)
     op = getattr(aten, f"_scaled_dot_product_{name}_attention_backward")
     arguments = OPS[name].backward_arguments(out, rows.lse.contiguous(), num_keys, is_causal)
     dq, dk, dv = (grad[..., :head_dim] for grad in op(dout, q, k, v, *arguments, scale=scale)[:3])

@@ -9,15 +9,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import dilated_attention
-from ..attention.validate import autocast, check_objects
+from ..attention.validate import (
+    autocast,
+    check_heads,
+    check_objects,
+    check_tensor,
+    is_integral,
+    valid_lengths,
+)
 from ..pattern import DilatedPattern
 from ..plan.job import held_heads
 from ..ranks.call import validate_cu_seqlens
 from ..ranks.context import ContextParallel, called_by, refuse
 from ..ranks.handshake import RefusedError
 from ..run.dilated_cache import DilatedCache
-from .checks import check_heads, check_tensor, is_integral, valid_lengths
-from .rotary import RotaryTable, document_positions, positions_on_ranks, rotary_base, rotary_table, rotate
+from .rotary import (
+    RotaryTable,
+    document_positions,
+    positions_on_ranks,
+    rotary_base,
+    rotary_table,
+    rotate,
+)
 
 Heads = tuple[Tensor, Tensor, Tensor]  # query (B, N, H, D), key and value (B, N, G, D)
 
@@ -71,9 +84,13 @@ class MultiheadDilatedAttention(nn.Module):
         check_objects(pattern, parallel, backend)
         pattern.check_heads(num_heads, num_kv_heads)
         if dropout != 0.0:
-            raise ValueError(f"dropout={dropout!r}: attention dropout is not supported; pass dropout=0.0")
+            raise ValueError(
+                f"dropout={dropout!r}: attention dropout is not supported; pass dropout=0.0"
+            )
         if batch_first is not True:
-            raise ValueError(f"batch_first={batch_first!r}: inputs are (batch, positions, embed_dim); pass True")
+            raise ValueError(
+                f"batch_first={batch_first!r}: inputs are (batch, positions, embed_dim); pass True"
+            )
         for name, switch in (("bias", bias), ("sub_layernorm", sub_layernorm)):
             if not isinstance(switch, bool):
                 raise ValueError(f"{name} must be True or False, got {switch!r}")
@@ -87,7 +104,9 @@ class MultiheadDilatedAttention(nn.Module):
         held_heads(num_held, ratio, self.heads_held, num_heads)  # for its errors
         if sub_layernorm and num_held < num_heads:
             some = f"heads_held={heads_held} are {num_held} of them: leave out one of the two"
-            raise ValueError(f"sub_layernorm=True takes its mean over all {num_heads} heads, and {some}")
+            raise ValueError(
+                f"sub_layernorm=True takes its mean over all {num_heads} heads, and {some}"
+            )
         # nn.TransformerEncoderLayer reads these two, and must not bypass this attention by its fast path.
         self.batch_first = True
         self._qkv_same_embed_dim = False
@@ -95,12 +114,18 @@ class MultiheadDilatedAttention(nn.Module):
         held_dim, kv_dim = num_held * self.head_dim, num_held // ratio * self.head_dim
         self._split_sizes = (held_dim, kv_dim, kv_dim)
         num_rows = sum(self._split_sizes)
-        self.in_proj_weight = nn.Parameter(torch.empty(num_rows, embed_dim, device=device, dtype=dtype))
-        in_proj_bias = nn.Parameter(torch.empty(num_rows, device=device, dtype=dtype)) if bias else None
+        self.in_proj_weight = nn.Parameter(
+            torch.empty(num_rows, embed_dim, device=device, dtype=dtype)
+        )
+        in_proj_bias = (
+            nn.Parameter(torch.empty(num_rows, device=device, dtype=dtype)) if bias else None
+        )
         self.register_parameter("in_proj_bias", in_proj_bias)
         has_bias = bias and self.heads_held.start == 0
         self.out_proj = nn.Linear(held_dim, embed_dim, bias=has_bias, device=device, dtype=dtype)
-        self.sub_layernorm = nn.LayerNorm(embed_dim, device=device, dtype=dtype) if sub_layernorm else None
+        self.sub_layernorm = (
+            nn.LayerNorm(embed_dim, device=device, dtype=dtype) if sub_layernorm else None
+        )
         self.share(parallel)
         self.reset_parameters()
 
@@ -124,7 +149,9 @@ class MultiheadDilatedAttention(nn.Module):
     def held(self, heads: range) -> "MultiheadDilatedAttention":
         """A module that holds some of this module's query heads, with copies of the parameters' rows and columns."""
         if len(self.heads_held) < self.num_heads:
-            raise ValueError(f"this module has {self.heads_held} of {self.num_heads} heads: take heads of a whole one")
+            raise ValueError(
+                f"this module has {self.heads_held} of {self.num_heads} heads: take heads of a whole one"
+            )
         weight = self.in_proj_weight
         module = MultiheadDilatedAttention(
             *(self.embed_dim, self.num_heads, self.pattern),
@@ -153,7 +180,9 @@ class MultiheadDilatedAttention(nn.Module):
     def extra_repr(self) -> str:
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
         others = "" if self.backend == "auto" else f", backend={self.backend!r}"
-        others += "" if len(self.heads_held) == self.num_heads else f", heads_held={self.heads_held}"
+        others += (
+            "" if len(self.heads_held) == self.num_heads else f", heads_held={self.heads_held}"
+        )
         return f"embed_dim={self.embed_dim}, {heads}, rotary_base={self.rotary_base}, pattern={self.pattern}{others}"
 
     def forward(
@@ -247,19 +276,31 @@ class MultiheadDilatedAttention(nn.Module):
             places = document_positions(query_BNE.shape[1], cu_seqlens, query_BNE.device)
         return self.rotary_table(places.to(query_BNE.device))
 
-    def _heads(self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, table: RotaryTable | None) -> Heads:
+    def _heads(
+        self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, table: RotaryTable | None
+    ) -> Heads:
         """query, key and value of all heads, (B, N, H or G, D), rotated."""
         if query_BNE is key_BNE and key_BNE is value_BNE:
-            projected = F.linear(query_BNE, self.in_proj_weight, self.in_proj_bias).split(self._split_sizes, dim=-1)
+            projected = F.linear(query_BNE, self.in_proj_weight, self.in_proj_bias).split(
+                self._split_sizes, dim=-1
+            )
         else:
             weights = self.in_proj_weight.split(self._split_sizes)
-            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(self._split_sizes)
+            biases = (
+                (None,) * 3
+                if self.in_proj_bias is None
+                else self.in_proj_bias.split(self._split_sizes)
+            )
             projected = tuple(map(F.linear, (query_BNE, key_BNE, value_BNE), weights, biases))
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
         return (q, k, v) if table is None else (rotate(q, table), rotate(k, table), v)
 
     def _attend(
-        self, heads: Heads, cu_seqlens: Tensor | None, cache: DilatedCache | None = None, lengths: Tensor | None = None
+        self,
+        heads: Heads,
+        cu_seqlens: Tensor | None,
+        cache: DilatedCache | None = None,
+        lengths: Tensor | None = None,
     ) -> Tensor:
         """The attention and `subln`, between the projections."""
         with called_by(self.parallel, self._number):
@@ -278,7 +319,12 @@ class MultiheadDilatedAttention(nn.Module):
         return out_BNE if self.sub_layernorm is None else self.sub_layernorm(out_BNE)
 
     def _forward_padded(
-        self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, mask_BN: Tensor, table: RotaryTable | None
+        self,
+        query_BNE: Tensor,
+        key_BNE: Tensor,
+        value_BNE: Tensor,
+        mask_BN: Tensor,
+        table: RotaryTable | None,
     ) -> Tensor:
         batch, num_positions, _ = query_BNE.shape
         lengths_B = valid_lengths(mask_BN, batch, num_positions)
@@ -292,10 +338,14 @@ class MultiheadDilatedAttention(nn.Module):
         query_1TE = packed(query_BNE)
         key_1TE = query_1TE if key_BNE is query_BNE else packed(key_BNE)
         value_1TE = key_1TE if value_BNE is key_BNE else packed(value_BNE)
-        cu_seqlens = borders if len(rows_T) else None  # without a valid position there is no document
+        cu_seqlens = (
+            borders if len(rows_T) else None
+        )  # without a valid position there is no document
         table = None if table is None else table.of_rows(rows_T % num_positions)
         out_1TE = self._attend(self._heads(query_1TE, key_1TE, value_1TE, table), cu_seqlens)
-        out_flat = out_1TE.new_zeros(batch * num_positions, out_1TE.shape[-1]).index_copy(0, rows_T, out_1TE[0])
+        out_flat = out_1TE.new_zeros(batch * num_positions, out_1TE.shape[-1]).index_copy(
+            0, rows_T, out_1TE[0]
+        )
         return self.out_proj(out_flat.unflatten(0, (batch, num_positions)))
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -303,7 +353,9 @@ class MultiheadDilatedAttention(nn.Module):
             check_tensor(name, x)
             if x.dim() != 3 or x.shape[-1] != self.embed_dim:
                 text = f"{name} has shape {tuple(x.shape)}, not (batch, positions, embed_dim={self.embed_dim})"
-                raise ValueError(text + ("; add a batch dim with unsqueeze(0)" if x.dim() == 2 else ""))
+                raise ValueError(
+                    text + ("; add a batch dim with unsqueeze(0)" if x.dim() == 2 else "")
+                )
         if not query.shape == key.shape == value.shape:
             raise ValueError(
                 f"query, key and value have shapes {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}: "
@@ -311,30 +363,46 @@ class MultiheadDilatedAttention(nn.Module):
             )
 
     def _check_masks(
-        self, need_weights: bool, attn_mask: Tensor | None, is_causal: bool | None, key_padding_mask: Tensor | None
+        self,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        is_causal: bool | None,
+        key_padding_mask: Tensor | None,
     ) -> None:
         if need_weights:
-            raise ValueError("need_weights=True: the attention weights are never formed; pass need_weights=False")
+            raise ValueError(
+                "need_weights=True: the attention weights are never formed; pass need_weights=False"
+            )
         if attn_mask is not None:
             check_tensor("attn_mask", attn_mask)
             remedy = "pass attn_mask=None, with is_causal=True in the pattern for a causal mask"
             shape = tuple(attn_mask.shape)
-            raise ValueError(f"attn_mask of shape {shape}: the pattern decides who attends whom; {remedy}")
+            raise ValueError(
+                f"attn_mask of shape {shape}: the pattern decides who attends whom; {remedy}"
+            )
         if is_causal is not None and not isinstance(is_causal, bool):
             raise ValueError(f"is_causal must be True, False or None, got {is_causal!r}")
         if is_causal and not self.pattern.is_causal:
-            raise ValueError("is_causal=True, but the pattern has is_causal=False: leave it out, or change the pattern")
+            raise ValueError(
+                "is_causal=True, but the pattern has is_causal=False: leave it out, or change the pattern"
+            )
         if key_padding_mask is None:
             return
         check_tensor("key_padding_mask", key_padding_mask)
         if self.parallel is not None:
-            raise ValueError("key_padding_mask and parallel: a padded batch cannot be sharded; pack it with cu_seqlens")
+            raise ValueError(
+                "key_padding_mask and parallel: a padded batch cannot be sharded; pack it with cu_seqlens"
+            )
 
-    def _check_positions(self, positions: Tensor | RotaryTable | None, x: Tensor, cache: DilatedCache | None) -> None:
+    def _check_positions(
+        self, positions: Tensor | RotaryTable | None, x: Tensor, cache: DilatedCache | None
+    ) -> None:
         if positions is None:
             return
         if self.rotary_base is None:
-            raise ValueError("positions were passed, but only rotary embeddings read them: construct with rotary=True")
+            raise ValueError(
+                "positions were passed, but only rotary embeddings read them: construct with rotary=True"
+            )
         if isinstance(positions, RotaryTable):
             positions.check(x.shape[:2], self.head_dim, self.rotary_base)
             return
@@ -347,9 +415,13 @@ class MultiheadDilatedAttention(nn.Module):
         if positions.shape != x.shape[1:2]:
             needed = f"({x.shape[1]},), one for each row of this rank"
             remedy = "ContextParallel.positions(seq_len, cu_seqlens) has them"
-            raise ValueError(f"positions have shape {tuple(positions.shape)}, the inputs need {needed}: {remedy}")
+            raise ValueError(
+                f"positions have shape {tuple(positions.shape)}, the inputs need {needed}: {remedy}"
+            )
         if not is_integral(positions):
-            raise ValueError(f"positions have dtype {positions.dtype}: pass integers, as torch.arange makes them")
+            raise ValueError(
+                f"positions have dtype {positions.dtype}: pass integers, as torch.arange makes them"
+            )
 
     def _check_documents(
         self,
@@ -361,17 +433,23 @@ class MultiheadDilatedAttention(nn.Module):
     ) -> None:
         """What must be checked before `_table` reads cu_seqlens or a cache. `dilated_attention` checks the rest."""
         if cu_seqlens is not None and mask is not None:
-            raise ValueError("key_padding_mask and cu_seqlens both describe the documents: pass one of them")
+            raise ValueError(
+                "key_padding_mask and cu_seqlens both describe the documents: pass one of them"
+            )
         if cu_seqlens is not None:
             validate_cu_seqlens(cu_seqlens, query.shape[0])
         if mask is not None and not (cache is None and lengths is None):
-            raise ValueError("key_padding_mask and cache: say with lengths, (B,) integers, how many rows are valid")
+            raise ValueError(
+                "key_padding_mask and cache: say with lengths, (B,) integers, how many rows are valid"
+            )
         if cache is None:
             return
         if not isinstance(cache, DilatedCache):
             raise ValueError(f"cache must be a DilatedCache or None, got {cache!r}")
         if cache.batch != query.shape[0]:
-            raise ValueError(f"the cache was made for batch {cache.batch}, and the call has {query.shape[0]}")
+            raise ValueError(
+                f"the cache was made for batch {cache.batch}, and the call has {query.shape[0]}"
+            )
         if self.parallel is not None:
             raise ValueError(
                 "cache and parallel: a cache is of one device; use a module with parallel=None and the same "

@@ -34,7 +34,9 @@ class RotaryTable:
         if found != needed or (batch and batch != [rows[0]]):
             text = "{} rows of head_dim={} with base {}" + " of a batch of {}" * len(batch)
             found_text, needed_text = text.format(*found, *batch), text.format(*needed, rows[0])
-            raise ValueError(f"positions are a RotaryTable for {found_text}, the inputs need one for {needed_text}")
+            raise ValueError(
+                f"positions are a RotaryTable for {found_text}, the inputs need one for {needed_text}"
+            )
 
 
 def rotary_table(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> RotaryTable:
@@ -42,7 +44,9 @@ def rotary_table(positions: Tensor, head_dim: int, base: float, dtype: torch.dty
 
     Angles are float64: in float32 an angle at position 10^6 is off by 0.06, and two positions beyond 2^24 share one.
     """
-    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
+    exponents = (
+        torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim
+    )
     angles_ND = positions.to(torch.float64)[..., None] * base**-exponents
     return RotaryTable(angles_ND.cos().to(dtype), angles_ND.sin().to(dtype), base)
 
@@ -51,21 +55,29 @@ def rotate(x_BNHD: Tensor, table: RotaryTable) -> Tensor:
     """Rotate the pairs (x[i], x[i + D/2]) by their angles, in the table's dtype. The result has x's dtype."""
     first, second = x_BNHD.to(table.cos_ND.dtype).chunk(2, dim=-1)
     cos, sin = table.cos_ND.unsqueeze(-2), table.sin_ND.unsqueeze(-2)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BNHD.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
+        x_BNHD.dtype
+    )
 
 
 def rotary_base(rotary: bool | float, head_dim: int) -> float | None:
     if rotary is False:
         return None
     if head_dim % 2:
-        raise ValueError(f"rotary with head_dim={head_dim}: rotary embeddings rotate pairs, the head dim must be even")
+        raise ValueError(
+            f"rotary with head_dim={head_dim}: rotary embeddings rotate pairs, the head dim must be even"
+        )
     if rotary is not True and not (is_finite_number(rotary) and rotary > 1):
         true = f"{DEFAULT_ROTARY_BASE:,.0f}"
-        raise ValueError(f"rotary={rotary!r}: the base must be a finite number greater than 1; True means {true}")
+        raise ValueError(
+            f"rotary={rotary!r}: the base must be a finite number greater than 1; True means {true}"
+        )
     return DEFAULT_ROTARY_BASE if rotary is True else float(rotary)
 
 
-def document_positions(num_positions: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
+def document_positions(
+    num_positions: int, cu_seqlens: Tensor | None, device: torch.device
+) -> Tensor:
     """0, 1, ... within each packed document, (N,) int64, of a sequence that one device holds."""
     positions_N = torch.arange(num_positions, device=device)
     if cu_seqlens is None:
@@ -78,7 +90,10 @@ def _run_positions(x: Tensor, cu_seqlens: Tensor | None, parallel: str) -> Tenso
     """The positions of this rank's rows in their documents, (N,) int64 on the CPU. An op, because it sends messages."""
     ranks = context_named(parallel).ranks
     borders = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
-    fields: dict[str, object] = {"call": "positions of MultiheadDilatedAttention", "cu_seqlens": borders}
+    fields: dict[str, object] = {
+        "call": "positions of MultiheadDilatedAttention",
+        "cu_seqlens": borders,
+    }
     return ranks.positions(ranks.handshake(x.shape[1], fields), borders)
 
 

@@ -22,7 +22,9 @@ class Mapped(NamedTuple):
 class CheckedLoading(nn.Module):
     """A module that loads all of a state dict or nothing."""
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """torch's `load_state_dict`, but all is checked before anything changes.
 
         Raises:
@@ -30,9 +32,13 @@ class CheckedLoading(nn.Module):
                 the model's dtype. With strict=True also for missing and unknown names.
         """
         if not isinstance(state_dict, Mapping):
-            raise ValueError(f"state_dict must be a dict of tensors by name, got a {type(state_dict).__name__}.")
+            raise ValueError(
+                f"state_dict must be a dict of tensors by name, got a {type(state_dict).__name__}."
+            )
         if failure := _failure(self, state_dict, strict):
-            raise ValueError(f"the weights do not fit this {type(self).__name__}, which is unchanged: {failure}.")
+            raise ValueError(
+                f"the weights do not fit this {type(self).__name__}, which is unchanged: {failure}."
+            )
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 
@@ -64,7 +70,9 @@ def _why_not(x: Any, parameter: Tensor) -> str | None:
         return f"is {tuple(x.shape)}, expected {expected}"
     if not x.is_floating_point() or x.layout != torch.strided or x.is_meta:
         return f"has {x.layout} and {x.dtype} on {x.device}, expected floating numbers"
-    return None if x.to(parameter.dtype).isfinite().all() else f"holds NaN or inf as {parameter.dtype}"
+    return (
+        None if x.to(parameter.dtype).isfinite().all() else f"holds NaN or inf as {parameter.dtype}"
+    )
 
 
 def _listed(texts: list[str], between: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..layers.checks import is_integral
+from ..attention.validate import is_integral
 from ..plan.sharding import Shard, Span, check_documents
 from ..ranks.call import validate_cu_seqlens
 from ..ranks.context import ContextParallel
@@ -49,11 +49,18 @@ class Documents:
     @property
     def last_rows(self) -> list[int]:
         """The local rows that hold the last position of a document."""
-        return [span.row + len(span.positions) - 1 for span in self.spans if span.positions.stop == span.length]
+        return [
+            span.row + len(span.positions) - 1
+            for span in self.spans
+            if span.positions.stop == span.length
+        ]
 
     def positions(self) -> Tensor:
         """The position of each of this rank's rows within its document, (N,) int64 on the CPU."""
-        ranges = [torch.arange(span.positions.start, span.positions.stop, device="cpu") for span in self.spans]
+        ranges = [
+            torch.arange(span.positions.start, span.positions.stop, device="cpu")
+            for span in self.spans
+        ]
         return torch.cat([torch.arange(0, device="cpu"), *ranges])
 
 

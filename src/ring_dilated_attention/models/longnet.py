@@ -51,7 +51,9 @@ class FeedForward(nn.Module):
 class LongNetBlock(nn.Module):
     """x + attention(ln(x)), then x + ffn(ln(x)), each with a sub-LayerNorm inside (MAGNETO, arXiv 2210.06423)."""
 
-    def __init__(self, config: LongNetConfig, parallel: ContextParallel | None, backend: str) -> None:
+    def __init__(
+        self, config: LongNetConfig, parallel: ContextParallel | None, backend: str
+    ) -> None:
         super().__init__()
         self.attention_layernorm = nn.LayerNorm(config.embed_dim)
         self.attention = MultiheadDilatedAttention(
@@ -77,7 +79,13 @@ class LongNetBlock(nn.Module):
     ) -> Tensor:
         normed = self.attention_layernorm(x_BNE)
         attended, _ = self.attention(
-            normed, normed, normed, positions=table, cu_seqlens=cu_seqlens, cache=cache, lengths=lengths
+            normed,
+            normed,
+            normed,
+            positions=table,
+            cu_seqlens=cu_seqlens,
+            cache=cache,
+            lengths=lengths,
         )
         x_BNE = x_BNE + attended
         return x_BNE + self.ffn(self.ffn_layernorm(x_BNE))
@@ -112,7 +120,9 @@ class LongNetLM(nn.Module):
         self.parallel = parallel
         self.activation_checkpointing = activation_checkpointing
         self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)
-        self.blocks = nn.ModuleList(LongNetBlock(config, parallel, backend) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(
+            LongNetBlock(config, parallel, backend) for _ in range(config.num_layers)
+        )
         self.final_layernorm = nn.LayerNorm(config.embed_dim)
         self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=False)
         self.reset_parameters()
@@ -145,11 +155,18 @@ class LongNetLM(nn.Module):
         documents = self._agree(tokens_BN, cu_seqlens)
         return self.head(self._hidden(tokens_BN, documents, cu_seqlens))
 
-    def make_caches(self, batch: int, *, max_len: int | None = None, keep: int = 0) -> list[DilatedCache]:
+    def make_caches(
+        self, batch: int, *, max_len: int | None = None, keep: int = 0
+    ) -> list[DilatedCache]:
         """A cache for each layer, for `append`. The arguments are those of `DilatedCache`."""
-        return [block.attention.make_cache(batch, max_len=max_len, keep=keep) for block in self.each_block()]
+        return [
+            block.attention.make_cache(batch, max_len=max_len, keep=keep)
+            for block in self.each_block()
+        ]
 
-    def append(self, tokens_BN: Tensor, caches: Sequence[DilatedCache], lengths: Tensor | None = None) -> Tensor:
+    def append(
+        self, tokens_BN: Tensor, caches: Sequence[DilatedCache], lengths: Tensor | None = None
+    ) -> Tensor:
         """Append tokens to caches. Returns their final hidden states (B, N, E), from which `head` computes logits.
 
         Args:
@@ -157,9 +174,13 @@ class LongNetLM(nn.Module):
             lengths: (B,) how many of its N tokens each batch entry appends; the rest is padding.
         """
         if self.parallel is not None:
-            raise ValueError("caches are of one device: make this model with parallel=None and the same parameters.")
+            raise ValueError(
+                "caches are of one device: make this model with parallel=None and the same parameters."
+            )
         if len(caches) != len(self.blocks):
-            raise ValueError(f"{len(caches)} caches for {len(self.blocks)} layers: each has its own; use make_caches.")
+            raise ValueError(
+                f"{len(caches)} caches for {len(self.blocks)} layers: each has its own; use make_caches."
+            )
         if failure := why_no_tokens(tokens_BN, "vocab_size", self.config.vocab_size):
             raise ValueError(failure)
         positions = caches[0].next_positions(tokens_BN.shape[1])
@@ -197,11 +218,16 @@ class LongNetLM(nn.Module):
         Raises:
             ValueError: before the first token, for bad arguments; at any token, for logits that are NaN or inf.
         """
-        return generate(self, tokens, max_new_tokens, Sampling(temperature, top_k, top_p, seed, stop), caches)
+        return generate(
+            self, tokens, max_new_tokens, Sampling(temperature, top_k, top_p, seed, stop), caches
+        )
 
     @staticmethod
     def from_run(
-        folder: str | Path, *, device: torch.device | str | None = None, parallel: ContextParallel | None = None
+        folder: str | Path,
+        *,
+        device: torch.device | str | None = None,
+        parallel: ContextParallel | None = None,
     ) -> "LongNetLM":
         """The model of a run of `rda train`, from its newest checkpoint. A ValueError if it has none to be read."""
         try:
@@ -209,7 +235,9 @@ class LongNetLM(nn.Module):
 
             from .rank_files import read_shards
         except ImportError as error:
-            raise ValueError("runs need safetensors: pip install 'ring-dilated-attention[train]'") from error
+            raise ValueError(
+                "runs need safetensors: pip install 'ring-dilated-attention[train]'"
+            ) from error
         checkpoint = newest_checkpoint(Path(folder))
         try:
             state = check_whole(checkpoint)
@@ -240,7 +268,9 @@ class LongNetLM(nn.Module):
                 "over is for a model whose ranks share sequences: make it with parallel=ContextParallel(...)."
             )
         documents = self._agree(tokens_BN, cu_seqlens)
-        num_labels = tokens_BN.shape[0] * sum(stop - start - 1 for start, stop in pairwise(documents.borders))
+        num_labels = tokens_BN.shape[0] * sum(
+            stop - start - 1 for start, stop in pairwise(documents.borders)
+        )
         if num_labels < 1:
             raise ValueError(
                 f"tokens of shape {tuple(tokens_BN.shape)} on this rank, {documents.borders[-1]} positions over all "
@@ -250,7 +280,9 @@ class LongNetLM(nn.Module):
         hidden_BNE = self._hidden(tokens_BN, documents, cu_seqlens)
         num_rows = loss_slice_rows(self.config.vocab_size)
         # On a rank without positions the sum is 0, and connected to every parameter.
-        local_sum = sum_in_slices(partial(self._cross_entropy, reduction="sum"), hidden_BNE, labels_BN, num_rows)
+        local_sum = sum_in_slices(
+            partial(self._cross_entropy, reduction="sum"), hidden_BNE, labels_BN, num_rows
+        )
         if self.parallel is not None:
             local_count = (labels_BN != IGNORED_LABEL).sum()
             return self.parallel.mean_loss(local_sum, local_count, over=over, step_count=step_count)
@@ -276,7 +308,9 @@ class LongNetLM(nn.Module):
         table = next(self.each_block()).attention.rotary_table(positions)
         x_BNE = self.embedding(tokens_BN.long())
         for block in self.blocks:
-            x_BNE = run_layer(block, x_BNE, table, cu_seqlens, recompute=self.activation_checkpointing)
+            x_BNE = run_layer(
+                block, x_BNE, table, cu_seqlens, recompute=self.activation_checkpointing
+            )
         return self.final_layernorm(x_BNE)
 
     def _cross_entropy(self, hidden_TE: Tensor, labels_T: Tensor, reduction: str) -> Tensor:
@@ -329,7 +363,9 @@ class NextTokenLoss(nn.Module):
         return self.model.loss(tokens_BN, cu_seqlens, over=over, step_count=step_count)
 
 
-def shift_left(parallel: ContextParallel, x: Tensor, fill: int, documents: tuple[int, ...] | None = None) -> Tensor:
+def shift_left(
+    parallel: ContextParallel, x: Tensor, fill: int, documents: tuple[int, ...] | None = None
+) -> Tensor:
     """For each position of x (B, N_local) the integer at the next position, which may be another rank's.
 
     The last position of the sequence gets `fill`.
@@ -344,7 +380,9 @@ def shift_left(parallel: ContextParallel, x: Tensor, fill: int, documents: tuple
         failure = f"shift_left takes integers (batch, N), got {got}"
     batch, length = (0, 0) if failure else x.shape
     with ranks.turn:
-        lengths = ranks.handshake(length, {"call": "shift_left", "batch": batch, "fill": fill}, failure)
+        lengths = ranks.handshake(
+            length, {"call": "shift_left", "batch": batch, "fill": fill}, failure
+        )
         shards = ranks.shards(lengths, documents)
         shard = shards[ranks.rank]
         with ranks.all_or_none():

@@ -6,7 +6,14 @@ from typing import Any
 from ..pattern import DilatedPattern, is_finite_number, is_integer
 
 # The fields that are hyperparameters of `rda train` too.
-OF_A_RUN = ("segment_lengths", "dilation_rates", "num_layers", "embed_dim", "num_heads", "num_kv_heads")
+OF_A_RUN = (
+    "segment_lengths",
+    "dilation_rates",
+    "num_layers",
+    "embed_dim",
+    "num_heads",
+    "num_kv_heads",
+)
 
 
 @dataclass(frozen=True)
@@ -34,27 +41,42 @@ class LongNetConfig:
     heads: str = "all"
 
     def __post_init__(self) -> None:
-        pattern = self.pattern  # refuses bad branches; JSON gives lists, the pattern makes tuples of them
+        pattern = (
+            self.pattern
+        )  # refuses bad branches; JSON gives lists, the pattern makes tuples of them
         object.__setattr__(self, "segment_lengths", pattern.segment_lengths)
         object.__setattr__(self, "dilation_rates", pattern.dilation_rates)
-        defaults = {"num_kv_heads": "; None means num_heads", "ffn_dim": "; None means 4 * embed_dim"}
+        defaults = {
+            "num_kv_heads": "; None means num_heads",
+            "ffn_dim": "; None means 4 * embed_dim",
+        }
         for name in ("vocab_size", "num_layers", "embed_dim", "num_heads", *defaults):
             number = getattr(self, name)
             if not (number is None and name in defaults) and (not is_integer(number) or number < 1):
-                raise ValueError(f"{name}={number!r} must be an integer of at least 1{defaults.get(name, '')}.")
+                raise ValueError(
+                    f"{name}={number!r} must be an integer of at least 1{defaults.get(name, '')}."
+                )
         if self.embed_dim % self.num_heads or (self.embed_dim // self.num_heads) % 2:
             raise ValueError(
                 f"embed_dim={self.embed_dim} over num_heads={self.num_heads} is a head dim of "
                 f"{self.embed_dim / self.num_heads:g}: it must be an even integer (rotary embeddings rotate pairs)."
             )
         if not is_finite_number(self.rotary_base) or self.rotary_base <= 1:
-            raise ValueError(f"rotary_base={self.rotary_base!r} must be a finite number greater than 1.")
-        pattern.check_heads(self.num_heads, self.num_heads if self.num_kv_heads is None else self.num_kv_heads)
+            raise ValueError(
+                f"rotary_base={self.rotary_base!r} must be a finite number greater than 1."
+            )
+        pattern.check_heads(
+            self.num_heads, self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        )
 
     @property
     def pattern(self) -> DilatedPattern:
         return DilatedPattern(
-            self.segment_lengths, self.dilation_rates, is_causal=True, phase=self.phase, heads=self.heads
+            self.segment_lengths,
+            self.dilation_rates,
+            is_causal=True,
+            phase=self.phase,
+            heads=self.heads,
         )
 
     @classmethod

@@ -115,14 +115,21 @@ class LongNetViT(CheckedLoading):
         activation_checkpointing: Checkpointing = False,
     ) -> None:
         super().__init__()
-        sizes = {"in_chans": in_chans, "embed_dim": embed_dim, "depth": depth, "slide_ngrids": slide_ngrids}
+        sizes = {
+            "in_chans": in_chans,
+            "embed_dim": embed_dim,
+            "depth": depth,
+            "slide_ngrids": slide_ngrids,
+        }
         for name, size in sizes.items():
             if not is_integer(size) or size < 1:
                 raise ValueError(f"{name}={size!r} must be a whole number, at least 1.")
         tile_size = checked_size("tile_size", tile_size)
         mlp_ratio = checked_size("mlp_ratio", mlp_ratio)
         if embed_dim % 4:
-            raise ValueError(f"embed_dim={embed_dim} is not a multiple of 4: sin and cos of x and y take quarters.")
+            raise ValueError(
+                f"embed_dim={embed_dim} is not a multiple of 4: sin and cos of x and y take quarters."
+            )
         if parallel is not None and parallel.sharding != "contiguous":
             raise ValueError(
                 f"parallel has sharding={parallel.sharding!r}: make the ContextParallel with sharding='contiguous'."
@@ -142,8 +149,12 @@ class LongNetViT(CheckedLoading):
         self.global_pool = global_pool
         self.parallel = parallel
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
-        self.patch_embed = nn.ModuleDict({"proj": nn.Linear(in_chans, embed_dim)})  # under its published name
-        self.encoder = LongNetEncoder(config, parallel=parallel, activation_checkpointing=activation_checkpointing)
+        self.patch_embed = nn.ModuleDict(
+            {"proj": nn.Linear(in_chans, embed_dim)}
+        )  # under its published name
+        self.encoder = LongNetEncoder(
+            config, parallel=parallel, activation_checkpointing=activation_checkpointing
+        )
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.reset_parameters()
 
@@ -165,7 +176,9 @@ class LongNetViT(CheckedLoading):
         where tiles lie, but not the segments.
         """
         if not isinstance(name, str) or name not in PUBLISHED:
-            raise ValueError(f"there is no published size {name!r}; choose one of {tuple(PUBLISHED)}.")
+            raise ValueError(
+                f"there is no published size {name!r}; choose one of {tuple(PUBLISHED)}."
+            )
         return cls(
             *PUBLISHED[name],
             NUM_HEADS,
@@ -208,7 +221,9 @@ class LongNetViT(CheckedLoading):
         tokens_BNE = torch.cat((class_token, self._embed(x, coords)), 1)
         pool = partial(self._pool, num_tiles)
         if all_layer_embed:
-            states = self.encoder(tokens_BNE, collect=pool)  # so that the states of only one layer exist
+            states = self.encoder(
+                tokens_BNE, collect=pool
+            )  # so that the states of only one layer exist
         else:
             states = [pool(self.encoder(tokens_BNE))]
         pooled = torch.stack(states)
@@ -236,7 +251,9 @@ class LongNetViT(CheckedLoading):
     def _positions(self, cells: Tensor) -> Tensor:
         """(..., E): for y, then for x, [sin, cos] of cell * 10000^(-k / (E / 4)), k < E / 4, in the weights' dtype."""
         num_frequencies = self.cls_token.shape[-1] // 4
-        exponents = torch.arange(num_frequencies, dtype=torch.float64, device="cpu") / num_frequencies
+        exponents = (
+            torch.arange(num_frequencies, dtype=torch.float64, device="cpu") / num_frequencies
+        )
         angles = torch.arange(self.slide_ngrids, device="cpu")[:, None] * 10_000.0**-exponents
         table = torch.cat((angles.sin(), angles.cos()), 1).to(self.cls_token)
         x, y = cells.long().to(table.device).unbind(-1)
@@ -247,12 +264,18 @@ class LongNetViT(CheckedLoading):
         failure = why_not_dense(features=x, coords=coords) or self._shape_failure(x, coords)
         ranks = ALONE if self.parallel is None else self.parallel.ranks
         batch, num_own = (0, 0) if failure else x.shape[:2]
-        fields: dict[str, object] = {"call": "LongNetViT", "batch": batch, "all_layer_embed": all_layer_embed}
+        fields: dict[str, object] = {
+            "call": "LongNetViT",
+            "batch": batch,
+            "all_layer_embed": all_layer_embed,
+        }
         tile_counts = ranks.handshake(num_own, fields, failure)
         ranks.warn_of_uneven(tile_counts)
         ranks.expect_lengths((tile_counts[0] + 1, *tile_counts[1:]))  # the class token comes first
         if not sum(tile_counts):
-            raise ValueError(f"no tiles: features have shape {tuple(x.shape)}, and an empty slide has no embedding")
+            raise ValueError(
+                f"no tiles: features have shape {tuple(x.shape)}, and an empty slide has no embedding"
+            )
         failure = self._tile_failure(x, coords, sum(tile_counts[: ranks.rank]))
         ranks.handshake(num_own, {"call": "LongNetViT, its tiles"}, failure)
         for slide, coords_L2 in enumerate(coords):

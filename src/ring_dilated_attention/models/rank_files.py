@@ -18,8 +18,14 @@ def read_shards(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tenso
     found = {name: torch.empty_like(x, requires_grad=False) for name, x in like.items()}
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what no_dist asks for
-            load(dict(found), storage_reader=HuggingFaceStorageReader(str(checkpoint)), no_dist=True)
+            warnings.filterwarnings(
+                "ignore", "torch.distributed is disabled"
+            )  # that is what no_dist asks for
+            load(
+                dict(found), storage_reader=HuggingFaceStorageReader(str(checkpoint)), no_dist=True
+            )
     except CheckpointException as error:
-        raise ValueError(f"{checkpoint} cannot be read: {next(iter(error.failures.values()))[0]}") from error
+        raise ValueError(
+            f"{checkpoint} cannot be read: {next(iter(error.failures.values()))[0]}"
+        ) from error
     return found

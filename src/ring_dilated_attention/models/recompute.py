@@ -23,7 +23,9 @@ LOSS_SLICE_ROWS = 1024
 
 def check_checkpointing(value: Checkpointing) -> None:
     if not (isinstance(value, bool) or (isinstance(value, str) and value == "offload")):
-        raise ValueError(f'activation_checkpointing must be True, False or "offload", got {value!r}.')
+        raise ValueError(
+            f'activation_checkpointing must be True, False or "offload", got {value!r}.'
+        )
 
 
 def run_layer(layer: nn.Module, x: Tensor, *more: Any, recompute: Checkpointing) -> Tensor:
@@ -36,7 +38,9 @@ def run_layer(layer: nn.Module, x: Tensor, *more: Any, recompute: Checkpointing)
     host = save_on_cpu(pin_memory=x.is_cuda) if recompute == "offload" else None
     kept = save_attention if host is None else partial(offload_attention, host)
     with host or nullcontext():
-        return checkpoint(layer, x, *more, use_reentrant=False, preserve_rng_state=False, context_fn=kept)
+        return checkpoint(
+            layer, x, *more, use_reentrant=False, preserve_rng_state=False, context_fn=kept
+        )
 
 
 def offload_attention(host: save_on_cpu) -> tuple[Any, Any]:
@@ -74,13 +78,22 @@ def loss_slice_rows(vocab_size: int) -> int:
 
 
 def sum_in_slices(
-    loss: Callable[[Tensor, Tensor], Tensor], x_BNE: Tensor, labels_BN: Tensor, rows: int, *, is_random: bool = False
+    loss: Callable[[Tensor, Tensor], Tensor],
+    x_BNE: Tensor,
+    labels_BN: Tensor,
+    rows: int,
+    *,
+    is_random: bool = False,
 ) -> Tensor:
     """The sum of `loss(x_TE, labels_T)` over slices of T = `rows` rows, of which backward computes each again.
 
     is_random: the loss draws random numbers, and must draw the same ones again.
     """
     total = x_BNE.new_zeros((), dtype=torch.float32)
-    for hidden_and_labels in zip(x_BNE.flatten(0, 1).split(rows), labels_BN.flatten().split(rows), strict=True):
-        total = total + checkpoint(loss, *hidden_and_labels, use_reentrant=False, preserve_rng_state=is_random)
+    for hidden_and_labels in zip(
+        x_BNE.flatten(0, 1).split(rows), labels_BN.flatten().split(rows), strict=True
+    ):
+        total = total + checkpoint(
+            loss, *hidden_and_labels, use_reentrant=False, preserve_rng_state=is_random
+        )
     return total

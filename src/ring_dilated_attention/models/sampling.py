@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..layers.checks import is_integral
+from ..attention.validate import is_integral
 from ..pattern import is_finite_number, is_integer
 from ..plan.cache_plan import check_append
 from ..run.dilated_cache import DilatedCache
@@ -34,16 +34,34 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not is_finite_number(self.temperature) or self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature!r} must be 0 (the likeliest token) or a positive number.")
+            raise ValueError(
+                f"temperature={self.temperature!r} must be 0 (the likeliest token) or a positive number."
+            )
         if self.top_k is not None and (not is_integer(self.top_k) or self.top_k < 1):
-            raise ValueError(f"top_k={self.top_k!r} must be an integer of at least 1, or None for all tokens.")
+            raise ValueError(
+                f"top_k={self.top_k!r} must be an integer of at least 1, or None for all tokens."
+            )
         if self.top_p is not None and (not is_finite_number(self.top_p) or not 0 < self.top_p <= 1):
-            raise ValueError(f"top_p={self.top_p!r} must be above 0 and at most 1, or None for all tokens.")
-        if self.seed is not None and (not is_integer(self.seed) or not -(2**63) <= self.seed < 2**63):
-            raise ValueError(f"seed={self.seed!r} must be an integer of 64 bits, or None to draw anew each time.")
-        is_single = getattr(self.stop, "ndim", 1) == 0  # a tensor or array of 0 dims is a Collection, too
-        if is_single or not isinstance(self.stop, Collection) or not all(map(is_integer, self.stop)):
-            raise ValueError(f"stop={self.stop!r} must be integers, the tokens that end a row, as (10,); () for none.")
+            raise ValueError(
+                f"top_p={self.top_p!r} must be above 0 and at most 1, or None for all tokens."
+            )
+        if self.seed is not None and (
+            not is_integer(self.seed) or not -(2**63) <= self.seed < 2**63
+        ):
+            raise ValueError(
+                f"seed={self.seed!r} must be an integer of 64 bits, or None to draw anew each time."
+            )
+        is_single = (
+            getattr(self.stop, "ndim", 1) == 0
+        )  # a tensor or array of 0 dims is a Collection, too
+        if (
+            is_single
+            or not isinstance(self.stop, Collection)
+            or not all(map(is_integer, self.stop))
+        ):
+            raise ValueError(
+                f"stop={self.stop!r} must be integers, the tokens that end a row, as (10,); () for none."
+            )
 
     def generators(self, batch: int, device: torch.device) -> list[torch.Generator]:
         """One generator for each row, so that what a row draws does not depend on the others."""
@@ -74,7 +92,9 @@ class Sampling:
             falling_BV[:, self.top_k :] = -torch.inf
         weights_BV = falling_BV.softmax(-1)
         if self.top_p is not None:
-            likelier_BV = weights_BV.cumsum(-1) - weights_BV  # the probability of all likelier tokens
+            likelier_BV = (
+                weights_BV.cumsum(-1) - weights_BV
+            )  # the probability of all likelier tokens
             weights_BV = weights_BV.masked_fill(likelier_BV >= float(self.top_p), 0)
         return torch.zeros_like(weights_BV).scatter(-1, order_BV, weights_BV)
 
@@ -97,14 +117,20 @@ def generate(
     device, vocab_size = model.head.weight.device, model.config.vocab_size
     for token in sampling.stop:
         if not 0 <= token < vocab_size:
-            raise ValueError(f"stop has the token {token}, but the vocabulary goes from 0 to {vocab_size - 1}.")
+            raise ValueError(
+                f"stop has the token {token}, but the vocabulary goes from 0 to {vocab_size - 1}."
+            )
     prompts = prompts_of(tokens, vocab_size, device)
     lengths = [len(prompt) for prompt in prompts]
     batch = len(prompts)
     if caches is None:
         caches = model.make_caches(batch, max_len=max(lengths) + max_new_tokens)
-    if not isinstance(caches, Sequence) or not all(isinstance(cache, DilatedCache) for cache in caches):
-        raise ValueError(f"caches={reprlib.repr(caches)} must be those of make_caches, one for each layer.")
+    if not isinstance(caches, Sequence) or not all(
+        isinstance(cache, DilatedCache) for cache in caches
+    ):
+        raise ValueError(
+            f"caches={reprlib.repr(caches)} must be those of make_caches, one for each layer."
+        )
     for cache in caches:  # before any prompt is appended
         if cache.batch == batch:  # the layer refuses another batch size
             check_append(cache.plan, cache.position.tolist(), lengths)
@@ -113,7 +139,9 @@ def generate(
     has_stopped_B = torch.zeros(batch, dtype=torch.bool, device=device)
     stop = torch.tensor([int(token) for token in sampling.stop], dtype=torch.int64, device=device)
     for step in range(max_new_tokens):
-        logits_BV = model.head(hidden_BE).masked_fill(has_stopped_B[:, None], 0)  # any finite number would do
+        logits_BV = model.head(hidden_BE).masked_fill(
+            has_stopped_B[:, None], 0
+        )  # any finite number would do
         drawn_B = sampling.draw(logits_BV, generators)
         yield drawn_B.masked_fill(has_stopped_B, STOPPED)
         counts_B = None
@@ -126,7 +154,9 @@ def generate(
             hidden_BE = model.append(drawn_B[:, None], caches, counts_B)[:, 0]
 
 
-def prefill(model: "LongNetLM", tokens_BN: Tensor, lengths: Sequence[int], caches: Sequence[DilatedCache]) -> Tensor:
+def prefill(
+    model: "LongNetLM", tokens_BN: Tensor, lengths: Sequence[int], caches: Sequence[DilatedCache]
+) -> Tensor:
     """Append prompts of these lengths, slice by slice. Returns the hidden state of each prompt's last token, (B, E)."""
     last: dict[int, Tensor] = {}
     for start in range(0, max(lengths), PREFILL_SLICE):
@@ -161,10 +191,14 @@ def prompts_of(
         except (TypeError, ValueError, RuntimeError):
             tensor = torch.empty(0)
         if tensor.dim() != 1 or not len(tensor) or not is_integral(tensor):
-            raise ValueError(f"prompt {b} is {reprlib.repr(prompt)}, and not one or more integers. {remedy}")
+            raise ValueError(
+                f"prompt {b} is {reprlib.repr(prompt)}, and not one or more integers. {remedy}"
+            )
         tensor = tensor.long()
         low, high = tensor.aminmax()
         if low < 0 or high >= vocab_size:
-            raise ValueError(f"prompt {b} has tokens from {low} to {high}, but vocab_size={vocab_size}.")
+            raise ValueError(
+                f"prompt {b} has tokens from {low} to {high}, but vocab_size={vocab_size}."
+            )
         tensors.append(tensor)
     return tensors

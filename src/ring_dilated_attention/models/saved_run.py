@@ -37,7 +37,9 @@ def find_checkpoint(run_folder: Path) -> Path | None:
 def newest_checkpoint(run_folder: Path, option: str = "") -> Path:
     if (found := find_checkpoint(run_folder)) is None:
         given = f"{option} {run_folder}".strip()
-        raise ValueError(f"{given}: there is no checkpoint in this folder; pass the folder of a run of rda train")
+        raise ValueError(
+            f"{given}: there is no checkpoint in this folder; pass the folder of a run of rda train"
+        )
     return found
 
 
@@ -98,4 +100,7 @@ def digest(content: dict[str, Any]) -> str:
 def identity(path: Path) -> dict[str, Any]:
     """The size and digest of a file."""
     with open(path, "rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return {
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+        }

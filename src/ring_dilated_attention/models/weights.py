@@ -51,10 +51,16 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
             return load_file(path)
         weights = load_tensors(path)
     except ImportError as error:
-        raise ValueError(f"{path} needs safetensors: pip install 'ring-dilated-attention[train]'") from error
+        raise ValueError(
+            f"{path} needs safetensors: pip install 'ring-dilated-attention[train]'"
+        ) from error
     except Exception as error:  # a damaged file raises anything
         raise ValueError(f"{path} cannot be read as weights: {first_line(error)}") from error
-    for name in ("model", "state_dict", "module"):  # under which a trainer's checkpoint keeps the model
+    for name in (
+        "model",
+        "state_dict",
+        "module",
+    ):  # under which a trainer's checkpoint keeps the model
         if isinstance(weights, Mapping) and isinstance(weights.get(name), Mapping):
             weights = weights[name]
     tensors = {}
@@ -87,7 +93,12 @@ def first_line(error: Exception) -> str:
 
 
 def slide_encoder_size(
-    path: Path | str, weights: Mapping[str, Tensor], depth: int | None, num_heads: int | None, *, strict: bool = True
+    path: Path | str,
+    weights: Mapping[str, Tensor],
+    depth: int | None,
+    num_heads: int | None,
+    *,
+    strict: bool = True,
 ) -> EncoderSize:
     """The size of the slide encoder that a file's weights belong to.
 
@@ -116,7 +127,9 @@ def slide_encoder_size(
     asked = "you asked for"
     if depth is None:
         asked = "published encoders of this width have"
-        depth = {known.embed_dim: known.depth for known in PUBLISHED.values()}.get(embed_dim, num_layers)
+        depth = {known.embed_dim: known.depth for known in PUBLISHED.values()}.get(
+            embed_dim, num_layers
+        )
     if strict and num_layers != depth:
         raise ValueError(
             f"{path} holds {num_layers} layers x {embed_dim}, and {asked} {depth} layers: some are missing, or pass "
@@ -181,9 +194,13 @@ def load_slide_encoder(
         )
     if strict and mapped.left:
         listed = ", ".join(mapped.left[:5])
-        raise ValueError(f"{path} holds {len(mapped.left)} tensors that a LongNetViT has no place for: {listed}")
+        raise ValueError(
+            f"{path} holds {len(mapped.left)} tensors that a LongNetViT has no place for: {listed}"
+        )
     is_wide = any(x.dtype == torch.float64 for x in mapped.state_dict.values())
-    model.to(dtype or (torch.float64 if is_wide else torch.float32))  # loading rounds to the model's dtype
+    model.to(
+        dtype or (torch.float64 if is_wide else torch.float32)
+    )  # loading rounds to the model's dtype
     try:
         loaded = model.load_state_dict(mapped.state_dict, strict=strict)
     except ValueError as error:
@@ -199,5 +216,7 @@ def _size(path: Path | str, weights: Mapping[str, Tensor], name: str, dim: int) 
     if x is None:
         raise ValueError(f"{path} does not hold a slide encoder's weights: it has no {name}")
     if x.dim() != dim + 1 or not x.shape[dim]:
-        raise ValueError(f"{path} does not hold a slide encoder's weights: {name} has shape {tuple(x.shape)}")
+        raise ValueError(
+            f"{path} does not hold a slide encoder's weights: {name} has shape {tuple(x.shape)}"
+        )
     return x.shape[dim]

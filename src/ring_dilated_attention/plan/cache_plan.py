@@ -115,7 +115,9 @@ class CachePlan:
 
         That is the latest start of any branch's open segment, or `position - keep` if this is lower.
         """
-        youngest = max((position - position % length for length in self.lengths), default=0)  # 0 without buffers
+        youngest = max(
+            (position - position % length for length in self.lengths), default=0
+        )  # 0 without buffers
         return max(0, min(youngest, position - self.keep))
 
     def kept_of(self, shard: Shard, position: int) -> Iterator[tuple[Buffers, range, Span]]:
@@ -123,12 +125,16 @@ class CachePlan:
         for buffers in self.buffers:
             kept = self.kept(buffers, position)
             for span in shard:
-                numbers = range(max(kept.start, buffers.before(span.start)), buffers.before(span.stop))
+                numbers = range(
+                    max(kept.start, buffers.before(span.start)), buffers.before(span.stop)
+                )
                 if numbers:
                     yield buffers, numbers, span
 
 
-@lru_cache(maxsize=64, typed=True)  # else a kept plan for 1 would serve 1.0 and True, which are refused
+@lru_cache(
+    maxsize=64, typed=True
+)  # else a kept plan for 1 would serve 1.0 and True, which are refused
 def plan_cache(
     pattern: DilatedPattern,
     num_heads: int,
@@ -143,9 +149,13 @@ def plan_cache(
     segment_length + max(keep, 1) - 1 positions. With keep = 0, all buffers together have `pattern.cache_rows` rows.
     """
     if max_len is not None and (not is_integer(max_len) or max_len < 1):
-        raise ValueError(f"max_len={max_len!r} must be an integer of at least 1, or None for sequences of any length.")
+        raise ValueError(
+            f"max_len={max_len!r} must be an integer of at least 1, or None for sequences of any length."
+        )
     if not is_integer(keep) or keep < 0:
-        raise ValueError(f"keep={keep!r} must be an integer of at least 0, the positions that can be taken back.")
+        raise ValueError(
+            f"keep={keep!r} must be an integer of at least 0, the positions that can be taken back."
+        )
     pattern.cache_rows(num_heads, num_kv_heads)  # refuses what no cache can serve
     found: list[Buffers] = []
     of_phase: list[dict[int, tuple[Buffers, ...]]] = []
@@ -155,13 +165,27 @@ def plan_cache(
         longest = length + max(keep, 1) - 1
         for group in pattern.phase_groups(branch, num_heads, num_kv_heads, held):
             empty = Buffers(length, rate, group.phase, group.query_heads, group.kv_heads, 0, offset)
-            buffers = empty._replace(capacity=empty.before(longest if max_len is None else min(longest, max_len)))
-            if group.phase < length and buffers.capacity:  # a segment has no row of a phase >= its length
+            buffers = empty._replace(
+                capacity=empty.before(longest if max_len is None else min(longest, max_len))
+            )
+            if (
+                group.phase < length and buffers.capacity
+            ):  # a segment has no row of a phase >= its length
                 found.append(buffers)
                 of_phase[branch][group.phase] = (*of_phase[branch].get(group.phase, ()), buffers)
                 offset += len(group.kv_heads) * buffers.capacity
     lengths = tuple(sorted({buffers.segment_length for buffers in found}))
-    return CachePlan(pattern, num_heads, num_kv_heads, held, max_len, keep, tuple(found), tuple(of_phase), lengths)
+    return CachePlan(
+        pattern,
+        num_heads,
+        num_kv_heads,
+        held,
+        max_len,
+        keep,
+        tuple(found),
+        tuple(of_phase),
+        lengths,
+    )
 
 
 @lru_cache(maxsize=16)  # the layers of a model share it, and with it the program
@@ -172,10 +196,23 @@ def plan_append(plan: CachePlan, position: int, num_new: int) -> Plan:
     """
     period = math.lcm(*plan.lengths)  # the plan among new rows depends on position mod period only
     shards = make_shards("contiguous", (position % period, num_new))
-    whole = make_plan(Job(plan.pattern, shards, plan.num_heads, plan.num_kv_heads, None, plan.held), 1)
+    whole = make_plan(
+        Job(plan.pattern, shards, plan.num_heads, plan.num_kv_heads, None, plan.held), 1
+    )
     local = tuple(tile._replace(packed=None) for tile in whole.local)
-    cached = tuple(tile for buffers in plan.buffers for tile in _cached_tiles(buffers, position, num_new))
-    return replace(whole, local=local, packs=(), hops=(), chunk_size=0, received_size=0, home_size=0, cached=cached)
+    cached = tuple(
+        tile for buffers in plan.buffers for tile in _cached_tiles(buffers, position, num_new)
+    )
+    return replace(
+        whole,
+        local=local,
+        packs=(),
+        hops=(),
+        chunk_size=0,
+        received_size=0,
+        home_size=0,
+        cached=cached,
+    )
 
 
 def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Tile]:
@@ -184,10 +221,22 @@ def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Til
     stop = position + min(buffers.segment_length - position % buffers.segment_length, num_new)
     num_queries = buffers.before(stop) - seen.stop
     if seen and num_queries:
-        queries = Rows(buffers.query_heads, buffers.position_of(seen.stop) - position, 0, buffers.rate, num_queries)
+        queries = Rows(
+            buffers.query_heads,
+            buffers.position_of(seen.stop) - position,
+            0,
+            buffers.rate,
+            num_queries,
+        )
         for slots in buffers.slots(seen):
             # The buffer of the next key/value head lies `capacity` rows further.
-            keys = Rows(range(len(buffers.kv_heads)), buffers.offset + slots.start, buffers.capacity, 1, len(slots))
+            keys = Rows(
+                range(len(buffers.kv_heads)),
+                buffers.offset + slots.start,
+                buffers.capacity,
+                1,
+                len(slots),
+            )
             yield Tile(queries, keys, is_causal=False, first_query=False, first_key=False)
 
 
@@ -202,7 +251,9 @@ def check_append(plan: CachePlan, positions: Sequence[int], counts: Sequence[int
             )
 
 
-def check_crop(plan: CachePlan, positions: Sequence[int], floors: Sequence[int], counts: Sequence[int]) -> None:
+def check_crop(
+    plan: CachePlan, positions: Sequence[int], floors: Sequence[int], counts: Sequence[int]
+) -> None:
     """Raise ValueError if `counts` cannot be taken back: a sequence has fewer positions, or would need dropped rows."""
     for row, (position, floor, count) in enumerate(zip(positions, floors, counts, strict=True)):
         if count < 0 or count > position:

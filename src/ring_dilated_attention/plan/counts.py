@@ -22,14 +22,18 @@ from .rows import own_pieces
 Pieces = Sequence[tuple[int, int]]  # (start, stop), counted from the start of the segment
 
 
-class Share(NamedTuple):
+class SegmentShare(NamedTuple):
     """A rank's work on a segment of which it has rows, and what it receives for that. Others may have rows too."""
 
     place: tuple[int, int]  # the branch, and the position at which the segment starts
     starts: tuple[int, ...]  # where the rank's pieces start in it
     pairs: int
-    rows: tuple[int, ...]  # the size of each chunk that the rank may send of this segment, in units of B * D elements
-    received: int  # the size of the keys and values that the rank receives from others, in the same units
+    rows: tuple[
+        int, ...
+    ]  # the size of each chunk that the rank may send of this segment, in units of B * D elements
+    received: (
+        int  # the size of the keys and values that the rank receives from others, in the same units
+    )
 
 
 class RankCount(NamedTuple):
@@ -37,7 +41,7 @@ class RankCount(NamedTuple):
 
     pairs: int
     received: int
-    shares: tuple[Share, ...]
+    shares: tuple[SegmentShare, ...]
 
 
 class Phases:
@@ -66,17 +70,26 @@ class Phases:
         """(query, key) pairs of the queries in pieces of a segment."""
         if is_causal:
             return sum([self.triangles(stop) - self.triangles(start) for start, stop in pieces])
-        return sum([self.products(stop, length) - self.products(start, length) for start, stop in pieces])
+        return sum(
+            [self.products(stop, length) - self.products(start, length) for start, stop in pieces]
+        )
 
-    def own_and_foreign(self, pieces: Pieces, length: int, *, is_causal: bool) -> tuple[list[int], int]:
+    def own_and_foreign(
+        self, pieces: Pieces, length: int, *, is_causal: bool
+    ) -> tuple[list[int], int]:
         """Rows of each piece of a segment, and the rows of others that queries in the pieces need."""
         before = [(self.rows(start), self.rows(stop)) for start, stop in pieces]
         rows = [b - a for a, b in before]
-        if len(pieces) == 1 and pieces[0][1] - pieces[0][0] >= self.rate:  # the piece has a row of every phase
+        if (
+            len(pieces) == 1 and pieces[0][1] - pieces[0][0] >= self.rate
+        ):  # the piece has a row of every phase
             return rows, before[0][0] if is_causal else self.rows(length) - rows[0]
         total = 0
         for num, phase in self._alike(chain((length,), *pieces)):
-            own = [(rows_before(a, phase, self.rate), rows_before(b, phase, self.rate)) for a, b in pieces]
+            own = [
+                (rows_before(a, phase, self.rate), rows_before(b, phase, self.rate))
+                for a, b in pieces
+            ]
             there = [(a, b) for a, b in own if a < b]
             if there:
                 seen = there[-1][1] if is_causal else rows_before(length, phase, self.rate)
@@ -104,38 +117,55 @@ class Counter:
         self.queries, self.keys = [], []
         for branch, rate in enumerate(self.pattern.dilation_rates):
             groups = self.pattern.phase_groups(branch, job.num_heads, job.num_kv_heads, job.held)
-            self.queries.append(Phases([group.phase for group in groups for _ in group.query_heads], rate))
-            self.keys.append(Phases([group.phase for group in groups for _ in group.kv_heads], rate))
+            self.queries.append(
+                Phases([group.phase for group in groups for _ in group.query_heads], rate)
+            )
+            self.keys.append(
+                Phases([group.phase for group in groups for _ in group.kv_heads], rate)
+            )
 
     def of(self, rank: int) -> RankCount:
-        pairs, shares, is_causal, spans = 0, [], self.pattern.is_causal, sorted(self.job.shards[rank])
+        pairs, shares, is_causal, spans = (
+            0,
+            [],
+            self.pattern.is_causal,
+            sorted(self.job.shards[rank]),
+        )
         for branch, length in enumerate(self.pattern.segment_lengths):
             cut: dict[tuple[int, int], list[tuple[int, int]]] = {}
             for span in spans:
                 for first, last, segments, origin, stop in own_pieces(span, self.borders, length):
                     if segments:
                         size, phases = last - first, self.queries[branch]
-                        pairs += segments * (phases.triangles(size) if is_causal else phases.products(size, size))
+                        pairs += segments * (
+                            phases.triangles(size) if is_causal else phases.products(size, size)
+                        )
                     else:
                         cut.setdefault((origin, stop), []).append((first - origin, last - origin))
             found = [self._share(branch, *ends, pieces) for ends, pieces in cut.items()]
             shares += [share for share in found if any(share.rows)]
-        return RankCount(pairs + sum([x.pairs for x in shares]), sum([x.received for x in shares]), tuple(shares))
+        return RankCount(
+            pairs + sum([x.pairs for x in shares]), sum([x.received for x in shares]), tuple(shares)
+        )
 
-    def _share(self, branch: int, origin: int, stop: int, pieces: Pieces) -> Share:
+    def _share(self, branch: int, origin: int, stop: int, pieces: Pieces) -> SegmentShare:
         length, keys, is_causal = stop - origin, self.keys[branch], self.pattern.is_causal
         pairs = self.queries[branch].pairs(pieces, length, is_causal=is_causal)
         own, foreign = keys.own_and_foreign(pieces, length, is_causal=is_causal)
         # If causal, other ranks need the later piece at other hops, so each piece is a chunk of its own.
         rows = tuple([2 * x for x in own]) if is_causal else (2 * sum(own),)
-        return Share((branch, origin), tuple([start for start, _ in pieces]), pairs, rows, 2 * foreign)
+        return SegmentShare(
+            (branch, origin), tuple([start for start, _ in pieces]), pairs, rows, 2 * foreign
+        )
 
 
 class Segment(NamedTuple):
     """A segment that ranks share."""
 
     sharers: int  # the number of ranks with rows of it, from rank `first` to `last`
-    largest: tuple[int, ...]  # the size of the largest first chunk of all ranks; of the largest second, if any
+    largest: tuple[
+        int, ...
+    ]  # the size of the largest first chunk of all ranks; of the largest second, if any
     received: int  # what they receive together
     first: int
     last: int
@@ -149,7 +179,7 @@ class JobCount(NamedTuple):
     received: list[int]
     buffers: list[int]
     segments: dict[tuple[int, int], Segment]
-    shares: list[tuple[Share, ...]]
+    shares: list[tuple[SegmentShare, ...]]
 
 
 @without_collection()
@@ -170,4 +200,10 @@ def count_ranks(counter: Counter, step: Callable[[], object] = lambda: None) -> 
     segments = {place: Segment(*segment) for place, segment in found.items()}
     chunks = {place: sum(x.largest) for place, x in segments.items() if x.received}
     buffers = [sum([chunks.get(share.place, 0) for share in rank.shares]) for rank in ranks]
-    return JobCount([x.pairs for x in ranks], [x.received for x in ranks], buffers, segments, [x.shares for x in ranks])
+    return JobCount(
+        [x.pairs for x in ranks],
+        [x.received for x in ranks],
+        buffers,
+        segments,
+        [x.shares for x in ranks],
+    )

@@ -25,10 +25,16 @@ class Dealing(NamedTuple):
 
 def deal(shards: Sequence[Shard], place: int) -> tuple[Dealing, Shard]:
     """The dealing of the rank at `place`, given the shards of its group; and one shard of all the group's positions."""
-    held = ((k, *x) for k, shard in enumerate(shards) for x in zip(shard, first_rows(shard), strict=False))
+    held = (
+        (k, *x)
+        for k, shard in enumerate(shards)
+        for x in zip(shard, first_rows(shard), strict=False)
+    )
     found = sorted((span, k, row) for k, span, row in held)
     runs = tuple((k, row, span.stop - span.start) for span, k, row in found)
-    return Dealing(place, tuple(map(shard_length, shards)), runs), joined(span for span, _, _ in found)
+    return Dealing(place, tuple(map(shard_length, shards)), runs), joined(
+        span for span, _, _ in found
+    )
 
 
 def check_dealing(num_kv_heads: int, world_size: int) -> None:

@@ -29,7 +29,9 @@ class RankPlan(NamedTuple):
     @property
     def num_rows(self) -> int:
         """The number of positions that the rank owns."""
-        return self.plan.num_rows if self.dealing is None else self.dealing.lengths[self.dealing.place]
+        return (
+            self.plan.num_rows if self.dealing is None else self.dealing.lengths[self.dealing.place]
+        )
 
     def bytes_sent(self, sizes: Sizes, *, backward: bool = False, has_dlse: bool = False) -> int:
         """Bytes that this rank sends in one forward, or in one backward."""
@@ -38,7 +40,9 @@ class RankPlan(NamedTuple):
         if dealing is None:
             return sent
         heads = (plan.num_heads * dealing.size, plan.num_kv_heads * dealing.size)
-        return sent + dealt_bytes(dealing.lengths, dealing.place, heads, sizes, backward=backward, has_dlse=has_dlse)
+        return sent + dealt_bytes(
+            dealing.lengths, dealing.place, heads, sizes, backward=backward, has_dlse=has_dlse
+        )
 
 
 @lru_cache(maxsize=256)
@@ -67,7 +71,9 @@ def dealt(job: Job, size: int, place: int) -> tuple[Job, list[Dealing]]:
     share = len(job.held_heads) // size
     held = job.held_heads[place * share : (place + 1) * share]
     rows = [deal(job.shards[i : i + size], place) for i in range(0, job.num_ranks, size)]
-    return job._replace(shards=tuple(shard for _, shard in rows), held=held), [dealing for dealing, _ in rows]
+    return job._replace(shards=tuple(shard for _, shard in rows), held=held), [
+        dealing for dealing, _ in rows
+    ]
 
 
 class Choice(NamedTuple):
@@ -93,11 +99,21 @@ def choice_by(counted: JobCount, job: Job, sizes: Sizes) -> Choice:
     num_kv_held, lengths = job.num_kv_held, tuple(map(shard_length, job.shards))
     num_hops = f"{hops} hop{'s' * (hops > 1)}"
     ring = f"in the ring a rank receives up to {received:,} bytes in {num_hops}; two chunks have about {two_chunks:,}"
-    if hops > 1 and largest <= SMALL_CHUNK_BYTES and received <= max(two_chunks, 2 * num_kv_held * unit * max(lengths)):
+    if (
+        hops > 1
+        and largest <= SMALL_CHUNK_BYTES
+        and received <= max(two_chunks, 2 * num_kv_held * unit * max(lengths))
+    ):
         small = f"chunks of {largest:,} bytes are small, and a rank receives {received:,}, no more than two chunks"
-        return Choice("all_gather", f"{small} or its own keys and values: one round instead of {hops} hops; {ring}")
+        return Choice(
+            "all_gather",
+            f"{small} or its own keys and values: one round instead of {hops} hops; {ring}",
+        )
     if num_kv_held % job.num_ranks:
-        return Choice("ring", f"{ring}; {num_kv_held} key/value heads cannot be dealt to {job.num_ranks} ranks")
+        return Choice(
+            "ring",
+            f"{ring}; {num_kv_held} key/value heads cannot be dealt to {job.num_ranks} ranks",
+        )
     moved = most_dealt(lengths, len(job.held_heads), num_kv_held, sizes)
     if moved * ALL_TO_ALL_SAVING > received:
         return Choice("ring", f"{ring}; dealing heads would send {moved:,} bytes while ranks wait")
@@ -105,13 +121,24 @@ def choice_by(counted: JobCount, job: Job, sizes: Sizes) -> Choice:
     calls = make_plan(job, counted.received.index(max(counted.received))).num_tiles
     ring += f", and makes {calls} kernel calls meanwhile"
     if dealt_calls > 2 * calls:
-        return Choice("ring", f"{ring}; dealing heads would send {moved:,} bytes, but in {dealt_calls} calls")
+        return Choice(
+            "ring", f"{ring}; dealing heads would send {moved:,} bytes, but in {dealt_calls} calls"
+        )
     held = f"a rank sends up to {moved:,} bytes, at most 1/{ALL_TO_ALL_SAVING} of the ring's, and waits for them"
-    return Choice("all_to_all", f"{held}, holds them beside the inputs and makes {dealt_calls} kernel calls; {ring}")
+    return Choice(
+        "all_to_all",
+        f"{held}, holds them beside the inputs and makes {dealt_calls} kernel calls; {ring}",
+    )
 
 
 def dealt_bytes(
-    lengths: Sequence[int], rank: int, heads: tuple[int, int], sizes: Sizes, *, backward: bool, has_dlse: bool = False
+    lengths: Sequence[int],
+    rank: int,
+    heads: tuple[int, int],
+    sizes: Sizes,
+    *,
+    backward: bool,
+    has_dlse: bool = False,
 ) -> int:
     """Bytes that a rank sends where heads are dealt for positions (all_to_all, or the inner axis of a 2-D mesh).
 
@@ -132,8 +159,16 @@ def dealt_bytes(
 
 
 def most_dealt(
-    lengths: Sequence[int], num_heads: int, num_kv_heads: int, sizes: Sizes, *, backward: bool = False
+    lengths: Sequence[int],
+    num_heads: int,
+    num_kv_heads: int,
+    sizes: Sizes,
+    *,
+    backward: bool = False,
 ) -> int:
     """The most bytes that any rank sends to deal heads. That rank has the most or the fewest positions."""
     ends = (lengths.index(max(lengths)), lengths.index(min(lengths)))
-    return max(dealt_bytes(lengths, rank, (num_heads, num_kv_heads), sizes, backward=backward) for rank in ends)
+    return max(
+        dealt_bytes(lengths, rank, (num_heads, num_kv_heads), sizes, backward=backward)
+        for rank in ends
+    )

@@ -13,7 +13,9 @@ class Job(NamedTuple):
     shards: tuple[Shard, ...]  # the shard of every rank (`sharding.make_shards`)
     num_heads: int  # query heads of the layer
     num_kv_heads: int  # key/value heads of the layer
-    documents: tuple[int, ...] | None = None  # global borders (0, ..., n) of packed documents; None for one document
+    documents: tuple[int, ...] | None = (
+        None  # global borders (0, ..., n) of packed documents; None for one document
+    )
     held: range | None = None  # the query heads of the layer that the tensors hold; None for all
 
     @property
@@ -43,14 +45,26 @@ def held_heads(num_held: int, ratio: int, heads_held: Any, num_heads: Any) -> ra
     ValueError if heads_held are not consecutive heads of num_heads, or divide a group that shares a K/V head."""
     if heads_held is None and num_heads is None:
         return range(num_held)
-    if not isinstance(heads_held, range) or isinstance(num_heads, bool) or not isinstance(num_heads, int):
+    if (
+        not isinstance(heads_held, range)
+        or isinstance(num_heads, bool)
+        or not isinstance(num_heads, int)
+    ):
         remedy = "give both or none, as heads_held=range(3, 6) of num_heads=6."
         raise ValueError(f"heads_held={heads_held!r} and num_heads={num_heads!r}: {remedy}")
     if heads_held.step != 1 or not 0 <= heads_held.start < heads_held.stop <= num_heads:
-        raise ValueError(f"heads_held={heads_held} are not consecutive heads of num_heads={num_heads}.")
-    if heads_held.stop - heads_held.start != num_held:  # torch.compile cannot take the len of a range of variables
-        raise ValueError(f"heads_held={heads_held} are {len(heads_held)} heads, and query holds {num_held}.")
+        raise ValueError(
+            f"heads_held={heads_held} are not consecutive heads of num_heads={num_heads}."
+        )
+    if (
+        heads_held.stop - heads_held.start != num_held
+    ):  # torch.compile cannot take the len of a range of variables
+        raise ValueError(
+            f"heads_held={heads_held} are {len(heads_held)} heads, and query holds {num_held}."
+        )
     if num_heads % ratio or heads_held.start % ratio or num_held % ratio:
         group = f"a group of {ratio} query heads that share a key/value head"
-        raise ValueError(f"heads_held={heads_held} of num_heads={num_heads} cut through {group}. Give whole groups.")
+        raise ValueError(
+            f"heads_held={heads_held} of num_heads={num_heads} cut through {group}. Give whole groups."
+        )
     return heads_held

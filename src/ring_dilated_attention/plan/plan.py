@@ -23,9 +23,13 @@ class Tile(NamedTuple):
     query: Rows
     key: Rows | Block
     is_causal: bool  # both sides are the same rows of the sequence, and row j sees keys 0..j
-    first_query: bool  # no earlier tile has results for the query rows, so results are written, not added
+    first_query: (
+        bool  # no earlier tile has results for the query rows, so results are written, not added
+    )
     first_key: bool  # the same for the key rows
-    packed: Block | None = None  # a copy of the key rows in the buffer of own chunks, which kernels read faster
+    packed: Block | None = (
+        None  # a copy of the key rows in the buffer of own chunks, which kernels read faster
+    )
 
     def __str__(self) -> str:
         return f"queries in {self.query} x keys in {self.key}{', causal' if self.is_causal else ''}"
@@ -34,15 +38,28 @@ class Tile(NamedTuple):
     def pairs(self) -> int:
         """Number of (query, key) pairs that contribute, over heads and segments (for one batch entry)."""
         q, k = self.query.num_rows, self.key.num_rows
-        return (q * (q + 1) // 2 if self.is_causal else q * k) * len(self.query.heads) * self.query.segments
+        return (
+            (q * (q + 1) // 2 if self.is_causal else q * k)
+            * len(self.query.heads)
+            * self.query.segments
+        )
 
     def split(self, max_rows: int, fewest_heads: int) -> Iterator["Tile"]:
         """Split into calls of at most max_rows rows of queries, or of keys, each, but of at least `fewest_heads`
         key/value heads, counted over segments. Query heads that share keys stay in one call."""
-        query, key, num_heads, num_kv_heads = self.query, self.key, len(self.query.heads), len(self.key.heads)
+        query, key, num_heads, num_kv_heads = (
+            self.query,
+            self.key,
+            len(self.query.heads),
+            len(self.key.heads),
+        )
         most = max_rows // max(query.num_rows, key.num_rows)
         heads = max(fewest_heads, most * num_kv_heads // num_heads)
-        segments = max(fewest_heads // num_kv_heads, most // num_heads, 1) if isinstance(key, Rows) else query.segments
+        segments = (
+            max(fewest_heads // num_kv_heads, most // num_heads, 1)
+            if isinstance(key, Rows)
+            else query.segments
+        )
         for i in range(0, query.segments, segments):
             j = min(i + segments, query.segments)
             q = query.of_segments(i, j)
@@ -53,7 +70,10 @@ class Tile(NamedTuple):
     def of_heads(self, lo: int, hi: int) -> "Tile":
         """Key/value heads lo..hi-1, with the query heads that share them."""
         ratio = len(self.query.heads) // len(self.key.heads)
-        query, packed = self.query.of_heads(lo * ratio, hi * ratio), self.packed and self.packed.of_heads(lo, hi)
+        query, packed = (
+            self.query.of_heads(lo * ratio, hi * ratio),
+            self.packed and self.packed.of_heads(lo, hi),
+        )
         return self._replace(query=query, key=self.key.of_heads(lo, hi), packed=packed)
 
 
@@ -78,8 +98,12 @@ class Hop(NamedTuple):
     tiles: tuple[Tile, ...] = ()  # own queries times received chunks
     grad_starts: tuple[Message, ...] = ()  # where gradients of received chunks start from zero
     grad_sends: tuple[Message, ...] = ()  # gradients of received chunks
-    grad_receives: tuple[Message, ...] = ()  # gradients of the chunks of the next hop, and finished ones of own chunks
-    targets: tuple[Message, ...] = ()  # own chunks, each with the rank that meets it now; only `gathered` sends them
+    grad_receives: tuple[
+        Message, ...
+    ] = ()  # gradients of the chunks of the next hop, and finished ones of own chunks
+    targets: tuple[
+        Message, ...
+    ] = ()  # own chunks, each with the rank that meets it now; only `gathered` sends them
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +115,9 @@ class Plan:
     num_heads: int
     num_kv_heads: int
     local: tuple[Tile, ...]
-    packs: tuple[tuple[Rows, Block], ...]  # which own key/value rows go where in the buffer of own chunks
+    packs: tuple[
+        tuple[Rows, Block], ...
+    ]  # which own key/value rows go where in the buffer of own chunks
     hops: tuple[Hop, ...]
     chunk_size: int  # of the buffer of own chunks
     received_size: int  # of that of received chunks
@@ -126,7 +152,9 @@ class Plan:
         grads = sum(m.size for hop in self.hops for m in hop.grad_sends)
         return chunks, grads if backward else 0
 
-    def bytes_sent(self, batch: int, head_dim: int, itemsize: int, *, backward: bool = False) -> int:
+    def bytes_sent(
+        self, batch: int, head_dim: int, itemsize: int, *, backward: bool = False
+    ) -> int:
         """Bytes that this rank sends in one forward, or in one backward (chunks again, and their gradients).
 
         Gradients travel in the accumulator's type: float32, or float64 for float64 inputs.
@@ -145,7 +173,9 @@ def gathered(plan: Plan) -> Plan:
     """
     if not plan.hops:
         return plan
-    received = sorted(((m, i) for i, hop in enumerate(plan.hops) for m in hop.receives), key=lambda x: x[0].owner)
+    received = sorted(
+        ((m, i) for i, hop in enumerate(plan.hops) for m in hop.receives), key=lambda x: x[0].owner
+    )
     targets = sorted((m for hop in plan.hops for m in hop.targets), key=lambda m: m.peer)
     *places, received_size = accumulate((m.size for m, _ in received), initial=0)
     *homes, home_size = accumulate((m.size for m in targets), initial=0)
@@ -157,7 +187,9 @@ def gathered(plan: Plan) -> Plan:
         for tile in hop.tiles:
             assert isinstance(tile.key, Block)
             at = tile.key.offset
-            shift = next(place - m.offset for m, place in here if m.offset <= at < m.offset + m.size)
+            shift = next(
+                place - m.offset for m, place in here if m.offset <= at < m.offset + m.size
+            )
             tiles.append(tile._replace(key=tile.key._replace(offset=at + shift)))
     only = Hop(
         sends=tuple(targets),
@@ -165,6 +197,9 @@ def gathered(plan: Plan) -> Plan:
         tiles=tuple(tiles),
         grad_starts=chunks,
         grad_sends=tuple(m._replace(is_gradient=True) for m in chunks),
-        grad_receives=tuple(m._replace(offset=home, is_gradient=True) for m, home in zip(targets, homes, strict=True)),
+        grad_receives=tuple(
+            m._replace(offset=home, is_gradient=True)
+            for m, home in zip(targets, homes, strict=True)
+        ),
     )
     return replace(plan, hops=(only,), received_size=received_size, home_size=home_size)

@@ -57,8 +57,12 @@ class _Planner:
             for branch in range(len(job.pattern.branches))
         ]
         self.index = ShardIndex(job.shards)
-        self.rings_of = cache(RingMaker(job, self.index, self.groups).rings)  # all ranks of a ring ask for it
-        self.tiles_of = lru_cache(maxsize=1024)(self.make_tiles)  # rows lie alike in one chunk after another
+        self.rings_of = cache(
+            RingMaker(job, self.index, self.groups).rings
+        )  # all ranks of a ring ask for it
+        self.tiles_of = lru_cache(maxsize=1024)(
+            self.make_tiles
+        )  # rows lie alike in one chunk after another
 
     def covers(self) -> tuple[bool, bool]:
         """Whether first tiles write all query rows; and all key rows."""
@@ -79,7 +83,9 @@ class _Planner:
                         tiles += self.own_tiles(branch, origin, piece, piece, segments)
                     elif (branch, origin) not in rings:
                         rings[branch, origin] = self.rings_of(branch, origin, stop)
-                        tiles += self.straddling_tiles(branch, origin, self.index.pieces(rank, origin, stop))
+                        tiles += self.straddling_tiles(
+                            branch, origin, self.index.pieces(rank, origin, stop)
+                        )
         all_rings = [ring for _, of_segment in sorted(rings.items()) for ring in of_segment]
         return tiles, [ring for ring in all_rings if rank in ring.ranks]
 
@@ -90,7 +96,9 @@ class _Planner:
         for query, key in pairs:
             yield from self.own_tiles(branch, origin, query, key, 1)
 
-    def own_tiles(self, branch: int, origin: int, query: Piece, key: Piece, segments: int) -> Iterator[Tile]:
+    def own_tiles(
+        self, branch: int, origin: int, query: Piece, key: Piece, segments: int
+    ) -> Iterator[Tile]:
         """Own queries of one piece times own keys of the same or another piece, for `segments` equal segments."""
         length, rate = self.pattern.branches[branch]
         is_same = query == key
@@ -119,7 +127,9 @@ class _Planner:
         for entry in ring.chunks[place].entries:
             yield ring.pieces[place][entry.piece], entry.band.kv_rows(rate), entry.block
 
-    def packs(self, rank: int, rings: Sequence[Ring], offsets: Sequence[int]) -> list[tuple[Rows, Block]]:
+    def packs(
+        self, rank: int, rings: Sequence[Ring], offsets: Sequence[int]
+    ) -> list[tuple[Rows, Block]]:
         """The rows that a rank packs, and where they lie in its buffer."""
         packs: list[tuple[Rows, Block]] = []
         for ring, offset in zip(rings, offsets, strict=False):
@@ -127,7 +137,9 @@ class _Planner:
                 packs.append((rows, block._replace(offset=offset + block.offset)))
         return packs
 
-    def remote_tiles(self, ring: Ring, place: int, owner: int, offset: int, rank: int) -> Iterator[Tile]:
+    def remote_tiles(
+        self, ring: Ring, place: int, owner: int, offset: int, rank: int
+    ) -> Iterator[Tile]:
         """Queries of one place of a ring times the chunk of another, which lies in the buffer from `offset` on."""
         for query in ring.pieces[place]:
             for entry in ring.chunks[owner].entries:
@@ -222,7 +234,9 @@ class _HopMaker:
         onward = ring.ranks[(timetable.place + 1) % num_places]
         leaving = (timetable.place + 1 - self.s) % num_places
         size = ring.chunks[leaving].size
-        self.lists["sends"].append(Message(onward, offset, size, ring.ranks[leaving], False, offset))
+        self.lists["sends"].append(
+            Message(onward, offset, size, ring.ranks[leaving], False, offset)
+        )
 
     def _meet_own(self, ring: Ring, offset: int, timetable: Timetable) -> None:
         """Another rank meets this rank's chunk: its owner starts a range of hops, or ends it."""
@@ -255,7 +269,9 @@ class _HopMaker:
         coming = (timetable.place - self.s - 1) % len(ring.ranks)
         previous = ring.ranks[timetable.place - 1]
         size = ring.chunks[coming].size
-        self.lists["grad_receives"].append(Message(previous, offset, size, ring.ranks[coming], True, offset))
+        self.lists["grad_receives"].append(
+            Message(previous, offset, size, ring.ranks[coming], True, offset)
+        )
 
 
 def offsets_of(rings: Sequence[Ring]) -> list[int]:

@@ -16,9 +16,22 @@ from functools import lru_cache
 from . import step as steps
 from .plan import Message, Plan, Tile
 from .rows import Rows
-from .step import BUFFERS, CACHED_ROWS, GRADIENTS, OWN_CHUNKS, OWN_ROWS, RECEIVED, BufferSlice, Step, Terms
+from .step import (
+    BUFFERS,
+    CACHED_ROWS,
+    GRADIENTS,
+    OWN_CHUNKS,
+    OWN_ROWS,
+    RECEIVED,
+    BufferSlice,
+    Step,
+    Terms,
+)
 
-_INPUTS = {"forward": ("query", "key", "value"), "backward": ("dout", "query", "key", "value", "out", "lse")}
+_INPUTS = {
+    "forward": ("query", "key", "value"),
+    "backward": ("dout", "query", "key", "value", "out", "lse"),
+}
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 
 # A program of more tiles (times batch entries) is made again for each call. Keeping it would take much memory, and
@@ -71,7 +84,9 @@ class _Maker:
         self.plan, self.stage, self.terms = plan, stage, terms
         self.made: list[Step] = []
         self.started: set[str] = set()
-        self.arriving: list[steps.Wait] = []  # for gradients of the current chunks, from the rank that had them before
+        self.arriving: list[
+            steps.Wait
+        ] = []  # for gradients of the current chunks, from the rank that had them before
 
     def put(self, *new_steps: Step) -> None:
         self.made += new_steps
@@ -223,7 +238,9 @@ class _Maker:
         """The kernel's calls for a tile, with their batch entries. A tile whose rows are copied is split."""
         packing, calls = self.terms.packing, iter((tile,))
         if packing and self.copied(tile, keys):
-            fewest_heads = 4 if self.stage == "backward" else 1  # in backward a thread takes whole heads
+            fewest_heads = (
+                4 if self.stage == "backward" else 1
+            )  # in backward a thread takes whole heads
             calls = tile.split(packing.max_rows // self.terms.batch, fewest_heads)
         return ((call, entry) for call in calls for entry in self.entries(call))
 
@@ -233,7 +250,9 @@ class _Maker:
         if packing is None:
             return ()
         if self.terms.itemsize < 4:
-            if keys == CACHED_ROWS:  # a few new rows read all of a cache: to copy it would take longer than to read it
+            if (
+                keys == CACHED_ROWS
+            ):  # a few new rows read all of a cache: to copy it would take longer than to read it
                 return ()
             return tuple(name for name in _INPUTS[self.stage] if name != "lse")
         fewer_rows, more_rows = sorted((tile.query.num_rows, tile.key.num_rows))
@@ -244,7 +263,11 @@ class _Maker:
         names: list[str] = []
         if tile.query.step * query_distance >= packing.distance:
             names.append("query")
-        if keys == OWN_ROWS and isinstance(tile.key, Rows) and tile.key.step * key_distance >= packing.distance:
+        if (
+            keys == OWN_ROWS
+            and isinstance(tile.key, Rows)
+            and tile.key.step * key_distance >= packing.distance
+        ):
             names += ["key", "value"]
         return tuple(names)
 

@@ -71,11 +71,15 @@ class RingMaker:
                 for all_pieces in pieces:
                     # If causal, the pieces of a rank may be needed at other hops: each then travels in its own ring.
                     carried = all_pieces if first is None else all_pieces[first : first + 1]
-                    chunks.append(self._chunk(chunk_of, groups, carried, first or 0, branch, origin))
+                    chunks.append(
+                        self._chunk(chunk_of, groups, carried, first or 0, branch, origin)
+                    )
                 rings.append(Ring(branch, origin, len(rings), ranks, pieces, tuple(chunks), hops))
         return tuple(rings)
 
-    def _carried_together(self, pieces: tuple[tuple[Piece, ...], ...]) -> Iterator[tuple[int | None, tuple[Hops, ...]]]:
+    def _carried_together(
+        self, pieces: tuple[tuple[Piece, ...], ...]
+    ) -> Iterator[tuple[int | None, tuple[Hops, ...]]]:
         """Which pieces of each place travel together: all (None), or the i-th alone; and the hops of each place."""
         everywhere: Hops = ((1, len(pieces) - 1),)
         if self.pattern.is_causal:
@@ -103,13 +107,17 @@ class RingMaker:
     ) -> Chunk:
         """The chunk of these pieces; one object for all in which rows lie alike."""
         rate = self.pattern.dilation_rates[branch]
-        places = [(piece.stop - piece.start, (piece.start - origin) % rate, piece.row) for piece in pieces]
+        places = [
+            (piece.stop - piece.start, (piece.start - origin) % rate, piece.row) for piece in pieces
+        ]
         arrangement = (first, *places)
         if arrangement not in chunk_of:
             chunk_of[arrangement] = make_chunk(groups, pieces, first, origin, rate)
         return chunk_of[arrangement]
 
-    def members(self, branch: int, origin: int, stop: int) -> Iterator[tuple[PiecesOfRanks, list[HeadGroup]]]:
+    def members(
+        self, branch: int, origin: int, stop: int
+    ) -> Iterator[tuple[PiecesOfRanks, list[HeadGroup]]]:
         """Group the heads whose rows the same ranks need: yield these ranks, each with its pieces, and the heads.
         A rank needs all rows of the phases of which it has rows; if causal, only those before its last piece."""
         rate = self.pattern.dilation_rates[branch]
@@ -118,7 +126,9 @@ class RingMaker:
         def has_row(piece: Piece, phases: Iterable[int]) -> bool:
             if piece.stop - piece.start >= rate:
                 return True
-            return any(piece.start + (origin + phase - piece.start) % rate < piece.stop for phase in phases)
+            return any(
+                piece.start + (origin + phase - piece.start) % rate < piece.stop for phase in phases
+            )
 
         @cache
         def sharers(phase: int) -> tuple:
@@ -133,14 +143,24 @@ class RingMaker:
         groups_of_sharers: dict[tuple, list[HeadGroup]] = {}
         for group in self.groups[branch]:
             sharers_of_heads = [sharers(phase) for phase in group.phases]
-            for same_sharers, indices in groupby(range(len(sharers_of_heads)), key=sharers_of_heads.__getitem__):
+            for same_sharers, indices in groupby(
+                range(len(sharers_of_heads)), key=sharers_of_heads.__getitem__
+            ):
                 heads = list(indices)
-                groups_of_sharers.setdefault(same_sharers, []).append(heads_between(group, heads[0], heads[-1] + 1))
+                groups_of_sharers.setdefault(same_sharers, []).append(
+                    heads_between(group, heads[0], heads[-1] + 1)
+                )
         for same_sharers, groups in groups_of_sharers.items():
             ranks = [rank for rank, _ in same_sharers] if self.pattern.is_causal else same_sharers
             if len(ranks) > 1:
                 phases = {phase for group in groups for phase in group.phases}
-                yield {rank: [x for x in pieces_of_ranks[rank] if has_row(x, phases)] for rank in ranks}, groups
+                yield (
+                    {
+                        rank: [x for x in pieces_of_ranks[rank] if has_row(x, phases)]
+                        for rank in ranks
+                    },
+                    groups,
+                )
 
     def candidates(self, branch: int, origin: int, stop: int) -> PiecesOfRanks:
         """The pieces of a segment that may hold rows, by rank, in the order of positions. Spans without rows are

@@ -85,7 +85,9 @@ class Ring:
         return bisect_left(self.ranks, rank)
 
 
-def make_chunk(groups: Sequence[HeadGroup], pieces: Sequence[Piece], first: int, origin: int, rate: int) -> Chunk:
+def make_chunk(
+    groups: Sequence[HeadGroup], pieces: Sequence[Piece], first: int, origin: int, rate: int
+) -> Chunk:
     """One rank's rows of a segment, packed: a block for each piece, head group and band. first: the number of the
     first piece."""
     entries: list[Entry] = []
@@ -107,8 +109,14 @@ def causal_hops(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
     num_places = len(starts)
     hops: list[list[Hops]] = [[()] * len(of_place) for of_place in starts]
     # Later pieces first, so that the places that need the piece at hand only become more.
-    pieces = [(start, place, i) for place, of_place in enumerate(starts) for i, start in enumerate(of_place)]
-    waiting = sorted(range(num_places), key=lambda place: starts[place][-1])  # places that do not need it yet
+    pieces = [
+        (start, place, i)
+        for place, of_place in enumerate(starts)
+        for i, start in enumerate(of_place)
+    ]
+    waiting = sorted(
+        range(num_places), key=lambda place: starts[place][-1]
+    )  # places that do not need it yet
     needed_by: list[tuple[int, int]] = []  # ranges of neighbouring places that need it
     for start, place, i in sorted(pieces, reverse=True):
         while waiting and starts[waiting[-1]][-1] > start:

@@ -33,7 +33,10 @@ class Rows(NamedTuple):
         stop, heads = self.first + self.num_rows * self.step, self.heads
         if not self.shift:
             return f"rows {_few(range(self.first, stop, self.step))} of heads {_few(heads)}{again}"
-        rows = [range(self.first + k * self.shift, stop + k * self.shift, self.step) for k in range(len(heads))]
+        rows = [
+            range(self.first + k * self.shift, stop + k * self.shift, self.step)
+            for k in range(len(heads))
+        ]
         return f"rows {_few([f'{_few(x)} of head {head}' for x, head in zip(rows, heads, strict=True)], ', ')}{again}"
 
     def again(self, segments: int, step: int) -> "Rows":
@@ -86,10 +89,18 @@ class Band(NamedTuple):
     @property
     def kv_heads(self) -> range:
         """The band's K/V heads: one for each query head on a diagonal (`pattern.head_groups`), else all its group's."""
-        return self.group.kv_heads[self.lo : self.hi] if self.group.phase_step else self.group.kv_heads
+        return (
+            self.group.kv_heads[self.lo : self.hi] if self.group.phase_step else self.group.kv_heads
+        )
 
     def query_rows(self, rate: int) -> Rows:
-        return Rows(self.group.query_heads[self.lo : self.hi], self.first, self.group.phase_step, rate, self.num_rows)
+        return Rows(
+            self.group.query_heads[self.lo : self.hi],
+            self.first,
+            self.group.phase_step,
+            rate,
+            self.num_rows,
+        )
 
     def kv_rows(self, rate: int) -> Rows:
         return Rows(self.kv_heads, self.first, self.group.phase_step, rate, self.num_rows)
@@ -97,10 +108,14 @@ class Band(NamedTuple):
     def of_heads(self, lo: int, hi: int) -> "Band":
         if (lo, hi) == (self.lo, self.hi):
             return self
-        return self._replace(lo=lo, hi=hi, first=self.first + (lo - self.lo) * self.group.phase_step)
+        return self._replace(
+            lo=lo, hi=hi, first=self.first + (lo - self.lo) * self.group.phase_step
+        )
 
 
-def own_pieces(span: Span, borders: Sequence[int], length: int) -> Iterator[tuple[int, int, int, int, int]]:
+def own_pieces(
+    span: Span, borders: Sequence[int], length: int
+) -> Iterator[tuple[int, int, int, int, int]]:
     """Cut a span at the borders of segments: (start, stop, number, first_start, first_stop) of pieces.
 
     Whole segments of one length that follow each other come together: the piece of the first, and their number. A piece
@@ -110,7 +125,9 @@ def own_pieces(span: Span, borders: Sequence[int], length: int) -> Iterator[tupl
     for i in range(bisect_right(borders, span.start) - 1, bisect_left(borders, span.stop)):
         document, end = borders[i], borders[i + 1]
         start, stop = max(span.start, document), min(span.stop, end)
-        whole = document - (document - start) // length * length  # first border of a segment at or after start
+        whole = (
+            document - (document - start) // length * length
+        )  # first border of a segment at or after start
         if start < whole:
             yield start, min(whole, stop), 0, whole - length, min(whole, end)
         if whole >= stop:
@@ -137,7 +154,9 @@ def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> tuple[
         if last and (last.hi, last.num_rows, last.first + j - last.lo) == (j, num_rows, row):
             bands[-1] = last._replace(hi=j + 1)
         else:
-            bands.append(Band(group, j, j + 1 if group.phase_step else len(group.query_heads), row, num_rows))
+            bands.append(
+                Band(group, j, j + 1 if group.phase_step else len(group.query_heads), row, num_rows)
+            )
     return tuple(bands)
 
 
@@ -145,7 +164,9 @@ def heads_between(group: HeadGroup, lo: int, hi: int) -> HeadGroup:
     """Heads lo..hi-1 of a diagonal. A group of one phase is returned whole."""
     if not group.phase_step:
         return group
-    return HeadGroup(group.query_heads[lo:hi], group.kv_heads[lo:hi], group.phase + lo * group.phase_step, 1)
+    return HeadGroup(
+        group.query_heads[lo:hi], group.kv_heads[lo:hi], group.phase + lo * group.phase_step, 1
+    )
 
 
 def matches(queries: Sequence[Band], keys: Sequence[Band]) -> Iterator[tuple[Band, Band]]:
@@ -158,4 +179,6 @@ def matches(queries: Sequence[Band], keys: Sequence[Band]) -> Iterator[tuple[Ban
 
 def _few(entries: Sequence[object], between: str = " ") -> str:
     """Up to four entries; of a longer list the first two and the last."""
-    return between.join(map(str, entries if len(entries) <= 4 else [*entries[:2], "...", entries[-1]]))
+    return between.join(
+        map(str, entries if len(entries) <= 4 else [*entries[:2], "...", entries[-1]])
+    )

@@ -32,7 +32,7 @@ def split_lengths(seq_len: int, num_slices: int, align: int = 1) -> tuple[int, .
     return tuple(b - a for a, b in pairwise(borders))
 
 
-def _contiguous_lengths(cut: "Cut", seq_len: int, documents: Borders) -> tuple[int, ...]:
+def _contiguous_lengths(cut: "ShardSpec", seq_len: int, documents: Borders) -> tuple[int, ...]:
     if cut.lengths is None:
         return split_lengths(seq_len, cut.num_shards, cut.align)
     if sum(cut.lengths) != seq_len:
@@ -46,7 +46,7 @@ def _contiguous_shards(lengths: Sequence[int], documents: Borders) -> tuple[Shar
     return tuple(joined([Span(a, b)]) for a, b in pairwise(accumulate(lengths, initial=0)))
 
 
-def _zigzag_lengths(cut: "Cut", seq_len: int, documents: Borders) -> tuple[int, ...]:
+def _zigzag_lengths(cut: "ShardSpec", seq_len: int, documents: Borders) -> tuple[int, ...]:
     num_groups = cut.num_shards // cut.inner
     slices = split_lengths(seq_len, 2 * num_groups)
     return _divided([slices[k] + slices[-1 - k] for k in range(num_groups)], cut.inner)
@@ -63,7 +63,7 @@ def _zigzag_shards(lengths: Sequence[int], documents: Borders) -> tuple[Shard, .
     return tuple(tuple(span for span in pair if span.start < span.stop) for pair in pairs)
 
 
-def _document_lengths(cut: "Cut", seq_len: int, documents: Borders) -> tuple[int, ...]:
+def _document_lengths(cut: "ShardSpec", seq_len: int, documents: Borders) -> tuple[int, ...]:
     shards = deal_documents(documents, seq_len, cut.num_shards // cut.inner)
     return _divided([shard_length(shard) for shard in shards], cut.inner)
 
@@ -80,9 +80,15 @@ def _divided(lengths: Sequence[int], inner: int) -> tuple[int, ...]:
 class Sharding(NamedTuple):
     """A rule by which ranks share a sequence. Both functions also take the borders of packed documents."""
 
-    lengths: Callable[["Cut", int, Borders], tuple[int, ...]]  # (cut, seq_len, documents) -> every rank's positions
-    shards: Callable[[Sequence[int], Borders], tuple[Shard, ...]]  # (every rank's positions, documents) -> its shard
-    takes_lengths: bool = False  # whether `align` and `lengths` of a `Cut` may differ from near-equal
+    lengths: Callable[
+        ["ShardSpec", int, Borders], tuple[int, ...]
+    ]  # (cut, seq_len, documents) -> every rank's positions
+    shards: Callable[
+        [Sequence[int], Borders], tuple[Shard, ...]
+    ]  # (every rank's positions, documents) -> its shard
+    takes_lengths: bool = (
+        False  # whether `align` and `lengths` of a `ShardSpec` may differ from near-equal
+    )
     needs_documents: bool = False
 
 
@@ -103,12 +109,12 @@ def sharding_of(name: str) -> Sharding:
 
 def default_lengths(sharding: str, seq_len: int, world_size: int) -> tuple[int, ...]:
     """The number of positions of every rank under the near-equal split."""
-    return Cut(sharding, world_size).default_lengths(seq_len)
+    return ShardSpec(sharding, world_size).default_lengths(seq_len)
 
 
 def make_shards(sharding: str, lengths: Sequence[int]) -> tuple[Shard, ...]:
     """Every rank's shard, given every rank's number of positions; ValueError if the sharding has other numbers."""
-    return Cut(sharding, len(lengths)).shards_of(lengths)
+    return ShardSpec(sharding, len(lengths)).shards_of(lengths)
 
 
 @lru_cache(maxsize=64)
@@ -128,7 +134,10 @@ def deal_documents(documents: Borders, seq_len: int, num_ranks: int) -> tuple[Sh
     num_slices = 2 * num_ranks
     shards: list[list[Span]] = [[] for _ in range(num_ranks)]
     for start, stop in pairwise(documents):
-        borders = [start + (i * (stop - start) + start % num_slices) // num_slices for i in range(num_slices + 1)]
+        borders = [
+            start + (i * (stop - start) + start % num_slices) // num_slices
+            for i in range(num_slices + 1)
+        ]
         for rank, shard in enumerate(shards):
             for i in (rank, num_slices - 1 - rank):
                 if borders[i] < borders[i + 1]:
@@ -136,7 +145,7 @@ def deal_documents(documents: Borders, seq_len: int, num_ranks: int) -> tuple[Sh
     return tuple(tuple(shard) for shard in shards)
 
 
-class Cut(NamedTuple):
+class ShardSpec(NamedTuple):
     """How ranks cut a sequence. `ContextParallel` takes the same sharding, align and lengths."""
 
     sharding: str
@@ -159,7 +168,7 @@ class Cut(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _shards_of(cut: Cut, lengths: tuple[int, ...], documents: Borders) -> tuple[Shard, ...]:
+def _shards_of(cut: ShardSpec, lengths: tuple[int, ...], documents: Borders) -> tuple[Shard, ...]:
     _check_lengths(cut, lengths, documents)
     groups = [lengths[i : i + cut.inner] for i in range(0, len(lengths), cut.inner)]
     shards_of_groups = sharding_of(cut.sharding).shards([sum(group) for group in groups], documents)
@@ -171,11 +180,13 @@ def _shards_of(cut: Cut, lengths: tuple[int, ...], documents: Borders) -> tuple[
     return tuple(shards)
 
 
-def _check_lengths(cut: Cut, lengths: tuple[int, ...], documents: Borders) -> None:
+def _check_lengths(cut: ShardSpec, lengths: tuple[int, ...], documents: Borders) -> None:
     """Raise ValueError for numbers of positions that this cut does not make."""
     if sharding_of(cut.sharding).takes_lengths:
         if cut.lengths not in (None, lengths):
-            raise ValueError(f"ranks have {lengths} positions, but lengths={cut.lengths} was given.")
+            raise ValueError(
+                f"ranks have {lengths} positions, but lengths={cut.lengths} was given."
+            )
         return
     expected = cut.default_lengths(sum(lengths), documents)
     if expected != lengths:
@@ -229,7 +240,11 @@ def first_rows(shard: Shard) -> Iterator[int]:
 def check_documents(borders: Sequence[int], seq_len: int) -> None:
     """Raise ValueError unless borders of packed documents increase from 0 to seq_len."""
     if len(borders) < 2 or borders[0] != 0 or borders[-1] != seq_len:
-        quoted = list(borders) if len(borders) <= 6 else f"[{borders[0]}, {borders[1]}, ..., {borders[-1]}]"
+        quoted = (
+            list(borders)
+            if len(borders) <= 6
+            else f"[{borders[0]}, {borders[1]}, ..., {borders[-1]}]"
+        )
         raise ValueError(
             f"cu_seqlens must start at 0 and end at the length of the sequence, {seq_len}; "
             f"got {quoted}, which has {len(borders)} entries."

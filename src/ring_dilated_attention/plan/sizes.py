@@ -30,4 +30,6 @@ class Traits(NamedTuple):
 
     # (query, key, dout or None, threads) -> bytes that a kernel's call takes and frees beside its results.
     scratch: Callable[[Any, Any, Any, int], int]
-    packing: Packing | None = None  # the tiles whose rows are first copied side by side; None if no tile's are
+    packing: Packing | None = (
+        None  # the tiles whose rows are first copied side by side; None if no tile's are
+    )

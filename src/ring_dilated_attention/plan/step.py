@@ -40,7 +40,10 @@ class Terms(NamedTuple):
     dealing: Dealing | None = None  # how heads are dealt before and after
     has_dlse: bool = False  # lse has a gradient (backward)
     packing: Packing | None = None
-    distances: tuple[int, int] = (0, 0)  # bytes from one position to the next in query, and in key and value
+    distances: tuple[int, int] = (
+        0,
+        0,
+    )  # bytes from one position to the next in query, and in key and value
     itemsize: int = 4  # bytes of an element of these
 
 
@@ -122,7 +125,9 @@ class Compute(NamedTuple):
     entry: int | None  # the batch entry, or None for all at once
     what: str  # "partial" (out and lse) or "gradients" (dq, dk and dv)
     keys: str  # the buffer that holds the keys and values, or OWN_ROWS, or CACHED_ROWS
-    copied: tuple[str, ...] = ()  # the kernel reads copies of these tensors' rows, side by side in the sums' dtype
+    copied: tuple[
+        str, ...
+    ] = ()  # the kernel reads copies of these tensors' rows, side by side in the sums' dtype
 
 
 class Merge(NamedTuple):
@@ -172,9 +177,13 @@ def text_of(step: Step) -> str:
         case Free(names):
             text = ", ".join(names)
         case Post(ticket, _, sends, receives):
-            text = "; ".join([ticket, *(f"to {x}" for x in sends), *(f"from {x}" for x in receives)])
+            text = "; ".join(
+                [ticket, *(f"to {x}" for x in sends), *(f"from {x}" for x in receives)]
+            )
         case Wait(ticket, sent, received):
-            text = ticket + ("" if sent and received else ": what is sent" if sent else ": what comes")
+            text = ticket + (
+                "" if sent and received else ": what is sent" if sent else ": what comes"
+            )
         case Compute(tile, _, what, keys, copied):
             copies = f", copied: {' '.join(copied)}" if copied else ""
             text = f"{what}: {tile}, from {keys}{of}{copies}"

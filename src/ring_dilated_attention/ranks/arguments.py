@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..plan.exchange import EXCHANGES
-from ..plan.sharding import Cut, sharding_of
+from ..plan.sharding import ShardSpec, sharding_of
 
 # torch counts timeouts in milliseconds. Ten years are as good as no timeout.
 LEAST_TIMEOUT, MOST_TIMEOUT = timedelta(milliseconds=1), timedelta(days=3650)
@@ -25,22 +25,30 @@ def check_arguments(mesh: DeviceMesh | None, exchange: str, timeout: timedelta) 
         )
     if not isinstance(timeout, timedelta) or not LEAST_TIMEOUT <= timeout <= MOST_TIMEOUT:
         limits = "from a millisecond to ten years"
-        raise ValueError(f"timeout must be a positive datetime.timedelta, {limits}, got {timeout!r}.")
+        raise ValueError(
+            f"timeout must be a positive datetime.timedelta, {limits}, got {timeout!r}."
+        )
 
 
-def cut_of(num_ranks: int, sharding: str, align: int, lengths: Sequence[int] | None, inner: int = 1) -> Cut:
+def cut_of(
+    num_ranks: int, sharding: str, align: int, lengths: Sequence[int] | None, inner: int = 1
+) -> ShardSpec:
     """How num_ranks ranks share a sequence. Raises ValueError for unknown names and for numbers that do not fit."""
     for name, number in (("the number of ranks", num_ranks), ("align", align)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {number!r}.")
     if not sharding_of(sharding).takes_lengths and (align != 1 or lengths is not None):
-        raise ValueError(f"{sharding} shards are near-equal by definition; align and lengths are for contiguous ones.")
+        raise ValueError(
+            f"{sharding} shards are near-equal by definition; align and lengths are for contiguous ones."
+        )
     if lengths is not None:
         if len(lengths) != num_ranks or any(not isinstance(n, int) or n < 0 for n in lengths):
-            raise ValueError(f"lengths must hold {num_ranks} integers of at least 0, one for each rank, got {lengths}.")
+            raise ValueError(
+                f"lengths must hold {num_ranks} integers of at least 0, one for each rank, got {lengths}."
+            )
         if align != 1:
             raise ValueError(f"give either align={align} or lengths={lengths}, not both.")
-    return Cut(sharding, num_ranks, align, None if lengths is None else tuple(lengths), inner)
+    return ShardSpec(sharding, num_ranks, align, None if lengths is None else tuple(lengths), inner)
 
 
 def _not_a_member(of: str) -> str:
@@ -54,9 +62,13 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
     if isinstance(group, DeviceMesh):
         if group.ndim > 2:
             names = group.mesh_dim_names
-            raise ValueError(f"the DeviceMesh has {group.ndim} axes {names}; name one or two, as in mesh['cp'].")
+            raise ValueError(
+                f"the DeviceMesh has {group.ndim} axes {names}; name one or two, as in mesh['cp']."
+            )
         if group.get_coordinate() is None:
-            raise ValueError(_not_a_member(f"the DeviceMesh of the ranks {group.mesh.flatten().tolist()}"))
+            raise ValueError(
+                _not_a_member(f"the DeviceMesh of the ranks {group.mesh.flatten().tolist()}")
+            )
         group = group.get_group(0)
     if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(_not_a_member("the group (new_group returns a mark in its place)"))

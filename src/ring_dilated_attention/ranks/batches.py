@@ -72,7 +72,9 @@ def fingerprint(x: Tensor) -> int:
     """A 64-bit hash of a tensor's bytes. Different bytes hardly ever have the same hash."""
     raw = x.detach().contiguous().flatten().view(torch.uint8)
     words = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
-    place = torch.arange(1, words.numel() + 1, device=x.device) * -7046029254386353131  # odd factor: no two are equal
+    place = (
+        torch.arange(1, words.numel() + 1, device=x.device) * -7046029254386353131
+    )  # odd factor: no two are equal
     mixed = (words ^ (words >> 31)) * -4417276706812531889 + place
     return int(((mixed ^ (mixed >> 29)) * (place | 1)).sum())
 
@@ -80,7 +82,9 @@ def fingerprint(x: Tensor) -> int:
 def _check_batch(batch: Any, ranks: Ranks, source: int | None) -> None:
     """Raise ValueError for a batch that cannot be cut."""
     if source is not None and (not is_integer(source) or source not in range(ranks.world_size)):
-        raise ValueError(f"source must be a rank from 0 to {ranks.world_size - 1} or None, got {source!r}.")
+        raise ValueError(
+            f"source must be a rank from 0 to {ranks.world_size - 1} or None, got {source!r}."
+        )
     if batch is None and source in (None, ranks.rank):
         raise ValueError("shard_batch needs a batch, got None.")
     if batch is None:
@@ -88,22 +92,32 @@ def _check_batch(batch: Any, ranks: Ranks, source: int | None) -> None:
     if not isinstance(batch, Mapping):
         raise ValueError(f"a batch must be a dict of tensors, got {type(batch).__name__}.")
     if not batch:
-        raise ValueError(f"a batch must be a dict of tensors, got {type(batch).__name__} without entries.")
+        raise ValueError(
+            f"a batch must be a dict of tensors, got {type(batch).__name__} without entries."
+        )
     lengths = {}
     for name, x in batch.items():
         if not isinstance(name, str):
             raise ValueError(f"the names of a batch must be strings, got {name!r}.")
         if not isinstance(x, Tensor) or not x.dim():
-            raise ValueError(f"batch[{name!r}] must be a tensor (N,) or (B, N, ...), got {type(x).__name__}.")
+            raise ValueError(
+                f"batch[{name!r}] must be a tensor (N,) or (B, N, ...), got {type(x).__name__}."
+            )
         if x.layout != torch.strided or x.is_meta:
-            raise ValueError(f"batch[{name!r}] must be a dense tensor with memory, got {x.layout} on {x.device}.")
+            raise ValueError(
+                f"batch[{name!r}] must be a dense tensor with memory, got {x.layout} on {x.device}."
+            )
         if name != BORDERS:
             lengths[name] = x.shape[_position_dim(x.shape)]
     if not lengths:
-        raise ValueError("the tensors of a batch must share one number of positions, but none of them has positions.")
+        raise ValueError(
+            "the tensors of a batch must share one number of positions, but none of them has positions."
+        )
     if len(set(lengths.values())) != 1:
         listed = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-        raise ValueError(f"the tensors of a batch must share one number of positions, but {listed}.")
+        raise ValueError(
+            f"the tensors of a batch must share one number of positions, but {listed}."
+        )
     seq_len = max(lengths.values())
     if BORDERS in batch:
         check_documents(borders_of(batch[BORDERS]) or (), seq_len)
@@ -124,7 +138,9 @@ def _rows(name: str, x: Tensor, shard: Shard) -> Tensor:
     return x if name == BORDERS else own_rows(x, shard, _position_dim(x.shape))
 
 
-def _send_layouts(ranks: Ranks, layouts: Layouts, documents: Borders, source: int) -> tuple[Layouts, Borders]:
+def _send_layouts(
+    ranks: Ranks, layouts: Layouts, documents: Borders, source: int
+) -> tuple[Layouts, Borders]:
     """The layouts and the borders of the source's batch."""
     text = b""
     if ranks.rank == source:

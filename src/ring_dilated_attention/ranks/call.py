@@ -34,7 +34,11 @@ class Call:
     def text(self) -> str:
         """The call as a text, which custom ops take; see `from_text`."""
         # torch.compile may turn integers into symbols, which a text cannot hold: `index` makes them numbers again.
-        start, stop, num_heads = index(self.heads.start), index(self.heads.stop), index(self.num_heads)
+        start, stop, num_heads = (
+            index(self.heads.start),
+            index(self.heads.stop),
+            index(self.num_heads),
+        )
         numbers = f"{self.scale} {start} {stop} {num_heads} {self.return_lse}"
         return f"{self.backend} {self.needs_grad}\n{numbers}\n{self.pattern.text}\n{self.context}"
 
@@ -45,7 +49,13 @@ class Call:
         backend, needs_grad = names.split(" ")
         scale, *heads, num_heads, return_lse = numbers.split(" ")
         flags = float(scale), backend, needs_grad, return_lse == "True"
-        return cls(DilatedPattern.from_text(pattern), *flags, range(*map(int, heads)), int(num_heads), context)
+        return cls(
+            DilatedPattern.from_text(pattern),
+            *flags,
+            range(*map(int, heads)),
+            int(num_heads),
+            context,
+        )
 
     @property
     def heads_held(self) -> range | None:
@@ -81,14 +91,18 @@ class ForwardState(NamedTuple):
     borders: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, number: int, call: Call, query: Tensor, cu_seqlens: Tensor | None) -> "ForwardState":
+    def of(
+        cls, number: int, call: Call, query: Tensor, cu_seqlens: Tensor | None
+    ) -> "ForwardState":
         borders = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
         return cls(number, choose(call.backend, query).NAME, borders)
 
     @property
     def tensor(self) -> Tensor:
         """The tensor that the forward's custom op returns for this; see `from_tensor`."""
-        return torch.tensor([self.number, list(BACKENDS).index(self.kernel), *(self.borders or ())], device="cpu")
+        return torch.tensor(
+            [self.number, list(BACKENDS).index(self.kernel), *(self.borders or ())], device="cpu"
+        )
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> "ForwardState":
@@ -112,15 +126,29 @@ def borders_field(borders: Borders) -> object:
 
 def validate_cu_seqlens(cu_seqlens: Any, batch: int) -> None:
     """Raise ValueError for borders that no sequence can have, whatever its length."""
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
-        got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}" if isinstance(cu_seqlens, Tensor) else repr(cu_seqlens)
-        raise ValueError(f"cu_seqlens must be a 1-D int32 tensor, got {got}. Use torch.tensor(...).int().")
+    if (
+        not isinstance(cu_seqlens, Tensor)
+        or cu_seqlens.dtype != torch.int32
+        or cu_seqlens.dim() != 1
+    ):
+        got = (
+            f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+            if isinstance(cu_seqlens, Tensor)
+            else repr(cu_seqlens)
+        )
+        raise ValueError(
+            f"cu_seqlens must be a 1-D int32 tensor, got {got}. Use torch.tensor(...).int()."
+        )
     if cu_seqlens.layout != torch.strided:
-        raise ValueError(f"cu_seqlens must be a dense tensor, got layout {cu_seqlens.layout}. Call .to_dense().")
+        raise ValueError(
+            f"cu_seqlens must be a dense tensor, got layout {cu_seqlens.layout}. Call .to_dense()."
+        )
     if cu_seqlens.device.type == "meta" or cu_seqlens.numel() < 2:
         raise ValueError(
             f"cu_seqlens must hold the borders (0, ..., N) of one document at least, got {cu_seqlens.numel()} entries "
             f"on {cu_seqlens.device}."
         )
     if batch != 1:
-        raise ValueError(f"cu_seqlens packs documents into one sequence, so batch must be 1, got {batch}. Flatten it.")
+        raise ValueError(
+            f"cu_seqlens packs documents into one sequence, so batch must be 1, got {batch}. Flatten it."
+        )

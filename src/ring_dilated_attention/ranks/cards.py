@@ -10,7 +10,9 @@ import torch.distributed as dist
 _LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID")
 
 
-def number_of_card(bound: torch.device | None, current: int, environment: Mapping[str, str], count: int) -> int:
+def number_of_card(
+    bound: torch.device | None, current: int, environment: Mapping[str, str], count: int
+) -> int:
     """The number of a process's GPU.
 
     Args:
@@ -30,5 +32,7 @@ def number_of_card(bound: torch.device | None, current: int, environment: Mappin
 def card_of(group: dist.ProcessGroup | None) -> torch.device:
     """The GPU of this process, which may be bound to a group."""
     bound = None if group is None else group.bound_device_id
-    number = number_of_card(bound, torch.cuda.current_device(), os.environ, torch.cuda.device_count())
+    number = number_of_card(
+        bound, torch.cuda.current_device(), os.environ, torch.cuda.device_count()
+    )
     return torch.device("cuda", number)

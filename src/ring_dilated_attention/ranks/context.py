@@ -46,7 +46,9 @@ def refuse(key: str, reason: str) -> None:
 refuse.__dict__["_dynamo_marked_constant"] = True
 
 
-def called_by(parallel: "ContextParallel | None", number: int | None) -> AbstractContextManager[None]:
+def called_by(
+    parallel: "ContextParallel | None", number: int | None
+) -> AbstractContextManager[None]:
     """In this block the module of this number calls. Compiled code does not tell."""
     if parallel is None or torch.compiler.is_compiling():
         return nullcontext()
@@ -184,7 +186,9 @@ class ContextParallel:
         shards = ranks.note_cut(lengths, documents)
         return x if len(shards) == 1 else ShardRows.apply(x, ranks, shards, dim)
 
-    def shard_batch(self, batch: Mapping[str, Tensor] | None, *, source: int | None = None) -> dict[str, Tensor]:
+    def shard_batch(
+        self, batch: Mapping[str, Tensor] | None, *, source: int | None = None
+    ) -> dict[str, Tensor]:
         """This rank's rows of one sample of a data loader: tokens, labels, position ids, masks, borders of documents.
 
             local = parallel.shard_batch(batch)              # every rank has the batch; they check that it is the same

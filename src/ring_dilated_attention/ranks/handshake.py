@@ -18,7 +18,9 @@ class RefusedError(ValueError):
     """Raised on all ranks alike: one of them refuses a call, or their calls differ. Nothing was sent."""
 
 
-def agree(control: GroupLink, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
+def agree(
+    control: GroupLink, length: int, fields: dict[str, object], failure: str | None
+) -> tuple[int, ...]:
     """Every rank's number of positions, once it is clear that all make the same call. The numbers are gathered only if
     some rank has another number than in its last call of this kind.
 
@@ -45,22 +47,30 @@ def agree(control: GroupLink, length: int, fields: dict[str, object], failure: s
     return control.agreed[kind]
 
 
-def _raise_alike(control: GroupLink, fields: dict[str, object], failure: str | None, moment: str) -> None:
+def _raise_alike(
+    control: GroupLink, fields: dict[str, object], failure: str | None, moment: str
+) -> None:
     """Find the words for what is wrong: a rank refuses, or a field differs. Only `NUM_MODULES` may differ."""
     assert len(fields) <= _NUM_FIELDS, "records of two lengths would meet"
     marks = [_fingerprint(value) for value in fields.values()]
     padding = [0] * (_NUM_FIELDS - len(fields))
-    records = control.records(torch.tensor([failure is not None, *marks, *padding], device="cpu"), moment)
+    records = control.records(
+        torch.tensor([failure is not None, *marks, *padding], device="cpu"), moment
+    )
     refuses, *columns = torch.stack(records).T.tolist()  # each with an entry for every rank
     if any(refuses):
         _raise_refusal(control, failure, moment)
-    differing = [name for name, column in zip(fields, columns, strict=False) if len(set(column)) > 1]
+    differing = [
+        name for name, column in zip(fields, columns, strict=False) if len(set(column)) > 1
+    ]
     name = differing[0]
     if name == NUM_MODULES:
         control.counts_modules = False
         return
     texts = control.texts(str(fields[name]), moment)
-    listed = ", ".join(f"rank {m} has {text}" for m, text in zip(control.members, texts, strict=True))
+    listed = ", ".join(
+        f"rank {m} has {text}" for m, text in zip(control.members, texts, strict=True)
+    )
     remedy = "All ranks of a group must make the same call; nothing was sent."
     if name == CALLER:
         remedy += " If layers are dropped at random, drop the same ones on all ranks."
@@ -72,7 +82,9 @@ def _raise_refusal(control: GroupLink, failure: str | None, moment: str) -> None
     reasons = {member: text for member, text in zip(control.members, texts, strict=True) if text}
     if failure is not None and len(set(reasons.values())) == 1:
         raise RefusedError(failure)
-    raise RefusedError("; ".join(f"rank {member} refused the call: {text}" for member, text in reasons.items()))
+    raise RefusedError(
+        "; ".join(f"rank {member} refused the call: {text}" for member, text in reasons.items())
+    )
 
 
 def _fingerprint(value: object) -> int:

@@ -57,7 +57,9 @@ class GroupPending:
     moment: str
     handles: list[Handle] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
-    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # what is received, and where it arrives
+    copies: list[tuple[Tensor, Tensor]] = field(
+        default_factory=list
+    )  # what is received, and where it arrives
 
     def wait(self) -> None:
         if not self.handles:
@@ -93,7 +95,9 @@ class GroupLink:
         self.failure: str | None = None
         self.links = links  # if one of them breaks, all do
         self.agreed: dict[str, tuple[int, ...]] = {}  # lengths, by the kind of call (handshake.py)
-        self.counts_modules = True  # False once ranks have made different modules: their numbers say nothing
+        self.counts_modules = (
+            True  # False once ranks have made different modules: their numbers say nothing
+        )
         links.append(self)
         # The backend of each type of device. (dist.get_backend has one text for all types.)
         self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
@@ -110,7 +114,9 @@ class GroupLink:
     def reorder(self, members: Sequence[int]) -> None:
         """Put the group's members, given by their global ranks, into this order."""
         self.members = list(members)
-        self.order = [dist.get_group_rank(self.group, member) for member in members]  # rank in the group, by place
+        self.order = [
+            dist.get_group_rank(self.group, member) for member in members
+        ]  # rank in the group, by place
         self.rank = self.order.index(dist.get_rank(self.group))
 
     def on_gloo(self, x: Tensor) -> bool:
@@ -149,7 +155,11 @@ class GroupLink:
             self._sentinels[peer] = Sentinel(partial(self._receive_nothing, peer))
         error = self._sentinels[peer].error
         # A peer may leave without an error after its last message. Its leaving may be seen before that message.
-        if error is not None and not progress.ended.wait(_GRACE_SECONDS) and progress.num_done == num_done:
+        if (
+            error is not None
+            and not progress.ended.wait(_GRACE_SECONDS)
+            and progress.num_done == num_done
+        ):
             self.fail(moment, handles[num_done].description, error)
 
     def fail(self, moment: str, description: str, error: Exception) -> NoReturn:
@@ -222,7 +232,9 @@ class GroupLink:
         """
         transfers = []
         for x, peer in receives:
-            transfers.append(Transfer(dist.irecv, x, peer, f"waiting for rank {self.members[peer]}"))
+            transfers.append(
+                Transfer(dist.irecv, x, peer, f"waiting for rank {self.members[peer]}")
+            )
         for x, peer in sends:
             transfers.append(Transfer(dist.isend, x, peer, f"sending to rank {self.members[peer]}"))
         return self._post(transfers, moment)
@@ -233,7 +245,9 @@ class GroupLink:
         receives_from_peers = [(x, message.peer) for x, message in receives]
         return self.exchange(sends_to_peers, receives_from_peers, moment)
 
-    def carry_apart(self, sends: Messages, receives: Messages, moment: str) -> tuple[GroupPending, GroupPending]:
+    def carry_apart(
+        self, sends: Messages, receives: Messages, moment: str
+    ) -> tuple[GroupPending, GroupPending]:
         """`carry`, with one wait for what is sent and another for what is received.
 
         On NCCL both are one batch. In two batches every rank's receives would stand behind its sends in NCCL's stream,
@@ -248,7 +262,9 @@ class GroupLink:
     def _post(self, transfers: Sequence[Transfer], moment: str) -> GroupPending:
         """Post messages, in one batch unless gloo sends them."""
         if self.failure:
-            raise ExchangeError(f"this group has failed before ({self.failure}). Make a new ContextParallel.")
+            raise ExchangeError(
+                f"this group has failed before ({self.failure}). Make a new ContextParallel."
+            )
         on_gloo = all(self.on_gloo(transfer.tensor) for transfer in transfers)
         pending = GroupPending(self, moment)
         self._pending.add(pending)
@@ -267,7 +283,9 @@ class GroupLink:
         try:
             operations = []
             for operation, x, peer, _ in batch:
-                operations.append(dist.P2POp(operation, x, group=self.group, group_peer=self.order[peer]))
+                operations.append(
+                    dist.P2POp(operation, x, group=self.group, group_peer=self.order[peer])
+                )
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
             self.fail(moment, ", ".join(descriptions), error)
@@ -339,7 +357,9 @@ class GroupLink:
             record = torch.stack([record, *others]).amax(0)
         return record
 
-    def _pass_on(self, known: Tensor, peers: list[tuple[int, int]], moment: str, *, is_first: bool) -> list[Tensor]:
+    def _pass_on(
+        self, known: Tensor, peers: list[tuple[int, int]], moment: str, *, is_first: bool
+    ) -> list[Tensor]:
         """One round: send to the first rank of each pair what this rank knows. Returns what the second ones know."""
 
         def description(peer: int) -> str:
@@ -387,7 +407,9 @@ class GroupLink:
         self, tensors: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
     ) -> list[Tensor]:
         """As `link_contract.Dealer` says."""
-        received = list(torch.empty(sum(sizes), dtype=like.dtype, device=like.device).split(list(sizes)))
+        received = list(
+            torch.empty(sum(sizes), dtype=like.dtype, device=like.device).split(list(sizes))
+        )
         received[self.rank].copy_(tensors[self.rank])
         sends = [(tensors[peer].contiguous(), peer) for peer in self._others()]
         receives = [(received[peer], peer) for peer in self._others()]

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..plan.dealing import check_dealing
 from ..plan.exchange import Choice, choose_exchange
 from ..plan.job import Job
-from ..plan.sharding import Cut, order_by_host
+from ..plan.sharding import ShardSpec, order_by_host
 from ..plan.sizes import Sizes
 from .call import Call, ForwardState, borders_field
 from .failures import NOT_MADE, usual_cause
@@ -99,7 +99,7 @@ class Processes(Ranks):
 
     def __init__(self, members: list[int], timeout: timedelta) -> None:
         """Make the control group. All ranks do so, even with bad arguments: `connect` compares them over it."""
-        super().__init__(Cut("contiguous", len(members)))
+        super().__init__(ShardSpec("contiguous", len(members)))
         self.timeout = timeout
         self.world_size = len(members)
         self.opened: list[GroupLink] = []  # if one of them breaks, all do
@@ -112,7 +112,7 @@ class Processes(Ranks):
     def members(self) -> list[int]:
         return self.control.members
 
-    def connect(self, cut: Cut | None, exchange: str, failure: str | None) -> None:
+    def connect(self, cut: ShardSpec | None, exchange: str, failure: str | None) -> None:
         """Make the other groups, once it is clear that all ranks have the same arguments.
 
         Raises:
@@ -150,7 +150,9 @@ class Processes(Ranks):
         """Every rank's host. Contexts that all ranks have dropped without `close` are closed here: ranks give groups
         back together, because NCCL ends a communicator by a collective call."""
         hosts, dropped_by_rank = [], []
-        for text in self.control.texts("\n".join([host_name(), *_dropped]), "the exchange of host names"):
+        for text in self.control.texts(
+            "\n".join([host_name(), *_dropped]), "the exchange of host names"
+        ):
             host, *dropped = text.split("\n")
             hosts.append(host)
             dropped_by_rank.append(set(dropped))
@@ -197,10 +199,15 @@ class Processes(Ranks):
             )
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
-        self.check_all_here(str(fields.get("call", "a call")))  # before the lock, which may have been taken at the fork
+        self.check_all_here(
+            str(fields.get("call", "a call"))
+        )  # before the lock, which may have been taken at the fork
         with self.turn:  # another thread's refusal is sent between two handshakes of the owner
             failure = self._why_other_thread() or failure
-            owner = {"the name of the calling thread (Thread(name=...) sets it)": self.owner and self.owner.name}
+            owner = {
+                "the name of the calling thread (Thread(name=...) sets it)": self.owner
+                and self.owner.name
+            }
             return agree(self.control, length, fields | owner, failure)
 
     def _why_other_thread(self) -> str | None:
@@ -208,7 +215,9 @@ class Processes(Ranks):
         autograd counts as the owner, which waits for that thread in the backward."""
         here = current_thread()
         self.owner = self.owner or here
-        if here is self.owner or (isinstance(here, _DummyThread) and torch._C._current_graph_task_id() != -1):
+        if here is self.owner or (
+            isinstance(here, _DummyThread) and torch._C._current_graph_task_id() != -1
+        ):
             return None
         return (
             f"thread {here.name!r} made a call of {self.name}, which belongs to the thread of its first call, "
@@ -228,17 +237,23 @@ class Processes(Ranks):
         near_equal = self.cut.default_lengths(seq_len)
         if lengths not in (near_equal, _as_torch_chunk(seq_len, self.world_size)):
             text = f"ranks have {lengths} positions; a near-equal cut of one sequence of {seq_len} gives {near_equal}"
-            self.warn_once("cut", text + ". If yours are meant, say so: ContextParallel(lengths=...)")
+            self.warn_once(
+                "cut", text + ". If yours are meant, say so: ContextParallel(lengths=...)"
+            )
 
     def warn_of_whole(self, lengths: Sequence[int]) -> bool:
         whole = sum(self.lengths_cut_last)
         if not sum(lengths) or set(lengths) != {whole}:
             return False
         text = f"every rank has {whole} positions, as many as the sequence that was cut last: they count "
-        self.warn_once("whole", text + f"as one sequence of {sum(lengths)}. Pass what `shard` returns")
+        self.warn_once(
+            "whole", text + f"as one sequence of {sum(lengths)}. Pass what `shard` returns"
+        )
         return True
 
-    def fields(self, call: Call, stage: str, state: ForwardState, query: Tensor, key: Tensor) -> dict[str, object]:
+    def fields(
+        self, call: Call, stage: str, state: ForwardState, query: Tensor, key: Tensor
+    ) -> dict[str, object]:
         batch, _, num_heads, head_dim = query.shape
         fields = {
             "call": f"{stage} {state.number}",
@@ -264,7 +279,9 @@ class Processes(Ranks):
     def gather(self, x: Tensor, lengths: Sequence[int], dim: int, moment: str) -> list[Tensor]:
         return self.all.all_gather(x, lengths, dim, moment)
 
-    def scatter(self, tensors: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str) -> list[Tensor]:
+    def scatter(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
+    ) -> list[Tensor]:
         return self.all.all_to_all_single(tensors, sizes, like, moment)
 
     def choose(self, job: Job, sizes: Sizes) -> Choice:

@@ -15,10 +15,10 @@ from ..kernels.choose import BACKENDS
 from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, RankPlan, plan_exchange
 from ..plan.job import Job
-from ..plan.sharding import Borders, Cut, Shard, document_positions, documents_of
+from ..plan.sharding import Borders, Shard, ShardSpec, document_positions, documents_of
 from ..plan.sizes import Sizes
 from ..run import executor
-from ..run.executor import Means
+from ..run.executor import ExecutorOptions
 from ..run.link_contract import Dealer, Link
 from .call import Call, ForwardState
 
@@ -40,15 +40,19 @@ class Ranks:
     name = ""
     timeout = timedelta()
 
-    def __init__(self, cut: Cut) -> None:
+    def __init__(self, cut: ShardSpec) -> None:
         self.cut = cut
         self.calls = 0
-        self.lengths_cut_last: tuple[int, ...] = ()  # of the shards of the sequence that was cut last
+        self.lengths_cut_last: tuple[
+            int, ...
+        ] = ()  # of the shards of the sequence that was cut last
         self.warned: set[str] = set()  # what `warn_once` has warned of
         self.num_modules = 0  # made with this context
         self.caller: int | None = None  # the number of the module that calls now
         self.is_closed = False
-        self.turn = RLock()  # held by the one thread that agrees with other ranks, or exchanges records
+        self.turn = (
+            RLock()
+        )  # held by the one thread that agrees with other ranks, or exchanges records
         # Compiled calls add to it, so that the compiler drops none of them.
         self.compiled_calls = torch.zeros((), dtype=torch.int64, device="cpu")
 
@@ -93,7 +97,9 @@ class Ranks:
             raise ValueError(failure)
         return (length,)
 
-    def handshake(self, length: int, fields: dict[str, object], failure: str | None = None) -> tuple[int, ...]:
+    def handshake(
+        self, length: int, fields: dict[str, object], failure: str | None = None
+    ) -> tuple[int, ...]:
         """`agree`, with a warning if every rank seems to have the whole sequence."""
         lengths = self.agree(length, fields, failure)
         self.warn_of_whole(lengths)
@@ -168,7 +174,9 @@ class Ranks:
         """All processes' tensors, which differ only in their length along `dim`."""
         return [x]
 
-    def scatter(self, tensors: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str) -> list[Tensor]:
+    def scatter(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
+    ) -> list[Tensor]:
         """Send a flat tensor to every process and receive one from each, of the given sizes. Tensors may be empty."""
         return list(tensors)
 
@@ -196,17 +204,23 @@ class Ranks:
         with self.all_or_none(ValueError), self.refusing():
             state = ForwardState.of(number, call, query, cu_seqlens)
 
-        def execute(rank_plan: RankPlan, means: Means, scaled_query: Tensor) -> tuple[Tensor, Tensor]:
+        def execute(
+            rank_plan: RankPlan, means: ExecutorOptions, scaled_query: Tensor
+        ) -> tuple[Tensor, Tensor]:
             return executor.forward(rank_plan, means, scaled_query, key, value)
 
         out, lse = self.run(call, "forward", state, query, key, execute)
         self.calls = number  # on all ranks or on none: a refused call does not count
         return out, lse, state
 
-    def backward(self, call: Call, state: ForwardState, rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, call: Call, state: ForwardState, rows: BackwardRows
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """dq (B, N, H, D), dk and dv (B, N, G, D)."""
 
-        def execute(rank_plan: RankPlan, means: Means, scaled_query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def execute(
+            rank_plan: RankPlan, means: ExecutorOptions, scaled_query: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor]:
             scaled_rows = rows._replace(query=scaled_query)
             if rank_plan.dealing is not None and rows.dlse is None and call.return_lse:
                 # This rank's loss need not use lse, but all ranks must deal the gradient of lse, or none.
@@ -222,7 +236,7 @@ class Ranks:
         state: ForwardState,
         query: Tensor,
         key: Tensor,
-        execute: Callable[[RankPlan, Means, Tensor], Result],
+        execute: Callable[[RankPlan, ExecutorOptions, Tensor], Result],
     ) -> Result:
         """Do the handshake, then plan the call, and execute the plan."""
         with self.all_or_none(ValueError), self.refusing():
@@ -237,24 +251,32 @@ class Ranks:
 
     def route(
         self, call: Call, state: ForwardState, query: Tensor, key: Tensor, lengths: Sequence[int]
-    ) -> tuple[RankPlan, Means]:
+    ) -> tuple[RankPlan, ExecutorOptions]:
         """Choose the exchange and plan. Returns the plan, and the means by which it is carried out."""
         documents = documents_of(state.borders, sum(lengths))
         num_kv_heads = call.num_kv_heads(key.shape[2])
         shards = self.shards(lengths, documents)
         job = Job(call.pattern, shards, call.num_heads, num_kv_heads, documents, call.heads_held)
-        exchange = self.choose(job, Sizes(query.shape[0], query.shape[3], query.element_size())).exchange
+        exchange = self.choose(
+            job, Sizes(query.shape[0], query.shape[3], query.element_size())
+        ).exchange
         rank_plan = plan_exchange(exchange, job, self.rank, self.cut.inner)
         link, dealer = self.links(exchange, job)
-        return rank_plan, Means(BACKENDS[state.kernel], call.kernel_scale, link, dealer, call.factor)
+        return rank_plan, ExecutorOptions(
+            BACKENDS[state.kernel], call.kernel_scale, link, dealer, call.factor
+        )
 
-    def fields(self, call: Call, stage: str, state: ForwardState, query: Tensor, key: Tensor) -> dict[str, object]:
+    def fields(
+        self, call: Call, stage: str, state: ForwardState, query: Tensor, key: Tensor
+    ) -> dict[str, object]:
         """What must be the same on all ranks, by name."""
         return {}
 
 
-ALONE = Ranks(Cut("contiguous", 1))
-_cut_last: list["weakref.ref[Ranks]"] = []  # the ranks of this process that cut a sequence last; empty, or one
+ALONE = Ranks(ShardSpec("contiguous", 1))
+_cut_last: list[
+    "weakref.ref[Ranks]"
+] = []  # the ranks of this process that cut a sequence last; empty, or one
 
 
 def warn_of_forgotten_parallel(num_rows: int) -> None:

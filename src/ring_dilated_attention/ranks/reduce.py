@@ -26,7 +26,10 @@ def all_reduce(ranks: Ranks, x: Tensor, call: str = "all_reduce") -> Tensor:
 
 
 def mean_loss(
-    ranks: Ranks, local_sum: Tensor, local_count: int | Tensor, step_count: int | Tensor | None = None
+    ranks: Ranks,
+    local_sum: Tensor,
+    local_count: int | Tensor,
+    step_count: int | Tensor | None = None,
 ) -> Tensor:
     """As `ContextParallel.mean_loss`, over these ranks."""
     call = "mean_loss" if step_count is None else "mean_loss with step_count"
@@ -35,15 +38,21 @@ def mean_loss(
         numbers = _numbers(local_sum, local_count, step_count)
     total, count, step = all_reduce(ranks, numbers, call)  # scalars, the same on all ranks
     if count and not 1 <= count < math.inf:
-        raise ValueError(f"the ranks have {count:g} terms of a loss in all: a mean needs one at least.")
+        raise ValueError(
+            f"the ranks have {count:g} terms of a loss in all: a mean needs one at least."
+        )
     if not count and total.abs() > 0:
-        raise ValueError(f"the ranks have a loss of {total:g} in all, and 0 terms: local_count must count the terms.")
+        raise ValueError(
+            f"the ranks have a loss of {total:g} in all, and 0 terms: local_count must count the terms."
+        )
     if not count <= step < math.inf:
         raise ValueError(
             f"the ranks have {count:g} terms in this micro-batch and step_count={step:g} in all: step_count must count "
             "the terms of all micro-batches of the step, this one too."
         )
-    return GlobalMean.apply(local_sum.reshape(()), total, step if count else count, ranks.world_size)
+    return GlobalMean.apply(
+        local_sum.reshape(()), total, step if count else count, ranks.world_size
+    )
 
 
 def _numbers(local_sum: Any, local_count: Any, step_count: Any) -> Tensor:
@@ -67,7 +76,9 @@ def _count(name: str, count: Any) -> float:
     if _is_one_number(count):
         count = count.item()
     if not is_finite_number(count) or count < 0:
-        raise ValueError(f"{name} must be one number of at least 0 (the terms in the sum), got {count!r:.99}.")
+        raise ValueError(
+            f"{name} must be one number of at least 0 (the terms in the sum), got {count!r:.99}."
+        )
     return float(count)
 
 
@@ -85,7 +96,9 @@ class GlobalMean(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, local_sum: Tensor, total: Tensor, count: Tensor, world_size: int) -> Tensor:
+    def forward(
+        ctx: Any, local_sum: Tensor, total: Tensor, count: Tensor, world_size: int
+    ) -> Tensor:
         if not count:
             ctx.scale = 0.0
             return torch.zeros_like(local_sum)

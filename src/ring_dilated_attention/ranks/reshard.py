@@ -109,9 +109,13 @@ class UnshardRows(torch.autograd.Function):
             rows_by_rank = [own_rows(grad, shard, ctx.dim) for shard in ctx.shards]
             shape = rows_by_rank[ctx.ranks.rank].shape
             sizes = [shape.numel()] * len(ctx.shards)
-            received = ctx.ranks.scatter([rows.flatten() for rows in rows_by_rank], sizes, grad, moment)
+            received = ctx.ranks.scatter(
+                [rows.flatten() for rows in rows_by_rank], sizes, grad, moment
+            )
             # 16 bits would round each sum.
-            total = grad.new_zeros(shape.numel(), dtype=torch.promote_types(grad.dtype, torch.float32))
+            total = grad.new_zeros(
+                shape.numel(), dtype=torch.promote_types(grad.dtype, torch.float32)
+            )
             for rows in received:
                 total += rows
             return total.view(shape).to(grad.dtype), None, None, None

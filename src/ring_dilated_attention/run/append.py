@@ -43,7 +43,9 @@ def append(
     positions, floors = progress.tolist()
     counts = [num_new] * batch if lengths is None else lengths.tolist()
     if any(not 0 <= count <= num_new for count in counts):
-        raise ValueError(f"lengths must be between 0 and the {num_new} rows that are given, got {counts}.")
+        raise ValueError(
+            f"lengths must be between 0 and the {num_new} rows that are given, got {counts}."
+        )
     check_append(plan, positions, counts)
     runs = list(_alike(positions, counts))
     # A single row is written before it attends. If plan.keep > 0 and the call fails, `crop` may need the old row.
@@ -71,7 +73,9 @@ def append(
     if len(runs) == 1 and counts == [num_new] * batch:
         return results[0]
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    lse = torch.full(query.shape[:3], -torch.inf, dtype=accumulator_dtype(query.dtype), device=query.device)
+    lse = torch.full(
+        query.shape[:3], -torch.inf, dtype=accumulator_dtype(query.dtype), device=query.device
+    )
     for (entries, _, count), (run_out, run_lse) in zip(runs, results, strict=True):
         out[entries, :count] = run_out
         lse[entries, :count] = run_lse
@@ -103,7 +107,14 @@ def _next_slots(plan: CachePlan, memory: Tensor, t: int) -> Iterator[Tensor]:
 
 
 def _one(
-    plan: CachePlan, kernel: Kernel, scale: float, query: Tensor, key: Tensor, value: Tensor, memory: Tensor, t: int
+    plan: CachePlan,
+    kernel: Kernel,
+    scale: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    memory: Tensor,
+    t: int,
 ) -> tuple[Tensor, Tensor]:
     """out (B, 1, H, D) and lse (B, 1, H) of the row at position t. It is written first, so that it sees itself."""
     batch, _, num_heads, head_dim = query.shape
@@ -137,17 +148,34 @@ def _one(
 
 
 def _many(
-    plan: CachePlan, kernel: Kernel, scale: float, query: Tensor, key: Tensor, value: Tensor, memory: Tensor, t: int
+    plan: CachePlan,
+    kernel: Kernel,
+    scale: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    memory: Tensor,
+    t: int,
 ) -> tuple[Tensor, Tensor]:
     """out (B, M, H, D) and lse (B, M, H) of M new rows, the first at position t."""
     rank_plan = RankPlan(plan_append(plan, t, query.shape[1]), None)
     # Cached tiles count rows from the start of the memory, so each key/value head is a view of the whole memory.
     keys, values = memory.unsqueeze(3).expand(-1, -1, -1, plan.num_kv_held, -1)
-    return executor.forward(rank_plan, executor.Means(kernel, scale), query, key, value, cached=(keys, values))
+    return executor.forward(
+        rank_plan, executor.ExecutorOptions(kernel, scale), query, key, value, cached=(keys, values)
+    )
 
 
 def _add(
-    kernel: Kernel, scale: float, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, first: bool
+    kernel: Kernel,
+    scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    first: bool,
 ) -> None:
     """Merge the partial of q, which sees all of k, into (out, lse). If `first`, write the partial instead."""
     partial_out, partial_lse = kernel.forward(q, k, v, False, scale)
@@ -164,7 +192,9 @@ def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -
     for buffers in plan.buffers:
         kept = plan.kept(buffers, end)
         numbers = range(max(kept.start, buffers.before(t)), kept.stop)
-        both_2BGLD = torch.stack([rows_at(key, buffers, numbers, t), rows_at(value, buffers, numbers, t)])
+        both_2BGLD = torch.stack(
+            [rows_at(key, buffers, numbers, t), rows_at(value, buffers, numbers, t)]
+        )
         place(buffers, numbers, memory, both_2BGLD)
 
 
@@ -209,7 +239,10 @@ def packed(plan: CachePlan, shard: Shard, position: int, key: Tensor, value: Ten
 
 def packed_size(plan: CachePlan, shard: Shard, position: int, like: Tensor) -> int:
     """The number of elements that `packed` returns, for keys like `like` (B, N, G, D)."""
-    rows = sum(len(buffers.kv_heads) * len(numbers) for buffers, numbers, _ in plan.kept_of(shard, position))
+    rows = sum(
+        len(buffers.kv_heads) * len(numbers)
+        for buffers, numbers, _ in plan.kept_of(shard, position)
+    )
     return 2 * like.shape[0] * rows * like.shape[3]
 
 

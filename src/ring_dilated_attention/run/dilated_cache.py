@@ -57,7 +57,12 @@ class DilatedCache:
         keep: int = 0,
         heads_held: range | None = None,
     ) -> None:
-        sizes = {"batch": batch, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        sizes = {
+            "batch": batch,
+            "num_heads": num_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+        }
         for name, size in sizes.items():
             if not is_integer(size) or size < 1:
                 raise ValueError(f"{name}={size!r} must be an integer of at least 1.")
@@ -69,8 +74,12 @@ class DilatedCache:
         self.device = torch.empty(0, device=device).device  # with its index
         self._refuse_what_does_not_fit()
         # One tensor for all buffers: if an op writes to a *list* of tensors, compiled code copies them at every call.
-        self.memory = torch.empty(2, batch, self.num_rows, head_dim, dtype=self.dtype, device=self.device)
-        self.progress = torch.zeros(2, batch, dtype=torch.int64, device=self.device)  # positions; lowest to go back to
+        self.memory = torch.empty(
+            2, batch, self.num_rows, head_dim, dtype=self.dtype, device=self.device
+        )
+        self.progress = torch.zeros(
+            2, batch, dtype=torch.int64, device=self.device
+        )  # positions; lowest to go back to
 
     @classmethod
     def gather(
@@ -103,16 +112,34 @@ class DilatedCache:
         gets_one = to is None or to == ranks.rank
         with ranks.refusing():
             if to is not None and not (is_integer(to) and 0 <= to < ranks.world_size):
-                raise ValueError(f"to={to!r}: the ranks are 0 to {ranks.world_size - 1}. Give one, or None for all.")
-            if key.dim() != 4 or (key.shape, key.dtype, key.device) != (value.shape, value.dtype, value.device):
-                both = " and ".join(f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (key, value))
-                raise ValueError(f"key and value must both be (batch, positions, K/V heads, head dim), alike: {both}.")
+                raise ValueError(
+                    f"to={to!r}: the ranks are 0 to {ranks.world_size - 1}. Give one, or None for all."
+                )
+            if key.dim() != 4 or (key.shape, key.dtype, key.device) != (
+                value.shape,
+                value.dtype,
+                value.device,
+            ):
+                both = " and ".join(
+                    f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (key, value)
+                )
+                raise ValueError(
+                    f"key and value must both be (batch, positions, K/V heads, head dim), alike: {both}."
+                )
             batch, length, num_held, _ = key.shape
             num_query = len(heads_held) if isinstance(heads_held, range) else num_heads
-            num_kv_heads = num_held * num_heads // num_query if num_query else num_held  # no heads: refused below
+            num_kv_heads = (
+                num_held * num_heads // num_query if num_query else num_held
+            )  # no heads: refused below
             plan = _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
             cache = cls._of(plan, batch, key) if gets_one else None
-            fields = {"call": "DilatedCache.gather", "pattern": pattern, "to": to, "max_len": max_len, "keep": keep}
+            fields = {
+                "call": "DilatedCache.gather",
+                "pattern": pattern,
+                "to": to,
+                "max_len": max_len,
+                "keep": keep,
+            }
             fields |= {"shape": (num_heads, batch, *key.shape[2:]), "heads held": heads_held}
             fields |= {"dtype": key.dtype, "device": key.device.type}
         lengths = ranks.agree(length, fields, None)
@@ -121,7 +148,9 @@ class DilatedCache:
         counts = [packed_size(plan, shard, position, key) if gets_one else 0 for shard in shards]
         with ranks.all_or_none():
             own = packed(plan, shards[ranks.rank], position, key.detach(), value.detach())
-            leaving = [own if to in (None, rank) else own.new_empty(0) for rank in range(len(shards))]
+            leaving = [
+                own if to in (None, rank) else own.new_empty(0) for rank in range(len(shards))
+            ]
             received = ranks.scatter(leaving, counts, key, "the exchange of what a cache keeps")
         if cache is not None:
             for shard, rows in zip(shards, received, strict=True):
@@ -174,13 +203,19 @@ class DilatedCache:
         """
         try:
             counts = torch.as_tensor(count).flatten().tolist()
-        except (TypeError, ValueError, RuntimeError):  # not a number, or a number that does not fit into 64 bits
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ):  # not a number, or a number that does not fit into 64 bits
             counts = [count]
         if not all(is_integer(number) for number in counts):
             raise ValueError(f"crop({counts}): positions are taken back in whole numbers.")
         counts = counts * self.batch if len(counts) == 1 else counts
         if len(counts) != self.batch:
-            raise ValueError(f"crop({counts}) has {len(counts)} numbers, and the batch {self.batch} entries.")
+            raise ValueError(
+                f"crop({counts}) has {len(counts)} numbers, and the batch {self.batch} entries."
+            )
         positions, floors = self.progress.tolist()
         check_crop(self.plan, positions, floors, counts)
         self.progress[0] -= torch.tensor(counts, device=self.device)
@@ -196,8 +231,16 @@ class DilatedCache:
     def state_dict(self) -> dict[str, Any]:
         """The sequences so far, for `load_state_dict` and torch.save: only rows that can still be seen, on the CPU."""
         progress = self.progress.to("cpu", copy=True)
-        rows = [self._rows_of(*place) for place in zip(range(self.batch), *progress.tolist(), strict=True)]
-        return {"cache": self._described(), "keep": self.plan.keep, "progress": progress, "rows": rows}
+        rows = [
+            self._rows_of(*place)
+            for place in zip(range(self.batch), *progress.tolist(), strict=True)
+        ]
+        return {
+            "cache": self._described(),
+            "keep": self.plan.keep,
+            "progress": progress,
+            "rows": rows,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was called. A state of one sequence is loaded into every batch entry.
@@ -209,16 +252,24 @@ class DilatedCache:
         """
         of = state.get("cache") if isinstance(state, dict) else state
         if of != self._described():
-            raise ValueError(f"the state is of a cache of {of}, this one is of {self._described()}.")
+            raise ValueError(
+                f"the state is of a cache of {of}, this one is of {self._described()}."
+            )
         progress: Any = state.get("progress")
         saved: Any = state.get("rows")
         if isinstance(saved, list) and len(saved) not in (1, self.batch):
-            raise ValueError(f"the state has {len(saved)} sequences; this batch needs 1 or {self.batch}.")
+            raise ValueError(
+                f"the state has {len(saved)} sequences; this batch needs 1 or {self.batch}."
+            )
         if not _fit(progress, saved):
             raise ValueError(f"the state is damaged: progress {progress} does not fit the rows.")
         own, limit = self.plan, self.plan.max_len
-        source = plan_cache(own.pattern, own.num_heads, own.num_kv_heads, None, state.get("keep"), own.held)
-        places = progress.T.tolist()  # of each saved sequence: its positions, and the lowest that `crop` may go back to
+        source = plan_cache(
+            own.pattern, own.num_heads, own.num_kv_heads, None, state.get("keep"), own.held
+        )
+        places = (
+            progress.T.tolist()
+        )  # of each saved sequence: its positions, and the lowest that `crop` may go back to
         for b, (position, floor) in enumerate(places):
             if limit is not None and position > limit:
                 text = f"the state has {position} positions, and the cache holds max_len={limit}"
@@ -232,34 +283,61 @@ class DilatedCache:
         places = places * (self.batch // len(places))
         for b, (position, floor) in enumerate(places):
             self._put_rows(b, saved[b % len(saved)].to(self.device), source, position, floor)
-        self.progress.copy_(torch.tensor([(position, max(floor, own.floor(position))) for position, floor in places]).T)
+        self.progress.copy_(
+            torch.tensor(
+                [(position, max(floor, own.floor(position))) for position, floor in places]
+            ).T
+        )
 
     def _rows_of(self, b: int, position: int, floor: int) -> Tensor:
         """The kept rows of a batch entry, (2, rows, D), buffer by buffer."""
         entry = self.memory[:, b : b + 1]
-        found = (placed(buffers, self.plan.kept(buffers, position, floor), entry) for buffers in self.plan.buffers)
-        return torch.cat([entry[:, 0, :0].cpu(), *(both[:, 0].flatten(1, 2).cpu() for both in found)], dim=1)
+        found = (
+            placed(buffers, self.plan.kept(buffers, position, floor), entry)
+            for buffers in self.plan.buffers
+        )
+        return torch.cat(
+            [entry[:, 0, :0].cpu(), *(both[:, 0].flatten(1, 2).cpu() for both in found)], dim=1
+        )
 
     def _put_rows(self, b: int, rows: Tensor, source: CachePlan, position: int, floor: int) -> None:
         """Write rows into their slots. `_rows_of` made them in a cache whose plan was `source`."""
-        entry, by_buffer = self.memory[:, b : b + 1], rows[:, None].split(_sizes(source, position, floor), dim=2)
-        own = {(branch, buffers.phase, buffers.kv_heads): buffers for branch, buffers in self.plan.by_branch}
+        entry, by_buffer = (
+            self.memory[:, b : b + 1],
+            rows[:, None].split(_sizes(source, position, floor), dim=2),
+        )
+        own = {
+            (branch, buffers.phase, buffers.kv_heads): buffers
+            for branch, buffers in self.plan.by_branch
+        }
         for (branch, there), both in zip(source.by_branch, by_buffer, strict=True):
             saved = source.kept(there, position, floor)
             if saved:  # if not, this cache may lack such a buffer: its max_len may be small
                 here = own[branch, there.phase, there.kv_heads]
-                numbers = range(max(saved.start, self.plan.kept(here, position, floor).start), saved.stop)
+                numbers = range(
+                    max(saved.start, self.plan.kept(here, position, floor).start), saved.stop
+                )
                 rows_of_heads = both.unflatten(2, (len(there.kv_heads), len(saved)))
                 place(here, numbers, entry, rows_of_heads[..., len(saved) - len(numbers) :, :])
 
     def _described(self) -> dict[str, Any]:
         """What two caches must share so that one can load the other's state. In plain types, which torch.load takes."""
         pattern, plan = self.pattern, self.plan
-        branches = {"segment_lengths": list(pattern.segment_lengths), "dilation_rates": list(pattern.dilation_rates)}
+        branches = {
+            "segment_lengths": list(pattern.segment_lengths),
+            "dilation_rates": list(pattern.dilation_rates),
+        }
         rules = {"phase": pattern.phase, "heads": pattern.heads}
         sizes = {"num_heads": plan.num_heads, "num_kv_heads": plan.num_kv_heads}
         held = {"heads_held": [plan.heads.start, plan.heads.stop]}
-        return {**branches, **rules, **sizes, **held, "head_dim": self.head_dim, "dtype": str(self.dtype)}
+        return {
+            **branches,
+            **rules,
+            **sizes,
+            **held,
+            "head_dim": self.head_dim,
+            "dtype": str(self.dtype),
+        }
 
     def _entries(self, call: str, rows: Sequence[int] | Tensor) -> Tensor:
         given = rows.tolist() if isinstance(rows, Tensor) else rows
@@ -274,7 +352,11 @@ class DilatedCache:
     @classmethod
     def _of(cls, plan: CachePlan, batch: int, like: Tensor) -> "DilatedCache":
         sizes = (plan.pattern, batch, plan.num_heads, plan.num_kv_heads, like.shape[-1])
-        limits: dict[str, Any] = {"max_len": plan.max_len, "keep": plan.keep, "heads_held": plan.held}
+        limits: dict[str, Any] = {
+            "max_len": plan.max_len,
+            "keep": plan.keep,
+            "heads_held": plan.held,
+        }
         return cls(*sizes, dtype=like.dtype, device=like.device, **limits)
 
     def _bytes_of_rows(self) -> int:
@@ -286,7 +368,11 @@ class DilatedCache:
             return
         rows = f"{self.num_rows:,} rows of {self.head_dim} {self.dtype} for keys and as many for values"
         product = f"2 * {self.batch} * {self.num_rows:,} * {self.head_dim} * {self.dtype.itemsize}"
-        limit = "Give max_len, which no buffer exceeds" if self.plan.max_len is None else "Give a smaller max_len"
+        limit = (
+            "Give max_len, which no buffer exceeds"
+            if self.plan.max_len is None
+            else "Give a smaller max_len"
+        )
         raise ValueError(
             f"the cache would hold {rows}, for a batch of {self.batch}: {product} = {self._bytes_of_rows():,} bytes, "
             f"and {free:,} are free on {self.device}. {limit}, or use a smaller batch, fewer key/value heads or "
@@ -295,7 +381,12 @@ class DilatedCache:
 
 
 def _plan(
-    pattern: DilatedPattern, num_heads: int, num_kv_heads: int, max_len: int | None, keep: int, heads_held: range | None
+    pattern: DilatedPattern,
+    num_heads: int,
+    num_kv_heads: int,
+    max_len: int | None,
+    keep: int,
+    heads_held: range | None,
 ) -> CachePlan:
     """The plan of a cache. Raises ValueError if there can be none."""
     if failure := why_no_pattern(pattern):
@@ -310,12 +401,18 @@ def _plan(
 
 def _sizes(plan: CachePlan, position: int, floor: int) -> list[int]:
     """How many rows are kept in each of the plan's groups of buffers."""
-    return [len(buffers.kv_heads) * len(plan.kept(buffers, position, floor)) for buffers in plan.buffers]
+    return [
+        len(buffers.kv_heads) * len(plan.kept(buffers, position, floor)) for buffers in plan.buffers
+    ]
 
 
 def _fit(progress: Any, rows: Any) -> bool:
     """Whether a saved progress is well-formed, and describes as many sequences as `rows` has."""
-    if not isinstance(rows, list) or not all(map(is_tensor, (progress, *rows))) or progress.shape != (2, len(rows)):
+    if (
+        not isinstance(rows, list)
+        or not all(map(is_tensor, (progress, *rows)))
+        or progress.shape != (2, len(rows))
+    ):
         return False
     positions, floors = progress
     return progress.dtype == torch.int64 and bool(((floors >= 0) & (floors <= positions)).all())

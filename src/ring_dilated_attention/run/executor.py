@@ -24,8 +24,8 @@ from .merge import merge_
 from .views import accumulator_dtype, block_views, folds, rows_view
 
 
-class Means(NamedTuple):
-    """The means by which a rank carries out its programs.
+class ExecutorOptions(NamedTuple):
+    """The options by which a rank carries out its programs.
 
     link: connects ranks that exchange chunks. dealer: connects ranks that deal heads to each other. factor: multiplies
     dq before dq is rounded, so that float16 can hold dq. program: makes a stage's program.
@@ -40,7 +40,13 @@ class Means(NamedTuple):
 
 
 def forward(
-    rank_plan: RankPlan, means: Means, query: Tensor, key: Tensor, value: Tensor, *, cached: Sequence[Tensor] = ()
+    rank_plan: RankPlan,
+    options: ExecutorOptions,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cached: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
     """out (B, N, H, D) and lse (B, N, H) of this rank's queries, given its own rows of query, key and value.
 
@@ -48,14 +54,16 @@ def forward(
     """
     names = ("query", "key", "value", "cached key", "cached value")
     given = dict(zip(names, (query, key, value, *cached), strict=False))
-    made = _Executor("forward", rank_plan, means, given).carry_out()
+    made = _Executor("forward", rank_plan, options, given).carry_out()
     return made["out"], made["lse"]
 
 
-def backward(rank_plan: RankPlan, means: Means, rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    rank_plan: RankPlan, options: ExecutorOptions, rows: BackwardRows
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq (B, N, H, D), dk and dv (B, N, G, D) of this rank's rows."""
     given = {name: x for name, x in rows._asdict().items() if x is not None}
-    made = _Executor("backward", rank_plan, means, given).carry_out()
+    made = _Executor("backward", rank_plan, options, given).carry_out()
     return made["dq"], made["dk"], made["dv"]
 
 
@@ -65,16 +73,20 @@ _LIKE = {"out": "query", "dq": "query", "dk": "key", "dv": "value"}
 class _Executor:
     """One stage of one call. `alive` holds all tensors by their names in the program."""
 
-    def __init__(self, stage: str, rank_plan: RankPlan, means: Means, given: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, stage: str, rank_plan: RankPlan, options: ExecutorOptions, given: Mapping[str, Tensor]
+    ) -> None:
         self.stage, (self.plan, self.dealing) = stage, rank_plan
-        self.means, self.kernel = means, means.kernel
+        self.options, self.kernel = options, options.kernel
         self.alive = dict(given)
         query = given["query"]
         self.batch, self.head_dim = query.shape[0], query.shape[3]
         self.dtype, self.device = query.dtype, query.device
         self.sum_dtype = accumulator_dtype(query.dtype)
         self.results: dict[str, Tensor] = {}  # of the current tile
-        self.posted: dict[str, tuple[Pending, Pending]] = {}  # by ticket: what is sent, what is received
+        self.posted: dict[
+            str, tuple[Pending, Pending]
+        ] = {}  # by ticket: what is sent, what is received
 
     def carry_out(self) -> dict[str, Tensor]:
         """Run all steps, and return `alive`."""
@@ -88,7 +100,7 @@ class _Executor:
             distances=self.distances(),
             itemsize=self.dtype.itemsize,
         )
-        for step in self.means.program(self.plan, self.stage, terms):
+        for step in self.options.program(self.plan, self.stage, terms):
             self.do[type(step)](self, step)
         return self.alive
 
@@ -97,23 +109,31 @@ class _Executor:
         if self.dealing is not None:
             row = self.head_dim * self.dtype.itemsize
             return self.plan.num_heads * row, self.plan.num_kv_heads * row
-        query, key, value = (self.alive[name].stride(1) * self.dtype.itemsize for name in ("query", "key", "value"))
+        query, key, value = (
+            self.alive[name].stride(1) * self.dtype.itemsize for name in ("query", "key", "value")
+        )
         return query, min(key, value)
 
     # One method for each step.
 
     def deal(self, step: steps.Deal) -> None:
         assert self.dealing is not None
-        assert self.means.dealer is not None
-        turn, way = (to_heads, "heads for positions") if step.to_heads else (to_positions, "positions for heads")
+        assert self.options.dealer is not None
+        turn, way = (
+            (to_heads, "heads for positions")
+            if step.to_heads
+            else (to_positions, "positions for heads")
+        )
         x = self.alive.pop(step.name)
-        self.alive[step.name] = turn(x, self.dealing, self.means.dealer, f"{self.stage}, {way}")
+        self.alive[step.name] = turn(x, self.dealing, self.options.dealer, f"{self.stage}, {way}")
 
     def pack(self, step: steps.Pack) -> None:
         buffer = self.alive[step.name] = self.flat(step.size, self.dtype)
         for rows, block in step.packs:
             own = (self.alive["key"], self.alive["value"])
-            for target, x in zip(block_views(buffer, block, self.batch, self.head_dim), own, strict=True):
+            for target, x in zip(
+                block_views(buffer, block, self.batch, self.head_dim), own, strict=True
+            ):
                 target.copy_(rows_view(x, rows))
 
     def take(self, step: steps.Take) -> None:
@@ -127,12 +147,15 @@ class _Executor:
             self.alive.pop(name, None)
 
     def post(self, step: steps.Post) -> None:
-        assert self.means.link is not None
-        sends, receives = ([(self.slice_of(x), x.message) for x in slices] for slices in (step.sends, step.receives))
+        assert self.options.link is not None
+        sends, receives = (
+            [(self.slice_of(x), x.message) for x in slices]
+            for slices in (step.sends, step.receives)
+        )
         if step.is_apart:
-            self.posted[step.ticket] = self.means.link.carry_apart(sends, receives, step.moment)
+            self.posted[step.ticket] = self.options.link.carry_apart(sends, receives, step.moment)
         else:
-            both = self.means.link.carry(sends, receives, step.moment)
+            both = self.options.link.carry(sends, receives, step.moment)
             self.posted[step.ticket] = both, both
 
     def wait(self, step: steps.Wait) -> None:
@@ -144,7 +167,9 @@ class _Executor:
 
     def slice_of(self, where: BufferSlice) -> Tensor:
         unit = self.batch * self.head_dim
-        return self.alive[where.name][where.start * unit : (where.start + where.message.size) * unit]
+        return self.alive[where.name][
+            where.start * unit : (where.start + where.message.size) * unit
+        ]
 
     def zero(self, step: steps.Zero) -> None:
         self.slice_of(step.where).zero_()
@@ -161,7 +186,7 @@ class _Executor:
                 self.alive["lse"].fill_(-torch.inf)
 
     def compute(self, step: steps.Compute) -> None:
-        tile, scale = step.tile, self.means.scale
+        tile, scale = step.tile, self.options.scale
         if step.what == "partial":
             query, (key, value) = self.own(step, "query"), self.keys(step)
             out, lse = self.kernel.forward(query, key, value, tile.is_causal, scale)
@@ -176,7 +201,11 @@ class _Executor:
 
     def copied(self, step: steps.Compute, name: str, rows: Tensor) -> Tensor:
         """The rows, or a copy of them if the step says so."""
-        return rows.new_empty(rows.shape, dtype=self.sum_dtype).copy_(rows) if name in step.copied else rows
+        return (
+            rows.new_empty(rows.shape, dtype=self.sum_dtype).copy_(rows)
+            if name in step.copied
+            else rows
+        )
 
     def own(self, step: steps.Compute, name: str) -> Tensor:
         """The query's rows of a tile, in one of the tensors that have such rows."""
@@ -204,7 +233,9 @@ class _Executor:
         partial_out, partial_lse = self.results.pop("out"), self.results.pop("lse")
         if step.how == "adopt":
             self.adopt("out", partial_out)
-            lse = partial_lse.transpose(1, 2).to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+            lse = partial_lse.transpose(1, 2).to(
+                torch.float64, copy=True, memory_format=torch.contiguous_format
+            )
             self.alive["lse"] = lse.view(self.alive["query"].shape[:3])
             return
         out, lse = (self.rows(name, step.tile.query, step.entry) for name in ("out", "lse"))
@@ -217,7 +248,9 @@ class _Executor:
     def adopt(self, name: str, result_BHMD: Tensor) -> None:
         """Take a tile's result, which has all rows, as the accumulator. It is made contiguous, so that later tiles can
         view it, and outputs of custom ops have the strides of their fakes. Most results need no copy."""
-        self.alive[name] = result_BHMD.transpose(1, 2).contiguous().view(self.alive[_LIKE[name]].shape)
+        self.alive[name] = (
+            result_BHMD.transpose(1, 2).contiguous().view(self.alive[_LIKE[name]].shape)
+        )
 
     def add(self, step: steps.Add) -> None:
         result = self.results.pop(step.name)
@@ -240,11 +273,15 @@ class _Executor:
                 self.rows(name, rows, None).add_(gradient)
 
     def finish(self, step: steps.Finish) -> None:
-        if step.name == "dq" and self.means.factor != 1:
-            self.alive["dq"].mul_(self.means.factor)
-        self.alive[step.name] = self.alive[step.name].to(self.sum_dtype if step.name == "lse" else self.dtype)
+        if step.name == "dq" and self.options.factor != 1:
+            self.alive["dq"].mul_(self.options.factor)
+        self.alive[step.name] = self.alive[step.name].to(
+            self.sum_dtype if step.name == "lse" else self.dtype
+        )
 
-    do: ClassVar[dict[type, Callable[["_Executor", Any], None]]] = {}  # a step is done by the method of its name
+    do: ClassVar[
+        dict[type, Callable[["_Executor", Any], None]]
+    ] = {}  # a step is done by the method of its name
 
 
 _Executor.do |= {kind: getattr(_Executor, kind.__name__.lower()) for kind in get_args(steps.Step)}
@@ -263,7 +300,9 @@ def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> T
     received = dealer.all_to_all_single(leaving, sizes, x_BNHD, moment)
     del leaving
     rows = [x.view(batch, n, share, *dims) for x, n in zip(received, dealing.lengths, strict=True)]
-    return torch.cat([rows[k][:, first : first + n] for k, first, n in dealing.runs] or [rows[0]], dim=1)
+    return torch.cat(
+        [rows[k][:, first : first + n] for k, first, n in dealing.runs] or [rows[0]], dim=1
+    )
 
 
 def to_positions(x_BThD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> Tensor:

@@ -26,7 +26,9 @@ class Link(Protocol):
     def carry(self, sends: Messages, receives: Messages, moment: str) -> Pending:
         """Start sending and receiving. `moment` is quoted in errors."""
 
-    def carry_apart(self, sends: Messages, receives: Messages, moment: str) -> tuple[Pending, Pending]:
+    def carry_apart(
+        self, sends: Messages, receives: Messages, moment: str
+    ) -> tuple[Pending, Pending]:
         """As `carry`, with one wait for what is sent and another for what is received."""
 
 
@@ -45,7 +47,9 @@ class RanksProtocol(Protocol):
     rank: int
     world_size: int
 
-    def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]: ...
+    def agree(
+        self, length: int, fields: dict[str, object], failure: str | None
+    ) -> tuple[int, ...]: ...
 
     def refusing(self) -> AbstractContextManager[None]: ...
 
@@ -55,7 +59,9 @@ class RanksProtocol(Protocol):
 
     def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]: ...
 
-    def scatter(self, tensors: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str) -> list[Tensor]: ...
+    def scatter(
+        self, tensors: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
+    ) -> list[Tensor]: ...
 
 
 class ContextProtocol(Protocol):

@@ -26,8 +26,12 @@ def rows_view(x_BNHD: Tensor, rows: Rows) -> Tensor:
     """
     (heads, first, shift, step, num_rows, segments, segment_step), batch = rows, x_BNHD.shape[0]
     entry, position, head, *_ = x_BNHD.stride()
-    if segments > 1 or batch == 1:  # torch may give a dim of size 1 any stride, and kernels compare strides
-        assert batch == 1 or entry == segments * segment_step * position, "batch and segments are two strides"
+    if (
+        segments > 1 or batch == 1
+    ):  # torch may give a dim of size 1 any stride, and kernels compare strides
+        assert batch == 1 or entry == segments * segment_step * position, (
+            "batch and segments are two strides"
+        )
         entry = segment_step * position
     strides = (entry, heads.step * head + shift * position, step * position, 1)
     offset = x_BNHD.storage_offset() + first * position + heads.start * head
@@ -45,5 +49,7 @@ def block_views(buffer: Tensor, block: Block, batch: int, head_dim: int) -> tupl
     unit = batch * head_dim
     size = block.num_heads * block.num_rows * unit
     both = buffer[block.offset * unit : block.offset * unit + 2 * size]
-    key, value = both.view(2, batch, block.num_heads, block.num_rows, head_dim)[:, :, block.start : block.stop]
+    key, value = both.view(2, batch, block.num_heads, block.num_rows, head_dim)[
+        :, :, block.start : block.stop
+    ]
     return key, value

@@ -17,14 +17,14 @@ from ..kernels.choose import BACKENDS
 from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, RankPlan, plan_exchange
 from ..plan.job import Job
-from ..plan.sharding import Borders, Cut, Shard, documents_of, make_shards
+from ..plan.sharding import Borders, Shard, ShardSpec, documents_of, make_shards
 from ..plan.sizes import Sizes
 from ..ranks.arguments import cut_of
 from ..ranks.call import Call, ForwardState
 from ..ranks.context import ContextParallel
 from ..ranks.ranks import Ranks
 from ..run import executor
-from ..run.executor import Means
+from ..run.executor import ExecutorOptions
 from ..run.link_contract import Messages, Pending
 
 Given = Sequence[Tensor | None]  # query, key and value, or all `BackwardRows`
@@ -39,7 +39,11 @@ class Simulated(ContextParallel):
 
 
 def all_ranks(
-    num_ranks: int, *, sharding: str = "contiguous", align: int = 1, lengths: Sequence[int] | None = None
+    num_ranks: int,
+    *,
+    sharding: str = "contiguous",
+    align: int = 1,
+    lengths: Sequence[int] | None = None,
 ) -> Simulated:
     """A context that runs all ranks in this process, on full tensors. It sends nothing.
 
@@ -64,8 +68,12 @@ class Wires:
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
-        self.sends: defaultdict[tuple[int, int], deque[tuple[Tensor, threading.Event]]] = defaultdict(deque)
-        self.receives: defaultdict[tuple[int, int], deque[tuple[Tensor, threading.Event]]] = defaultdict(deque)
+        self.sends: defaultdict[tuple[int, int], deque[tuple[Tensor, threading.Event]]] = (
+            defaultdict(deque)
+        )
+        self.receives: defaultdict[tuple[int, int], deque[tuple[Tensor, threading.Event]]] = (
+            defaultdict(deque)
+        )
         self.waiting: list[threading.Event] = []
         self.error: BaseException | None = None
         self.bytes_sent: Counter[int] = Counter()
@@ -117,7 +125,9 @@ class SimulatedLink:
         events += [self.wires.post((m.peer, self.rank), x, False) for x, m in receives]
         return SimulatedPending(self.wires, events, [x for x, _ in (*sends, *receives)])
 
-    def carry_apart(self, sends: Messages, receives: Messages, moment: str) -> tuple[Pending, Pending]:
+    def carry_apart(
+        self, sends: Messages, receives: Messages, moment: str
+    ) -> tuple[Pending, Pending]:
         return self.carry(sends, (), moment), self.carry((), receives, moment)
 
 
@@ -163,10 +173,12 @@ class SimulatedRanks(Ranks):
 
     name = "simulated"
 
-    def __init__(self, cut: Cut) -> None:
+    def __init__(self, cut: ShardSpec) -> None:
         super().__init__(cut)
         # Makes, from a rank's link and rows, the context manager in which the rank runs its part of a call.
-        self.around: Callable[[SimulatedLink, Given], AbstractContextManager[Any]] = lambda link, rows: nullcontext()
+        self.around: Callable[[SimulatedLink, Given], AbstractContextManager[Any]] = (
+            lambda link, rows: nullcontext()
+        )
 
     def lengths_of(self, seq_len: int, documents: Borders = None) -> tuple[int, ...]:
         return (seq_len,)
@@ -184,22 +196,38 @@ class SimulatedRanks(Ranks):
         out, lse = self._run(call, state, executor.forward, key, (call.scaled(query), key, value))
         return out, lse, state
 
-    def backward(self, call: Call, state: ForwardState, rows: BackwardRows) -> tuple[Tensor, Tensor, Tensor]:
-        def backward(plan: RankPlan, means: Means, *given: Any) -> tuple[Tensor, ...]:
+    def backward(
+        self, call: Call, state: ForwardState, rows: BackwardRows
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        def backward(plan: RankPlan, means: ExecutorOptions, *given: Any) -> tuple[Tensor, ...]:
             return executor.backward(plan, means, BackwardRows(*given))
 
-        dq, dk, dv = self._run(call, state, backward, rows.key, rows._replace(query=call.scaled(rows.query)))
+        dq, dk, dv = self._run(
+            call, state, backward, rows.key, rows._replace(query=call.scaled(rows.query))
+        )
         return dq, dk, dv
 
     def _run(
-        self, call: Call, state: ForwardState, stage: Callable[..., tuple[Tensor, ...]], key: Tensor, tensors: Given
+        self,
+        call: Call,
+        state: ForwardState,
+        stage: Callable[..., tuple[Tensor, ...]],
+        key: Tensor,
+        tensors: Given,
     ) -> list[Tensor]:
         """Run a stage on every rank, with its rows of the tensors. Returns the results for all positions."""
         seq_len = key.shape[1]
-        means = Means(BACKENDS[state.kernel], call.kernel_scale, factor=call.factor)
+        means = ExecutorOptions(BACKENDS[state.kernel], call.kernel_scale, factor=call.factor)
         documents = documents_of(state.borders, seq_len)
         shards = self.cut.shards_of(self.cut.default_lengths(seq_len, documents), documents)
-        job = Job(call.pattern, shards, call.num_heads, call.num_kv_heads(key.shape[2]), documents, call.heads_held)
+        job = Job(
+            call.pattern,
+            shards,
+            call.num_heads,
+            call.num_kv_heads(key.shape[2]),
+            documents,
+            call.heads_held,
+        )
         plans = [plan_exchange("ring", job, rank) for rank in range(len(shards))]
 
         def work(rank: int, link: SimulatedLink) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from ..ranks.context import ContextParallel
 from .all_ranks import Given, SimulatedLink, SimulatedRanks
 
 
-class Use(NamedTuple):
+class MemoryUse(NamedTuple):
     """The bytes that a rank sent in all, and the most bytes that it held at once."""
 
     rank: int
@@ -27,7 +27,7 @@ class Use(NamedTuple):
 
 
 @contextmanager
-def measuring(parallel: ContextParallel) -> Iterator[list[Use]]:
+def measuring(parallel: ContextParallel) -> Iterator[list[MemoryUse]]:
     """What each simulated rank sends and holds in the calls of a `with` block.
 
         with simulate.measuring(parallel) as ranks:
@@ -42,8 +42,10 @@ def measuring(parallel: ContextParallel) -> Iterator[list[Use]]:
     """
     ranks = parallel.ranks
     if not isinstance(ranks, SimulatedRanks):
-        raise ValueError("measuring needs all ranks in this process: pass a context that simulate.all_ranks(p) made.")
-    uses = [Use(rank, ranks.cut.num_shards) for rank in range(ranks.cut.num_shards)]
+        raise ValueError(
+            "measuring needs all ranks in this process: pass a context that simulate.all_ranks(p) made."
+        )
+    uses = [MemoryUse(rank, ranks.cut.num_shards) for rank in range(ranks.cut.num_shards)]
 
     @contextmanager
     def measured(link: SimulatedLink, rows: Given) -> Iterator[None]:
@@ -71,11 +73,16 @@ class Held(TorchDispatchMode):
         self.num_bytes = self.peak_bytes = sum(x.nbytes for x in rows if x is not None)
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         results = func(*args, **(kwargs or {}))
         given, made = (
-            [x.untyped_storage() for x in tree_leaves(xs) if isinstance(x, Tensor)] for xs in ((args, kwargs), results)
+            [x.untyped_storage() for x in tree_leaves(xs) if isinstance(x, Tensor)]
+            for xs in ((args, kwargs), results)
         )
         known = {storage._cdata for storage in given}
         for storage in made:

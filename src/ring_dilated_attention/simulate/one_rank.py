@@ -14,7 +14,7 @@ from ..plan.job import Job
 from ..plan.plan import Message
 from ..plan.planner import offsets_of, planner_of
 from ..plan.rows import Block, Rows
-from ..plan.sharding import Cut
+from ..plan.sharding import ShardSpec
 from ..plan.sizes import Sizes
 from ..ranks.arguments import cut_of
 from ..ranks.ranks import Links, Ranks
@@ -91,7 +91,9 @@ def one_rank(
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < num_ranks:
         raise ValueError(f"rank must be an integer from 0 to {num_ranks - 1}, got {rank!r}.")
     if not isinstance(others, OtherRanks):
-        raise ValueError(f"others must be an OtherRanks, which makes what the other ranks send; got {others!r}.")
+        raise ValueError(
+            f"others must be an OtherRanks, which makes what the other ranks send; got {others!r}."
+        )
     return Simulated(OneRank(rank, others, cut))
 
 
@@ -105,7 +107,9 @@ class Delivered:
 class OneRankLink:
     """Delivers what `others` make, at once."""
 
-    def __init__(self, rank: int, others: OtherRanks, chunk_of: Callable[[Message], GlobalChunk]) -> None:
+    def __init__(
+        self, rank: int, others: OtherRanks, chunk_of: Callable[[Message], GlobalChunk]
+    ) -> None:
         self.rank, self.others, self.chunk_of = rank, others, chunk_of
 
     def carry(self, sends: Messages, receives: Messages, moment: str) -> Delivered:
@@ -121,7 +125,9 @@ class OneRankLink:
                 x.zero_() if gradient is None else x.copy_(gradient)
         return Delivered()
 
-    def carry_apart(self, sends: Messages, receives: Messages, moment: str) -> tuple[Delivered, Delivered]:
+    def carry_apart(
+        self, sends: Messages, receives: Messages, moment: str
+    ) -> tuple[Delivered, Delivered]:
         return self.carry(sends, receives, moment), Delivered()
 
     def _make_chunk(self, buffer: Tensor, chunk: GlobalChunk) -> None:
@@ -149,7 +155,7 @@ class OneRank(Ranks):
 
     name = "simulated"
 
-    def __init__(self, rank: int, others: OtherRanks, cut: Cut) -> None:
+    def __init__(self, rank: int, others: OtherRanks, cut: ShardSpec) -> None:
         super().__init__(cut)
         self.rank, self.others = rank, others
 
@@ -157,7 +163,9 @@ class OneRank(Ranks):
         super().agree(length, fields, failure)
         lengths = (length,) * self.cut.num_shards if self.cut.lengths is None else self.cut.lengths
         if lengths[self.rank] != length:
-            raise ValueError(f"rank {self.rank} has {length} positions, but lengths gives it {lengths[self.rank]}.")
+            raise ValueError(
+                f"rank {self.rank} has {length} positions, but lengths gives it {lengths[self.rank]}."
+            )
         return lengths
 
     def check_all_here(self, method: str) -> None:

@@ -23,7 +23,7 @@ from ..plan.rows import Rows
 from ..plan.sizes import Sizes, Traits
 from ..plan.step import Add, Compute, Free, Home, Merge, Pack, Post, Step, Take, Terms, Wait, Zero
 from ..run import executor
-from ..run.executor import Means
+from ..run.executor import ExecutorOptions
 from .measuring import Held
 
 # With more hops, only two hops of each kind are weighed.
@@ -63,12 +63,16 @@ class MetaKernel:
     def forward(
         self, q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        lse_BHM = q_BHMD.new_empty(q_BHMD.shape[:3], dtype=torch.promote_types(q_BHMD.dtype, torch.float32))
+        lse_BHM = q_BHMD.new_empty(
+            q_BHMD.shape[:3], dtype=torch.promote_types(q_BHMD.dtype, torch.float32)
+        )
         out_BHMD = _empty_like(q_BHMD)
         self._take_scratch(q_BHMD, k_BGLD, dout_BHMD=None)
         return out_BHMD, lse_BHM
 
-    def backward(self, rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, rows: BackwardRows, is_causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         gradients = _empty_like(rows.query), _empty_like(rows.key), _empty_like(rows.value)
         self._take_scratch(rows.query, rows.key, rows.dout)
         return gradients
@@ -88,12 +92,16 @@ def _empty_like(x_BHMD: Tensor) -> Tensor:
 class MetaDealer:
     """Brings what other ranks would send."""
 
-    def all_to_all_single(self, tensors: Any, sizes: Any, like: Tensor, moment: str) -> list[Tensor]:
+    def all_to_all_single(
+        self, tensors: Any, sizes: Any, like: Tensor, moment: str
+    ) -> list[Tensor]:
         return list(like.new_empty(sum(sizes)).split(list(sizes)))
 
 
 @without_collection()
-def weigh_attention(rank_plan: RankPlan, sizes: Sizes, kernel: str, traits: Traits | None = None) -> AttentionWeight:
+def weigh_attention(
+    rank_plan: RankPlan, sizes: Sizes, kernel: str, traits: Traits | None = None
+) -> AttentionWeight:
     """What one call holds on the plan's rank. kernel: its name. traits: those to take in place of the kernel's own."""
     plan, dealing = rank_plan
     dealt = 1 if dealing is None else dealing.size
@@ -105,7 +113,7 @@ def weigh_attention(rank_plan: RankPlan, sizes: Sizes, kernel: str, traits: Trai
 
     query, key, value = rows(plan.num_heads), rows(plan.num_kv_heads), rows(plan.num_kv_heads)
     meta_kernel: Kernel = MetaKernel(kernel, sizes.num_threads, traits)
-    means = Means(meta_kernel, 1.0, dealer=MetaDealer(), program=brief_program)
+    means = ExecutorOptions(meta_kernel, 1.0, dealer=MetaDealer(), program=brief_program)
     rank_plan = rank_plan._replace(plan=_with_few_hops(plan))
     with Held([query, key, value]) as forward:
         out, lse = executor.forward(rank_plan, means, query, key, value)
@@ -136,7 +144,10 @@ def brief_program(plan: Plan, stage: str, terms: Terms) -> Iterator[Step]:
                 for name in names:
                     buffers.pop(name, None)
             case Compute(tile, entry, _, keys, copied):
-                uses = takewhile(lambda later: not isinstance(later, Compute), islice(program, number + 1, number + 9))
+                uses = takewhile(
+                    lambda later: not isinstance(later, Compute),
+                    islice(program, number + 1, number + 9),
+                )
                 hows = tuple(later.how for later in uses if isinstance(later, Merge | Add))
                 kind = (*_kind(tile), entry is None, keys, copied, hows, sum(buffers.values()))
                 num_calls[kind] += 1

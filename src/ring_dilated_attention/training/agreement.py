@@ -49,7 +49,9 @@ def store_of_launcher(rank: int, num_ranks: int) -> dist.Store:
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_torchruns and are_by_torchrun() and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         remedy = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun"
-        raise ValueError(f"--max-restarts of several torchruns: ranks would find the addresses of dead ones: {remedy}")
+        raise ValueError(
+            f"--max-restarts of several torchruns: ranks would find the addresses of dead ones: {remedy}"
+        )
     store: dist.Store = next(dist.rendezvous("env://", rank, num_ranks, timeout=JOIN_TIME))[0]
     return dist.PrefixStore(f"start-{os.environ[RESTART]}", store) if is_torchruns else store
 
@@ -122,7 +124,9 @@ def words_of_difference(accounts: Sequence[Account], rank: int) -> str:
         return ""
     differences = []
     for name in {name: None for account in accounts for name in account.fields}:
-        first_with = _first_with([account.fields.get(name, "nothing") for account in accounts], accounts)
+        first_with = _first_with(
+            [account.fields.get(name, "nothing") for account in accounts], accounts
+        )
         if len(first_with) > 1:
             values = ", ".join(f"{first}: {value}" for value, first in first_with.items())
             differences.append(f"{name} ({values})")
@@ -144,6 +148,10 @@ def _first_with(values: Sequence[str], accounts: Sequence[Account]) -> dict[str,
 def _exchange(parallel: ContextParallel, refusal: str, fields: Mapping[str, str]) -> list[Account]:
     host, rank = socket.gethostname(), dist.get_rank() if dist.is_initialized() else 0
     # torchrun numbers its machines. Processes that somebody started one by one may be anywhere.
-    machine = f"{host} {os.environ.get('GROUP_RANK', '')}" if "LOCAL_RANK" in os.environ else f"rank {rank}"
+    machine = (
+        f"{host} {os.environ.get('GROUP_RANK', '')}"
+        if "LOCAL_RANK" in os.environ
+        else f"rank {rank}"
+    )
     accounts = values_of_all(parallel, Account(rank, host, machine, refusal, fields))
     return [Account(*fields_of_rank) for fields_of_rank in accounts]

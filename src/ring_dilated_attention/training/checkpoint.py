@@ -86,12 +86,16 @@ def _begin(target: Path, state: dict[str, Any]) -> Path | None:
     return unfinished
 
 
-def _write(target: Path, unfinished: Path, tensors: dict[str, Tensor], rank: int | None = None) -> dict[str, Any]:
+def _write(
+    target: Path, unfinished: Path, tensors: dict[str, Tensor], rank: int | None = None
+) -> dict[str, Any]:
     """Write the tensors, or with a rank only its shards of them. Returns the identity of the file, by its name."""
     writer = HuggingFaceStorageWriter(str(unfinished), save_distributed=True)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what no_dist asks for
+            warnings.filterwarnings(
+                "ignore", "torch.distributed is disabled"
+            )  # that is what no_dist asks for
             save(tensors, storage_writer=writer, no_dist=rank is None)
     except CheckpointException as error:
         failure, _ = next(iter(error.failures.values()))
@@ -168,7 +172,9 @@ def _is_of_run(checkpoint: Path, run: str) -> bool:
 def _remove_superfluous(target: Path, run: str) -> None:
     """Remove unfinished checkpoints, and this run's checkpoints older than `target`, except the newest of them."""
     step = saved_run.step_of(target)
-    older = [path for path in saved_run.find_checkpoints(target.parent) if saved_run.step_of(path) < step]
+    older = [
+        path for path in saved_run.find_checkpoints(target.parent) if saved_run.step_of(path) < step
+    ]
     ours = [path for path in older if _is_of_run(path, run)]
     for path in ours[1:]:
         _remove(path)

@@ -50,7 +50,9 @@ class Text:
         inner = PACKED.sub("", name.lower())
         self.is_fasta = FASTA.search(inner) is not None
         if inner.endswith((".fastq", ".fq")):
-            raise ValueError(f"{name} is FASTQ, reads with qualities: make FASTA of it with seqtk seq -A")
+            raise ValueError(
+                f"{name} is FASTQ, reads with qualities: make FASTA of it with seqtk seq -A"
+            )
 
     def blocks(self, file: BinaryIO) -> Iterator[bytes]:
         """The bytes of a buffered file, unpacked. For FASTA, known by its name: the letters of its sequences.
@@ -70,7 +72,9 @@ class Text:
         except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
-            raise ValueError(f"{self.name} is damaged or cut short ({error}): fetch it again") from error
+            raise ValueError(
+                f"{self.name} is damaged or cut short ({error}): fetch it again"
+            ) from error
         if self.is_fasta and not self.num_letters:
             raise ValueError(f"{self.name} is FASTA without letters: there is nothing to read")
 
@@ -82,7 +86,9 @@ class Text:
         kind = str(container.lastgroup)
         if kind not in OPEN or self.packing:
             inside = f" inside {self.packing}" if self.packing else ""
-            raise ValueError(f"{self.name} is {kind}{inside}, whose bytes are no text: give the text that is in it")
+            raise ValueError(
+                f"{self.name} is {kind}{inside}, whose bytes are no text: give the text that is in it"
+            )
         self.packing = kind
         return self._opened(OPEN[kind](file))
 
@@ -108,7 +114,9 @@ class Text:
                 in_header = in_header and not at_start
             if self.is_upper:
                 sequences = sequences.upper()
-            self.letters = bytes(sorted({*self.letters, *sequences.translate(None, self.letters + self.border)}))
+            self.letters = bytes(
+                sorted({*self.letters, *sequences.translate(None, self.letters + self.border)})
+            )
             yield bytes(sequences)
         if has_letters:
             yield self.border
@@ -216,7 +224,11 @@ class Document:
 
 
 def load_document(
-    data: Sequence[str], seq_len: int, num_held_out: int, how: Mapping[str, Any], held_out: Sequence[str] = ()
+    data: Sequence[str],
+    seq_len: int,
+    num_held_out: int,
+    how: Mapping[str, Any],
+    held_out: Sequence[str] = (),
 ) -> Document:
     """Concatenate the files, or the standard library's source if none is given. Bad files are a ValueError.
 
@@ -226,7 +238,10 @@ def load_document(
     if not data:
         root = Path(sysconfig.get_path("stdlib"))
         name = f"Python's standard library ({root})"
-        paths = [root / path for path in source_files(path.relative_to(root) for path in root.rglob("*.py"))]
+        paths = [
+            root / path
+            for path in source_files(path.relative_to(root) for path in root.rglob("*.py"))
+        ]
     content, read = read_files(paths, how)
     if held_out:
         option = f"--held-out {', '.join(held_out)}"
@@ -244,10 +259,14 @@ def load_document(
 
 def source_files(paths: Iterable[Path]) -> list[Path]:
     """The paths outside the skipped folders, in an order that does not depend on the file system."""
-    return sorted((path for path in paths if not SKIPPED_FOLDERS & set(path.parts)), key=Path.as_posix)
+    return sorted(
+        (path for path in paths if not SKIPPED_FOLDERS & set(path.parts)), key=Path.as_posix
+    )
 
 
-def cut_into_contexts(blocks: Iterable[bytes], size: int, context: int | None) -> Iterator[tuple[int, bytes]]:
+def cut_into_contexts(
+    blocks: Iterable[bytes], size: int, context: int | None
+) -> Iterator[tuple[int, bytes]]:
     """Up to `size` bytes at a time, with their position in their context. A `context` of None is the whole text."""
     position, waiting, length = 0, bytearray(), context or sys.maxsize
     for block in blocks:

@@ -15,7 +15,9 @@ MADE_BY = "ring_dilated_attention"  # what pictures say they were made with
 MOST_BYTES = 2**28  # how much of a file is read to learn who made it
 
 
-def write_whole(path: Path, content: bytes, is_mine: Callable[[BinaryIO], bool], maker: str) -> None:
+def write_whole(
+    path: Path, content: bytes, is_mine: Callable[[BinaryIO], bool], maker: str
+) -> None:
     """Write a file, into a new folder if need be, or leave all as it was. A ValueError refuses to replace a file unless
     is_mine(the open file)."""
     check_mine(path, is_mine, maker)
@@ -81,7 +83,9 @@ def check_mine(path: Path, is_mine: Callable[[BinaryIO], bool], maker: str) -> N
     except OSError as error:
         raise ValueError(f"{path} is in the way: {error.strerror}. {remedy}") from error
     if not may_go:
-        raise ValueError(f"{path} was not made by {maker}, and nothing is written over it. {remedy}")
+        raise ValueError(
+            f"{path} was not made by {maker}, and nothing is written over it. {remedy}"
+        )
 
 
 def in_words(error: BaseException) -> str:

@@ -61,7 +61,9 @@ def train(
     eval_every = run.eval_every or -(-options.total_steps // NUM_EVALUATIONS)
     is_stopping = False
     with (
-        together(parallel, partial(Metrics, run.folder, owner, state["step"], parallel.rank)) as metrics,
+        together(
+            parallel, partial(Metrics, run.folder, owner, state["step"], parallel.rank)
+        ) as metrics,
         recorded_waits(parallel.ranks) as waits,
         shown(state["step"]) as show,
     ):
@@ -83,7 +85,16 @@ def train(
                 held_out = held_out_bits_per_byte(model, run.document)
                 state["held_out"].append({"step": state["step"], "bits_per_byte": held_out})
             waits.clear()
-            numbers = (state["step"], nats, nats / NATS_PER_BIT, held_out, seconds, speed, all_waited, all_resident)
+            numbers = (
+                state["step"],
+                nats,
+                nats / NATS_PER_BIT,
+                held_out,
+                seconds,
+                speed,
+                all_waited,
+                all_resident,
+            )
             step = Step(state["run"], *numbers)
             metrics.add(step)
             show(step)
@@ -106,27 +117,38 @@ def make_model(run: Run, parallel: ContextParallel, *, is_cut: bool) -> tuple[Lo
     return model, average_gradients(NextTokenLoss(model), parallel)
 
 
-def scored_record(run: Run, state: dict[str, Any], model: LongNetLM, parallel: ContextParallel) -> dict[str, Any]:
+def scored_record(
+    run: Run, state: dict[str, Any], model: LongNetLM, parallel: ContextParallel
+) -> dict[str, Any]:
     """The run's record, with the scores of a complete one."""
     record = make_record(run.folder, state, sum(x.numel() for x in model.parameters()))
     if record["status"] == "complete":
         held_out = record["held_out_bits_per_byte"] = held_out_bits_per_byte(model, run.document)
         check_finite(math.isfinite(held_out), f"the loss is {held_out}", state["step"])
-        record["held_out"] = [*state["held_out"], {"step": state["step"], "bits_per_byte": held_out}]
+        record["held_out"] = [
+            *state["held_out"],
+            {"step": state["step"], "bits_per_byte": held_out},
+        ]
         record["bits_by_context"] = bits_by_context(model, run.document)
         record["baselines"] = baselines(run.document) if parallel.rank == 0 else None
     return record
 
 
 def take_step(
-    run: Run, state: dict[str, Any], loss_of: nn.Module, optimizers: list[Optimizer], parallel: ContextParallel
+    run: Run,
+    state: dict[str, Any],
+    loss_of: nn.Module,
+    optimizers: list[Optimizer],
+    parallel: ContextParallel,
 ) -> float:
     """Read the windows of the next step, as packed documents, and change the parameters. Returns the loss in nats."""
     options, step = run.hyperparameters, state["step"]
     phase = options.phase_of(step)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = group["peak"] * share_of_peak(options, step)
-    number = step + sum(origin["step"] for origin in state["from"])  # so that windows are not those of the earlier runs
+    number = step + sum(
+        origin["step"] for origin in state["from"]
+    )  # so that windows are not those of the earlier runs
     windows = run.document.train_windows(options.seed, number, phase.length, phase.batch_size)
     borders = torch.arange(0, phase.num_positions + 1, phase.length, dtype=torch.int32)
     loss = loss_of(shard(windows, parallel), borders)
@@ -140,7 +162,9 @@ def take_step(
     return nats
 
 
-def load(run: Run, model: nn.Module, optimizers: list[Optimizer], parallel: ContextParallel) -> None:
+def load(
+    run: Run, model: nn.Module, optimizers: list[Optimizer], parallel: ContextParallel
+) -> None:
     """Load the checkpoint that the run goes on from, or the parameters of the one that it begins from."""
     if (begun := run.checkpoint or run.origin) is None:
         return
@@ -148,21 +172,38 @@ def load(run: Run, model: nn.Module, optimizers: list[Optimizer], parallel: Cont
     is_shared, checked = run.fsdp and run.checkpoint is not None, offering_older(begun)
     share = (parallel.rank, parallel.world_size) if is_shared else (0, 1)
     together(parallel, checked(partial(check_whole, begun, *share)))
-    together(parallel, checked(partial(load_checkpoint, begun, model, optimizers if run.checkpoint else [])))
+    together(
+        parallel,
+        checked(partial(load_checkpoint, begun, model, optimizers if run.checkpoint else [])),
+    )
 
 
 def make_optimizers(model: nn.Module, options: Hyperparameters) -> list[Optimizer]:
     """AdamW; or Muon for the matrices of blocks, and AdamW for the rest. A group's "peak" is its peak learning rate."""
     named, decay = list(model.named_parameters()), options.weight_decay
-    is_muons = {name: options.optimizer == "muon" and ".blocks." in f".{name}" and x.dim() == 2 for name, x in named}
+    is_muons = {
+        name: options.optimizer == "muon" and ".blocks." in f".{name}" and x.dim() == 2
+        for name, x in named
+    }
     rest = [x for name, x in named if not is_muons[name]]
     groups = [
-        {"params": [x for x in rest if x.dim() >= 2], "weight_decay": decay, "peak": options.learning_rate},
-        {"params": [x for x in rest if x.dim() < 2], "weight_decay": 0.0, "peak": options.learning_rate},
+        {
+            "params": [x for x in rest if x.dim() >= 2],
+            "weight_decay": decay,
+            "peak": options.learning_rate,
+        },
+        {
+            "params": [x for x in rest if x.dim() < 2],
+            "weight_decay": 0.0,
+            "peak": options.learning_rate,
+        },
     ]
     optimizers: list[Optimizer] = [torch.optim.AdamW(groups, betas=(0.9, 0.95))]
     if any(is_muons.values()):
-        group = {"params": [x for name, x in named if is_muons[name]], "peak": options.muon_learning_rate}
+        group = {
+            "params": [x for name, x in named if is_muons[name]],
+            "peak": options.muon_learning_rate,
+        }
         optimizers.insert(0, torch.optim.Muon([group], weight_decay=decay))
     return optimizers
 
@@ -171,14 +212,20 @@ def share_of_peak(options: Hyperparameters, step: int) -> float:
     """The learning rate as a share of its peak: linear warm-up, then a cosine down to 5 %, by the positions read."""
     if step < options.warmup_steps:
         return (step + 1) / options.warmup_steps
-    first, now, last = map(options.positions_before, (options.warmup_steps, step, options.total_steps))
+    first, now, last = map(
+        options.positions_before, (options.warmup_steps, step, options.total_steps)
+    )
     progress = (now - first) / max(1, last - first)
     return 0.05 + 0.95 * (1 + math.cos(math.pi * progress)) / 2
 
 
 def average_gradients(loss_of: NextTokenLoss, parallel: ContextParallel) -> nn.Module:
     """The loss under DDP. DDP averages gradients over ranks, and `loss_of` scales each rank's loss for that."""
-    wrapped = loss_of if parallel.world_size == 1 else DistributedDataParallel(loss_of, gradient_as_bucket_view=True)
+    wrapped = (
+        loss_of
+        if parallel.world_size == 1
+        else DistributedDataParallel(loss_of, gradient_as_bucket_view=True)
+    )
     # A rehearsal: DDP orders its buckets anew after its first backward. Without this a resumed run rounds otherwise.
     borders = torch.tensor([0, 2 * parallel.world_size], dtype=torch.int32)
     wrapped(shard(bytearray(2 * parallel.world_size), parallel), borders).backward()
@@ -202,7 +249,9 @@ def check_parameters(model: nn.Module, parallel: ContextParallel, step: int) -> 
     check_finite(all(values_of_all(parallel, is_finite)), "a parameter is not finite", step)
 
 
-def trained_on(options: Hyperparameters, parallel: ContextParallel, resident_before: int) -> dict[str, Any]:
+def trained_on(
+    options: Hyperparameters, parallel: ContextParallel, resident_before: int
+) -> dict[str, Any]:
     """What a record says about the machine and about each rank. It is the same on every rank."""
     of_this_rank = {
         "rank": parallel.rank,
@@ -211,4 +260,8 @@ def trained_on(options: Hyperparameters, parallel: ContextParallel, resident_bef
         "resident_peak": peak_resident_bytes(),
     }
     machine = hardware() | {"threads_per_rank": torch.get_num_threads()}
-    return {"hardware": machine, "versions": versions(), "ranks": values_of_all(parallel, of_this_rank)}
+    return {
+        "hardware": machine,
+        "versions": versions(),
+        "ranks": values_of_all(parallel, of_this_rank),
+    }

@@ -17,7 +17,9 @@ PACKAGES = ("torch", "numpy", "safetensors", "ring-dilated-attention")
 
 def hardware() -> dict[str, Any]:
     return {
-        "processor": next(_values(Path("/proc/cpuinfo"), "model name"), platform.processor() or platform.machine()),
+        "processor": next(
+            _values(Path("/proc/cpuinfo"), "model name"), platform.processor() or platform.machine()
+        ),
         "cores": os.cpu_count(),
         "memory_bytes": physical_bytes(),
         "system": platform.platform(),

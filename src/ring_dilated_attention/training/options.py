@@ -12,7 +12,10 @@ from ..models.longnet_config import LongNetConfig
 MOST_LAYERS = 10_000  # each layer is a module, which takes time and memory
 LONGEST = 2**40  # the longest segment, and the largest dilation rate
 LARGEST = 2**63 - 1  # the largest integer of 64 bits, also of a tensor's stride
-LARGEST_FLOAT, SMALLEST_FLOAT = 1e30, 1e-30  # AdamW stays within float32: its first step divides by 1 - 0.9
+LARGEST_FLOAT, SMALLEST_FLOAT = (
+    1e30,
+    1e-30,
+)  # AdamW stays within float32: its first step divides by 1 - 0.9
 # Short sequences teach most in the same time. They take half of the time of a run of the default length and steps.
 DEFAULT_STEPS, DEFAULT_PHASES = 18, ("512:2:1500", "1024:2:400", "4096:2:120")
 FILES = ("data", "held_out")
@@ -32,7 +35,9 @@ class Phase(NamedTuple):
         return self.length * self.batch_size
 
 
-def _option(default: Any, text: str, least: float = 1, most: float = LARGEST, kind: type = int, **more: Any) -> Any:
+def _option(
+    default: Any, text: str, least: float = 1, most: float = LARGEST, kind: type = int, **more: Any
+) -> Any:
     """A field with its --help. Its numbers are from `least` to `most`. `more` goes to argparse."""
     metadata = {"help": text, "least": least, "most": most, "kind": kind, "more": more}
     return field(default=default, metadata=metadata)
@@ -51,13 +56,21 @@ class Hyperparameters:
     """On the same machine with the same number of ranks, equal hyperparameters give the same result to the bit."""
 
     data: tuple[str, ...] = _option(
-        (), "files of one document (FASTA is known by its name); default: Python's library", kind=str
+        (),
+        "files of one document (FASTA is known by its name); default: Python's library",
+        kind=str,
     )
     fasta_case: str = _choice("letters of FASTA: as they are, or in upper case", "keep", "upper")
-    fasta_records: str = _choice("records of FASTA: end to end, or each with a newline at its end", "join", "newline")
-    seq_len: int = _option(32_768, "bytes of one sequence, over all ranks; each is predicted from those before it", 2)
+    fasta_records: str = _choice(
+        "records of FASTA: end to end, or each with a newline at its end", "join", "newline"
+    )
+    seq_len: int = _option(
+        32_768, "bytes of one sequence, over all ranks; each is predicted from those before it", 2
+    )
     batch_size: int = _option(1, "sequences of --seq-len in one step")
-    steps: int = _option(DEFAULT_STEPS, "optimiser steps with sequences of --seq-len, after those of --phases")
+    steps: int = _option(
+        DEFAULT_STEPS, "optimiser steps with sequences of --seq-len, after those of --phases"
+    )
     phases: tuple[str, ...] = _option(
         (),
         "shorter sequences that are read first, as LENGTH:BATCH:STEPS, or none (default: those of "
@@ -68,17 +81,29 @@ class Hyperparameters:
     num_layers: int = _option(2, "transformer blocks", most=MOST_LAYERS)
     embed_dim: int = _option(128, "width of the model")
     num_heads: int = _option(4, "query heads")
-    num_kv_heads: int | None = _option(None, "key/value heads (grouped queries); default: as many as query heads")
-    segment_lengths: tuple[int, ...] = _option((96, 256, 2_048, 32_768), "segment length of each branch", 1, LONGEST)
-    dilation_rates: tuple[int, ...] = _option((1, 1, 4, 16), "dilation rate of each branch", 1, LONGEST)
-    optimizer: str = _choice("muon: Muon for matrices of blocks, AdamW for the rest", "muon", "adamw")
+    num_kv_heads: int | None = _option(
+        None, "key/value heads (grouped queries); default: as many as query heads"
+    )
+    segment_lengths: tuple[int, ...] = _option(
+        (96, 256, 2_048, 32_768), "segment length of each branch", 1, LONGEST
+    )
+    dilation_rates: tuple[int, ...] = _option(
+        (1, 1, 4, 16), "dilation rate of each branch", 1, LONGEST
+    )
+    optimizer: str = _choice(
+        "muon: Muon for matrices of blocks, AdamW for the rest", "muon", "adamw"
+    )
     learning_rate: float = _real(4e-3, "peak learning rate of AdamW; cosine down to 5 %% of it")
     muon_learning_rate: float = _real(0.015, "the same for Muon")
     warmup_steps: int = _option(10, "steps of linear warm-up", 0)
     weight_decay: float = _real(0.1, "of AdamW and Muon, on matrices only", 0)
     clip_norm: float = _real(1.0, "largest norm of the gradient")
-    held_out: tuple[str, ...] = _option((), "files whose first bytes are held out, not --data's last", kind=str)
-    held_out_bytes: int = _option(131_072, "bytes that are only scored: the last of --data, or the first of --held-out")
+    held_out: tuple[str, ...] = _option(
+        (), "files whose first bytes are held out, not --data's last", kind=str
+    )
+    held_out_bytes: int = _option(
+        131_072, "bytes that are only scored: the last of --data, or the first of --held-out"
+    )
     seed: int = _option(0, "seed of the initial weights and of the order of the data", -LARGEST)
 
     def __post_init__(self) -> None:
@@ -91,7 +116,9 @@ class Hyperparameters:
         for phase in self.schedule[:-1]:
             if phase.length >= self.seq_len:
                 what = f"--phases {phase.length}:... is not shorter than --seq-len {self.seq_len}"
-                raise ValueError(f"{what}: leave it out, or raise --steps for more steps of that length")
+                raise ValueError(
+                    f"{what}: leave it out, or raise --steps for more steps of that length"
+                )
         self.model_config()  # refuses bad widths and branches
 
     @property
@@ -133,12 +160,17 @@ class Hyperparameters:
         kv_width = self.embed_dim // self.num_heads * num_kv_heads
         block_matrices = self.embed_dim * (2 * self.embed_dim + 2 * kv_width + 8 * self.embed_dim)
         num_parameters = self.num_layers * block_matrices + 2 * 256 * self.embed_dim
-        with_one_moment = self.num_layers * block_matrices if self.optimizer == "muon" else 0  # others have two
+        with_one_moment = (
+            self.num_layers * block_matrices if self.optimizer == "muon" else 0
+        )  # others have two
         return 4 * (4 * num_parameters - with_one_moment)
 
     def to_dict(self) -> dict[str, Any]:
         """A dict that JSON gives back as it was: with lists for tuples."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+        }
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> "Hyperparameters":
@@ -146,7 +178,9 @@ class Hyperparameters:
         names = {item.name for item in fields(cls)}
         if saved.keys() != names:
             missing, foreign = sorted(names - saved.keys()), sorted(saved.keys() - names)
-            raise ValueError(f"hyperparameters lack {missing or 'none'} and have {foreign or 'none'} besides")
+            raise ValueError(
+                f"hyperparameters lack {missing or 'none'} and have {foreign or 'none'} besides"
+            )
         return cls(**saved)
 
 
@@ -185,7 +219,9 @@ def flag(name: str) -> str:
 
 def _phase(text: str) -> Phase:
     numbers = text.split(":")
-    if len(numbers) == 3 and all(x.isascii() and x.isdigit() and 1 <= int(x[:20]) <= LARGEST for x in numbers):
+    if len(numbers) == 3 and all(
+        x.isascii() and x.isdigit() and 1 <= int(x[:20]) <= LARGEST for x in numbers
+    ):
         return Phase(*map(int, numbers))
     rule = "such as 512:2:1000, which is 1,000 steps of 2 sequences of 512 bytes, or none"
     raise ValueError(f"--phases {in_short(text)!r} must be LENGTH:BATCH:STEPS, {rule}")
@@ -203,15 +239,23 @@ def add_hyperparameters(parser: argparse._ArgumentGroup, whole: Callable[[str], 
         if item.default not in ((), None):
             text += f" (default {_shown(item.default)})"
         read = whole if kind is int else kind
-        parser.add_argument(flag(item.name), default=argparse.SUPPRESS, type=read, help=text, **more)
+        parser.add_argument(
+            flag(item.name), default=argparse.SUPPRESS, type=read, help=text, **more
+        )
 
 
-def resolve(arguments: argparse.Namespace, before: Hyperparameters | None = None) -> Hyperparameters:
+def resolve(
+    arguments: argparse.Namespace, before: Hyperparameters | None = None
+) -> Hyperparameters:
     """The hyperparameters of a run. A ValueError refuses bad values, and changes that cannot be.
 
     before: those of the run that --resume or --from names. A resumed run keeps them all, a run of --from keeps SHAPE.
     """
-    options = {item.name: getattr(arguments, item.name) for item in fields(Hyperparameters) if item.name in arguments}
+    options = {
+        item.name: getattr(arguments, item.name)
+        for item in fields(Hyperparameters)
+        if item.name in arguments
+    }
     for name in FILES:
         files = options.get(name, ())
         if "-" in files:
@@ -224,7 +268,9 @@ def resolve(arguments: argparse.Namespace, before: Hyperparameters | None = None
     if before is None:
         if "steps" not in options and "phases" not in options:
             longest = options.get("seq_len", Hyperparameters.seq_len)
-            options["phases"] = tuple(text for text in DEFAULT_PHASES if _phase(text).length < longest)
+            options["phases"] = tuple(
+                text for text in DEFAULT_PHASES if _phase(text).length < longest
+            )
         return Hyperparameters(**options)
     if arguments.resume is None:
         wanted = replace(before, **{"phases": (), **options})
@@ -237,7 +283,9 @@ def resolve(arguments: argparse.Namespace, before: Hyperparameters | None = None
     return wanted
 
 
-def _words_of_refusal(arguments: argparse.Namespace, wanted: Hyperparameters, changed: dict[str, str]) -> str:
+def _words_of_refusal(
+    arguments: argparse.Namespace, wanted: Hyperparameters, changed: dict[str, str]
+) -> str:
     differences = "; ".join(changed.values())
     remedy = "Leave these options out, or start a new run from random parameters"
     if arguments.resume is None:

@@ -24,11 +24,21 @@ def draw_losses(record: dict[str, Any]) -> bytes:
         if first < len(losses):
             axes.axvline(seconds[first], color="lightgray", linewidth=1, zorder=0)
             words = f"{phase.batch_size} x {phase.length:,}"
-            axes.annotate(words, (seconds[first], 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=7)
+            axes.annotate(
+                words,
+                (seconds[first], 0.02),
+                xycoords=("data", "axes fraction"),
+                rotation=90,
+                fontsize=7,
+            )
         first += phase.steps
     colours = ("tab:green", "tab:gray", "tab:purple")
-    for (name, value), colour in zip((record.get("baselines") or {}).items(), colours, strict=False):
-        axes.axhline(value, color=colour, linestyle=":", label=f"{name} on the held-out bytes: {value:.3f}")
+    for (name, value), colour in zip(
+        (record.get("baselines") or {}).items(), colours, strict=False
+    ):
+        axes.axhline(
+            value, color=colour, linestyle=":", label=f"{name} on the held-out bytes: {value:.3f}"
+        )
     held_out, p = record["held_out_bits_per_byte"], record["num_ranks"]
     points = [(seconds[entry["step"]], entry["bits_per_byte"]) for entry in record["held_out"]]
     if points:

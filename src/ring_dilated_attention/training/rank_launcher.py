@@ -76,7 +76,9 @@ def check_meeting() -> None:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         remedy = "export MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER_PORT=29500"
-        raise ValueError(f"{started().num_ranks} ranks need {' and '.join(missing)} to meet: {remedy}")
+        raise ValueError(
+            f"{started().num_ranks} ranks need {' and '.join(missing)} to meet: {remedy}"
+        )
     _number_in("MASTER_PORT", 1, 65_535)
 
 
@@ -85,7 +87,9 @@ def _number_in(name: str, least: int, most: int = MOST_STARTED) -> int:
     text = os.environ[name]
     is_number = text.isascii() and text.isdigit() and len(text) <= 20
     if not is_number or not least <= int(text) <= most:
-        raise ValueError(f"{name} must be a number from {least:,} to {most:,}, got {in_short(text)!r}: mend it")
+        raise ValueError(
+            f"{name} must be a number from {least:,} to {most:,}, got {in_short(text)!r}: mend it"
+        )
     return int(text)
 
 
@@ -96,7 +100,9 @@ def loopback_only() -> dict[str, str]:
 
 def share_of_cores(num_ranks: int) -> int:
     """The most threads of a rank for which no two ranks share a core; 1 if there are fewer cores than ranks."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, num_cores // num_ranks)
 
 
@@ -120,12 +126,20 @@ def launch(words: Sequence[str], num_ranks: int, num_restarts: int, seconds_to_s
 
     logging.disable(logging.WARNING)  # torch's lines about each signal that it passes on
     os.environ.setdefault("OMP_NUM_THREADS", str(share_of_cores(num_ranks)))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(seconds_to_save))  # 30 before torch 2.12
+    os.environ.setdefault(
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(seconds_to_save)
+    )  # 30 before torch 2.12
     # Without the second variable the launcher opens a second store, on every interface.
-    os.environ |= {**loopback_only(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", LAUNCHER: str(os.getpid())}
+    os.environ |= {
+        **loopback_only(),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        LAUNCHER: str(os.getpid()),
+    }
     with tempfile.TemporaryDirectory(prefix="rda-train-") as folder:
         with named_in_errors(Path(folder)):
-            Path(folder, "room").write_bytes(bytes(STORE_BYTES))  # on a full disk torch's store waits for ever
+            Path(folder, "room").write_bytes(
+                bytes(STORE_BYTES)
+            )  # on a full disk torch's store waits for ever
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

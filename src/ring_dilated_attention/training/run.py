@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from .. import __version__
-from ..models.saved_run import STATE_FILE, check_whole, find_checkpoints, newest_checkpoint, read_state, step_of
+from ..models.saved_run import (
+    STATE_FILE,
+    check_whole,
+    find_checkpoints,
+    newest_checkpoint,
+    read_state,
+    step_of,
+)
 from .data import Document, load_document
 from .files import MOST_BYTES, check_mine, is_our_picture, json_object
 from .options import FILES, Hyperparameters, changes, flag, resolve
@@ -23,9 +30,23 @@ RECORD_FILE, PICTURE_FILE = "record.json", "loss.png"
 README_FILE, README_TITLE = "README.txt", "Run {} of rda train"
 SAMPLE_FILE, SAMPLE_TITLE = "sample.txt", "Text that the model of run {} wrote"
 
-ALIKE = ("save_every", "eval_every", "activation_checkpointing", "fsdp")  # choices that all ranks make alike
+ALIKE = (
+    "save_every",
+    "eval_every",
+    "activation_checkpointing",
+    "fsdp",
+)  # choices that all ranks make alike
 # What every state of a run has.
-_STATE = {"run", "from", "step", "hyperparameters", "document", "bits_per_byte", "step_seconds", "held_out"}
+_STATE = {
+    "run",
+    "from",
+    "step",
+    "hyperparameters",
+    "document",
+    "bits_per_byte",
+    "step_seconds",
+    "held_out",
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +62,9 @@ class Run:
     eval_every: int | None = None
     activation_checkpointing: bool = False
     fsdp: bool = False
-    begins_again: bool = False  # over the metrics of a run that was killed before its first checkpoint
+    begins_again: bool = (
+        False  # over the metrics of a run that was killed before its first checkpoint
+    )
 
 
 def prepare(arguments: argparse.Namespace) -> Run:
@@ -50,7 +73,9 @@ def prepare(arguments: argparse.Namespace) -> Run:
     if arguments.resume is not None:
         for name, value in (("--run-folder", arguments.run_folder), ("--from", arguments.origin)):
             if value is not None:
-                raise ValueError(f"--resume goes on with the run in its own folder: leave {name} out")
+                raise ValueError(
+                    f"--resume goes on with the run in its own folder: leave {name} out"
+                )
         folder = arguments.resume
         checkpoint, state = _newest_checkpoint("--resume", folder)
         options = resolve(arguments, Hyperparameters.from_dict(state["hyperparameters"]))
@@ -69,7 +94,9 @@ def prepare(arguments: argparse.Namespace) -> Run:
     if state is not None:
         for name, is_ours in files_of(state["run"]).items():
             check_mine(folder / name, is_ours, "this run")
-    document = load_document(options.data, options.seq_len, options.held_out_bytes, vars(options), options.held_out)
+    document = load_document(
+        options.data, options.seq_len, options.held_out_bytes, vars(options), options.held_out
+    )
     if state is not None:
         _check_same_document(document, state["document"])
     elif origin_state is not None:
@@ -86,7 +113,10 @@ def initial_state(run: Run) -> dict[str, Any]:
     origins = []
     if run.origin is not None:
         before, folder = read_state(run.origin), str(run.origin.parent.resolve())
-        origins = [{"folder": folder, "run": before["run"], "step": before["step"]}, *before["from"]]
+        origins = [
+            {"folder": folder, "run": before["run"], "step": before["step"]},
+            *before["from"],
+        ]
     return {
         "run": secrets.token_hex(16),
         "from": origins,
@@ -101,10 +131,16 @@ def initial_state(run: Run) -> dict[str, Any]:
 
 def fingerprint(run: Run) -> dict[str, str]:
     """What must be the same on all ranks, by name. The document is compared by its content, not by its path."""
-    fields = {flag(name): str(value) for name, value in run.hyperparameters.to_dict().items() if name not in FILES}
+    fields = {
+        flag(name): str(value)
+        for name, value in run.hyperparameters.to_dict().items()
+        if name not in FILES
+    }
     fields |= {flag(name): str(getattr(run, name)) for name in ALIKE}
     document, begun = run.document.identity(), run.checkpoint or run.origin
-    fields["the document"] = f"{document['num_bytes']:,} bytes with sha256 {document['sha256'][:16]}..."
+    fields["the document"] = (
+        f"{document['num_bytes']:,} bytes with sha256 {document['sha256'][:16]}..."
+    )
     fields["held-out bytes"] = str(document["num_held_out"])
     fields["the code"] = code_version()
     fields["the checkpoint"] = "none"
@@ -131,7 +167,12 @@ def code_version() -> str:
 def is_record_of(run: str, file: BinaryIO) -> bool:
     """Whether a record.json is this run's."""
     record = json_object(file.read(MOST_BYTES))
-    return record.get("run") == run and record.keys() >= {"status", "hyperparameters", "steps_done", "step_seconds"}
+    return record.get("run") == run and record.keys() >= {
+        "status",
+        "hyperparameters",
+        "steps_done",
+        "step_seconds",
+    }
 
 
 def _starts_with(line: str, file: BinaryIO) -> bool:
@@ -151,13 +192,21 @@ def files_of(run: str) -> dict[str, Callable[[BinaryIO], bool]]:
 def _new_folder(folder: Path | None) -> Path:
     if folder is None:
         return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    if any("\ud800" <= letter <= "\udfff" for letter in str(folder)):  # surrogates: bytes that are not UTF-8
-        raise ValueError(f"--run-folder {str(folder)!r} is not UTF-8, and safetensors opens no such file: rename it")
+    if any(
+        "\ud800" <= letter <= "\udfff" for letter in str(folder)
+    ):  # surrogates: bytes that are not UTF-8
+        raise ValueError(
+            f"--run-folder {str(folder)!r} is not UTF-8, and safetensors opens no such file: rename it"
+        )
     if find_checkpoints(folder) or (folder / RECORD_FILE).exists():
-        raise ValueError(f"--run-folder {folder} holds a run already: --resume it, or choose another folder")
+        raise ValueError(
+            f"--run-folder {folder} holds a run already: --resume it, or choose another folder"
+        )
     for name in files_of(""):
         if (folder / name).exists():
-            raise ValueError(f"--run-folder {folder} holds a {name}, which a run would make: choose another folder")
+            raise ValueError(
+                f"--run-folder {folder} holds a {name}, which a run would make: choose another folder"
+            )
     return folder
 
 
@@ -196,7 +245,9 @@ def _checked_state(checkpoint: Path) -> dict[str, Any]:
         total_steps = Hyperparameters.from_dict(state["hyperparameters"]).total_steps
         step, num_losses = step_of(checkpoint), len(state["bits_per_byte"])
         if state["step"] != step or not 1 <= step <= total_steps:
-            raise ValueError(f"step is {state['step']} of {total_steps}, and the folder's name says {step}")
+            raise ValueError(
+                f"step is {state['step']} of {total_steps}, and the folder's name says {step}"
+            )
         if num_losses != step:
             raise ValueError(f"step is {step}, and it has the losses of {num_losses} steps")
     except (ValueError, TypeError) as error:
@@ -204,7 +255,9 @@ def _checked_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def _check_same_command(arguments: argparse.Namespace, options: Hyperparameters, saved: dict[str, Any]) -> None:
+def _check_same_command(
+    arguments: argparse.Namespace, options: Hyperparameters, saved: dict[str, Any]
+) -> None:
     """Raise ValueError unless the command that began the run in its --run-folder had these options."""
     differing = list(changes(options, Hyperparameters.from_dict(saved["hyperparameters"])).values())
     origin = str(arguments.origin.resolve()) if arguments.origin else "none"
@@ -231,4 +284,6 @@ def _check_held_out(document: Document, saved: dict[str, Any]) -> None:
     now, most = document.identity(), saved["num_held_out"]
     if now["sha256"] == saved["sha256"] and now["num_held_out"] > most:
         rule = f"the run of --from trained on all but the last {most:,} bytes of this document"
-        raise ValueError(f"--held-out-bytes {now['num_held_out']:,}, but {rule}: hold out no more than these")
+        raise ValueError(
+            f"--held-out-bytes {now['num_held_out']:,}, but {rule}: hold out no more than these"
+        )

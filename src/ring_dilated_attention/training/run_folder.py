@@ -88,6 +88,8 @@ def count_start(folder: Path, *, anew: bool) -> None:
     noted = path.read_bytes() if path.exists() and not anew else b""
     if noted == notes[-1]:
         awaited = f"a checkpoint after {newest.name}" if newest else "a first checkpoint"
-        raise ValueError(f"{folder}: {MOST_STARTS} starts in a row ended without {awaited}: mend what ended them first")
+        raise ValueError(
+            f"{folder}: {MOST_STARTS} starts in a row ended without {awaited}: mend what ended them first"
+        )
     next_note = notes[notes.index(noted) + 1] if noted in notes else notes[0]
     write_whole(path, next_note, lambda file: file.read(len(MAKER)) == MAKER.encode(), MAKER)

@@ -9,7 +9,15 @@ from typing import Any
 from .files import check_mine, write_whole
 from .options import Hyperparameters
 from .pictures import draw_losses
-from .run import PICTURE_FILE, README_FILE, README_TITLE, RECORD_FILE, SAMPLE_FILE, SAMPLE_TITLE, files_of
+from .run import (
+    PICTURE_FILE,
+    README_FILE,
+    README_TITLE,
+    RECORD_FILE,
+    SAMPLE_FILE,
+    SAMPLE_TITLE,
+    files_of,
+)
 from .scoring import HELPS
 
 
@@ -21,7 +29,10 @@ def make_record(folder: Path, state: dict[str, Any], num_parameters: int) -> dic
     return {
         "status": "complete" if state["step"] == options.total_steps else "interrupted",
         "run_folder": str(folder),
-        **{name: state[name] for name in ("run", "from", "hardware", "versions", "hyperparameters", "document")},
+        **{
+            name: state[name]
+            for name in ("run", "from", "hardware", "versions", "hyperparameters", "document")
+        },
         "num_ranks": len(state["ranks"]),
         "num_parameters": num_parameters,
         "steps_done": state["step"],
@@ -55,7 +66,9 @@ def write_sample(record: dict[str, Any], text: str) -> None:
     """Write sample.txt, with a text that the trained model wrote."""
     run = record["run"]
     content = f"{SAMPLE_TITLE.format(run)}\n\n{text}\n".encode()
-    write_whole(Path(record["run_folder"]) / SAMPLE_FILE, content, files_of(run)[SAMPLE_FILE], "this run")
+    write_whole(
+        Path(record["run_folder"]) / SAMPLE_FILE, content, files_of(run)[SAMPLE_FILE], "this run"
+    )
 
 
 README = """
@@ -80,16 +93,22 @@ def summary(record: dict[str, Any]) -> str:
     """The memory of every rank, and the losses and the speed of the run."""
     lines = ["rank   positions  before step 1  peak resident"]
     for row in record["ranks"]:
-        before, peak = (f"{row[name] / 1e6:,.0f} MB" for name in ("resident_before", "resident_peak"))
+        before, peak = (
+            f"{row[name] / 1e6:,.0f} MB" for name in ("resident_before", "resident_peak")
+        )
         lines.append(f"{row['rank']:>4}  {row['positions']:>10,}  {before:>13}  {peak:>13}")
     losses = record["bits_per_byte"]
     if losses:
-        lines.append(f"bits per byte: {losses[0]:.3f} at step 1, {losses[-1]:.3f} at step {len(losses)}")
+        lines.append(
+            f"bits per byte: {losses[0]:.3f} at step 1, {losses[-1]:.3f} at step {len(losses)}"
+        )
         speed = f"{record['tokens_per_second']:,.0f} tokens/s by the median step"
         lines.append(f"speed: {speed}; {sum(record['step_seconds']):,.0f} s in steps")
     held_out = record["held_out_bits_per_byte"]
     if held_out is not None:
-        lines.append(f"held out: {held_out:.3f} bits per byte on {record['document']['num_held_out']:,} bytes")
+        lines.append(
+            f"held out: {held_out:.3f} bits per byte on {record['document']['num_held_out']:,} bytes"
+        )
         if record["baselines"]:
             others = ", ".join(f"{name} {value:.3f}" for name, value in record["baselines"].items())
             lines.append(f"on the same bytes: {others}")
@@ -113,7 +132,13 @@ def by_context(record: dict[str, Any]) -> list[str]:
         enough += 1
     if enough < len(cuts) - 1:
         harm = max(bits[enough:]) - best
-        said = f"made this model worse, by up to {harm:.3f} bits" if harm >= HELPS else "did not help this model"
+        said = (
+            f"made this model worse, by up to {harm:.3f} bits"
+            if harm >= HELPS
+            else "did not help this model"
+        )
         lines.append(f"Context beyond {2 * cuts[enough]:,} bytes {said}.")
-        lines.append(f"See docs/learning.md. Another text: rda evaluate {shlex.quote(record['run_folder'])} FILE")
+        lines.append(
+            f"See docs/learning.md. Another text: rda evaluate {shlex.quote(record['run_folder'])} FILE"
+        )
     return lines

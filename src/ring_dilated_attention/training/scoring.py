@@ -46,14 +46,21 @@ class Score(NamedTuple):
     def buckets(self) -> list[dict[str, Any]]:
         """A record for each bucket that is not empty. Its bytes have `first` to `last` bytes of context before them."""
         return [
-            {"first": 2**k, "last": 2 ** (k + 1) - 1, "num_bytes": count, "bits_per_byte": bits / count}
+            {
+                "first": 2**k,
+                "last": 2 ** (k + 1) - 1,
+                "num_bytes": count,
+                "bits_per_byte": bits / count,
+            }
             for k, (bits, count) in enumerate(zip(self.bits, self.counts, strict=True))
             if count
         ]
 
 
 @torch.no_grad()
-def score(model: LongNetLM, blocks: Iterable[bytes], context: int | None, size: int | None = None) -> Iterator[Score]:
+def score(
+    model: LongNetLM, blocks: Iterable[bytes], context: int | None, size: int | None = None
+) -> Iterator[Score]:
     """Measure the cross-entropy of a text, block by block. A context's first byte is not predicted.
 
     A `context` of None is the whole text, and needs a `size`: so many bytes at a time are read through caches, whose
@@ -69,13 +76,19 @@ def score(model: LongNetLM, blocks: Iterable[bytes], context: int | None, size: 
         for tokens_BN in (tokens_T[:stop].view(-1 if stop else 0, context), tokens_T[None, stop:]):
             if tokens_BN.numel():
                 length = tokens_BN.shape[1]
-                num_before_N = 1 + (torch.arange(length) if parallel is None else parallel.positions(length))
-                nats_BN = model.token_losses(tokens_BN if parallel is None else parallel.shard(tokens_BN))
+                num_before_N = 1 + (
+                    torch.arange(length) if parallel is None else parallel.positions(length)
+                )
+                nats_BN = model.token_losses(
+                    tokens_BN if parallel is None else parallel.shard(tokens_BN)
+                )
                 is_text = num_before_N < length  # nothing comes after the last byte
                 yield _in_buckets(tokens_BN.numel(), num_before_N[is_text], nats_BN[:, is_text])
 
 
-def _by_caches(model: LongNetLM, text: Iterable[tuple[int, bytes]], context: int | None) -> Iterator[Score]:
+def _by_caches(
+    model: LongNetLM, text: Iterable[tuple[int, bytes]], context: int | None
+) -> Iterator[Score]:
     caches, last_1E = model.make_caches(1, max_len=context), torch.empty(1, 0)
     for position, some in text:
         if position == 0:
@@ -87,7 +100,9 @@ def _by_caches(model: LongNetLM, text: Iterable[tuple[int, bytes]], context: int
         if position:  # the first of these bytes is predicted by the last one before them
             before_NE, labels_N = torch.cat([last_1E, before_NE]), tokens_N
         nats_N = F.cross_entropy(model.head(before_NE).float(), labels_N, reduction="none")
-        yield _in_buckets(len(some), torch.arange(max(position, 1), position + len(some)), nats_N[None])
+        yield _in_buckets(
+            len(some), torch.arange(max(position, 1), position + len(some)), nats_N[None]
+        )
         last_1E = hidden_NE[-1:]
 
 
@@ -119,7 +134,10 @@ def bits_by_context(model: LongNetLM, document: Document) -> dict[str, Any] | No
     number = min(CUT_BYTES, document.num_held_out)
     begin = document.num_train + min(cuts[-1], document.num_held_out - number)
     pattern = model.config.pattern
-    w = max((w for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True) if r == 1), default=1)
+    w = max(
+        (w for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True) if r == 1),
+        default=1,
+    )
     target = torch.arange(number)
     counts = torch.stack([(target % c + c) % w >= min(CLEAR_BYTES, w // 2) for c in cuts]).all(0)
     if len(cuts) == 1 or not counts.any():
@@ -131,21 +149,37 @@ def bits_by_context(model: LongNetLM, document: Document) -> dict[str, Any] | No
 
 @torch.no_grad()
 def bits_per_byte(
-    model: LongNetLM, document: Document, targets: range, size: int, num_before: int, counts: Tensor | None = None
+    model: LongNetLM,
+    document: Document,
+    targets: range,
+    size: int,
+    num_before: int,
+    counts: Tensor | None = None,
 ) -> float:
     """The mean over the target bytes, or over those for which `counts` is true. A context has `num_before` bytes, and
     then the `size` bytes that it predicts."""
     size, parallel = min(size, len(targets)), model.parallel or ContextParallel()
-    ranges, length = [targets[i : i + size] for i in range(0, len(targets), size)], num_before + size
-    total, number, at_once = torch.zeros((), dtype=torch.float64), 0, max(1, POSITIONS_AT_ONCE // length)
+    ranges, length = (
+        [targets[i : i + size] for i in range(0, len(targets), size)],
+        num_before + size,
+    )
+    total, number, at_once = (
+        torch.zeros((), dtype=torch.float64),
+        0,
+        max(1, POSITIONS_AT_ONCE // length),
+    )
     for i in range(0, len(ranges), at_once):
         some = ranges[i : i + at_once]
         # The last range may be shorter. The zeros after it change nothing before them.
-        rows = b"".join(document.content[x.start - num_before : x.stop].ljust(length, b"\0") for x in some)
+        rows = b"".join(
+            document.content[x.start - num_before : x.stop].ljust(length, b"\0") for x in some
+        )
         tokens_BN = torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(-1, length).long()
         is_next_scored_BN = torch.zeros_like(tokens_BN, dtype=torch.bool)
         for x, row in zip(some, is_next_scored_BN[:, num_before - 1 :], strict=True):
-            row[: len(x)] = True if counts is None else counts[x.start - targets.start : x.stop - targets.start]
+            row[: len(x)] = (
+                True if counts is None else counts[x.start - targets.start : x.stop - targets.start]
+            )
         nats = model.token_losses(parallel.shard(tokens_BN))[parallel.shard(is_next_scored_BN)]
         total, number = total + nats.sum(dtype=torch.float64), number + len(nats)
     return parallel.mean_loss(total, number).item() / math.log(2)

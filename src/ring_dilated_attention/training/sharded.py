@@ -10,10 +10,14 @@ from ..models.longnet_config import LongNetConfig
 from ..ranks.context import ContextParallel
 
 
-def sharded_model(config: LongNetConfig, parallel: ContextParallel, *, activation_checkpointing: bool) -> LongNetLM:
+def sharded_model(
+    config: LongNetConfig, parallel: ContextParallel, *, activation_checkpointing: bool
+) -> LongNetLM:
     """A model with parameters that are cut over the ranks. No rank ever holds more of it than its part and a block."""
     with torch.device("meta"):
-        model = LongNetLM(config, parallel=parallel, activation_checkpointing=activation_checkpointing)
+        model = LongNetLM(
+            config, parallel=parallel, activation_checkpointing=activation_checkpointing
+        )
     # Draw what a model draws before it resets its parameters: so these are the same with and without --fsdp.
     nn.Embedding(config.vocab_size, config.embed_dim)
     for _ in model.blocks:
@@ -26,7 +30,12 @@ def sharded_model(config: LongNetConfig, parallel: ContextParallel, *, activatio
     for block in model.each_block():
         model.reset_block(block.to_empty(device="cpu"))
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)  # or its parameters are whole after `token_losses`
-    for method in ("loss", "token_losses"):  # they gather the parameters of the ends, as `forward` does
+    fully_shard(
+        model, mesh=mesh, reshard_after_forward=True
+    )  # or its parameters are whole after `token_losses`
+    for method in (
+        "loss",
+        "token_losses",
+    ):  # they gather the parameters of the ends, as `forward` does
         register_fsdp_forward_method(model, method)
     return model

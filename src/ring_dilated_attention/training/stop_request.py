@@ -7,7 +7,9 @@ from contextlib import suppress
 from types import FrameType
 
 STDERR = 2  # os.write writes to it: a signal may come while sys.stderr is in use
-TWICE_SECONDS = 1  # Slurm signals a launcher and its ranks, and the launcher passes it on: that is one request
+TWICE_SECONDS = (
+    1  # Slurm signals a launcher and its ranks, and the launcher passes it on: that is one request
+)
 _NOTICE = b"\nrda train: stopping after this step, to save; a second time stops at once\n"
 
 
@@ -22,7 +24,10 @@ class StopRequest:
         self.requested_at: float | None = None
 
     def __enter__(self) -> "StopRequest":
-        self._previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._previous = {
+            number: signal.signal(number, self._handle)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:

@@ -47,7 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dtype = "that attention is measured in (default float32 on a CPU, 16 bits on a GPU)"
     add("--dtype", choices=("float32", "bfloat16", "float16"), help=dtype)
     add("--save", type=Path, metavar="FILE", help="write what rda plan --hardware reads")
-    add("--timeout", type=amount, default=60.0, metavar="S", help="seconds in which all ranks must join (default 60)")
+    add(
+        "--timeout",
+        type=amount,
+        default=60.0,
+        metavar="S",
+        help="seconds in which all ranks must join (default 60)",
+    )
     add("--json", action="store_true", help="print the findings as JSON")
 
 
@@ -55,7 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
     rank, num_started = started()
     check(arguments, num_started)
     try:
-        check_interfaces(os.environ.get(INTERFACES, ""), sorted(name for _, name in socket.if_nameindex()))
+        check_interfaces(
+            os.environ.get(INTERFACES, ""), sorted(name for _, name in socket.if_nameindex())
+        )
         if num_started == 1:
             everyone = examined_here(arguments)
         else:
@@ -78,9 +86,13 @@ def check(arguments: argparse.Namespace, num_started: int) -> None:
     if arguments.ranks is not None:
         check_at_least("--ranks", arguments.ranks)
         needed = BYTES_OF_A_RANK * arguments.ranks
-        check_memory(f"{arguments.ranks:,} processes with torch in each take", needed, "use fewer --ranks")
+        check_memory(
+            f"{arguments.ranks:,} processes with torch in each take", needed, "use fewer --ranks"
+        )
         if num_started > 1:
-            raise ValueError(f"--ranks {arguments.ranks}, but a launcher started {num_started} ranks: leave it out")
+            raise ValueError(
+                f"--ranks {arguments.ranks}, but a launcher started {num_started} ranks: leave it out"
+            )
     if arguments.save is not None:
         check_writable("--save", arguments.save.parent, arguments.save.name)
         check_mine(arguments.save, is_saved, MAKER)
@@ -92,7 +104,9 @@ def check_interfaces(listed: str, interfaces: Sequence[str]) -> None:
     missing = [name for name in listed.split(",") if name and name not in interfaces]
     if missing:
         there = f"{socket.gethostname()}: {', '.join(interfaces)}"
-        raise ValueError(f"{INTERFACES}={','.join(missing)} is no interface of host {there}. Name one, or unset it")
+        raise ValueError(
+            f"{INTERFACES}={','.join(missing)} is no interface of host {there}. Name one, or unset it"
+        )
 
 
 def examined_here(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -150,11 +164,15 @@ def join(rank: int, num_ranks: int, seconds: float) -> None:
     if missing:
         if is_host:  # the others still read its store
             time.sleep(min(1.0, seconds / 10))
-        raise RuntimeError(f"{len(missing)} of {num_ranks} ranks did not join within {seconds:g} s: {names(missing)}")
+        raise RuntimeError(
+            f"{len(missing)} of {num_ranks} ranks did not join within {seconds:g} s: {names(missing)}"
+        )
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         torch.cuda.set_device(card_of(None))
-    dist.init_process_group(TRANSPORTS[has_gpu], store=store, rank=rank, world_size=num_ranks, timeout=limit)
+    dist.init_process_group(
+        TRANSPORTS[has_gpu], store=store, rank=rank, world_size=num_ranks, timeout=limit
+    )
 
 
 def to_mend(everyone: list[dict[str, Any]]) -> list[str]:
@@ -166,7 +184,9 @@ def to_mend(everyone: list[dict[str, Any]]) -> list[str]:
             problems.append(f"{name} differs: {by_rank(versions)}. Install the same everywhere")
     cards = [one["gpu"]["name"] if one["gpu"] else "none" for one in everyone]
     if len(set(cards)) > 1:
-        problems.append(f"GPU differs: {by_rank(cards)}. Every step waits for the slowest: take ranks with the same")
+        problems.append(
+            f"GPU differs: {by_rank(cards)}. Every step waits for the slowest: take ranks with the same"
+        )
     return problems
 
 
@@ -200,15 +220,26 @@ def hardware_of(everyone: list[dict[str, Any]]) -> Hardware:
     # If others use the machine, the small message may have taken about as long as the large one. Then do not subtract.
     bandwidth = LARGE_MESSAGE / (large - small) if large > 2 * small else LARGE_MESSAGE / large
     # The work of a call outside its tiles takes time once in a forward and once in a backward, as the handshake does.
-    handshake = max(x["handshake_seconds"] + y["around_seconds"] for x, y in zip(messages, rates, strict=True))
-    other_rounds = Hardware(forward, bandwidth, small, handshake_seconds=0.0).handshake(len(everyone))
+    handshake = max(
+        x["handshake_seconds"] + y["around_seconds"] for x, y in zip(messages, rates, strict=True)
+    )
+    other_rounds = Hardware(forward, bandwidth, small, handshake_seconds=0.0).handshake(
+        len(everyone)
+    )
     return Hardware(forward, bandwidth, small, backward, call, max(handshake - other_rounds, 0.0))
 
 
-def report(arguments: argparse.Namespace, everyone: list[dict[str, Any]], problems: list[str]) -> None:
+def report(
+    arguments: argparse.Namespace, everyone: list[dict[str, Any]], problems: list[str]
+) -> None:
     hardware = hardware_of(everyone)
     if arguments.json:
-        print(json.dumps({"ranks": everyone, "hardware": known(hardware), "to_mend": problems}, indent=1), flush=True)
+        print(
+            json.dumps(
+                {"ranks": everyone, "hardware": known(hardware), "to_mend": problems}, indent=1
+            ),
+            flush=True,
+        )
     else:
         print(text(everyone, hardware))
         for problem in problems:
@@ -233,7 +264,16 @@ def text(everyone: list[dict[str, Any]], hardware: Hardware) -> str:
             device = f"CPU, {counted(one['threads'], 'thread')}"
         forward = scaled(rates["flops_per_second"], "FLOP/s")
         backward = scaled(rates["backward_flops_per_second"], "FLOP/s")
-        rows.append((str(one["rank"]), one["host"], device, size_text(one["memory_bytes"]), forward, backward))
+        rows.append(
+            (
+                str(one["rank"]),
+                one["host"],
+                device,
+                size_text(one["memory_bytes"]),
+                forward,
+                backward,
+            )
+        )
     lines = [
         wrapped(", ".join(versions)),
         wrapped(f"network interfaces: {interfaces}"),
@@ -241,7 +281,10 @@ def text(everyone: list[dict[str, Any]], hardware: Hardware) -> str:
         f"attention in {everyone[0]['dtype']}, {time_text(hardware.call_seconds)} a kernel call",
     ]
     if "messages" in everyone[0]:
-        late, handshake = time_text(hardware.latency_seconds), time_text(hardware.handshake(len(everyone)))
+        late, handshake = (
+            time_text(hardware.latency_seconds),
+            time_text(hardware.handshake(len(everyone))),
+        )
         rate = scaled(hardware.bytes_per_second, "B/s")
         lines.append(f"neighbouring ranks: {rate} one way, latency {late}, handshake {handshake}")
     if busy := load_in_words(everyone):
@@ -252,17 +295,25 @@ def text(everyone: list[dict[str, Any]], hardware: Hardware) -> str:
 def load_in_words(everyone: list[dict[str, Any]]) -> str:
     """A line if a machine was busy before anything was measured, or ""."""
     load = max(one["load"] for one in everyone)
-    return f"load average {load:.1f} before measuring: rates may be too low" if load > MOST_LOAD else ""
+    return (
+        f"load average {load:.1f} before measuring: rates may be too low"
+        if load > MOST_LOAD
+        else ""
+    )
 
 
 def save(path: Path, everyone: list[dict[str, Any]], hardware: Hardware) -> None:
     """Write the TOML file that `rda plan --hardware` reads."""
     first, memory = everyone[0], memory_of_each(everyone)
     source = f"{MAKER} on {counted(len(everyone), 'rank')}, {first['processor']}"
-    machine = Machine(hardware, ITEMSIZE[first["dtype"]], int(memory) if memory < math.inf else None, source)
+    machine = Machine(
+        hardware, ITEMSIZE[first["dtype"]], int(memory) if memory < math.inf else None, source
+    )
     notes = [time.strftime("measured %Y-%m-%d"), f"torch {first['versions']['torch']}"]
     if len(everyone) == 1:
-        notes.append("one rank: no bytes_per_second and no latency_seconds; --ranks 2 measures them")
+        notes.append(
+            "one rank: no bytes_per_second and no latency_seconds; --ranks 2 measures them"
+        )
     if busy := load_in_words(everyone):
         notes.append(busy)
     write_whole(path, as_toml(machine, notes).encode(), is_saved, MAKER)

@@ -23,7 +23,9 @@ from ..hardware import LARGE_MESSAGE
 from ..local_ranks import Worker
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-SMALL_MESSAGE = 256  # bytes: small messages show the latency, large ones (LARGE_MESSAGE) the bandwidth
+SMALL_MESSAGE = (
+    256  # bytes: small messages show the latency, large ones (LARGE_MESSAGE) the bandwidth
+)
 REPEATS = 5
 # Rounds are apart, so that a second in which the machine is busy spoils one round, and not the median.
 ROUNDS, SECONDS_APART = 3, 0.5
@@ -47,7 +49,9 @@ def examine(seconds: float, dtype: str | None) -> list[dict[str, Any]]:
     for i in range(ROUNDS):
         if i > 0:
             time.sleep(SECONDS_APART)
-        measured: dict[str, Any] = {"rates": rates(parallel, device, getattr(torch, findings["dtype"]))}
+        measured: dict[str, Any] = {
+            "rates": rates(parallel, device, getattr(torch, findings["dtype"]))
+        }
         if parallel.world_size > 1:
             measured["messages"] = messages(parallel, device)
         rounds.append(measured)
@@ -76,13 +80,19 @@ def gpu(device: str) -> dict[str, Any] | None:
     if device == "cpu":
         return None
     card = torch.cuda.get_device_properties(device)
-    return {"name": card.name, "capability": [card.major, card.minor], "memory_bytes": card.total_memory}
+    return {
+        "name": card.name,
+        "capability": [card.major, card.minor],
+        "memory_bytes": card.total_memory,
+    }
 
 
 def gpu_versions() -> dict[str, str]:
     """The versions of torch's CUDA and NCCL, and of the driver's kernel module; "none" where there is none."""
     versions = {"CUDA": torch.version.cuda or "none", "NCCL": "none", "GPU driver": "none"}
-    with suppress(AttributeError, ImportError, RuntimeError):  # raised if torch is built without NCCL
+    with suppress(
+        AttributeError, ImportError, RuntimeError
+    ):  # raised if torch is built without NCCL
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     with suppress(OSError, UnicodeDecodeError, IndexError):
         first = NVIDIA_DRIVER.read_text().splitlines()[0]
@@ -119,7 +129,9 @@ def rates(parallel: ContextParallel, device: str, dtype: torch.dtype) -> dict[st
     small = _times(parallel, device, dtype, FEW_ROWS, one_tile)
     several = _times(parallel, device, dtype, FEW_ROWS, nine_tiles)
     tile = max(0.0, (several[0] - small[0]) / MORE, (several[1] - small[1]) / MORE)
-    flops = 2 * HEAD_DIM * HEADS * many**2  # of one product of matrices; a forward has 2 and a backward 5
+    flops = (
+        2 * HEAD_DIM * HEADS * many**2
+    )  # of one product of matrices; a forward has 2 and a backward 5
     return {
         "flops_per_second": 2 * flops / max(large[0] - small[0], large[0] / 2),
         "backward_flops_per_second": 5 * flops / max(large[1] - small[1], large[1] / 2),
@@ -133,7 +145,9 @@ def _times(
 ) -> Sequence[float]:
     """The seconds of a forward, and those of its backward."""
     shape = (1, rows, HEADS, HEAD_DIM)
-    query, key, value = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+    query, key, value = (
+        torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3)
+    )
     outs: list[Any] = []
 
     def forward() -> None:

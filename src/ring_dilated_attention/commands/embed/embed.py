@@ -46,10 +46,27 @@ Exit codes: 0 done, 1 a process died or some slides could not be embedded (they 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("slides", nargs="+", type=Path, metavar="SLIDE", help="files of tile features, or folders of them")
-    add("--weights", type=Path, required=True, metavar="FILE", help="slide_encoder.pth, or safetensors")
+    add(
+        "slides",
+        nargs="+",
+        type=Path,
+        metavar="SLIDE",
+        help="files of tile features, or folders of them",
+    )
+    add(
+        "--weights",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="slide_encoder.pth, or safetensors",
+    )
     add("--out", type=Path, required=True, metavar="DIR", help="folder to write, or to go on with")
-    add("--embedding", choices=EMBEDDINGS, default="pooled", help="the tiles' mean (default) or the class token")
+    add(
+        "--embedding",
+        choices=EMBEDDINGS,
+        default="pooled",
+        help="the tiles' mean (default) or the class token",
+    )
     layers = "last (default), encoder (last, with the encoder's LayerNorm), all, or k: the state after k layers"
     add("--layer", default="last", metavar="LAYER", help=layers)
     padding = "torchscale (default) counts the zero rows that torchscale pads with; exact does not"
@@ -59,14 +76,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     steps = "step from tile to tile, in the unit of the coordinates (default 256; files that state another are then "
     steps += "refused). Segment lengths do not change with it"
     add("--tile-size", type=amount, metavar="PIXELS", help=steps)
-    add("--heads", type=count, metavar="H", help="attention heads; needed unless the weights are of a published size")
+    add(
+        "--heads",
+        type=count,
+        metavar="H",
+        help="attention heads; needed unless the weights are of a published size",
+    )
     layers = "layers that the weights must have (default 12 for the published widths, 768 and 384; otherwise any)"
     add("--depth", type=count, metavar="LAYERS", help=layers)
-    add("--dtype", choices=DTYPES, default="float32", help="16 bits under autocast (default float32)")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="16 bits under autocast (default float32)",
+    )
     add("--device", default="cpu", help="cpu (default), cuda or another of torch's")
-    add("--ranks", type=count, default=1, metavar="P", help="processes that share every slide (default 1)")
-    add("--keys", nargs=2, metavar=("FEATURES", "COORDS"), help="names of these two arrays, if not the usual")
-    add("--json", action="store_true", help="print what became of each slide on stdout, all else on stderr")
+    add(
+        "--ranks",
+        type=count,
+        default=1,
+        metavar="P",
+        help="processes that share every slide (default 1)",
+    )
+    add(
+        "--keys",
+        nargs=2,
+        metavar=("FEATURES", "COORDS"),
+        help="names of these two arrays, if not the usual",
+    )
+    add(
+        "--json",
+        action="store_true",
+        help="print what became of each slide on stdout, all else on stderr",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -90,14 +132,18 @@ def run(arguments: argparse.Namespace) -> int:
     summary = f"{counted(len(report['embedded']), 'slide')} embedded"
     if report["already"]:
         summary += f", {len(report['already'])} there already"
-    summary += f"; {folder.path}: {folder.settings['embedding']}; weights of {folder.settings['model']}"
+    summary += (
+        f"; {folder.path}: {folder.settings['embedding']}; weights of {folder.settings['model']}"
+    )
     print(wrapped(summary), file=sys.stderr if arguments.json else sys.stdout)
     if arguments.json:
         print(json.dumps({"out": str(folder.path), "settings": folder.settings} | report))
     return 1 if report["failures"] else 0
 
 
-def embed(arguments: argparse.Namespace, slides: dict[str, Path], folder: EmbeddingFolder) -> dict[str, Any]:
+def embed(
+    arguments: argparse.Namespace, slides: dict[str, Path], folder: EmbeddingFolder
+) -> dict[str, Any]:
     """Add the slides that the folder lacks. Returns, by name, the tiles of those that were embedded, those that were
     there, why others were not embedded, and what is probably wrong with some."""
     from .embedder import Result, embed_all
@@ -134,11 +180,15 @@ def check(arguments: argparse.Namespace) -> None:
     """Refuse what can be refused before a file is read."""
     check_installed(["numpy"], "slides")
     if arguments.layer not in LAYERS and not arguments.layer.isdecimal():
-        raise ValueError(f"--layer {arguments.layer} is none of {', '.join(LAYERS)}, nor a number from 0 on")
+        raise ValueError(
+            f"--layer {arguments.layer} is none of {', '.join(LAYERS)}, nor a number from 0 on"
+        )
     for name in ("ranks", "heads", "depth", "max_wsi_size"):
         check_at_least(flag(name), getattr(arguments, name))
     if arguments.tile_size is not None and not 0 < arguments.tile_size < math.inf:
-        raise ValueError(f"--tile-size must be a positive number of pixels, got {arguments.tile_size:g}")
+        raise ValueError(
+            f"--tile-size must be a positive number of pixels, got {arguments.tile_size:g}"
+        )
     check_writable("--out", arguments.out)
 
 
@@ -150,12 +200,16 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
         digest = digest_of(arguments.weights)
     except ValueError as error:
         raise ValueError(f"--weights {arguments.weights} {error}") from error
-    size = slide_encoder_size(arguments.weights, read_weights(arguments.weights), arguments.depth, arguments.heads)
+    size = slide_encoder_size(
+        arguments.weights, read_weights(arguments.weights), arguments.depth, arguments.heads
+    )
     layer = arguments.layer
     if layer not in LAYERS and int(layer) > size.depth:
         states = f"{size.depth} layers, whose states are 0 to {size.depth}"
         raise ValueError(f"--layer {layer}: {arguments.weights} has {states}")
-    which = LAYERS.get(layer, f"of state {layer} of all_layer_embed=True, then the model's LayerNorm")
+    which = LAYERS.get(
+        layer, f"of state {layer} of all_layer_embed=True, then the model's LayerNorm"
+    )
     return {
         "embedding": f"{EMBEDDINGS[arguments.embedding]} {which}",
         "model": str(size),

@@ -37,14 +37,24 @@ class Result(NamedTuple):
 def embed_all(options: Namespace, slides: Slides, take: Callable[[Result], None]) -> None:
     """Call `take` with each slide's result as it comes. Raises ValueError if weights or device cannot be used."""
     has_gpus = options.device.startswith("cuda")
-    if options.ranks > 1 and has_gpus and (options.device != "cuda" or torch.cuda.device_count() < options.ranks):
+    if (
+        options.ranks > 1
+        and has_gpus
+        and (options.device != "cuda" or torch.cuda.device_count() < options.ranks)
+    ):
         there = f"there are {torch.cuda.device_count()}"
-        raise ValueError(f"--device {options.device}: {options.ranks} ranks of --device cuda take a GPU each; {there}")
+        raise ValueError(
+            f"--device {options.device}: {options.ranks} ranks of --device cuda take a GPU each; {there}"
+        )
     if options.ranks == 1:
         refusals = [embed_here(options, slides, None, options.device, take)]
     else:
-        launch = Launch(options.ranks, share_of_cores(options.ranks), has_gpus=has_gpus, seconds=SECONDS)
-        refusals = run_ranks(launch, _embed_rank, options, slides, on_report=lambda rank, result: take(result))
+        launch = Launch(
+            options.ranks, share_of_cores(options.ranks), has_gpus=has_gpus, seconds=SECONDS
+        )
+        refusals = run_ranks(
+            launch, _embed_rank, options, slides, on_report=lambda rank, result: take(result)
+        )
     for refusal in refusals:
         if refusal:
             raise ValueError(refusal)
@@ -57,7 +67,11 @@ def _embed_rank(worker: Worker, options: Namespace, slides: Slides) -> str | Non
 
 
 def embed_here(
-    options: Namespace, slides: Slides, parallel: ContextParallel | None, device: str, report: Callable[[Result], Any]
+    options: Namespace,
+    slides: Slides,
+    parallel: ContextParallel | None,
+    device: str,
+    report: Callable[[Result], Any],
 ) -> str | None:
     """Report each slide's result. Returns why nothing can be embedded, or None."""
     try:
@@ -78,12 +92,16 @@ def embed_here(
         model.to(device)
     except (RuntimeError, AssertionError) as error:  # torch's
         return f"--device {device} cannot be used: {first_line(error)}"
-    model.tile_size = options.tile_size or 256.0  # set afterwards: it serves coordinates, and segments stay as they are
+    model.tile_size = (
+        options.tile_size or 256.0
+    )  # set afterwards: it serves coordinates, and segments stay as they are
     for name, path in slides:
         try:
             result = _embed(model, options, name, path, device)
         except (ValueError, MemoryError, RuntimeError) as error:
-            if not isinstance(error, ValueError) and (parallel is not None or not is_out_of_memory(error)):
+            if not isinstance(error, ValueError) and (
+                parallel is not None or not is_out_of_memory(error)
+            ):
                 raise  # this rank has left a call half done, and the others cannot go on
             result = Result(name, failure=first_line(error))
         report(result)
@@ -105,8 +123,14 @@ def _embed(model: LongNetViT, options: Namespace, name: str, path: Path, device:
     dtype = getattr(torch, options.dtype)
     autocast = torch.autocast(torch.device(device).type, dtype, enabled=dtype.itemsize == 2)
     with torch.no_grad(), autocast, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".* tiles lie in")  # `crowding` says it, of the whole slide
-        states = model(slide.features[None].to(device), slide.coords[None, slide.rows], options.layer != "encoder")
+        warnings.filterwarnings(
+            "ignore", ".* tiles lie in"
+        )  # `crowding` says it, of the whole slide
+        states = model(
+            slide.features[None].to(device),
+            slide.coords[None, slide.rows],
+            options.layer != "encoder",
+        )
     num_tiles, crowding = len(slide.coords), crowded(slide.coords, model.tile_size)
     if options.layer == "all":
         embedding = torch.cat(states)
@@ -116,4 +140,9 @@ def _embed(model: LongNetViT, options: Namespace, name: str, path: Path, device:
     if not embedding.isfinite().all():
         failure = f"its features are finite and its embedding is not: too large for {options.dtype}"
         return Result(name, num_tiles, failure=failure)
-    return Result(name, num_tiles, embedding.numpy(), warning=f"{crowding} Pass --tile-size." if crowding else "")
+    return Result(
+        name,
+        num_tiles,
+        embedding.numpy(),
+        warning=f"{crowding} Pass --tile-size." if crowding else "",
+    )

@@ -28,7 +28,9 @@ class EmbeddingFolder:
         except FileNotFoundError:
             theirs = {}
         if theirs.get("made_by") != MADE_BY:
-            raise ValueError(f"--out {self.path} is no folder of `{MADE_BY}`, and is not empty: {remedy}")
+            raise ValueError(
+                f"--out {self.path} is no folder of `{MADE_BY}`, and is not empty: {remedy}"
+            )
         for name, ours in self.settings.items():
             if theirs.get(name) != ours:
                 made = f"--out {self.path} holds embeddings made with {name}={theirs.get(name)!r}, not {ours!r}"

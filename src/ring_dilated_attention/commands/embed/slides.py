@@ -14,7 +14,10 @@ from ...models.weights import first_line, load_tensors
 from .folder import check_regular
 
 SUFFIXES = (".h5", ".hdf5", ".npz", ".pt", ".pth")
-FEATURES, COORDS = ("features", "tile_embeds", "feats"), ("coords", "coordinates")  # the first choice first
+FEATURES, COORDS = (
+    ("features", "tile_embeds", "feats"),
+    ("coords", "coordinates"),
+)  # the first choice first
 TILE_SIZE = "patch_size_level0"  # TRIDENT's name for the distance from one tile to the next, in coordinates' units
 
 
@@ -44,11 +47,15 @@ def read_slide(path: Path, keys: Sequence[str] | None, rows_of: Callable[[int], 
         else:
             loaded = load_tensors(path, is_mapped=True)
         if not isinstance(loaded, dict):
-            raise ValueError(f"holds a {type(loaded).__name__} alone: save {{'features': ..., 'coords': ...}}")
+            raise ValueError(
+                f"holds a {type(loaded).__name__} alone: save {{'features': ..., 'coords': ...}}"
+            )
         return _slide(loaded, loaded, keys, rows_of)
     except ValueError:
         raise
-    except Exception as error:  # a damaged file raises anything, and HDF5 only once its features are read
+    except (
+        Exception
+    ) as error:  # a damaged file raises anything, and HDF5 only once its features are read
         raise ValueError(f"cannot be read: {first_line(error)}") from error
 
 
@@ -72,7 +79,9 @@ def _array(arrays: Mapping[str, Any], what: str, names: Sequence[str]) -> Any:
             shape = tuple(getattr(arrays[name], "shape", None) or ())  # an empty data set's is None
             if len(shape) == 2 or (len(shape) == 3 and shape[0] == 1):
                 return arrays[name]
-            raise ValueError(f"{name} has shape {shape}, not (tiles, ...): {what} of the tiles of one slide")
+            raise ValueError(
+                f"{name} has shape {shape}, not (tiles, ...): {what} of the tiles of one slide"
+            )
     there = ", ".join(map(str, arrays)) or "no arrays"
     raise ValueError(
         f"holds no {what}: it has {there}, and {' and '.join(names)} were looked for (--keys names others)"
@@ -84,7 +93,9 @@ def _tensor(array: Any, rows: slice) -> Tensor:
     values = array[0, rows] if len(array.shape) == 3 else array[rows]
     if not isinstance(values, Tensor):
         values = torch.as_tensor(values.astype(values.dtype.newbyteorder("="), copy=False))
-    return values.clone() if len(values) < array.shape[-2] else values  # a view would keep all rows in memory
+    return (
+        values.clone() if len(values) < array.shape[-2] else values
+    )  # a view would keep all rows in memory
 
 
 def check_tile_size(slide: Slide, asked: float | None) -> None:
@@ -92,7 +103,9 @@ def check_tile_size(slide: Slide, asked: float | None) -> None:
     stated = slide.stated_tile_size
     if asked is None and stated is not None and stated != 256:
         size = f"{TILE_SIZE}={stated}, the step from tile to tile"
-        raise ValueError(f"states {size}: pass --tile-size {stated}, or --tile-size 256 to take 256 as GigaPath does")
+        raise ValueError(
+            f"states {size}: pass --tile-size {stated}, or --tile-size 256 to take 256 as GigaPath does"
+        )
 
 
 def find_slides(paths: list[Path]) -> dict[str, Path]:
@@ -108,5 +121,7 @@ def find_slides(paths: list[Path]) -> dict[str, Path]:
         for file in slides_here:
             other = slides.setdefault(file.stem, file)
             if other != file:
-                raise ValueError(f"{other} and {file} would both be called {file.stem!r}: rename one")
+                raise ValueError(
+                    f"{other} and {file} would both be called {file.stem!r}: rename one"
+                )
     return slides

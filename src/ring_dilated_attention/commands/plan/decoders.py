@@ -37,7 +37,9 @@ def longnet_decoder(config: LongNetConfig) -> Decoder:
 
     head_dim = config.embed_dim // config.num_heads
     num_kv_heads = config.num_kv_heads or config.num_heads
-    return count_decoder("a LongNetLM", make, config.num_layers, config.num_heads, num_kv_heads, head_dim)
+    return count_decoder(
+        "a LongNetLM", make, config.num_layers, config.num_heads, num_kv_heads, head_dim
+    )
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -62,7 +64,11 @@ def transformers_decoder(fields: dict[str, Any], pattern: DilatedPattern) -> Dec
     family = fields["model_type"]
     if family not in CONFIG_MAPPING:
         raise ValueError(f"--config: transformers knows no model_type {family!r}")
-    given = {name: value for name, value in fields.items() if name not in ("model_type", "dilated_attention")}
+    given = {
+        name: value
+        for name, value in fields.items()
+        if name not in ("model_type", "dilated_attention")
+    }
     try:
         config = CONFIG_MAPPING[family](**given)
         num_layers = config.num_hidden_layers
@@ -73,7 +79,9 @@ def transformers_decoder(fields: dict[str, Any], pattern: DilatedPattern) -> Dec
             model = AutoModelForCausalLM.from_config(config)
         convert_to_dilated(model, pattern)
     except Exception as error:  # whatever a model's code raises for fields that do not fit
-        raise ValueError(f"--config: transformers' {family} with dilated attention: {error}") from error
+        raise ValueError(
+            f"--config: transformers' {family} with dilated attention: {error}"
+        ) from error
 
     def make(num_blocks: int, is_checkpointed: bool) -> DecoderWithLoss:
         copied = deepcopy(model)
@@ -90,4 +98,6 @@ def transformers_decoder(fields: dict[str, Any], pattern: DilatedPattern) -> Dec
     num_heads = config.num_attention_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    return count_decoder(f"transformers' {family}", make, num_layers, num_heads, num_kv_heads, head_dim)
+    return count_decoder(
+        f"transformers' {family}", make, num_layers, num_heads, num_kv_heads, head_dim
+    )

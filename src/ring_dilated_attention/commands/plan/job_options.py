@@ -25,7 +25,11 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=count, default=1, metavar="B", help="sequences at a time (default 1)")
     add("--heads", type=count, metavar="H", help="query heads (default 12)")
     add("--kv-heads", type=count, metavar="G", help="key/value heads (default as many)")
-    add("--kernel", choices=TRAITS, help="the kernel that is weighed (default that of --hardware, or cpu)")
+    add(
+        "--kernel",
+        choices=TRAITS,
+        help="the kernel that is weighed (default that of --hardware, or cpu)",
+    )
     add("--json", action="store_true", help="print the figures as JSON")
     add_hardware_options(parser)
 
@@ -72,9 +76,13 @@ def documents_of(arguments: argparse.Namespace) -> tuple[int, ...] | None:
     if min(lengths) < 1:
         raise ValueError(f"--documents must be at least 1 each, got {min(lengths)}")
     if sum(lengths) != arguments.seq_len:
-        raise ValueError(f"--documents add up to {sum(lengths)}, and --seq-len is {arguments.seq_len}")
+        raise ValueError(
+            f"--documents add up to {sum(lengths)}, and --seq-len is {arguments.seq_len}"
+        )
     if arguments.batch != 1:
-        one = f"--documents are packed into one sequence, so --batch must be 1, got {arguments.batch}"
+        one = (
+            f"--documents are packed into one sequence, so --batch must be 1, got {arguments.batch}"
+        )
         raise ValueError(f"{one}. Leave out --batch; more sequences are more documents.")
     if arguments.picture is not None:
         raise ValueError("--picture draws one document; leave out --documents")

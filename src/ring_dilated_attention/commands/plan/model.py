@@ -35,13 +35,23 @@ MOST_GPUS = 1024
 MOST_PARAMETERS = 10**15  # a thousand times those of the largest models: more is a typing mistake
 DEFAULT_HARDWARE = "h100"
 # The hyperparameters of a run that say what these options say.
-_OF_A_RUN = {"layers": "num_layers", "embed_dim": "embed_dim", "heads": "num_heads", "kv_heads": "num_kv_heads"}
+_OF_A_RUN = {
+    "layers": "num_layers",
+    "embed_dim": "embed_dim",
+    "heads": "num_heads",
+    "kv_heads": "num_kv_heads",
+}
 _OF_A_RUN |= {name: name for name in ("segment_lengths", "dilation_rates", "seq_len")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--gpus", type=count, metavar="P", help="rank all meshes of so many (default: the fewest that suffice)")
+    add(
+        "--gpus",
+        type=count,
+        metavar="P",
+        help="rank all meshes of so many (default: the fewest that suffice)",
+    )
     add("--layers", type=count, metavar="L", help="transformer blocks")
     add("--embed-dim", type=count, metavar="E", help="width of the model")
     add("--ffn-dim", type=count, metavar="F", help="width of the feed-forward layer (default 4 E)")
@@ -49,8 +59,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--config", type=Path, metavar="PATH", help="a Hugging Face config.json, or a run's folder")
     add_shared(parser)
     add("--dtype", choices=ITEMSIZE, help="of activations (default that of --hardware)")
-    add("--activations", choices=ACTIVATIONS, help="how they are held (default: the fastest way that fits)")
-    add("--tokens", type=amount, metavar="T", help="tokens of the training, such as 1e11: shows its time")
+    add(
+        "--activations",
+        choices=ACTIVATIONS,
+        help="how they are held (default: the fastest way that fits)",
+    )
+    add(
+        "--tokens",
+        type=amount,
+        metavar="T",
+        help="tokens of the training, such as 1e11: shows its time",
+    )
     parser.set_defaults(ranks=None)
 
 
@@ -68,16 +87,26 @@ def run(arguments: argparse.Namespace) -> int:
     itemsize = ITEMSIZE[arguments.dtype]
     kernel = kernel_of(arguments, machine)
     activations = ACTIVATIONS if arguments.activations is None else (arguments.activations,)
-    training = Training(decoder, pattern, arguments.seq_len, arguments.batch, itemsize, kernel, activations)
+    training = Training(
+        decoder, pattern, arguments.seq_len, arguments.batch, itemsize, kernel, activations
+    )
     with progress(None, "mesh") as bar:
         if arguments.gpus is None:
             most = 1 if machine.hardware.bytes_per_second == NO_NETWORK else MOST_GPUS
-            plans = fewest_devices(training, machine.hardware, memory_bytes, machine.most_ranks or most)
+            plans = fewest_devices(
+                training, machine.hardware, memory_bytes, machine.most_ranks or most
+            )
         else:
-            plans = ranked_meshes(training, arguments.gpus, machine.hardware, memory_bytes, bar.update)
+            plans = ranked_meshes(
+                training, arguments.gpus, machine.hardware, memory_bytes, bar.update
+            )
     if plans is None:
-        much = f"{scaled(decoder.num_parameters, '')} parameters and {arguments.seq_len:,} positions"
-        raise ValueError(f"{much} fit on no number of GPUs up to {machine.most_ranks or most:,} of this hardware")
+        much = (
+            f"{scaled(decoder.num_parameters, '')} parameters and {arguments.seq_len:,} positions"
+        )
+        raise ValueError(
+            f"{much} fit on no number of GPUs up to {machine.most_ranks or most:,} of this hardware"
+        )
     if arguments.json:
         print(json.dumps(as_json(training, machine, plans), indent=1))
     else:
@@ -120,15 +149,25 @@ def fill_in(arguments: argparse.Namespace) -> dict[str, Any] | None:
     remedy = "a model needs --layers and --embed-dim, or --config; "
     if fields is not None:
         remedy = ""
-    check_given(arguments, ("layers", "embed_dim", "seq_len", "segment_lengths", "dilation_rates"), remedy + SUGGEST)
+    check_given(
+        arguments,
+        ("layers", "embed_dim", "seq_len", "segment_lengths", "dilation_rates"),
+        remedy + SUGGEST,
+    )
     return fields
 
 
-def decoder_of(arguments: argparse.Namespace, fields: dict[str, Any] | None, pattern: DilatedPattern) -> Decoder:
-    size = arguments.layers * arguments.embed_dim**2 + arguments.embed_dim * (arguments.vocab or 256)
+def decoder_of(
+    arguments: argparse.Namespace, fields: dict[str, Any] | None, pattern: DilatedPattern
+) -> Decoder:
+    size = arguments.layers * arguments.embed_dim**2 + arguments.embed_dim * (
+        arguments.vocab or 256
+    )
     if size > MOST_PARAMETERS:
         width = f"{arguments.layers:,} layers of {arguments.embed_dim:,}"
-        raise ValueError(f"a model of {width} has more than {MOST_PARAMETERS:.0e} parameters: give smaller sizes")
+        raise ValueError(
+            f"a model of {width} has more than {MOST_PARAMETERS:.0e} parameters: give smaller sizes"
+        )
     if fields is not None:
         return transformers_decoder(fields, pattern)
     config = LongNetConfig(
@@ -158,7 +197,10 @@ def as_json(training: Training, machine: Machine, plans: list[MeshPlan]) -> dict
     rows = []
     for plan in plans:
         row = plan._asdict() | {"mesh": plan.mesh._asdict(), "exchange": plan.exchange._asdict()}
-        row |= {"memory": plan.memory._asdict() | {"total": plan.memory.total}, "seconds": plan.seconds}
+        row |= {
+            "memory": plan.memory._asdict() | {"total": plan.memory.total},
+            "seconds": plan.seconds,
+        }
         rows.append(row | {"flops": flops_of_step(training, plan)})
     return {
         "counted_as": training.decoder.name,
@@ -170,7 +212,11 @@ def as_json(training: Training, machine: Machine, plans: list[MeshPlan]) -> dict
 
 
 def text(
-    arguments: argparse.Namespace, training: Training, machine: Machine, memory_bytes: int, plans: list[MeshPlan]
+    arguments: argparse.Namespace,
+    training: Training,
+    machine: Machine,
+    memory_bytes: int,
+    plans: list[MeshPlan],
 ) -> str:
     best, decoder = plans[0], training.decoder
     branches = "; ".join(map(str, training.pattern.branches))
@@ -179,7 +225,14 @@ def text(
         f"{decoder.name} of {scaled(decoder.num_parameters, '')} parameters, activations in {arguments.dtype}; "
         f"{training.seq_len:,} positions, batch {training.batch}; pattern: {branches}; causal",
     ]
-    paragraphs = [*map(wrapped, lines), "", table_of_meshes(arguments, plans), "", table_of_best(best), ""]
+    paragraphs = [
+        *map(wrapped, lines),
+        "",
+        table_of_meshes(arguments, plans),
+        "",
+        table_of_best(best),
+        "",
+    ]
     paragraphs.append(wrapped(described(machine.hardware, machine.source)))
     if any(plan.is_about for plan in plans):
         paragraphs.append(wrapped(ERRORS_TEXT))
@@ -202,7 +255,16 @@ def answer(training: Training, memory_bytes: int, best: MeshPlan) -> str:
 
 
 def table_of_meshes(arguments: argparse.Namespace, plans: list[MeshPlan]) -> str:
-    headers = ["mesh", "exchange", "shards", "activations", "states", "a GPU\nholds", "a step", "tokens/s"]
+    headers = [
+        "mesh",
+        "exchange",
+        "shards",
+        "activations",
+        "states",
+        "a GPU\nholds",
+        "a step",
+        "tokens/s",
+    ]
     if arguments.tokens is not None:
         headers.append(f"{arguments.tokens:.3g}\ntokens")
     rows = []
@@ -212,7 +274,14 @@ def table_of_meshes(arguments: argparse.Namespace, plans: list[MeshPlan]) -> str
             exchange, sharding = "", ""
         about = "about " if plan.is_about else ""
         states = "cut (FSDP)" if plan.is_cut else "whole"
-        cells = [str(plan.mesh), exchange, sharding, plan.activations, states, size_text(plan.memory.total)]
+        cells = [
+            str(plan.mesh),
+            exchange,
+            sharding,
+            plan.activations,
+            states,
+            size_text(plan.memory.total),
+        ]
         if plan.fits:
             cells += [about + time_text(plan.seconds), f"{about}{plan.tokens_per_second:,.0f}"]
             if arguments.tokens is not None:
@@ -226,7 +295,9 @@ def table_of_meshes(arguments: argparse.Namespace, plans: list[MeshPlan]) -> str
 def table_of_best(best: MeshPlan) -> str:
     """What a GPU of the first mesh holds, and what its step takes."""
     memory = best.memory
-    rows = [(name, size_text(getattr(memory, name))) for name in memory._fields if getattr(memory, name)]
+    rows = [
+        (name, size_text(getattr(memory, name))) for name in memory._fields if getattr(memory, name)
+    ]
     rows += [
         ("products with weights", time_text(best.matrices_seconds)),
         ("attention", time_text(best.attention_seconds)),

@@ -29,7 +29,15 @@ from ..arguments import MOST_RANKS, check_at_least, check_given, check_ranks_fit
 from ..arguments import count as whole_number
 from ..console import progress, scaled, size_text, table, wrapped
 from ..hardware import ITEMSIZE, Machine, described, known, machine_for
-from .job_options import SUGGEST, add_shared, complete, documents_of, itemsize_of, kernel_of, pattern_of
+from .job_options import (
+    SUGGEST,
+    add_shared,
+    complete,
+    documents_of,
+    itemsize_of,
+    kernel_of,
+    pattern_of,
+)
 from .picture import check_picture, draw
 
 MOST_COMPARED = 4096  # with more ranks, counting takes long: only the exchange and sharding of the call are counted
@@ -59,11 +67,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=whole_number, metavar="P", help="ranks that share a sequence (default 1)")
     add("--causal", action="store_true", help="a query sees no later key")
     add("--head-dim", type=whole_number, default=64, metavar="D", help="default 64")
-    add("--dtype", choices=ITEMSIZE, default="float32", help="of query, key and value (default float32)")
+    add(
+        "--dtype",
+        choices=ITEMSIZE,
+        default="float32",
+        help="of query, key and value (default float32)",
+    )
     exchange_help = "how chunks travel (default auto: as a call chooses)"
     add("--exchange", choices=("auto", *EXCHANGES), default="auto", help=exchange_help)
-    add("--sharding", choices=SHARDINGS, default="contiguous", help="who owns what (default contiguous)")
-    add("--align", type=whole_number, default=1, metavar="A", help="borders of shards at multiples of A")
+    add(
+        "--sharding",
+        choices=SHARDINGS,
+        default="contiguous",
+        help="who owns what (default contiguous)",
+    )
+    add(
+        "--align",
+        type=whole_number,
+        default=1,
+        metavar="A",
+        help="borders of shards at multiples of A",
+    )
     documents_help = "lengths of packed documents, which add up to --seq-len"
     add("--documents", type=whole_number, nargs="+", metavar="N", help=documents_help)
     add("--picture", type=Path, metavar="NAME.png", help="draw the pattern")
@@ -79,7 +103,9 @@ def run(arguments: argparse.Namespace) -> int:
     check_ranks_fit(num_ranks, arguments.seq_len)
     pattern = pattern_of(arguments, is_causal=arguments.causal)
     sizes = Sizes(arguments.batch, arguments.head_dim, itemsize_of(arguments))
-    call = PlannedCall(pattern, arguments.seq_len, num_ranks, arguments.heads, arguments.kv_heads, sizes)
+    call = PlannedCall(
+        pattern, arguments.seq_len, num_ranks, arguments.heads, arguments.kv_heads, sizes
+    )
     machine = machine_for(arguments, num_ranks)
     documents = documents_of(arguments)
     job = job_of(call, arguments, documents)
@@ -99,27 +125,41 @@ def run(arguments: argparse.Namespace) -> int:
 def job_of(call: PlannedCall, arguments: argparse.Namespace, documents: Borders) -> Job:
     sharding = sharding_of(arguments.sharding)
     if not sharding.takes_lengths and arguments.align != 1:
-        raise ValueError(f"--align {arguments.align} is for contiguous shards; {arguments.sharding}'s are near-equal")
+        raise ValueError(
+            f"--align {arguments.align} is for contiguous shards; {arguments.sharding}'s are near-equal"
+        )
     if sharding.needs_documents and (documents is None or call.num_ranks > MOST_TIMED):
-        raise ValueError(f"--sharding {arguments.sharding} needs --documents, and at most {MOST_TIMED} ranks")
+        raise ValueError(
+            f"--sharding {arguments.sharding} needs --documents, and at most {MOST_TIMED} ranks"
+        )
     job = call.job(arguments.sharding, align=arguments.align, documents=documents)
     empty = sum(1 for shard in job.shards if not shard_length(shard))
     if empty:
-        cause = f"--sharding {arguments.sharding}" if arguments.align == 1 else f"--align {arguments.align}"
+        cause = (
+            f"--sharding {arguments.sharding}"
+            if arguments.align == 1
+            else f"--align {arguments.align}"
+        )
         left = f"{empty:,} of {job.num_ranks:,} ranks without positions"
         raise ValueError(f"{cause} leaves {left}: choose fewer ranks, or a smaller --align")
     return job
 
 
 def plan(
-    call: PlannedCall, job: Job, documents: Borders, arguments: argparse.Namespace, machine: Machine | None
+    call: PlannedCall,
+    job: Job,
+    documents: Borders,
+    arguments: argparse.Namespace,
+    machine: Machine | None,
 ) -> "CallPlan":
     hardware = None if machine is None else machine.hardware
     is_compared = 1 < job.num_ranks <= MOST_COMPARED
     with progress(None, "step") as bar:
         counted, choice = counted_of(job, call.sizes, arguments.exchange)
         kernel = kernel_of(arguments, machine)
-        figures = forecast(job, counted.exchange, call.sizes, kernel=kernel, hardware=hardware, counted=counted)
+        figures = forecast(
+            job, counted.exchange, call.sizes, kernel=kernel, hardware=hardware, counted=counted
+        )
         bar.update()
         rows = alternatives(call, hardware, documents, bar.update) if is_compared else []
         said: list[str] = []
@@ -169,7 +209,9 @@ class CallPlan:
         times = figures.step.ranks
         if not figures.is_about:
             times = tuple(times[rank.rank] for rank in figures.ranks)
-        return [time.exposed_seconds / figures.seconds if figures.seconds else 0.0 for time in times]
+        return [
+            time.exposed_seconds / figures.seconds if figures.seconds else 0.0 for time in times
+        ]
 
     def as_json(self) -> dict[str, Any]:
         figures = self.figures
@@ -178,7 +220,9 @@ class CallPlan:
             assert rank.weight is not None
             named = {"rank": rank.rank, "positions": rank.num_rows, "flops": self.flops(rank.pairs)}
             named |= {"forward_sent_bytes": rank.forward_sent, "sent_bytes": rank.sent}
-            ranks.append(named | {"forward_peak_bytes": rank.weight.forward, "peak_bytes": rank.weight.peak})
+            ranks.append(
+                named | {"forward_peak_bytes": rank.weight.forward, "peak_bytes": rank.weight.peak}
+            )
         made: dict[str, Any] = {
             "num_ranks": figures.num_ranks,
             "is_about": figures.is_about,
@@ -199,7 +243,9 @@ class CallPlan:
             made["hardware"] = known(self.machine.hardware)
         if figures.step is not None:
             names = ("step_seconds", "forward_seconds", "backward_seconds")
-            made["step"] = {name: getattr(figures.step, name) for name in names} | {"waits": self.waits()}
+            made["step"] = {name: getattr(figures.step, name) for name in names} | {
+                "waits": self.waits()
+            }
         return made
 
     def branch_json(self, branch: int) -> dict[str, Any]:
@@ -211,22 +257,33 @@ class CallPlan:
     def text(self) -> str:
         figures, lines = self.figures, [self.table_of_ranks()]
         work = scaled(self.flops(figures.pairs), "FLOP")
-        lines.append(f"work of all ranks: {work}; balance: {figures.balance:.1%} (mean work over the largest)")
+        lines.append(
+            f"work of all ranks: {work}; balance: {figures.balance:.1%} (mean work over the largest)"
+        )
         about = "about " if figures.is_about else ""
-        lines.append(f"a rank holds at most {about}{size_text(figures.peak_bytes)}, with the kernel {self.kernel}")
+        lines.append(
+            f"a rank holds at most {about}{size_text(figures.peak_bytes)}, with the kernel {self.kernel}"
+        )
         memory_bytes = None if self.machine is None else self.machine.memory_bytes
         if memory_bytes is not None and figures.peak_bytes > memory_bytes:
             lines.append(f"that does not fit: a rank has {size_text(memory_bytes)}")
         if figures.num_ranks > 1:
             received = size_text(figures.most_moved[0]), size_text(figures.most_moved[1])
-            lines.append(f"a rank receives at most {received[0]} in a forward, {received[1]} in both stages")
+            lines.append(
+                f"a rank receives at most {received[0]} in a forward, {received[1]} in both stages"
+            )
             lines.append(f"exchange: {self.choice.exchange}: {self.choice.reason}")
             lines += [self.branch_line(branch) for branch in range(len(figures.branches))]
         if self.machine is not None:
             lines.append(described(self.machine.hardware, self.machine.source))
         if figures.step is not None:
-            stages = [time_text(figures.step.forward_seconds), time_text(figures.step.backward_seconds)]
-            lines.append(f"modelled step: {figures.time_text} (forward {stages[0]}, backward {stages[1]})")
+            stages = [
+                time_text(figures.step.forward_seconds),
+                time_text(figures.step.backward_seconds),
+            ]
+            lines.append(
+                f"modelled step: {figures.time_text} (forward {stages[0]}, backward {stages[1]})"
+            )
         if figures.is_about:
             lines.append(ERRORS_TEXT)
         text = "\n".join([lines[0], *map(wrapped, lines[1:])])
@@ -235,7 +292,16 @@ class CallPlan:
         return "\n".join([text, *map(wrapped, self.said)])
 
     def table_of_ranks(self) -> str:
-        headers = ["rank", "positions", "work", "share", "sent,\nforward", "in all", "held,\nforward", "in all"]
+        headers = [
+            "rank",
+            "positions",
+            "work",
+            "share",
+            "sent,\nforward",
+            "in all",
+            "held,\nforward",
+            "in all",
+        ]
         waits = self.waits()
         if waits:
             headers.append("waits,\nof a step")
@@ -243,7 +309,12 @@ class CallPlan:
         for number, rank in enumerate(self.figures.ranks):
             assert rank.weight is not None
             share = rank.pairs / self.figures.pairs if self.figures.pairs else 0.0
-            cells = [f"{rank.rank:,}", f"{rank.num_rows:,}", scaled(self.flops(rank.pairs), "FLOP"), f"{share:.1%}"]
+            cells = [
+                f"{rank.rank:,}",
+                f"{rank.num_rows:,}",
+                scaled(self.flops(rank.pairs), "FLOP"),
+                f"{share:.1%}",
+            ]
             sizes = (rank.forward_sent, rank.sent, rank.weight.forward, rank.weight.peak)
             cells += [size_text(num_bytes) for num_bytes in sizes]
             if waits:
@@ -266,7 +337,11 @@ class CallPlan:
 
 
 def alternative_json(row: Alternative) -> dict[str, Any]:
-    named: dict[str, Any] = {**row.exchange._asdict(), "sharding": row.sharding, "why_not": row.why_not}
+    named: dict[str, Any] = {
+        **row.exchange._asdict(),
+        "sharding": row.sharding,
+        "why_not": row.why_not,
+    }
     if row.figures is None:
         return named
     named |= {"balance": row.figures.balance, "largest_received_bytes": row.figures.most_moved[1]}
@@ -285,11 +360,18 @@ def table_of_alternatives(rows: list[Alternative], is_about: bool) -> str:
     for row in rows:
         if row.figures is None:
             continue
-        cells = [str(row.exchange), row.sharding, f"{row.figures.balance:.1%}", size_text(row.figures.most_moved[1])]
+        cells = [
+            str(row.exchange),
+            row.sharding,
+            f"{row.figures.balance:.1%}",
+            size_text(row.figures.most_moved[1]),
+        ]
         if is_timed and row.figures.step is None:
             cells += ["no time", ""]
         elif is_timed:
             cells += [row.figures.time_text, "" if is_about else f"{row.figures.exposed:.0%}"]
         lines.append(tuple(cells))
-    left_out = dict.fromkeys(f"left out: {row.exchange}: {row.why_not}" for row in rows if row.why_not)
+    left_out = dict.fromkeys(
+        f"left out: {row.exchange}: {row.why_not}" for row in rows if row.why_not
+    )
     return "\n".join([table(tuple(headers), lines, num_left=2), *map(wrapped, left_out)])

@@ -84,7 +84,9 @@ def draw_pattern(pattern: DilatedPattern, seq_len: int, num_heads: int) -> "Figu
     said = "each dot: one more branch has the pair"
     entries.append(Line2D([], [], ls="none", marker="o", ms=4, mec=INK, mfc="white", label=said))
     columns = min(len(entries), num_shown + 1)
-    figure.legend(handles=entries, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    figure.legend(
+        handles=entries, loc="outside lower center", ncols=columns, frameon=False, fontsize=9
+    )
     title = "Which keys a query sees"
     if pattern.is_causal:
         title += ", causal"
@@ -94,7 +96,9 @@ def draw_pattern(pattern: DilatedPattern, seq_len: int, num_heads: int) -> "Figu
     return figure
 
 
-def _draw_head(axes: "Axes", pattern: DilatedPattern, seq_len: int, num_heads: int, head: int, size: int) -> None:
+def _draw_head(
+    axes: "Axes", pattern: DilatedPattern, seq_len: int, num_heads: int, head: int, size: int
+) -> None:
     from matplotlib.colors import to_rgb
 
     cells = branches_by_pair(pattern, seq_len, num_heads, head, size=size)
@@ -112,7 +116,14 @@ def _draw_head(axes: "Axes", pattern: DilatedPattern, seq_len: int, num_heads: i
         more = len(cells[i][j]) - 1
         for k in range(more):
             dots.append((j + 0.24 * (2 * k - (more - 1)), i))  # beside each other, centred
-    axes.scatter([x for x, _ in dots], [y for _, y in dots], s=100 / num_cells, c="white", linewidths=0, zorder=3)
+    axes.scatter(
+        [x for x, _ in dots],
+        [y for _, y in dots],
+        s=100 / num_cells,
+        c="white",
+        linewidths=0,
+        zorder=3,
+    )
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks([x - 0.5 for x in range(1, num_cells)], minor=True)
         places = range(0, num_cells, max(1, num_cells // 4))

@@ -84,7 +84,9 @@ def attend(
             refuse(parallel.key, str(error))
         raise
     if bounded is not None:
-        return bounded.attend(query_BHMD, key_BGSD, value_BGSD, attention_mask, heads, num_heads, scaling), None
+        return bounded.attend(
+            query_BHMD, key_BGSD, value_BGSD, attention_mask, heads, num_heads, scaling
+        ), None
     if attention_mask is not None and attention_mask.dim() == 3:
         bias_BHMS = attention_mask.unflatten(0, (-1, num_heads))[:, heads.start : heads.stop]
         return _attend_cached(query_BHMD, key_BGSD, value_BGSD, bias_BHMS, scaling), None
@@ -92,7 +94,12 @@ def attend(
     num_rows = query_BHMD.shape[2]
     rows_BMHD = [x[:, :, :num_rows].transpose(1, 2) for x in (query_BHMD, key_BGSD, value_BGSD)]
     dilated: Any = partial(
-        dilated_attention, pattern=pattern, parallel=parallel, scale=scaling, heads_held=heads, num_heads=num_heads
+        dilated_attention,
+        pattern=pattern,
+        parallel=parallel,
+        scale=scaling,
+        heads_held=heads,
+        num_heads=num_heads,
     )
     with called_by(parallel, getattr(module, "layer_idx", None)):
         if attention_mask is not None:
@@ -105,17 +112,23 @@ def attend(
         return dilated(*rows_BMHD, cu_seqlens=cu_seq_lens_q), None
 
 
-def _attend_cached(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float | None) -> Tensor:
+def _attend_cached(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float | None
+) -> Tensor:
     """Attention of new queries to all rows of a cache: softmax(scores + log count), with `_counts`'s count."""
     bias = bias.to(query.dtype)
     is_grouped = query.shape[1] != key.shape[1]
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling, enable_gqa=is_grouped)
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=bias, scale=scaling, enable_gqa=is_grouped
+    )
     # A query that no branch covers gets 0. Without this, torch's kernel may give NaN.
     is_uncovered = (bias == -torch.inf).all(-1, keepdim=True)
     return out.masked_fill(is_uncovered, 0).transpose(1, 2)
 
 
-def _attend_padded(dilated: Any, rows_BMHD: Sequence[Tensor], valid_BM: Tensor, position_ids: Tensor | None) -> Tensor:
+def _attend_padded(
+    dilated: Any, rows_BMHD: Sequence[Tensor], valid_BM: Tensor, position_ids: Tensor | None
+) -> Tensor:
     """Each entry of the batch becomes a document of its own length. The output is 0 at padding."""
     if not torch.compiler.is_compiling() and valid_BM.all():
         return dilated(*rows_BMHD)
@@ -162,13 +175,19 @@ def find_borders(position_ids: Tensor, batch: int, num_rows: int) -> Tensor | No
     return F.pad(starts, (0, 1), value=batch * num_rows).to(torch.int32)
 
 
-def _refuse_options(module: nn.Module, query: Tensor, value: Tensor, dropout: float, options: dict[str, Any]) -> None:
+def _refuse_options(
+    module: nn.Module, query: Tensor, value: Tensor, dropout: float, options: dict[str, Any]
+) -> None:
     name = type(module).__name__
     for option, why in REFUSED.items():
         value_passed = options.get(option)
         if value_passed is None or value_passed is False:
             continue
-        quoted = f"a {type(value_passed).__name__}" if isinstance(value_passed, Tensor) else repr(value_passed)
+        quoted = (
+            f"a {type(value_passed).__name__}"
+            if isinstance(value_passed, Tensor)
+            else repr(value_passed)
+        )
         raise ValueError(f"{name} passes {option}={quoted} to dilated attention: {why}.")
     if value.shape[-1] != query.shape[-1]:
         raise ValueError(
@@ -182,7 +201,9 @@ def _refuse_options(module: nn.Module, query: Tensor, value: Tensor, dropout: fl
         )
 
 
-def _check_mask(mask: Tensor | None, num_heads: int, query: Tensor, key: Tensor, parallel: object) -> None:
+def _check_mask(
+    mask: Tensor | None, num_heads: int, query: Tensor, key: Tensor, parallel: object
+) -> None:
     batch, _, num_rows, _ = query.shape
     num_keys = key.shape[2]
     if mask is None and num_keys == num_rows:
@@ -203,7 +224,9 @@ def _check_mask(mask: Tensor | None, num_heads: int, query: Tensor, key: Tensor,
     if mask.is_floating_point() and mask.shape in bias_shapes:
         return
     if mask.dtype == torch.uint8:
-        raise ValueError("this model changes the keys that a BoundedCache has returned to it. Use a DynamicCache.")
+        raise ValueError(
+            "this model changes the keys that a BoundedCache has returned to it. Use a DynamicCache."
+        )
     raise ValueError(
         f"attention_mask of shape {tuple(mask.shape)} and {mask.dtype}: the pattern decides who attends whom. Pass "
         f"a 2-D mask of padding, ({batch}, {num_rows}), or none."
@@ -260,14 +283,18 @@ def make_mask(
     """
     if attention_mask is not None and attention_mask.dim() != 2:
         return attention_mask  # made by this function: for a static cache, generate calls it before
-    is_bounded = kv_length == q_length and not isinstance(q_offset, Tensor) and kv_offset == q_offset > 0
+    is_bounded = (
+        kv_length == q_length and not isinstance(q_offset, Tensor) and kv_offset == q_offset > 0
+    )
     _refuse_rules(mask_function, 0 if is_bounded else kv_offset, local_size, use_vmap)
     if mask_function is bidirectional_mask_function and kv_length != q_length:
         raise ValueError(
             f"{q_length} queries and {kv_length} keys that see each other both ways: dilated attention is "
             "self-attention; cross-attention and encoders with a cache are not supported."
         )
-    pattern = pattern_of(config, is_causal=True)  # refuses a model without a pattern, also where no mask is needed
+    pattern = pattern_of(
+        config, is_causal=True
+    )  # refuses a model without a pattern, also where no mask is needed
     if is_bounded:
         if attention_mask is None:
             return torch.ones(batch_size, q_length, dtype=torch.uint8, device=device)
@@ -277,7 +304,11 @@ def make_mask(
     if kv_length == q_length or (not is_compiling and int(q_offset) == 0):
         is_static = kv_length > q_length
         if attention_mask is None:
-            return torch.ones(batch_size, q_length, dtype=torch.bool, device=device) if is_static else None
+            return (
+                torch.ones(batch_size, q_length, dtype=torch.bool, device=device)
+                if is_static
+                else None
+            )
         valid_BM = attention_mask[:, :q_length]
         if not is_static and not is_compiling and valid_BM.all():
             return None
@@ -295,7 +326,9 @@ def make_mask(
     return counts.to(torch.promote_types(dtype, torch.float32)).log()
 
 
-def _counts(pattern: DilatedPattern, num_heads: int, query_BM: Tensor, key_BS: Tensor, valid_BS: Tensor) -> Tensor:
+def _counts(
+    pattern: DilatedPattern, num_heads: int, query_BM: Tensor, key_BS: Tensor, valid_BS: Tensor
+) -> Tensor:
     """The number of branches in which a query sees a row, (B * H, M, S), from their positions in the document."""
     query_BM1 = query_BM[:, :, None]
     key_B1S = key_BS[:, None]
@@ -304,7 +337,9 @@ def _counts(pattern: DilatedPattern, num_heads: int, query_BM: Tensor, key_BS: T
     for i, (length, rate) in enumerate(pattern.branches):
         phases = [pattern.phase_of(i, head, num_heads) for head in range(num_heads)]
         # A head that does not run the branch reads phase -1, which no position has.
-        phases_H1 = torch.tensor([-1 if s is None else s for s in phases], device=query_BM.device)[:, None]
+        phases_H1 = torch.tensor([-1 if s is None else s for s in phases], device=query_BM.device)[
+            :, None
+        ]
         reads_BHM = query_BM[:, None] % length % rate == phases_H1
         reads_BHS = key_B1S % length % rate == phases_H1
         in_segment_BMS = seen_BMS & (query_BM1 // length == key_B1S // length)
@@ -312,7 +347,9 @@ def _counts(pattern: DilatedPattern, num_heads: int, query_BM: Tensor, key_BS: T
     return counts.flatten(0, 1)
 
 
-def _refuse_rules(mask_function: Any, kv_offset: int, local_size: int | None, use_vmap: bool) -> None:
+def _refuse_rules(
+    mask_function: Any, kv_offset: int, local_size: int | None, use_vmap: bool
+) -> None:
     """Refuse all masks but causal ones, bidirectional ones, and those of packed documents (known by position_ids)."""
     if local_size is not None:
         raise ValueError(
@@ -325,4 +362,6 @@ def _refuse_rules(mask_function: Any, kv_offset: int, local_size: int | None, us
             "Use another attn_implementation for this model."
         )
     if kv_offset:
-        raise ValueError(f"the cache dropped {kv_offset} rows: use a DynamicCache or StaticCache without a window.")
+        raise ValueError(
+            f"the cache dropped {kv_offset} rows: use a DynamicCache or StaticCache without a window."
+        )

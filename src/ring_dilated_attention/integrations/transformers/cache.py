@@ -48,7 +48,9 @@ class BoundedCache(Cache):
                 "change, also those of keys in a cache, and its generate goes on with a DynamicCache, which grows. "
                 f"Generate without a BoundedCache, or at most so many: BoundedCache(model, max_len={most})."
             )
-        super().__init__(layers=[BoundedLayer(config, max_len, keep) for _ in range(config.num_hidden_layers)])
+        super().__init__(
+            layers=[BoundedLayer(config, max_len, keep) for _ in range(config.num_hidden_layers)]
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -72,7 +74,9 @@ class BoundedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Does nothing: the first `attend` allocates, since it knows which heads this rank has."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         key_states = key_states.view_as(key_states)
         setattr(key_states, MARK, self)
         return key_states, value_states
@@ -105,7 +109,12 @@ class BoundedLayer(CacheLayerMixin):
                 heads_held=heads,
             )
         attend: Any = partial(
-            dilated_attention, pattern=pattern, scale=scale, heads_held=heads, num_heads=num_heads, cache=self.cache
+            dilated_attention,
+            pattern=pattern,
+            scale=scale,
+            heads_held=heads,
+            num_heads=num_heads,
+            cache=self.cache,
         )
         if valid_BM is None or valid_BM.all():
             out = attend(*rows_BMHD)
@@ -113,7 +122,9 @@ class BoundedLayer(CacheLayerMixin):
             first_B1 = valid_BM.int().argmax(1, keepdim=True)
             places_M = torch.arange(num_rows, device=valid_BM.device)
             moved_BMHD = [_taken(x, (places_M + first_B1) % num_rows) for x in rows_BMHD]
-            out = _taken(attend(*moved_BMHD, lengths=valid_BM.sum(1)), (places_M - first_B1) % num_rows)
+            out = _taken(
+                attend(*moved_BMHD, lengths=valid_BM.sum(1)), (places_M - first_B1) % num_rows
+            )
         self.num_positions += num_rows
         return out
 
@@ -135,7 +146,9 @@ class BoundedLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last positions. transformers passes minus their number, as tokens_to_remove."""
         if tokens_to_remove > 0:
-            raise ValueError(f"crop({tokens_to_remove}): pass minus the number of positions to take back.")
+            raise ValueError(
+                f"crop({tokens_to_remove}): pass minus the number of positions to take back."
+            )
         if self.cache is not None and tokens_to_remove:
             self.cache.crop(-tokens_to_remove)
             self.num_positions += tokens_to_remove
@@ -151,7 +164,9 @@ class BoundedLayer(CacheLayerMixin):
     reorder_cache = batch_select_indices
 
     def offload(self) -> None:
-        raise ValueError("a BoundedCache is not moved to the CPU: it is small, and stays where it is.")
+        raise ValueError(
+            "a BoundedCache is not moved to the CPU: it is small, and stays where it is."
+        )
 
     prefetch = offload
 

@@ -41,7 +41,9 @@ class PatternField:
             )
         config.__dict__[FIELD] = to_fields(value)
         config.__dict__["attn_implementation"] = NAME  # what is saved
-        config._attn_implementation = {"": NAME}  # what is computed, under this config and not its sub-configs
+        config._attn_implementation = {
+            "": NAME
+        }  # what is computed, under this config and not its sub-configs
 
 
 def pattern_of(config: Any, *, is_causal: bool) -> DilatedPattern:
@@ -77,7 +79,11 @@ def to_fields(value: Any) -> dict[str, Any]:
                 f"{', '.join(RULES)}, got {value!r}."
             )
         value = DilatedPattern(**value)
-    fields = {name: list(getattr(value, name)) for name in LISTS} | {name: getattr(value, name) for name in RULES}
+    fields = {name: list(getattr(value, name)) for name in LISTS} | {
+        name: getattr(value, name) for name in RULES
+    }
     for is_causal in (False, True):
-        pattern_of(SimpleNamespace(**{FIELD: fields}), is_causal=is_causal)  # made before anything is compiled
+        pattern_of(
+            SimpleNamespace(**{FIELD: fields}), is_causal=is_causal
+        )  # made before anything is compiled
     return fields

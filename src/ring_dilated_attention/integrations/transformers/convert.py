@@ -3,7 +3,12 @@
 import copy
 from typing import Any
 
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from ...pattern import DilatedPattern
 from .attention_function import attend, make_mask
@@ -43,19 +48,25 @@ def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> 
     register()
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model must be a PreTrainedModel of transformers, got {name}. If it wraps one, convert that.")
+        raise ValueError(
+            f"model must be a PreTrainedModel of transformers, got {name}. If it wraps one, convert that."
+        )
     fields, config = to_fields(pattern), copy.deepcopy(model.config)
     config._attn_implementation = {"": NAME}
     setattr(config, FIELD, fields)
     causal = check_model(type(model), config)
     if isinstance(pattern, DilatedPattern) and pattern.is_causal and not causal:
-        raise ValueError(f"the pattern has is_causal=True, but the attention of {name} is not causal: pass False.")
+        raise ValueError(
+            f"the pattern has is_causal=True, but the attention of {name} is not causal: pass False."
+        )
     configs = [child.config for child in model.modules() if isinstance(child, PreTrainedModel)]
     before = [config._attn_implementation for config in configs]
     model.set_attn_implementation(NAME)
     if any(config._attn_implementation != NAME for config in configs):
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation = implementation
-        raise ValueError(f"{name} chooses its attention itself, past transformers' interface. Use another model.")
+        raise ValueError(
+            f"{name} chooses its attention itself, past transformers' interface. Use another model."
+        )
     for config in configs:
         setattr(config, FIELD, fields)

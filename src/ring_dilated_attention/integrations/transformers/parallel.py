@@ -28,7 +28,14 @@ IGNORED_LABEL = -100  # transformers' and torch's
 # Losses in which a position has the label of its own token, not of the next.
 TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
 # Arguments that are not passed on: they are replaced, repeat cu_seq_lens_q, or do not apply to a shard.
-DROPPED = {"attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch"}
+DROPPED = {
+    "attention_mask",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "num_items_in_batch",
+}
 DROPPED |= {"use_cache", "return_dict", "seq_idx"}
 CACHES = {"cache", "past_key_values", "cache_params"}  # the first since transformers 5.24
 OWN_LABEL = 0  # the label of the row on which a model's own loss is checked
@@ -113,7 +120,9 @@ class ShardedForward:
         self.parallel, self.model = parallel, model
         self.parameters = inspect.signature(model.forward)
         self.shard: dict[str, Any] = {}  # the arguments of the forward for this rank's shard
-        self.labels: Tensor | None = None  # of this rank's shard; None without labels, and between forwards
+        self.labels: Tensor | None = (
+            None  # of this rank's shard; None without labels, and between forwards
+        )
         self.num_labels: int | Tensor = 0  # of the whole sample
         self.local_sum: Any = None  # of the losses of this rank's labels
         self.largest_position: Any = None  # of the whole sequence
@@ -129,7 +138,9 @@ class ShardedForward:
             if not isinstance(rope_types, dict):  # of layer types
                 rope_types = {"": rope_types}
             if BY_LENGTH.intersection(rope_types.values()):
-                self.hooks.append(module.register_forward_pre_hook(self.add_position, with_kwargs=True))
+                self.hooks.append(
+                    module.register_forward_pre_hook(self.add_position, with_kwargs=True)
+                )
                 self.hooks.append(module.register_forward_hook(_drop_position))
             if name.endswith("pooler"):
                 self.hooks.append(module.register_forward_pre_hook(self.join))
@@ -142,7 +153,9 @@ class ShardedForward:
         setattr(self.model, SHARDED, None)
 
     @torch.compiler.disable  # ranks talk to each other
-    def before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def before(
+        self, model: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
         """Replace the arguments of a forward by those of this rank's shard.
 
         With labels the model computes its own loss of two rows only, the second with a label: see `after`.
@@ -153,19 +166,31 @@ class ShardedForward:
                 _refuse_noise(model)
             self.parameters.bind(*args, **kwargs)  # refuses what the forward does not take
             arguments = {**dict(zip(self.parameters.parameters, args, strict=False)), **kwargs}
-            whole, others = self._whole({name: value for name, value in arguments.items() if value is not None})
+            whole, others = self._whole(
+                {name: value for name, value in arguments.items() if value is not None}
+            )
         self.largest_position = whole["position_ids"].max()
         shard: dict[str, Any] = self.parallel.shard_batch(whole)
-        self.hooks[0].remove()  # registered anew, to run after those of FSDP2 and ZeRO 3, which watch hidden states
+        self.hooks[
+            0
+        ].remove()  # registered anew, to run after those of FSDP2 and ZeRO 3, which watch hidden states
         self.hooks[0] = model.get_submodule(self.decoder).register_forward_hook(self.sum_loss)
         self.labels = shard.pop("labels", None)
         borders = shard.pop("cu_seqlens", None)
-        self.shard = {**others, **shard, "cu_seq_lens_q": borders, "parallel": self.parallel, "use_cache": False}
+        self.shard = {
+            **others,
+            **shard,
+            "cu_seq_lens_q": borders,
+            "parallel": self.parallel,
+            "use_cache": False,
+        }
         if self.labels is None:
             return (), self.shard
         return (), {**self.shard, "labels": self.labels.new_tensor([[IGNORED_LABEL, OWN_LABEL]])}
 
-    def add_position(self, rotary: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def add_position(
+        self, rotary: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
         """Let a rotary embedding see the largest position of the whole sequence, by which its angles go."""
 
         def longer(positions: Tensor) -> Tensor:
@@ -189,11 +214,15 @@ class ShardedForward:
         hidden = output.last_hidden_state
         num_rows = loss_slice_rows(self.model.config.get_text_config().vocab_size)
         loss = partial(self._loss, self.shard, output)
-        self.local_sum = sum_in_slices(loss, hidden, self.labels.to(hidden.device), num_rows, is_random=True)
+        self.local_sum = sum_in_slices(
+            loss, hidden, self.labels.to(hidden.device), num_rows, is_random=True
+        )
         first = hidden[:1, :1].detach()
         return replace(output, last_hidden_state=torch.cat([first, first.flip(-1)], dim=1))
 
-    def _loss(self, arguments: dict[str, Any], output: Any, hidden_TE: Tensor, labels_T: Tensor) -> Tensor:
+    def _loss(
+        self, arguments: dict[str, Any], output: Any, hidden_TE: Tensor, labels_T: Tensor
+    ) -> Tensor:
         """The sum of the cross-entropies of a slice, from the logits that the model's own forward makes of it."""
         output = replace(output, last_hidden_state=hidden_TE[None])
         model = _with(self.model, self.decoder, lambda *_, **__: output)
@@ -220,12 +249,18 @@ class ShardedForward:
         """The tensors to cut, still whole, and the arguments to pass on. Counts the labels."""
         if CACHES & {*arguments} or arguments.get("logits_to_keep"):
             remedy = "remove() the handle that it returned, then generate."
-            raise ValueError(f"context_parallel takes no cache and no logits_to_keep, which generate passes: {remedy}")
+            raise ValueError(
+                f"context_parallel takes no cache and no logits_to_keep, which generate passes: {remedy}"
+            )
         if arguments.get("return_dict") is False:
-            raise ValueError("return_dict=False: a tuple has no output.loss to replace. Leave return_dict out.")
+            raise ValueError(
+                "return_dict=False: a tuple has no output.loss to replace. Leave return_dict out."
+            )
         ids = arguments.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2:
-            raise ValueError("under context_parallel a model needs input_ids, (batch, N), the whole of them.")
+            raise ValueError(
+                "under context_parallel a model needs input_ids, (batch, N), the whole of them."
+            )
         lengths = self.parallel.cut.default_lengths(ids.shape[1])
         if 0 in lengths:
             raise ValueError(
@@ -255,11 +290,19 @@ class ShardedForward:
         if labels is not None:
             whole["labels"] = labels
             self.num_labels = _count(labels, arguments.get("num_items_in_batch"))
-        others = {name: value for name, value in arguments.items() if name not in (*CUT, *LABELS, *DROPPED)}
-        unknown = [name for name, value in others.items() if isinstance(value, Tensor) and value.dim()]
+        others = {
+            name: value
+            for name, value in arguments.items()
+            if name not in (*CUT, *LABELS, *DROPPED)
+        }
+        unknown = [
+            name for name, value in others.items() if isinstance(value, Tensor) and value.dim()
+        ]
         if unknown:
             known = ", ".join((*CUT, *LABELS))
-            raise ValueError(f"{', '.join(unknown)}: it is not known how to cut this. Pass only {known}.")
+            raise ValueError(
+                f"{', '.join(unknown)}: it is not known how to cut this. Pass only {known}."
+            )
         return whole, others
 
 
@@ -287,7 +330,9 @@ def _count(labels: Tensor, num_items: int | Tensor | None) -> int | Tensor:
     return count
 
 
-def _drop_position(rotary: nn.Module, args: tuple, angles: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _drop_position(
+    rotary: nn.Module, args: tuple, angles: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
     """The cosines and sines without those of the position that `add_position` added."""
     return tuple(x[..., :-1, :] for x in angles)
 
@@ -329,7 +374,10 @@ def _shift(model: Any) -> int:
     kind = getattr(model, "loss_type", None)
     if kind in TOKEN_LOSSES:
         return 0
-    if model.get_decoder() is not model and LOSS_MAPPING.get(kind, ForCausalLMLoss) is ForCausalLMLoss:
+    if (
+        model.get_decoder() is not model
+        and LOSS_MAPPING.get(kind, ForCausalLMLoss) is ForCausalLMLoss
+    ):
         return 1
     remedy = "call it without labels, and compute the loss on every rank, from outputs that parallel.unshard joins."
     raise ValueError(f"{type(model).__name__} computes no loss of single positions: {remedy}")
@@ -349,7 +397,9 @@ def _refuse_padding(mask: Tensor | None, labels: Tensor | None, model: Any) -> N
             "the right, in a causal model. Pack documents into one row (DataCollatorWithFlattening)."
         )
     if labels is not None and (labels[~is_valid] != IGNORED_LABEL).any():
-        raise ValueError("labels of padded positions must be -100, or padding would be learned from.")
+        raise ValueError(
+            "labels of padded positions must be -100, or padding would be learned from."
+        )
 
 
 class SameSample:
@@ -378,7 +428,9 @@ class SameSample:
                 "logits of a shard. Set it to 0."
             )
         if self.compute_loss_func is not None:
-            raise ValueError("compute_loss_func would be given whole labels and the logits of a shard: leave it out.")
+            raise ValueError(
+                "compute_loss_func would be given whole labels and the logits of a shard: leave it out."
+            )
         return self._same(super().get_train_dataloader())  # type: ignore[misc]
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -387,7 +439,9 @@ class SameSample:
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         return self._evaluated(self._same(super().get_test_dataloader(test_dataset)))  # type: ignore[misc]
 
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
         if not prediction_loss_only:
             raise ValueError(
                 "evaluation beyond the loss needs whole logits, and each rank has its shard of them: leave out "
@@ -398,12 +452,17 @@ class SameSample:
     def _sharded(self) -> ShardedForward:
         sharded = getattr(self.accelerator.unwrap_model(self.model), SHARDED, None)
         if sharded is None:
-            raise ValueError("SameSample is for sequences that ranks share: call context_parallel(model, ...) first.")
+            raise ValueError(
+                "SameSample is for sequences that ranks share: call context_parallel(model, ...) first."
+            )
         return sharded
 
     def _same(self, loader: Any) -> Any:
         """Make a loader give samples to groups of ranks, not to processes. Groups are ordered by their lowest ranks."""
-        from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard  # which Trainer alone needs
+        from accelerate.data_loader import (
+            BatchSamplerShard,
+            IterableDatasetShard,
+        )  # which Trainer alone needs
 
         parallel = self._sharded().parallel
         if parallel.world_size == 1:
@@ -423,7 +482,10 @@ class SameSample:
 
     def _evaluated(self, loader: Any) -> Any:
         """Refuse a smaller last batch: Trainer would weigh it as if the ranks of a group had different samples."""
-        if self._sharded().parallel.world_size > 1 and loader.total_dataset_length % loader.total_batch_size:
+        if (
+            self._sharded().parallel.world_size > 1
+            and loader.total_dataset_length % loader.total_batch_size
+        ):
             raise ValueError(
                 f"{loader.total_dataset_length} samples are no multiple of the {loader.total_batch_size} of a step: "
                 "their mean would not be exact. Choose another per_device_eval_batch_size (1 always fits one group)."

@@ -29,10 +29,19 @@ from .config import FIELD, NAME, SEEN, pattern_of
 ROWS, PLACES = 8, (4, 0, -1)  # the length of a copy's input, and where it is changed
 ALONE, WHOLE = DilatedPattern((1,), (1,)), DilatedPattern.dense()
 # The largest values of these config fields in a copy. Smaller values change widths, and not the structure.
-NARROW = {r"vocab_size|ffn_dim|d_ff|embedding_size|\w*intermediate_size": 64, r"(n|moe_num|num)_\w*experts": 32}
+NARROW = {
+    r"vocab_size|ffn_dim|d_ff|embedding_size|\w*intermediate_size": 64,
+    r"(n|moe_num|num)_\w*experts": 32,
+}
 MOST = 200_000_000  # parameters of a copy: Llama-3.1-405B's has 112, Gemma-7B's 123, Qwen3-30B-A3B's 190 million
 # What a model may raise if it cannot run with any attention but its own.
-FAILURES: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError)
+FAILURES: tuple[type[Exception], ...] = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+)
 FAILURES += (RuntimeError, TypeError, ValueError, StrictDataclassError)
 Trace = dict[str, tuple[Tensor | None, Tensor]]
 
@@ -52,14 +61,19 @@ def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
     asked = getattr(config, "_attn_implementation", None)
     if asked == NAME:
         check_model(type(module), module.config)
-    elif getattr(config, FIELD, None) is not None and asked in ("sdpa", "eager"):  # the outer model set it
+    elif getattr(config, FIELD, None) is not None and asked in (
+        "sdpa",
+        "eager",
+    ):  # the outer model set it
         raise ValueError(
             f"{type(module).__name__} would have attn_implementation={asked!r}, and its config has a pattern. Pass "
             f"attn_implementation={NAME!r} (for a part {{'text_config': {NAME!r}}}), or set config.{FIELD} = None."
         )
 
 
-def attend_seen(module: nn.Module, query_BHMD: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
+def attend_seen(
+    module: nn.Module, query_BHMD: Tensor, *args: Any, **options: Any
+) -> tuple[Tensor, None]:
     """`attend` for tiny copies: stores the number of rows in the module that called it."""
     setattr(module, SEEN, query_BHMD.shape[2])
     return attend(module, query_BHMD, *args, **options)
@@ -80,9 +94,15 @@ def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
     key = kind, repr(config.to_dict())  # not its JSON: a user's config may hold anything
     if key not in _causal:
         # Some classes of transformers do not run alone, and their base does. A user's class may differ from its base.
-        base = MODEL_MAPPING.get(type(config), ()) if kind.__module__.startswith("transformers.") else ()
+        base = (
+            MODEL_MAPPING.get(type(config), ())
+            if kind.__module__.startswith("transformers.")
+            else ()
+        )
         with for_copies(name):
-            _causal[key] = _check_copies(name, [kind, *(base if isinstance(base, tuple) else [base])], config)
+            _causal[key] = _check_copies(
+                name, [kind, *(base if isinstance(base, tuple) else [base])], config
+            )
     return _causal[key]
 
 
@@ -93,7 +113,11 @@ _causal: dict[tuple[type, str], bool] = {}
 def for_copies(name: str) -> Iterator[None]:
     """Where copies are made and run. The model may be made on the device "meta", in another dtype, under autocast."""
     with ExitStack() as stack:
-        here = torch.device("cpu"), local_torch_dtype(torch.float32, name), torch.autocast("cpu", enabled=False)
+        here = (
+            torch.device("cpu"),
+            local_torch_dtype(torch.float32, name),
+            torch.autocast("cpu", enabled=False),
+        )
         for context in (*here, torch.random.fork_rng(devices=[]), torch.no_grad()):
             stack.enter_context(context)
         if (zero := sys.modules.get("deepspeed.runtime.zero.partition_parameters")) is not None:
@@ -107,7 +131,9 @@ def _why_another(config: Any) -> str | None:
     inner = sorted(name for name in config.sub_configs if getattr(config, name, None) is not None)
     if inner:
         return f"is made of parts with configs of their own ({', '.join(inner)}): convert the part that you mean."
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+    if getattr(config, "is_encoder_decoder", False) or getattr(
+        config, "add_cross_attention", False
+    ):
         return "attends across sequences, and dilated attention is self-attention."
     window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if types is None and window is not None:
@@ -116,7 +142,11 @@ def _why_another(config: Any) -> str | None:
     if others := ", ".join(sorted(set(types or ()) - {"full_attention"})):
         return f"has layers of {others}: dilated attention replaces full_attention alone."
     cap = getattr(config, "attn_logit_softcapping", None)
-    return None if cap is None else f"has attn_logit_softcapping={cap}: dilated attention does not cap scores."
+    return (
+        None
+        if cap is None
+        else f"has attn_logit_softcapping={cap}: dilated attention does not cap scores."
+    )
 
 
 class UnfitError(ValueError):
@@ -137,19 +167,32 @@ def _check_copies(name: str, kinds: list[type], config: Any) -> bool:
     said = str(first)
     if type(first) is not ValueError:
         frames = [frame.f_locals.get("self") for frame, _ in walk_tb(first.__traceback__)]
-        at = next((type(module).__name__ for module in reversed(frames) if isinstance(module, nn.Module)), name)
+        at = next(
+            (type(module).__name__ for module in reversed(frames) if isinstance(module, nn.Module)),
+            name,
+        )
         said = f"{first!r} in {at}"
-    raise ValueError(f"{name} does not run with dilated attention, as a tiny copy of it shows: {said}") from first
+    raise ValueError(
+        f"{name} does not run with dilated attention, as a tiny copy of it shows: {said}"
+    ) from first
 
 
 def _check_copy(name: str, model: Any) -> bool:
     whole, modules = _trace(model, WHOLE), dict(model.named_modules())
     callers = {at: module for at, module in modules.items() if hasattr(module, SEEN)}
     other = _past_ours(model, callers)
-    if other is None:  # find an attention module apart from ours: it calls none of them, and neither contains the other
+    if (
+        other is None
+    ):  # find an attention module apart from ours: it calls none of them, and neither contains the other
         inside = tuple(f"{caller}." for caller in callers)
-        named = [f"{at}." for at in whole if at and "attention" in type(modules[at]).__name__.lower()]
-        apart = [at for at in named if not at.startswith(inside) and not any(x.startswith(at) for x in inside)]
+        named = [
+            f"{at}." for at in whole if at and "attention" in type(modules[at]).__name__.lower()
+        ]
+        apart = [
+            at
+            for at in named
+            if not at.startswith(inside) and not any(x.startswith(at) for x in inside)
+        ]
         other = apart[-1][:-1] if apart else None
     if other is not None or not callers:
         where = f" in {type(modules[other]).__name__} ({other})" if other else ""
@@ -159,7 +202,9 @@ def _check_copy(name: str, model: Any) -> bool:
         )
     causal = {bool(getattr(module, "is_causal", True)) for module in callers.values()}
     if len(causal) > 1:
-        raise UnfitError(f"{name} has attention modules that are causal and others that are not: convert its parts.")
+        raise UnfitError(
+            f"{name} has attention modules that are causal and others that are not: convert its parts."
+        )
     found, own = whole[""][1], _trace(model, None)[""][1]
     if not torch.allclose(found, own, rtol=1e-3, atol=1e-3 * float(own.abs().max())):
         kinds = ", ".join(sorted({type(module).__name__ for module in callers.values()}))
@@ -204,9 +249,19 @@ def _trace(model: Any, pattern: DilatedPattern | None, changed: int | None = Non
 
     _give(model.config, pattern)
     modules = dict(model.named_modules())
-    hooks = [module.register_forward_hook(partial(keep, at), with_kwargs=True) for at, module in modules.items()]
+    hooks = [
+        module.register_forward_hook(partial(keep, at), with_kwargs=True)
+        for at, module in modules.items()
+    ]
     if changed is not None and model.main_input_name != "input_ids":
-        layer = next((re.match(r".*?\d+(?=\.)", at) for at, module in modules.items() if hasattr(module, SEEN)), None)
+        layer = next(
+            (
+                re.match(r".*?\d+(?=\.)", at)
+                for at, module in modules.items()
+                if hasattr(module, SEEN)
+            ),
+            None,
+        )
         hooks += [modules[layer[0]].register_forward_pre_hook(change)] if layer else []
     model(**inputs_of_copy(model, changed))
     for hook in hooks:
@@ -216,14 +271,21 @@ def _trace(model: Any, pattern: DilatedPattern | None, changed: int | None = Non
 
 def first_tensor(nested: Any) -> Tensor | None:
     """The first floating tensor, summed over features with different weights: enough to see which positions change."""
-    leaves = (x for x in tree_leaves(nested) if isinstance(x, Tensor) and x.is_floating_point() and x.dim())
+    leaves = (
+        x
+        for x in tree_leaves(nested)
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dim()
+    )
     return next((x @ torch.arange(x.shape[-1]).cos().to(x) for x in leaves), None)
 
 
 def tiny_copy(kind: type, config: Any) -> Any:
     """A model with fewer heads of the same width, and at most what NARROW allows."""
     config = copy.deepcopy(config)
-    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    heads, hidden = (
+        getattr(config, "num_attention_heads", None),
+        getattr(config, "hidden_size", None),
+    )
     if isinstance(heads, int) and isinstance(hidden, int) and heads > 4:
         groups = getattr(config, "num_key_value_heads", None)
         config.hidden_size = 4 * (getattr(config, "head_dim", None) or hidden // heads)
@@ -240,10 +302,14 @@ def tiny_copy(kind: type, config: Any) -> Any:
     if size > MOST:
         raise ValueError(f"it cannot be made small, and would have {size:,} parameters")
     model = kind(config).float().eval()
-    model._apply(lambda x: torch.empty_like(x, device="cpu") if x.is_meta else x)  # accelerate's init_empty_weights
+    model._apply(
+        lambda x: torch.empty_like(x, device="cpu") if x.is_meta else x
+    )  # accelerate's init_empty_weights
     torch.default_generator.manual_seed(0)  # not those of GPUs, which `fork_rng` does not keep
     for parameter in model.parameters():  # from_pretrained leaves them uninitialised
-        parameter.normal_(std=parameter[0].numel() ** -0.5) if parameter.dim() > 1 else parameter.uniform_(0.5, 1)
+        parameter.normal_(
+            std=parameter[0].numel() ** -0.5
+        ) if parameter.dim() > 1 else parameter.uniform_(0.5, 1)
     return model
 
 
@@ -259,7 +325,9 @@ def inputs_of_copy(model: Any, changed: int | None) -> dict[str, Tensor]:
         special = {value for field, value in vars(config).items() if field.endswith("_token_id")}
         ids = ([x for x in range(config.vocab_size) if x not in special] * ROWS)[-ROWS:]
         if changed is not None:
-            ids[changed] = ids[changed ^ 1]  # a neighbour's, which is another token in the smallest vocabulary
+            ids[changed] = ids[
+                changed ^ 1
+            ]  # a neighbour's, which is another token in the smallest vocabulary
         return {name: torch.tensor([ids])}
     side = getattr(config, "image_size", 32)
     sides = side if isinstance(side, (list, tuple)) else (side, side)

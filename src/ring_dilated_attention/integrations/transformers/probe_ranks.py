@@ -23,7 +23,9 @@ from .config import REPLAYED
 from .probe import FAILURES, ROWS, UnfitError, first_tensor, for_copies, inputs_of_copy, tiny_copy
 
 NUM_RANKS = 2
-SHORT = ROWS * 3 // 4  # the lengths in a copy's rope parameters: a half is shorter, and the whole is longer
+SHORT = (
+    ROWS * 3 // 4
+)  # the lengths in a copy's rope parameters: a half is shorter, and the whole is longer
 _fit: set[tuple[type, str, bool]] = set()
 
 
@@ -81,7 +83,9 @@ class Recording(ContextParallel):
         self.calls: list[tuple[Tensor, ...]] = []  # of attention: query, key, value and output
         self.joined: list[Tensor] = []  # what `unshard` was given
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any
+    ) -> Tensor:
         output, _ = attend(module, query, key, value, None, **options)
         self.calls.append((query, key, value, output))
         return output
@@ -98,7 +102,9 @@ class Replaying(Recording):
         super().__init__(rank, NUM_RANKS)
         self.replayed, self.whole_rows = iter(whole.calls), iter(whole.joined)
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any
+    ) -> Tensor:
         *inputs, output = next(self.replayed)
         for rows, whole in zip((query, key, value), inputs, strict=True):
             if not _is_half(rows, whole, self.rank):
@@ -117,7 +123,12 @@ class OtherRowsError(Exception):
 
 
 def attend_replayed(
-    module: nn.Module, query_BHMD: Tensor, key_BGMD: Tensor, value_BGMD: Tensor, mask: Any, **options: Any
+    module: nn.Module,
+    query_BHMD: Tensor,
+    key_BGMD: Tensor,
+    value_BGMD: Tensor,
+    mask: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of tiny copies. It calls `attend` of the context that the model was given."""
     parallel: Recording | None = options.pop("parallel", None)
@@ -160,7 +171,9 @@ def _check_halves(name: str, model: Any, sharded: Callable[[Any, Any], Any]) -> 
                 )
 
 
-def _run(model: Any, parallel: Recording, inputs: dict[str, Tensor], sharded: Any) -> tuple[dict[str, Tensor], Any]:
+def _run(
+    model: Any, parallel: Recording, inputs: dict[str, Tensor], sharded: Any
+) -> tuple[dict[str, Tensor], Any]:
     """The first output of each module, by name, in the order in which they end; and what the model returns, or None if
     its attention was given other rows."""
     outputs: dict[str, Tensor] = {}
@@ -171,7 +184,9 @@ def _run(model: Any, parallel: Recording, inputs: dict[str, Tensor], sharded: An
             outputs[name] = tensor
 
     handle = sharded(model, parallel)
-    hooks = [module.register_forward_hook(partial(keep, name)) for name, module in model.named_modules()]
+    hooks = [
+        module.register_forward_hook(partial(keep, name)) for name, module in model.named_modules()
+    ]
     try:
         return outputs, model(**inputs)
     except OtherRowsError:

@@ -74,10 +74,14 @@ class TorchscaleConfig:
 
     @property
     def pattern(self) -> DilatedPattern:
-        return DilatedPattern(self.segment_lengths, self.dilation_rates, is_causal=False, phase="blocked")
+        return DilatedPattern(
+            self.segment_lengths, self.dilation_rates, is_causal=False, phase="blocked"
+        )
 
     @classmethod
-    def from_torchscale(cls, settings: Mapping[str, Any], *, padding: str = "torchscale") -> "TorchscaleConfig":
+    def from_torchscale(
+        cls, settings: Mapping[str, Any], *, padding: str = "torchscale"
+    ) -> "TorchscaleConfig":
         """From torchscale's EncoderConfig, as the dict that `vars` makes of it, or from the keywords that made it.
 
         The settings dropout, attention_dropout, activation_dropout and drop_path_rate are not read: this encoder has
@@ -100,12 +104,18 @@ class TorchscaleConfig:
                 f"torchscale's vocab_size={vocab_size} adds an output layer, and no published encoder has one: set "
                 "no_output_layer=True, and apply a layer of your own to the states."
             )
-        fields = {ours: settings[theirs] for ours, theirs in TORCHSCALE_NAMES.items() if theirs in settings}
+        fields = {
+            ours: settings[theirs]
+            for ours, theirs in TORCHSCALE_NAMES.items()
+            if theirs in settings
+        }
         for name in ("segment_lengths", "dilation_rates"):
             numbers = fields.get(name)
             if not numbers:
                 theirs = TORCHSCALE_NAMES[name]
-                raise ValueError(f"torchscale's settings have no {theirs}: these are not those of a LongNet.")
+                raise ValueError(
+                    f"torchscale's settings have no {theirs}: these are not those of a LongNet."
+                )
             if isinstance(numbers, str):
                 fields[name] = _integers(name, numbers)
         return cls(**fields, padding=padding)

@@ -62,17 +62,23 @@ class ZeroRows:
     calls: tuple[BranchCall, ...]
 
 
-def zero_rows(pattern: DilatedPattern, num_heads: int, documents: Documents, like: Tensor) -> ZeroRows:
+def zero_rows(
+    pattern: DilatedPattern, num_heads: int, documents: Documents, like: Tensor
+) -> ZeroRows:
     """Count the zero rows for `torchscale_attention`, whose tensors have the dtype and the device of `like`."""
 
     def call_of(branches: Sequence[Branch], misplaced: Misplaced | None) -> BranchCall:
         lengths, rates = zip(*branches, strict=True)
-        call_pattern = DilatedPattern(lengths, rates, is_causal=pattern.is_causal, phase=pattern.phase)
+        call_pattern = DilatedPattern(
+            lengths, rates, is_causal=pattern.is_causal, phase=pattern.phase
+        )
         logs_NH = None
         if not pattern.is_causal:  # causal patterns hide the zero rows
             counts_NH = _num_zero_keys(call_pattern, num_heads, documents)
             if counts_NH is not None:
-                logs_NH = counts_NH.log().to(like.device, torch.promote_types(like.dtype, torch.float32))  # as lse
+                logs_NH = counts_NH.log().to(
+                    like.device, torch.promote_types(like.dtype, torch.float32)
+                )  # as lse
         return BranchCall(call_pattern, logs_NH, misplaced)
 
     aligned, calls = [], []
@@ -129,7 +135,9 @@ def torchscale_attention(
     options: Any = {"parallel": parallel, "scale": scale, "backend": backend}
     merged: tuple[Tensor, Tensor] | None = None
     for call in counted.calls:
-        out_BNHD, lse_BNH = dilated_attention(query, key, value, call.pattern, return_lse=True, **options)
+        out_BNHD, lse_BNH = dilated_attention(
+            query, key, value, call.pattern, return_lse=True, **options
+        )
         if call.log_num_zero_keys_NH is not None:
             out_BNHD, lse_BNH = gate(out_BNHD, lse_BNH, call.log_num_zero_keys_NH)
         if call.misplaced is not None:
@@ -176,7 +184,9 @@ def _num_zero_keys(pattern: DilatedPattern, num_heads: int, documents: Documents
                 if counts_NH is None:
                     num_rows = sum(len(each.positions) for each in documents.spans)
                     counts_NH = torch.zeros(num_rows, num_heads, dtype=torch.float64, device="cpu")
-                counts_NH[span.rows(keys.queries), keys.heads.start : keys.heads.stop] += keys.num_zeros
+                counts_NH[span.rows(keys.queries), keys.heads.start : keys.heads.stop] += (
+                    keys.num_zeros
+                )
     return counts_NH
 
 
@@ -184,14 +194,20 @@ def _misplaced(branch: Branch, num_heads: int, documents: Documents) -> Misplace
     length = documents.longest
     queries = list(zero_queries(branch, num_heads, length))
     local_queries = [
-        LocalZeroQuery(number, query, span) for number, query in enumerate(queries) for span in documents.spans
+        LocalZeroQuery(number, query, span)
+        for number, query in enumerate(queries)
+        for span in documents.spans
     ]
     num_seen = -(-branch.segment_length // branch.dilation_rate)
     return Misplaced(num_seen, moves(branch, documents.shards, length), len(queries), local_queries)
 
 
 def _put_in_place(
-    out_BNHD: Tensor, lse_BNH: Tensor, value_BNGD: Tensor, misplaced: Misplaced, parallel: ContextParallel | None
+    out_BNHD: Tensor,
+    lse_BNH: Tensor,
+    value_BNGD: Tensor,
+    misplaced: Misplaced,
+    parallel: ContextParallel | None,
 ) -> tuple[Tensor, Tensor]:
     """Move rows to where torchscale has them. The places between get zero queries' outputs: sums of values / m."""
     ranks = ALONE if parallel is None else parallel.ranks
@@ -208,7 +224,9 @@ def _put_in_place(
     # All places in one assignment: the backward of each assignment copies all rows.
     places_P3 = torch.tensor(places, dtype=torch.int64, device=out_BNHD.device).view(-1, 3)
     numbers, rows, heads = places_P3.unbind(1)
-    moved_BNHD[:, rows, heads] = (sums_BZHD[:, numbers, heads] / misplaced.num_seen).to(moved_BNHD.dtype)
+    moved_BNHD[:, rows, heads] = (sums_BZHD[:, numbers, heads] / misplaced.num_seen).to(
+        moved_BNHD.dtype
+    )
     moved_lse_BNH[:, rows, heads] = math.log(misplaced.num_seen)
     return moved_BNHD, moved_lse_BNH
 
@@ -217,8 +235,12 @@ def _sums(value_BNGD: Tensor, num_heads: int, misplaced: Misplaced) -> Tensor:
     """For each zero query the sum of this rank's values that it sees, (B, Z, H, D); 0 in heads without the query."""
     batch, _, num_kv_heads, head_dim = value_BNGD.shape
     wide = torch.promote_types(value_BNGD.dtype, torch.float32)
-    sums_BZHD = value_BNGD.new_zeros(batch, misplaced.num_zero_queries, num_heads, head_dim, dtype=wide)
-    sums_BZHD = sums_BZHD + value_BNGD[:, :0].sum(dtype=wide)  # a rank without such rows takes part in backward too
+    sums_BZHD = value_BNGD.new_zeros(
+        batch, misplaced.num_zero_queries, num_heads, head_dim, dtype=wide
+    )
+    sums_BZHD = sums_BZHD + value_BNGD[:, :0].sum(
+        dtype=wide
+    )  # a rank without such rows takes part in backward too
     for number, query, span in misplaced.local_queries:
         kv_heads = [head * num_kv_heads // num_heads for head in query.heads]
         rows_BMHD = value_BNGD[:, span.rows(query.rows)][:, :, kv_heads]
@@ -226,7 +248,9 @@ def _sums(value_BNGD: Tensor, num_heads: int, misplaced: Misplaced) -> Tensor:
     return sums_BZHD
 
 
-def _merged(out_BNHD: Tensor, lse_BNH: Tensor, other_BNHD: Tensor, other_lse_BNH: Tensor) -> tuple[Tensor, Tensor]:
+def _merged(
+    out_BNHD: Tensor, lse_BNH: Tensor, other_BNHD: Tensor, other_lse_BNH: Tensor
+) -> tuple[Tensor, Tensor]:
     """Two partials as one: `run.merge`, but not in place, so that autograd sees it."""
     # An empty partial has no weight. Where both are empty, the difference would be NaN.
     is_empty_BNH = other_lse_BNH == -torch.inf
@@ -257,7 +281,12 @@ class MoveRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         back = [move.back() for move in ctx.moves]
-        return _carry(grads[0], back, ctx.ranks, 0, "backward of rows to their places"), None, None, None
+        return (
+            _carry(grads[0], back, ctx.ranks, 0, "backward of rows to their places"),
+            None,
+            None,
+            None,
+        )
 
 
 def _carry(x: Tensor, moves: Sequence[Move], ranks: Ranks, fill: float, moment: str) -> Tensor:

@@ -88,10 +88,17 @@ class Layer(nn.Module):
         self.self_attn = SelfAttention(config, parallel)
         self.self_attn_layer_norm = nn.LayerNorm(config.embed_dim)
         self.ffn = TorchscaleFeedForward(config)
-        self.final_layer_norm = nn.LayerNorm(config.embed_dim)  # torchscale's name: it is before the feed-forward
+        self.final_layer_norm = nn.LayerNorm(
+            config.embed_dim
+        )  # torchscale's name: it is before the feed-forward
         initial_scale = math.sqrt(math.log(2 * config.num_layers))  # MAGNETO's
         with torch.no_grad():
-            for linear in (self.self_attn.v_proj, self.self_attn.out_proj, self.ffn.fc1, self.ffn.fc2):
+            for linear in (
+                self.self_attn.v_proj,
+                self.self_attn.out_proj,
+                self.ffn.fc1,
+                self.ffn.fc2,
+            ):
                 linear.weight.mul_(initial_scale)
                 linear.bias.mul_(initial_scale)
 

@@ -44,7 +44,9 @@ class Move(NamedTuple):
     num_rows: int
 
     def back(self) -> "Move":
-        return Move(self.target_rank, self.target_row, self.source_rank, self.source_row, self.num_rows)
+        return Move(
+            self.target_rank, self.target_row, self.source_rank, self.source_row, self.num_rows
+        )
 
 
 def is_misaligned(branch: Branch, length: int) -> bool:
@@ -70,7 +72,9 @@ def zero_keys(branch: Branch, num_heads: int, length: int, positions: range) -> 
         stop = min(start + num_rows, positions.stop)
         for s, heads in enumerate(heads_of_phases(num_heads, r)[:num_rows]):
             num_zeros = num_seen - -(-(num_rows - s) // r)
-            num_before = max(0, -(-(positions.start - start - s) // r))  # queries before these positions
+            num_before = max(
+                0, -(-(positions.start - start - s) // r)
+            )  # queries before these positions
             queries = range(start + s + num_before * r, stop, r)
             if num_zeros and heads and queries:
                 yield ZeroKeys(queries, heads, num_zeros)
@@ -80,7 +84,9 @@ def zero_queries(branch: Branch, num_heads: int, length: int) -> Iterator[ZeroQu
     """The zero queries of a misaligned branch, in order. There are none if m = 1: those places stay empty."""
     w, r = branch
     num_seen = -(-w // r)
-    if not is_misaligned(branch, length) or num_seen == 1:  # lse = log 1 = 0, which torchscale takes for "no key"
+    if (
+        not is_misaligned(branch, length) or num_seen == 1
+    ):  # lse = log 1 = 0, which torchscale takes for "no key"
         return
     heads_of_phase = heads_of_phases(num_heads, r)
     for segment, start in enumerate(range(0, length, num_seen * r)):
@@ -88,7 +94,9 @@ def zero_queries(branch: Branch, num_heads: int, length: int) -> Iterator[ZeroQu
         for s in range(w % r, r):
             position = start + (num_seen - 1) * r + s
             if heads_of_phase[s] and position < length:
-                yield ZeroQuery(position, range(segment * w + s, segment_stop, r), heads_of_phase[s])
+                yield ZeroQuery(
+                    position, range(segment * w + s, segment_stop, r), heads_of_phase[s]
+                )
 
 
 def moves(branch: Branch, shards: Sequence[Shard], length: int) -> list[Move]:

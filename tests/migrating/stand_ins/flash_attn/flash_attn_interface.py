@@ -17,7 +17,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tup
 
 
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """By the given out and lse, which are those of all keys: these may be a part of them."""
     dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
@@ -73,7 +80,9 @@ def _flash_attn_varlen_forward(
 ):  # fmt: skip
     _check(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
     found = [
-        _forward(*(x[None, rows] for x, rows in ((q, mine), (k, seen), (v, seen))), softmax_scale, causal)
+        _forward(
+            *(x[None, rows] for x, rows in ((q, mine), (k, seen), (v, seen))), softmax_scale, causal
+        )
         for mine, seen in _documents(cu_seqlens_q, cu_seqlens_k)
     ]
     outs, lses = zip(*found, strict=True)

@@ -13,7 +13,11 @@ class LowerTriangularMask:
 
 
 def memory_efficient_attention(
-    query: Tensor, key: Tensor, value: Tensor, op: None = None, attn_bias: LowerTriangularMask | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    op: None = None,
+    attn_bias: LowerTriangularMask | None = None,
 ) -> Tensor:
     rows = (x.transpose(1, 2) for x in (query, key, value))
     return scaled_dot_product_attention(*rows, is_causal=attn_bias is not None).transpose(1, 2)
