@@ -102,9 +102,8 @@ class Profile(NamedTuple):
 
 
 def profiled(device: str, function: Callable[[], object]) -> Profile:
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "99"
-    )  # else it writes to stderr when it starts and stops
+    # else it writes to stderr when it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU] + ([] if device == "cpu" else [ProfilerActivity.CUDA])
     with profile(activities=activities) as found:
         function()

@@ -84,9 +84,8 @@ def _rows(
     ratio = plan.pairs / dense_plan.pairs
     rounding = computed_pairs(plan) / plan.pairs
     dense_rounding = computed_pairs(dense_plan) / dense_plan.pairs
-    kept = (
-        dense_rounding / rounding
-    )  # what would be left of the share if rounding were the only loss
+    # what would be left of the share if rounding were the only loss
+    kept = dense_rounding / rounding
     forward, backward = flops_of(plan, sizes.batch, sizes.head_dim)
     rows = []
     for stage, flops in (("forward", forward), ("forward + backward", forward + backward)):

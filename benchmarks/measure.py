@@ -137,9 +137,8 @@ def _time(forward: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor) -> 
 
 def allocated(function: Callable[[], object]) -> Allocated:
     """Run it once under the profiler, whose allocator events are exact, kernel scratch included."""
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "99"
-    )  # else it writes to stderr when it starts and stops
+    # else it writes to stderr when it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True)
     with mock.patch.object(Worker, "submit", _at_once), profiler as profiled:
         function()

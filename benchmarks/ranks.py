@@ -91,9 +91,8 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
 def measure_rank(worker: Worker, sizes: Sizes, pattern: DilatedPattern) -> Found:
     parallel = ContextParallel(exchange="ring")
     squares = gate_squares(sizes, pattern, parallel)
-    dilated_call(
-        sizes._replace(seq_len=256), pattern, parallel
-    )()  # what is made once is not the call's
+    # what is made once is not the call's
+    dilated_call(sizes._replace(seq_len=256), pattern, parallel)()
     inputs, _ = make_tensors(sizes, parallel)
     held = sum(x.nbytes for x in inputs)
 

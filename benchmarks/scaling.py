@@ -29,9 +29,8 @@ WAITING = "waiting share of two ranks"
 
 class Settings(NamedTuple):
     sizes: Sizes = Sizes(32_768, 4, 64)
-    patterns: tuple[
-        tuple[DilatedPattern, str, int], ...
-    ] = (  # with the sharding and the number of repeats
+    # with the sharding and the number of repeats
+    patterns: tuple[tuple[DilatedPattern, str, int], ...] = (
         (DilatedPattern((2048, 32_768), (1, 16)), "contiguous", 9),
         (DilatedPattern((32_768,), (1,)), "contiguous", 2),
         (DilatedPattern((32_768,), (1,), is_causal=True), "zigzag", 3),

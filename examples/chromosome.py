@@ -38,9 +38,8 @@ def read_fasta(path: Path) -> dict[str, Tensor]:
             genome[name] = []
         elif genome:
             genome[name].append(line.strip().upper())
-    table = bytes(
-        LETTERS.find(chr(code)) % len(LETTERS) for code in range(256)
-    )  # find gives -1, that is N
+    # find gives -1, that is N
+    table = bytes(LETTERS.find(chr(code)) % len(LETTERS) for code in range(256))
     numbers = {
         name: bytearray("".join(lines).encode().translate(table)) for name, lines in genome.items()
     }
@@ -131,9 +130,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         x for name, x in genome.items() if name != options.held_out and len(x) >= options.seq_len
     ]
     held_out = genome.get(options.held_out, torch.tensor([UNKNOWN]))
-    held_out = held_out[(held_out != UNKNOWN).byte().argmax() :][
-        : options.scored
-    ]  # a real one begins with many N
+    # a real one begins with many N
+    held_out = held_out[(held_out != UNKNOWN).byte().argmax() :][: options.scored]
     strands = held_out, reverse_complement(held_out)
     can_be_scored = [
         any((x[1:] != UNKNOWN).any() for x in strand.split(options.seq_len)) for strand in strands

@@ -27,9 +27,10 @@ class Tagger(nn.Module):
 
     def __init__(self, vocab_size: int, embed_dim: int, num_layers: int) -> None:
         super().__init__()
+        # dilated attention has no dropout and is batch first
         layer = nn.TransformerEncoderLayer(
             embed_dim, 4, 2 * embed_dim, dropout=0.0, batch_first=True, norm_first=True
-        )  # dilated attention has no dropout and is batch first
+        )
         self.embedding = nn.Embedding(vocab_size, embed_dim)
         self.encoder = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
         self.head = nn.Linear(embed_dim, NUM_CLASSES)
@@ -67,9 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     tokens, labels = sample(4, min(512, options.seq_len), vocab_size, short)
     theirs = model(tokens)
-    replace_attention(
-        model, DilatedPattern.dense()
-    )  # keeps the parameters: checkpoints and optimizers still fit
+    # keeps the parameters: checkpoints and optimizers still fit
+    replace_attention(model, DilatedPattern.dense())
     difference = (model(tokens) - theirs).abs().max().item()
     print(f"torch's encoder and ours under a dense pattern differ by at most {difference:.0e}")
 

@@ -45,9 +45,8 @@ class SlideClassifier(nn.Module):
 
     def forward(self, features: Tensor, coords: Tensor) -> Tensor:
         """A whole slide, the same on every rank, to (1, classes), the same on every rank."""
-        own = self.parallel.shard_batch(
-            {"features": features, "coords": coords}
-        )  # refuses two slides for one
+        # refuses two slides for one
+        own = self.parallel.shard_batch({"features": features, "coords": coords})
         return self.head(self.encoder(own["features"], own["coords"], all_layer_embed=True)[-1])
 
 

@@ -54,9 +54,8 @@ def prefill(model: LongNetLM, prompt: Tensor, max_len: int, to: int) -> tuple[Te
     logits = model(parallel.shard(prompt))
     for hook in hooks:
         hook.remove()
-    token = logits[:, -1:].argmax(
-        -1
-    )  # of this shard's last position: that of the last rank is the prompt's
+    # of this shard's last position: that of the last rank is the prompt's
+    token = logits[:, -1:].argmax(-1)
     if dist.is_initialized():
         dist.broadcast(token, src=dist.get_world_size() - 1)
     return token, caches

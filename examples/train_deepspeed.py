@@ -20,9 +20,8 @@ deepspeed.init_distributed()
 parallel = ContextParallel()
 torch.manual_seed(0)  # the same parameters on every rank
 longnet = LongNetConfig((64, 256), (1, 4), embed_dim=64, num_layers=2, num_heads=4)
-model = NextTokenLoss(
-    LongNetLM(longnet, parallel=parallel)
-)  # the loss is a forward: the mean of gradients is right
+# the loss is a forward: the mean of gradients is right
+model = NextTokenLoss(LongNetLM(longnet, parallel=parallel))
 engine, *_ = deepspeed.initialize(
     model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3), config=config
 )
@@ -30,9 +29,8 @@ engine, *_ = deepspeed.initialize(
 generator = torch.Generator().manual_seed(1)  # both ranks draw the same sample
 for step in range(20):
     start = torch.randint(0, 256, (1,), generator=generator)
-    batch = parallel.shard_batch(
-        {"tokens": (start + torch.arange(512)[None] * 7) % 256}
-    )  # checked to be the same
+    # checked to be the same
+    batch = parallel.shard_batch({"tokens": (start + torch.arange(512)[None] * 7) % 256})
     loss = engine(batch["tokens"].to(engine.device))
     engine.backward(loss)
     engine.step()

@@ -20,9 +20,8 @@ style = ShardSequence()
 
 
 def parallelize(model, mesh):
-    parallelize_module(
-        model, mesh["tensor_parallel"], style
-    )  # Lightning's name for the second axis
+    # Lightning's name for the second axis
+    parallelize_module(model, mesh["tensor_parallel"], style)
     return fully_shard(model, mesh=mesh["data_parallel", "tensor_parallel"]._flatten("all"))
 
 
@@ -37,14 +36,12 @@ model = fabric.setup_module(NextTokenLoss(LongNetLM(config)))
 optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=3e-3))
 
 [parallel] = style.contexts.values()
-generator = torch.Generator().manual_seed(
-    1 + fabric.global_rank // shared_by
-)  # a replica's ranks draw one sample
+# a replica's ranks draw one sample
+generator = torch.Generator().manual_seed(1 + fabric.global_rank // shared_by)
 for step in range(20):
     start = torch.randint(0, 256, (1,), generator=generator)
-    batch = parallel.shard_batch(
-        {"tokens": (start + torch.arange(512)[None] * 7) % 256}
-    )  # checked to be the same
+    # checked to be the same
+    batch = parallel.shard_batch({"tokens": (start + torch.arange(512)[None] * 7) % 256})
     loss = model(batch["tokens"].to(fabric.device))
     fabric.backward(loss)
     fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)

@@ -54,9 +54,8 @@ config = LongNetConfig((64, 256), (1, 4), embed_dim=64, num_layers=2, num_heads=
 def sharded_loss(parallel: ContextParallel, mesh: DeviceMesh) -> NextTokenLoss:
     torch.manual_seed(0)  # the same parameters on every rank
     with torch.device("meta"):
-        loss = NextTokenLoss(
-            LongNetLM(config, parallel=parallel)
-        )  # FSDP2 hooks the forward: the loss is one
+        # FSDP2 hooks the forward: the loss is one
+        loss = NextTokenLoss(LongNetLM(config, parallel=parallel))
     for end in (loss.model.embedding, loss.model.head, loss.model.final_layernorm):
         end.to_empty(device=device)
     loss.model.reset_ends()
@@ -163,12 +162,10 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 done = load(newest) if newest else 0
 batches = islice(samples(mesh.get_local_rank("dp")), done, done + options.steps)
 for step, tokens in enumerate(batches, start=done + 1):
-    batch = parallel.shard_batch(
-        {"tokens": tokens}
-    )  # checked to be the same on the replica's ranks
-    loss = model(
-        batch["tokens"].to(device)
-    )  # the mean of this replica's sequence, on both its ranks
+    # checked to be the same on the replica's ranks
+    batch = parallel.shard_batch({"tokens": tokens})
+    # the mean of this replica's sequence, on both its ranks
+    loss = model(batch["tokens"].to(device))
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
     optimizer.step()

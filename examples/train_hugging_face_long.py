@@ -57,9 +57,8 @@ sharded.remove()  # whole sequences again, for generation
 if dist.get_rank() == 0:
     cache, prompt = BoundedCache(model), text[None, :length]
     is_new = "cache" in inspect.signature(model.forward).parameters
-    named = {
-        "cache" if is_new else "past_key_values": cache
-    }  # the name is `cache` since transformers 5.24
+    # the name is `cache` since transformers 5.24
+    named = {"cache" if is_new else "past_key_values": cache}
     written = model.generate(prompt, **named, max_new_tokens=40, do_sample=False, pad_token_id=0)
     print(bytes(written[0, length:].tolist()))
     rows = (

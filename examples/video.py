@@ -57,9 +57,8 @@ class HiddenTokenLoss(nn.Module):
     def forward(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """tokens: (1, frames x patches). hidden: the positions to guess."""
         x = self.tokens(tokens.index_fill(1, hidden, HIDDEN))
-        x = x + self.patches.repeat(
-            tokens.shape[1] // len(self.patches), 1
-        )  # where in its frame a token stands
+        # where in its frame a token stands
+        x = x + self.patches.repeat(tokens.shape[1] // len(self.patches), 1)
         states = self.encoder(x)
         return nn.functional.cross_entropy(self.head(states[0, hidden]), tokens[0, hidden])
 

@@ -87,18 +87,16 @@ def fork_server() -> None:
 def _fork(_: str, words: Sequence[str], descriptors: Sequence[int]) -> int:
     """`multiprocessing.util.spawnv_passfds`, for Python's own words: python -c "..."."""
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # Python 3.12 warns of other threads. Here, one waits for words of pytest's.
+        # Python 3.12 warns of other threads. Here, one waits for words of pytest's.
+        warnings.simplefilter("ignore")
         if pid := os.fork():
             return pid
     try:
         keep_open(descriptors)
         sys.stdout, sys.stderr = (open(n, "w", closefd=False, buffering=1) for n in (1, 2))  # noqa: SIM115
         for handler in filter(None, (reference() for reference in logging._handlerList)):
-            if (
-                type(handler) is logging.StreamHandler
-            ):  # torch's, which write to what pytest put in place of stderr
+            # torch's, which write to what pytest put in place of stderr
+            if type(handler) is logging.StreamHandler:
                 handler.setStream(sys.stderr)
         forkserver._forkserver.__init__()  # its lock is taken while the server starts
         warnings.resetwarnings()
@@ -244,9 +242,8 @@ def _rank(
     global store
     try:
         _end_with_the_test()
-        tqdm.set_lock(
-            threading.RLock()
-        )  # its own, which a compiler takes, would outlive a process that is killed
+        # its own, which a compiler takes, would outlive a process that is killed
+        tqdm.set_lock(threading.RLock())
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False)
@@ -277,7 +274,6 @@ def _end_with_the_test() -> None:
         fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, os.O_ASYNC)
-        if (
-            parent.pid == os.getppid()
-        ):  # which forked all ranks itself: they hold each other's pipes
+        # which forked all ranks itself: they hold each other's pipes
+        if parent.pid == os.getppid():
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

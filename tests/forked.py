@@ -50,10 +50,8 @@ class Forked:
         if self.pid == 0:
             assert start_new_session
             os.setsid()
-            for number in (
-                signal.SIGINT,
-                signal.SIGTERM,
-            ):  # those of the launcher, which a new Python does not have
+            # those of the launcher, which a new Python does not have
+            for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(
                     number,
                     signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
@@ -124,16 +122,14 @@ def _launcher(
 
     change()
     PContext.close.__defaults__ = (None, 4)  # seconds from SIGTERM to SIGKILL, not 30
-    with mock.patch.object(
-        train, "GRACE_SECONDS", 4.0
-    ):  # a second is too short where cores are busy
+    # a second is too short where cores are busy
+    with mock.patch.object(train, "GRACE_SECONDS", 4.0):
         os._exit(_main(words, environment, main_with_forked_ranks))
 
 
 def _rank(words: Sequence[str]) -> None:
-    ctypes.CDLL(None).prctl(
-        PR_SET_PDEATHSIG, 0
-    )  # only ranks that torchrun forks are told when it dies
+    # only ranks that torchrun forks are told when it dies
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0)
     if code := _main(words, {}):
         sys.exit(code)
 

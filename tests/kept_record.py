@@ -25,9 +25,8 @@ def kept_record(
     The commit and the date are those of now. The script ends with a sentence if the file is another's.
     """
     sys.path.append(str(ROOT))
-    from benchmarks.record import (
-        make_record,
-    )  # the tests of a script's jobs need not wait for this import
+    # the tests of a script's jobs need not wait for this import
+    from benchmarks.record import make_record
 
     def is_ours(file: BinaryIO) -> bool:
         return json_object(file.read(MOST_BYTES)).get("case") == case

@@ -49,9 +49,8 @@ def padded_reference(
     for rows_P, is_row_P, one in padded_branches(pattern, length):
         query, key, value = (x[:, rows_P] * is_row_P[:, None, None] for x in inputs)
         out, lse = dilated_attention_reference(query, key, value, one, scale=scale)
-        if (
-            one.segment_lengths == one.dilation_rates
-        ):  # a zero query that sees one zero key has lse = 0, which torchscale takes for "not covered"
+        # a zero query that sees one zero key has lse = 0, which torchscale takes for "not covered"
+        if one.segment_lengths == one.dilation_rates:
             lse = lse.masked_fill(~is_row_P[:, None], -torch.inf)
         outs.append(out[:, :length])
         lses.append(lse[:, :length])

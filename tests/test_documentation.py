@@ -122,9 +122,8 @@ def test_commands_that_are_not_run_exist():
     """Make targets, subcommands of rda, benchmarks and files that commands name."""
     makefile = (ROOT / "Makefile").read_text()
     for found in EVERY:
-        saved = {
-            x.mark.removeprefix("block: ") for x in blocks(found.page)
-        }  # what the page tells to save as files
+        # what the page tells to save as files
+        saved = {x.mark.removeprefix("block: ") for x in blocks(found.page)}
         for line in commands(found) if found.language == "shell" else []:
             program, *words = shlex.split(line, comments=True) if "$'" not in line else [""]
             assert program != "make" or f"\n{words[0]}:" in makefile
@@ -278,9 +277,8 @@ def lacking(page: str) -> set[tuple[str, str]]:
     }
 
 
-TWICE = {
-    "ring_dilated_attention.layers": ("MultiheadDilatedAttention",)
-}  # stand elsewhere on the page
+# stand elsewhere on the page
+TWICE = {"ring_dilated_attention.layers": ("MultiheadDilatedAttention",)}
 
 
 def test_whatever_is_public_is_on_the_page():

@@ -32,12 +32,8 @@ HARMLESS = {
     "init_process_group",
     "destroy_process_group",
 }
-HARMLESS |= {
-    "TCPStore",
-    "PrefixStore",
-    "rendezvous",
-    "Work",
-}  # where ranks meet; what is waited for
+# where ranks meet; what is waited for
+HARMLESS |= {"TCPStore", "PrefixStore", "rendezvous", "Work"}
 HARMLESS |= {
     "is_available",
     "is_initialized",
@@ -47,13 +43,14 @@ HARMLESS |= {
     "get_process_group_ranks",
 }
 HARMLESS |= {"get_backend_config", "GroupMember"}
+# start ranks
 HARMLESS |= {
     "LaunchConfig",
     "elastic_launch",
     "DefaultLogsSpecs",
     "SignalException",
     "ChildFailedError",
-}  # start ranks
+}
 
 # What imports by a string: a literal is read here as any other import, and others are for these modules alone, the
 # lazy public faces and the table of commands. They list only modules of their own room.
@@ -106,9 +103,8 @@ class Module:
                     yield self._absolute(node.args[0].value)
                 else:
                     self.unread.append(ast.unparse(node))
-            elif (
-                isinstance(node, ast.Constant) and node.value in self.names
-            ):  # as `python -m` is told
+            # as `python -m` is told
+            elif isinstance(node, ast.Constant) and node.value in self.names:
                 yield node.value
 
     def _absolute(self, name: str) -> str:
@@ -474,10 +470,8 @@ def test_pure_modules_leave_torch_alone(name):
 
 def private_names(package: Path) -> tuple[set[str], set[str]]:
     """Names with one underscore that a package's files use; and those that they define."""
-    used, defined = (
-        set(),
-        {"_replace", "_asdict", "_fields", "_exit"},
-    )  # public, but for their names
+    # public, but for their names
+    used, defined = (set(), {"_replace", "_asdict", "_fields", "_exit"})
     for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:

@@ -62,9 +62,8 @@ def test_many_documents_without_keys():
     """Catches a pass over the whole period for every document and head: that took 20 s."""
     n = 2**17
     lengths = range(n - 2000, n + 2000)
-    with_keys = sum(
-        64 + min(64, max(0, length - n)) for length in lengths
-    )  # a second period has keys of few heads
+    # a second period has keys of few heads
+    with_keys = sum(64 + min(64, max(0, length - n)) for length in lengths)
     start = time.process_time()
     found = DilatedPattern((n,), (n,)).without_keys(64, lengths)
     assert time.process_time() - start < 5

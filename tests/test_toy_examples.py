@@ -86,11 +86,8 @@ def test_a_chromosome(tmp_path):
         ),
         (FASTA + ">three\nNNNN\n", "three", "with two known bases"),
         (FASTA + ">three\nNNAN\n", "three", "with two known bases"),
-        (
-            FASTA + ">three\nANNNNNC\n",
-            "three",
-            "with two known bases",
-        ),  # each is the first of a window
+        # each is the first of a window
+        (FASTA + ">three\nANNNNNC\n", "three", "with two known bases"),
         (FASTA, "one", "beside others of --seq-len bases"),
         ("ACGT\n", "one", "give one of []"),
         (FASTA + ">\nAC\n", "one", "each record needs a name of its own, and one begins with '>'"),
@@ -211,6 +208,5 @@ def test_the_readme_lists_every_example():
     "name", ["billion", "chromosome", "code_base", "encoder", "serve", "video"]
 )
 def test_is_short(name):
-    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= (
-        120 if name == "billion" else 130
-    )
+    num_lines = len((EXAMPLES / f"{name}.py").read_text().splitlines())
+    assert num_lines <= (120 if name == "billion" else 165)

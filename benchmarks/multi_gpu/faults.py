@@ -54,9 +54,8 @@ def fault(settings: Settings, seconds: float, kind: str) -> list[Row]:
             "error": error,
             "message": message,
             "seconds": when - struck,
-            "device_seconds": reports.get(
-                (rank, "device")
-            ),  # from its error until its device was idle
+            # from its error until its device was idle
+            "device_seconds": reports.get((rank, "device")),
         }
         others.append(other)
     row = {

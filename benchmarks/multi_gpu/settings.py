@@ -10,9 +10,8 @@ from ring_dilated_attention.commands.local_ranks import Launch, run_ranks
 
 from ..measure import Sizes
 
-Row = dict[
-    str, Any
-]  # part, what, passed (None: nothing to judge), found (in words), and what was measured
+# part, what, passed (None: nothing to judge), found (in words), and what was measured
+Row = dict[str, Any]
 KILLED = "is killed"
 KILLED_WAITING = "is killed, and the others wait for their device"
 RAISES = "raises"
@@ -32,11 +31,8 @@ class Settings(NamedTuple):
     fault_rows: int = 8192  # of each rank; with 16 heads of 64 in float32 a chunk has 64 MiB
     timeout: float = 10  # seconds, of the context in which a rank fails
     ways: tuple[str, ...] = ("ring", "all_gather", "all_to_all", "2-D mesh")
-    faults: tuple[tuple[str, float], ...] = (
-        (KILLED, 40),
-        (KILLED_WAITING, 60),
-        (RAISES, 40),
-    )  # with limits
+    # with limits
+    faults: tuple[tuple[str, float], ...] = ((KILLED, 40), (KILLED_WAITING, 60), (RAISES, 40))
 
     @property
     def sizes(self) -> Sizes:

@@ -16,6 +16,5 @@ with torch.no_grad():
     rise = (
         attend(q + 1e-5 * d, k, v).square().sum() - attend(q - 1e-5 * d, k, v).square().sum()
     ) / 2e-5
-print(
-    f"derivative along a direction: {(q.grad * d).sum():.4f} by the gradient, should be {rise:.4f}"
-)
+slope = (q.grad * d).sum()
+print(f"derivative along a direction: {slope:.4f} by the gradient, should be {rise:.4f}")

@@ -112,9 +112,8 @@ def torchscale_attention(
     """
     dilated: Any = importlib.import_module("torchscale.component.dilated_attention")
     multihead: Any = importlib.import_module("torchscale.component.multihead_attention")
-    if (
-        multihead.flash_attn_func is None
-    ):  # the flash_attn package is not there; torch's op takes its place
+    # the flash_attn package is not there; torch's op takes its place
+    if multihead.flash_attn_func is None:
         multihead.flash_attn_func = stand_ins.flash
     arguments = SimpleNamespace(
         segment_length=list(pattern.segment_lengths),

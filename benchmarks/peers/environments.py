@@ -48,9 +48,8 @@ def variables_of(name: str) -> dict[str, str]:
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(folders),
         "PATH": os.pathsep.join([str(place / "bin"), os.environ.get("PATH", "")]),
-        "TORCH_EXTENSIONS_DIR": str(
-            FOLDER / "extensions"
-        ),  # not in an environment that is only linked here
+        # not in an environment that is only linked here
+        "TORCH_EXTENSIONS_DIR": str(FOLDER / "extensions"),
     }
 
 

@@ -28,12 +28,8 @@ PAGES = {
     "benchmarks/README.md": "benchmarks.md",
     "examples/README.md": "examples.md",
 }
-SHOWN = {
-    ".py": "python",
-    ".toml": "toml",
-    ".yml": "yaml",
-    ".sh": "bash",
-}  # files that get a page, and their languages
+# files that get a page, and their languages
+SHOWN = {".py": "python", ".toml": "toml", ".yml": "yaml", ".sh": "bash"}
 LINK = re.compile(r"(?<=\]\()[^)\s]+")
 FENCE = re.compile(r"^(```+).*?^\1$", flags=re.MULTILINE | re.DOTALL)
 # What tests/test_documentation.py reads above a block. The reader of the page is told as well.
@@ -65,9 +61,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     markdown = NOT_RUN.sub(
         r'\n\2\n\n<p class="not-run" markdown>No test of this page runs it: \1.</p>\n', markdown
     )
-    return repository_links(
-        markdown, path_of(page.file.src_uri), name_of
-    )  # pages with links lie at the root
+    # pages with links lie at the root
+    return repository_links(markdown, path_of(page.file.src_uri), name_of)
 
 
 def on_post_build(config: MkDocsConfig) -> None:

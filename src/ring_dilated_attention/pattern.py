@@ -74,9 +74,8 @@ class DilatedPattern:
     """
 
     segment_lengths: Sequence[int]  # kept as tuples
-    dilation_rates: Sequence[
-        int
-    ] = ()  # this default is refused, with an error that says what is missing
+    # this default is refused, with an error that says what is missing
+    dilation_rates: Sequence[int] = ()
     _: KW_ONLY
     is_causal: bool = False
     phase: str = "modulo"
@@ -316,9 +315,8 @@ class DilatedPattern:
         seen = bytearray(length)
         for (w, r), phase in zip(self.branches, phases, strict=True):
             if phase is not None:
-                segment = (
-                    w if w % r else length
-                )  # if r divides w, all segments have the same rows: t mod r == phase
+                # if r divides w, all segments have the same rows: t mod r == phase
+                segment = w if w % r else length
                 for start in range(0, length, segment):
                     rows = range(start + phase, min(start + segment, length), r)
                     seen[rows.start : rows.stop : r] = b"\1" * len(rows)

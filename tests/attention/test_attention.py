@@ -78,15 +78,15 @@ def compare(
     zeros = torch.zeros_like
 
     def run(function, **kwargs):
+        # detach keeps the strides
         leaves = [
             x.detach().requires_grad_(name in needs_grad)
             for name, x in zip("qkv", inputs, strict=True)
-        ]  # detach keeps the strides
+        ]
         results = function(*leaves, pattern, scale=scale, **kwargs)
         used = {"both": (0, 1), "out": (0,), "lse": (1,)}[outputs]
-        used = [
-            i for i in used if results[i].requires_grad
-        ]  # the definition's lse does not depend on the values
+        # the definition's lse does not depend on the values
+        used = [i for i in used if results[i].requires_grad]
         wanted = [x for x in leaves if x.requires_grad]
         roots, root_grads = [results[i] for i in used], [(dout, dlse)[i] for i in used]
         grads = (
@@ -318,9 +318,8 @@ def test_precision(dtype, gain, case):
     out, lse = dilated_attention(*leaves, pattern, return_lse=True)
     ours = [out[covered], lse[covered], *torch.autograd.grad(out, leaves, dout)]
 
-    bias = (
-        count.double().log().float()
-    )  # an uncovered row sees itself, which keeps torch from NaN, and is left out
+    # an uncovered row sees itself, which keeps torch from NaN, and is left out
+    bias = count.double().log().float()
     bias = bias.masked_fill(
         (count.sum(-1, keepdim=True) == 0) & torch.eye(seq_len, dtype=torch.bool), 0
     )

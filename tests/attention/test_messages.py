@@ -308,9 +308,8 @@ def test_a_backend_asked_for_by_name_says_why_it_cannot_run():
         assert backend.why_not(torch.zeros(1, 1, 1, 1, dtype=torch.int8)), name
         reason = backend.why_not(torch.zeros(1, 1, 1, 1, device="meta"))
         assert "meta" in reason or "not installed" in reason
-    out = dilated_attention(
-        *tensors(device="meta"), DENSE
-    )  # has a shape, and is weighed (simulate/weighing.py)
+    # has a shape, and is weighed (simulate/weighing.py)
+    out = dilated_attention(*tensors(device="meta"), DENSE)
     assert out.is_meta
 
 
@@ -465,9 +464,8 @@ def test_explain_of_a_pattern_says_which_phases_nobody_reads():
     assert "phases that no head reads: 8, 9, 10, 11" in text
     assert "branch 1 (w=8, r=1)" in text
     assert "every phase is read" in text
-    blocked = DilatedPattern((64,), (4,), phase="blocked").explain(
-        5
-    )  # ceil(5 / 4) = 2 heads of each phase
+    # ceil(5 / 4) = 2 heads of each phase
+    blocked = DilatedPattern((64,), (4,), phase="blocked").explain(5)
     assert "phases that no head reads: 3" in blocked
     split = DilatedPattern((64, 64, 1), (4, 4, 4), heads="split").explain(3)
     assert "heads 1..1 read phases 1; phases that no head reads: all but 1" in split

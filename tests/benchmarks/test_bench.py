@@ -32,9 +32,8 @@ def test_every_case_leaves_a_record(name, tmp_path, capsys):
     assert found["hardware"]["cores"] >= 1
     assert found["hardware"]["threads_of_this_process"] == torch.get_num_threads()
     assert "threads_per_rank" not in found["hardware"]  # this process is no rank
-    assert found["versions"]["torch"] == version(
-        "torch"
-    )  # a build for CUDA adds "+cu130" to its own
+    # a build for CUDA adds "+cu130" to its own
+    assert found["versions"]["torch"] == version("torch")
     assert found["rows"]
     for row in found["rows"]:
         assert row["gate"]["passed"]

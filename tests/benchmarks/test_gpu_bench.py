@@ -304,9 +304,8 @@ def test_the_cpu_answers_what_a_gpu_is_asked():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and torch sees none")
-@pytest.mark.filterwarnings(
-    "default"
-)  # what profilers of a new machine warn of is not known beforehand
+# what profilers of a new machine warn of is not known beforehand
+@pytest.mark.filterwarnings("default")
 def test_a_gpu_answers():
     """Catches a question that torch, its profiler or nvidia-smi answers otherwise than was read."""
     x = torch.randn(2**20, device="cuda")
@@ -338,9 +337,8 @@ def test_the_longest_that_fits(limit):
     assert seen[power]
     assert seen[most]
     assert power <= most <= limit
-    assert (
-        min(power * k // 16 for k in range(16, 33) if power * k // 16 > most) > limit
-    )  # the next step does not fit
+    # the next step does not fit
+    assert min(power * k // 16 for k in range(16, 33) if power * k // 16 > most) > limit
     with pytest.raises(ValueError, match="not even one position fits"):
         gpu_memory.longest(lambda n: False, 64)
 

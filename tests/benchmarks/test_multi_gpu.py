@@ -37,10 +37,8 @@ def test_every_part_leaves_its_rows(tmp_path, capsys):
         assert row["part"] in said
     assert f"open an issue with this file: {tmp_path / 'multi_gpu.json'}" in said
     usual = [row["what"] for row in rows if row["part"] == "right, LongNetLM"]
-    assert usual[:2] == [
-        "loss, float32, cuda:gloo",
-        "gradients, float32, cuda:gloo",
-    ]  # in place of "nccl"
+    # in place of "nccl"
+    assert usual[:2] == ["loss, float32, cuda:gloo", "gradients, float32, cuda:gloo"]
     speeds = [row for row in rows if row["part"].startswith("speed")]
     assert [row["what"] for row in speeds] == ["dense causal", "dilated"]
     assert all(share > 0 for row in speeds for share in row["shares"].values())

@@ -212,9 +212,8 @@ def bad_slides(folder):
         yield folder / name, ""  # by torch, numpy or HDF5, in their words
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Validating sparse tensor invariants:UserWarning"
-)  # by torch.load, since torch 2.14
+# by torch.load, since torch 2.14
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")
 def test_bad_slides_do_not_stop_the_others(weights, slides, tmp_path, capsys):
     """Each is named with its reason, exit code 1, and the others are as if alone."""
     bad = {}

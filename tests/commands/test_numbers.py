@@ -159,7 +159,7 @@ def test_what_is_missing_is_said_at_once(capsys):
         ),
         (
             ["plan", "model", "--layers", "2", "--embed-dim", "64"],
-            f"rda plan model: missing {branches}: {suggest}",
+            f"rda plan model: missing {branches}: a model needs --layers and --embed-dim, or --config; {suggest}",
         ),
         (
             ["suggest"],

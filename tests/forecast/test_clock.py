@@ -133,10 +133,8 @@ def test_ways_are_shared_and_messages_wait_for_both_sides():
     network = Network(3, Hardware(1, 10, 5))
     [first, second], _ = network.post(0, [Side(1, 20, 0.0), Side(2, 30, 0.0)], [])
     network.post(2, [], [Side(0, 30, 1.0)])
-    assert (first.done, second.done) == (
-        None,
-        None,
-    )  # one after the other, and the first has no receiver yet
+    # one after the other, and the first has no receiver yet
+    assert (first.done, second.done) == (None, None)
     network.post(1, [], [Side(0, 20, 4.0)])
     assert (first.done, second.done) == (4 + 2 + 5, 4 + 2 + 3 + 5)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_dilated_attention.forecast.reach import every_query
+from ring_dilated_attention.forecast.reach import heard_in_a_layer
 from ring_dilated_attention.models.longnet import LongNetLM
 from ring_dilated_attention.models.longnet_config import LongNetConfig
 from ring_dilated_attention.pattern import DilatedPattern
@@ -81,13 +81,15 @@ def moved(model: LongNetLM, borders: Sequence[int], seed: int) -> Tensor:
 def named(
     pattern: DilatedPattern, borders: Sequence[int], num_heads: int, num_layers: int
 ) -> Tensor:
-    """(L, N, N) bool: whether query i has heard of position j after layer l, by `every_query` in each document."""
+    """(L, N, N) bool: whether query i has heard of position j after layer l, by `reach` in each document."""
     n = borders[-1]
     found = torch.zeros(num_layers, n, n, dtype=torch.bool)
     for start, stop in pairwise(borders):
-        layers = list(every_query(pattern, stop - start, num_heads))
-        for layer in range(num_layers):
-            for query, heard in enumerate(layers[min(layer, len(layers) - 1)]):
+        for query in range(stop - start):
+            num_visible = query + 1 if pattern.is_causal else stop - start
+            heard = 1 << query
+            for layer in range(num_layers):
+                heard = heard_in_a_layer(pattern, num_visible, num_heads, heard)
                 row = [bool(heard >> key & 1) for key in range(stop - start)]
                 found[layer, start + query, start:stop] = torch.tensor(row)
     return found

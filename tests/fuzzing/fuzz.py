@@ -45,12 +45,10 @@ from tqdm import tqdm
 
 from ring_dilated_attention.training.files import MOST_BYTES, check_mine, json_object, write_whole
 
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # before torch is imported, in the processes that are started here
-sys.path += map(
-    str, Path(__file__).parents[1:3]
-)  # for what tests share, and benchmarks, which are not installed
+# before torch is imported, in the processes that are started here
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# for what tests share, and benchmarks, which are not installed
+sys.path += map(str, Path(__file__).parents[1:3])
 sys.path.append(str(Path(__file__).parents[1] / "integrations"))
 
 from distributed import START
@@ -70,17 +68,15 @@ KINDS = {
     "advice": "fuzz_advice",
     "streams": "fuzz_streams",
 }
-INTEGRATIONS = {
-    "transformers": "fuzz_transformers"
-}  # kinds of `make test-integrations`, in tests/integrations
+# kinds of `make test-integrations`, in tests/integrations
+INTEGRATIONS = {"transformers": "fuzz_transformers"}
 MODULES = KINDS | INTEGRATIONS
 SECONDS_PER_CASE = 60
 MOST_TO_NOTICE = 2000  # cases, to notice that the program is broken
 BYTES_BEYOND_TORCH = 4 * 10**9
 BAR = re.compile(r"\d[kMG]?/[\d.]+[kMG]? \[\d")  # of progress, in numbers or in bytes
-READ = re.compile(
-    r": [\d,]+ bytes$"
-)  # what a training run says of its text, before it fails at a step
+# what a training run says of its text, before it fails at a step
+READ = re.compile(r": [\d,]+ bytes$")
 
 
 class Trial(NamedTuple):
@@ -267,9 +263,8 @@ def sentence_of(output: Output) -> str | None:
         for line in output.error.splitlines()
         if line.strip() and not (BAR.search(line) or READ.search(line))
     ]
-    lines = lines[:1] + [
-        line for line in lines[1:] if not line.startswith("  ")
-    ]  # a wrapped sentence goes on indented
+    # a wrapped sentence goes on indented
+    lines = lines[:1] + [line for line in lines[1:] if not line.startswith("  ")]
     if lines and lines[0].startswith("usage: "):
         lines = [line for line in lines if ": error: " in line]
     if len(lines) != 1:

@@ -277,11 +277,8 @@ COMMANDS = {
     "suggest": (3, SUGGEST, MORE_SUGGEST),
     "doctor": (2, DOCTOR, MORE_DOCTOR),
     "check": (1, [["--ranks", "0"]], [["--timeout", "-1"]]),
-    "benchmarks": (
-        2,
-        [["--page"]],
-        [["--results", "records"], ["--results", "mine"]],
-    ),  # as python -m benchmarks
+    # as python -m benchmarks
+    "benchmarks": (2, [["--page"]], [["--results", "records"], ["--results", "mine"]]),
 }
 
 
@@ -313,11 +310,8 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
     os.chdir(folder / "here")
     arguments = draw(rng)
     before = listing(Path())
-    with (
-        quick_ends(),
-        mock.patch.object(check, "run_trials", all_passed),
-        a_quick_doctor(),
-    ):  # which take seconds
+    # which take seconds
+    with quick_ends(), mock.patch.object(check, "run_trials", all_passed), a_quick_doctor():
         output = captured(lambda: run_command(arguments))
     output = output._replace(error=output.error.replace("a\nb", "a b"))  # a name of two lines
     complaint = judge(arguments, output, before, listing(Path()))

@@ -226,9 +226,8 @@ def cut_the_start(rng: random.Random, path: Path) -> None:
 
 def append(rng: random.Random, path: Path) -> None:
     more = noise(rng, rng.choice([1, 8, 4096]))
-    path.write_bytes(
-        path.read_bytes() + (more if more.strip() else b"\0")
-    )  # white space after JSON is no damage
+    # white space after JSON is no damage
+    path.write_bytes(path.read_bytes() + (more if more.strip() else b"\0"))
 
 
 def overwrite(rng: random.Random, path: Path) -> None:

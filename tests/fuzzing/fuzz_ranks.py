@@ -140,9 +140,8 @@ class Desk(TeamDesk):
             }
             if parallel.rank == self.odd:
                 right = arguments.get(name)
-                whole = (
-                    {"query": tensors_of(call)[0][0]} if name == "cu_seqlens" else {}
-                )  # borders: of all rows
+                # borders: of all rows
+                whole = {"query": tensors_of(call)[0][0]} if name == "cu_seqlens" else {}
                 arguments[name] = HOSTILE[name][number](arguments | whole)
                 shape = getattr(arguments[name], "shape", None)
                 if isinstance(right, Tensor) and shape == right.shape and not right.numel():

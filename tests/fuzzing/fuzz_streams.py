@@ -311,9 +311,8 @@ def why_other_words(
         more = lines[len(expected) :] if lines[: len(expected)] == expected else lines
         if ends.code == UNREAD and more and arguments[0] in STEADY:
             return f"it says {more} of a reader that went away"
-        is_cut = (
-            out == "short" and len(ends.error.encode()) >= FEW_BYTES
-        )  # a progress bar may fill that file too
+        # a progress bar may fill that file too
+        is_cut = out == "short" and len(ends.error.encode()) >= FEW_BYTES
         is_refused = (
             out in ("full", "unwritable", "short")
             and ends.code == REFUSED

@@ -149,9 +149,8 @@ class Desk(fuzz_ranks.Desk):
         )
         complaint = None if is_kept else "what was frozen is trained, or the other way round"
         sharded.requires_grad_(True)
-        inputs, more, expected = self.draw_inputs(
-            rng, alone
-        )  # random numbers, which must still be those of all ranks
+        # random numbers, which must still be those of all ranks
+        inputs, more, expected = self.draw_inputs(rng, alone)
         found, _ = sharded["attention"](*inputs, **more)
         complaint = complaint or why_unequal("out", found, expected)
         complaint = complaint or self.why_wrong_gradients(
@@ -390,9 +389,8 @@ class Desk(fuzz_ranks.Desk):
         if heads_over:
             inner = [i for i, name in enumerate(names) if name.startswith("inner")]
             outer = [i for i, name in enumerate(names) if not name.startswith("inner")]
-            own_names = [
-                name for name, _ in sharded.named_parameters()
-            ]  # a rank may hold no bias of out_proj
+            # a rank may hold no bias of out_proj
+            own_names = [name for name, _ in sharded.named_parameters()]
             held = [x for name, x in zip(own_names, means, strict=True) if name.startswith("inner")]
             rest = [
                 x for name, x in zip(own_names, means, strict=True) if not name.startswith("inner")

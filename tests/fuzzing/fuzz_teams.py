@@ -89,9 +89,8 @@ def serve(rank: int, world_size: int, module: str, broken: str | None) -> None:
         while True:
             number += 1
             distributed.store.wait([f"case {number}"], timedelta(days=1))
-            faulthandler.dump_traceback_later(
-                STUCK, exit=False
-            )  # where it is, should it not come to an end
+            # where it is, should it not come to an end
+            faulthandler.dump_traceback_later(STUCK, exit=False)
             trial = desk.trial_of(random.Random(int(distributed.store.get(f"case {number}"))))
             faulthandler.cancel_dump_traceback_later()
             distributed.store.set(f"done {number} {rank}", pickle.dumps(trial))

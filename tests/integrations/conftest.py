@@ -28,9 +28,8 @@ if not {"transformers", "accelerate"} & set(MISSING):
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         is_ours = item.path.name == "test_torch_conventions.py"
-        if (
-            "tests/integrations" in item.path.as_posix() and not is_ours
-        ):  # others' warnings are theirs to mend
+        # others' warnings are theirs to mend
+        if "tests/integrations" in item.path.as_posix() and not is_ours:
             item.add_marker(pytest.mark.filterwarnings("default"))
 
 

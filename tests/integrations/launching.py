@@ -111,9 +111,8 @@ def check_complete(num_ranks):
 
 def test_one_host():
     with ExitStack() as stack:
-        assert start(stack, "one_host.sh", "doctor", RANKS="2").wait(120) in (0, 1), (
-            said()
-        )  # 1: this machine is no cluster
+        # 1: this machine is no cluster
+        assert start(stack, "one_host.sh", "doctor", RANKS="2").wait(120) in (0, 1), said()
         assert "ready" in said()
         process = start(stack, "one_host.sh", TRAIN, RANKS="2")
         kill_a_rank()

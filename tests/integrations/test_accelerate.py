@@ -16,9 +16,8 @@ from ring_dilated_attention import ContextParallel
 
 def rank_takes_steps(rank, world_size, own_loader):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
-    )  # never opened: torch.distributed is initialised
+    # never opened: torch.distributed is initialised
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     accelerator = Accelerator(cpu=True)
     parallel = ContextParallel(sharding="zigzag")
     model = make_loss(parallel)

@@ -25,9 +25,8 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_clipping": MAX_NORM,
     "zero_allow_untested_optimizer": True,
-    "zero_optimization": {
-        "stage3_param_persistence_threshold": 0
-    },  # or stage 3 would shard none of so small ones
+    # or stage 3 would shard none of so small ones
+    "zero_optimization": {"stage3_param_persistence_threshold": 0},
 }
 
 

@@ -101,9 +101,8 @@ def test_runs_in_a_minute(example, tmp_path):
     missing = [name for name in needs if find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed: make test-integrations runs it")
-    if (
-        example not in TOY and find_spec("accelerate") is None
-    ):  # as in the environment of `make test`
+    # as in the environment of `make test`
+    if example not in TOY and find_spec("accelerate") is None:
         pytest.skip("make test-integrations runs it")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     output = output_of(example, num_processes, tmp_path)

@@ -62,9 +62,8 @@ def environment(rank, world_size):
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE="2"
     )
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
-    )  # never opened: torch.distributed is initialised
+    # never opened: torch.distributed is initialised
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
 
 

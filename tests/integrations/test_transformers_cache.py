@@ -97,10 +97,8 @@ def test_bad_input():
         cache.crop(2)
     layer = type(cache.layers[0])
     update = layer.update
-    layer.update = lambda self, key, value, *more, **named: (
-        key,
-        value,
-    )  # a model that changes keys afterwards
+    # a model that changes keys afterwards
+    layer.update = lambda self, key, value, *more, **named: (key, value)
     try:
         with pytest.raises(ValueError, match="changes the keys that a BoundedCache has returned"):
             model(ids[:, :1], past_key_values=cache)

@@ -24,10 +24,8 @@ ROWS = 7  # in a slice
 # What is done to hidden states and logits beside a product with the head.
 HEADS = {
     "tied, scaled embeddings": ("Gemma", {"head_dim": 8, "num_key_value_heads": 1}),
-    "capped": (
-        "NanoChat",
-        {"final_logit_softcapping": 0.5},
-    ),  # as Gemma 2, whose attention is refused
+    # as Gemma 2, whose attention is refused
+    "capped": ("NanoChat", {"final_logit_softcapping": 0.5}),
     "scaled": ("Cohere", {"logit_scale": 0.25, "tie_word_embeddings": True}),
     "divided": ("Granite", {"logits_scaling": 3.0}),
     "bias": ("Phi", {}),
@@ -47,9 +45,8 @@ def make_head(kind):
     config = getattr(transformers, f"{name}Config")(**SIZES, **more, dilated_attention=PATTERN)
     suffix = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
     torch.manual_seed(0)
-    dtype = (
-        torch.float32 if kind == "experts" else torch.float64
-    )  # torch has no grouped products in float64
+    # torch has no grouped products in float64
+    dtype = torch.float32 if kind == "experts" else torch.float64
     model = getattr(transformers, f"{name}{suffix}")(config).to(dtype).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.15)

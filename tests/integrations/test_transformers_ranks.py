@@ -161,9 +161,8 @@ def rank_has_unequal_replicas(rank, world_size):
     replica = torch.nn.parallel.DistributedDataParallel(found)
     replica(ids, labels=ids, num_items_in_batch=total / 2).loss.backward()
     for (name, x), y in zip(expected.named_parameters(), found.parameters(), strict=True):
-        assert (y.grad - x.grad).norm() < 1e-6 * x.grad.norm(), (
-            name
-        )  # transformers computes losses in float32
+        # transformers computes losses in float32
+        assert (y.grad - x.grad).norm() < 1e-6 * x.grad.norm(), name
 
 
 def test_unequal_replicas():
@@ -407,9 +406,8 @@ def samples(count):
 def trained(rank, world_size, folder, kind=Trainer, *, samples_per_step=4, parallel=None, **more):
     """What Trainer logs, and the parameters afterwards. As many samples a step, whatever the number of processes."""
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
-    )  # never opened: torch.distributed is initialised
+    # never opened: torch.distributed is initialised
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     model = make("llama", dtype=torch.float32)
     groups = world_size
     if parallel is not None:

@@ -80,19 +80,12 @@ ROTARY = {
 
 def rank_rotates(rank, world_size):
     for name, make_model in ROTARY.items():
-        whole, shared = (
-            make_model(),
-            make_model(),
-        )  # dynamic NTK remembers the longest sequence that it saw
+        # dynamic NTK remembers the longest sequence that it saw
+        whole, shared = (make_model(), make_model())
         context = ContextParallel(sharding="zigzag")
         handle = context_parallel(shared, context)
-        for length in (
-            19,
-            9,
-            30,
-            14,
-            19,
-        ):  # longer than before, and back to the lengths of pretraining
+        # longer than before, and back to the lengths of pretraining
+        for length in (19, 9, 30, 14, 19):
             ids = tokens(2, length)
             logits = context.unshard(shared(ids).logits)
             torch.testing.assert_close(

@@ -51,9 +51,8 @@ def make(name, pattern=PATTERN, dtype=torch.float64, **more):
     torch.manual_seed(0)
     kind = AutoModelForMaskedLM if name == "bert" else AutoModelForCausalLM
     model = kind.from_config(config)
-    for (
-        parameter
-    ) in model.parameters():  # larger than transformers', so that attention is far from uniform
+    # larger than transformers', so that attention is far from uniform
+    for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.15) if parameter.dim() > 1 else None
     return model.to(dtype).eval()
 

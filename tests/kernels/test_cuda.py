@@ -152,9 +152,8 @@ def test_without_a_gradient_of_lse():
     assert torch.equal(out, plain[0])
     grads = torch.autograd.grad([out, lse], leaves, [dout, torch.zeros_like(lse)])
     for x, y in zip(grads, plain[1:], strict=True):
-        assert (
-            relative_error(x, y) <= 2 * torch.finfo(MAIN).eps
-        )  # the column for lse changes the order of sums
+        # the column for lse changes the order of sums
+        assert relative_error(x, y) <= 2 * torch.finfo(MAIN).eps
 
 
 def test_strides_make_no_difference():
@@ -218,9 +217,8 @@ def test_more_segments_than_a_grid_has_blocks():
     for name, x, y in zip(
         ("out", "dq", "dk", "dv"), both_ways(inputs, dout, pattern), expected, strict=True
     ):
-        assert relative_error(x.cpu(), y) <= 2 * allowed[name], (
-            name
-        )  # each may be off by its tolerance
+        # each may be off by its tolerance
+        assert relative_error(x.cpu(), y) <= 2 * allowed[name], name
 
 
 @needs_gpu
@@ -353,11 +351,8 @@ def test_operators_pass_the_checks_of_torch():
     for dlse in (None, torch.ones_like(lse)):
         arguments = (dout, dlse, *tensors, out, lse, begun, call)
         arguments = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
-        tests = (
-            "test_schema",
-            "test_faketensor",
-            "test_aot_dispatch_dynamic",
-        )  # it refuses derivatives
+        # it refuses derivatives
+        tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
         torch.library.opcheck(attention._backward, tuple(arguments), test_utils=tests)
 
 

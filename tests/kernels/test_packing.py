@@ -77,10 +77,8 @@ def test_rows_are_copied_where_it_pays():
     for terms in (
         {"packing": None, "distances": (2048, 2048)},
         {"packing": cpu.TRAITS.packing, "distances": (512, 512)},
-        {
-            "packing": cpu.TRAITS.packing._replace(num_bytes=8192),
-            "distances": (2048, 2048),
-        },  # 1,024 rows are few then
+        # 1,024 rows are few then
+        {"packing": cpu.TRAITS.packing._replace(num_bytes=8192), "distances": (2048, 2048)},
         {"packing": cpu.TRAITS.packing._replace(max_rows=1023), "distances": (2048, 2048)},
     ):
         assert not any(
@@ -120,10 +118,8 @@ def test_rows_of_a_cache_are_not_copied(monkeypatch):
         cpu, "forward", lambda q, *rest: dtypes.append(q.dtype) or forward(q, *rest)
     )
     out = dilated_attention(*(x[:, 8:] for x in rows), pattern, cache=cache)
-    assert dtypes == [
-        torch.float32,
-        torch.bfloat16,
-    ]  # the new rows among themselves, and the cached rows
+    # the new rows among themselves, and the cached rows
+    assert dtypes == [torch.float32, torch.bfloat16]
     whole = dilated_attention(*rows, pattern)
     torch.testing.assert_close(out, whole[:, 8:], rtol=0.02, atol=0.02)
 

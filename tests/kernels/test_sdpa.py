@@ -663,9 +663,8 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("strides", ["contiguous", "slice of packed qkv", *UNALIGNED])
 @pytest.mark.parametrize(("name", "dtype"), SERVED, ids=str)
-@pytest.mark.filterwarnings(
-    "default"
-)  # what drivers of a new machine warn of is not known beforehand
+# what drivers of a new machine warn of is not known beforehand
+@pytest.mark.filterwarnings("default")
 def test_the_ops_on_a_gpu(name, dtype, strides, case):
     """Catches what the stand-ins get wrong about the real ops: out, lse and every gradient, also of lse."""
     inputs, dout, dlse = make_inputs(case, dtype)

@@ -318,10 +318,8 @@ def test_caches_go_on():
     found = joined(model.generate([tokens[0, 22:], tokens[0, 22:25]], 20, seed=1, caches=several))
     expected = joined(model.generate([tokens[0], tokens[0, :25]], 20, seed=1))
     assert torch.equal(found, expected)
-    assert several[0].position.tolist() == [
-        49,
-        44,
-    ]  # the last token that was drawn is in no cache yet
+    # the last token that was drawn is in no cache yet
+    assert several[0].position.tolist() == [49, 44]
 
 
 def test_weights():

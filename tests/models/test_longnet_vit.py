@@ -203,9 +203,8 @@ def test_tiles_that_share_cells_are_warned_of(coords, num_cells):
     ids=["pixels", "tiles that overlap", "a slide of few tiles"],
 )
 def test_slides_that_nobody_is_warned_of(coords):
-    Slide(2048, 5, True).model()(
-        waves(1, len(coords), 5), coords[None]
-    )  # a warning would be an error
+    # a warning would be an error
+    Slide(2048, 5, True).model()(waves(1, len(coords), 5), coords[None])
 
 
 @pytest.mark.parametrize("case", [POOLED, CLASS, MISALIGNED])
@@ -255,9 +254,8 @@ def test_autocast(dtype):
     found.sin().sum().backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
     half = copy.deepcopy(model).to(dtype)
-    assert (
-        half(x, coords)[0].dtype == dtype
-    )  # features of any dtype are taken in that of the weights
+    # features of any dtype are taken in that of the weights
+    assert half(x, coords)[0].dtype == dtype
 
 
 def rank_embeds(rank, world_size, name, lengths):

@@ -26,9 +26,8 @@ PATTERNS = {
     "misaligned": blocked((8, 13, 5), (2, 4, 3)),
     "causal": blocked((8, 13), (1, 3), True),
 }
-AT_THE_END = blocked(
-    (8, 16), (1, 2)
-)  # zero rows after the last row only, so that one rank alone sees some
+# zero rows after the last row only, so that one rank alone sees some
+AT_THE_END = blocked((8, 16), (1, 2))
 needs_torchscale = pytest.mark.skipif(
     bool(checkout.why_not("TORCHSCALE_CHECKOUT")), reason="no checkout of torchscale"
 )

@@ -48,9 +48,8 @@ class Simulation:
         self.positions = [[t for span in shard for t in range(*span)] for shard in shards]
         self.ratio = num_heads // num_kv_heads
         self.computed: Triples = Counter()
-        self.home: list[Triples] = [
-            Counter() for _ in shards
-        ]  # gradient contributions that reached the key's owner
+        # gradient contributions that reached the key's owner
+        self.home: list[Triples] = [Counter() for _ in shards]
         self.owner = {t: k for k, positions in enumerate(self.positions) for t in positions}
         self.run()
 
@@ -61,9 +60,8 @@ class Simulation:
                 triples = self.triples(k, tile, None)
                 self.computed += triples
                 self.home[k] += triples
-        own = [
-            self.packed(k) for k in range(len(self.plans))
-        ]  # chunk buffers: {unit: (kv head, position)}
+        # chunk buffers: {unit: (kv head, position)}
+        own = [self.packed(k) for k in range(len(self.plans))]
         held = own
         grads: list[dict[int, Triples]] = [{} for _ in self.plans]  # ring offset -> contributions
         for s in range(max(len(plan.hops) for plan in self.plans)):
@@ -89,9 +87,8 @@ class Simulation:
                     (message,) = [
                         m for m in hop.grad_sends if m.offset <= tile.key.offset < m.offset + m.size
                     ]
-                    grads[k][message.offset] = (
-                        grads[k][message.offset] + triples
-                    )  # else on uninitialised memory
+                    # else on uninitialised memory
+                    grads[k][message.offset] = grads[k][message.offset] + triples
             sent = [hop.grad_sends if hop else () for hop in hops]
             kept = [hop.grad_receives if hop else () for hop in hops]
             arrived = self.deliver(sent, kept, lambda k, m, grads=grads: grads[k].get(m.offset))

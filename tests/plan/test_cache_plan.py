@@ -167,9 +167,8 @@ def test_going_back(call, keep, max_len):
                     buffers.before(back),
                 )
                 assert not numbers or numbers.start >= kept.start
-            own = range(
-                buffers.seen(position - 1).start, kept.stop
-            )  # what the last query saw, itself included
+            # what the last query saw, itself included
+            own = range(buffers.seen(position - 1).start, kept.stop)
             largest[key] = max(largest[key], len(kept), len(own))
             assert len(kept) <= buffers.capacity
     if max_len is not None or keep + max(pattern.segment_lengths) <= 80:

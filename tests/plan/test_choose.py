@@ -79,9 +79,8 @@ def test_small_chunks_go_at_once():
     assert SMALL_CHUNK_BYTES > 2 * 7 * 8 * 8 * 4
     assert tiny.exchange == "ring"  # seven chunks as large as the shard itself
     two = choose(DilatedPattern((24,), (1,)), 3, 24, heads=(2, 2), head_dim=8).reason
-    assert (
-        "a rank receives 2,048, no more than two chunks or its own keys and values" in two
-    )  # which are 1,024
+    # which are 1,024
+    assert "a rank receives 2,048, no more than two chunks or its own keys and values" in two
 
 
 def test_the_reason_names_what_it_rests_on():

@@ -292,9 +292,8 @@ def test_zigzag_sends_a_quarter_less_than_whole_shards_around():
     assert sum(plan.sent()[0] for plan in plans) == whole * 3 // 4
     assert max(plan.chunk_size for plan in plans) == 2 * n // p  # and no more is held
     for hops in zip(*(plan.hops for plan in plans), strict=True):
-        assert (
-            len({sum(tile.pairs for tile in hop.tiles) for hop in hops}) == 1
-        )  # nobody waits for anybody's work
+        # nobody waits for anybody's work
+        assert len({sum(tile.pairs for tile in hop.tiles) for hop in hops}) == 1
 
 
 def test_runs_are_the_hops_at_which_somebody_needs_a_piece():

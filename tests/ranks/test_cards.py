@@ -17,13 +17,8 @@ SECOND, THIRD = (torch.device("cuda", k) for k in (1, 2))
 @pytest.mark.parametrize(
     ("bound", "current", "environment", "count", "number"),
     [
-        (
-            THIRD,
-            0,
-            {"LOCAL_RANK": "1"},
-            4,
-            2,
-        ),  # init_process_group("nccl", device_id=...), and no set_device
+        # init_process_group("nccl", device_id=...), and no set_device
+        (THIRD, 0, {"LOCAL_RANK": "1"}, 4, 2),
         (THIRD, 1, {}, 4, 2),
         (None, 0, {"LOCAL_RANK": "1"}, 4, 1),  # neither
         (None, 0, {"LOCAL_RANK": "5"}, 4, 1),

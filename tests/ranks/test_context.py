@@ -200,9 +200,8 @@ def rank_closes_contexts(rank, world_size):
         gc.collect()  # what was raised holds the frames that hold a context
         dist.barrier()
         held.append((open_descriptors(), len(dist.distributed_c10d._world.pg_map)))
-    assert all(max(numbers) == numbers[0] for numbers in zip(*held, strict=True)), (
-        held
-    )  # fewer is no leak
+    # fewer is no leak
+    assert all(max(numbers) == numbers[0] for numbers in zip(*held, strict=True)), held
     assert threading.active_count() < 8
 
 
@@ -238,20 +237,17 @@ def rank_has_made_other_groups(rank, world_size):
     if rank:
         contexts = [ContextParallel(three, timeout=PATIENCE)]
         dilated_attention(*tensors(), PATTERN, parallel=contexts[0])
-    group = dist.new_group(
-        list(range(world_size)), timeout=PATIENCE
-    )  # ours have not changed torch's names
+    # ours have not changed torch's names
+    group = dist.new_group(list(range(world_size)), timeout=PATIENCE)
     dist.all_reduce(torch.ones(1), group=group)
-    if (
-        rank == 2
-    ):  # from torch 2.14 on, torch's next groups have other names on this rank than on the others
+    # from torch 2.14 on, torch's next groups have other names on this rank than on the others
+    if rank == 2:
         dist.new_group([2], use_local_synchronization=True)
     for parallel in (None, group):
         everyone = ContextParallel(parallel, timeout=PATIENCE)
         dilated_attention(*tensors(), PATTERN, parallel=everyone)
-    assert (
-        dist.distributed_c10d._process_group_name.__module__ == dist.distributed_c10d.__name__
-    )  # torch's own again
+    # torch's own again
+    assert dist.distributed_c10d._process_group_name.__module__ == dist.distributed_c10d.__name__
 
 
 def test_ranks_that_made_other_groups_before_make_a_context_together():
@@ -621,13 +617,8 @@ def rank_passes_the_whole(rank, world_size):
         for _ in range(2):
             dilated_attention(local, local, local, PATTERN, parallel=context)
         context.unshard(local + 0)
-        for length in (
-            4,
-            4,
-            2,
-            0,
-            0,
-        ):  # as long as the shards of the one before, and the same on every rank
+        # as long as the shards of the one before, and the same on every rank
+        for length in (4, 4, 2, 0, 0):
             context.shard(whole[:, :length])
         empty = whole[:, :0]
         dilated_attention(empty, empty, empty, PATTERN, parallel=context)

@@ -138,9 +138,8 @@ def test_a_counter_sees_what_is_not_planned():
         counter.restore()
 
 
-SPARSE = DilatedPattern(
-    (60,), (16,)
-)  # 4 ranks of 15 positions: most phases have a row or none on a rank
+# 4 ranks of 15 positions: most phases have a row or none on a rank
+SPARSE = DilatedPattern((60,), (16,))
 
 
 def rank_joins(rank, world_size, largest):

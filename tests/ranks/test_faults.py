@@ -36,9 +36,8 @@ MIB = 2**20
         Fault(4, 0, "kill", "backward", "hop 3, keys and values", in_flight=False),
         Fault(3, 0, "kill", "forward", "handshake"),
         Fault(2, 1, "kill", "backward", "user"),
-        Fault(
-            5, 2, "kill", "backward", "user"
-        ),  # rank 0 waits for no message of rank 2: it meets 4, 3 and 1
+        # rank 0 waits for no message of rank 2: it meets 4, 3 and 1
+        Fault(5, 2, "kill", "backward", "user"),
         Fault(
             4,
             3,
@@ -320,9 +319,8 @@ def test_ranks_meet_before_they_leave():
 
 def hang():
     """In a process of its own: ranks that never end, in a test that does not either."""
-    distributed.START.set_forkserver_preload(
-        ["pytest", "torch.distributed"]
-    )  # and nothing to compile with
+    # and nothing to compile with
+    distributed.START.set_forkserver_preload(["pytest", "torch.distributed"])
     hears, tells = Pipe(duplex=False)
     with Ranks(2, rank_never_ends, tells):
         print(hears.recv(), hears.recv(), flush=True)
@@ -367,10 +365,8 @@ AT_HOP = "forward, hop 1, keys and values: waiting for rank {} (group 'data of c
         ({1: {"time": 106.0}}, "rank 1 saw its error after 6.0 s"),
         ({1: {"obstacle": "it hurts"}}, "rank 1 could not go on: it hurts"),
         ({1: {"message": "Connection closed by peer"}}, "the error of rank 1 leads to rank None"),
-        (
-            {1: {"message": AT_HOP.format(2, 0)}},
-            "the error of rank 1 leads to rank None",
-        ),  # it names itself wrongly
+        # it names itself wrongly
+        ({1: {"message": AT_HOP.format(2, 0)}}, "the error of rank 1 leads to rank None"),
         (
             {1: {"message": AT_HOP.format(2, 1).replace("group", "")}},
             "the error of rank 1 leads to rank None",

@@ -271,9 +271,8 @@ def rank_measures(rank, world_size):
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
-    assert (
-        whole.nbytes < peak < 3 * whole.nbytes
-    )  # what is sent, what is received, and sums of own rows
+    # what is sent, what is received, and sums of own rows
+    assert whole.nbytes < peak < 3 * whole.nbytes
     parallel.close()
 
 

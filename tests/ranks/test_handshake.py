@@ -54,9 +54,8 @@ def rank_meets(rank, world_size):
     ):
         with pytest.raises(RefusedError, match=error):
             agree(5, fields, failure)
-    assert (
-        agree(5 + (rank == 1), {"call": "forward 10"}, None) == found[2][0]
-    )  # refused calls changed nothing
+    # refused calls changed nothing
+    assert agree(5 + (rank == 1), {"call": "forward 10"}, None) == found[2][0]
     return found
 
 

@@ -296,9 +296,8 @@ def rank_dies(rank, world_size, stage, exchange):
     assert time.monotonic() - start < 15
     assert "group '" in message
     assert f", rank {rank})" in message
-    assert (
-        stage in message or "backward" in message
-    )  # the last hop of a forward may be over when the rank dies
+    # the last hop of a forward may be over when the rank dies
+    assert stage in message or "backward" in message
     message = message_of(lambda: dense_call(cp), ExchangeError)
     assert "failed before" in message or "Connection" in message
 
@@ -315,9 +314,8 @@ def test_a_rank_that_dies(stage, exchange):
 def rank_cannot_copy_its_rows(rank, world_size):
     cp = ContextParallel(timeout=PATIENCE)
     x = torch.ones(1, 5, 4, 8, requires_grad=True)
-    vast = torch.ones(1).expand(
-        1, 2**45, 4, 8
-    )  # kernels need a last stride of 1, and no memory holds such a copy
+    # kernels need a last stride of 1, and no memory holds such a copy
+    vast = torch.ones(1).expand(1, 2**45, 4, 8)
     message = message_of(
         lambda: dilated_attention(*[vast if rank else x] * 3, PATTERN, parallel=cp)
     )
@@ -545,9 +543,8 @@ def rank_of_a_group(rank, world_size):
     assert (cp.world_size, cp.rank) == (2, pair.index(rank))
     assert_works(cp)
     message = message_of(lambda: call_with(cp, scale=1.0 + rank))
-    assert (
-        f"rank {pair[0]} has {1.0 + pair[0]}, rank {pair[1]} has {1.0 + pair[1]}" in message
-    )  # ranks of the job
+    # ranks of the job
+    assert f"rank {pair[0]} has {1.0 + pair[0]}, rank {pair[1]} has {1.0 + pair[1]}" in message
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "dp"))
     across = ContextParallel(mesh["cp"])  # ranks 0 and 2, 1 and 3
     everyone, twin = ContextParallel(), ContextParallel(groups[rank // 2])
@@ -561,9 +558,8 @@ def rank_of_a_group(rank, world_size):
     message = message_of(lambda: ContextParallel(DeviceMesh("cpu", torch.arange(4).view(1, 2, 2))))
     assert "3 axes" in message
     assert "mesh['cp']" in message
-    if (
-        rank != 3
-    ):  # torch's own groups of all ranks, as a mesh makes them, would hang after this since torch 2.14
+    # torch's own groups of all ranks, as a mesh makes them, would hang after this since torch 2.14
+    if rank != 3:
         trio = dist.new_group([0, 1, 2], use_local_synchronization=True)
         assert_works(ContextParallel(trio))  # rank 3 knows nothing of it
     dist.barrier()
@@ -791,9 +787,8 @@ def rank_counts_bytes(rank, world_size):
                 rank_plan.bytes_sent(sizes, backward=backward) for backward in (False, True)
             ]
             assert counts == expected, (exchange, pattern, counts, expected)
-            assert (
-                lengths is None or lengths[0] != 8 or sum(counts) == 0
-            )  # segments that lie in shards send nothing
+            # segments that lie in shards send nothing
+            assert lengths is None or lengths[0] != 8 or sum(counts) == 0
             seen += sum(counts)
             counts = []
     return seen
@@ -1061,11 +1056,8 @@ def test_operators_pass_the_checks_of_torch(dtype, strides, kv_heads):
         for dlse in (None, make(4)):
             arguments = (make(4, 8), dlse, *tensors, out, lse, begun, call)
             arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
-            tests = (
-                "test_schema",
-                "test_faketensor",
-                "test_aot_dispatch_dynamic",
-            )  # it refuses derivatives
+            # it refuses derivatives
+            tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
             torch.library.opcheck(attention._backward, tuple(arguments), test_utils=tests)
 
 
@@ -1118,10 +1110,8 @@ def rank_uses_a_context_in_four_threads(rank, world_size):
     assert all(error is None or type(error) is RefusedError for error in errors), errors
     refused = [error for error in errors if error is not None]
     assert len(refused) >= 3  # at most the owner had come to its end before
-    reasons = (
-        "belongs to the thread of its first call",
-        "the name of the calling thread",
-    )  # another may win per rank
+    # another may win per rank
+    reasons = ("belongs to the thread of its first call", "the name of the calling thread")
     assert all(any(reason in str(error) for reason in reasons) for error in refused), refused
     both = [ContextParallel(timeout=PATIENCE) for _ in range(2)]
     assert in_threads(*[lambda cp=cp: compute(cp, rank, samples) for cp in both]) == [None, None]

@@ -141,9 +141,8 @@ def rank_has_an_intruder(rank, world_size):
         time.sleep(0.1)
         return computed(*args)
 
-    def noted_agree(
-        *args,
-    ):  # had the first thread's handshake not begun, the other's refusal could overtake it
+    # had the first thread's handshake not begun, the other's refusal could overtake it
+    def noted_agree(*args):
         began.set()
         return agree(*args)
 

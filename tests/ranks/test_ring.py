@@ -177,9 +177,8 @@ def test_mesh_rows_of_one_host_stand_side_by_side():
 def contexts_have_names(rank, world_size):
     contexts = [ContextParallel(), ContextParallel()]
     if rank == 0:
-        group = dist.new_group(
-            [0], use_local_synchronization=True
-        )  # the others count one group less from here on
+        # the others count one group less from here on
+        group = dist.new_group([0], use_local_synchronization=True)
         assert ContextParallel(group).name == ""
     contexts.append(ContextParallel())
     names = [cp.name for cp in contexts]

@@ -19,13 +19,8 @@ from ring_dilated_attention.models import LongNetConfig, LongNetLM
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
 
 SHARDING = "zigzag_documents"
-HOSTILE = [
-    (1,),
-    (2, 1, 1),
-    (1, 13, 7, 2, 23),
-    (5, 1, 31),
-    (16, 17),
-]  # with 8 ranks some own nothing
+# with 8 ranks some own nothing
+HOSTILE = [(1,), (2, 1, 1), (1, 13, 7, 2, 23), (5, 1, 31), (16, 17)]
 PATTERNS = [DilatedPattern((6, 40), (1, 3), is_causal=True), DilatedPattern((40, 9), (1, 2))]
 
 
@@ -170,7 +165,7 @@ def refusals(rank, parallel):
 def test_ranks_compute_the_definition_and_refuse_alike(world_size):
     said = run(world_size, rank_computes)
     needs, unlike = "needs cu_seqlens, the same on every rank", "disagree on cu_seqlens"
-    other_lengths = "these documents, dealt one by one, give the ranks"
+    other_lengths = "zigzag_documents shards of 24 positions over"
     for messages in said:
         expected_parts = [
             needs,

@@ -498,9 +498,8 @@ def test_segments_longer_than_a_block_of_the_kernel():
 # Compiled code.
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
-)  # inductor's imports
+# inductor's imports
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_one_graph_for_all_tokens_and_nothing_of_a_buffers_size():
     """Catches a position that becomes a constant of the graph, a second graph for another token or another cache, and
     a compiler that copies the memory: of what a call allocates, nothing is as large as the smallest buffer."""
@@ -530,9 +529,8 @@ def test_one_graph_for_all_tokens_and_nothing_of_a_buffers_size():
         num_graphs, peak, smallest = graphs_and_bytes("inductor")
     assert num_graphs == 1
     assert 0 < peak < smallest / 4
-    num_graphs, peak, smallest = graphs_and_bytes(
-        "aot_eager"
-    )  # copies what an op writes to: proof that it is seen
+    # copies what an op writes to: proof that it is seen
+    num_graphs, peak, smallest = graphs_and_bytes("aot_eager")
     assert num_graphs == 1
     assert peak > smallest
 
@@ -711,9 +709,8 @@ def test_bad_input():
     unchanged(cache, lambda: cache.reset([0.5]), "reset([0.5])", "numbers of batch entries")
     unchanged(cache, lambda: cache.crop([1.0, 0.0]), "crop([1.0, 0.0])", "whole numbers")
     with torch.no_grad():
-        call(
-            [x[:, 26:28].clone().requires_grad_() for x in sequence.inputs]
-        )()  # nothing is recorded: fine
+        # nothing is recorded: fine
+        call([x[:, 26:28].clone().requires_grad_() for x in sequence.inputs])()
     assert cache.position.tolist() == [28, 28]
 
 

@@ -12,9 +12,8 @@ from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.simulate.one_rank import OtherRanks
 from ring_dilated_attention.simulate.weighing import weigh_attention
 
-VISIBLE = TRAITS["cpu"]._replace(
-    scratch=no_scratch
-)  # what a dispatch mode sees: not what one op makes and frees
+# what a dispatch mode sees: not what one op makes and frees
+VISIBLE = TRAITS["cpu"]._replace(scratch=no_scratch)
 
 
 @pytest.mark.parametrize(

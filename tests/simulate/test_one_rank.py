@@ -97,10 +97,8 @@ PATTERNS = [
     (DilatedPattern((32, 128, 256), (1, 3, 65), is_causal=True), 4),
     (DilatedPattern((32, 128, 256), (1, 3, 33)), 2),
     (DilatedPattern((100, 150), (1, 9), is_causal=True, phase="blocked"), 1),
-    (
-        DilatedPattern((32, 256), (1, 95), is_causal=True),
-        4,
-    ),  # phases of one branch begin on different ranks
+    # phases of one branch begin on different ranks
+    (DilatedPattern((32, 256), (1, 95), is_causal=True), 4),
 ]
 
 
@@ -113,9 +111,8 @@ def test_gradients_that_come_home_make_those_of_the_definition(pattern, num_kv_h
     dout = torch.randn(1, n, 4, 8, dtype=torch.float64)
     expected = reference(pattern, full, dout)
     away, home = Known(*full[1:]), ComesHome(*full[1:])
-    away.take_gradient = (
-        home.take_gradient
-    )  # what leaves in the first pass comes home in the second
+    # what leaves in the first pass comes home in the second
+    away.take_gradient = home.take_gradient
     for others in (away, home):
         for rank in range(p):
             parallel = simulate.one_rank(rank, p, others)

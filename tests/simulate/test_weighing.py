@@ -15,9 +15,8 @@ from ring_dilated_attention.plan.sizes import Sizes
 from ring_dilated_attention.simulate import weighing
 from ring_dilated_attention.simulate.weighing import weigh_attention
 
-VISIBLE = TRAITS["cpu"]._replace(
-    scratch=no_scratch
-)  # what a dispatch mode sees: not what one op makes and frees
+# what a dispatch mode sees: not what one op makes and frees
+VISIBLE = TRAITS["cpu"]._replace(scratch=no_scratch)
 
 
 def drawn(rng, num_ranks=(1, 2, 3, 4), most_len=3000):

@@ -46,13 +46,8 @@ OPTIONS = "--seq-len 48 --embed-dim 16 --num-heads 2 --segment-lengths 8 48 --di
 OPTIONS += "--held-out-bytes 96 --save-every 5 --data text.txt --run-folder run"
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
 KINDS = ("worker", "rank 0", "two", "agent", "writing", "restarting", "stop", "disk", "fsdp")
-MOMENTS = (
-    "step",
-    "step",
-    "start",
-    "step",
-    "report",
-)  # of the first strike; "stop" and other kinds are bound to steps
+# of the first strike; "stop" and other kinds are bound to steps
+MOMENTS = ("step", "step", "start", "step", "report")
 AT_ANY_MOMENT = ("worker", "rank 0", "two", "agent")
 # A torchrun whose ranks have finished waits for the torchruns of other hosts, and 300 s if one was killed just then.
 ORPHAN_SECONDS, MOST_SECONDS = 60, 400
@@ -123,9 +118,8 @@ class Job:
         self.num_ranks = 2
         self.options: list[str] = []  # of `rda train`, more than all trials have
         self.heads: list[Process] = []  # the launcher, or the agents
-        self.known: dict[
-            int, int
-        ] = {}  # all processes of ranks that were seen, and when each began
+        # all processes of ranks that were seen, and when each began
+        self.known: dict[int, int] = {}
         self.strangers: set[int] = set()  # processes that are none
         self.said_before = 0  # how many bytes had been said when a rank was first seen
         self.has_lost_head, self.steps_left = False, 0  # at the moment when it lost it
@@ -156,9 +150,8 @@ class Job:
     def ranks(self) -> list[int]:
         """The living ranks, in the order of their start."""
         heads = {head.pid for head in self.heads}
-        self.strangers.intersection_update(
-            map(int, filter(str.isdigit, os.listdir("/proc")))
-        )  # numbers come again
+        # numbers come again
+        self.strangers.intersection_update(map(int, filter(str.isdigit, os.listdir("/proc"))))
         seen = list(processes(self.strangers))
         self.strangers.update(pid for pid, parent, _ in seen if parent not in heads)
         found = sorted((began, pid) for pid, parent, began in seen if parent in heads)
@@ -251,9 +244,8 @@ def state_of(pid: int) -> str:
 
 def processes(strangers: Container[int] = ()) -> Iterable[tuple[int, int, int]]:
     """(process, parent, when it began) of those that live, but for strangers: to read of all takes 2 ms."""
-    for name in filter(
-        str.isdigit, os.listdir("/proc")
-    ):  # a glob takes half as long again, every 5 ms
+    # a glob takes half as long again, every 5 ms
+    for name in filter(str.isdigit, os.listdir("/proc")):
         if int(name) in strangers:
             continue
         try:

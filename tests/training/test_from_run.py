@@ -109,9 +109,8 @@ def test_the_end_of_a_run_says_how_to_go_on(capsys):
         if line.startswith("more steps: rda train ")
     ]
     assert main([*shlex.split(line)[3:], "--run-folder", "onward"]) == 0
-    assert (
-        record_of("onward")["steps_done"] == 5
-    )  # of 48 bytes, for 2 x 16 twice and 48 three times
+    # of 48 bytes, for 2 x 16 twice and 48 three times
+    assert record_of("onward")["steps_done"] == 5
     written = sorted(
         path.name for path in Path("onward").iterdir() if not path.name.startswith("checkpoint-")
     )

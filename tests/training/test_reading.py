@@ -111,9 +111,8 @@ def test_compressed_files_are_unpacked(suffix, kind, monkeypatch):
         b"ACGTACGG>TTT",
         f"x.fna.{suffix}: {kind}, FASTA, 2 records, 12 letters (>ACGT)",
     )
-    assert (
-        text_of("x.fa.gz", FASTA)[0] == b"ACGTACGG>TTT"
-    )  # something has unpacked it, and left the name
+    # something has unpacked it, and left the name
+    assert text_of("x.fa.gz", FASTA)[0] == b"ACGTACGG>TTT"
     packed = bytearray(compress(content))
     assert re.match(
         r"x is damaged or cut short \(.+\): fetch it again", refusal("x", bytes(packed[:-9]))
@@ -126,10 +125,8 @@ def test_compressed_files_are_unpacked(suffix, kind, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    (
-        "begins",
-        "kind",
-    ),  # the time of packing stays out: workers that began in two seconds must name one test alike
+    # the time of packing stays out: workers that began in two seconds must name one test alike
+    ("begins", "kind"),
     [
         (b"PK\x03\x04", "zip"),
         (b"\x28\xb5\x2f\xfd", "zstd"),

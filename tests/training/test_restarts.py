@@ -190,15 +190,13 @@ def test_three_starts_end_a_run_whichever_of_two_torchruns_counted_them(tmp_path
                 lambda: noted.exists() and noted.stat().st_mtime_ns != notes[-1]
             ), job.said.read_text()
             notes.append(noted.stat().st_mtime_ns)
-            assert job.wait_until(lambda: len(job.ranks()) == 2), (
-                job.said.read_text()
-            )  # a start is noted by the first
+            # a start is noted by the first
+            assert job.wait_until(lambda: len(job.ranks()) == 2), job.said.read_text()
             first, second = (
                 [pid for pid, parent, _ in processes() if parent == head.pid] for head in job.heads
             )
-            job.kill(
-                first, signal.SIGSTOP
-            )  # or it fails, and its torchrun counts that if it sees it before the rest
+            # or it fails, and its torchrun counts that if it sees it before the rest
+            job.kill(first, signal.SIGSTOP)
             job.kill(second)
             assert job.wait_until(partial(is_asked_to_end, *first), seconds=10), (
                 job.said.read_text()
@@ -388,9 +386,8 @@ def test_what_counts_is_starts_without_a_checkpoint_not_the_count_of_a_launcher(
     monkeypatch.chdir(tmp_path)
     leave_checkpoint(5)
     assert [start(number) for number in (0, 1, 7, 8)] == [True, True, True, False]
-    leave_checkpoint(
-        10
-    )  # the torchrun that had restarted least goes on: its 2 is less than 7, and no repetition
+    # the torchrun that had restarted least goes on: its 2 is less than 7, and no repetition
+    leave_checkpoint(10)
     assert [start(number) for number in (9, 2, 3, 4)] == [True, True, True, False]
 
 

@@ -62,9 +62,8 @@ def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path):
         with new_folder_made(tmp_path / "runs" / "now") as second:
             (second / "result").touch()
         assert (first.name, second.name) == ("now", "now-2")
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == [
-        "now-2"
-    ]  # what stayed empty is gone
+    # what stayed empty is gone
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["now-2"]
 
 
 def test_nothing_is_left_of_a_run_that_left_nothing(tmp_path):

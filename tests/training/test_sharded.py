@@ -140,9 +140,8 @@ def test_what_two_ranks_wrote_one_and_three_read_to_the_bit(written, tmp_path):
         assert found.keys() == expected.keys()
         assert all(numpy.array_equal(x, expected[name]) for name, x in found.items())
     torch.manual_seed(TINY.seed)
-    for name, x in LongNetLM(
-        TINY.model_config()
-    ).named_parameters():  # a seed has one beginning, however a run is cut
+    # a seed has one beginning, however a run is cut
+    for name, x in LongNetLM(TINY.model_config()).named_parameters():
         assert all(numpy.array_equal(x.detach(), initial[name]) for initial, *_ in by_three)
 
 
@@ -174,9 +173,8 @@ def test_a_run_goes_on_to_the_bit(tmp_path):
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(a, b)
     alone = train(make_run(tmp_path / "alone", fsdp=False), ContextParallel(), StopAfter(10**9))
-    assert alone["bits_per_byte"][0] == pytest.approx(
-        never["bits_per_byte"][0], abs=1e-6
-    )  # the same parameters
+    # the same parameters
+    assert alone["bits_per_byte"][0] == pytest.approx(never["bits_per_byte"][0], abs=1e-6)
     assert alone["bits_per_byte"] == pytest.approx(never["bits_per_byte"], abs=1e-3)
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 Code = Callable[..., Any]
-_libraries: dict[
-    str, torch.library.Library
-] = {}  # by op: all that is registered with it lives as long
+# by op: all that is registered with it lives as long
+_libraries: dict[str, torch.library.Library] = {}
 
 
 def define_op(

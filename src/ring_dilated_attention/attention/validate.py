@@ -50,9 +50,8 @@ def autocast(x: Any) -> Any:
     """As torch's own attention under autocast: floating types other than float64 become the autocast type."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
-    device = (
-        x.device.type
-    )  # is_autocast_available rules out "meta" too, but torch 2.11 cannot compile that function
+    # is_autocast_available rules out "meta" too, but torch 2.11 cannot compile that function
+    device = x.device.type
     if not x.is_meta and torch.is_autocast_enabled(device):
         return x.to(torch.get_autocast_dtype(device))
     return x
@@ -191,10 +190,8 @@ def check_cache(
     pairs: dict[str, tuple[object, object]] = {
         "batch": (cache.batch, query.shape[0]),
         "heads": (cache.plan.num_heads, call.num_heads),
-        "first head held": (
-            cache.plan.heads.start,
-            call.heads.start,
-        ),  # torch.compile cannot compare ranges
+        # torch.compile cannot compare ranges
+        "first head held": (cache.plan.heads.start, call.heads.start),
         "last head held": (cache.plan.heads.stop - 1, call.heads.stop - 1),
         "key/value heads": (cache.plan.num_kv_held, key.shape[2]),
         "head dim": (cache.head_dim, query.shape[3]),

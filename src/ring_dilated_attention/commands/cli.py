@@ -104,14 +104,12 @@ def run(arguments: list[str], asked: str, command: str) -> int:
             chosen_parser = subparser
     for word in arguments:
         if word.startswith("--") and word.endswith("=--"):
-            chosen_parser.error(
-                f"{word}: -- is no value"
-            )  # argparse would make an empty list of it
+            # argparse would make an empty list of it
+            chosen_parser.error(f"{word}: -- is no value")
     parsed = parser.parse_args(arguments)
     parsed.argv = arguments[1:]
-    with suppress(
-        ValueError
-    ):  # a launcher's variable is no number: commands that join refuse it later
+    # a launcher's variable is no number: commands that join refuse it later
+    with suppress(ValueError):
         warning = unjoined(joins=SUBCOMMANDS[parsed.command].joins)
         if warning:
             say(f"{command}: {warning}")

@@ -73,9 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
         from ..models.longnet import LongNetLM
         from ..models.sampling import Sampling
 
-    Sampling(
-        arguments.temperature, arguments.top_k, arguments.top_p
-    )  # refuses bad numbers before a model is read
+    # refuses bad numbers before a model is read
+    Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
     record = write(LongNetLM.from_run(arguments.run_folder), prompt, arguments)
     if arguments.json:
         print(json.dumps(record))

@@ -113,10 +113,8 @@ def machine_of(name: str) -> Machine:
         )
     try:
         content = tomllib.loads(path.read_bytes().decode())
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # ValueError: not text, not TOML, or a number with thousands of digits
+    # ValueError: not text, not TOML, or a number with thousands of digits
+    except (OSError, ValueError) as error:
         raise ValueError(f"--hardware {name} cannot be read: {error}") from error
     if not isinstance(fields := content.get("hardware"), dict):
         raise ValueError(

@@ -17,10 +17,8 @@ from ..training.rank_launcher import loopback_only
 from .terminal import held_back
 
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-TRANSPORTS = {
-    False: "gloo",
-    True: "cpu:gloo,cuda:nccl",
-}  # torch.distributed's backends, by whether ranks have GPUs
+# torch.distributed's backends, by whether ranks have GPUs
+TRANSPORTS = {False: "gloo", True: "cpu:gloo,cuda:nccl"}
 _PRELOADED = ["torch", "torch.distributed", "ring_dilated_attention.attention"]
 
 
@@ -131,9 +129,8 @@ def _rank(
     import torch
     import torch.distributed as dist
 
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C also reaches the starting process, which ends this one
+    # Ctrl-C also reaches the starting process, which ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=_end_with_the_starter, daemon=True).start()
     try:
         torch.set_num_threads(launch.num_threads)

@@ -41,9 +41,8 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
     finally:
         drop_unwritten()  # what argparse or a progress bar could not write to stderr: neither raises
         if is_process:
-            signal.signal(
-                signal.SIGINT, signal.SIG_IGN
-            )  # or Ctrl-C shows a traceback while Python shuts down
+            # or Ctrl-C shows a traceback while Python shuts down
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -104,9 +103,8 @@ def leaving_at_once(command: str) -> Iterator[None]:
 def held_back() -> Iterator[None]:
     """Delay Ctrl-C to the end of the block. Processes that are started in the block never receive it."""
     came: list[int] = []
-    before = signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGINT}
-    )  # inherited by whatever is started
+    # inherited by whatever is started
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with _handled(lambda number, frame: came.append(number)):
         try:
             yield

@@ -191,9 +191,8 @@ def prepare_checked(arguments: argparse.Namespace) -> Run:
     options = run.hyperparameters
     positions = [phase.num_positions for phase in options.schedule]
     check_ranks_fit(num_ranks, min(positions), "--seq-len" if len(positions) == 1 else "--phases")
-    if (
-        arguments.exchange == "all_to_all"
-    ):  # otherwise every rank refuses it only in its first attention
+    # otherwise every rank refuses it only in its first attention
+    if arguments.exchange == "all_to_all":
         check_dealing(options.num_kv_heads or options.num_heads, num_ranks)
     # Ranks that a launcher started may be on several machines.
     num_bytes = options.num_training_bytes()
@@ -287,9 +286,8 @@ def train(arguments: argparse.Namespace, run: Run | None) -> int:
             code = UNREAD_EXIT_CODE
         except Exception as error:  # noqa: BLE001  `failed` raises unforeseen errors again
             code = failed(error, arguments, folder)
-        if (
-            folder is not None and parallel.rank == 0 and code != FAILED_EXIT_CODE
-        ):  # no start follows
+        # no start follows
+        if folder is not None and parallel.rank == 0 and code != FAILED_EXIT_CODE:
             (folder / STARTS_FILE).unlink(missing_ok=True)
     if arguments.launched is None or code == FAILED_EXIT_CODE:
         return code
@@ -306,9 +304,8 @@ def join(arguments: argparse.Namespace) -> "ContextParallel":
         join_ranks(arguments.launched, timeout)
         return ContextParallel(exchange=arguments.exchange, timeout=timeout)
     except (ValueError, RuntimeError):
-        prepare_checked(
-            arguments
-        )  # if this rank refuses the request, its refusal is the reason to show
+        # if this rank refuses the request, its refusal is the reason to show
+        prepare_checked(arguments)
         raise
 
 

@@ -20,9 +20,8 @@ BOUND_BY_COMMUNICATION = 0.2
 SPARSER = 4
 WORTH_IT = 0.95  # advise a change only if it brings a step's time down to this share or less
 OTHERWISE = "fewer ranks, or a network that is faster or has less latency, would help"
-MOST_DEALT = (
-    2**17
-)  # documents times ranks squared: zigzag_documents makes each document a ring of all ranks
+# documents times ranks squared: zigzag_documents makes each document a ring of all ranks
+MOST_DEALT = 2**17
 
 
 class Alternative(NamedTuple):

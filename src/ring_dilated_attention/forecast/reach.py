@@ -11,9 +11,8 @@ from typing import NamedTuple
 from ..pattern import DilatedPattern
 
 LONGEST = 10**8  # positions
-MANY = (
-    2**20
-)  # positions; in a longer sequence fewer of the late queries are followed, since each takes long
+# positions; in a longer sequence fewer of the late queries are followed, since each takes long
+MANY = 2**20
 
 
 class Reach(NamedTuple):
@@ -65,7 +64,7 @@ def heard_in_a_layer(
     for branch, (length, rate) in enumerate(pattern.branches):
         length = min(length, num_positions)
         phases = phases_read(pattern, branch, num_heads)
-        rows = queries & _periodic(_bits(phases), rate, num_positions)
+        rows = queries & _rows_read(frozenset(phases), length, rate, num_positions)
         # Each query sees the rows of its phase that lie before it in its segment; if not causal, those behind it too.
         found |= _spread(rows, length, rate, num_positions, is_back=True)
         if not pattern.is_causal:
@@ -77,15 +76,21 @@ def _spread(rows: int, length: int, rate: int, num_positions: int, *, is_back: b
     """All positions of the rows' segments that lie whole multiples of `rate` before (or behind) one of the rows."""
     distance = rate
     while distance < length:
-        places = _places(
-            length, distance, num_positions
-        )  # those with room before them for `distance`
+        # those with room before them for `distance`
+        places = _places(length, distance, num_positions)
         if is_back:
             rows |= (rows & places) >> distance
         else:
             rows |= rows << distance & places
         distance *= 2
     return rows
+
+
+@lru_cache(maxsize=64)
+def _rows_read(phases: frozenset[int], length: int, rate: int, num_positions: int) -> int:
+    """The positions of these phases. A phase counts from the start of its segment, which the rate need not divide."""
+    in_segment = _periodic(_bits(phases), rate, length)
+    return _periodic(in_segment, length, num_positions)
 
 
 @lru_cache(maxsize=64)

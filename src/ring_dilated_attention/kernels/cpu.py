@@ -39,14 +39,12 @@ def short_rows_fail() -> bool:
 def forward(
     q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    assert (
-        q_BHMD.stride(-1) == k_BGLD.stride(-1) == v_BGLD.stride(-1) == 1
-    )  # else the op is silently wrong
+    # else the op is silently wrong
+    assert q_BHMD.stride(-1) == k_BGLD.stride(-1) == v_BGLD.stride(-1) == 1
     assert min(q_BHMD.numel(), k_BGLD.numel()) > 0  # else the op kills the process
     dtype = q_BHMD.dtype
-    if (
-        dtype.itemsize == 2 and short_rows_fail()
-    ):  # rows of a cache: all others were copied in float32
+    # rows of a cache: all others were copied in float32
+    if dtype.itemsize == 2 and short_rows_fail():
         q_BHMD, k_BGLD, v_BGLD = q_BHMD.float(), k_BGLD.float(), v_BGLD.float()
     out_BHMD, lse_BHM = _forward(q_BHMD, k_BGLD, v_BGLD, 0.0, is_causal, scale=scale)
     return out_BHMD.to(dtype), lse_BHM

@@ -37,10 +37,8 @@ class Op(NamedTuple):
     capabilities: dict[torch.dtype, tuple[int, int]]  # the least compute capability for each dtype
     max_head_dim: float
     backward_arguments: Callable[[Tensor, Tensor, int, bool], tuple[Any, ...]]  # after value
-    forward_arguments: tuple[Any, ...] = (
-        None,
-        True,
-    )  # between value and dropout: no bias, with lse
+    # between value and dropout: no bias, with lse
+    forward_arguments: tuple[Any, ...] = (None, True)
     refuses: Callable[[TileFacts], str | None] = lambda tile: None  # for any other reason
     max_batch: float = 65_535  # the most blocks along the second and third dimension of a CUDA grid
     takes_groups: bool = False  # fewer key/value heads than query heads
@@ -95,9 +93,8 @@ def _cudnn_refuses(tile: TileFacts) -> str | None:
     if torch.version.hip:
         return "is not part of ROCm"
     version = torch.backends.cudnn.version() or 0
-    if (
-        version < 91501
-    ):  # older ones went out of bounds where M is not a multiple of 128 (pytorch#169849)
+    # older ones went out of bounds where M is not a multiple of 128 (pytorch#169849)
+    if version < 91501:
         return f"needs cuDNN 9.15.1 (91501) or later, got {version}"
     # Torch never gives cuDNN a single key, and a single row gave NaN (cudnn-frontend#1072).
     if 1 in (tile.num_rows, tile.num_keys):
@@ -113,6 +110,7 @@ def _cudnn_refuses(tile: TileFacts) -> str | None:
 def _flash_arguments(
     out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal: bool
 ) -> tuple[Any, ...]:
+    # no documents
     return (
         out_BHMD,
         lse_BHM,
@@ -123,15 +121,14 @@ def _flash_arguments(
         0.0,
         is_causal,
         *_seeds(lse_BHM),
-    )  # no documents
+    )
 
 
 def _efficient_arguments(
     out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal: bool
 ) -> tuple[Any, ...]:
-    if (
-        not torch.version.hip
-    ):  # the op reads lse in multiples of 32 rows; in added rows exp(s - inf) = 0
+    # the op reads lse in multiples of 32 rows; in added rows exp(s - inf) = 0
+    if not torch.version.hip:
         lse_BHM = pad(lse_BHM, (0, -lse_BHM.shape[2] % 32), value=torch.inf)
     wanted = [True, True, True, False]
     return None, out_BHMD, lse_BHM, *_seeds(lse_BHM), 0.0, wanted, is_causal
@@ -145,9 +142,8 @@ def _cudnn_arguments(
 
 
 def _seeds(like: Tensor) -> list[Tensor]:
-    return [
-        like.new_empty((), dtype=torch.int64)
-    ] * 2  # dropout's: the op asks for them, and never reads them
+    # dropout's: the op asks for them, and never reads them
+    return [like.new_empty((), dtype=torch.int64)] * 2
 
 
 _SM80 = dict.fromkeys((torch.bfloat16, torch.float16), (8, 0))

@@ -33,9 +33,8 @@ def why_not(query: Tensor) -> str | None:
         return f"serves CUDA tensors, got {query.device}"
     if query.dtype not in DTYPES:
         return f"serves {', '.join(map(str, DTYPES))}, got {query.dtype}"
-    if (
-        torch.compiler.is_compiling()
-    ):  # the compiler cannot trace torch's switches; the call itself will ask again
+    # the compiler cannot trace torch's switches; the call itself will ask again
+    if torch.compiler.is_compiling():
         return None
     # The tile has a fixed length, not this rank's, so that either all ranks refuse a call or none does.
     q_BHMD = query.transpose(1, 2)
@@ -114,16 +113,14 @@ def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor,
     head_dim, (num_kv_heads, num_keys) = rows.query.shape[3], rows.key.shape[1:3]
     if rows.dlse is not None:
         width = num_columns(rows.query.dtype)
-        width += -(head_dim + width) % (
-            16 // rows.query.element_size()
-        )  # aligned, so that nothing is padded twice
+        # aligned, so that nothing is padded twice
+        width += -(head_dim + width) % (16 // rows.query.element_size())
         rows = with_dlse_columns(rows, width)
     name, q, k, v = _prepared(rows.query, rows.key, rows.value)
     dout, out = map(_aligned, (rows.dout, rows.out))
     if not OPS[name].takes_strides:
-        dout, out = (
-            x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, out)
-        )  # as (B, M, H, D)
+        # as (B, M, H, D)
+        dout, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, out))
     op = getattr(aten, f"_scaled_dot_product_{name}_attention_backward")
     arguments = OPS[name].backward_arguments(out, rows.lse.contiguous(), num_keys, is_causal)
     dq, dk, dv = (grad[..., :head_dim] for grad in op(dout, q, k, v, *arguments, scale=scale)[:3])

@@ -338,9 +338,8 @@ class MultiheadDilatedAttention(nn.Module):
         query_1TE = packed(query_BNE)
         key_1TE = query_1TE if key_BNE is query_BNE else packed(key_BNE)
         value_1TE = key_1TE if value_BNE is key_BNE else packed(value_BNE)
-        cu_seqlens = (
-            borders if len(rows_T) else None
-        )  # without a valid position there is no document
+        # without a valid position there is no document
+        cu_seqlens = borders if len(rows_T) else None
         table = None if table is None else table.of_rows(rows_T % num_positions)
         out_1TE = self._attend(self._heads(query_1TE, key_1TE, value_1TE, table), cu_seqlens)
         out_flat = out_1TE.new_zeros(batch * num_positions, out_1TE.shape[-1]).index_copy(

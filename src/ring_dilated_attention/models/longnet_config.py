@@ -41,9 +41,8 @@ class LongNetConfig:
     heads: str = "all"
 
     def __post_init__(self) -> None:
-        pattern = (
-            self.pattern
-        )  # refuses bad branches; JSON gives lists, the pattern makes tuples of them
+        # refuses bad branches; JSON gives lists, the pattern makes tuples of them
+        pattern = self.pattern
         object.__setattr__(self, "segment_lengths", pattern.segment_lengths)
         object.__setattr__(self, "dilation_rates", pattern.dilation_rates)
         defaults = {

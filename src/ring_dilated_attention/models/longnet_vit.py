@@ -149,9 +149,8 @@ class LongNetViT(CheckedLoading):
         self.global_pool = global_pool
         self.parallel = parallel
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
-        self.patch_embed = nn.ModuleDict(
-            {"proj": nn.Linear(in_chans, embed_dim)}
-        )  # under its published name
+        # under its published name
+        self.patch_embed = nn.ModuleDict({"proj": nn.Linear(in_chans, embed_dim)})
         self.encoder = LongNetEncoder(
             config, parallel=parallel, activation_checkpointing=activation_checkpointing
         )
@@ -221,9 +220,8 @@ class LongNetViT(CheckedLoading):
         tokens_BNE = torch.cat((class_token, self._embed(x, coords)), 1)
         pool = partial(self._pool, num_tiles)
         if all_layer_embed:
-            states = self.encoder(
-                tokens_BNE, collect=pool
-            )  # so that the states of only one layer exist
+            # so that the states of only one layer exist
+            states = self.encoder(tokens_BNE, collect=pool)
         else:
             states = [pool(self.encoder(tokens_BNE))]
         pooled = torch.stack(states)

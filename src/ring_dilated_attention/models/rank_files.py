@@ -18,9 +18,8 @@ def read_shards(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tenso
     found = {name: torch.empty_like(x, requires_grad=False) for name, x in like.items()}
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "torch.distributed is disabled"
-            )  # that is what no_dist asks for
+            # that is what no_dist asks for
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
             load(
                 dict(found), storage_reader=HuggingFaceStorageReader(str(checkpoint)), no_dist=True
             )

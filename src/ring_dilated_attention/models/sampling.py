@@ -51,9 +51,8 @@ class Sampling:
             raise ValueError(
                 f"seed={self.seed!r} must be an integer of 64 bits, or None to draw anew each time."
             )
-        is_single = (
-            getattr(self.stop, "ndim", 1) == 0
-        )  # a tensor or array of 0 dims is a Collection, too
+        # a tensor or array of 0 dims is a Collection, too
+        is_single = getattr(self.stop, "ndim", 1) == 0
         if (
             is_single
             or not isinstance(self.stop, Collection)
@@ -92,9 +91,8 @@ class Sampling:
             falling_BV[:, self.top_k :] = -torch.inf
         weights_BV = falling_BV.softmax(-1)
         if self.top_p is not None:
-            likelier_BV = (
-                weights_BV.cumsum(-1) - weights_BV
-            )  # the probability of all likelier tokens
+            # the probability of all likelier tokens
+            likelier_BV = weights_BV.cumsum(-1) - weights_BV
             weights_BV = weights_BV.masked_fill(likelier_BV >= float(self.top_p), 0)
         return torch.zeros_like(weights_BV).scatter(-1, order_BV, weights_BV)
 
@@ -139,9 +137,8 @@ def generate(
     has_stopped_B = torch.zeros(batch, dtype=torch.bool, device=device)
     stop = torch.tensor([int(token) for token in sampling.stop], dtype=torch.int64, device=device)
     for step in range(max_new_tokens):
-        logits_BV = model.head(hidden_BE).masked_fill(
-            has_stopped_B[:, None], 0
-        )  # any finite number would do
+        # any finite number would do
+        logits_BV = model.head(hidden_BE).masked_fill(has_stopped_B[:, None], 0)
         drawn_B = sampling.draw(logits_BV, generators)
         yield drawn_B.masked_fill(has_stopped_B, STOPPED)
         counts_B = None

@@ -56,11 +56,8 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
         ) from error
     except Exception as error:  # a damaged file raises anything
         raise ValueError(f"{path} cannot be read as weights: {first_line(error)}") from error
-    for name in (
-        "model",
-        "state_dict",
-        "module",
-    ):  # under which a trainer's checkpoint keeps the model
+    # under which a trainer's checkpoint keeps the model
+    for name in ("model", "state_dict", "module"):
         if isinstance(weights, Mapping) and isinstance(weights.get(name), Mapping):
             weights = weights[name]
     tensors = {}
@@ -198,9 +195,8 @@ def load_slide_encoder(
             f"{path} holds {len(mapped.left)} tensors that a LongNetViT has no place for: {listed}"
         )
     is_wide = any(x.dtype == torch.float64 for x in mapped.state_dict.values())
-    model.to(
-        dtype or (torch.float64 if is_wide else torch.float32)
-    )  # loading rounds to the model's dtype
+    # loading rounds to the model's dtype
+    model.to(dtype or (torch.float64 if is_wide else torch.float32))
     try:
         loaded = model.load_state_dict(mapped.state_dict, strict=strict)
     except ValueError as error:

@@ -115,9 +115,8 @@ class CachePlan:
 
         That is the latest start of any branch's open segment, or `position - keep` if this is lower.
         """
-        youngest = max(
-            (position - position % length for length in self.lengths), default=0
-        )  # 0 without buffers
+        # 0 without buffers
+        youngest = max((position - position % length for length in self.lengths), default=0)
         return max(0, min(youngest, position - self.keep))
 
     def kept_of(self, shard: Shard, position: int) -> Iterator[tuple[Buffers, range, Span]]:
@@ -132,9 +131,8 @@ class CachePlan:
                     yield buffers, numbers, span
 
 
-@lru_cache(
-    maxsize=64, typed=True
-)  # else a kept plan for 1 would serve 1.0 and True, which are refused
+# else a kept plan for 1 would serve 1.0 and True, which are refused
+@lru_cache(maxsize=64, typed=True)
 def plan_cache(
     pattern: DilatedPattern,
     num_heads: int,
@@ -168,9 +166,8 @@ def plan_cache(
             buffers = empty._replace(
                 capacity=empty.before(longest if max_len is None else min(longest, max_len))
             )
-            if (
-                group.phase < length and buffers.capacity
-            ):  # a segment has no row of a phase >= its length
+            # a segment has no row of a phase >= its length
+            if group.phase < length and buffers.capacity:
                 found.append(buffers)
                 of_phase[branch][group.phase] = (*of_phase[branch].get(group.phase, ()), buffers)
                 offset += len(group.kv_heads) * buffers.capacity

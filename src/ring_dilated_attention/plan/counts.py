@@ -28,9 +28,8 @@ class SegmentShare(NamedTuple):
     place: tuple[int, int]  # the branch, and the position at which the segment starts
     starts: tuple[int, ...]  # where the rank's pieces start in it
     pairs: int
-    rows: tuple[
-        int, ...
-    ]  # the size of each chunk that the rank may send of this segment, in units of B * D elements
+    # the size of each chunk that the rank may send of this segment, in units of B * D elements
+    rows: tuple[int, ...]
     received: (
         int  # the size of the keys and values that the rank receives from others, in the same units
     )
@@ -80,9 +79,8 @@ class Phases:
         """Rows of each piece of a segment, and the rows of others that queries in the pieces need."""
         before = [(self.rows(start), self.rows(stop)) for start, stop in pieces]
         rows = [b - a for a, b in before]
-        if (
-            len(pieces) == 1 and pieces[0][1] - pieces[0][0] >= self.rate
-        ):  # the piece has a row of every phase
+        # the piece has a row of every phase
+        if len(pieces) == 1 and pieces[0][1] - pieces[0][0] >= self.rate:
             return rows, before[0][0] if is_causal else self.rows(length) - rows[0]
         total = 0
         for num, phase in self._alike(chain((length,), *pieces)):
@@ -163,9 +161,8 @@ class Segment(NamedTuple):
     """A segment that ranks share."""
 
     sharers: int  # the number of ranks with rows of it, from rank `first` to `last`
-    largest: tuple[
-        int, ...
-    ]  # the size of the largest first chunk of all ranks; of the largest second, if any
+    # the size of the largest first chunk of all ranks; of the largest second, if any
+    largest: tuple[int, ...]
     received: int  # what they receive together
     first: int
     last: int

@@ -56,9 +56,8 @@ def held_heads(num_held: int, ratio: int, heads_held: Any, num_heads: Any) -> ra
         raise ValueError(
             f"heads_held={heads_held} are not consecutive heads of num_heads={num_heads}."
         )
-    if (
-        heads_held.stop - heads_held.start != num_held
-    ):  # torch.compile cannot take the len of a range of variables
+    # torch.compile cannot take the len of a range of variables
+    if heads_held.stop - heads_held.start != num_held:
         raise ValueError(
             f"heads_held={heads_held} are {len(heads_held)} heads, and query holds {num_held}."
         )

@@ -98,12 +98,10 @@ class Hop(NamedTuple):
     tiles: tuple[Tile, ...] = ()  # own queries times received chunks
     grad_starts: tuple[Message, ...] = ()  # where gradients of received chunks start from zero
     grad_sends: tuple[Message, ...] = ()  # gradients of received chunks
-    grad_receives: tuple[
-        Message, ...
-    ] = ()  # gradients of the chunks of the next hop, and finished ones of own chunks
-    targets: tuple[
-        Message, ...
-    ] = ()  # own chunks, each with the rank that meets it now; only `gathered` sends them
+    # gradients of the chunks of the next hop, and finished ones of own chunks
+    grad_receives: tuple[Message, ...] = ()
+    # own chunks, each with the rank that meets it now; only `gathered` sends them
+    targets: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,9 +113,8 @@ class Plan:
     num_heads: int
     num_kv_heads: int
     local: tuple[Tile, ...]
-    packs: tuple[
-        tuple[Rows, Block], ...
-    ]  # which own key/value rows go where in the buffer of own chunks
+    # which own key/value rows go where in the buffer of own chunks
+    packs: tuple[tuple[Rows, Block], ...]
     hops: tuple[Hop, ...]
     chunk_size: int  # of the buffer of own chunks
     received_size: int  # of that of received chunks

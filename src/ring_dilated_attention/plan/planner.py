@@ -57,12 +57,10 @@ class _Planner:
             for branch in range(len(job.pattern.branches))
         ]
         self.index = ShardIndex(job.shards)
-        self.rings_of = cache(
-            RingMaker(job, self.index, self.groups).rings
-        )  # all ranks of a ring ask for it
-        self.tiles_of = lru_cache(maxsize=1024)(
-            self.make_tiles
-        )  # rows lie alike in one chunk after another
+        # all ranks of a ring ask for it
+        self.rings_of = cache(RingMaker(job, self.index, self.groups).rings)
+        # rows lie alike in one chunk after another
+        self.tiles_of = lru_cache(maxsize=1024)(self.make_tiles)
 
     def covers(self) -> tuple[bool, bool]:
         """Whether first tiles write all query rows; and all key rows."""

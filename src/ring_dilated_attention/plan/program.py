@@ -84,9 +84,8 @@ class _Maker:
         self.plan, self.stage, self.terms = plan, stage, terms
         self.made: list[Step] = []
         self.started: set[str] = set()
-        self.arriving: list[
-            steps.Wait
-        ] = []  # for gradients of the current chunks, from the rank that had them before
+        # for gradients of the current chunks, from the rank that had them before
+        self.arriving: list[steps.Wait] = []
 
     def put(self, *new_steps: Step) -> None:
         self.made += new_steps
@@ -238,9 +237,8 @@ class _Maker:
         """The kernel's calls for a tile, with their batch entries. A tile whose rows are copied is split."""
         packing, calls = self.terms.packing, iter((tile,))
         if packing and self.copied(tile, keys):
-            fewest_heads = (
-                4 if self.stage == "backward" else 1
-            )  # in backward a thread takes whole heads
+            # in backward a thread takes whole heads
+            fewest_heads = 4 if self.stage == "backward" else 1
             calls = tile.split(packing.max_rows // self.terms.batch, fewest_heads)
         return ((call, entry) for call in calls for entry in self.entries(call))
 
@@ -250,9 +248,8 @@ class _Maker:
         if packing is None:
             return ()
         if self.terms.itemsize < 4:
-            if (
-                keys == CACHED_ROWS
-            ):  # a few new rows read all of a cache: to copy it would take longer than to read it
+            # a few new rows read all of a cache: to copy it would take longer than to read it
+            if keys == CACHED_ROWS:
                 return ()
             return tuple(name for name in _INPUTS[self.stage] if name != "lse")
         fewer_rows, more_rows = sorted((tile.query.num_rows, tile.key.num_rows))

@@ -114,9 +114,8 @@ def causal_hops(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
         for place, of_place in enumerate(starts)
         for i, start in enumerate(of_place)
     ]
-    waiting = sorted(
-        range(num_places), key=lambda place: starts[place][-1]
-    )  # places that do not need it yet
+    # places that do not need it yet
+    waiting = sorted(range(num_places), key=lambda place: starts[place][-1])
     needed_by: list[tuple[int, int]] = []  # ranges of neighbouring places that need it
     for start, place, i in sorted(pieces, reverse=True):
         while waiting and starts[waiting[-1]][-1] > start:

@@ -125,9 +125,8 @@ def own_pieces(
     for i in range(bisect_right(borders, span.start) - 1, bisect_left(borders, span.stop)):
         document, end = borders[i], borders[i + 1]
         start, stop = max(span.start, document), min(span.stop, end)
-        whole = (
-            document - (document - start) // length * length
-        )  # first border of a segment at or after start
+        # first border of a segment at or after start
+        whole = document - (document - start) // length * length
         if start < whole:
             yield start, min(whole, stop), 0, whole - length, min(whole, end)
         if whole >= stop:

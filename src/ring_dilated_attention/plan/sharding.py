@@ -80,12 +80,10 @@ def _divided(lengths: Sequence[int], inner: int) -> tuple[int, ...]:
 class Sharding(NamedTuple):
     """A rule by which ranks share a sequence. Both functions also take the borders of packed documents."""
 
-    lengths: Callable[
-        ["ShardSpec", int, Borders], tuple[int, ...]
-    ]  # (cut, seq_len, documents) -> every rank's positions
-    shards: Callable[
-        [Sequence[int], Borders], tuple[Shard, ...]
-    ]  # (every rank's positions, documents) -> its shard
+    # (cut, seq_len, documents) -> every rank's positions
+    lengths: Callable[["ShardSpec", int, Borders], tuple[int, ...]]
+    # (every rank's positions, documents) -> its shard
+    shards: Callable[[Sequence[int], Borders], tuple[Shard, ...]]
     takes_lengths: bool = (
         False  # whether `align` and `lengths` of a `ShardSpec` may differ from near-equal
     )

@@ -40,10 +40,8 @@ class Terms(NamedTuple):
     dealing: Dealing | None = None  # how heads are dealt before and after
     has_dlse: bool = False  # lse has a gradient (backward)
     packing: Packing | None = None
-    distances: tuple[int, int] = (
-        0,
-        0,
-    )  # bytes from one position to the next in query, and in key and value
+    # bytes from one position to the next in query, and in key and value
+    distances: tuple[int, int] = (0, 0)
     itemsize: int = 4  # bytes of an element of these
 
 
@@ -125,9 +123,8 @@ class Compute(NamedTuple):
     entry: int | None  # the batch entry, or None for all at once
     what: str  # "partial" (out and lse) or "gradients" (dq, dk and dv)
     keys: str  # the buffer that holds the keys and values, or OWN_ROWS, or CACHED_ROWS
-    copied: tuple[
-        str, ...
-    ] = ()  # the kernel reads copies of these tensors' rows, side by side in the sums' dtype
+    # the kernel reads copies of these tensors' rows, side by side in the sums' dtype
+    copied: tuple[str, ...] = ()
 
 
 class Merge(NamedTuple):

@@ -57,9 +57,8 @@ class GroupPending:
     moment: str
     handles: list[Handle] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
-    copies: list[tuple[Tensor, Tensor]] = field(
-        default_factory=list
-    )  # what is received, and where it arrives
+    # what is received, and where it arrives
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def wait(self) -> None:
         if not self.handles:
@@ -114,9 +113,8 @@ class GroupLink:
     def reorder(self, members: Sequence[int]) -> None:
         """Put the group's members, given by their global ranks, into this order."""
         self.members = list(members)
-        self.order = [
-            dist.get_group_rank(self.group, member) for member in members
-        ]  # rank in the group, by place
+        # rank in the group, by place
+        self.order = [dist.get_group_rank(self.group, member) for member in members]
         self.rank = self.order.index(dist.get_rank(self.group))
 
     def on_gloo(self, x: Tensor) -> bool:

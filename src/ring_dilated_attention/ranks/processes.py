@@ -199,9 +199,8 @@ class Processes(Ranks):
             )
 
     def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
-        self.check_all_here(
-            str(fields.get("call", "a call"))
-        )  # before the lock, which may have been taken at the fork
+        # before the lock, which may have been taken at the fork
+        self.check_all_here(str(fields.get("call", "a call")))
         with self.turn:  # another thread's refusal is sent between two handshakes of the owner
             failure = self._why_other_thread() or failure
             owner = {

@@ -43,16 +43,14 @@ class Ranks:
     def __init__(self, cut: ShardSpec) -> None:
         self.cut = cut
         self.calls = 0
-        self.lengths_cut_last: tuple[
-            int, ...
-        ] = ()  # of the shards of the sequence that was cut last
+        # of the shards of the sequence that was cut last
+        self.lengths_cut_last: tuple[int, ...] = ()
         self.warned: set[str] = set()  # what `warn_once` has warned of
         self.num_modules = 0  # made with this context
         self.caller: int | None = None  # the number of the module that calls now
         self.is_closed = False
-        self.turn = (
-            RLock()
-        )  # held by the one thread that agrees with other ranks, or exchanges records
+        # held by the one thread that agrees with other ranks, or exchanges records
+        self.turn = RLock()
         # Compiled calls add to it, so that the compiler drops none of them.
         self.compiled_calls = torch.zeros((), dtype=torch.int64, device="cpu")
 
@@ -274,9 +272,8 @@ class Ranks:
 
 
 ALONE = Ranks(ShardSpec("contiguous", 1))
-_cut_last: list[
-    "weakref.ref[Ranks]"
-] = []  # the ranks of this process that cut a sequence last; empty, or one
+# the ranks of this process that cut a sequence last; empty, or one
+_cut_last: list["weakref.ref[Ranks]"] = []
 
 
 def warn_of_forgotten_parallel(num_rows: int) -> None:

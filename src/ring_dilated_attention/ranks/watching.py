@@ -30,9 +30,8 @@ _threads: "weakref.WeakSet[Thread]" = weakref.WeakSet()
 
 
 def start_thread(function: Callable[..., None], *args: object) -> Thread:
-    thread = Thread(
-        target=_run, args=(function, *args), daemon=True, name="rda"
-    )  # no "Thread-N": ranks compare names
+    # no "Thread-N": ranks compare names
+    thread = Thread(target=_run, args=(function, *args), daemon=True, name="rda")
     thread.start()
     _threads.add(thread)
     return thread

@@ -77,9 +77,8 @@ class DilatedCache:
         self.memory = torch.empty(
             2, batch, self.num_rows, head_dim, dtype=self.dtype, device=self.device
         )
-        self.progress = torch.zeros(
-            2, batch, dtype=torch.int64, device=self.device
-        )  # positions; lowest to go back to
+        # positions; lowest to go back to
+        self.progress = torch.zeros(2, batch, dtype=torch.int64, device=self.device)
 
     @classmethod
     def gather(
@@ -128,9 +127,8 @@ class DilatedCache:
                 )
             batch, length, num_held, _ = key.shape
             num_query = len(heads_held) if isinstance(heads_held, range) else num_heads
-            num_kv_heads = (
-                num_held * num_heads // num_query if num_query else num_held
-            )  # no heads: refused below
+            # no heads: refused below
+            num_kv_heads = num_held * num_heads // num_query if num_query else num_held
             plan = _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
             cache = cls._of(plan, batch, key) if gets_one else None
             fields = {
@@ -203,11 +201,8 @@ class DilatedCache:
         """
         try:
             counts = torch.as_tensor(count).flatten().tolist()
-        except (
-            TypeError,
-            ValueError,
-            RuntimeError,
-        ):  # not a number, or a number that does not fit into 64 bits
+        # not a number, or a number that does not fit into 64 bits
+        except (TypeError, ValueError, RuntimeError):
             counts = [count]
         if not all(is_integer(number) for number in counts):
             raise ValueError(f"crop({counts}): positions are taken back in whole numbers.")
@@ -267,9 +262,8 @@ class DilatedCache:
         source = plan_cache(
             own.pattern, own.num_heads, own.num_kv_heads, None, state.get("keep"), own.held
         )
-        places = (
-            progress.T.tolist()
-        )  # of each saved sequence: its positions, and the lowest that `crop` may go back to
+        # of each saved sequence: its positions, and the lowest that `crop` may go back to
+        places = progress.T.tolist()
         for b, (position, floor) in enumerate(places):
             if limit is not None and position > limit:
                 text = f"the state has {position} positions, and the cache holds max_len={limit}"

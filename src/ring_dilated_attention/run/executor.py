@@ -84,9 +84,8 @@ class _Executor:
         self.dtype, self.device = query.dtype, query.device
         self.sum_dtype = accumulator_dtype(query.dtype)
         self.results: dict[str, Tensor] = {}  # of the current tile
-        self.posted: dict[
-            str, tuple[Pending, Pending]
-        ] = {}  # by ticket: what is sent, what is received
+        # by ticket: what is sent, what is received
+        self.posted: dict[str, tuple[Pending, Pending]] = {}
 
     def carry_out(self) -> dict[str, Tensor]:
         """Run all steps, and return `alive`."""
@@ -279,9 +278,8 @@ class _Executor:
             self.sum_dtype if step.name == "lse" else self.dtype
         )
 
-    do: ClassVar[
-        dict[type, Callable[["_Executor", Any], None]]
-    ] = {}  # a step is done by the method of its name
+    # a step is done by the method of its name
+    do: ClassVar[dict[type, Callable[["_Executor", Any], None]]] = {}
 
 
 _Executor.do |= {kind: getattr(_Executor, kind.__name__.lower()) for kind in get_args(steps.Step)}

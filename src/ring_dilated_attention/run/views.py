@@ -26,9 +26,8 @@ def rows_view(x_BNHD: Tensor, rows: Rows) -> Tensor:
     """
     (heads, first, shift, step, num_rows, segments, segment_step), batch = rows, x_BNHD.shape[0]
     entry, position, head, *_ = x_BNHD.stride()
-    if (
-        segments > 1 or batch == 1
-    ):  # torch may give a dim of size 1 any stride, and kernels compare strides
+    # torch may give a dim of size 1 any stride, and kernels compare strides
+    if segments > 1 or batch == 1:
         assert batch == 1 or entry == segments * segment_step * position, (
             "batch and segments are two strides"
         )

@@ -93,9 +93,8 @@ def _write(
     writer = HuggingFaceStorageWriter(str(unfinished), save_distributed=True)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "torch.distributed is disabled"
-            )  # that is what no_dist asks for
+            # that is what no_dist asks for
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
             save(tensors, storage_writer=writer, no_dist=rank is None)
     except CheckpointException as error:
         failure, _ = next(iter(error.failures.values()))

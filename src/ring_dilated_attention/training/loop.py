@@ -146,9 +146,8 @@ def take_step(
     phase = options.phase_of(step)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = group["peak"] * share_of_peak(options, step)
-    number = step + sum(
-        origin["step"] for origin in state["from"]
-    )  # so that windows are not those of the earlier runs
+    # so that windows are not those of the earlier runs
+    number = step + sum(origin["step"] for origin in state["from"])
     windows = run.document.train_windows(options.seed, number, phase.length, phase.batch_size)
     borders = torch.arange(0, phase.num_positions + 1, phase.length, dtype=torch.int32)
     loss = loss_of(shard(windows, parallel), borders)

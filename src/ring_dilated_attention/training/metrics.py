@@ -21,9 +21,8 @@ class Step(NamedTuple):
     held_out_bits_per_byte: float | None  # every --eval-every steps
     seconds: float
     tokens_per_second: float
-    waited_seconds: list[
-        float
-    ]  # for messages of the attention and its handshakes, not for DDP's sum of gradients
+    # for messages of the attention and its handshakes, not for DDP's sum of gradients
+    waited_seconds: list[float]
     resident_bytes: list[int]
 
     def __str__(self) -> str:
@@ -44,18 +43,18 @@ class Metrics(AbstractContextManager["Metrics"]):
         path, is_ours = folder / METRICS_FILE, partial(is_of, run=run)
         check_mine(path, is_ours, "this run")
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        # whole ones
         kept = [
             f"{line}\n" for line in lines if json_object(line).get("step") in range(1, step + 1)
-        ]  # whole ones
+        ]
         write_whole(path, "".join(kept).encode(), is_ours, "this run")
         self.file, self.has_steps = path.open("a"), bool(kept)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self.file is None:
             return
-        with (
-            suppress(OSError) if error is not None else nullcontext()
-        ):  # `error` already reports a full disk
+        # `error` already reports a full disk
+        with suppress(OSError) if error is not None else nullcontext():
             self.file.close()
         # A run that is refused (the disk is full, say) leaves no file. A run that fails leaves its metrics.
         is_refused = isinstance(error, (ValueError, OSError)) or not self.has_steps

@@ -12,10 +12,8 @@ from ..models.longnet_config import LongNetConfig
 MOST_LAYERS = 10_000  # each layer is a module, which takes time and memory
 LONGEST = 2**40  # the longest segment, and the largest dilation rate
 LARGEST = 2**63 - 1  # the largest integer of 64 bits, also of a tensor's stride
-LARGEST_FLOAT, SMALLEST_FLOAT = (
-    1e30,
-    1e-30,
-)  # AdamW stays within float32: its first step divides by 1 - 0.9
+# AdamW stays within float32: its first step divides by 1 - 0.9
+LARGEST_FLOAT, SMALLEST_FLOAT = (1e30, 1e-30)
 # Short sequences teach most in the same time. They take half of the time of a run of the default length and steps.
 DEFAULT_STEPS, DEFAULT_PHASES = 18, ("512:2:1500", "1024:2:400", "4096:2:120")
 FILES = ("data", "held_out")
@@ -160,9 +158,8 @@ class Hyperparameters:
         kv_width = self.embed_dim // self.num_heads * num_kv_heads
         block_matrices = self.embed_dim * (2 * self.embed_dim + 2 * kv_width + 8 * self.embed_dim)
         num_parameters = self.num_layers * block_matrices + 2 * 256 * self.embed_dim
-        with_one_moment = (
-            self.num_layers * block_matrices if self.optimizer == "muon" else 0
-        )  # others have two
+        # others have two
+        with_one_moment = self.num_layers * block_matrices if self.optimizer == "muon" else 0
         return 4 * (4 * num_parameters - with_one_moment)
 
     def to_dict(self) -> dict[str, Any]:

@@ -126,9 +126,8 @@ def launch(words: Sequence[str], num_ranks: int, num_restarts: int, seconds_to_s
 
     logging.disable(logging.WARNING)  # torch's lines about each signal that it passes on
     os.environ.setdefault("OMP_NUM_THREADS", str(share_of_cores(num_ranks)))
-    os.environ.setdefault(
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(seconds_to_save)
-    )  # 30 before torch 2.12
+    # 30 before torch 2.12
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(seconds_to_save))
     # Without the second variable the launcher opens a second store, on every interface.
     os.environ |= {
         **loopback_only(),
@@ -137,9 +136,8 @@ def launch(words: Sequence[str], num_ranks: int, num_restarts: int, seconds_to_s
     }
     with tempfile.TemporaryDirectory(prefix="rda-train-") as folder:
         with named_in_errors(Path(folder)):
-            Path(folder, "room").write_bytes(
-                bytes(STORE_BYTES)
-            )  # on a full disk torch's store waits for ever
+            # on a full disk torch's store waits for ever
+            Path(folder, "room").write_bytes(bytes(STORE_BYTES))
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

@@ -30,12 +30,8 @@ RECORD_FILE, PICTURE_FILE = "record.json", "loss.png"
 README_FILE, README_TITLE = "README.txt", "Run {} of rda train"
 SAMPLE_FILE, SAMPLE_TITLE = "sample.txt", "Text that the model of run {} wrote"
 
-ALIKE = (
-    "save_every",
-    "eval_every",
-    "activation_checkpointing",
-    "fsdp",
-)  # choices that all ranks make alike
+# choices that all ranks make alike
+ALIKE = ("save_every", "eval_every", "activation_checkpointing", "fsdp")
 # What every state of a run has.
 _STATE = {
     "run",
@@ -192,9 +188,8 @@ def files_of(run: str) -> dict[str, Callable[[BinaryIO], bool]]:
 def _new_folder(folder: Path | None) -> Path:
     if folder is None:
         return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    if any(
-        "\ud800" <= letter <= "\udfff" for letter in str(folder)
-    ):  # surrogates: bytes that are not UTF-8
+    # surrogates: bytes that are not UTF-8
+    if any("\ud800" <= letter <= "\udfff" for letter in str(folder)):
         raise ValueError(
             f"--run-folder {str(folder)!r} is not UTF-8, and safetensors opens no such file: rename it"
         )

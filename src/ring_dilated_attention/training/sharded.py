@@ -30,12 +30,9 @@ def sharded_model(
     for block in model.each_block():
         model.reset_block(block.to_empty(device="cpu"))
         fully_shard(block, mesh=mesh)
-    fully_shard(
-        model, mesh=mesh, reshard_after_forward=True
-    )  # or its parameters are whole after `token_losses`
-    for method in (
-        "loss",
-        "token_losses",
-    ):  # they gather the parameters of the ends, as `forward` does
+    # or its parameters are whole after `token_losses`
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    # they gather the parameters of the ends, as `forward` does
+    for method in ("loss", "token_losses"):
         register_fsdp_forward_method(model, method)
     return model

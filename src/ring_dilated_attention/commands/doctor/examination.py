@@ -90,9 +90,8 @@ def gpu(device: str) -> dict[str, Any] | None:
 def gpu_versions() -> dict[str, str]:
     """The versions of torch's CUDA and NCCL, and of the driver's kernel module; "none" where there is none."""
     versions = {"CUDA": torch.version.cuda or "none", "NCCL": "none", "GPU driver": "none"}
-    with suppress(
-        AttributeError, ImportError, RuntimeError
-    ):  # raised if torch is built without NCCL
+    # raised if torch is built without NCCL
+    with suppress(AttributeError, ImportError, RuntimeError):
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     with suppress(OSError, UnicodeDecodeError, IndexError):
         first = NVIDIA_DRIVER.read_text().splitlines()[0]
@@ -129,9 +128,8 @@ def rates(parallel: ContextParallel, device: str, dtype: torch.dtype) -> dict[st
     small = _times(parallel, device, dtype, FEW_ROWS, one_tile)
     several = _times(parallel, device, dtype, FEW_ROWS, nine_tiles)
     tile = max(0.0, (several[0] - small[0]) / MORE, (several[1] - small[1]) / MORE)
-    flops = (
-        2 * HEAD_DIM * HEADS * many**2
-    )  # of one product of matrices; a forward has 2 and a backward 5
+    # of one product of matrices; a forward has 2 and a backward 5
+    flops = 2 * HEAD_DIM * HEADS * many**2
     return {
         "flops_per_second": 2 * flops / max(large[0] - small[0], large[0] / 2),
         "backward_flops_per_second": 5 * flops / max(large[1] - small[1], large[1] / 2),

@@ -92,9 +92,8 @@ def embed_here(
         model.to(device)
     except (RuntimeError, AssertionError) as error:  # torch's
         return f"--device {device} cannot be used: {first_line(error)}"
-    model.tile_size = (
-        options.tile_size or 256.0
-    )  # set afterwards: it serves coordinates, and segments stay as they are
+    # set afterwards: it serves coordinates, and segments stay as they are
+    model.tile_size = options.tile_size or 256.0
     for name, path in slides:
         try:
             result = _embed(model, options, name, path, device)
@@ -123,9 +122,8 @@ def _embed(model: LongNetViT, options: Namespace, name: str, path: Path, device:
     dtype = getattr(torch, options.dtype)
     autocast = torch.autocast(torch.device(device).type, dtype, enabled=dtype.itemsize == 2)
     with torch.no_grad(), autocast, warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", ".* tiles lie in"
-        )  # `crowding` says it, of the whole slide
+        # `crowding` says it, of the whole slide
+        warnings.filterwarnings("ignore", ".* tiles lie in")
         states = model(
             slide.features[None].to(device),
             slide.coords[None, slide.rows],

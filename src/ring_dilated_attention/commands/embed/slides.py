@@ -14,10 +14,8 @@ from ...models.weights import first_line, load_tensors
 from .folder import check_regular
 
 SUFFIXES = (".h5", ".hdf5", ".npz", ".pt", ".pth")
-FEATURES, COORDS = (
-    ("features", "tile_embeds", "feats"),
-    ("coords", "coordinates"),
-)  # the first choice first
+# the first choice first
+FEATURES, COORDS = (("features", "tile_embeds", "feats"), ("coords", "coordinates"))
 TILE_SIZE = "patch_size_level0"  # TRIDENT's name for the distance from one tile to the next, in coordinates' units
 
 
@@ -53,9 +51,8 @@ def read_slide(path: Path, keys: Sequence[str] | None, rows_of: Callable[[int], 
         return _slide(loaded, loaded, keys, rows_of)
     except ValueError:
         raise
-    except (
-        Exception
-    ) as error:  # a damaged file raises anything, and HDF5 only once its features are read
+    # a damaged file raises anything, and HDF5 only once its features are read
+    except Exception as error:
         raise ValueError(f"cannot be read: {first_line(error)}") from error
 
 
@@ -93,9 +90,8 @@ def _tensor(array: Any, rows: slice) -> Tensor:
     values = array[0, rows] if len(array.shape) == 3 else array[rows]
     if not isinstance(values, Tensor):
         values = torch.as_tensor(values.astype(values.dtype.newbyteorder("="), copy=False))
-    return (
-        values.clone() if len(values) < array.shape[-2] else values
-    )  # a view would keep all rows in memory
+    # a view would keep all rows in memory
+    return values.clone() if len(values) < array.shape[-2] else values
 
 
 def check_tile_size(slide: Slide, asked: float | None) -> None:

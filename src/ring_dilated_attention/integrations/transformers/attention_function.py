@@ -292,9 +292,8 @@ def make_mask(
             f"{q_length} queries and {kv_length} keys that see each other both ways: dilated attention is "
             "self-attention; cross-attention and encoders with a cache are not supported."
         )
-    pattern = pattern_of(
-        config, is_causal=True
-    )  # refuses a model without a pattern, also where no mask is needed
+    # refuses a model without a pattern, also where no mask is needed
+    pattern = pattern_of(config, is_causal=True)
     if is_bounded:
         if attention_mask is None:
             return torch.ones(batch_size, q_length, dtype=torch.uint8, device=device)

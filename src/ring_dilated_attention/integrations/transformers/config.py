@@ -41,9 +41,8 @@ class PatternField:
             )
         config.__dict__[FIELD] = to_fields(value)
         config.__dict__["attn_implementation"] = NAME  # what is saved
-        config._attn_implementation = {
-            "": NAME
-        }  # what is computed, under this config and not its sub-configs
+        # what is computed, under this config and not its sub-configs
+        config._attn_implementation = {"": NAME}
 
 
 def pattern_of(config: Any, *, is_causal: bool) -> DilatedPattern:
@@ -83,7 +82,6 @@ def to_fields(value: Any) -> dict[str, Any]:
         name: getattr(value, name) for name in RULES
     }
     for is_causal in (False, True):
-        pattern_of(
-            SimpleNamespace(**{FIELD: fields}), is_causal=is_causal
-        )  # made before anything is compiled
+        # made before anything is compiled
+        pattern_of(SimpleNamespace(**{FIELD: fields}), is_causal=is_causal)
     return fields

@@ -171,9 +171,8 @@ class ShardedForward:
             )
         self.largest_position = whole["position_ids"].max()
         shard: dict[str, Any] = self.parallel.shard_batch(whole)
-        self.hooks[
-            0
-        ].remove()  # registered anew, to run after those of FSDP2 and ZeRO 3, which watch hidden states
+        # registered anew, to run after those of FSDP2 and ZeRO 3, which watch hidden states
+        self.hooks[0].remove()
         self.hooks[0] = model.get_submodule(self.decoder).register_forward_hook(self.sum_loss)
         self.labels = shard.pop("labels", None)
         borders = shard.pop("cu_seqlens", None)
@@ -459,10 +458,8 @@ class SameSample:
 
     def _same(self, loader: Any) -> Any:
         """Make a loader give samples to groups of ranks, not to processes. Groups are ordered by their lowest ranks."""
-        from accelerate.data_loader import (
-            BatchSamplerShard,
-            IterableDatasetShard,
-        )  # which Trainer alone needs
+        # which Trainer alone needs
+        from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 
         parallel = self._sharded().parallel
         if parallel.world_size == 1:

@@ -61,10 +61,8 @@ def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
     asked = getattr(config, "_attn_implementation", None)
     if asked == NAME:
         check_model(type(module), module.config)
-    elif getattr(config, FIELD, None) is not None and asked in (
-        "sdpa",
-        "eager",
-    ):  # the outer model set it
+    # the outer model set it
+    elif getattr(config, FIELD, None) is not None and asked in ("sdpa", "eager"):
         raise ValueError(
             f"{type(module).__name__} would have attn_implementation={asked!r}, and its config has a pattern. Pass "
             f"attn_implementation={NAME!r} (for a part {{'text_config': {NAME!r}}}), or set config.{FIELD} = None."
@@ -181,9 +179,8 @@ def _check_copy(name: str, model: Any) -> bool:
     whole, modules = _trace(model, WHOLE), dict(model.named_modules())
     callers = {at: module for at, module in modules.items() if hasattr(module, SEEN)}
     other = _past_ours(model, callers)
-    if (
-        other is None
-    ):  # find an attention module apart from ours: it calls none of them, and neither contains the other
+    # find an attention module apart from ours: it calls none of them, and neither contains the other
+    if other is None:
         inside = tuple(f"{caller}." for caller in callers)
         named = [
             f"{at}." for at in whole if at and "attention" in type(modules[at]).__name__.lower()
@@ -302,9 +299,8 @@ def tiny_copy(kind: type, config: Any) -> Any:
     if size > MOST:
         raise ValueError(f"it cannot be made small, and would have {size:,} parameters")
     model = kind(config).float().eval()
-    model._apply(
-        lambda x: torch.empty_like(x, device="cpu") if x.is_meta else x
-    )  # accelerate's init_empty_weights
+    # accelerate's init_empty_weights
+    model._apply(lambda x: torch.empty_like(x, device="cpu") if x.is_meta else x)
     torch.default_generator.manual_seed(0)  # not those of GPUs, which `fork_rng` does not keep
     for parameter in model.parameters():  # from_pretrained leaves them uninitialised
         parameter.normal_(
@@ -325,9 +321,8 @@ def inputs_of_copy(model: Any, changed: int | None) -> dict[str, Tensor]:
         special = {value for field, value in vars(config).items() if field.endswith("_token_id")}
         ids = ([x for x in range(config.vocab_size) if x not in special] * ROWS)[-ROWS:]
         if changed is not None:
-            ids[changed] = ids[
-                changed ^ 1
-            ]  # a neighbour's, which is another token in the smallest vocabulary
+            # a neighbour's, which is another token in the smallest vocabulary
+            ids[changed] = ids[changed ^ 1]
         return {name: torch.tensor([ids])}
     side = getattr(config, "image_size", 32)
     sides = side if isinstance(side, (list, tuple)) else (side, side)

@@ -23,9 +23,8 @@ from .config import REPLAYED
 from .probe import FAILURES, ROWS, UnfitError, first_tensor, for_copies, inputs_of_copy, tiny_copy
 
 NUM_RANKS = 2
-SHORT = (
-    ROWS * 3 // 4
-)  # the lengths in a copy's rope parameters: a half is shorter, and the whole is longer
+# the lengths in a copy's rope parameters: a half is shorter, and the whole is longer
+SHORT = ROWS * 3 // 4
 _fit: set[tuple[type, str, bool]] = set()
 
 

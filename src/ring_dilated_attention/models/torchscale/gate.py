@@ -76,9 +76,10 @@ def zero_rows(
         if not pattern.is_causal:  # causal patterns hide the zero rows
             counts_NH = _num_zero_keys(call_pattern, num_heads, documents)
             if counts_NH is not None:
+                # as lse
                 logs_NH = counts_NH.log().to(
                     like.device, torch.promote_types(like.dtype, torch.float32)
-                )  # as lse
+                )
         return BranchCall(call_pattern, logs_NH, misplaced)
 
     aligned, calls = [], []
@@ -238,9 +239,8 @@ def _sums(value_BNGD: Tensor, num_heads: int, misplaced: Misplaced) -> Tensor:
     sums_BZHD = value_BNGD.new_zeros(
         batch, misplaced.num_zero_queries, num_heads, head_dim, dtype=wide
     )
-    sums_BZHD = sums_BZHD + value_BNGD[:, :0].sum(
-        dtype=wide
-    )  # a rank without such rows takes part in backward too
+    # a rank without such rows takes part in backward too
+    sums_BZHD = sums_BZHD + value_BNGD[:, :0].sum(dtype=wide)
     for number, query, span in misplaced.local_queries:
         kv_heads = [head * num_kv_heads // num_heads for head in query.heads]
         rows_BMHD = value_BNGD[:, span.rows(query.rows)][:, :, kv_heads]

@@ -88,9 +88,8 @@ class Layer(nn.Module):
         self.self_attn = SelfAttention(config, parallel)
         self.self_attn_layer_norm = nn.LayerNorm(config.embed_dim)
         self.ffn = TorchscaleFeedForward(config)
-        self.final_layer_norm = nn.LayerNorm(
-            config.embed_dim
-        )  # torchscale's name: it is before the feed-forward
+        # torchscale's name: it is before the feed-forward
+        self.final_layer_norm = nn.LayerNorm(config.embed_dim)
         initial_scale = math.sqrt(math.log(2 * config.num_layers))  # MAGNETO's
         with torch.no_grad():
             for linear in (

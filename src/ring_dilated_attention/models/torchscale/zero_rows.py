@@ -72,9 +72,8 @@ def zero_keys(branch: Branch, num_heads: int, length: int, positions: range) -> 
         stop = min(start + num_rows, positions.stop)
         for s, heads in enumerate(heads_of_phases(num_heads, r)[:num_rows]):
             num_zeros = num_seen - -(-(num_rows - s) // r)
-            num_before = max(
-                0, -(-(positions.start - start - s) // r)
-            )  # queries before these positions
+            # queries before these positions
+            num_before = max(0, -(-(positions.start - start - s) // r))
             queries = range(start + s + num_before * r, stop, r)
             if num_zeros and heads and queries:
                 yield ZeroKeys(queries, heads, num_zeros)
@@ -84,9 +83,8 @@ def zero_queries(branch: Branch, num_heads: int, length: int) -> Iterator[ZeroQu
     """The zero queries of a misaligned branch, in order. There are none if m = 1: those places stay empty."""
     w, r = branch
     num_seen = -(-w // r)
-    if (
-        not is_misaligned(branch, length) or num_seen == 1
-    ):  # lse = log 1 = 0, which torchscale takes for "no key"
+    # lse = log 1 = 0, which torchscale takes for "no key"
+    if not is_misaligned(branch, length) or num_seen == 1:
         return
     heads_of_phase = heads_of_phases(num_heads, r)
     for segment, start in enumerate(range(0, length, num_seen * r)):
