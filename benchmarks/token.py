@@ -39,9 +39,8 @@ class Settings(NamedTuple):
     num_residues: int = 32
     repeats: int = 7
     flushed_bytes: int = 2**30  # more than the caches of the CPU hold
-    flushed_share: int = (
-        4  # so many times fewer places and repeats where they are emptied, which takes long
-    )
+    # so many times fewer places and repeats where they are emptied, which takes long
+    flushed_share: int = 4
 
 
 FULL = Settings()

@@ -23,9 +23,8 @@ class Settings(NamedTuple):
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)  # the last is timed
     seq_len: int = 251  # of what is compared with the definition: a prime
     head_dim: int = 64
-    least_heads: int = (
-        12  # of timed calls. They have a few more, if need be: heads divide among the ranks
-    )
+    # of timed calls. They have a few more, if need be: heads divide among the ranks
+    least_heads: int = 12
     length: int = 16_384  # of each rank in timed calls
     message_bytes: int = 2**28
     fault_rows: int = 8192  # of each rank; with 16 heads of 64 in float32 a chunk has 64 MiB

@@ -28,9 +28,8 @@ from ring_dilated_attention.models import LongNetViT, load_slide_encoder
 
 def expected(weights, name, layer, tile_size=256, **options):
     model, _ = load_slide_encoder(weights, num_heads=16, **options)
-    model.tile_size = (
-        tile_size  # set afterwards: it serves coordinates, and segments stay as they are
-    )
+    # set afterwards: it serves coordinates, and segments stay as they are
+    model.tile_size = tile_size
     features, coords = tiles(LENGTHS[name], list(LENGTHS).index(name))
     with torch.no_grad():
         return torch.stack(model(features[None], coords[None], layer != "encoder"))[:, 0]

@@ -12,7 +12,7 @@ from ring_dilated_attention.forecast.call_cost import Exchange, PlannedCall, for
 from ring_dilated_attention.forecast.clock import Hardware
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.sizes import Sizes
+from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.reference import multiplicity
 
 PLAN = [

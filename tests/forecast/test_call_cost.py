@@ -11,7 +11,7 @@ from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.sharding import default_lengths, make_shards
-from ring_dilated_attention.plan.sizes import Sizes
+from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.simulate.weighing import weigh_attention
 
 

@@ -20,7 +20,7 @@ from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.plan import gathered
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import WITHOUT_DOCUMENTS, default_lengths, make_shards
-from ring_dilated_attention.plan.sizes import Sizes
+from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.run import executor
 from ring_dilated_attention.run.executor import ExecutorOptions
 

@@ -6,7 +6,7 @@ from ring_dilated_attention.forecast.call_cost import Exchange, PlannedCall, for
 from ring_dilated_attention.forecast.clock import Hardware
 from ring_dilated_attention.forecast.exchanges import OTHERWISE, advice, alternatives, best_of
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.sizes import Sizes
+from ring_dilated_attention.plan.step import Sizes
 
 DENSE = PlannedCall(DilatedPattern.dense(is_causal=True), 4096, 4, 8, 8, Sizes(1, 16, 4))
 

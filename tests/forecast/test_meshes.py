@@ -23,7 +23,7 @@ from ring_dilated_attention.models.longnet_config import LongNetConfig
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.sharding import make_shards
-from ring_dilated_attention.plan.sizes import Sizes
+from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.simulate.weighing import weigh_attention
 
 CONFIG = LongNetConfig(

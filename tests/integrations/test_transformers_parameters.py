@@ -18,7 +18,7 @@ from ring_dilated_attention.models.recompute import loss_slice_rows
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.sharding import make_shards
-from ring_dilated_attention.plan.sizes import Sizes
+from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.simulate.weighing import weigh_attention
 
 CONFIGS = sorted((ROOT / "tests" / "data" / "configs").glob("*.json"))

@@ -22,7 +22,7 @@ from ring_dilated_attention.plan.sharding import (
     make_shards,
     shard_length,
 )
-from ring_dilated_attention.plan.sizes import Sizes
+from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.ranks.processes import Processes
 
 CAUSAL = DilatedPattern((8192,), (1,), is_causal=True)

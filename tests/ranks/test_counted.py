@@ -12,7 +12,7 @@ from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
-from ring_dilated_attention.plan.sizes import Sizes
+from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.ranks import link
 from ring_dilated_attention.ranks.link import GroupLink
 from ring_dilated_attention.reference import dilated_attention_reference

@@ -70,9 +70,8 @@ def collate(cp, model, out, parent, rows):
 
 
 def rank_loads(rank, world_size):
-    current_process()._config["daemon"] = (
-        False  # so that it may start workers, as a rank of torchrun may
-    )
+    # so that it may start workers, as a rank of torchrun may
+    current_process()._config["daemon"] = False
     cp = ContextParallel(timeout=timedelta(seconds=20))
     model = LongNetLM(
         LongNetConfig((4, 16), (1, 2), embed_dim=8, num_layers=1, num_heads=2), parallel=cp

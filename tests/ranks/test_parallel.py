@@ -30,7 +30,7 @@ from ring_dilated_attention.layers import MultiheadDilatedAttention
 from ring_dilated_attention.models.longnet import shift_left
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.sizes import Sizes as PlannedSizes
+from ring_dilated_attention.plan.step import Sizes as PlannedSizes
 from ring_dilated_attention.ranks.call import Call
 from ring_dilated_attention.ranks.handshake import RefusedError
 from ring_dilated_attention.ranks.link import ExchangeError

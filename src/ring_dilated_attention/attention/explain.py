@@ -9,7 +9,7 @@ from ..kernels.choose import choose, reasons
 from ..pattern import DilatedPattern
 from ..plan.job import Job
 from ..plan.sharding import documents_of
-from ..plan.sizes import Sizes
+from ..plan.step import Sizes
 from ..ranks.call import borders_of
 from ..ranks.context import ContextParallel
 from ..ranks.ranks import ALONE

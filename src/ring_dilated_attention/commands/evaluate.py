@@ -30,9 +30,8 @@ caches: their memory grows neither with the text nor with the context. After Ctr
 measured, and the exit code is 130.
 """
 DEFAULT_CHUNK = 4096
-BYTES_PER_NUMBER = (
-    64  # of memory in a forward, for each position and entry of --embed-dim: 16 float32 numbers
-)
+# of memory in a forward, for each position and entry of --embed-dim: 16 float32 numbers
+BYTES_PER_NUMBER = 64
 LONGEST_BAR = 30
 
 

@@ -39,13 +39,11 @@ class Launch(NamedTuple):
 
     world_size: int
     num_threads: int = 1  # torch's threads in each rank
-    is_pinned: bool = (
-        False  # rank k runs on the k-th core that this process may use, and nowhere else (Linux)
-    )
+    # rank k runs on the k-th core that this process may use, and nowhere else (Linux)
+    is_pinned: bool = False
     has_gpus: bool = False  # rank k takes the k-th GPU
-    transport: str | None = (
-        None  # of torch.distributed, with the group bound to the GPU; None: TRANSPORTS, and no bond
-    )
+    # of torch.distributed, with the group bound to the GPU; None: TRANSPORTS, and no bond
+    transport: str | None = None
     seconds: float = 60  # ranks are ended after this
 
 

@@ -10,7 +10,7 @@ from ..forecast.call_cost import count as count_ranks
 from ..forecast.reach import LONGEST, reach
 from ..forecast.suggestions import suggestions
 from ..pattern import WHOLE_DOCUMENT, DilatedPattern
-from ..plan.sizes import Sizes
+from ..plan.step import Sizes
 from ..training.options import MOST_LAYERS, flag
 from .arguments import (
     LARGEST,

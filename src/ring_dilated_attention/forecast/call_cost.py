@@ -14,7 +14,7 @@ from ..plan.counts import Counter, JobCount, Phases, count_ranks
 from ..plan.exchange import RankPlan, dealers, dealt, most_dealt, plan_exchange
 from ..plan.job import Job
 from ..plan.sharding import Borders, ShardSpec, shard_length
-from ..plan.sizes import Sizes
+from ..plan.step import Sizes
 from ..simulate.weighing import AttentionWeight, weigh_attention
 from .clock import Hardware, StepTime, estimate_step, model_step, time_text
 

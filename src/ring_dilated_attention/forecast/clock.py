@@ -25,8 +25,7 @@ from ..plan.exchange import RankPlan
 from ..plan.plan import Message, Plan
 from ..plan.program import make_program
 from ..plan.rounds import num_rounds
-from ..plan.sizes import Sizes
-from ..plan.step import STAGES, Compute, Deal, Post, Terms, Wait
+from ..plan.step import STAGES, Compute, Deal, Post, Sizes, Terms, Wait
 
 
 class Hardware(NamedTuple):
@@ -36,15 +35,12 @@ class Hardware(NamedTuple):
     bytes_per_second: float
     latency_seconds: float = 0.0
     backward_flops_per_second: float | None = None  # None: the rate of the forward
-    call_seconds: float = (
-        0.0  # the time that every kernel call takes in addition, whatever its size
-    )
-    handshake_seconds: float | None = (
-        None  # of the first round, as measured; None: a latency, as each further round
-    )
-    gpus_per_host: int | None = (
-        None  # the ranks of a host; None: there is one network, and host_... are not read
-    )
+    # the time that every kernel call takes in addition, whatever its size
+    call_seconds: float = 0.0
+    # of the first round, as measured; None: a latency, as each further round
+    handshake_seconds: float | None = None
+    # the ranks of a host; None: there is one network, and host_... are not read
+    gpus_per_host: int | None = None
     host_bytes_per_second: float | None = None  # of messages inside a host
     host_latency_seconds: float = 0.0
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..plan.dealing import check_dealing
 from ..plan.job import Job
 from ..plan.sharding import SHARDINGS, WITHOUT_DOCUMENTS, Borders
-from ..plan.sizes import Sizes
+from ..plan.step import Sizes
 from .call_cost import Counted, Exchange, Figures, PlannedCall, branch_pairs, count, forecast
 from .clock import Hardware
 

@@ -10,7 +10,7 @@ from math import gcd
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
-from ..plan.sizes import Sizes
+from ..plan.step import Sizes
 from ..simulate.weighing import DTYPES, AttentionWeight
 from .call_cost import MOST_TIMED, Exchange, Figures, PlannedCall, forecast
 from .clock import Hardware

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..plan.sizes import Traits
+from ..plan.step import Traits
 
 
 class BackwardRows(NamedTuple):

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from ..plan.sizes import Traits
-from ..plan.step import Packing
+from ..plan.step import Packing, Traits
 
 KEY_BLOCK = 512
 

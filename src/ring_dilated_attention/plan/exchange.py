@@ -10,7 +10,7 @@ from .job import Job
 from .plan import Plan, gathered
 from .planner import make_plan
 from .sharding import shard_length
-from .sizes import Sizes
+from .step import Sizes
 
 EXCHANGES = ("ring", "all_gather", "all_to_all")
 

@@ -13,9 +13,8 @@ class Job(NamedTuple):
     shards: tuple[Shard, ...]  # the shard of every rank (`sharding.make_shards`)
     num_heads: int  # query heads of the layer
     num_kv_heads: int  # key/value heads of the layer
-    documents: tuple[int, ...] | None = (
-        None  # global borders (0, ..., n) of packed documents; None for one document
-    )
+    # global borders (0, ..., n) of packed documents; None for one document
+    documents: tuple[int, ...] | None = None
     held: range | None = None  # the query heads of the layer that the tensors hold; None for all
 
     @property

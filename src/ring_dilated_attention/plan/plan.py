@@ -27,9 +27,8 @@ class Tile(NamedTuple):
         bool  # no earlier tile has results for the query rows, so results are written, not added
     )
     first_key: bool  # the same for the key rows
-    packed: Block | None = (
-        None  # a copy of the key rows in the buffer of own chunks, which kernels read faster
-    )
+    # a copy of the key rows in the buffer of own chunks, which kernels read faster
+    packed: Block | None = None
 
     def __str__(self) -> str:
         return f"queries in {self.query} x keys in {self.key}{', causal' if self.is_causal else ''}"

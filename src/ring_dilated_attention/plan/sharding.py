@@ -84,9 +84,8 @@ class Sharding(NamedTuple):
     lengths: Callable[["ShardSpec", int, Borders], tuple[int, ...]]
     # (every rank's positions, documents) -> its shard
     shards: Callable[[Sequence[int], Borders], tuple[Shard, ...]]
-    takes_lengths: bool = (
-        False  # whether `align` and `lengths` of a `ShardSpec` may differ from near-equal
-    )
+    # whether `align` and `lengths` of a `ShardSpec` may differ from near-equal
+    takes_lengths: bool = False
     needs_documents: bool = False
 
 

@@ -5,7 +5,8 @@ of chunks below, and the memory of a cache, "cached key" and "cached value" (B, 
 units of B * D elements.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from .dealing import Dealing
 from .plan import Message, Tile
@@ -43,6 +44,25 @@ class Terms(NamedTuple):
     # bytes from one position to the next in query, and in key and value
     distances: tuple[int, int] = (0, 0)
     itemsize: int = 4  # bytes of an element of these
+
+
+class Sizes(NamedTuple):
+    """itemsize: bytes of an element of query, key and value. num_threads: CPU kernel threads, each with scratch."""
+
+    batch: int
+    head_dim: int
+    itemsize: int
+    num_threads: int = 1
+
+    @property
+    def sum_itemsize(self) -> int:
+        """Bytes of an element of an accumulator."""
+        return max(self.itemsize, 4)
+
+    @property
+    def unit(self) -> int:
+        """Elements of one unit of a plan's sizes."""
+        return self.batch * self.head_dim
 
 
 class Deal(NamedTuple):
@@ -155,6 +175,15 @@ class Finish(NamedTuple):
     """Turn an accumulator into a result: out and gradients in the input's dtype, lse in float32 or float64."""
 
     name: str
+
+
+class Traits(NamedTuple):
+    """The traits of a kernel on which programs and memory depend."""
+
+    # (query, key, dout or None, threads) -> bytes that a kernel's call takes and frees beside its results.
+    scratch: Callable[[Any, Any, Any, int], int]
+    # the tiles whose rows are first copied side by side; None if no tile's are
+    packing: Packing | None = None
 
 
 Exchanges = Deal | Pack | Take | Free | Post | Wait | Zero | Home

@@ -94,9 +94,8 @@ class GroupLink:
         self.failure: str | None = None
         self.links = links  # if one of them breaks, all do
         self.agreed: dict[str, tuple[int, ...]] = {}  # lengths, by the kind of call (handshake.py)
-        self.counts_modules = (
-            True  # False once ranks have made different modules: their numbers say nothing
-        )
+        # False once ranks have made different modules: their numbers say nothing
+        self.counts_modules = True
         links.append(self)
         # The backend of each type of device. (dist.get_backend has one text for all types.)
         self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))

@@ -22,7 +22,7 @@ from ..plan.dealing import check_dealing
 from ..plan.exchange import Choice, choose_exchange
 from ..plan.job import Job
 from ..plan.sharding import ShardSpec, order_by_host
-from ..plan.sizes import Sizes
+from ..plan.step import Sizes
 from .call import Call, ForwardState, borders_field
 from .failures import NOT_MADE, usual_cause
 from .handshake import CALLER, NUM_MODULES, agree

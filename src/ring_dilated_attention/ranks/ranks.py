@@ -16,7 +16,7 @@ from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, RankPlan, plan_exchange
 from ..plan.job import Job
 from ..plan.sharding import Borders, Shard, ShardSpec, document_positions, documents_of
-from ..plan.sizes import Sizes
+from ..plan.step import Sizes
 from ..run import executor
 from ..run.executor import ExecutorOptions
 from ..run.link_contract import Dealer, Link

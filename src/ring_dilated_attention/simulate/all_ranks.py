@@ -18,7 +18,7 @@ from ..kernels.contract import BackwardRows
 from ..plan.exchange import Choice, RankPlan, plan_exchange
 from ..plan.job import Job
 from ..plan.sharding import Borders, Shard, ShardSpec, documents_of, make_shards
-from ..plan.sizes import Sizes
+from ..plan.step import Sizes
 from ..ranks.arguments import cut_of
 from ..ranks.call import Call, ForwardState
 from ..ranks.context import ContextParallel

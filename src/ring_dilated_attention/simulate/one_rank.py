@@ -15,7 +15,7 @@ from ..plan.plan import Message
 from ..plan.planner import offsets_of, planner_of
 from ..plan.rows import Block, Rows
 from ..plan.sharding import ShardSpec
-from ..plan.sizes import Sizes
+from ..plan.step import Sizes
 from ..ranks.arguments import cut_of
 from ..ranks.ranks import Links, Ranks
 from ..run.link_contract import Messages

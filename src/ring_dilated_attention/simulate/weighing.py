@@ -20,8 +20,22 @@ from ..plan.exchange import RankPlan
 from ..plan.plan import Hop, Plan, Tile
 from ..plan.program import make_program
 from ..plan.rows import Rows
-from ..plan.sizes import Sizes, Traits
-from ..plan.step import Add, Compute, Free, Home, Merge, Pack, Post, Step, Take, Terms, Wait, Zero
+from ..plan.step import (
+    Add,
+    Compute,
+    Free,
+    Home,
+    Merge,
+    Pack,
+    Post,
+    Sizes,
+    Step,
+    Take,
+    Terms,
+    Traits,
+    Wait,
+    Zero,
+)
 from ..run import executor
 from ..run.executor import ExecutorOptions
 from .measuring import Held

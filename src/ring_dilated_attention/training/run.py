@@ -58,9 +58,8 @@ class Run:
     eval_every: int | None = None
     activation_checkpointing: bool = False
     fsdp: bool = False
-    begins_again: bool = (
-        False  # over the metrics of a run that was killed before its first checkpoint
-    )
+    # over the metrics of a run that was killed before its first checkpoint
+    begins_again: bool = False
 
 
 def prepare(arguments: argparse.Namespace) -> Run:

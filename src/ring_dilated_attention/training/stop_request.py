@@ -7,9 +7,8 @@ from contextlib import suppress
 from types import FrameType
 
 STDERR = 2  # os.write writes to it: a signal may come while sys.stderr is in use
-TWICE_SECONDS = (
-    1  # Slurm signals a launcher and its ranks, and the launcher passes it on: that is one request
-)
+# Slurm signals a launcher and its ranks, and the launcher passes it on: that is one request
+TWICE_SECONDS = 1
 _NOTICE = b"\nrda train: stopping after this step, to save; a second time stops at once\n"
 
 

@@ -23,9 +23,8 @@ from ..hardware import LARGE_MESSAGE
 from ..local_ranks import Worker
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-SMALL_MESSAGE = (
-    256  # bytes: small messages show the latency, large ones (LARGE_MESSAGE) the bandwidth
-)
+# bytes: small messages show the latency, large ones (LARGE_MESSAGE) the bandwidth
+SMALL_MESSAGE = 256
 REPEATS = 5
 # Rounds are apart, so that a second in which the machine is busy spoils one round, and not the median.
 ROUNDS, SECONDS_APART = 3, 0.5

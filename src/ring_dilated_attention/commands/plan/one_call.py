@@ -24,7 +24,7 @@ from ...plan.collection import without_collection
 from ...plan.exchange import EXCHANGES, Choice, choice_by
 from ...plan.job import Job
 from ...plan.sharding import SHARDINGS, Borders, shard_length, sharding_of
-from ...plan.sizes import Sizes
+from ...plan.step import Sizes
 from ..arguments import MOST_RANKS, check_at_least, check_given, check_ranks_fit
 from ..arguments import count as whole_number
 from ..console import progress, scaled, size_text, table, wrapped

@@ -120,9 +120,8 @@ class ShardedForward:
         self.parallel, self.model = parallel, model
         self.parameters = inspect.signature(model.forward)
         self.shard: dict[str, Any] = {}  # the arguments of the forward for this rank's shard
-        self.labels: Tensor | None = (
-            None  # of this rank's shard; None without labels, and between forwards
-        )
+        # of this rank's shard; None without labels, and between forwards
+        self.labels: Tensor | None = None
         self.num_labels: int | Tensor = 0  # of the whole sample
         self.local_sum: Any = None  # of the losses of this rank's labels
         self.largest_position: Any = None  # of the whole sequence
