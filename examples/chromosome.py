@@ -32,34 +32,22 @@ def read_fasta(path: Path) -> dict[str, Tensor]:
         if line.startswith(">"):
             name = (line[1:].split() or [""])[0]
             if name in ("", *genome):
-                raise ValueError(
-                    f"{path}: each record needs a name of its own, and one begins with {line!r}"
-                )
+                raise ValueError(f"{path}: each record needs a name of its own, and one begins with {line!r}")
             genome[name] = []
         elif genome:
             genome[name].append(line.strip().upper())
-    # find gives -1, that is N
-    table = bytes(LETTERS.find(chr(code)) % len(LETTERS) for code in range(256))
-    numbers = {
-        name: bytearray("".join(lines).encode().translate(table)) for name, lines in genome.items()
-    }
-    return {
-        name: torch.frombuffer(bases, dtype=torch.uint8) for name, bases in numbers.items() if bases
-    }
+    table = bytes(LETTERS.find(chr(code)) % len(LETTERS) for code in range(256))  # find gives -1, that is N
+    numbers = {name: bytearray("".join(lines).encode().translate(table)) for name, lines in genome.items()}
+    return {name: torch.frombuffer(bases, dtype=torch.uint8) for name, bases in numbers.items() if bases}
 
 
-def make_genome(
-    num_bases: int, num_families: int = 4, length: int = 120
-) -> tuple[dict[str, Tensor], float]:
+def make_genome(num_bases: int, num_families: int = 4, length: int = 120) -> tuple[dict[str, Tensor], float]:
     """Three chromosomes, and the bits per base of who knows each repeat from its first base: 2 for the rest."""
     families, genome, unique = torch.randint(4, (num_families, length)), {}, 0
     for name in ("chr1", "chr2", "chr3"):
         drawn, size = [], 0
         while size < num_bases:
-            drawn += [
-                torch.randint(4, (int(torch.randint(30, 91, ())),)),
-                families[torch.randint(num_families, ())],
-            ]
+            drawn += [torch.randint(4, (int(torch.randint(30, 91, ())),)), families[torch.randint(num_families, ())]]
             size += len(drawn[-2]) + length
             unique += len(drawn[-2])
         genome[name] = torch.cat(drawn).to(torch.uint8)
@@ -92,54 +80,30 @@ def bits_per_base(model: LongNetLM, bases: Tensor, seq_len: int) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fasta", type=Path, help="a genome (default: one that is made up)")
-    parser.add_argument(
-        "--held-out", default="chr3", help="the record that is not trained on (default %(default)s)"
-    )
-    parser.add_argument(
-        "--scored",
-        type=int,
-        default=200_000,
-        help="bases, from a known one on (default %(default)s)",
-    )
-    parser.add_argument(
-        "--bases", type=int, default=100_000, help="of a made-up chromosome (default %(default)s)"
-    )
-    parser.add_argument(
-        "--seq-len", type=int, default=2048, help="bases of a window (default %(default)s)"
-    )
+    parser.add_argument("--held-out", default="chr3", help="the record that is not trained on (default %(default)s)")
+    parser.add_argument("--scored", type=int, default=200_000, help="bases, from a known one on (default %(default)s)")
+    parser.add_argument("--bases", type=int, default=100_000, help="of a made-up chromosome (default %(default)s)")
+    parser.add_argument("--seq-len", type=int, default=2048, help="bases of a window (default %(default)s)")
     parser.add_argument("--embed-dim", type=int, default=64, help="width (default %(default)s)")
-    parser.add_argument(
-        "--steps", type=int, default=600, help="training steps (default %(default)s)"
-    )
+    parser.add_argument("--steps", type=int, default=600, help="training steps (default %(default)s)")
     options = parser.parse_args(argv)
     torch.manual_seed(0)
     try:
-        genome, least = (
-            (read_fasta(options.fasta), None) if options.fasta else make_genome(options.bases)
-        )
+        genome, least = (read_fasta(options.fasta), None) if options.fasta else make_genome(options.bases)
     except (OSError, EOFError, ValueError) as error:
         parser.exit(2, f"--fasta: {error}\n")
     for name, bases in genome.items():
         held = ", held out" if name == options.held_out else ""
         print(f"{name}: {len(bases):,} bases, {(bases == UNKNOWN).sum():,} of them unknown{held}")
-    chromosomes = [
-        x for name, x in genome.items() if name != options.held_out and len(x) >= options.seq_len
-    ]
+    chromosomes = [x for name, x in genome.items() if name != options.held_out and len(x) >= options.seq_len]
     held_out = genome.get(options.held_out, torch.tensor([UNKNOWN]))
-    # a real one begins with many N
-    held_out = held_out[(held_out != UNKNOWN).byte().argmax() :][: options.scored]
+    held_out = held_out[(held_out != UNKNOWN).byte().argmax() :][: options.scored]  # a real one begins with many N
     strands = held_out, reverse_complement(held_out)
-    can_be_scored = [
-        any((x[1:] != UNKNOWN).any() for x in strand.split(options.seq_len)) for strand in strands
-    ]
+    can_be_scored = [any((x[1:] != UNKNOWN).any() for x in strand.split(options.seq_len)) for strand in strands]
     if not chromosomes or not all(can_be_scored):
-        message = (
-            f"give one of {list(genome)} with two known bases, beside others of --seq-len bases"
-        )
+        message = f"give one of {list(genome)} with two known bases, beside others of --seq-len bases"
         parser.exit(2, f"--held-out {options.held_out}: {message}\n")
 
     lengths = (min(256, options.seq_len), options.seq_len)

@@ -41,10 +41,7 @@ def pack(documents: Sequence[bytes], seq_len: int) -> list[Packed]:
                 sequences.append([])
                 room = seq_len
     return [
-        (
-            torch.tensor([list(b"".join(texts))]),
-            torch.tensor([0, *accumulate(map(len, texts))], dtype=torch.int32),
-        )
+        (torch.tensor([list(b"".join(texts))]), torch.tensor([0, *accumulate(map(len, texts))], dtype=torch.int32))
         for texts in sequences
         if any(len(text) > 1 for text in texts)
     ]
@@ -54,53 +51,32 @@ def pack(documents: Sequence[bytes], seq_len: int) -> list[Packed]:
 def bits_per_byte(model: LongNetLM, sequences: Sequence[Packed]) -> float:
     """The mean over all bytes but the first of each document."""
     counts = [tokens.shape[1] - (len(borders) - 1) for tokens, borders in sequences]
-    nats = [
-        model.loss(*packed).item() * count for packed, count in zip(sequences, counts, strict=True)
-    ]
+    nats = [model.loss(*packed).item() * count for packed, count in zip(sequences, counts, strict=True)]
     return sum(nats) / sum(counts) / math.log(2)
 
 
 def bits_of_single_bytes(documents: Sequence[bytes]) -> float:
     """The entropy of the frequencies of bytes: what one reaches without any context."""
     counts = Counter(b"".join(documents))
-    return -sum(
-        count / counts.total() * math.log2(count / counts.total()) for count in counts.values()
-    )
+    return -sum(count / counts.total() * math.log2(count / counts.total()) for count in counts.values())
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--folder", type=Path, default=Path(__file__).parents[1] / "src", help="of the sources"
-    )
-    parser.add_argument(
-        "--suffix", default=".py", help="of the files to read (default %(default)s)"
-    )
-    parser.add_argument(
-        "--seq-len", type=int, default=4096, help="bytes of a step (default %(default)s)"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(__file__).parents[1] / "src", help="of the sources")
+    parser.add_argument("--suffix", default=".py", help="of the files to read (default %(default)s)")
+    parser.add_argument("--seq-len", type=int, default=4096, help="bytes of a step (default %(default)s)")
     parser.add_argument("--embed-dim", type=int, default=64, help="width (default %(default)s)")
-    parser.add_argument(
-        "--steps", type=int, default=400, help="training steps (default %(default)s)"
-    )
-    parser.add_argument(
-        "--prompt", default="def ", help="how the generated text begins (default %(default)r)"
-    )
+    parser.add_argument("--steps", type=int, default=400, help="training steps (default %(default)s)")
+    parser.add_argument("--prompt", default="def ", help="how the generated text begins (default %(default)r)")
     options = parser.parse_args(argv)
     documents = read(options.folder, options.suffix)
     held_out, trained_on = documents[::10], [x for i, x in enumerate(documents) if i % 10]
     if not trained_on:
-        parser.exit(
-            2,
-            f"{options.folder} has {len(documents)} files *{options.suffix}: at least two are needed\n",
-        )
+        parser.exit(2, f"{options.folder} has {len(documents)} files *{options.suffix}: at least two are needed\n")
     sequences, kept = pack(trained_on, options.seq_len), pack(held_out, options.seq_len)[:8]
     mean = sum(len(borders) - 1 for _, borders in sequences) / len(sequences)
-    print(
-        f"{len(documents)} files in {len(sequences)} sequences, with {mean:.1f} documents each; no padding"
-    )
+    print(f"{len(documents)} files in {len(sequences)} sequences, with {mean:.1f} documents each; no padding")
 
     torch.manual_seed(0)
     lengths = (min(256, options.seq_len), options.seq_len)
@@ -108,9 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokens, borders = max(kept, key=lambda packed: len(packed[1]))  # the one with most documents
     texts = [text for text in tokens.split(borders.diff().tolist(), dim=1) if text.shape[1] > 1]
     together = bits_per_byte(model, [(tokens, borders)])
-    alone = bits_per_byte(
-        model, [(text, torch.tensor([0, text.shape[1]], dtype=torch.int32)) for text in texts]
-    )
+    alone = bits_per_byte(model, [(text, torch.tensor([0, text.shape[1]], dtype=torch.int32)) for text in texts])
     print(
         f"before training, {len(texts)} documents packed {together:.5f}, one by one {alone:.5f} bits per byte",
         flush=True,
@@ -125,9 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if step % max(1, options.steps // 6) == 0:
             print(f"step {step}: {loss.item() / math.log(2):.2f} bits per byte", flush=True)
     reached, without = bits_per_byte(model, kept), bits_of_single_bytes(held_out)
-    print(
-        f"held-out files: {reached:.2f} bits per byte; {without:.2f} by the frequencies of bytes alone"
-    )
+    print(f"held-out files: {reached:.2f} bits per byte; {without:.2f} by the frequencies of bytes alone")
     prompt = torch.tensor([list(options.prompt.encode())])
     written = torch.cat(list(model.generate(prompt, 80, temperature=0.7, seed=0)))
     print(options.prompt + bytes(written.tolist()).decode(errors="replace"))

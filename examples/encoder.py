@@ -27,10 +27,9 @@ class Tagger(nn.Module):
 
     def __init__(self, vocab_size: int, embed_dim: int, num_layers: int) -> None:
         super().__init__()
-        # dilated attention has no dropout and is batch first
         layer = nn.TransformerEncoderLayer(
             embed_dim, 4, 2 * embed_dim, dropout=0.0, batch_first=True, norm_first=True
-        )
+        )  # dilated attention has no dropout and is batch first
         self.embedding = nn.Embedding(vocab_size, embed_dim)
         self.encoder = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
         self.head = nn.Linear(embed_dim, NUM_CLASSES)
@@ -53,14 +52,10 @@ def accuracy(model: Tagger, tokens: Tensor, labels: Tensor) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq-len", type=int, default=4096, help="positions (default %(default)s)")
     parser.add_argument("--embed-dim", type=int, default=32, help="width (default %(default)s)")
-    parser.add_argument(
-        "--steps", type=int, default=80, help="training steps (default %(default)s)"
-    )
+    parser.add_argument("--steps", type=int, default=80, help="training steps (default %(default)s)")
     options = parser.parse_args(argv)
     torch.manual_seed(0)
     short, vocab_size = min(128, options.seq_len), 16
@@ -68,8 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     tokens, labels = sample(4, min(512, options.seq_len), vocab_size, short)
     theirs = model(tokens)
-    # keeps the parameters: checkpoints and optimizers still fit
-    replace_attention(model, DilatedPattern.dense())
+    replace_attention(model, DilatedPattern.dense())  # keeps the parameters: checkpoints and optimizers still fit
     difference = (model(tokens) - theirs).abs().max().item()
     print(f"torch's encoder and ours under a dense pattern differ by at most {difference:.0e}")
 
@@ -89,12 +83,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     right = accuracy(model, tokens, labels)
     replace_attention(model, DilatedPattern((short,), (1,)))
     alone = accuracy(model, tokens, labels)
-    print(
-        f"both branches: right at {right:.1%} of {options.seq_len:,} positions; a guess at {1 / NUM_CLASSES:.0%}"
-    )
-    print(
-        f"the short branch alone: {alone:.1%}; it shows the class to {short / options.seq_len:.1%} of the positions"
-    )
+    print(f"both branches: right at {right:.1%} of {options.seq_len:,} positions; a guess at {1 / NUM_CLASSES:.0%}")
+    print(f"the short branch alone: {alone:.1%}; it shows the class to {short / options.seq_len:.1%} of the positions")
 
 
 if __name__ == "__main__":

@@ -45,23 +45,16 @@ class SlideClassifier(nn.Module):
 
     def forward(self, features: Tensor, coords: Tensor) -> Tensor:
         """A whole slide, the same on every rank, to (1, classes), the same on every rank."""
-        # refuses two slides for one
-        own = self.parallel.shard_batch({"features": features, "coords": coords})
+        own = self.parallel.shard_batch({"features": features, "coords": coords})  # refuses two slides for one
         return self.head(self.encoder(own["features"], own["coords"], all_layer_embed=True)[-1])
 
 
-def finetune(
-    classifier: SlideClassifier, num_epochs: int, num_slides: int = 48
-) -> Iterator[tuple[float, float]]:
+def finetune(classifier: SlideClassifier, num_epochs: int, num_slides: int = 48) -> Iterator[tuple[float, float]]:
     """Yields the loss and the accuracy on held-out slides, before the training and after each epoch."""
-    slides, held_out = (
-        make_slides(num_slides, classifier.encoder.in_chans, seed) for seed in (1, 2)
-    )
+    slides, held_out = (make_slides(num_slides, classifier.encoder.in_chans, seed) for seed in (1, 2))
     model = nn.parallel.DistributedDataParallel(classifier) if dist.is_initialized() else classifier
     last = classifier.encoder.encoder.layers[-1].parameters()
-    optimizer = torch.optim.AdamW(
-        [{"params": classifier.head.parameters(), "lr": 3e-3}, {"params": last, "lr": 1e-3}]
-    )
+    optimizer = torch.optim.AdamW([{"params": classifier.head.parameters(), "lr": 3e-3}, {"params": last, "lr": 1e-3}])
     for epoch in range(num_epochs + 1):
         for features, coords, label in slides if epoch else ():
             loss = nn.functional.cross_entropy(model(features, coords), label)
@@ -71,10 +64,7 @@ def finetune(
         with torch.no_grad():  # every rank makes every forward
             logits = torch.cat([model(features, coords) for features, coords, _ in held_out])
         labels = torch.cat([label for _, _, label in held_out])
-        yield (
-            nn.functional.cross_entropy(logits, labels).item(),
-            (logits.argmax(1) == labels).double().mean().item(),
-        )
+        yield nn.functional.cross_entropy(logits, labels).item(), (logits.argmax(1) == labels).double().mean().item()
 
 
 def make_classifier(parallel: ContextParallel, weights: Path | None = None) -> SlideClassifier:
@@ -82,47 +72,26 @@ def make_classifier(parallel: ContextParallel, weights: Path | None = None) -> S
     if weights is not None:
         return SlideClassifier(load_slide_encoder(weights, global_pool=True, parallel=parallel)[0])
     branches = {"segment_lengths": (64, 256), "dilation_rates": (1, 2)}
-    return SlideClassifier(
-        LongNetViT(32, 64, 2, 8, **branches, global_pool=True, parallel=parallel)
-    )
+    return SlideClassifier(LongNetViT(32, 64, 2, 8, **branches, global_pool=True, parallel=parallel))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, help="a published slide encoder")
-    parser.add_argument(
-        "--slides",
-        type=int,
-        default=48,
-        help="to train on, and as many to test (default %(default)s)",
-    )
-    parser.add_argument(
-        "--epochs", type=int, default=3, help="times that each slide is seen (default %(default)s)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("finetuned.safetensors"), help="for what was trained"
-    )
+    parser.add_argument("--slides", type=int, default=48, help="to train on, and as many to test (default %(default)s)")
+    parser.add_argument("--epochs", type=int, default=3, help="times that each slide is seen (default %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("finetuned.safetensors"), help="for what was trained")
     arguments = parser.parse_args(argv)
     if arguments.out.exists():
-        parser.exit(
-            2,
-            f"examples/finetune_slides.py: {arguments.out} is there already: choose another --out\n",
-        )
+        parser.exit(2, f"examples/finetune_slides.py: {arguments.out} is there already: choose another --out\n")
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
     classifier = make_classifier(ContextParallel(), arguments.weights)
-    for epoch, (loss, accuracy) in enumerate(
-        finetune(classifier, arguments.epochs, arguments.slides)
-    ):
+    for epoch, (loss, accuracy) in enumerate(finetune(classifier, arguments.epochs, arguments.slides)):
         if classifier.parallel.rank == 0:
             print(f"{epoch} epochs: held-out loss {loss:.4f}, accuracy {accuracy:.0%}")
     if classifier.parallel.rank == 0:
-        save_file(
-            {name: x.detach() for name, x in classifier.named_parameters() if x.requires_grad},
-            arguments.out,
-        )
+        save_file({name: x.detach() for name, x in classifier.named_parameters() if x.requires_grad}, arguments.out)
         print(f"{arguments.out}: the head and the encoder's last layer")
     classifier.parallel.close()
     if dist.is_initialized():

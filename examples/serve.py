@@ -31,39 +31,26 @@ def prefill(model: LongNetLM, prompt: Tensor, max_len: int, to: int) -> tuple[Te
     """
     parallel, caches = model.parallel, []
 
-    def hand_over(
-        attention: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any], out: Any
-    ) -> None:
+    def hand_over(attention: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any], out: Any) -> None:
         projected = nn.functional.linear(args[0], attention.in_proj_weight, attention.in_proj_bias)
         width = attention.num_kv_heads * attention.head_dim
         sizes = (attention.embed_dim, width, width)
-        _, key, value = (
-            x.unflatten(-1, (-1, attention.head_dim)) for x in projected.split(sizes, dim=-1)
-        )
+        _, key, value = (x.unflatten(-1, (-1, attention.head_dim)) for x in projected.split(sizes, dim=-1))
         key = rotate(key, kwargs["positions"])
         limits = {"to": to, "max_len": max_len}
-        caches.append(
-            DilatedCache.gather(
-                parallel, key, value, attention.pattern, attention.num_heads, **limits
-            )
-        )
+        caches.append(DilatedCache.gather(parallel, key, value, attention.pattern, attention.num_heads, **limits))
 
-    hooks = [
-        block.attention.register_forward_hook(hand_over, with_kwargs=True) for block in model.blocks
-    ]
+    hooks = [block.attention.register_forward_hook(hand_over, with_kwargs=True) for block in model.blocks]
     logits = model(parallel.shard(prompt))
     for hook in hooks:
         hook.remove()
-    # of this shard's last position: that of the last rank is the prompt's
-    token = logits[:, -1:].argmax(-1)
+    token = logits[:, -1:].argmax(-1)  # of this shard's last position: that of the last rank is the prompt's
     if dist.is_initialized():
         dist.broadcast(token, src=dist.get_world_size() - 1)
     return token, caches
 
 
-def write(
-    model: LongNetLM, prompt: Tensor, count: int, caches: list[DilatedCache] | None = None
-) -> list[int]:
+def write(model: LongNetLM, prompt: Tensor, count: int, caches: list[DilatedCache] | None = None) -> list[int]:
     return [token.item() for token in model.generate(prompt, count, temperature=0, caches=caches)]
 
 
@@ -71,28 +58,16 @@ def make_model(run: Path | None, parallel: ContextParallel | None) -> LongNetLM:
     if run is not None:
         return LongNetLM.from_run(run, parallel=parallel)
     torch.manual_seed(0)  # the same parameters on every rank
-    config = LongNetConfig(
-        (256, 4096, 65_536), (1, 16, 256), embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=2
-    )
+    config = LongNetConfig((256, 4096, 65_536), (1, 16, 256), embed_dim=64, num_layers=2, num_heads=4, num_kv_heads=2)
     return LongNetLM(config, parallel=parallel)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--model", type=Path, help="the folder of a run of rda train (default: random parameters)"
-    )
-    parser.add_argument(
-        "--prompt-file", type=Path, help="its bytes are the prompt (default: random bytes)"
-    )
-    parser.add_argument(
-        "--prompt-len", type=int, default=65_000, help="at most so many bytes (default %(default)s)"
-    )
-    parser.add_argument(
-        "--new-tokens", type=int, default=64, help="bytes to write (default %(default)s)"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="the folder of a run of rda train (default: random parameters)")
+    parser.add_argument("--prompt-file", type=Path, help="its bytes are the prompt (default: random bytes)")
+    parser.add_argument("--prompt-len", type=int, default=65_000, help="at most so many bytes (default %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=64, help="bytes to write (default %(default)s)")
     options = parser.parse_args(argv)
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
@@ -105,9 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         prompt = torch.tensor([list(options.prompt_file.read_bytes()[: options.prompt_len])])
     length = prompt.shape[1]
     if length < parallel.world_size:
-        parser.exit(
-            2, f"a prompt of {length} tokens: {parallel.world_size} ranks need at least one each\n"
-        )
+        parser.exit(2, f"a prompt of {length} tokens: {parallel.world_size} ranks need at least one each\n")
     first, caches = prefill(model, prompt, max_len=length + options.new_tokens, to=0)
     parallel.close()
     if dist.is_torchelastic_launched():
@@ -123,9 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.model is not None:
             print(bytes(written))
         same = sum(a == b for a, b in zip(written, again, strict=True))
-        print(
-            f"{same} of {options.new_tokens} tokens are those of rank 0 alone; {len(set(written))} different tokens"
-        )
+        print(f"{same} of {options.new_tokens} tokens are those of rank 0 alone; {len(set(written))} different tokens")
 
 
 if __name__ == "__main__":

@@ -22,15 +22,10 @@ TILE_SIZE = 256
 KINDS = ("stroma", "tumour", "necrosis")
 
 
-def make_slide(
-    num_features: int, columns: int = 60, rows: int = 40
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def make_slide(num_features: int, columns: int = 60, rows: int = 40) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Features (tiles, C), coordinates (tiles, 2) in pixels, and the kind of tissue (tiles,) of two sections."""
     generator = torch.Generator().manual_seed(0)
-    y, x = (
-        z.flatten()
-        for z in torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    )
+    y, x = (z.flatten() for z in torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))
     left = ((x - 0.3 * columns) / (0.24 * columns)) ** 2 + ((y - 0.5 * rows) / (0.42 * rows)) ** 2
     right = ((x - 0.76 * columns) / (0.17 * columns)) ** 2 + ((y - 0.45 * rows) / (0.3 * rows)) ** 2
     is_tissue = (left < 1) | (right < 1)
@@ -45,9 +40,7 @@ def embed(model: LongNetViT, features: torch.Tensor, coords: torch.Tensor) -> to
     return model(features[None], coords[None], all_layer_embed=True)[-1]
 
 
-def sensitivity(
-    model: LongNetViT, features: torch.Tensor, coords: torch.Tensor, kinds: torch.Tensor
-) -> torch.Tensor:
+def sensitivity(model: LongNetViT, features: torch.Tensor, coords: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
     """(tiles,): how much a change of a tile's features of length 1 can change, up or down, the cosine of the slide's
     embedding and that of its tumour alone. It is the norm of a gradient, and has no direction."""
     is_tumour = kinds == KINDS.index("tumour")
@@ -60,9 +53,7 @@ def sensitivity(
     return features.grad.norm(dim=1)
 
 
-def draw(
-    path: Path, coords: torch.Tensor, kinds: torch.Tensor, sensitivities: dict[str, torch.Tensor]
-) -> None:
+def draw(path: Path, coords: torch.Tensor, kinds: torch.Tensor, sensitivities: dict[str, torch.Tensor]) -> None:
     x, y = (coords // TILE_SIZE).T
     figure = Figure(figsize=(13, 3.2), layout="constrained")
     FigureCanvasAgg(figure)
@@ -72,12 +63,8 @@ def draw(
         image = np.full((int(y.max()) + 1, int(x.max()) + 1), np.nan)
         image[y, x] = values
         if values is kinds:
-            shown = axes.imshow(
-                image, cmap=ListedColormap(("#c8b6d8", "#8c4a86", "#d9a441")), vmin=-0.5, vmax=2.5
-            )
-            figure.colorbar(shown, ax=axes, ticks=range(len(KINDS)), shrink=0.7).ax.set_yticklabels(
-                KINDS
-            )
+            shown = axes.imshow(image, cmap=ListedColormap(("#c8b6d8", "#8c4a86", "#d9a441")), vmin=-0.5, vmax=2.5)
+            figure.colorbar(shown, ax=axes, ticks=range(len(KINDS)), shrink=0.7).ax.set_yticklabels(KINDS)
         else:
             shown = axes.imshow(image * 1e3, cmap="magma", vmin=0, vmax=most * 1e3)
             bar = figure.colorbar(shown, ax=axes, shrink=0.7)
@@ -96,27 +83,18 @@ def make_model(weights: Path | None, padding: str) -> LongNetViT:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, help="a published slide encoder")
     parser.add_argument("--folder", type=Path, default=Path(), help="where to write")
     arguments = parser.parse_args()
     if not arguments.folder.is_dir():
-        parser.exit(
-            2, f"examples/slide.py: --folder {arguments.folder} is no folder: make it first\n"
-        )
+        parser.exit(2, f"examples/slide.py: --folder {arguments.folder} is no folder: make it first\n")
     slide, picture = arguments.folder / "slide.npz", arguments.folder / "slide.png"
     for path in (slide, picture):
         if path.exists():
-            parser.exit(
-                2,
-                f"examples/slide.py: {path} is there already: move it away, or choose another --folder\n",
-            )
+            parser.exit(2, f"examples/slide.py: {path} is there already: move it away, or choose another --folder\n")
     try:
-        models = {
-            padding: make_model(arguments.weights, padding) for padding in ("torchscale", "exact")
-        }
+        models = {padding: make_model(arguments.weights, padding) for padding in ("torchscale", "exact")}
     except ValueError as error:
         parser.exit(2, f"examples/slide.py: --weights: {error}\n")
     features, coords, kinds = make_slide(models["exact"].in_chans)
@@ -129,9 +107,7 @@ def main() -> None:
     with torch.no_grad():
         embedding, exact = (embed(model, features, coords) for model in models.values())
     difference = (embedding - exact).norm() / exact.norm()
-    print(
-        f"{len(features):,} tiles, embedding {tuple(embedding.shape)}; zero rows change it by {difference:.1%}"
-    )
+    print(f"{len(features):,} tiles, embedding {tuple(embedding.shape)}; zero rows change it by {difference:.1%}")
 
 
 if __name__ == "__main__":

@@ -20,17 +20,13 @@ deepspeed.init_distributed()
 parallel = ContextParallel()
 torch.manual_seed(0)  # the same parameters on every rank
 longnet = LongNetConfig((64, 256), (1, 4), embed_dim=64, num_layers=2, num_heads=4)
-# the loss is a forward: the mean of gradients is right
-model = NextTokenLoss(LongNetLM(longnet, parallel=parallel))
-engine, *_ = deepspeed.initialize(
-    model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3), config=config
-)
+model = NextTokenLoss(LongNetLM(longnet, parallel=parallel))  # the loss is a forward: the mean of gradients is right
+engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3), config=config)
 
 generator = torch.Generator().manual_seed(1)  # both ranks draw the same sample
 for step in range(20):
     start = torch.randint(0, 256, (1,), generator=generator)
-    # checked to be the same
-    batch = parallel.shard_batch({"tokens": (start + torch.arange(512)[None] * 7) % 256})
+    batch = parallel.shard_batch({"tokens": (start + torch.arange(512)[None] * 7) % 256})  # checked to be the same
     loss = engine(batch["tokens"].to(engine.device))
     engine.backward(loss)
     engine.step()

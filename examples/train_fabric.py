@@ -20,14 +20,11 @@ style = ShardSequence()
 
 
 def parallelize(model, mesh):
-    # Lightning's name for the second axis
-    parallelize_module(model, mesh["tensor_parallel"], style)
+    parallelize_module(model, mesh["tensor_parallel"], style)  # Lightning's name for the second axis
     return fully_shard(model, mesh=mesh["data_parallel", "tensor_parallel"]._flatten("all"))
 
 
-strategy = ModelParallelStrategy(
-    parallelize, data_parallel_size=processes // shared_by, tensor_parallel_size=shared_by
-)
+strategy = ModelParallelStrategy(parallelize, data_parallel_size=processes // shared_by, tensor_parallel_size=shared_by)
 fabric = lightning.Fabric(accelerator="auto", devices=processes, strategy=strategy)
 fabric.launch()
 torch.manual_seed(0)  # the same parameters on every rank
@@ -36,12 +33,10 @@ model = fabric.setup_module(NextTokenLoss(LongNetLM(config)))
 optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=3e-3))
 
 [parallel] = style.contexts.values()
-# a replica's ranks draw one sample
-generator = torch.Generator().manual_seed(1 + fabric.global_rank // shared_by)
+generator = torch.Generator().manual_seed(1 + fabric.global_rank // shared_by)  # a replica's ranks draw one sample
 for step in range(20):
     start = torch.randint(0, 256, (1,), generator=generator)
-    # checked to be the same
-    batch = parallel.shard_batch({"tokens": (start + torch.arange(512)[None] * 7) % 256})
+    batch = parallel.shard_batch({"tokens": (start + torch.arange(512)[None] * 7) % 256})  # checked to be the same
     loss = model(batch["tokens"].to(fabric.device))
     fabric.backward(loss)
     fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)

@@ -36,16 +36,10 @@ from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.integrations.torch import check_averaged
 from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss
 
-parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
-parser.add_argument(
-    "--seq-len", type=int, default=512, help="positions of a sequence (default %(default)s)"
-)
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--seq-len", type=int, default=512, help="positions of a sequence (default %(default)s)")
 parser.add_argument("--steps", type=int, default=20, help="training steps (default %(default)s)")
-parser.add_argument(
-    "--checkpoints", type=Path, metavar="DIR", help="go on from the newest here, and write one more"
-)
+parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="go on from the newest here, and write one more")
 options = parser.parse_args()
 device = "cuda" if torch.cuda.is_available() else "cpu"
 config = LongNetConfig((64, 256), (1, 4), embed_dim=64, num_layers=2, num_heads=4)
@@ -54,8 +48,7 @@ config = LongNetConfig((64, 256), (1, 4), embed_dim=64, num_layers=2, num_heads=
 def sharded_loss(parallel: ContextParallel, mesh: DeviceMesh) -> NextTokenLoss:
     torch.manual_seed(0)  # the same parameters on every rank
     with torch.device("meta"):
-        # FSDP2 hooks the forward: the loss is one
-        loss = NextTokenLoss(LongNetLM(config, parallel=parallel))
+        loss = NextTokenLoss(LongNetLM(config, parallel=parallel))  # FSDP2 hooks the forward: the loss is one
     for end in (loss.model.embedding, loss.model.head, loss.model.final_layernorm):
         end.to_empty(device=device)
     loss.model.reset_ends()
@@ -70,9 +63,7 @@ def norm_on_one_rank() -> float:
     loss = NextTokenLoss(LongNetLM(config)).to(device)
     torch.manual_seed(0)
     loss.model.reset_parameters()
-    sum(
-        loss(next(samples(replica)).to(device)) / replicas for replica in range(replicas)
-    ).backward()
+    sum(loss(next(samples(replica)).to(device)) / replicas for replica in range(replicas)).backward()
     return torch.nn.utils.get_total_norm([x.grad for x in loss.parameters()]).item()
 
 
@@ -114,9 +105,7 @@ def load(folder: Path) -> int:
     try:
         dcp.load(tensors(), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
     except dcp.CheckpointException as error:  # on all ranks
-        raise SystemExit(
-            f"{folder} does not fit this model: {next(iter(error.failures.values()))[0]}"
-        ) from None
+        raise SystemExit(f"{folder} does not fit this model: {next(iter(error.failures.values()))[0]}") from None
     return int(next(iter(optimizer.state.values()))["step"])
 
 
@@ -126,10 +115,7 @@ def save(folder: Path) -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # of a job that was killed
     dist.barrier()
-    dcp.save(
-        tensors(),
-        storage_writer=dcp.HuggingFaceStorageWriter(str(unfinished), save_distributed=True),
-    )
+    dcp.save(tensors(), storage_writer=dcp.HuggingFaceStorageWriter(str(unfinished), save_distributed=True))
     if dist.get_rank() == 0:
         flush(unfinished)
         unfinished.rename(folder)
@@ -148,9 +134,7 @@ if sys.platform == "linux":  # a rank ends with its torchrun, and does not train
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 dist.init_process_group()
 replicas = 2 if dist.get_world_size() % 2 == 0 else 1
-mesh = init_device_mesh(
-    device, (replicas, dist.get_world_size() // replicas), mesh_dim_names=("dp", "cp")
-)
+mesh = init_device_mesh(device, (replicas, dist.get_world_size() // replicas), mesh_dim_names=("dp", "cp"))
 if options.checkpoints:
     check_shared(options.checkpoints)
 newest = max(options.checkpoints.glob("step-*"), default=None) if options.checkpoints else None
@@ -162,10 +146,8 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 done = load(newest) if newest else 0
 batches = islice(samples(mesh.get_local_rank("dp")), done, done + options.steps)
 for step, tokens in enumerate(batches, start=done + 1):
-    # checked to be the same on the replica's ranks
-    batch = parallel.shard_batch({"tokens": tokens})
-    # the mean of this replica's sequence, on both its ranks
-    loss = model(batch["tokens"].to(device))
+    batch = parallel.shard_batch({"tokens": tokens})  # checked to be the same on the replica's ranks
+    loss = model(batch["tokens"].to(device))  # the mean of this replica's sequence, on both its ranks
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
     optimizer.step()

@@ -14,9 +14,7 @@ from ring_dilated_attention.integrations.transformers import register
 register()
 pattern = {"segment_lengths": [64, 256], "dilation_rates": [1, 4]}
 sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-config = LlamaConfig(
-    **sizes, num_attention_heads=4, num_key_value_heads=2, dilated_attention=pattern
-)
+config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, dilated_attention=pattern)
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_config(config)
 
@@ -33,9 +31,7 @@ with TemporaryDirectory() as folder:
         logging_steps=20,
         report_to=[],
     )
-    trainer = Trainer(
-        model=model, args=arguments, train_dataset=[{"input_ids": x, "labels": x} for x in samples]
-    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=[{"input_ids": x, "labels": x} for x in samples])
     trainer.train()
     trainer.save_model(folder)  # the pattern and the name of the attention stand in its config.json
     model = AutoModelForCausalLM.from_pretrained(folder)

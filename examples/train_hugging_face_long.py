@@ -13,18 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ring_dilated_attention import ContextParallel
-from ring_dilated_attention.integrations.transformers import (
-    BoundedCache,
-    context_parallel,
-    register,
-)
+from ring_dilated_attention.integrations.transformers import BoundedCache, context_parallel, register
 
-parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
-parser.add_argument(
-    "--seq-len", type=int, default=16_384, help="bytes of a sequence (default %(default)s)"
-)
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--seq-len", type=int, default=16_384, help="bytes of a sequence (default %(default)s)")
 parser.add_argument("--steps", type=int, default=30, help="training steps (default %(default)s)")
 options = parser.parse_args()
 register()
@@ -33,9 +25,7 @@ length = options.seq_len
 pattern = {"segment_lengths": [256, length], "dilation_rates": [1, 64]}
 sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 sizes |= {"max_position_embeddings": 2 * length}
-config = LlamaConfig(
-    **sizes, num_attention_heads=4, num_key_value_heads=2, dilated_attention=pattern
-)
+config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, dilated_attention=pattern)
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_config(config)
 pages = sorted((Path(__file__).parent.parent / "docs").glob("*.md"))
@@ -57,16 +47,9 @@ sharded.remove()  # whole sequences again, for generation
 if dist.get_rank() == 0:
     cache, prompt = BoundedCache(model), text[None, :length]
     is_new = "cache" in inspect.signature(model.forward).parameters
-    # the name is `cache` since transformers 5.24
-    named = {"cache" if is_new else "past_key_values": cache}
+    named = {"cache" if is_new else "past_key_values": cache}  # the name is `cache` since transformers 5.24
     written = model.generate(prompt, **named, max_new_tokens=40, do_sample=False, pad_token_id=0)
     print(bytes(written[0, length:].tolist()))
-    rows = (
-        written.shape[1]
-        * 2
-        * config.num_hidden_layers
-        * config.num_key_value_heads
-        * config.head_dim
-    )
+    rows = written.shape[1] * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     print(f"the cache holds {cache.num_bytes:,} bytes at any length; {4 * rows:,} without a bound")
 dist.destroy_process_group()

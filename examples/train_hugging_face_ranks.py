@@ -24,18 +24,14 @@ arguments = TrainingArguments(  # initialises torch.distributed
 )  # fmt: skip
 pattern = {"segment_lengths": [64, 256], "dilation_rates": [1, 4]}
 sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-config = LlamaConfig(
-    **sizes, num_attention_heads=4, num_key_value_heads=2, dilated_attention=pattern
-)
+config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, dilated_attention=pattern)
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_config(config)
 text = (Path(__file__).parent.parent / "README.md").read_bytes()
 samples = torch.tensor(list(text)).unfold(0, 512, 256)  # (samples, 512) bytes, whole on every rank
 
 sharded = context_parallel(model, ContextParallel(sharding="zigzag"))
-SequenceTrainer(
-    model=model, args=arguments, train_dataset=[{"input_ids": x, "labels": x} for x in samples]
-).train()
+SequenceTrainer(model=model, args=arguments, train_dataset=[{"input_ids": x, "labels": x} for x in samples]).train()
 sharded.remove()  # whole sequences again, for generation
 if dist.get_rank() == 0:
     prompt = torch.tensor([list(b"Exact dilated attention ")], device=model.device)

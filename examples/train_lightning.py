@@ -21,8 +21,7 @@ class Module(lightning.LightningModule):
         self.loss_of = NextTokenLoss(LongNetLM(config, parallel=self.parallel))
 
     def training_step(self, tokens, index):
-        # refuses different samples for one sequence
-        local = self.parallel.shard_batch({"tokens": tokens})
+        local = self.parallel.shard_batch({"tokens": tokens})  # refuses different samples for one sequence
         loss = self.loss_of(local["tokens"])
         if self.global_rank == 0 and index % 5 == 4:
             print(f"step {index + 1}: loss {loss.item():.4f}")

@@ -57,8 +57,7 @@ class HiddenTokenLoss(nn.Module):
     def forward(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """tokens: (1, frames x patches). hidden: the positions to guess."""
         x = self.tokens(tokens.index_fill(1, hidden, HIDDEN))
-        # where in its frame a token stands
-        x = x + self.patches.repeat(tokens.shape[1] // len(self.patches), 1)
+        x = x + self.patches.repeat(tokens.shape[1] // len(self.patches), 1)  # where in its frame a token stands
         states = self.encoder(x)
         return nn.functional.cross_entropy(self.head(states[0, hidden]), tokens[0, hidden])
 
@@ -77,24 +76,9 @@ def step(frames: int, patches: int, embed_dim: int) -> tuple[float, float]:
 def plan(frames: int, patches: int, embed_dim: int, flops: float) -> dict:
     """What `rda plan model` says of this encoder with checkpointed activations. flops: operations per second."""
     lengths, rates = branches(frames, patches)
-    sizes = {
-        "layers": 2,
-        "embed-dim": embed_dim,
-        "heads": 4,
-        "ffn-dim": 2 * embed_dim,
-        "vocab": CODES,
-    }
+    sizes = {"layers": 2, "embed-dim": embed_dim, "heads": 4, "ffn-dim": 2 * embed_dim, "vocab": CODES}
     options = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
-    options += [
-        "--seq-len",
-        str(frames * patches),
-        "--flops",
-        str(flops),
-        "--bandwidth",
-        "1e9",
-        "--memory",
-        "1T",
-    ]
+    options += ["--seq-len", str(frames * patches), "--flops", str(flops), "--bandwidth", "1e9", "--memory", "1T"]
     options += ["--gpus", "1", "--activations", "checkpointed", "--json"]
     options += ["--segment-lengths", *map(str, lengths), "--dilation-rates", *map(str, rates)]
     command = [sys.executable, "-m", "ring_dilated_attention", "plan", "model", *options]
@@ -108,15 +92,9 @@ def held_bytes() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--frames", type=int, default=3600, help="one for each second (default %(default)s)"
-    )
-    parser.add_argument(
-        "--patches", type=int, default=256, help="tokens of a frame (default %(default)s)"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--frames", type=int, default=3600, help="one for each second (default %(default)s)")
+    parser.add_argument("--patches", type=int, default=256, help="tokens of a frame (default %(default)s)")
     parser.add_argument("--embed-dim", type=int, default=32, help="width (default %(default)s)")
     options = parser.parse_args(argv)
     sizes = options.patches, options.embed_dim
