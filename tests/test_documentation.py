@@ -184,7 +184,29 @@ def test_every_page_is_in_the_navigation():
     )
 
 
-# The words of CONTRIBUTING.
+# The recipes and the words of CONTRIBUTING.
+
+
+def missing_names(text: str) -> list[str]:
+    """Tests, and files of the repository or the package, that a text names and that are not there."""
+    names = set(re.findall(r"`(test_\w+)`", text))
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    missing = [name for name in names if f"def {name}(" not in sources]
+    paths = set(re.findall(r"[\w/]+\.py\b|\btests/[\w/]+", text))
+    missing += [path for path in paths if not ((ROOT / path).exists() or (PACKAGE / path).exists())]
+    return sorted(missing)
+
+
+def test_contributing_names_tests_and_files_that_exist():
+    text = text_of("CONTRIBUTING.md")
+    rooms = text.partition("\n## One room at a time\n")[2].partition("\n## With a GPU\n")[0]
+    assert "tests/plan" in rooms
+    assert missing_names(rooms) == []
+    assert missing_names("`test_nothing_of_the_kind`, `tests/nowhere`, `plan/nothing.py`") == [
+        "plan/nothing.py",
+        "test_nothing_of_the_kind",
+        "tests/nowhere",
+    ]
 
 
 def names_given(source: str) -> set[str]:
