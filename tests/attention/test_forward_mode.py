@@ -16,6 +16,7 @@ from ring_dilated_attention.models import torchscale_attention
 # torch itself warns in forward mode: of what it uses, and while it compiles a module.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:FutureWarning"),  # since torch 2.14
     pytest.mark.filterwarnings(
         "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
     ),
