@@ -144,6 +144,10 @@ def test_the_kernel_is_that_of_the_hardware(capsys):
             ["--hardware", "h100-nvlink", "--ranks", "32"],
             "is one host of 8 GPUs, and 32 need 4 hosts: take --hardware h100",
         ),
+        (
+            ["--flops", "500", "--bandwidth", "1e9"],
+            "--flops 500 must be from 1e+06 to 1e+17 FLOPs in a second; 500 TFLOP/s are 5e14",
+        ),
         (["--flops", "1e12"], "missing --bandwidth: a time needs --flops and --bandwidth"),
         (["--bandwidth", "1e9", "--gpus-per-host", "4"], "one network of all"),
         (["--ranks", "9000"], "choose at most 8,192 ranks"),
@@ -158,6 +162,12 @@ def test_what_cannot_be_meant_is_refused(more, message, capsys):
     if "--flops" not in more and "--hardware" not in more:
         argv += ["--hardware", "h100"]
     assert message in " ".join(refused(capsys, *argv, *more).split())
+
+
+def test_a_slow_machine_is_planned_for(capsys):
+    """As rates are that a busy machine measures with tiny tensors."""
+    argv = [*PLAN, "--ranks", "2", "--flops", "5e6", "--bandwidth", "1e9", "--json"]
+    assert json.loads(printed(capsys, *argv))["hardware"]["flops_per_second"] == 5e6
 
 
 def test_a_bandwidth_replaces_that_of_all_networks(capsys):
