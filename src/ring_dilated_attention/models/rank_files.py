@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, load
 
@@ -16,13 +17,15 @@ def read_shards(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tenso
     """The tensors of these names, dtypes and shapes; of a DTensor, the part of this rank. A ValueError if they do not
     fit."""
     found = {name: torch.empty_like(x, requires_grad=False) for name, x in like.items()}
+    reader = HuggingFaceStorageReader(str(checkpoint))
     try:
+        reader.read_metadata()  # `load` logs a traceback if it fails there
         with warnings.catch_warnings():
             # that is what no_dist asks for
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            load(
-                dict(found), storage_reader=HuggingFaceStorageReader(str(checkpoint)), no_dist=True
-            )
+            load(dict(found), storage_reader=reader, no_dist=True)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{checkpoint} cannot be read: {error}") from error
     except CheckpointException as error:
         raise ValueError(
             f"{checkpoint} cannot be read: {next(iter(error.failures.values()))[0]}"
