@@ -335,6 +335,10 @@ DAMAGES = {
         "hyperparameters lack ['seed']",
     ),
     "a foreign hyperparameter": (change(hyperparameters__wd=1), "and have ['wd'] besides"),
+    "tensors of somebody else": (
+        lambda c: shutil.copy(c / TENSOR_FILE, c / "mine.safetensors"),
+        "checkpoint-000006/mine.safetensors is no file of this checkpoint: move it away",
+    ),
     "a mistyped hyperparameter": (
         change(hyperparameters__seq_len="48"),
         "--seq-len '48' must be of the type int",

@@ -60,6 +60,10 @@ def check_whole(checkpoint: Path, rank: int = 0, num_ranks: int = 1) -> dict[str
         found = _read(path, identity)
         if found != written:
             num_bytes = written.get("bytes") if isinstance(written, dict) else None
+    # torch reads every safetensors file of the folder
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        if path.name not in content["files"]:
+            raise ValueError(f"{path} is no file of this checkpoint: move it away")
             why = "its sha256 is another"
             if found["bytes"] != num_bytes:
                 why = f"it has {found['bytes']:,} bytes, and {num_bytes} were written"
