@@ -112,12 +112,14 @@ class StopAfter:
         return self.left <= 0
 
 
-def sign(folder: Path, state: dict[str, Any] | None = None) -> None:
+def sign(
+    folder: Path, state: dict[str, Any] | None = None, *, pattern: str = "shard-*.safetensors"
+) -> None:
     """Make a checkpoint's digests those of the files that are there, as only somebody who means it would."""
-    from ring_dilated_attention.models.saved_run import SHARDS, STATE_FILE, identity
+    from ring_dilated_attention.models.saved_run import STATE_FILE, identity
     from ring_dilated_attention.training.checkpoint import signed
 
-    files = {path.name: identity(path) for path in folder.glob(SHARDS)}
+    files = {path.name: identity(path) for path in folder.glob(pattern)}
     if state is None:
         state = json.loads((folder / STATE_FILE).read_text())["state"]
     (folder / STATE_FILE).write_text(signed(files, state))

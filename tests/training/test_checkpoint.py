@@ -136,6 +136,16 @@ def test_a_run_removes_only_what_it_made(trained, tmp_path):
     assert found == {**theirs, "checkpoint-000007": False, "checkpoint-000008": False}
 
 
+def test_a_checkpoint_of_an_earlier_version_goes_as_a_whole(trained, tmp_path):
+    """Its files of tensors had other names."""
+    before = save_checkpoint(tmp_path, state_at(2), *trained)
+    (before / TENSOR_FILE).rename(before / "model.safetensors")
+    sign(before, pattern="model.safetensors")
+    for step in (4, 6):
+        save_checkpoint(tmp_path, state_at(step), *trained)
+    assert not before.exists()
+
+
 def test_what_a_killed_run_left_unfinished_goes(trained, tmp_path):
     left = tmp_path / "unfinished-checkpoint-000002-12345678"
     left.mkdir()
@@ -325,6 +335,10 @@ DAMAGES = {
         lambda c: (c / TENSOR_FILE).write_bytes(b""),
         f"{TENSOR_FILE} is damaged: it has 0 bytes, and",
     ),
+    "tensors of somebody else": (
+        lambda c: shutil.copy(c / TENSOR_FILE, c / "mine.safetensors"),
+        "checkpoint-000006/mine.safetensors is no file of this checkpoint: move it away",
+    ),
     "a field is missing": (change(bits_per_byte=None), "it lacks bits_per_byte"),
     "a field is mistyped": (change(step="6"), "step is 6 of 6, and the folder's name says 6"),
     "another step": (change(step=5), "step is 5 of 6, and the folder's name says 6"),
@@ -335,10 +349,6 @@ DAMAGES = {
         "hyperparameters lack ['seed']",
     ),
     "a foreign hyperparameter": (change(hyperparameters__wd=1), "and have ['wd'] besides"),
-    "tensors of somebody else": (
-        lambda c: shutil.copy(c / TENSOR_FILE, c / "mine.safetensors"),
-        "checkpoint-000006/mine.safetensors is no file of this checkpoint: move it away",
-    ),
     "a mistyped hyperparameter": (
         change(hyperparameters__seq_len="48"),
         "--seq-len '48' must be of the type int",
@@ -436,6 +446,7 @@ class TestCommand:
         assert code == 2
         assert message in error
         assert error.endswith(OFFER)
+        assert [x.name for x in caplog.records if "NullHandler" not in x.name] == []
 
     def test_what_is_offered_works(self, whole, capsys):
         path = Path("run/checkpoint-000006") / TENSOR_FILE
@@ -450,7 +461,6 @@ class TestCommand:
         cut(Path("run/checkpoint-000006") / TENSOR_FILE)
         cut(Path("run/checkpoint-000004") / STATE_FILE)
         code, error = self.resume(capsys)
-        assert [x.name for x in caplog.records if "NullHandler" not in x.name] == []
         assert code == 2
         assert error.endswith("no whole checkpoint is before it: start a new run\n")
 

@@ -52,18 +52,23 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return dict(_read_state_file(checkpoint)["state"])
 
 
+def files_of(checkpoint: Path) -> list[str]:
+    """The names of the other files of a checkpoint. A ValueError is as in `read_state`."""
+    return sorted(_read_state_file(checkpoint)["files"])
+
+
 def check_whole(checkpoint: Path, rank: int = 0, num_ranks: int = 1) -> dict[str, Any]:
     """`read_state`, after verifying the other files too. Ranks that read the same folder divide these files."""
     content = _read_state_file(checkpoint)
+    # torch reads every safetensors file of the folder
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        if path.name not in content["files"]:
+            raise ValueError(f"{path} is no file of this checkpoint: move it away")
     for name in sorted(content["files"])[rank::num_ranks]:
         path, written = checkpoint / name, content["files"][name]
         found = _read(path, identity)
         if found != written:
             num_bytes = written.get("bytes") if isinstance(written, dict) else None
-    # torch reads every safetensors file of the folder
-    for path in sorted(checkpoint.glob("*.safetensors")):
-        if path.name not in content["files"]:
-            raise ValueError(f"{path} is no file of this checkpoint: move it away")
             why = "its sha256 is another"
             if found["bytes"] != num_bytes:
                 why = f"it has {found['bytes']:,} bytes, and {num_bytes} were written"

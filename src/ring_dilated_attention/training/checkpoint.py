@@ -184,8 +184,13 @@ def _remove_superfluous(target: Path, run: str) -> None:
 
 def _remove(folder: Path) -> None:
     """Remove the files of a checkpoint, finished ones or not, and its folder if nothing else is in it."""
+    names: list[str] = []
+    with suppress(ValueError):  # an unfinished one has no state
+        names = saved_run.files_of(folder)  # earlier versions had other names
     with suppress(OSError):
-        for pattern in (saved_run.SHARDS, saved_run.STATE_FILE, MARK_FILE):  # the mark last
-            for path in folder.glob(pattern):
-                path.unlink(missing_ok=True)
+        for path in folder.iterdir():
+            if path.match(saved_run.SHARDS) or path.name in names:
+                path.unlink()
+        for name in (saved_run.STATE_FILE, MARK_FILE):  # the mark last
+            (folder / name).unlink(missing_ok=True)
         folder.rmdir()
