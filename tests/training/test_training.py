@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from ring_dilated_attention import ContextParallel
+from ring_dilated_attention.commands import train as train_command
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.models.longnet import LongNetLM
 from ring_dilated_attention.models.saved_run import find_checkpoint
@@ -740,6 +741,16 @@ class TestCommand:
             == f"{last}go on with: rda train --resume run --ranks 2 --save-every 5"
         )
 
+    def test_a_first_rank_that_is_killed_in_its_report_is_named(self):
+        """Catches an exit code of 0, which the other rank has left."""
+        words = [*tiny_arguments(data="text.txt"), "--run-folder", "run", "--ranks", "2"]
+        process = forked(*words, change=die_in_the_report)
+        said = process.end()
+        assert process.poll() == 1
+        assert not Path("run/record.json").exists()
+        last = "the ranks failed: rank 0 was ended by SIGKILL; newest checkpoint: run/checkpoint-000005; "
+        assert f"rda train: {last}go on with: rda train --resume run" in said
+
     def test_memory_that_ran_out_is_said_with_what_goes_on(self, monkeypatch, capsys):
         def without_memory(options, step):
             if step == 3:
@@ -788,6 +799,14 @@ class TestCommand:
 
 def forked(*arguments, environment=None, change=int):
     return ForkedLauncher([*TRAIN, *arguments], Path("said.txt"), environment or {}, change)
+
+
+def die_in_the_report():
+    def dying(*_):
+        time.sleep(1)  # the other rank ends
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    train_command.report = dying
 
 
 def fail_on_rank_1(error):

@@ -291,7 +291,9 @@ def train(arguments: argparse.Namespace, run: Run | None) -> int:
             (folder / STARTS_FILE).unlink(missing_ok=True)
     if arguments.launched is None or code == FAILED_EXIT_CODE:
         return code
-    leave_code(arguments.launched, code)
+    # The first rank still reports when the others have ended: they leave no code of a run that went well.
+    if code not in (0, INTERRUPTED_EXIT_CODE) or parallel.rank == 0:
+        leave_code(arguments.launched, code)
     return 0
 
 
