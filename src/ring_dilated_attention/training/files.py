@@ -41,9 +41,9 @@ def replaced(path: Path) -> Iterator[Path]:
     unfinished = place.with_name(f"unfinished-{secrets.token_hex(8)}-{place.name}")
     try:
         unfinished.touch(exist_ok=False)
-        mode = (place if place.exists() else unfinished).stat().st_mode
         yield unfinished
-        unfinished.chmod(stat.S_IMODE(mode))  # safetensors makes files that nobody else can read
+        if place.exists():
+            unfinished.chmod(stat.S_IMODE(place.stat().st_mode))
         flush(unfinished)
         unfinished.replace(place)
     finally:
