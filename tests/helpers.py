@@ -26,6 +26,9 @@ ROOT = Path(__file__).parents[1]  # of the clone
 # Options that change no graph. Vectors and precompiled headers take inductor some twenty seconds where its cache is
 # empty. The cache keeps one such header for all values of ATEN_CPU_CAPABILITY: code compiled under another fails.
 PLAIN = {"cpp.simdlen": 0, "cpp_cache_precompile_headers": False}
+# A document, and the options of `rda train` for a model that learns it within a second or two.
+TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
+TINY = "--seq-len 48 --embed-dim 16 --num-heads 2 --held-out-bytes 96 --segment-lengths 8 48 --dilation-rates 1 3"
 
 
 def message_of(call: Callable, error: type[Exception] = ValueError) -> str:

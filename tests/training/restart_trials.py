@@ -35,16 +35,14 @@ sys.path.append(str(Path(__file__).parents[1]))  # for what tests share
 
 from distributed import start_server
 from forked import ForkedLauncher
-from helpers import free_port
+from helpers import TEXT, TINY, free_port
 from kept_record import add_record, kept_record
 from safetensors import safe_open
 
 from ring_dilated_attention.models.saved_run import find_checkpoint, step_of
 from ring_dilated_attention.training.files import MADE_BY, is_our_picture, write_whole
 
-OPTIONS = "--seq-len 48 --embed-dim 16 --num-heads 2 --segment-lengths 8 48 --dilation-rates 1 3 --warmup-steps 2 "
-OPTIONS += "--held-out-bytes 96 --save-every 5 --data text.txt --run-folder run"
-TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
+OPTIONS = f"{TINY} --warmup-steps 2 --save-every 5 --data text.txt --run-folder run"
 KINDS = ("worker", "rank 0", "two", "agent", "writing", "restarting", "stop", "disk", "fsdp")
 # of the first strike; "stop" and other kinds are bound to steps
 MOMENTS = ("step", "step", "start", "step", "report")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from distributed import run as run_ranks
+from helpers import TEXT, TINY
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands.cli import main
@@ -24,31 +25,7 @@ from ring_dilated_attention.training.agreement import (
     words_of_refusal,
 )
 
-TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
-TINY = [
-    "--seq-len",
-    "48",
-    "--steps",
-    "4",
-    "--embed-dim",
-    "16",
-    "--num-heads",
-    "2",
-    "--held-out-bytes",
-    "96",
-]
-TRAIN = [
-    "train",
-    "--data",
-    "text.txt",
-    *TINY,
-    "--segment-lengths",
-    "8",
-    "48",
-    "--dilation-rates",
-    "1",
-    "3",
-]
+TRAIN = ["train", "--data", "text.txt", "--steps", "4", *TINY.split()]
 
 
 def accounts(*refusals, hosts="aaaa", fields=None):

@@ -14,7 +14,7 @@ import torch
 from distributed import START
 from forked import main_with_forked_ranks
 from full_disk import on_a_full_disk
-from helpers import sign
+from helpers import TEXT, sign
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
@@ -35,7 +35,6 @@ from ring_dilated_attention.training.metrics import METRICS_FILE
 from ring_dilated_attention.training.options import Hyperparameters
 
 TENSOR_FILE = "shard-00001-model-00001-of-00001.safetensors"
-TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
 TINY = {
     "--seq-len": "48",
     "--steps": "6",

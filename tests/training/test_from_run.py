@@ -5,25 +5,17 @@ import shlex
 from pathlib import Path
 
 import pytest
+from helpers import TEXT, TINY
 from safetensors.torch import load_file
 
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.models.saved_run import find_checkpoint
 from ring_dilated_attention.training.data import Document
 
-TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
-TINY = "--seq-len 48 --embed-dim 16 --num-heads 2 --held-out-bytes 96 --segment-lengths 8 48 --dilation-rates 1 3"
 TENSOR_FILE = "shard-00001-model-00001-of-00001.safetensors"
 FIRST = [
     *TINY.split(),
-    "--data",
-    "text.txt",
-    "--steps",
-    "3",
-    "--phases",
-    "16:2:2",
-    "--run-folder",
-    "first",
+    *["--data", "text.txt", "--steps", "3", "--phases", "16:2:2", "--run-folder", "first"],
 ]
 
 

@@ -11,37 +11,14 @@ from pathlib import Path
 
 import pytest
 from forked import ForkedLauncher
+from helpers import TEXT, TINY
 
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.models.saved_run import find_checkpoint
 from ring_dilated_attention.training.run import RECORD_FILE
 from ring_dilated_attention.training.run_folder import LOCK_FILE, new_folder_made, own_folder
 
-TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
-OPTIONS = [
-    "--seq-len",
-    "48",
-    "--embed-dim",
-    "16",
-    "--num-heads",
-    "2",
-    "--held-out-bytes",
-    "96",
-    "--save-every",
-    "5",
-]
-RUN = [
-    "train",
-    "--data",
-    "text.txt",
-    *OPTIONS,
-    "--segment-lengths",
-    "8",
-    "48",
-    "--dilation-rates",
-    "1",
-    "3",
-]
+RUN = ["train", "--data", "text.txt", "--save-every", "5", *TINY.split()]
 IN_USE = r"run is in use by another run: let it end, or choose another --run-folder \(fuser "
 
 

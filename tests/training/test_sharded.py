@@ -16,7 +16,7 @@ import pytest
 import torch
 from distributed import preload
 from distributed import run as run_ranks
-from helpers import StopAfter
+from helpers import TEXT, StopAfter
 from torch.distributed import distributed_c10d
 
 from ring_dilated_attention import ContextParallel
@@ -41,7 +41,6 @@ preload(
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "ring_dilated_attention.training.loop"
 )
 
-TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
 # A width of 4 on three ranks: the last rank's part of a norm is empty.
 TINY = Hyperparameters(
     seq_len=48, steps=3, num_layers=2, embed_dim=4, num_heads=2, segment_lengths=(8, 48), dilation_rates=(1, 3),
@@ -262,7 +261,7 @@ def test_a_damaged_part_is_named(written, tmp_path, damage):
         content[-3] ^= 4
         part.write_bytes(content)
     refused = []
-    for rank in range(3):  # each verifies some of the five files
+    for rank in range(3):  # each verifies its share of the two files
         try:
             check_whole(folder, rank, 3)
         except ValueError as error:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from distributed import run as run_ranks
 from forked import ForkedLauncher
-from helpers import StopAfter, free_port
+from helpers import TEXT, StopAfter, free_port
 from restart_trials import processes
 from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -55,7 +55,6 @@ TINY = {
     "warmup_steps": 2,
     "held_out_bytes": 96,
 }
-TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(400))
 PHASES = {"phases": ("8:3:1", "16:2:2"), "steps": 2}
 WINDOWS = (8999, 8003)  # where those of step 0 of seed 0 begin
 
