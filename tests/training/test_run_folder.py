@@ -1,5 +1,7 @@
 """One run at a time has a folder, and the folder is free however that one ends."""
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -7,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -70,6 +73,7 @@ def test_what_cannot_be_a_folder(tmp_path):
 HOLDER = """
 import sys
 import time
+import warnings
 from pathlib import Path
 from ring_dilated_attention.training.run_folder import own_folder
 with own_folder(Path(sys.argv[1])):
@@ -89,6 +93,21 @@ def test_a_killed_owner_is_none(tmp_path):
     assert (tmp_path / "run" / LOCK_FILE).exists()
     with own_folder(tmp_path / "run"):
         pass
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    """Catches a second run that is told to move the lock of the first away. filelock takes that of a killed process."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with warnings.catch_warnings(action="ignore"), own_folder(tmp_path / "run") as folder:
+        content = (folder / LOCK_FILE).read_bytes()
+        with pytest.raises(ValueError, match=IN_USE), own_folder(tmp_path / "run"):
+            pass
+        assert content == (folder / LOCK_FILE).read_bytes() != b""
+    assert not folder.exists()
 
 
 def test_a_lock_of_an_earlier_version_is_taken(tmp_path):

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -12,6 +13,7 @@ from ..models.saved_run import MAKER, find_checkpoint
 from .files import LossyStderr, check_mine, folder_made, write_whole
 
 LOCK_FILE, STARTS_FILE = ".rda-train.lock", ".rda-train.starts"
+OF_FILELOCK = re.compile(rb"\d+\n[^\n]+\n(\d+\n)?")  # process, host, and a number
 MOST_STARTS = 3  # in a row, without a new checkpoint
 
 
@@ -46,9 +48,10 @@ def own_folder(folder: Path, seconds: float = 0) -> Iterator[Path]:
 
 
 def is_lock(file: BinaryIO) -> bool:
-    """A lock is empty. Earlier versions wrote down who had it."""
-    content = file.read(64)
-    return not content or content.startswith(f'{{"made_by": "{MAKER}"'.encode())
+    """A lock is empty. Earlier versions wrote down who had it, and filelock does so on a file system without flock."""
+    content = file.read(512)
+    is_earlier = content.startswith(f'{{"made_by": "{MAKER}"'.encode())
+    return not content or is_earlier or OF_FILELOCK.fullmatch(content) is not None
 
 
 @contextmanager
