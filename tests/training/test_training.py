@@ -511,6 +511,17 @@ class TestCommand:
             "WORLD_SIZE must be a number from 1 to 1,000,000, got 'two'" in capsys.readouterr().err
         )
 
+    def test_seconds_to_save_must_be_a_number(self, monkeypatch, capsys):
+        """A variable of torch's, which docs/launching.md tells users to set."""
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "110s")
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        monkeypatch.setattr("logging.disable", lambda level: None)
+        words = ["--run-folder", "run", "--ranks", "2"]
+        assert main(["train", *tiny_arguments(data="text.txt"), *words]) == 2
+        said = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT must be a number from 0 to 1,000,000, got '110s'"
+        assert capsys.readouterr().err == f"rda train: {said}: mend it\n"
+        assert not Path("run").exists()
+
     def test_tasks_of_a_slurm_step_train_one_model(self):
         """Catches as many separate models as there are tasks, each in a folder of its own."""
         port = free_port()

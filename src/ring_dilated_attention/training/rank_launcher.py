@@ -29,6 +29,7 @@ MOST_STARTED = 10**6  # ranks
 LAUNCHER = "RDA_TRAIN_LAUNCHER"  # the variable that tells ranks the process of `rda train --ranks`
 RESTART = "TORCHELASTIC_RESTART_COUNT"  # how often the elastic launcher of this host started its ranks again
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+SECONDS_TO_SAVE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # the variable that torch reads
 CODE_FILE = "exit-code"  # in the launcher's folder
 LATER_SECONDS = 3600  # a rank that only lost another is never taken for the cause
 
@@ -127,7 +128,8 @@ def launch(words: Sequence[str], num_ranks: int, num_restarts: int, seconds_to_s
     logging.disable(logging.WARNING)  # torch's lines about each signal that it passes on
     os.environ.setdefault("OMP_NUM_THREADS", str(share_of_cores(num_ranks)))
     # 30 before torch 2.12
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(seconds_to_save))
+    os.environ.setdefault(SECONDS_TO_SAVE, str(seconds_to_save))
+    _number_in(SECONDS_TO_SAVE, 0)  # torch would not say whose number is none
     # Without the second variable the launcher opens a second store, on every interface.
     os.environ |= {
         **loopback_only(),
