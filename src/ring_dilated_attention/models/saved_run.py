@@ -52,8 +52,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return dict(_read_state_file(checkpoint)["state"])
 
 
-def files_of(checkpoint: Path) -> list[str]:
-    """The names of the other files of a checkpoint. A ValueError is as in `read_state`."""
+def tensor_files(checkpoint: Path) -> list[str]:
+    """The names of the files with a checkpoint's tensors. A ValueError is as in `read_state`."""
     return sorted(_read_state_file(checkpoint)["files"])
 
 

@@ -186,7 +186,7 @@ def _remove(folder: Path) -> None:
     """Remove the files of a checkpoint, finished ones or not, and its folder if nothing else is in it."""
     names: list[str] = []
     with suppress(ValueError):  # an unfinished one has no state
-        names = saved_run.files_of(folder)  # earlier versions had other names
+        names = saved_run.tensor_files(folder)  # earlier versions had other names
     with suppress(OSError):
         for path in folder.iterdir():
             if path.match(saved_run.SHARDS) or path.name in names:
