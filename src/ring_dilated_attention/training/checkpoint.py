@@ -190,7 +190,7 @@ def _remove(folder: Path) -> None:
     with suppress(OSError):
         for path in folder.iterdir():
             if path.match(saved_run.SHARDS) or path.name in names:
-                path.unlink()
+                path.unlink(missing_ok=True)
         for name in (saved_run.STATE_FILE, MARK_FILE):  # the mark last
             (folder / name).unlink(missing_ok=True)
         folder.rmdir()
