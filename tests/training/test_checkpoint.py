@@ -309,6 +309,18 @@ def text(content):
     return lambda checkpoint: (checkpoint / STATE_FILE).write_text(content)
 
 
+def rename_in_head(checkpoint):
+    """A tensor that torch's own description, in the same head, does not know."""
+    path = checkpoint / TENSOR_FILE
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    head = json.loads(content[8 : 8 + length])
+    head["another"] = head.pop(first(head))
+    text = json.dumps(head).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    sign(checkpoint)
+
+
 def first(tensors):
     return next(name for name in sorted(tensors) if name.startswith("exp_avg/"))
 
@@ -385,7 +397,11 @@ DEEPER_DAMAGES = {
     ),
     "no safetensors": (
         lambda c: [(c / TENSOR_FILE).write_bytes(b"\0" * 20), sign(c)],
-        "checkpoint-000006 cannot be read: Error while deserializing header",
+        "checkpoint-000006 cannot be read: SafetensorError: Error while deserializing header",
+    ),
+    "a head that does not fit": (
+        rename_in_head,
+        "checkpoint-000006 cannot be read: KeyError: 'another'",
     ),
 }
 
