@@ -37,6 +37,19 @@ def test_a_table_on_a_narrow_terminal_folds_its_text(monkeypatch):
     assert "12.5 GB" in text
 
 
+def test_a_table_that_is_too_wide_stays_whole(monkeypatch):
+    """Catches columns and ends of numbers that are missing on a terminal of 80, and a word that is cut in two."""
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    headers = ("rank", "exchange", *(f"column {i}" for i in range(5)))
+    row = ("7", "2-D, 4 deal heads", *["12.345 GB"] * 5)
+    text = console.table(headers, [row], num_left=2)
+    assert text.count("12.345 GB") == 5
+    assert {word for cell in (*headers, *row) for word in cell.split()} == set(text.split())
+    monkeypatch.setenv("COLUMNS", "200")
+    assert len(console.table(headers, [row], num_left=2).splitlines()) == 2
+
+
 def test_wrapped_text_keeps_its_paths_whole():
     path = "/a/" + "b" * 90
     lines = console.wrapped(f"{'word ' * 30}{path} more\nsecond line").splitlines()

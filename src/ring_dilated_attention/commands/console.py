@@ -26,26 +26,42 @@ PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
-    """The first `num_left` columns are flush left, and the others right. On a terminal that is too narrow the last of
-    the left columns folds."""
+    """The first `num_left` columns are flush left, and the others right. On a terminal that is too narrow columns move
+    together, and those on the left fold between words. Nothing is cut: a table that is still too wide stays so."""
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
 
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    longest_lines = []  # of each column, in characters
+    longest_words = []
+    for column in zip(headers, *rows, strict=True):
+        text = "\n".join(column)
+        longest_lines.append(max(map(cell_len, text.splitlines()), default=0))
+        longest_words.append(max(map(cell_len, text.split()), default=0))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else UNLIMITED
+    gap = 2
+    if sum(longest_lines) + gap * (len(headers) - 1) > width:
+        gap = 1
+    least = sum(longest_words[:num_left]) + sum(longest_lines[num_left:]) + gap * len(headers)
+    made = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="")
     for i, header in enumerate(headers):
-        is_folded = i == num_left - 1
+        is_left = i < num_left
         made.add_column(
             header,
-            justify="left" if i < num_left else "right",
-            no_wrap=not is_folded,
-            overflow="fold",
+            justify="left" if is_left else "right",
+            no_wrap=not is_left,
+            min_width=longest_words[i] if is_left else longest_lines[i],
         )
     for row in rows:
         made.add_row(*row)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else UNLIMITED
     file = StringIO()
     console = Console(
-        file=file, width=width, color_system=None, markup=False, highlight=False, emoji=False
+        file=file,
+        width=max(width, least),
+        color_system=None,
+        markup=False,
+        highlight=False,
+        emoji=False,
     )
     console.print(made, crop=False)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())

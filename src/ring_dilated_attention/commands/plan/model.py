@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     training = Training(
         decoder, pattern, arguments.seq_len, arguments.batch, itemsize, kernel, activations
     )
-    with progress(None, "mesh") as bar:
+    with progress(None, "candidate") as bar:
         if arguments.gpus is None:
             most = 1 if machine.hardware.bytes_per_second == NO_NETWORK else MOST_GPUS
             plans = fewest_devices(
@@ -221,7 +221,7 @@ def text(
     best, decoder = plans[0], training.decoder
     branches = "; ".join(map(str, training.pattern.branches))
     lines = [
-        answer(training, memory_bytes, best),
+        answer(memory_bytes, best),
         f"{decoder.name} of {scaled(decoder.num_parameters, '')} parameters, activations in {arguments.dtype}; "
         f"{training.seq_len:,} positions, batch {training.batch}; pattern: {branches}; causal",
     ]
@@ -239,7 +239,7 @@ def text(
     return "\n".join(paragraphs)
 
 
-def answer(training: Training, memory_bytes: int, best: MeshPlan) -> str:
+def answer(memory_bytes: int, best: MeshPlan) -> str:
     """The first line: which mesh, or that none fits."""
     mesh, memory = best.mesh, size_text(best.memory.total)
     gpus = counted(mesh.num_ranks, "GPU")
@@ -283,11 +283,14 @@ def table_of_meshes(arguments: argparse.Namespace, plans: list[MeshPlan]) -> str
             size_text(plan.memory.total),
         ]
         if plan.fits:
-            cells += [about + time_text(plan.seconds), f"{about}{plan.tokens_per_second:,.0f}"]
+            cells += [
+                about + time_text(plan.seconds),
+                about + scaled(plan.tokens_per_second, ""),
+            ]
             if arguments.tokens is not None:
                 cells.append(about + time_text(arguments.tokens / plan.tokens_per_second))
         else:
-            cells += ["does not fit", *[""] * (len(headers) - len(cells) - 1)]
+            cells += ["no room", *[""] * (len(headers) - len(cells) - 1)]
         rows.append(tuple(cells))
     return table(tuple(headers), rows, num_left=5)
 
