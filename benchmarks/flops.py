@@ -24,7 +24,6 @@ from .measure import (
     call_json,
     dense_call,
     dilated_call,
-    flops_of,
     quantiles,
     seconds_of,
 )
@@ -86,9 +85,8 @@ def _rows(
     dense_rounding = computed_pairs(dense_plan) / dense_plan.pairs
     # what would be left of the share if rounding were the only loss
     kept = dense_rounding / rounding
-    forward, backward = flops_of(plan, sizes.batch, sizes.head_dim)
     rows = []
-    for stage, flops in (("forward", forward), ("forward + backward", forward + backward)):
+    for stage in ("forward", "forward + backward"):
         dense_seconds, seconds = seconds_of(dense, stage), seconds_of(ours, stage)
         share = quantiles(
             ratio * theirs / own for theirs, own in zip(dense_seconds, seconds, strict=True)
@@ -96,13 +94,10 @@ def _rows(
         row = {
             **call_json(sizes, pattern),
             "stage": stage,
-            "flops": flops,
             "flop_bound_speed_up": 1 / ratio,
             "seconds": quantiles(seconds),
             "dense_seconds": quantiles(dense_seconds),
             "share": share,
-            "computed_per_counted_pair": rounding,
-            "dense_computed_per_counted_pair": dense_rounding,
             "lost_to_rounding": 1 - kept,
             "share_without_rounding": share["median"] / kept,
             "target": target(len(pattern.branches), stage, is_causal=pattern.is_causal),

@@ -21,7 +21,7 @@ class GateError(AssertionError):
 
 def small_case(sizes: Sizes, pattern: DilatedPattern) -> Case:
     """The same call at about SMALL positions, sequence and segments divided by one number."""
-    small, seq_len, _ = scaled_down(pattern, sizes.seq_len, SMALL)
+    small, seq_len = scaled_down(pattern, sizes.seq_len, SMALL)
     heads = sizes.num_heads
     return Case("the gate", small, seq_len, sizes.batch, heads, heads, sizes.head_dim)
 

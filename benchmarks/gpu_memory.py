@@ -123,7 +123,6 @@ class _Trial:
         return self.row | {
             "seq_len": seq_len,
             "peak_bytes": peak,
-            "eight_tensors_bytes": NUM_TENSORS * tensor,
             "ratio": peak / (NUM_TENSORS * tensor),
         }
 
@@ -184,7 +183,7 @@ Item = Callable[[_Trial], dict[str, Any]]
 ITEMS: tuple[Item, ...] = (given_length, longest_length)
 
 
-def longest(fits: Callable[[int], bool], start: int, *, num_steps: int = 16) -> tuple[int, int]:
+def longest(fits: Callable[[int], bool], start: int) -> tuple[int, int]:
     """The largest start * 2**k that fits, and the largest of its steps, 16 to the next, that does.
 
     Raises:
@@ -197,11 +196,11 @@ def longest(fits: Callable[[int], bool], start: int, *, num_steps: int = 16) -> 
             raise ValueError("not even one position fits")
     while power >= start and fits(2 * power):
         power *= 2
-    low, high = num_steps, 2 * num_steps
+    low, high = 16, 32
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(power * middle // num_steps) else (low, middle)
-    return power, power * low // num_steps
+        low, high = (middle, high) if fits(power * middle // 16) else (low, middle)
+    return power, power * low // 16
 
 
 def table(rows: list[dict[str, Any]]) -> str:

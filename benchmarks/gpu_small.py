@@ -68,7 +68,6 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
         row["faster_from"] = first_faster(
             {x["seq_len"]: x["speed_up"] for x in alike if "speed_up" in x}
         )
-        row["faster_from_target"] = FASTER_FROM
     return rows
 
 
@@ -82,7 +81,6 @@ def _row(
         }
     both, dense_both = ([t.both for t in x.times] for x in (found, dense))
     return row | {
-        "forward_seconds": quantiles(t.forward for t in found.times),
         "seconds": quantiles(both),
         "host_seconds": quantiles(found.host_seconds),
         "launches": found.profile.launches,

@@ -72,7 +72,7 @@ def test_many_documents_without_keys():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_dense_pattern_by_its_numbers(is_causal):
-    """What plans, explains and draws it takes no length for an ordinary one."""
+    """What plans, explains and scales it takes no length for an ordinary one."""
     pattern = DilatedPattern.dense(is_causal=is_causal)
     assert torch.equal(
         multiplicity(pattern, 50, 3),
@@ -81,7 +81,7 @@ def test_a_dense_pattern_by_its_numbers(is_causal):
     assert pairs(pattern, 50, 3) == 3 * (50 * 51 // 2 if is_causal else 50 * 50)
     assert pattern.without_keys(3, [50]) == (0, 150)
     assert pattern.without_keys(3)[0] == 0
-    assert scaled_down(pattern, 10**6, 100) == (pattern, 100, 10**4)
+    assert scaled_down(pattern, 10**6, 100) == (pattern, 100)
     assert hash(pattern) == hash(DilatedPattern.dense(is_causal=is_causal))
 
 

@@ -160,7 +160,7 @@ def reason_of(error: Exception) -> str:
 
 def measured(peer: Peer, sizes: Sizes, pattern: DilatedPattern | None = None) -> DilatedPattern:
     """What the peer claims to compute where its cost is measured, or another pattern of the catalogue there."""
-    scaled, *_ = scaled_down(pattern or peer.pattern, SEQ_LEN, sizes.seq_len)
+    scaled, _ = scaled_down(pattern or peer.pattern, SEQ_LEN, sizes.seq_len)
     return replace(scaled, is_causal=peer.is_causal)
 
 
