@@ -18,7 +18,8 @@ MANY = 2**20
 class Reach(NamedTuple):
     """How far a stack of layers carries."""
 
-    # For each layer, the least share of its visible positions that any followed query has heard of by then.
+    # A query has heard of a share of the positions that it may see. For each layer, the share of the query that has
+    # heard least by then.
     shares: tuple[float, ...]
     worst: int  # the query with the least share after the last layer
     num_followed: int  # queries

@@ -24,9 +24,10 @@ class DocumentSpan(NamedTuple):
     row: int  # local row of the first position
 
     def rows(self, positions: range) -> slice:
-        """The local rows of those of these positions that the span holds."""
+        """The span holds some of these positions: their local rows."""
         start, stop, step = positions.start, positions.stop, positions.step
-        num_before = max(0, -(-(self.positions.start - start) // step))  # before the span
+        # how many of the given positions lie before the span
+        num_before = max(0, -(-(self.positions.start - start) // step))
         first = start + num_before * step
         last = max(first, min(stop, self.positions.stop))
         offset = self.row - self.positions.start
@@ -135,7 +136,8 @@ def why_not_dense(**tensors: Any) -> str | None:
 
 
 def why_no_tokens(tokens_BN: Any, setting: str, num_tokens: int) -> str | None:
-    """Why these are no tokens of a model with `num_tokens` embeddings, or None. `setting` is that number's name."""
+    """Why a model with `num_tokens` embeddings cannot take these tokens, or None. setting: what the model calls this
+    number."""
     if not isinstance(tokens_BN, Tensor):
         return f"tokens must be a tensor of integers (batch, N), got {type(tokens_BN).__name__}"
     if tokens_BN.dim() != 2 or not is_integral(tokens_BN):

@@ -26,7 +26,7 @@ from .torchscale.networks import LongNetEncoder
 
 DILATION_RATES = (1, 2, 4, 8, 16)
 NUM_HEADS = 16
-FEWEST_CROWDED = 16  # a slide of fewer tiles may well have them in few cells
+FEWEST_CROWDED = 16  # a slide of fewer tiles is not warned of: they may rightly lie in few cells
 MOST_TILES_OF_A_SIDE = 2**31  # its square is the longest segment length that a pattern takes
 
 

@@ -115,9 +115,10 @@ class Plan:
     # which own key/value rows go where in the buffer of own chunks
     packs: tuple[tuple[Rows, Block], ...]
     hops: tuple[Hop, ...]
-    chunk_size: int  # of the buffer of own chunks
-    received_size: int  # of that of received chunks
-    home_size: int  # of that of gradients that come home
+    # units of the buffers of own chunks, of received chunks, and of gradients that come home
+    chunk_size: int
+    received_size: int
+    home_size: int
     query_covered: bool
     key_covered: bool
     cached: tuple[Tile, ...] = ()  # own queries times rows of a cache (one rank, forward only)

@@ -357,7 +357,7 @@ class GroupLink:
     def _pass_on(
         self, known: Tensor, peers: list[tuple[int, int]], moment: str, *, is_first: bool
     ) -> list[Tensor]:
-        """One round: send to the first rank of each pair what this rank knows. Returns what the second ones know."""
+        """One round. peers: pairs (target, source). Sends `known` to each target. Returns what each source sends."""
 
         def description(peer: int) -> str:
             absence = f"rank {self.members[peer]} did not enter {moment}"

@@ -46,7 +46,7 @@ class Ranks:
         # of the shards of the sequence that was cut last
         self.lengths_cut_last: tuple[int, ...] = ()
         self.warned: set[str] = set()  # what `warn_once` has warned of
-        self.num_modules = 0  # made with this context
+        self.num_modules = 0  # that were made with this context
         self.caller: int | None = None  # the number of the module that calls now
         self.is_closed = False
         # held by the one thread that agrees with other ranks, or exchanges records

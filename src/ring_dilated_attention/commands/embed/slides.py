@@ -105,7 +105,11 @@ def check_tile_size(slide: Slide, asked: float | None) -> None:
 
 
 def find_slides(paths: list[Path]) -> dict[str, Path]:
-    """Slides by the file's name without its suffix. A folder stands for its slides. ValueError refuses alike names."""
+    """Each slide's file, by its name without suffix. A folder stands for the slides in it.
+
+    Raises:
+        ValueError: if two slides have one name, or there are none.
+    """
     slides: dict[str, Path] = {}
     for path in paths:
         if not path.exists():

@@ -46,7 +46,8 @@ def branches_by_pair(
 ) -> list[list[list[int]]]:
     """For each query and key of a head, the branches in which the query sees the key.
 
-    With a size above 1 each cell stands for so many queries and keys: the branches in which one of them sees another.
+    A cell stands for `size` queries and `size` keys: it has the branches in which any of these queries sees any of
+    these keys.
     """
     num_cells = -(-seq_len // size)
     cells: list[list[list[int]]] = [[[] for _ in range(num_cells)] for _ in range(num_cells)]
