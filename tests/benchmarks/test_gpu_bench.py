@@ -176,8 +176,8 @@ def sleeps(worker, settings, left_out):
 def test_the_budget_ends_a_process():
     """Catches a group that takes its seconds anew for each process that is lost, or one that nothing ends."""
     begun = time.monotonic()
-    found, lost = measure_apart(sleeps, None, 3, ignore, 4, Budget(8))
-    assert time.monotonic() - begun < 20
+    found, lost = measure_apart(sleeps, None, 3, ignore, 6, Budget(12))
+    assert time.monotonic() - begun < 17
     assert not found
     assert [lost[i].startswith("its process was lost") for i in range(3)] == [True, True, False]
     assert lost[2] == "not measured: the budget was spent"
