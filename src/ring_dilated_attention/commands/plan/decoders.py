@@ -92,7 +92,9 @@ def transformers_decoder(fields: dict[str, Any], pattern: DilatedPattern) -> Dec
         copied.train()
         if is_checkpointed:
             options = {"use_reentrant": False, "context_fn": save_attention}
-            copied.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+            # newer transformers warn of the older name
+            older = copied.gradient_checkpointing_enable
+            getattr(copied, "activation_checkpointing_enable", older)(options)
         return DecoderWithLoss(copied.base_model, copied.get_output_embeddings(), config.vocab_size)
 
     num_heads = config.num_attention_heads
