@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import fill
 from types import ModuleType
 from typing import Any
 
@@ -61,30 +62,27 @@ TABLES = {name: case.table for name, case in CASES.items()}
 TABLES |= {learn.NAME: text.table, "multi_gpu": multi_gpu.table}
 RESULTS = Path(__file__).with_name("results")
 NAME = "python -m benchmarks"
+HELP = """\
+cases, and how many minutes each takes on two quiet cores, or on an H100
+(multi_gpu and learn have options of their own: --help says more):
+{}
 
+examples:
+  python -m benchmarks flops            one case; its record goes to
+                                        benchmarks/results/flops.json
+  python -m benchmarks --all            all cases that can run here, but for
+                                        multi_gpu and learn
+  python -m benchmarks --all --quick    tiny sizes, in two minutes, to see that
+                                        they run; writes nothing. A CPU stands
+                                        in for a GPU
+  python -m benchmarks --page --html docs/evidence.html \\
+                       --reports docs/reports.md
+                                        all pages from the records; runs nothing
 
-def help_text() -> str:
-    lines = ["cases, and how many minutes each takes on two quiet cores, or on an H100:"]
-    for name, case in CASES.items():
-        lines.append(f"  {name:<11} {case.MINUTES:>3}  {case.SUMMARY}")
-    lines += [
-        "",
-        "two commands of their own (--help says more):",
-        f"  multi_gpu    10  {multi_gpu.SUMMARY}",
-        f"  learn        60  {text.SUMMARY}",
-        "",
-        "examples:",
-        "  python -m benchmarks flops            one case; its record goes to benchmarks/results/flops.json",
-        "  python -m benchmarks --all            all cases that can run here, one by one",
-        "  python -m benchmarks --all --quick    tiny sizes, in two minutes, to see that they run; writes nothing.",
-        "                                        A CPU stands in for a GPU",
-        "  python -m benchmarks --page --html docs/evidence.html --reports docs/reports.md",
-        "                                        make all pages from the records; runs nothing",
-        "",
-        "The gate: no row is timed before the same call, at a small size, agreed with the definition in float64. Leave",
-        "the machine alone while a case runs. Exit codes: 0 done, 1 a gate failed, 2 refused, 130 interrupted.",
-    ]
-    return "\n".join(lines)
+The gate: no row is timed before the same call, at a small size, agreed with the
+definition in float64. Leave the machine alone while a case runs. Exit codes: 0
+done, 1 a gate failed, 2 refused, 130 interrupted.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,10 +110,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:
+    minutes = {name: (case.MINUTES, case.SUMMARY) for name, case in CASES.items()}
+    minutes |= {"multi_gpu": (10, multi_gpu.SUMMARY), "learn": (60, text.SUMMARY)}
+    lines = []
+    for name, (number, summary) in minutes.items():
+        line = f"  {name:<11} {number:>3}  {summary}"
+        lines.append(fill(line, 80, subsequent_indent=" " * 19))
     parser = argparse.ArgumentParser(
         prog=NAME,
         description="Measure speed, memory, scaling and errors, each behind a correctness gate.",
-        epilog=help_text(),
+        epilog=HELP.format("\n".join(lines)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("cases", nargs="*", metavar="CASE", help="which cases to run")

@@ -87,7 +87,6 @@ def _row(
         "dense_seconds": quantiles(dense_both),
         "dense_host_seconds": quantiles(dense.host_seconds),
         "dense_launches": dense.profile.launches,
-        "dense_ops": dense.profile.attention_ops,
         "speed_up": statistics.median(dense_both) / statistics.median(both),
         "kernels": [kernel._asdict() for kernel in found.profile.kernels[:8]],
         "gate": found.gate,

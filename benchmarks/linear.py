@@ -38,7 +38,6 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
             **call_json(of_length, settings.pattern),
             "forward_seconds": quantiles(t.forward for t in times[name]),
             "seconds": quantiles(t.both for t in times[name]),
-            "target": TARGET,
             "gate": gates[name],
         }
         rows.append(row)

@@ -102,16 +102,15 @@ def _row(
     one, two, apart, waiting = (_slowest(ranks, name) for name in (*SETUPS, WAITING))
     efficiency = quantiles(a / (NUM_RANKS * b) for a, b in zip(one, two, strict=True))
     ceiling = quantiles(a / (NUM_RANKS * b) for a, b in zip(one, apart, strict=True))
-    sent = planned_bytes(sizes, pattern, NUM_RANKS, sharding)
-    assert all(sent), "two ranks that send nothing measure no exchange"
+    assert all(planned_bytes(sizes, pattern, NUM_RANKS, sharding)), (
+        "two ranks that send nothing measure no exchange"
+    )
     return {
         **call_json(sizes, pattern),
-        "exchange": "ring",
         "sharding": sharding,
         "one_rank_seconds": quantiles(one),
         "two_ranks_seconds": quantiles(two),
         "two_processes_seconds": quantiles(apart),
-        "sent_bytes": max(sent),
         "efficiency": efficiency,
         "ceiling": ceiling,
         "ratio": efficiency["median"] / ceiling["median"],

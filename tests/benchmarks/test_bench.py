@@ -174,7 +174,7 @@ def test_a_record_is_of_a_case_that_runs_or_keeps_its_table():
     retired = record.retired_names(results)
     assert len(retired) == 28
     assert not set(retired) & set(command.TABLES)
-    by_tests = {"estimates", "faults", "fuzz", "restarts", "sockets"}
+    by_tests = {"faults", "fuzz", "restarts", "sockets"}
     names = {path.name.partition(".")[0] for path in results.glob("*.json")}
     assert names - by_tests <= {*retired, *command.TABLES}
 
