@@ -164,8 +164,8 @@ def longest_length(trial: _Trial) -> dict[str, Any]:
     def fits(seq_len: int) -> bool:
         try:
             rows[seq_len] = trial.peak_row(seq_len)
-        # torch's allocator, or a library that takes memory for itself
         except RuntimeError as error:
+            # torch's allocator, or a library that takes memory for itself
             if "out of memory" not in str(error):
                 raise
             return False

@@ -103,8 +103,8 @@ class Module:
                     yield self._absolute(node.args[0].value)
                 else:
                     self.unread.append(ast.unparse(node))
-            # as `python -m` is told
             elif isinstance(node, ast.Constant) and node.value in self.names:
+                # as `python -m` is told
                 yield node.value
 
     def _absolute(self, name: str) -> str:

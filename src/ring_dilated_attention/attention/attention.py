@@ -187,8 +187,8 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor
         refuse_tangents(dout, dlse)
         query, key, value, out, lse, state = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-    # a saved tensor was written to, memory is short, ...: the other ranks would wait
     except RuntimeError as error:
+        # a saved tensor was written to, memory is short, ...: the other ranks would wait
         if ctx.context is not None and not isinstance(error, ExchangeError):
             refuse(ctx.context.key, str(error))
         raise

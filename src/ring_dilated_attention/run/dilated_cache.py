@@ -201,8 +201,8 @@ class DilatedCache:
         """
         try:
             counts = torch.as_tensor(count).flatten().tolist()
-        # not a number, or a number that does not fit into 64 bits
         except (TypeError, ValueError, RuntimeError):
+            # not a number, or a number that does not fit into 64 bits
             counts = [count]
         if not all(is_integer(number) for number in counts):
             raise ValueError(f"crop({counts}): positions are taken back in whole numbers.")

@@ -51,8 +51,8 @@ def read_slide(path: Path, keys: Sequence[str] | None, rows_of: Callable[[int], 
         return _slide(loaded, loaded, keys, rows_of)
     except ValueError:
         raise
-    # a damaged file raises anything, and HDF5 only once its features are read
     except Exception as error:
+        # a damaged file raises anything, and HDF5 only once its features are read
         raise ValueError(f"cannot be read: {first_line(error)}") from error
 
 

@@ -61,8 +61,8 @@ def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
     asked = getattr(config, "_attn_implementation", None)
     if asked == NAME:
         check_model(type(module), module.config)
-    # the outer model set it
     elif getattr(config, FIELD, None) is not None and asked in ("sdpa", "eager"):
+        # the outer model set the implementation
         raise ValueError(
             f"{type(module).__name__} would have attn_implementation={asked!r}, and its config has a pattern. Pass "
             f"attn_implementation={NAME!r} (for a part {{'text_config': {NAME!r}}}), or set config.{FIELD} = None."
