@@ -172,7 +172,7 @@ class Figures(NamedTuple):
 
     @property
     def is_about(self) -> bool:
-        """Whether time and memory come from some of the ranks."""
+        """Whether the time comes from some of the ranks. The memory does so beyond a dozen."""
         return self.num_ranks > MOST_TIMED
 
     @property
