@@ -172,7 +172,10 @@ def table(rows: list[Row]) -> str:
         cells += [_bits(bits_at(curve, 0, steps)), _bits(bits_at(curve, 1, seconds))]
         for column in (0, 1):
             value = overtakes(curve, local["curve"], column)
-            cells.append("" if row is local else "not found" if value is None else f"{value:,.0f}")
+            if row is local:
+                cells.append("")
+            else:
+                cells.append("not found" if value is None else f"{value:,.0f}")
         cells += (
             [f"{value:.3f}" for value in found["bits_per_byte"]] if found else ["" for _ in cuts]
         )

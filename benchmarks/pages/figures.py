@@ -204,12 +204,15 @@ def peers(rows: Rows) -> Drawn:
         "CPU seconds of other implementations over those of this library, by turns in the same processes; lines go "
         "from the least to the most. Left of 1 the other one is cheaper. Dense attention is another function, and a "
         f"wrong result has a cost too: the table says more{reasons}.",
-        " ".join(
-            f"{row['peer']}: {row['ratio']['median']:.2f} times{', wrong for ' * bool(_wrong(row))}"
-            f"{', '.join(_wrong(row))}."
-            for row in timed
-        ),
+        " ".join(map(_ratio_text, timed)),
     )
+
+
+def _ratio_text(row: Mapping[str, Any]) -> str:
+    text = f"{row['peer']}: {row['ratio']['median']:.2f} times"
+    if _wrong(row):
+        text += f", wrong for {', '.join(_wrong(row))}"
+    return f"{text}."
 
 
 def _wrong(row: Mapping[str, Any]) -> list[str]:

@@ -80,13 +80,11 @@ def check(peer: Peer, settings: Settings, name: str) -> dict[str, Any]:
         )
     except RankFailedError as error:
         text = str(error)
-        verdict = (
-            "hung"
-            if "no answer within" in text
-            else "crashed"
-            if "died without a word" in text
-            else "refused"
-        )
+        verdict = "refused"
+        if "no answer within" in text:
+            verdict = "hung"
+        elif "died without a word" in text:
+            verdict = "crashed"
         return {"verdict": verdict, "reason": reason_of(error)}
     if strange := [shape for shape in ranks if isinstance(shape, str)]:
         return {"verdict": "wrong", "reason": strange[0]}

@@ -214,7 +214,9 @@ def test_unknown_case_is_refused(capsys):
 @pytest.mark.parametrize("num_rows", [1, 31, 64, 200, 512, 700, 1024, 2048, 2500])
 def test_rounded_causal_pairs(num_rows):
     """Query by query: the keys up to the end of its block of queries, rounded up to blocks of 512."""
-    block = 256 if num_rows >= 768 else 64 if num_rows >= 192 else 32
+    block = 32
+    if num_rows >= 192:
+        block = 256 if num_rows >= 768 else 64
     expected = 0
     for query in range(num_rows):
         end = min((query // block + 1) * block, num_rows)

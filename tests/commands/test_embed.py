@@ -57,8 +57,9 @@ def test_embeddings_are_the_models(arguments, options, weights, slides, tmp_path
     layer = arguments[arguments.index("--layer") + 1] if "--layer" in arguments else "last"
     for name in LENGTHS:
         states = expected(weights, name, layer, **options)
-        one = states if layer == "all" else states[int(layer)] if layer.isdecimal() else states[-1]
-        torch.testing.assert_close(found[name], one, rtol=1e-5, atol=1e-6)
+        if layer != "all":
+            states = states[int(layer) if layer.isdecimal() else -1]
+        torch.testing.assert_close(found[name], states, rtol=1e-5, atol=1e-6)
     kind = "class token" if "class" in arguments else "mean over the tiles"
     assert kind in settings["embedding"]
     printed = capsys.readouterr().out.split("\n")

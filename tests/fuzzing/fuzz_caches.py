@@ -382,7 +382,9 @@ def try_module(rng: random.Random, compiler: str | None) -> Trial:
             found.append(torch.stack(several).sum(0))
         position = min(num_positions, position + length)
     complaint = why_unequal("out", torch.cat(found, 1), expected[:, :position])
-    how = f"module, {len(modules)} part{'s' * (len(modules) > 1)}{', compiled' * (compiler is not None)}"
+    how = f"module, parts: {len(modules)}"
+    if compiler is not None:
+        how += ", compiled"
     return Trial(
         how, f"{module}, batch {batch}, {num_positions} positions in {lengths[:12]}", complaint
     )
@@ -408,7 +410,7 @@ def try_language_model(rng: random.Random, compiler: str | None) -> Trial:
         complaint = complaint or why_unequal(
             f"logits after {i} tokens", found, torch.stack(expected)
         )
-    how = f"language model{', compiled' * (compiler is not None)}"
+    how = "language model" if compiler is None else "language model, compiled"
     return Trial(how, f"{model.config}, prompts of {prompts} and {num_more} tokens", complaint)
 
 

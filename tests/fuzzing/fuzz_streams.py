@@ -205,7 +205,9 @@ def end_of(arguments: list[str]) -> int:
         ):
             code = cli.main()
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+        code = end.code
+        if not isinstance(code, int):
+            code = 0 if code is None else 1
     except BaseException:  # noqa: BLE001  what nobody caught is what is looked for
         traceback.print_exc()
         code = 1

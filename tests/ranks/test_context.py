@@ -345,7 +345,9 @@ def rank_shards_batches(rank, world_size, sharding):
         given = whole if source in (None, rank) else None
         local = cp.shard_batch(given, source=source)
         for name, x in whole.items():
-            expected = x if name == "cu_seqlens" else x[rows] if x.dim() == 1 else x[:, rows]
+            expected = x
+            if name != "cu_seqlens":
+                expected = x[rows] if x.dim() == 1 else x[:, rows]
             assert local[name].dtype == x.dtype
             assert torch.equal(local[name], expected), name
         assert torch.equal(local["positions"], cp.positions(11, borders))
@@ -467,9 +469,9 @@ def rank_fails_before_the_handshake(rank, world_size):
     ]
     for odd in range(world_size):
         for i, (call, fragment) in enumerate(cases):
-            mine = (
-                call if rank == odd else (lambda i=i: layer(x, x, x) if i < 4 else attend(context))
-            )
+            mine = call
+            if rank != odd:
+                mine = partial(layer, x, x, x) if i < 4 else partial(attend, context)
             started = time.monotonic()
             message = message_of(mine, Exception)
             assert fragment in message, (i, message)

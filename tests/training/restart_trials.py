@@ -560,7 +560,7 @@ def job_of(
     start: Callable[..., Process] = started,
 ) -> Job:
     job = Job(launcher, size, start)
-    job.options = ["--fsdp"] * (kind == "fsdp")
+    job.options = ["--fsdp"] if kind == "fsdp" else []
     return job
 
 
@@ -689,10 +689,9 @@ def main() -> int:
                 trials.append(trial)
                 verdict = "FAILED" if trial.complaints else "ok"
                 ended = "" if trial.ended is None else f", ranks ended after {trial.ended:.1f} s"
-                line = f"{number:3}  {kind:10}  {launcher:10}  {trial.seconds:6.1f} s"
-                print(
-                    f"{line}{' (forked)' * trial.is_forked:9}  {trial.moment:6}  {verdict}: {trial.outcome}{ended}"
-                )
+                forked = " (forked)" if trial.is_forked else ""
+                line = f"{number:3}  {kind:10}  {launcher:10}  {trial.seconds:6.1f} s{forked:9}"
+                print(f"{line}  {trial.moment:6}  {verdict}: {trial.outcome}{ended}")
                 print(
                     *(f"     {complaint}\n" for complaint in trial.complaints),
                     sep="",

@@ -114,8 +114,8 @@ def machine_of(name: str) -> Machine:
         )
     try:
         content = tomllib.loads(path.read_bytes().decode())
-    # ValueError: not text, not TOML, or a number with thousands of digits
     except (OSError, ValueError) as error:
+        # ValueError: not text, not TOML, or a number with thousands of digits
         raise ValueError(f"--hardware {name} cannot be read: {error}") from error
     if not isinstance(fields := content.get("hardware"), dict):
         raise ValueError(
@@ -275,16 +275,11 @@ def _check_network(machine: Machine, name: str, num_ranks: int) -> None:
 
 def known(hardware: Hardware) -> dict[str, float | None]:
     """The numbers by name, without those of the network if none was measured."""
-    left_out = (
-        {"bytes_per_second", "latency_seconds"}
-        if hardware.bytes_per_second == NO_NETWORK
-        else set()
-    )
-    left_out |= (
-        set()
-        if hardware.gpus_per_host
-        else {"gpus_per_host", "host_bytes_per_second", "host_latency_seconds"}
-    )
+    left_out: set[str] = set()
+    if hardware.bytes_per_second == NO_NETWORK:
+        left_out |= {"bytes_per_second", "latency_seconds"}
+    if not hardware.gpus_per_host:
+        left_out |= {"gpus_per_host", "host_bytes_per_second", "host_latency_seconds"}
     return {name: value for name, value in hardware._asdict().items() if name not in left_out}
 
 
@@ -314,19 +309,17 @@ def described(hardware: Hardware, source: str) -> str:
     numbers = [scaled(hardware.flops_per_second, "FLOP/s")]
     if hardware.backward_flops_per_second is not None:
         numbers[0] += f" forward, {scaled(hardware.backward_flops_per_second, 'FLOP/s')} backward"
-    networks = [
-        (
-            hardware.bytes_per_second,
-            hardware.latency_seconds,
-            " between hosts" * bool(hardware.gpus_per_host),
-        )
-    ]
-    if hardware.gpus_per_host:
+    networks: list[tuple[float, float, str]] = []
+    if hardware.bytes_per_second == NO_NETWORK:
+        numbers.append("no network")
+    elif hardware.gpus_per_host:
         where = f" inside hosts of {counted(hardware.gpus_per_host, 'GPU')}"
-        networks.insert(0, (*hardware.network(0, 0), where))
-    for rate, latency, where in networks if hardware.bytes_per_second != NO_NETWORK else ():
+        networks.append((*hardware.network(0, 0), where))
+        networks.append((hardware.bytes_per_second, hardware.latency_seconds, " between hosts"))
+    else:
+        networks.append((hardware.bytes_per_second, hardware.latency_seconds, ""))
+    for rate, latency, where in networks:
         numbers.append(f"{scaled(rate, 'B/s')} one way{where}, latency {time_text(latency)}")
-    numbers += ["no network"] * (hardware.bytes_per_second == NO_NETWORK)
     if hardware.call_seconds:
         numbers.append(f"{time_text(hardware.call_seconds)} a kernel call")
     if hardware.handshake_seconds is not None:

@@ -339,9 +339,8 @@ def time_text(seconds: float) -> str:
         (1e-3, "ms"),
         (1e-6, "µs"),
     )
+    if not seconds:
+        return "0 s"
     size, unit = next((step for step in steps if seconds >= step[0]), (1e-9, "ns"))
-    return (
-        f"{seconds / size:,{'.3g' if seconds < 999.5 * size else '.0f'}} {unit}"
-        if seconds
-        else "0 s"
-    )
+    digits = ".3g" if seconds < 999.5 * size else ".0f"
+    return f"{seconds / size:,{digits}} {unit}"

@@ -9,7 +9,9 @@ KEY_BLOCK = 512
 
 def query_block(num_rows: int) -> int:
     """Query rows that torch's CPU flash attention takes at a time."""
-    return 256 if num_rows >= 768 else 64 if num_rows >= 192 else 32
+    if num_rows >= 768:
+        return 256
+    return 64 if num_rows >= 192 else 32
 
 
 def cpu_scratch(query: Any, key: Any, dout: Any, num_threads: int) -> int:

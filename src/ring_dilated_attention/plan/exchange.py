@@ -97,7 +97,7 @@ def choice_by(counted: JobCount, job: Job, sizes: Sizes) -> Choice:
     shared = [segment for segment in counted.segments.values() if segment.received]
     hops, largest = max(x.sharers for x in shared) - 1, unit * max(max(x.largest) for x in shared)
     num_kv_held, lengths = job.num_kv_held, tuple(map(shard_length, job.shards))
-    num_hops = f"{hops} hop{'s' * (hops > 1)}"
+    num_hops = "1 hop" if hops == 1 else f"{hops} hops"
     ring = f"in the ring a rank receives up to {received:,} bytes in {num_hops}; two chunks have about {two_chunks:,}"
     if (
         hops > 1

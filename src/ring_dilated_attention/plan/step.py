@@ -207,9 +207,11 @@ def text_of(step: Step) -> str:
                 [ticket, *(f"to {x}" for x in sends), *(f"from {x}" for x in receives)]
             )
         case Wait(ticket, sent, received):
-            text = ticket + (
-                "" if sent and received else ": what is sent" if sent else ": what comes"
-            )
+            text = ticket
+            if not received:
+                text += ": what is sent"
+            elif not sent:
+                text += ": what comes"
         case Compute(tile, _, what, keys, copied):
             copies = f", copied: {' '.join(copied)}" if copied else ""
             text = f"{what}: {tile}, from {keys}{of}{copies}"

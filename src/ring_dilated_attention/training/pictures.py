@@ -45,7 +45,8 @@ def draw_losses(record: dict[str, Any]) -> bytes:
         label = "held out" if held_out is None else f"held out: {held_out:.3f} at the end"
         axes.plot(*zip(*points, strict=True), color="tab:orange", marker="o", label=label)
     axes.set_ylim(bottom=0)
-    title = f"{options.schedule[-1].num_positions:,} tokens over {p} rank{'s' * (p > 1)}"
+    ranks = "1 rank" if p == 1 else f"{p} ranks"
+    title = f"{options.schedule[-1].num_positions:,} tokens over {ranks}"
     return _as_png(figure, axes, title, {"Source": f"run {record['run']}"})
 
 
