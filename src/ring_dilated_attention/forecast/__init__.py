@@ -1,1 +1,1 @@
-"""Predicts what a job would compute, send, hold in memory and take in time, without running the job. No torch."""
+"""Predicts what a job would compute, send, hold in memory and take in time, without running the job."""

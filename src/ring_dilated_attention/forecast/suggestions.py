@@ -1,4 +1,4 @@
-"""Suggests patterns for a sequence length and a budget of pairs of a query and a key. Pure integers, no torch.
+"""Suggests patterns for a sequence length and a budget of pairs of a query and a key, in pure integers.
 
 Five patterns are tried. Three follow LongNet's rule with a ratio a of 2, 4 or 8: segment lengths w_0 * a**i up to the
 whole sequence, with rates a**i. Two have two branches: every position of w_0, and one in r of the whole sequence. The
