@@ -56,9 +56,15 @@ def test_figures_are_those_of_the_plans(seed, exchange):
     assert sum(share.sent for share in figures.branches) == sum(
         plan.plan.sent()[0] for plan in plans
     )
-    if not exchange.is_dealt:
-        received = [sum(m.size for hop in plan.plan.hops for m in hop.receives) for plan in plans]
-        assert figures.most_moved[0] == max(received) * sizes.unit * sizes.itemsize
+    moved = []
+    for plan in plans:
+        chunks = sum(m.size for hop in plan.plan.hops for m in hop.receives)
+        dealt = plan.bytes_sent(sizes) - plan.plan.bytes_sent(*sizes[:3])
+        moved.append(chunks * sizes.unit * sizes.itemsize + dealt)
+    if exchange.is_dealt:  # the most chunks, and the most heads, of any rank
+        assert max(moved) <= figures.most_moved[0] <= 1.05 * max(moved)
+    else:
+        assert figures.most_moved[0] == max(moved)
     dealings = [plan.dealing for plan in plans if plan.dealing is not None]
     assert (
         figures.seconds

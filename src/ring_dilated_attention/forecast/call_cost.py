@@ -104,7 +104,10 @@ class Counted(NamedTuple):
         ]
 
     def most_moved(self, sizes: Sizes) -> tuple[int, int]:
-        """The most bytes received as chunks plus the most dealt as heads: in a forward, and in both stages."""
+        """The most bytes received as chunks plus the most dealt as heads: in a forward, and in both stages.
+
+        If different ranks receive most and deal most, this is a little more than any rank moves.
+        """
         received = sizes.unit * max(max(place.received) for place in self.places)
         forward, gradients = received * sizes.itemsize, received * sizes.sum_itemsize
         size = len(self.places)
