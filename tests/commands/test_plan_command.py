@@ -345,3 +345,11 @@ def test_presets_name_their_source_and_what_has_none():
     assert all("arXiv" in machine.source for machine in PRESETS.values())
     assert all("latency not measured here" in machine.source for machine in PRESETS.values())
     assert all("no GPU has run this library" in machine.source for machine in PRESETS.values())
+
+
+@pytest.mark.parametrize(("num_ranks", "is_marked"), [(12, False), (13, True)])
+def test_memory_of_some_ranks_is_marked(num_ranks, is_marked, capsys):
+    """Catches the memory of a dozen ranks that is shown as that of all."""
+    argv = ["plan", "--seq-len", "416", "--segment-lengths", "416", "--dilation-rates", "1"]
+    assert cli.main([*argv, "--heads", "2", "--ranks", str(num_ranks)]) == 0
+    assert ("a rank holds at most about " in capsys.readouterr().out) == is_marked

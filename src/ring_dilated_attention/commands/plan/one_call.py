@@ -260,7 +260,7 @@ class CallPlan:
         lines.append(
             f"work of all ranks: {work}; balance: {figures.balance:.1%} (mean work over the largest)"
         )
-        about = "about " if figures.is_about else ""
+        about = "about " if len(figures.ranks) < figures.num_ranks else ""
         lines.append(
             f"a rank holds at most {about}{size_text(figures.peak_bytes)}, with the kernel {self.kernel}"
         )
