@@ -62,16 +62,21 @@ def make_tokens(vocab_size: int, batch: int, seq_len: int, seed: int = 1) -> Ten
     )
 
 
-def heard_of(pattern: DilatedPattern, n: int, num_heads: int) -> Iterator[list[int]]:
-    """By the definition: how many positions each query has heard of after each layer."""
+def heard_after(pattern: DilatedPattern, n: int, num_heads: int) -> Iterator[torch.Tensor]:
+    """By the definition: (n, n) bool, whether query i has heard of position j, after each layer."""
     sees = (multiplicity(pattern, n, num_heads).sum(0) > 0).float()
     heard = torch.eye(n)
     while True:
         before, heard = heard, ((heard @ sees) + heard > 0).float()
-        counts = heard.sum(1).int().tolist()
         if heard.equal(before):
-            yield from repeat(counts)  # more layers add nothing
-        yield counts
+            yield from repeat(heard > 0)  # more layers add nothing
+        yield heard > 0
+
+
+def heard_of(pattern: DilatedPattern, n: int, num_heads: int) -> Iterator[list[int]]:
+    """By the definition: how many positions each query has heard of after each layer."""
+    for heard in heard_after(pattern, n, num_heads):
+        yield heard.sum(1).tolist()
 
 
 def keys_seen(

@@ -2,16 +2,16 @@
 names, and no other."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import torch
 from drawn import patterns
+from helpers import heard_after
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_dilated_attention.forecast.reach import heard_in_a_layer
 from ring_dilated_attention.models.longnet import LongNetLM
 from ring_dilated_attention.models.longnet_config import LongNetConfig
 from ring_dilated_attention.pattern import DilatedPattern
@@ -81,17 +81,14 @@ def moved(model: LongNetLM, borders: Sequence[int], seed: int) -> Tensor:
 def named(
     pattern: DilatedPattern, borders: Sequence[int], num_heads: int, num_layers: int
 ) -> Tensor:
-    """(L, N, N) bool: whether query i has heard of position j after layer l, by `reach` in each document."""
+    """(L, N, N) bool: whether query i has heard of position j after layer l, in each document. `reach` counts these
+    positions (test_suggest.py)."""
     n = borders[-1]
     found = torch.zeros(num_layers, n, n, dtype=torch.bool)
     for start, stop in pairwise(borders):
-        for query in range(stop - start):
-            num_visible = query + 1 if pattern.is_causal else stop - start
-            heard = 1 << query
-            for layer in range(num_layers):
-                heard = heard_in_a_layer(pattern, num_visible, num_heads, heard)
-                row = [bool(heard >> key & 1) for key in range(stop - start)]
-                found[layer, start + query, start:stop] = torch.tensor(row)
+        layers = islice(heard_after(pattern, stop - start, num_heads), num_layers)
+        for layer, heard in enumerate(layers):
+            found[layer, start:stop, start:stop] = heard
     return found
 
 

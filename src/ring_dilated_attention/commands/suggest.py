@@ -7,7 +7,7 @@ from typing import Any
 
 from ..forecast.call_cost import Exchange, PlannedCall, pairs
 from ..forecast.call_cost import count as count_ranks
-from ..forecast.reach import LONGEST, reach
+from ..forecast.reach import reach
 from ..forecast.suggestions import suggestions
 from ..pattern import WHOLE_DOCUMENT, DilatedPattern
 from ..plan.step import Sizes
@@ -105,7 +105,7 @@ def check(arguments: argparse.Namespace) -> None:
         needed,
         "--speedup 50 allows 1/50 of dense attention's work; --seconds is another budget",
     )
-    most = {"seq_len": LONGEST, "heads": MOST_HEADS, "layers": MOST_LAYERS, "ranks": MOST_RANKS}
+    most = {"heads": MOST_HEADS, "layers": MOST_LAYERS, "ranks": MOST_RANKS}
     for name in ("seq_len", "heads", "head_dim", "layers", "ranks"):
         check_at_least(flag(name), getattr(arguments, name), most=most.get(name, LARGEST))
     check_ranks_fit(arguments.ranks, arguments.seq_len)

@@ -1,25 +1,25 @@
 """Computes which positions can influence a query ("it has heard of them") after some layers, exactly.
 
 Heads are mixed between layers, so a layer reads the phases of all its heads. Some queries are followed back through the
-layers. A set of positions is an integer with a bit for each position, so a step for all positions is a few shifts.
+layers. A set of positions is a binary tree: its halves are sets of half as many positions, and equal sets are the same
+node. If lengths and rates are powers of two, most segments look alike. So a trillion positions need hardly more nodes
+than a million, and no node is computed twice. (Sets as integers with a bit for each position took a minute and more
+from 16 million positions on.)
 """
 
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
 
-LONGEST = 10**8  # positions
-# positions; in a longer sequence fewer of the late queries are followed, since each takes long
-MANY = 2**20
+NONE, ALL = 0, 1  # the nodes of no positions and of all positions, at every height
 
 
 class Reach(NamedTuple):
     """How far a stack of layers carries."""
 
-    # A query has heard of a share of the positions that it may see. For each layer, the share of the query that has
-    # heard least by then.
+    # For each layer, the least share of its visible positions that any followed query has heard of by then.
     shares: tuple[float, ...]
     worst: int  # the query with the least share after the last layer
     num_followed: int  # queries
@@ -32,84 +32,160 @@ class Reach(NamedTuple):
         return None
 
 
+class _Sets:
+    """Sets of 2**height positions as nodes. A node does not know its height; the caller gives it."""
+
+    def __init__(self) -> None:
+        self.halves = [(NONE, NONE), (ALL, ALL)]
+        self.nodes = {pair: node for node, pair in enumerate(self.halves)}
+        self.union = cache(self._union)
+        self.common = cache(self._common)
+        self.count = cache(self._count)
+
+    def join(self, first: int, second: int) -> int:
+        """The node with these halves."""
+        node = self.nodes.setdefault((first, second), len(self.halves))
+        if node == len(self.halves):
+            self.halves.append((first, second))
+        return node
+
+    def of(self, positions: range, height: int) -> int:
+        """The set of consecutive positions."""
+        if not positions:
+            return NONE
+        if positions == range(2**height):
+            return ALL
+        half = 2 ** (height - 1)
+        first = range(positions.start, min(positions.stop, half))
+        second = range(max(positions.start - half, 0), positions.stop - half)
+        return self.join(self.of(first, height - 1), self.of(second, height - 1))
+
+    def _union(self, a: int, b: int) -> int:
+        if ALL in (a, b):
+            return ALL
+        if a == b or b == NONE:
+            return a
+        if a == NONE:
+            return b
+        (first, second), (third, fourth) = self.halves[a], self.halves[b]
+        return self.join(self.union(first, third), self.union(second, fourth))
+
+    def _common(self, a: int, b: int) -> int:
+        if NONE in (a, b):
+            return NONE
+        if a == b or b == ALL:
+            return a
+        if a == ALL:
+            return b
+        (first, second), (third, fourth) = self.halves[a], self.halves[b]
+        return self.join(self.common(first, third), self.common(second, fourth))
+
+    def _count(self, a: int, height: int) -> int:
+        if a in (NONE, ALL):
+            return a * 2**height
+        first, second = self.halves[a]
+        return self.count(first, height - 1) + self.count(second, height - 1)
+
+
+class _Branch:
+    """A branch, followed back: from the positions of queries to the positions of the keys that they see.
+
+    segment, rate: the heights of trees of w and of r positions. read: the set of phases that heads read.
+    """
+
+    def __init__(self, sets: _Sets, segment: int, rate: int, read: int, *, is_causal: bool) -> None:
+        self.sets = sets
+        self.segment = segment
+        self.rate = rate
+        self.read = read
+        self.is_causal = is_causal
+        self.heard = cache(self._heard)
+        self.phases = cache(self._phases)
+        self.filled = cache(self._filled)
+
+    def _heard(self, a: int, height: int) -> int:
+        """The keys that the queries in `a` see through this branch. `a` covers one segment or more."""
+        if height == self.segment:
+            later = NONE if self.is_causal else self.phases(a, height)
+            return self.filled(a, height, later)
+        first, second = self.sets.halves[a]
+        return self.sets.join(self.heard(first, height - 1), self.heard(second, height - 1))
+
+    def _phases(self, a: int, height: int) -> int:
+        """The phases of the positions in `a`, if a head reads them. `a` lies within one segment."""
+        if height == self.rate:
+            return self.sets.common(a, self.read)
+        first, second = self.sets.halves[a]
+        return self.sets.union(self.phases(first, height - 1), self.phases(second, height - 1))
+
+    def _filled(self, a: int, height: int, later: int) -> int:
+        """The positions that are seen in a part of a segment. later: phases whose rows in this part are all seen."""
+        if height == self.rate:
+            return self.sets.union(self.sets.common(a, self.read), later)
+        first, second = self.sets.halves[a]
+        before = self.sets.union(later, self.phases(second, height - 1))
+        return self.sets.join(
+            self.filled(first, height - 1, before), self.filled(second, height - 1, later)
+        )
+
+
 def reach(pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int) -> Reach:
-    """Follow some queries, those of `queries_to_follow`, through the layers. ValueError beyond LONGEST positions."""
-    if seq_len > LONGEST:
-        raise ValueError(f"up to {LONGEST:,} positions can be followed, got {seq_len:,}")
+    """Follow some queries, those of `queries_to_follow`, through the layers. Raises ValueError if a rate, or the length
+    of a segment shorter than the sequence, is no power of two."""
+    for length, rate in pattern.branches:
+        if (length < seq_len and length.bit_count() > 1) or rate.bit_count() > 1:
+            raise ValueError(
+                f"only powers of two can be followed, got w={length}, r={rate}; the longest w may be the sequence"
+            )
     queries = queries_to_follow(pattern, seq_len, num_heads)
-    shares_by_query = [_shares(pattern, seq_len, num_heads, num_layers, query) for query in queries]
-    by_layer = [min(shares) for shares in zip(*shares_by_query, strict=True)]
-    last = [shares[-1] for shares in shares_by_query]
-    return Reach(tuple(by_layer), queries[last.index(min(last))], len(queries))
+    layers = heard_by_layer(pattern, seq_len, num_heads, queries)
+    by_layer: list[list[float]] = []
+    for _, counts in zip(range(num_layers), layers, strict=False):
+        shares = []
+        for query, count in zip(queries, counts, strict=True):
+            num_visible = query + 1 if pattern.is_causal else seq_len
+            shares.append(count / num_visible)
+        by_layer.append(shares)
+    least = [min(shares) for shares in by_layer]
+    least += [least[-1]] * (num_layers - len(least))  # further layers add nothing
+    worst = queries[by_layer[-1].index(least[-1])]
+    return Reach(tuple(least), worst, len(queries))
 
 
-def _shares(
-    pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int, query: int
-) -> list[float]:
-    num_visible = query + 1 if pattern.is_causal else seq_len
-    heard = 1 << query
-    shares: list[float] = []
-    for _ in range(num_layers):
-        before, heard = heard, heard_in_a_layer(pattern, num_visible, num_heads, heard)
-        shares.append(heard.bit_count() / num_visible)
-        if heard == before:
-            break
-    return shares + [shares[-1]] * (num_layers - len(shares))  # further layers add nothing
+def heard_by_layer(
+    pattern: DilatedPattern, seq_len: int, num_heads: int, queries: Sequence[int]
+) -> Iterator[list[int]]:
+    """Yield, after each layer, how many positions each query has heard of. End when layers add nothing."""
+    sets = _Sets()
+    height = (seq_len - 1).bit_length()
+    whole = sets.of(range(seq_len), height)
+    branches = _branches(sets, pattern, seq_len, num_heads)
+    heard = [sets.of(range(query, query + 1), height) for query in queries]
+    before: list[int] = []
+    while heard != before:
+        before, heard = heard, []
+        for node in before:
+            reached = node
+            for branch in branches:
+                keys = sets.common(branch.heard(node, height), whole)
+                reached = sets.union(reached, keys)
+            heard.append(reached)
+        yield [sets.count(node, height) for node in heard]
 
 
-def heard_in_a_layer(
-    pattern: DilatedPattern, num_positions: int, num_heads: int, queries: int
-) -> int:
-    """The queries themselves, and the keys that they see in some branch: sets of the first `num_positions`."""
-    found = queries
-    for branch, (length, rate) in enumerate(pattern.branches):
-        length = min(length, num_positions)
-        phases = phases_read(pattern, branch, num_heads)
-        rows = queries & _rows_read(frozenset(phases), length, rate, num_positions)
-        # Each query sees the rows of its phase that lie before it in its segment; if not causal, those behind it too.
-        found |= _spread(rows, length, rate, num_positions, is_back=True)
-        if not pattern.is_causal:
-            found |= _spread(rows, length, rate, num_positions, is_back=False)
-    return found
-
-
-def _spread(rows: int, length: int, rate: int, num_positions: int, *, is_back: bool) -> int:
-    """All positions of the rows' segments that lie whole multiples of `rate` before (or behind) one of the rows."""
-    distance = rate
-    while distance < length:
-        # those with room before them for `distance`
-        places = _places(length, distance, num_positions)
-        if is_back:
-            rows |= (rows & places) >> distance
-        else:
-            rows |= rows << distance & places
-        distance *= 2
-    return rows
-
-
-@lru_cache(maxsize=64)
-def _rows_read(phases: frozenset[int], length: int, rate: int, num_positions: int) -> int:
-    """The positions of these phases. A phase counts from the start of its segment, which the rate need not divide."""
-    in_segment = _periodic(_bits(phases), rate, length)
-    return _periodic(in_segment, length, num_positions)
-
-
-@lru_cache(maxsize=64)
-def _places(length: int, distance: int, num_positions: int) -> int:
-    """The positions that lie at least `distance` behind the start of their segment."""
-    return _periodic((1 << length) - (1 << distance), length, num_positions)
-
-
-def _periodic(positions: int, period: int, num_positions: int) -> int:
-    """A set within one period, repeated up to `num_positions`."""
-    while period < num_positions:
-        positions |= positions << period
-        period *= 2
-    return positions & ((1 << num_positions) - 1)
-
-
-def _bits(positions: Iterable[int]) -> int:
-    return sum(1 << position for position in positions)
+def _branches(sets: _Sets, pattern: DilatedPattern, seq_len: int, num_heads: int) -> list[_Branch]:
+    """The branches that connect positions. A rate of at least w connects none: no phase has two rows."""
+    branches: list[_Branch] = []
+    for number, (length, rate) in enumerate(pattern.branches):
+        segment_height = (min(length, seq_len) - 1).bit_length()
+        rate_height = (rate - 1).bit_length()
+        if rate_height < segment_height:
+            phases = phases_read(pattern, number, num_heads)
+            # No rule leaves out a phase in between.
+            read = sets.of(range(min(phases), max(phases) + 1), rate_height)
+            branch = _Branch(sets, segment_height, rate_height, read, is_causal=pattern.is_causal)
+            branches.append(branch)
+    return branches
 
 
 def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> list[int]:
@@ -121,10 +197,8 @@ def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> 
     shortest = min(pattern.segment_lengths)
     starts = {0, max(0, (seq_len - 1) // shortest - 1) * shortest}
     for length in pattern.segment_lengths:
-        starts.add(length)
-        if seq_len <= MANY:
-            last = (seq_len - 1) // length * length
-            starts |= {last, last + shortest}
+        last = (seq_len - 1) // length * length
+        starts |= {length, last, last + shortest}
     queries = {start + place for start in starts for place in (0, num_heads)} | {seq_len - 1}
     return sorted(query for query in queries if query < seq_len)
 
