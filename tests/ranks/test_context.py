@@ -31,7 +31,7 @@ from ring_dilated_attention.models.longnet import shift_left
 from ring_dilated_attention.ranks import call as call_module
 from ring_dilated_attention.ranks import link
 from ring_dilated_attention.ranks.batches import fingerprint
-from ring_dilated_attention.ranks.link import ExchangeError
+from ring_dilated_attention.ranks.link import ExchangeError, GroupLink
 from ring_dilated_attention.ranks.processes import Processes
 
 PATTERN = DilatedPattern((4, 16), (1, 2), is_causal=True)
@@ -227,6 +227,27 @@ def rank_shares_a_subgroup_again_and_again(rank, world_size):
 def test_contexts_of_some_ranks_that_are_closed_and_made_again():
     """Catches names that torch gives twice: under them its store still has the addresses of ports that are closed."""
     run(3, rank_shares_a_subgroup_again_and_again)
+
+
+def rank_opens_the_last_group_late(rank, world_size):
+    import distributed
+
+    opens = GroupLink.open
+
+    def late(link):
+        opens(link)
+        if rank == 1 and link.name.startswith("data"):
+            time.sleep(0.3)
+            distributed.store.set("the last group is open", "yes")
+
+    GroupLink.open = late
+    ContextParallel(timeout=PATIENCE).close()
+    assert distributed.store.check(["the last group is open"])
+
+
+def test_no_rank_closes_a_context_before_all_have_made_it():
+    """Catches a rank that closes at once: it breaks the connections that a slower rank still makes."""
+    run(2, rank_opens_the_last_group_late)
 
 
 def rank_has_made_other_groups(rank, world_size):

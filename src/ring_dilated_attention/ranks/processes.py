@@ -145,6 +145,8 @@ class Processes(Ranks):
             self.inner = self._open("heads", backends, members[row * cut.inner :][: cut.inner])
             chunks = members[column :: cut.inner]
             self.outer = self._open("chunks", backends, chunks) if len(chunks) > 1 else None
+        # A rank that closed now would break the connections that a slower rank still makes.
+        agree(self.control, 0, {"call": "the end of making a ContextParallel"}, None)
 
     def _hosts(self) -> list[str]:
         """Every rank's host. Contexts that all ranks have dropped without `close` are closed here: ranks give groups
