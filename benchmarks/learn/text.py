@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ring_dilated_attention.models.longnet import LongNetLM
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.training.data import Document, load_document
-from ring_dilated_attention.training.scoring import bits_by_context, held_out_bits_per_byte
+from ring_dilated_attention.training.scoring import held_out_bits_per_byte
 
 from ..record import branches, markdown
 from .trainer import TIMED, Shape, Training, branches_of, one_thread
@@ -19,6 +20,10 @@ from .trainer import TIMED, Shape, Training, branches_of, one_thread
 SUMMARY = "bits per byte of a language model by steps, by seconds and by context, by pattern"
 Row = dict[str, Any]
 BYTES = 256  # the vocabulary
+CUTS = (64, 512, 4_096)
+CUT_BYTES = 32_768  # held-out bytes that are scored with each cut
+CLEAR_BYTES = 64  # a byte is scored if so many bytes of its segment precede it, or half the segment if that is less
+ROWS = 2**14  # positions in one forward
 
 
 class Run(NamedTuple):
@@ -58,7 +63,7 @@ QUICK = (Settings((((8,), (1,)), ((64,), (1,))), (0,), 2, 1.0, 128, Shape(1, 16,
 
 @cache
 def document_of(seq_len: int, num_held_out: int) -> Document:
-    return load_document((), seq_len, num_held_out, {})
+    return load_document((), seq_len, num_held_out)
 
 
 def run_one(settings: Settings, pattern: DilatedPattern, seed: int) -> Row:
@@ -90,6 +95,37 @@ def run_one(settings: Settings, pattern: DilatedPattern, seed: int) -> Row:
         "curve": curve,
         "bits_by_context": contexts,
     }
+
+
+def bits_by_context(model: LongNetLM, document: Document) -> dict[str, Any] | None:
+    """Bits per byte with the context cut to c bytes, for each of CUTS and for half a sequence, on the same bytes.
+
+    Contexts of 2 c bytes overlap by c; second halves are scored. A byte counts if, with every cut, CLEAR_BYTES or
+    half of its segment (the longest of rate 1) precede it. None if a sequence is too short, or no byte counts.
+    """
+    cuts = [c for c in CUTS if 2 * c < document.seq_len] + [document.seq_len // 2]
+    number = min(CUT_BYTES, document.num_held_out)
+    begin = document.num_train + min(cuts[-1], document.num_held_out - number)
+    lengths_of_rate_1 = [w for w, r in model.config.pattern.branches if r == 1]
+    longest = max(lengths_of_rate_1, default=1)
+    clear = min(CLEAR_BYTES, longest // 2)
+    target = torch.arange(number)
+    counts = torch.stack([(target % c + c) % longest >= clear for c in cuts]).all(0)
+    if len(cuts) == 1 or not counts.any():
+        return None
+    bits = []
+    for c in cuts:
+        rows = []
+        for start in range(begin, begin + number, c):
+            stop = min(start + c, begin + number)
+            rows.append(document.content[start - c : stop].ljust(2 * c, b"\0"))
+        tokens = torch.frombuffer(bytearray().join(rows), dtype=torch.uint8).view(-1, 2 * c)
+        some_rows = tokens.long().split(max(1, ROWS // (2 * c)))
+        # position c - 1 predicts the first byte of a second half
+        nats = torch.cat([model.token_losses(some)[:, c - 1 : -1] for some in some_rows])
+        counted = nats.flatten()[:number][counts]
+        bits.append(counted.mean(dtype=torch.float64).item() / math.log(2))
+    return {"num_bytes": int(counts.sum()), "least_context": cuts, "bits_per_byte": bits}
 
 
 def runs(cases: Sequence[Settings]) -> list[Run]:

@@ -1,9 +1,18 @@
 """The study of text goes on where it ended, and says when one pattern overtakes another."""
 
 import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
 
 from benchmarks import command
 from benchmarks.learn import text
+from ring_dilated_attention.models import LongNetConfig, LongNetLM
+from ring_dilated_attention.training.data import Document
+
+TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(120))
 
 
 def test_a_curve_overtakes_another():
@@ -14,6 +23,26 @@ def test_a_curve_overtakes_another():
     assert text.overtakes(longer, shorter, 0) == 20
     assert text.overtakes(longer, shorter, 1) is None
     assert text.overtakes(shorter, longer, 1) == 5
+
+
+def test_contexts_are_cut_for_the_same_bytes(monkeypatch):
+    monkeypatch.setattr(text, "CUTS", (8, 20, 32))
+    monkeypatch.setattr(text, "CUT_BYTES", 100)
+    monkeypatch.setattr(text, "ROWS", 50)
+    torch.manual_seed(0)
+    model = LongNetLM(LongNetConfig((16, 64), (1, 3), embed_dim=16, num_heads=2))
+    begin = len(TEXT) - 150 + 32
+    found = text.bits_by_context(model, Document(TEXT, "text", 64, 150))
+    assert found["least_context"] == [8, 20, 32]  # 32 is half a sequence, and no cut
+    targets = [p for p in range(100) if all((p % c + c) % 16 >= 8 for c in (8, 20, 32))]
+    assert found["num_bytes"] == len(targets) > 10
+    for c, bits in zip(found["least_context"], found["bits_per_byte"], strict=True):
+        nats = 0.0
+        for p in targets:
+            before = torch.tensor([list(TEXT[begin + p - p % c - c : begin + p])])
+            nats += F.cross_entropy(model(before)[0, -1], torch.tensor(TEXT[begin + p])).item()
+        assert bits == pytest.approx(nats / len(targets) / math.log(2), rel=1e-5)
+    assert text.bits_by_context(model, Document(TEXT, "text", 16, 150)) is None
 
 
 def test_the_study_goes_on_where_it_ended(tmp_path, monkeypatch):

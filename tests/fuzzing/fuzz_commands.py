@@ -154,12 +154,9 @@ MORE_TRAIN = [
     ["--save-every", "1"],
     ["--learning-rate", "0.01"],
     ["--muon-learning-rate", "0.01"],
-    ["--optimizer", "adamw"],
     ["--phases", "8:2:1"],
     ["--batch-size", "2"],
-    ["--held-out", "text.txt"],
     ["--eval-every", "1"],
-    ["--from", "run"],
     ["--warmup-steps", "1"],
     ["--weight-decay", "0"],
     ["--clip-norm", "2"],
@@ -169,8 +166,6 @@ MORE_TRAIN = [
     ["--activation-checkpointing"],
     ["--ranks", "1"],
     ["--data", "genome.fa", "text.txt"],
-    ["--fasta-case", "upper"],
-    ["--fasta-records", "newline"],
 ]
 PLAN = [
     ["--seq-len", "64"],

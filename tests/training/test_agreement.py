@@ -6,6 +6,7 @@ import os
 import re
 import socket
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from distributed import run as run_ranks
@@ -16,42 +17,13 @@ from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.ranks import processes
 from ring_dilated_attention.training import checkpoint
 from ring_dilated_attention.training.agreement import (
-    Account,
     Refusal,
     check_alike,
     together,
     values_of_all,
-    words_of_difference,
-    words_of_refusal,
 )
 
 TRAIN = ["train", "--data", "text.txt", "--steps", "4", *TINY.split()]
-
-
-def accounts(*refusals, hosts="aaaa", fields=None):
-    fields = fields or [{}] * len(refusals)
-    return [Account(k, hosts[k], hosts[k], refusals[k], fields[k]) for k in range(len(refusals))]
-
-
-def test_each_reason_is_said_once_on_each_machine():
-    table = accounts("no file", "", "no file", "no file", "", "empty", hosts="aaabbb")
-    words = "rank 0 on host a: no file; rank 5 on host b: empty"
-    assert [words_of_refusal(table, rank) for rank in range(6)] == [words, "", "", words, "", ""]
-
-
-def test_a_difference_is_said_once_on_each_machine():
-    fields = [{"--steps": "6", "--seed": "0"}] * 2 + [
-        {"--steps": "7", "--seed": "0"},
-        {"--steps": "6", "--seed": "1"},
-    ]
-    table = accounts("", "", "", "", hosts="aabb", fields=fields)
-    words = (
-        "the ranks would not train the same run: they differ in --steps (rank 0 on host a: 6, rank 2 on host b: 7); "
-        "--seed (rank 0 on host a: 0, rank 3 on host b: 1)"
-    )
-    assert [words_of_difference(table, rank) for rank in range(4)] == [words, "", words, ""]
-    table[3] = Account(3, "b", "b", "", {})
-    assert "rank 3 on host b: nothing" in words_of_difference(table, 0)
 
 
 def refuse_on(rank, world_size):
@@ -74,6 +46,20 @@ def refuse_on(rank, world_size):
         except Refusal as refusal:
             found.append(str(refusal))
     return found
+
+
+def refuse_under_a_launcher(rank, world_size):
+    with mock.patch.dict(os.environ, {"LOCAL_RANK": str(rank % 2)}):
+        return refuse_on(rank, world_size)[:2]
+
+
+def test_each_reason_is_said_once_by_each_launcher():
+    """Two launchers of two ranks: the first rank of each speaks. A reason of several ranks is named once."""
+    results = run_ranks(4, refuse_under_a_launcher)
+    assert results[1] == results[3] == ["", ""]
+    assert results[0] == results[2]
+    assert results[0][0].count("rank 3 on host") == 1
+    assert results[0][1].count("rank ") == 2  # of four ranks, three of which have the same code
 
 
 def told(rank, world_size):

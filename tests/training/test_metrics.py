@@ -1,21 +1,19 @@
-"""What a run writes as it goes, and what its numbers are put beside."""
+"""What a run writes as it goes."""
 
-import gzip
 import json
 import math
 
 import pytest
 
-from ring_dilated_attention.training.data import Document
 from ring_dilated_attention.training.metrics import METRICS_FILE, Metrics, Step
-from ring_dilated_attention.training.pictures import smoothed
-from ring_dilated_attention.training.scoring import SMOOTHING, baselines
+
+RUN = "0123456789abcdef"
 
 
 def step(number):
     held_out = 2.5 if number == 2 else None
     return Step(
-        "a",
+        RUN,
         number,
         2 * math.log(2),
         2.0,
@@ -32,10 +30,10 @@ def written(folder):
 
 
 def test_each_step_is_there_at_once(tmp_path):
-    with Metrics(tmp_path / "new", "a", 0, 0) as metrics:
+    with Metrics(tmp_path / "new", RUN, 0, 0) as metrics:
         metrics.add(step(1))
         [row] = written(tmp_path / "new")
-        assert row["run"] == "a"
+        assert row["run"] == RUN
         assert row["tokens_per_second"] == 200
         assert row["waited_seconds"] == [0.1, 0.2]
         assert tuple(row) == Step._fields
@@ -43,49 +41,28 @@ def test_each_step_is_there_at_once(tmp_path):
 
 def test_a_resumed_run_goes_on_where_it_was_saved(tmp_path):
     """Catches steps that are there twice, a line that the end of a run cut off, and a step that is no number."""
-    with Metrics(tmp_path, "a", 0, 0) as metrics:
+    with Metrics(tmp_path, RUN, 0, 0) as metrics:
         for number in range(1, 6):
             metrics.add(step(number))
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"step": "2"}\n{"step": 6, "lo')
-    with Metrics(tmp_path, "a", 3, 0) as metrics:
+    with Metrics(tmp_path, RUN, 3, 0) as metrics:
         metrics.add(step(4))
     assert [row.get("step") for row in written(tmp_path)] == [1, 2, 3, 4]
 
 
 def test_other_files_are_left_alone(tmp_path):
-    for theirs in ("mine\n", "", '{"run": "a"}\n', '{"run": "b", "bits_per_byte": 2.0}\n'):
+    for theirs in ("mine\n", "", '{"run": "b", "bits_per_byte": 2.0}\n'):
         (tmp_path / METRICS_FILE).write_text(theirs)
         with pytest.raises(ValueError, match=r"metrics.jsonl was not made by this run"):
-            Metrics(tmp_path, "a", 0, 0)
+            Metrics(tmp_path, RUN, 0, 0)
         assert (tmp_path / METRICS_FILE).read_text() == theirs
 
 
 def test_only_the_first_rank_writes(tmp_path):
-    with Metrics(tmp_path / "none", "a", 0, 1) as metrics:
+    with Metrics(tmp_path / "none", RUN, 0, 1) as metrics:
         metrics.add(step(1))
     assert not (tmp_path / "none").exists()
-
-
-def test_baselines_by_hand():
-    content = b"ab" * 512 + b"aaab" * 16  # trained on as many a as b; held out three of four are a
-    document = Document(content, "test", 64, 64)
-    found, s = baselines(document), SMOOTHING
-    assert found["gzip"] == 8 * len(gzip.compress(b"aaab" * 16, 9, mtime=0)) / 64
-    single = (512 + s / 256) / (1024 + s)
-    after_a = {"a": s * single / (511 + 1 + s), "b": (512 + s * single) / (512 + s)}
-    after_b = (511 + s * single) / (511 + s)  # the last b of the training part has nothing after it
-    bits = [-math.log2(x) for x in (after_b, after_a["a"], after_a["a"], after_a["b"])]
-    assert found["bigrams"] == pytest.approx(sum(bits) / 4)
-    assert found["trigrams"] != found["bigrams"]
-
-
-def test_smoothing_keeps_length_and_lines():
-    values = [float(i) for i in range(100)]
-    assert smoothed(values) == pytest.approx(values)
-    assert smoothed([1.0]) == [1.0]
-    assert smoothed([]) == []
-    assert max(smoothed([0.0] * 50 + [1.0] + [0.0] * 49)) == pytest.approx(1 / 11)
 
 
 def test_a_step_in_a_line():
@@ -99,7 +76,7 @@ def test_a_run_that_fails_leaves_its_metrics(error, is_kept, tmp_path):
     """Catches figures that are gone when they are wanted most. A run that is refused leaves no trace."""
 
     def ends(folder, num_steps, error):
-        with Metrics(folder, "a", 0, 0) as metrics:
+        with Metrics(folder, RUN, 0, 0) as metrics:
             for number in range(num_steps):
                 metrics.add(step(number + 1))
             raise error

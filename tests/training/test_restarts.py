@@ -233,7 +233,6 @@ class TestSameCommand:
         [
             (["--seed", "1", "--embed-dim", "32"], "--embed-dim 32 was 16; --seed 1 was 0"),
             (["--data", "other.txt"], "--data {0}/other.txt was {0}/text.txt"),
-            (["--from", "run"], "--from {0}/run was none"),
         ],
     )
     def test_another_command_is_refused(self, changes, said, capsys):

@@ -22,7 +22,7 @@ EXAMPLES = """examples:
   xz -dc corpus.xz | rda evaluate runs/a -      from a pipe
 
 The text is cut into contexts. The first byte of a context is not predicted. If more context helps, bits per byte fall
-from row to row. FASTA, known by its name (as .fa), is read as the run read it; on stdin it is text.
+from row to row. Of FASTA, known by its name (as .fa), the letters are read; on stdin it is text.
 
 A forward takes 64 bytes times the context times --embed-dim. If that is at most a quarter of this machine's memory, a
 context goes through one forward, and short contexts in batches. Otherwise, and with --chunk, the model reads through
@@ -62,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    context, chunk, hyperparameters = resolved(arguments)
-    text = Text(arguments.file, hyperparameters, arguments.max_bytes)
+    context, chunk = resolved(arguments)
+    text = Text(arguments.file, arguments.max_bytes)
     score, is_whole = measure(arguments.run_folder, text, context, chunk)
     buckets = score.buckets()
     if not buckets and not is_whole:
@@ -86,8 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if is_whole else INTERRUPTED_EXIT_CODE
 
 
-def resolved(arguments: argparse.Namespace) -> tuple[int | None, int | None, dict]:
-    """The context, the chunk if caches are needed, and the run's hyperparameters. A ValueError refuses bad options."""
+def resolved(arguments: argparse.Namespace) -> tuple[int | None, int | None]:
+    """The context, and the chunk if caches are needed. A ValueError refuses bad options."""
     saved, context, chunk = (
         hyperparameters_of(arguments.run_folder),
         arguments.context,
@@ -107,7 +107,7 @@ def resolved(arguments: argparse.Namespace) -> tuple[int | None, int | None, dic
         context is None or BYTES_PER_NUMBER * context * saved["embed_dim"] > physical_bytes() / 4
     ):
         chunk = DEFAULT_CHUNK
-    return context, chunk, saved
+    return context, chunk
 
 
 def measure(

@@ -59,12 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    hyperparameters = hyperparameters_of(arguments.run_folder)
+    hyperparameters_of(arguments.run_folder)  # refuses a folder without a run
     check_at_least("--tokens", arguments.tokens)
     check_at_least("--seed", arguments.seed, least=0)
     option, prompt = "--prompt", os.fsencode(arguments.prompt or "")
-    if (file := arguments.prompt_file) is not None:  # FASTA without its headers, as the run read it
-        option, prompt = f"--prompt-file {file}", read_files([Path(file)], hyperparameters)[0]
+    if (file := arguments.prompt_file) is not None:  # FASTA without its headers, as in training
+        option, prompt = f"--prompt-file {file}", read_files([Path(file)])[0]
     if not prompt:
         raise ValueError(
             f"{option} is empty: the model goes on from one byte or more, so give it some text"

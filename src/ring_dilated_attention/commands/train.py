@@ -69,10 +69,6 @@ FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
 # The options that a checkpoint does not hold: the command that resumes a run repeats them.
 DEFAULTS = {"ranks": None, "exchange": "auto", "save_every": 30, "eval_every": None}
 DEFAULTS |= {"activation_checkpointing": False, "fsdp": False, "restarts": None, "timeout": 600}
-# What is said of the command that goes on from the parameters of a run.
-FROM = """(a new run that reads as many bytes again; --seq-len, --segment-lengths and
---data may be others. The learning rate rises to its peak again, so a run of few
-steps makes the model worse)"""
 PACKAGES = ("filelock", "matplotlib", "numpy", "rich", "safetensors")
 # A rank that lost another waits so long before it ends: the one that failed ends first, and is named.
 GRACE_SECONDS = 10
@@ -89,9 +85,6 @@ EXAMPLES = """examples:
                                              FASTA, known by its name: .fa
   rda train --segment-lengths 32768 --dilation-rates 1           dense attention
   rda train --resume runs/20250131-120000    go on after Ctrl-C
-  rda train --from runs/a --steps 120        a new run from trained parameters;
-                                             --data, --seq-len and
-                                             --segment-lengths may be others
   rda train --steps 5                        a quick look: 5 steps of --seq-len
   rda train --ranks 2 --restarts 9 --run-folder runs/a   go on if a rank is lost
   torchrun --nproc-per-node 2 -m ring_dilated_attention train
@@ -100,8 +93,8 @@ EXAMPLES = """examples:
                                   Slurm, with MASTER_ADDR and MASTER_PORT set
 
 The sequence is cut among the ranks; each holds its part of every activation. The run folder gets checkpoints
-(safetensors and JSON) and metrics.jsonl, and at the end a README.txt that says what each of its files is. Only one run
-at a time can use it. Exit codes of the run, or of the ranks under a torchrun of your own: 0 done, 1 a rank was lost or
+(safetensors and JSON) and metrics.jsonl, and at the end record.json and loss.png. Only one run at a
+time can use it. Exit codes of the run, or of the ranks under a torchrun of your own: 0 done, 1 a rank was lost or
 memory ran out, 2 a sentence says what is wrong, 130 interrupted and saved.
 """
 
@@ -134,9 +127,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="go on from the newest checkpoint of a run folder",
     )
-    new = "begin anew from another run's newest parameters. Its hyperparameters are the defaults, but no --phases. "
-    new += "The learning rate rises to its peak again: a run of few steps makes the model worse"
-    add("--from", dest="origin", type=Path, metavar="DIR", help=new)
     add(
         "--save-every",
         type=count,
@@ -411,7 +401,7 @@ def code_after_loss(arguments: argparse.Namespace) -> int:
 
 
 def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> None:
-    from ..training.run_report import summary, write_report, write_sample
+    from ..training.run_report import summary, write_report
 
     write_report(record)
     folder, steps, is_complete = (
@@ -427,18 +417,10 @@ def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> N
     print(summary(record), file=for_people)
     if is_complete:
         text, more = sample(folder, run.document, is_cut=run.fsdp and record["num_ranks"] > 1)
-        if text:
-            write_sample(record, text)
-        onward = train_command(
-            arguments, "--from", folder, "--steps", run.hyperparameters.steps_again
-        )
         written = [text, f"more of it: {more}"] if text else [f"what it writes: {more}"]
-        print(*written, f"more steps: {onward}", FROM, sep="\n", file=for_people)
-        print(
-            f'in Python: LongNetLM.from_run("{folder}")\nanother pattern: docs/generation.md',
-            file=for_people,
-        )
-    print(f"README.txt says what is in {folder}", file=for_people)
+        evaluate = shlex.join(["rda", "evaluate", folder, "FILE"])
+        print(*written, f"how much context helps: {evaluate}", sep="\n", file=for_people)
+        print(f'in Python: LongNetLM.from_run("{folder}")', file=for_people)
     if arguments.json:
         print(json.dumps(record))
     if not is_complete:

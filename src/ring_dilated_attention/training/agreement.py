@@ -1,16 +1,16 @@
 """How the ranks of a run meet and agree.
 
 They meet by the launcher's folder, or by variables of torchrun or srun. They exchange values, and errors: all ranks go
-on, or none. The first rank of each machine reports an error.
+on, or none. The first rank of each launcher reports an error.
 """
 
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -57,17 +57,7 @@ def store_of_launcher(rank: int, num_ranks: int) -> dist.Store:
 
 
 class Refusal(ValueError):
-    """Raised on every rank if one refuses. The text is empty if another rank on this machine reports it."""
-
-
-class Account(NamedTuple):
-    """What one rank tells the others."""
-
-    rank: int
-    host: str
-    machine: str  # alike for ranks that write to one terminal
-    refusal: str  # why it cannot go on; "" if it can
-    fields: Mapping[str, str]  # what must be alike on all ranks, by name
+    """Raised on every rank if one refuses. The text is empty where another rank of the same launcher reports it."""
 
 
 def together(parallel: ContextParallel, action: Callable[[], T]) -> T:
@@ -81,9 +71,12 @@ def together(parallel: ContextParallel, action: Callable[[], T]) -> T:
         if parallel.world_size == 1:
             raise
         refusal = in_words(error)
-    accounts = _exchange(parallel, refusal, {})
-    if any(account.refusal for account in accounts):
-        raise Refusal(words_of_refusal(accounts, parallel.rank))
+    first_with: dict[str, str] = {}
+    for rank, reason in values_of_all(parallel, (name_of_rank(), refusal)):
+        first_with.setdefault(reason, rank)
+    first_with.pop("", None)
+    if first_with:
+        refuse("; ".join(f"{rank}: {reason}" for reason, rank in first_with.items()))
     return result  # type: ignore[return-value]  # no rank refused, so this one has a result
 
 
@@ -95,9 +88,17 @@ def on_first(parallel: ContextParallel, action: Callable[[], Any]) -> Any:
 
 def check_alike(parallel: ContextParallel, fields: Mapping[str, str]) -> None:
     """Raise a Refusal on every rank unless all have the same fields."""
-    accounts = _exchange(parallel, "", fields)
-    if any(account.fields != accounts[0].fields for account in accounts):
-        raise Refusal(words_of_difference(accounts, parallel.rank))
+    answers = values_of_all(parallel, (name_of_rank(), fields))
+    differences = []
+    for name in answers[0][1]:
+        first_with: dict[str, str] = {}
+        for rank, fields_of_rank in answers:
+            first_with.setdefault(fields_of_rank.get(name, "nothing"), rank)
+        if len(first_with) > 1:
+            values = ", ".join(f"{rank}: {value}" for value, rank in first_with.items())
+            differences.append(f"{name} ({values})")
+    if differences:
+        refuse(f"the ranks would not train the same run: they differ in {'; '.join(differences)}")
 
 
 def values_of_all(parallel: ContextParallel, value: Any) -> list[Any]:
@@ -110,48 +111,13 @@ def values_of_all(parallel: ContextParallel, value: Any) -> list[Any]:
     return [json.loads(bytes(row.tolist())) for row in rows]
 
 
-def words_of_refusal(accounts: Sequence[Account], rank: int) -> str:
-    """What a rank says about all refusals, if it is the first rank of its machine; else ""."""
-    if not _is_first_of_machine(accounts, rank):
-        return ""
-    first_with = _first_with([account.refusal for account in accounts], accounts)
-    return "; ".join(f"{first}: {refusal}" for refusal, first in first_with.items() if refusal)
+def name_of_rank() -> str:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return f"rank {rank} on host {socket.gethostname()}"
 
 
-def words_of_difference(accounts: Sequence[Account], rank: int) -> str:
-    """What a rank says about the fields that differ, by the same rule."""
-    if not _is_first_of_machine(accounts, rank):
-        return ""
-    differences = []
-    for name in {name: None for account in accounts for name in account.fields}:
-        first_with = _first_with(
-            [account.fields.get(name, "nothing") for account in accounts], accounts
-        )
-        if len(first_with) > 1:
-            values = ", ".join(f"{first}: {value}" for value, first in first_with.items())
-            differences.append(f"{name} ({values})")
-    return f"the ranks would not train the same run: they differ in {'; '.join(differences)}"
-
-
-def _is_first_of_machine(accounts: Sequence[Account], rank: int) -> bool:
-    return all(account.machine != accounts[rank].machine for account in accounts[:rank])
-
-
-def _first_with(values: Sequence[str], accounts: Sequence[Account]) -> dict[str, str]:
-    """For each value the first rank that has it."""
-    first_with: dict[str, str] = {}
-    for value, account in zip(values, accounts, strict=True):
-        first_with.setdefault(value, f"rank {account.rank} on host {account.host}")
-    return first_with
-
-
-def _exchange(parallel: ContextParallel, refusal: str, fields: Mapping[str, str]) -> list[Account]:
-    host, rank = socket.gethostname(), dist.get_rank() if dist.is_initialized() else 0
-    # torchrun numbers its machines. Processes that somebody started one by one may be anywhere.
-    machine = (
-        f"{host} {os.environ.get('GROUP_RANK', '')}"
-        if "LOCAL_RANK" in os.environ
-        else f"rank {rank}"
-    )
-    accounts = values_of_all(parallel, Account(rank, host, machine, refusal, fields))
-    return [Account(*fields_of_rank) for fields_of_rank in accounts]
+def refuse(reason: str) -> NoReturn:
+    """Raise a Refusal, with the reason on the first rank of each launcher: its ranks write to one terminal. Processes
+    that somebody started one by one may be anywhere, and each says it."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    raise Refusal(reason if is_first else "")

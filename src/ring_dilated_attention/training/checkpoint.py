@@ -131,8 +131,8 @@ def _removed_on_failure(target: Path, unfinished: Path) -> Iterator[None]:
 
 
 def load_checkpoint(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Load parameters, and the optimisers' state if any are given, from a checkpoint that `saved_run.check_whole` has
-    not refused. A ValueError if it lacks a tensor of the model, or has another shape: nothing changes."""
+    """Load parameters and the optimisers' state from a checkpoint that `saved_run.check_whole` has not refused.
+    A ValueError if it lacks a tensor of the model, or has another shape: nothing changes."""
     parameters = dict(model.named_parameters())
     names = {parameter: name for name, parameter in parameters.items()}
     expected: dict[str, Tensor] = dict(parameters)

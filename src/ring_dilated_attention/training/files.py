@@ -7,12 +7,12 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
 MADE_BY = "ring_dilated_attention"  # what pictures say they were made with
 MOST_BYTES = 2**28  # how much of a file is read to learn who made it
+HEAD_BYTES = 4096  # where pictures and the files of runs say it
 
 
 def write_whole(
@@ -110,16 +110,17 @@ class LossyStderr:
             sys.stderr.flush()
 
 
-def is_our_picture(file: BinaryIO, source: str | None = None) -> bool:
-    """Whether a file is a PNG that this package made, from this source. The texts before its pixels say so."""
-    head, texts = BytesIO(file.read(4096)), list[bytes]()
-    if head.read(8) != b"\x89PNG\r\n\x1a\n":
-        return False
-    while len(start := head.read(8)) == 8 and not start.endswith(b"IDAT"):
-        texts.append(start[4:] + head.read(int.from_bytes(start[:4])))
-        head.seek(4, os.SEEK_CUR)  # its checksum
-    is_ours = f"tEXtSoftware\0{MADE_BY}".encode() in texts
-    return is_ours and (source is None or f"tEXtSource\0{source}".encode() in texts)
+def is_our_picture(file: BinaryIO) -> bool:
+    """Whether a file is a PNG that this package made: a text before its pixels says so."""
+    text = f"Software\0{MADE_BY}".encode()
+    chunk = len(text).to_bytes(4) + b"tEXt" + text
+    head = file.read(HEAD_BYTES)
+    return head.startswith(b"\x89PNG\r\n\x1a\n") and chunk in head.partition(b"IDAT")[0]
+
+
+def mentions(run: str) -> Callable[[BinaryIO], bool]:
+    """A test of whether a file is this run's: each has the run's name near its beginning, 32 random letters."""
+    return lambda file: run.encode() in file.read(HEAD_BYTES)
 
 
 def json_object(text: str | bytes) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from .metrics import Metrics, Step
 from .options import Hyperparameters
 from .run import Run, initial_state, offering_older
 from .run_report import make_record
-from .scoring import baselines, bits_by_context, held_out_bits_per_byte
+from .scoring import gzip_bits_per_byte, held_out_bits_per_byte
 from .stop_request import StopRequest
 
 NATS_PER_BIT = math.log(2)
@@ -129,8 +129,7 @@ def scored_record(
             *state["held_out"],
             {"step": state["step"], "bits_per_byte": held_out},
         ]
-        record["bits_by_context"] = bits_by_context(model, run.document)
-        record["baselines"] = baselines(run.document) if parallel.rank == 0 else None
+        record["gzip_bits_per_byte"] = gzip_bits_per_byte(run.document)
     return record
 
 
@@ -146,9 +145,7 @@ def take_step(
     phase = options.phase_of(step)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = group["peak"] * share_of_peak(options, step)
-    # so that windows are not those of the earlier runs
-    number = step + sum(origin["step"] for origin in state["from"])
-    windows = run.document.train_windows(options.seed, number, phase.length, phase.batch_size)
+    windows = run.document.train_windows(options.seed, step, phase.length, phase.batch_size)
     borders = torch.arange(0, phase.num_positions + 1, phase.length, dtype=torch.int32)
     loss = loss_of(shard(windows, parallel), borders)
     nats = loss.item()
@@ -164,47 +161,36 @@ def take_step(
 def load(
     run: Run, model: nn.Module, optimizers: list[Optimizer], parallel: ContextParallel
 ) -> None:
-    """Load the checkpoint that the run goes on from, or the parameters of the one that it begins from."""
-    if (begun := run.checkpoint or run.origin) is None:
+    """Load the checkpoint that the run goes on from, if there is one."""
+    if run.checkpoint is None:
         return
     # A checkpoint of --fsdp lies on a shared disk. Hosts may have copies of any other, so every rank checks all of it.
-    is_shared, checked = run.fsdp and run.checkpoint is not None, offering_older(begun)
-    share = (parallel.rank, parallel.world_size) if is_shared else (0, 1)
-    together(parallel, checked(partial(check_whole, begun, *share)))
-    together(
-        parallel,
-        checked(partial(load_checkpoint, begun, model, optimizers if run.checkpoint else [])),
-    )
+    share = (parallel.rank, parallel.world_size) if run.fsdp else (0, 1)
+    checked = offering_older(run.checkpoint)
+    together(parallel, checked(partial(check_whole, run.checkpoint, *share)))
+    together(parallel, checked(partial(load_checkpoint, run.checkpoint, model, optimizers)))
 
 
 def make_optimizers(model: nn.Module, options: Hyperparameters) -> list[Optimizer]:
-    """AdamW; or Muon for the matrices of blocks, and AdamW for the rest. A group's "peak" is its peak learning rate."""
-    named, decay = list(model.named_parameters()), options.weight_decay
-    is_muons = {
-        name: options.optimizer == "muon" and ".blocks." in f".{name}" and x.dim() == 2
-        for name, x in named
-    }
-    rest = [x for name, x in named if not is_muons[name]]
+    """Muon for the matrices of blocks, and AdamW for the rest. A group's "peak" is its peak learning rate."""
+    matrices, others, vectors = [], [], []
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            vectors.append(parameter)
+        elif ".blocks." in f".{name}":
+            matrices.append(parameter)
+        else:
+            others.append(parameter)
+    decay, peak = options.weight_decay, options.learning_rate
     groups = [
-        {
-            "params": [x for x in rest if x.dim() >= 2],
-            "weight_decay": decay,
-            "peak": options.learning_rate,
-        },
-        {
-            "params": [x for x in rest if x.dim() < 2],
-            "weight_decay": 0.0,
-            "peak": options.learning_rate,
-        },
+        {"params": others, "weight_decay": decay, "peak": peak},
+        {"params": vectors, "weight_decay": 0.0, "peak": peak},
     ]
-    optimizers: list[Optimizer] = [torch.optim.AdamW(groups, betas=(0.9, 0.95))]
-    if any(is_muons.values()):
-        group = {
-            "params": [x for name, x in named if is_muons[name]],
-            "peak": options.muon_learning_rate,
-        }
-        optimizers.insert(0, torch.optim.Muon([group], weight_decay=decay))
-    return optimizers
+    of_matrices = {"params": matrices, "peak": options.muon_learning_rate}
+    return [
+        torch.optim.Muon([of_matrices], weight_decay=decay),
+        torch.optim.AdamW(groups, betas=(0.9, 0.95)),
+    ]
 
 
 def share_of_peak(options: Hyperparameters, step: int) -> float:

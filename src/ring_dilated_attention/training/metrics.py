@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from .files import MOST_BYTES, check_mine, json_object, named_in_errors, write_whole
+from .files import MOST_BYTES, check_mine, json_object, mentions, named_in_errors, write_whole
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -71,8 +71,7 @@ class Metrics(AbstractContextManager["Metrics"]):
 
 def is_of(file: BinaryIO, run: str | None) -> bool:
     """Whether these are the metrics of this run. If it is None, any run's will do, or an empty file."""
+    if run is not None:
+        return mentions(run)(file)
     line = file.readline(MOST_BYTES)
-    if run is None and not line:
-        return True
-    first = json_object(line)
-    return "bits_per_byte" in first and run in (None, first.get("run"))
+    return not line or "bits_per_byte" in json_object(line)

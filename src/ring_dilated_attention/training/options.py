@@ -1,7 +1,6 @@
 """The hyperparameters of a run: a resumed run has the same ones. The file imports no torch."""
 
 import argparse
-import shlex
 from collections.abc import Callable
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -16,9 +15,6 @@ LARGEST = 2**63 - 1  # the largest integer of 64 bits, also of a tensor's stride
 LARGEST_FLOAT, SMALLEST_FLOAT = (1e30, 1e-30)
 # Short sequences teach most in the same time. They take half of the time of a run of the default length and steps.
 DEFAULT_STEPS, DEFAULT_PHASES = 18, ("512:2:1500", "1024:2:400", "4096:2:120")
-FILES = ("data", "held_out")
-# A run of --from has that run's layers, width and heads, since these decide the shapes of parameters.
-SHAPE = ("num_layers", "embed_dim", "num_heads", "num_kv_heads")
 
 
 class Phase(NamedTuple):
@@ -34,19 +30,20 @@ class Phase(NamedTuple):
 
 
 def _option(
-    default: Any, text: str, least: float = 1, most: float = LARGEST, kind: type = int, **more: Any
+    default: Any,
+    text: str,
+    least: float = 1,
+    most: float = LARGEST,
+    kind: type = int,
+    metavar: str = "",
 ) -> Any:
-    """A field with its --help. Its numbers are from `least` to `most`. `more` goes to argparse."""
-    metadata = {"help": text, "least": least, "most": most, "kind": kind, "more": more}
+    """A field with its --help. Its numbers are from `least` to `most`."""
+    metadata = {"help": text, "least": least, "most": most, "kind": kind, "metavar": metavar}
     return field(default=default, metadata=metadata)
 
 
 def _real(default: float, text: str, least: float = SMALLEST_FLOAT) -> Any:
     return _option(default, text, least, LARGEST_FLOAT, float)
-
-
-def _choice(text: str, *choices: str) -> Any:
-    return _option(choices[0], text, kind=str, choices=choices)
 
 
 @dataclass(frozen=True)
@@ -58,10 +55,6 @@ class Hyperparameters:
         "files of one document (FASTA is known by its name); default: Python's library",
         kind=str,
     )
-    fasta_case: str = _choice("letters of FASTA: as they are, or in upper case", "keep", "upper")
-    fasta_records: str = _choice(
-        "records of FASTA: end to end, or each with a newline at its end", "join", "newline"
-    )
     seq_len: int = _option(
         32_768, "bytes of one sequence, over all ranks; each is predicted from those before it", 2
     )
@@ -72,7 +65,7 @@ class Hyperparameters:
     phases: tuple[str, ...] = _option(
         (),
         "shorter sequences that are read first, as LENGTH:BATCH:STEPS, or none (default: those of "
-        f"{' '.join(DEFAULT_PHASES)} that are shorter than --seq-len; none if --steps or --from is given)",
+        f"{' '.join(DEFAULT_PHASES)} that are shorter than --seq-len; none if --steps is given)",
         kind=str,
         metavar="PHASE",
     )
@@ -88,20 +81,15 @@ class Hyperparameters:
     dilation_rates: tuple[int, ...] = _option(
         (1, 1, 4, 16), "dilation rate of each branch", 1, LONGEST
     )
-    optimizer: str = _choice(
-        "muon: Muon for matrices of blocks, AdamW for the rest", "muon", "adamw"
+    learning_rate: float = _real(
+        4e-3,
+        "peak learning rate of AdamW (all but the matrices of blocks); cosine down to 5 %% of it",
     )
-    learning_rate: float = _real(4e-3, "peak learning rate of AdamW; cosine down to 5 %% of it")
-    muon_learning_rate: float = _real(0.015, "the same for Muon")
+    muon_learning_rate: float = _real(0.015, "the same for Muon (the matrices of blocks)")
     warmup_steps: int = _option(10, "steps of linear warm-up", 0)
     weight_decay: float = _real(0.1, "of AdamW and Muon, on matrices only", 0)
     clip_norm: float = _real(1.0, "largest norm of the gradient")
-    held_out: tuple[str, ...] = _option(
-        (), "files whose first bytes are held out, not --data's last", kind=str
-    )
-    held_out_bytes: int = _option(
-        131_072, "bytes that are only scored: the last of --data, or the first of --held-out"
-    )
+    held_out_bytes: int = _option(131_072, "the last bytes of the document, which are only scored")
     seed: int = _option(0, "seed of the initial weights and of the order of the data", -LARGEST)
 
     def __post_init__(self) -> None:
@@ -136,11 +124,6 @@ class Hyperparameters:
             step -= phase.steps
         return number
 
-    @property
-    def steps_again(self) -> int:
-        """How many steps of the last phase read as many positions as the whole run."""
-        return -(-self.positions_before(self.total_steps) // self.schedule[-1].num_positions)
-
     def phase_of(self, step: int) -> Phase:
         """The phase of a step, counted from 0. After the last step it is the last phase."""
         for phase in self.schedule:
@@ -158,8 +141,7 @@ class Hyperparameters:
         kv_width = self.embed_dim // self.num_heads * num_kv_heads
         block_matrices = self.embed_dim * (2 * self.embed_dim + 2 * kv_width + 8 * self.embed_dim)
         num_parameters = self.num_layers * block_matrices + 2 * 256 * self.embed_dim
-        # others have two
-        with_one_moment = self.num_layers * block_matrices if self.optimizer == "muon" else 0
+        with_one_moment = self.num_layers * block_matrices  # Muon's; others have two
         return 4 * (4 * num_parameters - with_one_moment)
 
     def to_dict(self) -> dict[str, Any]:
@@ -182,13 +164,8 @@ class Hyperparameters:
 
 
 def _check_entry(item: Field[Any], entry: Any) -> None:
-    """Raise ValueError unless a field may have this number or text."""
+    """Raise ValueError unless a field may have this number or path."""
     name, least, most = flag(item.name), item.metadata["least"], item.metadata["most"]
-    kind, choices = item.metadata["kind"], item.metadata["more"].get("choices")
-    if entry is not None and isinstance(entry, str) != (kind is str):  # in a checkpoint
-        raise ValueError(f"{name} {entry!r} must be of the type {kind.__name__}")
-    if choices and entry not in choices:
-        raise ValueError(f"{name} {in_short(entry)!r} must be {' or '.join(choices)}")
     if isinstance(entry, str):
         if "\0" in entry:
             raise ValueError(f"{name} {in_short(entry)!r} has a NUL, which no path can have")
@@ -226,40 +203,38 @@ def _phase(text: str) -> Phase:
 
 def add_hyperparameters(parser: argparse._ArgumentGroup, whole: Callable[[str], int]) -> None:
     """Add an option for each field. Integers are read by `whole`. An option that is not given leaves no attribute."""
+    metavars = {str: "FILE", int: "N", float: "X"}
     for item in fields(Hyperparameters):
-        kind, more = item.metadata["kind"], dict(item.metadata["more"])
-        if "choices" not in more:
-            more.setdefault("metavar", {str: "FILE", int: "N", float: "X"}[kind])
-        if isinstance(item.default, tuple):
-            more["nargs"] = "+"
+        kind = item.metadata["kind"]
         text = item.metadata["help"]
         if item.default not in ((), None):
             text += f" (default {_shown(item.default)})"
-        read = whole if kind is int else kind
         parser.add_argument(
-            flag(item.name), default=argparse.SUPPRESS, type=read, help=text, **more
+            flag(item.name),
+            default=argparse.SUPPRESS,
+            type=whole if kind is int else kind,
+            nargs="+" if isinstance(item.default, tuple) else None,
+            metavar=item.metadata["metavar"] or metavars[kind],
+            help=text,
         )
 
 
 def resolve(
     arguments: argparse.Namespace, before: Hyperparameters | None = None
 ) -> Hyperparameters:
-    """The hyperparameters of a run. A ValueError refuses bad values, and changes that cannot be.
-
-    before: those of the run that --resume or --from names. A resumed run keeps them all, a run of --from keeps SHAPE.
-    """
+    """The hyperparameters of a run, or those `before` of the run that --resume names. A ValueError refuses bad ones,
+    and others than those before."""
     options = {
         item.name: getattr(arguments, item.name)
         for item in fields(Hyperparameters)
         if item.name in arguments
     }
-    for name in FILES:
-        files = options.get(name, ())
-        if "-" in files:
-            rule = "is stdin, and a resumed run reads its data again: save it in a file first"
-            raise ValueError(f"{flag(name)} - {rule}")
-        if files:
-            options[name] = [str(Path(file).resolve()) for file in files]
+    files = options.get("data", ())
+    if "-" in files:
+        rule = "is stdin, and a resumed run reads its data again: save it in a file first"
+        raise ValueError(f"--data - {rule}")
+    if files:
+        options["data"] = [str(Path(file).resolve()) for file in files]
     if options.get("phases") == ["none"]:
         options["phases"] = ()
     if before is None:
@@ -269,39 +244,22 @@ def resolve(
                 text for text in DEFAULT_PHASES if _phase(text).length < longest
             )
         return Hyperparameters(**options)
-    if arguments.resume is None:
-        wanted = replace(before, **{"phases": (), **options})
-        changed = {name: said for name, said in changes(wanted, before).items() if name in SHAPE}
-    else:
-        wanted = replace(before, **options)
-        changed = changes(wanted, before)
-    if changed:
-        raise ValueError(_words_of_refusal(arguments, wanted, changed))
-    return wanted
+    differing = changes(replace(before, **options), before)
+    if differing:
+        remedy = "Leave these options out, or start a new run"
+        raise ValueError(
+            f"a resumed run keeps its hyperparameters, but {'; '.join(differing)}. {remedy}"
+        )
+    return before
 
 
-def _words_of_refusal(
-    arguments: argparse.Namespace, wanted: Hyperparameters, changed: dict[str, str]
-) -> str:
-    differences = "; ".join(changed.values())
-    remedy = "Leave these options out, or start a new run from random parameters"
-    if arguments.resume is None:
-        return f"the parameters of --from have other shapes, but {differences}. {remedy}"
-    if not changed.keys() & set(SHAPE):
-        words = ["--from", str(arguments.resume)]
-        for name in changed:
-            words += [flag(name), *(map(str, entries_of(getattr(wanted, name)) or ["none"]))]
-        remedy = f"A new run from its parameters: rda train {shlex.join(words)}"
-    return f"a resumed run keeps its hyperparameters, but {differences}. {remedy}"
-
-
-def changes(wanted: Hyperparameters, before: Hyperparameters) -> dict[str, str]:
-    """What is wanted other than it was, by name, in words."""
-    words = {}
+def changes(wanted: Hyperparameters, before: Hyperparameters) -> list[str]:
+    """What is wanted other than it was, in words."""
+    words = []
     for name, new in vars(wanted).items():
         old = getattr(before, name)
         if new != old:
-            words[name] = f"{flag(name)} {_shown(new)} was {_shown(old)}"
+            words.append(f"{flag(name)} {_shown(new)} was {_shown(old)}")
     return words
 
 

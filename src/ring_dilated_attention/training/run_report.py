@@ -1,24 +1,14 @@
 """The results of a run: the files that it leaves at its end, and a table of the memory of each rank."""
 
 import json
-import shlex
 import statistics
 from pathlib import Path
 from typing import Any
 
-from .files import check_mine, write_whole
+from .files import check_mine, mentions, write_whole
 from .options import Hyperparameters
 from .pictures import draw_losses
-from .run import (
-    PICTURE_FILE,
-    README_FILE,
-    README_TITLE,
-    RECORD_FILE,
-    SAMPLE_FILE,
-    SAMPLE_TITLE,
-    files_of,
-)
-from .scoring import HELPS
+from .run import PICTURE_FILE, RECORD_FILE
 
 
 def make_record(folder: Path, state: dict[str, Any], num_parameters: int) -> dict[str, Any]:
@@ -27,66 +17,33 @@ def make_record(folder: Path, state: dict[str, Any], num_parameters: int) -> dic
     for step, seconds in enumerate(state["step_seconds"]):
         speeds.append(options.phase_of(step).num_positions / seconds)
     return {
+        "run": state["run"],  # first: by it the run knows its file
         "status": "complete" if state["step"] == options.total_steps else "interrupted",
         "run_folder": str(folder),
-        **{
-            name: state[name]
-            for name in ("run", "from", "hardware", "versions", "hyperparameters", "document")
-        },
+        **{name: state[name] for name in ("hardware", "versions", "hyperparameters", "document")},
         "num_ranks": len(state["ranks"]),
         "num_parameters": num_parameters,
         "steps_done": state["step"],
         "tokens_per_second": statistics.median(speeds) if speeds else None,
-        # These three are known when it is complete.
+        # These two are known when it is complete.
         "held_out_bits_per_byte": None,
-        "bits_by_context": None,
-        "baselines": None,
+        "gzip_bits_per_byte": None,
         **{name: state[name] for name in ("bits_per_byte", "held_out", "step_seconds", "ranks")},
     }
 
 
 def write_report(record: dict[str, Any]) -> None:
-    """Write record.json, loss.png and README.txt. A ValueError refuses to write over what this run did not make."""
-    folder, run = Path(record["run_folder"]), record["run"]
-    steps = Hyperparameters.from_dict(record["hyperparameters"]).steps_again
-    readme = README.format(folder=shlex.quote(str(folder)), steps=steps)
+    """Write record.json and loss.png. A ValueError refuses to write over what this run did not make."""
+    folder = Path(record["run_folder"])
     contents = {
         RECORD_FILE: (json.dumps(record, indent=1) + "\n").encode(),
         PICTURE_FILE: draw_losses(record),
-        README_FILE: f"{README_TITLE.format(run)}\n{readme}".encode(),
     }
-    is_ours = files_of(run)
+    is_ours = mentions(record["run"])
     for name in contents:  # before any is written
-        check_mine(folder / name, is_ours[name], "this run")
+        check_mine(folder / name, is_ours, "this run")
     for name, content in contents.items():
-        write_whole(folder / name, content, is_ours[name], "this run")
-
-
-def write_sample(record: dict[str, Any], text: str) -> None:
-    """Write sample.txt, with a text that the trained model wrote."""
-    run = record["run"]
-    content = f"{SAMPLE_TITLE.format(run)}\n\n{text}\n".encode()
-    write_whole(
-        Path(record["run_folder"]) / SAMPLE_FILE, content, files_of(run)[SAMPLE_FILE], "this run"
-    )
-
-
-README = """
-checkpoint-*   parameters, the optimisers' state (safetensors), and the state of
-               the run with its hyperparameters (JSON); the newest two
-metrics.jsonl  a line for each step; pandas.read_json(..., lines=True) reads it
-record.json    hyperparameters, document, machine, losses, memory, final figures
-loss.png       the losses
-sample.txt     a text of the trained model (not with --fsdp)
-
-rda train --resume {folder}              go on if it was interrupted
-rda train --from {folder} --steps {steps:<5}  a run from these parameters
-rda generate {folder} --prompt 'def '    let it write
-rda evaluate {folder} FILE               bits per byte of a text
-In a run from these parameters the learning rate rises to its peak again.
-
-In Python: ring_dilated_attention.models.LongNetLM.from_run(...) is the model.
-"""
+        write_whole(folder / name, content, is_ours, "this run")
 
 
 def summary(record: dict[str, Any]) -> str:
@@ -109,36 +66,5 @@ def summary(record: dict[str, Any]) -> str:
         lines.append(
             f"held out: {held_out:.3f} bits per byte on {record['document']['num_held_out']:,} bytes"
         )
-        if record["baselines"]:
-            others = ", ".join(f"{name} {value:.3f}" for name, value in record["baselines"].items())
-            lines.append(f"on the same bytes: {others}")
-        lines += by_context(record)
+        lines.append(f"gzip on the same bytes: {record['gzip_bits_per_byte']:.3f}")
     return "\n".join(lines)
-
-
-def by_context(record: dict[str, Any]) -> list[str]:
-    """The loss with the context cut, and whether more of it helps."""
-    scores = record["bits_by_context"]
-    if scores is None:
-        return []
-    cuts, bits = scores["least_context"], scores["bits_per_byte"]
-    lines = [f"with the model's context cut, on {scores['num_bytes']:,} of these bytes:"]
-    for cut, value in zip(cuts, bits, strict=True):
-        words = f"{cut:,} to {2 * cut - 1:,} bytes before"
-        lines.append(f"  {words:>32}  {value:.3f}")
-    best = min(bits)
-    enough = 0
-    while bits[enough] - best >= HELPS:
-        enough += 1
-    if enough < len(cuts) - 1:
-        harm = max(bits[enough:]) - best
-        said = (
-            f"made this model worse, by up to {harm:.3f} bits"
-            if harm >= HELPS
-            else "did not help this model"
-        )
-        lines.append(f"Context beyond {2 * cuts[enough]:,} bytes {said}.")
-        lines.append(
-            f"See docs/learning.md. Another text: rda evaluate {shlex.quote(record['run_folder'])} FILE"
-        )
-    return lines

@@ -1,7 +1,7 @@
 """Scores a model in bits per byte. Every rank takes part.
 
 Any text is scored in one forward, or in slices through caches. Its bits are counted by how many bytes stand before the
-byte that they tell. The held-out bytes of a run are scored once each, and some of them again with less context.
+byte that they tell. The held-out bytes of a run are scored once each.
 """
 
 import gzip
@@ -20,12 +20,6 @@ from .data import Document, cut_into_contexts
 
 NUM_BUCKETS = 63
 POSITIONS_AT_ONCE = 16_384  # of short contexts, in one forward: fewer or more are slower on a CPU
-CUTS = (64, 512, 4_096)
-CUT_BYTES = 32_768  # held-out bytes that are scored with each cut
-CLEAR_BYTES = 64  # a byte is scored if so many bytes of its segment precede it, or half the segment if that is less
-HELPS = 0.01  # bits per byte; less is noise on so few bytes
-SMOOTHING = 2.0  # the weight of p_{n-1} in `baselines`, in occurrences of the context
-BLOCK = 2**22  # bytes of the training part that are counted at a time
 
 
 class Score(NamedTuple):
@@ -118,106 +112,30 @@ def _in_buckets(num_read: int, num_before_N: Tensor, nats_BN: Tensor) -> Score:
     return Score(num_read, bits.tolist(), counts.tolist())
 
 
+@torch.no_grad()
 def held_out_bits_per_byte(model: LongNetLM, document: Document) -> float:
     """The mean over the held-out bytes, each predicted once. A context predicts all its bytes but the first."""
-    targets = range(document.num_train, len(document.content))
-    return bits_per_byte(model, document, targets, document.seq_len, 1)
-
-
-def bits_by_context(model: LongNetLM, document: Document) -> dict[str, Any] | None:
-    """Bits per byte with the context cut to c bytes, for each of CUTS and for half a sequence, on the same bytes.
-
-    Contexts of 2 c bytes overlap by c; second halves are scored. A byte counts if, with every cut, CLEAR_BYTES or
-    half of its segment (the longest of rate 1) precede it. None if a sequence is too short, or no byte counts.
-    """
-    cuts = [c for c in CUTS if 2 * c < document.seq_len] + [document.seq_len // 2]
-    number = min(CUT_BYTES, document.num_held_out)
-    begin = document.num_train + min(cuts[-1], document.num_held_out - number)
-    pattern = model.config.pattern
-    w = max(
-        (w for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True) if r == 1),
-        default=1,
-    )
-    target = torch.arange(number)
-    counts = torch.stack([(target % c + c) % w >= min(CLEAR_BYTES, w // 2) for c in cuts]).all(0)
-    if len(cuts) == 1 or not counts.any():
-        return None
-    targets = range(begin, begin + number)
-    bits = [bits_per_byte(model, document, targets, c, c, counts) for c in cuts]
-    return {"num_bytes": int(counts.sum()), "least_context": cuts, "bits_per_byte": bits}
-
-
-@torch.no_grad()
-def bits_per_byte(
-    model: LongNetLM,
-    document: Document,
-    targets: range,
-    size: int,
-    num_before: int,
-    counts: Tensor | None = None,
-) -> float:
-    """The mean over the target bytes, or over those for which `counts` is true. A context has `num_before` bytes, and
-    then the `size` bytes that it predicts."""
-    size, parallel = min(size, len(targets)), model.parallel or ContextParallel()
-    ranges, length = (
-        [targets[i : i + size] for i in range(0, len(targets), size)],
-        num_before + size,
-    )
-    total, number, at_once = (
-        torch.zeros((), dtype=torch.float64),
-        0,
-        max(1, POSITIONS_AT_ONCE // length),
-    )
-    for i in range(0, len(ranges), at_once):
-        some = ranges[i : i + at_once]
-        # The last range may be shorter. The zeros after it change nothing before them.
-        rows = b"".join(
-            document.content[x.start - num_before : x.stop].ljust(length, b"\0") for x in some
-        )
-        tokens_BN = torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(-1, length).long()
-        is_next_scored_BN = torch.zeros_like(tokens_BN, dtype=torch.bool)
-        for x, row in zip(some, is_next_scored_BN[:, num_before - 1 :], strict=True):
-            row[: len(x)] = (
-                True if counts is None else counts[x.start - targets.start : x.stop - targets.start]
-            )
+    parallel = model.parallel or ContextParallel()
+    content = document.content
+    size = min(document.seq_len, document.num_held_out)
+    starts = range(document.num_train - 1, len(content) - 1, size)
+    rows_at_once = max(1, POSITIONS_AT_ONCE // (size + 1))
+    total = torch.zeros((), dtype=torch.float64)
+    number = 0
+    for i in range(0, len(starts), rows_at_once):
+        rows = [content[start : start + size + 1] for start in starts[i : i + rows_at_once]]
+        # The last row may be shorter. The zeros after it change nothing before them.
+        joined = bytearray().join(row.ljust(size + 1, b"\0") for row in rows)
+        tokens_BN = torch.frombuffer(joined, dtype=torch.uint8).view(-1, size + 1).long()
+        num_scored_B1 = torch.tensor([[len(row) - 1] for row in rows])
+        is_next_scored_BN = torch.arange(size + 1) < num_scored_B1
         nats = model.token_losses(parallel.shard(tokens_BN))[parallel.shard(is_next_scored_BN)]
-        total, number = total + nats.sum(dtype=torch.float64), number + len(nats)
+        total += nats.sum(dtype=torch.float64)
+        number += len(nats)
     return parallel.mean_loss(total, number).item() / math.log(2)
 
 
-def baselines(document: Document) -> dict[str, float]:
-    """Bits per byte of simple models on the held-out bytes, by name. To compare a loss with.
-
-    gzip sees them as one stream, and looks back at most 32 KiB. Bigrams and trigrams are tables of the training part:
-    what came after the last byte, or after the last two. A table of n bytes is mixed with that of n - 1,
-
-        p_n(c | context) = (count(context, c) + SMOOTHING * p_{n-1}(c)) / (count(context) + SMOOTHING),
-
-    down to p_0 = 1 / 256.
-    """
-    import numpy
-
-    content, num_train = numpy.frombuffer(document.content, numpy.uint8), document.num_train
-    held_out = memoryview(document.content)[num_train:]
-    # Bytes are numbered anew, 0 to A - 1, so that a table of trigrams has A**3 entries and not 256**3.
-    is_there = numpy.bincount(content, minlength=256) > 0
-    number, alphabet = (numpy.cumsum(is_there) - 1).astype(numpy.int32), int(is_there.sum())
-
-    def codes(start: int, stop: int, order: int) -> Any:
-        """For each byte from start to stop the number of the n-gram that ends there."""
-        rows = [number[content[start - i : stop - i]] for i in range(order)]
-        return sum(row * alphabet**i for i, row in enumerate(rows))
-
-    probability = numpy.full(len(held_out), 1 / 256)
-    bits = []
-    for order in (1, 2, 3):
-        table = numpy.zeros(alphabet**order, numpy.int64)
-        for start in range(order - 1, num_train, BLOCK):
-            counted = codes(start, min(start + BLOCK, num_train), order)
-            table += numpy.bincount(counted, minlength=len(table))
-        code = codes(num_train, len(content), order)
-        before = table.reshape(-1, alphabet).sum(1)[code // alphabet]
-        probability = (table[code] + SMOOTHING * probability) / (before + SMOOTHING)
-        bits.append(-float(numpy.log2(probability).mean()))
-    packed = 8 * len(gzip.compress(held_out, 9, mtime=0)) / len(held_out)
-    return {"gzip": packed, "bigrams": bits[1], "trigrams": bits[2]}
+def gzip_bits_per_byte(document: Document) -> float:
+    """What gzip needs for the held-out bytes, as one stream. To compare a loss with. It looks back at most 32 KiB."""
+    held_out = document.content[document.num_train :]
+    return 8 * len(gzip.compress(held_out, 9, mtime=0)) / len(held_out)
