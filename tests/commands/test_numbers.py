@@ -132,7 +132,6 @@ def test_a_table_of_the_page_becomes_one_of_a_terminal():
     ("command", "argv"),
     [
         (generate, ["--prompt", "a", "--tokens"]),
-        (evaluate, ["text", "--chunk"]),
         (evaluate, ["text", "--context"]),
     ],
 )

@@ -260,16 +260,11 @@ def total(scores):
     return functools.reduce(Score.plus, scores, Score())
 
 
-WHOLE = [(None, 50), (None, 2), (None, 187), (None, 186), (None, 1000)]
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "context"), [(1, 50), (7, 50), (64, None), (1000, None), (50, 50), (3, 2), *WHOLE]
-)
-def test_bits_by_position_are_those_of_one_call(folder, num_bytes, context, monkeypatch):
-    """Catches a byte that is predicted from the wrong one where a slice ends, or from another context; and a context
-    that is lost at the end of a batch."""
-    monkeypatch.setattr(scoring, "POSITIONS_AT_ONCE", 100)
+@pytest.mark.parametrize("chunk", [1, 7, 50, 4096])
+@pytest.mark.parametrize("context", [None, 2, 50, 187, 186, 1000])
+def test_bits_by_position_are_those_of_one_call(folder, chunk, context, monkeypatch):
+    """Catches a byte that is predicted from the wrong one where a chunk ends, or from another context."""
+    monkeypatch.setattr(scoring, "CHUNK", chunk)
     model, text = LongNetLM.from_run(folder), TEXT[:187]
     length = context or len(text)
     contexts = [text[i : i + length] for i in range(0, len(text), length)]
@@ -279,7 +274,7 @@ def test_bits_by_position_are_those_of_one_call(folder, num_bytes, context, monk
             bits_one_call(model, some).tolist() if len(some) > 1 else [], start=1
         ):
             expected.setdefault(i.bit_length(), []).append(bits)
-    measured = total(score(model, [text[:100], text[100:]], context, num_bytes))
+    measured = total(score(model, [text[:100], text[100:]], context))
     found = measured.buckets()
     assert measured.num_read == len(text)
     assert [b["first"] for b in found] == [2 ** (k - 1) for k in sorted(expected)]
@@ -309,7 +304,7 @@ def test_evaluate(folder, tmp_path, capsys):
     )
     assert [line for line in out.splitlines() if len(line) > 80] == []
     assert re.search(r"^64 to 127 +32\d +\d\.\d\d\d +#+\.*$", out, flags=re.MULTILINE)
-    assert main([*arguments, "--context", "0", "--chunk", "100"]) == 0
+    assert main([*arguments, "--context", "0"]) == 0
     assert "999 bytes, in contexts of any length" in capsys.readouterr().out
 
 
@@ -361,16 +356,15 @@ def test_evaluate_ends_after_so_many_bytes(folder, tmp_path, capsys):
 def test_ctrl_c_shows_what_is_known(num_scores, folder, tmp_path, capsys, monkeypatch):
     """Catches figures that are lost, and an exit code of success."""
     (tmp_path / "text.txt").write_bytes(TEXT[:960])
-    monkeypatch.setattr(scoring, "POSITIONS_AT_ONCE", 96)
-    token_losses, calls = LongNetLM.token_losses, []
+    append, calls = LongNetLM.append, []
 
     def interrupted(*args):
         calls.append(args)
         if len(calls) > num_scores:
             raise KeyboardInterrupt
-        return token_losses(*args)
+        return append(*args)
 
-    monkeypatch.setattr(LongNetLM, "token_losses", interrupted)
+    monkeypatch.setattr(LongNetLM, "append", interrupted)
     assert main(["evaluate", str(folder), str(tmp_path / "text.txt")]) == 130
     out, err = capsys.readouterr()
     if num_scores:
@@ -389,12 +383,15 @@ def test_evaluating_holds_no_more_of_a_longer_text(folder, monkeypatch):
     from benchmarks.measure import allocated
 
     model = LongNetLM.from_run(folder)
-    # What only the first call makes is not the text's.
-    monkeypatch.setattr(scoring, "POSITIONS_AT_ONCE", 96)
-    for way in ((None, 50), (96, None)):
-        total(score(model, [TEXT[:480]], *way))
+    monkeypatch.setattr(scoring, "CHUNK", 50)
+    for context in (None, 96):
+        total(
+            score(model, [TEXT[:480]], context)
+        )  # what only the first call makes is not the text's
         peaks = [
-            allocated(lambda n=n, way=way: total(score(model, [TEXT[:n]], *way))).peak_bytes
+            allocated(
+                lambda n=n, context=context: total(score(model, [TEXT[:n]], context))
+            ).peak_bytes
             for n in (480, 1920)
         ]
         assert peaks[0] == peaks[1]
@@ -405,7 +402,6 @@ def test_evaluating_holds_no_more_of_a_longer_text(folder, monkeypatch):
     [
         (["RUN", "nowhere"], "nowhere: No such file"),
         (["RUN", "/dev/null"], "/dev/null has fewer than 2 bytes"),
-        (["RUN", "/dev/null", "--chunk", "0"], "--chunk must be at least 1, got 0"),
         (["RUN", "/dev/null", "--context", "-1"], "--context -1 must be 2 or more"),
         (
             ["RUN", "/dev/null", "--context", "1"],

@@ -241,7 +241,6 @@ MORE_EVALUATE = [
     ["--max-bytes", "50"],
     ["--context", "8"],
     ["--context", "0"],
-    ["--chunk", "64"],
 ]
 SUGGEST = [["--seq-len", "512"], ["--heads", "2"], ["--speedup", "2"]]
 MORE_SUGGEST = [

@@ -186,7 +186,11 @@ def judge(
             and not is_signed
         ):
             return f"it does not name {name}: {output.error}"
-        if name.startswith(NEWEST) and f"move {NEWEST} away" not in output.error and not is_signed:
+        if (
+            name.startswith(NEWEST)
+            and "away to go on from the checkpoint before" not in output.error
+            and not is_signed
+        ):
             return f"it does not say from where to go on: {output.error}"
         return sentence_of(output)
     if is_harmless is False:

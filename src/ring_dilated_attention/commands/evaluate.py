@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..training.data import PACKED, Text, opened
-from ..training.machine import peak_resident_bytes, physical_bytes
+from ..training.machine import peak_resident_bytes
 from ..training.options import LARGEST
 from .arguments import check_at_least, count
 from .console import progress, table, wrapped
@@ -24,14 +24,9 @@ EXAMPLES = """examples:
 The text is cut into contexts. The first byte of a context is not predicted. If more context helps, bits per byte fall
 from row to row. Of FASTA, known by its name (as .fa), the letters are read; on stdin it is text.
 
-A forward takes 64 bytes times the context times --embed-dim. If that is at most a quarter of this machine's memory, a
-context goes through one forward, and short contexts in batches. Otherwise, and with --chunk, the model reads through
-caches: their memory grows neither with the text nor with the context. After Ctrl-C the command shows what it has
+The model reads through caches, whose memory does not grow with the text. After Ctrl-C the command shows what it has
 measured, and the exit code is 130.
 """
-DEFAULT_CHUNK = 4096
-# of memory in a forward, for each position and entry of --embed-dim: 16 float32 numbers
-BYTES_PER_NUMBER = 64
 LONGEST_BAR = 30
 
 
@@ -52,19 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="stop after so many bytes (default: at the end)",
     )
-    add(
-        "--chunk",
-        type=count,
-        metavar="N",
-        help="read N bytes at a time through caches (default: 4096 if needed)",
-    )
     add("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    context, chunk = resolved(arguments)
+    context = resolved(arguments)
     text = Text(arguments.file, arguments.max_bytes)
-    score, is_whole = measure(arguments.run_folder, text, context, chunk)
+    score, is_whole = measure(arguments.run_folder, text, context)
     buckets = score.buckets()
     if not buckets and not is_whole:
         raise KeyboardInterrupt
@@ -86,33 +75,23 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if is_whole else INTERRUPTED_EXIT_CODE
 
 
-def resolved(arguments: argparse.Namespace) -> tuple[int | None, int | None]:
-    """The context, and the chunk if caches are needed. A ValueError refuses bad options."""
-    saved, context, chunk = (
-        hyperparameters_of(arguments.run_folder),
-        arguments.context,
-        arguments.chunk,
-    )
-    check_at_least("--chunk", chunk)
+def resolved(arguments: argparse.Namespace) -> int | None:
+    """The context; None if it never ends. A ValueError refuses bad options."""
+    saved, context = hyperparameters_of(arguments.run_folder), arguments.context
     check_at_least("--max-bytes", arguments.max_bytes, least=2)
-    if context is not None and context != 0 and context < 2:
+    if context is None:
+        return int(saved["seq_len"])
+    if context == 0:
+        return None
+    if context < 2:
         rule = (
             "2 or more, or 0 for one that never ends: the first byte of a context is not predicted"
         )
         raise ValueError(f"--context {context} must be {rule}")
-    if context is None:
-        context = saved["seq_len"]
-    context = context or None
-    if chunk is None and (
-        context is None or BYTES_PER_NUMBER * context * saved["embed_dim"] > physical_bytes() / 4
-    ):
-        chunk = DEFAULT_CHUNK
-    return context, chunk
+    return int(context)
 
 
-def measure(
-    run_folder: Path, text: Text, context: int | None, chunk: int | None
-) -> "tuple[Score, bool]":
+def measure(run_folder: Path, text: Text, context: int | None) -> "tuple[Score, bool]":
     """The score of what was read, and whether that is all: Ctrl-C may have ended it."""
     with leaving_at_once("rda evaluate"):
         from ..models.longnet import LongNetLM
@@ -125,7 +104,7 @@ def measure(
         try:
             model = LongNetLM.from_run(run_folder)
             with opened(text.name) as file:
-                for scored in score(model, text.blocks(file), context, chunk):
+                for scored in score(model, text.blocks(file), context):
                     total = total.plus(scored)
                     bar.update(scored.num_read)
         except KeyboardInterrupt:

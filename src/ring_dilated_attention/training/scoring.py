@@ -1,7 +1,7 @@
-"""Scores a model in bits per byte. Every rank takes part.
+"""Scores a model in bits per byte.
 
-Any text is scored in one forward, or in slices through caches. Its bits are counted by how many bytes stand before the
-byte that they tell. The held-out bytes of a run are scored once each.
+Bits of any text are counted by how many bytes stand before the byte that they tell. The held-out bytes of a run are
+scored once each, and every rank takes part.
 """
 
 import gzip
@@ -19,6 +19,7 @@ from ..ranks.context import ContextParallel
 from .data import Document, cut_into_contexts
 
 NUM_BUCKETS = 63
+CHUNK = 4096
 POSITIONS_AT_ONCE = 16_384  # of short contexts, in one forward: fewer or more are slower on a CPU
 
 
@@ -52,63 +53,33 @@ class Score(NamedTuple):
 
 
 @torch.no_grad()
-def score(
-    model: LongNetLM, blocks: Iterable[bytes], context: int | None, size: int | None = None
-) -> Iterator[Score]:
-    """Measure the cross-entropy of a text, block by block. A context's first byte is not predicted.
+def score(model: LongNetLM, blocks: Iterable[bytes], context: int | None) -> Iterator[Score]:
+    """Measure the cross-entropy of a text. A context's first byte is not predicted.
 
-    A `context` of None is the whole text, and needs a `size`: so many bytes at a time are read through caches, whose
-    memory does not grow with the text. Ranks of `model.parallel` all give the same text, and score their shards.
+    A `context` of None is the whole text. The model reads CHUNK bytes at a time through caches, whose memory does not
+    grow with the text.
     """
-    if size is not None:
-        yield from _by_caches(model, cut_into_contexts(blocks, size, context), context)
-        return
-    assert context is not None
-    parallel, joined = model.parallel, max(1, POSITIONS_AT_ONCE // context) * context
-    for _, some in cut_into_contexts(blocks, joined, joined):
-        tokens_T, stop = _tokens(model, some), len(some) // context * context
-        for tokens_BN in (tokens_T[:stop].view(-1 if stop else 0, context), tokens_T[None, stop:]):
-            if tokens_BN.numel():
-                length = tokens_BN.shape[1]
-                num_before_N = 1 + (
-                    torch.arange(length) if parallel is None else parallel.positions(length)
-                )
-                nats_BN = model.token_losses(
-                    tokens_BN if parallel is None else parallel.shard(tokens_BN)
-                )
-                is_text = num_before_N < length  # nothing comes after the last byte
-                yield _in_buckets(tokens_BN.numel(), num_before_N[is_text], nats_BN[:, is_text])
-
-
-def _by_caches(
-    model: LongNetLM, text: Iterable[tuple[int, bytes]], context: int | None
-) -> Iterator[Score]:
     caches, last_1E = model.make_caches(1, max_len=context), torch.empty(1, 0)
-    for position, some in text:
+    for position, some in cut_into_contexts(blocks, CHUNK, context):
         if position == 0:
             for cache in caches:
                 cache.reset()
-        tokens_N = _tokens(model, some)
+        tokens_N = torch.frombuffer(bytearray(some), dtype=torch.uint8).long()
         hidden_NE = model.append(tokens_N[None], caches)[0]
         before_NE, labels_N = hidden_NE[:-1], tokens_N[1:]
         if position:  # the first of these bytes is predicted by the last one before them
             before_NE, labels_N = torch.cat([last_1E, before_NE]), tokens_N
         nats_N = F.cross_entropy(model.head(before_NE).float(), labels_N, reduction="none")
-        yield _in_buckets(
-            len(some), torch.arange(max(position, 1), position + len(some)), nats_N[None]
-        )
+        num_before_N = torch.arange(max(position, 1), position + len(some))
+        yield _in_buckets(len(some), num_before_N, nats_N)
         last_1E = hidden_NE[-1:]
 
 
-def _tokens(model: LongNetLM, some: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(some), dtype=torch.uint8).to(model.head.weight.device).long()
-
-
-def _in_buckets(num_read: int, num_before_N: Tensor, nats_BN: Tensor) -> Score:
+def _in_buckets(num_read: int, num_before_N: Tensor, nats_N: Tensor) -> Score:
     bucket_N = torch.bucketize(num_before_N, 2 ** torch.arange(1, NUM_BUCKETS), right=True)
-    bits_N = nats_BN.sum(0, dtype=torch.float64).cpu() / math.log(2)
+    bits_N = nats_N.double() / math.log(2)
     bits = torch.zeros(NUM_BUCKETS, dtype=torch.float64).index_add_(0, bucket_N, bits_N)
-    counts = torch.bincount(bucket_N, minlength=NUM_BUCKETS) * len(nats_BN)
+    counts = torch.bincount(bucket_N, minlength=NUM_BUCKETS)
     return Score(num_read, bits.tolist(), counts.tolist())
 
 
