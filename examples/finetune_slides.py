@@ -70,7 +70,7 @@ def finetune(classifier: SlideClassifier, num_epochs: int, num_slides: int = 48)
 def make_classifier(parallel: ContextParallel, weights: Path | None = None) -> SlideClassifier:
     torch.manual_seed(0)  # the same random parameters on every rank
     if weights is not None:
-        return SlideClassifier(load_slide_encoder(weights, global_pool=True, parallel=parallel)[0])
+        return SlideClassifier(load_slide_encoder(weights, global_pool=True, parallel=parallel))
     branches = {"segment_lengths": (64, 256), "dilation_rates": (1, 2)}
     return SlideClassifier(LongNetViT(32, 64, 2, 8, **branches, global_pool=True, parallel=parallel))
 

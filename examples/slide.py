@@ -76,7 +76,7 @@ def draw(path: Path, coords: torch.Tensor, kinds: torch.Tensor, sensitivities: d
 
 def make_model(weights: Path | None, padding: str) -> LongNetViT:
     if weights is not None:
-        return load_slide_encoder(weights, global_pool=True, padding=padding)[0]
+        return load_slide_encoder(weights, global_pool=True, padding=padding)
     torch.manual_seed(0)
     branches = {"segment_lengths": (64, 256, 1024), "dilation_rates": (1, 2, 4)}
     return LongNetViT(32, 64, 2, 8, **branches, global_pool=True, padding=padding).eval()

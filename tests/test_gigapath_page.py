@@ -49,7 +49,7 @@ def test_the_page_for_gigapaths_users(tmp_path, monkeypatch):
     assert '"gigapath"' in lines
     exec(lines.replace('"gigapath"', '"gigapath-flash"'), names)
     assert names["embedding"].shape == (1, 384)
-    assert load_slide_encoder("slide_encoder.pth")[0].encoder.config.num_heads == 16
+    assert load_slide_encoder("slide_encoder.pth").encoder.config.num_heads == 16
     for link in re.findall(r"\]\(([^)#:]+?)\)", page):
         assert (ROOT / "docs" / link).exists()
 

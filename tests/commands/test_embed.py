@@ -27,7 +27,7 @@ from ring_dilated_attention.models import LongNetViT, load_slide_encoder
 
 
 def expected(weights, name, layer, tile_size=256, **options):
-    model, _ = load_slide_encoder(weights, num_heads=16, **options)
+    model = load_slide_encoder(weights, num_heads=16, **options)
     # set afterwards: it serves coordinates, and segments stay as they are
     model.tile_size = tile_size
     features, coords = tiles(LENGTHS[name], list(LENGTHS).index(name))
@@ -450,7 +450,7 @@ def test_weights_that_do_not_tell_their_heads(weights, slides, tmp_path, capsys)
     assert not (tmp_path / "out").exists()
     assert cli.main(["embed", str(slides[0]), *given, "--heads", "8"]) == 0
     with torch.no_grad():
-        model = load_slide_encoder(weights, num_heads=8, global_pool=True)[0]
+        model = load_slide_encoder(weights, num_heads=8, global_pool=True)
         features, coords = tiles(LENGTHS["a"], 0)
         torch.testing.assert_close(
             read(tmp_path / "out")[0]["a"], model(features[None], coords[None], True)[-1][0]
@@ -466,9 +466,7 @@ def test_weights_that_are_not_finite(ranks, weights, slides, tmp_path, capsys):
     torch.save(saved, weights)
     assert embed(weights, tmp_path / "out", slides[0], "--ranks", ranks) == 2
     error = unwrapped(capsys.readouterr().err)
-    assert (
-        "is unchanged: encoder.layers.1.ffn.fc1.weight holds NaN or inf as torch.float32." in error
-    )
+    assert "encoder.layers.1.ffn.fc1.weight holds NaN or inf as torch.float32" in error
     assert not (tmp_path / "out").exists()
 
 

@@ -116,10 +116,6 @@ def test_generate_as_json(folder, tmp_path, capsys):
         "30",
         "--temperature",
         "0.5",
-        "--top-k",
-        "9",
-        "--top-p",
-        "0.9",
         "--seed",
         "1",
         "--json",
@@ -130,9 +126,7 @@ def test_generate_as_json(folder, tmp_path, capsys):
     out, err = capsys.readouterr()
     record = json.loads(out)
     assert err == ""
-    steps = LongNetLM.from_run(folder).generate(
-        [list(b"line7")], 30, temperature=0.5, top_k=9, top_p=0.9, seed=1
-    )
+    steps = LongNetLM.from_run(folder).generate([list(b"line7")], 30, temperature=0.5, seed=1)
     assert record["tokens"] == [int(x) for x in steps]
     assert record["text"] == bytes(record["tokens"]).decode(errors="replace")
     assert (record["prompt_bytes"], record["cached_positions"], record["interrupted"]) == (
@@ -212,7 +206,6 @@ def test_ctrl_c_ends_in_good_order(folder, capsys, monkeypatch):
     [
         (["RUN", "--prompt", ""], "--prompt is empty: the model goes on from one byte or more"),
         (["RUN", "--prompt", "a", "--tokens", "0"], "--tokens must be at least 1, got 0"),
-        (["RUN", "--prompt", "a", "--top-p", "2"], "top_p=2.0 must be above 0"),
         (["RUN", "--prompt", "a", "--temperature", "-1"], "temperature=-1.0 must be 0"),
         (["RUN", "--prompt-file", "nowhere"], "cannot read nowhere: No such file"),
         (["nowhere", "--prompt", "a"], "nowhere: there is no checkpoint in this folder"),

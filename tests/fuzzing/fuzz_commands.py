@@ -231,8 +231,6 @@ GENERATE = [["run"], ["--prompt", "line"], ["--tokens", "3"]]
 MORE_GENERATE = [
     ["--temperature", "0"],
     ["--temperature", "0.5"],
-    ["--top-k", "3"],
-    ["--top-p", "0.9"],
     ["--seed", "1"],
     ["--prompt-file", "text.txt"],
 ]

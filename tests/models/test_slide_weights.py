@@ -1,6 +1,5 @@
 """Weights of slide encoders from files: what fits, what is refused, and that nothing is changed on the way."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -38,8 +37,7 @@ def test_load_slide_encoder(tmp_path, suffix):
         dilation_rates=(1, 2, 4, 8, 16),
     )
     weights = fill(model).state_dict()
-    loaded, left = load(save(weights, tmp_path / f"weights.{suffix}"))
-    assert left == ([], [])
+    loaded = load(save(weights, tmp_path / f"weights.{suffix}"))
     assert not loaded.training
     x, coords = POOLED.inputs()
     torch.testing.assert_close(loaded(x, coords), model(x, coords), rtol=1e-6, atol=1e-6)
@@ -49,9 +47,6 @@ def test_load_slide_encoder(tmp_path, suffix):
         ValueError, match="1 tensors that a LongNetViT has no place for: mask_token"
     ):
         load(path)
-    del more["module.norm.bias"]
-    path = save(more, tmp_path / f"fewer.{suffix}")
-    assert load(path, strict=False)[1] == (["norm.bias"], ["mask_token"])
 
 
 def test_weights_that_are_refused(tmp_path):
@@ -59,7 +54,7 @@ def test_weights_that_are_refused(tmp_path):
     weights = dict(whole)
     del weights["encoder.layers.1.ffn.fc1.weight"]
     with pytest.raises(
-        ValueError, match=r"few\.pth: the weights do not fit .* missing encoder.layers.1.ffn.fc1"
+        ValueError, match=r"few\.pth: .* LongNetViT: Missing key\(s\) .*encoder.layers.1.ffn.fc1"
     ):
         load(save(weights, tmp_path / "few.pth"))
     with pytest.raises(ValueError, match="not hold a slide encoder's weights: it has no cls_token"):
@@ -92,47 +87,24 @@ def test_weights_that_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        torch.Tensor.to_sparse,
-        torch.Tensor.bool,
-        torch.Tensor.char,
-        torch.Tensor.cfloat,
-        lambda x: x.to("meta"),
-    ],
-    ids=["sparse", "bool", "int8", "complex", "meta"],
+    "change", [torch.Tensor.bool, torch.Tensor.char, torch.Tensor.cfloat], ids=str
 )
-def test_weights_that_would_become_other_numbers(change):
-    """torch casts them without a word, or fails when it has loaded the tensors before them."""
-    model = Slide(2048, 5, True).model().float()
-    before = copy.deepcopy(model.state_dict())
-    weights = {name: x + 1 for name, x in before.items()}
+def test_weights_that_would_become_other_numbers(change, tmp_path):
+    """torch casts them without a word."""
+    weights = Slide(2048, 5, True).model().float().state_dict()
     weights["norm.weight"] = change(weights["norm.weight"])
-    with pytest.raises(
-        ValueError,
-        match=r"is unchanged: norm\.weight has torch\.\S+ and .* expected floating numbers",
-    ):
-        model.load_state_dict(weights, strict=False)
-    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    with pytest.raises(ValueError, match=r"norm\.weight is torch\.\S+, expected floating numbers"):
+        load(save(weights, tmp_path / "weights.pth"))
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf, 1e39])
-@pytest.mark.parametrize("strict", [True, False])
-def test_weights_that_are_not_finite(number, strict, tmp_path):
+def test_weights_that_are_not_finite(number, tmp_path):
     """Also those that are so once they are of the model's dtype."""
-    model = Slide(2048, 5, True).model().float()
-    before = copy.deepcopy(model.state_dict())
-    weights = {name: x.double() for name, x in before.items()}
+    weights = Slide(2048, 5, True).model().double().state_dict()
     weights["norm.bias"][3] = number
-    with pytest.raises(
-        ValueError, match=r"is unchanged: norm\.bias holds NaN or inf as torch\.float32\.$"
-    ):
-        model.load_state_dict(weights, strict=strict)
-    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-    with pytest.raises(
-        ValueError, match=r"weights\.pth: .* norm\.bias holds NaN or inf as torch\.float32\.$"
-    ):
-        load(save(weights, tmp_path / "weights.pth"), dtype=torch.float32, strict=strict)
+    said = r"weights\.pth: norm\.bias holds NaN or inf as torch\.float32$"
+    with pytest.raises(ValueError, match=said):
+        load(save(weights, tmp_path / "weights.pth"), dtype=torch.float32)
 
 
 def test_flipped_bits_of_a_plain_file(tmp_path):
@@ -149,7 +121,7 @@ def test_flipped_bits_of_a_plain_file(tmp_path):
         damaged[place + bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
         try:
-            num_other += load(path)[0].norm.weight[0].item() != 1
+            num_other += load(path).norm.weight[0].item() != 1
         except ValueError as error:
             assert "norm.weight holds NaN or inf" in str(error)  # noqa: PT017  one of 32, and no other refusal
     assert num_other == 31
@@ -174,15 +146,14 @@ def test_published_sizes_have_16_heads(name):
         assert slide_encoder_size("weights.pth", other, depth, 8).num_heads == 8
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_heads_that_are_not_told(strict, tmp_path):
+def test_heads_that_are_not_told(tmp_path):
     path = save(Slide(2048, 5, True).model().state_dict(), tmp_path / "weights.pth")
     with pytest.raises(
         ValueError,
         match=r"weights\.pth holds 2 layers x 32 for 5 features of a tile, .* num_heads=",
     ):
-        load_slide_encoder(path, strict=strict)
-    assert load_slide_encoder(path, num_heads=8, strict=strict)[0].encoder.config.num_heads == 8
+        load_slide_encoder(path)
+    assert load_slide_encoder(path, num_heads=8).encoder.config.num_heads == 8
 
 
 @pytest.mark.parametrize("width", [768, 384])
@@ -197,7 +168,7 @@ def test_weights_that_lack_their_last_layers(width, tmp_path):
         ValueError, match=rf"short\.pth holds 2 layers x {width}, and published .* have 12 layers"
     ):
         load(path)
-    assert len(load(path, depth=2)[0].encoder.layers) == 2
+    assert len(load(path, depth=2).encoder.layers) == 2
     with pytest.raises(
         ValueError, match="and you asked for 3 layers: some are missing, or pass depth=2"
     ):
@@ -217,9 +188,6 @@ def test_layers_with_a_gap(last, gap, tmp_path):
         match=rf"holds encoder\.layers\.{last} and no encoder\.layers\.{gap}: one is stray",
     ):
         load(path)
-    model, left = load(path, strict=False)
-    assert len(model.encoder.layers) == gap
-    assert f"encoder.layers.{last}.x" in left.unknown
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn])
@@ -227,31 +195,22 @@ def test_weights_are_not_rounded(dtype, tmp_path):
     """The model is of the weights' dtype where that is wider than float32; another when told."""
     weights = {name: x.to(dtype) for name, x in Slide(2048, 5, True).model().state_dict().items()}
     path = save(weights, tmp_path / "weights.pth")
-    loaded, _ = load(path)
+    loaded = load(path)
     assert loaded.cls_token.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert all(torch.equal(x, weights[name].to(x.dtype)) for name, x in loaded.state_dict().items())
-    assert load(path, dtype=torch.float16)[0].cls_token.dtype == torch.float16
+    assert load(path, dtype=torch.float16).cls_token.dtype == torch.float16
 
 
 def test_segment_lengths_are_those_of_the_tile_size(tmp_path):
     path = save(Slide(2048, 5, True).model().state_dict(), tmp_path / "weights.pth")
-    model, _ = load(path, tile_size=512)
+    model = load(path, tile_size=512)
     assert (model.tile_size, model.encoder.pattern.segment_lengths) == (
         512,
         segment_lengths_for(tile_size=512),
     )
 
 
-def test_what_is_no_state_dict():
-    with pytest.raises(
-        ValueError, match="state_dict must be a dict of tensors by name, got a list"
-    ):
-        Slide(2048, 5, True).model().load_state_dict([1])
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_weights_under_other_names_are_refused(tmp_path, strict):
-    """Catches a model that is random throughout, since strict=False leaves out what has no place."""
+def test_weights_under_other_names_are_refused(tmp_path):
     weights = {f"slide_encoder.{name}": x for name, x in fill(POOLED.model()).state_dict().items()}
     with pytest.raises(ValueError, match=r"under other names, such as 'slide_encoder\.cls_token'"):
-        load(save(weights, tmp_path / "tuned.pth"), strict=strict)
+        load(save(weights, tmp_path / "tuned.pth"))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """examples:
   rda generate runs/a --prompt 'def ' --tokens 400
-  rda generate runs/a --prompt-file story.txt --temperature 0.8 --top-p 0.95
+  rda generate runs/a --prompt-file story.txt --temperature 0.8
   rda generate runs/a --prompt 'def ' --temperature 0   the likeliest byte
 
 The text goes to stdout while the model writes it. The speed and the memory of the caches go to stderr. This memory does
@@ -50,8 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="0: the likeliest byte (default 1)",
     )
-    add("--top-k", type=count, metavar="K", help="draw from the K likeliest bytes alone")
-    add("--top-p", type=float, metavar="P", help="draw from the likeliest bytes that add up to P")
     add("--seed", type=int, metavar="N", help="to write the same again (default: anew each time)")
     add(
         "--json", action="store_true", help="print a record when all is written, and nothing before"
@@ -74,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         from ..models.sampling import Sampling
 
     # refuses bad numbers before a model is read
-    Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+    Sampling(arguments.temperature)
     record = write(LongNetLM.from_run(arguments.run_folder), prompt, arguments)
     if arguments.json:
         print(json.dumps(record))
@@ -97,8 +95,6 @@ def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> d
         arguments.tokens,
         caches=caches,
         temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
         seed=arguments.seed,
     )
     out, written = TextOutput(io.StringIO() if arguments.json else sys.stdout), bytearray()

@@ -4,12 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checked_loading import map_names as map_names
     from .longnet import LongNetLM as LongNetLM
     from .longnet import NextTokenLoss as NextTokenLoss
     from .longnet_config import LongNetConfig as LongNetConfig
     from .longnet_vit import LongNetViT as LongNetViT
     from .longnet_vit import segment_lengths_for as segment_lengths_for
+    from .names import map_names as map_names
     from .torchscale.architecture import TorchscaleConfig as TorchscaleConfig
     from .torchscale.gate import torchscale_attention as torchscale_attention
     from .torchscale.networks import LongNetEncoder as LongNetEncoder
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .weights import read_weights as read_weights
 
 _MEMBERS = {
-    "checked_loading": ["map_names"],
+    "names": ["map_names"],
     "longnet": ["LongNetLM", "NextTokenLoss"],
     "longnet_config": ["LongNetConfig"],
     "longnet_vit": ["LongNetViT", "segment_lengths_for"],

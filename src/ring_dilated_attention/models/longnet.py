@@ -196,8 +196,6 @@ class LongNetLM(nn.Module):
         max_new_tokens: int,
         *,
         temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
         seed: int | None = None,
         stop: Collection[int] = (),
         caches: Sequence[DilatedCache] | None = None,
@@ -208,8 +206,6 @@ class LongNetLM(nn.Module):
             tokens: (B, N), or prompts of different lengths; at least one token each.
             max_new_tokens: how many to draw for each prompt.
             temperature: divides the logits; 0 takes the likeliest token.
-            top_k: draw from the k likeliest tokens alone.
-            top_p: draw from the fewest tokens whose probabilities add up to top_p.
             seed: an integer of 64 bits. Row b draws as it would alone with seed + b. None takes a seed from torch.
             stop: tokens that end a row. After one of them the row gets STOPPED (-1) until all rows have ended.
             caches: those of `make_caches`, by default new ones. They may hold earlier tokens. Afterwards
@@ -218,9 +214,7 @@ class LongNetLM(nn.Module):
         Raises:
             ValueError: before the first token, for bad arguments; at any token, for logits that are NaN or inf.
         """
-        return generate(
-            self, tokens, max_new_tokens, Sampling(temperature, top_k, top_p, seed, stop), caches
-        )
+        return generate(self, tokens, max_new_tokens, Sampling(temperature, seed, stop), caches)
 
     @staticmethod
     def from_run(

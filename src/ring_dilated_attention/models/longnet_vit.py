@@ -18,7 +18,6 @@ from ..pattern import is_finite_number, is_integer
 from ..ranks.context import ContextParallel
 from ..ranks.ranks import ALONE
 from ..ranks.reduce import SumOverRanks
-from .checked_loading import CheckedLoading
 from .documents import why_not_dense
 from .recompute import Checkpointing
 from .torchscale.architecture import TorchscaleConfig
@@ -73,7 +72,7 @@ def segment_lengths_for(max_wsi_size: int = 262_144, tile_size: float = 256) -> 
     return tuple(int(2.0**exponent) for exponent in exponents)
 
 
-class LongNetViT(CheckedLoading):
+class LongNetViT(nn.Module):
     """GigaPath's slide encoder, with its published parameter names.
 
         model = LongNetViT.published("gigapath", global_pool=True)

@@ -27,8 +27,6 @@ class Sampling:
     """How a token is drawn from logits."""
 
     temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
     seed: int | None = None
     stop: Collection[int] = ()
 
@@ -36,14 +34,6 @@ class Sampling:
         if not is_finite_number(self.temperature) or self.temperature < 0:
             raise ValueError(
                 f"temperature={self.temperature!r} must be 0 (the likeliest token) or a positive number."
-            )
-        if self.top_k is not None and (not is_integer(self.top_k) or self.top_k < 1):
-            raise ValueError(
-                f"top_k={self.top_k!r} must be an integer of at least 1, or None for all tokens."
-            )
-        if self.top_p is not None and (not is_finite_number(self.top_p) or not 0 < self.top_p <= 1):
-            raise ValueError(
-                f"top_p={self.top_p!r} must be above 0 and at most 1, or None for all tokens."
             )
         if self.seed is not None and (
             not is_integer(self.seed) or not -(2**63) <= self.seed < 2**63
@@ -83,18 +73,11 @@ class Sampling:
         return torch.cat(drawn)
 
     def weights(self, logits_BV: Tensor) -> Tensor:
-        """Probabilities (B, V) up to a factor; 0 for tokens that are not drawn."""
-        falling_BV, order_BV = logits_BV.double().sort(dim=-1, descending=True, stable=True)
-        falling_BV = falling_BV - falling_BV[:, :1]  # the largest is 0, so that none becomes inf
-        falling_BV = falling_BV / float(self.temperature)
-        if self.top_k is not None:
-            falling_BV[:, self.top_k :] = -torch.inf
-        weights_BV = falling_BV.softmax(-1)
-        if self.top_p is not None:
-            # the probability of all likelier tokens
-            likelier_BV = weights_BV.cumsum(-1) - weights_BV
-            weights_BV = weights_BV.masked_fill(likelier_BV >= float(self.top_p), 0)
-        return torch.zeros_like(weights_BV).scatter(-1, order_BV, weights_BV)
+        """Probabilities (B, V), in float64."""
+        wide_BV = logits_BV.double()
+        # the largest is 0, so that none becomes inf
+        shifted_BV = wide_BV - wide_BV.amax(-1, keepdim=True)
+        return (shifted_BV / float(self.temperature)).softmax(-1)
 
 
 @torch.no_grad()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..ranks.context import ContextParallel
-from .checked_loading import map_names
 from .longnet_vit import DILATION_RATES, NUM_HEADS, PUBLISHED, LongNetViT, segment_lengths_for
+from .names import map_names
 
 LAYER = re.compile(r"\bencoder\.layers\.(\d+)\.")
 
@@ -28,13 +28,6 @@ class EncoderSize(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.depth} layers x {self.embed_dim}"
-
-
-class Left(NamedTuple):
-    """What strict=False left out when weights were loaded."""
-
-    missing: list[str]  # parameters of the model that are still random
-    unknown: list[str]  # tensors of the file that were not loaded
 
 
 def read_weights(path: Path | str) -> dict[str, Tensor]:
@@ -94,8 +87,6 @@ def slide_encoder_size(
     weights: Mapping[str, Tensor],
     depth: int | None,
     num_heads: int | None,
-    *,
-    strict: bool = True,
 ) -> EncoderSize:
     """The size of the slide encoder that a file's weights belong to.
 
@@ -104,7 +95,6 @@ def slide_encoder_size(
         depth: the number of layers that the file must have. None means 12 for the widths of the published encoders, 768
             and 384, since a file without its last layers looks complete. For other widths None means any number.
         num_heads: the weights do not tell it. None means 16 for the sizes of the published encoders.
-        strict: refuse weights of another depth, or with a gap in the layers' numbers.
 
     Raises:
         ValueError: if the weights are not a slide encoder's or of another depth, or their number of heads is not known.
@@ -116,7 +106,7 @@ def slide_encoder_size(
     num_layers = 0  # before the first gap
     while num_layers in numbers:
         num_layers += 1
-    if strict and num_layers < len(numbers):
+    if num_layers < len(numbers):
         raise ValueError(
             f"{path} holds encoder.layers.{max(numbers)} and no encoder.layers.{num_layers}: one is stray or the other "
             "missing"
@@ -127,7 +117,7 @@ def slide_encoder_size(
         depth = {known.embed_dim: known.depth for known in PUBLISHED.values()}.get(
             embed_dim, num_layers
         )
-    if strict and num_layers != depth:
+    if num_layers != depth:
         raise ValueError(
             f"{path} holds {num_layers} layers x {embed_dim}, and {asked} {depth} layers: some are missing, or pass "
             f"depth={num_layers} (--depth {num_layers}) if it is another model"
@@ -154,22 +144,20 @@ def load_slide_encoder(
     padding: str = "torchscale",
     dtype: torch.dtype | None = None,
     parallel: ContextParallel | None = None,
-    strict: bool = True,
-) -> tuple[LongNetViT, Left]:
-    """Load a LongNetViT from a file of weights. Returns it in eval mode, and the names left out (none if strict).
+) -> LongNetViT:
+    """Load a LongNetViT from a file of weights, in eval mode.
 
     Args:
         path: as for `read_weights`.
         num_heads, depth: as for `slide_encoder_size`.
         max_wsi_size, tile_size: as for `segment_lengths_for`; the weights do not tell them either.
         dtype: of the model; by default float32, or float64 if the weights have it.
-        strict: refuse a file with other names than the model's, or without some of them.
 
     Raises:
-        ValueError: if the file is not that of a slide encoder.
+        ValueError: if the file is not that of a slide encoder, or some of its numbers are not finite.
     """
     weights = read_weights(path)
-    size = slide_encoder_size(path, weights, depth, num_heads, strict=strict)
+    size = slide_encoder_size(path, weights, depth, num_heads)
     model = LongNetViT(
         size.in_chans,
         size.embed_dim,
@@ -189,19 +177,25 @@ def load_slide_encoder(
             f"{path} holds a slide encoder's weights under other names, such as {next(iter(weights))!r}: save them "
             "without the prefix before `cls_token`"
         )
-    if strict and mapped.left:
+    if mapped.left:
         listed = ", ".join(mapped.left[:5])
         raise ValueError(
             f"{path} holds {len(mapped.left)} tensors that a LongNetViT has no place for: {listed}"
         )
     is_wide = any(x.dtype == torch.float64 for x in mapped.state_dict.values())
     # loading rounds to the model's dtype
-    model.to(dtype or (torch.float64 if is_wide else torch.float32))
+    dtype = dtype or (torch.float64 if is_wide else torch.float32)
+    for name, x in mapped.state_dict.items():
+        if not x.is_floating_point():
+            raise ValueError(f"{path}: {name} is {x.dtype}, expected floating numbers")
+        if not x.to(dtype).isfinite().all():
+            raise ValueError(f"{path}: {name} holds NaN or inf as {dtype}")
+    model.to(dtype)
     try:
-        loaded = model.load_state_dict(mapped.state_dict, strict=strict)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return model.eval(), Left(loaded.missing_keys, mapped.left)
+        model.load_state_dict(mapped.state_dict)
+    except RuntimeError as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    return model.eval()
 
 
 def _size(path: Path | str, weights: Mapping[str, Tensor], name: str, dim: int) -> int:

@@ -75,7 +75,7 @@ def embed_here(
 ) -> str | None:
     """Report each slide's result. Returns why nothing can be embedded, or None."""
     try:
-        model, _ = load_slide_encoder(
+        model = load_slide_encoder(
             options.weights,
             num_heads=options.heads,
             depth=options.depth,

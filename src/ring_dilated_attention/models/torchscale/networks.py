@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from ...attention import dilated_attention
 from ...attention.validate import check_objects
 from ...ranks.context import ContextParallel, called_by
-from ..checked_loading import CheckedLoading
 from ..documents import Documents, agree_on_documents, why_not_dense
 from ..recompute import Checkpointing, check_checkpointing, run_layer
 from .architecture import TorchscaleConfig
@@ -106,7 +105,7 @@ class Layer(nn.Module):
         return x_BNE + self.ffn(self.final_layer_norm(x_BNE))
 
 
-class LongNetEncoder(CheckedLoading):
+class LongNetEncoder(nn.Module):
     """torchscale's LongNetEncoder: every query sees keys before and after it.
 
     Args:

@@ -1,0 +1,44 @@
+"""Removes what DDP, FSDP and other wrappers add to the names in a checkpoint."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+# What trainers and wrappers put before a parameter's name, or inside it.
+PREFIXES = ("module.", "_orig_mod.", "model.")
+INFIXES = ("_fsdp_wrapped_module.", "_fpw_module.", "_checkpoint_wrapped_module.")
+
+
+class Mapped(NamedTuple):
+    """The tensors of a checkpoint by a model's names, and the names in the checkpoint that the model does not have."""
+
+    state_dict: dict[str, Tensor]
+    left: list[str]
+
+
+def map_names(state_dict: Mapping[str, Any], model: nn.Module, prefix: str = "") -> Mapped:
+    """Rename the tensors of a checkpoint as a model names them. Also returns the names that the model does not have.
+
+    Drops what wrappers add to names (DDP's "module.", torch.compile's "_orig_mod.", FSDP's and fairscale's), and
+    `prefix`, such as "encoder." for a part of a larger model.
+    """
+    expected = {f"{prefix}{name}": name for name in model.state_dict()}
+    mapped: dict[str, Tensor] = {}
+    left = []
+    for key, x in state_dict.items():
+        name = expected.get(_without_wrappers(key, expected))
+        if name is not None and name not in mapped and isinstance(x, Tensor):
+            mapped[name] = x
+        else:
+            left.append(key)
+    return Mapped(mapped, left)
+
+
+def _without_wrappers(name: str, expected: Collection[str]) -> str:
+    """The name without what wrappers add. Prefixes are removed one by one, until the name is an expected one."""
+    for infix in INFIXES:
+        name = name.replace(infix, "")
+    while name not in expected and name.startswith(PREFIXES):
+        name = name.partition(".")[2]
+    return name
