@@ -28,8 +28,6 @@ preload(
     "filelock",
 )
 preload(
-    "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
     *(f"ring_dilated_attention.{name}" for name in _ROOMS),
 )
 

@@ -160,28 +160,9 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
-def short_samples() -> AbstractContextManager[object]:
+def quick_ends() -> AbstractContextManager[object]:
     """What a model writes when its run ends: a few bytes, and with the prompt more than the 48 of most runs here. The
     300 of users take as long as 20 steps."""
     from ring_dilated_attention.commands import generate
 
     return mock.patch.object(generate, "SAMPLE_TOKENS", 32)
-
-
-def no_pictures() -> AbstractContextManager[object]:
-    """The picture of a run's losses takes as long as ten steps. What it says of itself is there."""
-    from ring_dilated_attention.training import run_report
-    from ring_dilated_attention.training.files import MADE_BY
-
-    def drawn(record: dict[str, Any]) -> bytes:
-        texts = (f"Software\0{MADE_BY}".encode(), f"Source\0run {record['run']}".encode())
-        chunks = (len(text).to_bytes(4) + b"tEXt" + text + bytes(4) for text in texts)
-        return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
-
-    return mock.patch.object(run_report, "draw_losses", drawn)
-
-
-@contextmanager
-def quick_ends() -> Iterator[None]:
-    with short_samples(), no_pictures():
-        yield

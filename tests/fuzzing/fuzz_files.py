@@ -1,7 +1,7 @@
 """Damaged checkpoints and data: bits flipped, ends cut off, files emptied, swapped, gone, or holding something else.
 
 What must hold when a run is resumed: what is damaged is refused with exit code 2 and one sentence that names it, and
-nothing changes on the disk; and what is not damaged (an older checkpoint, a picture that is made anew) changes no bit
+nothing changes on the disk; and what is not damaged (an older checkpoint) changes no bit
 of what the run comes to. Some damages are signed: digests are made to fit, so that only what the files say can give
 them away. Such a run may also go on, if what they say can be.
 """
@@ -129,7 +129,7 @@ NEW_RUN += [
     "new",
 ]
 # That a resumed run has no use for, or writes anew if it is its own; `None` where only its own judgement tells.
-HARMLESS = {"run/record.json": None, "run/loss.png": False, OLDER: True, "run/unfinished-x": True}
+HARMLESS = {"run/record.json": None, OLDER: True, "run/unfinished-x": True}
 
 
 def is_harmless_in(name: str) -> bool | None:
@@ -157,7 +157,6 @@ def draw(rng: random.Random) -> tuple[str, str, bool, Callable[[], object]]:
             f"{OLDER}/{STATE_FILE}",
             OLDER,
             "run/record.json",
-            "run/loss.png",
             "run/unfinished-x",
         ]
     )

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 import pytest
-from helpers import short_samples
+from helpers import quick_ends
 
 
 @pytest.fixture(scope="module", autouse=True)
 def short_samples_here() -> Iterator[None]:
-    with short_samples():
+    with quick_ends():
         yield

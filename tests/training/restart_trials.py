@@ -457,7 +457,7 @@ def step_alone() -> int | None:
     """The first step that one of two ranks did alone."""
     path = Path("run/metrics.jsonl")
     steps = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return next((i for i, step in enumerate(steps) if len(step["waited_seconds"]) == 1), None)
+    return next((i for i, step in enumerate(steps) if len(step["resident_bytes"]) == 1), None)
 
 
 def judge(whole: Result, found: Result | None, alone: int | None) -> list[str]:

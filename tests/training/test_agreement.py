@@ -140,7 +140,7 @@ def test_the_first_rank_owns_and_writes_all(hosts):
     (first, second) = run_ranks(2, as_rank_of_an_order_turned_round, hosts)
     assert (first[0], second[0]) == (0, 0), (first[1], second[1])
     assert first[2] == ["text.txt"]
-    assert {"record.json", "loss.png", "metrics.jsonl"} < set(second[2])
+    assert {"record.json", "metrics.jsonl"} < set(second[2])
 
 
 def as_rank_of_an_order_turned_round(rank, world_size, folder):

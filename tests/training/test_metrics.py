@@ -20,7 +20,6 @@ def step(number):
         held_out,
         0.5,
         200.0,
-        [0.1, 0.2],
         [10_000_000, 20_000_000],
     )
 
@@ -35,7 +34,7 @@ def test_each_step_is_there_at_once(tmp_path):
         [row] = written(tmp_path / "new")
         assert row["run"] == RUN
         assert row["tokens_per_second"] == 200
-        assert row["waited_seconds"] == [0.1, 0.2]
+        assert row["resident_bytes"] == [10_000_000, 20_000_000]
         assert tuple(row) == Step._fields
 
 

@@ -102,7 +102,7 @@ def test_a_run_that_is_struck_goes_on_to_the_bit_and_with_another_number_of_rank
         job.clear()
     assert "rda train: restart 1 of 4 from run/checkpoint-0000" in job.said.read_text()
     steps = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    first = next(i for i, step in enumerate(steps) if len(step["waited_seconds"]) == 3)
+    first = next(i for i, step in enumerate(steps) if len(step["resident_bytes"]) == 3)
     found = result()
     assert 10 <= first < SIZE.steps
     assert found.losses[:first] == whole.losses[:first]

@@ -163,7 +163,7 @@ def test_a_run_goes_on_to_the_bit(tmp_path):
     """It comes to the losses that the same run has without --fsdp. Muon computes in bfloat16."""
     never, resumed = run_ranks(2, train_rank, tmp_path)[0]
     assert resumed["bits_per_byte"] == never["bits_per_byte"]
-    assert resumed["held_out"] == never["held_out"]
+    assert resumed["held_out_bits_per_byte"] == never["held_out_bits_per_byte"]
     assert [path.name for path in find_checkpoints(tmp_path / "stopped")] == [
         "checkpoint-000003",
         "checkpoint-000002",

@@ -135,6 +135,11 @@ class TestDocument:
         assert Path(json.__file__).read_bytes() in document.content
 
 
+def held_out_of_steps(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["held_out_bits_per_byte"] for line in lines]
+
+
 class TestLoop:
     @pytest.mark.parametrize("stop_after", [1, 2, 4])
     def test_resumed_run_equals_uninterrupted_to_the_bit(self, tmp_path, stop_after):
@@ -149,9 +154,9 @@ class TestLoop:
             tiny_run(tmp_path / "parts", resume=True, **PHASES), ContextParallel(), NEVER
         )
         assert second["status"] == "complete"
-        assert [entry["step"] for entry in whole["held_out"]] == [1, 2, 3, 4, 5]
-        assert whole["held_out"][-1]["bits_per_byte"] == whole["held_out_bits_per_byte"]
-        assert second["held_out"] == whole["held_out"]
+        scores = [held_out_of_steps(tmp_path / name) for name in ("whole", "parts")]
+        assert scores[0] == scores[1]
+        assert [score is not None for score in scores[0]] == [True] * 4 + [False]
         assert second["bits_per_byte"] == whole["bits_per_byte"]
         assert second["held_out_bits_per_byte"] == whole["held_out_bits_per_byte"]
         assert saved_bytes(tmp_path / "parts") == saved_bytes(tmp_path / "whole")
@@ -213,9 +218,8 @@ class TestLoop:
         said = summary(record).replace(str(tmp_path), "runs/20250131-120000")
         assert [line for line in said.splitlines() if len(line) > 80] == []
         assert json.loads((tmp_path / "record.json").read_text()) == record
-        assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
         assert len(record["bits_per_byte"]) == len(record["step_seconds"]) == 5
-        assert record["ranks"][0]["resident_peak"] >= record["ranks"][0]["resident_before"] > 0
+        assert record["ranks"][0]["resident_peak"] > 0
         text = summary(record)
         assert re.search(r"rank +positions.*\n +0 +48 ", text)
         assert (

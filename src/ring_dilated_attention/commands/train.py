@@ -69,7 +69,7 @@ FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
 # The options that a checkpoint does not hold: the command that resumes a run repeats them.
 DEFAULTS = {"ranks": None, "exchange": "auto", "save_every": 30, "eval_every": None}
 DEFAULTS |= {"activation_checkpointing": False, "fsdp": False, "restarts": None, "timeout": 600}
-PACKAGES = ("filelock", "matplotlib", "numpy", "rich", "safetensors")
+PACKAGES = ("filelock", "numpy", "rich", "safetensors")
 # A rank that lost another waits so long before it ends: the one that failed ends first, and is named.
 GRACE_SECONDS = 10
 # The errors of gloo in DDP's all-reduce of gradients, and of a store, when another rank has ended.
@@ -93,7 +93,7 @@ EXAMPLES = """examples:
                                   Slurm, with MASTER_ADDR and MASTER_PORT set
 
 The sequence is cut among the ranks; each holds its part of every activation. The run folder gets checkpoints
-(safetensors and JSON) and metrics.jsonl, and at the end record.json and loss.png. Only one run at a
+(safetensors and JSON) and metrics.jsonl, and at the end record.json. Only one run at a
 time can use it. Exit codes of the run, or of the ranks under a torchrun of your own: 0 done, 1 a rank was lost or
 memory ran out, 2 a sentence says what is wrong, 130 interrupted and saved.
 """

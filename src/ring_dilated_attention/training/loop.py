@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from ..models.longnet import LongNetLM, NextTokenLoss
 from ..models.saved_run import check_whole
 from ..ranks.context import ContextParallel
-from ..ranks.processes import recorded_waits
 from .agreement import together, values_of_all
 from .checkpoint import load_checkpoint, local_of, save_checkpoint
 from .machine import hardware, peak_resident_bytes, resident_bytes, versions
@@ -55,7 +54,7 @@ def train(
     model, loss_of = make_model(run, parallel, is_cut=is_cut)
     optimizers = make_optimizers(model, options)
     load(run, model, optimizers, parallel)
-    measured = partial(trained_on, options, parallel, resident_bytes())
+    measured = partial(trained_on, options, parallel)
     state = measured() | together(parallel, partial(initial_state, run))
     owner = None if run.begins_again else state["run"]
     eval_every = run.eval_every or -(-options.total_steps // NUM_EVALUATIONS)
@@ -64,15 +63,13 @@ def train(
         together(
             parallel, partial(Metrics, run.folder, owner, state["step"], parallel.rank)
         ) as metrics,
-        recorded_waits(parallel.ranks) as waits,
         shown(state["step"]) as show,
     ):
         while state["step"] < options.total_steps and not is_stopping:
             began = time.perf_counter()
             nats = take_step(run, state, loss_of, optimizers, parallel)
-            waited = round(sum(wait.end - wait.start for wait in waits), 6)
-            of_ranks = values_of_all(parallel, (waited, resident_bytes(), stop.requested))
-            all_waited, all_resident, all_requested = map(list, zip(*of_ranks, strict=True))
+            of_ranks = values_of_all(parallel, (resident_bytes(), stop.requested))
+            all_resident, all_requested = map(list, zip(*of_ranks, strict=True))
             is_stopping = any(all_requested)  # so that all stop at the same step
             seconds = time.perf_counter() - began
             speed = options.phase_of(state["step"]).num_positions / seconds
@@ -83,19 +80,10 @@ def train(
             held_out = None
             if state["step"] % eval_every == 0 and not is_last:
                 held_out = held_out_bits_per_byte(model, run.document)
-                state["held_out"].append({"step": state["step"], "bits_per_byte": held_out})
-            waits.clear()
-            numbers = (
-                state["step"],
-                nats,
-                nats / NATS_PER_BIT,
-                held_out,
-                seconds,
-                speed,
-                all_waited,
-                all_resident,
+            bits = nats / NATS_PER_BIT
+            step = Step(
+                state["run"], state["step"], nats, bits, held_out, seconds, speed, all_resident
             )
-            step = Step(state["run"], *numbers)
             metrics.add(step)
             show(step)
             if state["step"] % run.save_every == 0 or is_last or is_stopping:
@@ -125,10 +113,6 @@ def scored_record(
     if record["status"] == "complete":
         held_out = record["held_out_bits_per_byte"] = held_out_bits_per_byte(model, run.document)
         check_finite(math.isfinite(held_out), f"the loss is {held_out}", state["step"])
-        record["held_out"] = [
-            *state["held_out"],
-            {"step": state["step"], "bits_per_byte": held_out},
-        ]
         record["gzip_bits_per_byte"] = gzip_bits_per_byte(run.document)
     return record
 
@@ -234,14 +218,11 @@ def check_parameters(model: nn.Module, parallel: ContextParallel, step: int) -> 
     check_finite(all(values_of_all(parallel, is_finite)), "a parameter is not finite", step)
 
 
-def trained_on(
-    options: Hyperparameters, parallel: ContextParallel, resident_before: int
-) -> dict[str, Any]:
+def trained_on(options: Hyperparameters, parallel: ContextParallel) -> dict[str, Any]:
     """What a record says about the machine and about each rank. It is the same on every rank."""
     of_this_rank = {
         "rank": parallel.rank,
         "positions": len(parallel.positions(options.schedule[-1].num_positions)),
-        "resident_before": resident_before,
         "resident_peak": peak_resident_bytes(),
     }
     machine = hardware() | {"threads_per_rank": torch.get_num_threads()}

@@ -12,7 +12,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Step(NamedTuple):
-    """One step. The two lists have an entry for each rank."""
+    """One step."""
 
     run: str  # the name of the run, by which it knows its file
     step: int  # from 1
@@ -21,9 +21,7 @@ class Step(NamedTuple):
     held_out_bits_per_byte: float | None  # every --eval-every steps
     seconds: float
     tokens_per_second: float
-    # for messages of the attention and its handshakes, not for DDP's sum of gradients
-    waited_seconds: list[float]
-    resident_bytes: list[int]
+    resident_bytes: list[int]  # of each rank
 
     def __str__(self) -> str:
         memory = f"{max(self.resident_bytes) / 1e6:,.0f} MB"

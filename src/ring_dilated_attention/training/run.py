@@ -23,8 +23,7 @@ from .files import check_mine, mentions
 from .options import Hyperparameters, changes, flag, resolve
 from .run_folder import LOCK_FILE, may_go_on
 
-# What a run leaves at its end.
-RECORD_FILE, PICTURE_FILE = "record.json", "loss.png"
+RECORD_FILE = "record.json"  # which a run leaves at its end
 # choices that all ranks make alike
 ALIKE = ("save_every", "eval_every", "activation_checkpointing", "fsdp")
 # What every state of a run has.
@@ -35,7 +34,6 @@ _STATE = {
     "document",
     "bits_per_byte",
     "step_seconds",
-    "held_out",
 }
 
 
@@ -75,8 +73,7 @@ def prepare(arguments: argparse.Namespace) -> Run:
         else:
             folder = _new_folder(folder)
     if state is not None:
-        for name in (RECORD_FILE, PICTURE_FILE):
-            check_mine(folder / name, mentions(state["run"]), "this run")
+        check_mine(folder / RECORD_FILE, mentions(state["run"]), "this run")
     document = load_document(options.data, options.seq_len, options.held_out_bytes)
     if state is not None:
         _check_same_document(document, state["document"])
@@ -96,7 +93,6 @@ def initial_state(run: Run) -> dict[str, Any]:
         "document": run.document.identity(),
         "bits_per_byte": [],
         "step_seconds": [],
-        "held_out": [],
     }
 
 
@@ -139,11 +135,10 @@ def _new_folder(folder: Path | None) -> Path:
         raise ValueError(
             f"--run-folder {folder} holds a run already: --resume it, or choose another folder"
         )
-    for name in (RECORD_FILE, PICTURE_FILE):
-        if (folder / name).exists():
-            raise ValueError(
-                f"--run-folder {folder} holds a {name}, which a run would make: choose another folder"
-            )
+    if (folder / RECORD_FILE).exists():
+        raise ValueError(
+            f"--run-folder {folder} holds a {RECORD_FILE}, which a run would make: choose another folder"
+        )
     return folder
 
 

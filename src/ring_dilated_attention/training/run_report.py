@@ -5,10 +5,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from .files import check_mine, mentions, write_whole
+from .files import mentions, write_whole
 from .options import Hyperparameters
-from .pictures import draw_losses
-from .run import PICTURE_FILE, RECORD_FILE
+from .run import RECORD_FILE
 
 
 def make_record(folder: Path, state: dict[str, Any], num_parameters: int) -> dict[str, Any]:
@@ -28,32 +27,23 @@ def make_record(folder: Path, state: dict[str, Any], num_parameters: int) -> dic
         # These two are known when it is complete.
         "held_out_bits_per_byte": None,
         "gzip_bits_per_byte": None,
-        **{name: state[name] for name in ("bits_per_byte", "held_out", "step_seconds", "ranks")},
+        **{name: state[name] for name in ("bits_per_byte", "step_seconds", "ranks")},
     }
 
 
 def write_report(record: dict[str, Any]) -> None:
-    """Write record.json and loss.png. A ValueError refuses to write over what this run did not make."""
-    folder = Path(record["run_folder"])
-    contents = {
-        RECORD_FILE: (json.dumps(record, indent=1) + "\n").encode(),
-        PICTURE_FILE: draw_losses(record),
-    }
-    is_ours = mentions(record["run"])
-    for name in contents:  # before any is written
-        check_mine(folder / name, is_ours, "this run")
-    for name, content in contents.items():
-        write_whole(folder / name, content, is_ours, "this run")
+    """Write record.json. A ValueError refuses to write over a file that this run did not make."""
+    content = (json.dumps(record, indent=1) + "\n").encode()
+    path = Path(record["run_folder"]) / RECORD_FILE
+    write_whole(path, content, mentions(record["run"]), "this run")
 
 
 def summary(record: dict[str, Any]) -> str:
     """The memory of every rank, and the losses and the speed of the run."""
-    lines = ["rank   positions  before step 1  peak resident"]
+    lines = ["rank   positions  peak resident"]
     for row in record["ranks"]:
-        before, peak = (
-            f"{row[name] / 1e6:,.0f} MB" for name in ("resident_before", "resident_peak")
-        )
-        lines.append(f"{row['rank']:>4}  {row['positions']:>10,}  {before:>13}  {peak:>13}")
+        peak = f"{row['resident_peak'] / 1e6:,.0f} MB"
+        lines.append(f"{row['rank']:>4}  {row['positions']:>10,}  {peak:>13}")
     losses = record["bits_per_byte"]
     if losses:
         lines.append(
