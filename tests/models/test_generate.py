@@ -371,23 +371,16 @@ def test_draws_follow_the_weights():
         (([[10**6]], 1), {}, r"tokens from 1000000 to 1000000, but vocab_size="),
         (([[1], [2]], 1), {"caches": 1}, "made for batch 1, and the call has 2"),
         (([[1]], 1), {"caches": 0}, "0 caches for 2 layers"),
-        (([[1]], 1), {"stop": (32.5,)}, r"stop=\(32.5,\) must be integers"),
-        (([[1]], 1), {"stop": ("a",)}, r"stop=\('a',\) must be integers"),
-        (([[1]], 1), {"stop": "a"}, "stop='a' must be integers"),
         (
             ([[1]], 1),
-            {"stop": 0},
-            r"stop=0 must be integers, the tokens that end a row, as \(10,\)",
+            {"stop": (32.5,)},
+            r"stop=\(32.5,\) must be the tokens that end a row, integers",
         ),
-        (([[1]], 1), {"stop": torch.tensor(3)}, r"stop=tensor\(3\) must be integers"),
-        (([[1]], 1), {"stop": (True,)}, r"stop=\(True,\) must be integers"),
-        (([[1]], 1), {"stop": ([1],)}, r"stop=\(\[1\],\) must be integers"),
-        (
-            ([[1]], 1),
-            {"stop": (3, 50)},
-            "stop has the token 50, but the vocabulary goes from 0 to 49",
-        ),
-        (([[1]], 1), {"stop": (-1,)}, "stop has the token -1"),
+        (([[1]], 1), {"stop": "a"}, "stop='a' must be the tokens"),
+        (([[1]], 1), {"stop": 0}, "stop=0 must be the tokens"),
+        (([[1]], 1), {"stop": (True,)}, r"stop=\(True,\) must be the tokens"),
+        (([[1]], 1), {"stop": (3, 50)}, r"stop=\(3, 50\) must be .* integers from 0 to 49"),
+        (([[1]], 1), {"stop": (-1,)}, r"stop=\(-1,\) must be the tokens"),
         (
             ([[1]], 1),
             {"seed": 2**64},
@@ -399,36 +392,19 @@ def test_draws_follow_the_weights():
             "seed=-9223372036854775809 must be an integer of 64 bits",
         ),
         (([[1]], 1), {"temperature": 10**400}, "temperature=1000"),
-        ((None, 1), {}, "there is no prompt in tokens=None"),
-        ((5, 1), {}, "there is no prompt in tokens=5"),
         (
             (b"abc", 1),
             {},
             r"there is no prompt in tokens=b'abc'.*A prompt of bytes is list\(prompt\)",
         ),
         (("abc", 1), {}, "there is no prompt in tokens='abc'"),
-        (
-            ([b"abc"], 1),
-            {},
-            r"prompt 0 is b'abc', and not one or more integers.*A prompt of bytes is list\(prompt\)",
-        ),
-        (([[1], ["a"]], 1), {}, r"prompt 1 is \['a'\], and not one or more integers"),
-        (([None], 1), {}, "prompt 0 is None"),
-        (([[2**70]], 1), {}, r"prompt 0 is \[1180591620717411303424\]"),
         (([[True, False]], 1), {}, r"prompt 0 is \[True, False\]"),
         (([[3, -1]], 1), {}, "prompt 0 has tokens from -1 to 3, but vocab_size=50"),
-        (
-            ([[1]], 1),
-            {"caches": None},
-            "caches=.* must be those of make_caches, one for each layer",
-        ),
     ],
 )
 def test_arguments_that_cannot_be(arguments, options, message):
     model = make()
-    if options.get("caches", 0) is None:
-        options = {"caches": model.make_caches(1)[0]}
-    elif "caches" in options:
+    if "caches" in options:
         options = {"caches": model.make_caches(1) * options["caches"]}
     with pytest.raises(ValueError, match=message):
         next(model.generate(*arguments, **options))

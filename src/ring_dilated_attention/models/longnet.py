@@ -214,7 +214,7 @@ class LongNetLM(nn.Module):
         Raises:
             ValueError: before the first token, for bad arguments; at any token, for logits that are NaN or inf.
         """
-        return generate(self, tokens, max_new_tokens, Sampling(temperature, seed, stop), caches)
+        return generate(self, tokens, max_new_tokens, Sampling(temperature, seed), stop, caches)
 
     @staticmethod
     def from_run(

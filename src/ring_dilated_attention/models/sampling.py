@@ -28,7 +28,6 @@ class Sampling:
 
     temperature: float = 1.0
     seed: int | None = None
-    stop: Collection[int] = ()
 
     def __post_init__(self) -> None:
         if not is_finite_number(self.temperature) or self.temperature < 0:
@@ -40,16 +39,6 @@ class Sampling:
         ):
             raise ValueError(
                 f"seed={self.seed!r} must be an integer of 64 bits, or None to draw anew each time."
-            )
-        # a tensor or array of 0 dims is a Collection, too
-        is_single = getattr(self.stop, "ndim", 1) == 0
-        if (
-            is_single
-            or not isinstance(self.stop, Collection)
-            or not all(map(is_integer, self.stop))
-        ):
-            raise ValueError(
-                f"stop={self.stop!r} must be integers, the tokens that end a row, as (10,); () for none."
             )
 
     def generators(self, batch: int, device: torch.device) -> list[torch.Generator]:
@@ -86,6 +75,7 @@ def generate(
     tokens: Tensor | Sequence[Sequence[int] | Tensor],
     max_new_tokens: int,
     sampling: Sampling,
+    stop: Collection[int],
     caches: Sequence[DilatedCache] | None,
 ) -> Iterator[Tensor]:
     """See `LongNetLM.generate`.
@@ -96,37 +86,32 @@ def generate(
     if not is_integer(max_new_tokens) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an integer of at least 0.")
     device, vocab_size = model.head.weight.device, model.config.vocab_size
-    for token in sampling.stop:
-        if not 0 <= token < vocab_size:
-            raise ValueError(
-                f"stop has the token {token}, but the vocabulary goes from 0 to {vocab_size - 1}."
-            )
+    if not isinstance(stop, Collection) or not all(
+        is_integer(token) and 0 <= token < vocab_size for token in stop
+    ):
+        raise ValueError(
+            f"stop={stop!r} must be the tokens that end a row, integers from 0 to {vocab_size - 1}; () for none."
+        )
     prompts = prompts_of(tokens, vocab_size, device)
     lengths = [len(prompt) for prompt in prompts]
     batch = len(prompts)
     if caches is None:
         caches = model.make_caches(batch, max_len=max(lengths) + max_new_tokens)
-    if not isinstance(caches, Sequence) or not all(
-        isinstance(cache, DilatedCache) for cache in caches
-    ):
-        raise ValueError(
-            f"caches={reprlib.repr(caches)} must be those of make_caches, one for each layer."
-        )
     for cache in caches:  # before any prompt is appended
         if cache.batch == batch:  # the layer refuses another batch size
             check_append(cache.plan, cache.position.tolist(), lengths)
     hidden_BE = prefill(model, pad_sequence(prompts, batch_first=True), lengths, caches)
     generators = sampling.generators(batch, device)
     has_stopped_B = torch.zeros(batch, dtype=torch.bool, device=device)
-    stop = torch.tensor([int(token) for token in sampling.stop], dtype=torch.int64, device=device)
+    stop_S = torch.tensor([int(token) for token in stop], dtype=torch.int64, device=device)
     for step in range(max_new_tokens):
         # any finite number would do
         logits_BV = model.head(hidden_BE).masked_fill(has_stopped_B[:, None], 0)
         drawn_B = sampling.draw(logits_BV, generators)
         yield drawn_B.masked_fill(has_stopped_B, STOPPED)
         counts_B = None
-        if len(stop):
-            has_stopped_B |= torch.isin(drawn_B, stop)
+        if len(stop_S):
+            has_stopped_B |= torch.isin(drawn_B, stop_S)
             if has_stopped_B.all():
                 return
             counts_B = (~has_stopped_B).long()  # a row that has stopped appends nothing
@@ -158,18 +143,11 @@ def prompts_of(
 ) -> list[Tensor]:
     """Prompts as int64 tensors of one dim. A ValueError for a prompt that is none."""
     remedy = "Pass tokens (batch, N), or a list of prompts. A prompt of bytes is list(prompt)."
-    try:
-        prompts = [] if isinstance(tokens, (str, bytes)) else list(tokens)
-    except TypeError:
-        prompts = []
-    if not prompts:
+    if isinstance(tokens, (str, bytes)) or len(tokens) == 0:
         raise ValueError(f"there is no prompt in tokens={reprlib.repr(tokens)}. {remedy}")
     tensors = []
-    for b, prompt in enumerate(prompts):
-        try:
-            tensor = torch.as_tensor(prompt, device=device)
-        except (TypeError, ValueError, RuntimeError):
-            tensor = torch.empty(0)
+    for b, prompt in enumerate(tokens):
+        tensor = torch.as_tensor(prompt, device=device)
         if tensor.dim() != 1 or not len(tensor) or not is_integral(tensor):
             raise ValueError(
                 f"prompt {b} is {reprlib.repr(prompt)}, and not one or more integers. {remedy}"
