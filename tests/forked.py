@@ -13,7 +13,6 @@ from pathlib import Path
 from unittest import mock
 
 from distributed import PR_SET_PDEATHSIG, START, keep_open, preload
-from helpers import quick_ends
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from ring_dilated_attention.commands import train
@@ -77,8 +76,7 @@ def _main(
     os.environ |= environment
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     try:
-        with quick_ends():
-            return main(words)
+        return main(words)
     except SystemExit as error:
         return int(error.code or 0)
     except Exception:  # noqa: BLE001  as Python does with what nobody caught

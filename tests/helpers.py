@@ -6,11 +6,10 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import repeat
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -158,11 +157,3 @@ def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])
-
-
-def quick_ends() -> AbstractContextManager[object]:
-    """What a model writes when its run ends: a few bytes, and with the prompt more than the 48 of most runs here. The
-    300 of users take as long as 20 steps."""
-    from ring_dilated_attention.commands import generate
-
-    return mock.patch.object(generate, "SAMPLE_TOKENS", 32)

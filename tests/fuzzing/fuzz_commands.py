@@ -19,7 +19,6 @@ from unittest import mock
 
 import torch
 from fuzz import Output, Trial, captured, listing, sentence_of
-from helpers import quick_ends
 
 from benchmarks import command
 from ring_dilated_attention.commands import arguments as command_line
@@ -236,7 +235,6 @@ MORE_GENERATE = [
 ]
 EVALUATE = [["run"], ["text.txt"]]
 MORE_EVALUATE = [
-    ["--max-bytes", "50"],
     ["--context", "8"],
     ["--context", "0"],
 ]
@@ -284,8 +282,7 @@ def prepare(folder: Path) -> None:
     shutil.copy(Path(command.__file__).with_name("results") / "linear.json", start / "records")
     os.chdir(start)
     words = [word for group in TRAIN for word in group]
-    with quick_ends():
-        output = captured(lambda: cli.main(["train", *words, "--run-folder", "run"]))
+    output = captured(lambda: cli.main(["train", *words, "--run-folder", "run"]))
     assert output.code == 0, output
     Path("slides").mkdir()
     for name, length in (("a", 7), ("b", 12)):
@@ -303,7 +300,7 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
     arguments = draw(rng)
     before = listing(Path())
     # which take seconds
-    with quick_ends(), mock.patch.object(check, "run_trials", all_passed), a_quick_doctor():
+    with mock.patch.object(check, "run_trials", all_passed), a_quick_doctor():
         output = captured(lambda: run_command(arguments))
     output = output._replace(error=output.error.replace("a\nb", "a b"))  # a name of two lines
     complaint = judge(arguments, output, before, listing(Path()))

@@ -26,7 +26,6 @@ from unittest import mock
 import fuzz_commands
 from fuzz import BAR, Output, Trial, listing
 from fuzz_commands import COMMANDS, THEIRS, a_quick_doctor, all_passed, broken, shown, spoil
-from helpers import quick_ends
 
 from ring_dilated_attention.commands import check, cli, terminal
 from ring_dilated_attention.commands.doctor import examination
@@ -198,7 +197,6 @@ def end_of(arguments: list[str]) -> int:
     try:
         at_once = mock.patch.object(examination, "SECONDS_APART", 0.0)
         with (
-            quick_ends(),
             mock.patch.object(check, "run_trials", all_passed),
             a_quick_doctor(),
             at_once,

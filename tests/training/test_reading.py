@@ -17,9 +17,9 @@ FASTA = b">chr1 some > header\nACGT\r\nAC\n;comment\n>chr2\nGG>T\n\nTT"
 COMPRESS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
 
 
-def text_of(name, content, most=10**9):
+def text_of(name, content):
     """The bytes that are read, and what is said of them."""
-    text = Text(name, most)
+    text = Text(name)
     return b"".join(text.blocks(io.BufferedReader(io.BytesIO(content)))), str(text)
 
 
@@ -39,9 +39,6 @@ def test_fasta_is_its_letters_however_it_comes_in_blocks(monkeypatch):
         monkeypatch.setattr(data, "BLOCK", draw.randint(1, 9))
         letters = strip_fasta(content)
         assert text_of("x.fa", content) == (letters, f"x.fa: FASTA, {len(letters)} letters")
-        most = draw.randint(1, len(letters))
-        some = letters[:most], f"x.fa: FASTA, {most} letters"
-        assert text_of("x.fa", content, most) == some
 
 
 @pytest.mark.parametrize("suffix", ["fa", "FASTA", "fna", "ffn", "faa", "fas", "frn"])
@@ -75,11 +72,6 @@ def test_compressed_files_are_unpacked(suffix, monkeypatch):
     )
     packed[len(packed) // 2] ^= 255
     assert "x is damaged or cut short" in refusal("x", bytes(packed))
-
-
-def test_no_more_is_given_than_asked_for(monkeypatch):
-    monkeypatch.setattr(data, "BLOCK", 7)
-    assert text_of("x", bytes(100), most=20) == (bytes(20), "x: 20 bytes")
 
 
 def test_files_make_one_document(tmp_path):

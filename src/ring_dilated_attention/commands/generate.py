@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import shlex
 import sys
 import time
 from contextlib import suppress
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..models.saved_run import newest_checkpoint, read_state
-from ..training.data import Document, read_files
+from ..training.data import read_files
 from .arguments import check_at_least, check_installed, count
 from .terminal import leaving_at_once, say
 
@@ -31,7 +30,6 @@ not grow with the text. Exit codes: 0 done, 2 refused, 130 interrupted.
 """
 # Characters that move the cursor or change the colours of a terminal. A byte-level model may write any of them.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-SAMPLE_TOKENS, SAMPLE_TEMPERATURE, OPENING_BYTES = 300, 0.7, 2**16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,35 +150,3 @@ def summary(record: dict[str, Any]) -> str:
         text += f" at {record['tokens_per_second']:,.0f} tokens/s"
     prompt = f"after a prompt of {record['prompt_bytes']:,} in {record['prompt_seconds']:.2f} s"
     return f"{text}, {prompt}; caches of {record['cache_bytes']:,} bytes"
-
-
-def sample(folder: Path, document: Document, *, is_cut: bool) -> tuple[str, str]:
-    """A text of the trained model, and a command that writes more. No text ("") if `is_cut`: it may not fit here."""
-    from ..models.longnet import LongNetLM
-
-    start = document.num_train
-    prompt = opening(document.content[start : start + OPENING_BYTES])
-    more = [
-        "--prompt",
-        os.fsdecode(prompt),
-        "--temperature",
-        str(SAMPLE_TEMPERATURE),
-        "--tokens",
-        "1000",
-    ]
-    command = shlex.join(["rda", "generate", str(folder), *more])
-    if is_cut:
-        return "", command
-    steps = LongNetLM.from_run(folder).generate(
-        [list(prompt)], SAMPLE_TOKENS, temperature=SAMPLE_TEMPERATURE, seed=0
-    )
-    drawn = bytes(int(tokens[0]) for tokens in steps)
-    text = CONTROL.sub("\ufffd", (prompt + drawn).decode(errors="replace"))
-    indented = "\n".join(f"  | {line}" for line in text.split("\n"))
-    return f"what it writes after {prompt.decode()!r}:\n{indented}", command
-
-
-def opening(content: bytes) -> bytes:
-    """A prompt that can be typed: the first readable words of the content, or "A" if it has none."""
-    words = re.search(rb"[A-Za-z][ -~]{3,23}", content)
-    return words[0].rstrip() if words else b"A"

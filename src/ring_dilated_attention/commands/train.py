@@ -50,7 +50,6 @@ from .arguments import (
     count,
 )
 from .console import progress
-from .generate import sample
 from .terminal import (
     INTERRUPTED_EXIT_CODE,
     NO_MEMORY,
@@ -404,24 +403,20 @@ def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> N
     from ..training.run_report import summary, write_report
 
     write_report(record)
-    folder, steps, is_complete = (
-        record["run_folder"],
-        record["steps_done"],
-        record["status"] == "complete",
-    )
+    folder, steps = record["run_folder"], record["steps_done"]
     if run.checkpoint is not None and step_of(run.checkpoint) == run.hyperparameters.total_steps:
         say(
             f"rda train: the run in {folder} is complete, all {steps} steps of it; only its report was made again"
         )
     for_people = sys.stderr if arguments.json else sys.stdout
     print(summary(record), file=for_people)
-    if is_complete:
-        text, more = sample(folder, run.document, is_cut=run.fsdp and record["num_ranks"] > 1)
-        written = [text, f"more of it: {more}"] if text else [f"what it writes: {more}"]
+    if record["status"] == "complete":
         evaluate = shlex.join(["rda", "evaluate", folder, "FILE"])
-        print(*written, f"how much context helps: {evaluate}", sep="\n", file=for_people)
+        generate = shlex.join(["rda", "generate", folder, "--prompt", "def "])
+        print(f"how much context helps: {evaluate}", file=for_people)
+        print(f"what it writes: {generate}", file=for_people)
         print(f'in Python: LongNetLM.from_run("{folder}")', file=for_people)
     if arguments.json:
         print(json.dumps(record))
-    if not is_complete:
+    if record["status"] != "complete":
         say(f"saved at step {steps}; go on with: {train_command(arguments, '--resume', folder)}")

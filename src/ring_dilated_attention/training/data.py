@@ -34,10 +34,10 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 
 
 class Text:
-    """A file. Its str() says what was read of it so far. It yields and counts at most `most` bytes."""
+    """A file. Its str() says what was read of it so far."""
 
-    def __init__(self, name: str, most: int = sys.maxsize) -> None:
-        self.name, self.most, self.num_bytes = name, most, 0
+    def __init__(self, name: str) -> None:
+        self.name, self.num_bytes = name, 0
         self.is_fasta = FASTA.search(PACKED.sub("", name.lower())) is not None
 
     def blocks(self, file: BinaryIO) -> Iterator[bytes]:
@@ -45,8 +45,7 @@ class Text:
         A ValueError refuses damaged files."""
         try:
             unpacked = _unpacked(file)
-            # A block of FASTA yields at most as many bytes as it has: no letter is ever cut off.
-            blocks = iter(lambda: unpacked.read(min(BLOCK, self.most - self.num_bytes)), b"")
+            blocks = iter(lambda: unpacked.read(BLOCK), b"")
             if self.is_fasta:
                 blocks = _letters(blocks)
             for block in blocks:
