@@ -135,16 +135,6 @@ def test_a_run_removes_only_what_it_made(trained, tmp_path):
     assert found == {**theirs, "checkpoint-000007": False, "checkpoint-000008": False}
 
 
-def test_a_checkpoint_of_an_earlier_version_goes_as_a_whole(trained, tmp_path):
-    """Its files of tensors had other names."""
-    before = save_checkpoint(tmp_path, state_at(2), *trained)
-    (before / TENSOR_FILE).rename(before / "model.safetensors")
-    sign(before, pattern="model.safetensors")
-    for step in (4, 6):
-        save_checkpoint(tmp_path, state_at(step), *trained)
-    assert not before.exists()
-
-
 def test_what_a_killed_run_left_unfinished_goes(trained, tmp_path):
     left = tmp_path / "unfinished-checkpoint-000002-12345678"
     left.mkdir()

@@ -110,13 +110,6 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     assert not folder.exists()
 
 
-def test_a_lock_of_an_earlier_version_is_taken(tmp_path):
-    """It named its owner, and stayed where a run was killed."""
-    (tmp_path / LOCK_FILE).write_text('{"made_by": "rda train", "pid": 1, "host": "a"}')
-    with own_folder(tmp_path):
-        pass
-
-
 def listening(launcher: int) -> set[str]:
     """Addresses at which a process and its children listen, as Linux lists them."""
     inodes, found = set(), set()

@@ -52,11 +52,6 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return dict(_read_state_file(checkpoint)["state"])
 
 
-def tensor_files(checkpoint: Path) -> list[str]:
-    """The names of the files with a checkpoint's tensors. A ValueError is as in `read_state`."""
-    return sorted(_read_state_file(checkpoint)["files"])
-
-
 def check_whole(checkpoint: Path, rank: int = 0, num_ranks: int = 1) -> dict[str, Any]:
     """`read_state`, after verifying the other files too. Ranks that read the same folder divide these files."""
     content = _read_state_file(checkpoint)

@@ -184,13 +184,9 @@ def _remove_superfluous(target: Path, run: str) -> None:
 
 def _remove(folder: Path) -> None:
     """Remove the files of a checkpoint, finished ones or not, and its folder if nothing else is in it."""
-    names: list[str] = []
-    with suppress(ValueError):  # an unfinished one has no state
-        names = saved_run.tensor_files(folder)  # earlier versions had other names
     with suppress(OSError):
-        for path in folder.iterdir():
-            if path.match(saved_run.SHARDS) or path.name in names:
-                path.unlink(missing_ok=True)
+        for path in folder.glob(saved_run.SHARDS):
+            path.unlink(missing_ok=True)
         for name in (saved_run.STATE_FILE, MARK_FILE):  # the mark last
             (folder / name).unlink(missing_ok=True)
         folder.rmdir()

@@ -108,7 +108,6 @@ def fingerprint(run: Run) -> dict[str, str]:
     fields["the document"] = (
         f"{document['num_bytes']:,} bytes with sha256 {document['sha256'][:16]}..."
     )
-    fields["held-out bytes"] = str(document["num_held_out"])
     fields["the version"] = f"ring_dilated_attention {__version__}, torch {version('torch')}"
     fields["the checkpoint"] = "none"
     if run.checkpoint is not None:

@@ -48,10 +48,9 @@ def own_folder(folder: Path, seconds: float = 0) -> Iterator[Path]:
 
 
 def is_lock(file: BinaryIO) -> bool:
-    """A lock is empty. Earlier versions wrote down who had it, and filelock does so on a file system without flock."""
+    """A lock is empty. On a file system without flock filelock writes down who has it."""
     content = file.read(512)
-    is_earlier = content.startswith(f'{{"made_by": "{MAKER}"'.encode())
-    return not content or is_earlier or OF_FILELOCK.fullmatch(content) is not None
+    return not content or OF_FILELOCK.fullmatch(content) is not None
 
 
 @contextmanager
