@@ -36,7 +36,7 @@ from ring_dilated_attention.training.loop import (
 )
 from ring_dilated_attention.training.machine import peak_resident_bytes, resident_bytes
 from ring_dilated_attention.training.options import Hyperparameters
-from ring_dilated_attention.training.rank_launcher import cause, leave_reason, started, unjoined
+from ring_dilated_attention.training.rank_launcher import cause, leave_reason, started
 from ring_dilated_attention.training.run import Run
 from ring_dilated_attention.training.run_report import summary, write_report
 from ring_dilated_attention.training.stop_request import StopRequest
@@ -484,34 +484,23 @@ class TestCommand:
         assert json.loads((folder / "record.json").read_text())["num_ranks"] == 2
         assert "SLURM" not in said
 
-    def test_outside_of_a_slurm_step_its_variables_are_ignored(self, monkeypatch, capsys):
-        """As in a batch script, of which there is one process."""
-        for name, value in (("SLURM_JOB_ID", "7"), ("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4")):
-            monkeypatch.setenv(name, value)
-        assert main(["train", *tiny_arguments(data="text.txt", steps=1)]) == 0
-        error = capsys.readouterr().err
-        assert error.startswith(
-            "rda train: SLURM_NTASKS=4 is ignored: this is a single task, and srun"
-        )
-        assert error.count("SLURM") == 1
-
     @pytest.mark.parametrize(
-        ("environment", "place", "is_said"),
+        ("environment", "place"),
         [
-            ("", (0, 1), False),
-            ("RANK=1 WORLD_SIZE=4", (1, 4), False),
-            ("SLURM_PROCID=0 SLURM_NTASKS=4", (0, 1), True),
-            ("SLURM_NTASKS=1", (0, 1), False),
-            ("SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_NTASKS=4", (3, 4), False),
-            ("SLURM_STEP_ID=1 SLURM_PROCID=1 SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=2", (1, 2), False),
+            ("", (0, 1)),
+            ("RANK=1 WORLD_SIZE=4", (1, 4)),
+            ("SLURM_PROCID=0 SLURM_NTASKS=4", (0, 1)),
+            ("SLURM_NTASKS=1", (0, 1)),
+            ("SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_NTASKS=4", (3, 4)),
+            ("SLURM_STEP_ID=1 SLURM_PROCID=1 SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=2", (1, 2)),
             # The shell of salloc is a step of one task.
-            ("SLURM_STEP_ID=9 SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=1", (0, 1), True),
+            ("SLURM_STEP_ID=9 SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=1", (0, 1)),
             # torchrun's own ranks, one torchrun in each task.
-            ("RANK=5 WORLD_SIZE=8 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2", (5, 8), False),
-            ("RANK=0 WORLD_SIZE=1 SLURM_PROCID=0 SLURM_NTASKS=2", (0, 1), False),
+            ("RANK=5 WORLD_SIZE=8 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_NTASKS=2", (5, 8)),
+            ("RANK=0 WORLD_SIZE=1 SLURM_PROCID=0 SLURM_NTASKS=2", (0, 1)),
         ],
     )
-    def test_whose_variables_count(self, environment, place, is_said, monkeypatch):
+    def test_whose_variables_count(self, environment, place, monkeypatch):
         for name in (
             "RANK",
             "WORLD_SIZE",
@@ -524,26 +513,6 @@ class TestCommand:
         for word in environment.split():
             monkeypatch.setenv(*word.split("="))
         assert started() == place
-        assert bool(unjoined(joins=True)) == is_said
-
-    @pytest.mark.parametrize(
-        "place", [("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), ("RANK", "WORLD_SIZE")]
-    )
-    def test_a_command_that_joins_no_ranks_says_so(self, place, monkeypatch, capsys):
-        """Catches work that is done as often as there are tasks, without a word."""
-        monkeypatch.setenv("SLURM_STEP_ID", "0")
-        monkeypatch.setenv(place[1], "2")
-        for name in ("embed", "generate", "evaluate", "check"):
-            for rank in ("0", "1"):
-                monkeypatch.setenv(place[0], rank)
-                with pytest.raises(SystemExit, match="2"):
-                    main([name, "--no-such-option"])
-                assert "a launcher started" not in capsys.readouterr().err
-        for rank, number in (("0", 1), ("1", 0)):
-            monkeypatch.setenv(place[0], rank)
-            assert main(["generate", "nothing", "--prompt", "a"]) == 2
-            said = "rda generate: a launcher started 2 of these, and each does all of the work: start one"
-            assert capsys.readouterr().err.count(said) == number
 
     def test_json_and_what_a_resumed_run_refuses(self, capsys):
         arguments = tiny_arguments(data="text.txt")

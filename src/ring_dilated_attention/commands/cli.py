@@ -9,12 +9,10 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import import_module
 from typing import NamedTuple
 
 from .. import __version__
-from ..training.rank_launcher import unjoined
 from .arguments import check_installed
 from .terminal import guarded, leaving_at_once, say
 
@@ -23,13 +21,10 @@ class Subcommand(NamedTuple):
     module: str
     summary: str
     extra: str = "commands"  # the extra of `pip install` that brings the packages that it needs
-    joins: bool = False  # whether it runs on the ranks that a launcher started
 
 
 SUBCOMMANDS = {
-    "train": Subcommand(
-        ".train", "train a byte-level LongNet on one long document", "train", joins=True
-    ),
+    "train": Subcommand(".train", "train a byte-level LongNet on one long document", "train"),
     "embed": Subcommand(
         ".embed.embed",
         "embed slides by GigaPath's published weights, from files of tile features",
@@ -53,7 +48,6 @@ SUBCOMMANDS = {
     "doctor": Subcommand(
         ".doctor.doctor",
         "show the versions, interfaces and rates of this machine or cluster",
-        joins=True,
     ),
     "suggest": Subcommand(
         ".suggest", "suggest patterns for a length and a budget, and explain them"
@@ -108,11 +102,6 @@ def run(arguments: list[str], asked: str, command: str) -> int:
             chosen_parser.error(f"{word}: -- is no value")
     parsed = parser.parse_args(arguments)
     parsed.argv = arguments[1:]
-    # a launcher's variable is no number: commands that join refuse it later
-    with suppress(ValueError):
-        warning = unjoined(joins=SUBCOMMANDS[parsed.command].joins)
-        if warning:
-            say(f"{command}: {warning}")
     assert chosen is not None
     try:
         check_installed(["rich"], SUBCOMMANDS[parsed.command].extra)

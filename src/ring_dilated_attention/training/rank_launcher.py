@@ -47,7 +47,8 @@ def started() -> Place:
     Outside a job step (in a batch script) Slurm's variables describe the whole job. A ValueError refuses bad numbers.
     """
     rank, size = "RANK", "WORLD_SIZE"
-    if not _is_under_torchrun() and "SLURM_STEP_ID" in os.environ:
+    is_under_torchrun = rank in os.environ and size in os.environ
+    if not is_under_torchrun and "SLURM_STEP_ID" in os.environ:
         rank = "SLURM_PROCID"
         size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in os.environ else "SLURM_NTASKS"
     if rank in os.environ and size in os.environ:
@@ -55,21 +56,6 @@ def started() -> Place:
         if num_ranks > 1:
             return Place(_number_in(rank, 0, num_ranks - 1), num_ranks)
     return Place(0, 1)
-
-
-def _is_under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def unjoined(*, joins: bool) -> str:
-    """A warning if a launcher's processes do not work together, else "". joins: whether the command joins them."""
-    rank, num_ranks = started()
-    tasks = os.environ.get("SLURM_NTASKS", "1")
-    if joins and num_ranks == 1 and tasks != "1" and not _is_under_torchrun():
-        return f"SLURM_NTASKS={in_short(tasks)} is ignored: this is a single task, and srun starts several"
-    if not joins and num_ranks > 1 and rank == 0:
-        return f"a launcher started {num_ranks} of these, and each does all of the work: start one"
-    return ""
 
 
 def check_meeting() -> None:
