@@ -1,4 +1,7 @@
-"""Draws tokens from a language model by caches. Shape suffixes: B batch, N positions, E embedding, V vocabulary."""
+"""Draws tokens from a language model by caches.
+
+Shape suffixes: B batch, N positions, E embedding, V vocabulary, S tokens that end a row.
+"""
 
 import math
 import reprlib
