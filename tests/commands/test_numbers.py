@@ -164,7 +164,6 @@ def test_what_is_missing_is_said_at_once(capsys):
             ["suggest"],
             "rda suggest: missing --seq-len, --heads, --speedup: --speedup 50 allows 1/50 of",
         ),
-        (["suggest", "--seconds", "1"], "rda suggest: missing --seq-len, --heads: "),
     ):
         assert cli.main(argv) == 2
         assert capsys.readouterr().err.startswith(message)

@@ -12,9 +12,6 @@ from ring_dilated_attention.forecast.call_cost import pairs
 from ring_dilated_attention.forecast.reach import heard_by_layer, queries_to_follow, reach
 from ring_dilated_attention.forecast.suggestions import suggestions
 from ring_dilated_attention.pattern import DilatedPattern
-from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.planner import make_plan
-from ring_dilated_attention.plan.sharding import default_lengths, make_shards
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -38,7 +35,7 @@ def test_the_budget_is_kept_and_used(is_causal, share):
 
 def test_a_large_budget_is_dense_attention():
     [(pattern, _)] = suggestions(4096, 2, 1e12, is_causal=True)
-    assert pattern == DilatedPattern.dense(is_causal=True)
+    assert pattern == DilatedPattern((4096,), (1,), is_causal=True)
 
 
 @pytest.mark.parametrize(
@@ -126,61 +123,15 @@ def test_no_rate_above_the_heads_is_picked_while_a_candidate_within_them_fits(se
     )
 
 
-def drawn(seed):
-    """Positions and ranks."""
-    rng = random.Random(seed)
-    return rng.randrange(500, 5000), rng.randint(2, 24)
-
-
-@pytest.mark.parametrize("more", [[], ["--not-causal"]])
-@pytest.mark.parametrize(
-    ("n", "num_ranks"),
-    [(4096, 1), (4096, 8), (1024, 32), (4095, 9), (1000, 20), (3001, 8), *map(drawn, range(3))],
-)
-def test_what_is_received_is_that_of_the_plans(n, num_ranks, more, capsys):
-    """By the rank that receives most: chunks in a forward and again in a backward, and the gradients that it sends for
-    them; also of rates that no shard has all phases of, and of segments and shards that divide nothing."""
-    argv = [
-        "suggest",
-        "--seq-len",
-        str(n),
-        "--heads",
-        "4",
-        "--kv-heads",
-        "2",
-        "--head-dim",
-        "8",
-        "--speedup",
-        "8",
-    ]
-    assert cli.main([*argv, "--ranks", str(num_ranks), "--json", *more]) == 0
-    shards = make_shards("contiguous", default_lengths("contiguous", n, num_ranks))
-    for found in json.loads(capsys.readouterr().out)["suggestions"]:
-        pattern = DilatedPattern(
-            found["segment_lengths"], found["dilation_rates"], is_causal=not more
-        )
-        plans = [make_plan(Job(pattern, shards, 4, 2), rank) for rank in range(num_ranks)]
-        rows = [sum(m.size for hop in plan.hops for m in hop.receives) for plan in plans]
-        assert found["largest_received_bytes"] == max(rows) * 8 * (2 * 2 + 4)
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (["--speedup", "0.5"], "--speedup must be at least 1"),
-        (["--speedup", "1e9"], "none of the patterns tried has as few as"),
-        (["--seconds", "1"], "--seconds needs --hardware"),
-        (
-            ["--speedup", "2", "--hardware", "a100-nvlink"],
-            "--hardware a100-nvlink is for --seconds",
-        ),
-        (["--speedup", "2", "--kv-heads", "3"], "cannot share 3 key/value heads"),
-        (["--speedup", "2", "--ranks", "8Ki"], "4,096 of them would own none"),
-        (["--speedup", "2", "--ranks", "1M"], "--ranks must be at most 65,536"),
+        (["--speedup", "1e9"], "none of the patterns tried has so little work"),
         (["--speedup", "2", "--layers", "1e15"], "--layers must be at most 10,000"),
         (
-            ["--speedup", "2", "--head-dim", "1e40"],
-            "--head-dim must be at most 9,223,372,036,854,775,807",
+            ["--speedup", "2", "--seq-len", "1e40"],
+            "--seq-len must be at most 9,223,372,036,854,775,807",
         ),
     ],
 )

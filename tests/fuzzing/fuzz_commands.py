@@ -240,12 +240,7 @@ MORE_EVALUATE = [
 ]
 SUGGEST = [["--seq-len", "512"], ["--heads", "2"], ["--speedup", "2"]]
 MORE_SUGGEST = [
-    ["--kv-heads", "1"],
-    ["--head-dim", "8"],
     ["--layers", "3"],
-    ["--ranks", "4"],
-    ["--dtype", "float32"],
-    ["--hardware", "h100-nvlink"],
     ["--not-causal"],
 ]
 DOCTOR: list[list[str]] = []

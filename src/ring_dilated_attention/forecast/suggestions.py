@@ -28,7 +28,7 @@ def suggestions(
 ) -> list[tuple[DilatedPattern, str]]:
     """Patterns with at most `most_pairs` pairs over all heads, most first, each with the rule that made it. If
     dense attention has so few pairs, only that."""
-    dense = DilatedPattern.dense(is_causal=is_causal)
+    dense = DilatedPattern((seq_len,), (1,), is_causal=is_causal)
     if pairs(dense, seq_len, num_heads) <= most_pairs:
         return [(dense, "dense attention")]
     rule_of: dict[DilatedPattern, str] = {}
