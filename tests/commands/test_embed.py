@@ -1,28 +1,20 @@
-"""`rda embed`: every kind of file, ranks, bad slides beside others, and going on with a folder."""
+"""`rda embed`: every kind of file, bad slides beside others, and going on with a folder."""
 
-import argparse
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from distributed import run
 from embed_cases import LENGTHS, embed, make_weights, read, tiles, unwrapped, write
 from full_disk import on_a_full_disk
 from pages import block, blocks
 
-from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands import cli, console
-from ring_dilated_attention.commands.embed import embed as embed_command
-from ring_dilated_attention.commands.embed import embedder
-from ring_dilated_attention.commands.embed import slides as slide_files
-from ring_dilated_attention.commands.local_ranks import RankFailedError
 from ring_dilated_attention.models import LongNetViT, load_slide_encoder
 
 
@@ -41,7 +33,7 @@ def expected(weights, name, layer, tile_size=256, **options):
         ([], {"global_pool": True}),
         (["--embedding", "class", "--layer", "encoder"], {}),
         (["--layer", "all"], {"global_pool": True}),
-        (["--layer", "1", "--padding", "exact"], {"global_pool": True, "padding": "exact"}),
+        (["--layer", "1"], {"global_pool": True}),
         (
             ["--max-wsi-size", "1024", "--tile-size", "300"],
             {"global_pool": True, "max_wsi_size": 1024, "tile_size": 300},
@@ -68,59 +60,6 @@ def test_embeddings_are_the_models(arguments, options, weights, slides, tmp_path
     )
     assert all(len(line) <= 80 for line in printed if str(out) not in line)
     assert settings["model"] == "2 layers x 32"
-
-
-def test_several_processes(weights, slides, tmp_path):
-    """Ranks share each slide, and a slide that one of them refuses stops nobody."""
-    features, coords = tiles(20, 9)
-    features[19, 2] = torch.nan  # on the last rank
-    slides.append(write(tmp_path / "slides" / "nan.h5", features, coords))
-    slides.append(write(tmp_path / "slides" / "one.npz", *tiles(1, 5)))
-    for ranks in (1, 2):
-        assert embed(weights, tmp_path / str(ranks), *slides, "--ranks", ranks) == 1
-    alone, shared = (read(tmp_path / str(ranks))[0] for ranks in (1, 2))
-    assert alone.keys() == shared.keys() == {"a", "b", "c", "one"}
-    for name, embedding in alone.items():
-        torch.testing.assert_close(shared[name], embedding, rtol=1e-5, atol=1e-6)
-
-
-def rank_reads(rank, world_size, options, slides):
-    """The second slide cannot be read on rank 1, as where a disk is missing on one host."""
-    results = []
-    can_read = embedder.read_slide
-
-    def read_slide(path, *arguments):
-        if rank == 1 and path.stem == "b":
-            raise ValueError("the disk is gone")
-        return can_read(path, *arguments)
-
-    with mock.patch.object(embedder, "read_slide", read_slide):
-        assert (
-            embedder.embed_here(options, slides, ContextParallel(), "cpu", results.append) is None
-        )
-    return [(result.name, result.failure) for result in results]
-
-
-def test_a_slide_that_one_rank_cannot_read(weights, slides):
-    parser = argparse.ArgumentParser()
-    embed_command.add_arguments(parser)
-    options = parser.parse_args(
-        ["slides", "--weights", str(weights), "--out", "out", "--heads", "16"]
-    )
-    first, second = run(2, rank_reads, options, [(path.stem, path) for path in slides])
-    assert first == [("a", ""), ("b", "rank 1 refused the call: the disk is gone"), ("c", "")]
-    assert second == [("a", ""), ("b", "the disk is gone"), ("c", "")]
-
-
-@pytest.mark.parametrize("suffix", [".npz", ".pt", ".h5"])
-def test_a_rank_keeps_its_own_rows_alone(suffix, tmp_path):
-    """Catches a view, which keeps the whole slide in the memory of each rank."""
-    features, coords = tiles(40)
-    path = write(tmp_path / f"a{suffix}", features, coords)
-    slide = slide_files.read_slide(path, None, lambda num_tiles: slice(10, num_tiles // 2))
-    assert torch.equal(slide.features, features[10:20])
-    assert torch.equal(slide.coords, coords)
-    assert slide.features.untyped_storage().nbytes() == slide.features.nbytes
 
 
 def damaged_in_the_middle(path, signature):
@@ -298,16 +237,15 @@ def test_a_slide_that_does_not_fit_the_memory(
 def test_a_file_that_states_another_tile_size(suffix, weights, tmp_path, capsys):
     """It is refused unless the user says which it is to be; and then it is that one, whatever the file states."""
     stated = write(tmp_path / f"stated{suffix}", *tiles(9), attributes={"patch_size_level0": 512})
-    plain = write(tmp_path / "plain.npz", *tiles(9), names=("tile_embeds", "xy"))
+    plain = write(tmp_path / "plain.npz", *tiles(9), names=("tile_embeds", "coordinates"))
     assert embed(weights, tmp_path / "none", stated) == 1
     assert (
         "states patch_size_level0=512, the step from tile to tile: pass --tile-size 512"
         in capsys.readouterr().err
     )
-    keys = ("--keys", "tile_embeds", "xy")
     for size in (256, 512):
         assert embed(weights, tmp_path / f"a{size}", stated, "--tile-size", size) == 0
-        assert embed(weights, tmp_path / f"b{size}", plain, "--tile-size", size, *keys) == 0
+        assert embed(weights, tmp_path / f"b{size}", plain, "--tile-size", size) == 0
         assert torch.equal(
             read(tmp_path / f"a{size}")[0]["stated"], read(tmp_path / f"b{size}")[0]["plain"]
         )
@@ -315,14 +253,13 @@ def test_a_file_that_states_another_tile_size(suffix, weights, tmp_path, capsys)
     assert not torch.equal(*(read(tmp_path / f"a{size}")[0]["stated"] for size in (256, 512)))
 
 
-@pytest.mark.parametrize("options", [[], ["--ranks", "2"]])
-def test_coordinates_in_other_units_are_warned_of(weights, tmp_path, capsys, options):
-    """Once, by the slide's name, whoever computes it. The embedding is written."""
+def test_coordinates_in_other_units_are_warned_of(weights, tmp_path, capsys):
+    """Once, by the slide's name. The embedding is written."""
     features, coords = tiles(93)
     numbers, pixels = (
         write(tmp_path / f"{unit}.npz", features, coords // unit) for unit in (256, 1)
     )
-    for arguments, num_warnings in ((options, 1), ([*options, "--tile-size", "1"], 0)):
+    for arguments, num_warnings in (([], 1), (["--tile-size", "1"], 0)):
         out = tmp_path / str(num_warnings)
         slides = [numbers, pixels] if num_warnings else [numbers]
         assert embed(weights, out, *slides, *arguments) == 0
@@ -343,7 +280,6 @@ def test_coordinates_in_other_units_are_warned_of(weights, tmp_path, capsys, opt
             ["--layer", "first"],
             "--layer first is none of last, encoder, all, nor a number from 0 on",
         ),
-        (["--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["--tile-size", "-1"], "--tile-size must be a positive number of pixels, got -1"),
         (["--max-wsi-size", "1e15"], "max_wsi_size=1e+15 is more than 2**31 tiles of 256 pixels"),
         (
@@ -370,14 +306,6 @@ def test_coordinates_in_other_units_are_warned_of(weights, tmp_path, capsys, opt
         (["--device", "no"], "--device no cannot be used: "),
         (["--device", "meta"], "--device meta cannot be used: "),
         (["--device", "cuda:99"], "--device cuda:99 cannot be used: "),
-        (
-            ["--device", "cuda", "--ranks", "99"],
-            "--device cuda: 99 ranks of --device cuda take a GPU each",
-        ),
-        (
-            ["--device", "cuda:0", "--ranks", "2"],
-            "--device cuda:0: 2 ranks of --device cuda take a GPU each",
-        ),
     ],
 )
 def test_refused_before_anything_is_written(
@@ -459,12 +387,11 @@ def test_weights_that_do_not_tell_their_heads(weights, slides, tmp_path, capsys)
     assert "made with heads=8, not 16" in unwrapped(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_weights_that_are_not_finite(ranks, weights, slides, tmp_path, capsys):
+def test_weights_that_are_not_finite(weights, slides, tmp_path, capsys):
     saved = torch.load(weights)["model"]
     saved["encoder.layers.1.ffn.fc1.weight"][3, 2] = torch.nan
     torch.save(saved, weights)
-    assert embed(weights, tmp_path / "out", slides[0], "--ranks", ranks) == 2
+    assert embed(weights, tmp_path / "out", slides[0]) == 2
     error = unwrapped(capsys.readouterr().err)
     assert "encoder.layers.1.ffn.fc1.weight holds NaN or inf as torch.float32" in error
     assert not (tmp_path / "out").exists()
@@ -490,19 +417,6 @@ def test_progress_is_shown(weights, slides, tmp_path, capsys, monkeypatch):
     assert embed(weights, tmp_path / "out", *slides) == 0
     last = capsys.readouterr().err.splitlines()[-1]
     assert re.fullmatch(r"3 of 3 slides \(c, 93 tiles\), \d+ s", last)
-
-
-def test_float64_is_exact(slides, tmp_path):
-    """Neither weights nor anything else is rounded to float32 on the way."""
-    weights = make_weights(tmp_path)
-    exact = {name: x.double() * (1 + 1e-9) for name, x in torch.load(weights)["model"].items()}
-    torch.save(exact, weights)
-    assert embed(weights, tmp_path / "out", slides[0], "--dtype", "float64") == 0
-    states = expected(weights, "a", "last", global_pool=True)
-    assert states.dtype == torch.float64
-    torch.testing.assert_close(read(tmp_path / "out")[0]["a"], states[-1], rtol=1e-13, atol=1e-13)
-    rounded = expected(weights, "a", "last", global_pool=True, dtype=torch.float32)
-    assert (rounded - states).abs().max() > 1e-10
 
 
 # The folder.
@@ -547,23 +461,6 @@ def test_an_embedding_is_saved_before_the_next_begins(weights, slides, tmp_path,
     assert saved == [set(), {"a"}, {"a", "b"}]
 
 
-def test_processes_that_die(weights, slides, tmp_path, capsys, monkeypatch):
-    """What was embedded before is saved, and no traceback of the command's own is shown."""
-
-    def killed(options, slides_to_do, take):
-        take(embedder.Result("a", 40, np.ones(3, np.float32)))
-        raise RankFailedError("rank 1: died without a word")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(embedder, "embed_all", killed)
-        assert embed(weights, tmp_path / "out", *slides, "--ranks", 2) == 1
-    error = capsys.readouterr().err
-    assert "the processes failed. What was embedded before is saved" in error
-    assert error.endswith("rank 1: died without a word\n")
-    assert embed(weights, tmp_path / "out", *slides) == 0
-    assert "2 slides embedded, 1 there already" in capsys.readouterr().out
-
-
 def test_other_settings_and_other_folders_are_refused(weights, slides, tmp_path, capsys):
     """And nothing in them changes."""
     out, mine = tmp_path / "out", tmp_path / "mine"
@@ -574,14 +471,10 @@ def test_other_settings_and_other_folders_are_refused(weights, slides, tmp_path,
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for arguments, message in (
         (
-            [out, slides[1], "--padding", "exact"],
-            "made with padding='torchscale', not 'exact': choose another --out",
+            [out, slides[1], "--max-wsi-size", "250000"],
+            "made with max_wsi_size=262144, not 250000: choose another --out",
         ),
         ([out, slides[1], "--tile-size", "255"], "made with tile_size=256.0, not 255.0"),
-        (
-            [out, slides[1], "--keys", "features", "coords"],
-            "made with keys=None, not ['features', 'coords']",
-        ),
         (
             [mine, slides[0]],
             "mine is no folder of `rda embed`, and is not empty: choose another --out",
@@ -628,9 +521,7 @@ def test_no_folder_is_made_for_slides_that_cannot_be_embedded(weights, tmp_path)
 def test_a_disk_that_is_full_is_a_sentence(weights, slides, tmp_path, monkeypatch):
     """And leaves no embedding that is cut short."""
     monkeypatch.chdir(tmp_path)
-    code, error = on_a_full_disk(
-        700, embed, weights, "out", slides[2], "--layer", "all", "--dtype", "float64"
-    )
+    code, error = on_a_full_disk(450, embed, weights, "out", slides[2], "--layer", "all")
     assert code == 2
     assert error.rstrip().endswith("rda embed: out/c.npy: File too large")
     assert [path.name for path in Path("out").iterdir()] == ["settings.json"]

@@ -7,15 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ...models.torchscale.architecture import PADDINGS
 from ...training.options import flag
 from ..arguments import amount, check_at_least, check_installed, check_writable, count
 from ..console import counted, progress, wrapped
-from ..local_ranks import RankFailedError
 from ..terminal import say
 from .folder import EmbeddingFolder, digest_of
 
-DTYPES = ("float32", "float64", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16")
 EMBEDDINGS = {
     "pooled": "the mean over the tiles (global_pool=True)",
     "class": "the class token (global_pool=False), which GigaPath's pretraining did not train",
@@ -36,11 +34,9 @@ examples:
       as last_layer_embed of GigaPath's pipeline with global_pool=True
   rda embed slides/ --weights slide_encoder.pth --out as_trident \\
       --layer 11 --tile-size 512    as TRIDENT, for tiles 512 pixels apart
-  rda embed huge.h5 --weights slide_encoder.pth --out embeddings --ranks 2
-      two processes share one slide
 
-Exit codes: 0 done, 1 a process died or some slides could not be embedded (they are named, the folder has the others),
-2 refused, 130 interrupted and saved.
+Exit codes: 0 done, 1 some slides could not be embedded (they are named, the folder has the others), 2 refused, 130
+interrupted and saved.
 """
 
 
@@ -69,8 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     layers = "last (default), encoder (last, with the encoder's LayerNorm), all, or k: the state after k layers"
     add("--layer", default="last", metavar="LAYER", help=layers)
-    padding = "torchscale (default) counts the zero rows that torchscale pads with; exact does not"
-    add("--padding", choices=PADDINGS, default="torchscale", help=padding)
     sides = "side of a slide, which sets the segment lengths (default 262144; GigaPath's fine-tuning has 250000)"
     add("--max-wsi-size", type=count, default=262_144, metavar="PIXELS", help=sides)
     steps = "step from tile to tile, in the unit of the coordinates (default 256; files that state another are then "
@@ -92,19 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--device", default="cpu", help="cpu (default), cuda or another of torch's")
     add(
-        "--ranks",
-        type=count,
-        default=1,
-        metavar="P",
-        help="processes that share every slide (default 1)",
-    )
-    add(
-        "--keys",
-        nargs=2,
-        metavar=("FEATURES", "COORDS"),
-        help="names of these two arrays, if not the usual",
-    )
-    add(
         "--json",
         action="store_true",
         help="print what became of each slide on stdout, all else on stderr",
@@ -119,12 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     if any(path.suffix in (".h5", ".hdf5") for path in slides.values()):
         check_installed(["h5py"], "slides")
     folder = EmbeddingFolder(arguments.out, settings_of(arguments))
-    try:
-        report = embed(arguments, slides, folder)
-    except RankFailedError as error:
-        go_on = "What was embedded before is saved: run the same command again to go on."
-        say(f"rda embed: the processes failed. {go_on}\n{error}")
-        return 1
+    report = embed(arguments, slides, folder)
     for name, failure in report["failures"].items():
         say(f"rda embed: {slides[name]}: {failure}")
     for name, warning in report["warnings"].items():
@@ -183,7 +159,7 @@ def check(arguments: argparse.Namespace) -> None:
         raise ValueError(
             f"--layer {arguments.layer} is none of {', '.join(LAYERS)}, nor a number from 0 on"
         )
-    for name in ("ranks", "heads", "depth", "max_wsi_size"):
+    for name in ("heads", "depth", "max_wsi_size"):
         check_at_least(flag(name), getattr(arguments, name))
     if arguments.tile_size is not None and not 0 < arguments.tile_size < math.inf:
         raise ValueError(
@@ -214,11 +190,9 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "embedding": f"{EMBEDDINGS[arguments.embedding]} {which}",
         "model": str(size),
         "layer": layer,
-        "padding": arguments.padding,
         "max_wsi_size": arguments.max_wsi_size,
         "tile_size": arguments.tile_size or 256.0,
         "heads": size.num_heads,
         "dtype": arguments.dtype,
-        "keys": arguments.keys,
         "weights_sha256": digest,
     }

@@ -3,7 +3,7 @@
 Features are (tiles, C), coordinates (tiles, 2), with or without a batch dim of 1. Pickled objects are never loaded.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,23 +20,22 @@ TILE_SIZE = "patch_size_level0"  # TRIDENT's name for the distance from one tile
 
 
 class Slide(NamedTuple):
-    """What a process reads of a slide: its own rows of the features (rows, C), and all coordinates (tiles, 2)."""
+    """The features of a slide's tiles (tiles, C), and their coordinates (tiles, 2)."""
 
     features: Tensor
     coords: Tensor
-    rows: slice
     stated_tile_size: Any  # in the file's own type; None if it states none
 
 
-def read_slide(path: Path, keys: Sequence[str] | None, rows_of: Callable[[int], slice]) -> Slide:
-    """Read the rows that `rows_of(number of tiles)` says. A ValueError says, without the path, why that fails."""
+def read_slide(path: Path) -> Slide:
+    """A ValueError says, without the path, why a slide cannot be read."""
     check_regular(path)  # a pipe might never open
     try:
         if path.suffix in (".h5", ".hdf5"):
             import h5py
 
             with h5py.File(path, "r") as file:
-                return _slide(file, file.attrs, keys, rows_of)
+                return _slide(file, file.attrs)
         if path.suffix == ".npz":
             import numpy
 
@@ -48,7 +47,7 @@ def read_slide(path: Path, keys: Sequence[str] | None, rows_of: Callable[[int], 
             raise ValueError(
                 f"holds a {type(loaded).__name__} alone: save {{'features': ..., 'coords': ...}}"
             )
-        return _slide(loaded, loaded, keys, rows_of)
+        return _slide(loaded, loaded)
     except ValueError:
         raise
     except Exception as error:
@@ -56,17 +55,11 @@ def read_slide(path: Path, keys: Sequence[str] | None, rows_of: Callable[[int], 
         raise ValueError(f"cannot be read: {first_line(error)}") from error
 
 
-def _slide(
-    arrays: Mapping[str, Any],
-    attributes: Mapping[str, Any],
-    keys: Sequence[str] | None,
-    rows_of: Callable[[int], slice],
-) -> Slide:
-    features = _array(arrays, "features", (keys[0],) if keys else FEATURES)
-    coords = _array(arrays, "coordinates", (keys[1],) if keys else COORDS)
-    rows = rows_of(features.shape[-2])
+def _slide(arrays: Mapping[str, Any], attributes: Mapping[str, Any]) -> Slide:
+    features = _array(arrays, "features", FEATURES)
+    coords = _array(arrays, "coordinates", COORDS)
     stated = attributes.get(TILE_SIZE, getattr(coords, "attrs", {}).get(TILE_SIZE))
-    return Slide(_tensor(features, rows), _tensor(coords, slice(None)), rows, stated)
+    return Slide(_tensor(features), _tensor(coords), stated)
 
 
 def _array(arrays: Mapping[str, Any], what: str, names: Sequence[str]) -> Any:
@@ -80,18 +73,15 @@ def _array(arrays: Mapping[str, Any], what: str, names: Sequence[str]) -> Any:
                 f"{name} has shape {shape}, not (tiles, ...): {what} of the tiles of one slide"
             )
     there = ", ".join(map(str, arrays)) or "no arrays"
-    raise ValueError(
-        f"holds no {what}: it has {there}, and {' and '.join(names)} were looked for (--keys names others)"
-    )
+    raise ValueError(f"holds no {what}: it has {there}, and {' and '.join(names)} were looked for")
 
 
-def _tensor(array: Any, rows: slice) -> Tensor:
-    """Some rows, in this machine's byte order. From an HDF5 file only these are read."""
-    values = array[0, rows] if len(array.shape) == 3 else array[rows]
+def _tensor(array: Any) -> Tensor:
+    """The values (tiles, ...), in this machine's byte order."""
+    values = array[0] if len(array.shape) == 3 else array[:]
     if not isinstance(values, Tensor):
         values = torch.as_tensor(values.astype(values.dtype.newbyteorder("="), copy=False))
-    # a view would keep all rows in memory
-    return values.clone() if len(values) < array.shape[-2] else values
+    return values
 
 
 def check_tile_size(slide: Slide, asked: float | None) -> None:
