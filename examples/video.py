@@ -16,6 +16,7 @@ import json
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,11 +79,13 @@ def plan(frames: int, patches: int, embed_dim: int, flops: float) -> dict:
     lengths, rates = branches(frames, patches)
     sizes = {"layers": 2, "embed-dim": embed_dim, "heads": 4, "ffn-dim": 2 * embed_dim, "vocab": CODES}
     options = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
-    options += ["--seq-len", str(frames * patches), "--flops", str(flops), "--bandwidth", "1e9", "--memory", "1T"]
-    options += ["--gpus", "1", "--activations", "checkpointed", "--json"]
+    options += ["--seq-len", str(frames * patches), "--activations", "checkpointed", "--json"]
     options += ["--segment-lengths", *map(str, lengths), "--dilation-rates", *map(str, rates)]
-    command = [sys.executable, "-m", "ring_dilated_attention", "plan", "model", *options]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as folder:
+        here = Path(folder) / "here.toml"
+        here.write_text(f"[hardware]\nflops_per_second = {flops}\nbytes_per_second = 1e9\nmemory_bytes = 1e12\n")
+        command = [sys.executable, "-m", "ring_dilated_attention", "plan", "model", *options, "--hardware", str(here)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(done.stdout)["meshes"][0]
 
 

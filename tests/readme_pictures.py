@@ -11,9 +11,9 @@ from ring_dilated_attention.commands.plan.picture import (
     BRANCH_COLOURS,
     EMPTY,
     INK,
-    branches_by_pair,
     draw_pattern,
-    save,
+    pairs_by_branch,
+    png,
 )
 
 
@@ -22,18 +22,18 @@ def draw_readme(folder: Path) -> list[Path]:
     shown = DilatedPattern((8, 16, 32), (1, 2, 4), is_causal=True)
     pictures = {"pattern.png": draw_pattern(shown, 32, 4), "off_phase.png": draw_off_phase()}
     for name, figure in pictures.items():
-        save(folder / name, figure)
+        (folder / name).write_bytes(png(figure))
     return [folder / name for name in pictures]
 
 
 def draw_off_phase() -> Figure:
     """What two neighbouring queries of one head see in each branch."""
     pattern, seq_len, num_heads, head = DilatedPattern((4, 16), (1, 4)), 16, 4, 1
-    cells = branches_by_pair(pattern, seq_len, num_heads, head)
+    pairs = pairs_by_branch(pattern, seq_len, num_heads, head)
     figure = Figure(figsize=(7.5, 2.6), layout="constrained", facecolor="white")
     for axes, query, phase in zip(figure.subplots(2, 1), (9, 10), ("on", "off"), strict=True):
         for branch, (w, r) in enumerate(pattern.branches):
-            seen = [key for key in range(seq_len) if branch in cells[query][key]]
+            seen = [key for key in range(seq_len) if pairs[branch, query, key]]
             _draw_strip(axes, -1.25 * branch, w, seen, query, BRANCH_COLOURS[branch])
             axes.text(
                 -0.7,

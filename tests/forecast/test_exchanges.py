@@ -1,20 +1,14 @@
-"""The comparison of exchanges, and the advice on a step that waits."""
+"""The comparison of exchanges."""
 
 import pytest
 
 from ring_dilated_attention.forecast.call_cost import Exchange, PlannedCall, forecast
 from ring_dilated_attention.forecast.clock import Hardware
-from ring_dilated_attention.forecast.exchanges import OTHERWISE, advice, alternatives, best_of
+from ring_dilated_attention.forecast.exchanges import alternatives, best_of, better
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.step import Sizes
 
 DENSE = PlannedCall(DilatedPattern.dense(is_causal=True), 4096, 4, 8, 8, Sizes(1, 16, 4))
-
-
-def advised(call, hardware, exchange=Exchange(), sharding="contiguous", best=None):  # noqa: B008
-    job = call.job(sharding)
-    figures = forecast(job, exchange, call.sizes, hardware=hardware)
-    return advice(job, exchange, call.sizes, figures, hardware, best)
 
 
 def test_all_ways_are_compared_by_time():
@@ -47,31 +41,17 @@ def test_without_hardware_ways_are_compared_by_balance():
     assert balances == sorted(balances, reverse=True)
 
 
-def test_a_better_exchange_is_named_before_a_change_of_the_pattern():
-    """Dense attention over a slow network: zigzag balances it, and its branch could be sparser."""
-    hardware = Hardware(1e10, 2e7)
-    pattern = DilatedPattern((512, 4096), (1, 2), is_causal=True)
-    call = DENSE._replace(pattern=pattern)
-    rows = alternatives(call, hardware)
-    said = advised(call, hardware, best=best_of(rows))
-    assert said[0].startswith("Exchange ")
-    assert "would be faster" in said[0]
-    assert "at rate 8 instead of 2 a step would take" in said[1]
-
-
-def test_a_step_that_waits_for_nothing_gets_no_advice():
-    hardware = Hardware(1e8, 1e12)
+def test_a_better_exchange_is_named():
+    """Of dense causal attention: one that balances it."""
+    hardware = Hardware(1e10, 1e12)
     rows = alternatives(DENSE, hardware)
+    figures = forecast(DENSE.job(), Exchange(), DENSE.sizes, hardware=hardware)
     best = best_of(rows)
-    assert advised(DENSE, hardware, best.exchange, best.sharding, best) == []
-
-
-def test_dealt_heads_and_branches_that_can_be_no_sparser_get_other_advice():
-    hardware = Hardware(1e12, 1e7)
-    [said] = advised(DENSE, hardware, Exchange("all_to_all"))
-    assert "Dealing heads sends every position" in said
-    [said] = advised(DENSE._replace(pattern=DilatedPattern((4096,), (2048,))), hardware)
-    assert said.endswith(f"{OTHERWISE}.")
+    said = f"Exchange {best.exchange} with {best.sharding} shards would be faster: "
+    assert better(figures, rows).startswith(said)
+    assert best.figures.seconds < 0.6 * figures.seconds
+    assert better(best.figures, rows) == ""
+    assert better(figures, []) == ""
 
 
 @pytest.mark.parametrize("hosts", [{}, {"gpus_per_host": 2, "host_bytes_per_second": 1e10}])

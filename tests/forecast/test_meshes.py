@@ -9,7 +9,6 @@ from ring_dilated_attention.forecast.meshes import (
     Mesh,
     Training,
     all_meshes,
-    fewest_devices,
     plan_mesh,
     ranked_meshes,
 )
@@ -109,14 +108,3 @@ def test_less_memory_takes_slower_ways_and_more_sharing():
     plans = ranked_meshes(job, 4, HARDWARE, too_little)
     assert not next(plan for plan in plans if plan.mesh == Mesh(4, 1)).fits
     assert plans[-1].fits <= plans[0].fits
-
-
-def test_the_fewest_devices_may_be_one():
-    plans = fewest_devices(training(), HARDWARE, 1e12, 8)
-    assert [str(plan.mesh) for plan in plans] == ["1x1"]
-    assert fewest_devices(training(), HARDWARE, 1e3, 4) is None
-    job = training(seq_len=2**17)
-    alone = plan_mesh(job, Mesh(1, 1), HARDWARE, 0).memory.total
-    plans = fewest_devices(job, HARDWARE, alone - 1, 8)
-    assert plans[0].fits
-    assert plans[0].mesh.num_ranks == 2

@@ -179,9 +179,8 @@ OF_A_PLAN = [
     ["--heads", "4"],
     ["--kv-heads", "2"],
     ["--dtype", "bfloat16"],
-    ["--kernel", "sdpa"],
-    ["--hardware", "h100-nvlink"],
-    ["--flops", "1e12"],
+    ["--hardware", "h100"],
+    ["--memory", "1Gi"],
     ["--bandwidth", "1e9"],
     ["--latency", "1e-6"],
 ]
@@ -191,7 +190,6 @@ MORE_PLAN = [
     ["--head-dim", "16"],
     ["--exchange", "all_gather"],
     ["--sharding", "zigzag"],
-    ["--align", "8"],
     ["--documents", "40", "24"],
 ]
 BRANCHES = [["--segment-lengths", "16", "64"], ["--dilation-rates", "1", "5"]]
@@ -203,7 +201,6 @@ MORE_MODEL = [
     ["--ffn-dim", "64"],
     ["--vocab", "50"],
     ["--tokens", "1e6"],
-    ["--config", "run"],
     ["--config", "text.txt"],
 ]
 EMBED = [["slides"], ["--weights", "encoder.pth"], ["--heads", "16"], ["--out", "embeddings"]]
@@ -244,7 +241,6 @@ DOCTOR: list[list[str]] = []
 MORE_DOCTOR = [
     ["--ranks", "1"],
     ["--timeout", "60"],
-    ["--dtype", "bfloat16"],
     ["--save", "a/here.toml"],
     ["--save", "taken/record.json"],
 ]

@@ -28,7 +28,6 @@ from fuzz import BAR, Output, Trial, listing
 from fuzz_commands import COMMANDS, THEIRS, a_quick_doctor, all_passed, broken, shown, spoil
 
 from ring_dilated_attention.commands import check, cli, terminal
-from ring_dilated_attention.commands.doctor import examination
 
 SECONDS = 8
 WEIGHTS = {
@@ -195,11 +194,9 @@ def end_of(arguments: list[str]) -> int:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         setattr(sys, name, opened(number))
     try:
-        at_once = mock.patch.object(examination, "SECONDS_APART", 0.0)
         with (
             mock.patch.object(check, "run_trials", all_passed),
             a_quick_doctor(),
-            at_once,
         ):
             code = cli.main()
     except SystemExit as end:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ring_dilated_attention.forecast.call_cost import branch_pairs, pairs
+from ring_dilated_attention.forecast.call_cost import pairs
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.counts import Counter, Phases, count_ranks, rows_before
 from ring_dilated_attention.plan.job import Job
@@ -126,14 +126,6 @@ def test_pairs_of_a_document(is_causal, rule, seq_len):
             expected[branch] += sum(
                 a // w == b // w and (b <= a or not is_causal) for a in rows for b in rows
             )
-    assert [branch_pairs(pattern, branch, [seq_len], 6) for branch in range(3)] == expected
-    several = [
-        sum(branch_pairs(pattern, branch, [n], 6) for n in (seq_len, 3, seq_len))
-        for branch in range(3)
-    ]
-    assert [
-        branch_pairs(pattern, branch, (seq_len, 3, seq_len), 6) for branch in range(3)
-    ] == several
     assert pairs(pattern, seq_len, 6) == sum(expected)
 
 

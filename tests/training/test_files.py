@@ -12,7 +12,6 @@ from helpers import ROOT
 from torch import nn
 
 from benchmarks.record import is_page, is_record
-from ring_dilated_attention.commands import hardware
 from ring_dilated_attention.commands.embed.folder import EmbeddingFolder
 from ring_dilated_attention.training.checkpoint import save_checkpoint
 from ring_dilated_attention.training.files import MADE_BY, is_our_picture, mentions, write_whole
@@ -70,8 +69,6 @@ def test_a_file_that_only_names_us_is_somebody_elses(content, tmp_path):
     assert (tmp_path / "mine").read_bytes() == content
 
 
-MACHINE = hardware.Machine(hardware.Hardware(1e12, 1e9), 4, None, "rda doctor on 2 ranks, a CPU")
-SAVED = hardware.as_toml(MACHINE, ["a note"])
 RECORD = {name: {} for name in ("date", "hardware", "versions")} | {"rows": []}
 BENCHMARK = RECORD | {"command": "python -m benchmarks linear", "case": "linear", "commit": None}
 TRAINED = {
@@ -83,11 +80,6 @@ TRAINED = {
 }
 PAGE = (ROOT / "benchmarks" / "README.md").read_text()
 KNOWN = {  # how: ours, and those that only name us
-    "doctor": (
-        hardware.is_saved,
-        SAVED,
-        [f"# how\n\n```\n{SAVED}```\n", f"{SAVED}[mine]\n", SAVED.replace("[hardware]", "")],
-    ),
     "benchmark": (
         is_record,
         json.dumps(BENCHMARK),

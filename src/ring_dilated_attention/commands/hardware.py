@@ -8,32 +8,27 @@ import argparse
 import math
 import tomllib
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-from ..forecast.clock import Hardware, time_text
+from ..forecast.clock import Hardware
 from ..kernels.traits import TRAITS
-from ..training.files import MOST_BYTES
 from ..training.options import flag
-from .arguments import amount, check_given, count
-from .console import counted, scaled
+from .arguments import amount
 
 
 class Machine(NamedTuple):
-    """A rank's rates, the itemsize of their dtype, the rank's memory where known, and the source of the numbers."""
+    """A rank's rates, the dtype in which they are reached, its memory where known, and the source of the numbers."""
 
     hardware: Hardware
-    itemsize: int
+    dtype: str
     memory_bytes: int | None
     source: str
     kernel: str = "cpu"  # of TRAITS
-    most_ranks: int | None = None  # of a network that joins no more
 
 
 LARGE_MESSAGE = 16 * 2**20  # the bytes of a message by which `rda doctor` measures bandwidth
-MAKER = "rda doctor"  # the source of numbers that `rda doctor` measured begins with this
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 LARGEST = 1e30  # a rate far beyond machines, and within floats
-NO_NETWORK = LARGEST  # stands for bytes_per_second in a file that lacks it: one rank sends nothing
 _FLOPS, _BYTES = (
     "FLOPs in a second; 500 TFLOP/s are 5e14",
     "bytes in a second, one way; 50 GB/s are 5e10",
@@ -54,12 +49,10 @@ _NUMBERS = {
     "call_seconds": _SHORT,
     "handshake_seconds": (0.0, math.nextafter(1.0, 0), _TIME),
 }
-# The fields of _NUMBERS that options give.
-_GIVEN = {
-    "flops": "flops_per_second",
+# The fields of _NUMBERS that options replace.
+_OPTIONS = {
     "bandwidth": "bytes_per_second",
     "latency": "latency_seconds",
-    "gpus_per_host": "gpus_per_host",
     "memory": "memory_bytes",
 }
 
@@ -72,35 +65,13 @@ def add_hardware_options(parser: argparse.ArgumentParser) -> None:
         help=f"model a step's time: a TOML file, or {', '.join(PRESETS)}",
     )
     add(
-        "--flops",
-        type=amount,
-        metavar="RATE",
-        help="a rank's FLOPs per second; with --bandwidth, needs no --hardware",
-    )
-    add(
         "--bandwidth",
         type=amount,
         metavar="BYTES",
         help="bytes per second, one way, between any two ranks, also in hosts",
     )
-    add(
-        "--latency",
-        type=amount,
-        metavar="S",
-        help="latency of any message in seconds (default --hardware's, or 0)",
-    )
-    add(
-        "--gpus-per-host",
-        type=count,
-        metavar="G",
-        help="ranks of a host (--hardware h100 and a100: 8)",
-    )
-    add(
-        "--memory",
-        type=amount,
-        metavar="BYTES",
-        help="memory of a rank, as 80G (default that of --hardware)",
-    )
+    add("--latency", type=amount, metavar="S", help="latency of any message in seconds")
+    add("--memory", type=amount, metavar="BYTES", help="memory of a rank, as 80G")
 
 
 def machine_of(name: str) -> Machine:
@@ -132,196 +103,98 @@ def _machine(name: str, fields: dict[str, Any]) -> Machine:
                 f"--hardware {name}: {key} is unknown; the table [hardware] takes {', '.join(known)}"
             )
         if key in _NUMBERS:
-            _check_number(name, key, value)
-    if "flops_per_second" not in fields:
-        raise ValueError(f"--hardware {name} lacks flops_per_second")
-    dtype = fields.get("dtype", "float32")
-    if not isinstance(dtype, str) or dtype not in ITEMSIZE:
+            _check_number(f"--hardware {name}: {key} =", key, value)
+    for key in ("flops_per_second", "bytes_per_second"):
+        if key not in fields:
+            raise ValueError(f"--hardware {name} lacks {key}")
+    if ("gpus_per_host" in fields) != ("host_bytes_per_second" in fields):
         raise ValueError(
-            f"--hardware {name}: dtype = {dtype!r} is unknown; choose one of {', '.join(ITEMSIZE)}"
+            f"--hardware {name} has one of gpus_per_host and host_bytes_per_second: give both, or neither (one network)"
         )
-    kernel = fields.get("kernel", "cpu")
-    if kernel not in TRAITS:
-        raise ValueError(
-            f"--hardware {name}: kernel = {kernel!r} is unknown; choose one of {', '.join(TRAITS)}"
-        )
+    fields = {"dtype": "float32", "kernel": "cpu"} | fields
+    for key, choices in (("dtype", ITEMSIZE), ("kernel", TRAITS)):
+        if fields[key] not in list(choices):
+            raise ValueError(
+                f"--hardware {name}: {key} = {fields[key]!r} is unknown; choose one of {', '.join(choices)}"
+            )
     numbers = {key: fields[key] for key in Hardware._fields if key in fields}
     if "host_bytes_per_second" in fields:  # inside hosts messages are no later than between them
         numbers.setdefault("host_latency_seconds", fields.get("latency_seconds", 0.0))
-    hardware = Hardware(**{"bytes_per_second": NO_NETWORK} | numbers)
     memory = int(fields["memory_bytes"]) if "memory_bytes" in fields else None
-    return Machine(hardware, ITEMSIZE[dtype], memory, str(fields.get("source", name)), kernel)
+    source = str(fields.get("source", name))
+    return Machine(Hardware(**numbers), fields["dtype"], memory, source, fields["kernel"])
 
 
-def _check_number(name: str, key: str, value: object) -> None:
-    (least, most, unit), kinds = _NUMBERS[key], int if key == "gpus_per_host" else (int, float)
+def _check_number(what: str, key: str, value: object) -> None:
+    least, most, unit = _NUMBERS[key]
+    kinds = int if key == "gpus_per_host" else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds) or not abs(value) < LARGEST:
-        raise ValueError(f"--hardware {name}: {key} = {value!r} must be a plain number of {unit}")
-    if value < 0 or value == 0 < least:
-        raise ValueError(f"--hardware {name}: {key} = {value:g} must be positive, in {unit}")
+        raise ValueError(f"{what} {value!r} must be a plain number of {unit}")
     if not least <= value <= most:
         raise ValueError(
-            f"--hardware {name}: {key} = {value:g} seems to be in another unit: write {unit}"
+            f"{what} {value:g} must be from {least:g} to {most:.3g} {unit}: which unit is meant?"
         )
 
 
-def _presets() -> dict[str, Machine]:
-    """Each card with NVLink in hosts and InfiniBand between them, and with each of these networks alone."""
-    found: dict[str, Machine] = {}
+PRESETS = {
+    card: _machine(card, fields)
     for card, fields in tomllib.loads(
         Path(__file__).with_name("presets.toml").read_bytes().decode()
-    ).items():
-        machine = _machine(card, fields)
-        host = machine.hardware.gpus_per_host
-        assert host is not None
-        for network, last, most_ranks in (("nvlink", 0, host), ("infiniband", host, None)):
-            alone = Hardware(machine.hardware.flops_per_second, *machine.hardware.network(0, last))
-            found[f"{card}-{network}"] = machine._replace(hardware=alone, most_ranks=most_ranks)
-        found[card] = machine
-    return found
+    ).items()
+}
 
 
-PRESETS = _presets()
-
-
-def check_dtype(machine: Machine, name: str, dtype: str, remedy: str = "") -> None:
-    """Raise ValueError if the machine's rates were reached in a dtype of another size."""
-    if ITEMSIZE[dtype] != machine.itemsize:
-        rates = f"the rate of {8 * machine.itemsize}-bit types"
-        other = "bfloat16" if machine.itemsize == 2 else "float32"
-        raise ValueError(
-            f"--hardware {name} has {rates}, and --dtype is {dtype}. Choose --dtype {other}{remedy}."
-        )
-
-
-def machine_for(arguments: argparse.Namespace, num_ranks: int) -> Machine | None:
-    """The preset or file, with its numbers replaced by those of the options. None if no option asks for a time."""
-    given: dict[str, Any] = {}
-    for option, key in _GIVEN.items():
+def machine_for(arguments: argparse.Namespace) -> Machine | None:
+    """The preset or file, with its numbers replaced by those of the options; fills in --dtype. None without
+    --hardware."""
+    replaced: dict[str, Any] = {}
+    for option, key in _OPTIONS.items():
         value = getattr(arguments, option)
         if value is not None:
-            _check_option(option, key, value)
-            given[key] = value
-    memory_bytes = given.pop("memory_bytes", None)
+            _check_number(flag(option), key, value)
+            replaced[key] = value
     if arguments.hardware is None:
-        if not given:
-            return None
-        check_given(
-            arguments, ("flops", "bandwidth"), "a time needs --flops and --bandwidth, or --hardware"
-        )
-        machine = Machine(Hardware(**given), ITEMSIZE[arguments.dtype], None, "as given")
-    else:
-        machine = _replaced(machine_of(arguments.hardware), arguments, given)
-        _check_network(machine, arguments.hardware, num_ranks)
-    if memory_bytes is not None:
-        machine = machine._replace(memory_bytes=int(memory_bytes))
-    hardware = machine.hardware
-    if (hardware.gpus_per_host is None) != (hardware.host_bytes_per_second is None):
-        both = f"gpus_per_host {hardware.gpus_per_host} and host_bytes_per_second {hardware.host_bytes_per_second}"
-        raise ValueError(
-            f"{both}: a file of --hardware gives both, as h100 does, or neither (one network)"
-        )
-    return machine
-
-
-def _check_option(option: str, key: str, value: float) -> None:
-    least, most, unit = _NUMBERS[key]
-    if not least <= value <= most:
-        raise ValueError(
-            f"{flag(option)} {value:g} must be from {least:g} to {most:.3g} {unit}: which unit is meant?"
-        )
-
-
-def _replaced(machine: Machine, arguments: argparse.Namespace, given: dict[str, Any]) -> Machine:
-    """The machine with the numbers that options give. A bandwidth replaces all networks by one."""
-    numbers = dict(given)
-    if arguments.flops is None:
-        check_dtype(machine, arguments.hardware, arguments.dtype, ", or give --flops")
-    else:
-        numbers["backward_flops_per_second"] = None
-    if "bytes_per_second" in given:
-        numbers |= {
-            "host_bytes_per_second": None,
-            "host_latency_seconds": 0.0,
-            "gpus_per_host": None,
-        }
-        machine = machine._replace(most_ranks=None)
-        if arguments.gpus_per_host is not None:
+        if replaced:
             raise ValueError(
-                "--bandwidth makes one network of all, and --gpus-per-host asks for two: leave one out"
+                f"{', '.join(replaced)}: give --hardware too, whose numbers these replace"
             )
-    elif "latency_seconds" in given:
-        numbers["host_latency_seconds"] = given["latency_seconds"]
+        arguments.dtype = arguments.dtype or "float32"
+        return None
+    machine = machine_of(arguments.hardware)
+    arguments.dtype = arguments.dtype or machine.dtype
+    if ITEMSIZE[arguments.dtype] != ITEMSIZE[machine.dtype]:
+        rates = f"--hardware {arguments.hardware} has rates of {machine.dtype}"
+        raise ValueError(f"{rates}, and --dtype is {arguments.dtype}: leave --dtype out")
     source = machine.source
-    if given:
-        source = f"{source}; {', '.join(given)} as given"
-    return machine._replace(hardware=machine.hardware._replace(**numbers), source=source)
-
-
-def _check_network(machine: Machine, name: str, num_ranks: int) -> None:
-    if machine.hardware.bytes_per_second == NO_NETWORK and num_ranks > 1:
-        remedy = "measure it with rda doctor --ranks 2 --save FILE.toml, or give --bandwidth and --latency"
-        raise ValueError(
-            f"--hardware {name} has no bytes_per_second, which several ranks need: {remedy}"
-        )
-    if machine.most_ranks is not None and num_ranks > machine.most_ranks:
-        card = name.split("-")[0]
-        hosts = -(-num_ranks // machine.most_ranks)
-        one_host = f"--hardware {name} is one host of {machine.most_ranks} GPUs, and {num_ranks:,} need {hosts:,} hosts"
-        raise ValueError(
-            f"{one_host}: take --hardware {card}, which has the network between hosts too"
-        )
-
-
-def known(hardware: Hardware) -> dict[str, float | None]:
-    """The numbers by name, without those of the network if none was measured."""
-    left_out: set[str] = set()
-    if hardware.bytes_per_second == NO_NETWORK:
-        left_out |= {"bytes_per_second", "latency_seconds"}
-    if not hardware.gpus_per_host:
-        left_out |= {"gpus_per_host", "host_bytes_per_second", "host_latency_seconds"}
-    return {name: value for name, value in hardware._asdict().items() if name not in left_out}
-
-
-def as_toml(machine: Machine, notes: list[str]) -> str:
-    """The text of a file that `machine_of` reads. The notes become comments."""
-    numbers = known(machine.hardware) | {"memory_bytes": machine.memory_bytes}
-    dtype = next(name for name, size in ITEMSIZE.items() if size == machine.itemsize)
-    source = machine.source.replace("\\", "/").replace('"', "'")
-    lines = [f"# {note}" for note in notes] + ["[hardware]"]
-    lines += [f"{key} = {value!r}" for key, value in numbers.items() if value is not None]
-    return "\n".join(
-        [*lines, f'dtype = "{dtype}"', f'kernel = "{machine.kernel}"', f'source = "{source}"', ""]
+    if replaced:
+        source = f"{source}; {', '.join(replaced)} as given"
+    memory = replaced.pop("memory_bytes", machine.memory_bytes)
+    if "bytes_per_second" in replaced:  # one network of all
+        replaced |= {"gpus_per_host": None, "host_bytes_per_second": None}
+    if "latency_seconds" in replaced:
+        replaced["host_latency_seconds"] = replaced["latency_seconds"]
+    return machine._replace(
+        hardware=machine.hardware._replace(**replaced), memory_bytes=memory, source=source
     )
 
 
-def is_saved(file: BinaryIO) -> bool:
-    """Whether `rda doctor` wrote a file."""
-    try:
-        found = tomllib.loads(file.read(MOST_BYTES).decode())
-        return len(found) == 1 and found["hardware"]["source"].startswith(f"{MAKER} ")
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        return False
+def known(hardware: Hardware) -> dict[str, float]:
+    """The numbers by name, without those that are not there."""
+    return {name: value for name, value in hardware._asdict().items() if value is not None}
 
 
-def described(hardware: Hardware, source: str) -> str:
-    """A line with the rates that a time assumes."""
-    numbers = [scaled(hardware.flops_per_second, "FLOP/s")]
-    if hardware.backward_flops_per_second is not None:
-        numbers[0] += f" forward, {scaled(hardware.backward_flops_per_second, 'FLOP/s')} backward"
-    networks: list[tuple[float, float, str]] = []
-    if hardware.bytes_per_second == NO_NETWORK:
-        numbers.append("no network")
-    elif hardware.gpus_per_host:
-        where = f" inside hosts of {counted(hardware.gpus_per_host, 'GPU')}"
-        networks.append((*hardware.network(0, 0), where))
-        networks.append((hardware.bytes_per_second, hardware.latency_seconds, " between hosts"))
-    else:
-        networks.append((hardware.bytes_per_second, hardware.latency_seconds, ""))
-    for rate, latency, where in networks:
-        numbers.append(f"{scaled(rate, 'B/s')} one way{where}, latency {time_text(latency)}")
-    if hardware.call_seconds:
-        numbers.append(f"{time_text(hardware.call_seconds)} a kernel call")
-    if hardware.handshake_seconds is not None:
-        numbers.append(f"handshake {time_text(hardware.handshake_seconds)}")
-    return f"assumed of each rank: {', '.join(numbers)} ({source})"
+def as_toml(machine: Machine) -> str:
+    """The text of a file that `machine_of` reads."""
+    numbers: dict[str, float] = known(machine.hardware)
+    if machine.memory_bytes is not None:
+        numbers["memory_bytes"] = machine.memory_bytes
+    source = machine.source.replace("\\", "/").replace('"', "'")
+    lines = ["[hardware]", *(f"{key} = {value!r}" for key, value in numbers.items())]
+    lines += [f'dtype = "{machine.dtype}"', f'kernel = "{machine.kernel}"', f'source = "{source}"']
+    return "\n".join([*lines, ""])
+
+
+def assumed(machine: Machine) -> str:
+    """A line with the numbers that a time assumes."""
+    numbers = ", ".join(f"{name} {value:g}" for name, value in known(machine.hardware).items())
+    return f"assumed of each rank: {numbers} ({machine.source})"

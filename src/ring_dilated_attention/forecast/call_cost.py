@@ -5,7 +5,7 @@ dozen, otherwise about a dozen that stand out. With up to MOST_TIMED ranks the c
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
@@ -261,24 +261,11 @@ def _time(
 
 def pairs(pattern: DilatedPattern, seq_len: int, num_heads: int) -> int:
     """(query, key) pairs of all heads and branches over one document, with multiplicity, for one batch entry."""
-    return sum(
-        branch_pairs(pattern, branch, [seq_len], num_heads)
-        for branch in range(len(pattern.branches))
-    )
-
-
-def branch_pairs(
-    pattern: DilatedPattern, branch: int, lengths: Iterable[int], num_heads: int
-) -> int:
-    """The pairs of one branch over documents of these lengths."""
-    segment_length, rate = pattern.branches[branch]
-    phases = Phases(
-        [pattern.phase_of(branch, h, num_heads) or 0 for h in pattern.heads_of(branch, num_heads)],
-        rate,
-    )
     total = 0
-    for length in lengths:
-        num_whole, rest = divmod(length, segment_length)
+    for branch, (segment_length, rate) in enumerate(pattern.branches):
+        heads = pattern.heads_of(branch, num_heads)
+        phases = Phases([pattern.phase_of(branch, h, num_heads) or 0 for h in heads], rate)
+        num_whole, rest = divmod(seq_len, segment_length)
         total += num_whole * phases.pairs(
             [(0, segment_length)], segment_length, is_causal=pattern.is_causal
         )

@@ -103,21 +103,6 @@ class StepTime(NamedTuple):
     def step_seconds(self) -> float:
         return self.forward_seconds + self.backward_seconds
 
-    @property
-    def efficiency(self) -> float:
-        """T1 / (p Tp). T1, the time on one rank, is taken to be the sum of all p ranks' computing seconds."""
-        return self._mean_computing / self.step_seconds if self.step_seconds else 1.0
-
-    @property
-    def balance(self) -> float:
-        """The mean work over the largest work: the efficiency if no rank waited for messages."""
-        largest = max(rank.computing_seconds for rank in self.ranks)
-        return self._mean_computing / largest if largest else 1.0
-
-    @property
-    def _mean_computing(self) -> float:
-        return sum(rank.computing_seconds for rank in self.ranks) / len(self.ranks)
-
 
 def model_step(
     plans: Sequence[Plan],

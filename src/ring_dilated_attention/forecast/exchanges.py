@@ -1,25 +1,16 @@
-"""Compares all exchanges and shardings for one attention call; and advises on a step that is bound by communication:
-would another exchange help, or a sparser branch."""
+"""Compares all exchanges and shardings for one attention call, and says which is better."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from itertools import pairwise
 from typing import NamedTuple
 
 from ..plan.dealing import check_dealing
-from ..plan.job import Job
 from ..plan.sharding import SHARDINGS, WITHOUT_DOCUMENTS, Borders
-from ..plan.step import Sizes
-from .call_cost import Counted, Exchange, Figures, PlannedCall, branch_pairs, count, forecast
+from .call_cost import Counted, Exchange, Figures, PlannedCall, count, forecast
 from .clock import Hardware
 
 # Ways that take at most ALIKE times the least time are alike. The best of them sends least.
 ALIKE = 1.02
-# If the busiest rank waits for at least this share of a step, the step counts as bound by communication.
-BOUND_BY_COMMUNICATION = 0.2
-SPARSER = 4
-WORTH_IT = 0.95  # advise a change only if it brings a step's time down to this share or less
-OTHERWISE = "fewer ranks, or a network that is faster or has less latency, would help"
+WORTH_IT = 0.95  # name another way only if it brings a step's time down to this share or less
 # documents times ranks squared: zigzag_documents makes each document a ring of all ranks
 MOST_DEALT = 2**17
 
@@ -106,70 +97,12 @@ def best_of(rows: list[Alternative]) -> Alternative | None:
     )
 
 
-def advice(
-    job: Job,
-    exchange: Exchange,
-    sizes: Sizes,
-    figures: Figures,
-    hardware: Hardware,
-    best: Alternative | None,
-) -> list[str]:
-    """Sentences on what would make a step faster, the better one first. Empty if nothing is known to.
-
-    best: the best way of all, if they were compared.
-    """
-    if figures.step is None:
-        return []
-    said = []
-    if (
-        best is not None
-        and best.figures is not None
-        and best.figures.seconds <= WORTH_IT * figures.seconds
-    ):
-        times = f"{best.figures.time_text} instead of {figures.time_text}"
-        said.append(
-            f"Exchange {best.exchange} with {best.sharding} shards would be faster: {times} a step."
-        )
-    if figures.exposed < BOUND_BY_COMMUNICATION:
-        return said
-    if figures.is_about:
-        bound = "A step may be bound by communication."
-    else:
-        bound = f"A step is bound by communication: a rank waits for {min(figures.exposed, 0.99):.0%} of it."
-    said.append(f"{bound} {_remedy(job, exchange, sizes, figures, hardware)}")
-    return said
-
-
-def _remedy(
-    job: Job, exchange: Exchange, sizes: Sizes, figures: Figures, hardware: Hardware
-) -> str:
-    if exchange.is_dealt:
-        return (
-            "Dealing heads sends every position of queries, keys, values and outputs, whatever the pattern: fewer "
-            "key/value heads (grouped queries) or a faster network would help, and dilation rates would not."
-        )
-    sent, branch = max((share.sent, i) for i, share in enumerate(figures.branches))
-    if not sent:
-        return (
-            "It waits in handshakes alone: fewer ranks, or a network with less latency, would help."
-        )
-    lengths = [stop - start for start, stop in pairwise(job.borders)]
-    work = [
-        branch_pairs(job.pattern, i, lengths, job.num_heads)
-        for i in range(len(job.pattern.branches))
-    ]
-    megabytes = sent * sizes.unit * sizes.itemsize / 1e6
-    share = f"{work[branch] / sum(work):.0%} of the pairs"
-    sends = (
-        f"Branch {branch} sends {megabytes:,.1f} MB in a forward (all ranks together) for {share}"
-    )
-    rates = list(job.pattern.dilation_rates)
-    rate, rates[branch] = rates[branch], SPARSER * rates[branch]
-    if rates[branch] > job.pattern.segment_lengths[branch]:
-        return f"{sends}: {OTHERWISE}."
-    sparser = job._replace(pattern=replace(job.pattern, dilation_rates=rates))
-    then = forecast(sparser, exchange, sizes, hardware=hardware)
-    if then.seconds > WORTH_IT * figures.seconds:
-        return f"{sends}: a higher rate would gain less than {1 - WORTH_IT:.0%}; {OTHERWISE}."
-    times = f"{then.time_text} instead of {figures.time_text}"
-    return f"{sends}: at rate {rates[branch]:,} instead of {rate:,} a step would take {times}."
+def better(figures: Figures, rows: list[Alternative]) -> str:
+    """A sentence on the best way, if its step takes at most WORTH_IT of the time; else ""."""
+    best = best_of(rows)
+    if best is None or best.figures is None or figures.step is None:
+        return ""
+    if best.figures.seconds > WORTH_IT * figures.seconds:
+        return ""
+    times = f"{best.figures.time_text} instead of {figures.time_text}"
+    return f"Exchange {best.exchange} with {best.sharding} shards would be faster: {times} a step."

@@ -6,7 +6,6 @@ activations and states that fits the memory.
 
 from collections.abc import Callable
 from itertools import product
-from math import gcd
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
@@ -28,11 +27,10 @@ class Training(NamedTuple):
     itemsize: int  # of activations
     kernel: str
     activations: tuple[str, ...] = ACTIVATIONS  # the ways to hold them that are tried
-    num_threads: int = 1
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(self.batch, self.decoder.head_dim, self.itemsize, self.num_threads)
+        return Sizes(self.batch, self.decoder.head_dim, self.itemsize)
 
     def attention(self, num_ranks: int) -> PlannedCall:
         """One layer's attention, on the devices that share a sequence."""
@@ -150,26 +148,17 @@ def _attention(
 ) -> tuple[Exchange, str, Figures, AttentionWeight]:
     """One layer's attention, the fastest way; timed, and weighed on the rank that holds most."""
     call = training.attention(mesh.sequence)
-    among = _of_a_group(mesh, hardware)
     exchange, sharding = Exchange(), "contiguous"
     if mesh.sequence > MOST_TIMED:
         sharding = "zigzag"
     elif mesh.sequence > 1:
-        best = best_of(alternatives(call, among))
+        best = best_of(alternatives(call, hardware))
         assert best is not None
         exchange, sharding = best.exchange, best.sharding
     job = call.job(sharding, exchange.inner)
-    figures = forecast(job, exchange, call.sizes, kernel=training.kernel, hardware=among)
+    figures = forecast(job, exchange, call.sizes, kernel=training.kernel, hardware=hardware)
     weights = [rank.weight for rank in figures.ranks if rank.weight is not None]
     return exchange, sharding, figures, max(weights, key=lambda weight: weight.peak)
-
-
-def _of_a_group(mesh: Mesh, hardware: Hardware) -> Hardware:
-    """The hardware of consecutive devices that share a sequence. If groups do not fill hosts, hosts are smaller."""
-    size = hardware.gpus_per_host
-    if size is None or mesh.data == 1 or mesh.num_ranks <= size:
-        return hardware
-    return hardware._replace(gpus_per_host=gcd(size, mesh.sequence))
 
 
 def _seconds(
@@ -204,16 +193,3 @@ def _gradient_seconds(training: Training, mesh: Mesh, hardware: Hardware, *, is_
     seconds_a_byte = (1 - 1 / inside) / rate_inside + (1 / inside - 1 / num_ranks) / rate_between
     num_bytes = training.decoder.num_parameters * max(FLOAT, training.itemsize)
     return num_bytes * (3 if is_cut else 2) * seconds_a_byte
-
-
-def fewest_devices(
-    training: Training, hardware: Hardware, memory_bytes: float, most: int
-) -> list[MeshPlan] | None:
-    """The ranked meshes of the fewest devices, 1, 2, 4 and so on, on which the model fits; None if none suffice."""
-    num_ranks = 1
-    while num_ranks <= min(most, training.seq_len):
-        # A device holds least where all devices share each sequence.
-        if plan_mesh(training, Mesh(1, num_ranks), hardware, memory_bytes).fits:
-            return ranked_meshes(training, num_ranks, hardware, memory_bytes)
-        num_ranks *= 2
-    return None

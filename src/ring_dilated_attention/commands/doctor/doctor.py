@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import os
 import socket
 import time
@@ -16,14 +15,14 @@ from ...forecast.clock import Hardware, time_text
 from ...training.files import check_mine, in_words, write_whole
 from ...training.rank_launcher import check_meeting, share_of_cores, started
 from ..arguments import amount, check_at_least, check_memory, check_seconds, check_writable, count
-from ..console import counted, scaled, size_text, table, wrapped
-from ..hardware import ITEMSIZE, LARGE_MESSAGE, MAKER, NO_NETWORK, Machine, as_toml, is_saved, known
+from ..console import scaled, size_text, table, wrapped
+from ..hardware import LARGE_MESSAGE, Machine, as_toml, known
 from ..terminal import leaving_at_once, say
 
 BYTES_OF_A_RANK = 10**8  # the least memory that a rank takes
 MEASURING_SECONDS = 120.0  # at most, once all ranks have joined
 MOST_NAMED = 8  # ranks in one line
-MOST_LOAD = 0.5  # processes that wanted to run during the last minute
+THIS_RUN = "this run of rda doctor"
 INTERFACES = "GLOO_SOCKET_IFNAME"
 EXAMPLES = """examples:
   rda doctor                              this machine, one process
@@ -44,8 +43,6 @@ Exit codes: 0 ready, 1 not ready, 2 refused.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", type=count, metavar="P", help="processes on this machine (default 1)")
-    dtype = "that attention is measured in (default float32 on a CPU, 16 bits on a GPU)"
-    add("--dtype", choices=("float32", "bfloat16", "float16"), help=dtype)
     add("--save", type=Path, metavar="FILE", help="write what rda plan --hardware reads")
     add(
         "--timeout",
@@ -95,7 +92,10 @@ def check(arguments: argparse.Namespace, num_started: int) -> None:
             )
     if arguments.save is not None:
         check_writable("--save", arguments.save.parent, arguments.save.name)
-        check_mine(arguments.save, is_saved, MAKER)
+        check_mine(arguments.save, lambda file: False, THIS_RUN)
+        if max(num_started, arguments.ranks or 1) == 1:
+            needs_two = "needs two ranks or more, which measure the network: give --ranks 2"
+            raise ValueError(f"--save {arguments.save} {needs_two}")
 
 
 def check_interfaces(listed: str, interfaces: Sequence[str]) -> None:
@@ -115,13 +115,13 @@ def examined_here(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         import torch
 
         from ..local_ranks import Launch, run_ranks
-        from .examination import examine_on
+        from .examination import examine
 
     num_ranks = arguments.ranks or 1
     has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= num_ranks
     seconds = arguments.timeout + MEASURING_SECONDS
     launch = Launch(num_ranks, share_of_cores(num_ranks), has_gpus=has_gpus, seconds=seconds)
-    return run_ranks(launch, examine_on, launch.seconds, arguments.dtype)[0]
+    return run_ranks(launch, examine, launch.seconds)[0]
 
 
 def examined_with(rank: int, num_ranks: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -132,7 +132,7 @@ def examined_with(rank: int, num_ranks: int, arguments: argparse.Namespace) -> l
 
     from .examination import examine
 
-    everyone = examine(MEASURING_SECONDS, arguments.dtype)
+    everyone = examine(None, MEASURING_SECONDS)
     destroy_process_group()
     return everyone
 
@@ -176,29 +176,18 @@ def join(rank: int, num_ranks: int, seconds: float) -> None:
 
 
 def to_mend(everyone: list[dict[str, Any]]) -> list[str]:
-    """What differs between ranks, and should not."""
+    """The versions and GPUs that differ between ranks, and should not."""
     problems = []
     for name in everyone[0]["versions"]:
-        versions = [one["versions"][name] for one in everyone]
-        if len(set(versions)) > 1:
-            problems.append(f"{name} differs: {by_rank(versions)}. Install the same everywhere")
-    cards = [one["gpu"]["name"] if one["gpu"] else "none" for one in everyone]
-    if len(set(cards)) > 1:
-        problems.append(
-            f"GPU differs: {by_rank(cards)}. Every step waits for the slowest: take ranks with the same"
-        )
+        ranks_by_version: dict[str, list[int]] = {}
+        for one in everyone:
+            ranks_by_version.setdefault(one["versions"][name], []).append(one["rank"])
+        if len(ranks_by_version) > 1:
+            said = "; ".join(
+                f"{version} on ranks {names(ranks)}" for version, ranks in ranks_by_version.items()
+            )
+            problems.append(f"{name} differs: {said}. Take the same everywhere")
     return problems
-
-
-def by_rank(values: Sequence[str]) -> str:
-    """The value that all ranks have; or, if the values differ, each value with its ranks."""
-    if len(set(values)) == 1:
-        return values[0]
-    groups = []
-    for value in dict.fromkeys(values):
-        ranks = [rank for rank, other in enumerate(values) if other == value]
-        groups.append(f"{value} on ranks {names(ranks)}")
-    return "; ".join(groups)
 
 
 def names(ranks: Sequence[int]) -> str:
@@ -206,14 +195,12 @@ def names(ranks: Sequence[int]) -> str:
     return f"{listed}, ..." if len(ranks) > MOST_NAMED else listed
 
 
-def hardware_of(everyone: list[dict[str, Any]]) -> Hardware:
-    """The hardware that a plan assumes for each rank: the lowest rates, and the slowest network between neighbours."""
+def hardware_of(everyone: list[dict[str, Any]]) -> Hardware | None:
+    """The hardware that a plan assumes for each rank: the lowest rates, and the slowest network between neighbours.
+    None on one rank, which has measured no network."""
+    if len(everyone) == 1:
+        return None
     rates = [one["rates"] for one in everyone]
-    forward = min(x["flops_per_second"] for x in rates)
-    backward = min(x["backward_flops_per_second"] for x in rates)
-    call = max(x["call_seconds"] for x in rates)
-    if "messages" not in everyone[0]:
-        return Hardware(forward, NO_NETWORK, 0.0, backward, call)
     messages = [one["messages"] for one in everyone]
     small = max(x["small_seconds"] for x in messages)
     large = max(x["large_seconds"] for x in messages)
@@ -223,10 +210,16 @@ def hardware_of(everyone: list[dict[str, Any]]) -> Hardware:
     handshake = max(
         x["handshake_seconds"] + y["around_seconds"] for x, y in zip(messages, rates, strict=True)
     )
-    other_rounds = Hardware(forward, bandwidth, small, handshake_seconds=0.0).handshake(
-        len(everyone)
+    measured = Hardware(
+        min(x["flops_per_second"] for x in rates),
+        bandwidth,
+        small,
+        min(x["backward_flops_per_second"] for x in rates),
+        max(x["call_seconds"] for x in rates),
+        handshake_seconds=0.0,
     )
-    return Hardware(forward, bandwidth, small, backward, call, max(handshake - other_rounds, 0.0))
+    first_round = max(handshake - measured.handshake(len(everyone)), 0.0)
+    return measured._replace(handshake_seconds=first_round)
 
 
 def report(
@@ -234,12 +227,10 @@ def report(
 ) -> None:
     hardware = hardware_of(everyone)
     if arguments.json:
-        print(
-            json.dumps(
-                {"ranks": everyone, "hardware": known(hardware), "to_mend": problems}, indent=1
-            ),
-            flush=True,
-        )
+        found: dict[str, Any] = {"ranks": everyone, "to_mend": problems}
+        if hardware is not None:
+            found["hardware"] = known(hardware)
+        print(json.dumps(found, indent=1), flush=True)
     else:
         print(text(everyone, hardware))
         for problem in problems:
@@ -247,79 +238,47 @@ def report(
         if not problems:
             print("ready")
     if arguments.save is not None:
-        save(arguments.save, everyone, hardware)
+        assert hardware is not None
+        machine = machine_found(everyone, hardware)
+        write_whole(arguments.save, as_toml(machine).encode(), lambda file: False, THIS_RUN)
 
 
-def text(everyone: list[dict[str, Any]], hardware: Hardware) -> str:
-    versions = []
-    for name in everyone[0]["versions"]:
-        versions.append(f"{name} {by_rank([one['versions'][name] for one in everyone])}")
-    interfaces = by_rank([", ".join(one["interfaces"]) for one in everyone])
+def text(everyone: list[dict[str, Any]], hardware: Hardware | None) -> str:
+    versions = ", ".join(f"{name} {said}" for name, said in everyone[0]["versions"].items())
+    lines = [wrapped(f"rank 0: {versions}")]
+    interfaces = {one["host"]: ", ".join(one["interfaces"]) for one in everyone}
+    for host, listed in interfaces.items():
+        lines.append(wrapped(f"network interfaces of {host}: {listed}"))
     rows = []
     for one in everyone:
-        card, rates = one["gpu"], one["rates"]
-        if card:
-            device = f"{card['name']}, compute capability {'.'.join(map(str, card['capability']))}"
-        else:
-            device = f"CPU, {counted(one['threads'], 'thread')}"
-        forward = scaled(rates["flops_per_second"], "FLOP/s")
-        backward = scaled(rates["backward_flops_per_second"], "FLOP/s")
+        rates = one["rates"]
         rows.append(
             (
                 str(one["rank"]),
                 one["host"],
-                device,
+                one["device"],
                 size_text(one["memory_bytes"]),
-                forward,
-                backward,
+                scaled(rates["flops_per_second"], "FLOP/s"),
+                scaled(rates["backward_flops_per_second"], "FLOP/s"),
             )
         )
-    lines = [
-        wrapped(", ".join(versions)),
-        wrapped(f"network interfaces: {interfaces}"),
-        table(("rank", "host", "device", "memory", "forward", "backward"), rows, num_left=3),
-        f"attention in {everyone[0]['dtype']}, {time_text(hardware.call_seconds)} a kernel call",
-    ]
-    if "messages" in everyone[0]:
-        late, handshake = (
-            time_text(hardware.latency_seconds),
-            time_text(hardware.handshake(len(everyone))),
-        )
+    headers = ("rank", "host", "device", "memory", "forward", "backward")
+    lines += [table(headers, rows, num_left=3), f"attention in {everyone[0]['dtype']}"]
+    if hardware is not None:
+        latency = time_text(hardware.latency_seconds)
+        handshake = time_text(hardware.handshake(len(everyone)))
         rate = scaled(hardware.bytes_per_second, "B/s")
-        lines.append(f"neighbouring ranks: {rate} one way, latency {late}, handshake {handshake}")
-    if busy := load_in_words(everyone):
-        lines.append(busy)
+        lines.append(
+            f"neighbouring ranks: {rate} one way, latency {latency}, handshake {handshake}"
+        )
     return "\n".join(lines)
 
 
-def load_in_words(everyone: list[dict[str, Any]]) -> str:
-    """A line if a machine was busy before anything was measured, or ""."""
-    load = max(one["load"] for one in everyone)
-    return (
-        f"load average {load:.1f} before measuring: rates may be too low"
-        if load > MOST_LOAD
-        else ""
-    )
-
-
-def save(path: Path, everyone: list[dict[str, Any]], hardware: Hardware) -> None:
-    """Write the TOML file that `rda plan --hardware` reads."""
-    first, memory = everyone[0], memory_of_each(everyone)
-    source = f"{MAKER} on {counted(len(everyone), 'rank')}, {first['processor']}"
-    machine = Machine(
-        hardware, ITEMSIZE[first["dtype"]], int(memory) if memory < math.inf else None, source
-    )
-    notes = [time.strftime("measured %Y-%m-%d"), f"torch {first['versions']['torch']}"]
-    if len(everyone) == 1:
-        notes.append(
-            "one rank: no bytes_per_second and no latency_seconds; --ranks 2 measures them"
-        )
-    if busy := load_in_words(everyone):
-        notes.append(busy)
-    write_whole(path, as_toml(machine, notes).encode(), is_saved, MAKER)
-
-
-def memory_of_each(everyone: list[dict[str, Any]]) -> float:
-    """The bytes that every rank may fill. A rank has its GPU's memory, or its share of the host's; the least counts."""
-    ranks_of_host = Counter(one["host"] for one in everyone if one["gpu"] is None)
-    return min(float(one["memory_bytes"] / ranks_of_host.get(one["host"], 1)) for one in everyone)
+def machine_found(everyone: list[dict[str, Any]], hardware: Hardware) -> Machine:
+    """What `rda plan --hardware` reads. A rank on a CPU has its share of the host's memory; the least counts."""
+    first = everyone[0]
+    ranks_of_host = Counter(one["host"] for one in everyone if one["kernel"] == "cpu")
+    memory = min(one["memory_bytes"] / ranks_of_host.get(one["host"], 1) for one in everyone)
+    versions = f"torch {first['versions']['torch']}, {time.strftime('%Y-%m-%d')}"
+    source = f"rda doctor on {len(everyone)} ranks, {first['processor']}, {versions}"
+    return Machine(hardware, first["dtype"], int(memory), source, first["kernel"])

@@ -1,6 +1,5 @@
 """Collects what `rda doctor` reports: facts about each rank, and measurements that all ranks take together."""
 
-import os
 import socket
 import statistics
 import time
@@ -8,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,95 +20,50 @@ from ...training.machine import hardware, physical_bytes, versions
 from ..hardware import LARGE_MESSAGE
 from ..local_ranks import Worker
 
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 # bytes: small messages show the latency, large ones (LARGE_MESSAGE) the bandwidth
 SMALL_MESSAGE = 256
-REPEATS = 5
-# Rounds are apart, so that a second in which the machine is busy spoils one round, and not the median.
-ROUNDS, SECONDS_APART = 3, 0.5
+REPEATS = 11
 # With ROWS rows, most of the time of attention goes into FLOPs; with FEW_ROWS, into the kernel call itself.
 ROWS, FEW_ROWS, HEADS, HEAD_DIM = 2048, 32, 4, 64
 MORE = 8  # further tiles in one attention call, to measure the time that a tile takes whatever its size
 
 
-def examine_on(worker: Worker, seconds: float, dtype: str | None) -> list[dict[str, Any]]:
-    return examine(seconds, dtype)
-
-
-def examine(seconds: float, dtype: str | None) -> list[dict[str, Any]]:
-    """The findings of all ranks, in order; every rank gets them. seconds: the timeout of a message. dtype: that rates
-    are measured in, or None for the usual one."""
+def examine(worker: Worker | None, seconds: float) -> list[dict[str, Any]]:
+    """The findings of all ranks, in order; every rank gets them. seconds: the timeout of a message."""
     parallel = ContextParallel(exchange="ring", timeout=timedelta(seconds=seconds))
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     findings = facts(parallel.rank, device)
-    findings["dtype"] = dtype or usual_dtype(device)
-    rounds = []
-    for i in range(ROUNDS):
-        if i > 0:
-            time.sleep(SECONDS_APART)
-        measured: dict[str, Any] = {
-            "rates": rates(parallel, device, getattr(torch, findings["dtype"]))
-        }
-        if parallel.world_size > 1:
-            measured["messages"] = messages(parallel, device)
-        rounds.append(measured)
-    everyone = values_of_all(parallel, findings | typical(rounds))
+    findings["rates"] = rates(parallel, device, getattr(torch, findings["dtype"]))
+    if parallel.world_size > 1:
+        findings["messages"] = messages(parallel, device)
+    everyone = values_of_all(parallel, findings)
     parallel.close()
     return everyone
 
 
 def facts(rank: int, device: str) -> dict[str, Any]:
     """What a rank finds out without a message."""
-    machine, card = hardware(), gpu(device)
-    return {
+    processor = hardware()["processor"]
+    findings = {
         "rank": rank,
         "host": socket.gethostname(),
-        "versions": versions() | gpu_versions(),
-        "processor": machine["processor"],
-        "threads": torch.get_num_threads(),
-        "load": os.getloadavg()[0],
-        "gpu": card,
-        "memory_bytes": float(card["memory_bytes"]) if card else physical_bytes(),
         "interfaces": sorted(name for _, name in socket.if_nameindex()),
+        "processor": processor,
+        "kernel": "cpu",
+        "dtype": "float32",
+        "device": f"CPU, {torch.get_num_threads()} threads",
+        "memory_bytes": physical_bytes(),
+        "versions": versions() | {"CUDA": "none", "NCCL": "none", "GPU": "none"},
     }
-
-
-def gpu(device: str) -> dict[str, Any] | None:
-    if device == "cpu":
-        return None
-    card = torch.cuda.get_device_properties(device)
-    return {
-        "name": card.name,
-        "capability": [card.major, card.minor],
-        "memory_bytes": card.total_memory,
-    }
-
-
-def gpu_versions() -> dict[str, str]:
-    """The versions of torch's CUDA and NCCL, and of the driver's kernel module; "none" where there is none."""
-    versions = {"CUDA": torch.version.cuda or "none", "NCCL": "none", "GPU driver": "none"}
-    # raised if torch is built without NCCL
-    with suppress(AttributeError, ImportError, RuntimeError):
-        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    with suppress(OSError, UnicodeDecodeError, IndexError):
-        first = NVIDIA_DRIVER.read_text().splitlines()[0]
-        versions["GPU driver"] = " ".join(first.removeprefix("NVRM version:").split())
-    return versions
-
-
-def usual_dtype(device: str) -> str:
-    if device == "cpu":
-        return "float32"
-    return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
-
-
-def typical(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Nested dicts like those of each round, with the median of each number over the rounds."""
-    medians: dict[str, Any] = {}
-    for name, first in rounds[0].items():
-        column = [measured[name] for measured in rounds]
-        medians[name] = typical(column) if isinstance(first, dict) else statistics.median(column)
-    return medians
+    if device != "cpu":
+        card = torch.cuda.get_device_properties(device)
+        findings |= {"device": card.name, "memory_bytes": card.total_memory, "kernel": "sdpa"}
+        findings["dtype"] = "bfloat16" if card.major >= 8 else "float16"
+        findings["versions"] |= {"CUDA": torch.version.cuda, "GPU": card.name}
+        # raised if torch is built without NCCL
+        with suppress(AttributeError, ImportError, RuntimeError):
+            findings["versions"]["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return findings
 
 
 def meet(parallel: ContextParallel) -> None:

@@ -1,15 +1,14 @@
 """Defines the options that `rda plan` and `rda plan model` share, and checks their values."""
 
 import argparse
-from itertools import accumulate
 from typing import Any
 
-from ...kernels.traits import TRAITS
 from ...pattern import PHASE_RULES, DilatedPattern
 from ...training.options import flag
 from ..arguments import MOST_BATCH, MOST_HEADS, check_at_least, count
-from ..hardware import ITEMSIZE, Machine, add_hardware_options
+from ..hardware import ITEMSIZE, add_hardware_options
 
+MOST_ENTRIES = 2**24  # of a width, or of a vocabulary: more is a typing mistake
 SUGGEST = "rda suggest --seq-len N --heads H --speedup 50 picks segment lengths and rates"
 
 
@@ -25,11 +24,7 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=count, default=1, metavar="B", help="sequences at a time (default 1)")
     add("--heads", type=count, metavar="H", help="query heads (default 12)")
     add("--kv-heads", type=count, metavar="G", help="key/value heads (default as many)")
-    add(
-        "--kernel",
-        choices=TRAITS,
-        help="the kernel that is weighed (default that of --hardware, or cpu)",
-    )
+    add("--dtype", choices=ITEMSIZE, help="default: that of --hardware, or float32")
     add("--json", action="store_true", help="print the figures as JSON")
     add_hardware_options(parser)
 
@@ -40,8 +35,10 @@ def complete(arguments: argparse.Namespace) -> None:
         arguments.heads = 12
     if arguments.kv_heads is None:
         arguments.kv_heads = arguments.heads
-    for name in ("seq_len", "head_dim", "align", "layers", "embed_dim", "ffn_dim", "vocab"):
+    for name in ("seq_len", "head_dim"):
         check_at_least(flag(name), getattr(arguments, name, None))
+    for name in ("layers", "embed_dim", "ffn_dim", "vocab"):
+        check_at_least(flag(name), getattr(arguments, name, None), most=MOST_ENTRIES)
     check_at_least("--heads", arguments.heads, most=MOST_HEADS)
     check_at_least("--batch", arguments.batch, most=MOST_BATCH)
     for name in ("segment_lengths", "dilation_rates"):  # the pattern checks how small they may be
@@ -55,35 +52,3 @@ def pattern_of(arguments: argparse.Namespace, *, is_causal: bool) -> DilatedPatt
     pattern = DilatedPattern(*branches, is_causal=is_causal, phase=phase, heads=heads)
     pattern.check_heads(arguments.heads, arguments.kv_heads)
     return pattern
-
-
-def kernel_of(arguments: argparse.Namespace, machine: Machine | None) -> str:
-    """The kernel to weigh: the one that is asked for, or that of the hardware."""
-    if arguments.kernel is not None:
-        return str(arguments.kernel)
-    return "cpu" if machine is None else machine.kernel
-
-
-def itemsize_of(arguments: argparse.Namespace) -> int:
-    return ITEMSIZE[arguments.dtype]
-
-
-def documents_of(arguments: argparse.Namespace) -> tuple[int, ...] | None:
-    """The borders of packed documents, checked."""
-    lengths = arguments.documents
-    if lengths is None:
-        return None
-    if min(lengths) < 1:
-        raise ValueError(f"--documents must be at least 1 each, got {min(lengths)}")
-    if sum(lengths) != arguments.seq_len:
-        raise ValueError(
-            f"--documents add up to {sum(lengths)}, and --seq-len is {arguments.seq_len}"
-        )
-    if arguments.batch != 1:
-        one = (
-            f"--documents are packed into one sequence, so --batch must be 1, got {arguments.batch}"
-        )
-        raise ValueError(f"{one}. Leave out --batch; more sequences are more documents.")
-    if arguments.picture is not None:
-        raise ValueError("--picture draws one document; leave out --documents")
-    return tuple(accumulate(lengths, initial=0))

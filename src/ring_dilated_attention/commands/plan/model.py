@@ -5,26 +5,23 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ...forecast.call_cost import ERRORS_TEXT, FLOPS_PER_PAIR, MOST_TIMED, pairs
+from ...forecast.call_cost import ERRORS_TEXT, MOST_TIMED
 from ...forecast.clock import time_text
-from ...forecast.meshes import MeshPlan, Training, fewest_devices, ranked_meshes
+from ...forecast.meshes import MeshPlan, Training, ranked_meshes
 from ...forecast.model_weight import ACTIVATIONS, Decoder
 from ...models.longnet_config import LongNetConfig
-from ...models.saved_run import find_checkpoint, read_state
 from ...pattern import DilatedPattern
 from ..arguments import LARGEST, amount, check_at_least, check_given, count
 from ..console import counted, progress, scaled, size_text, table, wrapped
-from ..hardware import ITEMSIZE, NO_NETWORK, Machine, described, machine_for, machine_of
+from ..hardware import ITEMSIZE, Machine, assumed, machine_for
 from .decoders import FIELDS, longnet_decoder, read_config, transformers_decoder
-from .job_options import SUGGEST, add_shared, complete, kernel_of, pattern_of
+from .job_options import SUGGEST, add_shared, complete, pattern_of
 
 EXAMPLES = f"""examples:
   rda plan model --layers 24 --embed-dim 2048 --heads 16 --vocab 32K \\
                  --seq-len 1Mi --segment-lengths 2Ki 128Ki \\
                  --dilation-rates 1 16 --gpus 32 --tokens 1e11
       all meshes of 32 H100 by tokens per second, and what a GPU holds
-  the same without --gpus
-      the fewest GPUs on which the model fits
   rda plan model --config Llama-3-8B/config.json --seq-len 128Ki ...
       a model of transformers
 
@@ -32,45 +29,26 @@ The model is made without data, its blocks are run forward and backward, and wha
 {MOST_TIMED} GPUs share a sequence, memory and time of the attention are estimates (docs/planning.md).
 """
 MOST_GPUS = 1024
-MOST_PARAMETERS = 10**15  # a thousand times those of the largest models: more is a typing mistake
 DEFAULT_HARDWARE = "h100"
-# The hyperparameters of a run that say what these options say.
-_OF_A_RUN = {
-    "layers": "num_layers",
-    "embed_dim": "embed_dim",
-    "heads": "num_heads",
-    "kv_heads": "num_kv_heads",
-}
-_OF_A_RUN |= {name: name for name in ("segment_lengths", "dilation_rates", "seq_len")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--gpus",
-        type=count,
-        metavar="P",
-        help="rank all meshes of so many (default: the fewest that suffice)",
-    )
+    add("--gpus", type=count, default=1, metavar="P", help="rank all meshes of so many (default 1)")
     add("--layers", type=count, metavar="L", help="transformer blocks")
     add("--embed-dim", type=count, metavar="E", help="width of the model")
     add("--ffn-dim", type=count, metavar="F", help="width of the feed-forward layer (default 4 E)")
     add("--vocab", type=count, metavar="V", help="size of the vocabulary (default 256, bytes)")
-    add("--config", type=Path, metavar="PATH", help="a Hugging Face config.json, or a run's folder")
+    add("--config", type=Path, metavar="PATH", help="a Hugging Face config.json")
     add_shared(parser)
-    add("--dtype", choices=ITEMSIZE, help="of activations (default that of --hardware)")
-    add(
-        "--activations",
-        choices=ACTIVATIONS,
-        help="how they are held (default: the fastest way that fits)",
-    )
+    how = "how they are held (default: the fastest way that fits)"
+    add("--activations", choices=ACTIVATIONS, help=how)
     add(
         "--tokens",
         type=amount,
         metavar="T",
         help="tokens of the training, such as 1e11: shows its time",
     )
-    parser.set_defaults(ranks=None)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -79,34 +57,28 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--tokens must be from 1 to {LARGEST:,}, got {arguments.tokens:g}")
     fields = fill_in(arguments)
     complete(arguments)
-    if arguments.gpus is not None:
-        check_at_least("--gpus", arguments.gpus, most=MOST_GPUS)
-    machine, memory_bytes = machine_with_memory(arguments)
+    check_at_least("--gpus", arguments.gpus, most=MOST_GPUS)
+    arguments.hardware = arguments.hardware or DEFAULT_HARDWARE
+    machine = machine_for(arguments)
+    assert machine is not None
+    memory_bytes = machine.memory_bytes
+    if memory_bytes is None:
+        raise ValueError("the memory of a GPU is not known: give --memory, such as 80G")
     pattern = pattern_of(arguments, is_causal=True)
     decoder = decoder_of(arguments, fields, pattern)
     itemsize = ITEMSIZE[arguments.dtype]
-    kernel = kernel_of(arguments, machine)
     activations = ACTIVATIONS if arguments.activations is None else (arguments.activations,)
     training = Training(
-        decoder, pattern, arguments.seq_len, arguments.batch, itemsize, kernel, activations
+        decoder,
+        pattern,
+        arguments.seq_len,
+        arguments.batch,
+        itemsize,
+        machine.kernel,
+        activations,
     )
-    with progress(None, "candidate") as bar:
-        if arguments.gpus is None:
-            most = 1 if machine.hardware.bytes_per_second == NO_NETWORK else MOST_GPUS
-            plans = fewest_devices(
-                training, machine.hardware, memory_bytes, machine.most_ranks or most
-            )
-        else:
-            plans = ranked_meshes(
-                training, arguments.gpus, machine.hardware, memory_bytes, bar.update
-            )
-    if plans is None:
-        much = (
-            f"{scaled(decoder.num_parameters, '')} parameters and {arguments.seq_len:,} positions"
-        )
-        raise ValueError(
-            f"{much} fit on no number of GPUs up to {machine.most_ranks or most:,} of this hardware"
-        )
+    with progress(None, "mesh") as bar:
+        plans = ranked_meshes(training, arguments.gpus, machine.hardware, memory_bytes, bar.update)
     if arguments.json:
         print(json.dumps(as_json(training, machine, plans), indent=1))
     else:
@@ -114,35 +86,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def machine_with_memory(arguments: argparse.Namespace) -> tuple[Machine, int]:
-    """The hardware, by default DEFAULT_HARDWARE, and the memory of a GPU; fills in --dtype."""
-    if arguments.hardware is None and arguments.flops is None:
-        arguments.hardware = DEFAULT_HARDWARE
-    if arguments.dtype is None:
-        itemsize = 4 if arguments.hardware is None else machine_of(arguments.hardware).itemsize
-        arguments.dtype = "bfloat16" if itemsize == 2 else "float32"
-    machine = machine_for(arguments, arguments.gpus or 1)
-    assert machine is not None
-    if machine.memory_bytes is None:
-        raise ValueError("the memory of a GPU is not known: give --memory, such as 80G")
-    return machine, machine.memory_bytes
-
-
 def fill_in(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """Take from --config what no option gives. Returns the fields of a config.json, with those of options."""
     fields: dict[str, Any] | None = None
     if arguments.config is not None:
-        checkpoint = find_checkpoint(arguments.config) if arguments.config.is_dir() else None
-        if checkpoint is not None:
-            hyperparameters = read_state(checkpoint)["hyperparameters"]
-            values = {option: hyperparameters.get(name) for option, name in _OF_A_RUN.items()}
-        else:
-            fields = read_config(arguments.config)
-            for option, name in FIELDS.items():
-                if getattr(arguments, option) is not None:
-                    fields[name] = getattr(arguments, option)
-            values = {option: fields.get(name) for option, name in FIELDS.items()}
-            values |= fields.get("dilated_attention") or {}
+        fields = read_config(arguments.config)
+        for option, name in FIELDS.items():
+            if getattr(arguments, option) is not None:
+                fields[name] = getattr(arguments, option)
+        values = {option: fields.get(name) for option, name in FIELDS.items()}
+        values |= fields.get("dilated_attention") or {}
         for option, value in values.items():
             if getattr(arguments, option, None) is None:
                 setattr(arguments, option, value)
@@ -160,14 +113,6 @@ def fill_in(arguments: argparse.Namespace) -> dict[str, Any] | None:
 def decoder_of(
     arguments: argparse.Namespace, fields: dict[str, Any] | None, pattern: DilatedPattern
 ) -> Decoder:
-    size = arguments.layers * arguments.embed_dim**2 + arguments.embed_dim * (
-        arguments.vocab or 256
-    )
-    if size > MOST_PARAMETERS:
-        width = f"{arguments.layers:,} layers of {arguments.embed_dim:,}"
-        raise ValueError(
-            f"a model of {width} has more than {MOST_PARAMETERS:.0e} parameters: give smaller sizes"
-        )
     if fields is not None:
         return transformers_decoder(fields, pattern)
     config = LongNetConfig(
@@ -185,28 +130,17 @@ def decoder_of(
     return longnet_decoder(config)
 
 
-def flops_of_step(training: Training, plan: MeshPlan) -> int:
-    """The useful FLOPs of all GPUs: 6 for each token and matrix entry, 14 D for each pair of a query and a key."""
-    decoder, sequences = training.decoder, training.batch * plan.mesh.data
-    num_pairs = pairs(training.pattern, training.seq_len, decoder.num_heads) * sequences
-    attention = decoder.num_layers * FLOPS_PER_PAIR * decoder.head_dim * num_pairs
-    return 6 * sequences * training.seq_len * decoder.matrix_entries + attention
-
-
 def as_json(training: Training, machine: Machine, plans: list[MeshPlan]) -> dict[str, Any]:
     rows = []
     for plan in plans:
         row = plan._asdict() | {"mesh": plan.mesh._asdict(), "exchange": plan.exchange._asdict()}
-        row |= {
-            "memory": plan.memory._asdict() | {"total": plan.memory.total},
-            "seconds": plan.seconds,
-        }
-        rows.append(row | {"flops": flops_of_step(training, plan)})
+        row["memory"] = plan.memory._asdict() | {"total": plan.memory.total}
+        rows.append(row | {"seconds": plan.seconds})
     return {
         "counted_as": training.decoder.name,
         "num_parameters": training.decoder.num_parameters,
         "kernel": training.kernel,
-        "assumed": described(machine.hardware, machine.source),
+        "assumed": assumed(machine),
         "meshes": rows,
     }
 
@@ -233,7 +167,7 @@ def text(
         table_of_best(best),
         "",
     ]
-    paragraphs.append(wrapped(described(machine.hardware, machine.source)))
+    paragraphs.append(wrapped(assumed(machine)))
     if any(plan.is_about for plan in plans):
         paragraphs.append(wrapped(ERRORS_TEXT))
     return "\n".join(paragraphs)
