@@ -384,7 +384,7 @@ def test_weights_that_do_not_tell_their_heads(weights, slides, tmp_path, capsys)
             read(tmp_path / "out")[0]["a"], model(features[None], coords[None], True)[-1][0]
         )
     assert embed(weights, tmp_path / "out", slides[1]) == 2
-    assert "made with heads=8, not 16" in unwrapped(capsys.readouterr().err)
+    assert "made with another heads: " in unwrapped(capsys.readouterr().err)
 
 
 def test_weights_that_are_not_finite(weights, slides, tmp_path, capsys):
@@ -472,9 +472,9 @@ def test_other_settings_and_other_folders_are_refused(weights, slides, tmp_path,
     for arguments, message in (
         (
             [out, slides[1], "--max-wsi-size", "250000"],
-            "made with max_wsi_size=262144, not 250000: choose another --out",
+            "made with another max_wsi_size: choose another --out",
         ),
-        ([out, slides[1], "--tile-size", "255"], "made with tile_size=256.0, not 255.0"),
+        ([out, slides[1], "--tile-size", "255"], "made with another tile_size: "),
         (
             [mine, slides[0]],
             "mine is no folder of `rda embed`, and is not empty: choose another --out",

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ..training.files import LossyStderr
 from .terminal import say
@@ -26,38 +26,29 @@ PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
-    """The first `num_left` columns are flush left, and the others right. On a terminal that is too narrow columns move
-    together, and those on the left fold between words. Nothing is cut: a table that is still too wide stays so."""
+    """The first `num_left` columns are flush left, and the others right. On a terminal that is too narrow those on the
+    left fold between words. Nothing is cut: a table that is still too wide stays so."""
     from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
 
-    longest_lines = []  # of each column, in characters
-    longest_words = []
-    for column in zip(headers, *rows, strict=True):
-        text = "\n".join(column)
-        longest_lines.append(max(map(cell_len, text.splitlines()), default=0))
-        longest_words.append(max(map(cell_len, text.split()), default=0))
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else UNLIMITED
     gap = 2
-    if sum(longest_lines) + gap * (len(headers) - 1) > width:
-        gap = 1
-    least = sum(longest_words[:num_left]) + sum(longest_lines[num_left:]) + gap * len(headers)
+    least = 0
     made = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="")
-    for i, header in enumerate(headers):
+    for i, column in enumerate(zip(headers, *rows, strict=True)):
         is_left = i < num_left
-        made.add_column(
-            header,
-            justify="left" if is_left else "right",
-            no_wrap=not is_left,
-            min_width=longest_words[i] if is_left else longest_lines[i],
-        )
+        text = "\n".join(column)
+        parts = text.split() if is_left else text.splitlines()
+        width = max(map(cell_len, parts), default=0)
+        justify: Literal["left", "right"] = "left" if is_left else "right"
+        made.add_column(column[0], justify=justify, no_wrap=not is_left, min_width=width)
+        least += width + gap
     for row in rows:
         made.add_row(*row)
     file = StringIO()
     console = Console(
         file=file,
-        width=max(width, least),
+        width=max(shutil.get_terminal_size().columns, least) if sys.stdout.isatty() else UNLIMITED,
         color_system=None,
         markup=False,
         highlight=False,
@@ -78,35 +69,28 @@ def wrapped(text: str) -> str:
 @contextmanager
 def progress(total: int | None, unit: str) -> "Iterator[BarOfRich | LinesOfProgress]":
     """Shows on stderr how much is done: by a bar on a terminal, and elsewhere by a line every ten seconds, so that a
-    log stays short. unit: what is counted, in the singular; "B" are bytes. Call `update` with the number of those that
-    were done since, and `note` with what is done now."""
+    log stays short. unit: what is counted, in the singular. Call `update` with the number of those that were done
+    since, and `note` with what is done now."""
     if not sys.stderr.isatty():
         yield LinesOfProgress(total, unit)
         return
     from rich.console import Console
     from rich.progress import (
         BarColumn,
-        DownloadColumn,
         MofNCompleteColumn,
         Progress,
         TextColumn,
         TimeRemainingColumn,
     )
 
-    amount = DownloadColumn() if unit == "B" else MofNCompleteColumn()
-    columns = (
-        BarColumn(),
-        amount,
-        TextColumn("" if unit == "B" else f"{unit}s"),
-        TimeRemainingColumn(),
-    )
-    text = TextColumn("{task.description}", markup=False)
     # Not sys.stdout and sys.stderr through the bar: what a command prints for a pipe must stay on stdout.
-    console = Console(file=LossyStderr())  # type: ignore[arg-type]
     with Progress(
-        *columns,
-        text,
-        console=console,
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(f"{unit}s"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", markup=False),
+        console=Console(file=LossyStderr()),  # type: ignore[arg-type]
         transient=True,
         redirect_stdout=False,
         redirect_stderr=False,
@@ -138,20 +122,14 @@ class LinesOfProgress:
         if now - self.shown < SECONDS_BETWEEN_LINES:
             return
         self.shown = now
-        words = self._amount(self.done)
-        if self.total is not None:
-            words = f"{words} of {self._amount(self.total)}"
-        if self.unit != "B":
-            words = f"{words} {self.unit}s"
+        of_all = "" if self.total is None else f" of {self.total:,}"
+        words = f"{self.done:,}{of_all} {self.unit}s"
         if self.text:
             words = f"{words} ({self.text})"
         say(f"{words}, {now - self.began:.0f} s")
 
     def note(self, text: str) -> None:
         self.text = text
-
-    def _amount(self, number: int) -> str:
-        return size_text(number) if self.unit == "B" else f"{number:,}"
 
 
 def scaled(value: float, unit: str, *, digits: int = 3) -> str:

@@ -73,7 +73,7 @@ def measure(run_folder: Path, text: Text, context: int | None) -> "Score":
     total, path, size = Score(), Path(text.name), None
     if path.is_file() and not PACKED.search(text.name.lower()):
         size = path.stat().st_size
-    with progress(size, "B") as bar, opened(text.name) as file:
+    with progress(size, "byte") as bar, opened(text.name) as file:
         model = LongNetLM.from_run(run_folder)
         for scored in score(model, text.blocks(file), context):
             total = total.plus(scored)

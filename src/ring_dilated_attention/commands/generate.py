@@ -25,8 +25,8 @@ EXAMPLES = """examples:
   rda generate runs/a --prompt-file story.txt --temperature 0.8
   rda generate runs/a --prompt 'def ' --temperature 0   the likeliest byte
 
-The text goes to stdout while the model writes it. The speed and the memory of the caches go to stderr. This memory does
-not grow with the text. Exit codes: 0 done, 2 refused, 130 interrupted.
+The text goes to stdout while the model writes it. The seconds and the memory of the caches, which does not grow with
+the text, go to stderr. Exit codes: 0 done, 2 refused, 130 interrupted.
 """
 # Characters that move the cursor or change the colours of a terminal. A byte-level model may write any of them.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -97,23 +97,17 @@ def write(model: "LongNetLM", prompt: bytes, arguments: argparse.Namespace) -> d
     )
     out, written = TextOutput(io.StringIO() if arguments.json else sys.stdout), bytearray()
     began = time.perf_counter()
-    first = began  # when the first byte came
     with suppress(KeyboardInterrupt):
         for tokens in steps:
-            if not written:
-                first = time.perf_counter()
             written.append(int(tokens[0]))
             out.write(bytes(written[-1:]))
     out.close()
-    seconds = time.perf_counter() - first
     return {
         "prompt_bytes": len(prompt),
-        "prompt_seconds": first - began,
         "tokens": list(written),
         "text": written.decode(errors="replace"),
-        "tokens_per_second": (len(written) - 1) / seconds if len(written) > 1 else None,
+        "seconds": time.perf_counter() - began,
         "cache_bytes": sum(cache.num_bytes for cache in caches),
-        "cached_positions": int(caches[0].position[0]),
         "interrupted": len(written) < arguments.tokens,
     }
 
@@ -146,7 +140,4 @@ def summary(record: dict[str, Any]) -> str:
     text = f"{len(record['tokens']):,} tokens"
     if record["interrupted"]:
         text = f"interrupted after {text}"
-    if record["tokens_per_second"]:
-        text += f" at {record['tokens_per_second']:,.0f} tokens/s"
-    prompt = f"after a prompt of {record['prompt_bytes']:,} in {record['prompt_seconds']:.2f} s"
-    return f"{text}, {prompt}; caches of {record['cache_bytes']:,} bytes"
+    return f"{text} in {record['seconds']:.2f} s; caches of {record['cache_bytes']:,} bytes"

@@ -22,19 +22,18 @@ class EmbeddingFolder:
             self._compare()
 
     def _compare(self) -> None:
-        remedy = "choose another --out"
         try:
             theirs = json_object((self.path / "settings.json").read_bytes())
         except FileNotFoundError:
             theirs = {}
         if theirs.get("made_by") != MADE_BY:
             raise ValueError(
-                f"--out {self.path} is no folder of `{MADE_BY}`, and is not empty: {remedy}"
+                f"--out {self.path} is no folder of `{MADE_BY}`, and is not empty: choose another --out"
             )
-        for name, ours in self.settings.items():
-            if theirs.get(name) != ours:
-                made = f"--out {self.path} holds embeddings made with {name}={theirs.get(name)!r}, not {ours!r}"
-                raise ValueError(f"{made}: {remedy}, or the settings that it was made with")
+        others = [name for name, ours in self.settings.items() if theirs.get(name) != ours]
+        if others:
+            made = f"--out {self.path} holds embeddings that were made with another {', '.join(others)}"
+            raise ValueError(f"{made}: choose another --out, or the settings in its settings.json")
 
     def path_of(self, name: str) -> Path:
         return self.path / f"{name}.npy"
