@@ -83,11 +83,10 @@ def test_the_figures_are_the_forecasts(exchange, slow, capsys):
     )
     assert made["step"]["step_seconds"] == figures.seconds
     assert made["peak_bytes"] == figures.peak_bytes
-    assert [row["sent_bytes"] for row in made["ranks"]] == [rank.sent for rank in figures.ranks]
-    assert [row["peak_bytes"] for row in made["ranks"]] == [
-        rank.weight.peak for rank in figures.ranks
-    ]
-    assert made["flops"] == sum(row["flops"] for row in made["ranks"]) == 14 * 64 * figures.pairs
+    assert [row["sent"] for row in made["ranks"]] == [rank.sent for rank in figures.ranks]
+    weights = [row["weight"] for row in made["ranks"]]
+    assert weights == [rank.weight._asdict() for rank in figures.ranks]
+    assert made["flops"] == sum(row["flops"] for row in made["ranks"]) == figures.flops
     assert len(made["alternatives"]) == 8
     out = printed(capsys, *argv)
     assert f"modelled step: {figures.time_text}" in out
@@ -134,7 +133,7 @@ def test_the_dtype_is_that_of_the_hardware(slow, capsys):
     held = {}
     for hardware in ("h100", slow):
         plan = json.loads(printed(capsys, *PLAN, "--hardware", hardware, "--json"))
-        held[hardware] = plan["ranks"][0]["positions"], plan["peak_bytes"]
+        held[hardware] = plan["ranks"][0]["num_rows"], plan["peak_bytes"]
     assert held[slow][1] > held["h100"][1]
 
 

@@ -36,13 +36,10 @@ def test_figures_are_those_of_the_plans(seed, exchange):
     plans = [plan_exchange(exchange.name, job, rank, exchange.inner) for rank in range(4)]
     hardware = Hardware(1e10, 1e8, 1e-5)
     figures = forecast(job, exchange, sizes, kernel="cpu", hardware=hardware)
-    assert figures.pairs == sum(plan.plan.pairs for plan in plans)
-    assert (
-        figures.most_pairs
-        == max(plan.plan.pairs for plan in plans)
-        == plans[figures.busiest].plan.pairs
-    )
-    assert figures.balance == pytest.approx(figures.pairs / 4 / figures.most_pairs)
+    pairs = [plan.plan.pairs for plan in plans]
+    assert figures.flops == 14 * sizes.unit * sum(pairs)
+    assert max(pairs) == pairs[figures.busiest]
+    assert figures.balance == pytest.approx(sum(pairs) / 4 / max(pairs))
     for rank, plan in zip(figures.ranks, plans, strict=True):
         forward, backward = (
             plan.bytes_sent(sizes, backward=backward) for backward in (False, True)
@@ -53,9 +50,8 @@ def test_figures_are_those_of_the_plans(seed, exchange):
             forward + backward,
         )
         assert rank.weight == weigh_attention(plan, sizes, "cpu")
-    assert sum(share.sent for share in figures.branches) == sum(
-        plan.plan.sent()[0] for plan in plans
-    )
+    sent = sum(plan.plan.sent()[0] for plan in plans) * sizes.unit * sizes.itemsize
+    assert sum(share.sent for share in figures.branches) == sent
     moved = []
     for plan in plans:
         chunks = sum(m.size for hop in plan.plan.hops for m in hop.receives)

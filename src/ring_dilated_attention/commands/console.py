@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..training.files import LossyStderr
 from .terminal import say
@@ -147,6 +147,13 @@ def scaled(value: float, unit: str, *, digits: int = 3) -> str:
 
 def size_text(num_bytes: float) -> str:
     return scaled(num_bytes, "B")
+
+
+def as_plain(value: Any) -> Any:
+    """The value with dicts in place of named tuples, for JSON."""
+    if hasattr(value, "_asdict"):
+        return {name: as_plain(field) for name, field in value._asdict().items()}
+    return [as_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def counted(number: int, noun: str) -> str:

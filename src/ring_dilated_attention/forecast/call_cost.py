@@ -71,7 +71,7 @@ class BranchShare(NamedTuple):
     segment_length: int
     dilation_rate: int
     num_sharing: int  # the most ranks that exchange rows of one segment; 1 if no row travels
-    sent: int  # the size of the chunks that all ranks together send in a forward, in units, without dealt heads
+    sent: int  # bytes of the chunks that all ranks together send in a forward, without dealt heads
 
 
 class Counted(NamedTuple):
@@ -89,14 +89,13 @@ class Counted(NamedTuple):
             column(self.places[rank % size])[rank // size] for rank in range(self.job.num_ranks)
         ]
 
-    @property
-    def branches(self) -> list[BranchShare]:
+    def branches(self, sizes: Sizes) -> list[BranchShare]:
         num_sharing = defaultdict[int, int](lambda: 1)
         sent = defaultdict[int, int](int)
         for place in self.places:
             for (branch, _), segment in place.segments.items():
                 if segment.received:
-                    sent[branch] += segment.received
+                    sent[branch] += segment.received * sizes.unit * sizes.itemsize
                     num_sharing[branch] = max(num_sharing[branch], segment.sharers)
         return [
             BranchShare(w, r, num_sharing[i], sent[i])
@@ -153,7 +152,7 @@ class RankFigures(NamedTuple):
 
     rank: int
     num_rows: int
-    pairs: int
+    flops: int
     forward_sent: int
     sent: int
     weight: AttentionWeight | None
@@ -162,25 +161,21 @@ class RankFigures(NamedTuple):
 class Figures(NamedTuple):
     """The figures of a call over all ranks. Bytes are of a forward, and of a forward with its backward."""
 
-    pairs: int  # of all ranks together
-    most_pairs: int  # of the rank that computes most
-    busiest: int  # that rank's number
-    balance: float  # mean pairs over most_pairs
+    flops: int  # of all ranks together
+    busiest: int  # the rank that computes most
+    balance: float  # the mean FLOPs over those of the busiest rank
     branches: list[BranchShare]
     most_moved: tuple[int, int]  # the most that a rank receives as chunks, and deals as heads
     ranks: tuple[RankFigures, ...]  # the picked ranks
     num_ranks: int
     # None without hardware. Of all ranks up to MOST_TIMED; else an estimate from the picked ones, for a ring alone.
     step: StepTime | None
+    peak_bytes: int  # the most that a picked rank holds; 0 if no kernel is given
 
     @property
     def is_about(self) -> bool:
         """Whether the time comes from some of the ranks. The memory does so beyond a dozen."""
         return self.num_ranks > MOST_TIMED
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(rank.weight.peak for rank in self.ranks if rank.weight is not None)
 
     @property
     def seconds(self) -> float:
@@ -217,7 +212,8 @@ def forecast(
     if counted is None:
         counted = count(job, exchange)
     pairs_of_ranks = counted.by_rank(lambda place: place.pairs)
-    most_pairs = max(pairs_of_ranks)
+    flops_of_ranks = [FLOPS_PER_PAIR * sizes.unit * num_pairs for num_pairs in pairs_of_ranks]
+    most_flops = max(flops_of_ranks)
     plans = {
         rank: plan_exchange(exchange.name, job, rank, exchange.inner)
         for rank in picked_ranks(counted)
@@ -228,18 +224,18 @@ def forecast(
         sent = forward_sent + rank_plan.bytes_sent(sizes, backward=True)
         weight = None if kernel is None else weigh_attention(rank_plan, sizes, kernel)
         ranks.append(
-            RankFigures(rank, rank_plan.num_rows, pairs_of_ranks[rank], forward_sent, sent, weight)
+            RankFigures(rank, rank_plan.num_rows, flops_of_ranks[rank], forward_sent, sent, weight)
         )
     return Figures(
-        pairs=sum(pairs_of_ranks),
-        most_pairs=most_pairs,
-        busiest=pairs_of_ranks.index(most_pairs),
-        balance=sum(pairs_of_ranks) / (len(pairs_of_ranks) * most_pairs) if most_pairs else 1.0,
-        branches=counted.branches,
+        flops=sum(flops_of_ranks),
+        busiest=flops_of_ranks.index(most_flops),
+        balance=sum(flops_of_ranks) / (len(flops_of_ranks) * most_flops) if most_flops else 1.0,
+        branches=counted.branches(sizes),
         most_moved=counted.most_moved(sizes),
         ranks=tuple(ranks),
         num_ranks=job.num_ranks,
         step=None if hardware is None else _time(job, exchange, plans, sizes, hardware),
+        peak_bytes=max(0 if rank.weight is None else rank.weight.peak for rank in ranks),
     )
 
 

@@ -89,19 +89,10 @@ class RankTime(NamedTuple):
 class StepTime(NamedTuple):
     """The time of one forward and its backward."""
 
+    forward_seconds: float
+    backward_seconds: float
+    step_seconds: float
     ranks: tuple[RankTime, ...]
-
-    @property
-    def forward_seconds(self) -> float:
-        return max(rank.forward_seconds for rank in self.ranks)
-
-    @property
-    def backward_seconds(self) -> float:
-        return max(rank.backward_seconds for rank in self.ranks)
-
-    @property
-    def step_seconds(self) -> float:
-        return self.forward_seconds + self.backward_seconds
 
 
 def model_step(
@@ -156,7 +147,8 @@ def _run(ranks: Sequence["_Rank"], network: "Network", num_ranks: int) -> StepTi
         RankTime(f, b, r.computing, r.exposed)
         for f, b, r in zip(forward, backward, ranks, strict=True)
     ]
-    return StepTime(tuple(times))
+    longest = max(forward), max(backward)
+    return StepTime(*longest, sum(longest), tuple(times))
 
 
 # The number of matrix products in each kind of tile. A product has 2 * D operations per pair.

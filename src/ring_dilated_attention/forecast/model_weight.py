@@ -180,11 +180,8 @@ class ModelMemory(NamedTuple):
     optimiser: int
     activations: int
     working: int  # parameters in the activations' dtype, and what FSDP gathers
+    total: int
     host: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimiser + self.activations + self.working
 
 
 def model_memory(
@@ -201,4 +198,5 @@ def model_memory(
         working = 3 * decoder.block_parameters * itemsize
     elif itemsize < width:
         working = decoder.num_parameters * itemsize
-    return ModelMemory(states, states, 2 * states, activations.device, working, activations.host)
+    parts = (states, states, 2 * states, activations.device, working)
+    return ModelMemory(*parts, sum(parts), activations.host)

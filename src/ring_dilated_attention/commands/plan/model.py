@@ -12,7 +12,7 @@ from ...forecast.model_weight import ACTIVATIONS, Decoder
 from ...models.longnet_config import LongNetConfig
 from ...pattern import DilatedPattern
 from ..arguments import LARGEST, amount, check_at_least, check_given, count
-from ..console import counted, progress, scaled, size_text, table, wrapped
+from ..console import as_plain, counted, progress, scaled, size_text, table, wrapped
 from ..hardware import ITEMSIZE, Machine, assumed, machine_for
 from .decoders import FIELDS, longnet_decoder, read_config, transformers_decoder
 from .job_options import SUGGEST, add_shared, complete, pattern_of
@@ -80,7 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
     with progress(None, "mesh") as bar:
         plans = ranked_meshes(training, arguments.gpus, machine.hardware, memory_bytes, bar.update)
     if arguments.json:
-        print(json.dumps(as_json(training, machine, plans), indent=1))
+        named = {"counted_as": decoder.name, "num_parameters": decoder.num_parameters}
+        named |= {"kernel": machine.kernel, "assumed": assumed(machine), "meshes": as_plain(plans)}
+        print(json.dumps(named, indent=1))
     else:
         print(text(arguments, training, machine, memory_bytes, plans))
     return 0
@@ -128,21 +130,6 @@ def decoder_of(
         heads=pattern.heads,
     )
     return longnet_decoder(config)
-
-
-def as_json(training: Training, machine: Machine, plans: list[MeshPlan]) -> dict[str, Any]:
-    rows = []
-    for plan in plans:
-        row = plan._asdict() | {"mesh": plan.mesh._asdict(), "exchange": plan.exchange._asdict()}
-        row["memory"] = plan.memory._asdict() | {"total": plan.memory.total}
-        rows.append(row | {"seconds": plan.seconds})
-    return {
-        "counted_as": training.decoder.name,
-        "num_parameters": training.decoder.num_parameters,
-        "kernel": training.kernel,
-        "assumed": assumed(machine),
-        "meshes": rows,
-    }
 
 
 def text(

@@ -5,13 +5,10 @@ import argparse
 import json
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from ...forecast.call_cost import (
     ERRORS_TEXT,
-    FLOPS_PER_PAIR,
     MOST_TIMED,
-    BranchShare,
     Counted,
     Exchange,
     Figures,
@@ -29,8 +26,8 @@ from ...plan.sharding import SHARDINGS, sharding_of
 from ...plan.step import Sizes
 from ..arguments import MOST_RANKS, check_at_least, check_given, check_ranks_fit
 from ..arguments import count as whole_number
-from ..console import progress, scaled, size_text, table, wrapped
-from ..hardware import ITEMSIZE, assumed, known, machine_for
+from ..console import as_plain, progress, scaled, size_text, table, wrapped
+from ..hardware import ITEMSIZE, Machine, assumed, known, machine_for
 from .job_options import SUGGEST, add_shared, complete, pattern_of
 from .picture import check_picture, draw
 
@@ -106,26 +103,19 @@ def run(arguments: argparse.Namespace) -> int:
         bar.update()
         if 1 < job.num_ranks <= MOST_COMPARED:
             rows = alternatives(call, hardware, documents, bar.update)
-    named = {"kernel": kernel, **as_json(figures, choice, sizes)}
-    named["alternatives"] = [alternative_json(row) for row in rows]
-    named["advice"] = better(figures, rows)
-    if machine is not None:
-        named["hardware"] = known(machine.hardware)
+    advice = better(figures, rows)
     if arguments.json:
-        print(json.dumps(named, indent=1))
+        named = {"kernel": kernel, "exchange": choice, **as_plain(figures)}
+        named |= {"alternatives": rows, "better": advice}
+        if machine is not None:
+            named["hardware"] = known(machine.hardware)
+        print(json.dumps({name: as_plain(value) for name, value in named.items()}, indent=1))
     else:
         print(wrapped(pattern.explain(arguments.heads, arguments.documents or [arguments.seq_len])))
-        print(table_of_ranks(named))
-        print(*map(wrapped, lines_of(named, figures)), sep="\n")
-        memory_bytes = None if machine is None else machine.memory_bytes
-        if memory_bytes is not None and figures.peak_bytes > memory_bytes:
-            print(f"that does not fit: a rank has {size_text(memory_bytes)}")
-        if machine is not None:
-            print(wrapped(assumed(machine)))
-        if figures.is_about:
-            print(wrapped(ERRORS_TEXT))
+        print(table_of_ranks(figures))
+        print(*map(wrapped, lines_of(figures, choice, kernel, machine)), sep="\n")
         if rows:
-            print(f"\n{table_of_alternatives(rows)}\n{wrapped(named['advice'])}")
+            print(f"\n{table_of_alternatives(rows)}\n{wrapped(advice)}")
     if arguments.picture is not None:
         draw(arguments.picture, pattern, arguments.seq_len, arguments.heads)
     return 0
@@ -166,61 +156,7 @@ def counted_of(job: Job, sizes: Sizes, asked_for: str) -> tuple[Counted, Choice]
     return undealt._replace(exchange=exchange), choice
 
 
-def as_json(figures: Figures, choice: Choice, sizes: Sizes) -> dict[str, Any]:
-    ranks = []
-    for rank in figures.ranks:
-        assert rank.weight is not None
-        ranks.append(
-            {
-                "rank": rank.rank,
-                "positions": rank.num_rows,
-                "flops": FLOPS_PER_PAIR * sizes.unit * rank.pairs,
-                "share": rank.pairs / figures.pairs if figures.pairs else 0.0,
-                "forward_sent_bytes": rank.forward_sent,
-                "sent_bytes": rank.sent,
-                "forward_peak_bytes": rank.weight.forward,
-                "peak_bytes": rank.weight.peak,
-            }
-        )
-    named: dict[str, Any] = {
-        "num_ranks": figures.num_ranks,
-        "is_about": figures.is_about,
-        "flops": FLOPS_PER_PAIR * sizes.unit * figures.pairs,
-        "busiest_rank": figures.busiest,
-        "balance": figures.balance,
-        "largest_forward_received_bytes": figures.most_moved[0],
-        "largest_received_bytes": figures.most_moved[1],
-        "peak_bytes": figures.peak_bytes,
-        "exchange": choice._asdict(),
-        "branches": [branch_json(share, sizes) for share in figures.branches],
-        "ranks": ranks,
-    }
-    if figures.step is not None:
-        names = ("step_seconds", "forward_seconds", "backward_seconds")
-        named["step"] = {name: getattr(figures.step, name) for name in names}
-    return named
-
-
-def branch_json(share: BranchShare, sizes: Sizes) -> dict[str, Any]:
-    named = share._asdict()
-    return named | {"forward_sent_bytes": named.pop("sent") * sizes.unit * sizes.itemsize}
-
-
-def alternative_json(row: Alternative) -> dict[str, Any]:
-    named: dict[str, Any] = {
-        **row.exchange._asdict(),
-        "sharding": row.sharding,
-        "why_not": row.why_not,
-    }
-    if row.figures is not None:
-        named["balance"] = row.figures.balance
-        named["largest_received_bytes"] = row.figures.most_moved[1]
-        if row.figures.step is not None:
-            named |= {"step_seconds": row.figures.seconds, "waits": row.figures.exposed}
-    return named
-
-
-def table_of_ranks(named: dict[str, Any]) -> str:
+def table_of_ranks(figures: Figures) -> str:
     headers = (
         "rank",
         "positions",
@@ -231,47 +167,52 @@ def table_of_ranks(named: dict[str, Any]) -> str:
         "held,\nforward",
         "in all",
     )
-    sizes = ("forward_sent_bytes", "sent_bytes", "forward_peak_bytes", "peak_bytes")
     rows = []
-    for rank in named["ranks"]:
-        cells = [f"{rank['rank']:,}", f"{rank['positions']:,}", scaled(rank["flops"], "FLOP")]
-        cells.append(f"{rank['share']:.1%}")
-        rows.append((*cells, *(size_text(rank[size]) for size in sizes)))
+    for rank in figures.ranks:
+        assert rank.weight is not None
+        share = rank.flops / figures.flops if figures.flops else 0.0
+        cells = [f"{rank.rank:,}", f"{rank.num_rows:,}", scaled(rank.flops, "FLOP"), f"{share:.1%}"]
+        sizes = (rank.forward_sent, rank.sent, rank.weight.forward, rank.weight.peak)
+        rows.append((*cells, *map(size_text, sizes)))
     text = table(headers, rows)
-    if len(rows) == named["num_ranks"]:
+    if len(rows) == figures.num_ranks:
         return text
-    return f"{text}\n({named['num_ranks']:,} ranks; shown are those that stand out)"
+    return f"{text}\n({figures.num_ranks:,} ranks; shown are those that stand out)"
 
 
-def lines_of(named: dict[str, Any], figures: Figures) -> list[str]:
-    """What holds for all ranks, and the exchange with what each branch sends."""
-    about = "about " if len(named["ranks"]) < named["num_ranks"] else ""
+def lines_of(figures: Figures, choice: Choice, kernel: str, machine: Machine | None) -> list[str]:
+    """What holds for all ranks, the exchange with what each branch sends, and the time."""
+    work = scaled(figures.flops, "FLOP")
+    about = "about " if len(figures.ranks) < figures.num_ranks else ""
+    held = f"{about}{size_text(figures.peak_bytes)}, with the kernel {kernel}"
     lines = [
-        f"work of all ranks: {scaled(named['flops'], 'FLOP')}; balance: {named['balance']:.1%} (mean work over the "
-        "largest)",
-        f"a rank holds at most {about}{size_text(named['peak_bytes'])}, with the kernel {named['kernel']}",
+        f"work of all ranks: {work}; balance: {figures.balance:.1%} (mean work over the largest)",
+        f"a rank holds at most {held}",
     ]
+    memory_bytes = None if machine is None else machine.memory_bytes
+    if memory_bytes is not None and figures.peak_bytes > memory_bytes:
+        lines.append(f"that does not fit: a rank has {size_text(memory_bytes)}")
     if figures.num_ranks > 1:
-        forward = size_text(named["largest_forward_received_bytes"])
-        both = size_text(named["largest_received_bytes"])
+        forward, both = map(size_text, figures.most_moved)
         lines.append(f"a rank receives at most {forward} in a forward, {both} in both stages")
-        lines.append("exchange: {exchange}: {reason}".format(**named["exchange"]))
-        for number, branch in enumerate(named["branches"]):
-            name = Branch(branch["segment_length"], branch["dilation_rate"])
-            sent = size_text(branch["forward_sent_bytes"])
+        lines.append(f"exchange: {choice.exchange}: {choice.reason}")
+        for number, branch in enumerate(figures.branches):
             what = "stays at home"
-            if named["exchange"]["exchange"] == "all_to_all":
+            if choice.exchange == "all_to_all":
                 what = "is computed by heads: each rank has all positions of some heads"
-            elif branch["forward_sent_bytes"]:
-                what = (
-                    f"travels among up to {branch['num_sharing']:,} ranks, {sent} of keys and values in a forward, "
-                    "over all ranks"
-                )
+            elif branch.sent:
+                sent = f"{size_text(branch.sent)} of keys and values in a forward, over all ranks"
+                what = f"travels among up to {branch.num_sharing:,} ranks, {sent}"
+            name = Branch(branch.segment_length, branch.dilation_rate)
             lines.append(f"branch {number} ({name}) {what}")
+    if machine is not None:
+        lines.append(assumed(machine))
     if figures.step is not None:
         forward = time_text(figures.step.forward_seconds)
         backward = time_text(figures.step.backward_seconds)
         lines.append(f"modelled step: {figures.time_text} (forward {forward}, backward {backward})")
+    if figures.is_about:
+        lines.append(ERRORS_TEXT)
     return lines
 
 
