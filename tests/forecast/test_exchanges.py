@@ -4,7 +4,7 @@ import pytest
 
 from ring_dilated_attention.forecast.call_cost import Exchange, PlannedCall, forecast
 from ring_dilated_attention.forecast.clock import Hardware
-from ring_dilated_attention.forecast.exchanges import alternatives, best_of, better
+from ring_dilated_attention.forecast.exchanges import alternatives, better
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.step import Sizes
 
@@ -23,20 +23,17 @@ def test_all_ways_are_compared_by_time():
     for row in rows:
         job = DENSE.job(row.sharding, row.exchange.inner)
         assert row.figures == forecast(job, row.exchange, DENSE.sizes, hardware=Hardware(1e10, 1e9))
-    assert best_of(rows).figures.seconds <= 1.02 * seconds[0]
 
 
-def test_ways_that_are_impossible_say_why():
+def test_ways_that_are_impossible_are_left_out():
     rows = alternatives(DENSE._replace(num_kv_heads=2), Hardware(1e10, 1e9))
-    refused = [row for row in rows if row.figures is None]
-    assert {str(row.exchange) for row in refused} == {"all_to_all"}
-    assert "2 key/value heads do not divide among 4 ranks" in refused[0].why_not
-    assert rows[-1].figures is None
+    assert {str(row.exchange) for row in rows} == {"ring", "all_gather", "2-D, 2 deal heads"}
+    rows = alternatives(DENSE._replace(num_heads=9, num_kv_heads=3), Hardware(1e10, 1e9))
+    assert {str(row.exchange) for row in rows} == {"ring", "all_gather"}
 
 
 def test_without_hardware_ways_are_compared_by_balance():
     rows = alternatives(DENSE, None)
-    assert best_of(rows) is None
     balances = [row.figures.balance for row in rows]
     assert balances == sorted(balances, reverse=True)
 
@@ -46,7 +43,7 @@ def test_a_better_exchange_is_named():
     hardware = Hardware(1e10, 1e12)
     rows = alternatives(DENSE, hardware)
     figures = forecast(DENSE.job(), Exchange(), DENSE.sizes, hardware=hardware)
-    best = best_of(rows)
+    best = rows[0]
     said = f"Exchange {best.exchange} with {best.sharding} shards would be faster: "
     assert better(figures, rows).startswith(said)
     assert best.figures.seconds < 0.6 * figures.seconds

@@ -74,7 +74,8 @@ def describe(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     with progress(len(patterns), "candidate") as bar:
         for pattern, rule in patterns:
             work = pairs(pattern, seq_len, heads)
-            followed = reach(pattern, seq_len, heads, arguments.layers)
+            shares = reach(pattern, seq_len, heads, arguments.layers)
+            layers = [layer for layer, share in enumerate(shares, 1) if share >= MOST_HEARD]
             candidates.append(
                 {
                     "segment_lengths": pattern.segment_lengths,
@@ -83,10 +84,8 @@ def describe(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                     "all_read": max(pattern.dilation_rates) <= heads,
                     "pairs": work,
                     "of_dense": work / dense,
-                    "reach_by_layer": followed.shares,
-                    "layers_for_most": followed.layers_for(MOST_HEARD),
-                    "worst_query": followed.worst,
-                    "queries_followed": followed.num_followed,
+                    "reach_by_layer": shares,
+                    "layers_for_most": layers[0] if layers else None,
                 }
             )
             bar.update()

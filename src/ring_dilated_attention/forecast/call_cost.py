@@ -43,10 +43,9 @@ class PlannedCall(NamedTuple):
         self,
         sharding: str = "contiguous",
         inner: int = 1,
-        align: int = 1,
         documents: Borders = None,
     ) -> Job:
-        cut = ShardSpec(sharding, self.num_ranks, align, inner=inner)
+        cut = ShardSpec(sharding, self.num_ranks, inner=inner)
         shards = cut.shards_of(cut.default_lengths(self.seq_len, documents), documents)
         return Job(self.pattern, shards, self.num_heads, self.num_kv_heads, documents)
 

@@ -13,7 +13,7 @@ from ..plan.step import Sizes
 from ..simulate.weighing import DTYPES, AttentionWeight
 from .call_cost import MOST_TIMED, Exchange, Figures, PlannedCall, forecast
 from .clock import Hardware
-from .exchanges import alternatives, best_of
+from .exchanges import alternatives
 from .model_weight import ACTIVATIONS, FLOAT, Decoder, ModelMemory, model_memory, weigh_activations
 
 
@@ -150,8 +150,7 @@ def _attention(
     if mesh.sequence > MOST_TIMED:
         sharding = "zigzag"
     elif mesh.sequence > 1:
-        best = best_of(alternatives(call, hardware))
-        assert best is not None
+        best = alternatives(call, hardware)[0]
         exchange, sharding = best.exchange, best.sharding
     job = call.job(sharding, exchange.inner)
     figures = forecast(job, exchange, call.sizes, kernel=training.kernel, hardware=hardware)

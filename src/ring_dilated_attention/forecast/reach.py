@@ -9,27 +9,10 @@ from 16 million positions on.)
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import NamedTuple
 
 from ..pattern import DilatedPattern
 
 NONE, ALL = 0, 1  # the nodes of no positions and of all positions, at every height
-
-
-class Reach(NamedTuple):
-    """How far a stack of layers carries."""
-
-    # For each layer, the least share of its visible positions that any followed query has heard of by then.
-    shares: tuple[float, ...]
-    worst: int  # the query with the least share after the last layer
-    num_followed: int  # queries
-
-    def layers_for(self, share: float) -> int | None:
-        """The least number of layers after which every followed query has heard of `share`, or None."""
-        for layers, reached in enumerate(self.shares, start=1):
-            if reached >= share:
-                return layers
-        return None
 
 
 class _Sets:
@@ -129,8 +112,11 @@ class _Branch:
         )
 
 
-def reach(pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int) -> Reach:
-    """Follow some queries, those of `queries_to_follow`, through the layers. Raises ValueError if a rate, or the length
+def reach(
+    pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int
+) -> tuple[float, ...]:
+    """For each layer, the least share of its visible positions that any followed query has heard of by then. Followed
+    are those of `queries_to_follow`. Raises ValueError if a rate, or the length
     of a segment shorter than the sequence, is no power of two."""
     for length, rate in pattern.branches:
         if (length < seq_len and length.bit_count() > 1) or rate.bit_count() > 1:
@@ -139,17 +125,15 @@ def reach(pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int
             )
     queries = queries_to_follow(pattern, seq_len, num_heads)
     layers = heard_by_layer(pattern, seq_len, num_heads, queries)
-    by_layer: list[list[float]] = []
+    least: list[float] = []
     for _, counts in zip(range(num_layers), layers, strict=False):
         shares = []
         for query, count in zip(queries, counts, strict=True):
             num_visible = query + 1 if pattern.is_causal else seq_len
             shares.append(count / num_visible)
-        by_layer.append(shares)
-    least = [min(shares) for shares in by_layer]
+        least.append(min(shares))
     least += [least[-1]] * (num_layers - len(least))  # further layers add nothing
-    worst = queries[by_layer[-1].index(least[-1])]
-    return Reach(tuple(least), worst, len(queries))
+    return tuple(least)
 
 
 def heard_by_layer(

@@ -219,11 +219,7 @@ def lines_of(figures: Figures, choice: Choice, kernel: str, machine: Machine | N
 def table_of_alternatives(rows: list[Alternative]) -> str:
     """Every exchange and sharding, with near-equal shards, the fastest first."""
     lines = []
-    left_out = []
     for row in rows:
-        if row.figures is None:
-            left_out.append(wrapped(f"left out: {row.exchange}: {row.why_not}"))
-            continue
         cells = [str(row.exchange), row.sharding, f"{row.figures.balance:.1%}"]
         cells.append(size_text(row.figures.most_moved[1]))
         if row.figures.step is None:
@@ -232,4 +228,4 @@ def table_of_alternatives(rows: list[Alternative]) -> str:
             cells += [row.figures.time_text, f"{row.figures.exposed:.0%}"]
         lines.append(tuple(cells))
     headers = ("exchange", "sharding", "balance", "received\nby a rank", "step", "waits")
-    return "\n".join([table(headers, lines, num_left=2), *dict.fromkeys(left_out)])
+    return table(headers, lines, num_left=2)
