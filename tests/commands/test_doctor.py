@@ -65,14 +65,6 @@ def test_what_it_did_not_write_is_not_overwritten(tmp_path, capsys, monkeypatch)
     assert file.read_bytes() == before
 
 
-def test_more_ranks_than_memory_holds_are_not_started(capsys, monkeypatch):
-    monkeypatch.setattr(processes, "run_ranks", None)
-    assert cli.main(["doctor", "--ranks", "1M"]) == 2
-    assert (
-        "rda doctor: 1,000,000 processes with torch in each take 100 TB" in capsys.readouterr().err
-    )
-
-
 class Card:
     name, total_memory = "A100", 8 * 10**10
 
@@ -167,7 +159,7 @@ def test_the_table_has_every_rank():
     assert "network interfaces of h1: ib0" in lines
     assert re.search(r"^0 +h0 +P100 +16\.0 GB +1\.00 TFLOP/s +500 GFLOP/s$", text, re.M)
     assert re.search(r"^1 +h1 +CPU +8\.00 GB ", text, re.M)
-    assert lines[-1].startswith("neighbouring ranks: 16.8 MB/s one way, latency 100 µs, handshake ")
+    assert lines[-1] == "neighbouring ranks: 16.8 MB/s one way, latency 100 µs"
 
 
 def test_ranks_of_a_host_share_its_memory():
@@ -311,6 +303,7 @@ PLACE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
     ("arguments", "environment", "message"),
     [
         (["--ranks", "0"], {}, "--ranks must be at least 1"),
+        (["--ranks", "1M"], {}, "--ranks must be at most 256"),
         (
             ["--timeout", "0"],
             {},

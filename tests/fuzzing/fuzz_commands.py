@@ -200,7 +200,6 @@ MORE_MODEL = [
     ["--memory", "1Gi"],
     ["--ffn-dim", "64"],
     ["--vocab", "50"],
-    ["--tokens", "1e6"],
     ["--config", "text.txt"],
 ]
 EMBED = [["slides"], ["--weights", "encoder.pth"], ["--heads", "16"], ["--out", "embeddings"]]

@@ -124,11 +124,6 @@ def check_writable(option: str, folder: Path, file: str | None = None) -> None:
         if file is not None and path.exists():
             os.close(os.open(path, os.O_WRONLY))
     except OSError as error:
-        why = (
-            "a file is in the way"
-            if isinstance(error, (NotADirectoryError, FileExistsError))
-            else error.strerror
-        )
         raise ValueError(
-            f"{option} {path} cannot be written: {why}. Choose another place."
+            f"{option} {path} cannot be written: {error.strerror}. Choose another place."
         ) from error

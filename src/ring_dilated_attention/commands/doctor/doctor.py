@@ -14,12 +14,12 @@ from typing import Any
 from ...forecast.clock import Hardware, time_text
 from ...training.files import check_mine, in_words, write_whole
 from ...training.rank_launcher import check_meeting, share_of_cores, started
-from ..arguments import amount, check_at_least, check_memory, check_seconds, check_writable, count
+from ..arguments import amount, check_at_least, check_seconds, check_writable, count
 from ..console import scaled, size_text, table, wrapped
 from ..hardware import LARGE_MESSAGE, Machine, as_toml, known
 from ..terminal import leaving_at_once, say
 
-BYTES_OF_A_RANK = 10**8  # the least memory that a rank takes
+MOST_RANKS = 256  # on one machine
 MEASURING_SECONDS = 120.0  # at most, once all ranks have joined
 MOST_NAMED = 8  # ranks in one line
 THIS_RUN = "this run of rda doctor"
@@ -81,11 +81,7 @@ def check(arguments: argparse.Namespace, num_started: int) -> None:
         check_meeting()
     check_seconds("--timeout", arguments.timeout, 3600)
     if arguments.ranks is not None:
-        check_at_least("--ranks", arguments.ranks)
-        needed = BYTES_OF_A_RANK * arguments.ranks
-        check_memory(
-            f"{arguments.ranks:,} processes with torch in each take", needed, "use fewer --ranks"
-        )
+        check_at_least("--ranks", arguments.ranks, most=MOST_RANKS)
         if num_started > 1:
             raise ValueError(
                 f"--ranks {arguments.ranks}, but a launcher started {num_started} ranks: leave it out"
@@ -265,12 +261,9 @@ def text(everyone: list[dict[str, Any]], hardware: Hardware | None) -> str:
     headers = ("rank", "host", "device", "memory", "forward", "backward")
     lines += [table(headers, rows, num_left=3), f"attention in {everyone[0]['dtype']}"]
     if hardware is not None:
-        latency = time_text(hardware.latency_seconds)
-        handshake = time_text(hardware.handshake(len(everyone)))
         rate = scaled(hardware.bytes_per_second, "B/s")
-        lines.append(
-            f"neighbouring ranks: {rate} one way, latency {latency}, handshake {handshake}"
-        )
+        latency = time_text(hardware.latency_seconds)
+        lines.append(f"neighbouring ranks: {rate} one way, latency {latency}")
     return "\n".join(lines)
 
 

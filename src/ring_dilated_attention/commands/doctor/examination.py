@@ -129,8 +129,8 @@ def messages(parallel: ContextParallel, device: str) -> dict[str, float]:
     """The seconds of a handshake, and of a small and a large message to the next rank, while all ranks send."""
     link = getattr(parallel.ranks, "all", None)
     assert isinstance(link, GroupLink)
-    handshakes = timed(parallel, "cpu", *[lambda: meet(parallel)] * 3)
-    seconds = {"handshake_seconds": statistics.median(handshakes)}
+    [handshake] = timed(parallel, "cpu", lambda: meet(parallel))
+    seconds = {"handshake_seconds": handshake}
     onward, back = (link.rank + 1) % link.world_size, (link.rank - 1) % link.world_size
     on = device if link.backends.get(torch.device(device).type) else "cpu"
     for name, size in (("small_seconds", SMALL_MESSAGE), ("large_seconds", LARGE_MESSAGE)):

@@ -11,7 +11,7 @@ from ...forecast.meshes import MeshPlan, Training, ranked_meshes
 from ...forecast.model_weight import ACTIVATIONS, Decoder
 from ...models.longnet_config import LongNetConfig
 from ...pattern import DilatedPattern
-from ..arguments import LARGEST, amount, check_at_least, check_given, count
+from ..arguments import check_at_least, check_given, count
 from ..console import as_plain, counted, progress, scaled, size_text, table, wrapped
 from ..hardware import ITEMSIZE, Machine, assumed, machine_for
 from .decoders import FIELDS, longnet_decoder, read_config, transformers_decoder
@@ -20,7 +20,7 @@ from .job_options import SUGGEST, add_shared, complete, pattern_of
 EXAMPLES = f"""examples:
   rda plan model --layers 24 --embed-dim 2048 --heads 16 --vocab 32K \\
                  --seq-len 1Mi --segment-lengths 2Ki 128Ki \\
-                 --dilation-rates 1 16 --gpus 32 --tokens 1e11
+                 --dilation-rates 1 16 --gpus 32
       all meshes of 32 H100 by tokens per second, and what a GPU holds
   rda plan model --config Llama-3-8B/config.json --seq-len 128Ki ...
       a model of transformers
@@ -43,18 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser)
     how = "how they are held (default: the fastest way that fits)"
     add("--activations", choices=ACTIVATIONS, help=how)
-    add(
-        "--tokens",
-        type=amount,
-        metavar="T",
-        help="tokens of the training, such as 1e11: shows its time",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the ranking. Raises ValueError for a model that is not possible."""
-    if arguments.tokens is not None and not 1 <= arguments.tokens <= LARGEST:
-        raise ValueError(f"--tokens must be from 1 to {LARGEST:,}, got {arguments.tokens:g}")
     fields = fill_in(arguments)
     complete(arguments)
     check_at_least("--gpus", arguments.gpus, most=MOST_GPUS)
@@ -149,7 +141,7 @@ def text(
     paragraphs = [
         *map(wrapped, lines),
         "",
-        table_of_meshes(arguments, plans),
+        table_of_meshes(plans),
         "",
         table_of_best(best),
         "",
@@ -175,8 +167,8 @@ def answer(memory_bytes: int, best: MeshPlan) -> str:
     return f"Take the mesh {mesh}: {shared}, by {best.exchange} with {best.sharding} shards; a GPU holds {memory}."
 
 
-def table_of_meshes(arguments: argparse.Namespace, plans: list[MeshPlan]) -> str:
-    headers = [
+def table_of_meshes(plans: list[MeshPlan]) -> str:
+    headers = (
         "mesh",
         "exchange",
         "shards",
@@ -185,9 +177,7 @@ def table_of_meshes(arguments: argparse.Namespace, plans: list[MeshPlan]) -> str
         "a GPU\nholds",
         "a step",
         "tokens/s",
-    ]
-    if arguments.tokens is not None:
-        headers.append(f"{arguments.tokens:.3g}\ntokens")
+    )
     rows = []
     for plan in plans:
         exchange, sharding = str(plan.exchange), plan.sharding
@@ -208,12 +198,10 @@ def table_of_meshes(arguments: argparse.Namespace, plans: list[MeshPlan]) -> str
                 about + time_text(plan.seconds),
                 about + scaled(plan.tokens_per_second, ""),
             ]
-            if arguments.tokens is not None:
-                cells.append(about + time_text(arguments.tokens / plan.tokens_per_second))
         else:
-            cells += ["no room", *[""] * (len(headers) - len(cells) - 1)]
+            cells += ["no room", ""]
         rows.append(tuple(cells))
-    return table(tuple(headers), rows, num_left=5)
+    return table(headers, rows, num_left=5)
 
 
 def table_of_best(best: MeshPlan) -> str:
