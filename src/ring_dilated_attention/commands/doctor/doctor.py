@@ -134,41 +134,29 @@ def examined_with(rank: int, num_ranks: int, arguments: argparse.Namespace) -> l
 
 
 def join(rank: int, num_ranks: int, seconds: float) -> None:
-    """Meet the other ranks. Raises RuntimeError with the names of those that do not come in time."""
+    """Meet the other ranks. Raises RuntimeError if not all come in time."""
     # Set before torch is imported: otherwise its log shows forty lines of C++ frames for the one-line error below.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     import torch
     import torch.distributed as dist
 
+    from ...models.weights import first_line
     from ...ranks.cards import card_of
     from ..local_ranks import TRANSPORTS
 
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_host = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    limit, deadline = timedelta(seconds=seconds), time.monotonic() + seconds
-    missing = [other for other in range(num_ranks) if other != rank]
-    try:
-        meeting = dist.TCPStore(address, port, None, is_host, limit, wait_for_workers=False)
-        store = dist.PrefixStore("rda doctor", meeting)
-        store.set(f"rank {rank}", "here")
-        while missing and time.monotonic() < deadline:
-            time.sleep(0.05)
-            missing = [other for other in missing if not store.check([f"rank {other}"])]
-    except RuntimeError as error:
-        where = f"at {address}:{port} within {seconds:g} s"
-        raise RuntimeError(f"rank 0 could not be met {where}, or it ended and says why") from error
-    if missing:
-        if is_host:  # the others still read its store
-            time.sleep(min(1.0, seconds / 10))
-        raise RuntimeError(
-            f"{len(missing)} of {num_ranks} ranks did not join within {seconds:g} s: {names(missing)}"
-        )
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         torch.cuda.set_device(card_of(None))
-    dist.init_process_group(
-        TRANSPORTS[has_gpu], store=store, rank=rank, world_size=num_ranks, timeout=limit
-    )
+    try:
+        dist.init_process_group(
+            TRANSPORTS[has_gpu],
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=seconds),
+        )
+    except RuntimeError as error:
+        where = f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {seconds:g} s"
+        raise RuntimeError(f"not all {num_ranks} ranks met {where}: {first_line(error)}") from error
 
 
 def to_mend(everyone: list[dict[str, Any]]) -> list[str]:
