@@ -38,8 +38,8 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], num_left: int =
     for i, column in enumerate(zip(headers, *rows, strict=True)):
         is_left = i < num_left
         text = "\n".join(column)
-        parts = text.split() if is_left else text.splitlines()
-        width = max(map(cell_len, parts), default=0)
+        unbroken = text.split() if is_left else text.splitlines()
+        width = max(map(cell_len, unbroken), default=0)
         justify: Literal["left", "right"] = "left" if is_left else "right"
         made.add_column(column[0], justify=justify, no_wrap=not is_left, min_width=width)
         least += width + gap
@@ -132,8 +132,8 @@ class LinesOfProgress:
         self.text = text
 
 
-def scaled(value: float, unit: str, *, digits: int = 3) -> str:
-    """A quantity with a decimal prefix: 1.66 GB, 500 TFLOP/s."""
+def scaled(value: float, unit: str) -> str:
+    """A quantity in three digits with a decimal prefix: 1.66 GB, 500 TFLOP/s."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g} {unit}"
     prefix = ""
@@ -141,7 +141,7 @@ def scaled(value: float, unit: str, *, digits: int = 3) -> str:
         if abs(value) >= size:
             prefix = name
     number = value / PREFIXES[prefix]
-    places = max(0, digits - 1 - math.floor(math.log10(abs(number))))
+    places = max(0, 2 - math.floor(math.log10(abs(number))))
     return f"{number:,.{places}f} {prefix}{unit}"
 
 

@@ -105,18 +105,14 @@ def costs(candidate: dict[str, Any]) -> tuple[float, ...]:
 
 
 def reason_of(candidates: list[dict[str, Any]]) -> str:
-    """Why the first candidate is better than each other."""
-    numbers_by_reason: dict[str, list[str]] = {}
-    for number, other in enumerate(candidates[1:], start=2):
-        compared = zip(BETTER, costs(candidates[0]), costs(other), strict=True)
-        reasons = [reason for reason, best, worse in compared if best < worse]
-        reason = reasons[0] if reasons else "equal figures"
-        numbers_by_reason.setdefault(reason, []).append(f"{number}")
-    if not numbers_by_reason:
+    """Why the first candidate is better than the second."""
+    if len(candidates) == 1:
         return "it is the only candidate"
-    return "; ".join(
-        f"{reason} (against {', '.join(numbers)})" for reason, numbers in numbers_by_reason.items()
-    )
+    best, second = map(costs, candidates[:2])
+    for reason, cost, other in zip(BETTER, best, second, strict=True):
+        if cost < other:
+            return f"{reason} (against 2)"
+    return "2 has equal figures"
 
 
 def text(arguments: argparse.Namespace, candidates: list[dict[str, Any]], reason: str) -> str:

@@ -51,24 +51,9 @@ class Hardware(NamedTuple):
             return inside, self.host_latency_seconds
         return self.bytes_per_second, self.latency_seconds
 
-    def compute_seconds(self, flops: float, *, backward: bool, calls: int = 1) -> float:
+    def compute_seconds(self, flops: float, *, backward: bool) -> float:
         rate = (self.backward_flops_per_second if backward else None) or self.flops_per_second
-        return flops / rate + calls * self.call_seconds
-
-    def stage_seconds(
-        self, num_pairs: float, sizes: Sizes, calls: int = 1, *, backward: bool
-    ) -> float:
-        """The time of pairs of a query and a key in one stage: 2 products forward, 5 backward."""
-        return self.compute_seconds(
-            (5 if backward else 2) * 2 * sizes.unit * num_pairs, backward=backward, calls=calls
-        )
-
-    def work_seconds(self, num_pairs: float, sizes: Sizes, calls: int = 1) -> float:
-        """The time of both stages."""
-        return sum(
-            self.stage_seconds(num_pairs, sizes, calls, backward=backward)
-            for backward in (False, True)
-        )
+        return flops / rate + self.call_seconds
 
     def handshake(self, num_ranks: int) -> float:
         """Seconds in which the first `num_ranks` ranks hear of each other."""

@@ -198,5 +198,5 @@ def model_memory(
         working = 3 * decoder.block_parameters * itemsize
     elif itemsize < width:
         working = decoder.num_parameters * itemsize
-    parts = (states, states, 2 * states, activations.device, working)
-    return ModelMemory(*parts, sum(parts), activations.host)
+    sizes = (states, states, 2 * states, activations.device, working)
+    return ModelMemory(*sizes, sum(sizes), activations.host)

@@ -17,6 +17,7 @@ from ...ranks.context import ContextParallel
 from ...ranks.link import GroupLink
 from ...training.agreement import values_of_all
 from ...training.machine import hardware, physical_bytes, versions
+from ..console import counted
 from ..hardware import LARGE_MESSAGE
 from ..local_ranks import Worker
 
@@ -51,7 +52,7 @@ def facts(rank: int, device: str) -> dict[str, Any]:
         "processor": processor,
         "kernel": "cpu",
         "dtype": "float32",
-        "device": f"CPU, {torch.get_num_threads()} threads",
+        "device": f"CPU, {counted(torch.get_num_threads(), 'thread')}",
         "memory_bytes": physical_bytes(),
         "versions": versions() | {"CUDA": "none", "NCCL": "none", "GPU": "none"},
     }

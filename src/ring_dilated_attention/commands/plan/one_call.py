@@ -115,7 +115,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(table_of_ranks(figures))
         print(*map(wrapped, lines_of(figures, choice, kernel, machine)), sep="\n")
         if rows:
-            print(f"\n{table_of_alternatives(rows)}\n{wrapped(advice)}")
+            print(f"\n{table_of_alternatives(rows)}")
+        if advice:
+            print(wrapped(advice))
     if arguments.picture is not None:
         draw(arguments.picture, pattern, arguments.seq_len, arguments.heads)
     return 0
