@@ -3,6 +3,9 @@
 Position t of a document lies in segment t // w of a branch (w, r) and has phase (t mod w) mod r. A query head reads one
 phase per branch: query i sees key j iff both lie in the same segment and have this phase (and j <= i if causal). A pair
 that several branches contain counts once per branch.
+
+A sliding window is one branch more. Query i sees the w positions up to its own, or, if not causal, those at most w // 2
+away. Here `reference.sees` and `plan/sight.py` say the same, of tensors and of stretches of a sequence.
 """
 
 import json
@@ -14,7 +17,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, pairwise
 from numbers import Real
 from operator import index
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PHASE_RULES = ("modulo", "blocked")
 HEAD_RULES = ("all", "split")
@@ -25,12 +28,15 @@ _MOST_LISTED = 8  # phases that `explain` writes out
 
 
 class Branch(NamedTuple):
-    """One (segment_length w, dilation_rate r) pair."""
+    """One (segment_length w, dilation_rate r) pair, or a sliding window of w positions (r = 1)."""
 
     segment_length: int
     dilation_rate: int
+    is_window: bool = False
 
     def __str__(self) -> str:
+        if self.is_window:
+            return f"a sliding window of {self.segment_length}"
         length = "whole document" if self.segment_length == WHOLE_DOCUMENT else self.segment_length
         return f"w={length}, r={self.dilation_rate}"
 
@@ -57,11 +63,14 @@ HeadGroups = tuple[HeadGroup, ...]
 class DilatedPattern:
     """The attention pattern: all branches, the phase rule and causality. Hashable.
 
-    `DilatedPattern.longnet` makes branches by the paper's rule, and `DilatedPattern.dense` makes dense attention.
+    `DilatedPattern.longnet` makes branches by the paper's rule, `DilatedPattern.dense` makes dense attention, and
+    `DilatedPattern.sliding` a sliding window alone.
 
     Args:
         segment_lengths: w of each branch, in positions. The sequence length need not be a multiple of it.
         dilation_rates: r of each branch.
+        window: one branch more, a sliding window. Causal: a query sees the `window` positions up to its own (Mistral,
+            Gemma). Not causal: those at most `window // 2` away (ModernBERT). All heads run it. None: no window.
         is_causal: a query sees no later key.
         phase: which phase head h of H reads. "modulo" is the paper's h mod r, "blocked" is torchscale's
             h // ceil(H / r).
@@ -69,21 +78,26 @@ class DilatedPattern:
             contiguous groups of heads (sizes as torch.tensor_split). All heads of the group read phase i mod r.
 
     Raises:
-        ValueError: for lists that are empty or of different lengths, entries that are not integers from 1 to 2**62,
-            and rules that do not exist.
+        ValueError: for lists that are empty (without a window) or of different lengths, entries that are not integers
+            from 1 to 2**62, rules that do not exist, and a window with heads="split".
     """
 
     segment_lengths: Sequence[int]  # kept as tuples
     # this default is refused, with an error that says what is missing
     dilation_rates: Sequence[int] = ()
     _: KW_ONLY
+    window: int | None = None
     is_causal: bool = False
     phase: str = "modulo"
     heads: str = "all"
 
     def __post_init__(self) -> None:
+        if self.window is not None:
+            (window,) = _integers("window", [self.window])
+            object.__setattr__(self, "window", window)
         for name in ("segment_lengths", "dilation_rates"):
-            object.__setattr__(self, name, _integers(name, getattr(self, name)))
+            entries = _integers(name, getattr(self, name), may_be_empty=self.window is not None)
+            object.__setattr__(self, name, entries)
         if len(self.segment_lengths) != len(self.dilation_rates):
             raise ValueError(
                 f"segment_lengths has {len(self.segment_lengths)} entries and dilation_rates has "
@@ -101,6 +115,9 @@ class DilatedPattern:
         if self.heads == "split" and self.phase != "modulo":
             rule = "heads='split' has its own phase rule (branch i reads phase i mod r)"
             raise ValueError(f"{rule}, got phase={self.phase!r}. Leave phase at its default.")
+        if self.heads == "split" and self.window is not None:
+            rule = "heads='split' gives each branch its own heads, and all heads run a window"
+            raise ValueError(f"{rule}, got window={self.window}. Leave heads at its default.")
         _ = self.text  # computed now, because torch.compile cannot trace it
 
     @cached_property
@@ -109,14 +126,27 @@ class DilatedPattern:
 
         The text is not a field, because FSDP rebuilds a dataclass among a module's inputs from its fields.
         """
-        return json.dumps(
-            (self.segment_lengths, self.dilation_rates, self.is_causal, self.phase, self.heads)
-        )
+        return json.dumps(self.as_dict())
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields by name, as JSON has them; see `from_dict`. Whatever carries a pattern carries these."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "DilatedPattern":
+        """The pattern with these fields. Those that are left out have their defaults."""
+        return cls(**values)
 
     @classmethod
     def dense(cls, *, is_causal: bool = False) -> "DilatedPattern":
         """Dense attention of any length: one branch at rate 1, whose segment is the whole document."""
         return cls((WHOLE_DOCUMENT,), (1,), is_causal=is_causal)
+
+    @classmethod
+    def sliding(cls, window: int, *, is_causal: bool = False) -> "DilatedPattern":
+        """A sliding window alone: the `window` positions up to a query, or those at most `window // 2` away."""
+        return cls((), (), window=window, is_causal=is_causal)
 
     @classmethod
     def longnet(
@@ -125,6 +155,7 @@ class DilatedPattern:
         *,
         first_length: int = 2048,
         ratio: int = 2,
+        window: int | None = None,
         is_causal: bool = False,
         phase: str = "modulo",
         heads: str = "all",
@@ -135,12 +166,14 @@ class DilatedPattern:
         is linear in the length (arXiv 2307.02486, section 2.4). The paper's experiments (section 4.1) have other rates:
         lengths (2048, 4096, 8192, 16384, 32768) with rates (1, 2, 4, 6, 12). Give those to `DilatedPattern` itself. If
         a branch has more phases than there are heads, some phases are read by no head; `explain` lists them. A long
-        segment starts where shorter ones start, unless its length was cut. A causal query at its start sees few keys.
+        segment starts where shorter ones start, unless its length was cut. A causal query at its start sees few keys,
+        unless a `window` is added.
 
         Args:
             max_len: the longest segment length; a longer sequence has several such segments.
             first_length: w_0, the segment length of the branch at rate 1. If it is >= max_len, this is the only branch.
             ratio: a, the common ratio of lengths and rates. The last length is cut to max_len, but its rate is not.
+            window, is_causal, phase, heads: as in `DilatedPattern`.
 
         Raises:
             ValueError: for numbers that are not integers of at least 1 (`ratio`: 2).
@@ -157,24 +190,28 @@ class DilatedPattern:
         while first_length * rates[-1] < max_len:
             rates.append(rates[-1] * ratio)
         lengths = [min(first_length * rate, max_len) for rate in rates]
-        return cls(lengths, rates, is_causal=is_causal, phase=phase, heads=heads)
+        return cls(lengths, rates, window=window, is_causal=is_causal, phase=phase, heads=heads)
 
     def __repr__(self) -> str:
         if self == DilatedPattern.dense(is_causal=self.is_causal):
             return f"DilatedPattern.dense(is_causal={self.is_causal})"
-        listed = ", ".join(f"{item.name}={getattr(self, item.name)!r}" for item in fields(self))
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        if self.window is None:
+            del values["window"]
+        listed = ", ".join(f"{name}={value!r}" for name, value in values.items())
         return f"{type(self).__name__}({listed})"
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        return tuple(map(Branch, self.segment_lengths, self.dilation_rates))
+        """A branch for each segment length, and last the window, if there is one."""
+        branches = tuple(map(Branch, self.segment_lengths, self.dilation_rates))
+        return branches if self.window is None else (*branches, Branch(self.window, 1, True))
 
     @classmethod
     @lru_cache(maxsize=256)
     def from_text(cls, text: str) -> "DilatedPattern":
         """The pattern that has this `text`."""
-        lengths, rates, is_causal, phase, heads = json.loads(text)
-        return cls(lengths, rates, is_causal=is_causal, phase=phase, heads=heads)
+        return cls.from_dict(json.loads(text))
 
     def check_heads(self, num_heads: int, num_kv_heads: int) -> None:
         """Raise ValueError unless the pattern can run on this many query and key/value heads."""
@@ -199,7 +236,7 @@ class DilatedPattern:
 
     def phase_of(self, branch: int, head: int, num_heads: int) -> int | None:
         """The phase that a query head reads in a branch, or None if it does not run the branch."""
-        rate = self.dilation_rates[branch]
+        rate = self.branches[branch].dilation_rate
         if head not in self.heads_of(branch, num_heads):
             return None
         if self.heads == "split":
@@ -219,7 +256,7 @@ class DilatedPattern:
                 held or none. Groups number heads from held.start. A phase follows from a head's number in the layer.
         """
         held = held if held is not None else range(num_heads)
-        rate = self.dilation_rates[branch]
+        rate = self.branches[branch].dilation_rate
         groups = self.phase_groups(branch, num_heads, num_kv_heads, held)
         if self.heads == "all" and num_heads == num_kv_heads:
             block = -(-num_heads // rate)  # heads of one phase under the blocked rule
@@ -244,7 +281,7 @@ class DilatedPattern:
 
     def _heads_by_phase(self, branch: int, num_heads: int) -> list[tuple[int, range]]:
         """The phases that query heads read in a branch, each with its heads."""
-        rate = self.dilation_rates[branch]
+        rate = self.branches[branch].dilation_rate
         if self.heads == "split":
             return [(branch % rate, self.heads_of(branch, num_heads))]
         if self.phase == "modulo":
@@ -277,7 +314,7 @@ class DilatedPattern:
         return sum(
             len(group.kv_heads)
             * max(0, -((group.phase - (w if max_len is None else min(w, max_len))) // r))
-            for i, (w, r) in enumerate(self.branches)
+            for i, (w, r, _) in enumerate(self.branches)
             for group in self.phase_groups(i, num_heads, num_kv_heads)
         )
 
@@ -288,9 +325,11 @@ class DilatedPattern:
             lengths: of the documents; by default one period of the pattern. If the period is above 2^20 positions, only
                 the first 2^20 of each document are looked at (fewer if heads read more than 64 combinations of phases).
         """
+        if self.window is not None:  # in which every query sees itself
+            return 0, num_heads * sum(lengths if lengths is not None else [1])
         longest = max(lengths) if lengths is not None else math.inf
         # (t mod w) mod r has the period r if r divides w, or if no document is longer than w. Else the period is w.
-        period = math.lcm(*(w if w % r and w < longest else r for w, r in self.branches))
+        period = math.lcm(*(w if w % r and w < longest else r for w, r, _ in self.branches))
         branches = range(len(self.branches))
         heads = Counter(
             tuple(self.phase_of(i, h, num_heads) for i in branches) for h in range(num_heads)
@@ -313,7 +352,7 @@ class DilatedPattern:
     def _seen(self, phases: Iterable[int | None], length: int) -> bytearray:
         """For each position 1 if a head that reads these phases sees a key from there, and 0 if it sees none."""
         seen = bytearray(length)
-        for (w, r), phase in zip(self.branches, phases, strict=True):
+        for (w, r, _), phase in zip(self.branches, phases, strict=True):
             if phase is not None:
                 # if r divides w, all segments have the same rows: t mod r == phase
                 segment = w if w % r else length
@@ -328,7 +367,11 @@ class DilatedPattern:
         self.check_heads(num_heads, num_heads)
         lines = []
         for i, branch in enumerate(self.branches):
-            heads, phases = self.heads_of(i, num_heads), range(min(branch))
+            if branch.is_window:
+                lines.append(f"branch {i} ({branch}): all {num_heads} heads")
+                continue
+            heads = self.heads_of(i, num_heads)
+            phases = range(min(branch.segment_length, branch.dilation_rate))
             read = [s for s, found in self._heads_by_phase(i, num_heads) if found]
             share = (
                 f"heads {heads.start}..{heads.stop - 1}"
@@ -357,14 +400,16 @@ class DilatedPattern:
         return "\n".join(lines)
 
 
-def _integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
+def _integers(
+    name: str, values: Iterable[int], *, may_be_empty: bool = False
+) -> tuple[int, ...]:
     try:
         entries = tuple(values)
     except TypeError:  # a 0-dimensional array too, although it is an Iterable
         entries = None
     if entries is None or isinstance(values, (str, bytes, Mapping, Set)):
         raise ValueError(f"{name} must be a list of positive integers, got {values!r}.")
-    if not entries:
+    if not entries and not may_be_empty:
         raise ValueError(
             f"{name} is empty. Give one entry per branch; dense attention is DilatedPattern.dense()."
         )

@@ -8,23 +8,35 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .pattern import DilatedPattern
+from .pattern import Branch, DilatedPattern
+
+
+def sees(branch: Branch, query: Tensor, key: Tensor, *, is_causal: bool) -> Tensor:
+    """Whether a query sees a key, but for their phases. query, key: positions in one document, of shapes that broadcast."""
+    length = branch.segment_length
+    if branch.is_window:
+        seen = query - key < length if is_causal else (query - key).abs() <= length // 2
+    else:
+        seen = query // length == key // length
+    return seen & (key <= query) if is_causal else seen
 
 
 def multiplicity(
     pattern: DilatedPattern, seq_len: int, num_heads: int, documents: Sequence[int] | None = None
 ) -> Tensor:
-    """M[h, i, j]: the number of branches in which query i of head h sees key j. (H, N, N), int64."""
+    """M[h, i, j]: the number of branches in which query i of head h sees key j. (H, N, N), int64.
+
+    A branch's key must be in reach of the query (`sees`), and both must have the phase that the head reads.
+    """
     borders = torch.tensor(documents if documents is not None else (0, seq_len))
     position = torch.arange(seq_len)
     document = torch.bucketize(position, borders, right=True) - 1
     t = position - borders[document]
     count = torch.zeros(num_heads, seq_len, seq_len, dtype=torch.int64)
-    for i, (length, rate) in enumerate(pattern.branches):
-        segment, phase = t // length, (t % length) % rate
-        same = (document[:, None] == document) & (segment[:, None] == segment)
-        if pattern.is_causal:
-            same = same & (t[:, None] >= t)
+    for i, branch in enumerate(pattern.branches):
+        phase = (t % branch.segment_length) % branch.dilation_rate
+        same = document[:, None] == document
+        same = same & sees(branch, t[:, None], t, is_causal=pattern.is_causal)
         for h in pattern.heads_of(i, num_heads):
             own_phase = pattern.phase_of(i, h, num_heads)
             assert own_phase is not None

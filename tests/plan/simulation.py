@@ -13,6 +13,7 @@ from ring_dilated_attention.plan.plan import Tile
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.rows import Block, Rows
 from ring_dilated_attention.plan.sharding import Shard
+from ring_dilated_attention.plan.sight import FROM_END, FULL
 
 Triples = Counter[tuple[int, int, int]]
 
@@ -21,12 +22,18 @@ def dense_triples(pattern: DilatedPattern, borders: tuple[int, ...], num_heads: 
     """The definition, counted: how often query i of head h sees key j."""
     triples: Triples = Counter()
     for start, stop in pairwise(borders):
-        for b, (w, r) in enumerate(pattern.branches):
+        for b, (w, r, is_window) in enumerate(pattern.branches):
             for h in pattern.heads_of(b, num_heads):
                 s = pattern.phase_of(b, h, num_heads)
                 for i in range(stop - start):
-                    for j in range(i // w * w, min(i // w * w + w, stop - start)):
-                        if (i % w) % r == s == (j % w) % r and (j <= i or not pattern.is_causal):
+                    if is_window:
+                        reach = w - 1 if pattern.is_causal else w // 2
+                        keys = range(max(i - reach, 0), min(i + reach + 1, stop - start))
+                    else:
+                        keys = range(i // w * w, min(i // w * w + w, stop - start))
+                    for j in keys:
+                        has_phase = is_window or (i % w) % r == s == (j % w) % r
+                        if has_phase and (j <= i or not pattern.is_causal):
                             triples[h, start + i, start + j] += 1
     return triples
 
@@ -209,7 +216,7 @@ class Simulation:
                 assert kv == h // self.ratio, f"query head {h} reads key/value head {kv}"
                 for a, i in enumerate(q_positions):
                     for b, t in enumerate(k_positions):
-                        if not tile.is_causal or b <= a:
+                        if tile.mask == FULL or (b >= a if tile.mask == FROM_END else b <= a):
                             triples[h, i, t] += 1
         assert sum(triples.values()) == tile.pairs
         return triples

@@ -22,6 +22,7 @@ from .plan import Plan, Tile
 from .planner import make_plan
 from .rows import Rows
 from .sharding import Shard, Span, make_shards
+from .sight import FULL
 
 
 class Buffers(NamedTuple):
@@ -234,7 +235,7 @@ def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Til
                 1,
                 len(slots),
             )
-            yield Tile(queries, keys, is_causal=False, first_query=False, first_key=False)
+            yield Tile(queries, keys, FULL, first_query=False, first_key=False)
 
 
 def check_append(plan: CachePlan, positions: Sequence[int], counts: Sequence[int]) -> None:

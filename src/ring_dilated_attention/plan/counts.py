@@ -15,9 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, pairwise, zip_longest
 from typing import Any, NamedTuple
 
+from ..pattern import Branch
 from .collection import without_collection
 from .job import Job
-from .rows import own_pieces
+from .rows import own_stretches
+from .sharding import Span
+from .sight import meetings, pairs_under
+from .window_maker import WindowMaker, windows_of
 
 Pieces = Sequence[tuple[int, int]]  # (start, stop), counted from the start of the segment
 
@@ -73,6 +77,19 @@ class Phases:
             [self.products(stop, length) - self.products(start, length) for start, stop in pieces]
         )
 
+    def pairs_of_stretch(self, branch: Branch, length: int, *, is_causal: bool) -> int:
+        """(query, key) pairs of a stretch of whole segments, or of a document that a window slides over."""
+        total = 0
+        for meeting in meetings(branch, length, is_causal=is_causal):
+            size = len(meeting.queries)
+            if branch.is_window:
+                total += self.num * meeting.pairs
+            elif is_causal:
+                total += meeting.number * self.triangles(size)
+            else:
+                total += meeting.number * self.products(size, size)
+        return total
+
     def own_and_foreign(
         self, pieces: Pieces, length: int, *, is_causal: bool
     ) -> tuple[list[int], int]:
@@ -113,7 +130,7 @@ class Counter:
         job.pattern.check_heads(job.num_heads, job.num_kv_heads)
         self.job, self.pattern, self.borders = job, job.pattern, job.borders
         self.queries, self.keys = [], []
-        for branch, rate in enumerate(self.pattern.dilation_rates):
+        for branch, (_, rate, _) in enumerate(self.pattern.branches):
             groups = self.pattern.phase_groups(branch, job.num_heads, job.num_kv_heads, job.held)
             self.queries.append(
                 Phases([group.phase for group in groups for _ in group.query_heads], rate)
@@ -121,27 +138,32 @@ class Counter:
             self.keys.append(
                 Phases([group.phase for group in groups for _ in group.kv_heads], rate)
             )
+        self._windows = windows_of(job)
 
     def of(self, rank: int) -> RankCount:
-        pairs, shares, is_causal, spans = (
-            0,
-            [],
-            self.pattern.is_causal,
-            sorted(self.job.shards[rank]),
-        )
-        for branch, length in enumerate(self.pattern.segment_lengths):
-            cut: dict[tuple[int, int], list[tuple[int, int]]] = {}
-            for span in spans:
-                for first, last, segments, origin, stop in own_pieces(span, self.borders, length):
-                    if segments:
-                        size, phases = last - first, self.queries[branch]
-                        pairs += segments * (
-                            phases.triangles(size) if is_causal else phases.products(size, size)
+        pairs = 0
+        shares: list[SegmentShare] = []
+        for number, branch in enumerate(self.pattern.branches):
+            cut: dict[Span, list[tuple[int, int]]] = {}
+            for span in sorted(self.job.shards[rank]):
+                for stretch in own_stretches(span, self.borders, branch):
+                    if stretch.segment is None:
+                        length = stretch.stop - stretch.start
+                        pairs += self.queries[number].pairs_of_stretch(
+                            branch, length, is_causal=self.pattern.is_causal
                         )
                     else:
-                        cut.setdefault((origin, stop), []).append((first - origin, last - origin))
-            found = [self._share(branch, *ends, pieces) for ends, pieces in cut.items()]
+                        origin = stretch.segment.start
+                        piece = (stretch.start - origin, stretch.stop - origin)
+                        cut.setdefault(stretch.segment, []).append(piece)
+            found = [self._share(number, *segment, pieces) for segment, pieces in cut.items()]
             shares += [share for share in found if any(share.rows)]
+            if branch.is_window:
+                window = self._windows[number]
+                for query, key, mask, _ in window.crossings(rank):
+                    of_head = pairs_under(mask, query.length, key.length)
+                    pairs += self.queries[number].num * of_head
+                shares += _shares_of_window(window, rank)
         return RankCount(
             pairs + sum([x.pairs for x in shares]), sum([x.received for x in shares]), tuple(shares)
         )
@@ -157,8 +179,23 @@ class Counter:
         )
 
 
+def _shares_of_window(window: WindowMaker, rank: int) -> Iterator[SegmentShare]:
+    """A rank's rows that others see, and those of others that it sees. Their pairs are not counted here."""
+    for (branch, _), rings in dict(window.rings(rank)).items():
+        for ring in rings:
+            if rank in ring.ranks:
+                [(keys, chunk)] = [
+                    (keys, chunk)
+                    for keys, chunk in zip(ring.keys, ring.chunks, strict=True)
+                    if keys
+                ]
+                is_owner = bool(ring.keys[ring.place_of(rank)])
+                received = 0 if is_owner else chunk.size
+                yield SegmentShare((branch, keys[0].start), (0,), 0, (chunk.size,), received)
+
+
 class Segment(NamedTuple):
-    """A segment that ranks share."""
+    """A segment that ranks share, or rows that a window sees on other ranks."""
 
     sharers: int  # the number of ranks with rows of it, from rank `first` to `last`
     # the size of the largest first chunk of all ranks; of the largest second, if any

@@ -15,6 +15,7 @@ from itertools import accumulate, chain
 from typing import NamedTuple
 
 from .rows import Block, Rows
+from .sight import FULL, pairs_under
 
 
 class Tile(NamedTuple):
@@ -22,7 +23,7 @@ class Tile(NamedTuple):
 
     query: Rows
     key: Rows | Block
-    is_causal: bool  # both sides are the same rows of the sequence, and row j sees keys 0..j
+    mask: str  # which of the keys a query row sees (`sight.py`)
     first_query: (
         bool  # no earlier tile has results for the query rows, so results are written, not added
     )
@@ -31,17 +32,14 @@ class Tile(NamedTuple):
     packed: Block | None = None
 
     def __str__(self) -> str:
-        return f"queries in {self.query} x keys in {self.key}{', causal' if self.is_causal else ''}"
+        mask = "" if self.mask == FULL else f", {self.mask}"
+        return f"queries in {self.query} x keys in {self.key}{mask}"
 
     @property
     def pairs(self) -> int:
         """Number of (query, key) pairs that contribute, over heads and segments (for one batch entry)."""
-        q, k = self.query.num_rows, self.key.num_rows
-        return (
-            (q * (q + 1) // 2 if self.is_causal else q * k)
-            * len(self.query.heads)
-            * self.query.segments
-        )
+        of_one = pairs_under(self.mask, self.query.num_rows, self.key.num_rows)
+        return of_one * len(self.query.heads) * self.query.segments
 
     def split(self, max_rows: int, fewest_heads: int) -> Iterator["Tile"]:
         """Split into calls of at most max_rows rows of queries, or of keys, each, but of at least `fewest_heads`

@@ -9,8 +9,10 @@ from .job import Job
 from .plan import Hop, Message, Plan, Tile
 from .ring_maker import RingMaker, ShardIndex
 from .rings import Entry, Ring, Timetable
-from .rows import Block, Piece, Rows, make_bands, matches, own_pieces
+from .rows import Block, Piece, Rows, make_bands, matches, own_stretches
 from .sharding import shard_length
+from .sight import mask_between, meetings
+from .window_maker import windows_of
 
 
 @lru_cache(maxsize=256)
@@ -59,12 +61,13 @@ class _Planner:
         self.index = ShardIndex(job.shards)
         # all ranks of a ring ask for it
         self.rings_of = cache(RingMaker(job, self.index, self.groups).rings)
+        self.windows = windows_of(job, self.index)
         # rows lie alike in one chunk after another
         self.tiles_of = lru_cache(maxsize=1024)(self.make_tiles)
 
     def covers(self) -> tuple[bool, bool]:
         """Whether first tiles write all query rows; and all key rows."""
-        rates = self.pattern.dilation_rates
+        rates = [branch.dilation_rate for branch in self.pattern.branches]
         first_rates = rates[:1] if self.pattern.heads == "all" else rates
         is_covered = set(first_rates) == {1}
         return is_covered, is_covered and (self.pattern.heads == "all" or not self.shares_kv)
@@ -73,57 +76,77 @@ class _Planner:
         """Tiles of all branches with own rows on both sides, and the rings of this rank."""
         tiles: list[Tile] = []
         rings: dict[tuple[int, int], tuple[Ring, ...]] = {}
-        for branch, (length, _) in enumerate(self.pattern.branches):
+        for number, branch in enumerate(self.pattern.branches):
             for span in self.shards[rank]:
-                for first, last, segments, origin, stop in own_pieces(span, self.borders, length):
-                    if segments:
-                        piece = self.index.piece(span, first, last)
-                        tiles += self.own_tiles(branch, origin, piece, piece, segments)
-                    elif (branch, origin) not in rings:
-                        rings[branch, origin] = self.rings_of(branch, origin, stop)
-                        tiles += self.straddling_tiles(
-                            branch, origin, self.index.pieces(rank, origin, stop)
-                        )
-        all_rings = [ring for _, of_segment in sorted(rings.items()) for ring in of_segment]
+                for stretch in own_stretches(span, self.borders, branch):
+                    if stretch.segment is None:
+                        piece = self.index.piece(span, stretch.start, stretch.stop)
+                        tiles += self.stretch_tiles(number, piece)
+                    elif (number, stretch.segment.start) not in rings:
+                        origin, stop = stretch.segment
+                        rings[number, origin] = self.rings_of(number, origin, stop)
+                        pieces = self.index.pieces(rank, origin, stop)
+                        tiles += self.straddling_tiles(number, origin, pieces)
+            if branch.is_window:
+                rings |= self.windows[number].rings(rank)
+                for query, key, mask, owner in self.windows[number].crossings(rank):
+                    if owner == rank:
+                        tiles += self.tiles_under(number, mask, query.start, query, key)
+        all_rings = [ring for _, of_origin in sorted(rings.items()) for ring in of_origin]
         return tiles, [ring for ring in all_rings if rank in ring.ranks]
 
-    def straddling_tiles(self, branch: int, origin: int, pieces: list[Piece]) -> Iterator[Tile]:
+    def stretch_tiles(self, number: int, piece: Piece) -> Iterator[Tile]:
+        """Own queries times own keys of a stretch: whole segments, or of a window the positions of a document."""
+        branch, is_causal = self.pattern.branches[number], self.pattern.is_causal
+        for meeting in meetings(branch, piece.stop - piece.start, is_causal=is_causal):
+            query, key = (
+                piece.part(piece.start + side.start, piece.start + side.stop)
+                for side in (meeting.queries, meeting.keys)
+            )
+            for tile in self.tiles_under(number, meeting.mask, query.start, query, key):
+                yield tile._replace(
+                    query=tile.query.again(meeting.number, meeting.step),
+                    key=tile.key.again(meeting.number, meeting.step),
+                )
+
+    def straddling_tiles(self, number: int, origin: int, pieces: list[Piece]) -> Iterator[Tile]:
         """Own queries times own keys of a segment that other ranks share."""
         # Each piece times itself comes first: these tiles write where the others add.
         pairs = sorted(product(pieces, pieces), key=lambda pair: pair[0] != pair[1])
         for query, key in pairs:
-            yield from self.own_tiles(branch, origin, query, key, 1)
+            yield from self.own_tiles(number, origin, query, key)
 
-    def own_tiles(
-        self, branch: int, origin: int, query: Piece, key: Piece, segments: int
+    def own_tiles(self, number: int, origin: int, query: Piece, key: Piece) -> Iterator[Tile]:
+        """Own queries of one piece times own keys of the same or another piece."""
+        mask = self.mask(number, query, key)
+        if mask is not None:
+            yield from self.tiles_under(number, mask, origin, query, key)
+
+    def mask(self, number: int, query: Piece, key: Piece) -> str | None:
+        branch, is_causal = self.pattern.branches[number], self.pattern.is_causal
+        return mask_between(branch, query.start, key.start, is_causal=is_causal)
+
+    def tiles_under(
+        self, number: int, mask: str, origin: int, query: Piece, key: Piece
     ) -> Iterator[Tile]:
-        """Own queries of one piece times own keys of the same or another piece, for `segments` equal segments."""
-        length, rate = self.pattern.branches[branch]
-        is_same = query == key
-        is_causal = self.pattern.is_causal
-        if is_causal and key.start > query.start:
-            return
+        """The tiles of own queries times own keys under a mask, for all heads. origin: where the segment starts."""
+        rate = self.pattern.branches[number].dilation_rate
         # The first branch writes what later ones add to. Under "split" each branch has heads of its own.
         is_split = self.pattern.heads == "split"
-        first_query = is_same and (branch == 0 or is_split)
-        first_key = is_same and (branch == 0 or (is_split and not self.shares_kv))
-        for group in self.groups[branch]:
+        first_query = query == key and (number == 0 or is_split)
+        first_key = query == key and (number == 0 or (is_split and not self.shares_kv))
+        for group in self.groups[number]:
             query_bands = make_bands(group, query, origin, rate)
             key_bands = make_bands(group, key, origin, rate)
             for query_band, key_band in matches(query_bands, key_bands):
-                yield Tile(
-                    query_band.query_rows(rate).again(segments, length),
-                    key_band.kv_rows(rate).again(segments, length),
-                    is_causal=is_causal and is_same,
-                    first_query=first_query,
-                    first_key=first_key,
-                )
+                rows = query_band.query_rows(rate), key_band.kv_rows(rate)
+                yield Tile(*rows, mask, first_query=first_query, first_key=first_key)
 
     def rows_of(self, ring: Ring, place: int) -> Iterator[tuple[Piece, Rows, Block]]:
         """The key/value rows that the rank at a place packs into its chunk, each with its piece and block."""
-        rate = self.pattern.dilation_rates[ring.branch]
+        rate = self.pattern.branches[ring.branch].dilation_rate
         for entry in ring.chunks[place].entries:
-            yield ring.pieces[place][entry.piece], entry.band.kv_rows(rate), entry.block
+            yield ring.keys[place][entry.piece], entry.band.kv_rows(rate), entry.block
 
     def packs(
         self, rank: int, rings: Sequence[Ring], offsets: Sequence[int]
@@ -139,17 +162,18 @@ class _Planner:
         self, ring: Ring, place: int, owner: int, offset: int, rank: int
     ) -> Iterator[Tile]:
         """Queries of one place of a ring times the chunk of another, which lies in the buffer from `offset` on."""
-        for query in ring.pieces[place]:
+        for query in ring.queries[place]:
             for entry in ring.chunks[owner].entries:
-                is_later = ring.pieces[owner][entry.piece].start > query.start
-                if not (self.pattern.is_causal and is_later):
-                    yield from self.tiles_of(ring.branch, ring.origin, query, entry, offset, rank)
+                mask = self.mask(ring.branch, query, ring.keys[owner][entry.piece])
+                if mask is not None:
+                    ends = query, entry, offset, rank
+                    yield from self.tiles_of(ring.branch, mask, ring.origin, *ends)
 
     def make_tiles(
-        self, branch: int, origin: int, query: Piece, entry: Entry, offset: int, rank: int
+        self, number: int, mask: str, origin: int, query: Piece, entry: Entry, offset: int, rank: int
     ) -> tuple[Tile, ...]:
         """Queries of a piece times the keys of an entry, whose chunk lies in the buffer from `offset` on."""
-        rate = self.pattern.dilation_rates[branch]
+        rate = self.pattern.branches[number].dilation_rate
         query_bands = make_bands(entry.band.group, query, origin, rate)
         tiles: list[Tile] = []
         for query_band, key_band in matches(query_bands, [entry.band]):
@@ -162,7 +186,7 @@ class _Planner:
                 start + len(key_band.kv_heads),
             )
             rows = query_band.query_rows(rate)
-            tile = Tile(rows, block, is_causal=False, first_query=False, first_key=False)
+            tile = Tile(rows, block, mask, first_query=False, first_key=False)
             tiles += self.blocks_of(tile, rank)
         return tuple(tiles)
 

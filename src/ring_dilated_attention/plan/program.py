@@ -16,6 +16,7 @@ from functools import lru_cache
 from . import step as steps
 from .plan import Message, Plan, Tile
 from .rows import Rows
+from .sight import FROM_END
 from .step import (
     BUFFERS,
     CACHED_ROWS,
@@ -236,7 +237,7 @@ class _Maker:
     def calls(self, tile: Tile, keys: str) -> Iterable[tuple[Tile, int | None]]:
         """The kernel's calls for a tile, with their batch entries. A tile whose rows are copied is split."""
         packing, calls = self.terms.packing, iter((tile,))
-        if packing and self.copied(tile, keys):
+        if packing and (tile.mask == FROM_END or self.copied(tile, keys)):
             # in backward a thread takes whole heads
             fewest_heads = 4 if self.stage == "backward" else 1
             calls = tile.split(packing.max_rows // self.terms.batch, fewest_heads)

@@ -74,7 +74,9 @@ class RingMaker:
                     chunks.append(
                         self._chunk(chunk_of, groups, carried, first or 0, branch, origin)
                     )
-                rings.append(Ring(branch, origin, len(rings), ranks, pieces, tuple(chunks), hops))
+                rings.append(
+                    Ring(branch, origin, len(rings), ranks, pieces, pieces, tuple(chunks), hops)
+                )
         return tuple(rings)
 
     def _carried_together(
@@ -106,7 +108,7 @@ class RingMaker:
         origin: int,
     ) -> Chunk:
         """The chunk of these pieces; one object for all in which rows lie alike."""
-        rate = self.pattern.dilation_rates[branch]
+        rate = self.pattern.branches[branch].dilation_rate
         places = [
             (piece.stop - piece.start, (piece.start - origin) % rate, piece.row) for piece in pieces
         ]
@@ -120,7 +122,7 @@ class RingMaker:
     ) -> Iterator[tuple[PiecesOfRanks, list[HeadGroup]]]:
         """Group the heads whose rows the same ranks need: yield these ranks, each with its pieces, and the heads.
         A rank needs all rows of the phases of which it has rows; if causal, only those before its last piece."""
-        rate = self.pattern.dilation_rates[branch]
+        rate = self.pattern.branches[branch].dilation_rate
         pieces_of_ranks = self.candidates(branch, origin, stop)
 
         def has_row(piece: Piece, phases: Iterable[int]) -> bool:
@@ -165,7 +167,7 @@ class RingMaker:
     def candidates(self, branch: int, origin: int, stop: int) -> PiecesOfRanks:
         """The pieces of a segment that may hold rows, by rank, in the order of positions. Spans without rows are
         skipped: at high rates most have none."""
-        rate = self.pattern.dilation_rates[branch]
+        rate = self.pattern.branches[branch].dilation_rate
         phases = [phase for group in self.groups[branch] for phase in group.phases]
         lowest = min(phases, default=0)
         highest = max(phases, default=0)

@@ -12,7 +12,7 @@ same ranks hold their phases, so that a rank has queries for every row that it r
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -53,13 +53,15 @@ class Timetable(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """Heads of a straddling segment of a branch, and the ranks that hold rows of them, in order."""
+    """Heads of a straddling segment of a branch, and the ranks that hold rows of them, in order. Or, of a window, rows
+    of one rank and the ranks whose queries see them (`window_maker.py`)."""
 
     branch: int
-    origin: int  # where the segment starts
-    lane: int  # the number of this ring among those of the segment
+    origin: int  # where the segment starts, or the rows that a window sees
+    lane: int  # the number of this ring among those with this origin
     ranks: tuple[int, ...]
-    pieces: tuple[tuple[Piece, ...], ...]  # of each rank
+    queries: tuple[tuple[Piece, ...], ...]  # of each rank
+    keys: tuple[tuple[Piece, ...], ...]  # of each rank, as `chunks` number them
     chunks: tuple[Chunk, ...]  # of each rank
     needed: tuple[Hops, ...]  # for each rank, the hops at which its chunk is needed
 
@@ -122,6 +124,14 @@ def causal_hops(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
             _add_place(needed_by, waiting.pop())
         hops[place][i] = _hops(needed_by, place, num_places)
     return hops
+
+
+def hops_to(places: Iterable[int], place: int, num_places: int) -> Hops:
+    """The hops at which a place's chunk is due at these other places of a ring."""
+    ranges: list[tuple[int, int]] = []
+    for other in places:
+        _add_place(ranges, other)
+    return _hops(ranges, place, num_places)
 
 
 def _add_place(ranges: list[tuple[int, int]], place: int) -> None:

@@ -5,12 +5,12 @@ rate. A *band* is a range of neighbouring heads of a head group whose rows toget
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
-from ..pattern import HeadGroup
+from ..pattern import Branch, HeadGroup
 from .sharding import Span
 
 
@@ -76,6 +76,19 @@ class Piece(NamedTuple):
     stop: int
     row: int
 
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    def part(self, start: int, stop: int) -> "Piece":
+        """Positions start..stop-1 of it."""
+        return Piece(start, stop, self.row + start - self.start)
+
+    def cut(self, borders: Iterable[int]) -> "list[Piece]":
+        """Its parts between those of the borders that lie in it."""
+        inside = {x for x in borders if self.start < x < self.stop}
+        return [self.part(a, b) for a, b in pairwise([self.start, *sorted(inside), self.stop])]
+
 
 class Band(NamedTuple):
     """Heads lo..hi-1 of a head group whose rows in a piece form one strided view, from local row `first` on."""
@@ -113,30 +126,39 @@ class Band(NamedTuple):
         )
 
 
-def own_pieces(
-    span: Span, borders: Sequence[int], length: int
-) -> Iterator[tuple[int, int, int, int, int]]:
-    """Cut a span at the borders of segments: (start, stop, number, first_start, first_stop) of pieces.
+class Stretch(NamedTuple):
+    """Positions start..stop-1 of one document in a span of a shard: whole segments, or a piece of one segment."""
 
-    Whole segments of one length that follow each other come together: the piece of the first, and their number. A piece
-    that is not a whole segment comes alone, with the number 0. first_start and first_stop are those of the (first)
-    segment. The last segment of a document may be shorter.
+    start: int
+    stop: int
+    # where the segment begins and ends of which this is a piece, because it goes on outside the span
+    segment: Span | None = None
+
+
+def own_stretches(span: Span, borders: Sequence[int], branch: Branch) -> Iterator[Stretch]:
+    """Cut a span at the borders of documents, and of segments that the span does not hold whole.
+
+    Whole segments that follow each other are one stretch. The last segment of a document may be shorter. A window has
+    no segments: each document's positions are one stretch.
     """
     for i in range(bisect_right(borders, span.start) - 1, bisect_left(borders, span.stop)):
         document, end = borders[i], borders[i + 1]
         start, stop = max(span.start, document), min(span.stop, end)
+        if branch.is_window:
+            yield Stretch(start, stop)
+            continue
+        length = branch.segment_length
         # first border of a segment at or after start
         whole = document - (document - start) // length * length
         if start < whole:
-            yield start, min(whole, stop), 0, whole - length, min(whole, end)
+            yield Stretch(start, min(whole, stop), Span(whole - length, min(whole, end)))
         if whole >= stop:
             continue
-        segments, rest = divmod(stop - whole, length)
-        if segments:
-            yield whole, whole + length, segments, whole, whole + length
-        if rest:
-            last = stop - rest
-            yield last, stop, 1 if stop == end else 0, last, min(last + length, end)
+        last = stop - (stop - whole) % length if stop < end else stop
+        if whole < last:
+            yield Stretch(whole, last)
+        if last < stop:
+            yield Stretch(last, stop, Span(last, min(last + length, end)))
 
 
 @lru_cache(maxsize=1024)  # the same queries meet one chunk after another

@@ -18,10 +18,11 @@ from ..plan.exchange import RankPlan
 from ..plan.plan import Plan
 from ..plan.program import program_of
 from ..plan.rows import Block, Rows
+from ..plan.sight import FROM_END, FULL
 from ..plan.step import CACHED_ROWS, OWN_ROWS, BufferSlice, Terms
 from .link_contract import Dealer, Link, Pending
 from .merge import merge_
-from .views import accumulator_dtype, block_views, folds, rows_view
+from .views import accumulator_dtype, block_views, folds, rows_view, with_unit_stride
 
 
 class ExecutorOptions(NamedTuple):
@@ -186,25 +187,28 @@ class _Executor:
 
     def compute(self, step: steps.Compute) -> None:
         tile, scale = step.tile, self.options.scale
+        is_causal = tile.mask != FULL  # FROM_END too, since `copied` has turned the rows round
         if step.what == "partial":
             query, (key, value) = self.own(step, "query"), self.keys(step)
-            out, lse = self.kernel.forward(query, key, value, tile.is_causal, scale)
+            out, lse = self.kernel.forward(query, key, value, is_causal, scale)
             self.results = {"out": out, "lse": lse}
         else:
-            dq, dk, dv = self.kernel.backward(self.backward_rows(step), tile.is_causal, scale)
+            dq, dk, dv = self.kernel.backward(self.backward_rows(step), is_causal, scale)
             self.results = {"dq": dq, "dk": dk, "dv": dv}
+        if tile.mask == FROM_END:
+            self.results = {name: result.flip(2) for name, result in self.results.items()}
 
     def rows(self, name: str, rows: Rows, entry: int | None) -> Tensor:
         x = self.alive[name]
         return rows_view(x if entry is None else x[entry : entry + 1], rows)
 
     def copied(self, step: steps.Compute, name: str, rows: Tensor) -> Tensor:
-        """The rows, or a copy of them if the step says so."""
-        return (
-            rows.new_empty(rows.shape, dtype=self.sum_dtype).copy_(rows)
-            if name in step.copied
-            else rows
-        )
+        """The rows, or a copy of them if the step says so, or if their order is turned round."""
+        if step.tile.mask == FROM_END:
+            rows = with_unit_stride(rows.flip(2)) if rows.dim() == 4 else rows.flip(2)
+        if name not in step.copied:
+            return rows
+        return rows.new_empty(rows.shape, dtype=self.sum_dtype).copy_(rows)
 
     def own(self, step: steps.Compute, name: str) -> Tensor:
         """The query's rows of a tile, in one of the tensors that have such rows."""

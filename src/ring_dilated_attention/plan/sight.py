@@ -1,0 +1,123 @@
+"""Who sees whom in a branch, as queries times keys under a mask. Pure integers, no torch.
+
+`reference.sees` defines it for two positions. Here it is said of stretches, so that kernels compute it: planner, counts
+and forecast read it here. Phases are not: a head then reads every r-th position of a stretch (`rows.py`).
+
+A *mask* is one of three. Row i of the queries sees, of as many keys or more,
+
+    FULL        all keys
+    CAUSAL      the keys 0..i
+    FROM_END    the keys i.. (a kernel computes it as causal, with both sides turned round)
+
+Segments are full, or causal. A sliding window is cut into blocks. With a causal window of w, blocks of w rows:
+
+    query i of a block      sees the keys 0..i of its block (CAUSAL)
+                            and of the block before those that are less than w away (FROM_END, w - 1 rows a side)
+
+and with a centred one of h = w // 2, blocks of h rows: its own block whole, the block before FROM_END, the next CAUSAL.
+A block may begin anywhere, since a window is the same everywhere. So each rank begins at its first row.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..pattern import Branch
+
+FULL, CAUSAL, FROM_END = "full", "causal", "causal from the end"
+
+
+class Meeting(NamedTuple):
+    """Positions of queries times positions of keys. The same again `step` positions further, `number` times in all."""
+
+    queries: range
+    keys: range
+    mask: str
+    number: int = 1
+    step: int = 0
+
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs, where a head reads every position."""
+        return self.number * pairs_under(self.mask, len(self.queries), len(self.keys))
+
+
+def pairs_under(mask: str, num_queries: int, num_keys: int) -> int:
+    """How many (query, key) pairs a mask leaves."""
+    if mask == FULL:
+        return num_queries * num_keys
+    assert num_queries == num_keys
+    return num_queries * (num_queries + 1) // 2
+
+
+def meetings(branch: Branch, length: int, *, is_causal: bool) -> Iterator[Meeting]:
+    """Who sees whom among positions 0..length-1 of a document. They begin at the border of a segment.
+
+    The meetings of positions with themselves come first: each position is in one of them.
+    """
+    size = block_length(branch, is_causal=is_causal)
+    number, rest = divmod(length, size)
+    mask = CAUSAL if is_causal else FULL
+    if number:
+        yield Meeting(range(size), range(size), mask, number, size)
+    if rest:
+        last = range(number * size, length)
+        yield Meeting(last, last, mask)
+    if branch.is_window and length > size:
+        yield from _crossings(size, window_reach(branch, is_causal=is_causal), length, is_causal)
+
+
+def block_length(branch: Branch, *, is_causal: bool) -> int:
+    """The length of stretches within which, in the first place, positions see each other."""
+    if branch.is_window and not is_causal:
+        return max(branch.segment_length // 2, 1)
+    return branch.segment_length
+
+
+def window_reach(branch: Branch, *, is_causal: bool) -> int:
+    """How far a window reaches back, and forward if it is centred."""
+    return branch.segment_length - 1 if is_causal else branch.segment_length // 2
+
+
+def _crossings(size: int, reach: int, length: int, is_causal: bool) -> Iterator[Meeting]:
+    """What a window sees across the borders of its blocks."""
+    if reach == 0:
+        return
+    number = (length - reach) // size  # borders with `reach` positions after them
+    if number:
+        before, after = range(size - reach, size), range(size, size + reach)
+        yield Meeting(after, before, FROM_END, number, size)
+        if not is_causal:
+            yield Meeting(before, after, CAUSAL, number, size)
+    border = (number + 1) * size
+    if border < length:  # the last block is short: a square, and what lies nearer than all of it
+        before, after = range(border - reach, border), range(border, length)
+        far, near = before[: len(after)], before[len(after) :]
+        yield Meeting(after, far, FROM_END)
+        yield Meeting(after, near, FULL)
+        if not is_causal:
+            yield Meeting(far, after, CAUSAL)
+            yield Meeting(near, after, FULL)
+
+
+def mask_between(branch: Branch, query: int, key: int, *, is_causal: bool) -> str | None:
+    """The mask between two stretches of one segment, or of a window, that begin at these positions; None if no query
+    sees a key.
+
+    Two different stretches do not overlap. Those of a window are cut at each other's borders, `window_reach` further.
+    """
+    if not branch.is_window:
+        if is_causal and key >= query:
+            return CAUSAL if key == query else None
+        return FULL
+    reach = window_reach(branch, is_causal=is_causal)
+    if key < query:
+        last = key + reach  # the last query that sees the first key
+        if last == query:
+            return FROM_END
+        return FULL if last > query else None
+    if is_causal:
+        return None
+    first = key - reach  # the first query that sees the first key
+    if first == query:
+        return CAUSAL
+    return FULL if first < query else None

@@ -1,0 +1,195 @@
+"""Find which rows a sliding window sees in other spans, and the rings that carry them. Pure integers, no torch.
+
+A *part* is what one span holds of one document. Inside a part a window needs nobody else (`sight.meetings`). Its first
+queries also see the last rows of the parts before, and, if the window is centred, its last queries the first rows of
+the parts after. A rank sends only rows that others see: each has a ring of its owner and those who see it. In most jobs
+a ring has two ranks, and all rows travel at its first hop.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import groupby, product
+from typing import NamedTuple
+
+from .job import Job
+from .ring_maker import ShardIndex
+from .rings import Chunk, Ring, hops_to, make_chunk
+from .rows import Piece
+from .sharding import Span
+from .sight import mask_between, window_reach
+
+
+class Part(NamedTuple):
+    """The positions of a document that lie in one span of a rank."""
+
+    rank: int
+    piece: Piece
+    document: Span
+
+
+class Sight(NamedTuple):
+    """What is seen of a part from other parts: its keys, cut, and the queries of each part that sees some, cut."""
+
+    keys: list[Piece]
+    queries: list[tuple[Part, list[Piece]]]
+
+
+class Crossing(NamedTuple):
+    """Queries of one part times keys of another, and the rank that owns the keys."""
+
+    query: Piece
+    key: Piece
+    mask: str
+    owner: int
+
+
+class WindowMaker:
+    """Makes the rings of a window, and finds what its own spans see of each other."""
+
+    def __init__(self, job: Job, index: ShardIndex, number: int) -> None:
+        self.job = job
+        self.index = index
+        self.number = number
+        self.branch = job.pattern.branches[number]
+        self.groups = job.pattern.head_groups(number, job.num_heads, job.num_kv_heads, job.held)
+        self.is_causal = job.pattern.is_causal
+        self.reach = window_reach(self.branch, is_causal=self.is_causal)
+        self.rings_of = cache(self._rings)  # all ranks of a ring ask for it
+        self.sight_of = cache(self._sight)
+
+    def parts(self, rank: int) -> Iterator[Part]:
+        """A rank's parts with rows that other parts may see, or that may see others': those at the ends of spans."""
+        borders = self.job.borders
+        for span in self.job.shards[rank]:
+            first = bisect_right(borders, span.start) - 1
+            last = bisect_left(borders, span.stop) - 1
+            for i in sorted({first, last}):
+                yield self._part(rank, span, Span(borders[i], borders[i + 1]))
+
+    def _part(self, rank: int, span: Span, document: Span) -> Part:
+        start, stop = max(span.start, document.start), min(span.stop, document.stop)
+        return Part(rank, self.index.piece(span, start, stop), document)
+
+    def before(self, part: Part) -> Iterator[Part]:
+        """The parts of the same document with positions at most `reach` before this one."""
+        if part.piece.start == part.document.start:
+            return
+        least = max(part.document.start, part.piece.start - self.reach)
+        i = bisect_left(self.index.starts, part.piece.start) - 1
+        while i >= 0 and self.index.owners[i][0].stop > least:
+            span, rank = self.index.owners[i]
+            yield self._part(rank, span, part.document)
+            i -= 1
+
+    def after(self, part: Part) -> Iterator[Part]:
+        """The parts of the same document with positions at most `reach` after this one."""
+        stop = min(part.document.stop, part.piece.stop + self.reach)
+        i = bisect_left(self.index.starts, part.piece.stop)
+        while i < len(self.index.owners) and self.index.starts[i] < stop:
+            span, rank = self.index.owners[i]
+            yield self._part(rank, span, part.document)
+            i += 1
+
+    def seen_by(self, part: Part) -> Iterator[tuple[Part, int]]:
+        """The other parts whose queries see rows of this one; each with the distance from the first of their queries
+        that may see a row to this row."""
+        for other in self.after(part):
+            yield other, self.reach
+        if not self.is_causal:
+            for other in self.before(part):
+                yield other, -self.reach
+
+    def _sight(self, part: Part) -> Sight:
+        """Cut keys and queries at each other's borders, `reach` further. Of two pieces then each query sees all keys,
+        or none, or both are equally long and the mask is a triangle."""
+        others = list(self.seen_by(part))
+        cuts = {x - reach for other, reach in others for x in (other.piece.start, other.piece.stop)}
+        keys = part.piece.cut(cuts)
+        queries = []
+        for other, reach in others:
+            cuts = {x + reach for key in keys for x in (key.start, key.stop)}
+            queries.append((other, other.piece.cut(cuts)))
+        return Sight(keys, queries)
+
+    def mask(self, query: Piece, key: Piece) -> str | None:
+        return mask_between(self.branch, query.start, key.start, is_causal=self.is_causal)
+
+    def seen_from(self, part: Part) -> list[Part]:
+        """The other parts of which queries of this one see rows."""
+        seen = list(self.before(part))
+        return seen if self.is_causal else [*seen, *self.after(part)]
+
+    def crossings(self, rank: int) -> Iterator[Crossing]:
+        """What a rank's queries see of other parts, its own and others'."""
+        for part in self.parts(rank):
+            for seen in self.seen_from(part):
+                keys, queries = self.sight_of(seen)
+                pieces = next(pieces for other, pieces in queries if other == part)
+                for query, key in product(pieces, keys):
+                    mask = self.mask(query, key)
+                    if mask is not None:
+                        yield Crossing(query, key, mask, seen.rank)
+
+    def rings(self, rank: int) -> Iterator[tuple[tuple[int, int], tuple[Ring, ...]]]:
+        """The rings of this rank's rows, and of those that it sees, by branch and origin. It may be in none of them."""
+        for part in self.parts(rank):
+            for other in (part, *self.seen_from(part)):
+                yield (self.number, other.piece.start), self.rings_of(other)
+
+    def _rings(self, part: Part) -> tuple[Ring, ...]:
+        """The rings that carry rows of a part: one for the rows that are seen by the same ranks."""
+        keys, queries = self.sight_of(part)
+
+        def seers(key: Piece) -> tuple[int, ...]:
+            ranks = {x.rank for x, pieces in queries if any(self.mask(q, key) for q in pieces)}
+            return tuple(sorted(ranks - {part.rank}))
+
+        rings: list[Ring] = []
+        for ranks_that_see, some in groupby(keys, key=seers):
+            of_ring = tuple(some)
+            if ranks_that_see:
+                ranks = tuple(sorted((part.rank, *ranks_that_see)))
+                place = ranks.index(part.rank)
+                seen_from = [
+                    tuple(self._that_see(of_ring, queries, rank) if rank != part.rank else ())
+                    for rank in ranks
+                ]
+                chunk = make_chunk(self.groups, of_ring, 0, part.piece.start, 1)
+                hops = hops_to([i for i in range(len(ranks)) if i != place], place, len(ranks))
+                rings.append(
+                    Ring(
+                        self.number,
+                        part.piece.start,
+                        len(rings),
+                        ranks,
+                        queries=tuple(seen_from),
+                        keys=_at(place, of_ring, len(ranks)),
+                        chunks=tuple(
+                            chunk if i == place else Chunk(0, ()) for i in range(len(ranks))
+                        ),
+                        needed=_at(place, hops, len(ranks)),
+                    )
+                )
+        return tuple(rings)
+
+    def _that_see(
+        self, keys: Sequence[Piece], queries: list[tuple[Part, list[Piece]]], rank: int
+    ) -> Iterator[Piece]:
+        """A rank's pieces of queries that see one of the keys."""
+        for other, pieces in queries:
+            if other.rank == rank:
+                yield from (q for q in pieces if any(self.mask(q, key) for key in keys))
+
+
+def windows_of(job: Job, index: ShardIndex | None = None) -> dict[int, WindowMaker]:
+    """The windows of a pattern, by the numbers of their branches."""
+    numbers = [i for i, branch in enumerate(job.pattern.branches) if branch.is_window]
+    if numbers and index is None:
+        index = ShardIndex(job.shards)
+    return {number: WindowMaker(job, index, number) for number in numbers}
+
+
+def _at(place: int, of_place: tuple, num_places: int) -> tuple[tuple, ...]:
+    """This at one place, and nothing at the others."""
+    return tuple(of_place if i == place else () for i in range(num_places))
