@@ -257,12 +257,9 @@ def _time(
 def pairs(pattern: DilatedPattern, seq_len: int, num_heads: int) -> int:
     """(query, key) pairs of all heads and branches over one document, with multiplicity, for one batch entry."""
     total = 0
-    for branch, (segment_length, rate) in enumerate(pattern.branches):
-        heads = pattern.heads_of(branch, num_heads)
-        phases = Phases([pattern.phase_of(branch, h, num_heads) or 0 for h in heads], rate)
-        num_whole, rest = divmod(seq_len, segment_length)
-        total += num_whole * phases.pairs(
-            [(0, segment_length)], segment_length, is_causal=pattern.is_causal
-        )
-        total += phases.pairs([(0, rest)], rest, is_causal=pattern.is_causal)
+    for number, branch in enumerate(pattern.branches):
+        heads = pattern.heads_of(number, num_heads)
+        read = [pattern.phase_of(number, head, num_heads) or 0 for head in heads]
+        phases = Phases(read, branch.dilation_rate)
+        total += phases.pairs_of_stretch(branch, seq_len, is_causal=pattern.is_causal)
     return total

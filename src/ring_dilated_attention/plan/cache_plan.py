@@ -8,21 +8,23 @@ rows from the start of segment t // w on, and drops those of earlier segments.
                               slot            0     1     2    3  |     capacity 4: row 8 will take slot 0 again
 
 The rows of a phase have numbers 0, 1, ... through all segments. Row c is in slot c mod capacity of a *rolling buffer*.
+A sliding window of w positions has a buffer of w rows.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
-from ..pattern import DilatedPattern, is_integer
+from ..pattern import Branch, DilatedPattern, is_integer
 from .job import Job
 from .plan import Plan, Tile
 from .planner import make_plan
-from .rows import Rows
+from .rows import Piece, Rows, cut_apart
 from .sharding import Shard, Span, make_shards
-from .sight import FULL
+from .sight import FULL, mask_between, window_reach
 
 
 class Buffers(NamedTuple):
@@ -35,6 +37,7 @@ class Buffers(NamedTuple):
     kv_heads: range
     capacity: int
     offset: int  # the buffer of kv_heads[k] is `capacity` rows of the cache from offset + k * capacity on
+    is_window: bool = False
 
     @property
     def rows_per_segment(self) -> int:
@@ -51,6 +54,8 @@ class Buffers(NamedTuple):
 
     def seen(self, position: int) -> range:
         """The numbers of the earlier rows that a query at a position sees. The query must have this phase."""
+        if self.is_window:
+            return range(max(position - self.segment_length + 1, 0), position)
         return range(self.before(position - position % self.segment_length), self.before(position))
 
     def slots(self, numbers: range) -> Iterator[range]:
@@ -76,7 +81,7 @@ class CachePlan:
     keep: int  # how many positions can always be taken back, even into a segment that has ended
     buffers: tuple[Buffers, ...]
     of_phase: tuple[dict[int, tuple[Buffers, ...]], ...]  # the same buffers, by branch and phase
-    lengths: tuple[int, ...]  # of segments that have buffers
+    lengths: tuple[int, ...]  # of segments that have buffers; without the window
 
     @property
     def heads(self) -> range:
@@ -100,7 +105,7 @@ class CachePlan:
 
     def of_position(self, position: int) -> Iterator[tuple[int, Buffers]]:
         """The buffers that have the phase of a position, each with its branch."""
-        for branch, (length, rate) in enumerate(self.pattern.branches):
+        for branch, (length, rate, _) in enumerate(self.pattern.branches):
             for buffers in self.of_phase[branch].get(position % length % rate, ()):
                 yield branch, buffers
 
@@ -114,10 +119,13 @@ class CachePlan:
     def floor(self, position: int) -> int:
         """The lowest position to which one can go back from `position`.
 
-        That is the latest start of any branch's open segment, or `position - keep` if this is lower.
+        That is the latest start of any branch's open segment, or `position - keep` if this is lower. A window has no
+        segments, and drops rows from its first full buffer on.
         """
         # 0 without buffers
         youngest = max((position - position % length for length in self.lengths), default=0)
+        if self.pattern.window is not None and position - self.keep >= self.pattern.window:
+            youngest = position
         return max(0, min(youngest, position - self.keep))
 
     def kept_of(self, shard: Shard, position: int) -> Iterator[tuple[Buffers, range, Span]]:
@@ -159,11 +167,12 @@ def plan_cache(
     found: list[Buffers] = []
     of_phase: list[dict[int, tuple[Buffers, ...]]] = []
     offset = 0
-    for branch, (length, rate) in enumerate(pattern.branches):
+    for branch, (length, rate, is_window) in enumerate(pattern.branches):
         of_phase.append({})
         longest = length + max(keep, 1) - 1
         for group in pattern.phase_groups(branch, num_heads, num_kv_heads, held):
-            empty = Buffers(length, rate, group.phase, group.query_heads, group.kv_heads, 0, offset)
+            heads = group.query_heads, group.kv_heads
+            empty = Buffers(length, rate, group.phase, *heads, 0, offset, is_window)
             buffers = empty._replace(
                 capacity=empty.before(longest if max_len is None else min(longest, max_len))
             )
@@ -172,7 +181,7 @@ def plan_cache(
                 found.append(buffers)
                 of_phase[branch][group.phase] = (*of_phase[branch].get(group.phase, ()), buffers)
                 offset += len(group.kv_heads) * buffers.capacity
-    lengths = tuple(sorted({buffers.segment_length for buffers in found}))
+    lengths = tuple(sorted({x.segment_length for x in found if not x.is_window}))
     return CachePlan(
         pattern,
         num_heads,
@@ -214,28 +223,40 @@ def plan_append(plan: CachePlan, position: int, num_new: int) -> Plan:
 
 
 def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Tile]:
-    """The new rows of the segment that is open at a position, times all cached rows of this segment."""
+    """The new rows times all cached rows that they see: of a segment that is open at a position, or of a window."""
+    for query, key, mask in _met_in_cache(buffers, position, num_new):
+        rows = Rows(buffers.query_heads, query.row, 0, buffers.rate, query.length)
+        # The buffer of the next key/value head lies `capacity` rows further.
+        heads = range(len(buffers.kv_heads))
+        cached = Rows(heads, buffers.offset + key.row, buffers.capacity, 1, key.length)
+        yield Tile(rows, cached, mask, first_query=False, first_key=False)
+
+
+def _met_in_cache(
+    buffers: Buffers, position: int, num_new: int
+) -> Iterator[tuple[Piece, Piece, str]]:
+    """Numbers of new rows times numbers of cached rows, with their mask. A new row is so many positions after
+    `position`, and a cached one is in a slot."""
     seen = buffers.seen(position)
+    keys, number = [], seen.start
+    for slots in buffers.slots(seen):
+        keys.append(Piece(number, number + len(slots), slots.start))
+        number += len(slots)
+    if buffers.is_window:
+        branch = Branch(buffers.segment_length, 1, True)
+        query = Piece(position, position + num_new, 0)
+        keys, [queries] = cut_apart(keys, [(query, window_reach(branch, is_causal=True))])
+        for query, key in product(queries, keys):
+            mask = mask_between(branch, query.start, key.start, is_causal=True)
+            if mask is not None:
+                yield query, key, mask
+        return
     stop = position + min(buffers.segment_length - position % buffers.segment_length, num_new)
     num_queries = buffers.before(stop) - seen.stop
-    if seen and num_queries:
-        queries = Rows(
-            buffers.query_heads,
-            buffers.position_of(seen.stop) - position,
-            0,
-            buffers.rate,
-            num_queries,
-        )
-        for slots in buffers.slots(seen):
-            # The buffer of the next key/value head lies `capacity` rows further.
-            keys = Rows(
-                range(len(buffers.kv_heads)),
-                buffers.offset + slots.start,
-                buffers.capacity,
-                1,
-                len(slots),
-            )
-            yield Tile(queries, keys, FULL, first_query=False, first_key=False)
+    if num_queries:
+        row = buffers.position_of(seen.stop) - position
+        query = Piece(seen.stop, seen.stop + num_queries, row)
+        yield from ((query, key, FULL) for key in keys)
 
 
 def check_append(plan: CachePlan, positions: Sequence[int], counts: Sequence[int]) -> None:

@@ -181,6 +181,22 @@ def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> tuple[
     return tuple(bands)
 
 
+def cut_apart(
+    keys: Iterable[Piece], queries: Iterable[tuple[Piece, int]]
+) -> tuple[list[Piece], list[list[Piece]]]:
+    """Cut keys of a window, and pieces of queries that see some of them, at each other's borders. Of two pieces then
+    each query sees all keys, or none, or both are equally long and the mask is a triangle (`sight.mask_between`).
+
+    queries: each with the distance from a key to the last query that sees it, or, if the queries are earlier, minus the
+    distance to the first. They are returned in this order.
+    """
+    queries = list(queries)
+    cuts = {x - reach for piece, reach in queries for x in (piece.start, piece.stop)}
+    cut_keys = [part for key in keys for part in key.cut(cuts)]
+    borders = {x for key in cut_keys for x in (key.start, key.stop)}
+    return cut_keys, [piece.cut(x + reach for x in borders) for piece, reach in queries]
+
+
 def heads_between(group: HeadGroup, lo: int, hi: int) -> HeadGroup:
     """Heads lo..hi-1 of a diagonal. A group of one phase is returned whole."""
     if not group.phase_step:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .job import Job
 from .ring_maker import ShardIndex
 from .rings import Chunk, Ring, hops_to, make_chunk
-from .rows import Piece
+from .rows import Piece, cut_apart
 from .sharding import Span
 from .sight import mask_between, window_reach
 
@@ -92,8 +92,7 @@ class WindowMaker:
             i += 1
 
     def seen_by(self, part: Part) -> Iterator[tuple[Part, int]]:
-        """The other parts whose queries see rows of this one; each with the distance from the first of their queries
-        that may see a row to this row."""
+        """The other parts whose queries see rows of this one, each with its distance, as `cut_apart` takes them."""
         for other in self.after(part):
             yield other, self.reach
         if not self.is_causal:
@@ -101,16 +100,10 @@ class WindowMaker:
                 yield other, -self.reach
 
     def _sight(self, part: Part) -> Sight:
-        """Cut keys and queries at each other's borders, `reach` further. Of two pieces then each query sees all keys,
-        or none, or both are equally long and the mask is a triangle."""
         others = list(self.seen_by(part))
-        cuts = {x - reach for other, reach in others for x in (other.piece.start, other.piece.stop)}
-        keys = part.piece.cut(cuts)
-        queries = []
-        for other, reach in others:
-            cuts = {x + reach for key in keys for x in (key.start, key.stop)}
-            queries.append((other, other.piece.cut(cuts)))
-        return Sight(keys, queries)
+        keys, queries = cut_apart([part.piece], [(other.piece, reach) for other, reach in others])
+        parts = [other for other, _ in others]
+        return Sight(keys, list(zip(parts, queries, strict=True)))
 
     def mask(self, query: Piece, key: Piece) -> str | None:
         return mask_between(self.branch, query.start, key.start, is_causal=self.is_causal)

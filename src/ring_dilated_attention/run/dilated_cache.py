@@ -246,6 +246,8 @@ class DilatedCache:
             ValueError: if the state is of another pattern, shape or dtype, or too long. The cache is as it was.
         """
         of = state.get("cache") if isinstance(state, dict) else state
+        if isinstance(of, dict):  # states of earlier versions lack these two
+            of = {"window": None, "is_causal": True} | of
         if of != self._described():
             raise ValueError(
                 f"the state is of a cache of {of}, this one is of {self._described()}."
@@ -317,16 +319,10 @@ class DilatedCache:
     def _described(self) -> dict[str, Any]:
         """What two caches must share so that one can load the other's state. In plain types, which torch.load takes."""
         pattern, plan = self.pattern, self.plan
-        branches = {
-            "segment_lengths": list(pattern.segment_lengths),
-            "dilation_rates": list(pattern.dilation_rates),
-        }
-        rules = {"phase": pattern.phase, "heads": pattern.heads}
         sizes = {"num_heads": plan.num_heads, "num_kv_heads": plan.num_kv_heads}
         held = {"heads_held": [plan.heads.start, plan.heads.stop]}
         return {
-            **branches,
-            **rules,
+            **pattern.as_dict(),
             **sizes,
             **held,
             "head_dim": self.head_dim,
