@@ -15,6 +15,7 @@ from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.plan import Plan
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
+from ring_dilated_attention.plan import sight
 
 from .gate import gate
 from .measure import (
@@ -111,7 +112,7 @@ def computed_pairs(plan: Plan) -> int:
     """(query, key) pairs that torch's CPU kernel computes: causal tiles in whole blocks of keys."""
     total = 0
     for tile in [*plan.local, *(tile for hop in plan.hops for tile in hop.tiles)]:
-        if tile.is_causal:
+        if tile.mask != sight.FULL:
             total += causal_pairs(tile.query.num_rows) * len(tile.query.heads) * tile.query.segments
         else:
             total += tile.pairs

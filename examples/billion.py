@@ -52,7 +52,7 @@ def longnet_pattern(seq_len: int) -> DilatedPattern:
 def keys_seen(pattern: DilatedPattern, position: int, head: int) -> Tensor:
     """The positions that a query sees, by the definition; those of several branches once for each."""
     seen = []
-    for branch, (length, rate) in enumerate(pattern.branches):
+    for branch, (length, rate, _) in enumerate(pattern.branches):
         phase = pattern.phase_of(branch, head, HEADS)
         if position % length % rate == phase:
             seen.append(torch.arange(position - position % length + phase, position + 1, rate))
@@ -72,7 +72,7 @@ def by_definition(pattern: DilatedPattern, position: int, head: int) -> tuple[Te
 def rows_to_compare(pattern: DilatedPattern, positions: Tensor) -> list[tuple[int, int]]:
     """For each branch and head the last position here that it covers, which sees most keys."""
     chosen = set()
-    for branch, (length, rate) in enumerate(pattern.branches):
+    for branch, (length, rate, _) in enumerate(pattern.branches):
         for head in range(HEADS):
             covered = positions[positions % length % rate == pattern.phase_of(branch, head, HEADS)]
             if len(covered):

@@ -83,7 +83,7 @@ def keys_seen(
 ) -> list[list[Counter]]:
     """[head][query position] -> how often it sees each key position. Written from the definition, not from the code."""
     seen = [[Counter() for _ in range(borders[-1])] for _ in range(num_heads)]
-    for b, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
+    for b, (w, r, is_window) in enumerate(pattern.branches):
         for h in range(num_heads):
             if pattern.heads == "split":
                 sizes = [
@@ -98,11 +98,11 @@ def keys_seen(
             for start, stop in zip(borders, borders[1:], strict=False):  # noqa: RUF007  reads as the definition does
                 for i in range(stop - start):
                     for j in range(stop - start):
-                        if (
-                            i // w == j // w
-                            and i % w % r == j % w % r == phase
-                            and (j <= i or not is_causal)
-                        ):
+                        if is_window:
+                            in_reach = i - j < w if is_causal else abs(i - j) <= w // 2
+                        else:
+                            in_reach = i // w == j // w and i % w % r == j % w % r == phase
+                        if in_reach and (j <= i or not is_causal):
                             seen[h][start + i][start + j] += 1
     return seen
 

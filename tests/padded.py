@@ -25,7 +25,7 @@ class PaddedBranch(NamedTuple):
 
 
 def padded_branches(pattern: DilatedPattern, length: int) -> Iterator[PaddedBranch]:
-    for segment_length, rate in pattern.branches:
+    for segment_length, rate, _ in pattern.branches:
         w = min(segment_length, length)
         taken = -(-w // rate) * rate  # places of a segment
         places_P = torch.arange(-(-length // w) * taken)

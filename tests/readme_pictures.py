@@ -32,7 +32,7 @@ def draw_off_phase() -> Figure:
     pairs = pairs_by_branch(pattern, seq_len, num_heads, head)
     figure = Figure(figsize=(7.5, 2.6), layout="constrained", facecolor="white")
     for axes, query, phase in zip(figure.subplots(2, 1), (9, 10), ("on", "off"), strict=True):
-        for branch, (w, r) in enumerate(pattern.branches):
+        for branch, (w, r, _) in enumerate(pattern.branches):
             seen = [key for key in range(seq_len) if pairs[branch, query, key]]
             _draw_strip(axes, -1.25 * branch, w, seen, query, BRANCH_COLOURS[branch])
             axes.text(

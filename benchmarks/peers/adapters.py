@@ -76,7 +76,7 @@ def flex(call: Call) -> Attend:
         x, y = position[i], position[j]
         same = (document[i] == document[j]) & ((x >= y) | (not call.pattern.is_causal))
         count = torch.zeros_like(x, dtype=torch.float32)
-        for w, r in call.pattern.branches:
+        for w, r, _ in call.pattern.branches:
             count = (
                 count
                 + (same & (x // w == y // w) & (x % w % r == h % r) & (y % w % r == h % r)).float()

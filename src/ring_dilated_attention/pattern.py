@@ -400,9 +400,7 @@ class DilatedPattern:
         return "\n".join(lines)
 
 
-def _integers(
-    name: str, values: Iterable[int], *, may_be_empty: bool = False
-) -> tuple[int, ...]:
+def _integers(name: str, values: Iterable[int], *, may_be_empty: bool = False) -> tuple[int, ...]:
     try:
         entries = tuple(values)
     except TypeError:  # a 0-dimensional array too, although it is an Iterable

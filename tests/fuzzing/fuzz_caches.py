@@ -29,7 +29,7 @@ from helpers import poisoned_memory
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention
+from ring_dilated_attention import DilatedCache, dilated_attention
 from ring_dilated_attention.attention import attention
 from ring_dilated_attention.ranks.call import Call as RankCall
 from ring_dilated_attention.run import append, dilated_cache
@@ -58,11 +58,7 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
 
 def causal(call: Call) -> Call:
     """As a call with a cache can be: causal, of whole sequences, without a gradient."""
-    pattern = call.pattern
-    rules = {"phase": pattern.phase, "heads": pattern.heads}
-    pattern = DilatedPattern(
-        pattern.segment_lengths, pattern.dilation_rates, is_causal=True, **rules
-    )
+    pattern = replace(call.pattern, is_causal=True)
     return call._replace(pattern=pattern, documents=None, needs_grad="", outputs="both")
 
 
@@ -353,11 +349,7 @@ def try_sequence(rng: random.Random, compiler: str | None) -> Trial:
 def try_module(rng: random.Random, compiler: str | None) -> Trial:
     """A module with a cache, whole or several by heads, against the same put together by hand."""
     module = draw_module(rng, head_multiple=rng.choice([1, 2]))
-    pattern = module.pattern
-    rules = {"phase": pattern.phase, "heads": pattern.heads}
-    module.pattern = DilatedPattern(
-        pattern.segment_lengths, pattern.dilation_rates, is_causal=True, **rules
-    )
+    module.pattern = replace(module.pattern, is_causal=True)
     batch, num_positions = rng.randint(1, 3), rng.randint(1, 40)
     x = torch.randn(batch, num_positions, module.embed_dim, dtype=torch.float64)
     expected = by_hand(module, x, torch.arange(num_positions), None)

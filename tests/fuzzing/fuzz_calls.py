@@ -10,6 +10,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -390,8 +391,7 @@ def _dlse_of_float16(rows: Any, width: int) -> Any:
 def _other_phase(exchange: str, job: Any, *rest: Any) -> Any:
     pattern = job.pattern
     phase = "modulo" if pattern.phase == "blocked" or pattern.heads == "split" else "blocked"
-    rules = {"is_causal": pattern.is_causal, "phase": phase, "heads": pattern.heads}
-    other = DilatedPattern(pattern.segment_lengths, pattern.dilation_rates, **rules)
+    other = replace(pattern, phase=phase)
     return _plan(exchange, job._replace(pattern=other), *rest)
 
 

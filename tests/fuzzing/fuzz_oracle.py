@@ -71,7 +71,15 @@ def draw_pattern(rng: random.Random, num_heads: int) -> DilatedPattern:
         rng.choice([1, rng.randint(1, 5), rng.randint(1, 20), 2**40]) for _ in range(num_branches)
     ]
     phase = "modulo" if heads == "split" else rng.choice(["modulo", "blocked"])
-    return DilatedPattern(lengths, rates, is_causal=rng.random() < 0.5, phase=phase, heads=heads)
+    window = None
+    if heads == "all" and rng.random() < 0.4:
+        window = rng.choice([rng.randint(1, 12), rng.randint(1, 90), 2**62])
+        if rng.random() < 0.3:
+            lengths, rates = [], []
+    is_causal = rng.random() < 0.5
+    return DilatedPattern(
+        lengths, rates, window=window, is_causal=is_causal, phase=phase, heads=heads
+    )
 
 
 def draw_call(

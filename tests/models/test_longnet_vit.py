@@ -92,7 +92,7 @@ def test_published_sizes(name, num_parameters, first):
     assert sum(x.numel() for x in weights.values()) == num_parameters
     assert weights["patch_embed.proj.weight"].shape[1] == first
     assert "encoder.layers.11.self_attn.inner_attn_ln.bias" in weights
-    assert model.encoder.pattern.branches[3] == (185_363, 8)
+    assert model.encoder.pattern.branches[3][:2] == (185_363, 8)
     for unknown in ("giga", ["gigapath"]):
         with pytest.raises(ValueError, match=r"no published size \[?'giga.*; choose one of"):
             LongNetViT.published(unknown)

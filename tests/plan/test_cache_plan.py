@@ -40,7 +40,7 @@ def calls(draw):
 def phases_read(pattern, num_heads, num_kv_heads):
     """(branch, key/value head, phase) that some query head reads, from the definition alone."""
     found = set()
-    for b, (w, r) in enumerate(pattern.branches):
+    for b, (w, r, _) in enumerate(pattern.branches):
         for h in range(num_heads):
             phase = pattern.phase_of(b, h, num_heads)
             if phase is not None and any(t % r == phase for t in range(w)):
@@ -54,6 +54,8 @@ def live(buffers, position):
     If the segment of `position - 1` has no row of the phase from there on, its earlier rows are kept but not live.
     """
     stop = buffers.before(position)
+    if buffers.is_window:
+        return range(max(0, position - buffers.segment_length), stop)
     number = buffers.before(max(0, position - 1))  # of the last query's row, or of the next row
     return range(number - number % buffers.rows_per_segment, stop)
 
@@ -73,12 +75,12 @@ def distinct_rows(plan, position):
 
 def rows_seen(pattern, branch, phase, first_query, num_positions):
     """Positions before or at first_query that a query from there on sees in a branch, if it has the phase."""
-    w, r = pattern.branches[branch]
+    w, r, is_window = pattern.branches[branch]
     return {
         j
         for i in range(first_query, num_positions)
         for j in range(first_query + 1)
-        if i // w == j // w and i % w % r == j % w % r == phase
+        if (i - j < w if is_window else i // w == j // w and i % w % r == j % w % r == phase)
     }
 
 
@@ -88,7 +90,8 @@ def buffers_of(plan):
     for branch, of_phase in enumerate(plan.of_phase):
         for phase, several in of_phase.items():
             for buffers in several:
-                assert (buffers.segment_length, buffers.rate) == plan.pattern.branches[branch]
+                kind = (buffers.segment_length, buffers.rate, buffers.is_window)
+                assert kind == plan.pattern.branches[branch]
                 assert buffers.phase == phase
                 for head in buffers.kv_heads:
                     assert (branch, head, phase) not in found
@@ -107,7 +110,10 @@ def test_what_is_live_is_what_is_seen(call, num_positions):
 
 def check_live(call, num_positions):
     pattern, num_heads, num_kv_heads = call
-    plan, horizon = plan_cache(*call), num_positions + max(pattern.segment_lengths)
+    plan, horizon = (
+        plan_cache(*call),
+        num_positions + max(b.segment_length for b in pattern.branches),
+    )
     found = buffers_of(plan)
     assert set(found) == phases_read(*call)
     for position in range(1, num_positions + 1):
@@ -120,7 +126,7 @@ def check_live(call, num_positions):
         assert live_rows(plan, position) == total
         assert distinct_rows(plan, position) == len(distinct)
     for buffers in found.values():
-        longest = range(1, 1 + math.lcm(*pattern.segment_lengths))
+        longest = range(1, 1 + math.lcm(*pattern.segment_lengths) + (pattern.window or 0))
         assert max(len(live(buffers, position)) for position in longest) == buffers.capacity
     assert plan.num_rows == pattern.cache_rows(num_heads, num_kv_heads)
 
@@ -157,15 +163,16 @@ def test_going_back(call, keep, max_len):
     for position in range(1, 1 + min(80, max_len or 80)):
         floor = plan.floor(position)
         assert floor <= max(0, position - keep)
-        assert floor <= max((position // w * w for w in pattern.segment_lengths), default=0)
+        if pattern.window is None or position - keep < pattern.window:  # it has dropped no row
+            assert floor <= max((position // w * w for w in pattern.segment_lengths), default=0)
         for key, buffers in buffers_of(plan).items():
             kept = plan.kept(buffers, position)
             for back in range(floor, position + 1):
                 # The next query of this phase, after going back, sees rows from the start of its segment on.
-                numbers = range(
-                    buffers.before(back) - buffers.before(back) % buffers.rows_per_segment,
-                    buffers.before(back),
-                )
+                first = buffers.before(back) - buffers.before(back) % buffers.rows_per_segment
+                if buffers.is_window:
+                    first = buffers.seen(back).start
+                numbers = range(first, buffers.before(back))
                 assert not numbers or numbers.start >= kept.start
             # what the last query saw, itself included
             own = range(buffers.seen(position - 1).start, kept.stop)
@@ -241,7 +248,7 @@ def test_numbers_of_rows(length, rate, data):
 def test_the_papers_pattern():
     """About w / r rows for each branch: 11,606 of 32,768 positions, at any length; below that many positions a dense
     cache is the smaller one."""
-    per_head = sum(math.ceil(w / r) for w, r in PAPER.branches)
+    per_head = sum(math.ceil(w / r) for w, r, _ in PAPER.branches)
     assert per_head == 11_606
     assert 12 * (per_head - 5) < PAPER.cache_rows(12, 12) <= 12 * per_head
     # Key/value heads that are shared hold the phases of all their query heads.

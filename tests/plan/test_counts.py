@@ -43,6 +43,7 @@ def jobs(draw):
     pattern = DilatedPattern(
         draw(st.lists(lengths, min_size=num_branches, max_size=num_branches)),
         draw(st.lists(st.integers(1, 24), min_size=num_branches, max_size=num_branches)),
+        window=None if rule.get("heads") else draw(st.none() | lengths),
         is_causal=draw(st.booleans()),
         **rule,
     )
@@ -119,7 +120,7 @@ def test_pairs_of_a_document(is_causal, rule, seq_len):
         DilatedPattern((16, 50, 2**62), (1, 3, 8), is_causal=is_causal, **rule),
         [0, 0, 0],
     )
-    for branch, (w, r) in enumerate(pattern.branches):
+    for branch, (w, r, _) in enumerate(pattern.branches):
         for head in range(6):
             phase = pattern.phase_of(branch, head, 6)
             rows = [t for t in range(seq_len) if t % w % r == phase]

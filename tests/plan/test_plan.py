@@ -25,6 +25,7 @@ from ring_dilated_attention.plan.sharding import (
     shard_length,
     split_lengths,
 )
+from ring_dilated_attention.plan.sight import FULL
 from ring_dilated_attention.simulate.one_rank import chunk_finder
 
 
@@ -87,6 +88,8 @@ def test_tiles_cover_the_pattern_once(world_size, sharding, is_causal):
         (13, (13,), (1,), {}),
         (5, (9, 2), (1, 8), {}),
         (32, (32, 8), (8, 2), {}),
+        (41, (30,), (3,), {"window": 6}),
+        (29, (), (), {"window": 23}),
     ]:
         pattern = DilatedPattern(w, r, is_causal=is_causal, **kwargs)
         lengths = default_lengths(sharding, n, world_size)
@@ -122,6 +125,7 @@ def test_any_pattern_any_lengths_any_documents(data):
     pattern = DilatedPattern(
         data.draw(numbers),
         data.draw(rates),
+        window=data.draw(st.none() | st.integers(1, 24)) if heads == "all" else None,
         is_causal=data.draw(st.booleans()),
         phase="modulo" if heads == "split" else data.draw(st.sampled_from(["modulo", "blocked"])),
         heads=heads,
@@ -156,7 +160,7 @@ def test_the_cover_test_can_fail(break_it, monkeypatch):
             return replace(plan, local=plan.local[1:])
         if break_it == "repeat a tile":
             return replace(plan, local=(*plan.local, plan.local[0]))
-        return replace(plan, local=tuple(tile._replace(is_causal=False) for tile in plan.local))
+        return replace(plan, local=tuple(tile._replace(mask=FULL) for tile in plan.local))
 
     monkeypatch.setattr(simulation, "make_plan", broken)
     pattern = DilatedPattern((8, 16), (1, 2), is_causal=True)
@@ -266,6 +270,7 @@ def test_nothing_is_sent_to_a_rank_that_sees_nothing_of_it(data):
     pattern = DilatedPattern(
         data.draw(st.lists(st.integers(1, 130), min_size=num_branches, max_size=num_branches)),
         data.draw(st.lists(st.integers(1, 16), min_size=num_branches, max_size=num_branches)),
+        window=None if split else data.draw(st.none() | st.integers(1, 130)),
         is_causal=data.draw(st.booleans()),
         phase="modulo" if split else data.draw(st.sampled_from(["modulo", "blocked"])),
         heads="split" if split else "all",

@@ -388,7 +388,7 @@ def _same_slice_or_sees(seen, t, i, size, pattern, head, num_heads):
         return True
     together = any(
         i // w == t // w and i % w % r == t % w % r == pattern.phase_of(b, head, num_heads)
-        for b, (w, r) in enumerate(pattern.branches)
+        for b, (w, r, _) in enumerate(pattern.branches)
     )
     return together and i // size == t // size
 

@@ -98,7 +98,7 @@ class Counted(NamedTuple):
                     num_sharing[branch] = max(num_sharing[branch], segment.sharers)
         return [
             BranchShare(w, r, num_sharing[i], sent[i])
-            for i, (w, r) in enumerate(self.job.pattern.branches)
+            for i, (w, r, _) in enumerate(self.job.pattern.branches)
         ]
 
     def most_moved(self, sizes: Sizes) -> tuple[int, int]:

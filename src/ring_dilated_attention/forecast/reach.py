@@ -118,7 +118,9 @@ def reach(
     """For each layer, the least share of its visible positions that any followed query has heard of by then. Followed
     are those of `queries_to_follow`. Raises ValueError if a rate, or the length
     of a segment shorter than the sequence, is no power of two."""
-    for length, rate in pattern.branches:
+    for length, rate, is_window in pattern.branches:
+        if is_window:
+            raise ValueError("a sliding window cannot be followed, only segments")
         if (length < seq_len and length.bit_count() > 1) or rate.bit_count() > 1:
             raise ValueError(
                 f"only powers of two can be followed, got w={length}, r={rate}; the longest w may be the sequence"
@@ -160,7 +162,7 @@ def heard_by_layer(
 def _branches(sets: _Sets, pattern: DilatedPattern, seq_len: int, num_heads: int) -> list[_Branch]:
     """The branches that connect positions. A rate of at least w connects none: no phase has two rows."""
     branches: list[_Branch] = []
-    for number, (length, rate) in enumerate(pattern.branches):
+    for number, (length, rate, _) in enumerate(pattern.branches):
         segment_height = (min(length, seq_len) - 1).bit_length()
         rate_height = (rate - 1).bit_length()
         if rate_height < segment_height:

@@ -170,7 +170,14 @@ class _Planner:
                     yield from self.tiles_of(ring.branch, mask, ring.origin, *ends)
 
     def make_tiles(
-        self, number: int, mask: str, origin: int, query: Piece, entry: Entry, offset: int, rank: int
+        self,
+        number: int,
+        mask: str,
+        origin: int,
+        query: Piece,
+        entry: Entry,
+        offset: int,
+        rank: int,
     ) -> tuple[Tile, ...]:
         """Queries of a piece times the keys of an entry, whose chunk lies in the buffer from `offset` on."""
         rate = self.pattern.branches[number].dilation_rate

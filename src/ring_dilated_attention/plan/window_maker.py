@@ -153,8 +153,8 @@ class WindowMaker:
                 rings.append(
                     Ring(
                         self.number,
-                        part.piece.start,
-                        len(rings),
+                        of_ring[0].start,
+                        0,
                         ranks,
                         queries=tuple(seen_from),
                         keys=_at(place, of_ring, len(ranks)),

@@ -50,7 +50,7 @@ def pairs_by_branch(pattern: DilatedPattern, seq_len: int, num_heads: int, head:
 
     positions = numpy.arange(seq_len)
     pairs = numpy.zeros((len(pattern.branches), seq_len, seq_len), bool)
-    for branch, (length, rate) in enumerate(pattern.branches):
+    for branch, (length, rate, _) in enumerate(pattern.branches):
         phase = pattern.phase_of(branch, head, num_heads)
         if phase is None:
             continue
@@ -72,9 +72,10 @@ def draw_pattern(pattern: DilatedPattern, seq_len: int, num_heads: int) -> "Figu
     num_shown = min(num_heads, MOST_HEADS)
     figure = Figure(figsize=(2.7 * num_shown + 0.5, 3.75), layout="constrained", facecolor="white")
     patches = []
-    for branch, (length, rate) in enumerate(pattern.branches):
+    for branch, (length, rate, is_window) in enumerate(pattern.branches):
         colour = BRANCH_COLOURS[branch % len(BRANCH_COLOURS)]
-        patches.append(Patch(color=colour, label=f"segments of {length:,}, rate {rate:,}"))
+        label = f"window of {length:,}" if is_window else f"segments of {length:,}, rate {rate:,}"
+        patches.append(Patch(color=colour, label=label))
     panels = figure.subplots(1, num_shown, squeeze=False)[0]
     for head, axes in enumerate(panels):
         colours = numpy.full((seq_len, seq_len, 3), to_rgb(EMPTY))

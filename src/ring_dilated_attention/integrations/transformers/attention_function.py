@@ -17,6 +17,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from ...attention import dilated_attention
 from ...pattern import DilatedPattern
 from ...ranks.context import ContextParallel, called_by, refuse
+from ...reference import sees
 from ..torch import held_heads
 from .cache import MARK, BoundedLayer
 from .config import pattern_of
@@ -331,9 +332,9 @@ def _counts(
     """The number of branches in which a query sees a row, (B * H, M, S), from their positions in the document."""
     query_BM1 = query_BM[:, :, None]
     key_B1S = key_BS[:, None]
-    seen_BMS = (key_B1S <= query_BM1) & valid_BS[:, None]
     counts = torch.zeros(1, dtype=torch.int16, device=query_BM.device)
-    for i, (length, rate) in enumerate(pattern.branches):
+    for i, branch in enumerate(pattern.branches):
+        length, rate = branch.segment_length, branch.dilation_rate
         phases = [pattern.phase_of(i, head, num_heads) for head in range(num_heads)]
         # A head that does not run the branch reads phase -1, which no position has.
         phases_H1 = torch.tensor([-1 if s is None else s for s in phases], device=query_BM.device)[
@@ -341,8 +342,8 @@ def _counts(
         ]
         reads_BHM = query_BM[:, None] % length % rate == phases_H1
         reads_BHS = key_B1S % length % rate == phases_H1
-        in_segment_BMS = seen_BMS & (query_BM1 // length == key_B1S // length)
-        counts = counts + (in_segment_BMS[:, None] & reads_BHM[..., None] & reads_BHS[:, :, None])
+        seen_BMS = sees(branch, query_BM1, key_B1S, is_causal=True) & valid_BS[:, None]
+        counts = counts + (seen_BMS[:, None] & reads_BHM[..., None] & reads_BHS[:, :, None])
     return counts.flatten(0, 1)
 
 

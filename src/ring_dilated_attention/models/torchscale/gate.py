@@ -68,7 +68,7 @@ def zero_rows(
     """Count the zero rows for `torchscale_attention`, whose tensors have the dtype and the device of `like`."""
 
     def call_of(branches: Sequence[Branch], misplaced: Misplaced | None) -> BranchCall:
-        lengths, rates = zip(*branches, strict=True)
+        lengths, rates, _ = zip(*branches, strict=True)
         call_pattern = DilatedPattern(
             lengths, rates, is_causal=pattern.is_causal, phase=pattern.phase
         )
@@ -155,6 +155,8 @@ def pattern_failure(pattern: DilatedPattern) -> str | None:
     """Why a pattern is not torchscale's, or None."""
     if failure := why_no_pattern(pattern):
         return failure
+    if pattern.window is not None:
+        return f"torchscale has no sliding window, and the pattern has window={pattern.window}: call dilated_attention"
     if pattern.phase == "blocked" and pattern.heads == "all":
         return None
     return (

@@ -81,7 +81,7 @@ def zero_keys(branch: Branch, num_heads: int, length: int, positions: range) -> 
 
 def zero_queries(branch: Branch, num_heads: int, length: int) -> Iterator[ZeroQuery]:
     """The zero queries of a misaligned branch, in order. There are none if m = 1: those places stay empty."""
-    w, r = branch
+    w, r, _ = branch
     num_seen = -(-w // r)
     # lse = log 1 = 0, which torchscale takes for "no key"
     if not is_misaligned(branch, length) or num_seen == 1:
