@@ -12,7 +12,7 @@ from .pattern import Branch, DilatedPattern
 
 
 def sees(branch: Branch, query: Tensor, key: Tensor, *, is_causal: bool) -> Tensor:
-    """Whether a query sees a key, but for their phases. query, key: positions in a document, of shapes that broadcast."""
+    """Whether a query sees a key, but for phases. query, key: positions in a document, of shapes that broadcast."""
     length = branch.segment_length
     if branch.is_window:
         seen = query - key < length if is_causal else (query - key).abs() <= length // 2

@@ -14,6 +14,7 @@ import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -241,9 +242,9 @@ def try_module(rng: random.Random) -> Trial:
 def try_cache(rng: random.Random) -> Trial:
     """A cache of a module that was made under autocast, and one that was not."""
     module = draw_module(rng).float()
-    rules = {"phase": module.pattern.phase, "heads": module.pattern.heads}
     lengths = [min(w, 1000) for w in module.pattern.segment_lengths]
-    module.pattern = DilatedPattern(lengths, module.pattern.dilation_rates, is_causal=True, **rules)
+    window = module.pattern.window and min(module.pattern.window, 1000)
+    module.pattern = replace(module.pattern, segment_lengths=lengths, window=window, is_causal=True)
     short, batch, num_positions = rng.choice(SHORT), rng.randint(1, 3), rng.randint(1, 30)
     x = torch.randn(batch, num_positions, module.embed_dim)
     is_refused = rng.random() < 0.2

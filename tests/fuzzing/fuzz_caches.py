@@ -64,7 +64,7 @@ def causal(call: Call) -> Call:
 
 def draw_limits(rng: random.Random, call: Call) -> dict[str, Any]:
     """max_len and keep; segments that never end need the first."""
-    is_endless = any(w > 1000 for w in call.pattern.segment_lengths)
+    is_endless = any(branch.segment_length > 1000 for branch in call.pattern.branches)
     lengths = [call.seq_len, call.seq_len + rng.randint(1, 9)]
     return {
         "max_len": rng.choice(lengths if is_endless else [None, *lengths]),
@@ -220,10 +220,14 @@ class Conversation:
 
     def crop(self) -> str | None:
         """What the contract allows must be taken back; more may be refused, and then nothing has changed."""
-        lengths, keep = self.call.pattern.segment_lengths, self.limits["keep"]
-        floors = [
-            max(0, min(high - keep, max(high // w * w for w in lengths))) for high in self.highest
-        ]
+        pattern, keep = self.call.pattern, self.limits["keep"]
+        floors = []
+        for high in self.highest:
+            if pattern.window is not None and high - keep >= pattern.window:
+                floors.append(high - keep)  # the window has dropped rows
+            else:
+                youngest = max((high // w * w for w in pattern.segment_lengths), default=0)
+                floors.append(max(0, min(high - keep, youngest)))
         if self.rng.random() < 0.3:
             counts = [self.rng.randint(0, position) for position in self.positions]
         else:

@@ -148,7 +148,8 @@ def try_heads_held(rng: random.Random) -> Trial:
 def try_nan(rng: random.Random) -> Trial:
     """A NaN or inf in one row of one input reaches no other batch entry, head, segment or phase than its own.
 
-    (Within them it may: kernels multiply by weights of 0, where the causal mask is.)
+    (Within them it may: kernels multiply by weights of 0, where the causal mask is. Of a window it may reach the blocks
+    beside its own, which are at most w long.)
     """
     call = draw_call(rng, dtypes=[torch.float64, torch.float32])._replace(
         needs_grad="", outputs="out"
@@ -161,8 +162,9 @@ def try_nan(rng: random.Random) -> Trial:
     out, lse = dilated_attention(
         *inputs, call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale, return_lse=True
     )
-    rules = {"phase": call.pattern.phase, "heads": call.pattern.heads}
-    pattern = DilatedPattern(call.pattern.segment_lengths, call.pattern.dilation_rates, **rules)
+    pattern = replace(call.pattern, is_causal=False)
+    if pattern.window is not None:
+        pattern = replace(pattern, window=min(4 * pattern.window, 2**62))
     count = multiplicity(pattern, call.seq_len, call.num_heads, call.documents)
     ratio = call.num_heads // call.num_kv_heads
     clean = torch.ones(call.batch, call.seq_len, call.num_heads, dtype=torch.bool)

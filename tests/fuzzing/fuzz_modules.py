@@ -153,6 +153,7 @@ def draw_language_model(rng: random.Random, *, head_multiple: int = 1) -> LongNe
         num_layers=rng.randint(1, 2),
         embed_dim=num_heads * rng.choice([2, 6]),
         num_heads=num_heads,
+        window=pattern.window,
         phase=pattern.phase,
         heads=pattern.heads,
     )

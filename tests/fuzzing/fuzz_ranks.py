@@ -164,9 +164,9 @@ class Desk(TeamDesk):
             attempt: Callable[[], Any] = lambda: parallel.unshard(q)  # noqa: E731
             if parallel.rank == self.odd:
                 if which == "pattern":
-                    pattern = DilatedPattern(
-                        (*pattern.segment_lengths[:-1], 97), pattern.dilation_rates
-                    )
+                    lengths = (*pattern.segment_lengths[:-1], 97)
+                    rates = pattern.dilation_rates or (1,)
+                    pattern = DilatedPattern(lengths, rates, window=pattern.window)
                 elif which == "scale":
                     scale = 0.25
                 elif which == "dtype":

@@ -1,6 +1,6 @@
 """The configuration of a LongNetLM. A launcher checks it before it starts any rank: the file imports no torch."""
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
 from ..pattern import DilatedPattern, is_finite_number, is_integer
@@ -21,7 +21,8 @@ class LongNetConfig:
     """The settings that decide a `LongNetLM`'s parameters and function. JSON can hold its `dataclasses.asdict`.
 
     Args:
-        segment_lengths, dilation_rates, phase, heads: as in `DilatedPattern`; a language model's pattern is causal.
+        segment_lengths, dilation_rates, window, phase, heads: as in `DilatedPattern`; a language model's pattern is
+            causal.
         num_kv_heads: grouped queries; None means num_heads.
         ffn_dim: width of the feed-forward layer; None means 4 * embed_dim.
         rotary_base: base of the rotary embeddings.
@@ -37,6 +38,7 @@ class LongNetConfig:
     num_kv_heads: int | None = None
     ffn_dim: int | None = None
     rotary_base: float = 10_000.0
+    window: int | None = None
     phase: str = "modulo"
     heads: str = "all"
 
@@ -70,12 +72,9 @@ class LongNetConfig:
 
     @property
     def pattern(self) -> DilatedPattern:
-        return DilatedPattern(
-            self.segment_lengths,
-            self.dilation_rates,
-            is_causal=True,
-            phase=self.phase,
-            heads=self.heads,
+        names = [item.name for item in fields(DilatedPattern) if item.name != "is_causal"]
+        return DilatedPattern.from_dict(
+            {name: getattr(self, name) for name in names} | {"is_causal": True}
         )
 
     @classmethod
