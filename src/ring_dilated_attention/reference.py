@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .pattern import Branch, DilatedPattern
 
@@ -53,11 +54,14 @@ def dilated_attention_reference(
     *,
     cu_seqlens: Sequence[int] | None = None,
     scale: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out[i] = softmax_j(q_i k_j * scale + log M[h, i, j]) v_j and lse[i], the logsumexp of the same terms.
 
+    sinks_H: the score of one more key of each head, whose value is 0.
+
     Returns:
-        out (B, N, H, D) and lse (B, N, H) in the input's dtype; 0 and -inf where no branch covers a query.
+        out (B, N, H, D) and lse (B, N, H) in the input's dtype; 0 and -inf where a query has no key, and no sink.
     """
     seq_len, num_heads, head_dim = query_BNHD.shape[1:]
     key_BNHD = key_BNGD.repeat_interleave(num_heads // key_BNGD.shape[2], dim=2)
@@ -67,6 +71,11 @@ def dilated_attention_reference(
         head_dim**-0.5 if scale is None else scale
     )
     score_BHNN = score_BHNN.masked_fill(count_HNN == 0, -torch.inf)
+    if sinks_H is not None:
+        sink_BHN1 = sinks_H[:, None, None].expand(*score_BHNN.shape[:3], 1)
+        score_BHNN = torch.cat([score_BHNN, sink_BHN1], dim=-1)
+        count_HNN = pad(count_HNN, (0, 1), value=1)
+        value_BNHD = pad(value_BNHD, (0, 0, 0, 0, 0, 1))
     largest = score_BHNN.detach().amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == -torch.inf, 0)  # a row without keys
     weight_BHNN = count_HNN * torch.exp(score_BHNN - largest)

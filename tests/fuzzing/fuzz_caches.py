@@ -112,7 +112,7 @@ class Conversation:
 
     def __init__(self, rng: random.Random, compiler: str | None) -> None:
         self.rng, self.compiler = rng, compiler
-        self.call = causal(draw_call(rng, dtypes=DTYPES))
+        self.call = causal(draw_call(rng, dtypes=DTYPES, sinks=True))
         self.limits = draw_limits(rng, self.call)
         self.several = draw_caches(rng, self.call, self.limits)
         self.inputs, dout, dlse = tensors_of(self.call)
@@ -129,10 +129,12 @@ class Conversation:
         self.said: list[str] = []
 
     def _attend(self, one: Held) -> Attend:
+        sinks = None if self.call.sinks is None else self.call.sinks.detach()[one.heads]
+
         def attend(
             q: Tensor, k: Tensor, v: Tensor, cache: DilatedCache, lengths: Tensor | None
         ) -> Any:
-            rules = {"scale": self.call.scale, "return_lse": True, **one.held}
+            rules = {"scale": self.call.scale, "return_lse": True, **one.held, "sinks": sinks}
             return dilated_attention(
                 q, k, v, self.call.pattern, cache=cache, lengths=lengths, **rules
             )
@@ -209,7 +211,8 @@ class Conversation:
             self.call, picked, Answer(values, {n: rows_of(self.answer.sizes[n]) for n in found})
         )
         for b, _, count in alone:
-            if not complaint and (out[b, count:].any() or (lse[b, count:] != -torch.inf).any()):
+            is_nothing = self.call.has_sinks or (lse[b, count:] == -torch.inf).all()
+            if not complaint and (out[b, count:].any() or not is_nothing):
                 complaint = f"padding of entry {b} is not nothing"
         for one in self.several:
             if not complaint and one.cache.position.tolist() != self.positions:

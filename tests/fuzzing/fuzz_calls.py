@@ -54,7 +54,7 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
 
 
 def try_call(rng: random.Random) -> Trial:
-    call = draw_call(rng)
+    call = draw_call(rng, sinks=True)
     how = rng.choice(["plain", "plain", "checkpointed", "keywords", "twice"])
     return Trial(f"call, {call.dtype}, {how}", str(call), judge_call(rng, call, how))
 
@@ -93,7 +93,10 @@ def results(
     how: str = "plain",
 ) -> dict[str, Tensor]:
     """out, lse and the gradients that are wanted, by name."""
-    attend = functools.partial(attend, return_lse=True)
+    sinks = call.sinks
+    attend = functools.partial(
+        attend, return_lse=True, **({} if sinks is None else {"sinks": sinks})
+    )
     if how == "twice":
         attend(*leaves)  # nothing of it is used
     if how == "checkpointed":
@@ -107,12 +110,16 @@ def results(
         call.outputs
     ]
     wanted = [x for x in leaves if x.requires_grad]
+    if sinks is not None:
+        wanted.append(sinks)
     grads = torch.autograd.grad(
         [x for x, _ in roots], wanted, [g for _, g in roots], materialize_grads=True
     )
     names = [
         name for name, letter in zip(NAMES[2:], "qkv", strict=True) if letter in call.needs_grad
     ]
+    if sinks is not None:
+        names.append("dsinks")
     return found | dict(zip(names, grads, strict=True))
 
 

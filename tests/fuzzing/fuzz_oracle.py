@@ -50,6 +50,17 @@ class Call(NamedTuple):
     outputs: str  # which results the loss depends on: out, lse, or both
     magnitude: float  # of the gradient of lse
     seed: int
+    has_sinks: bool = False
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """A logit for each head, of which one may be no sink at all."""
+        if not self.has_sinks:
+            return None
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        sinks = 3 * torch.randn(self.num_heads, generator=generator, dtype=torch.float64)
+        sinks[self.seed % (2 * self.num_heads) :][:1] = -torch.inf
+        return sinks.to(self.dtype).requires_grad_()
 
     @property
     def cu_seqlens(self) -> Tensor | None:
@@ -83,7 +94,11 @@ def draw_pattern(rng: random.Random, num_heads: int) -> DilatedPattern:
 
 
 def draw_call(
-    rng: random.Random, *, dtypes: Sequence[torch.dtype] = DTYPES, head_multiple: int = 1
+    rng: random.Random,
+    *,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    head_multiple: int = 1,
+    sinks: bool = False,
 ) -> Call:
     num_kv_heads = head_multiple * rng.randint(1, 3)
     num_heads = num_kv_heads * rng.randint(1, 3)
@@ -115,6 +130,7 @@ def draw_call(
         rng.choice(["both", "both", "out", "lse"]),
         rng.choice([1.0, 1.0, 1e-3, 65_536.0]),
         rng.randrange(2**31),
+        has_sinks=sinks and rng.random() < 0.25,
     )
 
 
@@ -141,16 +157,23 @@ class Answer(NamedTuple):
 def answer_to(call: Call, inputs: Sequence[Tensor], dout: Tensor, dlse: Tensor) -> Answer:
     """out, lse and the gradients that the loss has. What the loss does not depend on has none."""
     leaves = [x.double().clone().requires_grad_() for x in inputs]
-    out, lse = dilated_attention_reference(
-        *leaves, call.pattern, cu_seqlens=call.documents, scale=call.scale
-    )
+    sinks = None if call.sinks is None else call.sinks.detach().double().requires_grad_()
+    rules = {"cu_seqlens": call.documents, "scale": call.scale, "sinks_H": sinks}
+    out, lse = dilated_attention_reference(*leaves, call.pattern, **rules)
     dout = dout.double() if call.outputs != "lse" else torch.zeros_like(out)
     dlse = dlse.double() if call.outputs != "out" else torch.zeros_like(lse)
     covered = torch.isfinite(lse)
     loss = (out * dout).sum() + (lse.masked_fill(~covered, 0) * dlse).sum()
-    grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
-    values = dict(zip(NAMES, (out.detach(), lse.detach(), *grads), strict=True))
-    return Answer(values, sizes_of(call, [x.detach() for x in leaves], dout, dlse, lse.detach()))
+    wanted = leaves if sinks is None else [*leaves, sinks]
+    grads = torch.autograd.grad(loss, wanted, materialize_grads=True)
+    values = dict(zip(NAMES, (out.detach(), lse.detach(), *grads[:3]), strict=True))
+    sizes = sizes_of(call, [x.detach() for x in leaves], dout, dlse, lse.detach())
+    if sinks is not None:
+        values["dsinks"] = grads[3]
+        weight = torch.exp(sinks.detach() - lse.detach()).nan_to_num(0)
+        delta = (dout.abs() * sizes["out"]).sum(-1) + dlse.abs()
+        sizes["dsinks"] = (weight * delta * sizes["lse"]).sum((0, 1))
+    return Answer(values, sizes)
 
 
 def sizes_of(

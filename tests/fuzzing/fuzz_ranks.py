@@ -104,18 +104,18 @@ class Desk(TeamDesk):
         found = results(
             call, arranged(rng, call, [*map(take, inputs)]), attend, take(dout), take(dlse)
         )
-        own = ({name: take(x) for name, x in numbers.items()} for numbers in (values, sizes))
+        found.pop("dsinks", None)  # a rank's own rows have a part of it
+        own = (
+            {name: take(x) for name, x in numbers.items() if name != "dsinks"}
+            for numbers in (values, sizes)
+        )
         return difference(call, found, Answer(*own))
 
     def call(self, rng: random.Random) -> Outcome:
         """Right calls, one or two on one context."""
         exchanges = rng.choice([["all_to_all"], EXCHANGES[:3]])
-        call = draw_call(
-            rng,
-            head_multiple=self.world_size
-            if exchanges == ["all_to_all"] or self.world_size == 4
-            else 1,
-        )
+        is_dealt = exchanges == ["all_to_all"] or self.world_size == 4
+        call = draw_call(rng, head_multiple=self.world_size if is_dealt else 1, sinks=True)
         complaint = None
         with self.context(rng, call.seq_len, exchanges) as parallel:
             for _ in range(rng.randint(1, 2)):

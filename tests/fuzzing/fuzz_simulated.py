@@ -22,7 +22,7 @@ def prepare(folder: Path) -> None:
 
 
 def try_case(rng: random.Random, folder: Path) -> Trial:
-    call = draw_call(rng)
+    call = draw_call(rng, sinks=True)
     world_size = rng.choice([1, 2, 2, 3, 4, 5, 8])
     cut = draw_cut(rng, world_size, call.seq_len)
     with poisoned_memory():

@@ -210,7 +210,7 @@ def try_settings(rng: random.Random) -> Trial:
     return Trial(f"settings, {what}", f"{settings}, {options}", complaint)
 
 
-_gate = gates.gate
+_gate = gates.with_sinks
 
 
 def _gate_of_one_more(out: Tensor, lse: Tensor, log_num_zero_keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,7 +223,7 @@ def _layer_without_a_residual(self: networks.Layer, x: Tensor, attend: Any) -> T
 
 
 BREAKAGES: dict[str, Callable[[], Any]] = {
-    "a zero row too many is counted": broken("gate", _gate_of_one_more, gates),
+    "a zero row too many is counted": broken("with_sinks", _gate_of_one_more, gates),
     "misplaced rows stay": broken("_put_in_place", lambda out, lse, *_: (out, lse), gates),
     "a residual is left out": broken("forward", _layer_without_a_residual, networks.Layer),
     "embeddings are not checked": broken("_why_not", nothing, LongNetEncoder),

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchscale_cases import ATTENTION, Attention, blocked, kept, waves
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
+from ring_dilated_attention.attention.sinks import with_sinks
 from ring_dilated_attention.models import torchscale_attention
-from ring_dilated_attention.models.torchscale.gate import gate
 
 PATTERNS = {
     "aligned": blocked((8, 16, 64), (1, 2, 4)),
@@ -174,7 +174,7 @@ def test_gate_leaves_queries_without_keys_alone():
         random(1, 2, 1, 3).requires_grad_(),
         torch.tensor([[[-torch.inf], [0.3]]]).requires_grad_(),
     )
-    gated, gated_lse = gate(out, lse, torch.full((2, 1), -torch.inf))
+    gated, gated_lse = with_sinks(out, lse, torch.full((2, 1), -torch.inf))
     assert torch.equal(gated, out)
     assert torch.equal(gated_lse, lse)
     (gated.sum() + gated_lse[:, 1].sum()).backward()

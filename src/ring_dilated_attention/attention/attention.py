@@ -21,33 +21,34 @@ from ..run.append import append
 from ..run.dilated_cache import DilatedCache
 from ..run.views import accumulator_dtype, with_unit_stride
 from .op import define_op
+from .sinks import why_no_sinks, with_sinks
 from .validate import autocast, call_of, check_cache, on_host, refuse_others, refuse_tangents
 
 
 @overload
 def dilated_attention(
     query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, parallel: ContextParallel | None = None,
-    cu_seqlens: Tensor | None = None, scale: float | None = None, backend: str = "auto",
+    cu_seqlens: Tensor | None = None, scale: float | None = None, sinks: Tensor | None = None, backend: str = "auto",
     return_lse: Literal[False] = False, heads_held: range | None = None, num_heads: int | None = None,
     cache: DilatedCache | None = None, lengths: Tensor | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def dilated_attention(
     query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, parallel: ContextParallel | None = None,
-    cu_seqlens: Tensor | None = None, scale: float | None = None, backend: str = "auto", return_lse: Literal[True],
-    heads_held: range | None = None, num_heads: int | None = None, cache: DilatedCache | None = None,
-    lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, scale: float | None = None, sinks: Tensor | None = None, backend: str = "auto",
+    return_lse: Literal[True], heads_held: range | None = None, num_heads: int | None = None,
+    cache: DilatedCache | None = None, lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def dilated_attention(
     query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, parallel: ContextParallel | None = None,
-    cu_seqlens: Tensor | None = None, scale: float | None = None, backend: str = "auto", return_lse: bool = False,
-    heads_held: range | None = None, num_heads: int | None = None, cache: DilatedCache | None = None,
-    lengths: Tensor | None = None, **others: object,
+    cu_seqlens: Tensor | None = None, scale: float | None = None, sinks: Tensor | None = None, backend: str = "auto",
+    return_lse: bool = False, heads_held: range | None = None, num_heads: int | None = None,
+    cache: DilatedCache | None = None, lengths: Tensor | None = None, **others: object,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Exact dilated attention (LongNet, arXiv 2307.02486): one softmax over the keys of all branches.
 
     out[i] = softmax_j(q_i k_j * scale + log M[h, i, j]) v_j, where M[h, i, j] is the number of branches in which query
-    i of head h sees key j. A (query, head) that no branch covers has out = 0 and lse = -inf.
+    i of head h sees key j. A (query, head) that no branch covers has out = 0 and lse = -inf (or the sink).
 
     Args:
         query: (B, N, H, D), float64, float32, bfloat16 or float16. Under `parallel` this rank's rows.
@@ -59,14 +60,16 @@ def dilated_attention(
         cu_seqlens: borders (0, ..., N) of packed documents, int32, for a batch of 1. Positions and segments start anew
             at each border. Under `parallel` the borders are those of the whole sequence, the same on every rank.
         scale: the factor of the scores; D ** -0.5 by default.
+        sinks: (H,), a learned logit for each query head: one more key in its softmax, with this score and the value 0
+            (gpt-oss). Gradients flow to it.
         backend: "auto", "cpu" or "sdpa" (CUDA; `torch.nn.attention.sdpa_kernel` selects among torch's ops). No GPU has
             run "sdpa" yet.
-        return_lse: also return the logsumexp of the scores; gradients flow through it too.
+        return_lse: also return the logsumexp of the scores, sinks included; gradients flow through it too.
         heads_held, num_heads: for tensors that hold some heads of a layer (tensor parallelism): which query heads, as
             range(3, 6), and how many the layer has. A head's phase follows from its number in the layer.
         cache: the sequences so far. The N rows are appended to them at `cache.position`. The call has no gradient.
         lengths: with a cache, (B,) integers: how many of its N rows each batch entry appends. The rest is padding, with
-            out = 0 and lse = -inf.
+            out = 0 and lse = -inf (or the sink).
 
     Returns:
         out (B, N, H, D) in the input's dtype, or (out, lse) with lse (B, N, H) in float32 (float64 for float64).
@@ -85,6 +88,8 @@ def dilated_attention(
             rows, pattern, parallel, cu_seqlens, scale, backend, return_lse, heads_held, num_heads
         )
         check_cache(cache, call, query, key, parallel, cu_seqlens, lengths)
+        if sinks is not None and (failure := why_no_sinks(sinks, query)):
+            raise ValueError(f"{failure}.")
         query, key, value = map(with_unit_stride, rows)
         if parallel is None and cache is None:
             warn_of_forgotten_parallel(query.shape[1])
@@ -113,6 +118,8 @@ def dilated_attention(
             cache.progress,
             lengths,
         )
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 

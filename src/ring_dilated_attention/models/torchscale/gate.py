@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention import dilated_attention
+from ...attention.sinks import with_sinks
 from ...attention.validate import refuse_others, why_no_rows
 from ...pattern import Branch, DilatedPattern, why_no_pattern
 from ...ranks.context import ContextParallel
@@ -140,7 +140,7 @@ def torchscale_attention(
             query, key, value, call.pattern, return_lse=True, **options
         )
         if call.log_num_zero_keys_NH is not None:
-            out_BNHD, lse_BNH = gate(out_BNHD, lse_BNH, call.log_num_zero_keys_NH)
+            out_BNHD, lse_BNH = with_sinks(out_BNHD, lse_BNH, call.log_num_zero_keys_NH)
         if call.misplaced is not None:
             out_BNHD, lse_BNH = _put_in_place(out_BNHD, lse_BNH, value, call.misplaced, parallel)
         if merged is None:
@@ -163,19 +163,6 @@ def pattern_failure(pattern: DilatedPattern) -> str | None:
         f"torchscale's heads read phases by blocks and run all branches, but the pattern has phase={pattern.phase!r} "
         f"and heads={pattern.heads!r}: make it with phase='blocked' and heads='all', or call dilated_attention"
     )
-
-
-def gate(out_BNHD: Tensor, lse_BNH: Tensor, log_num_zero_keys_NH: Tensor) -> tuple[Tensor, Tensor]:
-    """The softmax with C more keys of score 0 and value 0. Naively:
-
-    out' = out * exp(lse) / (exp(lse) + C)
-    lse' = log(exp(lse) + C)
-    """
-    # Where C is 0 nothing changes. The mask also avoids (-inf) - (-inf) for a query without keys.
-    none_NH = log_num_zero_keys_NH == -torch.inf
-    above_BNH = lse_BNH.masked_fill(none_NH, torch.inf) - log_num_zero_keys_NH
-    gated_BNHD = out_BNHD * torch.sigmoid(above_BNH).unsqueeze(-1)
-    return gated_BNHD.to(out_BNHD.dtype), lse_BNH - F.logsigmoid(above_BNH)
 
 
 def _num_zero_keys(pattern: DilatedPattern, num_heads: int, documents: Documents) -> Tensor | None:

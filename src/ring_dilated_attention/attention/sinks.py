@@ -1,0 +1,40 @@
+"""One more key in the softmax, with a score of its own and the value 0: an attention sink, or many keys that are alike.
+
+A learned sink is a logit for each head (gpt-oss). torchscale's rows of zeros are C keys of score 0, a sink of log C.
+"""
+
+import torch
+from torch import Tensor
+
+
+def with_sinks(out_BNHD: Tensor, lse_BNH: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """The results of a softmax with one more key. Naively:
+
+        out' = out * exp(lse) / (exp(lse) + exp(sink))
+        lse' = log(exp(lse) + exp(sink))
+
+    sinks: the key's score, of a shape that broadcasts to (B, N, H). Where it is -inf, nothing changes.
+    """
+    # The mask avoids (-inf) - (-inf) for a query without keys.
+    is_none = sinks == -torch.inf
+    sinks = sinks.to(lse_BNH.dtype).masked_fill(is_none, 0)
+    weight_BNH = torch.sigmoid((lse_BNH - sinks).masked_fill(is_none, torch.inf))
+    out = (out_BNHD * weight_BNH.unsqueeze(-1)).to(out_BNHD.dtype)
+    return out, torch.where(is_none, lse_BNH, torch.logaddexp(lse_BNH, sinks))
+
+
+def why_no_sinks(sinks: object, query_BNHD: Tensor) -> str | None:
+    """Why a value is no sink of each head of the query, or None."""
+    num_heads = query_BNHD.shape[2]
+    if not isinstance(sinks, Tensor):
+        return (
+            f"sinks must be a tensor of {num_heads} numbers, one for each query head, got {sinks!r}"
+        )
+    if sinks.shape != (num_heads,) or not sinks.is_floating_point():
+        return (
+            f"sinks must have one floating-point number for each of the {num_heads} query heads, got {sinks.dtype} of "
+            f"shape {tuple(sinks.shape)}"
+        )
+    if sinks.device != query_BNHD.device:
+        return f"sinks are on {sinks.device}, query is on {query_BNHD.device}: move them"
+    return None
