@@ -61,7 +61,7 @@ class _Planner:
         self.index = ShardIndex(job.shards)
         # all ranks of a ring ask for it
         self.rings_of = cache(RingMaker(job, self.index, self.groups).rings)
-        self.windows = windows_of(job, self.index)
+        self.windows = windows_of(job)
         # rows lie alike in one chunk after another
         self.tiles_of = lru_cache(maxsize=1024)(self.make_tiles)
 
@@ -103,11 +103,8 @@ class _Planner:
                 piece.part(piece.start + side.start, piece.start + side.stop)
                 for side in (meeting.queries, meeting.keys)
             )
-            for tile in self.tiles_under(number, meeting.mask, query.start, query, key):
-                yield tile._replace(
-                    query=tile.query.again(meeting.number, meeting.step),
-                    key=tile.key.again(meeting.number, meeting.step),
-                )
+            again = (meeting.number, meeting.step)
+            yield from self.tiles_under(number, meeting.mask, query.start, query, key, again)
 
     def straddling_tiles(self, number: int, origin: int, pieces: list[Piece]) -> Iterator[Tile]:
         """Own queries times own keys of a segment that other ranks share."""
@@ -127,9 +124,18 @@ class _Planner:
         return mask_between(branch, query.start, key.start, is_causal=is_causal)
 
     def tiles_under(
-        self, number: int, mask: str, origin: int, query: Piece, key: Piece
+        self,
+        number: int,
+        mask: str,
+        origin: int,
+        query: Piece,
+        key: Piece,
+        again: tuple[int, int] = (1, 0),
     ) -> Iterator[Tile]:
-        """The tiles of own queries times own keys under a mask, for all heads. origin: where the segment starts."""
+        """The tiles of own queries times own keys under a mask, for all heads.
+
+        origin: where the segment starts. again: how often, and how many positions further each time.
+        """
         rate = self.pattern.branches[number].dilation_rate
         # The first branch writes what later ones add to. Under "split" each branch has heads of its own.
         is_split = self.pattern.heads == "split"
@@ -139,8 +145,9 @@ class _Planner:
             query_bands = make_bands(group, query, origin, rate)
             key_bands = make_bands(group, key, origin, rate)
             for query_band, key_band in matches(query_bands, key_bands):
-                rows = query_band.query_rows(rate), key_band.kv_rows(rate)
-                yield Tile(*rows, mask, first_query=first_query, first_key=first_key)
+                queries = query_band.query_rows(rate).again(*again)
+                keys = key_band.kv_rows(rate).again(*again)
+                yield Tile(queries, keys, mask, first_query=first_query, first_key=first_key)
 
     def rows_of(self, ring: Ring, place: int) -> Iterator[tuple[Piece, Rows, Block]]:
         """The key/value rows that the rank at a place packs into its chunk, each with its piece and block."""

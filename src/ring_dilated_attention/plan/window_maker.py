@@ -175,12 +175,10 @@ class WindowMaker:
                 yield from (q for q in pieces if any(self.mask(q, key) for key in keys))
 
 
-def windows_of(job: Job, index: ShardIndex | None = None) -> dict[int, WindowMaker]:
+def windows_of(job: Job) -> dict[int, WindowMaker]:
     """The windows of a pattern, by the numbers of their branches."""
     numbers = [i for i, branch in enumerate(job.pattern.branches) if branch.is_window]
-    if numbers and index is None:
-        index = ShardIndex(job.shards)
-    return {number: WindowMaker(job, index, number) for number in numbers}
+    return {number: WindowMaker(job, ShardIndex(job.shards), number) for number in numbers}
 
 
 def _at(place: int, of_place: tuple, num_places: int) -> tuple[tuple, ...]:
