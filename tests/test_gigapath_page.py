@@ -65,7 +65,14 @@ def test_the_function_alone():
         set(inspect.signature(f).parameters) for f in (torchscale_attention, dilated_attention)
     )
     assert theirs - ours == {"counted"}
-    assert ours - theirs == {"cu_seqlens", "heads_held", "num_heads", "cache", "lengths"}
+    assert ours - theirs == {
+        "cu_seqlens",
+        "heads_held",
+        "num_heads",
+        "cache",
+        "lengths",
+        "sinks",
+    }
     [said] = re.findall(r"^Its other arguments are.*?\n\n", page, flags=re.DOTALL | re.MULTILINE)
     assert set(re.findall(r"`(\w+)`", said)) == {"dilated_attention"} | theirs ^ ours
 

@@ -5,7 +5,7 @@ phase per branch: query i sees key j iff both lie in the same segment and have t
 that several branches contain counts once per branch.
 
 A sliding window is one branch more. Query i sees the w positions up to its own, or, if not causal, those at most w // 2
-away. Here `reference.sees` and `plan/sight.py` say the same, of tensors and of stretches of a sequence.
+away. `Branch.in_reach` says all this but the phases, and `plan/sight.py` says it of stretches of a sequence.
 """
 
 import json
@@ -33,6 +33,17 @@ class Branch(NamedTuple):
     segment_length: int
     dilation_rate: int
     is_window: bool = False
+
+    def in_reach(self, query: Any, key: Any, *, is_causal: bool) -> Any:
+        """Whether a query and a key at these positions of a document lie in one segment, or in the window, and in
+        order if causal. Numbers, or tensors of shapes that broadcast."""
+        if self.is_window:
+            seen = abs(query - key) <= (
+                self.segment_length - 1 if is_causal else self.segment_length // 2
+            )
+        else:
+            seen = query // self.segment_length == key // self.segment_length
+        return seen & (key <= query) if is_causal else seen
 
     def __str__(self) -> str:
         if self.is_window:

@@ -9,17 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .pattern import Branch, DilatedPattern
-
-
-def sees(branch: Branch, query: Tensor, key: Tensor, *, is_causal: bool) -> Tensor:
-    """Whether a query sees a key, but for phases. query, key: positions in a document, of shapes that broadcast."""
-    length = branch.segment_length
-    if branch.is_window:
-        seen = query - key < length if is_causal else (query - key).abs() <= length // 2
-    else:
-        seen = query // length == key // length
-    return seen & (key <= query) if is_causal else seen
+from .pattern import DilatedPattern
 
 
 def multiplicity(
@@ -27,7 +17,7 @@ def multiplicity(
 ) -> Tensor:
     """M[h, i, j]: the number of branches in which query i of head h sees key j. (H, N, N), int64.
 
-    A branch's key must be in reach of the query (`sees`), and both must have the phase that the head reads.
+    A branch's key must be in reach of the query (`Branch.in_reach`), and both must have the phase that the head reads.
     """
     borders = torch.tensor(documents if documents is not None else (0, seq_len))
     position = torch.arange(seq_len)
@@ -37,7 +27,7 @@ def multiplicity(
     for i, branch in enumerate(pattern.branches):
         phase = (t % branch.segment_length) % branch.dilation_rate
         same = document[:, None] == document
-        same = same & sees(branch, t[:, None], t, is_causal=pattern.is_causal)
+        same = same & branch.in_reach(t[:, None], t, is_causal=pattern.is_causal)
         for h in pattern.heads_of(i, num_heads):
             own_phase = pattern.phase_of(i, h, num_heads)
             assert own_phase is not None

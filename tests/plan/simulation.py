@@ -22,18 +22,14 @@ def dense_triples(pattern: DilatedPattern, borders: tuple[int, ...], num_heads: 
     """The definition, counted: how often query i of head h sees key j."""
     triples: Triples = Counter()
     for start, stop in pairwise(borders):
-        for b, (w, r, is_window) in enumerate(pattern.branches):
+        for b, branch in enumerate(pattern.branches):
+            w, r, _ = branch
             for h in pattern.heads_of(b, num_heads):
                 s = pattern.phase_of(b, h, num_heads)
                 for i in range(stop - start):
-                    if is_window:
-                        reach = w - 1 if pattern.is_causal else w // 2
-                        keys = range(max(i - reach, 0), min(i + reach + 1, stop - start))
-                    else:
-                        keys = range(i // w * w, min(i // w * w + w, stop - start))
-                    for j in keys:
-                        has_phase = is_window or (i % w) % r == s == (j % w) % r
-                        if has_phase and (j <= i or not pattern.is_causal):
+                    for j in range(stop - start):
+                        has_phase = (i % w) % r == s == (j % w) % r
+                        if has_phase and branch.in_reach(i, j, is_causal=pattern.is_causal):
                             triples[h, start + i, start + j] += 1
     return triples
 

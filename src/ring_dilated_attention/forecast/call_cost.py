@@ -261,5 +261,5 @@ def pairs(pattern: DilatedPattern, seq_len: int, num_heads: int) -> int:
         heads = pattern.heads_of(number, num_heads)
         read = [pattern.phase_of(number, head, num_heads) or 0 for head in heads]
         phases = Phases(read, branch.dilation_rate)
-        total += phases.pairs_of_stretch(branch, seq_len, is_causal=pattern.is_causal)
+        total += phases.pairs_within(branch, seq_len, is_causal=pattern.is_causal)
     return total

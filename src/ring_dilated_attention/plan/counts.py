@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ..pattern import Branch
 from .collection import without_collection
 from .job import Job
-from .rows import own_stretches
+from .rows import own_sections
 from .sharding import Span
 from .sight import meetings, pairs_under
 from .window_maker import WindowMaker, windows_of
@@ -77,8 +77,8 @@ class Phases:
             [self.products(stop, length) - self.products(start, length) for start, stop in pieces]
         )
 
-    def pairs_of_stretch(self, branch: Branch, length: int, *, is_causal: bool) -> int:
-        """(query, key) pairs of a stretch of whole segments, or of a document that a window slides over."""
+    def pairs_within(self, branch: Branch, length: int, *, is_causal: bool) -> int:
+        """(query, key) pairs of a section of whole segments, or of a document that a window slides over."""
         total = 0
         for meeting in meetings(branch, length, is_causal=is_causal):
             size = len(meeting.queries)
@@ -146,16 +146,16 @@ class Counter:
         for number, branch in enumerate(self.pattern.branches):
             cut: dict[Span, list[tuple[int, int]]] = {}
             for span in sorted(self.job.shards[rank]):
-                for stretch in own_stretches(span, self.borders, branch):
-                    if stretch.segment is None:
-                        length = stretch.stop - stretch.start
-                        pairs += self.queries[number].pairs_of_stretch(
+                for section in own_sections(span, self.borders, branch):
+                    if section.segment is None:
+                        length = section.stop - section.start
+                        pairs += self.queries[number].pairs_within(
                             branch, length, is_causal=self.pattern.is_causal
                         )
                     else:
-                        origin = stretch.segment.start
-                        piece = (stretch.start - origin, stretch.stop - origin)
-                        cut.setdefault(stretch.segment, []).append(piece)
+                        origin = section.segment.start
+                        piece = (section.start - origin, section.stop - origin)
+                        cut.setdefault(section.segment, []).append(piece)
             found = [self._share(number, *segment, pieces) for segment, pieces in cut.items()]
             shares += [share for share in found if any(share.rows)]
             if branch.is_window:

@@ -9,7 +9,7 @@ from .job import Job
 from .plan import Hop, Message, Plan, Tile
 from .ring_maker import RingMaker, ShardIndex
 from .rings import Entry, Ring, Timetable
-from .rows import Block, Piece, Rows, make_bands, matches, own_stretches
+from .rows import Block, Piece, Rows, make_bands, matches, own_sections
 from .sharding import shard_length
 from .sight import mask_between, meetings
 from .window_maker import windows_of
@@ -78,12 +78,12 @@ class _Planner:
         rings: dict[tuple[int, int], tuple[Ring, ...]] = {}
         for number, branch in enumerate(self.pattern.branches):
             for span in self.shards[rank]:
-                for stretch in own_stretches(span, self.borders, branch):
-                    if stretch.segment is None:
-                        piece = self.index.piece(span, stretch.start, stretch.stop)
-                        tiles += self.stretch_tiles(number, piece)
-                    elif (number, stretch.segment.start) not in rings:
-                        origin, stop = stretch.segment
+                for section in own_sections(span, self.borders, branch):
+                    if section.segment is None:
+                        piece = self.index.piece(span, section.start, section.stop)
+                        tiles += self.section_tiles(number, piece)
+                    elif (number, section.segment.start) not in rings:
+                        origin, stop = section.segment
                         rings[number, origin] = self.rings_of(number, origin, stop)
                         pieces = self.index.pieces(rank, origin, stop)
                         tiles += self.straddling_tiles(number, origin, pieces)
@@ -95,12 +95,12 @@ class _Planner:
         all_rings = [ring for _, of_origin in sorted(rings.items()) for ring in of_origin]
         return tiles, [ring for ring in all_rings if rank in ring.ranks]
 
-    def stretch_tiles(self, number: int, piece: Piece) -> Iterator[Tile]:
-        """Own queries times own keys of a stretch: whole segments, or of a window the positions of a document."""
+    def section_tiles(self, number: int, piece: Piece) -> Iterator[Tile]:
+        """Own queries times own keys of a section: whole segments, or of a window the positions of a document."""
         branch, is_causal = self.pattern.branches[number], self.pattern.is_causal
         for meeting in meetings(branch, piece.stop - piece.start, is_causal=is_causal):
             query, key = (
-                piece.part(piece.start + side.start, piece.start + side.stop)
+                piece.slice(piece.start + side.start, piece.start + side.stop)
                 for side in (meeting.queries, meeting.keys)
             )
             again = (meeting.number, meeting.step)

@@ -80,14 +80,14 @@ class Piece(NamedTuple):
     def length(self) -> int:
         return self.stop - self.start
 
-    def part(self, start: int, stop: int) -> "Piece":
+    def slice(self, start: int, stop: int) -> "Piece":
         """Positions start..stop-1 of it."""
         return Piece(start, stop, self.row + start - self.start)
 
     def cut(self, borders: Iterable[int]) -> "list[Piece]":
         """Its parts between those of the borders that lie in it."""
         inside = {x for x in borders if self.start < x < self.stop}
-        return [self.part(a, b) for a, b in pairwise([self.start, *sorted(inside), self.stop])]
+        return [self.slice(a, b) for a, b in pairwise([self.start, *sorted(inside), self.stop])]
 
 
 class Band(NamedTuple):
@@ -126,7 +126,7 @@ class Band(NamedTuple):
         )
 
 
-class Stretch(NamedTuple):
+class Section(NamedTuple):
     """Positions start..stop-1 of one document in a span of a shard: whole segments, or a piece of one segment."""
 
     start: int
@@ -135,30 +135,30 @@ class Stretch(NamedTuple):
     segment: Span | None = None
 
 
-def own_stretches(span: Span, borders: Sequence[int], branch: Branch) -> Iterator[Stretch]:
+def own_sections(span: Span, borders: Sequence[int], branch: Branch) -> Iterator[Section]:
     """Cut a span at the borders of documents, and of segments that the span does not hold whole.
 
-    Whole segments that follow each other are one stretch. The last segment of a document may be shorter. A window has
-    no segments: each document's positions are one stretch.
+    Whole segments that follow each other are one section. The last segment of a document may be shorter. A window has
+    no segments: each document's positions are one section.
     """
     for i in range(bisect_right(borders, span.start) - 1, bisect_left(borders, span.stop)):
         document, end = borders[i], borders[i + 1]
         start, stop = max(span.start, document), min(span.stop, end)
         if branch.is_window:
-            yield Stretch(start, stop)
+            yield Section(start, stop)
             continue
         length = branch.segment_length
         # first border of a segment at or after start
         whole = document - (document - start) // length * length
         if start < whole:
-            yield Stretch(start, min(whole, stop), Span(whole - length, min(whole, end)))
+            yield Section(start, min(whole, stop), Span(whole - length, min(whole, end)))
         if whole >= stop:
             continue
         last = stop - (stop - whole) % length if stop < end else stop
         if whole < last:
-            yield Stretch(whole, last)
+            yield Section(whole, last)
         if last < stop:
-            yield Stretch(last, stop, Span(last, min(last + length, end)))
+            yield Section(last, stop, Span(last, min(last + length, end)))
 
 
 @lru_cache(maxsize=1024)  # the same queries meet one chunk after another
@@ -192,7 +192,7 @@ def cut_apart(
     """
     queries = list(queries)
     cuts = {x - reach for piece, reach in queries for x in (piece.start, piece.stop)}
-    cut_keys = [part for key in keys for part in key.cut(cuts)]
+    cut_keys = [cut_key for key in keys for cut_key in key.cut(cuts)]
     borders = {x for key in cut_keys for x in (key.start, key.stop)}
     return cut_keys, [piece.cut(x + reach for x in borders) for piece, reach in queries]
 

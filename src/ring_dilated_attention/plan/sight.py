@@ -1,7 +1,7 @@
 """Who sees whom in a branch, as queries times keys under a mask. Pure integers, no torch.
 
-`reference.sees` defines it for two positions. Here it is said of stretches, so that kernels compute it: planner, counts
-and forecast read it here. Phases are not: a head then reads every r-th position of a stretch (`rows.py`).
+`Branch.in_reach` defines it for two positions. Here it is said of sections, so that kernels compute it: planner, counts
+and forecast read it here. Phases are not: a head then reads every r-th position of a section (`rows.py`).
 
 A *mask* is one of three. Row i of the queries sees, of as many keys or more,
 
@@ -67,7 +67,7 @@ def meetings(branch: Branch, length: int, *, is_causal: bool) -> Iterator[Meetin
 
 
 def block_length(branch: Branch, *, is_causal: bool) -> int:
-    """The length of stretches within which, in the first place, positions see each other."""
+    """The length of sections within which, in the first place, positions see each other."""
     if branch.is_window and not is_causal:
         return max(branch.segment_length // 2, 1)
     return branch.segment_length
@@ -100,10 +100,10 @@ def _crossings(size: int, reach: int, length: int, is_causal: bool) -> Iterator[
 
 
 def mask_between(branch: Branch, query: int, key: int, *, is_causal: bool) -> str | None:
-    """The mask between two stretches of one segment, or of a window, that begin at these positions; None if no query
+    """The mask between two sections of one segment, or of a window, that begin at these positions; None if no query
     sees a key.
 
-    Two different stretches do not overlap. Those of a window are cut at each other's borders, `window_reach` further.
+    Two different sections do not overlap. Those of a window are cut at each other's borders, `window_reach` further.
     """
     if not branch.is_window:
         if is_causal and key >= query:

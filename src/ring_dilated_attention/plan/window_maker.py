@@ -1,8 +1,8 @@
 """Find which rows a sliding window sees in other spans, and the rings that carry them. Pure integers, no torch.
 
-A *part* is what one span holds of one document. Inside a part a window needs nobody else (`sight.meetings`). Its first
-queries also see the last rows of the parts before, and, if the window is centred, its last queries the first rows of
-the parts after. A rank sends only rows that others see: each has a ring of its owner and those who see it. In most jobs
+A *portion* is what one span holds of one document. Inside a portion a window needs nobody else (`sight.meetings`). Its first
+queries also see the last rows of the portions before, and, if the window is centred, its last queries the first rows of
+the portions after. A rank sends only rows that others see: each has a ring of its owner and those who see it. In most jobs
 a ring has two ranks, and all rows travel at its first hop.
 """
 
@@ -20,7 +20,7 @@ from .sharding import Span
 from .sight import mask_between, window_reach
 
 
-class Part(NamedTuple):
+class Portion(NamedTuple):
     """The positions of a document that lie in one span of a rank."""
 
     rank: int
@@ -29,14 +29,14 @@ class Part(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """What is seen of a part from other parts: its keys, cut, and the queries of each part that sees some, cut."""
+    """What is seen of a portion from other portions: its keys, cut, and the queries of each portion that sees some, cut."""
 
     keys: list[Piece]
-    queries: list[tuple[Part, list[Piece]]]
+    queries: list[tuple[Portion, list[Piece]]]
 
 
 class Crossing(NamedTuple):
-    """Queries of one part times keys of another, and the rank that owns the keys."""
+    """Queries of one portion times keys of another, and the rank that owns the keys."""
 
     query: Piece
     key: Piece
@@ -58,67 +58,69 @@ class WindowMaker:
         self.rings_of = cache(self._rings)  # all ranks of a ring ask for it
         self.sight_of = cache(self._sight)
 
-    def parts(self, rank: int) -> Iterator[Part]:
-        """A rank's parts with rows that other parts may see, or that may see others': those at the ends of spans."""
+    def portions(self, rank: int) -> Iterator[Portion]:
+        """A rank's portions with rows that other portions may see, or that may see others': those at the ends of spans."""
         borders = self.job.borders
         for span in self.job.shards[rank]:
             first = bisect_right(borders, span.start) - 1
             last = bisect_left(borders, span.stop) - 1
             for i in sorted({first, last}):
-                yield self._part(rank, span, Span(borders[i], borders[i + 1]))
+                yield self._portion(rank, span, Span(borders[i], borders[i + 1]))
 
-    def _part(self, rank: int, span: Span, document: Span) -> Part:
+    def _portion(self, rank: int, span: Span, document: Span) -> Portion:
         start, stop = max(span.start, document.start), min(span.stop, document.stop)
-        return Part(rank, self.index.piece(span, start, stop), document)
+        return Portion(rank, self.index.piece(span, start, stop), document)
 
-    def before(self, part: Part) -> Iterator[Part]:
-        """The parts of the same document with positions at most `reach` before this one."""
-        if part.piece.start == part.document.start:
+    def before(self, portion: Portion) -> Iterator[Portion]:
+        """The portions of the same document with positions at most `reach` before this one."""
+        if portion.piece.start == portion.document.start:
             return
-        least = max(part.document.start, part.piece.start - self.reach)
-        i = bisect_left(self.index.starts, part.piece.start) - 1
+        least = max(portion.document.start, portion.piece.start - self.reach)
+        i = bisect_left(self.index.starts, portion.piece.start) - 1
         while i >= 0 and self.index.owners[i][0].stop > least:
             span, rank = self.index.owners[i]
-            yield self._part(rank, span, part.document)
+            yield self._portion(rank, span, portion.document)
             i -= 1
 
-    def after(self, part: Part) -> Iterator[Part]:
-        """The parts of the same document with positions at most `reach` after this one."""
-        stop = min(part.document.stop, part.piece.stop + self.reach)
-        i = bisect_left(self.index.starts, part.piece.stop)
+    def after(self, portion: Portion) -> Iterator[Portion]:
+        """The portions of the same document with positions at most `reach` after this one."""
+        stop = min(portion.document.stop, portion.piece.stop + self.reach)
+        i = bisect_left(self.index.starts, portion.piece.stop)
         while i < len(self.index.owners) and self.index.starts[i] < stop:
             span, rank = self.index.owners[i]
-            yield self._part(rank, span, part.document)
+            yield self._portion(rank, span, portion.document)
             i += 1
 
-    def seen_by(self, part: Part) -> Iterator[tuple[Part, int]]:
-        """The other parts whose queries see rows of this one, each with its distance, as `cut_apart` takes them."""
-        for other in self.after(part):
+    def seen_by(self, portion: Portion) -> Iterator[tuple[Portion, int]]:
+        """The other portions whose queries see rows of this one, each with its distance, as `cut_apart` takes them."""
+        for other in self.after(portion):
             yield other, self.reach
         if not self.is_causal:
-            for other in self.before(part):
+            for other in self.before(portion):
                 yield other, -self.reach
 
-    def _sight(self, part: Part) -> Sight:
-        others = list(self.seen_by(part))
-        keys, queries = cut_apart([part.piece], [(other.piece, reach) for other, reach in others])
-        parts = [other for other, _ in others]
-        return Sight(keys, list(zip(parts, queries, strict=True)))
+    def _sight(self, portion: Portion) -> Sight:
+        others = list(self.seen_by(portion))
+        keys, queries = cut_apart(
+            [portion.piece], [(other.piece, reach) for other, reach in others]
+        )
+        portions = [other for other, _ in others]
+        return Sight(keys, list(zip(portions, queries, strict=True)))
 
     def mask(self, query: Piece, key: Piece) -> str | None:
         return mask_between(self.branch, query.start, key.start, is_causal=self.is_causal)
 
-    def seen_from(self, part: Part) -> list[Part]:
-        """The other parts of which queries of this one see rows."""
-        seen = list(self.before(part))
-        return seen if self.is_causal else [*seen, *self.after(part)]
+    def seen_from(self, portion: Portion) -> list[Portion]:
+        """The other portions of which queries of this one see rows."""
+        seen = list(self.before(portion))
+        return seen if self.is_causal else [*seen, *self.after(portion)]
 
     def crossings(self, rank: int) -> Iterator[Crossing]:
-        """What a rank's queries see of other parts, its own and others'."""
-        for part in self.parts(rank):
-            for seen in self.seen_from(part):
+        """What a rank's queries see of other portions, its own and others'."""
+        for portion in self.portions(rank):
+            for seen in self.seen_from(portion):
                 keys, queries = self.sight_of(seen)
-                pieces = next(pieces for other, pieces in queries if other == part)
+                pieces = next(pieces for other, pieces in queries if other == portion)
                 for query, key in product(pieces, keys):
                     mask = self.mask(query, key)
                     if mask is not None:
@@ -126,29 +128,29 @@ class WindowMaker:
 
     def rings(self, rank: int) -> Iterator[tuple[tuple[int, int], tuple[Ring, ...]]]:
         """The rings of this rank's rows, and of those that it sees, by branch and origin. It may be in none of them."""
-        for part in self.parts(rank):
-            for other in (part, *self.seen_from(part)):
+        for portion in self.portions(rank):
+            for other in (portion, *self.seen_from(portion)):
                 yield (self.number, other.piece.start), self.rings_of(other)
 
-    def _rings(self, part: Part) -> tuple[Ring, ...]:
-        """The rings that carry rows of a part: one for the rows that are seen by the same ranks."""
-        keys, queries = self.sight_of(part)
+    def _rings(self, portion: Portion) -> tuple[Ring, ...]:
+        """The rings that carry rows of a portion: one for the rows that are seen by the same ranks."""
+        keys, queries = self.sight_of(portion)
 
         def seers(key: Piece) -> tuple[int, ...]:
             ranks = {x.rank for x, pieces in queries if any(self.mask(q, key) for q in pieces)}
-            return tuple(sorted(ranks - {part.rank}))
+            return tuple(sorted(ranks - {portion.rank}))
 
         rings: list[Ring] = []
         for ranks_that_see, some in groupby(keys, key=seers):
             of_ring = tuple(some)
             if ranks_that_see:
-                ranks = tuple(sorted((part.rank, *ranks_that_see)))
-                place = ranks.index(part.rank)
+                ranks = tuple(sorted((portion.rank, *ranks_that_see)))
+                place = ranks.index(portion.rank)
                 seen_from = [
-                    tuple(self._that_see(of_ring, queries, rank) if rank != part.rank else ())
+                    tuple(self._that_see(of_ring, queries, rank) if rank != portion.rank else ())
                     for rank in ranks
                 ]
-                chunk = make_chunk(self.groups, of_ring, 0, part.piece.start, 1)
+                chunk = make_chunk(self.groups, of_ring, 0, portion.piece.start, 1)
                 hops = hops_to([i for i in range(len(ranks)) if i != place], place, len(ranks))
                 rings.append(
                     Ring(
@@ -167,7 +169,7 @@ class WindowMaker:
         return tuple(rings)
 
     def _that_see(
-        self, keys: Sequence[Piece], queries: list[tuple[Part, list[Piece]]], rank: int
+        self, keys: Sequence[Piece], queries: list[tuple[Portion, list[Piece]]], rank: int
     ) -> Iterator[Piece]:
         """A rank's pieces of queries that see one of the keys."""
         for other, pieces in queries:

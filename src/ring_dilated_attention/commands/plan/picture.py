@@ -50,15 +50,13 @@ def pairs_by_branch(pattern: DilatedPattern, seq_len: int, num_heads: int, head:
 
     positions = numpy.arange(seq_len)
     pairs = numpy.zeros((len(pattern.branches), seq_len, seq_len), bool)
-    for branch, (length, rate, _) in enumerate(pattern.branches):
-        phase = pattern.phase_of(branch, head, num_heads)
+    for number, branch in enumerate(pattern.branches):
+        phase = pattern.phase_of(number, head, num_heads)
         if phase is None:
             continue
-        has_phase = positions % length % rate == phase
-        segments = positions // length
-        pairs[branch] = has_phase[:, None] & has_phase & (segments[:, None] == segments)
-        if pattern.is_causal:
-            pairs[branch] &= positions[:, None] >= positions
+        has_phase = positions % branch.segment_length % branch.dilation_rate == phase
+        reach = branch.in_reach(positions[:, None], positions, is_causal=pattern.is_causal)
+        pairs[number] = has_phase[:, None] & has_phase & reach
     return pairs
 
 

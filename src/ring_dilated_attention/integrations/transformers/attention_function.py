@@ -17,7 +17,6 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from ...attention import dilated_attention
 from ...pattern import DilatedPattern
 from ...ranks.context import ContextParallel, called_by, refuse
-from ...reference import sees
 from ..torch import held_heads
 from .cache import MARK, BoundedLayer
 from .config import pattern_of
@@ -342,7 +341,7 @@ def _counts(
         ]
         reads_BHM = query_BM[:, None] % length % rate == phases_H1
         reads_BHS = key_B1S % length % rate == phases_H1
-        seen_BMS = sees(branch, query_BM1, key_B1S, is_causal=True) & valid_BS[:, None]
+        seen_BMS = branch.in_reach(query_BM1, key_B1S, is_causal=True) & valid_BS[:, None]
         counts = counts + (seen_BMS[:, None] & reads_BHM[..., None] & reads_BHS[:, :, None])
     return counts.flatten(0, 1)
 
