@@ -1,9 +1,9 @@
 """Find which rows a sliding window sees in other spans, and the rings that carry them. Pure integers, no torch.
 
-A *portion* is what one span holds of one document. Inside a portion a window needs nobody else (`sight.meetings`). Its first
-queries also see the last rows of the portions before, and, if the window is centred, its last queries the first rows of
-the portions after. A rank sends only rows that others see: each has a ring of its owner and those who see it. In most jobs
-a ring has two ranks, and all rows travel at its first hop.
+A *portion* is what one span holds of one document. Inside a portion a window needs nobody else (`sight.meetings`). Its
+first queries also see the last rows of the portions before, and, if the window is centred, its last queries the first
+rows of the portions after. A rank sends only rows that others see: each has a ring of its owner and those who see it.
+In most jobs a ring has two ranks, and all rows travel at its first hop.
 """
 
 from bisect import bisect_left, bisect_right
@@ -29,7 +29,7 @@ class Portion(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """What is seen of a portion from other portions: its keys, cut, and the queries of each portion that sees some, cut."""
+    """What is seen of a portion: its keys, cut, and the queries of each other portion that sees some, cut."""
 
     keys: list[Piece]
     queries: list[tuple[Portion, list[Piece]]]
@@ -59,7 +59,7 @@ class WindowMaker:
         self.sight_of = cache(self._sight)
 
     def portions(self, rank: int) -> Iterator[Portion]:
-        """A rank's portions with rows that other portions may see, or that may see others': those at the ends of spans."""
+        """A rank's portions of which others may see rows, or that may see others' rows: those at the ends of spans."""
         borders = self.job.borders
         for span in self.job.shards[rank]:
             first = bisect_right(borders, span.start) - 1
