@@ -1,16 +1,24 @@
 """Patterns that are made by a rule: dense attention of any length, and LongNet's geometric sequences."""
 
+import copy
 import dataclasses
+import json
+import pickle
 import time
+from dataclasses import asdict, fields, replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from benchmarks.scaled import scaled_down
-from ring_dilated_attention import DilatedPattern, dilated_attention, simulate
+from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention, simulate
+from ring_dilated_attention.attention import validate
 from ring_dilated_attention.forecast.call_cost import pairs
+from ring_dilated_attention.layers import MultiheadDilatedAttention
+from ring_dilated_attention.models import LongNetConfig
 from ring_dilated_attention.pattern import WHOLE_DOCUMENT
+from ring_dilated_attention.ranks.call import Call
 from ring_dilated_attention.reference import multiplicity
 
 LONGEST = 2**62
@@ -198,3 +206,68 @@ def test_refusals(make, message):
     with pytest.raises(ValueError) as caught:
         make()
     assert str(caught.value) == message
+
+
+# A value of each field that is not its default. Whoever adds a field adds one here, and then sees who drops it.
+OTHER_VALUES = {
+    "segment_lengths": (8, 32),
+    "dilation_rates": (1, 4),
+    "window": 5,
+    "is_causal": True,
+    "phase": "blocked",
+    "heads": "split",
+}
+CARRIERS = {
+    "text": lambda pattern: DilatedPattern.from_text(pattern.text),
+    "fields": lambda pattern: DilatedPattern.from_dict(json.loads(json.dumps(pattern.as_dict()))),
+    "repr": lambda pattern: eval(repr(pattern)),
+    "pickle": lambda pattern: pickle.loads(pickle.dumps(pattern)),
+    "copy": copy.deepcopy,
+    "layer": lambda pattern: copy.deepcopy(MultiheadDilatedAttention(8, 4, pattern)).pattern,
+    "call": lambda pattern: Call.from_text(call_of(pattern).text).pattern,
+    "LongNetConfig": lambda pattern: config_of(pattern).pattern,
+    "LongNetConfig as JSON": lambda pattern: (
+        LongNetConfig(**json.loads(json.dumps(asdict(config_of(pattern))))).pattern
+    ),
+    "state of a cache": lambda pattern: loaded(pattern).pattern,
+}
+
+
+def call_of(pattern):
+    query, key, value = (torch.randn(1, 8, 4, 2) for _ in range(3))
+    return validate.call_of(
+        (query, key, value), pattern, None, None, None, "auto", False, None, None
+    )
+
+
+def config_of(pattern):
+    rules = {name: value for name, value in pattern.as_dict().items() if name != "is_causal"}
+    return LongNetConfig(**rules)
+
+
+def loaded(pattern):
+    """A cache that takes the state of another. It refuses the states of other patterns."""
+    first, second = (DilatedCache(pattern, 1, 4, 4, 2) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    for item in fields(DilatedPattern):
+        if item.name != "is_causal" and getattr(pattern, item.name) != item.default:
+            default = {"segment_lengths": (16, 64), "dilation_rates": (1, 2)}.get(
+                item.name, item.default
+            )
+            other = DilatedCache(replace(pattern, **{item.name: default}), 1, 4, 4, 2)
+            with pytest.raises(ValueError, match="the state is of a cache of"):
+                other.load_state_dict(first.state_dict())
+    return second
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("left_out", ["heads", "window", "phase"])
+def test_a_pattern_travels_with_all_its_fields(carrier, left_out):
+    """Catches a field that somebody forgets to carry: another function would be computed without a word."""
+    assert set(OTHER_VALUES) == {item.name for item in fields(DilatedPattern)}
+    values = {name: value for name, value in OTHER_VALUES.items() if name != left_out}
+    if "heads" in values:  # "split" goes with neither
+        values.pop("window", None)
+        values.pop("phase", None)
+    pattern = DilatedPattern(**values)
+    assert CARRIERS[carrier](pattern) == pattern

@@ -370,9 +370,15 @@ INFLUENCE_CASES = [
     (24, [0, 7, 8, 24], 6, 2, DilatedPattern((4, 10), (1, 4), is_causal=True, phase="blocked")),
     (19, [0, 19], 5, 1, DilatedPattern((3, 8, 19), (1, 2, 4), heads="split")),
 ]
+WINDOW_CASES = [
+    (23, [0, 23], 2, 2, DilatedPattern.sliding(5, is_causal=True)),
+    (24, [0, 7, 8, 24], 4, 2, DilatedPattern.sliding(6)),
+    (23, [0, 23], 4, 2, DilatedPattern((4, 12), (1, 3), window=7, is_causal=True)),
+    (23, [0, 23], 3, 3, DilatedPattern((10,), (2,), window=3)),
+]
 
 
-@pytest.mark.parametrize("case", INFLUENCE_CASES, ids=str)
+@pytest.mark.parametrize("case", [*INFLUENCE_CASES, *WINDOW_CASES], ids=str)
 def test_a_token_moves_exactly_what_it_should(case):
     """Catches any key that is seen or missed wrongly, by another way than comparing numbers with the reference: every
     key/value row of every head is changed alone, and the outputs that move are those that the definition names."""
@@ -411,7 +417,7 @@ def test_a_token_moves_exactly_what_it_should(case):
 @pytest.mark.parametrize("cut", [1, 7, 16, 30])
 def test_the_future_does_not_leak(phase, cut):
     """Catches a causal mask that is off by one, or that counts rows of a dilated segment and not positions."""
-    pattern = DilatedPattern((8, 16, 31), (1, 2, 5), is_causal=True, phase=phase)
+    pattern = DilatedPattern((8, 16, 31), (1, 2, 5), window=9, is_causal=True, phase=phase)
     first, second = ([randn(2, 31, h, 8) for h in (6, 3, 3)] for _ in range(2))
     second = [
         torch.cat([x[:, :cut], y[:, cut:]], dim=1) for x, y in zip(first, second, strict=True)

@@ -65,6 +65,9 @@ def cases_for(world_size):
         (3, 1, 8, 8, 4, [(2, 1), (3, 8)], {}, {}),
         (45, 1, 6, 2, 4, [(4, 1), (45, 16)], {}, {}),
         (24, 2, 8, 8, 4, [(5, 1), (24, 12)], {"is_causal": True}, {"sharding": "zigzag"}),
+        (41, 2, 4, 2, 8, [(41, 3)], {"is_causal": True, "window": 8}, {"lengths": uneven}),
+        (43, 1, 4, 4, 8, [(43, 2)], {"window": 30}, {}),
+        (43, 1, 4, 4, 8, [(20, 1)], {"is_causal": True, "window": 30}, {"sharding": "zigzag"}),
     ]
 
 
@@ -99,6 +102,7 @@ def test_all_to_all_equals_the_definition(world_size):
         (40, 1, 12, 6, 8, [(16, 2), (32, 4)], {"phase": "blocked"}, {}),
         (43, 1, 6, 6, 8, [(11, 1), (40, 3)], {"heads": "split"}, {}),
         (47, 2, 6, 6, 8, [(20, 1), (47, 2)], {"is_causal": True}, {"sharding": "zigzag"}),
+        (47, 1, 6, 6, 8, [(20, 2)], {"window": 11}, {}),
     ]
     cases = [(*case, {**context, "exchange": "all_to_all"}) for *case, context in cases]
     run(world_size, shards_equal_reference, cases)

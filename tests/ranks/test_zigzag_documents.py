@@ -21,7 +21,10 @@ from ring_dilated_attention.reference import dilated_attention_reference, multip
 SHARDING = "zigzag_documents"
 # with 8 ranks some own nothing
 HOSTILE = [(1,), (2, 1, 1), (1, 13, 7, 2, 23), (5, 1, 31), (16, 17)]
-PATTERNS = [DilatedPattern((6, 40), (1, 3), is_causal=True), DilatedPattern((40, 9), (1, 2))]
+PATTERNS = [
+    DilatedPattern((6, 40), (1, 3), window=5, is_causal=True),
+    DilatedPattern((40, 9), (1, 2), window=4),
+]
 
 
 def borders_of(lengths):

@@ -331,6 +331,7 @@ def test_heads_of_a_layer_on_several_ranks(pattern, num_heads, num_kv_heads, sha
         (PATTERN, 4, 2),
         (DilatedPattern((5, 17), (2, 4), is_causal=True, phase="blocked"), 3, 1),
         (DilatedPattern((3, 8, 19), (1, 2, 4), is_causal=True, heads="split"), 5, 5),
+        (DilatedPattern.sliding(23, is_causal=True), 4, 2),
     ],
     ids=str,
 )

@@ -39,6 +39,9 @@ _RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 # making it takes less time than computing its tiles.
 MOST_KEPT_TILES = 1000
 
+# Rows of a window's tiles that are copied in turned order at a time, where no kernel asks for fewer.
+MOST_TURNED_ROWS = 2**18
+
 
 class Program(tuple[Step, ...]):
     """The steps of one rank in one stage."""
@@ -237,10 +240,11 @@ class _Maker:
     def calls(self, tile: Tile, keys: str) -> Iterable[tuple[Tile, int | None]]:
         """The kernel's calls for a tile, with their batch entries. A tile whose rows are copied is split."""
         packing, calls = self.terms.packing, iter((tile,))
-        if packing and (tile.mask == FROM_END or self.copied(tile, keys)):
+        if tile.mask == FROM_END or self.copied(tile, keys):
+            max_rows = packing.max_rows if packing else MOST_TURNED_ROWS
             # in backward a thread takes whole heads
             fewest_heads = 4 if self.stage == "backward" else 1
-            calls = tile.split(packing.max_rows // self.terms.batch, fewest_heads)
+            calls = tile.split(max_rows // self.terms.batch, fewest_heads)
         return ((call, entry) for call in calls for entry in self.entries(call))
 
     def copied(self, tile: Tile, keys: str) -> tuple[str, ...]:

@@ -1,0 +1,96 @@
+"""Sliding windows: what each rank computes, receives and holds, in numbers that can be worked out by hand."""
+
+import pytest
+
+from benchmarks.flops import computed_pairs
+from ring_dilated_attention.forecast.call_cost import pairs
+from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan.exchange import plan_exchange
+from ring_dilated_attention.plan.job import Job
+from ring_dilated_attention.plan.planner import make_plan
+from ring_dilated_attention.plan.sharding import default_lengths, make_shards
+from ring_dilated_attention.plan.sight import CAUSAL, FROM_END, FULL, meetings
+from ring_dilated_attention.plan.step import Sizes
+from ring_dilated_attention.simulate.weighing import weigh_attention
+
+
+def plans_of(pattern, seq_len, num_ranks, sharding="contiguous", heads=(4, 2)):
+    shards = make_shards(sharding, default_lengths(sharding, seq_len, num_ranks))
+    return [make_plan(Job(pattern, shards, *heads), rank) for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("window", [1, 2, 3, 6, 7, 40, 41, 99])
+def test_meetings_are_in_reach(window, is_causal):
+    """Every pair once that the definition has, and no other; first each position with itself."""
+    [branch] = DilatedPattern.sliding(window, is_causal=is_causal).branches
+    seen = []
+    for meeting in meetings(branch, 41, is_causal=is_causal):
+        for again in range(meeting.number):
+            for i, query in enumerate(meeting.queries):
+                for j, key in enumerate(meeting.keys):
+                    if {FULL: True, CAUSAL: j <= i, FROM_END: j >= i}[meeting.mask]:
+                        seen.append((query + again * meeting.step, key + again * meeting.step))
+    expected = {
+        (i, j) for i in range(41) for j in range(41) if branch.in_reach(i, j, is_causal=is_causal)
+    }
+    assert len(seen) == len(set(seen))
+    assert set(seen) == expected
+
+
+@pytest.mark.parametrize("sharding", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(("is_causal", "reached"), [(True, 63), (False, 32)])
+def test_a_rank_receives_what_its_window_reaches(sharding, is_causal, reached):
+    """Keys and values of 2 heads: before each span, and if the window is centred after it, but not at the ends."""
+    plans = plans_of(DilatedPattern.sliding(64, is_causal=is_causal), 1600, 4, sharding)
+    received = [sum(m.size for hop in plan.hops for m in hop.receives) for plan in plans]
+    unit = 2 * 2 * reached
+    sides = 1 if is_causal else 2
+    if sharding == "contiguous":
+        inner = [sides] * 2
+        first, last = sides - 1, 1
+    else:  # rank 3's two spans are neighbours
+        inner = [2 * sides] * 2
+        first, last = 2 * sides - 1 - (not is_causal), sides
+    assert received == [unit * spans for spans in (first, *inner, last)]
+    assert all(len(plan.hops) <= 2 for plan in plans)
+    for plan in plans:
+        assert plan.sent(backward=True)[1] == sum(m.size for h in plan.hops for m in h.receives)
+
+
+def test_a_window_wider_than_shards_sends_no_row_twice():
+    """Rank k sees the 24 positions before its own: those of three ranks, the last of them in part."""
+    plans = plans_of(DilatedPattern.sliding(25, is_causal=True), 100, 10, heads=(1, 1))
+    received = [sum(m.size for hop in plan.hops for m in hop.receives) for plan in plans]
+    assert received == [2 * min(24, 10 * rank) for rank in range(10)]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("window", [64, 512, 1024, 4096])
+def test_the_kernel_computes_little_more_than_the_window(window, is_causal):
+    """At most 1 + 512 / w times the window's pairs: torch's CPU kernel computes causal squares in blocks of 512 keys."""
+    pattern = DilatedPattern.sliding(window, is_causal=is_causal)
+    [plan] = plans_of(pattern, 40_000, 1, heads=(1, 1))
+    assert plan.pairs == pairs(pattern, 40_000, 1)
+    assert computed_pairs(plan) <= (1 + 512 / window) * plan.pairs
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_memory_of_a_rank_is_one_in_p(is_causal):
+    """Of the same sequence over more ranks: what a rank holds falls with its rows, but for the rows that it receives."""
+    pattern = DilatedPattern.sliding(256, is_causal=is_causal)
+    sizes, seq_len = Sizes(1, 64, 4), 2**15
+    peaks = {}
+    for num_ranks in (1, 2, 4, 8):
+        shards = make_shards("contiguous", default_lengths("contiguous", seq_len, num_ranks))
+        job = Job(pattern, shards, 4, 4)
+        weights = [
+            weigh_attention(plan_exchange("ring", job, rank), sizes, "cpu")
+            for rank in range(num_ranks)
+        ]
+        peaks[num_ranks] = max(weight.peak for weight in weights)
+    received = (
+        2 * 2 * 4 * 256 * 64 * 4
+    )  # keys and values before and after a span, of 4 heads, in float32
+    for num_ranks, peak in peaks.items():
+        assert peak <= peaks[1] / num_ranks + 6 * received
