@@ -68,7 +68,7 @@ def test_a_window_wider_than_shards_sends_no_row_twice():
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("window", [64, 512, 1024, 4096])
 def test_the_kernel_computes_little_more_than_the_window(window, is_causal):
-    """At most 1 + 512 / w times the window's pairs: torch's CPU kernel computes causal squares in blocks of 512 keys."""
+    """At most 1 + 512 / w times the window's pairs: torch's CPU kernel takes 512 keys at a time in causal squares."""
     pattern = DilatedPattern.sliding(window, is_causal=is_causal)
     [plan] = plans_of(pattern, 40_000, 1, heads=(1, 1))
     assert plan.pairs == pairs(pattern, 40_000, 1)
@@ -77,9 +77,9 @@ def test_the_kernel_computes_little_more_than_the_window(window, is_causal):
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_memory_of_a_rank_is_one_in_p(is_causal):
-    """Of the same sequence over more ranks: what a rank holds falls with its rows, but for the rows that it receives."""
+    """A rank's memory falls with its rows, but for the rows that it receives, and those that it copies at a time."""
     pattern = DilatedPattern.sliding(256, is_causal=is_causal)
-    sizes, seq_len = Sizes(1, 64, 4), 2**15
+    sizes, seq_len = Sizes(1, 64, 4), 2**18
     peaks = {}
     for num_ranks in (1, 2, 4, 8):
         shards = make_shards("contiguous", default_lengths("contiguous", seq_len, num_ranks))
