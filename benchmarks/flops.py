@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from ring_dilated_attention.kernels.traits import KEY_BLOCK, query_block
 from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan import sight
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.plan import Plan
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
-from ring_dilated_attention.plan import sight
 
 from .gate import gate
 from .measure import (

@@ -106,7 +106,7 @@ def bits_by_context(model: LongNetLM, document: Document) -> dict[str, Any] | No
     cuts = [c for c in CUTS if 2 * c < document.seq_len] + [document.seq_len // 2]
     number = min(CUT_BYTES, document.num_held_out)
     begin = document.num_train + min(cuts[-1], document.num_held_out - number)
-    lengths_of_rate_1 = [w for w, r in model.config.pattern.branches if r == 1]
+    lengths_of_rate_1 = [w for w, r, _ in model.config.pattern.branches if r == 1]
     longest = max(lengths_of_rate_1, default=1)
     clear = min(CLEAR_BYTES, longest // 2)
     target = torch.arange(number)

@@ -89,8 +89,8 @@ def test_memory_of_a_rank_is_one_in_p(is_causal):
             for rank in range(num_ranks)
         ]
         peaks[num_ranks] = max(weight.peak for weight in weights)
-    received = (
-        2 * 2 * 4 * 256 * 64 * 4
-    )  # keys and values before and after a span, of 4 heads, in float32
+    row = 64 * 4  # bytes
+    received = 2 * 2 * 4 * 256 * row  # keys and values before and after a span, of 4 heads
+    copied = 2**16 * row  # of query, key, value, dout and out, and three gradients in both orders
     for num_ranks, peak in peaks.items():
-        assert peak <= peaks[1] / num_ranks + 6 * received
+        assert peak <= peaks[1] / num_ranks + 6 * received + 11 * copied
