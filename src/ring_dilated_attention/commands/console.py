@@ -157,5 +157,6 @@ def as_plain(value: Any) -> Any:
 
 
 def counted(number: int, noun: str) -> str:
-    """1 rank, 2 ranks."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    """1 rank, 2 ranks, 2 meshes."""
+    ending = "es" if noun.endswith(("s", "sh", "x")) else "s"
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{ending}"

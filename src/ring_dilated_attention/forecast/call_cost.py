@@ -69,6 +69,7 @@ class BranchShare(NamedTuple):
 
     segment_length: int
     dilation_rate: int
+    is_window: bool
     num_sharing: int  # the most ranks that exchange rows of one segment; 1 if no row travels
     sent: int  # bytes of the chunks that all ranks together send in a forward, without dealt heads
 
@@ -97,8 +98,8 @@ class Counted(NamedTuple):
                     sent[branch] += segment.received * sizes.unit * sizes.itemsize
                     num_sharing[branch] = max(num_sharing[branch], segment.sharers)
         return [
-            BranchShare(w, r, num_sharing[i], sent[i])
-            for i, (w, r, _) in enumerate(self.job.pattern.branches)
+            BranchShare(*branch, num_sharing[i], sent[i])
+            for i, branch in enumerate(self.job.pattern.branches)
         ]
 
     def most_moved(self, sizes: Sizes) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from ..pattern import DilatedPattern, is_finite_number, is_integer
 OF_A_RUN = (
     "segment_lengths",
     "dilation_rates",
+    "window",
     "num_layers",
     "embed_dim",
     "num_heads",

@@ -81,6 +81,9 @@ class Hyperparameters:
     dilation_rates: tuple[int, ...] = _option(
         (1, 1, 4, 16), "dilation rate of each branch", 1, LONGEST
     )
+    window: int | None = _option(
+        None, "a sliding window of so many positions besides; default: none", 1, LONGEST
+    )
     learning_rate: float = _real(
         4e-3,
         "peak learning rate of AdamW (all but the matrices of blocks); cosine down to 5 %% of it",
@@ -206,6 +209,9 @@ def add_hyperparameters(parser: argparse._ArgumentGroup, whole: Callable[[str], 
     metavars = {str: "FILE", int: "N", float: "X"}
     for item in fields(Hyperparameters):
         kind = item.metadata["kind"]
+        nargs = None
+        if isinstance(item.default, tuple):
+            nargs = "*" if kind is int else "+"  # no segments, where there is a window
         text = item.metadata["help"]
         if item.default not in ((), None):
             text += f" (default {_shown(item.default)})"
@@ -213,7 +219,7 @@ def add_hyperparameters(parser: argparse._ArgumentGroup, whole: Callable[[str], 
             flag(item.name),
             default=argparse.SUPPRESS,
             type=whole if kind is int else kind,
-            nargs="+" if isinstance(item.default, tuple) else None,
+            nargs=nargs,
             metavar=item.metadata["metavar"] or metavars[kind],
             help=text,
         )

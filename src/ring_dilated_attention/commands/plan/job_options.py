@@ -19,6 +19,7 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     branches: dict[str, Any] = {"type": count, "nargs": "+", "help": "one per branch"}
     add("--segment-lengths", metavar="W", **branches)
     add("--dilation-rates", metavar="R", **branches)
+    add("--window", type=count, metavar="W", help="a sliding window besides, or alone")
     add("--phase", choices=PHASE_RULES, help="which phase a head reads (default modulo)")
     add("--split-heads", action="store_true", help="each branch has heads of its own")
     add("--batch", type=count, default=1, metavar="B", help="sequences at a time (default 1)")
@@ -42,13 +43,22 @@ def complete(arguments: argparse.Namespace) -> None:
     check_at_least("--heads", arguments.heads, most=MOST_HEADS)
     check_at_least("--batch", arguments.batch, most=MOST_BATCH)
     for name in ("segment_lengths", "dilation_rates"):  # the pattern checks how small they may be
-        check_at_least(flag(name), max([1, *getattr(arguments, name)]))
+        check_at_least(flag(name), max([1, *(getattr(arguments, name) or ())]))
+
+
+def needed_of_pattern(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The options that a pattern needs: none beside a window."""
+    return () if arguments.window is not None else ("segment_lengths", "dilation_rates")
 
 
 def pattern_of(arguments: argparse.Namespace, *, is_causal: bool) -> DilatedPattern:
-    branches = arguments.segment_lengths, arguments.dilation_rates
-    heads = "split" if arguments.split_heads else "all"
-    phase = arguments.phase or PHASE_RULES[0]
-    pattern = DilatedPattern(*branches, is_causal=is_causal, phase=phase, heads=heads)
+    pattern = DilatedPattern(
+        arguments.segment_lengths or (),
+        arguments.dilation_rates or (),
+        window=arguments.window,
+        is_causal=is_causal,
+        phase=arguments.phase or PHASE_RULES[0],
+        heads="split" if arguments.split_heads else "all",
+    )
     pattern.check_heads(arguments.heads, arguments.kv_heads)
     return pattern

@@ -15,7 +15,7 @@ from ..arguments import check_at_least, check_given, count
 from ..console import as_plain, counted, progress, scaled, size_text, table, wrapped
 from ..hardware import ITEMSIZE, Machine, assumed, machine_for
 from .decoders import FIELDS, longnet_decoder, read_config, transformers_decoder
-from .job_options import SUGGEST, add_shared, complete, pattern_of
+from .job_options import SUGGEST, add_shared, complete, needed_of_pattern, pattern_of
 
 EXAMPLES = f"""examples:
   rda plan model --layers 24 --embed-dim 2048 --heads 16 --vocab 32K \\
@@ -98,7 +98,7 @@ def fill_in(arguments: argparse.Namespace) -> dict[str, Any] | None:
         remedy = ""
     check_given(
         arguments,
-        ("layers", "embed_dim", "seq_len", "segment_lengths", "dilation_rates"),
+        ("layers", "embed_dim", "seq_len", *needed_of_pattern(arguments)),
         remedy + SUGGEST,
     )
     return fields
@@ -109,17 +109,15 @@ def decoder_of(
 ) -> Decoder:
     if fields is not None:
         return transformers_decoder(fields, pattern)
+    rules = {name: value for name, value in pattern.as_dict().items() if name != "is_causal"}
     config = LongNetConfig(
-        tuple(pattern.segment_lengths),
-        tuple(pattern.dilation_rates),
+        **rules,
         vocab_size=arguments.vocab or 256,
         num_layers=arguments.layers,
         embed_dim=arguments.embed_dim,
         num_heads=arguments.heads,
         num_kv_heads=arguments.kv_heads,
         ffn_dim=arguments.ffn_dim,
-        phase=pattern.phase,
-        heads=pattern.heads,
     )
     return longnet_decoder(config)
 

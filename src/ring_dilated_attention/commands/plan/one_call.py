@@ -28,7 +28,7 @@ from ..arguments import MOST_RANKS, check_at_least, check_given, check_ranks_fit
 from ..arguments import count as whole_number
 from ..console import as_plain, progress, scaled, size_text, table, wrapped
 from ..hardware import ITEMSIZE, Machine, assumed, known, machine_for
-from .job_options import SUGGEST, add_shared, complete, pattern_of
+from .job_options import SUGGEST, add_shared, complete, needed_of_pattern, pattern_of
 from .picture import check_picture, draw
 
 MOST_COMPARED = 4096  # with more ranks, counting takes long: only the exchange and sharding of the call are counted
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @without_collection()
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan. Raises ValueError for a call that is not possible."""
-    check_given(arguments, ("seq_len", "segment_lengths", "dilation_rates"), SUGGEST)
+    check_given(arguments, ("seq_len", *needed_of_pattern(arguments)), SUGGEST)
     complete(arguments)
     check_at_least("--ranks", arguments.ranks, most=MOST_RANKS)
     check_ranks_fit(arguments.ranks, arguments.seq_len)
@@ -205,7 +205,7 @@ def lines_of(figures: Figures, choice: Choice, kernel: str, machine: Machine | N
             elif branch.sent:
                 sent = f"{size_text(branch.sent)} of keys and values in a forward, over all ranks"
                 what = f"travels among up to {branch.num_sharing:,} ranks, {sent}"
-            name = Branch(branch.segment_length, branch.dilation_rate)
+            name = Branch(branch.segment_length, branch.dilation_rate, branch.is_window)
             lines.append(f"branch {number} ({name}) {what}")
     if machine is not None:
         lines.append(assumed(machine))
