@@ -36,8 +36,7 @@ from ring_dilated_attention.commands.plan import job_options as plan_options
 from ring_dilated_attention.commands.plan import one_call, picture
 from ring_dilated_attention.models import LongNetViT, segment_lengths_for
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES
-from ring_dilated_attention.training import checkpoint, files, options, run, run_folder
-from ring_dilated_attention.training import run_report as report
+from ring_dilated_attention.training import checkpoint, files, metrics, options, run, run_folder
 
 TEXT = b"".join(f"line {i} of the document\n".encode() for i in range(200))
 # Files that are there before, and that no command may touch.
@@ -480,7 +479,7 @@ def _remove_all_unfinished(target: Path, run: str) -> None:
 BREAKAGES = {
     "numbers are not checked": broken("check_at_least", nothing, plan_options, suggest, evaluate),
     "more ranks than positions are taken": broken("check_ranks_fit", nothing, one_call, train),
-    "other's files are overwritten": broken("check_mine", nothing, files, picture, report, run),
+    "other's files are overwritten": broken("check_mine", nothing, files, picture, metrics, run),
     "unfinished is whatever is called so": broken(
         "_remove_superfluous", _remove_all_unfinished, checkpoint
     ),

@@ -24,8 +24,7 @@ from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.models import saved_run
 from ring_dilated_attention.models.saved_run import STATE_FILE, find_checkpoint, read_state
-from ring_dilated_attention.training import files, loop, run
-from ring_dilated_attention.training import run_report as report
+from ring_dilated_attention.training import files, loop, metrics, run
 from ring_dilated_attention.training.data import load_document
 from ring_dilated_attention.training.options import Hyperparameters
 
@@ -366,5 +365,5 @@ BREAKAGES = {
     "no digest of the state": broken("digest", lambda content: "0", saved_run),
     "documents are not compared": broken("_check_same_document", nothing, run),
     "nothing is offered": broken("offering_older", contextlib.nullcontext, run, loop),
-    "other's files are overwritten": broken("check_mine", nothing, files, report, run),
+    "other's files are overwritten": broken("check_mine", nothing, files, metrics, run),
 }
