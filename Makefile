@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 # Our sources are compiled once, and not anew by each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-integrations examples docs migrating dist gpu multi-gpu faults fuzz bench clean
+.PHONY: run test test-integrations examples docs migrating dist gpu multi-gpu faults fuzz mutants bench clean
 
 $(VENV)/.installed: pyproject.toml $(VERSIONS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ring_dilated_attention needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -137,6 +137,10 @@ faults: $(VENV)/.installed
 # hour, and proofs that they notice what breaks. With a seed: make fuzz SEED=7
 fuzz: $(VENV)/.installed
 	$(BIN)/python tests/fuzzing/fuzz.py --prove $(if $(SEED),--seed $(SEED))
+
+# Small changes of the source that break one idea each: which tests notice them? It takes half an hour.
+mutants: $(VENV)/.installed
+	$(BIN)/python -m tests.mutants
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks --all

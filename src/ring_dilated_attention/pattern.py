@@ -38,9 +38,8 @@ class Branch(NamedTuple):
         """Whether a query and a key at these positions of a document lie in one segment, or in the window, and in
         order if causal. Numbers, or tensors of shapes that broadcast."""
         if self.is_window:
-            seen = abs(query - key) <= (
-                self.segment_length - 1 if is_causal else self.segment_length // 2
-            )
+            reach = self.segment_length - 1 if is_causal else self.segment_length // 2
+            seen = abs(query - key) <= reach
         else:
             seen = query // self.segment_length == key // self.segment_length
         return seen & (key <= query) if is_causal else seen

@@ -1,0 +1,158 @@
+"""Mutants of sliding windows and sinks."""
+
+from .mutant import Mutant
+
+PLAN = ("tests/plan/test_windows.py", "tests/plan/test_plan.py", "tests/plan/test_counts.py")
+CALL = ("tests/attention/test_attention.py",)
+CACHE = ("tests/plan/test_cache_plan.py", "tests/run/test_cache.py")
+SIGHT, MAKER = "plan/sight.py", "plan/window_maker.py"
+
+MUTANTS = (
+    Mutant(
+        "a causal window has w positions, its own among them",
+        "pattern.py",
+        "reach = self.segment_length - 1 if is_causal else self.segment_length // 2",
+        "reach = self.segment_length if is_causal else self.segment_length // 2",
+        (*PLAN, *CALL),
+    ),
+    Mutant(
+        "the planner's window reaches as far as the definition's",
+        SIGHT,
+        "return branch.segment_length - 1 if is_causal else branch.segment_length // 2",
+        "return branch.segment_length - 1",
+        (*PLAN, *CALL),
+    ),
+    Mutant(
+        "a block sees the block before from the end",
+        SIGHT,
+        "yield Meeting(after, before, FROM_END, number, size)",
+        "yield Meeting(after, before, FULL, number, size)",
+        (*PLAN, *CALL),
+    ),
+    Mutant(
+        "a centred window sees the block after",
+        SIGHT,
+        "            yield Meeting(before, after, CAUSAL, number, size)",
+        "            yield Meeting(before, after, FROM_END, number, size)",
+        (*PLAN, *CALL),
+    ),
+    Mutant(
+        "a short last block sees the nearer rows before it whole",
+        SIGHT,
+        "        yield Meeting(after, near, FULL)\n",
+        "",
+        (*PLAN, *CALL),
+    ),
+    Mutant(
+        "only a short last block is short",
+        SIGHT,
+        "number = (length - reach) // size",
+        "number = length // size - 1",
+        (*PLAN, *CALL),
+    ),
+    Mutant(
+        "keys that all queries of a piece see are seen whole",
+        SIGHT,
+        "        return FULL if last > query else None",
+        "        return None",
+        PLAN,
+    ),
+    Mutant(
+        "keys that are too far are not seen",
+        SIGHT,
+        "        return FULL if last > query else None",
+        "        return FULL",
+        PLAN,
+    ),
+    Mutant(
+        "a causal window does not look ahead over borders of spans",
+        SIGHT,
+        "    if is_causal:\n        return None\n    first",
+        "    first",
+        PLAN,
+    ),
+    Mutant(
+        "keys are cut where queries begin",
+        "plan/rows.py",
+        "cuts = {x - reach for piece, reach in queries for x in (piece.start, piece.stop)}",
+        "cuts = {piece.stop - reach for piece, reach in queries}",
+        PLAN,
+    ),
+    Mutant(
+        "queries are cut where keys end",
+        "plan/rows.py",
+        "borders = {x for key in cut_keys for x in (key.start, key.stop)}",
+        "borders = {key.start for key in cut_keys}",
+        PLAN,
+    ),
+    Mutant(
+        "a window does not reach into the document before",
+        MAKER,
+        "least = max(portion.document.start, portion.piece.start - self.reach)",
+        "least = portion.piece.start - self.reach",
+        PLAN,
+    ),
+    Mutant(
+        "a wide window reaches several ranks",
+        MAKER,
+        "            yield self._portion(rank, span, portion.document)\n            i -= 1",
+        "            yield self._portion(rank, span, portion.document)\n            break",
+        PLAN,
+    ),
+    Mutant(
+        "a centred window sees the ranks after it",
+        MAKER,
+        "return seen if self.is_causal else [*seen, *self.after(portion)]",
+        "return seen",
+        PLAN,
+    ),
+    Mutant(
+        "rows go only to ranks that see them",
+        MAKER,
+        "ranks = {x.rank for x, pieces in queries if any(self.mask(q, key) for q in pieces)}",
+        "ranks = {x.rank for x, pieces in queries}",
+        PLAN,
+    ),
+    Mutant(
+        "turned results are turned back",
+        "run/executor.py",
+        "self.results = {name: result.flip(2) for name, result in self.results.items()}",
+        "pass",
+        CALL,
+    ),
+    Mutant(
+        "a window's cache shows w rows",
+        "plan/cache_plan.py",
+        "return range(max(position - self.segment_length + 1, 0), position)",
+        "return range(max(position - self.segment_length, 0), position)",
+        CACHE,
+    ),
+    Mutant(
+        "a window that dropped rows goes back by `keep` alone",
+        "plan/cache_plan.py",
+        "            youngest = position\n",
+        "            pass\n",
+        CACHE,
+    ),
+    Mutant(
+        "several new rows see the cached rows of their windows alone",
+        "plan/cache_plan.py",
+        "            if mask is not None:\n                yield query, key, mask",
+        '            if mask is not None:\n                yield query, key, "full"',
+        CACHE,
+    ),
+    Mutant(
+        "a sink takes its share of the softmax",
+        "attention/sinks.py",
+        "return out, torch.where(is_none, lse_BNH, torch.logaddexp(lse_BNH, sinks))",
+        "return out, lse_BNH",
+        ("tests/attention/test_sinks.py",),
+    ),
+    Mutant(
+        "a sink has the value 0",
+        "attention/sinks.py",
+        "out = (out_BNHD * weight_BNH.unsqueeze(-1)).to(out_BNHD.dtype)",
+        "out = out_BNHD",
+        ("tests/attention/test_sinks.py",),
+    ),
+)
