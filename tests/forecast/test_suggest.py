@@ -49,6 +49,10 @@ def test_a_large_budget_is_dense_attention():
         DilatedPattern((2, 4, 8, 16, 32, 128), (1, 2, 4, 8, 16, 32), is_causal=True),
         DilatedPattern((8, 64, 4), (1, 64, 16)),
         DilatedPattern.dense(),
+        DilatedPattern.sliding(16, is_causal=True),
+        DilatedPattern.sliding(4),
+        DilatedPattern((64, 256), (4, 16), window=256, is_causal=True),
+        DilatedPattern((128,), (8,), window=32),
     ],
 )
 @pytest.mark.parametrize("n", [1, 2, 67, 128])

@@ -55,6 +55,7 @@ def try_suggest(rng: random.Random, folder: Path) -> Trial:
     is_causal = rng.random() < 0.7
     words = ["suggest", "--seq-len", str(seq_len), "--heads", str(heads), "--layers", str(layers)]
     words += [] if is_causal else ["--not-causal"]
+    words += ["--window"] if rng.random() < 0.3 else []
     dense = heads * (seq_len * (seq_len + 1) // 2 if is_causal else seq_len**2)
     speedup = rng.choice([1, 1.0001, *(rng.uniform(1, 2.5) for _ in range(6)), 1e6, 1e300])
     words += ["--speedup", repr(speedup)]
@@ -74,7 +75,9 @@ def try_suggest(rng: random.Random, folder: Path) -> Trial:
         )
     complaint = why_no_json(with_json.out)
     for row in () if complaint else json.loads(with_json.out)["suggestions"]:
-        pattern = DilatedPattern(row["segment_lengths"], row["dilation_rates"], is_causal=is_causal)
+        pattern = DilatedPattern(
+            row["segment_lengths"], row["dilation_rates"], window=row["window"], is_causal=is_causal
+        )
         complaint = complaint or why_wrong(row, pattern, seq_len, heads, layers, most, dense)
     return Trial("suggest 0", shown, complaint)
 

@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--speedup", type=amount, metavar="X", help="budget: 1/X of dense attention's work")
     add("--layers", type=count, default=12, metavar="L", help="layers of the model (default 12)")
     add("--not-causal", dest="is_causal", action="store_false", help="a query sees later keys too")
+    add("--window", action="store_true", help="a sliding window, not segments of rate 1")
     add("--json", action="store_true", help="print the candidates as JSON, the best first")
 
 
@@ -66,7 +67,8 @@ def describe(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The figures of each candidate."""
     seq_len, heads = arguments.seq_len, arguments.heads
     dense = pairs(DilatedPattern.dense(is_causal=arguments.is_causal), seq_len, heads)
-    patterns = suggestions(seq_len, heads, dense / arguments.speedup, is_causal=arguments.is_causal)
+    rules = {"is_causal": arguments.is_causal, "window": arguments.window}
+    patterns = suggestions(seq_len, heads, dense / arguments.speedup, **rules)
     if not patterns:
         few = f"--speedup {arguments.speedup:g} over {seq_len:,} positions"
         raise ValueError(f"{few}: none of the patterns tried has so little work; allow more")
@@ -80,6 +82,7 @@ def describe(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 {
                     "segment_lengths": pattern.segment_lengths,
                     "dilation_rates": pattern.dilation_rates,
+                    "window": pattern.window,
                     "rule": rule,
                     "all_read": max(pattern.dilation_rates) <= heads,
                     "pairs": work,
@@ -99,7 +102,7 @@ def costs(candidate: dict[str, Any]) -> tuple[float, ...]:
         0 if candidate["all_read"] else 1,
         candidate["layers_for_most"] or math.inf,
         0 if candidate["layers_for_most"] else unheard,
-        -candidate["segment_lengths"][0],
+        -(candidate["window"] or candidate["segment_lengths"][0]),
         -candidate["pairs"],
     )
 
@@ -117,9 +120,8 @@ def reason_of(candidates: list[dict[str, Any]]) -> str:
 
 def text(arguments: argparse.Namespace, candidates: list[dict[str, Any]], reason: str) -> str:
     best = candidates[0]
-    pattern = DilatedPattern(
-        best["segment_lengths"], best["dilation_rates"], is_causal=arguments.is_causal
-    )
+    branches = best["segment_lengths"], best["dilation_rates"]
+    pattern = DilatedPattern(*branches, window=best["window"], is_causal=arguments.is_causal)
     lines = []
     if not best["all_read"]:
         rate = max(best["dilation_rates"])
@@ -142,7 +144,8 @@ def text(arguments: argparse.Namespace, candidates: list[dict[str, Any]], reason
 def options_of(candidate: dict[str, Any]) -> str:
     lengths = " ".join(map(str, candidate["segment_lengths"]))
     rates = " ".join(map(str, candidate["dilation_rates"]))
-    return f"--segment-lengths {lengths} --dilation-rates {rates}"
+    options = f"--segment-lengths {lengths} --dilation-rates {rates}"
+    return options if candidate["window"] is None else f"{options} --window {candidate['window']}"
 
 
 def candidates_table(arguments: argparse.Namespace, candidates: list[dict[str, Any]]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from ..pattern import DilatedPattern
+from ..plan.sight import block_length
 
 NONE, ALL = 0, 1  # the nodes of no positions and of all positions, at every height
 
@@ -71,7 +72,7 @@ class _Sets:
 
 
 class _Branch:
-    """A branch, followed back: from the positions of queries to the positions of the keys that they see.
+    """A branch of segments, followed back: from the positions of queries to the positions of the keys that they see.
 
     segment, rate: the heights of trees of w and of r positions. read: the set of phases that heads read.
     """
@@ -112,18 +113,71 @@ class _Branch:
         )
 
 
+class _Window:
+    """A sliding window, followed back. It is cut into blocks, as in `plan/sight.py`: of each block are seen its own
+    queries' window, that of the queries in the block after, and, if it is centred, of those in the block before.
+
+    block: the height of a tree of a block's positions.
+    """
+
+    def __init__(self, sets: _Sets, block: int, *, is_causal: bool) -> None:
+        self.sets = sets
+        self.block = block
+        self.is_causal = is_causal
+        self.seen = cache(self._seen)
+        self.ends = cache(self._ends)
+
+    def heard(self, a: int, height: int) -> int:
+        """The keys that the queries in `a` see."""
+        return self.seen(NONE, a, NONE, height)
+
+    def _seen(self, before: int, a: int, after: int, height: int) -> int:
+        """The keys at the places of `a` that are seen by queries there, and in the sets before and after it."""
+        if before == a == after == NONE:
+            return NONE
+        if height > self.block:
+            (_, last), (first, second), (following, _) = (
+                self.sets.halves[node] for node in (before, a, after)
+            )
+            return self.sets.join(
+                self.seen(last, first, second, height - 1),
+                self.seen(first, second, following, height - 1),
+            )
+        size = 2**self.block
+        lowest, highest = self.ends(after, height)[0], self.ends(a, height)[1]
+        if self.is_causal:
+            keys = self.sets.of(range(highest + 1), height)
+            return self.sets.union(keys, self.sets.of(range(lowest + 1, size), height))
+        if a != NONE:
+            return ALL
+        keys = self.sets.of(range(self.ends(before, height)[1] + 1), height)
+        return self.sets.union(keys, self.sets.of(range(lowest, size), height))
+
+    def _ends(self, a: int, height: int) -> tuple[int, int]:
+        """The lowest and the highest position in `a`; beyond all positions if there is none."""
+        size = 2**height
+        if a == NONE:
+            return size, -1
+        if a == ALL:
+            return 0, size - 1
+        first, second = (self.ends(node, height - 1) for node in self.sets.halves[a])
+        half = size // 2
+        lowest = first[0] if first[1] >= 0 else half + second[0]
+        highest = half + second[1] if second[1] >= 0 else first[1]
+        return lowest, highest
+
+
 def reach(
     pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int
 ) -> tuple[float, ...]:
     """For each layer, the least share of its visible positions that any followed query has heard of by then. Followed
     are those of `queries_to_follow`. Raises ValueError if a rate, or the length
-    of a segment shorter than the sequence, is no power of two."""
-    for length, rate, is_window in pattern.branches:
-        if is_window:
-            raise ValueError("a sliding window cannot be followed, only segments")
-        if (length < seq_len and length.bit_count() > 1) or rate.bit_count() > 1:
+    of a segment or a window shorter than the sequence, is no power of two."""
+    for branch in pattern.branches:
+        length = block_length(branch, is_causal=pattern.is_causal)
+        if (length < seq_len and length.bit_count() > 1) or branch.dilation_rate.bit_count() > 1:
             raise ValueError(
-                f"only powers of two can be followed, got w={length}, r={rate}; the longest w may be the sequence"
+                f"only powers of two can be followed, got {branch}; the longest w may be the sequence"
             )
     queries = queries_to_follow(pattern, seq_len, num_heads)
     layers = heard_by_layer(pattern, seq_len, num_heads, queries)
@@ -159,10 +213,18 @@ def heard_by_layer(
         yield [sets.count(node, height) for node in heard]
 
 
-def _branches(sets: _Sets, pattern: DilatedPattern, seq_len: int, num_heads: int) -> list[_Branch]:
+def _branches(
+    sets: _Sets, pattern: DilatedPattern, seq_len: int, num_heads: int
+) -> list[_Branch | _Window]:
     """The branches that connect positions. A rate of at least w connects none: no phase has two rows."""
-    branches: list[_Branch] = []
-    for number, (length, rate, _) in enumerate(pattern.branches):
+    branches: list[_Branch | _Window] = []
+    for number, (length, rate, is_window) in enumerate(pattern.branches):
+        if is_window:
+            size = block_length(pattern.branches[number], is_causal=pattern.is_causal)
+            height = (min(size, seq_len) - 1).bit_length()
+            if length > 1:
+                branches.append(_Window(sets, height, is_causal=pattern.is_causal))
+            continue
         segment_height = (min(length, seq_len) - 1).bit_length()
         rate_height = (rate - 1).bit_length()
         if rate_height < segment_height:
@@ -180,7 +242,7 @@ def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> 
     A query at place 0 hears of earlier segments only by wider branches. Place `num_heads` may be in a phase that no
     head reads. For an early query each missing position is a larger share. The last segments may be shorter.
     """
-    shortest = min(pattern.segment_lengths)
+    shortest = min(branch.segment_length for branch in pattern.branches)
     starts = {0, max(0, (seq_len - 1) // shortest - 1) * shortest}
     for length in pattern.segment_lengths:
         last = (seq_len - 1) // length * length

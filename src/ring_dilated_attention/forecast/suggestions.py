@@ -4,7 +4,8 @@ Five patterns are tried. Three follow LongNet's rule with a ratio a of 2, 4 or 8
 whole sequence, with rates a**i. Two have two branches: every position of w_0, and one in r of the whole sequence. The
 first of these balances the keys of its branches. The second has no more phases than heads, so that every position is
 read: such a pattern recalled most of what dense attention did (docs/learning.md, "Recall at a distance").
-In each pattern, w_0 is the largest power of two that keeps the pairs within the budget.
+In each pattern, w_0 is the largest power of two that keeps the pairs within the budget. A sliding window of w_0 positions
+may take the place of the segments of w_0.
 
 Rates and segment lengths are powers of two, but for the whole sequence.
 """
@@ -24,10 +25,10 @@ SHORTEST = 64
 
 
 def suggestions(
-    seq_len: int, num_heads: int, most_pairs: float, *, is_causal: bool
+    seq_len: int, num_heads: int, most_pairs: float, *, is_causal: bool, window: bool = False
 ) -> list[tuple[DilatedPattern, str]]:
     """Patterns with at most `most_pairs` pairs over all heads, most first, each with the rule that made it. If
-    dense attention has so few pairs, only that."""
+    dense attention has so few pairs, only that. window: in place of the segments of rate 1."""
     dense = DilatedPattern((seq_len,), (1,), is_causal=is_causal)
     if pairs(dense, seq_len, num_heads) <= most_pairs:
         return [(dense, "dense attention")]
@@ -36,6 +37,9 @@ def suggestions(
     for rule in RULES:
         for first in reversed(lengths):
             pattern = _pattern(rule, first, seq_len, num_heads, is_causal=is_causal)
+            if window:
+                lengths_and_rates = pattern.segment_lengths[1:], pattern.dilation_rates[1:]
+                pattern = DilatedPattern(*lengths_and_rates, window=first, is_causal=is_causal)
             if pairs(pattern, seq_len, num_heads) <= most_pairs:
                 rule_of.setdefault(pattern, rule)
                 break
