@@ -240,7 +240,8 @@ def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> 
     """The queries that may have heard of least: those at places 0 and `num_heads` of the first and the last segments.
 
     A query at place 0 hears of earlier segments only by wider branches. Place `num_heads` may be in a phase that no
-    head reads. For an early query each missing position is a larger share. The last segments may be shorter.
+    head reads. For an early query each missing position is a larger share. The last segments may be shorter. A window
+    hides how little a segment shows up to the window's length after the segment's start, and off the phases at the end.
     """
     shortest = min(branch.segment_length for branch in pattern.branches)
     starts = {0, max(0, (seq_len - 1) // shortest - 1) * shortest}
@@ -248,6 +249,10 @@ def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> 
         last = (seq_len - 1) // length * length
         starts |= {length, last, last + shortest}
     queries = {start + place for start in starts for place in (0, num_heads)} | {seq_len - 1}
+    if pattern.window is not None:
+        rate = max(branch.dilation_rate for branch in pattern.branches)
+        queries |= {start + pattern.window - place for start in starts for place in (1, 2)}
+        queries |= set(range(max(seq_len - rate, 0), seq_len))
     return sorted(query for query in queries if query < seq_len)
 
 

@@ -4,8 +4,8 @@ Five patterns are tried. Three follow LongNet's rule with a ratio a of 2, 4 or 8
 whole sequence, with rates a**i. Two have two branches: every position of w_0, and one in r of the whole sequence. The
 first of these balances the keys of its branches. The second has no more phases than heads, so that every position is
 read: such a pattern recalled most of what dense attention did (docs/learning.md, "Recall at a distance").
-In each pattern, w_0 is the largest power of two that keeps the pairs within the budget. A sliding window of w_0 positions
-may take the place of the segments of w_0.
+In each pattern, w_0 is the largest power of two that keeps the pairs within the budget. A sliding window of w_0
+positions may take the place of the segments of w_0.
 
 Rates and segment lengths are powers of two, but for the whole sequence.
 """
