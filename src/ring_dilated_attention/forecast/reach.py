@@ -250,9 +250,8 @@ def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> 
         starts |= {length, last, last + shortest}
     queries = {start + place for start in starts for place in (0, num_heads)} | {seq_len - 1}
     if pattern.window is not None:
-        rate = max(branch.dilation_rate for branch in pattern.branches)
         queries |= {start + pattern.window - place for start in starts for place in (1, 2)}
-        queries |= set(range(max(seq_len - rate, 0), seq_len))
+        queries |= set(range(max(seq_len - num_heads - 2, 0), seq_len))  # one is off the phases
     return sorted(query for query in queries if query < seq_len)
 
 
