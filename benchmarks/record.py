@@ -207,6 +207,8 @@ def branches(row: dict[str, Any]) -> str:
     pairs = f"({', '.join(lengths)})/({', '.join(map(str, row['dilation_rates']))})"
     if is_whole == [True] and list(row["dilation_rates"]) == [1]:
         pairs = "dense"
+    if row.get("window"):
+        pairs += f" and a window of {row['window']}"
     return pairs + (" causal" if row.get("is_causal") else "")
 
 

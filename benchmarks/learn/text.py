@@ -37,7 +37,9 @@ class Run(NamedTuple):
 class Settings(NamedTuple):
     """A run ends after so many steps, or at the first point of its curve after so many seconds."""
 
-    branches: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    branches: tuple[
+        tuple[Any, ...], ...
+    ]  # segment lengths, rates and perhaps a window, of each pattern
     seeds: tuple[int, ...]
     most_steps: int
     most_seconds: float | None
@@ -49,14 +51,22 @@ class Settings(NamedTuple):
 
     @property
     def patterns(self) -> list[DilatedPattern]:
-        return [DilatedPattern(*each, is_causal=True) for each in self.branches]
+        patterns = []
+        for lengths, rates, *window in self.branches:
+            one = DilatedPattern(lengths, rates, window=(*window, None)[0], is_causal=True)
+            patterns.append(one)
+        return patterns
 
 
 LOCAL, LONGER, WIDE = ((32,), (1,)), ((256,), (1,)), ((32, 1024), (1, 4))
 LONGNET, DENSE = ((32, 128, 512, 1024), (1, 4, 16, 64)), ((1024,), (1,))
+# A window of w in the place of segments of 2 w: a query sees about as many keys, and none at a border is blind.
+WIDE_WINDOW = ((1024,), (4,), 16)
+LONGNET_WINDOW = ((128, 512, 1024), (4, 16, 64), 16)
 FULL = (
     Settings((LOCAL, DENSE, WIDE, LONGNET, LONGER), (0, 1, 2), 10_000, 80.0),
     Settings((LOCAL, WIDE, DENSE), (0, 1, 2), 10_000, 240.0),
+    Settings((WIDE, WIDE_WINDOW, LONGNET, LONGNET_WINDOW), (0, 1, 2), 400, None),
 )
 QUICK = (Settings((((8,), (1,)), ((64,), (1,))), (0,), 2, 1.0, 128, Shape(1, 16, 2), 128, 1, 512),)
 

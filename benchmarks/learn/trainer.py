@@ -87,4 +87,7 @@ def one_thread() -> Iterator[None]:
 
 
 def branches_of(pattern: DilatedPattern) -> dict[str, Any]:
-    return {"segment_lengths": pattern.segment_lengths, "dilation_rates": pattern.dilation_rates}
+    names = ["segment_lengths", "dilation_rates"]
+    if pattern.window is not None:  # rows of patterns without a window are older than windows
+        names.append("window")
+    return {name: getattr(pattern, name) for name in names}
