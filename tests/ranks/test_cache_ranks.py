@@ -24,7 +24,7 @@ from ring_dilated_attention.reference import dilated_attention_reference
 from ring_dilated_attention.run import append
 from ring_dilated_attention.run import dilated_cache as cache
 
-PATTERN = DilatedPattern((4, 9, 30), (1, 2, 4), is_causal=True)
+PATTERN = DilatedPattern((4, 9, 30), (1, 2, 4), window=7, is_causal=True)
 SIZES = (2, 4, 2, 8)  # batch, heads, key/value heads, head dim
 
 
