@@ -178,6 +178,9 @@ values of 2 positions for each of 2 heads.
 The ranks that share a segment form its *ring*. Chunks travel around the ring from rank to rank, and each move is a
 *hop*. This ring has two ranks, so one hop is enough.
 
+A sliding window needs less. Each rank sends just the rows that the first queries of the next rank still see: w - 1
+positions for a window of w.
+
 ## The program of a rank
 
 A *plan* lists in integers what a rank computes, sends and receives. A *program* puts this in order, as a list of steps.

@@ -158,7 +158,7 @@ def runs(cases: Sequence[Settings]) -> list[Run]:
 
 
 def named(row: dict[str, Any], seq_len: int) -> str:
-    is_dense = list(row["segment_lengths"]) == [seq_len]
+    is_dense = list(row["segment_lengths"]) == [seq_len] and list(row["dilation_rates"]) == [1]
     return "dense" if is_dense else branches(row)
 
 
