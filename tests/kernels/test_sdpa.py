@@ -31,6 +31,11 @@ from ring_dilated_attention.commands.errors import (
 from ring_dilated_attention.kernels import cpu, cuda_ops, sdpa
 from ring_dilated_attention.kernels.contract import BackwardRows
 from ring_dilated_attention.kernels.cuda_ops import TileFacts
+from ring_dilated_attention.plan.exchange import plan_exchange
+from ring_dilated_attention.plan.job import Job
+from ring_dilated_attention.plan.program import make_program
+from ring_dilated_attention.plan.sharding import make_shards
+from ring_dilated_attention.plan.step import Compute, Terms
 
 aten = torch.ops.aten
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -104,13 +109,35 @@ def chosen(**facts):
         ((12, 0), torch.bfloat16, 225, "flash"),
         ((9, 0), torch.bfloat16, 224, "flash"),
         ((9, 0), torch.float32, 8, "efficient"),
-        ((10, 0), torch.float16, 128, "flash"),
+        ((9, 0), torch.bfloat16, 128, "cudnn"),
+        ((10, 0), torch.float16, 128, "cudnn"),
+        ((10, 3), torch.float16, 64, "cudnn"),
+        ((10, 0), torch.float16, 136, "flash"),
+        ((12, 0), torch.float16, 128, "flash"),
     ],
 )
 def test_the_choice(gpu, capability, dtype, head_dim, expected):
     """Catches an op that the GPU, the dtype or the head dim does not allow, or a slower one than they do."""
     gpu.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert chosen(dtype=dtype, head_dim=head_dim) == expected
+
+
+@pytest.mark.parametrize(
+    ("facts", "version"),
+    [({"num_rows": 1}, 92000), ({"num_keys": 1}, 92000), ({}, 91500), ({}, None)],
+    ids=str,
+)
+def test_flash_is_second_where_cudnn_is_first(gpu, request, facts, version):
+    """Catches cuDNN for a single row or key, in a version that goes out of bounds, or where torch must be
+    deterministic."""
+    gpu.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert chosen() == "cudnn"
+    gpu.setattr(torch.backends.cudnn, "version", lambda: version)
+    assert chosen(**facts) == "flash"
+    gpu.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+    torch.use_deterministic_algorithms(True)
+    assert chosen() == "flash"
 
 
 def test_the_choice_by_torchs_own_switches(gpu):
@@ -124,6 +151,11 @@ def test_the_choice_by_torchs_own_switches(gpu):
     assert chosen() == "flash"
     gpu.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
     assert chosen() == "efficient"
+    gpu.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for name, backend in SELECT.items():
+        if name != "flash":
+            with sdpa_kernel(backend):
+                assert chosen() == name
 
 
 @pytest.mark.parametrize(
@@ -139,8 +171,53 @@ def test_the_choice_by_torchs_own_switches(gpu):
     ids=str,
 )
 def test_the_choice_by_size(gpu, sizes, expected):
-    """Catches a launch that CUDA's grid refuses, and flash's backward where its 32-bit offsets overflow."""
-    assert chosen(**{"head_dim": 128, **sizes}) == expected
+    """Catches a launch that CUDA's grid refuses, flash's backward where its 32-bit offsets overflow, and a forward that
+    keeps to the limit of the backward."""
+    assert chosen(**{"head_dim": 128, "is_backward": True, **sizes}) == expected
+    forward = "flash" if sizes.get("batch") != 65536 else "efficient"
+    assert chosen(**{"head_dim": 128, **sizes}) == forward
+
+
+@pytest.mark.parametrize("has_dlse", [False, True])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "num_rows", "batch"),
+    [(16, 16, 1_050_624, 1), (16, 2, 1_050_624, 1), (16, 16, 2**20, 1), (16, 16, 2**19, 3)],
+)
+def test_no_call_of_a_backward_is_too_large(
+    gpu, num_heads, num_kv_heads, num_rows, batch, has_dlse
+):
+    """Catches a long sequence that falls to a slower op, rows that are left out or come twice where a tile is cut, and
+    a forward that is cut too."""
+    pattern = DilatedPattern((2048, 4096, num_rows), (1, 2, 12))
+    job = Job(pattern, make_shards("contiguous", (num_rows,)), num_heads, num_kv_heads)
+    plan = plan_exchange("none", job, 0).plan
+    most_rows = sdpa.TRAITS.most_rows(128, has_dlse)
+    whole, cut = (
+        [
+            step
+            for step in make_program(plan, stage, Terms(batch=batch, most_rows=most_rows))
+            if isinstance(step, Compute)
+        ]
+        for stage in ("forward", "backward")
+    )
+    assert {step.tile.query for step in whole} == {tile.query for tile in plan.local}
+    # 2^20 rows of 16 heads of 128 are just as many as may be, without the columns for lse
+    assert (len(cut) == len(whole)) == (num_rows == 2**20 and not has_dlse)
+    for step in cut:
+        rows = step.tile.query
+        entries = batch if step.entry is None else 1
+        assert (
+            chosen(
+                batch=rows.segments * entries,
+                num_heads=len(rows.heads),
+                num_rows=rows.num_rows,
+                head_dim=136 if has_dlse else 128,
+                is_backward=True,
+            )
+            == "flash"
+        )
+    size = [sum(x.tile.pairs * (batch if x.entry is None else 1) for x in y) for y in (whole, cut)]
+    assert size[0] == size[1]
 
 
 REASONS = [
@@ -164,7 +241,12 @@ REASONS = [
         ("193 to 224 on compute capability 8.9", "got 200"),
     ),
     ("flash", {"batch": 70000}, {}, ("65535 segments", "got 70000")),
-    ("flash", {"batch": 1, "num_rows": 2**28}, {}, ("2^31", f"got {2**36}")),
+    (
+        "flash",
+        {"batch": 1, "num_rows": 2**28, "is_backward": True},
+        {},
+        ("2^31", "in a backward", f"got {2**36}"),
+    ),
     ("flash", {}, {"is_flash_attention_available": False}, ("not part of this build",)),
     (
         "efficient",
@@ -234,9 +316,16 @@ def test_the_active_flash_implementation(gpu, implementation, capability, runs_o
     """Catches FlashAttention 3 or 4 on a GPU where torch's binding raises, or a description that hides which it is."""
     gpu.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     query = torch.empty(2, 64, 4, 64, dtype=torch.bfloat16, device="meta")
-    assert runs(query) == "flash"
+    others = [SELECT["flash"], SELECT["efficient"]]
+    with sdpa_kernel(others):
+        assert runs(query) == "flash"
+    first = runs(query)
     activate_flash_attention_impl(implementation)
-    assert runs(query) == (f"flash, {implementation}" if runs_on is None else "efficient")
+    with sdpa_kernel(others):
+        assert runs(query) == (f"flash, {implementation}" if runs_on is None else "efficient")
+    if first == "cudnn":
+        # as with torch's own attention, the implementation changes flash and not the order
+        assert runs(query) == "cudnn"
     reason = sdpa.ops(query)[f"flash, {implementation}"]
     if runs_on is not None:
         assert f"is {implementation} now" in reason
@@ -244,7 +333,8 @@ def test_the_active_flash_implementation(gpu, implementation, capability, runs_o
             f"runs on compute capability {runs_on}, got {capability[0]}.{capability[1]}" in reason
         )
     restore_flash_attention_impl()
-    assert runs(query) == "flash"
+    with sdpa_kernel(others):
+        assert runs(query) == "flash"
 
 
 def runs(query):
@@ -563,8 +653,11 @@ def test_tiles_of_one_call_may_take_several_ops(stand_ins):
     refuses = cuda_ops.OPS["efficient"]._replace(
         refuses=lambda tile: None if tile.num_keys == 1 else "is for this test only"
     )
-    ops = {"efficient": refuses, "cudnn": cuda_ops.OPS["cudnn"]}
-    with pytest.MonkeyPatch.context() as patch:
+    ops = {**cuda_ops.OPS, "efficient": refuses}
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        sdpa_kernel([SELECT["efficient"], SELECT["cudnn"]]),
+    ):
         patch.setattr(sdpa, "OPS", ops)
         found = results_of(inputs, pattern, backend="sdpa")
     assert {"efficient", "cudnn", "efficient_backward", "cudnn_backward"} <= set(stand_ins)
@@ -632,7 +725,9 @@ def test_explain(gpu):
         explain(*inputs, pattern, backend="sdpa")
     gpu.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     activate_flash_attention_impl("FA3")
-    text = str(explain(*inputs, pattern, backend="sdpa"))
+    assert explain(*inputs, pattern, backend="sdpa").kernel == "sdpa (cudnn)"
+    with sdpa_kernel(SELECT["flash"]):
+        text = str(explain(*inputs, pattern, backend="sdpa"))
     assert text.startswith("kernel: sdpa (flash, FA3)\n")
     assert not any(
         name.startswith("sdpa ") for name in explain(*inputs, pattern, backend="cpu").reasons

@@ -13,6 +13,9 @@ from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import pad
 
+from ..plan.step import ROW_BLOCK
+from .traits import MOST_PADDED, padded_head_dim
+
 
 class TileFacts(NamedTuple):
     """The facts of a tile on which the choice of an op depends."""
@@ -24,6 +27,7 @@ class TileFacts(NamedTuple):
     num_rows: int
     num_keys: int
     head_dim: int
+    is_backward: bool = False
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -83,10 +87,11 @@ def _flash_refuses(tile: TileFacts) -> str | None:
         return "is not part of this build of torch"
     if 192 < tile.head_dim <= 224 and ((8, 6) <= found <= (8, 9) or found[0] == 12):
         return f"has no backward for head dims 193 to 224 on compute capability {_dotted(found)}, got {tile.head_dim}"
-    # Backward counts the elements of its padded accumulator of dq in 32 bits. Beyond that it writes out of bounds.
-    row = tile.head_dim + -tile.head_dim % (32 if tile.head_dim <= 128 else 64)
-    size = tile.batch * tile.num_heads * (tile.num_rows + -tile.num_rows % 128) * row
-    return f"takes up to 2^31 padded elements at a time, got {size}" if size > 2**31 else None
+    num_rows = tile.num_rows + -tile.num_rows % ROW_BLOCK
+    size = tile.batch * tile.num_heads * num_rows * padded_head_dim(tile.head_dim)
+    if tile.is_backward and size > MOST_PADDED:
+        return f"takes up to 2^31 padded elements at a time in a backward, got {size}"
+    return None
 
 
 def _cudnn_refuses(tile: TileFacts) -> str | None:
@@ -148,7 +153,6 @@ def _seeds(like: Tensor) -> list[Tensor]:
 
 _SM80 = dict.fromkeys((torch.bfloat16, torch.float16), (8, 0))
 
-# In the order of torch's own defaults, so that cuDNN runs only where the caller selects it (docs/decisions.md).
 OPS = {
     "flash": Op(
         torch.backends.cuda.flash_sdp_enabled,
@@ -176,3 +180,13 @@ OPS = {
         takes_groups=True,
     ),
 }
+
+# The major compute capabilities on which torch prefers cuDNN to flash, and so do we (docs/decisions.md).
+_CUDNN_FIRST = (9, 10)
+
+
+def in_order(capability: tuple[int, int]) -> tuple[str, ...]:
+    """The names of OPS, as they are tried. The first that takes a tile runs it."""
+    if capability[0] in _CUDNN_FIRST:
+        return "cudnn", "flash", "efficient"
+    return "flash", "efficient", "cudnn"

@@ -3,9 +3,9 @@
 Unverified: no GPU has run it. It is written from the ops' schemas and sources, and tested on meta tensors and with
 stand-ins that keep to the ops' contracts.
 
-The first op of `cuda_ops.OPS` that takes a tile runs it. `torch.nn.attention.sdpa_kernel([...])` selects ops as usual,
-but the order stays that of the table, also with set_priority. FlashAttention 3 and 4 run in the place of torch's flash
-after the caller has called `torch.nn.attention.activate_flash_attention_impl`. Names are those of `contract.py`.
+The first op of `cuda_ops.in_order` that takes a tile runs it. `torch.nn.attention.sdpa_kernel([...])` selects ops as
+usual, but the order stays, also with set_priority. FlashAttention 3 and 4 run in the place of torch's flash after the
+caller has called `torch.nn.attention.activate_flash_attention_impl`. Names are those of `contract.py`.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import pad
 
 from .contract import BackwardRows
-from .cuda_ops import OPS, TileFacts
+from .cuda_ops import OPS, TileFacts, in_order
 from .lse_gradient import num_columns, with_dlse_columns
 from .traits import TRAITS as ALL_TRAITS
 
@@ -52,15 +52,22 @@ def ops(query: Tensor) -> dict[str, str | None]:
     }
 
 
-def _tile(q_BHMD: Tensor, k_BGLD: Tensor) -> TileFacts:
+def _tile(q_BHMD: Tensor, k_BGLD: Tensor, is_backward: bool = False) -> TileFacts:
     batch, num_heads, num_rows, head_dim = q_BHMD.shape
     return TileFacts(
-        q_BHMD.dtype, q_BHMD.device, batch, num_heads, num_rows, k_BGLD.shape[2], head_dim
+        q_BHMD.dtype,
+        q_BHMD.device,
+        batch,
+        num_heads,
+        num_rows,
+        k_BGLD.shape[2],
+        head_dim,
+        is_backward,
     )
 
 
 def _against(tile: TileFacts) -> dict[str, str | None]:
-    return {name: op.why_not(tile) for name, op in OPS.items()}
+    return {name: OPS[name].why_not(tile) for name in in_order(tile.capability)}
 
 
 def _listed(against: dict[str, str | None]) -> str:
@@ -88,9 +95,12 @@ def _aligned(x_BHMD: Tensor) -> Tensor:
     return x_BHMD
 
 
-def _prepared(q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor) -> tuple[str, Tensor, Tensor, Tensor]:
+def _prepared(
+    q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_backward: bool
+) -> tuple[str, Tensor, Tensor, Tensor]:
     """The name of the op that takes a tile, and query, key and value as this op needs them."""
-    name, ratio = _choose(_tile(q_BHMD, k_BGLD)), q_BHMD.shape[1] // k_BGLD.shape[1]
+    name = _choose(_tile(q_BHMD, k_BGLD, is_backward))
+    ratio = q_BHMD.shape[1] // k_BGLD.shape[1]
     q, k, v = map(_aligned, (q_BHMD, k_BGLD, v_BGLD))
     if ratio > 1 and not OPS[name].takes_groups:
         k, v = (x.repeat_interleave(ratio, dim=1) for x in (k, v))
@@ -101,7 +111,7 @@ def forward(
     q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     num_rows, head_dim = q_BHMD.shape[2:]
-    name, q, k, v = _prepared(q_BHMD, k_BGLD, v_BGLD)
+    name, q, k, v = _prepared(q_BHMD, k_BGLD, v_BGLD, is_backward=False)
     op = getattr(aten, f"_scaled_dot_product_{name}_attention")
     out, lse = op(q, k, v, *OPS[name].forward_arguments, 0.0, is_causal, scale=scale)[:2]
     # The memory-efficient op pads lse to multiples of 32 rows, and cuDNN's is (B, H, M, 1).
@@ -116,7 +126,7 @@ def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor,
         # aligned, so that nothing is padded twice
         width += -(head_dim + width) % (16 // rows.query.element_size())
         rows = with_dlse_columns(rows, width)
-    name, q, k, v = _prepared(rows.query, rows.key, rows.value)
+    name, q, k, v = _prepared(rows.query, rows.key, rows.value, is_backward=True)
     dout, out = map(_aligned, (rows.dout, rows.out))
     if not OPS[name].takes_strides:
         # as (B, M, H, D)

@@ -32,11 +32,27 @@ def no_scratch(query: Any, key: Any, dout: Any, num_threads: int) -> int:
     return 0
 
 
+# Flash's backward counts the numbers of its accumulator of dq in 32 bits, with rows and head dims padded. Beyond that
+# it writes out of bounds. A longer tile is cut. Other ops have no such limit, and lose nothing by calls of this size.
+MOST_PADDED = 2**31
+
+
+def padded_head_dim(head_dim: int) -> int:
+    return head_dim + -head_dim % (32 if head_dim <= 128 else 64)
+
+
+def most_flash_rows(head_dim: int, has_dlse: bool) -> int:
+    # the columns for dlse, aligned (`lse_gradient.py`)
+    width = head_dim + 3 if has_dlse else head_dim
+    return MOST_PADDED // padded_head_dim(width + -width % 8)
+
+
 # Measured for torch's CPU flash attention (benchmarks/results/packing.json): a copy pays where each row lies on another
 # page of memory, and segments are so long that several blocks of queries read the same keys.
 CPU_PACKING = Packing(distance=4096, num_bytes=4096, max_rows=2**16)
 
 TRAITS = {
     "cpu": Traits(scratch=cpu_scratch, packing=CPU_PACKING),
-    "sdpa": Traits(scratch=no_scratch),  # what torch's CUDA ops take was not measured
+    # what torch's CUDA ops take was not measured
+    "sdpa": Traits(scratch=no_scratch, most_rows=most_flash_rows),
 }

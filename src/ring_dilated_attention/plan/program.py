@@ -10,7 +10,7 @@ Beside its shards a rank holds two buffers of chunks, swapped at every hop. BUFF
 s, counted from 0. Backward has two more, of gradients. Except dealt heads, a rank keeps nothing else that it receives.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 from . import step as steps
@@ -238,14 +238,26 @@ class _Maker:
             self.put(steps.Merge(call, entry, how))
 
     def calls(self, tile: Tile, keys: str) -> Iterable[tuple[Tile, int | None]]:
-        """The kernel's calls for a tile, with their batch entries. A tile whose rows are copied is split."""
-        packing, calls = self.terms.packing, iter((tile,))
+        """The kernel's calls for a tile, with their batch entries. A tile whose rows are copied is split, and one that
+        is too large for a backward."""
+        packing, calls = self.terms.packing, self.calls_of_size(tile)
         if tile.mask == FROM_END or self.copied(tile, keys):
             max_rows = packing.max_rows if packing else MOST_TURNED_ROWS
             # in backward a thread takes whole heads
             fewest_heads = 4 if self.stage == "backward" else 1
             calls = tile.split(max_rows // self.terms.batch, fewest_heads)
         return ((call, entry) for call in calls for entry in self.entries(call))
+
+    def calls_of_size(self, tile: Tile) -> Iterator[Tile]:
+        """The tile, split along segments (then heads) if it has more than `Terms.most_rows`."""
+        if self.terms.most_rows is None or self.stage == "forward":
+            return iter((tile,))
+        padded_rows = tile.query.num_rows + -tile.query.num_rows % steps.ROW_BLOCK
+        # heads of one segment and batch entry
+        most_heads = max(self.terms.most_rows // (padded_rows * self.terms.batch), 1)
+        if len(tile.query.heads) * tile.query.segments <= most_heads:
+            return iter((tile,))
+        return tile.split(most_heads * max(tile.query.num_rows, tile.key.num_rows), 1)
 
     def copied(self, tile: Tile, keys: str) -> tuple[str, ...]:
         """The tensors whose rows are copied for a tile, as `step.Packing` says."""

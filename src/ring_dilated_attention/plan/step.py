@@ -15,6 +15,7 @@ from .rows import Block, Rows
 OWN_ROWS = "own rows"  # where a tile reads keys that are in no buffer
 CACHED_ROWS = "cached rows"
 OWN_CHUNKS, RECEIVED = BUFFERS = ("own chunks of K and V", "received chunks of K and V")
+ROW_BLOCK = 128  # of `Traits.most_rows`
 GRADIENTS = ("dK and dV of received chunks", "dK and dV that arrive")
 STAGES = ("forward", "backward")
 
@@ -44,6 +45,7 @@ class Terms(NamedTuple):
     # bytes from one position to the next in query, and in key and value
     distances: tuple[int, int] = (0, 0)
     itemsize: int = 4  # bytes of an element of these
+    most_rows: int | None = None  # of a call in backward, as `Traits.most_rows` counts them
 
 
 class Sizes(NamedTuple):
@@ -184,6 +186,9 @@ class Traits(NamedTuple):
     scratch: Callable[[Any, Any, Any, int], int]
     # the tiles whose rows are first copied side by side; None if no tile's are
     packing: Packing | None = None
+    # (head dim, whether lse has a gradient) -> the most rows of query heads in a call of backward, where each head of a
+    # segment counts a whole number of ROW_BLOCKs. None: there is no limit.
+    most_rows: Callable[[int, bool], int] | None = None
 
 
 Exchanges = Deal | Pack | Take | Free | Post | Wait | Zero | Home

@@ -90,15 +90,17 @@ class _Executor:
 
     def carry_out(self) -> dict[str, Tensor]:
         """Run all steps, and return `alive`."""
+        traits, has_dlse = self.kernel.TRAITS, "dlse" in self.alive
         terms = Terms(
-            rounds=self.dtype != self.sum_dtype and self.kernel.TRAITS.packing is None,
+            rounds=self.dtype != self.sum_dtype and traits.packing is None,
             batch=self.batch,
             folds=all(map(folds, self.alive.values())),
             dealing=self.dealing,
-            has_dlse="dlse" in self.alive,
-            packing=self.kernel.TRAITS.packing,
+            has_dlse=has_dlse,
+            packing=traits.packing,
             distances=self.distances(),
             itemsize=self.dtype.itemsize,
+            most_rows=traits.most_rows and traits.most_rows(self.head_dim, has_dlse),
         )
         for step in self.options.program(self.plan, self.stage, terms):
             self.do[type(step)](self, step)
