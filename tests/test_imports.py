@@ -181,7 +181,9 @@ def pure_modules_with_torch(modules):
 
 
 def modules_with_triton(modules):
-    return {name for name, module in modules.items() if "triton" in top(module.all)}
+    """All but the file of its kernels, which is imported where they are launched."""
+    found = {name for name, module in modules.items() if "triton" in top(module.all)}
+    return found - {"kernels.row_kernels"}
 
 
 def modules_with_the_reference(modules):

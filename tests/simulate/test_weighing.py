@@ -132,3 +132,14 @@ def test_the_weight_is_what_the_allocator_sees(n, batch, dtype):
     rank_plan = plan_exchange("none", Job(pattern, make_shards("contiguous", (n,)), 4, 4), 0)
     weight = weigh_attention(rank_plan, sizes, "cpu")
     assert weight.peak - weight.given_forward == pytest.approx(largest, rel=0.05)
+
+
+def test_half_a_million_positions_fit():
+    """LongNet's pattern at 524,288 positions, 12 heads of 64, float16, forward and backward. Catches results of all
+    heads that are kept at once."""
+    pattern = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
+    job = Job(pattern, make_shards("contiguous", (524_288,)), 12, 12)
+    rank_plan = plan_exchange("none", job, 0)
+    assert weigh_attention(rank_plan, Sizes(1, 64, 2), "sdpa").peak < 8e9
+    at_once = TRAITS["sdpa"]._replace(kept_bytes=2**40)
+    assert weigh_attention(rank_plan, Sizes(1, 64, 2), "sdpa", at_once).peak > 12e9

@@ -27,6 +27,10 @@ def why_not(query: Tensor) -> str | None:
     return None
 
 
+def merging(query: Tensor) -> None:
+    """On a CPU each result is merged while it is in the cache."""
+
+
 @cache
 def short_rows_fail() -> bool:
     """Whether torch's attention raises for 16-bit rows. On a CPU with a matrix unit (AMX) it packs them for that unit,

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
-from torch.nn.functional import pad
 
 from ..plan.step import ROW_BLOCK
 from .traits import MOST_PADDED, padded_head_dim
@@ -132,9 +131,6 @@ def _flash_arguments(
 def _efficient_arguments(
     out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal: bool
 ) -> tuple[Any, ...]:
-    # the op reads lse in multiples of 32 rows; in added rows exp(s - inf) = 0
-    if not torch.version.hip:
-        lse_BHM = pad(lse_BHM, (0, -lse_BHM.shape[2] % 32), value=torch.inf)
     wanted = [True, True, True, False]
     return None, out_BHMD, lse_BHM, *_seeds(lse_BHM), 0.0, wanted, is_causal
 
@@ -180,6 +176,12 @@ OPS = {
         takes_groups=True,
     ),
 }
+
+
+def lse_multiple(name: str | None) -> int:
+    """An op's backward reads lse in multiples of so many rows. In added rows lse is inf, so that exp(s - inf) = 0."""
+    return 32 if name == "efficient" and not torch.version.hip else 1
+
 
 # The major compute capabilities on which torch prefers cuDNN to flash, and so do we (docs/decisions.md).
 _CUDNN_FIRST = (9, 10)

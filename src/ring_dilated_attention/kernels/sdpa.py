@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import pad
 
-from .contract import BackwardRows
-from .cuda_ops import OPS, TileFacts, in_order
+from . import rows_at_once
+from .contract import BackwardRows, Merging
+from .cuda_ops import OPS, TileFacts, in_order, lse_multiple
 from .lse_gradient import num_columns, with_dlse_columns
 from .traits import TRAITS as ALL_TRAITS
 
@@ -36,10 +37,17 @@ def why_not(query: Tensor) -> str | None:
     # the compiler cannot trace torch's switches; the call itself will ask again
     if torch.compiler.is_compiling():
         return None
-    # The tile has a fixed length, not this rank's, so that either all ranks refuse a call or none does.
-    q_BHMD = query.transpose(1, 2)
-    against = _against(_tile(q_BHMD, q_BHMD)._replace(batch=1, num_rows=2, num_keys=2))
+    against = _against(_any_tile(query))
     return None if None in against.values() else f"has no op for these tensors: {_listed(against)}"
+
+
+def merging(query: Tensor) -> Merging | None:
+    """One kernel in Triton, where that runs."""
+    if rows_at_once.why_not(query.device):
+        return None
+    multiple = lse_multiple(_first(_any_tile(query)))
+    functions = (rows_at_once.merge_rows, rows_at_once.add_rows, rows_at_once.lay_out_rows)
+    return Merging(*functions, multiple)
 
 
 def ops(query: Tensor) -> dict[str, str | None]:
@@ -50,6 +58,12 @@ def ops(query: Tensor) -> dict[str, str | None]:
         f"{name}, {active}" if name == "flash" and active else name: reason
         for name, reason in against.items()
     }
+
+
+def _any_tile(query: Tensor) -> TileFacts:
+    """The tile has a fixed length, not this rank's, so that either all ranks refuse a call or none does."""
+    q_BHMD = query.transpose(1, 2)
+    return _tile(q_BHMD, q_BHMD)._replace(batch=1, num_rows=2, num_keys=2)
 
 
 def _tile(q_BHMD: Tensor, k_BGLD: Tensor, is_backward: bool = False) -> TileFacts:
@@ -74,14 +88,21 @@ def _listed(against: dict[str, str | None]) -> str:
     return "; ".join(f"{name} {reason}" for name, reason in against.items())
 
 
+def _first(tile: TileFacts) -> str | None:
+    return next(
+        (name for name in in_order(tile.capability) if OPS[name].why_not(tile) is None), None
+    )
+
+
 def _choose(tile: TileFacts) -> str:
     """The first op that takes the tile. Tiles of one call may go to different ops."""
-    against = _against(tile)
-    for name, reason in against.items():
-        if reason is None:
-            return name
+    name = _first(tile)
+    if name is not None:
+        return name
     size = f"{tile.batch} x {tile.num_heads} x {tile.num_rows} queries, {tile.num_keys} keys, head dim {tile.head_dim}"
-    raise ValueError(f"backend='sdpa' has no op for {size}: {_listed(against)}. Enable another.")
+    raise ValueError(
+        f"backend='sdpa' has no op for {size}: {_listed(_against(tile))}. Enable another."
+    )
 
 
 def _aligned(x_BHMD: Tensor) -> Tensor:
@@ -93,6 +114,14 @@ def _aligned(x_BHMD: Tensor) -> Tensor:
     if x_BHMD.data_ptr() % 16 or any(stride % width for stride in x_BHMD.stride()[:-1]):
         return x_BHMD.clone(memory_format=torch.contiguous_format)
     return x_BHMD
+
+
+def _with_rows(lse_BHM: Tensor, num_rows: int, multiple: int) -> Tensor:
+    """lse, contiguous, with a number of rows that is a multiple, as it comes if it was laid out for this op."""
+    wanted = num_rows + -num_rows % multiple
+    if lse_BHM.shape[2] < wanted:
+        lse_BHM = pad(lse_BHM[..., :num_rows], (0, wanted - num_rows), value=torch.inf)
+    return lse_BHM[..., :wanted].contiguous()
 
 
 def _prepared(
@@ -132,7 +161,8 @@ def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor,
         # as (B, M, H, D)
         dout, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, out))
     op = getattr(aten, f"_scaled_dot_product_{name}_attention_backward")
-    arguments = OPS[name].backward_arguments(out, rows.lse.contiguous(), num_keys, is_causal)
+    lse = _with_rows(rows.lse, rows.query.shape[2], lse_multiple(name))
+    arguments = OPS[name].backward_arguments(out, lse, num_keys, is_causal)
     dq, dk, dv = (grad[..., :head_dim] for grad in op(dout, q, k, v, *arguments, scale=scale)[:3])
     if dk.shape[1] != num_kv_heads:  # sum over the heads that were expanded
         dk, dv = (x.unflatten(1, (num_kv_heads, -1)).sum(2) for x in (dk, dv))

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..plan.step import Packing, Traits
+from ..plan.step import ROW_BLOCK, Packing, Traits
 
 KEY_BLOCK = 512
 
@@ -26,6 +26,16 @@ def cpu_scratch(query: Any, key: Any, dout: Any, num_threads: int) -> int:
         return num_threads * (scores + queries * (head_dim + 2)) * query.itemsize
     copied = 0 if dout.transpose(1, 2).is_contiguous() else dout.numel()
     return (num_threads * 2 * scores + copied) * query.itemsize
+
+
+def cuda_scratch(query: Any, key: Any, dout: Any, num_threads: int) -> int:
+    """Bytes that torch's CUDA ops take and free, by their sources: flash's backward sums up dq, and a number for each
+    row, in float32 and padded. cuDNN takes about as much, which is not documented. Nothing was measured."""
+    if dout is None:
+        return 0
+    batch, num_heads, num_rows, head_dim = query.shape
+    num_rows += -num_rows % ROW_BLOCK
+    return batch * num_heads * num_rows * (padded_head_dim(head_dim) + 1) * 4
 
 
 def no_scratch(query: Any, key: Any, dout: Any, num_threads: int) -> int:
@@ -53,6 +63,5 @@ CPU_PACKING = Packing(distance=4096, num_bytes=4096, max_rows=2**16)
 
 TRAITS = {
     "cpu": Traits(scratch=cpu_scratch, packing=CPU_PACKING),
-    # what torch's CUDA ops take was not measured
-    "sdpa": Traits(scratch=no_scratch, most_rows=most_flash_rows),
+    "sdpa": Traits(scratch=cuda_scratch, most_rows=most_flash_rows),
 }

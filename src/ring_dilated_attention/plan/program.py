@@ -10,7 +10,8 @@ Beside its shards a rank holds two buffers of chunks, swapped at every hop. BUFF
 s, counted from 0. Backward has two more, of gradients. Except dealt heads, a rank keeps nothing else that it receives.
 """
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from . import step as steps
@@ -33,6 +34,7 @@ _INPUTS = {
     "forward": ("query", "key", "value"),
     "backward": ("dout", "query", "key", "value", "out", "lse"),
 }
+Tiles = Sequence[tuple[Tile, str]]  # each with the buffer of its keys
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 
 # A program of more tiles (times batch entries) is made again for each call. Keeping it would take much memory, and
@@ -82,12 +84,14 @@ _kept = lru_cache(maxsize=64)(make_program)
 
 
 class _Maker:
-    """Lists the steps of a stage, and remembers which accumulators there are and which gradients are on their way."""
+    """Lists the steps of a stage, and remembers which accumulators there are, which hold something, and which gradients
+    are on their way."""
 
     def __init__(self, plan: Plan, stage: str, terms: Terms) -> None:
         self.plan, self.stage, self.terms = plan, stage, terms
         self.made: list[Step] = []
         self.started: set[str] = set()
+        self.gathered: set[str] = set()
         # for gradients of the current chunks, from the rank that had them before
         self.arriving: list[steps.Wait] = []
 
@@ -98,18 +102,14 @@ class _Maker:
         """out and lse of this rank's queries: own tiles while the first chunks travel, then the tiles of each hop."""
         plan = self.plan
         self.start_hop(0)
-        for tile in plan.local:
-            self.partial(tile, OWN_CHUNKS if tile.packed else OWN_ROWS)
-        for tile in plan.cached:
-            self.partial(tile, CACHED_ROWS)
+        own = [(tile, OWN_CHUNKS if tile.packed else OWN_ROWS) for tile in plan.local]
+        self.partials(own + [(tile, CACHED_ROWS) for tile in plan.cached])
         for s, hop in enumerate(plan.hops):
             self.arrive(s)
             self.start_hop(s + 1)
-            for tile in hop.tiles:
-                self.partial(tile, BUFFERS[(s + 1) % 2])
+            self.partials([(tile, BUFFERS[(s + 1) % 2]) for tile in hop.tiles])
         self.put(steps.Free((BUFFERS[len(plan.hops) % 2],)))
-        self.start("out")
-        self.put(steps.Finish("out"), steps.Finish("lse"))
+        self.finish("out", "lse")
 
     def backward(self) -> None:
         """dq, dk, dv of this rank's rows. `out` and `lse` are merged, so p = exp(score - lse) is over all keys.
@@ -119,8 +119,10 @@ class _Maker:
         """
         plan = self.plan
         self.start_hop(0)
-        for tile in plan.local:
-            self.gradients(tile, OWN_CHUNKS if tile.packed else OWN_ROWS)
+        self.all_gradients(
+            [(tile, OWN_CHUNKS if tile.packed else OWN_ROWS) for tile in plan.local],
+            ("dq", "dk", "dv"),
+        )
         leaving: list[steps.Wait] = []
         for s, hop in enumerate(plan.hops):
             self.arrive(s)
@@ -130,8 +132,7 @@ class _Maker:
                 self.put(steps.Take(sums, plan.received_size, is_sum=True))
             for message in hop.grad_starts:
                 self.put(steps.Zero(BufferSlice(sums, message.offset, message)))
-            for tile in hop.tiles:
-                self.gradients(tile, BUFFERS[(s + 1) % 2], sums)
+            self.all_gradients([(tile, BUFFERS[(s + 1) % 2]) for tile in hop.tiles], ("dq",), sums)
             self.await_gradients()
             if s + 1 == len(plan.hops):
                 self.put(steps.Free((BUFFERS[len(plan.hops) % 2],)))
@@ -140,9 +141,7 @@ class _Maker:
                 self.put(steps.Take(other, plan.home_size, is_sum=True))
             leaving = self.send_gradients(s, sums, other)
         self.put(*leaving, steps.Free(GRADIENTS))
-        for name in ("dq", "dk", "dv"):
-            self.start(name)
-            self.put(steps.Finish(name))
+        self.finish("dq", "dk", "dv")
 
     def start_hop(self, s: int) -> None:
         """Start to send the chunks of hop s from one buffer and to receive others into the other. Own chunks are packed
@@ -230,6 +229,95 @@ class _Maker:
                 is_of_keys = name in ("dk", "dv")
                 is_covered = self.plan.key_covered if is_of_keys else self.plan.query_covered
                 self.put(steps.Start(name, is_covered))
+
+    def finish(self, *names: str) -> None:
+        """Turn accumulators into results, unless they were written as results."""
+        if self.gathers_once:
+            return
+        for name in names:
+            if name != "lse":
+                self.start(name)
+            self.put(steps.Finish(name))
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether results are kept, and one pass (for each block of heads) gathers all of them."""
+        return self.terms.kept_rows is not None and not self.plan.hops
+
+    def partials(self, tiles: Tiles) -> None:
+        """Partials of tiles, each with where its keys are: merged one by one, or kept and merged together."""
+        if self.terms.kept_rows is None:
+            for tile, keys in tiles:
+                self.partial(tile, keys)
+            return
+        for kv_heads, block in self.head_blocks(tiles, ("out",)):
+            for tile, keys in block:
+                for call, entry in self.calls(tile, keys):
+                    self.put(steps.Compute(call, entry, "partial", keys))
+                    self.put(steps.Merge(call, entry, "keep"))
+            self.put(steps.Gather(("out",), kv_heads, adds="out" in self.gathered))
+        self.gathered.add("out")
+
+    def all_gradients(self, tiles: Tiles, names: tuple[str, ...], sums: str = OWN_ROWS) -> None:
+        """Gradients of tiles: added one by one, or those of `names` kept and added together."""
+        if self.terms.kept_rows is None:
+            for tile, keys in tiles:
+                self.gradients(tile, keys, sums)
+            return
+        for kv_heads, block in self.head_blocks(tiles, names):
+            calls = [(*call, keys) for tile, keys in block for call in self.calls(tile, keys)]
+            if calls:
+                self.put(steps.Copy(tuple((call, entry) for call, entry, _ in calls), kv_heads))
+            for call, entry, keys in calls:
+                self.put(steps.Compute(call, entry, "gradients", keys))
+                for name in ("dq", "dk", "dv"):
+                    if name in names:
+                        self.put(steps.Add(name, call, entry, "keep"))
+                    else:
+                        self.await_gradients()
+                        self.put(steps.Add(name, call, entry, "add", sums))
+            self.put(steps.Gather(names, kv_heads, adds="dq" in self.gathered))
+        self.gathered.update(names)
+
+    def head_blocks(
+        self, tiles: Tiles, names: tuple[str, ...]
+    ) -> Iterator[tuple[range, list[tuple[Tile, str]]]]:
+        """Blocks of key/value heads, each with its part of the tiles, so that not too much is kept at a time. Makes the
+        accumulators; after the first time, nothing if there are no tiles."""
+        assert self.terms.kept_rows is not None
+        for name in names:
+            if name not in self.started:
+                self.started.add(name)
+                self.put(steps.Start(name, is_covered=True, is_result=self.gathers_once))
+        if not tiles and self.gathered:
+            return
+        num_rows = self.terms.batch * sum(self.rows_kept(tile) for tile, _ in tiles)
+        num_heads = self.plan.num_kv_heads
+        num_blocks = max(1, min(-(-num_rows // self.terms.kept_rows), num_heads))
+        for i in range(num_blocks):
+            lo, hi = num_heads * i // num_blocks, num_heads * (i + 1) // num_blocks
+            cut = [(self.of_heads(tile, lo, hi), keys) for tile, keys in tiles]
+            yield range(lo, hi), [(tile, keys) for tile, keys in cut if tile is not None]
+
+    def rows_kept(self, tile: Tile) -> int:
+        """Rows of one head, in all tensors that are kept of a tile (for one batch entry)."""
+        query = tile.query.num_rows * len(tile.query.heads)
+        if self.stage == "forward":
+            return query * tile.query.segments
+        # dq, copies of dout and out; dk and dv
+        key = tile.key.num_rows * len(tile.key.heads)
+        return (3 * query + 2 * key) * tile.query.segments
+
+    def of_heads(self, tile: Tile, lo: int, hi: int) -> Tile | None:
+        """The part of a tile that has key/value heads lo..hi-1, if any."""
+        ratio = self.plan.num_heads // self.plan.num_kv_heads
+        heads = tile.query.heads
+        first = bisect_left(heads, lo * ratio)
+        last = bisect_left(heads, hi * ratio)
+        if first == last:
+            return None
+        share = len(heads) // len(tile.key.heads)
+        return tile.of_heads(first // share, last // share)
 
     def partial(self, tile: Tile, keys: str) -> None:
         for call, entry in self.calls(tile, keys):

@@ -46,6 +46,9 @@ class Terms(NamedTuple):
     distances: tuple[int, int] = (0, 0)
     itemsize: int = 4  # bytes of an element of these
     most_rows: int | None = None  # of a call in backward, as `Traits.most_rows` counts them
+    # Results of tiles are kept, and then gathered in one pass over the rows: so many rows of one head at a time. None:
+    # each result is merged or added at once.
+    kept_rows: int | None = None
 
 
 class Sizes(NamedTuple):
@@ -132,10 +135,12 @@ class Zero(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Make an accumulator; "out" means out and lse. is_covered: first tiles write all rows, so it is not filled."""
+    """Make an accumulator; "out" means out and lse. is_covered: first tiles write all rows, so it is not filled.
+    is_result: it has the dtype of the result, since it is written once."""
 
     name: str
     is_covered: bool
+    is_result: bool = False
 
 
 class Compute(NamedTuple):
@@ -149,8 +154,16 @@ class Compute(NamedTuple):
     copied: tuple[str, ...] = ()
 
 
+class Copy(NamedTuple):
+    """Copy the rows of dout, out and lse that the next gradients read: for each tile side by side."""
+
+    calls: tuple[tuple[Tile, int | None], ...]  # tiles, each with its batch entry as in `Compute`
+    kv_heads: range
+
+
 class Merge(NamedTuple):
-    """Merge a tile's partial into out and lse. how: "adopt" it as the accumulator, "write" it, or "merge"."""
+    """Merge a tile's partial into out and lse. how: "adopt" it as the accumulator, "write" it, "merge" it, or "keep" it
+    until it is gathered."""
 
     tile: Tile
     entry: int | None
@@ -158,13 +171,23 @@ class Merge(NamedTuple):
 
 
 class Add(NamedTuple):
-    """Add a tile's gradient to dq, dk or dv, or to a buffer of chunks' gradients. how: "adopt", "write" or "add"."""
+    """Add a tile's gradient to dq, dk or dv, or to a buffer of chunks' gradients. how: "adopt", "write", "add" or
+    "keep"."""
 
     name: str
     tile: Tile
     entry: int | None
     how: str
     sums: str = OWN_ROWS
+
+
+class Gather(NamedTuple):
+    """Merge all kept partials, or add all kept gradients, in one pass over the rows of these heads. "out" means out and
+    lse. adds: the accumulators hold something already."""
+
+    names: tuple[str, ...]
+    kv_heads: range
+    adds: bool
 
 
 class Home(NamedTuple):
@@ -189,10 +212,12 @@ class Traits(NamedTuple):
     # (head dim, whether lse has a gradient) -> the most rows of query heads in a call of backward, where each head of a
     # segment counts a whole number of ROW_BLOCKs. None: there is no limit.
     most_rows: Callable[[int, bool], int] | None = None
+    # the most bytes of results that are kept at a time, where they are
+    kept_bytes: int = 2**29
 
 
 Exchanges = Deal | Pack | Take | Free | Post | Wait | Zero | Home
-Computes = Start | Compute | Merge | Add | Finish
+Computes = Start | Copy | Compute | Merge | Add | Gather | Finish
 Step = Exchanges | Computes
 
 
@@ -225,6 +250,13 @@ def text_of(step: Step) -> str:
         case Add(name, tile, _, how, sums):
             where = "" if sums == OWN_ROWS else f" of {sums}"
             text = f"{name} of {tile.query if name == 'dq' else tile.key}{where}{of}: {how}"
+        case Copy(calls, kv_heads):
+            text = (
+                f"dout, out and lse of {len(calls)} tiles of key/value heads {_few_heads(kv_heads)}"
+            )
+        case Gather(names, kv_heads, adds):
+            into = ", added to what is there" if adds else ""
+            text = f"{', '.join(names)} of key/value heads {_few_heads(kv_heads)}{into}"
         case Deal(name, to_heads):
             text = f"{name}: {'heads for positions' if to_heads else 'positions for heads'}"
         case Zero(where) | Home(where):
@@ -232,3 +264,7 @@ def text_of(step: Step) -> str:
         case _:
             text = ", ".join(str(value) for value in step if not isinstance(value, bool | None))
     return f"{type(step).__name__.lower():8}{text}".rstrip()
+
+
+def _few_heads(heads: range) -> str:
+    return f"{heads[0]}" if len(heads) == 1 else f"{heads[0]} to {heads[-1]}"

@@ -4,6 +4,7 @@ B batch, N positions, H query heads, G key/value heads, M rows of a tile, D head
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple, get_args
@@ -11,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..kernels.contract import BackwardRows, Kernel
+from ..kernels.contract import BackwardRows, GradientSum, Kernel, TileRows
 from ..plan import step as steps
 from ..plan.dealing import Dealing
 from ..plan.exchange import RankPlan
@@ -85,6 +86,10 @@ class _Executor:
         self.dtype, self.device = query.dtype, query.device
         self.sum_dtype = accumulator_dtype(query.dtype)
         self.results: dict[str, Tensor] = {}  # of the current tile
+        self.merging = self.kernel.merging(query)
+        self.kept: dict[str, list[TileRows]] = {}  # results until they are gathered
+        # (dout, out, lse) of the next tiles, side by side
+        self.laid_out: deque[tuple[Tensor, ...]] = deque()
         # by ticket: what is sent, what is received
         self.posted: dict[str, tuple[Pending, Pending]] = {}
 
@@ -101,6 +106,7 @@ class _Executor:
             distances=self.distances(),
             itemsize=self.dtype.itemsize,
             most_rows=traits.most_rows and traits.most_rows(self.head_dim, has_dlse),
+            kept_rows=self.kept_rows(),
         )
         for step in self.options.program(self.plan, self.stage, terms):
             self.do[type(step)](self, step)
@@ -115,6 +121,12 @@ class _Executor:
             self.alive[name].stride(1) * self.dtype.itemsize for name in ("query", "key", "value")
         )
         return query, min(key, value)
+
+    def kept_rows(self) -> int | None:
+        """How many rows of one head are kept at a time, or None if results are merged at once."""
+        if self.merging is None:
+            return None
+        return self.kernel.TRAITS.kept_bytes // (self.head_dim * self.dtype.itemsize)
 
     # One method for each step.
 
@@ -180,10 +192,12 @@ class _Executor:
         """Make an accumulator. A row to which tiles only add starts as the identity of a sum: 0, or -inf for lse."""
         like = self.alive[_LIKE[step.name]]
         make = torch.empty if step.is_covered else torch.zeros
-        self.alive[step.name] = make(like.shape, dtype=self.sum_dtype, device=self.device)
+        dtype = self.dtype if step.is_result else self.sum_dtype
+        self.alive[step.name] = make(like.shape, dtype=dtype, device=self.device)
         if step.name == "out":
             # float64 until the end: with lse rounded to float32 at each of 700 merges, gradients were off by 7e-6.
-            self.alive["lse"] = torch.empty(like.shape[:3], dtype=torch.float64, device=self.device)
+            dtype = self.sum_dtype if step.is_result else torch.float64
+            self.alive["lse"] = torch.empty(like.shape[:3], dtype=dtype, device=self.device)
             if not step.is_covered:
                 self.alive["lse"].fill_(-torch.inf)
 
@@ -231,11 +245,59 @@ class _Executor:
 
     def backward_rows(self, step: steps.Compute) -> BackwardRows:
         dlse = self.own(step, "dlse") if "dlse" in self.alive else None
-        dout, query, out, lse = (self.own(step, name) for name in ("dout", "query", "out", "lse"))
+        query = self.own(step, "query")
+        if self.laid_out:
+            dout, out, lse = self.laid_out.popleft()
+        else:
+            dout, out, lse = (self.own(step, name) for name in ("dout", "out", "lse"))
         return BackwardRows(dout, dlse, query, *self.keys(step), out, lse)
+
+    def copy(self, step: steps.Copy) -> None:
+        """Make dout and out (B, M, H, D), and lse (B, H, M), for each tile, and fill them."""
+        assert self.merging is not None
+        multiple = self.merging.lse_multiple
+        tiles: list[TileRows] = []
+        for tile, entry in step.calls:
+            rows = tile.query
+            num_heads, num_rows = len(rows.heads), rows.num_rows
+            batch = rows.segments * (self.batch if entry is None else 1)
+            sizes = (2, batch, num_rows, num_heads, self.head_dim)
+            dout, out = self.alive["out"].new_empty(sizes).transpose(2, 3)
+            added_rows = -num_rows % multiple
+            lse = self.alive["lse"].new_empty((batch, num_heads, num_rows + added_rows))
+            if added_rows:
+                lse[..., num_rows:] = torch.inf
+            self.laid_out.append((dout, out, lse))
+            tiles.append(TileRows(rows, entry, (dout, out, lse)))
+        given = (self.alive[name] for name in ("dout", "out", "lse"))
+        self.merging.lay_out(*given, tiles, self.query_heads(step.kv_heads))
+
+    def query_heads(self, kv_heads: range) -> range:
+        ratio = self.plan.num_heads // self.plan.num_kv_heads
+        return range(kv_heads.start * ratio, kv_heads.stop * ratio)
+
+    def keep(self, name: str, rows: Rows, entry: int | None, *tensors: Tensor) -> None:
+        self.kept.setdefault(name, []).append(TileRows(rows, entry, tensors))
+
+    def gather(self, step: steps.Gather) -> None:
+        assert self.merging is not None
+        if step.names == ("out",):
+            heads, partials = self.query_heads(step.kv_heads), self.kept.pop("out", [])
+            self.merging.merge(
+                self.alive["out"], self.alive["lse"], partials, heads, adds=step.adds
+            )
+            return
+        sums: list[GradientSum] = []
+        for name in step.names:
+            heads = self.query_heads(step.kv_heads) if name == "dq" else step.kv_heads
+            sums.append(GradientSum(self.alive[name], self.kept.pop(name, []), heads))
+        self.merging.add(sums, 1.0 if self.plan.hops else self.options.factor, adds=step.adds)
 
     def merge(self, step: steps.Merge) -> None:
         partial_out, partial_lse = self.results.pop("out"), self.results.pop("lse")
+        if step.how == "keep":
+            self.keep("out", step.tile.query, step.entry, partial_out, partial_lse)
+            return
         if step.how == "adopt":
             self.adopt("out", partial_out)
             lse = partial_lse.transpose(1, 2).to(
@@ -263,6 +325,10 @@ class _Executor:
             self.adopt(step.name, result)
             return
         rows = step.tile.query if step.name == "dq" else step.tile.key
+        if step.how == "keep":
+            assert isinstance(rows, Rows)
+            self.keep(step.name, rows, step.entry, result)
+            return
         if isinstance(rows, Rows):
             total = self.rows(step.name, rows, step.entry)
         else:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.contract import BackwardRows, Kernel
+from ..kernels.contract import BackwardRows, Kernel, Merging
 from ..kernels.traits import TRAITS
 from ..plan.collection import without_collection
 from ..plan.exchange import RankPlan
@@ -74,6 +74,12 @@ class MetaKernel:
     def why_not(self, query: Tensor) -> str | None:
         return None
 
+    def merging(self, query: Tensor) -> Merging | None:
+        """As with Triton on a GPU: what is merged and laid out exists, and the kernels take nothing beside it."""
+        if self.NAME != "sdpa":
+            return None
+        return Merging(_nothing, _nothing, _nothing)
+
     def forward(
         self, q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
@@ -95,6 +101,10 @@ class MetaKernel:
         """Take and free the kernel's scratch beside the results."""
         num_bytes = self.TRAITS.scratch(q_BHMD, k_BGLD, dout_BHMD, self.num_threads)
         q_BHMD.new_empty(num_bytes, dtype=torch.uint8)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """On tensors without data."""
 
 
 def _empty_like(x_BHMD: Tensor) -> Tensor:
@@ -141,7 +151,8 @@ def weigh_attention(
 
 
 def brief_program(plan: Plan, stage: str, terms: Terms) -> Iterator[Step]:
-    """The program without the steps that take and free nothing, and with two kernel calls of each kind.
+    """The program without the steps that take and free nothing, and with two kernel calls of each kind, but all whose
+    results are kept.
 
     Two show the peak: the second runs while the results of the first are held. Calls are of one kind if they have equal
     sizes and strides, equal uses of their results, and buffers of equal size beside them.
@@ -165,7 +176,7 @@ def brief_program(plan: Plan, stage: str, terms: Terms) -> Iterator[Step]:
                 hows = tuple(later.how for later in uses if isinstance(later, Merge | Add))
                 kind = (*_kind(tile), entry is None, keys, copied, hows, sum(buffers.values()))
                 num_calls[kind] += 1
-                is_kept = num_calls[kind] <= 2
+                is_kept = num_calls[kind] <= 2 or "keep" in hows
         if isinstance(step, Post | Wait | Zero | Home):
             continue
         if is_kept or not isinstance(step, Compute | Merge | Add):

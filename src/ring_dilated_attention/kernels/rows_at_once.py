@@ -1,0 +1,195 @@
+"""Launches the Triton kernels of `row_kernels.py`: one merge of a call's partials, one sum of its gradients, one copy
+of the rows of its backward. `run/merge.py` defines what each function computes, in plain torch.
+
+Unverified: no GPU has run it. B batch, N positions, H query heads, G key/value heads, D head dim.
+"""
+
+import warnings
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..plan.rows import Rows
+from .contract import GradientSum, TileRows
+
+# Numbers that one launch writes: twelve tiles' have 240 in forward. A kernel's arguments have 4 KB at least.
+NUMBERS = 256
+# A number x is passed as 2 x + ODD. Else Triton would make a kernel for each kind of number: 1, multiples of
+# 16, numbers of 32 bits.
+ODD = 2**41 + 1
+
+
+@cache
+def why_not(device: torch.device) -> str | None:
+    """The reason why the kernels do not run on a device, or None. The first question compiles one of them."""
+    if device.type != "cuda":
+        return f"serves CUDA tensors, got {device}"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    try:
+        _table([[0]], device)
+    except Exception as error:  # noqa: BLE001  whatever a compiler raises
+        reason = f"Triton does not work here: {type(error).__name__}: {error}"
+        warnings.warn(
+            f"Partial results are merged tile by tile, which is slower: {reason}", stacklevel=2
+        )
+        return reason
+    return None
+
+
+def merge_rows(
+    out: Tensor, lse: Tensor, partials: Sequence[TileRows], heads: range, *, adds: bool
+) -> None:
+    from .row_kernels import merge_kernel
+
+    _check(out, lse)
+    batch, num_rows, num_heads, head_dim = out.shape
+    if out.numel() == 0:
+        return
+    _launch(
+        merge_kernel,
+        *(batch, num_rows, len(heads), 1),
+        *(out, lse, _table(map(_numbers, partials), out.device), len(partials)),
+        *(num_rows, num_heads, heads.start, len(heads)),
+        ADDS=adds,
+        **_constants(head_dim, partials, num_large=1, like=out),
+    )
+
+
+def add_rows(sums: Sequence[GradientSum], factor: float, *, adds: bool) -> None:
+    from .row_kernels import add_kernel
+
+    targets = [x.total for x in sums]
+    _check(*targets)
+    batch, num_rows, num_heads, head_dim = targets[0].shape
+    if targets[0].numel() == 0:
+        return
+    kv_heads = sums[-1].heads
+    num_kv_heads = targets[-1].shape[2]
+    tiles = [tile for x in sums for tile in x.gradients]
+    counts = [len(x.gradients) for x in sums] + [0, 0]
+    num_block_heads = len(sums[0].heads)
+    _launch(
+        add_kernel,
+        *(batch, num_rows, num_block_heads, len(sums)),
+        *(*targets, *[targets[0]] * 2)[:3],
+        *(_table(map(_numbers, tiles), targets[0].device), *counts[:3]),
+        *(num_rows, num_heads, num_kv_heads, kv_heads.start, num_block_heads, float(factor)),
+        ADDS=adds,
+        **_constants(head_dim, tiles, num_large=1, like=targets[0]),
+    )
+
+
+def lay_out_rows(
+    dout: Tensor, out: Tensor, lse: Tensor, tiles: Sequence[TileRows], heads: range
+) -> None:
+    from .row_kernels import lay_out_kernel
+
+    batch, num_rows, _, head_dim = out.shape
+    if out.numel() == 0 or not tiles:
+        return
+    _launch(
+        lay_out_kernel,
+        *(batch, num_rows, len(heads), 1),
+        *(dout, out, lse, _table(map(_numbers, tiles), out.device), len(tiles)),
+        *(num_rows, heads.start, len(heads)),
+        *(*dout.stride()[:3], *out.stride()[:3], *lse.stride()),
+        **_constants(head_dim, tiles, num_large=2, like=out),
+    )
+
+
+def _launch(
+    kernel: Any,
+    batch: int,
+    num_rows: int,
+    num_heads: int,
+    num_targets: int,
+    *args: Any,
+    **constants: Any,
+) -> None:
+    """Launch a program for each block of rows of a head."""
+    num_blocks = -(-num_rows // constants["BN"])
+    with _on_device(args[0]):
+        kernel[(batch * num_blocks * num_heads, num_targets)](*args, **constants)
+
+
+def _on_device(x: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def _check(*targets: Tensor) -> None:
+    for x in targets:
+        assert x.is_contiguous()
+        assert x.shape[1] < 2**31  # rows are counted in 32 bits
+
+
+def _block_rows(head_dim: int) -> int:
+    """Rows of a program: about 4,096 numbers, so that 128 threads have 32 each."""
+    return max(1, min(128, 4096 // _padded(head_dim)))
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _constants(
+    head_dim: int, tiles: Sequence[TileRows], num_large: int, like: Tensor
+) -> dict[str, Any]:
+    """What is compiled in. num_large: how many of a tile's tensors have the dim D."""
+    from .row_kernels import DTYPES
+
+    dtype = tiles[0].tensors[0].dtype if tiles else like.dtype
+    width = 16 // dtype.itemsize
+    rows = [x for tile in tiles for x in tile.tensors[:num_large]]
+    is_aligned = all(
+        x.data_ptr() % 16 == 0 and all(stride % width == 0 for stride in x.stride()[:3])
+        for x in rows
+    )
+    return {
+        "D": head_dim,
+        "BD": _padded(head_dim),
+        "BN": _block_rows(head_dim),
+        "DTYPE": DTYPES[dtype],
+        "ALIGNED": width if is_aligned else 1,
+    }
+
+
+def _numbers(tile: TileRows) -> list[int]:
+    """What a table holds of a tile, as `row_kernels.py` reads it."""
+    rows, entry, tensors = tile
+    # all batch entries, or one
+    entries = (0, 2**31 - 1) if entry is None else (entry, entry + 1)
+    numbers = [*entries, *_geometry(rows)]
+    for x in tensors:
+        numbers += (x.data_ptr(), *x.stride()[:3])
+    return numbers
+
+
+@lru_cache(maxsize=4096)
+def _geometry(rows: Rows) -> tuple[int, ...]:
+    heads, first, shift, step, num_rows, segments, segment_step = rows
+    last = first + (len(heads) - 1) * shift + (segments - 1) * segment_step + (num_rows - 1) * step
+    # one segment: no row reaches the next
+    segment_step = segment_step if segments > 1 else 2**31 - 1
+    of_heads = (heads.start, heads.step, len(heads))
+    return first, last + 1, *of_heads, shift, step, num_rows, segments, segment_step
+
+
+def _table(numbers_of_tiles: Iterable[Iterable[int]], device: torch.device) -> Tensor:
+    """The numbers as a tensor on the device. They are written by a kernel that has them as its arguments."""
+    from .row_kernels import write_kernel
+
+    numbers = [number for tile in numbers_of_tiles for number in tile]
+    numbers += [0] * (-len(numbers) % NUMBERS)
+    table = torch.empty(len(numbers), dtype=torch.int64, device=device)
+    for start in range(0, len(numbers), NUMBERS):
+        odd_numbers = tuple([2 * number + ODD for number in numbers[start : start + NUMBERS]])
+        with _on_device(table):
+            write_kernel[(1,)](table[start:], odd_numbers, NUM=NUMBERS, OFFSET=ODD >> 1)
+    return table

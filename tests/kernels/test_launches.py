@@ -1,0 +1,205 @@
+"""What a call on a GPU launches beside the calls of torch's attention, counted on fake tensors; and its host time, with
+ops that do nothing. No GPU is needed, nor Triton: stand-ins count its launches.
+
+    python tests/kernels/test_launches.py    prints the counts and the host time
+"""
+
+import statistics
+import sys
+import time
+from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ring_dilated_attention import DilatedPattern
+from ring_dilated_attention.kernels import rows_at_once, sdpa
+from ring_dilated_attention.kernels.contract import BackwardRows
+from ring_dilated_attention.plan.exchange import plan_exchange
+from ring_dilated_attention.plan.job import Job
+from ring_dilated_attention.plan.sharding import make_shards
+from ring_dilated_attention.run import executor
+from ring_dilated_attention.run.executor import ExecutorOptions
+
+# LongNet's: five branches, 12 calls of the kernel
+PATTERN = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12), is_causal=True)
+ROW_KERNELS = "ring_dilated_attention.kernels.row_kernels"
+SELECT = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+class Launches(dict):
+    """In the place of a kernel in Triton: counts its launches."""
+
+    def __init__(self, name: str, counts: Counter) -> None:
+        self.name, self.counts = name, counts
+
+    def __getitem__(self, grid):
+        def launch(*args, **kwargs):
+            assert all(0 < size < 2**31 for size in grid)
+            self.counts[self.name] += 1
+
+        return launch
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    return stand_in(monkeypatch)
+
+
+def stand_in(monkeypatch) -> Counter:
+    """As on an H100 with Triton, whatever this machine is. Returns what is launched."""
+    counts = Counter()
+    names = ("write_kernel", "merge_kernel", "add_kernel", "lay_out_kernel")
+    kernels = {name: Launches(name, counts) for name in names}
+    dtypes = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16))
+    monkeypatch.setitem(sys.modules, ROW_KERNELS, SimpleNamespace(**kernels, DTYPES=dtypes))
+    monkeypatch.setattr(rows_at_once, "why_not", lambda device: None)
+    monkeypatch.setattr(rows_at_once, "_on_device", lambda x: nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    monkeypatch.setattr(torch.version, "hip", None)
+    return counts
+
+
+class Counted(TorchDispatchMode):
+    """Counts ops that launch a kernel: all but views and new tensors."""
+
+    def __init__(self, counts: Counter) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        is_free = func.is_view or "empty" in name or name in ("_unsafe_view", "detach")
+        if "attention" in name:
+            self.counts["attention"] += 1
+        elif func.namespace == "aten" and not is_free:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def rank_plan(num_rows, num_heads=12):
+    job = Job(PATTERN, make_shards("contiguous", (num_rows,)), num_heads, num_heads)
+    return plan_exchange("none", job, 0)
+
+
+def counted(counts, stage, num_rows, dtype) -> tuple[int, int]:
+    """Calls of attention in a stage, and all other kernels. The fake tensors are on the CPU: a build of torch for CPUs
+    cannot index others."""
+    with FakeTensorMode():
+        query, key, value, out, dout = (
+            torch.empty(1, num_rows, 12, 64, dtype=dtype) for _ in range(5)
+        )
+        lse = torch.empty(1, num_rows, 12)
+        options = ExecutorOptions(sdpa, 0.125)
+        with Counted(counts):
+            if stage == "forward":
+                executor.forward(rank_plan(num_rows), options, query, key, value)
+            else:
+                rows = BackwardRows(dout, None, query, key, value, out, lse)
+                executor.backward(rank_plan(num_rows), options, rows)
+    num_calls = counts.pop("attention")
+    return num_calls, counts.total()
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize(("stage", "most"), [("forward", 16), ("backward", 20)])
+@pytest.mark.parametrize(
+    ("name", "dtype", "num_rows"),
+    [
+        ("cudnn", torch.float16, 32_768),
+        ("flash", torch.bfloat16, 32_768),
+        # more rows of float32 are computed in blocks of heads
+        ("efficient", torch.float32, 16_384),
+    ],
+)
+def test_kernels_beside_attention(launched, name, dtype, num_rows, stage, most):
+    """Catches a copy, a cast or a merge for each tile."""
+    with sdpa_kernel(SELECT[name]):
+        num_calls, others = counted(launched, stage, num_rows, dtype)
+    assert num_calls == 12
+    assert others <= most, launched
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_the_count_can_fail(launched, monkeypatch):
+    """Proof that the count sees kernels: tile by tile there are many."""
+    monkeypatch.setattr(sdpa, "merging", lambda query: None)
+    with sdpa_kernel(SELECT["flash"]):
+        num_calls, others = counted(launched, "forward", 32_768, torch.bfloat16)
+    assert num_calls == 12
+    assert others > 60
+
+
+class Nothing:
+    """In the place of torch's ops: results that were made before."""
+
+    def __init__(self) -> None:
+        self.made: dict = {}
+
+    def __getattr__(self, name):
+        def op(*tensors, **kwargs):
+            if name.endswith("backward"):
+                return tensors[1:4]
+            query = tensors[0]
+            if query.shape not in self.made:
+                self.made[query.shape] = (
+                    query,
+                    query.new_empty(query.shape[:3], dtype=torch.float32),
+                )
+            return self.made[query.shape]
+
+        return op
+
+
+def host_seconds(monkeypatch, repeats=100) -> dict[str, float]:
+    """The median time of the host in a forward and a backward of 32,768 positions: plan, checks, views, tables. The ops
+    do nothing, and neither do launches of Triton's kernels, whose own host time is left out."""
+    from ring_dilated_attention import dilated_attention
+
+    stand_in(monkeypatch)
+    monkeypatch.setattr(sdpa, "aten", Nothing())
+    monkeypatch.setattr(sdpa, "why_not", lambda query: None)
+    query, key, value = (
+        torch.empty(1, 32_768, 12, 64, dtype=torch.float16, requires_grad=True) for _ in range(3)
+    )
+    dout = torch.empty(1, 32_768, 12, 64, dtype=torch.float16)
+    seconds: dict[str, list[float]] = {"forward": [], "backward": []}
+    for _ in range(repeats):
+        start = time.perf_counter()
+        out = dilated_attention(query, key, value, PATTERN, backend="sdpa")
+        middle = time.perf_counter()
+        torch.autograd.grad(out, (query, key, value), dout)
+        seconds["forward"].append(middle - start)
+        seconds["backward"].append(time.perf_counter() - middle)
+    return {stage: statistics.median(times) for stage, times in seconds.items()}
+
+
+def test_host_time(monkeypatch):
+    """Catches work on the host that grows: within ten times what a quiet core takes."""
+    assert max(host_seconds(monkeypatch, 10).values()) < 0.02
+
+
+if __name__ == "__main__":
+    with pytest.MonkeyPatch.context() as patch:
+        counts = stand_in(patch)
+        for name, dtype in (
+            ("cudnn", torch.float16), ("flash", torch.bfloat16), ("efficient", torch.float32),
+        ):  # fmt: skip
+            for stage in ("forward", "backward"):
+                counts.clear()
+                with sdpa_kernel(SELECT[name]):
+                    print(name, stage, *counted(counts, stage, 32_768, dtype), dict(counts))
+    with pytest.MonkeyPatch.context() as patch:
+        for stage, seconds in host_seconds(patch).items():
+            print(f"host time of a {stage}: {1000 * seconds:.2f} ms")

@@ -1,0 +1,187 @@
+"""Results of tiles that are kept, and gathered in one pass: whole calls on the CPU, where the definitions in plain
+torch (`run/merge.py`) stand in for the kernels; the steps of a program; and what a call on a GPU launches and holds.
+"""
+
+import pytest
+import torch
+
+from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention, simulate
+from ring_dilated_attention.kernels import cpu
+from ring_dilated_attention.plan.exchange import plan_exchange
+from ring_dilated_attention.plan.job import Job
+from ring_dilated_attention.plan.program import make_program
+from ring_dilated_attention.plan.sharding import make_shards
+from ring_dilated_attention.plan.step import Add, Compute, Copy, Gather, Merge, Terms, text_of
+from ring_dilated_attention.run.merge import PLAIN
+
+pytestmark = pytest.mark.usefixtures("nan_in_new_memory", "seeded")
+
+
+@pytest.fixture(params=["whole", "blocks of heads", "lse in multiples of 32"])
+def gathering(request, monkeypatch):
+    """The CPU's kernel, as if its results were gathered as on a GPU."""
+
+    def use():
+        kept_bytes = 4096 if request.param == "blocks of heads" else 2**29
+        traits = cpu.TRAITS._replace(packing=None, kept_bytes=kept_bytes)
+        monkeypatch.setattr(cpu, "TRAITS", traits)
+        multiple = 32 if request.param == "lse in multiples of 32" else 1
+        monkeypatch.setattr(cpu, "merging", lambda query: PLAIN._replace(lse_multiple=multiple))
+        if multiple > 1:
+            monkeypatch.setattr(cpu, "backward", without_added_rows(cpu.backward))
+
+    return use
+
+
+def without_added_rows(backward):
+    def checked(rows, is_causal, scale):
+        num_rows = rows.query.shape[2]
+        assert rows.lse.shape[2] == num_rows + -num_rows % 32
+        assert (rows.lse[..., num_rows:] == torch.inf).all()
+        return backward(rows._replace(lse=rows.lse[..., :num_rows].contiguous()), is_causal, scale)
+
+    return checked
+
+
+PATTERNS = {
+    "the paper's rates": (DilatedPattern((8, 16, 32, 64, 128), (1, 2, 4, 6, 12)), 101, 12, 12),
+    "causal": (DilatedPattern((8, 37), (1, 3), is_causal=True), 37, 4, 4),
+    "rows without a partial": (DilatedPattern((8, 37), (3, 5)), 41, 2, 2),
+    "shared keys": (DilatedPattern((9, 37), (1, 2), is_causal=True), 41, 6, 2),
+    "one head of keys": (DilatedPattern((9, 37), (2, 3)), 41, 6, 1),
+    "blocked": (DilatedPattern((9, 37), (1, 4), phase="blocked"), 41, 6, 6),
+    "split": (DilatedPattern((9, 20, 41), (1, 2, 3), heads="split"), 41, 7, 7),
+}
+
+
+def results(pattern, n, num_heads, num_kv_heads, batch, dtype=torch.float64, **kwargs):
+    generator = torch.Generator().manual_seed(1)
+    heads = (num_heads, num_kv_heads, num_kv_heads)
+    inputs = [
+        torch.randn(batch, n, h, 16, generator=generator, dtype=torch.float64).to(dtype)
+        for h in heads
+    ]
+    leaves = [x.requires_grad_() for x in inputs]
+    out, lse = dilated_attention(*leaves, pattern, return_lse=True, **kwargs)
+    is_covered = lse > -torch.inf
+    root = out.sin().sum() + lse.where(is_covered, 0).square().sum()
+    return [out, lse, *torch.autograd.grad(root, leaves)]
+
+
+def assert_equal(found, expected):
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_call(gathering, name, batch):
+    """Catches a row that is written twice, from another tile, or not at all; a block of heads that touches others; and
+    results of one batch entry that go to another."""
+    expected = results(*PATTERNS[name], batch)
+    gathering()
+    assert_equal(results(*PATTERNS[name], batch), expected)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "num_ranks"), [("contiguous", 2), ("zigzag", 2), ("zigzag", 5)]
+)
+@pytest.mark.parametrize("name", ["the paper's rates", "causal", "shared keys"])
+def test_hops(gathering, name, sharding, num_ranks):
+    """Catches a hop that overwrites what others left, gradients of chunks that are kept and not sent, and rounding."""
+    pattern, n, num_heads, num_kv_heads = PATTERNS[name]
+    parallel = simulate.all_ranks(num_ranks, sharding=sharding)
+    expected = results(pattern, n, num_heads, num_kv_heads, 2)
+    gathering()
+    assert_equal(results(pattern, n, num_heads, num_kv_heads, 2, parallel=parallel), expected)
+
+
+def test_documents(gathering):
+    """Catches tiles of many sizes, some of them of one row."""
+    pattern = DilatedPattern((24, 100), (1, 3), is_causal=True)
+    borders = torch.tensor([0, 1, 2, 33, 34, 70], dtype=torch.int32)
+    expected = results(pattern, 70, 4, 2, 1, cu_seqlens=borders)
+    gathering()
+    assert_equal(results(pattern, 70, 4, 2, 1, cu_seqlens=borders), expected)
+
+
+def test_appending_to_a_cache(gathering):
+    """Catches partials of cached rows that are not merged with those of new rows."""
+    pattern = DilatedPattern((8, 37), (1, 3), is_causal=True)
+    expected = results(pattern, 37, 4, 2, 1)[0].detach()
+    generator = torch.Generator().manual_seed(1)
+    inputs = [
+        torch.randn(1, 37, h, 16, generator=generator, dtype=torch.float64) for h in (4, 2, 2)
+    ]
+    gathering()
+    cache = DilatedCache(pattern, 1, 4, 2, 16, dtype=torch.float64)
+    slices = zip(*(x.split(10, dim=1) for x in inputs), strict=True)
+    found = [dilated_attention(*rows, pattern, cache=cache) for rows in slices]
+    torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_dtypes(gathering, dtype):
+    """Catches sums in 16 bits: results differ from those of float64 by the rounding of inputs, partials and results."""
+    case = PATTERNS["the paper's rates"]
+    exact = results(*case, 1)
+    gathering()
+    for x, y in zip(results(*case, 1, dtype=dtype), exact, strict=True):
+        assert (x.double() - y).norm() <= 4 * torch.finfo(dtype).eps * y.norm()
+
+
+def test_no_rows(gathering):
+    """Catches a division by no rows, and ranks that own nothing."""
+    gathering()
+    pattern = DilatedPattern((4,), (1,))
+    assert [x.numel() for x in results(pattern, 0, 2, 2, 1)] == [0] * 5
+    parallel = simulate.all_ranks(3)
+    assert_equal(results(pattern, 2, 2, 2, 1, parallel=parallel), results(pattern, 2, 2, 2, 1))
+
+
+def programs(pattern, n, num_heads, kept_rows, num_ranks=1):
+    shards = make_shards("contiguous", (n // num_ranks,) * num_ranks)
+    plan = plan_exchange("ring", Job(pattern, shards, num_heads, num_heads), 0).plan
+    terms = Terms(kept_rows=kept_rows)
+    return [make_program(plan, stage, terms) for stage in ("forward", "backward")]
+
+
+def test_the_steps_of_a_call():
+    """Catches a result that is merged twice, or a pass for each tile."""
+    pattern = DilatedPattern((8, 32), (1, 2))
+    forward, backward = programs(pattern, 32, 4, 10**6)
+    assert [
+        type(step).__name__ for step in forward if isinstance(step, Compute | Merge | Gather)
+    ] == (["Compute", "Merge"] * 3 + ["Gather"])
+    assert {step.how for step in forward if isinstance(step, Merge)} == {"keep"}
+    assert sum(isinstance(step, Copy | Gather) for step in backward) == 2
+    assert {step.how for step in backward if isinstance(step, Add)} == {"keep"}
+    (gathered,) = (step for step in forward if isinstance(step, Gather))
+    assert text_of(gathered) == "gather  out of key/value heads 0 to 3"
+    (laid_out,) = (step for step in backward if isinstance(step, Copy))
+    assert text_of(laid_out) == "copy    dout, out and lse of 3 tiles of key/value heads 0 to 3"
+
+
+def test_blocks_of_heads():
+    """Catches blocks that miss a head, have one twice, or keep more than they may."""
+    pattern = DilatedPattern((8, 32, 64), (1, 2, 4))
+    for program in programs(pattern, 64, 6, 100):
+        blocks = [step.kv_heads for step in program if isinstance(step, Gather)]
+        assert [head for heads in blocks for head in heads] == list(range(6))
+        assert len(blocks) > 1
+    whole, cut = (programs(pattern, 64, 6, rows)[0] for rows in (10**6, 100))
+    pairs = [
+        sum(x.tile.pairs for x in program if isinstance(x, Compute)) for program in (whole, cut)
+    ]
+    assert pairs[0] == pairs[1]
+
+
+def test_a_ring_gathers_once_for_each_hop():
+    """Catches a merge for each tile of a hop."""
+    forward, backward = programs(DilatedPattern((64, 256), (1, 2)), 256, 4, 10**6, num_ranks=4)
+    assert [step.adds for step in forward if isinstance(step, Gather)] == [False, True, True, True]
+    assert text_of([x for x in forward if isinstance(x, Gather)][1]).endswith(
+        "added to what is there"
+    )
+    names = [step.names for step in backward if isinstance(step, Gather)]
+    assert names == [("dq", "dk", "dv")] + [("dq",)] * 3
