@@ -124,7 +124,14 @@ def test_the_choice(gpu, capability, dtype, head_dim, expected):
 
 @pytest.mark.parametrize(
     ("facts", "version"),
-    [({"num_rows": 1}, 92000), ({"num_keys": 1}, 92000), ({}, 91500), ({}, None)],
+    [
+        ({"num_rows": 1}, 92000),
+        ({"num_keys": 1}, 92000),
+        # query heads of a token that share a key/value head
+        ({"num_rows": 8, "num_keys": 2047}, 92000),
+        ({}, 91500),
+        ({}, None),
+    ],
     ids=str,
 )
 def test_flash_is_second_where_cudnn_is_first(gpu, request, facts, version):

@@ -7,12 +7,15 @@ import torch
 
 from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.kernels import cpu
+from ring_dilated_attention.layers import multihead, rotary
+from ring_dilated_attention.models import LongNetConfig, LongNetLM, longnet
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.program import make_program
 from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.plan.step import Add, Compute, Copy, Gather, Merge, Terms, text_of
 from ring_dilated_attention.run.merge import PLAIN
+from ring_dilated_attention.run.views import on_device
 
 pytestmark = pytest.mark.usefixtures("nan_in_new_memory", "seeded")
 
@@ -185,3 +188,48 @@ def test_a_ring_gathers_once_for_each_hop():
     )
     names = [step.names for step in backward if isinstance(step, Gather)]
     assert names == [("dq", "dk", "dv")] + [("dq",)] * 3
+
+
+class OfKind:
+    """What `on_device` asks of a tensor."""
+
+    def __init__(self, kind):
+        self.device = torch.device(kind)
+        self.taken = []
+
+    def pin_memory(self):
+        self.taken.append("pinned")
+        return self
+
+    def to(self, device, *, non_blocking):
+        self.taken.append(("copied", str(device), non_blocking))
+        return self
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "steps"),
+    [
+        ("cpu", "cuda:0", ["pinned", ("copied", "cuda:0", True)]),
+        ("cuda:0", "cuda:0", [("copied", "cuda:0", True)]),
+        ("cpu", "cpu", [("copied", "cpu", True)]),
+    ],
+)
+def test_what_goes_to_a_gpu_does_not_block(source, target, steps):
+    """Catches a copy from pageable memory, for which the host waits until the GPU has done all else."""
+    assert on_device(OfKind(source), torch.device(target)).taken == steps
+
+
+def test_positions_of_documents_do_not_block(monkeypatch):
+    """Catches positions and labels of packed documents that reach a model by a copy of another kind."""
+    taken = []
+
+    def counted(x, device):
+        taken.append(x.shape)
+        return x.to(device)
+
+    for module in (longnet, rotary, multihead):
+        monkeypatch.setattr(module, "on_device", counted)
+    model = LongNetLM(LongNetConfig((4,), (1,), num_layers=1, num_heads=2, embed_dim=16))
+    borders = torch.tensor([0, 3, 8], dtype=torch.int32)
+    model.loss(torch.zeros(1, 8, dtype=torch.uint8), cu_seqlens=borders).backward()
+    assert {(8,), (2,)} <= set(map(tuple, taken))

@@ -177,7 +177,17 @@ def add_kernel(
         tl.store(target + place_ND, sum_ND.to(target.dtype.element_ty), mask=is_place_ND)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_rows", "num_block_heads", "first_head"])
+@triton.jit(
+    do_not_specialize=[
+        "num_tiles",
+        "num_rows",
+        "num_block_heads",
+        "first_head",
+        "lse_b",
+        "lse_n",
+        "lse_h",
+    ]
+)
 def lay_out_kernel(
     dout, out, lse, table, num_tiles, num_rows, first_head, num_block_heads,
     dout_b, dout_n, dout_h, out_b, out_n, out_h, lse_b, lse_n, lse_h,

@@ -81,7 +81,7 @@ def _tile(q_BHMD: Tensor, k_BGLD: Tensor, is_backward: bool = False) -> TileFact
 
 
 def _against(tile: TileFacts) -> dict[str, str | None]:
-    return {name: OPS[name].why_not(tile) for name in in_order(tile.capability)}
+    return {name: OPS[name].why_not(tile) for name in in_order(tile)}
 
 
 def _listed(against: dict[str, str | None]) -> str:
@@ -89,9 +89,7 @@ def _listed(against: dict[str, str | None]) -> str:
 
 
 def _first(tile: TileFacts) -> str | None:
-    return next(
-        (name for name in in_order(tile.capability) if OPS[name].why_not(tile) is None), None
-    )
+    return next((name for name in in_order(tile) if OPS[name].why_not(tile) is None), None)
 
 
 def _choose(tile: TileFacts) -> str:

@@ -23,6 +23,7 @@ from ..ranks.call import validate_cu_seqlens
 from ..ranks.context import ContextParallel, called_by, refuse
 from ..ranks.handshake import RefusedError
 from ..run.dilated_cache import DilatedCache
+from ..run.views import on_device
 from .rotary import (
     RotaryTable,
     document_positions,
@@ -274,7 +275,7 @@ class MultiheadDilatedAttention(nn.Module):
             places = positions_on_ranks(query_BNE, cu_seqlens, self.parallel.key)
         else:
             places = document_positions(query_BNE.shape[1], cu_seqlens, query_BNE.device)
-        return self.rotary_table(places.to(query_BNE.device))
+        return self.rotary_table(on_device(places, query_BNE.device))
 
     def _heads(
         self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, table: RotaryTable | None
@@ -329,7 +330,8 @@ class MultiheadDilatedAttention(nn.Module):
         batch, num_positions, _ = query_BNE.shape
         lengths_B = valid_lengths(mask_BN, batch, num_positions)
         valid_BN = torch.arange(num_positions, device=lengths_B.device) < lengths_B[:, None]
-        rows_T = valid_BN.flatten().nonzero().squeeze(1).to(query_BNE.device)
+        rows_T = valid_BN.flatten().nonzero().squeeze(1)
+        rows_T = on_device(rows_T, query_BNE.device)
         borders = F.pad(lengths_B[lengths_B > 0].cumsum(0), (1, 0)).to(torch.int32)
 
         def packed(x_BNE: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..attention.op import define_op
 from ..pattern import is_finite_number
 from ..ranks.context import context_named
+from ..run.views import on_device
 
 DEFAULT_ROTARY_BASE = 10_000.0
 
@@ -82,7 +83,7 @@ def document_positions(
     positions_N = torch.arange(num_positions, device=device)
     if cu_seqlens is None:
         return positions_N
-    starts = cu_seqlens.to(device, torch.int64)
+    starts = on_device(cu_seqlens, device).long()
     return positions_N - starts[torch.searchsorted(starts, positions_N, right=True) - 1]
 
 

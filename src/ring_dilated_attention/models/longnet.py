@@ -19,6 +19,7 @@ from ..ranks.context import ContextParallel
 from ..ranks.ranks import ALONE
 from ..ranks.reduce import mean_loss
 from ..run.dilated_cache import DilatedCache
+from ..run.views import on_device
 from .documents import Documents, agree_on_documents, why_no_tokens
 from .longnet_config import LongNetConfig
 from .recompute import Checkpointing, check_checkpointing, loss_slice_rows, run_layer, sum_in_slices
@@ -298,7 +299,7 @@ class LongNetLM(nn.Module):
         return torch.cat(terms).view(tokens_BN.shape)
 
     def _hidden(self, tokens_BN: Tensor, documents: Documents, cu_seqlens: Tensor | None) -> Tensor:
-        positions = documents.positions().to(tokens_BN.device)
+        positions = on_device(documents.positions(), tokens_BN.device)
         table = next(self.each_block()).attention.rotary_table(positions)
         x_BNE = self.embedding(tokens_BN.long())
         for block in self.blocks:
@@ -331,8 +332,8 @@ class LongNetLM(nn.Module):
             next_BN = F.pad(tokens_BN[:, 1:].long(), (0, 1))
         else:
             next_BN = shift_left(self.parallel, tokens_BN.long(), IGNORED_LABEL, documents.borders)
-        last_rows = torch.tensor(documents.last_rows, dtype=torch.int64, device=next_BN.device)
-        return next_BN.index_fill(1, last_rows, IGNORED_LABEL)
+        last_rows = torch.tensor(documents.last_rows, dtype=torch.int64, device="cpu")
+        return next_BN.index_fill(1, on_device(last_rows, next_BN.device), IGNORED_LABEL)
 
 
 class NextTokenLoss(nn.Module):

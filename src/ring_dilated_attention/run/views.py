@@ -14,6 +14,14 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def on_device(x: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device. To a GPU it travels from pinned memory: else the host would wait for all that the GPU
+    still has to do."""
+    if device.type == "cuda" and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
+
+
 def with_unit_stride(x: Tensor) -> Tensor:
     """x with a last stride of 1, as kernels need it. (`contiguous` keeps a tensor of one number as it is.)"""
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
