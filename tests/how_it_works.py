@@ -31,6 +31,13 @@ def program(rank: int, stage: str) -> Program:
     return make_program(rank_plan(rank).plan, stage, Terms())
 
 
+def gathered_program(num_ranks: int, stage: str) -> Program:
+    """Rank 0's program where results are kept."""
+    shards = make_shards("contiguous", (NUM_POSITIONS // num_ranks,) * num_ranks)
+    plan = plan_exchange("ring", Job(PATTERN, shards, NUM_HEADS, NUM_HEADS), 0).plan
+    return make_program(plan, stage, Terms(kept_rows=10**6))
+
+
 def seen(head: int) -> str:
     """A row for each query: how many branches show it each key."""
     counts = multiplicity(PATTERN, NUM_POSITIONS, NUM_HEADS)[head].long().tolist()
@@ -222,6 +229,21 @@ Rank 1, backward:
 
 ```
 {programs[1, "backward"]}
+```
+
+## On a GPU
+
+There the results of tiles are kept, and *gathered* in one pass over the rows: once on one device, and once for each hop
+of a ring. In a ring this is the forward of rank 0:
+
+```
+{gathered_program(NUM_RANKS, "forward")}
+```
+
+A backward first copies the rows of dout, out and lse that its tiles read. On one device:
+
+```
+{gathered_program(1, "backward")}
 ```
 
 ## The merge of partials

@@ -2,11 +2,13 @@
 torch (`run/merge.py`) stand in for the kernels; the steps of a program; and what a call on a GPU launches and holds.
 """
 
+import sys
+
 import pytest
 import torch
 
 from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention, simulate
-from ring_dilated_attention.kernels import cpu
+from ring_dilated_attention.kernels import cpu, rows_at_once, sdpa
 from ring_dilated_attention.layers import multihead, rotary
 from ring_dilated_attention.models import LongNetConfig, LongNetLM, longnet
 from ring_dilated_attention.plan.exchange import plan_exchange
@@ -233,3 +235,18 @@ def test_positions_of_documents_do_not_block(monkeypatch):
     borders = torch.tensor([0, 3, 8], dtype=torch.int32)
     model.loss(torch.zeros(1, 8, dtype=torch.uint8), cu_seqlens=borders).backward()
     assert {(8,), (2,)} <= set(map(tuple, taken))
+
+
+def test_without_triton_a_warning_says_so(monkeypatch):
+    """Catches a slower way that is taken in silence, or an error where there is such a way. (No device is needed: the
+    error comes from what stands in for the kernels' file.)"""
+    monkeypatch.setitem(sys.modules, rows_at_once.__package__ + ".row_kernels", None)
+    device = torch.device("cuda", 99)
+    with pytest.warns(
+        UserWarning, match="merged one by one, which is slower: Triton does not work"
+    ):
+        reason = rows_at_once.why_not(device)
+    assert "ModuleNotFoundError" in reason
+    assert rows_at_once.why_not(device) == reason  # and no second warning
+    rows_at_once.why_not.cache_clear()
+    assert sdpa.merging(torch.empty(1, 2, 1, 8)) is None

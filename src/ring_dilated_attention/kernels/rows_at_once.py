@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -26,18 +25,15 @@ ODD = 2**41 + 1
 
 @cache
 def why_not(device: torch.device) -> str | None:
-    """The reason why the kernels do not run on a device, or None. The first question compiles one of them."""
+    """The reason why the kernels do not run on a device, or None. The first question compiles one of them, and warns if
+    that fails."""
     if device.type != "cuda":
         return f"serves CUDA tensors, got {device}"
-    if find_spec("triton") is None:
-        return "Triton is not installed"
     try:
         _table([[0]], device)
     except Exception as error:  # noqa: BLE001  whatever a compiler raises
-        reason = f"Triton does not work here: {type(error).__name__}: {error}"
-        warnings.warn(
-            f"Partial results are merged tile by tile, which is slower: {reason}", stacklevel=2
-        )
+        reason = f"Triton does not work here ({type(error).__name__}: {error})"
+        warnings.warn(f"Results are merged one by one, which is slower: {reason}.", stacklevel=2)
         return reason
     return None
 
