@@ -80,7 +80,9 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        is_free = func.is_view or "empty" in name or name in ("_unsafe_view", "detach")
+        is_free = (
+            func.is_view or "empty" in name or name in ("_unsafe_view", "detach", "promote_types")
+        )
         if "attention" in name:
             self.counts["attention"] += 1
         elif func.namespace == "aten" and not is_free:
@@ -164,7 +166,8 @@ class Nothing:
 
 def host_seconds(monkeypatch, repeats=100) -> dict[str, float]:
     """The median time of the host in a forward and a backward of 32,768 positions: plan, checks, views, tables. The ops
-    do nothing, and neither do launches of Triton's kernels, whose own host time is left out."""
+    do nothing, and neither do launches of Triton's kernels, whose own host time is left out. Time of the thread, so
+    that a busy machine measures about the same."""
     from ring_dilated_attention import dilated_attention
 
     stand_in(monkeypatch)
@@ -176,18 +179,18 @@ def host_seconds(monkeypatch, repeats=100) -> dict[str, float]:
     dout = torch.empty(1, 32_768, 12, 64, dtype=torch.float16)
     seconds: dict[str, list[float]] = {"forward": [], "backward": []}
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.thread_time()
         out = dilated_attention(query, key, value, PATTERN, backend="sdpa")
-        middle = time.perf_counter()
+        middle = time.thread_time()
         torch.autograd.grad(out, (query, key, value), dout)
         seconds["forward"].append(middle - start)
-        seconds["backward"].append(time.perf_counter() - middle)
+        seconds["backward"].append(time.thread_time() - middle)
     return {stage: statistics.median(times) for stage, times in seconds.items()}
 
 
 def test_host_time(monkeypatch):
     """Catches work on the host that grows: within ten times what a quiet core takes."""
-    assert max(host_seconds(monkeypatch, 10).values()) < 0.02
+    assert max(host_seconds(monkeypatch, 20).values()) < 0.02
 
 
 if __name__ == "__main__":

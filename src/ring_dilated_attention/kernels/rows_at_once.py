@@ -16,6 +16,7 @@ from torch import Tensor
 from ..plan.rows import Rows
 from .contract import GradientSum, TileRows
 
+FIELDS = 12  # numbers of a tile before those of its tensors
 # Numbers that one launch writes: twelve tiles' have 240 in forward. A kernel's arguments have 4 KB at least.
 NUMBERS = 256
 # A number x is passed as 2 x + ODD. Else Triton would make a kernel for each kind of number: 1, multiples of
@@ -47,13 +48,14 @@ def merge_rows(
     batch, num_rows, num_heads, head_dim = out.shape
     if out.numel() == 0:
         return
+    numbers = list(map(_numbers, partials))
     _launch(
         merge_kernel,
         *(batch, num_rows, len(heads), 1),
-        *(out, lse, _table(map(_numbers, partials), out.device), len(partials)),
+        *(out, lse, _table(numbers, out.device), len(partials)),
         *(num_rows, num_heads, heads.start, len(heads)),
         ADDS=adds,
-        **_constants(head_dim, partials, num_large=1, like=out),
+        **_constants(head_dim, _dtype(partials, out), numbers, num_large=1),
     )
 
 
@@ -70,14 +72,15 @@ def add_rows(sums: Sequence[GradientSum], factor: float, *, adds: bool) -> None:
     tiles = [tile for x in sums for tile in x.gradients]
     counts = [len(x.gradients) for x in sums] + [0, 0]
     num_block_heads = len(sums[0].heads)
+    numbers = list(map(_numbers, tiles))
     _launch(
         add_kernel,
         *(batch, num_rows, num_block_heads, len(sums)),
         *(*targets, *[targets[0]] * 2)[:3],
-        *(_table(map(_numbers, tiles), targets[0].device), *counts[:3]),
+        *(_table(numbers, targets[0].device), *counts[:3]),
         *(num_rows, num_heads, num_kv_heads, kv_heads.start, num_block_heads, float(factor)),
         ADDS=adds,
-        **_constants(head_dim, tiles, num_large=1, like=targets[0]),
+        **_constants(head_dim, _dtype(tiles, targets[0]), numbers, num_large=1),
     )
 
 
@@ -89,13 +92,14 @@ def lay_out_rows(
     batch, num_rows, _, head_dim = out.shape
     if out.numel() == 0 or not tiles:
         return
+    numbers = list(map(_numbers, tiles))
     _launch(
         lay_out_kernel,
         *(batch, num_rows, len(heads), 1),
-        *(dout, out, lse, _table(map(_numbers, tiles), out.device), len(tiles)),
+        *(dout, out, lse, _table(numbers, out.device), len(tiles)),
         *(num_rows, heads.start, len(heads)),
         *(*dout.stride()[:3], *out.stride()[:3], *lse.stride()),
-        **_constants(head_dim, tiles, num_large=2, like=out),
+        **_constants(head_dim, out.dtype, numbers, num_large=2),
     )
 
 
@@ -134,25 +138,28 @@ def _padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+def _dtype(tiles: Sequence[TileRows], total: Tensor) -> torch.dtype:
+    return tiles[0].tensors[0].dtype if tiles else total.dtype
+
+
 def _constants(
-    head_dim: int, tiles: Sequence[TileRows], num_large: int, like: Tensor
+    head_dim: int, dtype: torch.dtype, numbers_of_tiles: Sequence[Sequence[int]], num_large: int
 ) -> dict[str, Any]:
-    """What is compiled in. num_large: how many of a tile's tensors have the dim D."""
+    """What is compiled in. num_large: how many of a tile's tensors have the dim D. ALIGNED: the elements in 16 bytes,
+    if all rows of these begin at whole numbers of 16 bytes."""
     from .row_kernels import DTYPES
 
-    dtype = tiles[0].tensors[0].dtype if tiles else like.dtype
-    width = 16 // dtype.itemsize
-    rows = [x for tile in tiles for x in tile.tensors[:num_large]]
-    is_aligned = all(
-        x.data_ptr() % 16 == 0 and all(stride % width == 0 for stride in x.stride()[:3])
-        for x in rows
-    )
+    bits = 0
+    for numbers in numbers_of_tiles:
+        for i in range(FIELDS, FIELDS + 4 * num_large, 4):
+            pointer, stride_b, stride_h, stride_m = numbers[i : i + 4]
+            bits |= pointer | (stride_b | stride_h | stride_m) * dtype.itemsize
     return {
         "D": head_dim,
         "BD": _padded(head_dim),
         "BN": _block_rows(head_dim),
         "DTYPE": DTYPES[dtype],
-        "ALIGNED": width if is_aligned else 1,
+        "ALIGNED": 1 if bits % 16 else 16 // dtype.itemsize,
     }
 
 
@@ -163,7 +170,9 @@ def _numbers(tile: TileRows) -> list[int]:
     entries = (0, 2**31 - 1) if entry is None else (entry, entry + 1)
     numbers = [*entries, *_geometry(rows)]
     for x in tensors:
-        numbers += (x.data_ptr(), *x.stride()[:3])
+        strides = x.stride()
+        assert len(strides) == 3 or strides[3] == 1
+        numbers += (x.data_ptr(), *strides[:3])
     return numbers
 
 

@@ -108,8 +108,9 @@ def _aligned(x_BHMD: Tensor) -> Tensor:
     width = 16 // x_BHMD.element_size()
     if x_BHMD.shape[-1] % width:
         return pad(x_BHMD, (0, -x_BHMD.shape[-1] % width))
-    assert x_BHMD.stride(-1) == 1
-    if x_BHMD.data_ptr() % 16 or any(stride % width for stride in x_BHMD.stride()[:-1]):
+    *strides, last = x_BHMD.stride()
+    assert last == 1
+    if x_BHMD.data_ptr() % 16 or (strides[0] | strides[1] | strides[2]) % width:
         return x_BHMD.clone(memory_format=torch.contiguous_format)
     return x_BHMD
 
@@ -142,7 +143,9 @@ def forward(
     op = getattr(aten, f"_scaled_dot_product_{name}_attention")
     out, lse = op(q, k, v, *OPS[name].forward_arguments, 0.0, is_causal, scale=scale)[:2]
     # The memory-efficient op pads lse to multiples of 32 rows, and cuDNN's is (B, H, M, 1).
-    return out[..., :head_dim], lse.flatten(2)[..., :num_rows]
+    if lse.dim() == 4:
+        lse = lse.squeeze(3)
+    return out.narrow(3, 0, head_dim), lse.narrow(2, 0, num_rows)
 
 
 def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,7 +164,8 @@ def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor,
     op = getattr(aten, f"_scaled_dot_product_{name}_attention_backward")
     lse = _with_rows(rows.lse, rows.query.shape[2], lse_multiple(name))
     arguments = OPS[name].backward_arguments(out, lse, num_keys, is_causal)
-    dq, dk, dv = (grad[..., :head_dim] for grad in op(dout, q, k, v, *arguments, scale=scale)[:3])
+    gradients = op(dout, q, k, v, *arguments, scale=scale)[:3]
+    dq, dk, dv = (gradient.narrow(3, 0, head_dim) for gradient in gradients)
     if dk.shape[1] != num_kv_heads:  # sum over the heads that were expanded
         dk, dv = (x.unflatten(1, (num_kv_heads, -1)).sum(2) for x in (dk, dv))
     return dq, dk, dv
