@@ -1,5 +1,5 @@
-"""The kernels in Triton that gather and lay out rows: in Triton's interpreter, against their definitions in plain torch
-(`run/merge.py`); and compiled for GPUs that are not here.
+"""The kernels in Triton that gather and lay out rows: in Triton's interpreter, and on a GPU if there is one, against
+their definitions in plain torch (`run/merge.py`); and compiled for GPUs that are not here.
 
 Triton reads TRITON_INTERPRET when it is imported. So the tests of the interpreter run in a process of their own, which
 `test_in_the_interpreter` starts where Triton is installed. By hand:
@@ -30,6 +30,13 @@ HAS_TRITON = find_spec("triton") is not None
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU and not IS_INTERPRETED else "cpu"
+
+run = pytest.mark.skipif(
+    not (HAS_TRITON and (IS_INTERPRETED or HAS_GPU)),
+    reason="needs Triton, and a GPU or TRITON_INTERPRET=1 before Triton is imported",
+)
 interpreted = pytest.mark.skipif(
     not (HAS_TRITON and IS_INTERPRETED),
     reason="needs Triton, and TRITON_INTERPRET=1 before it is imported",
@@ -65,6 +72,12 @@ def test_in_the_interpreter():
     assert re.search(r"test_merging.* PASSED", done.stdout)
 
 
+@pytest.fixture(autouse=True)
+def on_the_device():
+    with torch.device(DEVICE):
+        yield
+
+
 def tiles_of(case, dtype, side="query", lse=False):
     """Random results of each tile of a call, as the ops return them: the heads of a row side by side."""
     pattern, num_rows, num_heads, num_kv_heads, head_dim, batch = case
@@ -90,7 +103,7 @@ def assert_close(found, expected, dtype):
     assert (x - y).norm() <= 4 * max(torch.finfo(dtype).eps / 4, 1e-7) * y.norm()
 
 
-@interpreted
+@run
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @all_cases
@@ -128,7 +141,7 @@ def within(tile, heads):
     )
 
 
-@interpreted
+@run
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @all_cases
@@ -161,7 +174,7 @@ def test_adding(case, dtype, adds):
             assert_close(found, expected, sum_dtype)
 
 
-@interpreted
+@run
 @pytest.mark.parametrize("dtype", DTYPES)
 @all_cases
 def test_laying_out(case, dtype):
@@ -208,11 +221,11 @@ def test_whole_calls(dtype, monkeypatch):
         assert (x.double() - y).norm() <= 4 * torch.finfo(dtype).eps * y.norm()
 
 
-@interpreted
+@run
 def test_a_number_of_every_kind_reaches_the_table():
     """Catches numbers that lose bits on their way, more than one launch writes, and a table that is not filled."""
     numbers = [0, 1, 2, 15, 16, 17, 2**31 - 1, 2**31, 2**47 + 5, 2**57 + 1] * 60
-    table = rows_at_once._table([numbers[:7], numbers[7:]], torch.device("cpu"))
+    table = rows_at_once._table([numbers[:7], numbers[7:]], torch.device(DEVICE))
     assert table[: len(numbers)].tolist() == numbers
     assert not table[len(numbers) :].any()
 
