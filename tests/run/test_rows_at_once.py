@@ -56,6 +56,8 @@ PATTERNS = {
     "one head of keys": (DilatedPattern((9, 37), (2, 3)), 41, 6, 1),
     "blocked": (DilatedPattern((9, 37), (1, 4), phase="blocked"), 41, 6, 6),
     "split": (DilatedPattern((9, 20, 41), (1, 2, 3), heads="split"), 41, 7, 7),
+    "window": (DilatedPattern((37,), (3,), window=9, is_causal=True), 41, 4, 2),
+    "centred window": (DilatedPattern.sliding(8), 41, 4, 4),
 }
 
 

@@ -248,6 +248,10 @@ class _Executor:
         query = self.own(step, "query")
         if self.laid_out:
             dout, out, lse = self.laid_out.popleft()
+            if step.tile.mask == FROM_END:
+                num_rows = step.tile.query.num_rows  # what follows in lse stands after the rows
+                dout, out = dout.flip(2), out.flip(2)
+                lse = torch.cat((lse[..., :num_rows].flip(2), lse[..., num_rows:]), dim=2)
         else:
             dout, out, lse = (self.own(step, name) for name in ("dout", "out", "lse"))
         return BackwardRows(dout, dlse, query, *self.keys(step), out, lse)
