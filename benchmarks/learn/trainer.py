@@ -31,9 +31,9 @@ class Shape:
     muon_learning_rate: float = 0.015
 
     def config(self, pattern: DilatedPattern, vocab_size: int) -> LongNetConfig:
+        rules = {name: value for name, value in pattern.as_dict().items() if name != "is_causal"}
         return LongNetConfig(
-            tuple(pattern.segment_lengths),
-            tuple(pattern.dilation_rates),
+            **rules,
             vocab_size=vocab_size,
             num_layers=self.num_layers,
             embed_dim=self.embed_dim,
