@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ PATTERNS = {
     "blocked": {**PATTERN, "phase": "blocked"},
     "split": {**PATTERN, "heads": "split"},
     "uncovered": {"segment_lengths": [7], "dilation_rates": [3]},
+    "windowed": {**PATTERN, "window": 5},
 }
 
 
@@ -349,12 +351,15 @@ def test_the_multiplicity_of_cached_rows(data):
 
 def test_saved_and_loaded(tmp_path):
     """Catches a model that comes back with another attention: also saved again, unused, and by whichever class."""
-    model, ids = make("llama", PATTERNS["blocked"]), tokens(2, LENGTH)
+    pattern = {**PATTERNS["blocked"], "window": 5}
+    model, ids = make("llama", pattern), tokens(2, LENGTH)
     expected = model(ids).logits
     folder = tmp_path / "0"
     model.save_pretrained(folder)
     saved = json.loads((folder / "config.json").read_text())
-    assert saved["dilated_attention"] == {**PATTERNS["blocked"], "heads": "all"}
+    assert saved["dilated_attention"] == {**pattern, "heads": "all"}
+    names = {field.name for field in fields(DilatedPattern)}
+    assert {*saved["dilated_attention"]} == names - {"is_causal"}  # which the model decides
     for i, kind in enumerate(
         (AutoModelForCausalLM, LlamaForCausalLM, AutoModelForCausalLM), start=1
     ):
@@ -407,12 +412,12 @@ def test_without_the_import_loading_fails(tmp_path, kind):
             4096,
             "sliding_window=4096 to dilated attention: a sliding window is another pattern",
         ),
-        ("softcap", 50.0, "softcap=50.0 to dilated attention: scores are not capped"),
         (
             "s_aux",
             torch.zeros(4),
-            "s_aux=a Tensor to dilated attention: attention sinks are not supported",
+            "s_aux=a Tensor to dilated attention: its sinks belong to the attention that the model was trained with",
         ),
+        ("softcap", 50.0, "softcap=50.0 to dilated attention: torch's kernels do not cap scores"),
         (
             "position_bias",
             torch.zeros(1),

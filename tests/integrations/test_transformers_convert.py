@@ -78,7 +78,7 @@ REFUSED = {
         lambda: Gemma2ForCausalLM(
             Gemma2Config(**SIZES, **GROUPED, layer_types=["full_attention"] * 2)
         ),
-        "Gemma2ForCausalLM has attn_logit_softcapping=50.0: dilated attention does not cap scores",
+        "Gemma2ForCausalLM has attn_logit_softcapping=50.0: torch's kernels do not cap scores",
     ),
     "encoder and decoder": (
         lambda: BartModel(
@@ -97,7 +97,7 @@ REFUSED = {
     ),
     "attention of its own": (
         lambda: BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2)),
-        "BloomForCausalLM: positions meet in BloomAttention (transformer.h.0.self_attention) without dilated attention",
+        "BloomForCausalLM adds ALiBi's biases to its scores: torch's kernels have none",
     ),
     "too few heads": (
         lambda: make("llama", None),

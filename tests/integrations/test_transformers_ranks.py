@@ -310,8 +310,10 @@ def rank_has_bad_input(rank, world_size):
     handle.remove()
     assert model.generate(ids, max_new_tokens=2).shape == (1, 14)
     dense = make("llama", None)
-    assert "LlamaForCausalLM has attn_implementation='sdpa'" in message_of(
-        lambda: context_parallel(dense, parallel)
+    context_parallel(dense, parallel).remove()
+    assert dense.config._attn_implementation == "sdpa"
+    assert "must be a PreTrainedModel of transformers, got Linear" in message_of(
+        lambda: context_parallel(torch.nn.Linear(2, 2), parallel)
     )
     assert "parallel must be a ContextParallel, got 2" in message_of(
         lambda: context_parallel(model, 2)
@@ -521,4 +523,5 @@ def test_what_trainer_cannot_do(tmp_path):
 
 def test_a_pattern_object_in_the_config():
     model = make("llama", DilatedPattern((4, 9), (1, 3)))
-    assert model.config.dilated_attention == {**PATTERN, "phase": "modulo", "heads": "all"}
+    rules = {"window": None, "phase": "modulo", "heads": "all"}
+    assert model.config.dilated_attention == {**PATTERN, **rules}

@@ -19,13 +19,13 @@ from ...pattern import DilatedPattern
 from ...ranks.context import ContextParallel, called_by, refuse
 from ..torch import held_heads
 from .cache import MARK, BoundedLayer
-from .config import pattern_of
+from .config import is_as_trained, layer_pattern, pattern_of
 
 # Keywords that a model may pass, and why they are refused unless they are None or False.
 REFUSED = {
     "sliding_window": "a sliding window is another pattern; set config.sliding_window=None (and layer_types to full)",
-    "softcap": "scores are not capped; use a model without attn_logit_softcapping",
-    "s_aux": "attention sinks are not supported; use a model without them",
+    "s_aux": "its sinks belong to the attention that the model was trained with; leave the pattern out",
+    "softcap": "torch's kernels do not cap scores; use a model without attn_logit_softcapping",
     "position_bias": "a bias on scores is not supported; use a model with rotary or learned positions",
     "head_mask": "heads cannot be masked; leave head_mask out",
     "output_attentions": "the attention weights are never formed; leave output_attentions out",
@@ -54,6 +54,8 @@ def attend(
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     parallel: ContextParallel | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """out (B, M, H, D), and None in the place of attention weights.
@@ -63,13 +65,19 @@ def attend(
         position_ids: (1 or B, M). A document begins where they start anew.
         cu_seq_lens_q: borders of documents, used instead of position_ids. Under `parallel` those of the whole sequence.
         parallel: the rows are this rank's shard.
+        sliding_window, s_aux: of this layer, a window and learned sinks, (H,), if the model has its own attention.
     """
     try:
+        is_own = is_as_trained(module.config)
+        if not is_own:
+            options |= {"sliding_window": sliding_window, "s_aux": s_aux}
         _refuse_options(module, query_BHMD, value_BGSD, dropout, options)
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
-        pattern = pattern_of(module.config, is_causal=bool(is_causal))
-        num_heads = getattr(module.config, "num_attention_heads", query_BHMD.shape[1])
+        pattern = layer_pattern(module.config, sliding_window, is_causal=bool(is_causal))
+        num_heads = query_BHMD.shape[1]
+        if not is_own:  # phases go by a head's number in the layer
+            num_heads = getattr(module.config, "num_attention_heads", num_heads)
         heads = held_heads(module, query_BHMD.shape[1], num_heads) or range(num_heads)
         bounded: BoundedLayer | None = getattr(key_BGSD, MARK, None)
         if bounded is None:
@@ -98,6 +106,7 @@ def attend(
         pattern=pattern,
         parallel=parallel,
         scale=scaling,
+        sinks=s_aux,
         heads_held=heads,
         num_heads=num_heads,
     )
@@ -286,12 +295,21 @@ def make_mask(
     is_bounded = (
         kv_length == q_length and not isinstance(q_offset, Tensor) and kv_offset == q_offset > 0
     )
-    _refuse_rules(mask_function, 0 if is_bounded else kv_offset, local_size, use_vmap)
+    is_own = is_as_trained(config)
+    refused_size = None if is_own else local_size
+    _refuse_rules(mask_function, 0 if is_bounded else kv_offset, refused_size, use_vmap)
     if mask_function is bidirectional_mask_function and kv_length != q_length:
         raise ValueError(
             f"{q_length} queries and {kv_length} keys that see each other both ways: dilated attention is "
             "self-attention; cross-attention and encoders with a cache are not supported."
         )
+    if is_own:
+        if kv_length != q_length:
+            raise ValueError(
+                f"{q_length} queries and {kv_length} keys: context_parallel computes whole sequences, without a "
+                "cache. remove() the handle that it returned, then generate."
+            )
+        return attention_mask
     # refuses a model without a pattern, also where no mask is needed
     pattern = pattern_of(config, is_causal=True)
     if is_bounded:

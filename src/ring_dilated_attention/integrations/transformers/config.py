@@ -1,5 +1,6 @@
-"""`config.dilated_attention`: the pattern in the config of a transformers model."""
+"""`config.dilated_attention`: the pattern in the config of a transformers model, or else the model's own attention."""
 
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +11,16 @@ from ...pattern import DilatedPattern
 NAME = "dilated"
 FIELD = "dilated_attention"
 SEEN = "dilated_seen"  # the attention of tiny copies, in `check_model`
+ALONE = "dilated_alone"
 REPLAYED = "dilated_replayed"  # and in `check_ranks`
-LISTS = ("segment_lengths", "dilation_rates")
-RULES = ("phase", "heads")
+AS_TRAINED = "as_trained"  # a model's own attention, under `context_parallel`
+LISTS = {"segment_lengths", "dilation_rates"}
+# The model decides whether its attention is causal.
+FIELDS = {item.name for item in fields(DilatedPattern)} - {"is_causal"}
 
 
 class PatternField:
-    """`config.dilated_attention`: {"segment_lengths": [...], "dilation_rates": [...], "phase": ..., "heads": ...}.
+    """`config.dilated_attention`: {"segment_lengths": [...], "dilation_rates": [...]}, and other fields of a pattern.
 
     A config with a pattern asks for dilated attention. transformers does not save the name of the attention: a model
     saved with the pattern alone would silently load with another attention. This field therefore saves the name as
@@ -47,16 +51,46 @@ class PatternField:
 
 def pattern_of(config: Any, *, is_causal: bool) -> DilatedPattern:
     """The pattern of a config. A ValueError if there is none, or it is not valid."""
-    fields = getattr(config, FIELD, None)
-    if fields is None:
+    values = getattr(config, FIELD, None)
+    if values is None:
         raise ValueError(
             f"attn_implementation={NAME!r}, but the {type(config).__name__} has no pattern. Give it one: "
             f'config.{FIELD} = {{"segment_lengths": [2048, 8192], "dilation_rates": [1, 4]}}.'
         )
-    key = (*(tuple(fields[name]) for name in LISTS), *(fields[name] for name in RULES), is_causal)
+    return _made({**values, "is_causal": is_causal})
+
+
+def is_as_trained(config: Any) -> bool:
+    """Whether a model's own attention is computed, and no pattern's."""
+    return getattr(config, FIELD, None) is None and config._attn_implementation != NAME
+
+
+def layer_pattern(config: Any, window: int | None, *, is_causal: bool) -> DilatedPattern:
+    """The pattern of one layer: that of the config, or, if the model has its own attention, this window or all.
+
+    window: as transformers gives it to attention. A query sees the keys less than so many positions away.
+    """
+    if not is_as_trained(config):
+        return pattern_of(config, is_causal=is_causal)
+    if not window:
+        return _made({**DENSE, "is_causal": is_causal})
+    if not is_causal:  # ours sees those at most window // 2 away
+        window = max(2 * (window - 1), 1)
+    return _made({**WINDOWED, "window": window, "is_causal": is_causal})
+
+
+def _made(values: dict[str, Any]) -> DilatedPattern:
+    items = [
+        (name, tuple(value) if isinstance(value, list) else value) for name, value in values.items()
+    ]
+    key = tuple(items)
     if key not in _patterns:
         _make(key)
     return _patterns[key]
+
+
+DENSE = DilatedPattern.dense().as_dict()
+WINDOWED = DilatedPattern.sliding(1).as_dict()
 
 
 # Patterns by the fields of configs. Compiled code cannot make a pattern, but can read one from here.
@@ -65,23 +99,21 @@ _patterns: dict[tuple, DilatedPattern] = {}
 
 @torch.compiler.disable
 def _make(key: tuple) -> None:
-    lengths, rates, phase, heads, is_causal = key
-    _patterns[key] = DilatedPattern(lengths, rates, is_causal=is_causal, phase=phase, heads=heads)
+    _patterns[key] = DilatedPattern.from_dict(dict(key))
 
 
 def to_fields(value: Any) -> dict[str, Any]:
     """A DilatedPattern, or a dict of its arguments, as it is saved in config.json. A ValueError if it is not valid."""
     if not isinstance(value, DilatedPattern):
-        if not isinstance(value, dict) or not {*LISTS} <= {*value} <= {*LISTS, *RULES}:
+        if not isinstance(value, dict) or not LISTS <= {*value} <= FIELDS:
             raise ValueError(
-                f"{FIELD} must be a DilatedPattern, or a dict of {', '.join(LISTS)} and, if you like, "
-                f"{', '.join(RULES)}, got {value!r}."
+                f"{FIELD} must be a DilatedPattern, or a dict of {', '.join(sorted(LISTS))} and, if you like, "
+                f"{', '.join(sorted(FIELDS - LISTS))}, got {value!r}."
             )
-        value = DilatedPattern(**value)
-    fields = {name: list(getattr(value, name)) for name in LISTS} | {
-        name: getattr(value, name) for name in RULES
-    }
+        value = DilatedPattern.from_dict(value)
+    values = value.as_dict()
+    del values["is_causal"]
     for is_causal in (False, True):
         # made before anything is compiled
-        pattern_of(SimpleNamespace(**{FIELD: fields}), is_causal=is_causal)
-    return fields
+        pattern_of(SimpleNamespace(**{FIELD: values}), is_causal=is_causal)
+    return values

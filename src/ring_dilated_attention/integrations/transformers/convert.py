@@ -12,8 +12,8 @@ from transformers import (
 
 from ...pattern import DilatedPattern
 from .attention_function import attend, make_mask
-from .config import FIELD, NAME, REPLAYED, SEEN, PatternField, to_fields
-from .probe import attend_seen, check_model, watch_models
+from .config import ALONE, AS_TRAINED, FIELD, NAME, REPLAYED, SEEN, PatternField, to_fields
+from .probe import attend_alone, attend_seen, check_model, watch_models
 from .probe_ranks import attend_replayed
 
 
@@ -24,7 +24,14 @@ def register() -> None:
     pattern = {"segment_lengths": [2048, 8192], "dilation_rates": [1, 4]}
     model = AutoModelForCausalLM.from_pretrained(path, dilated_attention=pattern)
     """
-    for name, function in {NAME: attend, SEEN: attend_seen, REPLAYED: attend_replayed}.items():
+    functions = {
+        NAME: attend,
+        AS_TRAINED: attend,
+        SEEN: attend_seen,
+        ALONE: attend_alone,
+        REPLAYED: attend_replayed,
+    }
+    for name, function in functions.items():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, make_mask)
     watch_models()
@@ -59,14 +66,27 @@ def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> 
         raise ValueError(
             f"the pattern has is_causal=True, but the attention of {name} is not causal: pass False."
         )
+    for config, _ in switch_attention(model, NAME):
+        setattr(config, FIELD, fields)
+
+
+def check_as_trained(model: Any) -> None:
+    """Raise ValueError unless ours computes the attention that a model was trained with."""
+    register()
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = AS_TRAINED
+    check_model(type(model), config)
+
+
+def switch_attention(model: Any, name: str) -> list[tuple[Any, str]]:
+    """Give a model this attention of transformers' interface. Returns its configs, and the attention that each had."""
     configs = [child.config for child in model.modules() if isinstance(child, PreTrainedModel)]
-    before = [config._attn_implementation for config in configs]
-    model.set_attn_implementation(NAME)
-    if any(config._attn_implementation != NAME for config in configs):
-        for config, implementation in zip(configs, before, strict=True):
+    before = [(config, config._attn_implementation) for config in configs]
+    model.set_attn_implementation(name)
+    if any(config._attn_implementation != name for config in configs):
+        for config, implementation in before:
             config._attn_implementation = implementation
         raise ValueError(
-            f"{name} chooses its attention itself, past transformers' interface. Use another model."
+            f"{type(model).__name__} chooses its attention itself, past transformers' interface. Use another model."
         )
-    for config in configs:
-        setattr(config, FIELD, fields)
+    return before

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ...models.recompute import loss_slice_rows, sum_in_slices
@@ -21,7 +22,8 @@ from ...ranks.context import ContextParallel
 from ...ranks.reduce import GlobalMean, all_reduce
 from ..torch import check_meshes
 from .attention_function import find_borders
-from .config import NAME
+from .config import AS_TRAINED, NAME
+from .convert import check_as_trained, switch_attention
 from .probe_ranks import check_ranks
 
 IGNORED_LABEL = -100  # transformers' and torch's
@@ -76,12 +78,11 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
         raise ValueError(
             f"{name} wraps a model: call context_parallel({wrapped}, parallel), and the wrapper as before."
         )
-    implementation = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if implementation != NAME:
-        raise ValueError(
-            f"{name} has attn_implementation={implementation!r}: only dilated attention is shared by ranks. Convert "
-            "the model first, by convert_to_dilated (DilatedPattern.dense() is dense)."
-        )
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model must be a PreTrainedModel of transformers, got {name}.")
+    has_pattern = model.config._attn_implementation == NAME
+    if not has_pattern:
+        check_as_trained(model)
     parameters = inspect.signature(model.forward).parameters
     missing = None
     if "position_ids" not in parameters:
@@ -101,9 +102,16 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
             )
     if getattr(model, SHARDED, None) is not None:
         raise ValueError(f"{name} is under context_parallel already: remove() the first handle.")
-    if parallel.world_size > 1:
-        check_ranks(model, ShardedForward)
-    return ShardedForward(model, parallel)
+    handle = ShardedForward(model, parallel)
+    if not has_pattern:
+        handle.attention_before = switch_attention(model, AS_TRAINED)
+    try:
+        if parallel.world_size > 1:
+            check_ranks(model, ShardedForward)
+    except ValueError:
+        handle.remove()
+        raise
+    return handle
 
 
 SHARDED = "sharded_forward"
@@ -125,7 +133,11 @@ class ShardedForward:
         self.num_labels: int | Tensor = 0  # of the whole sample
         self.local_sum: Any = None  # of the losses of this rank's labels
         self.largest_position: Any = None  # of the whole sequence
+        # configs with the attention that they had, if it was replaced by AS_TRAINED
+        self.attention_before: list[tuple[Any, str]] = []
         decoder = model.get_decoder()
+        if not isinstance(decoder, PreTrainedModel):  # ModernBERT calls its last layer so
+            decoder = model.base_model
         [self.decoder] = [name for name, module in model.named_modules() if module is decoder]
         self.hooks = [
             decoder.register_forward_hook(self.sum_loss),
@@ -149,6 +161,8 @@ class ShardedForward:
         """From now on the model computes whole sequences again."""
         for hook in self.hooks:
             hook.remove()
+        for config, implementation in self.attention_before:
+            config._attn_implementation = implementation
         setattr(self.model, SHARDED, None)
 
     @torch.compiler.disable  # ranks talk to each other

@@ -24,14 +24,15 @@ from transformers.modeling_utils import local_torch_dtype
 
 from ...pattern import DilatedPattern
 from .attention_function import attend
-from .config import FIELD, NAME, SEEN, pattern_of
+from .config import ALONE, FIELD, NAME, SEEN, is_as_trained, pattern_of
 
 ROWS, PLACES = 8, (4, 0, -1)  # the length of a copy's input, and where it is changed
-ALONE, WHOLE = DilatedPattern((1,), (1,)), DilatedPattern.dense()
+WHOLE = DilatedPattern.dense()
 # The largest values of these config fields in a copy. Smaller values change widths, and not the structure.
 NARROW = {
     r"vocab_size|ffn_dim|d_ff|embedding_size|\w*intermediate_size": 64,
     r"(n|moe_num|num)_\w*experts": 32,
+    r"\w*sliding_window|local_attention": 4,  # fewer than ROWS
 }
 MOST = 200_000_000  # parameters of a copy: Llama-3.1-405B's has 112, Gemma-7B's 123, Qwen3-30B-A3B's 190 million
 # What a model may raise if it cannot run with any attention but its own.
@@ -77,6 +78,14 @@ def attend_seen(
     return attend(module, query_BHMD, *args, **options)
 
 
+def attend_alone(
+    module: nn.Module, query_BHMD: Tensor, key: Tensor, value_BGMD: Tensor, *args: Any, **_: Any
+) -> tuple[Tensor, None]:
+    """Attention of tiny copies in which each position sees itself alone."""
+    num_queries_each = query_BHMD.shape[1] // value_BGMD.shape[1]
+    return value_BGMD.repeat_interleave(num_queries_each, 1).transpose(1, 2), None
+
+
 def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
     """Check models of this class and config. Returns whether their attention is causal.
 
@@ -86,8 +95,8 @@ def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
     name, heads = kind.__name__, getattr(config, "num_attention_heads", None)
     if why := _why_another(config):
         raise ValueError(f"{name} {why}")
-    pattern = pattern_of(config, is_causal=True)
-    if isinstance(heads, int):
+    if isinstance(heads, int) and not is_as_trained(config):
+        pattern = pattern_of(config, is_causal=True)
         pattern.check_heads(heads, getattr(config, "num_key_value_heads", None) or heads)
     key = kind, repr(config.to_dict())  # not its JSON: a user's config may hold anything
     if key not in _causal:
@@ -133,18 +142,22 @@ def _why_another(config: Any) -> str | None:
         config, "add_cross_attention", False
     ):
         return "attends across sequences, and dilated attention is self-attention."
-    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    if types is None and window is not None:
-        why = "a sliding window is another pattern. Load the model with sliding_window=None."
-        return f"has sliding_window={window}: {why}"
-    if others := ", ".join(sorted(set(types or ()) - {"full_attention"})):
-        return f"has layers of {others}: dilated attention replaces full_attention alone."
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        return "adds ALiBi's biases to its scores: torch's kernels have none."
     cap = getattr(config, "attn_logit_softcapping", None)
-    return (
-        None
-        if cap is None
-        else f"has attn_logit_softcapping={cap}: dilated attention does not cap scores."
-    )
+    if cap is not None:
+        return f"has attn_logit_softcapping={cap}: torch's kernels do not cap scores."
+    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    others = set(types or ()) - {"full_attention"}
+    if is_as_trained(config):
+        others -= {"sliding_attention"}
+        why = "full_attention and sliding_attention alone are computed over ranks."
+    else:
+        why = "dilated attention replaces full_attention alone."
+        if types is None and window is not None:
+            remedy = "a sliding window is another pattern. Load the model with sliding_window=None."
+            return f"has sliding_window={window}: {remedy}"
+    return f"has layers of {', '.join(sorted(others))}: {why}" if others else None
 
 
 class UnfitError(ValueError):
@@ -176,7 +189,7 @@ def _check_copies(name: str, kinds: list[type], config: Any) -> bool:
 
 
 def _check_copy(name: str, model: Any) -> bool:
-    whole, modules = _trace(model, WHOLE), dict(model.named_modules())
+    whole, modules = _trace(model, SEEN), dict(model.named_modules())
     callers = {at: module for at, module in modules.items() if hasattr(module, SEEN)}
     other = _past_ours(model, callers)
     # find an attention module apart from ours: it calls none of them, and neither contains the other
@@ -202,11 +215,13 @@ def _check_copy(name: str, model: Any) -> bool:
         raise UnfitError(
             f"{name} has attention modules that are causal and others that are not: convert its parts."
         )
-    found, own = whole[""][1], _trace(model, None)[""][1]
+    found, own = whole[""][1], _trace(model, "eager")[""][1]
     if not torch.allclose(found, own, rtol=1e-3, atol=1e-3 * float(own.abs().max())):
         kinds = ", ".join(sorted({type(module).__name__ for module in callers.values()}))
+        is_own = is_as_trained(model.config)
+        ours = "ours" if is_own else "dilated attention with one segment of all positions"
         raise UnfitError(
-            f"{name}: dilated attention with one segment of all positions is not the attention of {kinds}, which masks "
+            f"{name}: {ours} is not the attention of {kinds}, which masks "
             "or changes the scores in ways that it does not tell. Use another attn_implementation for this model."
         )
     return causal.pop()
@@ -230,10 +245,10 @@ def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
     return None
 
 
-def _trace(model: Any, pattern: DilatedPattern | None, changed: int | None = None) -> Trace:
+def _trace(model: Any, attention: str, changed: int | None = None) -> Trace:
     """Run the model. Returns the first input and output tensor of each module, by name, in the order in which they end.
 
-    pattern: None for the model's own attention. changed: the position whose token (or first layer's input) is changed.
+    attention: SEEN for ours. changed: the position whose token (or first layer's input) is changed.
     """
     found: Trace = {}
 
@@ -244,7 +259,7 @@ def _trace(model: Any, pattern: DilatedPattern | None, changed: int | None = Non
     def change(module: nn.Module, args: tuple) -> None:
         args[0][:, args[0].shape[1] // 2 if changed == PLACES[0] else changed] += 1
 
-    _give(model.config, pattern)
+    model.config._attn_implementation = attention
     modules = dict(model.named_modules())
     hooks = [
         module.register_forward_hook(partial(keep, at), with_kwargs=True)
@@ -293,7 +308,10 @@ def tiny_copy(kind: type, config: Any) -> Any:
         most = next((most for names, most in NARROW.items() if re.fullmatch(names, field)), None)
         if type(value) is int and (most is not None or field.endswith("_token_id")):
             setattr(config, field, value % 64 if most is None else min(value, most))
-    _give(config, WHOLE)
+    if not is_as_trained(config):
+        config._attn_implementation = {"": NAME}
+        setattr(config, FIELD, WHOLE)
+    config._attn_implementation = SEEN
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in kind(config).parameters())
     if size > MOST:
@@ -307,12 +325,6 @@ def tiny_copy(kind: type, config: Any) -> Any:
             std=parameter[0].numel() ** -0.5
         ) if parameter.dim() > 1 else parameter.uniform_(0.5, 1)
     return model
-
-
-def _give(config: Any, pattern: DilatedPattern | None) -> None:
-    config._attn_implementation = {"": NAME}
-    setattr(config, FIELD, WHOLE if pattern is None else pattern)
-    config._attn_implementation = "eager" if pattern is None else SEEN
 
 
 def inputs_of_copy(model: Any, changed: int | None) -> dict[str, Tensor]:

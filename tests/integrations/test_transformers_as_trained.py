@@ -1,0 +1,192 @@
+"""Models of transformers with the attention that they were trained with (windows, sinks, scales), under
+`context_parallel` on one device and over ranks, against their own eager attention.
+
+Every function whose name starts with `rank` runs on every rank, and every rank asserts.
+"""
+
+import json
+
+import pytest
+import torch
+from as_trained import FAMILIES, make
+from distributed import run
+from helpers import message_of
+from test_transformers_ranks import batches, loss_and_gradients
+from tiny import GROUPED, SIZES, tokens
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.masking_utils import (
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from ring_dilated_attention import ContextParallel
+from ring_dilated_attention.integrations.transformers import (
+    BoundedCache,
+    context_parallel,
+)
+from ring_dilated_attention.integrations.transformers.config import AS_TRAINED, layer_pattern
+from ring_dilated_attention.reference import multiplicity
+
+# Their own attention computes softmax in float32, and Gemma its norms.
+CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+# Their own eager attention lets packed documents see each other.
+NO_DOCUMENTS = ("modernbert", "gpt_oss")
+
+
+def own(family):
+    """By kind, the batch and what the model's own attention makes of it: the loss, and gradients."""
+    model = make(family)
+    kinds = batches("bert" if family == "modernbert" else family)
+    if family != "modernbert":  # a cache keeps transformers from finding packed documents
+        kinds = {kind: {**batch, "use_cache": False} for kind, batch in kinds.items()}
+    borders = kinds.pop("borders")  # which their own attention does not see
+    if family in NO_DOCUMENTS:
+        kinds.pop("positions", None)
+    found = {}
+    for kind, batch in kinds.items():
+        # In float64 it gives NaN to padding, and the rows before padding do not see it.
+        seen = {name: value for name, value in batch.items() if name != "attention_mask"}
+        found[kind] = batch, loss_and_gradients(model, seen)
+    if "positions" in found:  # of the same documents
+        found["borders"] = borders, found["positions"][1]
+    return model, found
+
+
+def check(family, parallel):
+    model, kinds = own(family)
+    ids = kinds["plain"][0]["input_ids"]
+    whole = model(ids).logits.detach()
+    handle = context_parallel(model, parallel)
+    assert model.config._attn_implementation == AS_TRAINED
+    for kind, (batch, expected) in kinds.items():
+        found = loss_and_gradients(model, batch, parallel)
+        torch.testing.assert_close(found, expected, **CLOSE, msg=lambda m, k=kind: f"{k} {m}")
+    torch.testing.assert_close(model(ids).logits, parallel.shard(whole), **CLOSE)
+    handle.remove()
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(model(ids).logits, whole)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_one_device(family):
+    """The losses and gradients of plain, short, packed and padded batches, and logits."""
+    check(family, ContextParallel())
+
+
+def rank_computes(rank, world_size, families):
+    for family in families:
+        for sharding in ("contiguous", "zigzag"):
+            parallel = ContextParallel(sharding=sharding)
+            check(family, parallel)
+            parallel.close()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_over_ranks(world_size):
+    """Catches a window that ends at the border of a shard, and a sink that counts once per rank."""
+    run(world_size, rank_computes, [*FAMILIES], seconds=500)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "modernbert"])
+def test_another_window_is_noticed(family):
+    """Proof that the comparison can fail."""
+    model, kinds = own(family)
+    batch, expected = kinds["plain"]
+    for module in model.modules():
+        if getattr(module, "sliding_window", None) is not None:
+            module.sliding_window += 1
+    if family == "mistral":
+        model.config.sliding_window += 1
+    context_parallel(model, ContextParallel())
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(loss_and_gradients(model, batch), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("window", range(1, 9))
+def test_windows_are_those_of_transformers(window):
+    """All pairs of 20 positions. Attention is given one more than the half that a centred mask has."""
+    config = make("llama").config
+    position = torch.arange(20)
+    masks = {
+        True: sliding_window_causal_mask_function(window),
+        False: sliding_window_bidirectional_mask_function(window - 1),
+    }
+    for is_causal, mask in masks.items():
+        pattern = layer_pattern(config, window, is_causal=is_causal)
+        seen = mask(0, 0, position[:, None], position)
+        assert torch.equal(multiplicity(pattern, 20, 1)[0], seen.long())
+
+
+def documents_apart(rank, world_size, family):
+    lengths = (5, 11, 1, 7)
+    documents = [tokens(1, length, seed=length) for length in lengths]
+    model = make(family)
+    expected = torch.cat([model(ids).logits for ids in documents], dim=1).detach()
+    parallel = ContextParallel()
+    borders = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    context_parallel(model, parallel)
+    found = model(torch.cat(documents, dim=1), position_ids=positions, cu_seq_lens_q=borders)
+    expected = parallel.shard(expected, cu_seqlens=borders)
+    torch.testing.assert_close(found.logits, expected, **CLOSE)
+    if world_size > 1:
+        parallel.close()
+
+
+@pytest.mark.parametrize("family", NO_DOCUMENTS)
+def test_packed_documents(family):
+    """Where the model's own eager attention knows of none: each document alone is what a packed batch must give."""
+    documents_apart(0, 1, family)
+    run(2, documents_apart, family, seconds=120)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss"])
+def test_generation_is_their_own(family):
+    """Under the handle it is refused, and after it there is nothing left of the handle: also in what is saved."""
+    model, ids = make(family, torch.float32), tokens(2, 6)
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False)
+    handle = context_parallel(model, ContextParallel())
+    assert "then generate" in message_of(lambda: model.generate(ids, max_new_tokens=2))
+    assert "has no pattern" in message_of(lambda: BoundedCache(model))
+    handle.remove()
+    assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False), expected)
+
+
+def test_saved_under_the_handle(tmp_path):
+    model = make("gemma3", torch.float32)
+    model.save_pretrained(tmp_path / "before")
+    context_parallel(model, ContextParallel())
+    model.save_pretrained(tmp_path / "during")
+    before, during = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("before", "during")
+    )
+    assert before == during
+
+
+REFUSED = {
+    "gemma2": ({}, "has attn_logit_softcapping=50.0: torch's kernels do not cap scores"),
+    "bloom": ({}, "adds ALiBi's biases to its scores: torch's kernels have none"),
+    "falcon": ({"alibi": True}, "adds ALiBi's biases to its scores: torch's kernels have none"),
+    "llama4_text": (
+        {"attention_chunk_size": 8},
+        "has layers of chunked_attention: full_attention and sliding_attention alone are computed",
+    ),
+    "gemma3_text": (
+        {**GROUPED, "use_bidirectional_attention": True},
+        "the model masks by rules of its own",
+    ),
+    "mamba": ({}, "has layers of linear_attention"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused(kind):
+    """In a sentence, and the model is left as it was."""
+    fields, said = REFUSED[kind]
+    config = CONFIG_MAPPING[kind](**{**SIZES, "pad_token_id": 0, "eos_token_id": 1, **fields})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    before = model.config._attn_implementation
+    assert said in message_of(lambda: context_parallel(model, ContextParallel()))
+    assert model.config._attn_implementation == before
