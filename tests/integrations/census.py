@@ -119,8 +119,11 @@ AttentionInterface.register("log_m", masked)
 AttentionMaskInterface.register("log_m", lambda *_, **__: None)
 
 
-def configs(kind: type):
-    """Tiny ones, the likelier first, and its own defaults last. Windows are left out where full attention is known."""
+def configs(kind: type, more: dict[str, Any] | None = None):
+    """Tiny ones, the likelier first, and its own defaults last. Windows are left out where full attention is known.
+
+    more: sizes in the place of these, for models as they were trained: then the first of two layers is sliding.
+    """
     fields = {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {})} | set(
         kind.attribute_map
     )
@@ -128,21 +131,20 @@ def configs(kind: type):
         types = {*(getattr(kind(), "layer_types", None) or ())}
     except FAILURES:
         types = set()
-    full = (
-        {"layer_types": ["full_attention"] * 2}
-        if types and types <= {"sliding_attention", "full_attention"}
-        else {}
-    )
-    same = {**SIZES, **full, "num_key_value_heads": SIZES["num_attention_heads"]}
+    kinds = ["full_attention"] * 2 if more is None else ["sliding_attention", "full_attention"]
+    is_known = types and types <= {"sliding_attention", "full_attention"}
+    full = {"layer_types": kinds} if is_known else {}
+    all_sizes = {**SIZES, **(more or {})}
+    same = {**all_sizes, **full, "num_key_value_heads": SIZES["num_attention_heads"]}
     windowed = {name: value for name, value in same.items() if name != "sliding_window"}
     plain = {name: value for name, value in windowed.items() if "token" not in name}
     wide = {**same, "hidden_size": 512, "head_dim": 128}
     sectioned = {**windowed, "hidden_size": 512, "head_dim": 128, "qk_rope_head_dim": 64}
-    fewer = {name: SIZES[name] for name in FEWER}
-    for sizes in ({**SIZES, **full}, same, windowed, plain, wide, sectioned, fewer, {}):
+    fewer = {name: all_sizes[name] for name in FEWER}
+    for sizes in ({**all_sizes, **full}, same, windowed, plain, wide, sectioned, fewer, {}):
         try:
             config = kind(**{name: value for name, value in sizes.items() if name in fields})
-            if full:
+            if full and more is None:
                 config.layer_types = ["full_attention"] * len(config.layer_types)
             yield config
         except FAILURES as error:

@@ -11,6 +11,7 @@ import torch
 from as_trained import FAMILIES, make
 from distributed import run
 from helpers import message_of
+from pages import block
 from test_transformers_ranks import batches, loss_and_gradients
 from tiny import GROUPED, SIZES, tokens
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -190,3 +191,16 @@ def test_refused(kind):
     before = model.config._attn_implementation
     assert said in message_of(lambda: context_parallel(model, ContextParallel()))
     assert model.config._attn_implementation == before
+
+
+def rank_runs_the_page(rank, world_size):
+    found = {}
+    torch.manual_seed(0)
+    exec(block("docs/long_context.md", "a model as it was trained"), found)
+    return float(found["loss"].detach())
+
+
+def test_the_page():
+    alone = rank_runs_the_page(0, 1)
+    for loss in run(2, rank_runs_the_page, seconds=120):
+        assert loss == pytest.approx(alone, rel=1e-6)

@@ -303,15 +303,15 @@ def make_mask(
             f"{q_length} queries and {kv_length} keys that see each other both ways: dilated attention is "
             "self-attention; cross-attention and encoders with a cache are not supported."
         )
-    if is_own:
-        if kv_length != q_length:
-            raise ValueError(
-                f"{q_length} queries and {kv_length} keys: context_parallel computes whole sequences, without a "
-                "cache. remove() the handle that it returned, then generate."
-            )
-        return attention_mask
-    # refuses a model without a pattern, also where no mask is needed
-    pattern = pattern_of(config, is_causal=True)
+    if not is_own:
+        pattern_of(
+            config, is_causal=True
+        )  # refuses a model without one, also where no mask is needed
+    elif kv_length != q_length:
+        raise ValueError(
+            f"{q_length} queries and {kv_length} keys: context_parallel computes whole sequences, without a "
+            "cache. remove() the handle that it returned, then generate."
+        )
     if is_bounded:
         if attention_mask is None:
             return torch.ones(batch_size, q_length, dtype=torch.uint8, device=device)
@@ -339,6 +339,7 @@ def make_mask(
         first_B1 = valid_BS.int().argmax(1, keepdim=True)
     query_BM = q_offset + torch.arange(q_length, device=device) - first_B1
     key_BS = rows_1S - first_B1
+    pattern = pattern_of(config, is_causal=True)
     counts = _counts(pattern, config.num_attention_heads, query_BM, key_BS, valid_BS)
     return counts.to(torch.promote_types(dtype, torch.float32)).log()
 

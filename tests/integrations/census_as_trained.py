@@ -1,0 +1,173 @@
+"""What becomes of each architecture of transformers over ranks with the attention that it was trained with: `python
+tests/integrations/census_as_trained.py` writes architectures_as_trained.json, which test_transformers_census.py
+computes anew and compares. One process has the model's own eager attention.
+
+"equal"      on 2 and on 3 ranks a tiny model in float32 has the outputs of one process, its loss, and its gradients
+"refused"    context_parallel refuses it, by this sentence
+"not built"  no tiny config of it is a model that runs with its own attention, by this error
+"""
+
+import copy
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from census import MOST, architectures, configs, fill, inputs_of, said
+from distributed import run
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AttentionInterface
+
+from ring_dilated_attention import ContextParallel
+from ring_dilated_attention.integrations.transformers import context_parallel, register
+from ring_dilated_attention.integrations.transformers.attention_function import attend
+from ring_dilated_attention.integrations.transformers.config import AS_TRAINED
+from ring_dilated_attention.integrations.transformers.probe import FAILURES
+from ring_dilated_attention.ranks.reduce import all_reduce
+
+LIST_AS_TRAINED = Path(__file__).with_name("architectures_as_trained.json")
+SHARES = 16
+WINDOWS = {"sliding_window": 5, "local_attention": 7, "use_sliding_window": True}
+LARGEST_ERROR = 2e-5
+noted: set[str] = set()  # the kinds of attention that a model's layers asked for
+
+
+def attend_noted(module: Any, *args: Any, **options: Any) -> Any:
+    noted.add("windows" if options.get("sliding_window") else "dense")
+    if options.get("s_aux") is not None:
+        noted.add("sinks")
+    return attend(module, *args, **options)
+
+
+def outcome_as_trained(kind: str, name: str, contexts: list[ContextParallel]) -> list[str]:
+    """contexts: of 2 ranks, where this rank is one of them, and of 3."""
+    register()
+    try:
+        config_class, model_class = CONFIG_MAPPING[kind], getattr(transformers, name)
+    except (KeyError, AttributeError, ImportError) as missing:
+        return ["not built", said(missing)]
+    failures: list[Exception] = []
+    refusal = None
+    for config in configs(config_class, WINDOWS):
+        try:
+            if isinstance(config, Exception):
+                raise config
+            with torch.device("meta"):
+                size = sum(x.numel() for x in model_class(copy.deepcopy(config)).parameters())
+            if size > MOST:
+                raise ValueError(f"{size:,} parameters")
+            config._attn_implementation = "eager"
+            model = fill(model_class(config))
+            inputs = inputs_of(model)
+            expected = computed(model, inputs, None)
+        except FAILURES as error:
+            failures.append(error)
+            continue
+        try:
+            context_parallel(model, contexts[-1]).remove()
+        except ValueError as error:
+            if "does not run" in str(error):
+                refusal = refusal or str(error)
+                continue
+            return ["refused", str(error)]
+        return compared(model, inputs, expected, contexts)
+    return ["refused", refusal] if refusal is not None else ["not built", said(failures[0])]
+
+
+def computed(
+    model: Any, inputs: dict[str, Tensor], parallel: ContextParallel | None
+) -> tuple[dict[str, Tensor], str]:
+    """Outputs, the loss and gradients, whole; and why the model computes no loss over ranks, or nothing."""
+    why_no_loss = ""
+    num_ranks = 1 if parallel is None else parallel.world_size
+    found = {}
+    for field, x in model(**inputs).items():
+        if isinstance(x, Tensor) and x.is_floating_point():
+            whole = parallel is None or x.dim() < 3
+            found[field] = x if whole else parallel.unshard(x)
+    loss = None
+    if "input_ids" in inputs and type(model).__name__.endswith(("ForCausalLM", "ForMaskedLM")):
+        try:
+            loss = model(**inputs, labels=inputs["input_ids"]).loss
+        except FAILURES as error:
+            why_no_loss = said(error)
+    if loss is not None:
+        found["loss"] = loss
+    else:  # of the whole, on every rank
+        loss = sum(x.square().mean() for x in found.values())
+    model.zero_grad()
+    loss.backward()
+    for at, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            total = (
+                parameter.grad if parallel is None else all_reduce(parallel.ranks, parameter.grad)
+            )
+            found[f"gradient of {at}"] = total / num_ranks
+    return {field: x.detach().clone() for field, x in found.items()}, why_no_loss
+
+
+def compared(
+    model: Any,
+    inputs: dict[str, Tensor],
+    expected: tuple[dict[str, Tensor], str],
+    contexts: list[ContextParallel],
+) -> list[str]:
+    noted.clear()
+    wholes, _ = expected
+    for parallel in contexts:
+        handle = context_parallel(model, parallel)
+        AttentionInterface.register(AS_TRAINED, attend_noted)
+        try:
+            found, why_no_loss = computed(model, inputs, parallel)
+        except FAILURES as error:
+            return ["fails", said(error)]
+        handle.remove()
+        if why_no_loss:  # the gradients are of another loss
+            wholes = {field: x for field, x in wholes.items() if not field.startswith("gradient")}
+            wholes.pop("loss", None)
+        largest = max([float(x.abs().max()) for at, x in wholes.items() if "gradient" in at] or [1])
+        for field, whole in wholes.items():
+            scale = largest if "gradient" in field else float(whole.abs().max())
+            error = float((found[field] - whole).abs().max()) / scale
+            if not error <= LARGEST_ERROR:
+                return ["another function", f"{field}, off by {error:.0e}"]
+    kinds = ", ".join(sorted(noted))
+    return ["equal", f"{kinds}; no loss: {why_no_loss}" if why_no_loss else kinds]
+
+
+def rank_of_census(rank: int, world_size: int, names: list[str]) -> dict[str, list[str]]:
+    torch.set_num_threads(1)
+    three, pair = ContextParallel(), dist.new_group([0, 1])
+    contexts = [ContextParallel(pair), three] if rank < 2 else [three]
+    everything = architectures()
+    outcomes = {}
+    for name in names:
+        outcomes[name] = outcome_as_trained(*everything[name], contexts)
+    return outcomes
+
+
+def over_ranks(names: list[str]) -> dict[str, list[str]]:
+    """The third rank takes no part in the first comparison, and may not see what went wrong in it."""
+    outcomes, other, _ = run(3, rank_of_census, names, seconds=1200)
+    assert outcomes == other
+    return outcomes
+
+
+def main() -> None:
+    begun = time.perf_counter()
+    chosen = [name for name in architectures() if all(word in name for word in sys.argv[1:])]
+    outcomes = json.loads(LIST_AS_TRAINED.read_text()) if LIST_AS_TRAINED.exists() else {}
+    for share in range(SHARES):
+        outcomes.update(over_ranks(chosen[share::SHARES]))
+        LIST_AS_TRAINED.write_text(json.dumps(dict(sorted(outcomes.items())), indent=0) + "\n")
+        counts = Counter(found for found, _ in outcomes.values())
+        print(counts, f"{time.perf_counter() - begun:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
