@@ -54,6 +54,8 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
         context_parallel(model, ContextParallel(mesh["cp"]))
         loss = model(input_ids=ids, labels=labels).loss     # (B, N) on every rank, the same on all that share it
 
+    A model without a pattern in its config keeps the attention that it was trained with: each layer's window and sinks.
+
     The loss is that of the whole sample, on every rank. Averaged over the ranks, as DDP, FSDP2 and DeepSpeed do, what a
     backward computes is the gradient of the mean of the ranks' losses: to a trainer ranks look like replicas. Other
     outputs (logits, hidden states) are this rank's rows. `parallel.unshard` joins them, for a loss of your own too.
@@ -62,9 +64,9 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     causal model, with labels of -100.
 
     Raises:
-        ValueError: if the model has no dilated attention, has convolutions over positions, or does not take positions
-            or further keywords; and if it computes something from the whole sequence outside of attention, as a
-            classifier of sequences does.
+        ValueError: if ours is not the attention of the model, if it has convolutions over positions, or does not take
+            positions or further keywords; and if it computes something from the whole sequence outside of attention, as
+            a classifier of sequences does.
     """
     if not isinstance(parallel, ContextParallel):
         raise ValueError(f"parallel must be a ContextParallel, got {parallel!r}.")

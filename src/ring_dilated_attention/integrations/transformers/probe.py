@@ -32,8 +32,9 @@ WHOLE = DilatedPattern.dense()
 NARROW = {
     r"vocab_size|ffn_dim|d_ff|embedding_size|\w*intermediate_size": 64,
     r"(n|moe_num|num)_\w*experts": 32,
-    r"\w*sliding_window|local_attention": 4,  # fewer than ROWS
 }
+# and in a copy of a model with its own attention: fewer than ROWS
+WINDOWS = {r"\w*sliding_window|local_attention": 4}
 MOST = 200_000_000  # parameters of a copy: Llama-3.1-405B's has 112, Gemma-7B's 123, Qwen3-30B-A3B's 190 million
 # What a model may raise if it cannot run with any attention but its own.
 FAILURES: tuple[type[Exception], ...] = (
@@ -83,7 +84,7 @@ def attend_alone(
 ) -> tuple[Tensor, None]:
     """Attention of tiny copies in which each position sees itself alone."""
     num_queries_each = query_BHMD.shape[1] // value_BGMD.shape[1]
-    return value_BGMD.repeat_interleave(num_queries_each, 1).transpose(1, 2), None
+    return value_BGMD.repeat_interleave(num_queries_each, 1).transpose(1, 2).contiguous(), None
 
 
 def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
@@ -147,13 +148,16 @@ def _why_another(config: Any) -> str | None:
     cap = getattr(config, "attn_logit_softcapping", None)
     if cap is not None:
         return f"has attn_logit_softcapping={cap}: torch's kernels do not cap scores."
-    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if "sliding_window" in (getattr(config, "per_layer_attributes", None) or ()):
+        return "has windows in its per_layer_config, which its tiny copy does not show."
+    types = getattr(config, "layer_types", None)
     others = set(types or ()) - {"full_attention"}
     if is_as_trained(config):
         others -= {"sliding_attention"}
         why = "full_attention and sliding_attention alone are computed over ranks."
     else:
         why = "dilated attention replaces full_attention alone."
+        window = getattr(config, "sliding_window", None)
         if types is None and window is not None:
             remedy = "a sliding window is another pattern. Load the model with sliding_window=None."
             return f"has sliding_window={window}: {remedy}"
@@ -218,8 +222,9 @@ def _check_copy(name: str, model: Any) -> bool:
     found, own = whole[""][1], _trace(model, "eager")[""][1]
     if not torch.allclose(found, own, rtol=1e-3, atol=1e-3 * float(own.abs().max())):
         kinds = ", ".join(sorted({type(module).__name__ for module in callers.values()}))
-        is_own = is_as_trained(model.config)
-        ours = "ours" if is_own else "dilated attention with one segment of all positions"
+        ours = "dilated attention with one segment of all positions"
+        if is_as_trained(model.config):
+            ours = "attention by the windows and sinks that it tells"
         raise UnfitError(
             f"{name}: {ours} is not the attention of {kinds}, which masks "
             "or changes the scores in ways that it does not tell. Use another attn_implementation for this model."
@@ -304,8 +309,9 @@ def tiny_copy(kind: type, config: Any) -> Any:
         config.num_attention_heads = 4
         if groups:
             config.num_key_value_heads = 4 if groups == heads else min(groups, 2)
+    narrow = {**NARROW, **WINDOWS} if is_as_trained(config) else NARROW
     for field, value in list(vars(config).items()):
-        most = next((most for names, most in NARROW.items() if re.fullmatch(names, field)), None)
+        most = next((most for names, most in narrow.items() if re.fullmatch(names, field)), None)
         if type(value) is int and (most is not None or field.endswith("_token_id")):
             setattr(config, field, value % 64 if most is None else min(value, most))
     if not is_as_trained(config):

@@ -126,7 +126,7 @@ def attend_replayed(
     query_BHMD: Tensor,
     key_BGMD: Tensor,
     value_BGMD: Tensor,
-    mask: Any,
+    attention_mask: Any,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of tiny copies. It calls `attend` of the context that the model was given."""
