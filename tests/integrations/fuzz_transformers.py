@@ -319,14 +319,12 @@ def _without_borders(*rows: Tensor, cu_seqlens: Tensor | None = None, **options:
     return _dilated_attention(*rows, **options)
 
 
-def _blocked(config: Any, *, is_causal: bool) -> DilatedPattern:
-    pattern = _pattern_of(config, is_causal=is_causal)
-    return DilatedPattern(
-        pattern.segment_lengths, pattern.dilation_rates, is_causal=is_causal, phase="blocked"
-    )
+def _blocked(config: Any, window: int | None, *, is_causal: bool) -> DilatedPattern:
+    pattern = _layer_pattern(config, window, is_causal=is_causal)
+    return DilatedPattern.from_dict({**pattern.as_dict(), "phase": "blocked", "heads": "all"})
 
 
-_find_borders, _pattern_of = ours.find_borders, ours.pattern_of
+_find_borders, _layer_pattern = ours.find_borders, ours.layer_pattern
 _dilated_attention = ours.dilated_attention
 BREAKAGES: dict[str, Callable[[], Any]] = {
     "padding is attended": broken("_attend_padded", _take_padding, ours),
@@ -335,7 +333,7 @@ BREAKAGES: dict[str, Callable[[], Any]] = {
         "find_borders", _one_document_again, ours
     ),
     "borders are dropped": broken("dilated_attention", _without_borders, ours),
-    "phases are blocked": broken("pattern_of", _blocked, ours),
+    "phases are blocked": broken("layer_pattern", _blocked, ours),
     "holes are taken": broken("_check_one_run", nothing, ours),
     "documents beside padding are taken": broken("_check_one_document", nothing, ours),
     "borders beside padding are taken": broken("_check_no_borders", nothing, ours),
