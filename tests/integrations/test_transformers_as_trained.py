@@ -20,7 +20,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from ring_dilated_attention import ContextParallel
+from ring_dilated_attention import ContextParallel, save_attention
 from ring_dilated_attention.integrations.transformers import (
     BoundedCache,
     context_parallel,
@@ -139,6 +139,19 @@ def test_packed_documents(family):
     """Where the model's own eager attention knows of none: each document alone is what a packed batch must give."""
     documents_apart(0, 1, family)
     run(2, documents_apart, family, seconds=120)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_checkpointed_and_compiled(family):
+    model, kinds = own(family)
+    batch, expected = kinds["plain"]
+    context_parallel(model, ContextParallel())
+    options = {"use_reentrant": False, "context_fn": save_attention}
+    model.train().gradient_checkpointing_enable(options)
+    torch.testing.assert_close(loss_and_gradients(model, batch), expected, **CLOSE)
+    model.gradient_checkpointing_disable()
+    model.compile(backend="aot_eager")
+    torch.testing.assert_close(loss_and_gradients(model, batch), expected, **CLOSE)
 
 
 @torch.no_grad()

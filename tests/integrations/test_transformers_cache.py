@@ -35,6 +35,20 @@ def test_greedy(name, kind, chunk):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("window", [1, 5, 12])
+def test_greedy_with_a_window(window):
+    """A pattern with a sliding window, from transformers' own cache and from a bounded one."""
+    model = make("llama", {**PATTERN, "window": window})
+    ids, mask = prompts("unequal")
+    sequences, logits = recomputed(model, ids, mask, 14)
+    for cache in (DynamicCache(config=model.config), BoundedCache(model)):
+        out = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+        assert torch.equal(out.sequences[:, 7:], sequences)
+        found = torch.stack(out.logits, dim=1)
+        torch.testing.assert_close(found, logits.float(), rtol=1e-6, atol=1e-6)
+
+
+@torch.no_grad()
 def test_constant_memory():
     """The same bytes after 20 and after 220 positions, fewer than transformers' cache has; and begun anew."""
     model = make("llama")
