@@ -77,6 +77,7 @@ def test_both_ways_refuse_alike(name):
 
 def test_refused_when_loaded(tmp_path):
     """By the argument that the page recommends."""
+    register()
     BloomForCausalLM(
         BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4)
     ).save_pretrained(tmp_path)
