@@ -343,3 +343,18 @@ def test_memory_of_some_ranks_is_marked(num_ranks, is_marked, capsys):
     argv = ["plan", "--seq-len", "416", "--segment-lengths", "416", "--dilation-rates", "1"]
     assert cli.main([*argv, "--heads", "2", "--ranks", str(num_ranks)]) == 0
     assert ("a rank holds at most about " in capsys.readouterr().out) == is_marked
+
+
+def test_a_model_with_a_saved_pattern(tmp_path, capsys):
+    """Catches a field of config.json's pattern that is dropped, and its rule of heads taken for their number."""
+    sizes = {"hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "vocab_size": 99}
+    pattern = DilatedPattern((64,), (4,), window=16, is_causal=True, phase="blocked").as_dict()
+    del pattern["is_causal"]
+    fields = sizes | {"model_type": "llama", "num_attention_heads": 8, "dilated_attention": pattern}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields))
+    words = ["plan", "model", "--config", str(path), "--seq-len", "256", "--hardware", "h100"]
+    assert cli.main(words) == 0
+    assert "pattern: w=64, r=4; a sliding window of 16; causal" in " ".join(
+        capsys.readouterr().out.split()
+    )

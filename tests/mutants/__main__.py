@@ -56,15 +56,19 @@ def noticed(mutant: Mutant, source: Path) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__.split("\n")[0])
-    parser.add_argument("groups", nargs="*", choices=[*GROUPS, []], default=list(GROUPS))
+    parser.add_argument("groups", nargs="*", help=f"of {', '.join(GROUPS)}; all by default")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     arguments = parser.parse_args()
+    groups = arguments.groups or list(GROUPS)
+    for group in groups:
+        if group not in GROUPS:
+            parser.error(f"there are no mutants {group!r}; choose from {', '.join(GROUPS)}")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "source"
         ignored = shutil.ignore_patterns(".*", "runs", "site", "__pycache__", "results")
         shutil.copytree(ROOT, source, ignore=ignored)
-        for group in arguments.groups:
+        for group in groups:
             for mutant in GROUPS[group]:
                 number = noticed(mutant, source)
                 rows.append(

@@ -44,10 +44,10 @@ MUTANTS = (
         (*PLAN, *CALL),
     ),
     Mutant(
-        "only a short last block is short",
+        "a short last block sees a triangle of the rows that are farthest",
         SIGHT,
-        "number = (length - reach) // size",
-        "number = length // size - 1",
+        "far, near = before[: len(after)], before[len(after) :]",
+        "far, near = before[-len(after) :], before[: -len(after)]",
         (*PLAN, *CALL),
     ),
     Mutant(
@@ -65,10 +65,10 @@ MUTANTS = (
         PLAN,
     ),
     Mutant(
-        "a causal window does not look ahead over borders of spans",
-        SIGHT,
-        "    if is_causal:\n        return None\n    first",
-        "    first",
+        "queries before the keys are cut by the reach ahead",
+        MAKER,
+        "yield other, -self.reach",
+        "yield other, self.reach",
         PLAN,
     ),
     Mutant(

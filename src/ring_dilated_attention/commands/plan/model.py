@@ -89,7 +89,9 @@ def fill_in(arguments: argparse.Namespace) -> dict[str, Any] | None:
             if getattr(arguments, option) is not None:
                 fields[name] = getattr(arguments, option)
         values = {option: fields.get(name) for option, name in FIELDS.items()}
-        values |= fields.get("dilated_attention") or {}
+        saved = dict(fields.get("dilated_attention") or {})
+        arguments.split_heads |= saved.pop("heads", None) == "split"
+        values |= saved
         for option, value in values.items():
             if getattr(arguments, option, None) is None:
                 setattr(arguments, option, value)
