@@ -4,7 +4,10 @@ The package imports its members when they are first used, so that the pure modul
 be used without importing torch.
 """
 
+import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,3 +41,48 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+class _Ops:
+    """Stands in torch.ops for the package's ops, and imports them when one is looked for: files of torch.export load
+    after `import ring_dilated_attention`."""
+
+    def __getattr__(self, name: str) -> Any:
+        ops = sys.modules["torch"].ops
+        vars(ops).pop(__name__, None)
+        import_module(".attention", __name__)
+        return getattr(getattr(ops, __name__), name)
+
+
+def _prepare(torch: Any) -> None:
+    """Make torch find the package's ops, and load patterns with weights_only=True."""
+    from .pattern import DilatedPattern
+
+    vars(torch.ops).setdefault(__name__, _Ops())
+    torch.serialization.add_safe_globals([DilatedPattern])
+
+
+class _AfterTorch:
+    """Calls `_prepare` when torch has been imported, if it is imported later than this package."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(cls)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_prepare(module: Any) -> None:
+                execute(module)
+                _prepare(module)
+
+            spec.loader.exec_module = execute_and_prepare  # type: ignore[method-assign]
+        return spec
+
+
+if "torch" in sys.modules:
+    _prepare(sys.modules["torch"])
+else:
+    sys.meta_path.insert(0, _AfterTorch)

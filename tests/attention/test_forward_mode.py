@@ -83,3 +83,11 @@ def test_ranks_refuse_it_like_any_call():
             lambda x: dilated_attention(x, x, x, PATTERN, parallel=parallel),
             *[(randn(1, 6, 2, 4),)] * 2,
         )
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_derivatives_of_torch_func_are_refused_in_one_sentence(transform):
+    """torch's own error tells how our code should be written."""
+    x = randn(1, 6, 2, 4)
+    with pytest.raises(NotImplementedError, match=r"cannot be differentiated by torch\.func"):
+        transform(lambda query: dilated_attention(query, x, x, PATTERN).sum())(x)

@@ -203,11 +203,19 @@ def test_the_first_line_is_the_answer(capsys):
         (["--embed-dim", "65"], "embed_dim=65 over num_heads=4"),
         (["--layers", "1e12"], "--layers must be at most 16,777,216"),
         (["--memory", "80"], "80 GB are 8e10"),
+        (["--not-causal", "--kv-heads", "2"], "leave out --config and --kv-heads"),
         (["--config", "nowhere"], "--config nowhere cannot be read as JSON"),
     ],
 )
 def test_models_that_cannot_be_are_refused(more, message, capsys):
     assert message in refused(capsys, *MODEL, *more)
+
+
+def test_an_encoder_is_planned_as_such(capsys):
+    causal, encoder = printed(capsys, *MODEL), printed(capsys, *MODEL, "--not-causal")
+    assert "a LongNetLM of" in causal
+    assert "a LongNetEncoder of" in encoder
+    assert "; not causal" in encoder
 
 
 def test_the_memory_of_a_gpu_must_be_known(slow, capsys):

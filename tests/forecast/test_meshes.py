@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from ring_dilated_attention.commands.plan.decoders import longnet_decoder
+from ring_dilated_attention.commands.plan.decoders import encoder_decoder, longnet_decoder
 from ring_dilated_attention.forecast.clock import Hardware
 from ring_dilated_attention.forecast.meshes import (
     Mesh,
@@ -17,8 +19,9 @@ from ring_dilated_attention.forecast.model_weight import (
     model_memory,
     weigh_activations,
 )
-from ring_dilated_attention.models import LongNetLM
+from ring_dilated_attention.models import LongNetEncoder, LongNetLM, TorchscaleConfig
 from ring_dilated_attention.models.longnet_config import LongNetConfig
+from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.sharding import make_shards
@@ -63,6 +66,31 @@ def test_activations_are_those_of_a_step(is_checkpointed, num_positions):
         model.loss(tokens).backward()
     weighed = found["checkpointed" if is_checkpointed else "kept"]
     assert weighed.device == pytest.approx(held.peak_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_the_plan_of_an_encoder_is_not_below_what_it_takes(is_checkpointed, dtype):
+    """Of a step with data. An encoder holds more than a LongNetLM of its sizes."""
+    pattern, num_positions = DilatedPattern((64, 512), (1, 8)), 4000
+    sizes = {"embed_dim": 32, "num_heads": 4, "ffn_dim": 64}
+    decoder = encoder_decoder(pattern, 100, num_layers=3, **sizes)
+    job = Job(pattern, make_shards("contiguous", (num_positions,)), 4, 4)
+    sizes_of_call = Sizes(1, 8, dtype.itemsize)
+    attention = weigh_attention(plan_exchange("none", job, 0), sizes_of_call, "cpu")
+    weighed = weigh_activations(decoder, 1, num_positions, dtype, attention)
+    config = TorchscaleConfig(pattern, padding="exact", num_layers=3, **sizes)
+    encoder = LongNetEncoder(config, activation_checkpointing=is_checkpointed).to(dtype)
+    embedding, head = nn.Embedding(100, 32, dtype=dtype), nn.Linear(32, 2, dtype=dtype)
+    for parameter in (*embedding.parameters(), *encoder.parameters(), *head.parameters()):
+        parameter.grad = torch.zeros_like(parameter)
+    tokens = torch.randint(100, (1, num_positions))
+    with HeldByModel([tokens], attention) as held:
+        F.cross_entropy(
+            head(encoder(embedding(tokens)).mean(1)).float(), tokens[0, :1] % 2
+        ).backward()
+    planned = weighed["checkpointed" if is_checkpointed else "kept"].device
+    assert held.peak_bytes <= planned < 1.25 * held.peak_bytes
 
 
 def test_states_are_cut_over_ranks():

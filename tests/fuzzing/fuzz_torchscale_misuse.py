@@ -56,7 +56,6 @@ WRONG: list[Callable[[], Any]] = [
     lambda: small()(STATES.long()),
     lambda: small()(STATES.bool()),
     lambda: small()(STATES.to(torch.complex64)),
-    lambda: small()(STATES.to("meta")),
     lambda: small()(STATES.to_sparse()),
     lambda: small()(STATES[:0]),
     lambda: small()(torch.zeros(2, 7, 9)),

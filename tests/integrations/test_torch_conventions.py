@@ -72,13 +72,29 @@ def test_a_dense_pattern_is_torchs_attention():
 def test_states_go_both_ways():
     """Catches parameters under other names: a state of torch's module loads into the replaced one, and back."""
     plain, replaced = encoder(), replace_attention(encoder(), PATTERN)
-    assert list(plain.state_dict()) == list(replaced.state_dict())
+    extra = ["layers.0.self_attn._extra_state", "layers.1.self_attn._extra_state"]
+    names = [name for name in replaced.state_dict() if name not in extra]
+    assert list(plain.state_dict()) == names
     with torch.no_grad():
         for p in plain.parameters():
             p.add_(0.1)
     replaced.load_state_dict(plain.state_dict())
-    close(replaced.state_dict(), plain.state_dict())
-    plain.load_state_dict(replaced.state_dict())
+    close({name: replaced.state_dict()[name] for name in names}, plain.state_dict())
+    result = plain.load_state_dict(
+        replaced.state_dict(), strict=False
+    )  # torch's remembers no pattern
+    assert result.unexpected_keys == extra
+    assert result.missing_keys == []
+
+
+def test_replaced_attention_may_have_rotary_embeddings():
+    """A second replacement keeps them, unless it is told otherwise."""
+    module = replace_attention(encoder(), PATTERN, rotary=500.0)
+    assert {layer.self_attn.rotary_base for layer in module.layers} == {500.0}
+    replace_attention(module, DilatedPattern.dense())
+    assert {layer.self_attn.rotary_base for layer in module.layers} == {500.0}
+    replace_attention(module, PATTERN, rotary=False)
+    assert {layer.self_attn.rotary_base for layer in module.layers} == {None}
 
 
 @torch.no_grad()

@@ -179,10 +179,10 @@ def test_padded_batch_equals_single_samples(options, is_causal):
         )
 
 
-def test_batch_of_nothing_but_padding():
-    module, x = make(rotary=True), randn(2, 5, 24)
-    out = module(x, x, x, key_padding_mask=torch.ones(2, 5, dtype=torch.bool))[0]
-    assert torch.equal(out, module.out_proj.bias.expand(2, 5, 24))
+def test_batch_of_nothing():
+    module, x = make(rotary=True), randn(2, 0, 24)
+    out = module(x, x, x, key_padding_mask=torch.ones(2, 0, dtype=torch.bool))[0]
+    assert out.shape == (2, 0, 24)
 
 
 def test_packed_documents_restart_rotary_positions():
@@ -398,6 +398,14 @@ def test_constructor_refusals(options, message):
         (
             {"key_padding_mask": torch.tensor([[0, 0, 0, 0, 1, 1], [0, 0, 1, 0, 0, 1]]).bool()},
             r"row 1 has padding at position 2 and valid positions after it \(4 valid in all\)",
+        ),
+        (
+            {"key_padding_mask": torch.tensor([[1, 1, 1, 1, 0, 0]] * 2).bool()},  # inverted
+            "row 0 has padding at position 0.*pass ~mask if yours is True at valid positions",
+        ),
+        (
+            {"key_padding_mask": torch.ones(2, 6).bool()},
+            "True everywhere, and no position is valid. True means padding: pass ~mask",
         ),
         (
             {

@@ -252,6 +252,25 @@ def test_a_config_that_cannot_be(name, value):
         TorchscaleConfig(**{**vars(SMALL), name: value})
 
 
+def test_an_encoder_takes_a_pattern():
+    """Any pattern, with exact padding: the first states after a change of the last are those that the pattern lets."""
+    pattern = DilatedPattern((8,), (1,), window=3, is_causal=True)
+    sizes = {"num_layers": 1, "embed_dim": 8, "num_heads": 2, "ffn_dim": 12}
+    config = TorchscaleConfig(pattern, padding="exact", **sizes)
+    assert TorchscaleConfig(**vars(config)).pattern == pattern
+    model, x = LongNetEncoder(config), torch.randn(1, 20, 8)
+    assert model.layers[0].self_attn.pattern == pattern
+    before = model(x)
+    x[:, 15] = torch.randn(8)
+    assert ((model(x) - before).abs().amax(-1) > 1e-6).nonzero()[:, 1].tolist() == [15, 16, 17]
+
+
+@pytest.mark.parametrize("options", [{}, {"dilation_rates": (1,), "padding": "exact"}])
+def test_zero_rows_are_those_of_torchscales_patterns(options):
+    with pytest.raises(ValueError, match="give a pattern alone, and padding='exact'"):
+        TorchscaleConfig(DilatedPattern((8,), (1,)), **options)
+
+
 STATES = torch.zeros(1, 7, 8)
 X = torch.zeros(1, 7, 2, 4)
 BLOCKED = DilatedPattern((4, 8), (1, 2), phase="blocked")
@@ -277,7 +296,6 @@ BLOCKED = DilatedPattern((4, 8), (1, 2), phase="blocked")
         (lambda: LongNetEncoder(SMALL)(STATES[..., :7]), "shape (1, 7, 7), not (batch, N, 8)"),
         (lambda: LongNetEncoder(SMALL)(STATES[0]), "shape (7, 8), not (batch, N, 8)"),
         (lambda: LongNetEncoder(SMALL)(STATES.to_sparse()), "pass a dense tensor of numbers"),
-        (lambda: LongNetEncoder(SMALL)(STATES.to("meta")), "pass a dense tensor of numbers"),
         (
             lambda: LongNetEncoder(SMALL)(STATES, collect=3),
             "collect must be a function or None, got 3",

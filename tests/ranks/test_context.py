@@ -385,6 +385,7 @@ def rank_shards_batches(rank, world_size, sharding):
     bad = {"tokens": torch.zeros(2, 11), "labels": torch.zeros(2, 10)}
     message = message_of(lambda: cp.shard_batch(bad if rank == 0 else whole))
     assert "one number of positions, but tokens has 11, labels has 10" in message
+    assert "a label of each recording, needs no cutting: leave it out" in message
     for source in (world_size, 0.0):
         assert "source must be a rank from 0" in message_of(
             lambda s=source: cp.shard_batch(whole, source=s)

@@ -22,7 +22,15 @@ from ..run.dilated_cache import DilatedCache
 from ..run.views import accumulator_dtype, with_unit_stride
 from .op import define_op
 from .sinks import why_no_sinks, with_sinks
-from .validate import autocast, call_of, check_cache, on_host, refuse_others, refuse_tangents
+from .validate import (
+    autocast,
+    call_of,
+    check_cache,
+    on_host,
+    refuse_others,
+    refuse_tangents,
+    refuse_transforms,
+)
 
 
 @overload
@@ -78,7 +86,7 @@ def dilated_attention(
         ValueError: for inputs that do not fit, on every rank of `parallel`, before anything is sent.
         ExchangeError: if another rank dies or does not make the call, within the timeout of `parallel`.
         TypeError: for `others`: there are none. For a name of torch's attention (`is_causal`) it says what to pass.
-        NotImplementedError: for second derivatives, and for derivatives in forward mode (`torch.func.jvp`).
+        NotImplementedError: for second derivatives, and for those of torch.func (`grad`, `vjp`, `jvp`).
     """
     try:
         refuse_others("dilated_attention", others)
@@ -98,7 +106,11 @@ def dilated_attention(
             refuse(parallel.key, str(error) or type(error).__name__)
         raise
     if cache is None:
-        out, lse, state = _forward(query, key, value, cu_seqlens, call.text)
+        try:
+            out, lse, state = _forward(query, key, value, cu_seqlens, call.text)
+        except RuntimeError as error:
+            refuse_transforms(error)
+            raise
         if parallel is not None and torch.compiler.is_compiling():
             # A graph drops a call whose results nothing uses. This is a use.
             parallel.ranks.compiled_calls.add_(state[0])

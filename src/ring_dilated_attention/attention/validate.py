@@ -15,6 +15,7 @@ from ..plan.job import held_heads
 from ..ranks.call import Call, validate_cu_seqlens
 from ..ranks.context import ContextParallel
 from ..run.dilated_cache import DilatedCache
+from .op import define_op
 
 # Arguments of torch's scaled_dot_product_attention and flex_attention, and what is in their place.
 _SEEN = "the pattern says which keys a query sees, and cu_seqlens separates documents"
@@ -66,6 +67,15 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
         )
 
 
+def refuse_transforms(error: RuntimeError) -> None:
+    """Raise NotImplementedError in place of torch's error for derivatives of torch.func, which speaks of our code."""
+    if "functorch transforms" in str(error):
+        raise NotImplementedError(
+            "dilated attention cannot be differentiated by torch.func (grad, vjp, jacrev): take backward() or "
+            "torch.autograd.grad."
+        ) from error
+
+
 def check_objects(pattern: Any, parallel: Any, backend: Any) -> None:
     if failure := why_no_pattern(pattern):
         raise ValueError(f"{failure}.")
@@ -99,7 +109,7 @@ def call_of(
         validate_cu_seqlens(cu_seqlens, batch)
     if not isinstance(return_lse, bool):
         raise ValueError(f"return_lse must be True or False, got {return_lse!r}.")
-    if parallel is None and num_held > seq_len and num_held > 256:  # a shard may be that short
+    if parallel is None and num_held > 256 and num_held > seq_len:  # a shard may be that short
         warnings.warn(
             f"query has {num_held} heads and {seq_len} positions: (batch, heads, seq, head_dim) was probably meant. "
             "The layout is (batch, seq, heads, head_dim).",
@@ -266,6 +276,11 @@ def valid_lengths(mask_BN: Tensor, batch: int, num_positions: int) -> Tensor:
             f"key_padding_mask has dtype {mask_BN.dtype}: pass a bool mask, True at padding"
         )
     lengths_B = (~mask_BN).sum(1)
+    if mask_BN.numel() and mask_BN.all():
+        raise ValueError(
+            "key_padding_mask is True everywhere, and no position is valid. True means padding: pass ~mask if yours is "
+            "True at valid positions"
+        )
     expected_BN = torch.arange(num_positions, device=mask_BN.device) >= lengths_B[:, None]
     wrong = (mask_BN != expected_BN).nonzero()
     if len(wrong):
@@ -273,6 +288,14 @@ def valid_lengths(mask_BN: Tensor, batch: int, num_positions: int) -> Tensor:
         raise ValueError(
             f"key_padding_mask row {row} has padding at position {first} and valid positions after it "
             f"({int(lengths_B[row])} valid in all): padding must be on the right; move it there, or pack the documents "
-            "into one row and pass cu_seqlens"
+            "into one row and pass cu_seqlens. True means padding: pass ~mask if yours is True at valid positions"
         )
     return lengths_B
+
+
+def _fake_valid_lengths(mask_BN: Tensor, batch: int, num_positions: int) -> Tensor:
+    return mask_BN.new_empty(batch, dtype=torch.int64)
+
+
+# `valid_lengths` for compiled code, which must not look at the mask's values.
+valid_lengths_op = define_op("valid_lengths", valid_lengths, _fake_valid_lengths)

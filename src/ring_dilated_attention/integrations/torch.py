@@ -217,7 +217,11 @@ def check_meshes(module: nn.Module, parallel: ContextParallel) -> None:
 
 
 def replace_attention(
-    module: nn.Module, pattern: DilatedPattern, *, parallel: ContextParallel | None = None
+    module: nn.Module,
+    pattern: DilatedPattern,
+    *,
+    rotary: bool | float | None = None,
+    parallel: ContextParallel | None = None,
 ) -> nn.Module:
     """Replace the self-attention of every nn.TransformerEncoderLayer and nn.TransformerDecoderLayer in a module.
 
@@ -227,6 +231,7 @@ def replace_attention(
 
     Args:
         pattern: who attends whom.
+        rotary: as for MultiheadDilatedAttention; it has no parameters. None leaves it as it is (torch's have none).
         parallel: the ranks that share the sequences, as for MultiheadDilatedAttention.
 
     Raises:
@@ -244,7 +249,7 @@ def replace_attention(
         )
     # All are made before the first is replaced: an error leaves the module as it was.
     attentions = [
-        _dilated(name, layer.self_attn, pattern, parallel) for name, layer in layers.items()
+        _dilated(name, layer.self_attn, pattern, rotary, parallel) for name, layer in layers.items()
     ]
     for layer, attention in zip(layers.values(), attentions, strict=True):
         layer.self_attn = attention
@@ -255,18 +260,25 @@ def replace_attention(
 
 
 def _dilated(
-    layer: str, attention: Any, pattern: DilatedPattern, parallel: ContextParallel | None
+    layer: str,
+    attention: Any,
+    pattern: DilatedPattern,
+    rotary: bool | float | None,
+    parallel: ContextParallel | None,
 ) -> nn.Module:
     """A MultiheadDilatedAttention with the parameters of a layer's attention."""
     name = f"{layer}.self_attn".lstrip(".")
     if why := _why_not(name, attention):
         raise ValueError(f"{name} {why}.")
+    if rotary is None:
+        rotary = getattr(attention, "rotary_base", None) or False
     replaced = MultiheadDilatedAttention(
         attention.embed_dim,
         attention.num_heads,
         pattern,
         num_kv_heads=getattr(attention, "num_kv_heads", None),
         bias=attention.in_proj_bias is not None,
+        rotary=rotary,
         parallel=parallel,
         device="meta",
     )

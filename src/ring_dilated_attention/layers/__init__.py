@@ -1,12 +1,16 @@
 """Modules built on `dilated_attention`."""
 
+from .influence import attention_weights, draw_influence, influence
 from .multihead import MultiheadDilatedAttention
 from .rotary import RotaryTable, document_positions, rotary_table, rotate
 
 __all__ = [
     "MultiheadDilatedAttention",
     "RotaryTable",
+    "attention_weights",
     "document_positions",
+    "draw_influence",
+    "influence",
     "rotary_table",
     "rotate",
 ]

@@ -4,6 +4,10 @@ Shape suffixes: B batch, N positions (the local ones under `parallel`), E embedd
 D head dim, T positions that are not padding.
 """
 
+import json
+import warnings
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +20,7 @@ from ..attention.validate import (
     check_tensor,
     is_integral,
     valid_lengths,
+    valid_lengths_op,
 )
 from ..pattern import DilatedPattern
 from ..plan.job import held_heads
@@ -129,6 +134,28 @@ class MultiheadDilatedAttention(nn.Module):
         )
         self.share(parallel)
         self.reset_parameters()
+        self.register_load_state_dict_pre_hook(_warn_of_older_weights)
+
+    def get_extra_state(self) -> Tensor:
+        """What the weights were trained with, beside them in the state_dict: the pattern and the base of `rotary`.
+
+        The bytes of a JSON text, since safetensors and torch.distributed.checkpoint take tensors.
+        """
+        text = json.dumps({"pattern": self.pattern.as_dict(), "rotary_base": self.rotary_base})
+        return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Raise ValueError unless the weights were trained with this module's pattern and `rotary`."""
+        stored = json.loads(
+            bytes(state.to(torch.uint8).tolist())
+        )  # `state` may have been cast with the weights
+        pattern, base = DilatedPattern.from_dict(stored["pattern"]), stored["rotary_base"]
+        if (pattern, base) != (self.pattern, self.rotary_base):
+            raise ValueError(
+                f"the weights were trained with {pattern} and rotary_base={base}, and this module has {self.pattern} "
+                f"and rotary_base={self.rotary_base}: it would be another function. Make the module so; or, if you "
+                "mean to train on, leave the names that end in '_extra_state' out of the state_dict"
+            )
 
     def share(self, parallel: ContextParallel | None) -> None:
         """From now on inputs and outputs are shards of sequences that these ranks share."""
@@ -328,6 +355,8 @@ class MultiheadDilatedAttention(nn.Module):
         table: RotaryTable | None,
     ) -> Tensor:
         batch, num_positions, _ = query_BNE.shape
+        if torch.compiler.is_compiling():
+            return self._forward_padding_too(query_BNE, key_BNE, value_BNE, mask_BN, table)
         lengths_B = valid_lengths(mask_BN, batch, num_positions)
         valid_BN = torch.arange(num_positions, device=lengths_B.device) < lengths_B[:, None]
         rows_T = valid_BN.flatten().nonzero().squeeze(1)
@@ -348,6 +377,37 @@ class MultiheadDilatedAttention(nn.Module):
             0, rows_T, out_1TE[0]
         )
         return self.out_proj(out_flat.unflatten(0, (batch, num_positions)))
+
+    def _forward_padding_too(
+        self,
+        query_BNE: Tensor,
+        key_BNE: Tensor,
+        value_BNE: Tensor,
+        mask_BN: Tensor,
+        table: RotaryTable | None,
+    ) -> Tensor:
+        """`_forward_padded` with shapes that do not depend on the mask. Padding is computed too, as documents of its
+        own, and set to zero. No document may be empty: each row has one more position of padding."""
+        batch, num_positions, _ = query_BNE.shape
+        lengths_B = valid_lengths_op(mask_BN, batch, num_positions)
+        rows_B = torch.arange(batch, device=lengths_B.device) * (num_positions + 1)
+        ends = torch.stack([rows_B + lengths_B.clamp(min=1), rows_B + num_positions + 1], dim=1)
+        borders = F.pad(ends.flatten(), (1, 0)).to(torch.int32)
+        places_N = torch.arange(num_positions, device=query_BNE.device)
+        is_padding_BN1 = (places_N >= lengths_B.to(places_N.device)[:, None])[..., None]
+
+        def packed(x_BNE: Tensor) -> Tensor:
+            rows_BNE = F.pad(x_BNE.masked_fill(is_padding_BN1, 0), (0, 0, 0, 1))
+            return rows_BNE.flatten(0, 1).unsqueeze(0)
+
+        query_1TE = packed(query_BNE)
+        key_1TE = query_1TE if key_BNE is query_BNE else packed(key_BNE)
+        value_1TE = key_1TE if value_BNE is key_BNE else packed(value_BNE)
+        if table is not None:
+            table = table.of_rows(F.pad(places_N, (0, 1)).repeat(batch))
+        out_1TE = self._attend(self._heads(query_1TE, key_1TE, value_1TE, table), borders)
+        out_BNE = out_1TE[0].unflatten(0, (batch, num_positions + 1))[:, :-1]
+        return self.out_proj(out_BNE.masked_fill(is_padding_BN1, 0))
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):
@@ -372,7 +432,8 @@ class MultiheadDilatedAttention(nn.Module):
     ) -> None:
         if need_weights:
             raise ValueError(
-                "need_weights=True: the attention weights are never formed; pass need_weights=False"
+                "need_weights=True: the attention weights are never formed; pass need_weights=False. For some queries "
+                "layers.attention_weights computes them; layers.influence says which positions mattered to an output"
             )
         if attn_mask is not None:
             check_tensor("attn_mask", attn_mask)
@@ -456,3 +517,16 @@ class MultiheadDilatedAttention(nn.Module):
                 "cache and parallel: a cache is of one device; use a module with parallel=None and the same "
                 "parameters, and DilatedCache.gather for what ranks have prefilled"
             )
+
+
+def _warn_of_older_weights(
+    module: MultiheadDilatedAttention, state: dict[str, Any], prefix: str, *_: object
+) -> None:
+    """Let weights load that do not say what they were trained with. Python shows a warning of one text once."""
+    if f"{prefix}_extra_state" not in state:
+        warnings.warn(
+            "the weights do not say with which pattern and rotary they were trained: make sure that the module has the "
+            "same, or its outputs are wrong. (Weights saved by this version say it.)",
+            stacklevel=2,
+        )
+        state[f"{prefix}_extra_state"] = module.get_extra_state()

@@ -237,7 +237,9 @@ class LongNetLM(nn.Module):
         try:
             state = check_whole(checkpoint)
             model = LongNetLM(LongNetConfig.of_run(state["hyperparameters"]), parallel=parallel)
-            model.load_state_dict(read_shards(checkpoint, model.state_dict()), strict=True)
+            # the checkpoint's own hyperparameters made the model, with its pattern
+            read = read_shards(checkpoint, dict(model.named_parameters()))
+            model.load_state_dict(model.state_dict() | read, strict=True)
         except (KeyError, OSError, SafetensorError, RuntimeError) as error:
             raise ValueError(f"{checkpoint} cannot be loaded: {error}") from error
         return model.to(device)

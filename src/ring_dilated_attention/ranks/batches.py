@@ -99,8 +99,9 @@ def _check_batch(batch: Any, ranks: Ranks, source: int | None) -> None:
         if not isinstance(name, str):
             raise ValueError(f"the names of a batch must be strings, got {name!r}.")
         if not isinstance(x, Tensor) or not x.dim():
+            got = f"one of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
-                f"batch[{name!r}] must be a tensor (N,) or (B, N, ...), got {type(x).__name__}."
+                f"batch[{name!r}] must be a tensor (N,) or (B, N, ...), got {got}. Leave out what is not per position."
             )
         if x.layout != torch.strided or x.is_meta:
             raise ValueError(
@@ -115,7 +116,8 @@ def _check_batch(batch: Any, ranks: Ranks, source: int | None) -> None:
     if len(set(lengths.values())) != 1:
         listed = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise ValueError(
-            f"the tensors of a batch must share one number of positions, but {listed}."
+            f"the tensors of a batch must share one number of positions, but {listed}. What is not per position, such "
+            "as a label of each recording, needs no cutting: leave it out, and use it on every rank as it is."
         )
     seq_len = max(lengths.values())
     if BORDERS in batch:

@@ -1,4 +1,4 @@
-"""The decoders that `rda plan model` weighs: LongNetLM, and any model of transformers that runs dilated attention."""
+"""The models that `rda plan model` weighs: LongNetLM, LongNetEncoder, and any model of transformers that runs dilated attention."""
 
 import json
 from copy import deepcopy
@@ -12,6 +12,8 @@ from ...attention import save_attention
 from ...forecast.model_weight import Decoder, DecoderWithLoss, count_decoder
 from ...models.longnet import LongNetLM
 from ...models.longnet_config import LongNetConfig
+from ...models.torchscale.architecture import TorchscaleConfig
+from ...models.torchscale.networks import LongNetEncoder
 from ...pattern import DilatedPattern
 from ..arguments import check_installed
 
@@ -40,6 +42,24 @@ def longnet_decoder(config: LongNetConfig) -> Decoder:
     return count_decoder(
         "a LongNetLM", make, config.num_layers, config.num_heads, num_kv_heads, head_dim
     )
+
+
+def encoder_decoder(
+    pattern: DilatedPattern, vocab_size: int, *, num_layers: int, **sizes: Any
+) -> Decoder:
+    """A LongNetEncoder between an embedding and a head. sizes: as TorchscaleConfig takes them."""
+
+    def make(num_layers: int, is_checkpointed: bool) -> DecoderWithLoss:
+        config = TorchscaleConfig(pattern, padding="exact", num_layers=num_layers, **sizes)
+        with torch.device("meta"):
+            encoder = LongNetEncoder(config, activation_checkpointing=is_checkpointed)
+            embedding = nn.Embedding(vocab_size, config.embed_dim)
+            head = nn.Linear(config.embed_dim, vocab_size, bias=False)
+        return DecoderWithLoss(nn.Sequential(embedding, encoder), head, vocab_size)
+
+    num_heads = sizes["num_heads"]
+    head_dim = sizes["embed_dim"] // num_heads
+    return count_decoder("a LongNetEncoder", make, num_layers, num_heads, num_heads, head_dim)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ...pattern import DilatedPattern
 from ..arguments import check_at_least, check_given, count
 from ..console import as_plain, counted, progress, scaled, size_text, table, wrapped
 from ..hardware import ITEMSIZE, Machine, assumed, machine_for
-from .decoders import FIELDS, longnet_decoder, read_config, transformers_decoder
+from .decoders import FIELDS, encoder_decoder, longnet_decoder, read_config, transformers_decoder
 from .job_options import SUGGEST, add_shared, complete, needed_of_pattern, pattern_of
 
 EXAMPLES = f"""examples:
@@ -40,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ffn-dim", type=count, metavar="F", help="width of the feed-forward layer (default 4 E)")
     add("--vocab", type=count, metavar="V", help="size of the vocabulary (default 256, bytes)")
     add("--config", type=Path, metavar="PATH", help="a Hugging Face config.json")
+    encoder = "an encoder (LongNetEncoder): a query sees later keys too"
+    add("--not-causal", dest="is_causal", action="store_false", help=encoder)
     add_shared(parser)
     how = "how they are held (default: the fastest way that fits)"
     add("--activations", choices=ACTIVATIONS, help=how)
@@ -56,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     memory_bytes = machine.memory_bytes
     if memory_bytes is None:
         raise ValueError("the memory of a GPU is not known: give --memory, such as 80G")
-    pattern = pattern_of(arguments, is_causal=True)
+    pattern = pattern_of(arguments, is_causal=arguments.is_causal)
     decoder = decoder_of(arguments, fields, pattern)
     itemsize = ITEMSIZE[arguments.dtype]
     activations = ACTIVATIONS if arguments.activations is None else (arguments.activations,)
@@ -109,8 +111,19 @@ def fill_in(arguments: argparse.Namespace) -> dict[str, Any] | None:
 def decoder_of(
     arguments: argparse.Namespace, fields: dict[str, Any] | None, pattern: DilatedPattern
 ) -> Decoder:
+    if not arguments.is_causal and (fields is not None or arguments.kv_heads != arguments.heads):
+        raise ValueError("--not-causal is for a LongNetEncoder: leave out --config and --kv-heads")
     if fields is not None:
         return transformers_decoder(fields, pattern)
+    if not arguments.is_causal:
+        return encoder_decoder(
+            pattern,
+            arguments.vocab or 256,
+            num_layers=arguments.layers,
+            embed_dim=arguments.embed_dim,
+            num_heads=arguments.heads,
+            ffn_dim=arguments.ffn_dim or 4 * arguments.embed_dim,
+        )
     rules = {name: value for name, value in pattern.as_dict().items() if name != "is_causal"}
     config = LongNetConfig(
         **rules,
@@ -133,10 +146,11 @@ def text(
 ) -> str:
     best, decoder = plans[0], training.decoder
     branches = "; ".join(map(str, training.pattern.branches))
+    causal = "causal" if arguments.is_causal else "not causal"
     lines = [
         answer(memory_bytes, best),
         f"{decoder.name} of {scaled(decoder.num_parameters, '')} parameters, activations in {arguments.dtype}; "
-        f"{training.seq_len:,} positions, batch {training.batch}; pattern: {branches}; causal",
+        f"{training.seq_len:,} positions, batch {training.batch}; pattern: {branches}; {causal}",
     ]
     paragraphs = [
         *map(wrapped, lines),

@@ -39,13 +39,15 @@ class TorchscaleConfig:
     """The settings that decide the parameters and the function of a `LongNetEncoder`.
 
     Args:
-        segment_lengths, dilation_rates: the branches; heads read phases by torchscale's blocked rule.
+        segment_lengths, dilation_rates: the branches; heads read phases by torchscale's blocked rule. A
+            `DilatedPattern` in the place of both is any other pattern, with padding="exact".
         normalize_output: a LayerNorm after the last layer. GigaPath's encoders have it, LongViT's has not.
-        padding: "torchscale" counts the zero rows that torchscale pads with, "exact" does not.
+        padding: "torchscale" counts the zero rows that torchscale pads with, as published weights need. "exact" does
+            not: take it for an encoder of your own.
     """
 
-    segment_lengths: Sequence[int]
-    dilation_rates: Sequence[int]
+    segment_lengths: Sequence[int] | DilatedPattern
+    dilation_rates: Sequence[int] = ()
     _: KW_ONLY
     num_layers: int = 12
     embed_dim: int = 768
@@ -56,8 +58,15 @@ class TorchscaleConfig:
 
     def __post_init__(self) -> None:
         pattern = self.pattern  # refuses bad branches
-        object.__setattr__(self, "segment_lengths", pattern.segment_lengths)
-        object.__setattr__(self, "dilation_rates", pattern.dilation_rates)
+        if isinstance(self.segment_lengths, DilatedPattern):
+            if self.dilation_rates or self.padding != "exact":
+                raise ValueError(
+                    f"padding={self.padding!r} and dilation_rates={self.dilation_rates} beside {pattern}: give a "
+                    "pattern alone, and padding='exact'. Only torchscale's own patterns have its zero rows."
+                )
+        else:
+            object.__setattr__(self, "segment_lengths", pattern.segment_lengths)
+            object.__setattr__(self, "dilation_rates", pattern.dilation_rates)
         for name in ("num_layers", "embed_dim", "num_heads", "ffn_dim"):
             number = getattr(self, name)
             if not is_integer(number) or number < 1:
@@ -74,6 +83,8 @@ class TorchscaleConfig:
 
     @property
     def pattern(self) -> DilatedPattern:
+        if isinstance(self.segment_lengths, DilatedPattern):
+            return self.segment_lengths
         return DilatedPattern(
             self.segment_lengths, self.dilation_rates, is_causal=False, phase="blocked"
         )

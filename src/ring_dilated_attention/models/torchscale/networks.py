@@ -106,7 +106,10 @@ class Layer(nn.Module):
 
 
 class LongNetEncoder(nn.Module):
-    """torchscale's LongNetEncoder: every query sees keys before and after it.
+    """torchscale's LongNetEncoder: every query sees keys before and after it, and by default torchscale's padding too.
+
+    This padding is rows of zeros in the softmax, which published weights need. Without it, an encoder of your own is
+    `LongNetEncoder(TorchscaleConfig(DilatedPattern(...), padding="exact"))`.
 
     Args:
         config: the settings; `TorchscaleConfig.from_torchscale` reads those of torchscale.
@@ -179,7 +182,8 @@ class LongNetEncoder(nn.Module):
 
     def _why_not(self, embeddings: Any) -> str | None:
         """Why this rank's embeddings do not fit, or None."""
-        if failure := why_not_dense(embeddings=embeddings):
+        is_meta = getattr(embeddings, "is_meta", False)  # plans have no data
+        if not is_meta and (failure := why_not_dense(embeddings=embeddings)):
             return failure
         if not embeddings.is_floating_point():
             return f"embeddings have dtype {embeddings.dtype}, not floating"

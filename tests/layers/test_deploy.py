@@ -1,0 +1,178 @@
+"""What leaves the training machine: exported files, and weights that say what they were trained with."""
+
+import copy
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.export import Dim
+
+from ring_dilated_attention import DilatedPattern, MultiheadDilatedAttention
+
+PATTERN = DilatedPattern((8, 32), (1, 4))
+
+
+def layer(pattern=PATTERN, **options):
+    torch.manual_seed(0)
+    return MultiheadDilatedAttention(16, 4, pattern, **options)
+
+
+class Padded(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.attention = layer(**options)
+
+    def forward(self, x, mask):
+        return self.attention(x, x, x, key_padding_mask=mask)[0]
+
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = layer(rotary=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
+def padded_batch(lengths, num_positions):
+    x = torch.randn(len(lengths), num_positions, 16)
+    mask = torch.arange(num_positions) >= torch.tensor(lengths)[:, None]
+    return x.masked_fill(mask[..., None], torch.nan), mask  # padding must not be read
+
+
+@pytest.mark.parametrize(
+    "first", ["ring_dilated_attention, torch", "torch, ring_dilated_attention"]
+)
+def test_an_exported_file_loads_after_a_plain_import(first, tmp_path):
+    """In either order of imports, and without the package's other files or torch's compiler until then."""
+    module, x = Whole().eval(), torch.randn(1, 51, 16)
+    with torch.no_grad():
+        exported = torch.export.export(
+            module, (torch.randn(1, 40, 16),), dynamic_shapes=({1: Dim("N", min=1)},)
+        )
+        torch.export.save(exported, tmp_path / "model.pt2")
+        torch.save((x, module(x)), tmp_path / "expected.pt")
+    code = f"""if True:
+        import sys
+        import {first}
+        names = [name for name in sys.modules if name.startswith("ring_dilated_attention.")]
+        assert set(names) <= {{"ring_dilated_attention.pattern"}}, names
+        assert "torch._dynamo" not in sys.modules, "torch's compiler was imported"
+        x, expected = torch.load("{tmp_path}/expected.pt")
+        out = torch.export.load("{tmp_path}/model.pt2").module()(x)
+        torch.testing.assert_close(out, expected)
+    """
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+
+
+def test_torch_is_not_imported_by_a_plain_import():
+    code = "import sys, ring_dilated_attention; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"rotary": True, "sub_layernorm": True, "num_kv_heads": 2}]
+)
+@pytest.mark.parametrize("lengths", [(37, 1, 0, 20), (37, 37)])
+def test_a_padded_batch_compiles(options, lengths):
+    """One graph, whose outputs and gradients are those of the call that is not compiled."""
+    module = Padded(**options)
+    x, mask = padded_batch(lengths, 37)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    results = []
+    for call in (module, compiled):
+        rows = x.clone().requires_grad_()
+        module.zero_grad()
+        out = call(rows, mask)
+        out[~mask].square().sum().backward()
+        results.append([out, rows.grad, *(p.grad.clone() for p in module.parameters())])
+    for found, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_padded_batch_is_exported():
+    """With a length of its own for each call; a wrong mask is refused as ever."""
+    module = Padded(rotary=True).eval()
+    with torch.no_grad():
+        dims = {1: Dim("N", min=2)}
+        exported = torch.export.export(
+            module, padded_batch((40, 9), 40), dynamic_shapes=(dims, dims)
+        ).module()
+        for lengths, num_positions in (((40, 9), 40), ((3, 61), 64)):
+            batch = padded_batch(lengths, num_positions)
+            torch.testing.assert_close(exported(*batch), module(*batch))
+        x, mask = padded_batch((3, 61), 64)
+        with pytest.raises(ValueError, match="padding must be on the right"):
+            exported(x, ~mask)
+
+
+def test_weights_know_their_pattern():
+    state = layer(rotary=True).state_dict()
+    layer(rotary=True).load_state_dict(state)
+    others = [
+        layer(),
+        layer(rotary=500.0),
+        layer(DilatedPattern((8, 32), (1, 4), phase="blocked"), rotary=True),
+        layer(DilatedPattern((8, 32), (1, 4), window=4), rotary=True),
+    ]
+    for other in others:
+        for strict in (True, False):
+            with pytest.raises(
+                ValueError, match=r"trained with DilatedPattern.*rotary_base=10000\.0"
+            ):
+                other.load_state_dict(state, strict=strict)
+
+
+def test_weights_know_their_pattern_in_any_file(tmp_path):
+    """In a file of safetensors, of torch.save, and cast with the weights; in parts of a model too."""
+    model = nn.Sequential(layer(rotary=True), nn.Linear(16, 16))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    states = [
+        load_file(tmp_path / "model.safetensors"),
+        torch.load(tmp_path / "model.pt", weights_only=True),
+        {name: x.bfloat16() for name, x in model.state_dict().items()},
+    ]
+    for state in states:
+        nn.Sequential(layer(rotary=True), nn.Linear(16, 16)).load_state_dict(state)
+        with pytest.raises(ValueError, match="it would be another function"):
+            nn.Sequential(layer(), nn.Linear(16, 16)).load_state_dict(state)
+    copy.deepcopy(model).load_state_dict(states[0])
+
+
+def test_another_pattern_is_loaded_by_those_who_mean_it():
+    """By what the error says."""
+    state = layer(rotary=True).state_dict()
+    other = layer(DilatedPattern.dense())
+    with pytest.raises(ValueError, match=r"leave the names that end in '\w+' out") as said:
+        other.load_state_dict(state)
+    [ending] = re.findall(r"end in '(\w+)'", str(said.value))
+    named = {name: x for name, x in state.items() if not name.endswith(ending)}
+    with pytest.warns(UserWarning, match="do not say with which pattern"):
+        other.load_state_dict(named)
+    assert torch.equal(other.in_proj_weight, state["in_proj_weight"])
+
+
+def test_older_weights_load_with_one_warning():
+    model = nn.Sequential(layer(), layer(), layer())
+    older = {name: x for name, x in model.state_dict().items() if "_extra_state" not in name}
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        model.load_state_dict(older, strict=True)
+    assert [str(warning.message)[:37] for warning in shown] == [
+        "the weights do not say with which pat"
+    ]
+
+
+def test_torch_loads_a_pattern(tmp_path):
+    pattern = DilatedPattern((8, 32), (1, 4), window=6, is_causal=True)
+    torch.save({"pattern": pattern}, tmp_path / "made.pt")
+    loaded = torch.load(tmp_path / "made.pt", weights_only=True)["pattern"]
+    assert loaded == pattern
+    assert loaded.text == pattern.text
