@@ -58,6 +58,7 @@ examples: $(VENV)/.installed $(OTHERS)/.installed
 	$(BIN)/python examples/encoder.py
 	$(BIN)/python examples/chromosome.py
 	$(BIN)/python examples/code_base.py
+	$(BIN)/python examples/signals.py --picture $(WRITTEN)/signals.png
 	$(BIN)/python examples/video.py
 	$(BIN)/python examples/billion.py
 	$(BIN)/python $(RANKS) 2 examples/serve.py

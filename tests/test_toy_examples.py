@@ -14,6 +14,7 @@ import pytest
 import torch
 from distributed import LIKE_NCCL, over_gloo, run
 from helpers import ROOT
+from matplotlib.image import imread
 from pages import text_of
 from safetensors.torch import load_file
 
@@ -40,6 +41,17 @@ def test_torchs_encoder_made_long():
     assert numbers(r"at most (\S+)", printed)[0] < 1e-5
     assert numbers(r": right at ([\d.]+)%", printed)[0] > 99
     assert numbers(r"branch alone: ([\d.]+)%", printed)[0] < 80
+
+
+def test_windows_of_signals_are_labelled(tmp_path):
+    """By a burst that only the wide branch shows; the picture is written, and the burst is what mattered."""
+    picture = tmp_path / "made.png"
+    printed = output_of("signals", "--samples", 8192, "--steps", 100, "--picture", picture)
+    assert numbers(r"both branches: ([\d.]+)% of windows", printed)[0] > 90
+    assert numbers(r"window alone: ([\d.]+)%", printed)[0] < 70
+    share, part = numbers(r"influence: (\d+)% .* are ([\d.]+)%", printed)
+    assert share > 3 * part
+    assert imread(picture).std() > 0.1
 
 
 def test_a_rank_of_a_billion_positions():
@@ -205,7 +217,7 @@ def test_the_readme_lists_every_example():
 
 
 @pytest.mark.parametrize(
-    "name", ["billion", "chromosome", "code_base", "encoder", "serve", "video"]
+    "name", ["billion", "chromosome", "code_base", "encoder", "serve", "signals", "video"]
 )
 def test_is_short(name):
     num_lines = len((EXAMPLES / f"{name}.py").read_text().splitlines())

@@ -15,6 +15,7 @@ from .console import progress, table, wrapped
 
 EXAMPLES = """examples:
   rda suggest --seq-len 1Mi --heads 16 --speedup 50   1/50 of dense's work
+  rda suggest --seq-len 1Mi --heads 16 --speedup 50 --not-causal   an encoder
 
 A branch (w, r) cuts the sequence into segments of w positions. Head h takes each r-th position of a segment, from
 h mod r on, and the queries there see the keys there. A rate above the number of heads leaves positions that no head

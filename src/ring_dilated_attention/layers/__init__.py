@@ -1,6 +1,6 @@
 """Modules built on `dilated_attention`."""
 
-from .influence import attention_weights, draw_influence, influence
+from .attribution import attention_weights, draw_influence, influence
 from .multihead import MultiheadDilatedAttention
 from .rotary import RotaryTable, document_positions, rotary_table, rotate
 

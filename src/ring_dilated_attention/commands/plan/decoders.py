@@ -1,4 +1,4 @@
-"""The models that `rda plan model` weighs: LongNetLM, LongNetEncoder, and any model of transformers that runs dilated attention."""
+"""The models that `rda plan model` weighs: LongNetLM, LongNetEncoder, and models of transformers."""
 
 import json
 from copy import deepcopy

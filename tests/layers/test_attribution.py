@@ -65,15 +65,29 @@ def test_influence_is_where_the_output_looks(channels):
 
     with torch.no_grad():
         found = influence(output, x)
-    torch.testing.assert_close(found, weight.abs().expand(2, 30))
-    assert x.grad is None
+    torch.testing.assert_close(found, x.reshape(2, 30, -1)[..., 0] * weight)
+
+
+def test_influence_adds_up_to_the_output():
+    """Also where the output is saturated, and the gradient there is nearly zero."""
+    module, x = layer(PATTERNS[0]), randn(2, 45, 24)
+    x[:, 7] *= 30
+
+    def output(x):
+        return torch.tanh(module(x, x, x)[0].sum((1, 2)))
+
+    with torch.no_grad():
+        expected = output(x) - output(torch.zeros_like(x))
+        coarse, fine = (influence(output, x, num_steps=steps).sum(1) for steps in (16, 400))
+    torch.testing.assert_close(fine, expected, rtol=0, atol=0.05)
+    assert (fine - expected).abs().max() <= (coarse - expected).abs().max() + 1e-3
 
 
 @pytest.mark.parametrize("num_positions", [7, 5000])
 def test_a_picture(num_positions, tmp_path):
     """The one position that mattered is seen, however many share a column."""
     values = torch.zeros(num_positions)
-    values[num_positions // 2] = 1
+    values[num_positions // 2] = -1
     for signal in (None, torch.randn(num_positions)):
         draw_influence(tmp_path / "made.png", values, signal)
         with Image.open(tmp_path / "made.png") as picture:

@@ -59,23 +59,29 @@ def attention_weights(
     return torch.cat(weights, dim=1)
 
 
-def influence(output: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """How strongly each position of x moves an output, through all layers: the length of the gradient there, (B, N).
+def influence(output: Callable[[Tensor], Tensor], x: Tensor, *, num_steps: int = 16) -> Tensor:
+    """How much each position of x moves an output through all layers, (B, N): integrated gradients
+    (arXiv 1703.01365). They add up to output(x) - output(zeros), the better the more steps.
 
         influence(lambda x: model(x)[:, label], recordings)
+
+    The gradient at x alone would be small wherever an output is saturated, however much a position did for it.
 
     Args:
         output: from x to one number for each batch entry.
         x: floating, (B, N) or (B, N, channels).
+        num_steps: of the way from zeros to x; each runs forward and backward once.
     """
-    x = x.detach().requires_grad_()
-    with torch.enable_grad():
-        (gradient,) = torch.autograd.grad(output(x).sum(), x)
-    return gradient.reshape(*x.shape[:2], -1).norm(dim=2)
+    total = torch.zeros_like(x)
+    for step in range(num_steps):
+        scaled = (x * (step + 0.5) / num_steps).detach().requires_grad_()
+        with torch.enable_grad():
+            total += torch.autograd.grad(output(scaled).sum(), scaled)[0]
+    return (total * x.detach() / num_steps).reshape(*x.shape[:2], -1).sum(dim=2)
 
 
 def draw_influence(path: Path | str, influence: Tensor, signal: Tensor | None = None) -> None:
-    """Write a picture of the influence (N,) of positions, below the signal (N,). It needs matplotlib.
+    """Write a picture of how large the influence (N,) of positions is, below the signal (N,). It needs matplotlib.
 
     Positions that share a column are drawn by their largest value (a signal also by its smallest).
     """
@@ -92,7 +98,7 @@ def draw_influence(path: Path | str, influence: Tensor, signal: Tensor | None = 
 
     figure = Figure(figsize=(8, 3 if signal is None else 4.5), layout="constrained")
     *above, below = figure.subplots(1 if signal is None else 2, 1, sharex=True, squeeze=False)[:, 0]
-    heights = largest(influence)
+    heights = largest(influence.abs())
     places = torch.linspace(0, len(influence) - 1, len(heights))
     below.fill_between(places, heights, step="mid", color="tab:red", linewidth=0.8)
     below.set(xlabel="position", ylabel="influence", xlim=(0, len(influence)))
