@@ -79,7 +79,7 @@ def plan(frames: int, patches: int, embed_dim: int, flops: float) -> dict:
     lengths, rates = branches(frames, patches)
     sizes = {"layers": 2, "embed-dim": embed_dim, "heads": 4, "ffn-dim": 2 * embed_dim, "vocab": CODES}
     options = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
-    options += ["--seq-len", str(frames * patches), "--activations", "checkpointed", "--json"]
+    options += ["--seq-len", str(frames * patches), "--activations", "checkpointed", "--not-causal", "--json"]
     options += ["--segment-lengths", *map(str, lengths), "--dilation-rates", *map(str, rates)]
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder) / "here.toml"

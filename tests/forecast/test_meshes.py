@@ -71,7 +71,7 @@ def test_activations_are_those_of_a_step(is_checkpointed, num_positions):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_the_plan_of_an_encoder_is_not_below_what_it_takes(is_checkpointed, dtype):
-    """Of a step with data. An encoder holds more than a LongNetLM of its sizes."""
+    """Of a step with data. A plan of a LongNetLM of these sizes may be below it."""
     pattern, num_positions = DilatedPattern((64, 512), (1, 8)), 4000
     sizes = {"embed_dim": 32, "num_heads": 4, "ffn_dim": 64}
     decoder = encoder_decoder(pattern, 100, num_layers=3, **sizes)

@@ -8,12 +8,22 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from distributed import preload, run
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.export import Dim
 
 from ring_dilated_attention import DilatedPattern, MultiheadDilatedAttention
 
+preload("torch.distributed.fsdp", "torch.distributed.checkpoint")
 PATTERN = DilatedPattern((8, 32), (1, 4))
 
 
@@ -176,3 +186,41 @@ def test_torch_loads_a_pattern(tmp_path):
     loaded = torch.load(tmp_path / "made.pt", weights_only=True)["pattern"]
     assert loaded == pattern
     assert loaded.text == pattern.text
+
+
+def through_dcp(rank, world_size, folder):
+    """FSDP2's shards are saved and loaded; another pattern is refused; and so with a whole state_dict."""
+    mesh = init_device_mesh("cpu", (world_size,))
+
+    def sharded(**options):
+        model = nn.Sequential(layer(**options), nn.Linear(16, 16))
+        return fully_shard(model, mesh=mesh)
+
+    model = sharded(rotary=True)
+    state = get_model_state_dict(model)
+    dcp.save(state, checkpoint_id=folder)
+    loaded = get_model_state_dict(sharded(rotary=True))
+    dcp.load(loaded, checkpoint_id=folder)
+    set_model_state_dict(sharded(rotary=True), loaded)
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(sharded(rotary=True), copy.deepcopy(whole), options=options)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(sharded(rotary=True), whole if rank == 0 else {}, options=options)
+    with pytest.raises(ValueError, match="it would be another function"):
+        set_model_state_dict(sharded(rotary=500.0), loaded)
+
+
+def test_fsdp2_and_distributed_checkpoints_hold_the_pattern(tmp_path):
+    run(2, through_dcp, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
+def test_what_the_page_says_of_torch_jit():
+    module, x = Whole().eval(), torch.randn(1, 40, 16)
+    with pytest.raises(torch.jit.frontend.NotSupportedError):
+        torch.jit.script(module)
+    with pytest.raises(torch.jit.TracingCheckError):
+        torch.jit.trace(module, x)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.jit.trace(module, x)(x), module(x))
