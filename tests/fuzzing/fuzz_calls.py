@@ -310,6 +310,7 @@ MODULES: list[Callable[[], Any]] = [
     lambda: module()(X, X, X, key_padding_mask=torch.zeros(2, 6, dtype=torch.bool)),
     lambda: module()(X, X, X, key_padding_mask=torch.eye(7, dtype=torch.bool)[:2]),
     lambda: module()(X, X, X, key_padding_mask=torch.ones(2, 7, dtype=torch.int32)),
+    lambda: module()(X, X, X, key_padding_mask=torch.ones(2, 7, dtype=torch.bool)),
     lambda: module()(X, X, X, cu_seqlens=torch.tensor([0, 7], dtype=torch.int32)),
     lambda: module()(
         X, X, X, key_padding_mask=torch.zeros(2, 7).bool(), cu_seqlens=torch.tensor([0, 7])

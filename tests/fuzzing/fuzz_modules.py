@@ -83,6 +83,7 @@ def try_module(rng: random.Random) -> Trial:
     positions, more = torch.arange(num_positions), {}
     if how == "padded":
         lengths = [rng.randint(0, num_positions) for _ in range(batch)]
+        lengths[0] = max(lengths[0], 1)  # a mask that is True everywhere is refused
         more["key_padding_mask"] = torch.stack([positions >= length for length in lengths])
         expected = torch.cat(
             [padded_by_hand(module, x[b : b + 1], n) for b, n in enumerate(lengths)]
