@@ -51,6 +51,19 @@ def test_a_sink_that_outweighs_all_keys():
     assert torch.equal(lse, torch.full_like(lse, 1e4))
 
 
+def test_the_gradient_of_a_sink_of_hardly_any_weight():
+    """Catches 1 - weight, of which rounding leaves nothing."""
+    query, key, value = (x.detach().float() for x in tensors(2, 2))
+    sinks = torch.full((2,), -18.0).requires_grad_()
+    out = dilated_attention(query, key, value, PATTERNS[0], sinks=sinks)
+    (found,) = torch.autograd.grad(out.sum(), sinks)
+    exact = sinks.detach().double().requires_grad_()
+    wide = (x.double() for x in (query, key, value))
+    out, _ = dilated_attention_reference(*wide, PATTERNS[0], sinks_H=exact)
+    (expected,) = torch.autograd.grad(out.sum(), exact)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize(
     ("sinks", "message"),
     [

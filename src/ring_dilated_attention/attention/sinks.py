@@ -4,6 +4,7 @@ A learned sink is a logit for each head (gpt-oss). torchscale's rows of zeros ar
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -18,7 +19,8 @@ def with_sinks(out_BNHD: Tensor, lse_BNH: Tensor, sinks: Tensor) -> tuple[Tensor
     # The mask avoids (-inf) - (-inf) for a query without keys.
     is_none = sinks == -torch.inf
     sinks = sinks.to(lse_BNH.dtype).masked_fill(is_none, 0)
-    weight_BNH = torch.sigmoid((lse_BNH - sinks).masked_fill(is_none, torch.inf))
+    # By way of the logarithm: the gradient of sigmoid takes 1 - weight, which loses a sink that has hardly any weight.
+    weight_BNH = F.logsigmoid((lse_BNH - sinks).masked_fill(is_none, torch.inf)).exp()
     out = (out_BNHD * weight_BNH.unsqueeze(-1)).to(out_BNHD.dtype)
     return out, torch.where(is_none, lse_BNH, torch.logaddexp(lse_BNH, sinks))
 
