@@ -63,19 +63,27 @@ def _prepare(torch: Any) -> None:
 
 
 class _AfterTorch:
-    """Calls `_prepare` when torch has been imported, if it is imported later than this package."""
+    """Calls `_prepare` when torch has been imported, if it is imported later than this package.
+
+    Whoever only asks whether torch is there (importlib.util.find_spec) gets a spec too, so it stays until torch runs.
+    """
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "torch":
             return None
         sys.meta_path.remove(cls)
-        spec = find_spec(name)
+        try:
+            spec = find_spec(name)
+        finally:
+            sys.meta_path.insert(0, cls)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_prepare(module: Any) -> None:
                 execute(module)
+                if cls in sys.meta_path:
+                    sys.meta_path.remove(cls)
                 _prepare(module)
 
             spec.loader.exec_module = execute_and_prepare  # type: ignore[method-assign]

@@ -423,9 +423,10 @@ def _integers(name: str, values: Iterable[int], *, may_be_empty: bool = False) -
         )
     for entry in entries:
         if not is_integer(entry):
-            remedy = " Lengths and rates are two lists: DilatedPattern([2048, 4096], [1, 2])."
-            got = f"{entry!r} in {list(entries)}.{remedy * isinstance(entry, Sequence)}"
-            raise ValueError(f"{name} must hold integers, got {got}")
+            text = f"{name} must hold integers, got {entry!r} in {list(entries)}."
+            if isinstance(entry, Sequence):
+                text += " Lengths and rates are two lists: DilatedPattern([2048, 4096], [1, 2])."
+            raise ValueError(text)
         if entry < 1:
             raise ValueError(f"{name} must be at least 1, got {entry} in {list(entries)}.")
         if entry > WHOLE_DOCUMENT:

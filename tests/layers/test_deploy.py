@@ -57,7 +57,14 @@ def padded_batch(lengths, num_positions):
 
 
 @pytest.mark.parametrize(
-    "first", ["ring_dilated_attention, torch", "torch, ring_dilated_attention"]
+    "first",
+    [
+        "ring_dilated_attention, torch",
+        "torch, ring_dilated_attention",
+        # as packages do that ask whether torch is there before they import it
+        "ring_dilated_attention, importlib.util; importlib.util.find_spec('torch'); import torch",
+    ],
+    ids=["before torch", "after torch", "before torch, which is looked for first"],
 )
 def test_an_exported_file_loads_after_a_plain_import(first, tmp_path):
     """In either order of imports, and without the package's other files or torch's compiler until then."""
@@ -178,6 +185,23 @@ def test_older_weights_load_with_one_warning():
     assert [str(warning.message)[:37] for warning in shown] == [
         "the weights do not say with which pat"
     ]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        torch.tensor([1, 2, 3], dtype=torch.uint8),
+        torch.tensor(list(b'{"pattern": {"stride": 3}, "rotary_base": null}'), dtype=torch.uint8),
+        torch.empty(0, dtype=torch.uint8),
+        None,
+    ],
+    ids=["damaged", "of another version", "empty", "none"],
+)
+def test_a_damaged_state_is_refused_in_a_sentence(state):
+    module = layer()
+    weights = module.state_dict() | {"_extra_state": state}
+    with pytest.raises(ValueError, match="does not say with which pattern they were trained"):
+        module.load_state_dict(weights)
 
 
 def test_torch_loads_a_pattern(tmp_path):

@@ -119,6 +119,7 @@ DISAGREEMENTS = [
     ("cu_seqlens", {"cu_seqlens": torch.tensor([0, 3, 10], dtype=torch.int32)}, "(0, 3, 10)"),
     ("gradients", {"needs_grad": "kv"}, "kv"),
     ("return_lse", {"return_lse": True}, "True"),
+    ("sinks", {"sinks": torch.zeros(4)}, "given"),
 ]
 
 

@@ -21,7 +21,7 @@ from ..run.append import append
 from ..run.dilated_cache import DilatedCache
 from ..run.views import accumulator_dtype, with_unit_stride
 from .op import define_op
-from .sinks import why_no_sinks, with_sinks
+from .sinks import with_sinks
 from .validate import (
     autocast,
     call_of,
@@ -93,11 +93,10 @@ def dilated_attention(
         cu_seqlens = on_host(cu_seqlens)
         query, key, value = rows = autocast(query), autocast(key), autocast(value)
         call = call_of(
-            rows, pattern, parallel, cu_seqlens, scale, backend, return_lse, heads_held, num_heads
+            *(rows, pattern, parallel, cu_seqlens, scale, backend, return_lse),
+            *(heads_held, num_heads, sinks),
         )
         check_cache(cache, call, query, key, parallel, cu_seqlens, lengths)
-        if sinks is not None and (failure := why_no_sinks(sinks, query)):
-            raise ValueError(f"{failure}.")
         query, key, value = map(with_unit_stride, rows)
         if parallel is None and cache is None:
             warn_of_forgotten_parallel(query.shape[1])

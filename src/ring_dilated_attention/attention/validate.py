@@ -16,6 +16,7 @@ from ..ranks.call import Call, validate_cu_seqlens
 from ..ranks.context import ContextParallel
 from ..run.dilated_cache import DilatedCache
 from .op import define_op
+from .sinks import why_no_sinks
 
 # Arguments of torch's scaled_dot_product_attention and flex_attention, and what is in their place.
 _SEEN = "the pattern says which keys a query sees, and cu_seqlens separates documents"
@@ -94,6 +95,7 @@ def call_of(
     return_lse: Any,
     heads_held: Any,
     num_heads: Any,
+    sinks: Any = None,
 ) -> Call:
     """The call that these arguments make, after all checks that need no other rank. tensors: query, key, value."""
     _check_tensors(dict(zip(("query", "key", "value"), tensors, strict=True)))
@@ -109,6 +111,9 @@ def call_of(
         validate_cu_seqlens(cu_seqlens, batch)
     if not isinstance(return_lse, bool):
         raise ValueError(f"return_lse must be True or False, got {return_lse!r}.")
+    has_sinks = sinks is not None
+    if has_sinks and (failure := why_no_sinks(sinks, query)):
+        raise ValueError(f"{failure}.")
     if parallel is None and num_held > 256 and num_held > seq_len:  # a shard may be that short
         warnings.warn(
             f"query has {num_held} heads and {seq_len} positions: (batch, heads, seq, head_dim) was probably meant. "
@@ -119,7 +124,8 @@ def call_of(
     wanted = zip("qkv", tensors, strict=True) if torch.is_grad_enabled() else ()
     needs_grad = "".join(name for name, x in wanted if x.requires_grad)
     context = "" if parallel is None else parallel.key
-    return Call(pattern, scale, backend, needs_grad, return_lse, heads, num_heads, context)
+    flags = backend, needs_grad, return_lse
+    return Call(pattern, scale, *flags, heads, num_heads, context, has_sinks)
 
 
 def why_no_rows(name: str, x: Any) -> str | None:

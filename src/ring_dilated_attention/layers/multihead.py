@@ -6,6 +6,7 @@ D head dim, T positions that are not padding.
 
 import json
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -146,10 +147,15 @@ class MultiheadDilatedAttention(nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raise ValueError unless the weights were trained with this module's pattern and `rotary`."""
-        stored = json.loads(
-            bytes(state.to(torch.uint8).tolist())
-        )  # `state` may have been cast with the weights
-        pattern, base = DilatedPattern.from_dict(stored["pattern"]), stored["rotary_base"]
+        try:
+            # `state` may have been cast with the weights
+            stored = json.loads(bytes(state.to(torch.uint8).tolist()))
+            pattern, base = DilatedPattern.from_dict(stored["pattern"]), stored["rotary_base"]
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+            raise ValueError(
+                "the weights' '_extra_state' does not say with which pattern they were trained: it is damaged, or of "
+                "another version. If you know the pattern, leave the names that end so out of the state_dict"
+            ) from error
         if (pattern, base) != (self.pattern, self.rotary_base):
             raise ValueError(
                 f"the weights were trained with {pattern} and rotary_base={base}, and this module has {self.pattern} "
@@ -366,13 +372,11 @@ class MultiheadDilatedAttention(nn.Module):
         def packed(x_BNE: Tensor) -> Tensor:
             return x_BNE.flatten(0, 1)[rows_T].unsqueeze(0)
 
-        query_1TE = packed(query_BNE)
-        key_1TE = query_1TE if key_BNE is query_BNE else packed(key_BNE)
-        value_1TE = key_1TE if value_BNE is key_BNE else packed(value_BNE)
+        inputs_1TE = _each_once(packed, query_BNE, key_BNE, value_BNE)
         # without a valid position there is no document
         cu_seqlens = borders if len(rows_T) else None
         table = None if table is None else table.of_rows(rows_T % num_positions)
-        out_1TE = self._attend(self._heads(query_1TE, key_1TE, value_1TE, table), cu_seqlens)
+        out_1TE = self._attend(self._heads(*inputs_1TE, table), cu_seqlens)
         out_flat = out_1TE.new_zeros(batch * num_positions, out_1TE.shape[-1]).index_copy(
             0, rows_T, out_1TE[0]
         )
@@ -400,12 +404,10 @@ class MultiheadDilatedAttention(nn.Module):
             rows_BNE = F.pad(x_BNE.masked_fill(is_padding_BN1, 0), (0, 0, 0, 1))
             return rows_BNE.flatten(0, 1).unsqueeze(0)
 
-        query_1TE = packed(query_BNE)
-        key_1TE = query_1TE if key_BNE is query_BNE else packed(key_BNE)
-        value_1TE = key_1TE if value_BNE is key_BNE else packed(value_BNE)
+        inputs_1TE = _each_once(packed, query_BNE, key_BNE, value_BNE)
         if table is not None:
             table = table.of_rows(F.pad(places_N, (0, 1)).repeat(batch))
-        out_1TE = self._attend(self._heads(query_1TE, key_1TE, value_1TE, table), borders)
+        out_1TE = self._attend(self._heads(*inputs_1TE, table), borders)
         out_BNE = out_1TE[0].unflatten(0, (batch, num_positions + 1))[:, :-1]
         return self.out_proj(out_BNE.masked_fill(is_padding_BN1, 0))
 
@@ -517,6 +519,16 @@ class MultiheadDilatedAttention(nn.Module):
                 "cache and parallel: a cache is of one device; use a module with parallel=None and the same "
                 "parameters, and DilatedCache.gather for what ranks have prefilled"
             )
+
+
+def _each_once(
+    change: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The three tensors, changed. Those that are one tensor are changed once, and stay one."""
+    changed_query = change(query)
+    changed_key = changed_query if key is query else change(key)
+    changed_value = changed_key if value is key else change(value)
+    return changed_query, changed_key, changed_value
 
 
 def _warn_of_older_weights(

@@ -67,7 +67,7 @@ def meetings(branch: Branch, length: int, *, is_causal: bool) -> Iterator[Meetin
 
 
 def block_length(branch: Branch, *, is_causal: bool) -> int:
-    """The length of sections within which, in the first place, positions see each other."""
+    """The length of the sections that are met with themselves: segments, or the blocks of a window."""
     if branch.is_window and not is_causal:
         return max(branch.segment_length // 2, 1)
     return branch.segment_length

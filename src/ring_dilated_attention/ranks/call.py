@@ -29,6 +29,7 @@ class Call:
     heads: range
     num_heads: int
     context: str = ""
+    has_sinks: bool = False  # lse has a gradient wherever out has
 
     @property
     def text(self) -> str:
@@ -39,7 +40,8 @@ class Call:
             index(self.heads.stop),
             index(self.num_heads),
         )
-        numbers = f"{self.scale} {start} {stop} {num_heads} {self.return_lse}"
+        flags = f"{self.return_lse} {self.has_sinks}"
+        numbers = f"{self.scale} {start} {stop} {num_heads} {flags}"
         return f"{self.backend} {self.needs_grad}\n{numbers}\n{self.pattern.text}\n{self.context}"
 
     @classmethod
@@ -47,7 +49,7 @@ class Call:
     def from_text(cls, text: str) -> "Call":
         names, numbers, pattern, context = text.split("\n", 3)
         backend, needs_grad = names.split(" ")
-        scale, *heads, num_heads, return_lse = numbers.split(" ")
+        scale, *heads, num_heads, return_lse, has_sinks = numbers.split(" ")
         flags = float(scale), backend, needs_grad, return_lse == "True"
         return cls(
             DilatedPattern.from_text(pattern),
@@ -55,6 +57,7 @@ class Call:
             range(*map(int, heads)),
             int(num_heads),
             context,
+            has_sinks == "True",
         )
 
     @property

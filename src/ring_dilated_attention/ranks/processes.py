@@ -267,6 +267,7 @@ class Processes(Ranks):
             "cu_seqlens": borders_field(state.borders),
             "gradients": call.needs_grad or "none",
             "return_lse": call.return_lse,
+            "sinks": "given" if call.has_sinks else "none",
         }
         if stage == "forward" and self.control.counts_modules:
             fields[NUM_MODULES] = None if self.caller is None else self.num_modules

@@ -220,7 +220,8 @@ class Ranks:
             rank_plan: RankPlan, means: ExecutorOptions, scaled_query: Tensor
         ) -> tuple[Tensor, Tensor, Tensor]:
             scaled_rows = rows._replace(query=scaled_query)
-            if rank_plan.dealing is not None and rows.dlse is None and call.return_lse:
+            uses_lse = call.return_lse or call.has_sinks
+            if rank_plan.dealing is not None and rows.dlse is None and uses_lse:
                 # This rank's loss need not use lse, but all ranks must deal the gradient of lse, or none.
                 scaled_rows = scaled_rows._replace(dlse=torch.zeros_like(rows.lse))
             return executor.backward(rank_plan, means, scaled_rows)

@@ -10,9 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-MADE_BY = "ring_dilated_attention"  # what pictures say they were made with
 MOST_BYTES = 2**28  # how much of a file is read to learn who made it
-HEAD_BYTES = 4096  # where pictures and the files of runs say it
+HEAD_BYTES = 4096  # where the files of runs say it
 
 
 def write_whole(
@@ -108,14 +107,6 @@ class LossyStderr:
     def flush(self) -> None:
         with suppress(OSError):
             sys.stderr.flush()
-
-
-def is_our_picture(file: BinaryIO) -> bool:
-    """Whether a file is a PNG that this package made: a text before its pixels says so."""
-    text = f"Software\0{MADE_BY}".encode()
-    chunk = len(text).to_bytes(4) + b"tEXt" + text
-    head = file.read(HEAD_BYTES)
-    return head.startswith(b"\x89PNG\r\n\x1a\n") and chunk in head.partition(b"IDAT")[0]
 
 
 def mentions(run: str) -> Callable[[BinaryIO], bool]:

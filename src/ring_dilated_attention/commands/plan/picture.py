@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...pattern import DilatedPattern
-from ...training.files import MADE_BY, check_mine, write_whole
+from ...training.files import check_mine, write_whole
 from ..arguments import check_installed, check_writable
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def draw(path: Path, pattern: DilatedPattern, seq_len: int, num_heads: int) -> N
 
 def png(figure: "Figure") -> bytes:
     content = BytesIO()
-    figure.savefig(content, dpi=160, format="png", metadata={"Software": MADE_BY})
+    figure.savefig(content, dpi=160, format="png", metadata={"Software": "ring_dilated_attention"})
     return content.getvalue()
 
 
