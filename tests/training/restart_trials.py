@@ -27,7 +27,6 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -40,7 +39,6 @@ from kept_record import add_record, kept_record
 from safetensors import safe_open
 
 from ring_dilated_attention.models.saved_run import find_checkpoint, step_of
-from ring_dilated_attention.training.files import MADE_BY, is_our_picture, write_whole
 
 OPTIONS = f"{TINY} --warmup-steps 2 --save-every 5 --data text.txt --run-folder run"
 KINDS = ("worker", "rank 0", "two", "agent", "writing", "restarting", "stop", "disk", "fsdp")
@@ -516,8 +514,8 @@ def is_running(job: Job, step: int) -> bool:
     return steps_done() >= step and len(job.ranks()) == job.num_ranks
 
 
-def draw(whole: Result, found: Result, struck: Sequence[int]) -> bytes:
-    """The losses of a run that was struck, over those of one that never was."""
+def draw(path: Path, whole: Result, found: Result, struck: Sequence[int]) -> None:
+    """The losses of a run that was struck, over those of one that never was, as a PNG at `path`."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -537,14 +535,7 @@ def draw(whole: Result, found: Result, struck: Sequence[int]) -> bytes:
         f"Losses and parameters are {equal}; held out {found.held_out:.3f} bits per byte"
     )
     axes.legend()
-    content = BytesIO()
-    figure.savefig(
-        content,
-        format="png",
-        dpi=120,
-        metadata={"Software": MADE_BY, "Source": "restart_trials.py"},
-    )
-    return content.getvalue()
+    figure.savefig(path, format="png", dpi=120)
 
 
 def launcher_of(kind: str, number: int) -> str:
@@ -633,12 +624,11 @@ def row_of(kind: str, trials: Sequence[Trial]) -> dict[str, Any]:
 
 
 def make_picture(path: Path) -> int:
-    is_ours = partial(is_our_picture, source="restart_trials.py")
     path, size = path.resolve(), Size(steps=280, restarts=9)
     with tempfile.TemporaryDirectory(prefix="rda-trials-") as folder:
         whole = in_folder(Path(folder, "whole"), whole_result, Job("rda", size))
         found, struck = in_folder(Path(folder, "struck"), struck_six_times, Job("rda", size))
-    write_whole(path, draw(whole, found, struck), is_ours, "restart_trials.py")
+    draw(path, whole, found, struck)
     print(f"killed at steps {struck}; {'equal' if whole == found else 'NOT equal'} to the bit")
     return 0 if whole == found and len(struck) == 6 else 1
 

@@ -304,9 +304,8 @@ def make_mask(
             "self-attention; cross-attention and encoders with a cache are not supported."
         )
     if not is_own:
-        pattern_of(
-            config, is_causal=True
-        )  # refuses a model without one, also where no mask is needed
+        # refuses a model without one, also where no mask is needed
+        pattern_of(config, is_causal=True)
     elif kv_length != q_length:
         raise ValueError(
             f"{q_length} queries and {kv_length} keys: context_parallel computes whole sequences, without a "

@@ -110,7 +110,7 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     try:
         if parallel.world_size > 1:
             check_ranks(model, ShardedForward)
-    except ValueError:
+    except BaseException:  # also Ctrl-C: the model is as it was
         handle.remove()
         raise
     return handle
