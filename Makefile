@@ -116,13 +116,10 @@ dist: $(DIST)/.installed
 	$(DIST)/bin/twine check --strict dist/*
 	for python in $(PYTHONS); do $(DIST)/bin/python tests/dist/install.py "$$python" '$(TORCH)' || exit 1; done
 
-# On a machine with a GPU, where torch is to be the build for it: make gpu TORCH=torch
-gpu: $(VENV)/.installed
-	$(BIN)/python -m pytest -rs tests/kernels/test_cuda.py tests/benchmarks/test_gpu_bench.py tests/kernels/test_sdpa.py tests/ranks/test_host_memory.py
-	$(BIN)/rda check --timeout 300
-	$(BIN)/python -m benchmarks gpu
-	$(BIN)/python -m benchmarks gpu_memory
-	$(BIN)/python -m benchmarks gpu_small
+# On a machine with a GPU, by its own Python, which has torch for it and pytest: nothing is installed. It takes at most
+# nine minutes, and writes runs/gpu.json after each part. For some parts: make gpu STEPS='card share'
+gpu:
+	PYTHONPATH=src $(PYTHON) -m benchmarks gpu $(STEPS)
 
 # On a machine with two GPUs or more. It takes at most ten minutes, and writes runs/multi_gpu.json.
 multi-gpu: $(VENV)/.installed

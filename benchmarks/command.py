@@ -10,30 +10,26 @@ from textwrap import fill
 from types import ModuleType
 from typing import Any
 
-from ring_dilated_attention.commands.local_ranks import Launch, Worker, run_ranks
 from ring_dilated_attention.training.files import check_mine, in_words
 
 from . import (
     crossover,
-    device,
     error,
     flops,
-    gpu,
-    gpu_memory,
-    gpu_small,
     linear,
+    parts,
     peers,
     ranks,
     scaling,
     token,
 )
 from .gate import GateError
+from .gpu import command as gpu
 from .learn import command as learn
 from .learn import text
 from .multi_gpu import command as multi_gpu
 from .progress import stepper
 from .record import (
-    Record,
     for_terminal,
     is_record,
     make_record,
@@ -53,28 +49,23 @@ CASES: dict[str, ModuleType] = {
     "error": error,
     "token": token,
     "peers": peers,
-    "gpu": gpu,
-    "gpu_memory": gpu_memory,
-    "gpu_small": gpu_small,
 }
 # What makes the table of each record.
 TABLES = {name: case.table for name, case in CASES.items()}
-TABLES |= {learn.NAME: text.table, "multi_gpu": multi_gpu.table}
+TABLES |= {learn.NAME: text.table, "gpu": parts.table, "multi_gpu": parts.table}
 RESULTS = Path(__file__).with_name("results")
 NAME = "python -m benchmarks"
 HELP = """\
 cases, and how many minutes each takes on two quiet cores, or on an H100
-(multi_gpu and learn have options of their own: --help says more):
+(gpu, multi_gpu and learn have options of their own: --help says more):
 {}
 
 examples:
   python -m benchmarks flops            one case; its record goes to
                                         benchmarks/results/flops.json
-  python -m benchmarks --all            all cases that can run here, but for
-                                        multi_gpu and learn
+  python -m benchmarks --all            all cases but gpu, multi_gpu and learn
   python -m benchmarks --all --quick    tiny sizes, in two minutes, to see that
-                                        they run; writes nothing. A CPU stands
-                                        in for a GPU
+                                        they run; writes nothing
   python -m benchmarks --page --html docs/evidence.html \\
                        --reports docs/reports.md
                                         all pages from the records; runs nothing
@@ -92,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return learn.main(
                 words[1:], RESULTS, stepper("learn"), lambda folder: write_page(folder, TABLES)
             )
+        if words[:1] == ["gpu"]:
+            return gpu.main(words[1:])
         if words[:1] == ["multi_gpu"]:
             return multi_gpu.main(words[1:])
         return run(parsed(words))
@@ -111,7 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parsed(words: Sequence[str]) -> argparse.Namespace:
     minutes = {name: (case.MINUTES, case.SUMMARY) for name, case in CASES.items()}
-    minutes |= {"multi_gpu": (10, multi_gpu.SUMMARY), "learn": (60, text.SUMMARY)}
+    minutes |= {
+        "gpu": (9, gpu.SUMMARY),
+        "multi_gpu": (10, multi_gpu.SUMMARY),
+        "learn": (60, text.SUMMARY),
+    }
     lines = []
     for name, (number, summary) in minutes.items():
         line = f"  {name:<11} {number:>3}  {summary}"
@@ -155,16 +152,11 @@ def run(arguments: argparse.Namespace) -> int:
     check(arguments, names, folder, is_kept=is_kept)
     for name in names:
         case = CASES[name]
-        reason = why_not(case, is_quick=arguments.quick)
-        if reason:
-            print(f"{name}: skipped, it {reason}\n")
-            continue
         rows = run_case(name, is_quick=arguments.quick)
         print(f"{name}: {for_terminal(case.table(rows))}\n")
         if is_kept:
-            print(
-                f"record: {write_record(record_of(name, rows, is_quick=arguments.quick), folder)}"
-            )
+            record = make_record(name, rows, is_quick=arguments.quick)
+            print(f"record: {write_record(record, folder)}")
     if arguments.page or (names and is_kept):
         print(f"page: {write_page(folder, TABLES)}")
     if arguments.html:
@@ -197,10 +189,6 @@ def check(
         )
     if arguments.html and find_spec("matplotlib") is None:
         raise ValueError("--html needs matplotlib: pip install matplotlib")
-    for name in arguments.cases:
-        reason = why_not(CASES[name], is_quick=arguments.quick)
-        if reason:
-            raise ValueError(f"{name} {reason}")
     if is_kept or pages:
         page_of(folder)
     names_of_records = [
@@ -228,32 +216,9 @@ def check_can_hold(folder: Path) -> None:
         raise ValueError(f"--results {folder} cannot be written: {why}. Choose another place.")
 
 
-def why_not(case: ModuleType, *, is_quick: bool) -> str | None:
-    """The reason why a case cannot run here, or None. Quick, a CPU stands in for the GPU."""
-    if needs_gpu(case) and not is_quick:
-        return device.why_not()
-    return None
-
-
-def needs_gpu(case: ModuleType) -> bool:
-    return getattr(case, "NEEDS_GPU", False)
-
-
 def run_case(name: str, *, is_quick: bool) -> list[dict[str, Any]]:
     case = CASES[name]
     try:
         return case.run(case.QUICK if is_quick else case.FULL, stepper(name))
     except GateError as failure:
         raise GateError(f"{name}: {failure}") from failure
-
-
-def record_of(name: str, rows: list[dict[str, Any]], *, is_quick: bool) -> Record:
-    """The GPU is asked in a process of its own: asking takes some of its memory for as long as a process lives."""
-    described = None
-    if needs_gpu(CASES[name]) and device.why_not() is None:
-        [described] = run_ranks(Launch(1), _describe_gpu)
-    return make_record(name, rows, is_quick=is_quick, gpu=described)
-
-
-def _describe_gpu(worker: Worker) -> dict[str, Any]:
-    return device.describe()

@@ -32,16 +32,6 @@ _QUESTIONS = (
 )
 
 
-def why_not() -> str | None:
-    """The reason why a case that needs a GPU cannot run here, or None."""
-    return None if torch.cuda.is_available() else "needs a CUDA GPU, and torch sees none"
-
-
-def resolve(device: str | None) -> str:
-    """A device by name; None is a GPU if there is one, else the CPU in its place."""
-    return device or ("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def synchronize(device: str) -> None:
     """Wait for the device. Raises what went wrong on it since."""
     if device != "cpu":

@@ -1,35 +1,24 @@
 """`python -m benchmarks multi_gpu`: one part after the other, each in processes of its own."""
 
 import argparse
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from ring_dilated_attention.training.files import check_mine
 
-from ..progress import stepper
-from ..record import is_record, make_record, markdown, write_record
+from ..parts import Part, print_rows, run_parts
+from ..record import is_record
 from .faults import fault
 from .network import network
 from .right import model, right, there
-from .settings import QUICK, Row, Settings
+from .settings import QUICK, Settings
 from .speed import speed
 
 SUMMARY = "what only several GPUs can show, for others to send us (make multi-gpu)"
 NAME, MAKER = "multi_gpu", "python -m benchmarks"
-VERDICTS = {None: "", True: "passed", False: "FAILED"}
-
-
-class Part(NamedTuple):
-    """`run` starts ranks that may take so many seconds, and returns rows."""
-
-    name: str
-    seconds: float
-    run: Callable[[Settings, float], list[Row]]
 
 
 def parts(settings: Settings) -> list[Part]:
@@ -46,35 +35,6 @@ def parts(settings: Settings) -> list[Part]:
     for kind, seconds in settings.faults:
         made.append(Part(f"fault, {kind}", seconds, partial(fault, kind=kind)))
     return made
-
-
-def run_part(part: Part, settings: Settings) -> list[Row]:
-    begun = time.monotonic()
-    try:
-        rows = part.run(settings, part.seconds)
-    except Exception as error:  # noqa: BLE001  whatever it is, the other parts go on
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        failed = f"it failed: {lines[-1]}"
-        rows = [
-            {"what": "all of it", "passed": False, "found": failed, "error": str(error)[-4000:]}
-        ]
-    seconds = time.monotonic() - begun
-    return [{"part": part.name, **row, "part_seconds": seconds} for row in rows]
-
-
-def run(settings: Settings, folder: Path | None) -> list[Row]:
-    """The rows of all parts. The record is written whenever a part ends."""
-    rows: list[Row] = []
-    step = stepper(NAME)
-    for part in parts(settings):
-        step(part.name)
-        rows += run_part(part, settings)
-        if folder is not None:
-            card = None
-            if settings.has_gpus and "cards" in rows[0]:
-                card = rows[0]["cards"][0]
-            write_record(make_record(NAME, rows, is_quick=not settings.has_gpus, gpu=card), folder)
-    return rows
 
 
 def main(words: Sequence[str]) -> int:
@@ -100,18 +60,9 @@ def main(words: Sequence[str]) -> int:
             )
     if folder is not None:
         check_mine(folder / f"{NAME}.json", is_record, MAKER)
-    rows = run(settings, folder)
-    for row in rows:
-        print(f"{VERDICTS[row['passed']]:6} {row['part']}: {row['what']}: {row['found']}")
+    is_quick = not settings.has_gpus
+    rows = run_parts(NAME, parts(settings), settings, folder, is_quick=is_quick)
+    status = print_rows(rows)
     if folder is not None:
         print(f"\nPlease open an issue with this file: {folder / NAME}.json")
-    has_failed = any(row["passed"] is False for row in rows)
-    return 1 if has_failed else 0
-
-
-def table(rows: list[Row]) -> str:
-    lines = []
-    for row in rows:
-        words = " ".join(row["found"].split())
-        lines.append((row["part"], row["what"], VERDICTS[row["passed"]], words))
-    return markdown(("part", "what", "verdict", "found"), lines)
+    return status

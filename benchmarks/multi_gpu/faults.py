@@ -16,7 +16,8 @@ from ring_dilated_attention.ranks.link import ExchangeError, GroupLink
 
 from ..device import synchronize
 from ..measure import attend
-from .settings import KILLED_WAITING, RAISES, Row, Settings
+from ..parts import Row
+from .settings import KILLED_WAITING, RAISES, Settings
 
 SLACK_SECONDS = 5  # in which a busy machine tears down what a fault broke
 

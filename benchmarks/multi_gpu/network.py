@@ -9,7 +9,8 @@ from ring_dilated_attention.commands.local_ranks import Worker
 from ring_dilated_attention.ranks.processes import Processes
 
 from ..device import meet, timed
-from .settings import Row, Settings
+from ..parts import Row
+from .settings import Settings
 
 SMALL_BYTES = 256
 SMALL, HANDSHAKE, PAIRS = "small", "handshake", "all pairs at once"

@@ -16,7 +16,8 @@ from ring_dilated_attention.models import LongNetConfig, LongNetLM
 from ring_dilated_attention.ranks.reduce import all_reduce
 
 from ..device import describe
-from .settings import Row, Settings
+from ..parts import Row
+from .settings import Settings
 
 
 def there(settings: Settings, seconds: float) -> list[Row]:

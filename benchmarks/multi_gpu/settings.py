@@ -10,8 +10,6 @@ from ring_dilated_attention.commands.local_ranks import Launch, run_ranks
 
 from ..measure import Sizes
 
-# part, what, passed (None: nothing to judge), found (in words), and what was measured
-Row = dict[str, Any]
 KILLED = "is killed"
 KILLED_WAITING = "is killed, and the others wait for their device"
 RAISES = "raises"

@@ -17,7 +17,8 @@ from ring_dilated_attention.plan.sharding import make_shards
 from ..device import exposed, timed
 from ..gate import small_case
 from ..measure import attend, flops_of
-from .settings import Row, Settings
+from ..parts import Row
+from .settings import Settings
 
 ALL, WHOLE = "all ranks", "one rank, whole length"
 SHARE, APART = "one rank, its share of the length", "apart"

@@ -12,7 +12,7 @@ from full_disk import on_a_full_disk
 from helpers import ROOT
 
 from benchmarks import command, crossover, flops, gate, linear, measure, ranks, record
-from benchmarks.command import CASES, needs_gpu
+from benchmarks.command import CASES
 from ring_dilated_attention import kernels
 from ring_dilated_attention.pattern import WHOLE_DOCUMENT, DilatedPattern
 from ring_dilated_attention.plan.job import Job
@@ -23,7 +23,7 @@ SIZES = measure.Sizes(512, 2, 16)
 PATTERN = DilatedPattern((128, 512), (1, 4))
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not needs_gpu(case)])
+@pytest.mark.parametrize("name", CASES)
 def test_every_case_leaves_a_record(name, tmp_path, capsys):
     folder = tmp_path / "results"
     assert command.main([name, "--quick", "--results", str(folder)]) == 0

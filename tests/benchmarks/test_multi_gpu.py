@@ -15,8 +15,8 @@ from torch.autograd import DeviceType
 from benchmarks import device
 from benchmarks.multi_gpu import command as multi_gpu
 from benchmarks.multi_gpu import faults, right, speed
-from benchmarks.multi_gpu.command import Part
 from benchmarks.multi_gpu.settings import KILLED, KILLED_WAITING, QUICK, Settings
+from benchmarks.parts import Part
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.ranks.link import GroupPending
 

@@ -1,0 +1,93 @@
+"""`python -m benchmarks gpu`: one part after the other, each in a process of its own, with a record after each."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ring_dilated_attention.commands.local_ranks import Launch, RankFailedError, Worker, run_ranks
+from ring_dilated_attention.training.files import check_mine
+
+from ..parts import Part, Row, failed_row, print_rows, run_parts
+from ..record import is_record
+from .right import beyond, card, one_rank, run_tests
+from .settings import QUICK, Settings
+from .speed import memory, model, ops, share, small
+
+SUMMARY = "one GPU: right, how fast, how much memory (make gpu)"
+NAME, MAKER = "gpu", "python -m benchmarks"
+
+
+def reported(
+    settings: Settings, seconds: float, function: Callable[[Worker, Settings], None]
+) -> list[Row]:
+    """The rows that a function reported, also where it failed or its time was up."""
+    rows: list[Row] = []
+    launch = Launch(1, num_threads=torch.get_num_threads(), seconds=seconds)
+    try:
+        run_ranks(launch, function, settings, on_report=lambda rank, row: rows.append(row))
+    except RankFailedError as error:
+        rows.append(failed_row(error))
+    return rows
+
+
+def tested(settings: Settings, seconds: float) -> list[Row]:
+    """Values and gradients of all features, poisoned memory, streams, graphs, compilation."""
+    return run_tests(settings, seconds, settings.tests)
+
+
+def shared(settings: Settings, seconds: float) -> list[Row]:
+    """Two processes on one card, whose messages go through the host."""
+    return run_tests(settings, seconds, settings.tests_of_ranks)
+
+
+# With the most seconds of each: nine minutes together, and five to the end of "share".
+PARTS = (
+    Part("card", 30, partial(reported, function=card)),
+    Part("right", 100, tested),
+    Part("ops", 50, partial(reported, function=ops)),
+    Part("share", 120, partial(reported, function=share)),
+    Part("beyond", 40, partial(reported, function=beyond)),
+    Part("memory", 30, partial(reported, function=memory)),
+    Part("small", 30, partial(reported, function=small)),
+    Part("ranks", 70, shared),
+    Part("nccl", 20, partial(reported, function=one_rank)),
+    Part("model", 50, partial(reported, function=model)),
+)
+
+
+def main(words: Sequence[str]) -> int:
+    names = [part.name for part in PARTS]
+    parser = argparse.ArgumentParser(
+        prog=f"{MAKER} {NAME}", description=f"Measure {SUMMARY}. It takes nine minutes at most."
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join(names)} (default: all)"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="tiny sizes on a CPU; writes nothing unless --results is given",
+    )
+    parser.add_argument(
+        "--results", type=Path, metavar="DIR", help="where the record goes (default: runs)"
+    )
+    arguments = parser.parse_args(words)
+    for name in arguments.parts:
+        if name not in names:
+            raise ValueError(f"unknown part {name!r}; choose from {', '.join(names)}")
+    folder = arguments.results
+    if not arguments.quick:
+        folder = folder or Path("runs")
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"{NAME} needs a CUDA GPU, and torch sees none; --quick rehearses on a CPU"
+            )
+    if folder is not None:
+        check_mine(folder / f"{NAME}.json", is_record, MAKER)
+    parts = [part for part in PARTS if part.name in (arguments.parts or names)]
+    settings = QUICK if arguments.quick else Settings()
+    rows = run_parts(NAME, parts, settings, folder, is_quick=arguments.quick)
+    return print_rows(rows)

@@ -1,0 +1,143 @@
+"""The card itself, and whether what it computes is right: by the tests, at great lengths, over ranks that share it."""
+
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Timer
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, explain
+from ring_dilated_attention.commands.errors import relative, squares, tolerances
+from ring_dilated_attention.commands.local_ranks import Worker
+from ring_dilated_attention.kernels import rows_at_once
+
+from ..device import ceilings, describe, release
+from ..gate import small_case
+from ..measure import Sizes, make_tensors
+from ..parts import Row
+from .settings import PAPER, TWO, Settings
+
+QUANTITIES = ("out", "dq", "dk", "dv")
+CLONE = Path(__file__).parents[2]
+
+
+def card(worker: Worker, settings: Settings) -> None:
+    """What the card is, the most that it can do, and what `auto` takes."""
+    facts = {"name": "a CPU in its place"} if settings.is_quick else describe()
+    most = ceilings(settings.device, settings.dtype, rows=settings.ceiling_rows)
+    worker.report(
+        {
+            "what": "the card",
+            "passed": None,
+            "found": f"{facts['name']}, torch {torch.__version__}, "
+            f"{most.flops_per_second / 1e12:.3g} TFLOP/s in a product of matrices, "
+            f"{most.bytes_per_second / 1e12:.3g} TB/s in a copy",
+            "cards": [facts],
+            "ceilings": most._asdict(),
+        }
+    )
+    for head_dim in settings.head_dims:
+        query = torch.empty(
+            1, 64, settings.num_heads, head_dim, device=settings.device, dtype=settings.dtype
+        )
+        said = explain(query, query, query, DilatedPattern(*TWO))
+        worker.report({"what": f"auto, head dim {head_dim}", "passed": None, "found": said.kernel})
+    reason = rows_at_once.why_not(torch.device(settings.device))
+    worker.report(
+        {
+            "what": "one merge of a call, in Triton",
+            "passed": None if settings.is_quick else reason is None,
+            "found": reason or "compiles",
+        }
+    )
+
+
+def run_tests(settings: Settings, seconds: float, tests: Sequence[str]) -> list[Row]:
+    """Runs them by pytest. A row for each that failed, and one for all, also where time was up before the end."""
+    options = ["-v", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts="]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    rows: list[Row] = []
+    counts = {"PASSED": 0, "FAILED": 0, "ERROR": 0, "SKIPPED": 0}
+    last = ""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=CLONE
+    ) as process:
+        limit = Timer(seconds, process.kill)
+        limit.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            last = line.strip() or last
+            said = re.match(r"(tests/\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)", line)
+            if said is None:
+                continue
+            counts[said[2]] += 1
+            if said[2] in ("FAILED", "ERROR"):
+                rows.append({"what": said[1], "passed": False, "found": said[2].lower()})
+        limit.cancel()
+    if process.returncode < 0:
+        last = f"ended after {seconds:.0f} s, at: {last}"
+    numbers = ", ".join(f"{number} {what.lower()}" for what, number in counts.items() if number)
+    found = f"{numbers or 'none ran'}: {last.strip('= ')}"
+    rows.append({"what": "tests", "passed": process.returncode == 0, "found": found, **counts})
+    return rows
+
+
+def beyond(worker: Worker, settings: Settings) -> None:
+    """More than 2**31 elements: the last segments of a long call against a call of these alone."""
+    sizes = settings.beyond
+    pattern = DilatedPattern(*TWO if not settings.is_quick else settings.branches[0])
+    unit = math.lcm(*pattern.segment_lengths)
+    start = (sizes.seq_len - 1) // unit * unit
+    inputs, dout = make_tensors(sizes, device=settings.device)
+    whole = [x[:, start:].clone() for x in both_ways(inputs, dout, pattern)]
+    tails = [x.detach()[:, start:].clone().requires_grad_() for x in inputs]
+    alone = both_ways(tails, dout[:, start:].clone(), pattern)
+    allowed = tolerances(small_case(sizes, pattern), sizes.dtype, settings.device)
+    for name, x, y in zip(QUANTITIES, whole, alone, strict=True):
+        error = relative(squares(x, y.cpu().double()))
+        worker.report(
+            {
+                "what": f"{name} at the end of {sizes.seq_len:,} positions, {sizes.num_heads} heads "
+                f"of {sizes.head_dim}",
+                "passed": error <= 2 * allowed[name],
+                "found": f"differs by {error:.1e} of at most {2 * allowed[name]:.1e}",
+            }
+        )
+    release(settings.device)
+
+
+def both_ways(inputs: list[Tensor], dout: Tensor, pattern: DilatedPattern) -> list[Tensor]:
+    """out, dq, dk, dv."""
+    query, key, value = inputs
+    out = dilated_attention(query, key, value, pattern)
+    assert isinstance(out, Tensor)
+    return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+
+def one_rank(worker: Worker, settings: Settings) -> None:
+    """A group of NCCL with one rank."""
+    if not settings.is_quick:
+        dist.destroy_process_group()
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    sizes = Sizes(1000, 4, 64, settings.dtype)
+    pattern = DilatedPattern(*PAPER, is_causal=True)
+    inputs, dout = make_tensors(sizes, device=settings.device)
+    expected = both_ways(inputs, dout, pattern)
+    parallel = ContextParallel()
+    query, key, value = inputs
+    out = dilated_attention(query, key, value, pattern, parallel=parallel)
+    assert isinstance(out, Tensor)
+    found = [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+    worker.report(
+        {
+            "what": f"one rank over {dist.get_backend()}",
+            "passed": all(map(torch.equal, found, expected)),
+            "found": "equal to a call without a group, to the bit, if it passed",
+        }
+    )

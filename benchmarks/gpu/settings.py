@@ -1,0 +1,71 @@
+"""What is run on the card, and the tiny sizes that rehearse it on a CPU."""
+
+from typing import NamedTuple
+
+import torch
+
+from ..measure import Sizes
+
+PAPER = ((2048, 4096, 8192, 16_384, 32_768), (1, 2, 4, 6, 12))
+TWO = ((2048, 4096), (1, 2))
+
+
+class Tile(NamedTuple):
+    """What one of torch's attention ops is called with: so many segments of so many rows."""
+
+    segments: int
+    rows: int
+    head_dim: int
+
+
+class Settings(NamedTuple):
+    device: str = "cuda"
+    dtype: torch.dtype = torch.bfloat16
+    num_heads: int = 12
+    head_dims: tuple[int, ...] = (64, 128)
+    branches: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (TWO, PAPER)
+    # Repeats by length. Beyond `dense_at_most` dense attention takes its time there, scaled by FLOPs.
+    lengths: tuple[tuple[int, int], ...] = ((32_768, 10), (131_072, 3), (1_048_576, 3))
+    dense_at_most: int = 131_072
+    tiles: tuple[Tile, ...] = (Tile(64, 2048, 64), Tile(16, 8192, 64), Tile(64, 2048, 128))
+    memory: Sizes = Sizes(524_288, 12, 64, torch.float16)
+    memory_bytes: float = 8e9
+    # q, k, v, out and gradients with more than 2**31 elements each
+    beyond: Sizes = Sizes(1_050_624, 16, 128, torch.float16)
+    small_lengths: tuple[int, ...] = (1024, 4096, 16_384, 32_768)
+    model_length: int = 2**20
+    model_width: int = 768
+    model_layers: int = 12
+    ceiling_rows: int = 8192
+    # tests of the default path, by pytest
+    tests: tuple[str, ...] = (
+        "tests/kernels/test_cuda.py",
+        "tests/kernels/test_row_kernels.py",
+        "tests/kernels/test_sdpa.py",
+    )
+    tests_of_ranks: tuple[str, ...] = ("tests/ranks/test_host_memory.py",)
+
+    @property
+    def is_quick(self) -> bool:
+        return self.device == "cpu"
+
+
+QUICK = Settings(
+    device="cpu",
+    num_heads=2,
+    head_dims=(16,),
+    branches=(((128, 256), (1, 2)),),
+    lengths=((512, 1), (1024, 1)),
+    dense_at_most=512,
+    tiles=(Tile(2, 128, 16),),
+    memory=Sizes(2048, 4, 16, torch.float16),
+    memory_bytes=8e6,
+    beyond=Sizes(1280, 2, 16, torch.float16),
+    small_lengths=(256,),
+    model_length=512,
+    model_width=32,
+    model_layers=2,
+    ceiling_rows=128,
+    tests=("tests/kernels/test_cuda.py::test_no_positions",),
+    tests_of_ranks=("tests/kernels/test_cuda.py::test_no_positions",),
+)

@@ -1,0 +1,356 @@
+"""Torch's attention ops, the share of the speed-up that FLOPs allow, small calls, memory, and a step of a model.
+
+share = (time of dense / our time) * (our pairs / pairs of dense)
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
+from torch.nn.functional import scaled_dot_product_attention
+
+from ring_dilated_attention import DilatedPattern
+from ring_dilated_attention.commands.local_ranks import Worker
+from ring_dilated_attention.forecast.call_cost import pairs
+from ring_dilated_attention.models import LongNetConfig, LongNetLM
+
+from ..device import Mark, peak_bytes, profiled, release, synchronize
+from ..gate import gate, gate_squares
+from ..measure import Sizes, Times, attend, make_tensors, quantiles, seconds_of
+from ..parts import Row
+from ..record import branches
+from .settings import PAPER, Settings, Tile
+
+# Matrix products for each (query, key) pair, 2 * D operations each: two forward, five backward.
+PRODUCTS = {"forward": 2, "both": 7}
+TARGETS = {"forward": 0.70, "both": 0.60}
+
+
+class Op(NamedTuple):
+    """One of torch's attention ops. `implementation`: of flash attention in torch's registry; "" is torch's own."""
+
+    backend: SDPBackend
+    implementation: str = ""
+
+
+OPS = {
+    "cuDNN": Op(SDPBackend.CUDNN_ATTENTION),
+    "flash": Op(SDPBackend.FLASH_ATTENTION),
+    "flash 3": Op(SDPBackend.FLASH_ATTENTION, "FA3"),
+    "flash 4": Op(SDPBackend.FLASH_ATTENTION, "FA4"),
+    "memory-efficient": Op(SDPBackend.EFFICIENT_ATTENTION),
+}
+
+
+@contextmanager
+def chosen(name: str) -> Iterator[None]:
+    """Torch uses this op and no other. An implementation that is not installed is an error."""
+    op = OPS[name]
+    with ExitStack() as stack:
+        stack.enter_context(sdpa_kernel(op.backend))
+        if op.implementation:
+            activate_flash_attention_impl(op.implementation)
+            stack.callback(restore_flash_attention_impl)
+        yield
+
+
+class Timed(NamedTuple):
+    """Of each repeat: the device's seconds, and the host's until it had queued both ways."""
+
+    times: list[Times]
+    host_seconds: list[float]
+
+
+def timed(
+    device: str,
+    call: Callable[[], Tensor],
+    inputs: list[Tensor],
+    dout: Tensor,
+    repeats: int,
+) -> Timed:
+    """Forward and backward, once to warm up and then so often. The host runs ahead of the device."""
+    marks, host_seconds = [], []
+    for _ in range(1 + repeats):
+        began = time.perf_counter()
+        start = Mark(device)
+        out = call()
+        middle = Mark(device)
+        torch.autograd.grad(out, inputs, dout)
+        marks.append((start, middle, Mark(device)))
+        host_seconds.append(time.perf_counter() - began)
+    synchronize(device)
+    times = [Times(middle.since(start), end.since(middle)) for start, middle, end in marks[1:]]
+    return Timed(times, host_seconds[1:])
+
+
+def dense(inputs: list[Tensor], *, is_causal: bool) -> Tensor:
+    query, key, value = (x.transpose(1, 2) for x in inputs)
+    return scaled_dot_product_attention(query, key, value, is_causal=is_causal).transpose(1, 2)
+
+
+def median_of(found: Timed, stage: str) -> float:
+    return statistics.median(seconds_of(found.times, stage))
+
+
+def ops(worker: Worker, settings: Settings) -> None:
+    """Each op on the tiles that dilated attention calls it with: its error beside float32's op, and its speed."""
+    for tile in settings.tiles:
+        for is_causal in (False, True):
+            sizes = Sizes(
+                tile.rows, settings.num_heads, tile.head_dim, settings.dtype, tile.segments
+            )
+            inputs, dout = make_tensors(sizes, device=settings.device)
+            exact = [x.detach().float().requires_grad_() for x in inputs]
+            expected = dense(exact, is_causal=is_causal)
+            expected_grads = torch.autograd.grad(expected, exact, dout.float())
+            title = f"{tile.segments} segments of {tile.rows:,} rows of {tile.head_dim}"
+            if is_causal:
+                title += ", causal"
+            for name in OPS:
+                row = op_row(
+                    name, settings, tile, inputs, dout, [expected, *expected_grads], is_causal
+                )
+                worker.report({"what": f"{title}, {name}", **row})
+
+
+def op_row(
+    name: str,
+    settings: Settings,
+    tile: Tile,
+    inputs: list[Tensor],
+    dout: Tensor,
+    expected: list[Tensor],
+    is_causal: bool,
+) -> Row:
+    try:
+        with chosen(name):
+            out = dense(inputs, is_causal=is_causal)
+            found = [out, *torch.autograd.grad(out, inputs, dout)]
+            measured = timed(
+                settings.device, lambda: dense(inputs, is_causal=is_causal), inputs, dout, 5
+            )
+    except Exception as error:  # noqa: BLE001  an op that is not there is no failure
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return {"passed": None, "found": f"does not run: {reason[:200]}"}
+    errors = []
+    for x, y in zip(found, expected, strict=True):
+        errors.append(float((x.detach().float() - y.detach()).norm() / y.detach().norm()))
+    allowed = 2 * torch.finfo(settings.dtype).eps
+    num_pairs = (
+        tile.segments
+        * settings.num_heads
+        * pairs(DilatedPattern((tile.rows,), (1,), is_causal=is_causal), tile.rows, 1)
+    )
+    speeds = {}
+    for stage, products in PRODUCTS.items():
+        speeds[stage] = products * 2 * tile.head_dim * num_pairs / median_of(measured, stage)
+    return {
+        "passed": max(errors) <= allowed,
+        "found": f"error {max(errors):.1e}; TFLOP/s: forward {speeds['forward'] / 1e12:.3g}, "
+        f"both ways {speeds['both'] / 1e12:.3g}",
+        "flops_per_second": speeds,
+        "seconds": {stage: quantiles(seconds_of(measured.times, stage)) for stage in PRODUCTS},
+    }
+
+
+def share(worker: Worker, settings: Settings) -> None:
+    """Shorter sequences first, so that dense attention is known when a length needs it."""
+    fastest: dict[tuple[int, bool], tuple[int, dict[str, tuple[str, float]]]] = {}
+    for seq_len, repeats in settings.lengths:
+        for head_dim in settings.head_dims:
+            for is_causal in (False, True):
+                sizes = Sizes(seq_len, settings.num_heads, head_dim, settings.dtype)
+                inputs, dout = make_tensors(sizes, device=settings.device)
+                key = (head_dim, is_causal)
+                if seq_len <= settings.dense_at_most:
+                    fastest[key] = (
+                        seq_len,
+                        fastest_dense(settings, inputs, dout, repeats, is_causal),
+                    )
+                for lengths_and_rates in settings.branches:
+                    pattern = DilatedPattern(*lengths_and_rates, is_causal=is_causal)
+                    row = share_row(settings, sizes, pattern, inputs, dout, repeats, fastest[key])
+                    worker.report(row)
+                del inputs, dout
+                release(settings.device)
+
+
+def fastest_dense(
+    settings: Settings, inputs: list[Tensor], dout: Tensor, repeats: int, is_causal: bool
+) -> dict[str, tuple[str, float]]:
+    """For each stage, the fastest op and its median seconds."""
+    medians: dict[str, Timed] = {}
+    for name in OPS:
+        if name == "memory-efficient" and not settings.is_quick:
+            continue  # never the fastest, and slow at these lengths
+        try:
+            with chosen(name):
+                medians[name] = timed(
+                    settings.device,
+                    lambda: dense(inputs, is_causal=is_causal),
+                    inputs,
+                    dout,
+                    repeats,
+                )
+        except Exception:  # noqa: BLE001  the part on ops says why it does not run
+            release(settings.device)
+    fastest = {}
+    for stage in PRODUCTS:
+        name = min(medians, key=lambda name: median_of(medians[name], stage))
+        fastest[stage] = (name, median_of(medians[name], stage))
+    return fastest
+
+
+def share_row(
+    settings: Settings,
+    sizes: Sizes,
+    pattern: DilatedPattern,
+    inputs: list[Tensor],
+    dout: Tensor,
+    repeats: int,
+    fastest: tuple[int, dict[str, tuple[str, float]]],
+) -> Row:
+    measured_gate = [gate_squares(sizes, pattern, device=settings.device)]
+    passed = gate(sizes, pattern, measured_gate, device=settings.device)
+    measured = timed(settings.device, lambda: attend(inputs, pattern, None), inputs, dout, repeats)
+    profile = profiled(
+        settings.device,
+        lambda: torch.autograd.grad(attend(inputs, pattern, None), inputs, dout),
+    )
+    dense_len, of_stages = fastest
+    dense_pattern = DilatedPattern((dense_len,), (1,), is_causal=pattern.is_causal)
+    allowed = pairs(pattern, sizes.seq_len, sizes.num_heads) / pairs(
+        dense_pattern, dense_len, sizes.num_heads
+    )
+    shares, words = {}, []
+    for stage in PRODUCTS:
+        name, seconds = of_stages[stage]
+        ours = median_of(measured, stage)
+        shares[stage] = seconds * allowed / ours
+        words.append(f"{stage} {ours * 1e3:.3g} ms, {shares[stage]:.0%} against {name}")
+    passed_targets = None
+    if not settings.is_quick:
+        passed_targets = all(shares[stage] >= TARGETS[stage] for stage in PRODUCTS)
+    pattern_words = branches(
+        {
+            "segment_lengths": pattern.segment_lengths,
+            "dilation_rates": pattern.dilation_rates,
+            "is_causal": pattern.is_causal,
+        }
+    )
+    return {
+        "what": f"{sizes.seq_len:,} positions, head dim {sizes.head_dim}, {pattern_words}",
+        "passed": passed_targets,
+        "found": "; ".join(words),
+        "shares": shares,
+        "seconds": {stage: quantiles(seconds_of(measured.times, stage)) for stage in PRODUCTS},
+        "dense": {"seq_len": dense_len, **of_stages},
+        "kernels": [kernel._asdict() for kernel in profile.kernels[:8]],
+        "launches": profile.launches,
+        "gate": passed,
+    }
+
+
+def small(worker: Worker, settings: Settings) -> None:
+    """What the host spends on a call, what it launches, and whether it beats dense attention."""
+    for seq_len in settings.small_lengths:
+        sizes = Sizes(seq_len, settings.num_heads, settings.head_dims[0], settings.dtype)
+        inputs, dout = make_tensors(sizes, device=settings.device)
+        pattern = DilatedPattern(*settings.branches[0], is_causal=True)
+        ours = small_call(settings, partial(attend, inputs, pattern, None), inputs, dout)
+        theirs = small_call(settings, partial(dense, inputs, is_causal=True), inputs, dout)
+        words = [
+            f"{name} {found['seconds'] * 1e3:.3g} ms (host {found['host_seconds'] * 1e3:.3g}), "
+            f"{found['launches']} launches"
+            for name, found in (("dilated", ours), ("dense", theirs))
+        ]
+        worker.report(
+            {
+                "what": f"{seq_len:,} positions",
+                "passed": None,
+                "found": "; ".join(words),
+                "dilated": ours,
+                "dense": theirs,
+            }
+        )
+
+
+def small_call(
+    settings: Settings, call: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor
+) -> dict[str, float]:
+    found = timed(settings.device, call, inputs, dout, 30)
+    profile = profiled(settings.device, lambda: torch.autograd.grad(call(), inputs, dout))
+    return {
+        "seconds": median_of(found, "both"),
+        "host_seconds": statistics.median(found.host_seconds),
+        "launches": profile.launches,
+    }
+
+
+def memory(worker: Worker, settings: Settings) -> None:
+    """Beside query, key, value and dout, which are made inside: forward and backward of half a million positions."""
+    sizes = settings.memory
+    branches_of = settings.branches[0] if settings.is_quick else PAPER
+    pattern = DilatedPattern(*branches_of)
+
+    def call() -> list[Tensor]:
+        inputs, dout = make_tensors(sizes, device=settings.device)
+        out = attend(inputs, pattern, None)
+        return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+    call()  # what is made once is not a later call's
+    release(settings.device)
+    peak = peak_bytes(settings.device, call)
+    tensor = sizes.seq_len * sizes.num_heads * sizes.head_dim * sizes.dtype.itemsize
+    worker.report(
+        {
+            "what": f"{sizes.seq_len:,} positions, {sizes.num_heads} heads of {sizes.head_dim}",
+            "passed": peak <= settings.memory_bytes,
+            "found": f"{peak / 1e9:.3g} GB of at most {settings.memory_bytes / 1e9:g}; "
+            f"{peak / (8 * tensor):.2f} times query, key, value, out and their gradients",
+            "peak_bytes": peak,
+        }
+    )
+
+
+def model(worker: Worker, settings: Settings) -> None:
+    """One step of a LongNetLM, recomputing activations: seconds, and the peak of torch's allocator."""
+    pattern = settings.branches[0] if settings.is_quick else PAPER
+    width = settings.model_width
+    config = LongNetConfig(
+        *pattern, embed_dim=width, num_heads=settings.num_heads, num_layers=settings.model_layers
+    )
+    net = LongNetLM(config, activation_checkpointing=True).to(settings.device)
+    tokens = torch.randint(256, (1, settings.model_length), device=settings.device)
+
+    def step() -> None:
+        with torch.autocast(torch.device(settings.device).type, torch.bfloat16):
+            loss = net.loss(tokens)
+        loss.backward()
+        net.zero_grad()
+
+    step()
+    begun = time.perf_counter()
+    peak = peak_bytes(settings.device, step)
+    synchronize(settings.device)
+    seconds = time.perf_counter() - begun
+    worker.report(
+        {
+            "what": f"{settings.model_layers} layers of {width}, {settings.model_length:,} bytes",
+            "passed": None,
+            "found": f"{seconds:.3g} s forward and backward, {peak / 1e9:.3g} GB beside the weights",
+            "seconds": seconds,
+            "peak_bytes": peak,
+        }
+    )
