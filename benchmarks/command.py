@@ -25,8 +25,6 @@ from . import (
 )
 from .gate import GateError
 from .gpu import command as gpu
-from .learn import command as learn
-from .learn import text
 from .multi_gpu import command as multi_gpu
 from .progress import stepper
 from .record import (
@@ -52,18 +50,18 @@ CASES: dict[str, ModuleType] = {
 }
 # What makes the table of each record.
 TABLES = {name: case.table for name, case in CASES.items()}
-TABLES |= {learn.NAME: text.table, "gpu": parts.table, "multi_gpu": parts.table}
+TABLES |= {"gpu": parts.table, "multi_gpu": parts.table}
 RESULTS = Path(__file__).with_name("results")
 NAME = "python -m benchmarks"
 HELP = """\
 cases, and how many minutes each takes on two quiet cores, or on an H100
-(gpu, multi_gpu and learn have options of their own: --help says more):
+(gpu and multi_gpu have options of their own: --help says more):
 {}
 
 examples:
   python -m benchmarks flops            one case; its record goes to
                                         benchmarks/results/flops.json
-  python -m benchmarks --all            all cases but gpu, multi_gpu and learn
+  python -m benchmarks --all            all cases but gpu and multi_gpu
   python -m benchmarks --all --quick    tiny sizes, in two minutes, to see that
                                         they run; writes nothing
   python -m benchmarks --page --html docs/evidence.html \\
@@ -79,10 +77,6 @@ done, 1 a gate failed, 2 refused, 130 interrupted.
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if words[:1] == ["learn"]:
-            return learn.main(
-                words[1:], RESULTS, stepper("learn"), lambda folder: write_page(folder, TABLES)
-            )
         if words[:1] == ["gpu"]:
             return gpu.main(words[1:])
         if words[:1] == ["multi_gpu"]:
@@ -107,7 +101,6 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     minutes |= {
         "gpu": (9, gpu.SUMMARY),
         "multi_gpu": (10, multi_gpu.SUMMARY),
-        "learn": (60, text.SUMMARY),
     }
     lines = []
     for name, (number, summary) in minutes.items():

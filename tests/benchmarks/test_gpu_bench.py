@@ -27,9 +27,7 @@ def rows_of(function, settings=QUICK):
 
 def test_every_part_leaves_its_rows(tmp_path, capsys):
     """Catches whatever a part does wrong on any device."""
-    parts = [
-        part.name for part in gpu.PARTS if part.name != "ranks"
-    ]  # of which "right" is one like it
+    parts = [part.name for part in gpu.PARTS if part.name not in ("right", "ranks")]
     assert gpu.main([*parts, "--quick", "--results", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "gpu.json").read_text())
     assert record["command"] == "python -m benchmarks gpu --quick"
@@ -76,10 +74,13 @@ def test_tests_that_fail_or_take_too_long(tmp_path):
     (tmp_path / "test_it.py").write_text(
         "import time\ndef test_a(): assert 0\ndef test_b(): time.sleep(60)\n"
     )
+    right_one = "tests/kernels/test_cuda.py::test_no_positions"
+    [passed] = right.run_tests(QUICK, 600, [right_one])
+    assert passed["passed"], passed
     [ended] = right.run_tests(QUICK, 0.01, [str(tmp_path / "test_it.py")])
     assert ended["passed"] is False
     assert "ended after 0 s" in ended["found"]
-    *_, failed = right.run_tests(QUICK, 60, [str(tmp_path / "test_it.py::test_a")])
+    *_, failed = right.run_tests(QUICK, 600, [str(tmp_path / "test_it.py::test_a")])
     assert failed["passed"] is False
 
 
