@@ -110,6 +110,7 @@ def test_rows_of_16_bits_are_always_copied(stage):
 
 def test_rows_of_a_cache_are_not_copied(monkeypatch):
     """They are many, and few rows read them. Catches a copy of a cache at every append."""
+    monkeypatch.setattr(cpu, "takes_short_rows", lambda dtype: False)
     rows = [torch.randn(1, 12, 2, 8, dtype=torch.bfloat16) for _ in range(3)]
     pattern, forward, dtypes = DilatedPattern((64,), (1,), is_causal=True), cpu.forward, []
     cache = DilatedCache(pattern, 1, 2, 2, 8, dtype=torch.bfloat16)

@@ -1,10 +1,14 @@
 """In 16 bits only inputs and results are rounded: partial results are not, however many ranks make them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from ring_dilated_attention import DilatedPattern, dilated_attention, simulate
-from ring_dilated_attention.commands.errors import relative, squares
+from ring_dilated_attention import DilatedPattern, dilated_attention, explain, simulate
+from ring_dilated_attention.commands.check import CASES
+from ring_dilated_attention.commands.errors import measure, relative, squares, worst
+from ring_dilated_attention.kernels import cpu
 
 PATTERNS = [
     (DilatedPattern.dense(is_causal=True), "zigzag"),
@@ -32,9 +36,65 @@ def errors(pattern, sharding, dtype, num_ranks):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("pattern", "sharding"), PATTERNS)
-def test_errors_do_not_grow_with_the_number_of_ranks(pattern, sharding, dtype):
+def test_errors_do_not_grow_with_the_number_of_ranks(pattern, sharding, dtype, monkeypatch):
     """Catches partial results, or sums of gradients, that are rounded to 16 bits."""
+    monkeypatch.setattr(cpu, "takes_short_rows", lambda dtype: False)
     for name, one, many, least in errors(pattern, sharding, dtype, 16):
         assert many <= 1.02 * one, (name, one, many)
         # ds is of the rounded out
         assert one <= (1.05 if name in ("out", "dv") else 1.3) * least, (name, one, least)
+
+
+class Machine(SimpleNamespace):
+    """A CPU that says what it has, in place of torch's questions."""
+
+    def pretend(self, monkeypatch):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: self.amx)
+        monkeypatch.setattr(torch.cpu, "_is_amx_fp16_supported", lambda: self.amx_fp16)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: self.capability)
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", self.mkldnn)
+
+
+XEON = {"amx": True, "amx_fp16": False, "capability": "AVX512", "mkldnn": True}
+
+
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        ({}, {torch.bfloat16}),
+        ({"amx_fp16": True}, {torch.bfloat16, torch.float16}),
+        ({"amx": False}, set()),
+        ({"capability": "AVX2"}, set()),
+        ({"mkldnn": False}, set()),
+    ],
+    ids=str,
+)
+def test_who_takes_rows_of_16_bits(change, taken, monkeypatch):
+    Machine(**XEON | change).pretend(monkeypatch)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        assert cpu.takes_short_rows(dtype) == (dtype in taken)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_with_a_matrix_unit_errors_stay_within_twice_those_of_torch(dtype, num_ranks, monkeypatch):
+    """The rows reach torch's kernel as they are. (Here it then computes without the unit.)"""
+    Machine(**XEON | {"amx_fp16": True}).pretend(monkeypatch)
+    seen, forward = set(), cpu.forward
+    monkeypatch.setattr(cpu, "forward", lambda q, *rest: seen.add(q.dtype) or forward(q, *rest))
+    found = []
+    cases = [case for case in CASES if num_ranks == 1 or case.sharding == "contiguous"]
+    parallel = None if num_ranks == 1 else simulate.all_ranks(num_ranks)
+    for case in cases:
+        found.append(measure(case, dtype, "cpu", "cpu", parallel))
+    result = worst(cases, dtype, [found])
+    assert result.passed, result
+    assert seen == {dtype}
+    query = torch.empty(1, 8, 2, 8, dtype=dtype)
+    assert "as they are" in str(explain(query, query, query, DilatedPattern((8,), (1,))))
+
+
+def test_explain_says_that_rows_are_copied(monkeypatch):
+    Machine(**XEON | {"amx": False}).pretend(monkeypatch)
+    query = torch.empty(1, 8, 2, 8, dtype=torch.bfloat16)
+    assert "copied in float32" in str(explain(query, query, query, DilatedPattern((8,), (1,))))

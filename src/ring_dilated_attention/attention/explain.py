@@ -56,6 +56,11 @@ def explain(
         )
     if op is not None:
         found |= {f"{kernel.NAME} {name}": reason for name, reason in _why(ops, op, first).items()}
+    if query.dtype.itemsize == 2 and kernel.TRAITS.packing:
+        how = "copied in float32, since this CPU has no matrix unit (AMX) that torch would use for them"
+        if kernel.takes_short_rows(query.dtype):
+            how = "as they are, for the matrix unit of this CPU (AMX)"
+        found["16-bit rows"] = how
     ranks = ALONE if parallel is None else parallel.ranks
     borders = borders_of(cu_seqlens)
     if lengths is None and borders is not None and ranks.cut.needs_documents:

@@ -7,6 +7,7 @@ Tensors may have any strides, but that of their last dim is 1. A tile is never e
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ..plan.rows import Rows
@@ -67,14 +68,17 @@ class Kernel(Protocol):
     def why_not(self, query: Tensor) -> str | None:
         """The reason why this backend cannot serve the tensor, or None."""
 
+    def takes_short_rows(self, dtype: torch.dtype) -> bool:
+        """Whether tiles of this 16-bit dtype come as they are. Else a kernel with a packing gets float32 copies."""
+
     def merging(self, query: Tensor) -> Merging | None:
         """How results of tiles are gathered in one pass, or None if each is merged or added at once."""
 
     def forward(
         self, q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """out (B, H, M, D) in the input's dtype and lse (B, H, M), float32 or float64. A kernel with a packing gets
-        float32 copies of 16-bit rows; only rows of a cache come as they are."""
+        """out (B, H, M, D) in the input's dtype and lse (B, H, M), float32 or float64. Rows of a cache always come as
+        they are."""
 
     def backward(
         self, rows: BackwardRows, is_causal: bool, scale: float

@@ -31,6 +31,19 @@ def merging(query: Tensor) -> None:
     """On a CPU each result is merged while it is in the cache."""
 
 
+def takes_short_rows(dtype: torch.dtype) -> bool:
+    """Whether torch's attention multiplies rows of this dtype on the CPU's matrix unit (AMX), three times as fast as
+    in float32. Unmeasured: no machine that ran this had one."""
+    is_supported = {
+        torch.bfloat16: torch.cpu._is_amx_tile_supported,
+        torch.float16: torch.cpu._is_amx_fp16_supported,
+    }
+    if dtype not in is_supported or not is_supported[dtype]():
+        return False
+    has_capability = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return has_capability and bool(torch.backends.mkldnn.enabled)
+
+
 @cache
 def short_rows_fail() -> bool:
     """Whether torch's attention raises for 16-bit rows. On a CPU with a matrix unit (AMX) it packs them for that unit,
@@ -47,7 +60,7 @@ def forward(
     assert q_BHMD.stride(-1) == k_BGLD.stride(-1) == v_BGLD.stride(-1) == 1
     assert min(q_BHMD.numel(), k_BGLD.numel()) > 0  # else the op kills the process
     dtype = q_BHMD.dtype
-    # rows of a cache: all others were copied in float32
+    # rows of a cache: all others were copied in float32 (`takes_short_rows`)
     if dtype.itemsize == 2 and short_rows_fail():
         q_BHMD, k_BGLD, v_BGLD = q_BHMD.float(), k_BGLD.float(), v_BGLD.float()
     out_BHMD, lse_BHM = _forward(q_BHMD, k_BGLD, v_BGLD, 0.0, is_causal, scale=scale)

@@ -41,6 +41,10 @@ def why_not(query: Tensor) -> str | None:
     return None if None in against.values() else f"has no op for these tensors: {_listed(against)}"
 
 
+def takes_short_rows(dtype: torch.dtype) -> bool:
+    return True
+
+
 def merging(query: Tensor) -> Merging | None:
     """One kernel in Triton, where that runs."""
     if rows_at_once.why_not(query.device):

@@ -96,13 +96,16 @@ class _Executor:
     def carry_out(self) -> dict[str, Tensor]:
         """Run all steps, and return `alive`."""
         traits, has_dlse = self.kernel.TRAITS, "dlse" in self.alive
+        packing = traits.packing
+        if self.dtype.itemsize == 2 and self.kernel.takes_short_rows(self.dtype):
+            packing = None
         terms = Terms(
-            rounds=self.dtype != self.sum_dtype and traits.packing is None,
+            rounds=self.dtype != self.sum_dtype and packing is None,
             batch=self.batch,
             folds=all(map(folds, self.alive.values())),
             dealing=self.dealing,
             has_dlse=has_dlse,
-            packing=traits.packing,
+            packing=packing,
             distances=self.distances(),
             itemsize=self.dtype.itemsize,
             most_rows=traits.most_rows and traits.most_rows(self.head_dim, has_dlse),

@@ -74,6 +74,10 @@ class MetaKernel:
     def why_not(self, query: Tensor) -> str | None:
         return None
 
+    def takes_short_rows(self, dtype: torch.dtype) -> bool:
+        """On other machines: a CPU is taken to have no matrix unit."""
+        return self.NAME != "cpu"
+
     def merging(self, query: Tensor) -> Merging | None:
         """As with Triton on a GPU: what is merged and laid out exists, and the kernels take nothing beside it."""
         if self.NAME != "sdpa":
