@@ -6,6 +6,8 @@ VENV   := .venv
 # Of the packages of others that tests and examples run with. VERSIONS=/dev/null takes the newest.
 VERSIONS := tests/integrations/versions.txt
 BIN    := $(VENV)/bin
+# pip says what goes wrong, and nothing of the machine's own settings.
+QUIET  := --quiet --quiet --disable-pip-version-check
 
 # Our sources are compiled once, and not anew by each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
@@ -15,12 +17,13 @@ unexport PYTHONDONTWRITEBYTECODE
 $(VENV)/.installed: pyproject.toml $(VERSIONS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ring_dilated_attention needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check '$(TORCH)'
-	$(BIN)/pip install --quiet --disable-pip-version-check -c $(VERSIONS) -e '.[test]'
+	$(BIN)/pip install $(QUIET) '$(TORCH)'
+	$(BIN)/pip install $(QUIET) -c $(VERSIONS) -e '.[test]'
 	touch $@
 
 run: $(VENV)/.installed
 	$(BIN)/rda train --ranks 2
+	$(BIN)/python examples/longer.py
 
 # mypy takes one core for half a minute: its words come after those of the tests, and either can fail the whole.
 TESTS := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
@@ -40,8 +43,8 @@ EXTENSIONS := TORCH_EXTENSIONS_DIR=$(CURDIR)/$(OTHERS)/extensions PATH=$(CURDIR)
 
 $(OTHERS)/.installed: pyproject.toml $(VERSIONS)
 	$(PYTHON) -m venv $(OTHERS)
-	$(OTHERS)/bin/pip install --quiet --disable-pip-version-check '$(TORCH)'
-	$(OTHERS)/bin/pip install --quiet --disable-pip-version-check -c $(VERSIONS) -e '.[test,hf,deepspeed,lightning]'
+	$(OTHERS)/bin/pip install $(QUIET) '$(TORCH)'
+	$(OTHERS)/bin/pip install $(QUIET) -c $(VERSIONS) -e '.[test,hf,deepspeed,lightning]'
 	$(EXTENSIONS) python -c 'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B().is_compatible() and B().load()'
 	touch $@
 
@@ -81,7 +84,7 @@ SITE := .venv-docs
 
 $(SITE)/.installed: docs/site/requirements.txt
 	$(PYTHON) -m venv $(SITE)
-	$(SITE)/bin/pip install --quiet --disable-pip-version-check -r docs/site/requirements.txt
+	$(SITE)/bin/pip install $(QUIET) -r docs/site/requirements.txt
 	touch $@
 
 docs: $(SITE)/.installed
@@ -107,7 +110,7 @@ DIST    := .venv-dist
 
 $(DIST)/.installed: tests/dist/requirements.txt
 	$(PYTHON) -m venv $(DIST)
-	$(DIST)/bin/pip install --quiet --disable-pip-version-check -r tests/dist/requirements.txt
+	$(DIST)/bin/pip install $(QUIET) -r tests/dist/requirements.txt
 	touch $@
 
 dist: $(DIST)/.installed

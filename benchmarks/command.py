@@ -15,6 +15,7 @@ from ring_dilated_attention.training.files import check_mine, in_words
 from . import (
     crossover,
     error,
+    first,
     flops,
     linear,
     parts,
@@ -46,6 +47,7 @@ CASES: dict[str, ModuleType] = {
     "scaling": scaling,
     "error": error,
     "token": token,
+    "first": first,
     "peers": peers,
 }
 # What makes the table of each record.

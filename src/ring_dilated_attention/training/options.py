@@ -13,8 +13,9 @@ LONGEST = 2**40  # the longest segment, and the largest dilation rate
 LARGEST = 2**63 - 1  # the largest integer of 64 bits, also of a tensor's stride
 # AdamW stays within float32: its first step divides by 1 - 0.9
 LARGEST_FLOAT, SMALLEST_FLOAT = (1e30, 1e-30)
-# Short sequences teach most in the same time. They take half of the time of a run of the default length and steps.
-DEFAULT_STEPS, DEFAULT_PHASES = 18, ("512:2:1500", "1024:2:400", "4096:2:120")
+# Short sequences teach most in the same time.
+DEFAULT_STEPS, DEFAULT_PHASES = 8, ("512:2:1150", "1024:2:320", "4096:2:40")
+DEFAULT_WINDOW = 128  # beside the default segments
 
 
 class Phase(NamedTuple):
@@ -76,13 +77,15 @@ class Hyperparameters:
         None, "key/value heads (grouped queries); default: as many as query heads"
     )
     segment_lengths: tuple[int, ...] = _option(
-        (96, 256, 2_048, 32_768), "segment length of each branch", 1, LONGEST
+        (2_048, 32_768), "segment length of each branch", 1, LONGEST
     )
-    dilation_rates: tuple[int, ...] = _option(
-        (1, 1, 4, 16), "dilation rate of each branch", 1, LONGEST
-    )
+    dilation_rates: tuple[int, ...] = _option((8, 32), "dilation rate of each branch", 1, LONGEST)
     window: int | None = _option(
-        None, "a sliding window of so many positions besides; default: none", 1, LONGEST
+        None,
+        "a sliding window of so many positions besides; default: "
+        f"{DEFAULT_WINDOW}, or none if --segment-lengths are given",
+        1,
+        LONGEST,
     )
     learning_rate: float = _real(
         4e-3,
@@ -244,6 +247,8 @@ def resolve(
     if options.get("phases") == ["none"]:
         options["phases"] = ()
     if before is None:
+        if "segment_lengths" not in options:
+            options.setdefault("window", DEFAULT_WINDOW)
         if "steps" not in options and "phases" not in options:
             longest = options.get("seq_len", Hyperparameters.seq_len)
             options["phases"] = tuple(
