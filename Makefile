@@ -64,6 +64,8 @@ examples: $(VENV)/.installed $(OTHERS)/.installed
 	$(BIN)/python examples/signals.py --picture $(WRITTEN)/signals.png
 	$(BIN)/python examples/video.py
 	$(BIN)/python examples/billion.py
+	$(BIN)/rda train --ranks 2 --steps 1 --run-folder $(WRITTEN)/run
+	$(BIN)/python examples/longer.py --trained $(WRITTEN)/run
 	$(BIN)/python $(RANKS) 2 examples/serve.py
 	$(BIN)/python examples/slide.py --folder $(WRITTEN)
 	$(BIN)/python $(RANKS) 2 examples/finetune_slides.py --out $(WRITTEN)/finetuned.safetensors

@@ -3,10 +3,9 @@
     python examples/longer.py                  the newest run in runs/
     python examples/longer.py --trained runs/NAME  a run of `rda train`
 
-Takes the run's model and the text that it was trained on, and does one step (the loss and its gradients) with each
-length. With two processes each holds half of every sequence. Dense attention stands beside it: the same model and step,
-measured at two short lengths, and beyond them computed from these, as a n + b n^2. Prints a table, and draws longer.png
-into the run's folder. It takes half a minute on two cores.
+Takes the run's model and its text, and does one step (the loss and its gradients) with each length. With two processes
+each holds half of every sequence. Dense attention stands beside it: the same model and step, measured at two short
+lengths, and beyond them computed from these, as a n + b n^2. Prints a table, and draws longer.png into the run's folder.
 """
 
 import argparse
@@ -32,17 +31,15 @@ from ring_dilated_attention.training.machine import peak_resident_bytes
 def step_seconds(model: LongNetLM, text: bytearray) -> float:
     """Of the loss and gradients, and of sending. The last positions of a shard are predicted on the next rank."""
     tokens = torch.frombuffer(text, dtype=torch.uint8)[None].long()
-    if model.parallel is not None:
-        tokens = model.parallel.shard(tokens)
+    tokens = model.parallel.shard(tokens) if model.parallel else tokens
     began = time.perf_counter()
     model.loss(tokens).backward()
     model.zero_grad()
     return time.perf_counter() - began
 
 
-def measure(run: Path, lengths: list[int], out: Path) -> None:
-    """On one rank of those that were started. Longer sequences come later, so that each has its own peak of memory."""
-    dist.init_process_group("gloo")
+def measure(run: Path, lengths: list[int]) -> dict[str, Any]:
+    """On each rank of a group. Longer sequences come later, so that each has its own peak of memory."""
     is_alone = dist.get_world_size() == 1
     model = LongNetLM.from_run(run, parallel=None if is_alone else ContextParallel())
     options = read_state(newest_checkpoint(run))["hyperparameters"]
@@ -52,21 +49,19 @@ def measure(run: Path, lengths: list[int], out: Path) -> None:
     for length in lengths:
         seconds = step_seconds(model, bytearray(text[:length]))
         steps.append({"seconds": seconds, "bytes": peak_resident_bytes()})
-    dense = {}
+    dense = []
     if is_alone:
         for length in (lengths[0] // 2, lengths[0]):
             config = replace(model.config, segment_lengths=(length,), dilation_rates=(1,), window=None)
-            dense[length] = step_seconds(LongNetLM(config), bytearray(text[:length]))
-    if dist.get_rank() == 0:
-        out.write_text(json.dumps({"steps": steps, "dense": list(dense.items())}))
-    dist.destroy_process_group()
+            dense.append((length, step_seconds(LongNetLM(config), bytearray(text[:length]))))
+    return {"steps": steps, "dense": dense}
 
 
 def measured_on(num_ranks: int, run: Path, lengths: list[int], folder: Path) -> dict[str, Any]:
     out = folder / f"{num_ranks}.json"
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    task = [__file__, "--trained", str(run), "--measure", str(out), "--lengths", *map(str, lengths)]
-    subprocess.run([sys.executable, *ranks, *task], check=True)
+    task = [__file__, "--trained", run, "--measure", out, "--lengths", *lengths]
+    subprocess.run([sys.executable, *ranks, *map(str, task)], check=True)
     return json.loads(out.read_text())
 
 
@@ -83,51 +78,50 @@ def draw(path: Path, lengths: list[int], found: dict[int, Any], dense: list[floa
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     seconds, memory = figure.subplots(1, 2)
-    for number, color in ((1, "tab:blue"), (2, "tab:orange")):
-        steps = found[number]["steps"]
-        label = "one process" if number == 1 else "two processes"
-        seconds.plot(lengths, [step["seconds"] for step in steps], "o-", color=color, label=label)
-        label = "one process" if number == 1 else "each of two"
-        memory.plot(lengths, [step["bytes"] / 1e9 for step in steps], "o-", color=color, label=label)
-    label = "dense attention, one process\n(beyond the first: computed)"
-    seconds.plot(lengths, dense, "--", color="tab:gray", label=label)
+    for number, label, color in ((1, "one process", "tab:blue"), (2, "two processes", "tab:orange")):
+        steps, style = found[number]["steps"], {"marker": "o", "color": color, "label": label}
+        seconds.plot(lengths, [step["seconds"] for step in steps], **style)
+        memory.plot(lengths, [step["bytes"] / 1e9 for step in steps], **style)
+    seconds.plot(lengths, dense, "--", color="gray", label="dense attention, one process\n(computed beyond the first)")
     seconds.set(title="Seconds of a training step", yscale="log")
-    memory.set(title="Peak memory of a process, GB")
-    memory.set_ylim(bottom=0)
+    memory.set(title="Peak memory of a process, GB", ylim=(0, None))
     for axes in (seconds, memory):
-        axes.set_xscale("log", base=2)
+        axes.set(xscale="log", xlabel="bytes in the sequence")
         axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
-        axes.set_xlabel("bytes in the sequence")
+        axes.minorticks_off()
         axes.legend()
-        axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trained", type=Path, help="a run folder (default: the newest in runs/)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32_768, 131_072])
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # one of the ranks
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     run, lengths = arguments.trained, sorted(arguments.lengths)
     if arguments.measure is not None:
-        measure(run, lengths, arguments.measure)
+        dist.init_process_group("gloo")
+        found = measure(run, lengths)
+        if dist.get_rank() == 0:
+            arguments.measure.write_text(json.dumps(found))
+        dist.destroy_process_group()
         return
     if run is None:
-        run = max(path.parent for path in Path("runs").glob("*/record.json"))
+        run = max((path.parent for path in Path("runs").glob("*/record.json")), default=None)
+        if run is None:
+            parser.error("runs/ has no run: make one by `rda train`, or name one by --trained")
     print(f"The same step with longer sequences: the model and the text of {run}\n")
     with tempfile.TemporaryDirectory() as folder:
         found = {number: measured_on(number, run, lengths, Path(folder)) for number in (1, 2)}
     dense = dense_seconds(found[1]["dense"], lengths)
-    print("           one process       two processes          dense attention")
-    print("  bytes      s       MB      s  MB of each      s on one process")
+    print("           one process       two processes      dense attention, one process")
     for i, length in enumerate(lengths):
-        one, two = found[1]["steps"][i], found[2]["steps"][i]
-        words = "measured" if i == 0 else "computed"
-        print(
-            f"{length:7,} {one['seconds']:6.1f} {one['bytes'] / 1e6:8,.0f} {two['seconds']:6.1f} "
-            f"{two['bytes'] / 1e6:11,.0f} {dense[i]:6.1f} {words}"
-        )
+        words = [f"{length:9,}"]
+        for number in (1, 2):
+            step = found[number]["steps"][i]
+            words.append(f"{step['seconds']:5.1f} s, {step['bytes'] / 1e6:5,.0f} MB")
+        print(*words, f"{dense[i]:7,.0f} s ({'computed' if i else 'measured'})", sep="   ")
     draw(run / "longer.png", lengths, found, dense)
     print(f"\nAs a picture: {run / 'longer.png'}")
 

@@ -13,10 +13,12 @@ import runpy
 import pytest
 import torch
 from distributed import LIKE_NCCL, over_gloo, run
-from helpers import ROOT
+from helpers import ROOT, TEXT, TINY
 from matplotlib.image import imread
 from pages import text_of
 from safetensors.torch import load_file
+
+from ring_dilated_attention.commands import cli
 
 EXAMPLES = ROOT / "examples"
 README = text_of("examples/README.md")
@@ -208,6 +210,29 @@ def test_slides_are_fine_tuned_on_two_ranks_as_in_one_process(tmp_path, backend)
     )
 
 
+def measured_here(rank, world_size, folder):
+    example = runpy.run_path(str(EXAMPLES / "longer.py"))
+    return example["measure"](folder, [64, 128])
+
+
+def test_longer_sequences(tmp_path):
+    """Of a tiny run, on one rank and on two: every length has its row, and the picture is drawn."""
+    (tmp_path / "text.txt").write_bytes(TEXT)
+    options = [*TINY.split(), "--steps", "1", "--data", str(tmp_path / "text.txt")]
+    assert cli.main(["train", *options, "--run-folder", str(tmp_path / "run")]) == 0
+    found = {number: run(number, measured_here, tmp_path / "run")[0] for number in (1, 2)}
+    for of_ranks in found.values():
+        assert all(step["seconds"] > 0 for step in of_ranks["steps"])
+        assert of_ranks["steps"][0]["bytes"] <= of_ranks["steps"][1]["bytes"]
+    assert [length for length, _ in found[1]["dense"]] == [32, 64]
+    example = runpy.run_path(str(EXAMPLES / "longer.py"))
+    # 3 n + 2 n^2
+    dense = example["dense_seconds"]([(10, 230.0), (20, 860.0)], [10, 100])
+    assert dense == pytest.approx([230, 20_300])
+    example["draw"](tmp_path / "longer.png", [64, 128], found, dense)
+    assert imread(tmp_path / "longer.png").std() > 0.1
+
+
 def test_the_readme_lists_every_example():
     """With the command that runs it, and `make examples` runs it too."""
     files = sorted(path.name for path in EXAMPLES.glob("*.py"))
@@ -217,7 +242,7 @@ def test_the_readme_lists_every_example():
 
 
 @pytest.mark.parametrize(
-    "name", ["billion", "chromosome", "code_base", "encoder", "serve", "signals", "video"]
+    "name", ["billion", "chromosome", "code_base", "encoder", "longer", "serve", "signals", "video"]
 )
 def test_is_short(name):
     num_lines = len((EXAMPLES / f"{name}.py").read_text().splitlines())
