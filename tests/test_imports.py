@@ -506,6 +506,21 @@ def test_private_names_of_others_are_listed(tmp_path):
     assert used - defined == {"_utils", "_c", "_e"}
 
 
+def test_a_call_on_one_device_imports_few_files():
+    """Catches an import of what talks to other ranks, or of an application."""
+    code = f"""if True:
+        import sys, torch
+        from {NAME} import DilatedPattern, dilated_attention
+        rows = torch.randn(1, 8, 1, 4, requires_grad=True)
+        dilated_attention(rows, rows, rows, DilatedPattern((4,), (1,))).sum().backward()
+        print(*(name for name in sys.modules if name.startswith("{NAME}")))
+    """
+    ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    imported = ended.stdout.split()
+    assert len(imported) <= 45
+    assert f"{NAME}.ranks.link" not in imported
+
+
 def test_a_call_does_not_import_the_compiler():
     """Catches an import of torch._dynamo, which takes ten times as long as all of ours: by a first call, its backward,
     or a context. (`refuse` has the mark of torch's function that imports it.) And modules that cannot be reloaded, or
@@ -513,7 +528,7 @@ def test_a_call_does_not_import_the_compiler():
     code = f"""if True:
         import sys, torch, {NAME}.layers
         from {NAME} import ContextParallel, DilatedPattern, dilated_attention
-        from {NAME}.ranks.context import refuse
+        from {NAME}.ranks.named import refuse
         rows = torch.randn(1, 8, 1, 4, requires_grad=True)
         for parallel in None, ContextParallel():
             dilated_attention(rows, rows, rows, DilatedPattern((4,), (1,)), parallel=parallel).sum().backward()

@@ -4,7 +4,7 @@ Forward, backward and appending to a cache are custom ops, which torch.compile d
 and most other arguments as one text (`Call.text`). B batch, N positions, H query heads, G key/value heads, D head dim.
 """
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from ..kernels.contract import BackwardRows
 from ..pattern import DilatedPattern
 from ..plan.cache_plan import plan_cache
 from ..ranks.call import Call, ForwardState
-from ..ranks.context import ContextParallel, context_named, refuse
-from ..ranks.link import ExchangeError
+from ..ranks.failures import ExchangeError
+from ..ranks.named import NamedContext, context_named, refuse
 from ..ranks.ranks import ALONE, Ranks, warn_of_forgotten_parallel
 from ..run.append import append
 from ..run.dilated_cache import DilatedCache
@@ -32,23 +32,26 @@ from .validate import (
     refuse_transforms,
 )
 
+if TYPE_CHECKING:
+    from ..ranks.context import ContextParallel
+
 
 @overload
 def dilated_attention(
-    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, parallel: ContextParallel | None = None,
+    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, parallel: "ContextParallel | None" = None,
     cu_seqlens: Tensor | None = None, scale: float | None = None, sinks: Tensor | None = None, backend: str = "auto",
     return_lse: Literal[False] = False, heads_held: range | None = None, num_heads: int | None = None,
     cache: DilatedCache | None = None, lengths: Tensor | None = None,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def dilated_attention(
-    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, parallel: ContextParallel | None = None,
+    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, parallel: "ContextParallel | None" = None,
     cu_seqlens: Tensor | None = None, scale: float | None = None, sinks: Tensor | None = None, backend: str = "auto",
     return_lse: Literal[True], heads_held: range | None = None, num_heads: int | None = None,
     cache: DilatedCache | None = None, lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def dilated_attention(
-    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, parallel: ContextParallel | None = None,
+    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, parallel: "ContextParallel | None" = None,
     cu_seqlens: Tensor | None = None, scale: float | None = None, sinks: Tensor | None = None, backend: str = "auto",
     return_lse: bool = False, heads_held: range | None = None, num_heads: int | None = None,
     cache: DilatedCache | None = None, lengths: Tensor | None = None, **others: object,
@@ -101,7 +104,7 @@ def dilated_attention(
         if parallel is None and cache is None:
             warn_of_forgotten_parallel(query.shape[1])
     except Exception as error:  # whatever it is: the other ranks would wait
-        if isinstance(parallel, ContextParallel):
+        if isinstance(parallel, NamedContext):
             refuse(parallel.key, str(error) or type(error).__name__)
         raise
     if cache is None:

@@ -13,7 +13,7 @@ from ..kernels.choose import check_backend
 from ..pattern import is_finite_number, is_integer, why_no_pattern
 from ..plan.job import held_heads
 from ..ranks.call import Call, validate_cu_seqlens
-from ..ranks.context import ContextParallel
+from ..ranks.named import NamedContext
 from ..run.dilated_cache import DilatedCache
 from .op import define_op
 from .sinks import why_no_sinks
@@ -80,7 +80,7 @@ def refuse_transforms(error: RuntimeError) -> None:
 def check_objects(pattern: Any, parallel: Any, backend: Any) -> None:
     if failure := why_no_pattern(pattern):
         raise ValueError(f"{failure}.")
-    if parallel is not None and not isinstance(parallel, ContextParallel):
+    if parallel is not None and not isinstance(parallel, NamedContext):
         raise ValueError(f"parallel must be a ContextParallel or None, got {parallel!r}.")
     check_backend(backend)
 

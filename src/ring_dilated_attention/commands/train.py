@@ -361,7 +361,7 @@ def shown(run: Run, num_done: int) -> "Iterator[Callable[[Step], None]]":
 
 def failed(error: Exception, arguments: argparse.Namespace, folder: Path | None) -> int:
     """Tell the user and the launcher why this rank ends, and return its exit code. An unforeseen error is raised."""
-    from ..ranks.link import ExchangeError
+    from ..ranks.failures import ExchangeError
 
     rank, num_ranks = started()
     who = (

@@ -26,8 +26,9 @@ from ..attention.validate import (
 from ..pattern import DilatedPattern
 from ..plan.job import held_heads
 from ..ranks.call import validate_cu_seqlens
-from ..ranks.context import ContextParallel, called_by, refuse
+from ..ranks.context import ContextParallel
 from ..ranks.handshake import RefusedError
+from ..ranks.named import called_by, refuse
 from ..run.dilated_cache import DilatedCache
 from ..run.views import on_device
 from .rotary import (

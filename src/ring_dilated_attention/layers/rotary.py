@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..attention.op import define_op
 from ..pattern import is_finite_number
-from ..ranks.context import context_named
+from ..ranks.named import context_named
 from ..run.views import on_device
 
 DEFAULT_ROTARY_BASE = 10_000.0

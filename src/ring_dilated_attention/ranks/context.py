@@ -2,13 +2,10 @@
 
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
-from itertools import count
 from typing import NoReturn
-from weakref import WeakValueDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,44 +15,16 @@ from ..plan.sharding import documents_of
 from .arguments import check_arguments, cut_of, resolve_group
 from .batches import fingerprint, shard_batch
 from .call import borders_field, borders_of
+from .named import NamedContext
 from .processes import Processes, note_dropped
 from .ranks import Ranks
 from .reduce import mean_loss
 from .reshard import ShardRows, UnshardRows, check_dim, forward_fields
 
-# Custom ops take no objects, so they find a context here, by its key. An entry lives as long as its context.
-_contexts: "WeakValueDictionary[str, ContextParallel]" = WeakValueDictionary()
-_made = count()
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
-def context_named(key: str) -> "ContextParallel":
-    """The context that an op was called with."""
-    if key not in _contexts:
-        raise RuntimeError(f"the ContextParallel {key!r} is gone. Keep it as long as it is in use.")
-    return _contexts[key]
-
-
-def refuse(key: str, reason: str) -> None:
-    """Tell the other ranks why this one refuses their call. Raises a ValueError, as they do."""
-    context_named(key).ranks.agree(0, {}, reason)
-
-
-# torch.compile runs `refuse` while it traces: the other ranks hear of a refused call at once. This is the mark of
-# torch.compiler.assume_constant_result, which would import dynamo, a second or two, also where nothing is compiled.
-refuse.__dict__["_dynamo_marked_constant"] = True
-
-
-def called_by(
-    parallel: "ContextParallel | None", number: int | None
-) -> AbstractContextManager[None]:
-    """In this block the module of this number calls. Compiled code does not tell."""
-    if parallel is None or torch.compiler.is_compiling():
-        return nullcontext()
-    return parallel.ranks.called_by(number)
-
-
-class ContextParallel:
+class ContextParallel(NamedContext):
     """Shares a sequence among the ranks of a group: each holds its shard of the positions, and all heads.
 
     All ranks of the group make it at the same time. Every rank runs every forward and every backward, even if it owns
@@ -130,9 +99,7 @@ class ContextParallel:
         self.rank = ranks.rank
         self.world_size = ranks.world_size
         self.name = ranks.name
-        # The key of this context for custom ops. A later context may have the same name, but never the same key.
-        self.key = f"{self.name}, number {next(_made)}"
-        _contexts[self.key] = self
+        self.take_key(self.name)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ContextParallel":
         """Itself: connections have no copies."""

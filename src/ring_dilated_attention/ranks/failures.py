@@ -1,4 +1,4 @@
-"""What an error says if a message does not come: the transport's reason, and the usual cause."""
+"""The error that says that a message does not come, the transport's reason, and the usual cause."""
 
 import re
 
@@ -16,6 +16,10 @@ _USUAL_CAUSES = {
         "for the others. Make it on all ranks, or with a model without `parallel`."
     ),
 }
+
+
+class ExchangeError(RuntimeError):
+    """A rank died, is stuck, or gave up. The context stays broken: make a new ContextParallel of the ranks left."""
 
 
 def usual_cause(absence: str, reason: str) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..plan.rounds import rounds_of
 from ..run.link_contract import Messages
 from .cards import card_of
-from .failures import reason_of, usual_cause
+from .failures import ExchangeError, reason_of, usual_cause
 from .watching import Handle, Progress, Sentinel, Worker, with_threads
 
 _WATCH_SECONDS = 0.1
@@ -26,10 +26,6 @@ _SHORT_BYTES = 64 * 1024  # messages of at most so many bytes to one peer travel
 _UNUSED_TAG = 1  # every other message has tag 0
 _TEXT_BYTES = 1024
 Addressed = Sequence[tuple[Tensor, int]]  # tensors, each with its peer
-
-
-class ExchangeError(RuntimeError):
-    """A rank died, is stuck, or gave up. The context stays broken: make a new ContextParallel of the ranks left."""
 
 
 class WaitTimes(NamedTuple):

@@ -24,9 +24,9 @@ from ..plan.job import Job
 from ..plan.sharding import ShardSpec, order_by_host
 from ..plan.step import Sizes
 from .call import Call, ForwardState, borders_field
-from .failures import NOT_MADE, usual_cause
+from .failures import NOT_MADE, ExchangeError, usual_cause
 from .handshake import CALLER, NUM_MODULES, agree
-from .link import ExchangeError, GroupLink, WaitTimes
+from .link import GroupLink, WaitTimes
 from .ranks import Links, Ranks
 
 _naming = Lock()  # held while torch's function that names groups is replaced

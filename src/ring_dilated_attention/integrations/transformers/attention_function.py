@@ -16,7 +16,8 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from ...attention import dilated_attention
 from ...pattern import DilatedPattern
-from ...ranks.context import ContextParallel, called_by, refuse
+from ...ranks.context import ContextParallel
+from ...ranks.named import called_by, refuse
 from ..torch import held_heads
 from .cache import MARK, BoundedLayer
 from .config import is_as_trained, layer_pattern, pattern_of

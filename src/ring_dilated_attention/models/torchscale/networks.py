@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from ...attention import dilated_attention
 from ...attention.validate import check_objects
-from ...ranks.context import ContextParallel, called_by
+from ...ranks.context import ContextParallel
+from ...ranks.named import called_by
 from ..documents import Documents, agree_on_documents, why_not_dense
 from ..recompute import Checkpointing, check_checkpointing, run_layer
 from .architecture import TorchscaleConfig
