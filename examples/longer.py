@@ -1,15 +1,17 @@
 """What the length is for: the same training step with ever longer sequences, on one process and on two.
 
-    python examples/longer.py                  the newest run in runs/
+    python examples/longer.py                      the newest run in runs/
     python examples/longer.py --trained runs/NAME  a run of `rda train`
 
-Takes the run's model and its text, and does one step (the loss and its gradients) with each length. With two processes
-each holds half of every sequence. Dense attention stands beside it: the same model and step, measured at two short
-lengths, and beyond them computed from these, as a n + b n^2. Prints a table, and draws longer.png into the run's folder.
+Takes the run's model and Python's own sources, and does one step (the loss and its gradients) with each length. With
+two processes each holds half of every sequence. Dense attention stands beside it: the same model and step, measured at
+two short lengths, and beyond them computed from these, as a n + b n^2. Prints a table, and draws longer.png into the
+run's folder.
 """
 
 import argparse
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -23,9 +25,6 @@ import torch.distributed as dist
 
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.models import LongNetLM
-from ring_dilated_attention.models.saved_run import newest_checkpoint, read_state
-from ring_dilated_attention.training.data import load_document
-from ring_dilated_attention.training.machine import peak_resident_bytes
 
 
 def step_seconds(model: LongNetLM, text: bytearray) -> float:
@@ -42,13 +41,13 @@ def measure(run: Path, lengths: list[int]) -> dict[str, Any]:
     """On each rank of a group. Longer sequences come later, so that each has its own peak of memory."""
     is_alone = dist.get_world_size() == 1
     model = LongNetLM.from_run(run, parallel=None if is_alone else ContextParallel())
-    options = read_state(newest_checkpoint(run))["hyperparameters"]
-    text = load_document(tuple(options["data"]), max(lengths), options["held_out_bytes"]).content
+    sources = sorted(Path(argparse.__file__).parent.glob("*.py"))
+    text = b"".join(path.read_bytes() for path in sources)[: max(lengths)]
     step_seconds(model, bytearray(text[: lengths[0]]))  # a first step makes plans and memory
     steps = []
     for length in lengths:
         seconds = step_seconds(model, bytearray(text[:length]))
-        steps.append({"seconds": seconds, "bytes": peak_resident_bytes()})
+        steps.append({"seconds": seconds, "bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss})
     dense = []
     if is_alone:
         for length in (lengths[0] // 2, lengths[0]):
@@ -111,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
         run = max((path.parent for path in Path("runs").glob("*/record.json")), default=None)
         if run is None:
             parser.error("runs/ has no run: make one by `rda train`, or name one by --trained")
-    print(f"The same step with longer sequences: the model and the text of {run}\n")
+    print(f"The same step with longer sequences: the model of {run}\n")
     with tempfile.TemporaryDirectory() as folder:
         found = {number: measured_on(number, run, lengths, Path(folder)) for number in (1, 2)}
     dense = dense_seconds(found[1]["dense"], lengths)

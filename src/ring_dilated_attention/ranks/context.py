@@ -99,7 +99,7 @@ class ContextParallel(NamedContext):
         self.rank = ranks.rank
         self.world_size = ranks.world_size
         self.name = ranks.name
-        self.take_key(self.name)
+        self._take_key(self.name)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ContextParallel":
         """Itself: connections have no copies."""

@@ -22,7 +22,7 @@ class NamedContext:
     ranks: Ranks
     key: str
 
-    def take_key(self, name: str) -> None:
+    def _take_key(self, name: str) -> None:
         """A later context may have the same name, but never the same key."""
         self.key = f"{name}, number {next(_made)}"
         _contexts[self.key] = self
