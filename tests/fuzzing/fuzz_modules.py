@@ -15,7 +15,7 @@ from fuzz_oracle import draw_pattern
 from torch import Tensor
 
 from ring_dilated_attention import MultiheadDilatedAttention
-from ring_dilated_attention.layers import multihead
+from ring_dilated_attention.layers import multihead, padded
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
 from ring_dilated_attention.reference import dilated_attention_reference
 
@@ -201,7 +201,7 @@ def try_language_model(rng: random.Random) -> Trial:
     )
 
 
-_positions, _lengths = multihead.document_positions, multihead.valid_lengths
+_positions, _lengths = multihead.document_positions, padded.valid_lengths
 
 
 def _positions_of_pairs(
@@ -231,11 +231,9 @@ def _rotate_backwards(x: Tensor, table: multihead.RotaryTable) -> Tensor:
 _rotate = multihead.rotate
 MODULE_BREAKAGES = {
     "two rows have one position": broken("document_positions", _positions_of_pairs, multihead),
-    "padding is attended": broken("valid_lengths", _all_valid, multihead),
+    "padding is attended": broken("valid_lengths", _all_valid, padded),
     "rotary angles are float32": broken("rotary_table", _table_of_float32, multihead),
     "some heads are turned backwards": broken("rotate", _rotate_backwards, multihead),
     "modules take what is no pattern": broken("check_objects", nothing, multihead),
-    "positions of any dtype are taken": broken(
-        "_check_positions", nothing, multihead.MultiheadDilatedAttention
-    ),
+    "positions of any dtype are taken": broken("check_positions", nothing, multihead),
 }

@@ -364,7 +364,6 @@ class Desk(TeamDesk):
                 "source": (lambda source: parallel.shard_batch(batch, source=source), 0, [1, -1, "0", 1.5, True, 9]),
                 "mean_loss": (lambda y: parallel.mean_loss(y, 3), x.sum(), [None, "x", x, x[:0], 1j]),
                 "count": (lambda n: parallel.mean_loss(x.sum(), n), 3, [None, "x", torch.ones(2), 1j]),
-                "shift_left": (lambda y: shift_left(parallel, y, 0), tokens, [None, tokens[0], rows, 5]),
                 "module": (lambda y: module(y, y, y), wide, [None, wide[0], wide.bfloat16(), wide[..., 1:], "x"]),
                 "mask": (lambda m: module(wide, wide, wide, m), None, [[1], torch.ones(2, 2), wide[..., 0] > 0]),
                 "model": (model, tokens, [None, tokens[0], tokens.float(), tokens + 999, tokens - 1, "x"]),

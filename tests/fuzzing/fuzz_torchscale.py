@@ -224,7 +224,7 @@ def _layer_without_a_residual(self: networks.Layer, x: Tensor, attend: Any) -> T
 
 BREAKAGES: dict[str, Callable[[], Any]] = {
     "a zero row too many is counted": broken("with_sinks", _gate_of_one_more, gates),
-    "misplaced rows stay": broken("_put_in_place", lambda out, lse, *_: (out, lse), gates),
+    "misplaced rows stay": broken("padded_position", lambda branch, position: position, gates),
     "a residual is left out": broken("forward", _layer_without_a_residual, networks.Layer),
     "embeddings are not checked": broken("_why_not", nothing, LongNetEncoder),
     "settings are not checked": broken("PUBLISHED_SETTINGS", {}, architecture),

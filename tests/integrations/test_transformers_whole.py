@@ -232,6 +232,18 @@ class Deaf(LlamaModel):
         return super().forward(input_ids, position_ids=position_ids, use_cache=use_cache)
 
 
+class Convolved(LlamaModel):
+    """... and one in which neighbours meet outside of attention."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.before = nn.Conv1d(config.hidden_size, config.hidden_size, 3, padding=1)
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        embeddings = self.before(self.embed_tokens(input_ids).mT).mT
+        return super().forward(inputs_embeds=embeddings, position_ids=position_ids, **kwargs)
+
+
 class Own(LlamaModel):
     """... and one that counts positions by itself."""
 
@@ -245,6 +257,7 @@ def rank_refuses(rank, world_size):
         Divided: "Divided computes last_hidden_state from all rows of its sequence",
         Scaled: "Scaled: Counting (norm) computes something from all rows that it is given",
         Deaf: "LlamaAttention is not given `parallel`, which the model was",
+        Convolved: "Convolved: positions meet without dilated attention",
         Own: "Own: LlamaRotaryEmbedding (rotary_emb) computes something from all rows",
     }
     for kind, said in kinds.items():
@@ -320,15 +333,10 @@ def rank_adapts(rank, world_size):
     assert len(expected[1]) == 4
     adapted, context = Adapted(make("llama")), ContextParallel(sharding="zigzag")
     message = message_of(lambda: context_parallel(adapted, context))
-    assert (
-        "Adapted wraps a model: call context_parallel(model.get_base_model(), parallel)" in message
-    )
+    assert "got Adapted. If it wraps one (DDP, PEFT), pass the model inside" in message
     ddp = nn.parallel.DistributedDataParallel(make("llama"))
     message = message_of(lambda: context_parallel(ddp, context))
-    assert (
-        "DistributedDataParallel wraps a model: call context_parallel(model.module, parallel)"
-        in message
-    )
+    assert "got DistributedDataParallel. If it wraps one" in message
     context_parallel(adapted.get_base_model(), context)
     torch.testing.assert_close(
         loss_and_gradients(adapted, batch, context), expected, rtol=2e-6, atol=2e-7

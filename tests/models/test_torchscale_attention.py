@@ -28,6 +28,7 @@ PATTERNS = {
 }
 # zero rows after the last row only, so that one rank alone sees some
 AT_THE_END = blocked((8, 16), (1, 2))
+ALIGNED = [PATTERNS["aligned"], AT_THE_END]
 needs_torchscale = pytest.mark.skipif(
     bool(checkout.why_not("TORCHSCALE_CHECKOUT")), reason="no checkout of torchscale"
 )
@@ -187,9 +188,9 @@ def test_gate_leaves_queries_without_keys_alone():
     [
         (
             DilatedPattern((8,), (2,)),
-            "phase='modulo' and heads='all': make it with phase='blocked'",
+            "phase='modulo', heads='all' and window=None: make it with phase='blocked'",
         ),
-        (DilatedPattern((8,), (2,), heads="split"), "heads='split': make it"),
+        (DilatedPattern((8,), (2,), heads="split"), "heads='split' and window=None: make it"),
         ("blocked", "pattern must be a DilatedPattern, got 'blocked'"),
     ],
 )
@@ -238,6 +239,10 @@ def rank_attends(rank, world_size, options, length, patterns):
         check([random(2, length, 4, 4, seed=seed) for seed in range(3)], pattern, attend)
 
         check_without_lse(cp, pattern, length)
+    x = rows_of(cp, torch.zeros(1, length, 4, 4))
+    if cp.sharding == "zigzag" or cp.cut.lengths:
+        with pytest.raises(ValueError, match="moves rows to later positions"):
+            torchscale_attention(x, x, x, PATTERNS["misaligned"], parallel=cp)
     bad = DilatedPattern((8,), (2,)) if rank == world_size - 1 else patterns[0]
     x = torch.zeros(1, 3, 4, 4)
     with pytest.raises(ValueError, match="phase='modulo'"):
@@ -245,16 +250,17 @@ def rank_attends(rank, world_size, options, length, patterns):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "options", "length"),
+    ("world_size", "options", "length", "patterns"),
     [
-        (2, {}, 37),
-        (2, {"sharding": "zigzag"}, 37),
-        (3, {"exchange": "all_gather"}, 31),
-        (2, {"exchange": "all_to_all"}, 33),
-        (3, {"exchange": "ring", "lengths": (20, 0, 17)}, 37),
-        (4, {"group": (2, 2)}, 37),
+        (2, {}, 37, [*PATTERNS.values(), AT_THE_END]),
+        (2, {"sharding": "zigzag"}, 37, ALIGNED),
+        (3, {"exchange": "all_gather"}, 31, [*PATTERNS.values(), AT_THE_END]),
+        (2, {"exchange": "all_to_all"}, 33, [*PATTERNS.values(), AT_THE_END]),
+        (3, {"exchange": "ring", "lengths": (20, 20, 0)}, 40, ALIGNED),
+        (3, {"exchange": "ring", "align": 20}, 37, [*PATTERNS.values(), AT_THE_END]),  # 20, 17, 0
+        (4, {"group": (2, 2)}, 37, [*PATTERNS.values(), AT_THE_END]),
     ],
 )
-def test_on_ranks(world_size, options, length):
+def test_on_ranks(world_size, options, length, patterns):
     """Every exchange and cut, zero rows at the end of the last rank's shard, misplaced rows that cross borders."""
-    run(world_size, rank_attends, options, length, [*PATTERNS.values(), AT_THE_END])
+    run(world_size, rank_attends, options, length, patterns)

@@ -297,14 +297,6 @@ BLOCKED = DilatedPattern((4, 8), (1, 2), phase="blocked")
         (lambda: LongNetEncoder(SMALL)(STATES[0]), "shape (7, 8), not (batch, N, 8)"),
         (lambda: LongNetEncoder(SMALL)(STATES.to_sparse()), "pass a dense tensor of numbers"),
         (
-            lambda: LongNetEncoder(SMALL)(STATES, collect=3),
-            "collect must be a function or None, got 3",
-        ),
-        (
-            lambda: torchscale_attention(X, X, X, BLOCKED, return_lse=1),
-            "return_lse must be True or False, got 1",
-        ),
-        (
             lambda: torchscale_attention(X, X, X, BLOCKED, parallel="x"),
             "parallel must be a ContextParallel or None, got 'x'",
         ),

@@ -1,6 +1,6 @@
 """Dilated attention in models of PyTorch: styles for `parallelize_module`, and torch's transformer layers converted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -155,7 +155,7 @@ def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: boo
     """
     sharing = set(parallel.ranks.members)
     check_meshes(module, parallel)
-    wrappers = {}  # by the prefix of their parameters' names
+    wrappers: list[Any] = []
     for name, child in module.named_modules():
         if isinstance(child, DistributedDataParallel):
             averaging = dist.get_process_group_ranks(child.process_group)
@@ -165,38 +165,31 @@ def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: boo
                     f"{sorted(sharing)} share each sequence, and nobody would average their gradients. Leave "
                     "process_group out, which takes all ranks."
                 )
-        if isinstance(child, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)):
-            wrappers[f"{name}." if name else ""] = child
-    if not sharing or by_hand:
-        return
-    for child in wrappers.values():
         if isinstance(child, FSDPModule):
             child.reshard()  # after a forward without a backward parameters may still be plain tensors
+        if isinstance(child, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)):
+            wrappers.append(child)
+    if not sharing or by_hand:
+        return
+    averaged = {parameter for wrapper in wrappers for parameter in _averaged_by(wrapper)}
     for name, parameter in module.named_parameters():
-        around = {prefix: child for prefix, child in wrappers.items() if name.startswith(prefix)}
-        if not parameter.requires_grad:
-            continue
-        if any(
-            _averages(child, name.removeprefix(prefix), parameter)
-            for prefix, child in around.items()
-        ):
-            continue
-        why = "is in no part that DDP or fully_shard was called with"
-        remedy = "wrap the whole module too" if wrappers else "wrap the module"
-        if around:
-            why = "was ignored by DDP or fully_shard"
-            remedy = "take it out of the ignored parameters"
-        raise ValueError(
-            f"{name} {why}, and nobody would average its gradients: {remedy}, or say "
-            "check_averaged(..., by_hand=True) if your loop averages them over all ranks."
-        )
+        if parameter.requires_grad and parameter not in averaged:
+            raise ValueError(
+                f"{name} is in no part that DDP or fully_shard was called with, or they were told to ignore it, and "
+                "nobody would average its gradients: wrap the whole module, take it out of the ignored parameters, or "
+                "say check_averaged(..., by_hand=True) if your loop averages them over all ranks."
+            )
 
 
-def _averages(wrapper: object, name: str, parameter: nn.Parameter) -> bool:
-    """Whether DDP or FSDP averages a parameter that has this name within it: if it was not told to ignore it."""
-    if isinstance(wrapper, DistributedDataParallel):
-        return name.removeprefix("module.") not in wrapper.parameters_to_ignore
-    return isinstance(parameter, DTensor) or not isinstance(wrapper, FSDPModule)
+def _averaged_by(wrapper: Any) -> Iterator[nn.Parameter]:
+    """The parameters whose gradients DDP or FSDP averages: all but those that it was told to ignore."""
+    for name, parameter in wrapper.named_parameters():
+        if isinstance(wrapper, DistributedDataParallel):
+            is_averaged = name.removeprefix("module.") not in wrapper.parameters_to_ignore
+        else:
+            is_averaged = isinstance(parameter, DTensor) or not isinstance(wrapper, FSDPModule)
+        if is_averaged:
+            yield parameter
 
 
 def check_meshes(module: nn.Module, parallel: ContextParallel) -> None:

@@ -1,13 +1,8 @@
 """MultiheadDilatedAttention: dilated attention as a module, with its projections.
 
 Shape suffixes: B batch, N positions (the local ones under `parallel`), E embedding, H query heads, G key/value heads,
-D head dim, T positions that are not padding.
+D head dim.
 """
-
-import json
-import warnings
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +14,6 @@ from ..attention.validate import (
     check_heads,
     check_objects,
     check_tensor,
-    is_integral,
-    valid_lengths,
-    valid_lengths_op,
 )
 from ..pattern import DilatedPattern
 from ..plan.job import held_heads
@@ -31,14 +23,17 @@ from ..ranks.handshake import RefusedError
 from ..ranks.named import called_by, refuse
 from ..run.dilated_cache import DilatedCache
 from ..run.views import on_device
+from .padded import packed_rows
 from .rotary import (
     RotaryTable,
+    check_positions,
     document_positions,
     positions_on_ranks,
     rotary_base,
     rotary_table,
     rotate,
 )
+from .trained_with import check_extra_state, extra_state_of, warn_of_older_weights
 
 Heads = tuple[Tensor, Tensor, Tensor]  # query (B, N, H, D), key and value (B, N, G, D)
 
@@ -136,33 +131,15 @@ class MultiheadDilatedAttention(nn.Module):
         )
         self.share(parallel)
         self.reset_parameters()
-        self.register_load_state_dict_pre_hook(_warn_of_older_weights)
+        self.register_load_state_dict_pre_hook(warn_of_older_weights)
 
     def get_extra_state(self) -> Tensor:
-        """What the weights were trained with, beside them in the state_dict: the pattern and the base of `rotary`.
-
-        The bytes of a JSON text, since safetensors and torch.distributed.checkpoint take tensors.
-        """
-        text = json.dumps({"pattern": self.pattern.as_dict(), "rotary_base": self.rotary_base})
-        return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+        """What the weights were trained with, beside them in the state_dict."""
+        return extra_state_of(self.pattern, self.rotary_base)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Raise ValueError unless the weights were trained with this module's pattern and `rotary`."""
-        try:
-            # `state` may have been cast with the weights
-            stored = json.loads(bytes(state.to(torch.uint8).tolist()))
-            pattern, base = DilatedPattern.from_dict(stored["pattern"]), stored["rotary_base"]
-        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-            raise ValueError(
-                "the weights' '_extra_state' does not say with which pattern they were trained: it is damaged, or of "
-                "another version. If you know the pattern, leave the names that end so out of the state_dict"
-            ) from error
-        if (pattern, base) != (self.pattern, self.rotary_base):
-            raise ValueError(
-                f"the weights were trained with {pattern} and rotary_base={base}, and this module has {self.pattern} "
-                f"and rotary_base={self.rotary_base}: it would be another function. Make the module so; or, if you "
-                "mean to train on, leave the names that end in '_extra_state' out of the state_dict"
-            )
+        check_extra_state(state, self.pattern, self.rotary_base)
 
     def share(self, parallel: ContextParallel | None) -> None:
         """From now on inputs and outputs are shards of sequences that these ranks share."""
@@ -253,7 +230,7 @@ class MultiheadDilatedAttention(nn.Module):
             self._check_inputs(query, key, value)
             self._check_masks(need_weights, attn_mask, is_causal, key_padding_mask)
             self._check_documents(query, key_padding_mask, cu_seqlens, cache, lengths)
-            self._check_positions(positions, query, cache)
+            check_positions(positions, query, self.head_dim, self.rotary_base, cache is not None)
             table = self._table(query, positions, cu_seqlens, cache)
             heads = None if key_padding_mask is not None else self._heads(query, key, value, table)
         except RefusedError:  # raised on all ranks alike
@@ -361,56 +338,15 @@ class MultiheadDilatedAttention(nn.Module):
         mask_BN: Tensor,
         table: RotaryTable | None,
     ) -> Tensor:
-        batch, num_positions, _ = query_BNE.shape
-        if torch.compiler.is_compiling():
-            return self._forward_padding_too(query_BNE, key_BNE, value_BNE, mask_BN, table)
-        lengths_B = valid_lengths(mask_BN, batch, num_positions)
-        valid_BN = torch.arange(num_positions, device=lengths_B.device) < lengths_B[:, None]
-        rows_T = valid_BN.flatten().nonzero().squeeze(1)
-        rows_T = on_device(rows_T, query_BNE.device)
-        borders = F.pad(lengths_B[lengths_B > 0].cumsum(0), (1, 0)).to(torch.int32)
-
-        def packed(x_BNE: Tensor) -> Tensor:
-            return x_BNE.flatten(0, 1)[rows_T].unsqueeze(0)
-
-        inputs_1TE = _each_once(packed, query_BNE, key_BNE, value_BNE)
-        # without a valid position there is no document
-        cu_seqlens = borders if len(rows_T) else None
-        table = None if table is None else table.of_rows(rows_T % num_positions)
-        out_1TE = self._attend(self._heads(*inputs_1TE, table), cu_seqlens)
-        out_flat = out_1TE.new_zeros(batch * num_positions, out_1TE.shape[-1]).index_copy(
-            0, rows_T, out_1TE[0]
-        )
-        return self.out_proj(out_flat.unflatten(0, (batch, num_positions)))
-
-    def _forward_padding_too(
-        self,
-        query_BNE: Tensor,
-        key_BNE: Tensor,
-        value_BNE: Tensor,
-        mask_BN: Tensor,
-        table: RotaryTable | None,
-    ) -> Tensor:
-        """`_forward_padded` with shapes that do not depend on the mask. Padding is computed too, as documents of its
-        own, and set to zero. No document may be empty: each row has one more position of padding."""
-        batch, num_positions, _ = query_BNE.shape
-        lengths_B = valid_lengths_op(mask_BN, batch, num_positions)
-        rows_B = torch.arange(batch, device=lengths_B.device) * (num_positions + 1)
-        ends = torch.stack([rows_B + lengths_B.clamp(min=1), rows_B + num_positions + 1], dim=1)
-        borders = F.pad(ends.flatten(), (1, 0)).to(torch.int32)
-        places_N = torch.arange(num_positions, device=query_BNE.device)
-        is_padding_BN1 = (places_N >= lengths_B.to(places_N.device)[:, None])[..., None]
-
-        def packed(x_BNE: Tensor) -> Tensor:
-            rows_BNE = F.pad(x_BNE.masked_fill(is_padding_BN1, 0), (0, 0, 0, 1))
-            return rows_BNE.flatten(0, 1).unsqueeze(0)
-
-        inputs_1TE = _each_once(packed, query_BNE, key_BNE, value_BNE)
+        rows = packed_rows(mask_BN, query_BNE)
         if table is not None:
-            table = table.of_rows(F.pad(places_N, (0, 1)).repeat(batch))
-        out_1TE = self._attend(self._heads(*inputs_1TE, table), borders)
-        out_BNE = out_1TE[0].unflatten(0, (batch, num_positions + 1))[:, :-1]
-        return self.out_proj(out_BNE.masked_fill(is_padding_BN1, 0))
+            table = rows.pack_table(table)
+        # those that are one tensor stay one
+        packed_query = rows.pack(query_BNE)
+        packed_key = packed_query if key_BNE is query_BNE else rows.pack(key_BNE)
+        packed_value = packed_key if value_BNE is key_BNE else rows.pack(value_BNE)
+        heads = self._heads(packed_query, packed_key, packed_value, table)
+        return self.out_proj(rows.unpack(self._attend(heads, rows.cu_seqlens)))
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         for name, x in (("query", query), ("key", key), ("value", value)):
@@ -439,14 +375,10 @@ class MultiheadDilatedAttention(nn.Module):
                 "layers.attention_weights computes them; layers.influence says which positions mattered to an output"
             )
         if attn_mask is not None:
-            check_tensor("attn_mask", attn_mask)
-            remedy = "pass attn_mask=None, with is_causal=True in the pattern for a causal mask"
-            shape = tuple(attn_mask.shape)
             raise ValueError(
-                f"attn_mask of shape {shape}: the pattern decides who attends whom; {remedy}"
+                "attn_mask: the pattern decides who attends whom; pass attn_mask=None, with is_causal=True in the "
+                "pattern for a causal mask"
             )
-        if is_causal is not None and not isinstance(is_causal, bool):
-            raise ValueError(f"is_causal must be True, False or None, got {is_causal!r}")
         if is_causal and not self.pattern.is_causal:
             raise ValueError(
                 "is_causal=True, but the pattern has is_causal=False: leave it out, or change the pattern"
@@ -459,35 +391,6 @@ class MultiheadDilatedAttention(nn.Module):
                 "key_padding_mask and parallel: a padded batch cannot be sharded; pack it with cu_seqlens"
             )
 
-    def _check_positions(
-        self, positions: Tensor | RotaryTable | None, x: Tensor, cache: DilatedCache | None
-    ) -> None:
-        if positions is None:
-            return
-        if self.rotary_base is None:
-            raise ValueError(
-                "positions were passed, but only rotary embeddings read them: construct with rotary=True"
-            )
-        if isinstance(positions, RotaryTable):
-            positions.check(x.shape[:2], self.head_dim, self.rotary_base)
-            return
-        if cache is not None:
-            raise ValueError(
-                "positions and cache: rows are appended at cache.position. Leave positions out, or pass the table "
-                "rotary_table(cache.next_positions(N)), which the layers of a model can share"
-            )
-        check_tensor("positions", positions)
-        if positions.shape != x.shape[1:2]:
-            needed = f"({x.shape[1]},), one for each row of this rank"
-            remedy = "ContextParallel.positions(seq_len, cu_seqlens) has them"
-            raise ValueError(
-                f"positions have shape {tuple(positions.shape)}, the inputs need {needed}: {remedy}"
-            )
-        if not is_integral(positions):
-            raise ValueError(
-                f"positions have dtype {positions.dtype}: pass integers, as torch.arange makes them"
-            )
-
     def _check_documents(
         self,
         query: Tensor,
@@ -496,7 +399,8 @@ class MultiheadDilatedAttention(nn.Module):
         cache: DilatedCache | None,
         lengths: Tensor | None,
     ) -> None:
-        """What must be checked before `_table` reads cu_seqlens or a cache. `dilated_attention` checks the rest."""
+        """What must be checked before `_table` reads cu_seqlens, or would be left out. `dilated_attention` checks the
+        rest."""
         if cu_seqlens is not None and mask is not None:
             raise ValueError(
                 "key_padding_mask and cu_seqlens both describe the documents: pass one of them"
@@ -507,39 +411,3 @@ class MultiheadDilatedAttention(nn.Module):
             raise ValueError(
                 "key_padding_mask and cache: say with lengths, (B,) integers, how many rows are valid"
             )
-        if cache is None:
-            return
-        if not isinstance(cache, DilatedCache):
-            raise ValueError(f"cache must be a DilatedCache or None, got {cache!r}")
-        if cache.batch != query.shape[0]:
-            raise ValueError(
-                f"the cache was made for batch {cache.batch}, and the call has {query.shape[0]}"
-            )
-        if self.parallel is not None:
-            raise ValueError(
-                "cache and parallel: a cache is of one device; use a module with parallel=None and the same "
-                "parameters, and DilatedCache.gather for what ranks have prefilled"
-            )
-
-
-def _each_once(
-    change: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The three tensors, changed. Those that are one tensor are changed once, and stay one."""
-    changed_query = change(query)
-    changed_key = changed_query if key is query else change(key)
-    changed_value = changed_key if value is key else change(value)
-    return changed_query, changed_key, changed_value
-
-
-def _warn_of_older_weights(
-    module: MultiheadDilatedAttention, state: dict[str, Any], prefix: str, *_: object
-) -> None:
-    """Let weights load that do not say what they were trained with. Python shows a warning of one text once."""
-    if f"{prefix}_extra_state" not in state:
-        warnings.warn(
-            "the weights do not say with which pattern and rotary they were trained: make sure that the module has the "
-            "same, or its outputs are wrong. (Weights saved by this version say it.)",
-            stacklevel=2,
-        )
-        state[f"{prefix}_extra_state"] = module.get_extra_state()

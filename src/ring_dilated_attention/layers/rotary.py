@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..attention.op import define_op
+from ..attention.validate import check_tensor, is_integral
 from ..pattern import is_finite_number
 from ..ranks.named import context_named
 from ..run.views import on_device
@@ -74,6 +75,40 @@ def rotary_base(rotary: bool | float, head_dim: int) -> float | None:
             f"rotary={rotary!r}: the base must be a finite number greater than 1; True means {true}"
         )
     return DEFAULT_ROTARY_BASE if rotary is True else float(rotary)
+
+
+def check_positions(
+    positions: Tensor | RotaryTable | None,
+    x: Tensor,
+    head_dim: int,
+    base: float | None,
+    has_cache: bool,
+) -> None:
+    """Raise ValueError unless a layer with these rotary embeddings takes these positions for the rows of x."""
+    if positions is None:
+        return
+    if base is None:
+        raise ValueError(
+            "positions were passed, but only rotary embeddings read them: construct with rotary=True"
+        )
+    if isinstance(positions, RotaryTable):
+        positions.check(x.shape[:2], head_dim, base)
+        return
+    if has_cache:
+        raise ValueError(
+            "positions and cache: rows are appended at cache.position. Leave positions out, or pass the table "
+            "rotary_table(cache.next_positions(N)), which the layers of a model can share"
+        )
+    check_tensor("positions", positions)
+    if positions.shape != x.shape[1:2]:
+        raise ValueError(
+            f"positions have shape {tuple(positions.shape)}, the inputs need ({x.shape[1]},), one for each row of this "
+            "rank: ContextParallel.positions(seq_len, cu_seqlens) has them"
+        )
+    if not is_integral(positions):
+        raise ValueError(
+            f"positions have dtype {positions.dtype}: pass integers, as torch.arange makes them"
+        )
 
 
 def document_positions(

@@ -1,46 +1,26 @@
 """Which documents the ranks hold together, and which rows this rank holds. One agreement serves all layers."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..attention.validate import is_integral
-from ..plan.sharding import Shard, Span, check_documents
+from ..plan.sharding import Shard, Span, check_documents, document_positions, first_rows
 from ..ranks.call import validate_cu_seqlens
 from ..ranks.context import ContextParallel
 from ..ranks.ranks import ALONE
 
 
-class DocumentSpan(NamedTuple):
-    """Consecutive positions of one document among a rank's rows."""
-
-    begin: int  # global position at which the document begins
-    length: int  # of the document
-    positions: range  # within the document
-    row: int  # local row of the first position
-
-    def rows(self, positions: range) -> slice:
-        """The span holds some of these positions: their local rows."""
-        start, stop, step = positions.start, positions.stop, positions.step
-        # how many of the given positions lie before the span
-        num_before = max(0, -(-(self.positions.start - start) // step))
-        first = start + num_before * step
-        last = max(first, min(stop, self.positions.stop))
-        offset = self.row - self.positions.start
-        return slice(first + offset, last + offset, step)
-
-
 @dataclass(frozen=True)
 class Documents:
-    """The documents' borders, all ranks' shards, and the spans that this rank holds."""
+    """The documents' borders, all ranks' shards, and the one of this rank."""
 
     borders: tuple[int, ...]
     shards: tuple[Shard, ...]
-    spans: tuple[DocumentSpan, ...]
+    shard: Shard
 
     @property
     def longest(self) -> int:
@@ -50,19 +30,19 @@ class Documents:
     @property
     def last_rows(self) -> list[int]:
         """The local rows that hold the last position of a document."""
-        return [
-            span.row + len(span.positions) - 1
-            for span in self.spans
-            if span.positions.stop == span.length
-        ]
+        rows = []
+        for row, (start, stop) in zip(first_rows(self.shard), self.shard, strict=False):
+            for end in self.borders:
+                if start < end <= stop:
+                    rows.append(row + end - 1 - start)
+        return rows
 
     def positions(self) -> Tensor:
         """The position of each of this rank's rows within its document, (N,) int64 on the CPU."""
-        ranges = [
-            torch.arange(span.positions.start, span.positions.stop, device="cpu")
-            for span in self.spans
-        ]
-        return torch.cat([torch.arange(0, device="cpu"), *ranges])
+        positions = [torch.arange(0, device="cpu")]
+        for span in document_positions(self.shard, self.borders):
+            positions.append(torch.arange(span.start, span.stop, device="cpu"))
+        return torch.cat(positions)
 
 
 def agree_on_documents(
@@ -109,20 +89,7 @@ def agree_on_documents(
         shards: tuple[Shard, ...] = ((Span(0, total),) if total else (),)
     else:
         shards = ranks.shards(lengths, None if packed is None else borders)
-    return Documents(borders, shards, _spans(shards[ranks.rank], borders))
-
-
-def _spans(shard: Shard, borders: Sequence[int]) -> tuple[DocumentSpan, ...]:
-    spans = []
-    row = 0
-    for start, stop in shard:
-        for begin, end in pairwise(borders):
-            first, last = max(begin, start), min(end, stop)
-            if first < last:
-                positions = range(first - begin, last - begin)
-                spans.append(DocumentSpan(begin, end - begin, positions, row + first - start))
-        row += stop - start
-    return tuple(spans)
+    return Documents(borders, shards, shards[ranks.rank])
 
 
 def why_not_dense(**tensors: Any) -> str | None:

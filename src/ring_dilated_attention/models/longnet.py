@@ -174,10 +174,6 @@ class LongNetLM(nn.Module):
             caches: those of `make_caches`. Call this under torch.no_grad().
             lengths: (B,) how many of its N tokens each batch entry appends; the rest is padding.
         """
-        if self.parallel is not None:
-            raise ValueError(
-                "caches are of one device: make this model with parallel=None and the same parameters."
-            )
         if len(caches) != len(self.blocks):
             raise ValueError(
                 f"{len(caches)} caches for {len(self.blocks)} layers: each has its own; use make_caches."
@@ -369,17 +365,10 @@ def shift_left(
     """
     ranks = parallel.ranks
     ranks.check_all_here("shift_left")
-    failure = None
-    if not isinstance(x, Tensor) or x.dim() != 2 or x.is_floating_point() or x.is_complex():
-        got = type(x).__name__
-        if isinstance(x, Tensor):
-            got = f"{x.dtype} {tuple(x.shape)}"
-        failure = f"shift_left takes integers (batch, N), got {got}"
-    batch, length = (0, 0) if failure else x.shape
+    batch, num_rows = x.shape
     with ranks.turn:
-        lengths = ranks.handshake(
-            length, {"call": "shift_left", "batch": batch, "fill": fill}, failure
-        )
+        fields: dict[str, object] = {"call": "shift_left", "batch": batch, "fill": fill}
+        lengths = ranks.handshake(num_rows, fields)
         shards = ranks.shards(lengths, documents)
         shard = shards[ranks.rank]
         with ranks.all_or_none():

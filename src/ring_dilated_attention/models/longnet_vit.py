@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..attention.validate import is_integral
 from ..pattern import is_finite_number, is_integer
 from ..ranks.context import ContextParallel
 from ..ranks.ranks import ALONE
@@ -125,10 +126,6 @@ class LongNetViT(nn.Module):
                 raise ValueError(f"{name}={size!r} must be a whole number, at least 1.")
         tile_size = checked_size("tile_size", tile_size)
         mlp_ratio = checked_size("mlp_ratio", mlp_ratio)
-        if embed_dim % 4:
-            raise ValueError(
-                f"embed_dim={embed_dim} is not a multiple of 4: sin and cos of x and y take quarters."
-            )
         if parallel is not None and parallel.sharding != "contiguous":
             raise ValueError(
                 f"parallel has sharding={parallel.sharding!r}: make the ContextParallel with sharding='contiguous'."
@@ -142,6 +139,10 @@ class LongNetViT(nn.Module):
             ffn_dim=round(embed_dim * mlp_ratio),
             padding=padding,
         )
+        if embed_dim % 4:
+            raise ValueError(
+                f"embed_dim={embed_dim} is not a multiple of 4: sin and cos of x and y take quarters."
+            )
         self.in_chans = in_chans
         self.slide_ngrids = slide_ngrids
         self.tile_size = tile_size
@@ -284,18 +285,15 @@ class LongNetViT(nn.Module):
     def _shape_failure(self, x: Tensor, coords: Tensor) -> str | None:
         """Why these shapes and dtypes do not fit, or None."""
         if x.dim() != 3 or x.shape[-1] != self.in_chans or not x.is_floating_point():
-            hint = "; add a batch dim with unsqueeze(0)" if x.dim() == 2 else ""
             return (
                 f"features have shape {tuple(x.shape)} and dtype {x.dtype}, not floating (batch, tiles, "
-                f"in_chans={self.in_chans}){hint}"
+                f"in_chans={self.in_chans}); unsqueeze(0) adds a batch dim"
             )
         if not len(x):
             return f"no slides: features have shape {tuple(x.shape)}, a batch of none"
         if coords.shape != (*x.shape[:2], 2):
             return f"coords have shape {tuple(coords.shape)}, these features need {(*x.shape[:2], 2)}: x and y of each"
-        if coords.is_complex() or coords.dtype == torch.bool:
-            return f"coords have dtype {coords.dtype}: pass x and y as two real numbers of pixels"
-        if coords.is_floating_point() and coords.dtype.itemsize < 4:
+        if not is_integral(coords) and coords.dtype not in (torch.float32, torch.float64):
             return (
                 f"coords have dtype {coords.dtype}, which cannot hold every pixel: pass integers or float32 (FSDP "
                 "casts floating ones to 16 bits unless its policy has cast_forward_inputs=False)"
@@ -309,18 +307,18 @@ class LongNetViT(nn.Module):
         wrong = (~is_finite_BL).nonzero().tolist()
         if wrong:
             taken = f", taken as {dtype}" if x.dtype != dtype else ""
-            return f"features that are not finite: {_tile(wrong, first, len(x))}{_and_more(wrong)}{taken}"
+            return f"features that are not finite: {_tile(wrong, first, len(x))}{taken}"
         cells = cells_of(coords, self.tile_size)
         is_inside_BL = ((cells >= 0) & (cells < self.slide_ngrids)).all(-1)
         wrong = (~is_inside_BL).nonzero().tolist()
         if wrong:
             slide, tile = wrong[0]
-            at = ", ".join(f"{z:.10g}" for z in coords[slide, tile].tolist())
-            cell = ", ".join(f"{z:.10g}" for z in cells[slide, tile].tolist())
+            at = tuple(coords[slide, tile].tolist())
+            cell = tuple(cells[slide, tile].tolist())
             return (
                 f"coordinates outside the grid of {self.slide_ngrids} x {self.slide_ngrids} cells of "
-                f"tile_size={self.tile_size:.10g}: {_tile(wrong, first, len(x))} at ({at}) lies in cell ({cell})"
-                f"{_and_more(wrong)}. Count coordinates from 0. tile_size is the distance of tiles in the same pixels"
+                f"tile_size={self.tile_size:.10g}: {_tile(wrong, first, len(x))} at {at} lies in cell {cell}. "
+                "Count coordinates from 0. tile_size is the distance of tiles in the same pixels"
             )
         return None
 
@@ -347,8 +345,9 @@ def crowded(coords_L2: Tensor, tile_size: float) -> str | None:
 def _tile(wrong: Sequence[Sequence[int]], first: int, num_slides: int) -> str:
     """The name of the first wrong tile. Its slide is numbered only within a batch."""
     slide, tile = wrong[0]
-    return f"tile {first + tile}" + (f" of slide {slide}" if num_slides > 1 else "")
-
-
-def _and_more(wrong: Sequence[object]) -> str:
-    return f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    name = f"tile {first + tile}"
+    if num_slides > 1:
+        name += f" of slide {slide}"
+    if len(wrong) > 1:
+        name += f" (and {len(wrong) - 1} more)"
+    return name

@@ -172,15 +172,11 @@ def load_slide_encoder(
         parallel=parallel,
     )
     mapped = map_names(weights, model)
-    if not mapped.state_dict:
-        raise ValueError(
-            f"{path} holds a slide encoder's weights under other names, such as {next(iter(weights))!r}: save them "
-            "without the prefix before `cls_token`"
-        )
     if mapped.left:
         listed = ", ".join(mapped.left[:5])
         raise ValueError(
-            f"{path} holds {len(mapped.left)} tensors that a LongNetViT has no place for: {listed}"
+            f"{path} holds {len(mapped.left)} tensors that a LongNetViT has no place for: {listed}. If these names "
+            "have a prefix, save them without it"
         )
     is_wide = any(x.dtype == torch.float64 for x in mapped.state_dict.values())
     # loading rounds to the model's dtype
@@ -200,13 +196,11 @@ def load_slide_encoder(
 
 def _size(path: Path | str, weights: Mapping[str, Tensor], name: str, dim: int) -> int:
     """Size number `dim` of a tensor that has `dim + 1` sizes. The tensor's name may have any prefix."""
-    x = weights.get(name)
-    if x is None:
-        x = next((x for key, x in weights.items() if key.endswith(f".{name}")), None)
-    if x is None:
-        raise ValueError(f"{path} does not hold a slide encoder's weights: it has no {name}")
-    if x.dim() != dim + 1 or not x.shape[dim]:
-        raise ValueError(
-            f"{path} does not hold a slide encoder's weights: {name} has shape {tuple(x.shape)}"
-        )
-    return x.shape[dim]
+    for key, x in weights.items():
+        if key == name or key.endswith(f".{name}"):
+            if x.dim() == dim + 1 and x.shape[dim]:
+                return x.shape[dim]
+            raise ValueError(
+                f"{path} does not hold a slide encoder's weights: {name} has shape {tuple(x.shape)}"
+            )
+    raise ValueError(f"{path} does not hold a slide encoder's weights: it has no {name}")

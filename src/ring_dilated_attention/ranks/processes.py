@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -105,7 +105,7 @@ class Processes(Ranks):
         self.opened: list[GroupLink] = []  # if one of them breaks, all do
         self.owner: Thread | None = None
         self.process = os.getpid()
-        self.expected_lengths: tuple[int, ...] = ()
+        self.expected_lengths: deque[tuple[int, ...]] = deque(maxlen=16)  # of the last calls
         self.control = self._open("control", "gloo", members)
 
     @property
@@ -226,14 +226,14 @@ class Processes(Ranks):
         )
 
     def expect_lengths(self, lengths: Sequence[int]) -> None:
-        self.expected_lengths = tuple(lengths)
+        self.expected_lengths.append(tuple(lengths))
 
     def warn_of_uneven(self, lengths: Sequence[int]) -> None:
         lengths = tuple(lengths)
         seq_len = sum(lengths)
         if self.cut.lengths is not None or self.cut.needs_documents:
             return
-        if lengths == self.expected_lengths or self.warn_of_whole(lengths):
+        if lengths in self.expected_lengths or self.warn_of_whole(lengths):
             return
         near_equal = self.cut.default_lengths(seq_len)
         if lengths not in (near_equal, _as_torch_chunk(seq_len, self.world_size)):

@@ -5,6 +5,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(f"{error}: pip install 'ring-dilated-attention[hf]'") from error
 from .convert import convert_to_dilated, register
-from .parallel import SameSample, context_parallel
+from .parallel import context_parallel
+from .trainer import SameSample
 
 __all__ = ["BoundedCache", "SameSample", "context_parallel", "convert_to_dilated", "register"]

@@ -163,13 +163,6 @@ class BoundedLayer(CacheLayerMixin):
 
     reorder_cache = batch_select_indices
 
-    def offload(self) -> None:
-        raise ValueError(
-            "a BoundedCache is not moved to the CPU: it is small, and stays where it is."
-        )
-
-    prefetch = offload
-
 
 def _taken(x_BMHD: Tensor, index_BM: Tensor) -> Tensor:
     return x_BMHD.gather(1, index_BM[:, :, None, None].expand_as(x_BMHD))

@@ -3,15 +3,14 @@
     out' = out * sigmoid(lse - log C)         lse' = log(exp(lse) + C)
 
 C(t, h): the number of zero rows (keys of score 0 and value 0) that query t of head h sees. Misaligned branches (see
-`zero_rows.py`) are computed one by one; their rows are moved to where torchscale puts them; then they are merged.
+`zero_rows.py`) are computed one by one, over rows that are padded with zeros as torchscale pads them.
 
-B batch, N positions of this rank, H heads, G key/value heads, D head dim, Z zero queries, M rows of one of them, P
-places that they fill.
+B batch, N positions of this rank, H heads, G key/value heads, D head dim, P rows of this rank with those of padding.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -21,76 +20,84 @@ from ...attention import dilated_attention
 from ...attention.sinks import with_sinks
 from ...attention.validate import refuse_others, why_no_rows
 from ...pattern import Branch, DilatedPattern, why_no_pattern
+from ...plan.sharding import shard_length
 from ...ranks.context import ContextParallel
 from ...ranks.ranks import ALONE, Ranks
-from ...ranks.reduce import SumOverRanks
 from ...ranks.reshard import rows_fields
-from ..documents import Documents, DocumentSpan, agree_on_documents
-from .zero_rows import Move, ZeroQuery, is_misaligned, moves, zero_keys, zero_queries
+from ..documents import Documents, agree_on_documents
+from .zero_rows import (
+    is_misaligned,
+    last_segment_start,
+    num_zero_keys,
+    padded_position,
+    padded_segment,
+)
+
+Borders = tuple[int, ...]  # rank c has the positions from borders[c] to borders[c + 1] - 1
 
 
-class LocalZeroQuery(NamedTuple):
-    """A zero query, and a span of this rank."""
+class Padding(NamedTuple):
+    """The rows of zeros in a misaligned branch. Each rank pads the segments that end among its rows."""
 
-    number: int  # among the zero queries of all ranks
-    query: ZeroQuery
-    span: DocumentSpan
+    branch: Branch
+    borders: Borders
+    padded_borders: Borders
 
-
-class Misplaced(NamedTuple):
-    """Where the rows of a misaligned branch move, and the zero queries in the places between."""
-
-    num_seen: int  # m: the keys of a zero query
-    moves: list[Move]
-    num_zero_queries: int  # of all ranks
-    local_queries: list[LocalZeroQuery]
+    @property
+    def padded_lengths(self) -> list[int]:
+        return [stop - start for start, stop in pairwise(self.padded_borders)]
 
 
 class BranchCall(NamedTuple):
-    """Branches that one call computes, how many zero keys it leaves out, and where its rows go."""
+    """Branches that one call computes, and how many zero keys it leaves out."""
 
     pattern: DilatedPattern
-    log_num_zero_keys_NH: Tensor | None  # None if there are none at all
-    misplaced: Misplaced | None  # None if rows stay where they are
-
-
-@dataclass(frozen=True)
-class ZeroRows:
-    """The calls that compute one pattern with zero rows, for the shards of one sequence. All layers use them."""
-
-    pattern: DilatedPattern
-    calls: tuple[BranchCall, ...]
+    log_num_zero_keys_NH: (
+        Tensor | None
+    )  # of padded rows, if there is a padding. None if there are none at all
+    padding: Padding | None  # None for branches that are not misaligned
 
 
 def zero_rows(
-    pattern: DilatedPattern, num_heads: int, documents: Documents, like: Tensor
-) -> ZeroRows:
-    """Count the zero rows for `torchscale_attention`, whose tensors have the dtype and the device of `like`."""
+    pattern: DilatedPattern, num_heads: int, documents: Documents, like: Tensor, ranks: Ranks
+) -> list[BranchCall]:
+    """Count the zero rows for `torchscale_attention`, whose tensors have the dtype and the device of `like`.
 
-    def call_of(branches: Sequence[Branch], misplaced: Misplaced | None) -> BranchCall:
+    Returns the calls that compute the pattern, for the shards of one sequence. All layers of a model use them.
+    """
+
+    def call_of(
+        branches: Sequence[Branch], length: int, positions_N: Tensor, padding: Padding | None
+    ) -> BranchCall:
         lengths, rates, _ = zip(*branches, strict=True)
         call_pattern = DilatedPattern(
             lengths, rates, is_causal=pattern.is_causal, phase=pattern.phase
         )
         logs_NH = None
-        if not pattern.is_causal:  # causal patterns hide the zero rows
-            counts_NH = _num_zero_keys(call_pattern, num_heads, documents)
+        if length and not pattern.is_causal:  # causal patterns hide the zero rows
+            counts_NH = _num_zero_keys(call_pattern, num_heads, length, positions_N)
             if counts_NH is not None:
                 # as lse
                 logs_NH = counts_NH.log().to(
                     like.device, torch.promote_types(like.dtype, torch.float32)
                 )
-        return BranchCall(call_pattern, logs_NH, misplaced)
+        return BranchCall(call_pattern, logs_NH, padding)
 
+    length = documents.longest
     aligned, calls = [], []
     for branch in pattern.branches:
-        if is_misaligned(branch, documents.longest):
-            calls.append(call_of([branch], _misplaced(branch, num_heads, documents)))
-        else:
+        if not is_misaligned(branch, length):
             aligned.append(branch)
+            continue
+        padding = _padding(branch, documents, ranks)
+        start, stop = padding.padded_borders[ranks.rank : ranks.rank + 2]
+        padded_branch = Branch(padded_segment(branch), branch.dilation_rate)
+        padded_length = padding.padded_borders[-1]
+        positions_P = torch.arange(start, stop, device="cpu")
+        calls.append(call_of([padded_branch], padded_length, positions_P, padding))
     if aligned:
-        calls.insert(0, call_of(aligned, None))
-    return ZeroRows(pattern, tuple(calls))
+        calls.insert(0, call_of(aligned, length, documents.positions(), None))
+    return calls
 
 
 def torchscale_attention(
@@ -103,7 +110,7 @@ def torchscale_attention(
     scale: float | None = None,
     backend: str = "auto",
     return_lse: bool = False,
-    counted: ZeroRows | None = None,
+    counted: list[BranchCall] | None = None,
     **others: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`dilated_attention` with the zero rows that torchscale pads with, as its published weights were trained.
@@ -117,13 +124,14 @@ def torchscale_attention(
         counted: what `zero_rows` made for this pattern, sequence and number of heads; by default it is made here.
 
     The other arguments, the result and the errors are those of `dilated_attention`. Its cu_seqlens, heads_held,
-    num_heads, cache and lengths are not taken: zero rows are counted for all heads and positions of one sequence.
+    num_heads, cache and lengths are not taken: zero rows are counted for all heads and positions of one sequence. If a
+    rate does not divide its segment length, and there are several segments, shards must be contiguous, and the context
+    made without lengths.
     """
     refuse_others("torchscale_attention", others)
+    ranks = parallel.ranks if isinstance(parallel, ContextParallel) else ALONE
     if counted is None:
         failure = pattern_failure(pattern) or why_no_rows("query", query)
-        if not isinstance(return_lse, bool):
-            failure = f"return_lse must be True or False, got {return_lse!r}"
         documents = agree_on_documents(
             "torchscale_attention",
             query,
@@ -131,22 +139,22 @@ def torchscale_attention(
             fields={"pattern": pattern},
             failure=failure,
         )
-        counted = zero_rows(pattern, query.shape[2], documents, query)
-    assert counted.pattern == pattern, "counted for another pattern"
+        counted = zero_rows(pattern, query.shape[2], documents, query, ranks)
     options: Any = {"parallel": parallel, "scale": scale, "backend": backend}
     merged: tuple[Tensor, Tensor] | None = None
-    for call in counted.calls:
-        out_BNHD, lse_BNH = dilated_attention(
-            query, key, value, call.pattern, return_lse=True, **options
-        )
+    for call in counted:
+        rows: Any = (query, key, value)
+        if call.padding is not None:
+            ranks.expect_lengths(call.padding.padded_lengths)
+            rows = [_pad(x, call.padding, ranks) for x in rows]
+        out, lse = dilated_attention(*(*rows, call.pattern), return_lse=True, **options)
         if call.log_num_zero_keys_NH is not None:
-            out_BNHD, lse_BNH = with_sinks(out_BNHD, lse_BNH, call.log_num_zero_keys_NH)
-        if call.misplaced is not None:
-            out_BNHD, lse_BNH = _put_in_place(out_BNHD, lse_BNH, value, call.misplaced, parallel)
-        if merged is None:
-            merged = out_BNHD, lse_BNH
-        else:
-            merged = _merged(*merged, out_BNHD, lse_BNH)
+            out, lse = with_sinks(out, lse, call.log_num_zero_keys_NH)
+        if call.padding is not None:
+            lse = _without_lone_zeros(lse, call.padding, ranks)
+            out = _cut(out, call.padding, ranks)
+            lse = _cut(lse, call.padding, ranks)
+        merged = (out, lse) if merged is None else _merged(*merged, out, lse)
     assert merged is not None
     return merged if return_lse else merged[0]
 
@@ -155,86 +163,73 @@ def pattern_failure(pattern: DilatedPattern) -> str | None:
     """Why a pattern is not torchscale's, or None."""
     if failure := why_no_pattern(pattern):
         return failure
-    if pattern.window is not None:
-        return f"torchscale has no sliding window, and the pattern has window={pattern.window}: call dilated_attention"
-    if pattern.phase == "blocked" and pattern.heads == "all":
+    if pattern.phase == "blocked" and pattern.heads == "all" and pattern.window is None:
         return None
     return (
-        f"torchscale's heads read phases by blocks and run all branches, but the pattern has phase={pattern.phase!r} "
-        f"and heads={pattern.heads!r}: make it with phase='blocked' and heads='all', or call dilated_attention"
+        "torchscale's heads read phases by blocks, and run all branches, without a window, but the pattern has "
+        f"phase={pattern.phase!r}, heads={pattern.heads!r} and window={pattern.window}: make it with phase='blocked', "
+        "heads='all' and window=None, or call dilated_attention"
     )
 
 
-def _num_zero_keys(pattern: DilatedPattern, num_heads: int, documents: Documents) -> Tensor | None:
-    """C (N, H), float64 on the CPU. None if it is 0 everywhere."""
-    counts_NH = None
-    for branch in pattern.branches:
-        for span in documents.spans:
-            for keys in zero_keys(branch, num_heads, span.length, span.positions):
-                if counts_NH is None:
-                    num_rows = sum(len(each.positions) for each in documents.spans)
-                    counts_NH = torch.zeros(num_rows, num_heads, dtype=torch.float64, device="cpu")
-                counts_NH[span.rows(keys.queries), keys.heads.start : keys.heads.stop] += (
-                    keys.num_zeros
-                )
-    return counts_NH
+def _num_zero_keys(
+    pattern: DilatedPattern, num_heads: int, length: int, positions_N: Tensor
+) -> Tensor | None:
+    """C (N, H), float64 on the CPU, of the queries at these positions. None if the last segments have no zero rows."""
+    counts_NH = torch.zeros(len(positions_N), num_heads, dtype=torch.float64, device="cpu")
+    has_zeros = False
+    for i, branch in enumerate(pattern.branches):
+        offsets_N = positions_N - last_segment_start(branch, length)
+        for head in range(num_heads):
+            phase = pattern.phase_of(i, head, num_heads)
+            assert phase is not None  # heads="all"
+            num_zeros = num_zero_keys(branch, length, phase)
+            if num_zeros:
+                has_zeros = True
+                reads_N = (offsets_N >= 0) & (offsets_N % branch.dilation_rate == phase)
+                counts_NH[:, head] += num_zeros * reads_N
+    return counts_NH if has_zeros else None
 
 
-def _misplaced(branch: Branch, num_heads: int, documents: Documents) -> Misplaced:
-    length = documents.longest
-    queries = list(zero_queries(branch, num_heads, length))
-    local_queries = [
-        LocalZeroQuery(number, query, span)
-        for number, query in enumerate(queries)
-        for span in documents.spans
-    ]
-    num_seen = -(-branch.segment_length // branch.dilation_rate)
-    return Misplaced(num_seen, moves(branch, documents.shards, length), len(queries), local_queries)
+def _padding(branch: Branch, documents: Documents, ranks: Ranks) -> Padding:
+    if ranks.world_size > 1 and (ranks.cut.sharding != "contiguous" or ranks.cut.lengths):
+        raise ValueError(
+            f"dilation rate {branch.dilation_rate} does not divide segment length {branch.segment_length}: torchscale "
+            f"moves rows to later positions, which ranks take of contiguous shards alone, and these are {ranks.cut}. "
+            "Make the ContextParallel with sharding='contiguous' and without lengths."
+        )
+    lengths = [shard_length(shard) for shard in documents.shards]
+    borders = tuple(accumulate(lengths, initial=0))
+    padded_borders = tuple(padded_position(branch, border) for border in borders)
+    return Padding(branch, borders, padded_borders)
 
 
-def _put_in_place(
-    out_BNHD: Tensor,
-    lse_BNH: Tensor,
-    value_BNGD: Tensor,
-    misplaced: Misplaced,
-    parallel: ContextParallel | None,
-) -> tuple[Tensor, Tensor]:
-    """Move rows to where torchscale has them. The places between get zero queries' outputs: sums of values / m."""
-    ranks = ALONE if parallel is None else parallel.ranks
-    moved_BNHD = MoveRows.apply(out_BNHD, misplaced.moves, ranks, 0.0)
-    moved_lse_BNH = MoveRows.apply(lse_BNH, misplaced.moves, ranks, -math.inf)
-    if not misplaced.num_zero_queries:
-        return moved_BNHD, moved_lse_BNH
-    sums_BZHD = SumOverRanks.apply(_sums(value_BNGD, out_BNHD.shape[2], misplaced), ranks)
-    places = []
-    for number, query, span in misplaced.local_queries:
-        if query.position in span.positions:
-            row = span.row + query.position - span.positions.start
-            places += [(number, row, head) for head in query.heads]
-    # All places in one assignment: the backward of each assignment copies all rows.
-    places_P3 = torch.tensor(places, dtype=torch.int64, device=out_BNHD.device).view(-1, 3)
-    numbers, rows, heads = places_P3.unbind(1)
-    moved_BNHD[:, rows, heads] = (sums_BZHD[:, numbers, heads] / misplaced.num_seen).to(
-        moved_BNHD.dtype
-    )
-    moved_lse_BNH[:, rows, heads] = math.log(misplaced.num_seen)
-    return moved_BNHD, moved_lse_BNH
+def _pad(x: Tensor, padding: Padding, ranks: Ranks) -> Tensor:
+    """Rows (B, N, ...) with the zero rows after each segment, (B, P, ...)."""
+    start, stop = padding.borders[ranks.rank : ranks.rank + 2]
+    padded_start, padded_stop = padding.padded_borders[ranks.rank : ranks.rank + 2]
+    positions_N = torch.arange(start, stop, device=x.device)
+    rows_N = padded_position(padding.branch, positions_N) - padded_start
+    padded = x.new_zeros(x.shape[0], padded_stop - padded_start, *x.shape[2:])
+    return padded.index_copy(1, rows_N, x)
 
 
-def _sums(value_BNGD: Tensor, num_heads: int, misplaced: Misplaced) -> Tensor:
-    """For each zero query the sum of this rank's values that it sees, (B, Z, H, D); 0 in heads without the query."""
-    batch, _, num_kv_heads, head_dim = value_BNGD.shape
-    wide = torch.promote_types(value_BNGD.dtype, torch.float32)
-    sums_BZHD = value_BNGD.new_zeros(
-        batch, misplaced.num_zero_queries, num_heads, head_dim, dtype=wide
-    )
-    # a rank without such rows takes part in backward too
-    sums_BZHD = sums_BZHD + value_BNGD[:, :0].sum(dtype=wide)
-    for number, query, span in misplaced.local_queries:
-        kv_heads = [head * num_kv_heads // num_heads for head in query.heads]
-        rows_BMHD = value_BNGD[:, span.rows(query.rows)][:, :, kv_heads]
-        sums_BZHD[:, number, query.heads.start : query.heads.stop] += rows_BMHD.sum(1, dtype=wide)
-    return sums_BZHD
+def _without_lone_zeros(lse_BPH: Tensor, padding: Padding, ranks: Ranks) -> Tensor:
+    """lse, but -inf for zero rows that see themselves alone: their lse is 0, which torchscale takes for "no key"."""
+    segment_length, rate, _ = padding.branch
+    if segment_length > rate:
+        return lse_BPH
+    start, stop = padding.padded_borders[ranks.rank : ranks.rank + 2]
+    positions_P = torch.arange(start, stop, device=lse_BPH.device)
+    is_zero_P = positions_P % rate >= segment_length
+    return lse_BPH.masked_fill(is_zero_P[:, None], -torch.inf)
+
+
+def _cut(x: Tensor, padding: Padding, ranks: Ranks) -> Tensor:
+    """The rows at this rank's positions, (B, N, ...), from the padded rows (B, P, ...) of all ranks."""
+    if ranks.world_size == 1:
+        return x[:, : padding.borders[-1]]
+    return CutAnew.apply(x, ranks, padding.padded_borders, padding.borders)
 
 
 def _merged(
@@ -255,61 +250,50 @@ def _merged(
     return merged_BNHD.to(out_BNHD.dtype), merged_lse_BNH.masked_fill(are_empty_BNH, -torch.inf)
 
 
-class MoveRows(torch.autograd.Function):
-    """Rows of x (B, N, ...) as rows of y (B, N, ...), on this rank or another.
+class CutAnew(torch.autograd.Function):
+    """Rows of a sequence that ranks share, cut at other borders.
 
-    forward:   y[t] = x[s] of the rank whose row s moves to row t here; `fill` if there is none
-    backward:  dx[s] = dy[t] of the rank to which row s moved; 0 if it moved nowhere
+    forward on rank c:    x (B, before[c + 1] - before[c], ...) -> y (B, after[c + 1] - after[c], ...)
+    backward on rank c:   dy -> dx, 0 at positions that no rank has afterwards
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, moves: Sequence[Move], ranks: Ranks, fill: float) -> Tensor:
-        ctx.moves, ctx.ranks = moves, ranks
-        return _carry(x, moves, ranks, fill, "rows to their places")
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, before: Borders, after: Borders) -> Tensor:
+        ctx.ranks, ctx.before, ctx.after = ranks, before, after
+        return _cut_anew(x, ranks, before, after, "rows to their places")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        back = [move.back() for move in ctx.moves]
-        return (
-            _carry(grads[0], back, ctx.ranks, 0, "backward of rows to their places"),
-            None,
-            None,
-            None,
-        )
+        moment = "backward of rows to their places"
+        return _cut_anew(grads[0], ctx.ranks, ctx.after, ctx.before, moment), None, None, None
 
 
-def _carry(x: Tensor, moves: Sequence[Move], ranks: Ranks, fill: float, moment: str) -> Tensor:
-    """Each rank sends the rows that leave it, in the order of `moves`, and places those that come to it."""
-    leaving: list[list[Tensor]] = [[] for _ in range(ranks.world_size)]
-    coming: list[list[Move]] = [[] for _ in range(ranks.world_size)]
-    with ranks.refusing():
-        y = x.new_full(x.shape, fill)
-        for move in moves:
-            if move.source_rank == ranks.rank:
-                leaving[move.target_rank].append(x.narrow(1, move.source_row, move.num_rows))
-            if move.target_rank == ranks.rank:
-                coming[move.source_rank].append(move)
-        for move, rows in zip(coming[ranks.rank], leaving[ranks.rank], strict=True):
-            _place(y, move, rows)
-    if ranks.world_size == 1:
-        return y
-    leaving[ranks.rank] = []
-    coming[ranks.rank] = []
+def _cut_anew(x: Tensor, ranks: Ranks, before: Borders, after: Borders, moment: str) -> Tensor:
+    """Each rank sends every rank the positions that it has afterwards. Positions that none has now are zeros."""
     ranks.check_all_here(moment)
     ranks.agree(x.shape[1], rows_fields(moment, x, 1), None)
+    row_size = x.shape[0] * math.prod(x.shape[2:])
     with ranks.all_or_none():
-        nothing = x.new_empty(0)
-        row_size = x.shape[0] * math.prod(x.shape[2:])
-        sent = [torch.cat([nothing, *(rows.flatten() for rows in group)]) for group in leaving]
-        sizes = [[move.num_rows * row_size for move in group] for group in coming]
-        received = ranks.scatter(sent, [sum(group) for group in sizes], x, moment)
-        for flat, group, group_sizes in zip(received, coming, sizes, strict=True):
-            if not group:
-                continue
-            for move, rows in zip(group, flat.split(group_sizes), strict=True):
-                _place(y, move, rows.view(x.shape[0], move.num_rows, *x.shape[2:]))
+        sent = []
+        for target in range(ranks.world_size):
+            start, stop = _common(before, ranks.rank, after, target)
+            first = start - before[ranks.rank]
+            sent.append(x[:, first : first + stop - start].flatten())
+        lengths = []
+        for source in range(ranks.world_size):
+            start, stop = _common(before, source, after, ranks.rank)
+            lengths.append(stop - start)
+        received = ranks.scatter(sent, [length * row_size for length in lengths], x, moment)
+        y = x.new_zeros(x.shape[0], after[ranks.rank + 1] - after[ranks.rank], *x.shape[2:])
+        row = 0
+        for rows, length in zip(received, lengths, strict=True):
+            y[:, row : row + length] = rows.view(x.shape[0], length, *x.shape[2:])
+            row += length
     return y
 
 
-def _place(y: Tensor, move: Move, rows: Tensor) -> None:
-    y.narrow(1, move.target_row, move.num_rows).copy_(rows)
+def _common(before: Borders, source: int, after: Borders, target: int) -> tuple[int, int]:
+    """The positions, start and stop, that rank `source` has before and rank `target` afterwards. Perhaps none."""
+    start = max(before[source], after[target])
+    stop = min(before[source + 1], after[target + 1])
+    return start, max(start, stop)

@@ -19,6 +19,7 @@ from ...attention import dilated_attention
 from ...attention.validate import check_objects
 from ...ranks.context import ContextParallel
 from ...ranks.named import called_by
+from ...ranks.ranks import ALONE
 from ..documents import Documents, agree_on_documents, why_not_dense
 from ..recompute import Checkpointing, check_checkpointing, run_layer
 from .architecture import TorchscaleConfig
@@ -153,15 +154,12 @@ class LongNetEncoder(nn.Module):
         Raises:
             ValueError: for input that does not fit, on every rank of `parallel`.
         """
-        failure = self._why_not(embeddings)
-        if not (collect is None or callable(collect)):
-            failure = f"collect must be a function or None, got {collect!r}"
         documents = agree_on_documents(
             "LongNetEncoder",
             embeddings,
             parallel=self.parallel,
             fields={"pattern": self.pattern, "collects": collect is not None},
-            failure=failure,
+            failure=self._why_not(embeddings),
         )
         attend = self._attention(documents, embeddings)
         x_BNE = embeddings
@@ -177,7 +175,8 @@ class LongNetEncoder(nn.Module):
     def _attention(self, documents: Documents, like: Tensor) -> Attend:
         attend: Any = partial(dilated_attention, parallel=self.parallel)
         if self.config.padding == "torchscale":
-            counted = zero_rows(self.pattern, self.config.num_heads, documents, like)
+            ranks = ALONE if self.parallel is None else self.parallel.ranks
+            counted = zero_rows(self.pattern, self.config.num_heads, documents, like, ranks)
             attend = partial(torchscale_attention, parallel=self.parallel, counted=counted)
         return attend
 

@@ -1,0 +1,49 @@
+"""What weights were trained with, beside them in a state_dict: the pattern, and the base of rotary embeddings."""
+
+import json
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..pattern import DilatedPattern
+
+
+def extra_state_of(pattern: DilatedPattern, rotary_base: float | None) -> Tensor:
+    """The bytes of a JSON text, since safetensors and torch.distributed.checkpoint take tensors."""
+    text = json.dumps({"pattern": pattern.as_dict(), "rotary_base": rotary_base})
+    return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+
+
+def check_extra_state(state: Tensor, pattern: DilatedPattern, rotary_base: float | None) -> None:
+    """Raise ValueError unless the weights were trained with this pattern and this base."""
+    try:
+        # `state` may have been cast with the weights
+        stored = json.loads(bytes(state.to(torch.uint8).tolist()))
+        stored_pattern = DilatedPattern.from_dict(stored["pattern"])
+        stored_base = stored["rotary_base"]
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise ValueError(
+            "the weights' '_extra_state' does not say with which pattern they were trained: it is damaged, or of "
+            "another version. If you know the pattern, leave the names that end so out of the state_dict"
+        ) from error
+    if (stored_pattern, stored_base) != (pattern, rotary_base):
+        raise ValueError(
+            f"the weights were trained with {stored_pattern} and rotary_base={stored_base}, and this module has "
+            f"{pattern} and rotary_base={rotary_base}: it would be another function. Make the module so; or, if you "
+            "mean to train on, leave the names that end in '_extra_state' out of the state_dict"
+        )
+
+
+def warn_of_older_weights(
+    module: nn.Module, state: dict[str, Any], prefix: str, *_: object
+) -> None:
+    """Let weights load that do not say what they were trained with. Python shows a warning of one text once."""
+    if f"{prefix}_extra_state" not in state:
+        warnings.warn(
+            "the weights do not say with which pattern and rotary they were trained: make sure that the module has the "
+            "same, or its outputs are wrong. (Weights saved by this version say it.)",
+            stacklevel=2,
+        )
+        state[f"{prefix}_extra_state"] = module.get_extra_state()
