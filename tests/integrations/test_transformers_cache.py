@@ -114,7 +114,7 @@ def test_bad_input():
     # a model that changes keys afterwards
     layer.update = lambda self, key, value, *more, **named: (key, value)
     try:
-        with pytest.raises(ValueError, match="changes the keys that a BoundedCache has returned"):
+        with pytest.raises(ValueError, match="changes the keys that it has returned"):
             model(ids[:, :1], past_key_values=cache)
     finally:
         layer.update = update

@@ -429,7 +429,7 @@ def test_two_ranks_hold_half_of_what_one_holds():
         ),
         (
             lambda x, c: (x, c.index_fill(1, torch.tensor(4), -1.0)),
-            r"tile 4 of slide 0 at \(-1.0, -1.0\) lies in cell \(-1.0, ",
+            r"tile 4 of slide 0 \(and 1 more\) at \(-1.0, -1.0\) lies in cell \(-1.0, ",
         ),
         (
             lambda x, c: (x, c + 20 * 256),

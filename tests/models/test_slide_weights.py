@@ -175,18 +175,21 @@ def test_weights_that_lack_their_last_layers(width, tmp_path):
         load(path, depth=3)
 
 
-@pytest.mark.parametrize(("last", "gap"), [(2, 1), (99_999_999_999, 2)])
-def test_layers_with_a_gap(last, gap, tmp_path):
+@pytest.mark.parametrize(
+    ("last", "gap", "why"),
+    [
+        (2, 1, "no place for: encoder.layers.2.x"),
+        (99_999_999_999, 2, "no place for: encoder.layers.99999999999.x"),
+    ],
+)
+def test_layers_with_a_gap(last, gap, why, tmp_path):
     """Catches a depth that is believed from one name, and a model of so many layers."""
     weights = Slide(2048, 5, True).model().state_dict() | {
         f"encoder.layers.{last}.x": torch.ones(1)
     }
     weights = {name: x for name, x in weights.items() if f"layers.{gap}." not in name}
     path = save(weights, tmp_path / "gap.pth")
-    with pytest.raises(
-        ValueError,
-        match=rf"holds encoder\.layers\.{last} and no encoder\.layers\.{gap}: one is stray",
-    ):
+    with pytest.raises(ValueError, match=why):
         load(path)
 
 

@@ -213,7 +213,7 @@ def replace_attention(
     module: nn.Module,
     pattern: DilatedPattern,
     *,
-    rotary: bool | float | None = None,
+    rotary: bool | float = False,
     parallel: ContextParallel | None = None,
 ) -> nn.Module:
     """Replace the self-attention of every nn.TransformerEncoderLayer and nn.TransformerDecoderLayer in a module.
@@ -224,7 +224,7 @@ def replace_attention(
 
     Args:
         pattern: who attends whom.
-        rotary: as for MultiheadDilatedAttention; it has no parameters. None leaves it as it is (torch's have none).
+        rotary: as for MultiheadDilatedAttention; it has no parameters.
         parallel: the ranks that share the sequences, as for MultiheadDilatedAttention.
 
     Raises:
@@ -256,20 +256,17 @@ def _dilated(
     layer: str,
     attention: Any,
     pattern: DilatedPattern,
-    rotary: bool | float | None,
+    rotary: bool | float,
     parallel: ContextParallel | None,
 ) -> nn.Module:
     """A MultiheadDilatedAttention with the parameters of a layer's attention."""
     name = f"{layer}.self_attn".lstrip(".")
     if why := _why_not(name, attention):
         raise ValueError(f"{name} {why}.")
-    if rotary is None:
-        rotary = getattr(attention, "rotary_base", None) or False
     replaced = MultiheadDilatedAttention(
         attention.embed_dim,
         attention.num_heads,
         pattern,
-        num_kv_heads=getattr(attention, "num_kv_heads", None),
         bias=attention.in_proj_bias is not None,
         rotary=rotary,
         parallel=parallel,
@@ -283,8 +280,6 @@ def _dilated(
 
 
 def _why_not(name: str, attention: Any) -> str | None:
-    if isinstance(attention, MultiheadDilatedAttention):
-        return None
     if not isinstance(attention, nn.MultiheadAttention):
         return f"is a {type(attention).__name__}, not torch's nn.MultiheadAttention"
     if attention.dropout:
@@ -294,11 +289,9 @@ def _why_not(name: str, attention: Any) -> str | None:
         return "has batch_first=False: make the layers with batch_first=True"
     if attention.bias_k is not None or attention.add_zero_attn:
         return "has extra key/value rows (add_bias_kv, add_zero_attn), which dilated attention does not take"
-    return (
-        None
-        if attention._qkv_same_embed_dim
-        else "has keys and values of other widths than its queries"
-    )
+    if not attention._qkv_same_embed_dim:
+        return "has keys and values of other widths than its queries"
+    return None
 
 
 def held_heads(module: nn.Module, num_held: int, num_heads: int) -> range | None:

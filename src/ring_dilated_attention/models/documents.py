@@ -1,7 +1,6 @@
 """Which documents the ranks hold together, and which rows this rank holds. One agreement serves all layers."""
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,11 +20,6 @@ class Documents:
     borders: tuple[int, ...]
     shards: tuple[Shard, ...]
     shard: Shard
-
-    @property
-    def longest(self) -> int:
-        lengths = [end - begin for begin, end in pairwise(self.borders)]
-        return max(lengths) if lengths else 0  # torch.compile cannot trace max(..., default=0)
 
     @property
     def last_rows(self) -> list[int]:

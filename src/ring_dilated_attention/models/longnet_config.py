@@ -48,16 +48,13 @@ class LongNetConfig:
         pattern = self.pattern
         object.__setattr__(self, "segment_lengths", pattern.segment_lengths)
         object.__setattr__(self, "dilation_rates", pattern.dilation_rates)
-        defaults = {
-            "num_kv_heads": "; None means num_heads",
-            "ffn_dim": "; None means 4 * embed_dim",
-        }
-        for name in ("vocab_size", "num_layers", "embed_dim", "num_heads", *defaults):
+        with_defaults = ("num_kv_heads", "ffn_dim")  # where they are None
+        for name in ("vocab_size", "num_layers", "embed_dim", "num_heads", *with_defaults):
             number = getattr(self, name)
-            if not (number is None and name in defaults) and (not is_integer(number) or number < 1):
-                raise ValueError(
-                    f"{name}={number!r} must be an integer of at least 1{defaults.get(name, '')}."
-                )
+            if number is None and name in with_defaults:
+                continue
+            if not is_integer(number) or number < 1:
+                raise ValueError(f"{name}={number!r} must be an integer of at least 1.")
         if self.embed_dim % self.num_heads or (self.embed_dim // self.num_heads) % 2:
             raise ValueError(
                 f"embed_dim={self.embed_dim} over num_heads={self.num_heads} is a head dim of "

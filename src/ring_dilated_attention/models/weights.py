@@ -26,9 +26,6 @@ class EncoderSize(NamedTuple):
     ffn_dim: int
     num_heads: int
 
-    def __str__(self) -> str:
-        return f"{self.depth} layers x {self.embed_dim}"
-
 
 def read_weights(path: Path | str) -> dict[str, Tensor]:
     """The tensors of a .safetensors file or a file of torch.save. They may be nested, under "model" or the like.
@@ -106,11 +103,6 @@ def slide_encoder_size(
     num_layers = 0  # before the first gap
     while num_layers in numbers:
         num_layers += 1
-    if num_layers < len(numbers):
-        raise ValueError(
-            f"{path} holds encoder.layers.{max(numbers)} and no encoder.layers.{num_layers}: one is stray or the other "
-            "missing"
-        )
     asked = "you asked for"
     if depth is None:
         asked = "published encoders of this width have"

@@ -86,8 +86,11 @@ def attend(
         elif position_ids is not None:
             is_valid = torch.ones_like(position_ids) if attention_mask is None else attention_mask
             _check_one_document(is_valid.bool(), position_ids)
-        if attention_mask is not None or bounded is not None:
-            _check_no_borders(cu_seq_lens_q)
+        if cu_seq_lens_q is not None and (attention_mask is not None or bounded is not None):
+            raise ValueError(
+                "cu_seq_lens_q with padding (attention_mask) or with rows of a cache: packed documents have neither. "
+                "Leave out attention_mask, and generate from one document per row."
+            )
     except ValueError as error:
         if parallel is not None:  # or the other ranks would wait for this one
             refuse(parallel.key, str(error))
@@ -190,15 +193,9 @@ def _refuse_options(
 ) -> None:
     name = type(module).__name__
     for option, why in REFUSED.items():
-        value_passed = options.get(option)
-        if value_passed is None or value_passed is False:
-            continue
-        quoted = (
-            f"a {type(value_passed).__name__}"
-            if isinstance(value_passed, Tensor)
-            else repr(value_passed)
-        )
-        raise ValueError(f"{name} passes {option}={quoted} to dilated attention: {why}.")
+        passed = options.get(option)
+        if passed is not None and passed is not False:
+            raise ValueError(f"{name} passes {option} to dilated attention: {why}.")
     if value.shape[-1] != query.shape[-1]:
         raise ValueError(
             f"{name} has value heads of width {value.shape[-1]} beside query heads of width {query.shape[-1]}, and "
@@ -216,38 +213,26 @@ def _check_mask(
 ) -> None:
     batch, _, num_rows, _ = query.shape
     num_keys = key.shape[2]
-    if mask is None and num_keys == num_rows:
-        return
     if mask is None:
-        raise ValueError(
-            f"{num_rows} queries and {num_keys} keys without a mask: dilated attention is self-attention. It takes the "
-            "rows of a cache only with a mask of transformers' mask interface, which this model does not use."
-        )
+        if num_keys != num_rows:
+            raise ValueError(
+                f"{num_rows} queries and {num_keys} keys without a mask: dilated attention is self-attention. It takes "
+                "the rows of a cache only with a mask of transformers' mask interface, which this model does not use."
+            )
+        return
     if parallel is not None:
         raise ValueError(
             f"attention_mask of shape {tuple(mask.shape)} and parallel: a padded batch cannot be sharded. Pack the "
             "documents into one row, with cu_seq_lens_q."
         )
-    if mask.dtype == torch.bool and mask.shape == (batch, num_rows):
-        return
+    is_padding = mask.dtype == torch.bool and mask.shape == (batch, num_rows)
     bias_shapes = [(size * num_heads, num_rows, num_keys) for size in (1, batch)]
-    if mask.is_floating_point() and mask.shape in bias_shapes:
-        return
-    if mask.dtype == torch.uint8:
+    is_bias = mask.is_floating_point() and mask.shape in bias_shapes
+    if not is_padding and not is_bias:
         raise ValueError(
-            "this model changes the keys that a BoundedCache has returned to it. Use a DynamicCache."
-        )
-    raise ValueError(
-        f"attention_mask of shape {tuple(mask.shape)} and {mask.dtype}: the pattern decides who attends whom. Pass "
-        f"a 2-D mask of padding, ({batch}, {num_rows}), or none."
-    )
-
-
-def _check_no_borders(cu_seq_lens_q: Tensor | None) -> None:
-    if cu_seq_lens_q is not None:
-        raise ValueError(
-            "cu_seq_lens_q with padding (attention_mask) or with rows of a cache: packed documents have neither. Leave "
-            "out attention_mask, and generate from one document per row."
+            f"attention_mask of shape {tuple(mask.shape)} and {mask.dtype}: the pattern decides who attends whom. Pass "
+            f"a 2-D mask of padding, ({batch}, {num_rows}), or none. (A mask of uint8 is made for a BoundedCache: this "
+            "model changes the keys that it has returned. Use a DynamicCache.)"
         )
 
 

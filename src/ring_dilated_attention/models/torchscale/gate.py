@@ -42,10 +42,17 @@ class Padding(NamedTuple):
     branch: Branch
     borders: Borders
     padded_borders: Borders
+    ranks: Ranks
 
     @property
-    def padded_lengths(self) -> list[int]:
-        return [stop - start for start, stop in pairwise(self.padded_borders)]
+    def positions(self) -> range:
+        """The positions of this rank's rows."""
+        return range(*self.borders[self.ranks.rank : self.ranks.rank + 2])
+
+    @property
+    def padded_positions(self) -> range:
+        """The positions of this rank's rows among all padded rows, zero rows included."""
+        return range(*self.padded_borders[self.ranks.rank : self.ranks.rank + 2])
 
 
 class BranchCall(NamedTuple):
@@ -83,17 +90,16 @@ def zero_rows(
                 )
         return BranchCall(call_pattern, logs_NH, padding)
 
-    length = documents.longest
+    length = documents.borders[-1]  # there is one document
     aligned, calls = [], []
     for branch in pattern.branches:
         if not is_misaligned(branch, length):
             aligned.append(branch)
             continue
         padding = _padding(branch, documents, ranks)
-        start, stop = padding.padded_borders[ranks.rank : ranks.rank + 2]
         padded_branch = Branch(padded_segment(branch), branch.dilation_rate)
         padded_length = padding.padded_borders[-1]
-        positions_P = torch.arange(start, stop, device="cpu")
+        positions_P = _arange(padding.padded_positions, "cpu")
         calls.append(call_of([padded_branch], padded_length, positions_P, padding))
     if aligned:
         calls.insert(0, call_of(aligned, length, documents.positions(), None))
@@ -141,21 +147,22 @@ def torchscale_attention(
         )
         counted = zero_rows(pattern, query.shape[2], documents, query, ranks)
     options: Any = {"parallel": parallel, "scale": scale, "backend": backend}
-    merged: tuple[Tensor, Tensor] | None = None
+    outs, lses = [], []
     for call in counted:
         rows: Any = (query, key, value)
         if call.padding is not None:
-            ranks.expect_lengths(call.padding.padded_lengths)
-            rows = [_pad(x, call.padding, ranks) for x in rows]
+            with ranks.refusing():  # what is no tensor, say, which `dilated_attention` would refuse
+                rows = [_pad(x, call.padding) for x in rows]
         out, lse = dilated_attention(*(*rows, call.pattern), return_lse=True, **options)
         if call.log_num_zero_keys_NH is not None:
             out, lse = with_sinks(out, lse, call.log_num_zero_keys_NH)
         if call.padding is not None:
-            lse = _without_lone_zeros(lse, call.padding, ranks)
-            out = _cut(out, call.padding, ranks)
-            lse = _cut(lse, call.padding, ranks)
-        merged = (out, lse) if merged is None else _merged(*merged, out, lse)
-    assert merged is not None
+            lse = _without_lone_zeros(lse, call.padding)
+            out = _cut(out, call.padding)
+            lse = _cut(lse, call.padding)
+        outs.append(out)
+        lses.append(lse)
+    merged = _merged(outs, lses)
     return merged if return_lse else merged[0]
 
 
@@ -201,53 +208,52 @@ def _padding(branch: Branch, documents: Documents, ranks: Ranks) -> Padding:
     lengths = [shard_length(shard) for shard in documents.shards]
     borders = tuple(accumulate(lengths, initial=0))
     padded_borders = tuple(padded_position(branch, border) for border in borders)
-    return Padding(branch, borders, padded_borders)
+    ranks.expect_lengths([stop - start for start, stop in pairwise(padded_borders)])
+    return Padding(branch, borders, padded_borders, ranks)
 
 
-def _pad(x: Tensor, padding: Padding, ranks: Ranks) -> Tensor:
+def _pad(x: Tensor, padding: Padding) -> Tensor:
     """Rows (B, N, ...) with the zero rows after each segment, (B, P, ...)."""
-    start, stop = padding.borders[ranks.rank : ranks.rank + 2]
-    padded_start, padded_stop = padding.padded_borders[ranks.rank : ranks.rank + 2]
-    positions_N = torch.arange(start, stop, device=x.device)
-    rows_N = padded_position(padding.branch, positions_N) - padded_start
-    padded = x.new_zeros(x.shape[0], padded_stop - padded_start, *x.shape[2:])
+    padded_positions = padding.padded_positions
+    positions_N = _arange(padding.positions, x.device)
+    rows_N = padded_position(padding.branch, positions_N) - padded_positions.start
+    padded = x.new_zeros(x.shape[0], len(padded_positions), *x.shape[2:])
     return padded.index_copy(1, rows_N, x)
 
 
-def _without_lone_zeros(lse_BPH: Tensor, padding: Padding, ranks: Ranks) -> Tensor:
+def _without_lone_zeros(lse_BPH: Tensor, padding: Padding) -> Tensor:
     """lse, but -inf for zero rows that see themselves alone: their lse is 0, which torchscale takes for "no key"."""
     segment_length, rate, _ = padding.branch
     if segment_length > rate:
         return lse_BPH
-    start, stop = padding.padded_borders[ranks.rank : ranks.rank + 2]
-    positions_P = torch.arange(start, stop, device=lse_BPH.device)
+    positions_P = _arange(padding.padded_positions, lse_BPH.device)
     is_zero_P = positions_P % rate >= segment_length
     return lse_BPH.masked_fill(is_zero_P[:, None], -torch.inf)
 
 
-def _cut(x: Tensor, padding: Padding, ranks: Ranks) -> Tensor:
+def _cut(x: Tensor, padding: Padding) -> Tensor:
     """The rows at this rank's positions, (B, N, ...), from the padded rows (B, P, ...) of all ranks."""
-    if ranks.world_size == 1:
+    if padding.ranks.world_size == 1:
         return x[:, : padding.borders[-1]]
-    return CutAnew.apply(x, ranks, padding.padded_borders, padding.borders)
+    return CutAnew.apply(x, padding.ranks, padding.padded_borders, padding.borders)
 
 
-def _merged(
-    out_BNHD: Tensor, lse_BNH: Tensor, other_BNHD: Tensor, other_lse_BNH: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Two partials as one: `run.merge`, but not in place, so that autograd sees it."""
-    # An empty partial has no weight. Where both are empty, the difference would be NaN.
-    is_empty_BNH = other_lse_BNH == -torch.inf
-    difference_BNH = (other_lse_BNH - lse_BNH).masked_fill(is_empty_BNH, -torch.inf)
-    weight_BNH1 = torch.sigmoid(difference_BNH).unsqueeze(-1)
-    wide = weight_BNH1.dtype
-    merged_BNHD = torch.lerp(out_BNHD.to(wide), other_BNHD.to(wide), weight_BNH1)
-    are_empty_BNH = is_empty_BNH & (lse_BNH == -torch.inf)
-    merged_lse_BNH = torch.logaddexp(
-        lse_BNH.masked_fill(are_empty_BNH, 0),
-        other_lse_BNH.masked_fill(are_empty_BNH, 0),
-    )
-    return merged_BNHD.to(out_BNHD.dtype), merged_lse_BNH.masked_fill(are_empty_BNH, -torch.inf)
+def _arange(positions: range, device: torch.device | str) -> Tensor:
+    return torch.arange(positions.start, positions.stop, device=device)
+
+
+def _merged(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Partials, (B, N, H, D) and (B, N, H) each, as one: `run.merge`, but not in place, so that autograd sees it."""
+    if len(outs) == 1:
+        return outs[0], lses[0]
+    all_lses = torch.stack(lses)
+    # Where all partials are empty, the differences would be NaN.
+    is_empty_BNH = (all_lses == -torch.inf).all(0)
+    lse_BNH = all_lses.masked_fill(is_empty_BNH, 0).logsumexp(0)
+    merged_BNHD = torch.zeros_like(outs[0], dtype=lse_BNH.dtype)
+    for out_BNHD, weight_BNH in zip(outs, (all_lses - lse_BNH).exp(), strict=True):
+        merged_BNHD = merged_BNHD + out_BNHD * weight_BNH.unsqueeze(-1)
+    return merged_BNHD.to(outs[0].dtype), lse_BNH.masked_fill(is_empty_BNH, -torch.inf)
 
 
 class CutAnew(torch.autograd.Function):
