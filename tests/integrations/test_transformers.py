@@ -458,7 +458,7 @@ def test_what_attention_cannot_do(option, value, said):
 def test_refused_by_models():
     """In the words of a user, who calls the model."""
     ids = tokens(2, 6)
-    assert "passes output_attentions=True" in message_of(
+    assert "passes output_attentions to" in message_of(
         lambda: make("llama")(ids, output_attentions=True)
     )
     dropping = make("llama", attention_dropout=0.1)

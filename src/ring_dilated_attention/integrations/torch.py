@@ -213,7 +213,7 @@ def replace_attention(
     module: nn.Module,
     pattern: DilatedPattern,
     *,
-    rotary: bool | float = False,
+    rotary: bool | float | None = None,
     parallel: ContextParallel | None = None,
 ) -> nn.Module:
     """Replace the self-attention of every nn.TransformerEncoderLayer and nn.TransformerDecoderLayer in a module.
@@ -224,7 +224,7 @@ def replace_attention(
 
     Args:
         pattern: who attends whom.
-        rotary: as for MultiheadDilatedAttention; it has no parameters.
+        rotary: as for MultiheadDilatedAttention; it has no parameters. None leaves it as it is (torch's have none).
         parallel: the ranks that share the sequences, as for MultiheadDilatedAttention.
 
     Raises:
@@ -256,17 +256,20 @@ def _dilated(
     layer: str,
     attention: Any,
     pattern: DilatedPattern,
-    rotary: bool | float,
+    rotary: bool | float | None,
     parallel: ContextParallel | None,
 ) -> nn.Module:
     """A MultiheadDilatedAttention with the parameters of a layer's attention."""
     name = f"{layer}.self_attn".lstrip(".")
     if why := _why_not(name, attention):
         raise ValueError(f"{name} {why}.")
+    if rotary is None:
+        rotary = getattr(attention, "rotary_base", None) or False
     replaced = MultiheadDilatedAttention(
         attention.embed_dim,
         attention.num_heads,
         pattern,
+        num_kv_heads=getattr(attention, "num_kv_heads", None),
         bias=attention.in_proj_bias is not None,
         rotary=rotary,
         parallel=parallel,
@@ -280,6 +283,8 @@ def _dilated(
 
 
 def _why_not(name: str, attention: Any) -> str | None:
+    if isinstance(attention, MultiheadDilatedAttention):
+        return None
     if not isinstance(attention, nn.MultiheadAttention):
         return f"is a {type(attention).__name__}, not torch's nn.MultiheadAttention"
     if attention.dropout:
