@@ -493,3 +493,14 @@ def test_sizes_that_are_refused(options, message):
     }
     with pytest.raises(ValueError, match=message):
         LongNetViT(**{**sizes, **options})
+
+
+def test_exported():
+    """For one number of tiles; an exported graph has no branch on their values."""
+    torch.manual_seed(0)
+    slide = LongNetViT(24, 48, 2, 16, segment_lengths=(1024, 5792), dilation_rates=(1, 2)).eval()
+    tiles, coords = torch.randn(1, 30, 24), torch.rand(1, 30, 2) * 2000
+    with torch.no_grad():
+        exported = torch.export.export(slide, (tiles, coords)).module()
+        others = tiles.flip(1), coords.flip(1)
+        torch.testing.assert_close(exported(*others)[0], slide(*others)[0])
