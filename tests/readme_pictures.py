@@ -10,11 +10,12 @@ from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.commands.plan.picture import (
     BRANCH_COLOURS,
     EMPTY,
-    INK,
     draw_pattern,
     pairs_by_branch,
     png,
 )
+
+INK = "#222222"
 
 
 def draw_readme(folder: Path) -> list[Path]:

@@ -121,7 +121,7 @@ def test_documents_reach_the_plan(capsys):
 
 
 def test_the_kernel_is_that_of_the_hardware(capsys):
-    argv = [*PLAN, "--dtype", "bfloat16", "--json"]
+    argv = [*PLAN, "--json"]
     on_cpu = json.loads(printed(capsys, *argv))
     assert on_cpu["kernel"] == "cpu"
     on_gpu = json.loads(printed(capsys, *argv, "--hardware", "h100"))
@@ -142,18 +142,16 @@ def test_the_dtype_is_that_of_the_hardware(slow, capsys):
     [
         (
             ["--memory", "80"],
-            "--memory 80 must be from 1.04858e+06 to 1e+15 bytes; 80 GB are 8e10: which unit",
+            "--memory 80.0 must be from 1e+06 to 1e+15 bytes; 80 GB are 8e10: which unit",
         ),
         (
             ["--latency", "4"],
-            "--latency 4 must be from 0 to 0.1 seconds; 5 µs are 5e-6: which unit",
+            "--latency 4.0 must be from 0 to 0.1 seconds; 5 µs are 5e-6: which unit",
         ),
-        (["--bandwidth", "50"], "--bandwidth 50 must be from 1e+06 to 1e+14 bytes in a second"),
-        (["--ranks", "9000"], "choose at most 8,192 ranks"),
+        (["--bandwidth", "50"], "--bandwidth 50.0 must be from 1e+06 to 1e+14 bytes in a second"),
+        (["--ranks", "2Mi"], "argument --ranks: must be at most 1,048,576, got 2097152"),
         (["--sharding", "zigzag_documents"], "needs --documents"),
-        (["--picture", "x"], "name one NAME.png"),
         (["--picture", "x.png"], "--picture shows at most 128 positions, and --seq-len is 8,192"),
-        (["--dtype", "float32"], "has rates of bfloat16, and --dtype is float32"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(more, message, capsys):
@@ -194,17 +192,19 @@ def test_the_first_line_is_the_answer(capsys):
     assert "GPUs share each sequence, by " in " ".join(
         printed(capsys, *long, "1G", "--gpus", "8").split()
     )
-    assert "It does not fit on 2 GPUs" in printed(capsys, *long, "20M", "--gpus", "2")
+    assert "It does not fit on 2 x 20.0 MB: the least, mesh " in printed(
+        capsys, *long, "20M", "--gpus", "2"
+    )
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         (["--embed-dim", "65"], "embed_dim=65 over num_heads=4"),
-        (["--layers", "1e12"], "--layers must be at most 16,777,216"),
+        (["--layers", "1e12"], "argument --layers: must be at most 16,777,216"),
         (["--memory", "80"], "80 GB are 8e10"),
-        (["--not-causal", "--kv-heads", "2"], "leave out --config and --kv-heads"),
-        (["--config", "nowhere"], "--config nowhere cannot be read as JSON"),
+        (["--not-causal", "--kv-heads", "2"], "a LongNetEncoder, which has no --kv-heads"),
+        (["--config", "nowhere"], "leave out --layers, --embed-dim, --heads\n"),
     ],
 )
 def test_models_that_cannot_be_are_refused(more, message, capsys):
@@ -215,7 +215,6 @@ def test_an_encoder_is_planned_as_such(capsys):
     causal, encoder = printed(capsys, *MODEL), printed(capsys, *MODEL, "--not-causal")
     assert "a LongNetLM of" in causal
     assert "a LongNetEncoder of" in encoder
-    assert "; not causal" in encoder
 
 
 def test_the_memory_of_a_gpu_must_be_known(slow, capsys):
@@ -262,18 +261,18 @@ def test_hardware_files_come_back(tmp_path):
     ("content", "message"),
     [
         ("flops_per_second = 1e12", "has no table [hardware]"),
-        ("[hardware]\nbytes_per_second = 1e9", "lacks flops_per_second"),
+        ("[hardware]\nbytes_per_second = 1e9", "flops_per_second is missing"),
         (
             "[hardware]\nflops_per_second = 500\nbytes_per_second = 1e9",
             "flops_per_second = 500 must be from 1e+06 to 1e+17 FLOPs in a second",
         ),
         (
             "[hardware]\nflops_per_second = 1e12\nbytes_per_second = -1e9",
-            "-1e+09 must be from 1e+06",
+            "-1000000000.0 must be from 1e+06",
         ),
         (
             '[hardware]\nflops_per_second = 1e12\nbytes_per_second = "50 GB/s"',
-            "must be a plain number of bytes",
+            "'50 GB/s' must be from 1e+06 to 1e+14 bytes",
         ),
         (
             "[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nlatency_seconds = 25",
@@ -284,7 +283,7 @@ def test_hardware_files_come_back(tmp_path):
             "which unit is meant?",
         ),
         (
-            "[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nlatency_seconds = 0.1",
+            "[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nlatency_seconds = 0.11",
             "5 µs are 5e-6",
         ),
         (
@@ -313,16 +312,16 @@ def test_hardware_files_come_back(tmp_path):
         ),
         (
             f"[hardware]\nflops_per_second = 1{'0' * 400}\nbytes_per_second = 1e9",
-            "must be a plain number",
+            "(a number of 401 digits) must be from",
         ),
         (
             "[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nspeed = 25",
             "speed is unknown",
         ),
-        ("[hardware]\nflops_per_second = 1e12", "lacks bytes_per_second"),
+        ("[hardware]\nflops_per_second = 1e12", "bytes_per_second is missing"),
         (
             "[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\ngpus_per_host = 8",
-            "one of gpus_per_host and host_bytes_per_second",
+            "give both gpus_per_host and host_bytes_per_second",
         ),
         (
             "[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nkernel = 'gpu'",
@@ -353,16 +352,15 @@ def test_memory_of_some_ranks_is_marked(num_ranks, is_marked, capsys):
     assert ("a rank holds at most about " in capsys.readouterr().out) == is_marked
 
 
-def test_a_model_with_a_saved_pattern(tmp_path, capsys):
-    """Catches a field of config.json's pattern that is dropped, and its rule of heads taken for their number."""
+def test_a_model_of_a_config(tmp_path, capsys):
+    """With the pattern of the options. Catches one that the config has, and is taken instead."""
     sizes = {"hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "vocab_size": 99}
-    pattern = DilatedPattern((64,), (4,), window=16, is_causal=True, phase="blocked").as_dict()
-    del pattern["is_causal"]
-    fields = sizes | {"model_type": "llama", "num_attention_heads": 8, "dilated_attention": pattern}
+    saved = {"segment_lengths": [64], "dilation_rates": [4]}
+    fields = sizes | {"model_type": "llama", "num_attention_heads": 8, "dilated_attention": saved}
     path = tmp_path / "config.json"
+    words = ["plan", "model", "--config", str(path), "--seq-len", "256", "--window", "16"]
+    assert "cannot be read as JSON" in refused(capsys, *words)
     path.write_text(json.dumps(fields))
-    words = ["plan", "model", "--config", str(path), "--seq-len", "256", "--hardware", "h100"]
-    assert cli.main(words) == 0
-    assert "pattern: w=64, r=4; a sliding window of 16; causal" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    out = " ".join(printed(capsys, *words).split())
+    assert "transformers' llama of " in out
+    assert "pattern: a sliding window of 16" in out

@@ -39,9 +39,9 @@ def test_what_it_picks_runs_as_it_is_printed(more, is_dense, capsys):
         first["segment_lengths"], first["dilation_rates"], is_causal=True
     )
     assert (pattern.dilation_rates == (1,)) == is_dense
-    command = shlex.split(out.splitlines()[-1])
-    assert command[:2] == ["rda", "plan"]
-    assert cli.main([*command[1:], "--json"]) == 0
+    command, options = out[out.index("\nrda plan") :].split(", with\n1. ")
+    options = options.split("\n2. ")[0]
+    assert cli.main([*shlex.split(command)[1:], *shlex.split(options), "--json"]) == 0
     flops = json.loads(capsys.readouterr().out)["flops"]
     assert flops == first["pairs"] * 14 * 64
 

@@ -131,10 +131,10 @@ def test_no_rate_above_the_heads_is_picked_while_a_candidate_within_them_fits(se
     [
         (["--speedup", "0.5"], "--speedup must be at least 1"),
         (["--speedup", "1e9"], "none of the patterns tried has so little work"),
-        (["--speedup", "2", "--layers", "1e15"], "--layers must be at most 10,000"),
+        (["--speedup", "2", "--layers", "1e15"], "--layers: must be at most 10,000"),
         (
             ["--speedup", "2", "--seq-len", "1e40"],
-            "--seq-len must be at most 9,223,372,036,854,775,807",
+            "--seq-len: must be at most 9,223,372,036,854,775,807",
         ),
     ],
 )

@@ -383,11 +383,11 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"ranks": 0}, "--ranks must be at least 1, got 0"),
+            ({"ranks": 0}, "--ranks: must be at least 1, got 0"),
             ({"steps": 0}, "--steps 0 must be from 1 to 9,223,372,036,854,775,807"),
             ({"seq_len": 1}, "--seq-len 1 must be from 2 to"),
             ({"learning_rate": "nan"}, "--learning-rate nan must be from 1e-30 to 1e+30"),
-            ({"save_every": 0}, "--save-every must be at least 1, got 0"),
+            ({"save_every": 0}, "--save-every: must be at least 1, got 0"),
             ({"embed_dim": 15}, "embed_dim=15 over num_heads=2"),
             ({"dilation_rates": 1}, "segment_lengths has 2 entries and dilation_rates has 1"),
             (
@@ -395,10 +395,6 @@ class TestCommand:
                 "2 key/value heads do not divide among 3 ranks: 2 mod 3 = 2. exchange='ring' takes",
             ),
             ({"resume": "."}, "--resume .: there is no checkpoint in this folder"),
-            (
-                {"ranks": 49},
-                "--ranks 49 share the 48 positions of --seq-len, so that 1 of them would own none",
-            ),
             ({"learning_rate": "1e300"}, "--learning-rate 1e+300 must be from 1e-30 to 1e+30"),
             ({"weight_decay": "1e39"}, "--weight-decay 1e+39 must be from 0 to 1e+30"),
             (
@@ -416,10 +412,8 @@ class TestCommand:
             ({"segment_lengths": (8, 2**63)}, "--segment-lengths 9223372036854775808 must be from"),
             ({"steps": 10**30}, "--steps 1000000000000000000000000000000 must be from"),
             ({"num_layers": 10**6}, "--num-layers 1000000 must be from 1 to 10,000"),
-            (
-                {"embed_dim": 10**9},
-                "optimiser state, on every rank, take 288,000 PB, and this machine has",
-            ),
+            ({"embed_dim": 10**9}, "a step takes at least 192,"),
+            ({"batch_size": 10**15}, "and this machine has"),
             ({"data": "headers.fa"}, "headers.fa is empty: there is nothing to read"),
             ({"data": "-"}, "--data - is stdin, and a resumed run reads its data again: save it"),
             (
@@ -435,9 +429,7 @@ class TestCommand:
                 "--phases '8:2' must be LENGTH:BATCH:STEPS, such as 512:2:1000",
             ),
             ({"phases": "8:0:1"}, "--phases '8:0:1' must be LENGTH:BATCH:STEPS"),
-            ({"phases": "2:1:5", "ranks": 3}, "--ranks 3 share the 2 positions of --phases"),
-            ({"batch_size": 10**15}, "the inputs of the blocks in one step take"),
-            ({"eval_every": 0}, "--eval-every must be at least 1, got 0"),
+            ({"eval_every": 0}, "--eval-every: must be at least 1, got 0"),
             ({"data": "/dev/zero"}, "cannot read /dev/zero: it is a device, which may have no end"),
         ],
     )
@@ -556,10 +548,6 @@ class TestCommand:
         assert main(["train", "--resume", "run", "--run-folder", "run"]) == 2
         assert "leave --run-folder out" in capsys.readouterr().err
         assert main(["train", "--resume", "run"]) == 0
-        assert (
-            "the run in run is complete, all 5 steps of it; only its report"
-            in capsys.readouterr().err
-        )
         Path("text.txt").write_bytes(TEXT[1:])
         capsys.readouterr()
         assert main(["train", "--resume", "run"]) == 2
@@ -700,7 +688,7 @@ class TestCommand:
         error = process.end()
         assert process.poll() == 1
         said = rf"rda train: rank {1 - killed} on host \S+ lost another: .*; newest checkpoint: runs/.*; "
-        said += r"go on with: torchrun \.\.\. "
+        said += r"go on with: \.\.\. "
         said += r"-m ring_dilated_attention train --resume runs/[\d-]+ --save-every 5\n"
         assert re.search(said, error)
         assert error.index("go on with") < error.index("_rank FAILED")

@@ -7,10 +7,9 @@ subcommand, to start other processes with them.
 
 import argparse
 import sys
-import textwrap
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from .. import __version__
 from .arguments import check_installed
@@ -55,6 +54,12 @@ SUBCOMMANDS = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Every refusal is one sentence, after the command's name."""
+        raise ValueError(message)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments, asked = split_off(list(sys.argv[1:] if argv is None else argv))
     command = f"rda {asked}" if asked in SUBCOMMANDS else "rda"
@@ -63,25 +68,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def split_off(arguments: list[str]) -> tuple[list[str], str]:
     """The arguments and their subcommand. argparse needs a subcommand of two words to be one argument."""
-    # The subcommand is the first word that is no option: no option of `rda` itself takes a value.
-    first = next(
-        (i for i, word in enumerate(arguments) if not word.startswith("-")), len(arguments)
-    )
-    both = " ".join(arguments[first : first + 2])
+    both = " ".join(arguments[:2])
     if both in SUBCOMMANDS:
-        return [*arguments[:first], both, *arguments[first + 2 :]], both
-    return arguments, "".join(arguments[first : first + 1])
+        return [both, *arguments[2:]], both
+    return arguments, "".join(arguments[:1])
 
 
 def run(arguments: list[str], asked: str, command: str) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="rda",
         description="Exact dilated attention on one device or many.",
         epilog="Each command explains itself: rda train --help",
     )
     parser.add_argument("--version", action="version", version=f"rda {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    chosen, chosen_parser = None, parser
     for name, subcommand in SUBCOMMANDS.items():
         summary = subcommand.summary
         subparser = subparsers.add_parser(
@@ -94,27 +94,15 @@ def run(arguments: list[str], asked: str, command: str) -> int:
             with leaving_at_once(command):
                 chosen = import_module(subcommand.module, __package__)
             chosen.add_arguments(subparser)
-            subparser.epilog = filled(chosen.EXAMPLES)
-            chosen_parser = subparser
-    for word in arguments:
-        if word.startswith("--") and word.endswith("=--"):
-            # argparse would make an empty list of it
-            chosen_parser.error(f"{word}: -- is no value")
-    parsed = parser.parse_args(arguments)
-    parsed.argv = arguments[1:]
-    assert chosen is not None
+            subparser.epilog = chosen.EXAMPLES
     try:
-        check_installed(["rich"], SUBCOMMANDS[parsed.command].extra)
+        for word in arguments:
+            if word.startswith("--") and word.endswith("=--"):  # argparse makes an empty list of it
+                parser.error(f"{word}: -- is no value")
+        parsed = parser.parse_args(arguments)
+        parsed.argv = arguments[1:]
+        check_installed(["rich"], SUBCOMMANDS[asked].extra)
         return int(chosen.run(parsed))
     except ValueError as error:  # a message for the user; any other error keeps its traceback
         say(f"{command}: {error}")
         return 2
-
-
-def filled(epilog: str) -> str:
-    """The epilog, wrapped at 80 columns. A paragraph with indented lines is a table, and stays as it is."""
-    paragraphs = epilog.strip().split("\n\n")
-    for i, paragraph in enumerate(paragraphs):
-        if "\n  " not in paragraph:
-            paragraphs[i] = textwrap.fill(paragraph, 80, break_on_hyphens=False)
-    return "\n\n".join(paragraphs)

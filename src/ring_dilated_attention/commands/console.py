@@ -4,14 +4,13 @@ rich is imported where it is used, so that `rda --help` works without it. `cli.p
 """
 
 import math
-import shutil
 import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ..training.files import LossyStderr
 from .terminal import say
@@ -19,40 +18,24 @@ from .terminal import say
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-WIDTH = 80  # of wrapped text, in characters
-UNLIMITED = 10_000  # the width of a table in a file or a pipe: there nothing is folded
+UNLIMITED = 10_000  # the width that a table may have
 SECONDS_BETWEEN_LINES = 10.0
 PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
-    """The first `num_left` columns are flush left, and the others right. On a terminal that is too narrow those on the
-    left fold between words. Nothing is cut: a table that is still too wide stays so."""
-    from rich.cells import cell_len
+    """The first `num_left` columns are flush left, and the others right. Nothing is folded or cut."""
     from rich.console import Console
     from rich.table import Table
 
-    gap = 2
-    least = 0
-    made = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="")
-    for i, column in enumerate(zip(headers, *rows, strict=True)):
-        is_left = i < num_left
-        text = "\n".join(column)
-        unbroken = text.split() if is_left else text.splitlines()
-        width = max(map(cell_len, unbroken), default=0)
-        justify: Literal["left", "right"] = "left" if is_left else "right"
-        made.add_column(column[0], justify=justify, no_wrap=not is_left, min_width=width)
-        least += width + gap
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    for i, header in enumerate(headers):
+        made.add_column(header, justify="left" if i < num_left else "right")
     for row in rows:
         made.add_row(*row)
     file = StringIO()
     console = Console(
-        file=file,
-        width=max(shutil.get_terminal_size().columns, least) if sys.stdout.isatty() else UNLIMITED,
-        color_system=None,
-        markup=False,
-        highlight=False,
-        emoji=False,
+        file=file, width=UNLIMITED, color_system=None, markup=False, highlight=False, emoji=False
     )
     console.print(made, crop=False)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
@@ -61,7 +44,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], num_left: int =
 def wrapped(text: str) -> str:
     """The text in lines of at most 80 characters, or longer ones where a word is longer: rich would cut a path."""
     wrapper = textwrap.TextWrapper(
-        WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
     return "\n".join(wrapper.fill(line) for line in text.splitlines())
 
@@ -154,9 +137,3 @@ def as_plain(value: Any) -> Any:
     if hasattr(value, "_asdict"):
         return {name: as_plain(field) for name, field in value._asdict().items()}
     return [as_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
-
-
-def counted(number: int, noun: str) -> str:
-    """1 rank, 2 ranks, 2 meshes."""
-    ending = "es" if noun.endswith(("s", "sh", "x")) else "s"
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{ending}"

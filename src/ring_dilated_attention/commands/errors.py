@@ -107,7 +107,7 @@ def measure(
     through_lse: lse has a gradient, too. Some kernels need more columns for it (`kernels/lse_gradient.py`)."""
     inputs, dout, dlse = make_inputs(case, dtype)
     expected = defined(case, inputs, dout, dlse if through_lse else None)
-    take: Callable[[Tensor], Tensor] = parallel.shard if parallel is not None else torch.clone
+    take: Callable[[Tensor], Tensor] = torch.clone if parallel is None else parallel.shard
     query, key, value = leaves = [take(x).to(device, dtype).requires_grad_() for x in inputs]
     cu_seqlens = None if case.documents is None else torch.tensor(case.documents, dtype=torch.int32)
     out, lse = dilated_attention(
@@ -121,10 +121,10 @@ def measure(
         return_lse=True,
     )
     loss = _loss(out, lse, take(dout).to(out), take(dlse).to(lse) if through_lse else None)
-    found = (out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves))
-    return {
-        name: squares(x, take(expected[name])) for name, x in zip(QUANTITIES, found, strict=True)
-    }
+    gradients = torch.autograd.grad(loss, leaves)
+    results = (out.detach(), lse.detach(), *gradients)
+    named = zip(QUANTITIES, results, strict=True)
+    return {name: squares(result, take(expected[name])) for name, result in named}
 
 
 def measure_cached(case: Case, dtype: torch.dtype, backend: str, device: str) -> Squares:
@@ -133,32 +133,37 @@ def measure_cached(case: Case, dtype: torch.dtype, backend: str, device: str) ->
     expected = defined(case, inputs, dout, None)
     sizes = (case.batch, case.num_heads, case.num_kv_heads, case.head_dim)
     cache = DilatedCache(case.pattern, *sizes, dtype=dtype, device=device)
-    outs = []
-    for start, stop in pairwise(
-        [*range(0, case.seq_len // 2, 20), *range(case.seq_len // 2, case.seq_len + 1)]
-    ):
+    half = case.seq_len // 2
+    borders = [*range(0, half, 20), *range(half, case.seq_len + 1)]
+    outs, lses = [], []
+    for start, stop in pairwise(borders):
         query, key, value = (x[:, start:stop].to(device, dtype) for x in inputs)
-        outs.append(
-            dilated_attention(
-                query, key, value, case.pattern, cache=cache, backend=backend, return_lse=True
-            )
+        out, lse = dilated_attention(
+            query, key, value, case.pattern, cache=cache, backend=backend, return_lse=True
         )
-    found = (torch.cat(x, dim=1) for x in zip(*outs, strict=True))
-    return {name: squares(x, expected[name]) for name, x in zip(("out", "lse"), found, strict=True)}
+        outs.append(out)
+        lses.append(lse)
+    return {
+        "out": squares(torch.cat(outs, dim=1), expected["out"]),
+        "lse": squares(torch.cat(lses, dim=1), expected["lse"]),
+    }
 
 
 def _loss(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     loss = (out * dout).sum()
-    return loss if dlse is None else loss + (lse.masked_fill(lse == -torch.inf, 0) * dlse).sum()
+    if dlse is None:
+        return loss
+    return loss + (lse.masked_fill(lse == -torch.inf, 0) * dlse).sum()
 
 
-def squares(found: Tensor, expected: Tensor) -> tuple[float, float]:
+def squares(result: Tensor, expected: Tensor) -> tuple[float, float]:
     """Sums of squares: of the difference, and of `expected`. Both tensors must have -inf at the same places."""
-    found = found.detach().cpu().double()
-    if not torch.equal(found == -torch.inf, expected == -torch.inf):
+    result = result.detach().cpu().double()
+    is_empty = expected == -torch.inf
+    if not torch.equal(result == -torch.inf, is_empty):
         return math.inf, 1.0
-    found, expected = (x.masked_fill(x == -torch.inf, 0) for x in (found, expected))
-    return float((found - expected).square().sum()), float(expected.square().sum())
+    result, expected = result.masked_fill(is_empty, 0), expected.masked_fill(is_empty, 0)
+    return float((result - expected).square().sum()), float(expected.square().sum())
 
 
 def relative(sums: tuple[float, float]) -> float:
@@ -188,12 +193,11 @@ def worst(
     device: str = "cpu",
 ) -> Worst:
     """The worst result of all cases and measured quantities. `ranks` holds each rank's squares, a dict per case."""
-    found = []
+    results = []
     for i, case in enumerate(cases):
         allowed = tolerances(case, dtype, device)
         for name in ranks[0][i]:
-            error = relative(
-                (sum(rank[i][name][0] for rank in ranks), sum(rank[i][name][1] for rank in ranks))
-            )
-            found.append(Worst(error, allowed[name], f"{name} of {case.name!r}"))
-    return max(found, key=lambda result: result.error / result.tolerance)
+            differences, sizes = zip(*(rank[i][name] for rank in ranks), strict=True)
+            error = relative((sum(differences), sum(sizes)))
+            results.append(Worst(error, allowed[name], f"{name} of {case.name!r}"))
+    return max(results, key=lambda result: result.error / result.tolerance)

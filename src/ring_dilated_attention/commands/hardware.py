@@ -4,15 +4,14 @@ The fields of the file are those of `Hardware`, and memory_bytes, dtype, kernel 
 example).
 """
 
-import argparse
-import math
 import tomllib
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..forecast.clock import Hardware
 from ..kernels.traits import TRAITS
-from ..training.options import flag
+from ..training.options import in_short
 from .arguments import amount
 
 
@@ -28,41 +27,38 @@ class Machine(NamedTuple):
 
 LARGE_MESSAGE = 16 * 2**20  # the bytes of a message by which `rda doctor` measures bandwidth
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-LARGEST = 1e30  # a rate far beyond machines, and within floats
-_FLOPS, _BYTES = (
-    "FLOPs in a second; 500 TFLOP/s are 5e14",
-    "bytes in a second, one way; 50 GB/s are 5e10",
-)
-_TIME, _HOST = "seconds; 5 µs are 5e-6", "GPUs on a host, all of them"
-_SHORT = (0.0, math.nextafter(0.1, 0), _TIME)  # below 0.1
+FLOPS = "FLOPs in a second; 500 TFLOP/s are 5e14"
+BYTES = "bytes in a second, one way; 50 GB/s are 5e10"
+SECONDS = "seconds; 5 µs are 5e-6"
 # The least number, the largest and the unit. No machine has a number outside: the user meant another unit.
 # (Rates that were measured with tiny tensors on a busy machine are low: examples/video.py had 5e7 FLOP/s.)
-_NUMBERS = {
-    "flops_per_second": (1e6, 1e17, _FLOPS),
-    "backward_flops_per_second": (1e6, 1e17, _FLOPS),
-    "bytes_per_second": (1e6, 1e14, _BYTES),
-    "host_bytes_per_second": (1e6, 1e14, _BYTES),
-    "gpus_per_host": (1, 1e6, _HOST),
-    "memory_bytes": (2**20, 1e15, "bytes; 80 GB are 8e10"),
-    "latency_seconds": _SHORT,
-    "host_latency_seconds": _SHORT,
-    "call_seconds": _SHORT,
-    "handshake_seconds": (0.0, math.nextafter(1.0, 0), _TIME),
+NUMBERS = {
+    "flops_per_second": (1e6, 1e17, FLOPS),
+    "backward_flops_per_second": (1e6, 1e17, FLOPS),
+    "bytes_per_second": (1e6, 1e14, BYTES),
+    "host_bytes_per_second": (1e6, 1e14, BYTES),
+    "gpus_per_host": (1, 1e6, "GPUs on a host, all of them"),
+    "memory_bytes": (1e6, 1e15, "bytes; 80 GB are 8e10"),
+    "latency_seconds": (0, 0.1, SECONDS),
+    "host_latency_seconds": (0, 0.1, SECONDS),
+    "call_seconds": (0, 0.1, SECONDS),
+    "handshake_seconds": (0, 1, SECONDS),
 }
-# The fields of _NUMBERS that options replace.
-_OPTIONS = {
+# The options that replace a number.
+OPTIONS = {
     "bandwidth": "bytes_per_second",
     "latency": "latency_seconds",
     "memory": "memory_bytes",
 }
+WORDS = {"dtype": tuple(ITEMSIZE), "kernel": tuple(TRAITS)}
 
 
-def add_hardware_options(parser: argparse.ArgumentParser) -> None:
+def add_hardware_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--hardware",
         metavar="NAME",
-        help=f"model a step's time: a TOML file, or {', '.join(PRESETS)}",
+        help=f"model a step's time in its dtype: a TOML file, or {', '.join(PRESETS)}",
     )
     add(
         "--bandwidth",
@@ -88,51 +84,50 @@ def machine_of(name: str) -> Machine:
     except (OSError, ValueError) as error:
         # ValueError: not text, not TOML, or a number with thousands of digits
         raise ValueError(f"--hardware {name} cannot be read: {error}") from error
-    if not isinstance(fields := content.get("hardware"), dict):
+    fields = content.get("hardware")
+    if not isinstance(fields, dict):
         raise ValueError(
             f"--hardware {name} has no table [hardware]; rda doctor --save FILE.toml writes one"
         )
-    return _machine(name, fields)
+    try:
+        return _machine(name, fields)
+    except ValueError as error:
+        raise ValueError(f"--hardware {name}: {error}") from error
 
 
 def _machine(name: str, fields: dict[str, Any]) -> Machine:
-    known = (*_NUMBERS, "dtype", "source", "kernel")
+    fields = {"dtype": "float32", "kernel": "cpu", "source": name} | fields
     for key, value in fields.items():
-        if key not in known:
-            raise ValueError(
-                f"--hardware {name}: {key} is unknown; the table [hardware] takes {', '.join(known)}"
-            )
-        if key in _NUMBERS:
-            _check_number(f"--hardware {name}: {key} =", key, value)
+        if key in NUMBERS:
+            check_number(f"{key} =", key, value)
+        elif key in WORDS:
+            if value not in WORDS[key]:
+                choices = ", ".join(WORDS[key])
+                raise ValueError(f"{key} = {value!r} is unknown; choose one of {choices}")
+        elif key != "source":
+            names = ", ".join((*NUMBERS, *WORDS, "source"))
+            raise ValueError(f"{key} is unknown; the table [hardware] takes {names}")
     for key in ("flops_per_second", "bytes_per_second"):
         if key not in fields:
-            raise ValueError(f"--hardware {name} lacks {key}")
+            raise ValueError(f"{key} is missing")
     if ("gpus_per_host" in fields) != ("host_bytes_per_second" in fields):
-        raise ValueError(
-            f"--hardware {name} has one of gpus_per_host and host_bytes_per_second: give both, or neither (one network)"
-        )
-    fields = {"dtype": "float32", "kernel": "cpu"} | fields
-    for key, choices in (("dtype", ITEMSIZE), ("kernel", TRAITS)):
-        if fields[key] not in list(choices):
-            raise ValueError(
-                f"--hardware {name}: {key} = {fields[key]!r} is unknown; choose one of {', '.join(choices)}"
-            )
+        raise ValueError("give both gpus_per_host and host_bytes_per_second, or neither")
     numbers = {key: fields[key] for key in Hardware._fields if key in fields}
     if "host_bytes_per_second" in fields:  # inside hosts messages are no later than between them
         numbers.setdefault("host_latency_seconds", fields.get("latency_seconds", 0.0))
     memory = int(fields["memory_bytes"]) if "memory_bytes" in fields else None
-    source = str(fields.get("source", name))
-    return Machine(Hardware(**numbers), fields["dtype"], memory, source, fields["kernel"])
+    return Machine(
+        Hardware(**numbers), fields["dtype"], memory, str(fields["source"]), fields["kernel"]
+    )
 
 
-def _check_number(what: str, key: str, value: object) -> None:
-    least, most, unit = _NUMBERS[key]
-    kinds = int if key == "gpus_per_host" else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not abs(value) < LARGEST:
-        raise ValueError(f"{what} {value!r} must be a plain number of {unit}")
-    if not least <= value <= most:
+def check_number(what: str, key: str, value: object) -> None:
+    least, most, unit = NUMBERS[key]
+    kinds = (int,) if key == "gpus_per_host" else (int, float)
+    if type(value) not in kinds or not least <= value <= most:  # type: ignore[operator]
         raise ValueError(
-            f"{what} {value:g} must be from {least:g} to {most:.3g} {unit}: which unit is meant?"
+            f"{what} {in_short(repr(value))} must be from {least:g} to {most:g} {unit}: "
+            "which unit is meant?"
         )
 
 
@@ -144,38 +139,28 @@ PRESETS = {
 }
 
 
-def machine_for(arguments: argparse.Namespace) -> Machine | None:
-    """The preset or file, with its numbers replaced by those of the options; fills in --dtype. None without
-    --hardware."""
+def machine_for(arguments: Namespace) -> Machine | None:
+    """The preset or file, with its numbers replaced by those of the options. None without --hardware."""
     replaced: dict[str, Any] = {}
-    for option, key in _OPTIONS.items():
+    for option, key in OPTIONS.items():
         value = getattr(arguments, option)
         if value is not None:
-            _check_number(flag(option), key, value)
+            check_number(f"--{option}", key, value)
             replaced[key] = value
     if arguments.hardware is None:
         if replaced:
             raise ValueError(
                 f"{', '.join(replaced)}: give --hardware too, whose numbers these replace"
             )
-        arguments.dtype = arguments.dtype or "float32"
         return None
     machine = machine_of(arguments.hardware)
-    arguments.dtype = arguments.dtype or machine.dtype
-    if ITEMSIZE[arguments.dtype] != ITEMSIZE[machine.dtype]:
-        rates = f"--hardware {arguments.hardware} has rates of {machine.dtype}"
-        raise ValueError(f"{rates}, and --dtype is {arguments.dtype}: leave --dtype out")
-    source = machine.source
-    if replaced:
-        source = f"{source}; {', '.join(replaced)} as given"
     memory = replaced.pop("memory_bytes", machine.memory_bytes)
     if "bytes_per_second" in replaced:  # one network of all
         replaced |= {"gpus_per_host": None, "host_bytes_per_second": None}
     if "latency_seconds" in replaced:
         replaced["host_latency_seconds"] = replaced["latency_seconds"]
-    return machine._replace(
-        hardware=machine.hardware._replace(**replaced), memory_bytes=memory, source=source
-    )
+    hardware = machine.hardware._replace(**replaced)
+    return machine._replace(hardware=hardware, memory_bytes=memory)
 
 
 def known(hardware: Hardware) -> dict[str, float]:

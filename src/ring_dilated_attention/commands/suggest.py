@@ -1,8 +1,8 @@
 """`rda suggest`: picks a pattern for a sequence length and a budget, says why, and shows the other candidates."""
 
-import argparse
 import json
 import math
+from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from ..forecast.call_cost import pairs
@@ -10,16 +10,18 @@ from ..forecast.reach import reach
 from ..forecast.suggestions import suggestions
 from ..pattern import DilatedPattern
 from ..training.options import MOST_LAYERS
-from .arguments import LARGEST, MOST_HEADS, amount, check_at_least, check_given, count
+from .arguments import MOST_HEADS, amount, positive, within
 from .console import progress, table, wrapped
 
 EXAMPLES = """examples:
   rda suggest --seq-len 1Mi --heads 16 --speedup 50   1/50 of dense's work
   rda suggest --seq-len 1Mi --heads 16 --speedup 50 --not-causal   an encoder
 
-A branch (w, r) cuts the sequence into segments of w positions. Head h takes each r-th position of a segment, from
-h mod r on, and the queries there see the keys there. A rate above the number of heads leaves positions that no head
-takes. Layers reach further: what one branch brings in one layer, another carries on in the next.
+A branch (w, r) cuts the sequence into segments of w positions. Head h takes
+each r-th position of a segment, from h mod r on, and the queries there see the
+keys there. A rate above the number of heads leaves positions that no head
+takes. Layers reach further: what one branch brings in one layer, another
+carries on in the next.
 """
 MOST_HEARD = 0.99
 # What decides between candidates, in this order: the first point in which two differ.
@@ -32,39 +34,53 @@ BETTER = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--seq-len", type=count, metavar="N", help="positions of a sequence")
-    add("--heads", type=count, metavar="H", help="query heads")
-    add("--speedup", type=amount, metavar="X", help="budget: 1/X of dense attention's work")
-    add("--layers", type=count, default=12, metavar="L", help="layers of the model (default 12)")
+    add("--seq-len", type=positive, required=True, metavar="N", help="positions of a sequence")
+    heads = within(1, MOST_HEADS)
+    add("--heads", type=heads, required=True, metavar="H", help="query heads")
+    budget = "budget: 1/X of dense attention's work"
+    add("--speedup", type=amount, required=True, metavar="X", help=budget)
+    layers = "layers of the model (default 12)"
+    add("--layers", type=within(1, MOST_LAYERS), default=12, metavar="L", help=layers)
     add("--not-causal", dest="is_causal", action="store_false", help="a query sees later keys too")
     add("--window", action="store_true", help="a sliding window, not segments of rate 1")
     add("--json", action="store_true", help="print the candidates as JSON, the best first")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    check(arguments)
+def run(arguments: Namespace) -> int:
+    if arguments.speedup < 1:
+        raise ValueError(f"--speedup must be at least 1, got {arguments.speedup:g}")
     candidates = sorted(describe(arguments), key=costs)
     reason = reason_of(candidates)
     if arguments.json:
         print(json.dumps({"why": reason, "suggestions": candidates}, indent=1))
-    else:
-        print(text(arguments, candidates, reason))
+        return 0
+    best = candidates[0]
+    if not best["all_read"]:
+        rate = max(best["dilation_rates"])
+        forced = f"{rate:,}, and there are {arguments.heads} heads"
+        advice = "allow more work, or take more heads"
+        print(
+            wrapped(
+                f"The budget forces a rate above the number of heads: {forced}. Small models with such "
+                f"patterns recalled little of what is far away (docs/learning.md): {advice}."
+            )
+        )
+    branches = best["segment_lengths"], best["dilation_rates"]
+    pattern = DilatedPattern(*branches, window=best["window"], is_causal=arguments.is_causal)
+    print(f"Take 1, {best['rule']}: {reason}.")
+    print(wrapped(repr(pattern)))
+    print("What is within reach is not yet learnt: train the candidates, and compare.\n")
+    print(candidates_table(arguments.layers, candidates))
+    causal = " --causal" if arguments.is_causal else ""
+    print(f"\nrda plan --seq-len {arguments.seq_len} --heads {arguments.heads}{causal}, with")
+    for number, candidate in enumerate(candidates, start=1):
+        print(wrapped(f"{number}. {options_of(candidate)}"))
     return 0
 
 
-def check(arguments: argparse.Namespace) -> None:
-    remedy = "--speedup 50 allows 1/50 of dense attention's work"
-    check_given(arguments, ("seq_len", "heads", "speedup"), remedy)
-    check_at_least("--seq-len", arguments.seq_len, most=LARGEST)
-    check_at_least("--heads", arguments.heads, most=MOST_HEADS)
-    check_at_least("--layers", arguments.layers, most=MOST_LAYERS)
-    if not 1 <= arguments.speedup < math.inf:
-        raise ValueError(f"--speedup must be at least 1, got {arguments.speedup:g}")
-
-
-def describe(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def describe(arguments: Namespace) -> list[dict[str, Any]]:
     """The figures of each candidate."""
     seq_len, heads = arguments.seq_len, arguments.heads
     dense = pairs(DilatedPattern.dense(is_causal=arguments.is_causal), seq_len, heads)
@@ -119,29 +135,6 @@ def reason_of(candidates: list[dict[str, Any]]) -> str:
     return "2 has equal figures"
 
 
-def text(arguments: argparse.Namespace, candidates: list[dict[str, Any]], reason: str) -> str:
-    best = candidates[0]
-    branches = best["segment_lengths"], best["dilation_rates"]
-    pattern = DilatedPattern(*branches, window=best["window"], is_causal=arguments.is_causal)
-    lines = []
-    if not best["all_read"]:
-        rate = max(best["dilation_rates"])
-        lines.append(
-            f"The budget forces a rate above the number of heads: {rate:,}, and there are {arguments.heads} heads. "
-            "Small models with such patterns recalled little of what is far away (docs/learning.md): allow more work, "
-            "or take more heads."
-        )
-    lines.append(f"Take 1, {best['rule']}: {reason}.")
-    lines.append(repr(pattern))
-    lines.append(
-        "What is within reach is not yet learnt: train the candidates on your data, and compare their losses."
-    )
-    plan = f"rda plan --seq-len {arguments.seq_len} --heads {arguments.heads} {options_of(best)}"
-    if arguments.is_causal:
-        plan = f"{plan} --causal"
-    return "\n".join([*map(wrapped, lines), "", candidates_table(arguments, candidates), "", plan])
-
-
 def options_of(candidate: dict[str, Any]) -> str:
     lengths = " ".join(map(str, candidate["segment_lengths"]))
     rates = " ".join(map(str, candidate["dilation_rates"]))
@@ -149,19 +142,10 @@ def options_of(candidate: dict[str, Any]) -> str:
     return options if candidate["window"] is None else f"{options} --window {candidate['window']}"
 
 
-def candidates_table(arguments: argparse.Namespace, candidates: list[dict[str, Any]]) -> str:
-    """All candidates with their figures; below, the options of each."""
-    headers = (
-        "",
-        "of dense\npairs",
-        "largest\nrate",
-        "layers to\nhear 99 %",
-        f"unheard after\n{arguments.layers}",
-    )
+def candidates_table(num_layers: int, candidates: list[dict[str, Any]]) -> str:
     rows = []
-    options = []
     for number, candidate in enumerate(candidates, start=1):
-        layers = candidate["layers_for_most"] or f"over {arguments.layers}"
+        layers = candidate["layers_for_most"] or f"over {num_layers}"
         unheard = 1 - candidate["reach_by_layer"][-1]
         rows.append(
             (
@@ -169,8 +153,14 @@ def candidates_table(arguments: argparse.Namespace, candidates: list[dict[str, A
                 f"1/{1 / candidate['of_dense']:,.1f}",
                 f"{max(candidate['dilation_rates']):,}",
                 f"{layers}",
-                f"{100 * unheard:.2g} %" if unheard < 0.99 else "99 % or more",
+                f"{unheard:.2%}",
             )
         )
-        options.append(wrapped(f"{number}. {options_of(candidate)}"))
-    return "\n".join([table(headers, rows), *options])
+    headers = (
+        "",
+        "of dense\npairs",
+        "largest\nrate",
+        "layers to\nhear 99 %",
+        f"unheard after\n{num_layers}",
+    )
+    return table(headers, rows)

@@ -1,6 +1,5 @@
 """`rda train`: trains alone, starts ranks, or is one of them. It refuses bad requests before it imports torch."""
 
-import argparse
 import json
 import os
 import re
@@ -9,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..models.saved_run import find_checkpoint, step_of
-from ..plan.dealing import check_dealing
+from ..models.saved_run import find_checkpoint
 from ..plan.exchange import EXCHANGES
 from ..training.files import folder_made, in_words
+from ..training.machine import physical_bytes
 from ..training.options import add_hyperparameters, flag
 from ..training.rank_launcher import (
     CODE_FILE,
@@ -41,15 +41,8 @@ from ..training.run_folder import (
     own_folder,
 )
 from ..training.stop_request import StopRequest
-from .arguments import (
-    check_at_least,
-    check_installed,
-    check_memory,
-    check_ranks_fit,
-    check_seconds,
-    count,
-)
-from .console import progress
+from .arguments import check_installed, count, positive, within
+from .console import progress, size_text
 from .terminal import (
     INTERRUPTED_EXIT_CODE,
     NO_MEMORY,
@@ -91,57 +84,44 @@ EXAMPLES = """examples:
   srun python -m ring_dilated_attention train
                                   Slurm, with MASTER_ADDR and MASTER_PORT set
 
-The sequence is cut among the ranks; each holds its part of every activation. The run folder gets checkpoints
-(safetensors and JSON) and metrics.jsonl, and at the end record.json. Only one run at a
-time can use it. Exit codes of the run, or of the ranks under a torchrun of your own: 0 done, 1 a rank was lost or
+The sequence is cut among the ranks; each holds its part of every activation.
+The run folder gets checkpoints (safetensors and JSON) and metrics.jsonl, and at
+the end record.json. Only one run at a time can use it. Exit codes of the run,
+or of the ranks under a torchrun of your own: 0 done, 1 a rank was lost or
 memory ran out, 2 a sentence says what is wrong, 130 interrupted and saved.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     parser.set_defaults(**DEFAULTS)
     add = parser.add_argument
-    add("--ranks", type=count, metavar="P", help="processes that share every sequence (default 1)")
+    ranks = "processes that share every sequence (default 1)"
+    add("--ranks", type=positive, metavar="P", help=ranks)
     add("--exchange", choices=("auto", *EXCHANGES), help="how chunks travel (default auto)")
     add("--activation-checkpointing", action="store_true", help="recompute blocks to save memory")
-    add(
-        "--fsdp",
-        action="store_true",
-        help="cut parameters and optimiser state over ranks, in checkpoints too (FSDP2)",
-    )
-    add(
-        "--run-folder",
-        type=Path,
-        metavar="DIR",
-        help="where to write (default runs/<date and time>)",
-    )
+    cut = "cut parameters and optimiser state over ranks, in checkpoints too (FSDP2)"
+    add("--fsdp", action="store_true", help=cut)
+    folder = "where to write (default runs/<date and time>)"
+    add("--run-folder", type=Path, metavar="DIR", help=folder)
     again = "start the ranks again up to K times when one is lost, from the newest checkpoint. "
     again += "An unfinished run of this command in --run-folder goes on"
-    add("--restarts", type=count, metavar="K", help=again)
+    add("--restarts", type=within(0), metavar="K", help=again)
     late = "after so many seconds a rank that does not answer is lost (default 600)"
-    add("--timeout", type=count, metavar="S", help=late)
-    add(
-        "--resume",
-        type=Path,
-        metavar="DIR",
-        help="go on from the newest checkpoint of a run folder",
-    )
-    add(
-        "--save-every",
-        type=count,
-        metavar="N",
-        help="steps between checkpoints; older ones are deleted (default 30)",
-    )
+    add("--timeout", type=within(1, 86_400), metavar="S", help=late)
+    resume = "go on from the newest checkpoint of a run folder"
+    add("--resume", type=Path, metavar="DIR", help=resume)
+    save = "steps between checkpoints; older ones are deleted (default 30)"
+    add("--save-every", type=positive, metavar="N", help=save)
     steps = "steps between scores on the held-out bytes (default: a fifth of all)"
-    add("--eval-every", type=count, metavar="N", help=steps)
+    add("--eval-every", type=positive, metavar="N", help=steps)
     add("--json", action="store_true", help="print the record on stdout, all else on stderr")
-    add("--launched", type=Path, help=argparse.SUPPRESS)  # set by `launch`: where the ranks meet
+    add("--launched", type=Path, help=SUPPRESS)  # set by `launch`: where the ranks meet
     add_hyperparameters(
         parser.add_argument_group("hyperparameters", "kept by a resumed run"), count
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     if RESTART in os.environ:
         end_with_launcher()  # before the seconds that the imports take
     if arguments.launched is not None or started().num_ranks > 1 or are_by_torchrun():
@@ -152,56 +132,37 @@ def run(arguments: argparse.Namespace) -> int:
     return launch_ranks(arguments, run)
 
 
-def prepare_checked(arguments: argparse.Namespace) -> Run:
+def prepare_checked(arguments: Namespace) -> Run:
     """The run that the user asks for, or a ValueError that says why it is impossible."""
     check_installed(PACKAGES, "train")
-    num_started, num_asked = started().num_ranks, 1 if arguments.ranks is None else arguments.ranks
-    check_at_least("--ranks", num_asked)
-    check_at_least("--save-every", arguments.save_every)
-    check_seconds("--timeout", arguments.timeout, 86_400)
-    check_at_least("--restarts", arguments.restarts, 0)
-    check_at_least("--eval-every", arguments.eval_every)
+    num_started = started().num_ranks
     if num_started > 1 and arguments.ranks not in (None, num_started):
         raise ValueError(
-            f"--ranks {num_asked}, but a launcher started {num_started} ranks: leave --ranks out"
+            f"--ranks {arguments.ranks}, but a launcher started {num_started} ranks: leave --ranks out"
         )
-    if (
-        arguments.restarts is not None
-        and arguments.launched is None
-        and (num_started > 1 or are_by_torchrun())
-    ):
+    is_launched_by_others = arguments.launched is None and (num_started > 1 or are_by_torchrun())
+    if arguments.restarts is not None and is_launched_by_others:
         rule = "another launcher started these ranks, and it alone can start them again: use torchrun --max-restarts"
         raise ValueError(f"--restarts {arguments.restarts}, but {rule}")
     if are_by_torchrun() and arguments.resume is None and arguments.run_folder is None:
         raise ValueError(
             "torchrun --max-restarts needs --run-folder: by it, ranks that start again find their run"
         )
-    run, num_ranks = prepare(arguments), max(num_started, num_asked)
+    run = prepare(arguments)
     options = run.hyperparameters
-    positions = [phase.num_positions for phase in options.schedule]
-    check_ranks_fit(num_ranks, min(positions), "--seq-len" if len(positions) == 1 else "--phases")
-    # otherwise every rank refuses it only in its first attention
-    if arguments.exchange == "all_to_all":
-        check_dealing(options.num_kv_heads or options.num_heads, num_ranks)
-    # Ranks that a launcher started may be on several machines.
-    num_bytes = options.num_training_bytes()
-    if num_started == 1:
-        num_bytes *= num_ranks
-    if run.fsdp:
-        num_bytes //= num_ranks
-    where = "in parts" if run.fsdp else "on every rank"
-    remedy = "use a smaller --embed-dim, fewer --num-layers, or --fsdp over more hosts"
-    check_memory(f"parameters, gradients and optimiser state, {where}, take", num_bytes, remedy)
-    activations = 4 * options.embed_dim * options.num_layers * max(positions) // num_started
-    check_memory(
-        "the inputs of the blocks in one step take",
-        activations,
-        "use a smaller batch or shorter sequences",
-    )
+    num_positions = max(phase.num_positions for phase in options.schedule)
+    inputs_of_blocks = 4 * options.embed_dim * options.num_layers * num_positions
+    num_bytes = options.num_training_bytes() + inputs_of_blocks
+    if num_started == 1 and num_bytes > physical_bytes():
+        machine = f"this machine has {size_text(physical_bytes())} of memory"
+        raise ValueError(
+            f"a step takes at least {size_text(num_bytes)}, and {machine}: "
+            "train a smaller model, or fewer bytes at a time"
+        )
     return run
 
 
-def launch_ranks(arguments: argparse.Namespace, run: Run) -> int:
+def launch_ranks(arguments: Namespace, run: Run) -> int:
     """Let torch's elastic launcher start the ranks. Returns the exit code."""
     is_unnamed = arguments.resume is None and arguments.run_folder is None
     with new_folder_made(run.folder) if is_unnamed else folder_made(run.folder) as folder:
@@ -218,32 +179,30 @@ def launch_ranks(arguments: argparse.Namespace, run: Run) -> int:
     return code
 
 
-def what_is_left(arguments: argparse.Namespace, folder: Path) -> str:
+def what_is_left(arguments: Namespace, folder: Path) -> str:
     """A sentence: the newest checkpoint, and the command that resumes from it."""
     checkpoint = find_checkpoint(folder)
-    onward = (
-        f"go on with: {train_command(arguments, '--resume', folder)}"
-        if checkpoint
-        else "start it again"
-    )
-    return f"newest checkpoint: {checkpoint or 'none'}; {onward}"
+    if checkpoint is None:
+        return "newest checkpoint: none; start it again"
+    return f"newest checkpoint: {checkpoint}; go on with: {train_command(arguments, folder)}"
 
 
-def train_command(arguments: argparse.Namespace, *asked: object) -> str:
-    """A command with these words, and with the options of this one that a checkpoint does not hold."""
-    words = [str(word) for word in asked]
+def train_command(arguments: Namespace, folder: Path) -> str:
+    """The command that resumes, with the options of this one that a checkpoint does not hold."""
+    words = ["--resume", str(folder)]
     for name, default in DEFAULTS.items():
         value = getattr(arguments, name)
-        if value != default:
-            words += [flag(name)] if value is True else [flag(name), str(value)]
+        if value is True:
+            words.append(flag(name))
+        elif value != default:
+            words += [flag(name), str(value)]
     start = "rda train"
-    if started().num_ranks > 1 and arguments.launched is None:
-        launcher = "torchrun ..." if "WORLD_SIZE" in os.environ else "srun python"
-        start = f"{launcher} -m ring_dilated_attention train"
+    if started().num_ranks > 1 and arguments.launched is None:  # by torchrun, srun or another
+        start = "... -m ring_dilated_attention train"
     return f"{start} {shlex.join(words)}"
 
 
-def train(arguments: argparse.Namespace, run: Run | None) -> int:
+def train(arguments: Namespace, run: Run | None) -> int:
     """Train in this process, alone or as one rank of several. If one rank refuses, all ranks do.
 
     A rank of `rda train --ranks` ends with 0, unless it is to be started again, and leaves its exit code.
@@ -263,7 +222,7 @@ def train(arguments: argparse.Namespace, run: Run | None) -> int:
                     run, parallel, stop, partial(shown, run) if parallel.rank == 0 else loop.unseen
                 )
                 if parallel.rank == 0:
-                    report(arguments, run, record)
+                    report(arguments, record)
             leave(parallel)
             code = 0 if record["status"] == "complete" else INTERRUPTED_EXIT_CODE
         except (Refusal, loop.TrainingDiverged) as error:  # raised on every rank
@@ -286,7 +245,7 @@ def train(arguments: argparse.Namespace, run: Run | None) -> int:
     return 0
 
 
-def join(arguments: argparse.Namespace) -> "ContextParallel":
+def join(arguments: Namespace) -> "ContextParallel":
     from ..ranks.context import ContextParallel
     from ..training.agreement import join_ranks
 
@@ -308,7 +267,7 @@ def leave(parallel: "ContextParallel") -> None:
 
 
 def begin(
-    arguments: argparse.Namespace, run: Run | None, parallel: "ContextParallel", stack: ExitStack
+    arguments: Namespace, run: Run | None, parallel: "ContextParallel", stack: ExitStack
 ) -> Run:
     """Own the run's folder until the stack is closed, and check that all ranks train the same run."""
     from ..training.agreement import check_alike, on_first, together, values_of_all
@@ -334,7 +293,7 @@ def begin(
     return run
 
 
-def own(arguments: argparse.Namespace, run: Run, stack: ExitStack) -> str:
+def own(arguments: Namespace, run: Run, stack: ExitStack) -> str:
     """Own the run's folder. If its name is taken, and the user did not choose it, another folder is made."""
     folder, seconds = run.folder, 0.0
     if arguments.resume is None and arguments.run_folder is None:
@@ -359,7 +318,7 @@ def shown(run: Run, num_done: int) -> "Iterator[Callable[[Step], None]]":
         yield show
 
 
-def failed(error: Exception, arguments: argparse.Namespace, folder: Path | None) -> int:
+def failed(error: Exception, arguments: Namespace, folder: Path | None) -> int:
     """Tell the user and the launcher why this rank ends, and return its exit code. An unforeseen error is raised."""
     from ..ranks.failures import ExchangeError
 
@@ -388,7 +347,7 @@ def failed(error: Exception, arguments: argparse.Namespace, folder: Path | None)
     raise error
 
 
-def code_after_loss(arguments: argparse.Namespace) -> int:
+def code_after_loss(arguments: Namespace) -> int:
     """Wait for the rank that failed: it ends first, or it has left the exit code of the command."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which an elastic launcher ends this rank
     deadline = time.monotonic() + GRACE_SECONDS
@@ -399,24 +358,16 @@ def code_after_loss(arguments: argparse.Namespace) -> int:
     return FAILED_EXIT_CODE
 
 
-def report(arguments: argparse.Namespace, run: Run, record: dict[str, Any]) -> None:
+def report(arguments: Namespace, record: dict[str, Any]) -> None:
     from ..training.run_report import summary, write_report
 
     write_report(record)
     folder, steps = record["run_folder"], record["steps_done"]
-    if run.checkpoint is not None and step_of(run.checkpoint) == run.hyperparameters.total_steps:
-        say(
-            f"rda train: the run in {folder} is complete, all {steps} steps of it; only its report was made again"
-        )
     for_people = sys.stderr if arguments.json else sys.stdout
     print(summary(record), file=for_people)
     if record["status"] == "complete":
-        evaluate = shlex.join(["rda", "evaluate", folder, "FILE"])
-        generate = shlex.join(["rda", "generate", folder, "--prompt", "def "])
-        print(f"how much context helps: {evaluate}", file=for_people)
-        print(f"what it writes: {generate}", file=for_people)
-        print(f'in Python: LongNetLM.from_run("{folder}")', file=for_people)
+        print(f"to write with it: rda generate {folder} --prompt 'def '", file=for_people)
+    else:
+        say(f"saved at step {steps}; go on with: {train_command(arguments, folder)}")
     if arguments.json:
         print(json.dumps(record))
-    if record["status"] != "complete":
-        say(f"saved at step {steps}; go on with: {train_command(arguments, '--resume', folder)}")

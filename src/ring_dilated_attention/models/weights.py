@@ -112,7 +112,7 @@ def slide_encoder_size(
     if num_layers != depth:
         raise ValueError(
             f"{path} holds {num_layers} layers x {embed_dim}, and {asked} {depth} layers: some are missing, or pass "
-            f"depth={num_layers} (--depth {num_layers}) if it is another model"
+            f"depth={num_layers} if it is another model"
         )
     if num_heads is None:
         num_heads = NUM_HEADS

@@ -1,12 +1,9 @@
 """`rda doctor`: examines a machine or cluster, in one process, in `--ranks` processes, or in a launcher's ranks."""
 
-import argparse
 import json
 import os
-import socket
 import time
-from collections import Counter
-from collections.abc import Sequence
+from argparse import ArgumentParser, Namespace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,16 +11,14 @@ from typing import Any
 from ...forecast.clock import Hardware, time_text
 from ...training.files import check_mine, in_words, write_whole
 from ...training.rank_launcher import check_meeting, share_of_cores, started
-from ..arguments import amount, check_at_least, check_seconds, check_writable, count
+from ..arguments import within
 from ..console import scaled, size_text, table, wrapped
 from ..hardware import LARGE_MESSAGE, Machine, as_toml, known
 from ..terminal import leaving_at_once, say
 
 MOST_RANKS = 256  # on one machine
 MEASURING_SECONDS = 120.0  # at most, once all ranks have joined
-MOST_NAMED = 8  # ranks in one line
 THIS_RUN = "this run of rda doctor"
-INTERFACES = "GLOO_SOCKET_IFNAME"
 EXAMPLES = """examples:
   rda doctor                              this machine, one process
   rda doctor --ranks 2 --save here.toml   two processes; file for rda plan
@@ -32,39 +27,32 @@ EXAMPLES = """examples:
   srun python -m ring_dilated_attention doctor
                                   Slurm, with MASTER_ADDR and MASTER_PORT set
 
-Once all ranks have joined, they have two minutes to measure. Let nothing else run meanwhile. The answer ends with
-"ready", or with what to mend: versions or GPUs that differ between ranks, or a network interface in GLOO_SOCKET_IFNAME
-that a host does not have. rda check tells whether results are right.
+Once all ranks have joined, they have two minutes to measure. Let nothing else
+run meanwhile. The answer ends with "ready", or with versions or GPUs that
+differ between ranks. rda check tells whether results are right.
 
 Exit codes: 0 ready, 1 not ready, 2 refused.
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--ranks", type=count, metavar="P", help="processes on this machine (default 1)")
+    ranks = "processes on this machine (default 1)"
+    add("--ranks", type=within(1, MOST_RANKS), metavar="P", help=ranks)
     add("--save", type=Path, metavar="FILE", help="write what rda plan --hardware reads")
-    add(
-        "--timeout",
-        type=amount,
-        default=60.0,
-        metavar="S",
-        help="seconds in which all ranks must join (default 60)",
-    )
+    seconds = "seconds in which all ranks must join (default 60)"
+    add("--timeout", type=within(1, 3600), default=60, metavar="S", help=seconds)
     add("--json", action="store_true", help="print the findings as JSON")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     rank, num_started = started()
     check(arguments, num_started)
     try:
-        check_interfaces(
-            os.environ.get(INTERFACES, ""), sorted(name for _, name in socket.if_nameindex())
-        )
         if num_started == 1:
             everyone = examined_here(arguments)
         else:
-            everyone = examined_with(rank, num_started, arguments)
+            everyone = examined_with(rank, num_started, arguments.timeout)
     except (ValueError, RuntimeError) as error:
         who = f"rank {rank}: " if num_started > 1 else ""
         say(f"rda doctor: not ready: {who}{in_words(error)}")
@@ -75,37 +63,22 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def check(arguments: argparse.Namespace, num_started: int) -> None:
+def check(arguments: Namespace, num_started: int) -> None:
     """Raise ValueError for what can be refused before anything is measured."""
     if num_started > 1:
         check_meeting()
-    check_seconds("--timeout", arguments.timeout, 3600)
-    if arguments.ranks is not None:
-        check_at_least("--ranks", arguments.ranks, most=MOST_RANKS)
-        if num_started > 1:
+        if arguments.ranks is not None:
             raise ValueError(
                 f"--ranks {arguments.ranks}, but a launcher started {num_started} ranks: leave it out"
             )
     if arguments.save is not None:
-        check_writable("--save", arguments.save.parent, arguments.save.name)
         check_mine(arguments.save, lambda file: False, THIS_RUN)
         if max(num_started, arguments.ranks or 1) == 1:
             needs_two = "needs two ranks or more, which measure the network: give --ranks 2"
             raise ValueError(f"--save {arguments.save} {needs_two}")
 
 
-def check_interfaces(listed: str, interfaces: Sequence[str]) -> None:
-    """Raise ValueError if GLOO_SOCKET_IFNAME lists an interface that this host does not have. gloo would end with a
-    line of its C++, which names no variable."""
-    missing = [name for name in listed.split(",") if name and name not in interfaces]
-    if missing:
-        there = f"{socket.gethostname()}: {', '.join(interfaces)}"
-        raise ValueError(
-            f"{INTERFACES}={','.join(missing)} is no interface of host {there}. Name one, or unset it"
-        )
-
-
-def examined_here(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def examined_here(arguments: Namespace) -> list[dict[str, Any]]:
     """The findings of ranks that are started on this machine. Raises RuntimeError if one of them fails."""
     with leaving_at_once("rda doctor"):
         import torch
@@ -120,21 +93,9 @@ def examined_here(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return run_ranks(launch, examine, launch.seconds)[0]
 
 
-def examined_with(rank: int, num_ranks: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def examined_with(rank: int, num_ranks: int, seconds: float) -> list[dict[str, Any]]:
     """The findings of a launcher's ranks, of which this is one. Raises RuntimeError if not all ranks join or one of
     them fails."""
-    join(rank, num_ranks, arguments.timeout)
-    from torch.distributed import destroy_process_group
-
-    from .examination import examine
-
-    everyone = examine(None, MEASURING_SECONDS)
-    destroy_process_group()
-    return everyone
-
-
-def join(rank: int, num_ranks: int, seconds: float) -> None:
-    """Meet the other ranks. Raises RuntimeError if not all come in time."""
     # Set before torch is imported: otherwise its log shows forty lines of C++ frames for the one-line error below.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     import torch
@@ -143,40 +104,34 @@ def join(rank: int, num_ranks: int, seconds: float) -> None:
     from ...models.weights import first_line
     from ...ranks.cards import card_of
     from ..local_ranks import TRANSPORTS
+    from .examination import examine
 
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         torch.cuda.set_device(card_of(None))
+    timeout = timedelta(seconds=seconds)
     try:
         dist.init_process_group(
-            TRANSPORTS[has_gpu],
-            rank=rank,
-            world_size=num_ranks,
-            timeout=timedelta(seconds=seconds),
+            TRANSPORTS[has_gpu], rank=rank, world_size=num_ranks, timeout=timeout
         )
     except RuntimeError as error:
         where = f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {seconds:g} s"
         raise RuntimeError(f"not all {num_ranks} ranks met {where}: {first_line(error)}") from error
+    everyone = examine(None, MEASURING_SECONDS)
+    dist.destroy_process_group()
+    return everyone
 
 
 def to_mend(everyone: list[dict[str, Any]]) -> list[str]:
-    """The versions and GPUs that differ between ranks, and should not."""
-    problems = []
-    for name in everyone[0]["versions"]:
-        ranks_by_version: dict[str, list[int]] = {}
-        for one in everyone:
-            ranks_by_version.setdefault(one["versions"][name], []).append(one["rank"])
-        if len(ranks_by_version) > 1:
-            said = "; ".join(
-                f"{version} on ranks {names(ranks)}" for version, ranks in ranks_by_version.items()
-            )
-            problems.append(f"{name} differs: {said}. Take the same everywhere")
-    return problems
-
-
-def names(ranks: Sequence[int]) -> str:
-    listed = ", ".join(map(str, ranks[:MOST_NAMED]))
-    return f"{listed}, ..." if len(ranks) > MOST_NAMED else listed
+    """The versions and GPUs that differ between ranks, and should not: a sentence for each."""
+    problems = {}
+    first_versions = everyone[0]["versions"]
+    for one in everyone:
+        for name, version in one["versions"].items():
+            if version != first_versions[name]:
+                both = f"{first_versions[name]} on rank 0, {version} on rank {one['rank']}"
+                problems[name] = f"{name} differs: {both}. Take the same everywhere"
+    return list(problems.values())
 
 
 def hardware_of(everyone: list[dict[str, Any]]) -> Hardware | None:
@@ -192,7 +147,7 @@ def hardware_of(everyone: list[dict[str, Any]]) -> Hardware | None:
     bandwidth = LARGE_MESSAGE / (large - small) if large > 2 * small else LARGE_MESSAGE / large
     # The work of a call outside its tiles takes time once in a forward and once in a backward, as the handshake does.
     handshake = max(
-        x["handshake_seconds"] + y["around_seconds"] for x, y in zip(messages, rates, strict=True)
+        one["messages"]["handshake_seconds"] + one["rates"]["around_seconds"] for one in everyone
     )
     measured = Hardware(
         min(x["flops_per_second"] for x in rates),
@@ -206,15 +161,13 @@ def hardware_of(everyone: list[dict[str, Any]]) -> Hardware | None:
     return measured._replace(handshake_seconds=first_round)
 
 
-def report(
-    arguments: argparse.Namespace, everyone: list[dict[str, Any]], problems: list[str]
-) -> None:
+def report(arguments: Namespace, everyone: list[dict[str, Any]], problems: list[str]) -> None:
     hardware = hardware_of(everyone)
     if arguments.json:
-        found: dict[str, Any] = {"ranks": everyone, "to_mend": problems}
+        record: dict[str, Any] = {"ranks": everyone, "to_mend": problems}
         if hardware is not None:
-            found["hardware"] = known(hardware)
-        print(json.dumps(found, indent=1), flush=True)
+            record["hardware"] = known(hardware)
+        print(json.dumps(record, indent=1), flush=True)
     else:
         print(text(everyone, hardware))
         for problem in problems:
@@ -223,8 +176,8 @@ def report(
             print("ready")
     if arguments.save is not None:
         assert hardware is not None
-        machine = machine_found(everyone, hardware)
-        write_whole(arguments.save, as_toml(machine).encode(), lambda file: False, THIS_RUN)
+        content = as_toml(machine_found(everyone, hardware))
+        write_whole(arguments.save, content.encode(), lambda file: False, THIS_RUN)
 
 
 def text(everyone: list[dict[str, Any]], hardware: Hardware | None) -> str:
@@ -258,8 +211,11 @@ def text(everyone: list[dict[str, Any]], hardware: Hardware | None) -> str:
 def machine_found(everyone: list[dict[str, Any]], hardware: Hardware) -> Machine:
     """What `rda plan --hardware` reads. A rank on a CPU has its share of the host's memory; the least counts."""
     first = everyone[0]
-    ranks_of_host = Counter(one["host"] for one in everyone if one["kernel"] == "cpu")
-    memory = min(one["memory_bytes"] / ranks_of_host.get(one["host"], 1) for one in everyone)
+    hosts = [one["host"] for one in everyone]
+    memory = []
+    for one in everyone:
+        num_sharing = hosts.count(one["host"]) if one["kernel"] == "cpu" else 1
+        memory.append(one["memory_bytes"] // num_sharing)
     versions = f"torch {first['versions']['torch']}, {time.strftime('%Y-%m-%d')}"
     source = f"rda doctor on {len(everyone)} ranks, {first['processor']}, {versions}"
-    return Machine(hardware, first["dtype"], int(memory), source, first["kernel"])
+    return Machine(hardware, first["dtype"], int(min(memory)), source, first["kernel"])

@@ -17,7 +17,6 @@ from ...ranks.context import ContextParallel
 from ...ranks.link import GroupLink
 from ...training.agreement import values_of_all
 from ...training.machine import hardware, physical_bytes, versions
-from ..console import counted
 from ..hardware import LARGE_MESSAGE
 from ..local_ranks import Worker
 
@@ -52,7 +51,7 @@ def facts(rank: int, device: str) -> dict[str, Any]:
         "processor": processor,
         "kernel": "cpu",
         "dtype": "float32",
-        "device": f"CPU, {counted(torch.get_num_threads(), 'thread')}",
+        "device": f"CPU, threads: {torch.get_num_threads()}",
         "memory_bytes": physical_bytes(),
         "versions": versions() | {"CUDA": "none", "NCCL": "none", "GPU": "none"},
     }

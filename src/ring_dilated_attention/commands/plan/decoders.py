@@ -17,16 +17,6 @@ from ...models.torchscale.networks import LongNetEncoder
 from ...pattern import DilatedPattern
 from ..arguments import check_installed
 
-# Fields of a config.json, by the option of `rda plan model` that says the same.
-FIELDS = {
-    "layers": "num_hidden_layers",
-    "embed_dim": "hidden_size",
-    "ffn_dim": "intermediate_size",
-    "vocab": "vocab_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-}
-
 
 def longnet_decoder(config: LongNetConfig) -> Decoder:
     def make(num_layers: int, is_checkpointed: bool) -> DecoderWithLoss:
@@ -84,13 +74,11 @@ def transformers_decoder(fields: dict[str, Any], pattern: DilatedPattern) -> Dec
     family = fields["model_type"]
     if family not in CONFIG_MAPPING:
         raise ValueError(f"--config: transformers knows no model_type {family!r}")
-    given = {
-        name: value
-        for name, value in fields.items()
-        if name not in ("model_type", "dilated_attention")
-    }
+    sizes = dict(fields)
+    del sizes["model_type"]
+    sizes.pop("dilated_attention", None)
     try:
-        config = CONFIG_MAPPING[family](**given)
+        config = CONFIG_MAPPING[family](**sizes)
         num_layers = config.num_hidden_layers
         config.num_hidden_layers = 2  # `count_decoder` needs no more
         if getattr(config, "layer_types", None):

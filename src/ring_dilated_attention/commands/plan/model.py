@@ -1,57 +1,61 @@
 """`rda plan model`: ranks the meshes of some GPUs for the training of a model, by tokens per second."""
 
-import argparse
 import json
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import Any
 
 from ...forecast.call_cost import ERRORS_TEXT, MOST_TIMED
 from ...forecast.clock import time_text
 from ...forecast.meshes import MeshPlan, Training, ranked_meshes
-from ...forecast.model_weight import ACTIVATIONS, Decoder
+from ...forecast.model_weight import Decoder
 from ...models.longnet_config import LongNetConfig
 from ...pattern import DilatedPattern
-from ..arguments import check_at_least, check_given, count
-from ..console import as_plain, counted, progress, scaled, size_text, table, wrapped
-from ..hardware import ITEMSIZE, Machine, assumed, machine_for
-from .decoders import FIELDS, encoder_decoder, longnet_decoder, read_config, transformers_decoder
-from .job_options import SUGGEST, add_shared, complete, needed_of_pattern, pattern_of
+from ...training.options import flag
+from ..arguments import MOST_ENTRIES, MOST_HEADS, within
+from ..console import as_plain, progress, scaled, size_text, table, wrapped
+from ..hardware import ITEMSIZE, assumed, machine_for
+from .decoders import encoder_decoder, longnet_decoder, read_config, transformers_decoder
+from .job_options import add_shared, pattern_of
 
 EXAMPLES = f"""examples:
   rda plan model --layers 24 --embed-dim 2048 --heads 16 --vocab 32K \\
                  --seq-len 1Mi --segment-lengths 2Ki 128Ki \\
                  --dilation-rates 1 16 --gpus 32
       all meshes of 32 H100 by tokens per second, and what a GPU holds
-  rda plan model --config Llama-3-8B/config.json --seq-len 128Ki ...
+  rda plan model --config Llama-3-8B/config.json --seq-len 128Ki \\
+                 --segment-lengths 2Ki 128Ki --dilation-rates 1 16
       a model of transformers
 
-The model is made without data, its blocks are run forward and backward, and what they hold is weighed. If more than
-{MOST_TIMED} GPUs share a sequence, memory and time of the attention are estimates (docs/planning.md).
+The model is made without data, its blocks are run forward and backward, and
+what they hold is weighed. If more than {MOST_TIMED} GPUs share a sequence, memory and
+time of the attention are estimates (docs/planning.md).
 """
 MOST_GPUS = 1024
 DEFAULT_HARDWARE = "h100"
+# The options that say the sizes of a model, which --config says too.
+SIZES = ("layers", "embed_dim", "ffn_dim", "vocab", "heads", "kv_heads")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--gpus", type=count, default=1, metavar="P", help="rank all meshes of so many (default 1)")
-    add("--layers", type=count, metavar="L", help="transformer blocks")
-    add("--embed-dim", type=count, metavar="E", help="width of the model")
-    add("--ffn-dim", type=count, metavar="F", help="width of the feed-forward layer (default 4 E)")
-    add("--vocab", type=count, metavar="V", help="size of the vocabulary (default 256, bytes)")
-    add("--config", type=Path, metavar="PATH", help="a Hugging Face config.json")
+    gpus = "rank all meshes of so many (default 1)"
+    add("--gpus", type=within(1, MOST_GPUS), default=1, metavar="P", help=gpus)
+    size = within(1, MOST_ENTRIES)
+    heads = within(1, MOST_HEADS)
+    add("--layers", type=size, metavar="L", help="transformer blocks")
+    add("--embed-dim", type=size, metavar="E", help="width of the model")
+    add("--ffn-dim", type=size, metavar="F", help="width of the feed-forward layer (default 4 E)")
+    add("--vocab", type=size, metavar="V", help="size of the vocabulary (default 256, bytes)")
+    add("--heads", type=heads, metavar="H", help="query heads (default 12)")
+    add("--kv-heads", type=heads, metavar="G", help="key/value heads (default as many)")
+    add("--config", type=Path, metavar="PATH", help="a Hugging Face config.json, with all sizes")
     encoder = "an encoder (LongNetEncoder): a query sees later keys too"
     add("--not-causal", dest="is_causal", action="store_false", help=encoder)
     add_shared(parser)
-    how = "how they are held (default: the fastest way that fits)"
-    add("--activations", choices=ACTIVATIONS, help=how)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Namespace) -> int:
     """Print the ranking. Raises ValueError for a model that is not possible."""
-    fields = fill_in(arguments)
-    complete(arguments)
-    check_at_least("--gpus", arguments.gpus, most=MOST_GPUS)
     arguments.hardware = arguments.hardware or DEFAULT_HARDWARE
     machine = machine_for(arguments)
     assert machine is not None
@@ -59,17 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
     if memory_bytes is None:
         raise ValueError("the memory of a GPU is not known: give --memory, such as 80G")
     pattern = pattern_of(arguments, is_causal=arguments.is_causal)
-    decoder = decoder_of(arguments, fields, pattern)
-    itemsize = ITEMSIZE[arguments.dtype]
-    activations = ACTIVATIONS if arguments.activations is None else (arguments.activations,)
+    decoder = decoder_of(arguments, pattern)
+    itemsize = ITEMSIZE[machine.dtype]
     training = Training(
-        decoder,
-        pattern,
-        arguments.seq_len,
-        arguments.batch,
-        itemsize,
-        machine.kernel,
-        activations,
+        decoder, pattern, arguments.seq_len, arguments.batch, itemsize, machine.kernel
     )
     with progress(None, "mesh") as bar:
         plans = ranked_meshes(training, arguments.gpus, machine.hardware, memory_bytes, bar.update)
@@ -77,105 +74,65 @@ def run(arguments: argparse.Namespace) -> int:
         named = {"counted_as": decoder.name, "num_parameters": decoder.num_parameters}
         named |= {"kernel": machine.kernel, "assumed": assumed(machine), "meshes": as_plain(plans)}
         print(json.dumps(named, indent=1))
-    else:
-        print(text(arguments, training, machine, memory_bytes, plans))
+        return 0
+    branches = "; ".join(map(str, pattern.branches))
+    model = f"{decoder.name} of {scaled(decoder.num_parameters, '')} parameters"
+    print(wrapped(answer(memory_bytes, plans[0])))
+    print(wrapped(f"{model}, activations in {machine.dtype}; pattern: {branches}"))
+    print(f"\n{table_of_meshes(plans)}\n\n{table_of_best(plans[0])}\n")
+    print(wrapped(assumed(machine)))
+    if any(plan.is_about for plan in plans):
+        print(wrapped(ERRORS_TEXT))
     return 0
 
 
-def fill_in(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Take from --config what no option gives. Returns the fields of a config.json, with those of options."""
-    fields: dict[str, Any] | None = None
+def decoder_of(arguments: Namespace, pattern: DilatedPattern) -> Decoder:
+    sizes = [flag(name) for name in SIZES if getattr(arguments, name) is not None]
     if arguments.config is not None:
-        fields = read_config(arguments.config)
-        for option, name in FIELDS.items():
-            if getattr(arguments, option) is not None:
-                fields[name] = getattr(arguments, option)
-        values = {option: fields.get(name) for option, name in FIELDS.items()}
-        saved = dict(fields.get("dilated_attention") or {})
-        arguments.split_heads |= saved.pop("heads", None) == "split"
-        values |= saved
-        for option, value in values.items():
-            if getattr(arguments, option, None) is None:
-                setattr(arguments, option, value)
-    remedy = "a model needs --layers and --embed-dim, or --config; "
-    if fields is not None:
-        remedy = ""
-    check_given(
-        arguments,
-        ("layers", "embed_dim", "seq_len", *needed_of_pattern(arguments)),
-        remedy + SUGGEST,
-    )
-    return fields
-
-
-def decoder_of(
-    arguments: argparse.Namespace, fields: dict[str, Any] | None, pattern: DilatedPattern
-) -> Decoder:
-    if not arguments.is_causal and (fields is not None or arguments.kv_heads != arguments.heads):
-        raise ValueError("--not-causal is for a LongNetEncoder: leave out --config and --kv-heads")
-    if fields is not None:
-        return transformers_decoder(fields, pattern)
+        if not arguments.is_causal:
+            sizes.append("--not-causal")
+        if sizes:
+            raise ValueError(f"--config says it already: leave out {', '.join(sizes)}")
+        return transformers_decoder(read_config(arguments.config), pattern)
+    if arguments.layers is None or arguments.embed_dim is None:
+        raise ValueError("a model needs --layers and --embed-dim, or --config")
+    num_heads = arguments.heads or 12
+    vocab_size = arguments.vocab or 256
     if not arguments.is_causal:
+        if arguments.kv_heads is not None:
+            raise ValueError("--not-causal is a LongNetEncoder, which has no --kv-heads")
         return encoder_decoder(
             pattern,
-            arguments.vocab or 256,
+            vocab_size,
             num_layers=arguments.layers,
             embed_dim=arguments.embed_dim,
-            num_heads=arguments.heads,
+            num_heads=num_heads,
             ffn_dim=arguments.ffn_dim or 4 * arguments.embed_dim,
         )
-    rules = {name: value for name, value in pattern.as_dict().items() if name != "is_causal"}
+    rules = pattern.as_dict()
+    del rules["is_causal"]
     config = LongNetConfig(
         **rules,
-        vocab_size=arguments.vocab or 256,
+        vocab_size=vocab_size,
         num_layers=arguments.layers,
         embed_dim=arguments.embed_dim,
-        num_heads=arguments.heads,
+        num_heads=num_heads,
         num_kv_heads=arguments.kv_heads,
         ffn_dim=arguments.ffn_dim,
     )
     return longnet_decoder(config)
 
 
-def text(
-    arguments: argparse.Namespace,
-    training: Training,
-    machine: Machine,
-    memory_bytes: int,
-    plans: list[MeshPlan],
-) -> str:
-    best, decoder = plans[0], training.decoder
-    branches = "; ".join(map(str, training.pattern.branches))
-    causal = "causal" if arguments.is_causal else "not causal"
-    lines = [
-        answer(memory_bytes, best),
-        f"{decoder.name} of {scaled(decoder.num_parameters, '')} parameters, activations in {arguments.dtype}; "
-        f"{training.seq_len:,} positions, batch {training.batch}; pattern: {branches}; {causal}",
-    ]
-    paragraphs = [
-        *map(wrapped, lines),
-        "",
-        table_of_meshes(plans),
-        "",
-        table_of_best(best),
-        "",
-    ]
-    paragraphs.append(wrapped(assumed(machine)))
-    if any(plan.is_about for plan in plans):
-        paragraphs.append(wrapped(ERRORS_TEXT))
-    return "\n".join(paragraphs)
-
-
 def answer(memory_bytes: int, best: MeshPlan) -> str:
     """The first line: which mesh, or that none fits."""
     mesh, memory = best.mesh, size_text(best.memory.total)
-    gpus = counted(mesh.num_ranks, "GPU")
     if not best.fits:
-        return f"It does not fit on {gpus} of {size_text(memory_bytes)}: the least, {mesh}, holds {memory}. Take more."
+        gpus = f"{mesh.num_ranks} x {size_text(memory_bytes)}"
+        return f"It does not fit on {gpus}: the least, mesh {mesh}, holds {memory} on a GPU. Take more."
     if mesh.num_ranks == 1:
         return f"One GPU is enough: it holds {memory} of {size_text(memory_bytes)}."
     if mesh.sequence == 1:
-        whole = f"each of {gpus} trains on sequences of its own (mesh {mesh})"
+        whole = f"each of {mesh.num_ranks} GPUs trains on sequences of its own (mesh {mesh})"
         return f"No sharing of sequences is needed: {whole}, and holds {memory}."
     shared = f"{mesh.sequence} GPUs share each sequence"
     return f"Take the mesh {mesh}: {shared}, by {best.exchange} with {best.sharding} shards; a GPU holds {memory}."

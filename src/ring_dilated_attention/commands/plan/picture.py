@@ -6,35 +6,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...pattern import DilatedPattern
-from ...training.files import check_mine, write_whole
-from ..arguments import check_installed, check_writable
+from ...training.files import write_whole
+from ..arguments import check_installed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which most colour-blind readers can tell apart.
 BRANCH_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
-INK, EMPTY = "#222222", "#F2F2F2"
+EMPTY = "#F2F2F2"
 MOST_POSITIONS, MOST_HEADS = 128, 4  # the most that a picture can show
-THIS_RUN = "this run of rda plan --picture"
 
 
-def check_picture(path: Path, seq_len: int) -> None:
-    """Raise ValueError if nothing can be drawn, or if the file is there already."""
-    if path.suffix.lower() != ".png":
-        raise ValueError(f"--picture {path}: pictures are PNG: name one NAME.png")
+def draw(path: Path, pattern: DilatedPattern, seq_len: int, num_heads: int) -> None:
+    """Draw the pattern, and print the path on stderr. Raises ValueError if nothing can be drawn, or if the file is
+    there already."""
     if seq_len > MOST_POSITIONS:
         most = f"--picture shows at most {MOST_POSITIONS} positions, and --seq-len is {seq_len:,}"
         raise ValueError(f"{most}: draw a shorter pattern of the same shape")
     check_installed(["matplotlib"], "train", "--picture ")
-    check_writable("--picture", path.parent)
-    check_mine(path, lambda file: False, THIS_RUN)
-
-
-def draw(path: Path, pattern: DilatedPattern, seq_len: int, num_heads: int) -> None:
-    """Draw the pattern, and print the path on stderr."""
     content = png(draw_pattern(pattern, seq_len, num_heads))
-    write_whole(path, content, lambda file: False, THIS_RUN)
+    write_whole(path, content, lambda file: False, "this run of rda plan --picture")
     print(path, file=sys.stderr)
 
 
@@ -80,14 +72,9 @@ def draw_pattern(pattern: DilatedPattern, seq_len: int, num_heads: int) -> "Figu
         pairs = pairs_by_branch(pattern, seq_len, num_heads, head)
         for branch in reversed(range(len(patches))):
             colours[pairs[branch]] = patches[branch].get_facecolor()[:3]
-        axes.imshow(colours, interpolation="nearest")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_ticks(numpy.arange(0.5, seq_len - 1), minor=True)
-        axes.grid(which="minor", color="white", linewidth=0.5)
-        axes.tick_params(which="both", length=0, labelsize=7)
-        axes.spines[:].set_visible(False)
-        axes.set_title(f"head {head}", fontsize=9)
-        axes.set_xlabel("key")
+        axes.pcolormesh(colours, edgecolors="white", linewidth=0.3)
+        axes.invert_yaxis()
+        axes.set(title=f"head {head}", xlabel="key", aspect="equal")
     panels[0].set_ylabel("query")
     figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     figure.suptitle("Which keys a query sees", fontsize=11)
