@@ -141,11 +141,13 @@ def _rank(
             bound = torch.device("cuda", rank)
         elif launch.has_gpus:
             torch.cuda.set_device(rank)
-        join: dict[str, Any] = {"rank": rank, "world_size": launch.world_size, "device_id": bound}
-        join |= {"timeout": timedelta(seconds=launch.seconds)}
-        store = dist.FileStore(f"{folder}/store", launch.world_size)
         dist.init_process_group(
-            launch.transport or TRANSPORTS[launch.has_gpus], store=store, **join
+            launch.transport or TRANSPORTS[launch.has_gpus],
+            store=dist.FileStore(f"{folder}/store", launch.world_size),
+            rank=rank,
+            world_size=launch.world_size,
+            timeout=timedelta(seconds=launch.seconds),
+            device_id=bound,
         )
         worker = Worker(rank, launch.world_size, lambda message: pipe.send(("report", message)))
         pipe.send(("result", function(worker, *args)))

@@ -68,7 +68,7 @@ def run(arguments: Namespace) -> int:
     training = Training(
         decoder, pattern, arguments.seq_len, arguments.batch, itemsize, machine.kernel
     )
-    with progress(None, "mesh") as bar:
+    with progress(None, "plan") as bar:
         plans = ranked_meshes(training, arguments.gpus, machine.hardware, memory_bytes, bar.update)
     if arguments.json:
         named = {"counted_as": decoder.name, "num_parameters": decoder.num_parameters}
