@@ -412,7 +412,7 @@ class TestCommand:
             ({"segment_lengths": (8, 2**63)}, "--segment-lengths 9223372036854775808 must be from"),
             ({"steps": 10**30}, "--steps 1000000000000000000000000000000 must be from"),
             ({"num_layers": 10**6}, "--num-layers 1000000 must be from 1 to 10,000"),
-            ({"embed_dim": 10**9}, "a step takes at least 192,"),
+            ({"embed_dim": 10**9}, "a step takes at least 288,000 PB, and this machine has"),
             ({"batch_size": 10**15}, "and this machine has"),
             ({"data": "headers.fa"}, "headers.fa is empty: there is nothing to read"),
             ({"data": "-"}, "--data - is stdin, and a resumed run reads its data again: save it"),

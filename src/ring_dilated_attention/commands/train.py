@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..models.saved_run import find_checkpoint
+from ..plan.dealing import check_dealing
 from ..plan.exchange import EXCHANGES
 from ..training.files import folder_made, in_words
 from ..training.machine import physical_bytes
@@ -150,6 +151,11 @@ def prepare_checked(arguments: Namespace) -> Run:
         )
     run = prepare(arguments)
     options = run.hyperparameters
+    if (
+        arguments.exchange == "all_to_all"
+    ):  # otherwise ranks refuse it only in their first attention
+        num_ranks = max(num_started, arguments.ranks or 1)
+        check_dealing(options.num_kv_heads or options.num_heads, num_ranks)
     num_positions = max(phase.num_positions for phase in options.schedule)
     inputs_of_blocks = 4 * options.embed_dim * options.num_layers * num_positions
     num_bytes = options.num_training_bytes() + inputs_of_blocks

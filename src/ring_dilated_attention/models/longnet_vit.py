@@ -261,7 +261,9 @@ class LongNetViT(nn.Module):
         """The number of tiles over all ranks. A ValueError on every rank if the input of one does not fit."""
         failure = why_not_dense(features=x, coords=coords) or self._shape_failure(x, coords)
         if torch.compiler.is_exporting() and failure is None and self.parallel is None:
-            return x.shape[1]  # an exported graph has no branch on values: it takes tiles as they are
+            return x.shape[
+                1
+            ]  # an exported graph has no branch on values: it takes tiles as they are
         ranks = ALONE if self.parallel is None else self.parallel.ranks
         batch, num_own = (0, 0) if failure else x.shape[:2]
         fields: dict[str, object] = {
