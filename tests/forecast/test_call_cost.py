@@ -4,9 +4,8 @@ import random
 
 import pytest
 
-from ring_dilated_attention.forecast import call_cost
 from ring_dilated_attention.forecast.call_cost import Exchange, count, forecast, picked_ranks
-from ring_dilated_attention.forecast.clock import Hardware, estimate_step, model_step
+from ring_dilated_attention.forecast.clock import Hardware, model_step
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
@@ -38,7 +37,6 @@ def test_figures_are_those_of_the_plans(seed, exchange):
     figures = forecast(job, exchange, sizes, kernel="cpu", hardware=hardware)
     pairs = [plan.plan.pairs for plan in plans]
     assert figures.flops == 14 * sizes.unit * sum(pairs)
-    assert max(pairs) == pairs[figures.busiest]
     assert figures.balance == pytest.approx(sum(pairs) / 4 / max(pairs))
     for rank, plan in zip(figures.ranks, plans, strict=True):
         forward, backward = (
@@ -51,21 +49,9 @@ def test_figures_are_those_of_the_plans(seed, exchange):
         )
         assert rank.weight == weigh_attention(plan, sizes, "cpu")
     sent = sum(plan.plan.sent()[0] for plan in plans) * sizes.unit * sizes.itemsize
-    assert sum(share.sent for share in figures.branches) == sent
-    moved = []
-    for plan in plans:
-        chunks = sum(m.size for hop in plan.plan.hops for m in hop.receives)
-        dealt = plan.bytes_sent(sizes) - plan.plan.bytes_sent(*sizes[:3])
-        moved.append(chunks * sizes.unit * sizes.itemsize + dealt)
-    if exchange.is_dealt:  # the most chunks, and the most heads, of any rank
-        assert max(moved) <= figures.most_moved[0] <= 1.05 * max(moved)
-    else:
-        assert figures.most_moved[0] == max(moved)
-    dealings = [plan.dealing for plan in plans if plan.dealing is not None]
-    assert (
-        figures.seconds
-        == model_step([p.plan for p in plans], sizes, hardware, dealings or None).step_seconds
-    )
+    assert sum(figures.sent_by_branch) == sent
+    assert figures.most_sent == max(rank.sent for rank in figures.ranks)
+    assert figures.seconds == model_step(plans, sizes, hardware).step_seconds
     assert 0 <= figures.exposed < 1
 
 
@@ -82,28 +68,9 @@ def test_the_picked_ranks_hold_as_much_as_any(seed):
     assert max(weights[rank] for rank in picked) >= 0.98 * max(weights)
 
 
-def test_the_time_of_many_ranks_is_about_the_clocks():
-    """Half of it at least, in 9 of 10 random rings; and never more than a few percent above."""
-    rng, ratios = random.Random(0), []
-    for _ in range(30):
-        num_ranks = rng.randint(13, 24)
-        job, sizes = random_job(rng, num_ranks), Sizes(1, 16, 4)
-        flops = 10 ** rng.uniform(9, 12)
-        hardware = Hardware(flops, flops * 10 ** rng.uniform(-4, -1.5), 10 ** rng.uniform(-7, -4))
-        plans = {rank: plan_exchange("ring", job, rank) for rank in range(num_ranks)}
-        exact = model_step([plan.plan for plan in plans.values()], sizes, hardware).step_seconds
-        some = {rank: plans[rank] for rank in picked_ranks(count(job, Exchange()))}
-        ratios.append(estimate_step(some, num_ranks, sizes, hardware).step_seconds / exact)
-    least, most = call_cost.TIME_ERRORS
-    assert sum(least <= ratio <= most + 1e-9 for ratio in ratios) >= 27
-    assert f"{least} to {most}" in call_cost.ERRORS_TEXT
-
-
-def test_many_ranks_are_estimates():
+def test_the_time_of_many_ranks_is_not_modelled():
     job = random_job(random.Random(1), 80)
     hardware, sizes = Hardware(1e10, 1e8), Sizes(1, 16, 4)
     figures = forecast(job, Exchange(), sizes, kernel="cpu", hardware=hardware)
-    assert figures.is_about
-    assert figures.time_text.startswith("about ")
+    assert figures.step is None
     assert len(figures.ranks) < 20
-    assert forecast(job, Exchange("all_gather"), sizes, hardware=hardware).step is None

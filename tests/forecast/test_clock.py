@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from virtual_time import Late, TimedKernel
 
 from benchmarks.measure import flops_of
-from ring_dilated_attention.forecast.clock import Hardware, Network, RankTime, Side, model_step
+from ring_dilated_attention.forecast import clock
+from ring_dilated_attention.forecast.clock import Hardware, Network, RankTime, Side
 from ring_dilated_attention.kernels.contract import BackwardRows
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.exchange import RankPlan
@@ -26,6 +27,11 @@ from ring_dilated_attention.run.executor import ExecutorOptions
 
 DENSE = DilatedPattern((8,), (1,))
 CAUSAL = DilatedPattern((4096,), (1,), is_causal=True)
+
+
+def model_step(plans, sizes, hardware):
+    """Of ranks that deal no heads."""
+    return clock.model_step([RankPlan(plan, None) for plan in plans], sizes, hardware)
 
 
 def efficiency(step):
@@ -294,11 +300,11 @@ def run_programs(plans, batch, head_dim, dtype, hardware, stages, link_type=Virt
     clocks, turn, network = [Clock() for _ in plans], Condition(), Network(len(plans), hardware)
 
     def carry_out(plan, stage):
-        clock = clocks[plan.rank]
+        time = clocks[plan.rank]
         query = torch.zeros(batch, plan.num_rows, plan.num_heads, head_dim, dtype=dtype)
         key = torch.zeros(batch, plan.num_rows, plan.num_kv_heads, head_dim, dtype=dtype)
         means = ExecutorOptions(
-            TimedKernel(computing(clock, hardware)), 1.0, link_type(plan.rank, clock, network, turn)
+            TimedKernel(computing(time, hardware)), 1.0, link_type(plan.rank, time, network, turn)
         )
         if stage == "forward":
             executor.forward(RankPlan(plan, None), means, query, key, key)

@@ -101,7 +101,7 @@ def ranks_here():
 
 def check_complete(num_ranks):
     record = json.loads(Path("run/record.json").read_text())
-    assert (record["status"], record["steps_done"], record["num_ranks"]) == (
+    assert (record["status"], record["step"], record["num_ranks"]) == (
         "complete",
         40,
         num_ranks,

@@ -144,5 +144,5 @@ def test_a_step_holds_what_is_weighed(family, activations, monkeypatch):
     job = Job(pattern, make_shards("contiguous", (n,)), decoder.num_heads, decoder.num_kv_heads)
     sizes = Sizes(1, decoder.head_dim, 4, torch.get_num_threads())
     attention = weigh_attention(plan_exchange("none", job, 0), sizes, "cpu")
-    weighed = weigh_activations(decoder, 1, n, torch.float32, attention)[activations].device
+    weighed = weigh_activations(decoder, 1, n, torch.float32, attention)[activations]
     assert weighed == pytest.approx(measured(model.train(), n), rel=0.05)

@@ -277,7 +277,7 @@ def result() -> Result | None:
     if record.get("status") != "complete":
         return None
     found = []  # which rank writes a tensor that all have may differ, so tensors are sorted by their names
-    for path in Path(f"run/checkpoint-{record['steps_done']:06d}").glob("*.safetensors"):
+    for path in Path(f"run/checkpoint-{record['step']:06d}").glob("*.safetensors"):
         with safe_open(path, "numpy") as file:
             found += [(name, path.name, file.get_tensor(name).tobytes()) for name in file.keys()]  # noqa: SIM118
     tensors = b"".join(content for _, _, content in sorted(found))

@@ -156,7 +156,7 @@ def as_rank_of_an_owned_folder(rank, world_size, folder):
 
 
 def as_rank_on_a_full_disk(rank, world_size, folder):
-    def full(*_):
+    def full(*_, **__):
         raise ValueError("checkpoint-000004 cannot be written: No space left on device")
 
     checkpoint._write = full

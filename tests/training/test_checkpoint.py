@@ -355,10 +355,6 @@ DAMAGES = {
         change(hyperparameters__clip_norm=0),
         "--clip-norm 0 must be from 1e-30 to 1e+30",
     ),
-    "a path that cannot be": (
-        change(hyperparameters__data=["a\0b"]),
-        "has a NUL, which no path can have",
-    ),
 }
 DEEPER_DAMAGES = {
     "no tensors": (edit(dict.clear), "checkpoint-000006 cannot be read: "),

@@ -19,7 +19,7 @@ from helpers import TEXT, TINY
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.models.saved_run import find_checkpoint
 from ring_dilated_attention.training.run import RECORD_FILE
-from ring_dilated_attention.training.run_folder import LOCK_FILE, new_folder_made, own_folder
+from ring_dilated_attention.training.run_folder import LOCK_FILE, own_folder
 
 RUN = ["train", "--data", "text.txt", "--save-every", "5", *TINY.split()]
 IN_USE = r"run is in use by another run: let it end, or choose another --run-folder \(fuser "
@@ -35,15 +35,6 @@ def test_the_second_is_refused(tmp_path):
     assert [path.name for path in folder.iterdir()] == ["result"]
     with own_folder(folder):
         pass
-
-
-def test_runs_that_start_in_the_same_second_have_folders_of_their_own(tmp_path):
-    with new_folder_made(tmp_path / "runs" / "now") as first:
-        with new_folder_made(tmp_path / "runs" / "now") as second:
-            (second / "result").touch()
-        assert (first.name, second.name) == ("now", "now-2")
-    # what stayed empty is gone
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["now-2"]
 
 
 def test_nothing_is_left_of_a_run_that_left_nothing(tmp_path):

@@ -28,9 +28,8 @@ def bits_after(model, start, position):
 
 
 @pytest.mark.parametrize("seq_len", [7, 64])
-def test_every_held_out_byte_is_scored_once(seq_len, monkeypatch):
+def test_every_held_out_byte_is_scored_once(seq_len):
     """Catches bytes that a change of --seq-len moves out of what is scored, and contexts that see each other."""
-    monkeypatch.setattr(scoring, "POSITIONS_AT_ONCE", 30)
     model, document = make_model(), Document(TEXT, "text", seq_len, 70)
     num_train = len(TEXT) - 70
     expected = [

@@ -26,7 +26,7 @@ from ring_dilated_attention.commands import train as train_command
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.models.longnet import LongNetLM
 from ring_dilated_attention.models.saved_run import find_checkpoint
-from ring_dilated_attention.training import checkpoint, loop
+from ring_dilated_attention.training import loop
 from ring_dilated_attention.training.data import Document, load_document, source_files
 from ring_dilated_attention.training.loop import (
     TrainingDiverged,
@@ -148,7 +148,7 @@ class TestLoop:
         first = train(
             tiny_run(tmp_path / "parts", **PHASES), ContextParallel(), StopAfter(stop_after)
         )
-        assert (first["status"], first["steps_done"]) == ("interrupted", stop_after)
+        assert (first["status"], first["step"]) == ("interrupted", stop_after)
         assert first["held_out_bits_per_byte"] is None
         second = train(
             tiny_run(tmp_path / "parts", resume=True, **PHASES), ContextParallel(), NEVER
@@ -218,31 +218,22 @@ class TestLoop:
         said = summary(record).replace(str(tmp_path), "runs/20250131-120000")
         assert [line for line in said.splitlines() if len(line) > 80] == []
         assert json.loads((tmp_path / "record.json").read_text()) == record
-        assert len(record["bits_per_byte"]) == len(record["step_seconds"]) == 5
+        assert len(record["bits_per_byte"]) == 5
         assert record["ranks"][0]["resident_peak"] > 0
         text = summary(record)
-        assert re.search(r"rank +positions.*\n +0 +48 ", text)
+        assert text.startswith("peak resident memory of a rank: ")
         assert (
             f"held out: {record['held_out_bits_per_byte']:.3f} bits per byte on 96 bytes\ngzip on the same bytes: "
             in text
         )
 
     def test_a_report_that_is_made_again(self, tmp_path):
-        """It tells of the machine, versions and memory that trained. An older checkpoint tells none of them."""
+        """It tells of the machine, versions and memory that trained."""
         record = train(tiny_run(tmp_path), ContextParallel(), NEVER)
         with mock.patch(
             "ring_dilated_attention.training.loop.versions", return_value={"torch": "another"}
         ):
             assert train(tiny_run(tmp_path, resume=True), ContextParallel(), NEVER) == record
-            path = find_checkpoint(tmp_path) / "state.json"
-            state = json.loads(path.read_text())["state"]
-            for name in ("hardware", "versions", "ranks"):
-                del state[name]
-            files = json.loads(path.read_text())["files"]
-            path.write_text(checkpoint.signed(files, state))
-            older = train(tiny_run(tmp_path, resume=True), ContextParallel(), NEVER)
-        assert older["versions"] == {"torch": "another"}
-        assert [row["positions"] for row in older["ranks"]] == [48]
 
 
 def train_twice(rank, world_size, folder):
@@ -250,7 +241,7 @@ def train_twice(rank, world_size, folder):
     whole = train(tiny_run(folder / "whole", **PHASES), ContextParallel(), NEVER)
     stop = StopAfter(3) if rank == world_size - 1 else NEVER
     first = train(tiny_run(folder / "parts", **PHASES), ContextParallel(), stop)
-    assert first["steps_done"] == 3
+    assert first["step"] == 3
     torch.distributed.barrier()
     second = train(tiny_run(folder / "parts", resume=True, **PHASES), ContextParallel(), NEVER)
     assert second["bits_per_byte"] == whole["bits_per_byte"]
@@ -415,7 +406,6 @@ class TestCommand:
             ({"embed_dim": 10**9}, "a step takes at least 288,000 PB, and this machine has"),
             ({"batch_size": 10**15}, "and this machine has"),
             ({"data": "headers.fa"}, "headers.fa is empty: there is nothing to read"),
-            ({"data": "-"}, "--data - is stdin, and a resumed run reads its data again: save it"),
             (
                 {"held_out_bytes": 10**6},
                 "pass more --data, or a smaller --held-out-bytes or --seq-len",
@@ -430,7 +420,6 @@ class TestCommand:
             ),
             ({"phases": "8:0:1"}, "--phases '8:0:1' must be LENGTH:BATCH:STEPS"),
             ({"eval_every": 0}, "--eval-every: must be at least 1, got 0"),
-            ({"data": "/dev/zero"}, "cannot read /dev/zero: it is a device, which may have no end"),
         ],
     )
     def test_bad_options_are_exit_code_2(self, changes, message, capsys):
@@ -446,20 +435,16 @@ class TestCommand:
         )
         monkeypatch.setenv("WORLD_SIZE", "two")
         assert main(["train"]) == 2
-        assert (
-            "WORLD_SIZE must be a number from 1 to 1,000,000, got 'two'" in capsys.readouterr().err
-        )
+        said = "rda train: invalid literal for int() with base 10: 'two'\n"
+        assert capsys.readouterr().err == said
 
-    def test_seconds_to_save_must_be_a_number(self, monkeypatch, capsys):
-        """A variable of torch's, which docs/launching.md tells users to set."""
-        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "110s")
-        monkeypatch.setenv("OMP_NUM_THREADS", "1")
-        monkeypatch.setattr("logging.disable", lambda level: None)
-        words = ["--run-folder", "run", "--ranks", "2"]
-        assert main(["train", *tiny_arguments(data="text.txt"), *words]) == 2
-        said = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT must be a number from 0 to 1,000,000, got '110s'"
-        assert capsys.readouterr().err == f"rda train: {said}: mend it\n"
-        assert not Path("run").exists()
+    def test_ranks_that_do_not_know_where_to_meet_are_told(self, monkeypatch, capsys):
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert main(["train", *tiny_arguments(data="text.txt")]) == 2
+        assert "environment variable MASTER_ADDR expected, but not set" in capsys.readouterr().err
 
     def test_tasks_of_a_slurm_step_train_one_model(self):
         """Catches as many separate models as there are tasks, each in a folder of its own."""
@@ -516,11 +501,6 @@ class TestCommand:
         assert "held out:" in error
         assert main(["train", *arguments, "--run-folder", "run"]) == 2
         assert "--run-folder run holds a run already" in capsys.readouterr().err
-        assert main(["train", *arguments, "--run-folder", "r\udcff"]) == 2
-        assert (
-            "--run-folder 'r\\udcff' is not UTF-8, and safetensors opens no such file"
-            in capsys.readouterr().err
-        )
         assert (
             main(
                 [
@@ -572,7 +552,7 @@ class TestCommand:
         assert error.endswith(
             f"saved at step {steps}; go on with: rda train --resume run --ranks 2 --save-every 5\n"
         )
-        assert json.loads(Path("run/record.json").read_text())["steps_done"] == steps
+        assert json.loads(Path("run/record.json").read_text())["step"] == steps
 
     def test_a_step_that_is_long_may_end_after_ctrl_c(self):
         """Catches ranks that are killed a few seconds after the signal. In these tests others have four."""

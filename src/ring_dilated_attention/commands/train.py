@@ -38,7 +38,6 @@ from ..training.run_folder import (
     are_by_torchrun,
     count_start,
     may_go_on,
-    new_folder_made,
     own_folder,
 )
 from ..training.stop_request import StopRequest
@@ -171,7 +170,7 @@ def prepare_checked(arguments: Namespace) -> Run:
 def launch_ranks(arguments: Namespace, run: Run) -> int:
     """Let torch's elastic launcher start the ranks. Returns the exit code."""
     is_unnamed = arguments.resume is None and arguments.run_folder is None
-    with new_folder_made(run.folder) if is_unnamed else folder_made(run.folder) as folder:
+    with folder_made(run.folder) as folder:
         words = ["-m", "ring_dilated_attention", "train", *arguments.argv]
         if is_unnamed:
             words += ["--run-folder", str(folder)]
@@ -300,14 +299,12 @@ def begin(
 
 
 def own(arguments: Namespace, run: Run, stack: ExitStack) -> str:
-    """Own the run's folder. If its name is taken, and the user did not choose it, another folder is made."""
-    folder, seconds = run.folder, 0.0
-    if arguments.resume is None and arguments.run_folder is None:
-        folder = stack.enter_context(new_folder_made(folder))
-    elif may_go_on(arguments):
+    """Own the run's folder."""
+    seconds = 0.0
+    if may_go_on(arguments):
         # A run ends soon after its launcher. The other ranks wait --timeout for the one that waits for the folder.
         seconds = min(60, arguments.timeout / 2)
-    return str(stack.enter_context(own_folder(folder, seconds)))
+    return str(stack.enter_context(own_folder(run.folder, seconds)))
 
 
 @contextmanager
@@ -368,7 +365,7 @@ def report(arguments: Namespace, record: dict[str, Any]) -> None:
     from ..training.run_report import summary, write_report
 
     write_report(record)
-    folder, steps = record["run_folder"], record["steps_done"]
+    folder, steps = record["run_folder"], record["step"]
     for_people = sys.stderr if arguments.json else sys.stdout
     print(summary(record), file=for_people)
     if record["status"] == "complete":

@@ -4,29 +4,23 @@ Pairs and received bytes are counted exactly, for all ranks. `picked_ranks` are 
 dozen, otherwise about a dozen that stand out. With up to MOST_TIMED ranks the clock runs all of them.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
 from ..plan.collection import without_collection
 from ..plan.counts import Counter, JobCount, Phases, count_ranks
-from ..plan.exchange import RankPlan, dealers, dealt, most_dealt, plan_exchange
+from ..plan.exchange import dealers, dealt, plan_exchange
 from ..plan.job import Job
 from ..plan.sharding import Borders, ShardSpec, shard_length
 from ..plan.step import Sizes
 from ..simulate.weighing import AttentionWeight, weigh_attention
-from .clock import Hardware, StepTime, estimate_step, model_step, time_text
+from .clock import Hardware, StepTime, model_step
 
 MOST_TIMED = 64  # the most ranks whose programs the clock runs together
 DOZEN = 12
 FLOPS_PER_PAIR = 7 * 2  # times the head dim: 2 products forward and 5 backward, 2 operations each
-# In 9 of 10 random jobs the estimated time of a ring, divided by that of the clock, lay between these.
-TIME_ERRORS = (0.5, 1.0)
-ERRORS_TEXT = (
-    "about: with more than {} ranks only the ranks that stand out are weighed and timed. In 24 random jobs the memory "
-    "was that of all ranks. In 9 of 10 jobs the time of a ring was {} to {} times that of all ranks."
-).format(MOST_TIMED, *TIME_ERRORS)
 
 
 class PlannedCall(NamedTuple):
@@ -56,22 +50,8 @@ class Exchange(NamedTuple):
     name: str = "ring"
     inner: int = 1
 
-    @property
-    def is_dealt(self) -> bool:
-        return self.name == "all_to_all" or self.inner > 1
-
     def __str__(self) -> str:
         return f"2-D, {self.inner} deal heads" if self.inner > 1 else self.name
-
-
-class BranchShare(NamedTuple):
-    """A branch over all ranks."""
-
-    segment_length: int
-    dilation_rate: int
-    is_window: bool
-    num_sharing: int  # the most ranks that exchange rows of one segment; 1 if no row travels
-    sent: int  # bytes of the chunks that all ranks together send in a forward, without dealt heads
 
 
 class Counted(NamedTuple):
@@ -79,7 +59,6 @@ class Counted(NamedTuple):
     first ranks of all groups, one of the second ranks, and so on. If no heads are dealt there is one count."""
 
     job: Job
-    exchange: Exchange
     places: list[JobCount]
 
     def by_rank(self, column: Callable[[JobCount], Sequence[int]]) -> list[int]:
@@ -89,42 +68,26 @@ class Counted(NamedTuple):
             column(self.places[rank % size])[rank // size] for rank in range(self.job.num_ranks)
         ]
 
-    def branches(self, sizes: Sizes) -> list[BranchShare]:
-        num_sharing = defaultdict[int, int](lambda: 1)
-        sent = defaultdict[int, int](int)
+    def sent_by_branch(self, sizes: Sizes) -> list[int]:
+        """Bytes of the chunks that all ranks together send in a forward, for each branch, without dealt heads."""
+        sent = [0] * len(self.job.pattern.branches)
         for place in self.places:
             for (branch, _), segment in place.segments.items():
-                if segment.received:
-                    sent[branch] += segment.received * sizes.unit * sizes.itemsize
-                    num_sharing[branch] = max(num_sharing[branch], segment.sharers)
-        return [
-            BranchShare(*branch, num_sharing[i], sent[i])
-            for i, branch in enumerate(self.job.pattern.branches)
-        ]
-
-    def most_moved(self, sizes: Sizes) -> tuple[int, int]:
-        """The most bytes received as chunks plus the most dealt as heads: in a forward, and in both stages.
-
-        If different ranks receive most and deal most, this is a little more than any rank moves.
-        """
-        received = sizes.unit * max(max(place.received) for place in self.places)
-        forward, gradients = received * sizes.itemsize, received * sizes.sum_itemsize
-        size = len(self.places)
-        if size == 1:
-            return forward, 2 * forward + gradients
-        lengths = [shard_length(shard) for shard in self.job.shards]
-        groups = {tuple(lengths[i : i + size]) for i in range(0, len(lengths), size)}
-        heads = len(self.job.held_heads), self.job.num_kv_held
-        dealt_forward = max(most_dealt(group, *heads, sizes) for group in groups)
-        dealt_backward = max(most_dealt(group, *heads, sizes, backward=True) for group in groups)
-        return forward + dealt_forward, 2 * forward + gradients + dealt_forward + dealt_backward
+                sent[branch] += segment.received * sizes.unit * sizes.itemsize
+        return sent
 
 
-def count(job: Job, exchange: Exchange, step: Callable[[], object] = lambda: None) -> Counted:
-    """Count what every rank computes and receives. ValueError if heads cannot be dealt. step: called for each rank."""
-    size = dealers(exchange.name, job, exchange.inner)
-    jobs = [job] if size == 1 else [dealt(job, size, place)[0] for place in range(size)]
-    return Counted(job, exchange, [count_ranks(Counter(each), step) for each in jobs])
+def count(job: Job, exchange: Exchange) -> Counted:
+    """Count what every rank computes and receives. ValueError if heads cannot be dealt."""
+    return _count(job, dealers(exchange.name, job, exchange.inner))
+
+
+@lru_cache(maxsize=4)
+def _count(job: Job, num_dealers: int) -> Counted:
+    jobs = [job]
+    if num_dealers > 1:
+        jobs = [dealt(job, num_dealers, place)[0] for place in range(num_dealers)]
+    return Counted(job, [count_ranks(Counter(each)) for each in jobs])
 
 
 def picked_ranks(counted: Counted) -> list[int]:
@@ -132,16 +95,14 @@ def picked_ranks(counted: Counted) -> list[int]:
     num_ranks, job = counted.job.num_ranks, counted.job
     if num_ranks <= DOZEN:
         return list(range(num_ranks))
-    rows = [shard_length(shard) for shard in job.shards]
+    held = []
     buffers = counted.by_rank(lambda place: place.buffers)
-    held = [
-        2 * job.num_kv_held * num_rows + buffer
-        for num_rows, buffer in zip(rows, buffers, strict=True)
-    ]
-    pairs_of_ranks = counted.by_rank(lambda place: place.pairs)
+    for shard, buffer in zip(job.shards, buffers, strict=True):
+        held.append(2 * job.num_kv_held * shard_length(shard) + buffer)
+    computed = counted.by_rank(lambda place: place.pairs)
     received = counted.by_rank(lambda place: place.received)
     picked = {0, 1, num_ranks // 2, num_ranks - 2, num_ranks - 1}
-    for column in (pairs_of_ranks, received, buffers, rows, held):
+    for column in (computed, received, held):
         ranks = sorted(range(num_ranks), key=column.__getitem__, reverse=True)
         picked.update(ranks[:2])
     return sorted(picked)
@@ -162,20 +123,17 @@ class Figures(NamedTuple):
     """The figures of a call over all ranks. Bytes are of a forward, and of a forward with its backward."""
 
     flops: int  # of all ranks together
-    busiest: int  # the rank that computes most
     balance: float  # the mean FLOPs over those of the busiest rank
-    branches: list[BranchShare]
-    most_moved: tuple[int, int]  # the most that a rank receives as chunks, and deals as heads
+    sent_by_branch: list[int]  # by all ranks in a forward, without dealt heads
     ranks: tuple[RankFigures, ...]  # the picked ranks
     num_ranks: int
-    # None without hardware. Of all ranks up to MOST_TIMED; else an estimate from the picked ones, for a ring alone.
-    step: StepTime | None
+    step: StepTime | None  # None without hardware, or with more than MOST_TIMED ranks
     peak_bytes: int  # the most that a picked rank holds; 0 if no kernel is given
 
     @property
-    def is_about(self) -> bool:
-        """Whether the time comes from some of the ranks. The memory does so beyond a dozen."""
-        return self.num_ranks > MOST_TIMED
+    def most_sent(self) -> int:
+        """The most bytes that a picked rank sends in both stages."""
+        return max(rank.sent for rank in self.ranks)
 
     @property
     def seconds(self) -> float:
@@ -189,11 +147,6 @@ class Figures(NamedTuple):
         computing = max(rank.computing_seconds for rank in self.step.ranks)
         return 1 - computing / self.seconds if self.seconds else 0.0
 
-    @property
-    def time_text(self) -> str:
-        about = "about " if self.is_about else ""
-        return about + time_text(self.seconds)
-
 
 @without_collection()
 def forecast(
@@ -203,55 +156,47 @@ def forecast(
     *,
     kernel: str | None = None,
     hardware: Hardware | None = None,
-    counted: Counted | None = None,
 ) -> Figures:
-    """The figures of a call over all ranks. counted: the result of `count`, which is called if this is None.
+    """The figures of a call over all ranks.
 
     kernel: its name, to weigh what ranks hold. hardware: to time a step.
     """
-    if counted is None:
-        counted = count(job, exchange)
+    counted = count(job, exchange)
     pairs_of_ranks = counted.by_rank(lambda place: place.pairs)
     flops_of_ranks = [FLOPS_PER_PAIR * sizes.unit * num_pairs for num_pairs in pairs_of_ranks]
+    mean_flops = sum(flops_of_ranks) / job.num_ranks
     most_flops = max(flops_of_ranks)
-    plans = {
-        rank: plan_exchange(exchange.name, job, rank, exchange.inner)
-        for rank in picked_ranks(counted)
-    }
+    balance = 1.0
+    if most_flops:
+        balance = mean_flops / most_flops
+    picked = picked_ranks(counted)
+    planned: Sequence[int] = picked
+    is_timed = hardware is not None and job.num_ranks <= MOST_TIMED
+    if is_timed:
+        planned = range(job.num_ranks)
+    plans = {rank: plan_exchange(exchange.name, job, rank, exchange.inner) for rank in planned}
+    step = None
+    if hardware is not None and is_timed:
+        step = model_step(list(plans.values()), sizes, hardware)
     ranks = []
-    for rank, rank_plan in plans.items():
+    for rank in picked:
+        rank_plan = plans[rank]
         forward_sent = rank_plan.bytes_sent(sizes)
         sent = forward_sent + rank_plan.bytes_sent(sizes, backward=True)
-        weight = None if kernel is None else weigh_attention(rank_plan, sizes, kernel)
+        weight = None
+        if kernel is not None:
+            weight = weigh_attention(rank_plan, sizes, kernel)
         ranks.append(
             RankFigures(rank, rank_plan.num_rows, flops_of_ranks[rank], forward_sent, sent, weight)
         )
     return Figures(
         flops=sum(flops_of_ranks),
-        busiest=flops_of_ranks.index(most_flops),
-        balance=sum(flops_of_ranks) / (len(flops_of_ranks) * most_flops) if most_flops else 1.0,
-        branches=counted.branches(sizes),
-        most_moved=counted.most_moved(sizes),
+        balance=balance,
+        sent_by_branch=counted.sent_by_branch(sizes),
         ranks=tuple(ranks),
         num_ranks=job.num_ranks,
-        step=None if hardware is None else _time(job, exchange, plans, sizes, hardware),
+        step=step,
         peak_bytes=max(0 if rank.weight is None else rank.weight.peak for rank in ranks),
-    )
-
-
-def _time(
-    job: Job, exchange: Exchange, plans: dict[int, RankPlan], sizes: Sizes, hardware: Hardware
-) -> StepTime | None:
-    if job.num_ranks > MOST_TIMED:
-        if exchange != Exchange():
-            return None
-        return estimate_step(plans, job.num_ranks, sizes, hardware)
-    all_plans = [
-        plan_exchange(exchange.name, job, rank, exchange.inner) for rank in range(job.num_ranks)
-    ]
-    dealings = [rank_plan.dealing for rank_plan in all_plans if rank_plan.dealing is not None]
-    return model_step(
-        [rank_plan.plan for rank_plan in all_plans], sizes, hardware, dealings or None
     )
 
 

@@ -16,11 +16,10 @@ So every moment is the largest of several sums of durations, and faster hardware
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..plan.dealing import Dealing
 from ..plan.exchange import RankPlan
 from ..plan.plan import Message, Plan
 from ..plan.program import make_program
@@ -46,19 +45,25 @@ class Hardware(NamedTuple):
 
     def network(self, first: int, last: int) -> tuple[float, float]:
         """Bytes per second and latency of the slowest network among the ranks from `first` to `last`."""
-        size, inside = self.gpus_per_host, self.host_bytes_per_second
+        size = self.gpus_per_host
+        inside = self.host_bytes_per_second
         if size is not None and inside is not None and first // size == last // size:
             return inside, self.host_latency_seconds
         return self.bytes_per_second, self.latency_seconds
 
     def compute_seconds(self, flops: float, *, backward: bool) -> float:
-        rate = (self.backward_flops_per_second if backward else None) or self.flops_per_second
+        rate = self.flops_per_second
+        if backward and self.backward_flops_per_second is not None:
+            rate = self.backward_flops_per_second
         return flops / rate + self.call_seconds
 
     def handshake(self, num_ranks: int) -> float:
         """Seconds in which the first `num_ranks` ranks hear of each other."""
-        latency, first = self.network(0, num_ranks - 1)[1], self.handshake_seconds
-        return (num_rounds(num_ranks) - 1) * latency + (latency if first is None else first)
+        _, latency = self.network(0, num_ranks - 1)
+        first_round = self.handshake_seconds
+        if first_round is None:
+            first_round = latency
+        return first_round + (num_rounds(num_ranks) - 1) * latency
 
 
 class RankTime(NamedTuple):
@@ -80,38 +85,12 @@ class StepTime(NamedTuple):
     ranks: tuple[RankTime, ...]
 
 
-def model_step(
-    plans: Sequence[Plan],
-    sizes: Sizes,
-    hardware: Hardware,
-    dealings: Sequence[Dealing] | None = None,
-) -> StepTime:
-    """The time of a step with a kernel that computes one tile at a time. plans: one for each rank, in order. dealings:
-    also one for each rank, if heads are dealt."""
-    network = Network(len(plans), hardware)
-    ranks = [
-        _Rank(i, plan, network, sizes, None if dealings is None else dealings[i])
-        for i, plan in enumerate(plans)
-    ]
-    return _run(ranks, network, len(plans))
-
-
-def estimate_step(
-    plans: Mapping[int, RankPlan], num_ranks: int, sizes: Sizes, hardware: Hardware
-) -> StepTime:
-    """The time of a step in which only these ranks run. Their peers post every message in time.
-
-    An estimate for many ranks. It is mostly too short, because real peers may be late.
-    """
-    network = PromptNetwork(num_ranks, hardware)
-    ranks = [
-        _Rank(rank, found.plan, network, sizes, found.dealing) for rank, found in plans.items()
-    ]
-    return _run(ranks, network, num_ranks)
-
-
-def _run(ranks: Sequence["_Rank"], network: "Network", num_ranks: int) -> StepTime:
-    handshake = network.hardware.handshake(num_ranks) if num_ranks > 1 else 0.0
+def model_step(plans: Sequence[RankPlan], sizes: Sizes, hardware: Hardware) -> StepTime:
+    """The time of a step with a kernel that computes one tile at a time. plans: one for each rank, in order."""
+    num_ranks = len(plans)
+    network = Network(num_ranks, hardware)
+    ranks = [_Rank(number, plan, network, sizes) for number, plan in enumerate(plans)]
+    handshake = hardware.handshake(num_ranks) if num_ranks > 1 else 0.0
     start = 0.0
     seconds_of_stages = []
     for stage in STAGES:
@@ -143,12 +122,14 @@ _PRODUCTS = {"partial": 2, "gradients": 5}
 class _Rank:
     """A rank's clock, and how long it has computed and waited."""
 
-    def __init__(
-        self, number: int, plan: Plan, network: "Network", sizes: Sizes, dealing: Dealing | None
-    ) -> None:
-        self.number, self.plan, self.network = number, plan, network
-        self.sizes, self.dealing = sizes, dealing
-        self.now = self.computing = self.exposed = 0.0
+    def __init__(self, number: int, plan: RankPlan, network: "Network", sizes: Sizes) -> None:
+        self.number = number
+        self.plan, self.dealing = plan
+        self.network = network
+        self.sizes = sizes
+        self.now = 0.0
+        self.computing = 0.0
+        self.exposed = 0.0
 
     def carry_out(self, stage: str) -> Iterator[None]:
         """Carry out the program of a stage. Yield while it waits for a message whose arrival is not known yet."""
@@ -176,33 +157,41 @@ class _Rank:
 
     def post(self, step: Post) -> tuple[list["Side"], list["Side"]]:
         # If heads are dealt, a ring has one rank of each group, all at the same place. A peer is then a group's number.
-        size, place = (1, 0) if self.dealing is None else (self.dealing.size, self.dealing.place)
+        size = 1
+        place = 0
+        if self.dealing is not None:
+            size = self.dealing.size
+            place = self.dealing.place
 
         def side(message: Message) -> Side:
-            itemsize = self.sizes.sum_itemsize if message.is_gradient else self.sizes.itemsize
-            return Side(
-                message.peer * size + place, message.size * self.sizes.unit * itemsize, self.now
-            )
+            itemsize = self.sizes.itemsize
+            if message.is_gradient:
+                itemsize = self.sizes.sum_itemsize
+            num_bytes = message.size * self.sizes.unit * itemsize
+            return Side(message.peer * size + place, num_bytes, self.now)
 
-        sends, receives = (
-            [side(x.message) for x in slices] for slices in (step.sends, step.receives)
-        )
+        sends = [side(x.message) for x in step.sends]
+        receives = [side(x.message) for x in step.receives]
         return self.network.post(self.number, sends, receives)
 
     def deal(self, step: Deal) -> list["Side"]:
         assert self.dealing is not None
-        place, lengths = self.dealing.place, self.dealing.lengths
+        place = self.dealing.place
+        first = self.number - place
         row = self.sizes.batch * _row_bytes(step.name, self.plan, self.sizes)
-
-        def sides(rows: Sequence[int]) -> list[Side]:
-            first = self.number - place
-            return [
-                Side(first + i, n * row, self.now) for i, n in enumerate(rows) if n and i != place
-            ]
-
-        own = [lengths[place]] * len(lengths)
-        leaves, comes = (own, lengths) if step.to_heads else (lengths, own)
-        sent, received = self.network.post(self.number, sides(leaves), sides(comes))
+        sends = []
+        receives = []
+        for other, num_rows in enumerate(self.dealing.lengths):
+            if other == place:
+                continue
+            leaving, coming = self.dealing.lengths[place], num_rows
+            if not step.to_heads:
+                leaving, coming = coming, leaving
+            if leaving:
+                sends.append(Side(first + other, leaving * row, self.now))
+            if coming:
+                receives.append(Side(first + other, coming * row, self.now))
+        sent, received = self.network.post(self.number, sends, receives)
         return [*sent, *received]
 
     def wait(self, sides: Sequence["Side"]) -> Iterator[None]:
@@ -245,7 +234,8 @@ class Network:
         self.hardware = hardware
         self.leaving: list[deque[Side]] = [deque() for _ in range(num_ranks)]
         self.coming: list[deque[Side]] = [deque() for _ in range(num_ranks)]
-        self.out_free, self.in_free = [0.0] * num_ranks, [0.0] * num_ranks
+        self.out_free = [0.0] * num_ranks
+        self.in_free = [0.0] * num_ranks
         self.num_carried = 0
 
     def post(
@@ -266,7 +256,8 @@ class Network:
 
     def _carry(self, sender: int, receiver: int) -> None:
         """Carry the message that is the first on the sender's way out and on the receiver's way in."""
-        sent, received = self.leaving[sender].popleft(), self.coming[receiver].popleft()
+        sent = self.leaving[sender].popleft()
+        received = self.coming[receiver].popleft()
         assert sent.num_bytes == received.num_bytes, (sender, sent, receiver, received)
         start = max(sent.posted, received.posted, self.out_free[sender], self.in_free[receiver])
         bytes_per_second, latency = self.hardware.network(sender, receiver)
@@ -276,33 +267,9 @@ class Network:
         self.num_carried += 1
 
 
-class PromptNetwork(Network):
-    """The network of a rank whose peers are never late: each message starts when this rank's way is free."""
-
-    def post(
-        self, rank: int, sends: list[Side], receives: list[Side]
-    ) -> tuple[list[Side], list[Side]]:
-        for sides, free in ((sends, self.out_free), (receives, self.in_free)):
-            for side in sides:
-                bytes_per_second, latency = self.hardware.network(rank, side.peer)
-                free[rank] = max(side.posted, free[rank]) + side.num_bytes / bytes_per_second
-                side.done = free[rank] + latency
-        return sends, receives
-
-
 def time_text(seconds: float) -> str:
-    """Three digits, in units from nanoseconds to years."""
-    steps = (
-        (365.25 * 86400, "years"),
-        (86400, "days"),
-        (3600, "h"),
-        (60, "min"),
-        (1, "s"),
-        (1e-3, "ms"),
-        (1e-6, "µs"),
-    )
-    if not seconds:
-        return "0 s"
-    size, unit = next((step for step in steps if seconds >= step[0]), (1e-9, "ns"))
-    digits = ".3g" if seconds < 999.5 * size else ".0f"
-    return f"{seconds / size:,{digits}} {unit}"
+    units = ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"))
+    for size, unit in units:
+        if seconds >= size:
+            return f"{seconds / size:,.1f} {unit}"
+    return f"{seconds * 1e6:.1f} µs"

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..plan.sharding import SHARDINGS, WITHOUT_DOCUMENTS, Borders
-from .call_cost import Counted, Exchange, Figures, PlannedCall, count, forecast
-from .clock import Hardware
+from .call_cost import Exchange, Figures, PlannedCall, forecast
+from .clock import Hardware, time_text
 
 WORTH_IT = 0.95  # name another way only if it brings a step's time down to this share or less
 # documents times ranks squared: zigzag_documents makes each document a ring of all ranks
@@ -45,17 +45,9 @@ def alternatives(
         shardings = list(SHARDINGS)
     rows: list[Alternative] = []
     for sharding in shardings:
-        undealt: Counted | None = None
         for exchange in exchanges_of(call, hardware):
             job = call.job(sharding, exchange.inner, documents=documents)
-            if exchange.is_dealt:
-                counted = count(job, exchange)
-            else:  # a ring and an all-gather receive the same
-                undealt = (
-                    count(job, exchange) if undealt is None else undealt._replace(exchange=exchange)
-                )
-                counted = undealt
-            figures = forecast(job, exchange, call.sizes, hardware=hardware, counted=counted)
+            figures = forecast(job, exchange, call.sizes, hardware=hardware)
             rows.append(Alternative(exchange, sharding, figures))
             step()
     return sorted(rows, key=_rank_of)
@@ -63,10 +55,9 @@ def alternatives(
 
 def _rank_of(row: Alternative) -> tuple[float, ...]:
     """Sorts timed ways by time, then the others by balance; of equal ways the one that sends least comes first."""
-    received = row.figures.most_moved[1]
     if row.figures.step is None:
-        return (1, -row.figures.balance, received)
-    return (0, row.figures.seconds, received)
+        return (1, -row.figures.balance, row.figures.most_sent)
+    return (0, row.figures.seconds, row.figures.most_sent)
 
 
 def better(figures: Figures, rows: list[Alternative]) -> str:
@@ -76,5 +67,5 @@ def better(figures: Figures, rows: list[Alternative]) -> str:
     best = rows[0]
     if best.figures.seconds > WORTH_IT * figures.seconds:
         return ""
-    times = f"{best.figures.time_text} instead of {figures.time_text}"
+    times = f"{time_text(best.figures.seconds)} instead of {time_text(figures.seconds)}"
     return f"Exchange {best.exchange} with {best.sharding} shards would be faster: {times} a step."

@@ -26,7 +26,6 @@ class Training(NamedTuple):
     batch: int
     itemsize: int  # of activations
     kernel: str
-    activations: tuple[str, ...] = ACTIVATIONS  # the ways to hold them that are tried
 
     @property
     def sizes(self) -> Sizes:
@@ -67,11 +66,11 @@ class MeshPlan(NamedTuple):
     gradients_seconds: float
     seconds: float
     tokens_per_second: float
-    is_about: bool
 
 
 def all_meshes(num_ranks: int, seq_len: int) -> list[Mesh]:
-    sizes = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0 and size <= seq_len]
+    most = min(num_ranks, seq_len, MOST_TIMED)
+    sizes = [size for size in range(1, most + 1) if num_ranks % size == 0]
     return [Mesh(num_ranks // size, size) for size in sizes]
 
 
@@ -87,13 +86,14 @@ def ranked_meshes(
     for mesh in all_meshes(num_ranks, training.seq_len):
         plans.append(plan_mesh(training, mesh, hardware, memory_bytes))
         step()
-    return sorted(
-        plans,
-        key=lambda plan: (
-            not plan.fits,
-            -plan.tokens_per_second if plan.fits else plan.memory.total,
-        ),
-    )
+    return sorted(plans, key=_rank_of)
+
+
+def _rank_of(plan: MeshPlan) -> tuple[bool, float]:
+    """Sorts plans that fit by their speed, then the others by their memory."""
+    if plan.fits:
+        return False, -plan.tokens_per_second
+    return True, plan.memory.total
 
 
 def plan_mesh(training: Training, mesh: Mesh, hardware: Hardware, memory_bytes: float) -> MeshPlan:
@@ -103,7 +103,7 @@ def plan_mesh(training: Training, mesh: Mesh, hardware: Hardware, memory_bytes: 
     dtype = DTYPES[training.itemsize]
     held = weigh_activations(training.decoder, training.batch, rows, dtype, weight)
     plans = []
-    for activations, is_cut in product(training.activations, (False, True)):
+    for activations, is_cut in product(ACTIVATIONS, (False, True)):
         if is_cut and mesh.num_ranks == 1:
             continue
         memory = model_memory(
@@ -130,15 +130,9 @@ def plan_mesh(training: Training, mesh: Mesh, hardware: Hardware, memory_bytes: 
                 *times,
                 seconds=sum(times),
                 tokens_per_second=tokens / sum(times),
-                is_about=attention.is_about,
             )
         )
-    fitting = [plan for plan in plans if plan.fits]
-    if not fitting:
-        return min(plans, key=lambda plan: plan.memory.total)
-    return max(
-        fitting, key=lambda plan: (plan.tokens_per_second, -ACTIVATIONS.index(plan.activations))
-    )
+    return min(plans, key=_rank_of)
 
 
 def _attention(
@@ -146,12 +140,12 @@ def _attention(
 ) -> tuple[Exchange, str, Figures, AttentionWeight]:
     """One layer's attention, the fastest way; timed, and weighed on the rank that holds most."""
     call = training.attention(mesh.sequence)
-    exchange, sharding = Exchange(), "contiguous"
-    if mesh.sequence > MOST_TIMED:
-        sharding = "zigzag"
-    elif mesh.sequence > 1:
+    exchange = Exchange()
+    sharding = "contiguous"
+    if mesh.sequence > 1:
         best = alternatives(call, hardware)[0]
-        exchange, sharding = best.exchange, best.sharding
+        exchange = best.exchange
+        sharding = best.sharding
     job = call.job(sharding, exchange.inner)
     figures = forecast(job, exchange, call.sizes, kernel=training.kernel, hardware=hardware)
     weights = [rank.weight for rank in figures.ranks if rank.weight is not None]
@@ -170,14 +164,14 @@ def _seconds(
     """Seconds of a step: the products with weights, the attention of all layers, the sum of gradients. The optimiser's
     own work is not counted. is_again: the forward runs again, without its attention."""
     rows = training.batch * -(-training.seq_len // mesh.sequence)
-    times = 4 if is_again else 3  # 1 for the forward, 2 for the backward, 1 for the forward again
+    times = 3  # 1 for the forward, 2 for the backward
+    if is_again:
+        times += 1
     flops = 2 * times * rows * training.decoder.matrix_entries
+    matrices = flops / hardware.flops_per_second
     attention = training.decoder.num_layers * attention_seconds
-    return (
-        flops / hardware.flops_per_second,
-        attention,
-        _gradient_seconds(training, mesh, hardware, is_cut=is_cut),
-    )
+    gradients = _gradient_seconds(training, mesh, hardware, is_cut=is_cut)
+    return matrices, attention, gradients
 
 
 def _gradient_seconds(training: Training, mesh: Mesh, hardware: Hardware, *, is_cut: bool) -> float:
@@ -187,6 +181,8 @@ def _gradient_seconds(training: Training, mesh: Mesh, hardware: Hardware, *, is_
     inside = min(hardware.gpus_per_host or 1, num_ranks)
     rate_inside = hardware.network(0, inside - 1)[0]
     rate_between = hardware.network(0, num_ranks - 1)[0]
-    seconds_a_byte = (1 - 1 / inside) / rate_inside + (1 / inside - 1 / num_ranks) / rate_between
+    within_hosts = (1 - 1 / inside) / rate_inside
+    between_hosts = (1 / inside - 1 / num_ranks) / rate_between
     num_bytes = training.decoder.num_parameters * max(FLOAT, training.itemsize)
-    return num_bytes * (3 if is_cut else 2) * seconds_a_byte
+    times = 3 if is_cut else 2
+    return times * num_bytes * (within_hosts + between_hosts)

@@ -5,6 +5,7 @@ What attention holds comes from `simulate/weighing.py`, for the rank that holds 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from ..simulate.measuring import Held
 from ..simulate.weighing import AttentionWeight
 
 FLOAT = 4
-ACTIVATIONS = ("kept", "checkpointed", "offloaded")
+ACTIVATIONS = ("kept", "checkpointed")
 
 
 class DecoderWithLoss(nn.Module):
@@ -77,13 +78,9 @@ def count_decoder(
     name: str, make: MakeDecoder, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> Decoder:
     """Count a decoder's parameters from two modules, of one block and of two."""
-    parameters, matrices = [], []
-    for layers in (1, 2):
-        module = make(layers, False)
-        parameters.append(sum(x.numel() for x in module.parameters()))
-        linears = [child for child in module.modules() if isinstance(child, nn.Linear)]
-        matrices.append(sum(linear.weight.numel() for linear in linears))
-    per_block, matrices_per_block = parameters[1] - parameters[0], matrices[1] - matrices[0]
+    one, two = make(1, False), make(2, False)
+    block_parameters = _parameters(two) - _parameters(one)
+    block_entries = _matrix_entries(two) - _matrix_entries(one)
     return Decoder(
         name,
         make,
@@ -91,10 +88,18 @@ def count_decoder(
         num_heads,
         num_kv_heads,
         head_dim,
-        num_parameters=parameters[0] + (num_layers - 1) * per_block,
-        block_parameters=per_block,
-        matrix_entries=matrices[0] + (num_layers - 1) * matrices_per_block,
+        _parameters(one) + (num_layers - 1) * block_parameters,
+        block_parameters,
+        _matrix_entries(one) + (num_layers - 1) * block_entries,
     )
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(x.numel() for x in module.parameters())
+
+
+def _matrix_entries(module: nn.Module) -> int:
+    return sum(x.weight.numel() for x in module.modules() if isinstance(x, nn.Linear))
 
 
 class HeldByModel(Held):
@@ -124,41 +129,27 @@ class HeldByModel(Held):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class Activations(NamedTuple):
-    """Bytes that the forward and backward of a rank hold beside parameters, gradients and optimiser state."""
-
-    device: int
-    host: int = 0  # what offloading keeps there
-
-
 def weigh_activations(
     decoder: Decoder, batch: int, num_positions: int, dtype: torch.dtype, attention: AttentionWeight
-) -> dict[str, Activations]:
-    """By the names in ACTIVATIONS, what a rank with so many positions of each sequence holds."""
-    kept = [
-        _peak(decoder, layers, batch, num_positions, dtype, attention, is_checkpointed=False)
-        for layers in (1, 2)
-    ]
-    again = [
-        _peak(decoder, layers, batch, num_positions, dtype, attention, is_checkpointed=True)
-        for layers in (1, 2)
-    ]
-    further = decoder.num_layers - 1
-    return {
-        "kept": Activations(kept[0] + further * (kept[1] - kept[0])),
-        "checkpointed": Activations(again[0] + further * (again[1] - again[0])),
-        "offloaded": Activations(again[0], host=decoder.num_layers * (again[1] - again[0])),
-    }
+) -> dict[str, int]:
+    """By the names in ACTIVATIONS, the bytes that the forward and backward of a rank with so many positions of each
+    sequence hold, beside parameters, gradients and optimiser state."""
+    peak = partial(_peak, decoder, batch, num_positions, dtype, attention)
+    num_bytes = {}
+    for name, is_checkpointed in (("kept", False), ("checkpointed", True)):
+        one, two = (peak(layers, is_checkpointed=is_checkpointed) for layers in (1, 2))
+        num_bytes[name] = one + (decoder.num_layers - 1) * (two - one)
+    return num_bytes
 
 
 @without_collection()
 def _peak(
     decoder: Decoder,
-    num_layers: int,
     batch: int,
     num_positions: int,
     dtype: torch.dtype,
     attention: AttentionWeight,
+    num_layers: int,
     *,
     is_checkpointed: bool,
 ) -> int:
@@ -173,30 +164,24 @@ def _peak(
 
 
 class ModelMemory(NamedTuple):
-    """Bytes of one rank. host: what offloading keeps there."""
+    """Bytes of one rank."""
 
-    parameters: int
-    gradients: int
-    optimiser: int
+    states: int  # parameters, gradients, and AdamW's two moments
     activations: int
     working: int  # parameters in the activations' dtype, and what FSDP gathers
     total: int
-    host: int = 0
 
 
-def model_memory(
-    decoder: Decoder, activations: Activations, num_shards: int, itemsize: int
-) -> ModelMemory:
-    """The memory of a rank: float32 parameters, gradients and AdamW's two moments (float64 if activations are).
+def model_memory(decoder: Decoder, activations: int, num_shards: int, itemsize: int) -> ModelMemory:
+    """The memory of a rank. Its states are in float32 (float64 if activations are).
 
-    num_shards: over how many ranks FSDP2 cuts these. itemsize: of activations.
+    activations: their bytes. itemsize: of an activation. num_shards: over how many ranks FSDP2 cuts the states.
     """
     width = max(FLOAT, itemsize)
-    states = -(-decoder.num_parameters // num_shards) * width
+    states = 4 * width * -(-decoder.num_parameters // num_shards)
     working = 0
     if num_shards > 1:  # the parameters of this block and the next, and one block's gradients
         working = 3 * decoder.block_parameters * itemsize
     elif itemsize < width:
         working = decoder.num_parameters * itemsize
-    sizes = (states, states, 2 * states, activations.device, working)
-    return ModelMemory(*sizes, sum(sizes), activations.host)
+    return ModelMemory(states, activations, working, states + activations + working)

@@ -5,13 +5,18 @@ layers. A set of positions is a binary tree: its halves are sets of half as many
 node. If lengths and rates are powers of two, most segments look alike. So a trillion positions need hardly more nodes
 than a million, and no node is computed twice. (Sets as integers with a bit for each position took a minute and more
 from 16 million positions on.)
+
+A branch carries a set to the keys that it sees by moves of 1, 2, 4, ... rates, one after the other, each joined to what
+was there before. In a segment nothing moves over the border. A window has no borders, and is as wide as its moves.
 """
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import islice
+from typing import NamedTuple
 
 from ..pattern import DilatedPattern
-from ..plan.sight import block_length
+from ..plan.sight import block_length, window_reach
 
 NONE, ALL = 0, 1  # the nodes of no positions and of all positions, at every height
 
@@ -25,6 +30,7 @@ class _Sets:
         self.union = cache(self._union)
         self.common = cache(self._common)
         self.count = cache(self._count)
+        self.moved = cache(self._moved)
 
     def join(self, first: int, second: int) -> int:
         """The node with these halves."""
@@ -51,7 +57,8 @@ class _Sets:
             return a
         if a == NONE:
             return b
-        (first, second), (third, fourth) = self.halves[a], self.halves[b]
+        first, second = self.halves[a]
+        third, fourth = self.halves[b]
         return self.join(self.union(first, third), self.union(second, fourth))
 
     def _common(self, a: int, b: int) -> int:
@@ -61,110 +68,52 @@ class _Sets:
             return a
         if a == ALL:
             return b
-        (first, second), (third, fourth) = self.halves[a], self.halves[b]
+        first, second = self.halves[a]
+        third, fourth = self.halves[b]
         return self.join(self.common(first, third), self.common(second, fourth))
 
     def _count(self, a: int, height: int) -> int:
         if a in (NONE, ALL):
             return a * 2**height
         first, second = self.halves[a]
-        return self.count(first, height - 1) + self.count(second, height - 1)
+        in_first = self.count(first, height - 1)
+        in_second = self.count(second, height - 1)
+        return in_first + in_second
 
-
-class _Branch:
-    """A branch of segments, followed back: from the positions of queries to the positions of the keys that they see.
-
-    segment, rate: the heights of trees of w and of r positions. read: the set of phases that heads read.
-    """
-
-    def __init__(self, sets: _Sets, segment: int, rate: int, read: int, *, is_causal: bool) -> None:
-        self.sets = sets
-        self.segment = segment
-        self.rate = rate
-        self.read = read
-        self.is_causal = is_causal
-        self.heard = cache(self._heard)
-        self.phases = cache(self._phases)
-        self.filled = cache(self._filled)
-
-    def _heard(self, a: int, height: int) -> int:
-        """The keys that the queries in `a` see through this branch. `a` covers one segment or more."""
-        if height == self.segment:
-            later = NONE if self.is_causal else self.phases(a, height)
-            return self.filled(a, height, later)
-        first, second = self.sets.halves[a]
-        return self.sets.join(self.heard(first, height - 1), self.heard(second, height - 1))
-
-    def _phases(self, a: int, height: int) -> int:
-        """The phases of the positions in `a`, if a head reads them. `a` lies within one segment."""
-        if height == self.rate:
-            return self.sets.common(a, self.read)
-        first, second = self.sets.halves[a]
-        return self.sets.union(self.phases(first, height - 1), self.phases(second, height - 1))
-
-    def _filled(self, a: int, height: int, later: int) -> int:
-        """The positions that are seen in a part of a segment. later: phases whose rows in this part are all seen."""
-        if height == self.rate:
-            return self.sets.union(self.sets.common(a, self.read), later)
-        first, second = self.sets.halves[a]
-        before = self.sets.union(later, self.phases(second, height - 1))
-        return self.sets.join(
-            self.filled(first, height - 1, before), self.filled(second, height - 1, later)
+    def _moved(self, a: int, neighbour: int, height: int, move: "_Move") -> int:
+        """The positions of `a` and of the set beside it, where they are after a move."""
+        if height >= move.segment:
+            neighbour = NONE  # nothing moves over the border of a segment
+        if a == neighbour and a in (NONE, ALL):
+            return a
+        if height <= move.distance:
+            return neighbour
+        first, second = self.halves[a]
+        before, after = self.halves[neighbour]
+        if move.is_up:
+            return self.join(
+                self.moved(first, after, height - 1, move),
+                self.moved(second, first, height - 1, move),
+            )
+        return self.join(
+            self.moved(first, second, height - 1, move),
+            self.moved(second, before, height - 1, move),
         )
 
 
-class _Window:
-    """A sliding window, followed back. It is cut into blocks, as in `plan/sight.py`: of each block are seen its own
-    queries' window, that of the queries in the block after, and, if it is centred, of those in the block before.
+class _Move(NamedTuple):
+    """Every position goes 2**distance up or down, if it stays within its segment of 2**segment positions."""
 
-    block: the height of a tree of a block's positions.
-    """
+    distance: int
+    segment: int
+    is_up: bool
 
-    def __init__(self, sets: _Sets, block: int, *, is_causal: bool) -> None:
-        self.sets = sets
-        self.block = block
-        self.is_causal = is_causal
-        self.seen = cache(self._seen)
-        self.ends = cache(self._ends)
 
-    def heard(self, a: int, height: int) -> int:
-        """The keys that the queries in `a` see."""
-        return self.seen(NONE, a, NONE, height)
+class _Branch(NamedTuple):
+    """A branch, followed back: from queries that heads read, by these moves, to all keys that they see."""
 
-    def _seen(self, before: int, a: int, after: int, height: int) -> int:
-        """The keys at the places of `a` that are seen by queries there, and in the sets before and after it."""
-        if before == a == after == NONE:
-            return NONE
-        if height > self.block:
-            (_, last), (first, second), (following, _) = (
-                self.sets.halves[node] for node in (before, a, after)
-            )
-            return self.sets.join(
-                self.seen(last, first, second, height - 1),
-                self.seen(first, second, following, height - 1),
-            )
-        size = 2**self.block
-        lowest, highest = self.ends(after, height)[0], self.ends(a, height)[1]
-        if self.is_causal:
-            keys = self.sets.of(range(highest + 1), height)
-            return self.sets.union(keys, self.sets.of(range(lowest + 1, size), height))
-        if a != NONE:
-            return ALL
-        keys = self.sets.of(range(self.ends(before, height)[1] + 1), height)
-        return self.sets.union(keys, self.sets.of(range(lowest, size), height))
-
-    def _ends(self, a: int, height: int) -> tuple[int, int]:
-        """The lowest and the highest position in `a`; beyond all positions if there is none."""
-        size = 2**height
-        if a == NONE:
-            return size, -1
-        if a == ALL:
-            return 0, size - 1
-        first, second = (self.ends(node, height - 1) for node in self.sets.halves[a])
-        half = size // 2
-        lowest = first[0] if first[1] >= 0 else half + second[0]
-        highest = half + second[1] if second[1] >= 0 else first[1]
-        return lowest, highest
+    read: int  # the set of positions that heads read
+    moves: list[_Move]
 
 
 def reach(
@@ -180,9 +129,8 @@ def reach(
                 f"only powers of two can be followed, got {branch}; the longest w may be the sequence"
             )
     queries = queries_to_follow(pattern, seq_len, num_heads)
-    layers = heard_by_layer(pattern, seq_len, num_heads, queries)
     least: list[float] = []
-    for _, counts in zip(range(num_layers), layers, strict=False):
+    for counts in islice(heard_by_layer(pattern, seq_len, num_heads, queries), num_layers):
         shares = []
         for query, count in zip(queries, counts, strict=True):
             num_visible = query + 1 if pattern.is_causal else seq_len
@@ -199,41 +147,61 @@ def heard_by_layer(
     sets = _Sets()
     height = (seq_len - 1).bit_length()
     whole = sets.of(range(seq_len), height)
-    branches = _branches(sets, pattern, seq_len, num_heads)
+    branches = [
+        _branch(sets, pattern, number, seq_len, num_heads)
+        for number in range(len(pattern.branches))
+    ]
     heard = [sets.of(range(query, query + 1), height) for query in queries]
     before: list[int] = []
     while heard != before:
-        before, heard = heard, []
+        before = heard
+        heard = []
         for node in before:
             reached = node
             for branch in branches:
-                keys = sets.common(branch.heard(node, height), whole)
-                reached = sets.union(reached, keys)
+                seen = sets.common(node, branch.read)
+                for move in branch.moves:
+                    seen = sets.union(seen, sets.moved(seen, NONE, height, move))
+                reached = sets.union(reached, sets.common(seen, whole))
             heard.append(reached)
         yield [sets.count(node, height) for node in heard]
 
 
-def _branches(
-    sets: _Sets, pattern: DilatedPattern, seq_len: int, num_heads: int
-) -> list[_Branch | _Window]:
-    """The branches that connect positions. A rate of at least w connects none: no phase has two rows."""
-    branches: list[_Branch | _Window] = []
-    for number, (length, rate, is_window) in enumerate(pattern.branches):
-        if is_window:
-            size = block_length(pattern.branches[number], is_causal=pattern.is_causal)
-            height = (min(size, seq_len) - 1).bit_length()
-            if length > 1:
-                branches.append(_Window(sets, height, is_causal=pattern.is_causal))
-            continue
-        segment_height = (min(length, seq_len) - 1).bit_length()
-        rate_height = (rate - 1).bit_length()
-        if rate_height < segment_height:
-            phases = phases_read(pattern, number, num_heads)
-            # No rule leaves out a phase in between.
-            read = sets.of(range(min(phases), max(phases) + 1), rate_height)
-            branch = _Branch(sets, segment_height, rate_height, read, is_causal=pattern.is_causal)
-            branches.append(branch)
-    return branches
+def _branch(
+    sets: _Sets, pattern: DilatedPattern, number: int, seq_len: int, num_heads: int
+) -> _Branch:
+    branch = pattern.branches[number]
+    height = (seq_len - 1).bit_length()
+    if branch.is_window:
+        segment = height
+        rate = 0
+        read = ALL
+        farthest = window_reach(branch, is_causal=pattern.is_causal)
+        if farthest >= seq_len:
+            farthest = 2**height - 1
+    else:
+        segment = (min(branch.segment_length, seq_len) - 1).bit_length()
+        rate = (branch.dilation_rate - 1).bit_length()
+        if rate >= segment:
+            return _Branch(NONE, [])  # no phase has two rows
+        farthest = 2**segment - 2**rate
+        heads = pattern.heads_of(number, num_heads)
+        phases = [pattern.phase_of(number, head, num_heads) or 0 for head in heads]
+        # No rule leaves out a phase in between.
+        read = sets.of(range(min(phases), max(phases) + 1), rate)
+        for _ in range(rate, height):
+            read = sets.join(read, read)
+    # Moves by 1, 2, 4, ... rates, one after the other, reach every multiple of the rate.
+    distances = []
+    covered = 0
+    while covered < farthest:
+        distance = min(covered + 2**rate, farthest - covered)
+        distances.append(distance.bit_length() - 1)
+        covered += distance
+    moves = [_Move(distance, segment, is_up=False) for distance in distances]
+    if not pattern.is_causal:
+        moves += [move._replace(is_up=True) for move in moves]
+    return _Branch(read, moves)
 
 
 def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> list[int]:
@@ -253,10 +221,3 @@ def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> 
         queries |= {start + pattern.window - place for start in starts for place in (1, 2)}
         queries |= set(range(max(seq_len - num_heads - 2, 0), seq_len))  # one is off the phases
     return sorted(query for query in queries if query < seq_len)
-
-
-def phases_read(pattern: DilatedPattern, branch: int, num_heads: int) -> set[int]:
-    phases = {
-        pattern.phase_of(branch, head, num_heads) for head in pattern.heads_of(branch, num_heads)
-    }
-    return {phase for phase in phases if phase is not None}

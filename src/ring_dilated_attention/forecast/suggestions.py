@@ -1,9 +1,9 @@
 """Suggests patterns for a sequence length and a budget of pairs of a query and a key, in pure integers.
 
-Five patterns are tried. Three follow LongNet's rule with a ratio a of 2, 4 or 8: segment lengths w_0 * a**i up to the
-whole sequence, with rates a**i. Two have two branches: every position of w_0, and one in r of the whole sequence. The
-first of these balances the keys of its branches. The second has no more phases than heads, so that every position is
-read: such a pattern recalled most of what dense attention did (docs/learning.md, "Recall at a distance").
+Four patterns are tried. Three follow LongNet's rule with a ratio a of 2, 4 or 8: segment lengths w_0 * a**i up to the
+whole sequence, with rates a**i. One has two branches: every position of w_0, and one in r of the whole sequence. It
+balances the keys of its branches, with no more phases than heads, so that every position is read: such a pattern
+recalled most of what dense attention did (docs/learning.md, "Recall at a distance").
 In each pattern, w_0 is the largest power of two that keeps the pairs within the budget. A sliding window of w_0
 positions may take the place of the segments of w_0.
 
@@ -13,14 +13,7 @@ Rates and segment lengths are powers of two, but for the whole sequence.
 from ..pattern import DilatedPattern
 from .call_cost import pairs
 
-BALANCED, ALL_READ = "two branches", "two branches, all read"
-RULES = {
-    "LongNet, ratio 2": 2,
-    "LongNet, ratio 4": 4,
-    "LongNet, ratio 8": 8,
-    BALANCED: None,
-    ALL_READ: None,
-}
+RATIOS = {"LongNet, ratio 2": 2, "LongNet, ratio 4": 4, "LongNet, ratio 8": 8, "two branches": None}
 SHORTEST = 64
 
 
@@ -34,9 +27,9 @@ def suggestions(
         return [(dense, "dense attention")]
     rule_of: dict[DilatedPattern, str] = {}
     lengths = [SHORTEST * 2**k for k in range(seq_len.bit_length()) if SHORTEST * 2**k < seq_len]
-    for rule in RULES:
+    for rule, ratio in RATIOS.items():
         for first in reversed(lengths):
-            pattern = _pattern(rule, first, seq_len, num_heads, is_causal=is_causal)
+            pattern = _pattern(ratio, first, seq_len, num_heads, is_causal=is_causal)
             if window:
                 lengths_and_rates = pattern.segment_lengths[1:], pattern.dilation_rates[1:]
                 pattern = DilatedPattern(*lengths_and_rates, window=first, is_causal=is_causal)
@@ -47,14 +40,12 @@ def suggestions(
 
 
 def _pattern(
-    rule: str, first: int, seq_len: int, num_heads: int, *, is_causal: bool
+    ratio: int | None, first: int, seq_len: int, num_heads: int, *, is_causal: bool
 ) -> DilatedPattern:
-    """The branches of a rule, the first of which has segments of `first` positions."""
-    ratio = RULES[rule]
+    """LongNet's branches with this ratio, or two; the first has segments of `first` positions."""
     if ratio is not None:
         return DilatedPattern.longnet(seq_len, first_length=first, ratio=ratio, is_causal=is_causal)
     # A query in a head's phase sees 0.5 to 1 times as many keys of the whole sequence as of its short segment.
     rate = 2 ** ((seq_len - 1) // first).bit_length()
-    if rule == ALL_READ:
-        rate = min(rate, 2 ** (num_heads.bit_length() - 1))
+    rate = min(rate, 2 ** (num_heads.bit_length() - 1))
     return DilatedPattern((first, seq_len), (1, rate), is_causal=is_causal)

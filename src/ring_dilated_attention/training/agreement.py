@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..ranks.context import ContextParallel
 from .files import in_words
-from .rank_launcher import RESTART, check_meeting, started
+from .rank_launcher import RESTART, started
 from .run_folder import are_by_torchrun
 
 JOIN_TIME = timedelta(seconds=300)  # that ranks may start apart
@@ -45,7 +45,6 @@ def store_of_launcher(rank: int, num_ranks: int) -> dist.Store:
     torch 2.13 has one store for all starts of a torchrun, with the addresses of dead ranks. Each torchrun counts its
     own restarts, so several torchruns need a new store from torch for each start.
     """
-    check_meeting()
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_torchruns and are_by_torchrun() and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         remedy = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun"
@@ -89,16 +88,15 @@ def on_first(parallel: ContextParallel, action: Callable[[], Any]) -> Any:
 def check_alike(parallel: ContextParallel, fields: Mapping[str, str]) -> None:
     """Raise a Refusal on every rank unless all have the same fields."""
     answers = values_of_all(parallel, (name_of_rank(), fields))
-    differences = []
-    for name in answers[0][1]:
-        first_with: dict[str, str] = {}
-        for rank, fields_of_rank in answers:
-            first_with.setdefault(fields_of_rank.get(name, "nothing"), rank)
-        if len(first_with) > 1:
-            values = ", ".join(f"{rank}: {value}" for value, rank in first_with.items())
-            differences.append(f"{name} ({values})")
-    if differences:
-        refuse(f"the ranks would not train the same run: they differ in {'; '.join(differences)}")
+    first, fields_of_first = answers[0]
+    for rank, fields_of_rank in answers:
+        differences = []
+        for name, value in fields_of_rank.items():
+            if value != fields_of_first[name]:
+                differences.append(f"{name} ({first}: {fields_of_first[name]}, {rank}: {value})")
+        if differences:
+            what = f"they differ in {'; '.join(differences)}"
+            refuse(f"the ranks would not train the same run: {what}")
 
 
 def values_of_all(parallel: ContextParallel, value: Any) -> list[Any]:

@@ -8,14 +8,13 @@ them.
 import json
 import secrets
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter, save
 from torch.optim import AdamW, Muon, Optimizer
@@ -49,17 +48,15 @@ def save_checkpoint(
     parallel = parallel or ContextParallel()
     target = run_folder / f"checkpoint-{state['step']:06d}"
     begun = on_first(parallel, lambda: str(_begin(target, state) or ""))
-    if begun:
-        unfinished = Path(begun)
-        write: Callable[[], dict[str, Any]] = dict
-        if is_cut or parallel.rank == 0:
-            rank = parallel.rank if is_cut else None
-            write = partial(_write, target, unfinished, tensors_of(model, optimizers), rank)
-        with _removed_on_failure(target, unfinished):
-            files: dict[str, Any] = {}
-            for files_of_rank in values_of_all(parallel, together(parallel, write)):
-                files |= files_of_rank
-            on_first(parallel, lambda: _finish(target, unfinished, state, files))
+    if not begun:
+        return target
+    unfinished, tensors = Path(begun), tensors_of(model, optimizers)
+    write = partial(_write, target, unfinished, tensors, parallel.rank, is_cut=is_cut)
+    with _removed_on_failure(target, unfinished):
+        files: dict[str, Any] = {}
+        for files_of_rank in values_of_all(parallel, together(parallel, write)):
+            files |= files_of_rank
+        on_first(parallel, lambda: _finish(target, unfinished, state, files))
     return target
 
 
@@ -87,20 +84,23 @@ def _begin(target: Path, state: dict[str, Any]) -> Path | None:
 
 
 def _write(
-    target: Path, unfinished: Path, tensors: dict[str, Tensor], rank: int | None = None
+    target: Path, unfinished: Path, tensors: dict[str, Tensor], rank: int, *, is_cut: bool
 ) -> dict[str, Any]:
-    """Write the tensors, or with a rank only its shards of them. Returns the identity of the file, by its name."""
+    """Write this rank's shards of the tensors; if none is cut, the first rank writes all. Returns the identity of the
+    file, by its name."""
+    if rank > 0 and not is_cut:
+        return {}
     writer = HuggingFaceStorageWriter(str(unfinished), save_distributed=True)
     try:
         with warnings.catch_warnings():
             # that is what no_dist asks for
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            save(tensors, storage_writer=writer, no_dist=rank is None)
+            save(tensors, storage_writer=writer, no_dist=not is_cut)
     except CheckpointException as error:
         failure, _ = next(iter(error.failures.values()))
         why = failure.strerror if isinstance(failure, OSError) else in_words(failure)
         raise ValueError(f"{target} cannot be written: {why}") from error
-    pattern = saved_run.SHARDS.replace("*", f"{(rank or 0) + 1:05d}-*")
+    pattern = saved_run.SHARDS.replace("*", f"{rank + 1:05d}-*")
     return {path.name: saved_run.identity(path) for path in unfinished.glob(pattern)}
 
 
@@ -124,9 +124,8 @@ def _removed_on_failure(target: Path, unfinished: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         _remove(unfinished)
-        if isinstance(error, (OSError, SafetensorError)):
-            why = error.strerror if isinstance(error, OSError) else str(error)
-            raise ValueError(f"{target} cannot be written: {why}") from error
+        if isinstance(error, OSError):
+            raise ValueError(f"{target} cannot be written: {error.strerror}") from error
         raise
 
 
@@ -150,11 +149,6 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizers: Sequence[Opt
             parameter.copy_(tensors[name])
     for name, (optimizer, parameter, field) in places.items():
         optimizer.state[parameter][field] = tensors[name]
-
-
-def local_of(x: Tensor) -> Tensor:
-    """This rank's part of a tensor that is cut over the ranks, or the whole of another."""
-    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def signed(files: dict[str, Any], state: dict[str, Any]) -> str:

@@ -8,7 +8,6 @@ import gzip
 import hashlib
 import lzma
 import re
-import stat
 import sys
 import sysconfig
 import zlib
@@ -96,18 +95,16 @@ def read_files(paths: Sequence[Path]) -> tuple[bytes, str]:
     """The bytes of files, one after the other, and a text that says what was read. Bad files are a ValueError."""
     content, texts = bytearray(), [Text(str(path)) for path in paths]
     most = physical_bytes() / 2  # the bytes are copied at the end
-    for path, text in zip(paths, texts, strict=True):
+    for text in texts:
         try:
-            if text.name != STDIN and stat.S_ISCHR(path.stat().st_mode):
-                raise ValueError(f"cannot read {path}: it is a device, which may have no end")
             with opened(text.name) as file:
                 for block in text.blocks(file):
                     content += block
                     if len(content) > most:
                         rule = f"files may have {most:,.0f} bytes in all, half of the memory"
-                        raise ValueError(f"{path} does not fit: {rule}")
+                        raise ValueError(f"{text.name} does not fit: {rule}")
         except OSError as error:
-            raise ValueError(f"cannot read {path}: {error.strerror}") from error
+            raise ValueError(f"cannot read {text.name}: {error.strerror}") from error
     if len(texts) <= MOST_SAID:
         return bytes(content), "\n".join(map(str, texts))
     return bytes(content), f"{len(texts):,} files: {len(content):,} bytes"

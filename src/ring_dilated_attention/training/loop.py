@@ -54,41 +54,34 @@ def train(
     model, loss_of = make_model(run, parallel, is_cut=is_cut)
     optimizers = make_optimizers(model, options)
     load(run, model, optimizers, parallel)
-    measured = partial(trained_on, options, parallel)
-    state = measured() | together(parallel, partial(initial_state, run))
+    state = together(parallel, partial(initial_state, run))
     owner = None if run.begins_again else state["run"]
+    make_metrics = partial(Metrics, run.folder, owner, state["step"], parallel.rank)
     eval_every = run.eval_every or -(-options.total_steps // NUM_EVALUATIONS)
     is_stopping = False
-    with (
-        together(
-            parallel, partial(Metrics, run.folder, owner, state["step"], parallel.rank)
-        ) as metrics,
-        shown(state["step"]) as show,
-    ):
+    with together(parallel, make_metrics) as metrics, shown(state["step"]) as show:
         while state["step"] < options.total_steps and not is_stopping:
+            num_positions = options.phase_of(state["step"]).num_positions
             began = time.perf_counter()
-            nats = take_step(run, state, loss_of, optimizers, parallel)
+            bits = take_step(run, state["step"], loss_of, optimizers, parallel) / NATS_PER_BIT
             of_ranks = values_of_all(parallel, (resident_bytes(), stop.requested))
             all_resident, all_requested = map(list, zip(*of_ranks, strict=True))
             is_stopping = any(all_requested)  # so that all stop at the same step
             seconds = time.perf_counter() - began
-            speed = options.phase_of(state["step"]).num_positions / seconds
             state["step"] += 1
+            state["bits_per_byte"].append(bits)
+            state["seconds"] += seconds
             is_last = state["step"] == options.total_steps
-            state["bits_per_byte"].append(nats / NATS_PER_BIT)
-            state["step_seconds"].append(seconds)
             held_out = None
             if state["step"] % eval_every == 0 and not is_last:
                 held_out = held_out_bits_per_byte(model, run.document)
-            bits = nats / NATS_PER_BIT
-            step = Step(
-                state["run"], state["step"], nats, bits, held_out, seconds, speed, all_resident
-            )
+            speed = num_positions / seconds
+            step = Step(state["run"], state["step"], bits, held_out, seconds, speed, all_resident)
             metrics.add(step)
             show(step)
             if state["step"] % run.save_every == 0 or is_last or is_stopping:
                 check_parameters(model, parallel, state["step"])
-                state |= measured()
+                state |= trained_on(options, parallel)
                 save_checkpoint(run.folder, state, model, optimizers, parallel, is_cut=is_cut)
     return scored_record(run, state, model, parallel)
 
@@ -119,13 +112,13 @@ def scored_record(
 
 def take_step(
     run: Run,
-    state: dict[str, Any],
+    step: int,
     loss_of: nn.Module,
     optimizers: list[Optimizer],
     parallel: ContextParallel,
 ) -> float:
     """Read the windows of the next step, as packed documents, and change the parameters. Returns the loss in nats."""
-    options, step = run.hyperparameters, state["step"]
+    options = run.hyperparameters
     phase = options.phase_of(step)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = group["peak"] * share_of_peak(options, step)
@@ -148,11 +141,11 @@ def load(
     """Load the checkpoint that the run goes on from, if there is one."""
     if run.checkpoint is None:
         return
-    # A checkpoint of --fsdp lies on a shared disk. Hosts may have copies of any other, so every rank checks all of it.
-    share = (parallel.rank, parallel.world_size) if run.fsdp else (0, 1)
-    checked = offering_older(run.checkpoint)
-    together(parallel, checked(partial(check_whole, run.checkpoint, *share)))
-    together(parallel, checked(partial(load_checkpoint, run.checkpoint, model, optimizers)))
+    checkpoint = run.checkpoint
+    checked = offering_older(checkpoint)
+    # Hosts may have copies of it, so every rank checks all of it.
+    together(parallel, checked(partial(check_whole, checkpoint)))
+    together(parallel, checked(partial(load_checkpoint, checkpoint, model, optimizers)))
 
 
 def make_optimizers(model: nn.Module, options: Hyperparameters) -> list[Optimizer]:

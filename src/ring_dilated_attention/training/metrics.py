@@ -16,8 +16,7 @@ class Step(NamedTuple):
 
     run: str  # the name of the run, by which it knows its file
     step: int  # from 1
-    loss: float  # nats per byte
-    bits_per_byte: float
+    bits_per_byte: float  # the loss
     held_out_bits_per_byte: float | None  # every --eval-every steps
     seconds: float
     tokens_per_second: float
@@ -35,7 +34,7 @@ class Metrics(AbstractContextManager["Metrics"]):
     `run`, this run's name, is None."""
 
     def __init__(self, folder: Path, run: str | None, step: int, rank: int) -> None:
-        self.folder, self.file, self.has_steps = folder, None, False
+        self.folder, self.file = folder, None
         if rank != 0:
             return
         path, is_ours = folder / METRICS_FILE, partial(is_of, run=run)
@@ -46,7 +45,7 @@ class Metrics(AbstractContextManager["Metrics"]):
             f"{line}\n" for line in lines if json_object(line).get("step") in range(1, step + 1)
         ]
         write_whole(path, "".join(kept).encode(), is_ours, "this run")
-        self.file, self.has_steps = path.open("a"), bool(kept)
+        self.file = path.open("a")
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self.file is None:
@@ -54,9 +53,8 @@ class Metrics(AbstractContextManager["Metrics"]):
         # `error` already reports a full disk
         with suppress(OSError) if error is not None else nullcontext():
             self.file.close()
-        # A run that is refused (the disk is full, say) leaves no file. A run that fails leaves its metrics.
-        is_refused = isinstance(error, (ValueError, OSError)) or not self.has_steps
-        if error is not None and is_refused and not any(self.folder.glob("checkpoint-*")):
+        # A run that fails before its first checkpoint cannot go on: the same command finds the folder as it was.
+        if error is not None and not any(self.folder.glob("checkpoint-*")):
             (self.folder / METRICS_FILE).unlink(missing_ok=True)
 
     def add(self, step: Step) -> None:
@@ -64,7 +62,6 @@ class Metrics(AbstractContextManager["Metrics"]):
             with named_in_errors(self.folder / METRICS_FILE):
                 self.file.write(json.dumps(step._asdict()) + "\n")
                 self.file.flush()
-            self.has_steps = True
 
 
 def is_of(file: BinaryIO, run: str | None) -> bool:

@@ -18,14 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from .files import named_in_errors
-from .options import in_short
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 STORE_BYTES = 2**14  # more than what is written to the stores
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
-MOST_STARTED = 10**6  # ranks
 LAUNCHER = "RDA_TRAIN_LAUNCHER"  # the variable that tells ranks the process of `rda train --ranks`
 RESTART = "TORCHELASTIC_RESTART_COUNT"  # how often the elastic launcher of this host started its ranks again
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -44,7 +42,7 @@ class Place(NamedTuple):
 def started() -> Place:
     """The place that torchrun or srun gives to this process, or rank 0 of 1 if neither started several.
 
-    Outside a job step (in a batch script) Slurm's variables describe the whole job. A ValueError refuses bad numbers.
+    Outside a job step (in a batch script) Slurm's variables describe the whole job.
     """
     rank, size = "RANK", "WORLD_SIZE"
     is_under_torchrun = rank in os.environ and size in os.environ
@@ -52,32 +50,10 @@ def started() -> Place:
         rank = "SLURM_PROCID"
         size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in os.environ else "SLURM_NTASKS"
     if rank in os.environ and size in os.environ:
-        num_ranks = _number_in(size, 1)
+        num_ranks = int(os.environ[size])
         if num_ranks > 1:
-            return Place(_number_in(rank, 0, num_ranks - 1), num_ranks)
+            return Place(int(os.environ[rank]), num_ranks)
     return Place(0, 1)
-
-
-def check_meeting() -> None:
-    """Raise ValueError if the environment does not say where the ranks of torchrun or srun meet."""
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        remedy = "export MASTER_ADDR=$(scontrol show hostnames | head -n 1) MASTER_PORT=29500"
-        raise ValueError(
-            f"{started().num_ranks} ranks need {' and '.join(missing)} to meet: {remedy}"
-        )
-    _number_in("MASTER_PORT", 1, 65_535)
-
-
-def _number_in(name: str, least: int, most: int = MOST_STARTED) -> int:
-    """An environment variable's number, which a launcher or a user set."""
-    text = os.environ[name]
-    is_number = text.isascii() and text.isdigit() and len(text) <= 20
-    if not is_number or not least <= int(text) <= most:
-        raise ValueError(
-            f"{name} must be a number from {least:,} to {most:,}, got {in_short(text)!r}: mend it"
-        )
-    return int(text)
 
 
 def loopback_only() -> dict[str, str]:
@@ -115,7 +91,6 @@ def launch(words: Sequence[str], num_ranks: int, num_restarts: int, seconds_to_s
     os.environ.setdefault("OMP_NUM_THREADS", str(share_of_cores(num_ranks)))
     # 30 before torch 2.12
     os.environ.setdefault(SECONDS_TO_SAVE, str(seconds_to_save))
-    _number_in(SECONDS_TO_SAVE, 0)  # torch would not say whose number is none
     # Without the second variable the launcher opens a second store, on every interface.
     os.environ |= {
         **loopback_only(),

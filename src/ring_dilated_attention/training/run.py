@@ -33,7 +33,10 @@ _STATE = {
     "hyperparameters",
     "document",
     "bits_per_byte",
-    "step_seconds",
+    "seconds",
+    "hardware",
+    "versions",
+    "ranks",
 }
 
 
@@ -92,7 +95,7 @@ def initial_state(run: Run) -> dict[str, Any]:
         "hyperparameters": run.hyperparameters.to_dict(),
         "document": run.document.identity(),
         "bits_per_byte": [],
-        "step_seconds": [],
+        "seconds": 0.0,
     }
 
 
@@ -104,10 +107,7 @@ def fingerprint(run: Run) -> dict[str, str]:
         if name != "data"
     }
     fields |= {flag(name): str(getattr(run, name)) for name in ALIKE}
-    document = run.document.identity()
-    fields["the document"] = (
-        f"{document['num_bytes']:,} bytes with sha256 {document['sha256'][:16]}..."
-    )
+    fields["the document"] = _in_words(run.document.identity())
     fields["the version"] = f"ring_dilated_attention {__version__}, torch {version('torch')}"
     fields["the checkpoint"] = "none"
     if run.checkpoint is not None:
@@ -125,11 +125,6 @@ def fingerprint(run: Run) -> dict[str, str]:
 def _new_folder(folder: Path | None) -> Path:
     if folder is None:
         return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    # surrogates: bytes that are not UTF-8
-    if any("\ud800" <= letter <= "\udfff" for letter in str(folder)):
-        raise ValueError(
-            f"--run-folder {str(folder)!r} is not UTF-8, and safetensors opens no such file: rename it"
-        )
     if find_checkpoints(folder):
         raise ValueError(
             f"--run-folder {folder} holds a run already: --resume it, or choose another folder"
@@ -176,9 +171,12 @@ def _check_same_command(folder: Path, options: Hyperparameters, before: Hyperpar
 
 def _check_same_document(document: Document, saved: dict[str, Any]) -> None:
     now = document.identity()
-    if (now["sha256"], now["num_held_out"]) != (saved["sha256"], saved["num_held_out"]):
-        words = "{num_bytes:,} bytes with sha256 {sha256:.12}..., {num_held_out:,} of them held out"
+    if now["sha256"] != saved["sha256"]:
         raise ValueError(
-            f"the document changed since the run began: {now['name']} has {words.format(**now)}; the run had "
-            f"{words.format(**saved)}. Bring it back, or start a new run"
+            f"the document changed since the run began: {now['name']} has {_in_words(now)}; the run had "
+            f"{_in_words(saved)}. Bring it back, or start a new run"
         )
+
+
+def _in_words(document: dict[str, Any]) -> str:
+    return f"{document['num_bytes']:,} bytes with sha256 {document['sha256']:.12}..."

@@ -4,13 +4,12 @@ import argparse
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from itertools import count
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from ..models.saved_run import MAKER, find_checkpoint
-from .files import LossyStderr, check_mine, folder_made, write_whole
+from .files import check_mine, folder_made, write_whole
 
 LOCK_FILE, STARTS_FILE = ".rda-train.lock", ".rda-train.starts"
 OF_FILELOCK = re.compile(rb"\d+\n[^\n]+\n(\d+\n)?")  # process, host, and a number
@@ -30,13 +29,7 @@ def own_folder(folder: Path, seconds: float = 0) -> Iterator[Path]:
         check_mine(path, is_lock, MAKER)
         lock = FileLock(path)
         try:
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                if seconds:
-                    said = f"rda train: waiting up to {seconds:g} s for {folder}, in use by another run"
-                    print(said, file=LossyStderr(), flush=True)
-                lock.acquire(timeout=seconds, poll_interval=0.2)
+            lock.acquire(timeout=seconds, poll_interval=0.2)
         except Timeout:
             remedy = f"let it end, or choose another --run-folder (fuser {path} names its process)"
             raise ValueError(f"{folder} is in use by another run: {remedy}") from None
@@ -53,24 +46,6 @@ def is_lock(file: BinaryIO) -> bool:
     return not content or OF_FILELOCK.fullmatch(content) is not None
 
 
-@contextmanager
-def new_folder_made(folder: Path) -> Iterator[Path]:
-    """Make a folder; if it is there, another one with a number after its name. At the end an empty one is removed."""
-    with folder_made(folder.parent):
-        path = folder
-        for number in count(2):
-            try:
-                path.mkdir()
-                break
-            except FileExistsError:
-                path = folder.with_name(f"{folder.name}-{number}")
-        try:
-            yield path
-        finally:
-            with suppress(OSError):
-                path.rmdir()
-
-
 def are_by_torchrun() -> bool:
     """Whether an elastic launcher starts the ranks again: torchrun with --max-restarts, or that of --restarts."""
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
@@ -84,14 +59,14 @@ def may_go_on(arguments: argparse.Namespace) -> bool:
 def count_start(folder: Path, *, anew: bool) -> None:
     """Note this start in the folder. Raise ValueError if the last MOST_STARTS left no new checkpoint."""
     path, newest = folder / STARTS_FILE, find_checkpoint(folder)
-    notes = []
-    for number in range(1, MOST_STARTS + 1):
-        notes.append(f"{MAKER}: start {number} after {newest and newest.name}\n".encode())
-    noted = path.read_bytes() if path.exists() and not anew else b""
-    if noted == notes[-1]:
+    note = f"{MAKER}: a start after {newest and newest.name}\n"
+    notes: list[str] = []
+    if path.exists() and not anew:
+        notes = path.read_text(errors="replace").splitlines(keepends=True)
+    if notes == MOST_STARTS * [note]:
         awaited = f"a checkpoint after {newest.name}" if newest else "a first checkpoint"
         raise ValueError(
             f"{folder}: {MOST_STARTS} starts in a row ended without {awaited}: mend what ended them first"
         )
-    next_note = notes[notes.index(noted) + 1] if noted in notes else notes[0]
-    write_whole(path, next_note, lambda file: file.read(len(MAKER)) == MAKER.encode(), MAKER)
+    content = "".join([*notes, note][-MOST_STARTS:]).encode()
+    write_whole(path, content, lambda file: file.read(len(MAKER)) == MAKER.encode(), MAKER)

@@ -1,7 +1,6 @@
-"""The results of a run: the files that it leaves at its end, and a table of the memory of each rank."""
+"""The results of a run: the files that it leaves at its end, and a summary."""
 
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +11,17 @@ from .run import RECORD_FILE
 
 def make_record(folder: Path, state: dict[str, Any], num_parameters: int) -> dict[str, Any]:
     options = Hyperparameters.from_dict(state["hyperparameters"])
-    speeds = []
-    for step, seconds in enumerate(state["step_seconds"]):
-        speeds.append(options.phase_of(step).num_positions / seconds)
+    status = "complete" if state["step"] == options.total_steps else "interrupted"
     return {
-        "run": state["run"],  # first: by it the run knows its file
-        "status": "complete" if state["step"] == options.total_steps else "interrupted",
+        **state,  # it begins with the run's name, by which the run knows its file
+        "status": status,
         "run_folder": str(folder),
-        **{name: state[name] for name in ("hardware", "versions", "hyperparameters", "document")},
         "num_ranks": len(state["ranks"]),
         "num_parameters": num_parameters,
-        "steps_done": state["step"],
-        "tokens_per_second": statistics.median(speeds) if speeds else None,
+        "tokens_per_second": options.positions_before(state["step"]) / state["seconds"],
         # These two are known when it is complete.
         "held_out_bits_per_byte": None,
         "gzip_bits_per_byte": None,
-        **{name: state[name] for name in ("bits_per_byte", "step_seconds", "ranks")},
     }
 
 
@@ -39,18 +33,16 @@ def write_report(record: dict[str, Any]) -> None:
 
 
 def summary(record: dict[str, Any]) -> str:
-    """The memory of every rank, and the losses and the speed of the run."""
-    lines = ["rank   positions  peak resident"]
-    for row in record["ranks"]:
-        peak = f"{row['resident_peak'] / 1e6:,.0f} MB"
-        lines.append(f"{row['rank']:>4}  {row['positions']:>10,}  {peak:>13}")
+    """The memory, the losses and the speed of the run."""
+    peak = max(row["resident_peak"] for row in record["ranks"])
+    lines = [f"peak resident memory of a rank: {peak / 1e6:,.0f} MB"]
     losses = record["bits_per_byte"]
-    if losses:
-        lines.append(
-            f"bits per byte: {losses[0]:.3f} at step 1, {losses[-1]:.3f} at step {len(losses)}"
-        )
-        speed = f"{record['tokens_per_second']:,.0f} tokens/s by the median step"
-        lines.append(f"speed: {speed}; {sum(record['step_seconds']):,.0f} s in steps")
+    lines.append(
+        f"bits per byte: {losses[0]:.3f} at step 1, {losses[-1]:.3f} at step {len(losses)}"
+    )
+    lines.append(
+        f"speed: {record['tokens_per_second']:,.0f} tokens/s; {record['seconds']:,.0f} s in steps"
+    )
     held_out = record["held_out_bits_per_byte"]
     if held_out is not None:
         lines.append(

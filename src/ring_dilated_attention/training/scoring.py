@@ -20,7 +20,6 @@ from .data import Document, cut_into_contexts
 
 NUM_BUCKETS = 63
 CHUNK = 4096
-POSITIONS_AT_ONCE = 16_384  # of short contexts, in one forward: fewer or more are slower on a CPU
 
 
 class Score(NamedTuple):
@@ -90,17 +89,15 @@ def held_out_bits_per_byte(model: LongNetLM, document: Document) -> float:
     content = document.content
     size = min(document.seq_len, document.num_held_out)
     starts = range(document.num_train - 1, len(content) - 1, size)
-    rows_at_once = max(1, POSITIONS_AT_ONCE // (size + 1))
     total = torch.zeros((), dtype=torch.float64)
     number = 0
-    for i in range(0, len(starts), rows_at_once):
-        rows = [content[start : start + size + 1] for start in starts[i : i + rows_at_once]]
+    for start in starts:
+        row = content[start : start + size + 1]
         # The last row may be shorter. The zeros after it change nothing before them.
-        joined = bytearray().join(row.ljust(size + 1, b"\0") for row in rows)
-        tokens_BN = torch.frombuffer(joined, dtype=torch.uint8).view(-1, size + 1).long()
-        num_scored_B1 = torch.tensor([[len(row) - 1] for row in rows])
-        is_next_scored_BN = torch.arange(size + 1) < num_scored_B1
-        nats = model.token_losses(parallel.shard(tokens_BN))[parallel.shard(is_next_scored_BN)]
+        tokens_1N = torch.frombuffer(bytearray(row.ljust(size + 1, b"\0")), dtype=torch.uint8)[None]
+        is_next_scored_1N = torch.arange(size + 1)[None] < len(row) - 1
+        nats_1N = model.token_losses(parallel.shard(tokens_1N.long()))
+        nats = nats_1N[parallel.shard(is_next_scored_1N)]
         total += nats.sum(dtype=torch.float64)
         number += len(nats)
     return parallel.mean_loss(total, number).item() / math.log(2)

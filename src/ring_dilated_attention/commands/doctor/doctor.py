@@ -10,7 +10,7 @@ from typing import Any
 
 from ...forecast.clock import Hardware, time_text
 from ...training.files import check_mine, in_words, write_whole
-from ...training.rank_launcher import check_meeting, share_of_cores, started
+from ...training.rank_launcher import share_of_cores, started
 from ..arguments import within
 from ..console import scaled, size_text, table, wrapped
 from ..hardware import LARGE_MESSAGE, Machine, as_toml, known
@@ -65,12 +65,10 @@ def run(arguments: Namespace) -> int:
 
 def check(arguments: Namespace, num_started: int) -> None:
     """Raise ValueError for what can be refused before anything is measured."""
-    if num_started > 1:
-        check_meeting()
-        if arguments.ranks is not None:
-            raise ValueError(
-                f"--ranks {arguments.ranks}, but a launcher started {num_started} ranks: leave it out"
-            )
+    if num_started > 1 and arguments.ranks is not None:
+        raise ValueError(
+            f"--ranks {arguments.ranks}, but a launcher started {num_started} ranks: leave it out"
+        )
     if arguments.save is not None:
         check_mine(arguments.save, lambda file: False, THIS_RUN)
         if max(num_started, arguments.ranks or 1) == 1:

@@ -4,7 +4,7 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from ...forecast.call_cost import ERRORS_TEXT, MOST_TIMED
+from ...forecast.call_cost import MOST_TIMED
 from ...forecast.clock import time_text
 from ...forecast.meshes import MeshPlan, Training, ranked_meshes
 from ...forecast.model_weight import Decoder
@@ -27,8 +27,8 @@ EXAMPLES = f"""examples:
       a model of transformers
 
 The model is made without data, its blocks are run forward and backward, and
-what they hold is weighed. If more than {MOST_TIMED} GPUs share a sequence, memory and
-time of the attention are estimates (docs/planning.md).
+what they hold is weighed. Meshes in which more than {MOST_TIMED} GPUs share a
+sequence are not planned (docs/planning.md).
 """
 MOST_GPUS = 1024
 DEFAULT_HARDWARE = "h100"
@@ -81,8 +81,6 @@ def run(arguments: Namespace) -> int:
     print(wrapped(f"{model}, activations in {machine.dtype}; pattern: {branches}"))
     print(f"\n{table_of_meshes(plans)}\n\n{table_of_best(plans[0])}\n")
     print(wrapped(assumed(machine)))
-    if any(plan.is_about for plan in plans):
-        print(wrapped(ERRORS_TEXT))
     return 0
 
 
@@ -154,7 +152,6 @@ def table_of_meshes(plans: list[MeshPlan]) -> str:
         exchange, sharding = str(plan.exchange), plan.sharding
         if plan.mesh.sequence == 1:
             exchange, sharding = "", ""
-        about = "about " if plan.is_about else ""
         states = "cut (FSDP)" if plan.is_cut else "whole"
         cells = [
             str(plan.mesh),
@@ -165,10 +162,7 @@ def table_of_meshes(plans: list[MeshPlan]) -> str:
             size_text(plan.memory.total),
         ]
         if plan.fits:
-            cells += [
-                about + time_text(plan.seconds),
-                about + scaled(plan.tokens_per_second, ""),
-            ]
+            cells += [time_text(plan.seconds), scaled(plan.tokens_per_second, "")]
         else:
             cells += ["no room", ""]
         rows.append(tuple(cells))

@@ -7,15 +7,15 @@ from itertools import accumulate
 from pathlib import Path
 
 from ...forecast.call_cost import (
-    ERRORS_TEXT,
     MOST_TIMED,
     Exchange,
     Figures,
     PlannedCall,
     forecast,
 )
+from ...forecast.clock import time_text
 from ...forecast.exchanges import Alternative, alternatives, better
-from ...pattern import Branch
+from ...pattern import DilatedPattern
 from ...plan.collection import without_collection
 from ...plan.exchange import EXCHANGES, Choice, choose_exchange
 from ...plan.job import Job
@@ -43,9 +43,8 @@ EXAMPLES = f"""examples:
 
 One attention call, forward and backward; rda plan model plans the training of
 a whole model. The rates of presets are presumed; rda doctor --save FILE.toml
-measures those of your machines. With more than {MOST_TIMED} ranks, memory and time
-are estimates, marked "about". docs/planning.md says what is counted, and how
-far off estimates may be.
+measures those of your machines. With more than {MOST_TIMED} ranks no time is
+modelled. docs/planning.md says what is counted.
 """
 
 
@@ -85,8 +84,7 @@ def run(arguments: Namespace) -> int:
     job = call.job(arguments.sharding, documents=documents)
     rows: list[Alternative] = []
     with progress(None, "step") as bar:
-        choice = exchange_of(job, sizes, arguments.exchange)
-        exchange = Exchange() if job.num_ranks == 1 else Exchange(choice.exchange)
+        exchange, choice = exchange_of(job, sizes, arguments.exchange)
         figures = forecast(job, exchange, sizes, kernel=kernel, hardware=hardware)
         bar.update()
         if 1 < job.num_ranks <= MOST_COMPARED:
@@ -103,7 +101,7 @@ def run(arguments: Namespace) -> int:
     else:
         print(wrapped(pattern.explain(arguments.heads, arguments.documents or [arguments.seq_len])))
         print(table_of_ranks(figures))
-        print(*map(wrapped, lines_of(figures, choice, machine)), sep="\n")
+        print(*map(wrapped, lines_of(pattern, figures, choice, machine)), sep="\n")
         if rows:
             print(f"\n{table_of_alternatives(rows)}")
         if advice:
@@ -130,13 +128,14 @@ def documents_of(arguments: Namespace) -> tuple[int, ...] | None:
     return tuple(accumulate(lengths, initial=0))
 
 
-def exchange_of(job: Job, sizes: Sizes, asked_for: str) -> Choice:
+def exchange_of(job: Job, sizes: Sizes, asked_for: str) -> tuple[Exchange, Choice]:
     """The exchange asked for, or the one that a call would choose."""
     if job.num_ranks == 1:
-        return Choice("none", "one rank: nothing to send")
-    if asked_for != "auto":
-        return Choice(asked_for, "asked for")
-    return choose_exchange(job, sizes)
+        return Exchange(), Choice("none", "one rank: nothing to send")
+    choice = Choice(asked_for, "asked for")
+    if asked_for == "auto":
+        choice = choose_exchange(job, sizes)
+    return Exchange(choice.exchange), choice
 
 
 def table_of_ranks(figures: Figures) -> str:
@@ -161,7 +160,9 @@ def table_of_ranks(figures: Figures) -> str:
     return f"{text}\n({figures.num_ranks:,} ranks; shown are those that stand out)"
 
 
-def lines_of(figures: Figures, choice: Choice, machine: Machine | None) -> list[str]:
+def lines_of(
+    pattern: DilatedPattern, figures: Figures, choice: Choice, machine: Machine | None
+) -> list[str]:
     """What holds for all ranks, what each branch sends, and the time."""
     about = "about " if len(figures.ranks) < figures.num_ranks else ""
     peak = f"{about}{size_text(figures.peak_bytes)}"
@@ -171,22 +172,18 @@ def lines_of(figures: Figures, choice: Choice, machine: Machine | None) -> list[
         f"a rank holds at most {peak}",
     ]
     if figures.num_ranks > 1:
-        forward, both = map(size_text, figures.most_moved)
-        lines.append(f"a rank receives at most {forward} in a forward, {both} in both stages")
         lines.append(f"exchange: {choice.exchange}: {choice.reason}")
-        for number, branch in enumerate(figures.branches):
-            name = Branch(branch.segment_length, branch.dilation_rate, branch.is_window)
-            sent = f"{size_text(branch.sent)} of keys and values travel in a forward"
-            sharing = f"up to {branch.num_sharing:,} ranks share a segment"
-            lines.append(f"branch {number} ({name}): {sent}; {sharing}")
+        for number, branch in enumerate(pattern.branches):
+            sent = size_text(figures.sent_by_branch[number])
+            lines.append(
+                f"branch {number} ({branch}): {sent} of keys and values travel in a forward"
+            )
     if machine is not None:
         if machine.memory_bytes is not None and figures.peak_bytes > machine.memory_bytes:
             lines.append(f"that does not fit: a rank has {size_text(machine.memory_bytes)}")
         lines.append(assumed(machine))
     if figures.step is not None:
-        lines.append(f"modelled step: {figures.time_text}")
-    if figures.is_about:
-        lines.append(ERRORS_TEXT)
+        lines.append(f"modelled step: {time_text(figures.seconds)}")
     return lines
 
 
@@ -196,10 +193,10 @@ def table_of_alternatives(rows: list[Alternative]) -> str:
     for row in rows:
         step = waits = ""
         if row.figures.step is not None:
-            step = row.figures.time_text
+            step = time_text(row.figures.seconds)
             waits = f"{row.figures.exposed:.0%}"
-        received = size_text(row.figures.most_moved[1])
+        sent = size_text(row.figures.most_sent)
         balance = f"{row.figures.balance:.1%}"
-        lines.append((str(row.exchange), row.sharding, balance, received, step, waits))
-    headers = ("exchange", "sharding", "balance", "received\nby a rank", "step", "waits")
+        lines.append((str(row.exchange), row.sharding, balance, sent, step, waits))
+    headers = ("exchange", "sharding", "balance", "sent\nby a rank", "step", "waits")
     return table(headers, lines, num_left=2)
