@@ -16,7 +16,7 @@ from ..models.longnet import LongNetLM, NextTokenLoss
 from ..models.saved_run import check_whole
 from ..ranks.context import ContextParallel
 from .agreement import together, values_of_all
-from .checkpoint import load_checkpoint, local_of, save_checkpoint
+from .checkpoint import load_checkpoint, save_checkpoint
 from .machine import hardware, peak_resident_bytes, resident_bytes, versions
 from .metrics import Metrics, Step
 from .options import Hyperparameters
@@ -207,7 +207,11 @@ def check_finite(is_finite: bool, what: str, step: int) -> None:
 
 def check_parameters(model: nn.Module, parallel: ContextParallel, step: int) -> None:
     """A checkpoint with NaN would replace a good one. Ranks with --fsdp hold different parameters."""
-    is_finite = all(bool(local_of(x).isfinite().all()) for x in model.parameters())
+    is_finite = True
+    for parameter in model.parameters():
+        if hasattr(parameter, "to_local"):  # a DTensor, whose import takes a second
+            parameter = parameter.to_local()
+        is_finite = is_finite and bool(parameter.isfinite().all())
     check_finite(all(values_of_all(parallel, is_finite)), "a parameter is not finite", step)
 
 
