@@ -17,6 +17,7 @@ class TimedKernel:
 
     TRAITS = cpu.TRAITS
     merging = staticmethod(cpu.merging)
+    takes_short_rows = staticmethod(cpu.takes_short_rows)
 
     def __init__(self, take):
         self.take = take

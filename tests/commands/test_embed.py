@@ -72,7 +72,7 @@ def bad_slides(folder):
         "holds no coordinates: it has features, and coords",
     )
     yield write(folder / "no_features.npz", None, coords), "holds no features: it has coords"
-    yield write(folder / "outside.h5", features, coords + 256_000), "tile 0 at (2"
+    yield write(folder / "outside.h5", features, coords + 256_000), "lies in cell (1"
     yield write(folder / "negative.npz", features, coords - 20_000), "lies in cell (-"
     yield write(folder / "empty.pt", features[:0], coords[:0]), "no tiles"
     yield (

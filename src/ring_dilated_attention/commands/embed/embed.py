@@ -125,7 +125,7 @@ def settings_of(arguments: Namespace) -> dict[str, Any]:
     return {
         "embedding": arguments.embedding,
         "layer": arguments.layer,
-        "model": str(size),
+        "model": f"{size.depth} layers x {size.embed_dim}",
         "max_wsi_size": arguments.max_wsi_size,
         "tile_size": arguments.tile_size or 256.0,
         "heads": size.num_heads,

@@ -183,7 +183,10 @@ def lines_of(
             lines.append(f"that does not fit: a rank has {size_text(machine.memory_bytes)}")
         lines.append(assumed(machine))
     if figures.step is not None:
-        lines.append(f"modelled step: {time_text(figures.seconds)}")
+        forward = time_text(figures.step.forward_seconds)
+        backward = time_text(figures.step.backward_seconds)
+        seconds = time_text(figures.seconds)
+        lines.append(f"modelled step: {seconds} (forward {forward}, backward {backward})")
     return lines
 
 
