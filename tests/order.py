@@ -17,7 +17,6 @@ LONGEST = (
     "test_one_of_each_fault",
     "test_three_ranks_resume",
     "test_a_run_that_is_struck",
-    "test_the_budget_ends_a_process",
 )
 
 

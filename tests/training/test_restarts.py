@@ -46,7 +46,7 @@ from ring_dilated_attention.training.rank_launcher import LAUNCHER, RESTART, end
 from ring_dilated_attention.training.run_folder import STARTS_FILE, count_start, own_folder
 from ring_dilated_attention.training.stop_request import StopRequest
 
-SIZE = Size(steps=30, timeout=1)
+SIZE = Size(steps=30, timeout=4)
 
 
 def slow_writes():
