@@ -330,7 +330,7 @@ DAMAGES = {
     "tensors are cut": (lambda c: cut(c / TENSOR_FILE), f"{TENSOR_FILE} is damaged: it has"),
     "tensors have a flipped bit": (
         lambda c: flip(c / TENSOR_FILE),
-        f"{TENSOR_FILE} is damaged: its sha256 is another",
+        f"{TENSOR_FILE} is damaged: its sha256 differs",
     ),
     "tensors are empty": (
         lambda c: (c / TENSOR_FILE).write_bytes(b""),

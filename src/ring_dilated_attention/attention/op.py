@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 Code = Callable[..., Any]
-# by op: all that is registered with it lives as long
+# by the op's name; kept, because what is registered for an op lasts only as long as its Library
 _libraries: dict[str, torch.library.Library] = {}
 
 

@@ -309,7 +309,7 @@ def own(arguments: Namespace, run: Run, stack: ExitStack) -> str:
 
 @contextmanager
 def shown(run: Run, num_done: int) -> "Iterator[Callable[[Step], None]]":
-    """Shows the progress of a run. Not earlier what was read: a run that is refused prints only the reason."""
+    """Show what was read, then the progress of a run. Neither comes earlier: a refused run prints only the reason."""
     say(run.document.read)
     with progress(run.hyperparameters.total_steps, "step") as bar:
         bar.update(num_done)

@@ -8,8 +8,8 @@ from .call_cost import Exchange, Figures, PlannedCall, forecast
 from .clock import Hardware, time_text
 
 WORTH_IT = 0.95  # name another way only if it brings a step's time down to this share or less
-# documents times ranks squared: zigzag_documents makes each document a ring of all ranks
-MOST_DEALT = 2**17
+# The largest documents * ranks**2 at which zigzag_documents is tried: each document becomes a ring of all ranks.
+MOST_DOCUMENT_WORK = 2**17
 
 
 class Alternative(NamedTuple):
@@ -41,7 +41,7 @@ def alternatives(
 ) -> list[Alternative]:
     """All exchanges and shardings with their figures, the fastest first. step: called after each."""
     shardings = list(WITHOUT_DOCUMENTS)
-    if documents is not None and len(documents) * call.num_ranks**2 <= MOST_DEALT:
+    if documents is not None and len(documents) * call.num_ranks**2 <= MOST_DOCUMENT_WORK:
         shardings = list(SHARDINGS)
     rows: list[Alternative] = []
     for sharding in shardings:

@@ -29,7 +29,7 @@ def write_kernel(table, numbers, NUM: tl.constexpr, OFFSET: tl.constexpr):
 
 @triton.jit
 def _has_rows(tile, entry, head, start, stop):
-    """Whether rows start..stop-1 of a head may have some of the tile's."""
+    """Whether rows start..stop-1 of this batch entry and head may include rows of the tile."""
     first_head, head_step = tl.load(tile + 4), tl.load(tile + 5)
     k = (head - first_head) // head_step
     is_head = (head >= first_head) & (first_head + k * head_step == head) & (k < tl.load(tile + 6))

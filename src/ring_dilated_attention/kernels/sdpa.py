@@ -120,7 +120,7 @@ def _aligned(x_BHMD: Tensor) -> Tensor:
 
 
 def _with_rows(lse_BHM: Tensor, num_rows: int, multiple: int) -> Tensor:
-    """lse, contiguous, with a number of rows that is a multiple, as it comes if it was laid out for this op."""
+    """lse, contiguous, its rows padded to a multiple of `multiple`. An lse that was laid out for this op comes so."""
     wanted = num_rows + -num_rows % multiple
     if lse_BHM.shape[2] < wanted:
         lse_BHM = pad(lse_BHM[..., :num_rows], (0, wanted - num_rows), value=torch.inf)
@@ -157,7 +157,7 @@ def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor,
     head_dim, (num_kv_heads, num_keys) = rows.query.shape[3], rows.key.shape[1:3]
     if rows.dlse is not None:
         width = num_columns(rows.query.dtype)
-        # aligned, so that nothing is padded twice
+        # head_dim + width fills whole 16 bytes, so that _aligned need not pad these tensors again
         width += -(head_dim + width) % (16 // rows.query.element_size())
         rows = with_dlse_columns(rows, width)
     name, q, k, v = _prepared(rows.query, rows.key, rows.value, is_backward=True)

@@ -341,7 +341,7 @@ class MultiheadDilatedAttention(nn.Module):
         rows = packed_rows(mask_BN, query_BNE)
         if table is not None:
             table = rows.pack_table(table)
-        # those that are one tensor stay one
+        # a tensor that is passed as several inputs is packed once
         packed_query = rows.pack(query_BNE)
         packed_key = packed_query if key_BNE is query_BNE else rows.pack(key_BNE)
         packed_value = packed_key if value_BNE is key_BNE else rows.pack(value_BNE)
@@ -399,8 +399,7 @@ class MultiheadDilatedAttention(nn.Module):
         cache: DilatedCache | None,
         lengths: Tensor | None,
     ) -> None:
-        """What must be checked before `_table` reads cu_seqlens, or would be left out. `dilated_attention` checks the
-        rest."""
+        """Check arguments that `_table` reads, or that `dilated_attention` is not given. It checks the rest."""
         if cu_seqlens is not None and mask is not None:
             raise ValueError(
                 "key_padding_mask and cu_seqlens both describe the documents: pass one of them"

@@ -50,7 +50,7 @@ def offload_attention(host: save_on_cpu) -> tuple[Any, Any]:
 
 
 class _Offloading(TorchDispatchMode):
-    """Takes each call's outputs to the host, or, when the same calls run again, gives these in their order."""
+    """Moves each call's outputs to the host, or, when the same calls run again, returns the stored outputs in order."""
 
     def __init__(self, kept: list[list[Any]], host: save_on_cpu, *, is_again: bool) -> None:
         super().__init__()

@@ -64,7 +64,7 @@ def check_whole(checkpoint: Path) -> dict[str, Any]:
         found = _read(path, identity)
         if found != written:
             num_bytes = written.get("bytes") if isinstance(written, dict) else None
-            why = "its sha256 is another"
+            why = "its sha256 differs from the recorded one"
             if found["bytes"] != num_bytes:
                 why = f"it has {found['bytes']:,} bytes, and {num_bytes} were written"
             raise ValueError(f"{path} is damaged: {why}")
@@ -90,7 +90,7 @@ def _read_state_file(checkpoint: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("made_by") != MAKER:
         raise ValueError(f"{path} was not made by {MAKER}")
     if content.pop("sha256", None) != digest(content):
-        raise ValueError(f"{path} is damaged: its sha256 is another than it says")
+        raise ValueError(f"{path} is damaged: its sha256 differs from the one written in it")
     if not all(isinstance(content.get(name), dict) for name in ("state", "files")):
         raise ValueError(f"{path} is damaged: it has no state, or no files")
     return content

@@ -54,7 +54,7 @@ class Phases:
         self.phases, self.rate, self.num = sorted(phases), rate, len(phases)
 
     def rows(self, x: int) -> int:
-        """The sum of B(x)."""
+        """The sum over the phases of B(x), the number of rows before position x."""
         rows, rest = divmod(x, self.rate)
         return self.num * rows + bisect_left(self.phases, rest)
 

@@ -113,7 +113,7 @@ class Plan:
     # which own key/value rows go where in the buffer of own chunks
     packs: tuple[tuple[Rows, Block], ...]
     hops: tuple[Hop, ...]
-    # units of the buffers of own chunks, of received chunks, and of gradients that come home
+    # sizes, in units of B * D elements, of the buffers of this rank's chunks, received chunks and returned gradients
     chunk_size: int
     received_size: int
     home_size: int

@@ -59,7 +59,7 @@ class _Planner:
             for branch in range(len(job.pattern.branches))
         ]
         self.index = ShardIndex(job.shards)
-        # all ranks of a ring ask for it
+        # cached, because all ranks of a ring ask for the same rings
         self.rings_of = cache(RingMaker(job, self.index, self.groups).rings)
         self.windows = windows_of(job)
         # rows lie alike in one chunk after another

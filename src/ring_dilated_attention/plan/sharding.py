@@ -84,7 +84,7 @@ class Sharding(NamedTuple):
     lengths: Callable[["ShardSpec", int, Borders], tuple[int, ...]]
     # (every rank's positions, documents) -> its shard
     shards: Callable[[Sequence[int], Borders], tuple[Shard, ...]]
-    # whether `align` and `lengths` of a `ShardSpec` may differ from near-equal
+    # whether a ShardSpec may set align or lengths, and so cut shards that are not near-equal
     takes_lengths: bool = False
     needs_documents: bool = False
 

@@ -86,7 +86,7 @@ class Pack(NamedTuple):
 
 
 class Take(NamedTuple):
-    """Allocate a buffer, unfilled. is_sum: it has the accumulators' dtype."""
+    """Allocate an unfilled buffer. is_sum: the buffer has the accumulators' dtype."""
 
     name: str
     size: int

@@ -184,5 +184,5 @@ def windows_of(job: Job) -> dict[int, WindowMaker]:
 
 
 def _at(place: int, of_place: tuple, num_places: int) -> tuple[tuple, ...]:
-    """This at one place, and nothing at the others."""
+    """A tuple for each place: `of_place` at one place, and an empty one at the others."""
     return tuple(of_place if i == place else () for i in range(num_places))

@@ -87,7 +87,7 @@ class Sentinel:
 
 
 class Progress:
-    """How many messages have come through, and the error of the next one."""
+    """The number of messages that have completed, and the error of the first that failed."""
 
     def __init__(self) -> None:
         self.num_done = 0

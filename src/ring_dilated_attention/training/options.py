@@ -11,7 +11,7 @@ from ..models.longnet_config import LongNetConfig
 MOST_LAYERS = 10_000  # each layer is a module, which takes time and memory
 LONGEST = 2**40  # the longest segment, and the largest dilation rate
 LARGEST = 2**63 - 1  # the largest integer of 64 bits, also of a tensor's stride
-# AdamW stays within float32: its first step divides by 1 - 0.9
+# within float32 even after AdamW's first step, which divides the learning rate by 1 - 0.9
 LARGEST_FLOAT, SMALLEST_FLOAT = (1e30, 1e-30)
 # Short sequences teach most in the same time.
 DEFAULT_STEPS, DEFAULT_PHASES = 8, ("512:2:1150", "1024:2:320", "4096:2:40")
@@ -254,7 +254,7 @@ def resolve(
 
 
 def changes(wanted: Hyperparameters, before: Hyperparameters) -> list[str]:
-    """What is wanted other than it was, in words."""
+    """A phrase for each hyperparameter that is wanted with another value than before."""
     words = []
     for name, new in vars(wanted).items():
         old = getattr(before, name)

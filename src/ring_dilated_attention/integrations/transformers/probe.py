@@ -33,7 +33,7 @@ NARROW = {
     r"vocab_size|ffn_dim|d_ff|embedding_size|\w*intermediate_size": 64,
     r"(n|moe_num|num)_\w*experts": 32,
 }
-# and in a copy of a model with its own attention: fewer than ROWS
+# The largest windows in a copy of a model that keeps its own attention: shorter than ROWS.
 WINDOWS = {r"\w*sliding_window|local_attention": 4}
 MOST = 200_000_000  # parameters of a copy: Llama-3.1-405B's has 112, Gemma-7B's 123, Qwen3-30B-A3B's 190 million
 # What a model may raise if it cannot run with any attention but its own.

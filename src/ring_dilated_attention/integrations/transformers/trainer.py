@@ -65,7 +65,7 @@ class SameSample:
 
     def _same(self, loader: Any) -> Any:
         """Make a loader give samples to groups of ranks, not to processes. Groups are ordered by their lowest ranks."""
-        # which Trainer alone needs
+        # imported here, because only Trainer needs accelerate
         from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 
         parallel = self._sharded().parallel

@@ -84,7 +84,7 @@ def zero_rows(
         if length and not pattern.is_causal:  # causal patterns hide the zero rows
             counts_NH = _num_zero_keys(call_pattern, num_heads, length, positions_N)
             if counts_NH is not None:
-                # as lse
+                # on the device and in the dtype of lse
                 logs_NH = counts_NH.log().to(
                     like.device, torch.promote_types(like.dtype, torch.float32)
                 )
