@@ -173,11 +173,14 @@ def lines_of(
     ]
     if figures.num_ranks > 1:
         lines.append(f"exchange: {choice.exchange}: {choice.reason}")
-        for number, branch in enumerate(pattern.branches):
-            sent = size_text(figures.sent_by_branch[number])
-            lines.append(
-                f"branch {number} ({branch}): {sent} of keys and values travel in a forward"
-            )
+        # all-to-all sends heads, whatever the branch
+        for number, num_bytes in enumerate(figures.sent_by_branch):
+            what = "stays at home"
+            if choice.exchange == "all_to_all":
+                what = "is computed by heads"
+            elif num_bytes:
+                what = f"sends {size_text(num_bytes)} of keys and values in a forward"
+            lines.append(f"branch {number} ({pattern.branches[number]}) {what}")
     if machine is not None:
         if machine.memory_bytes is not None and figures.peak_bytes > machine.memory_bytes:
             lines.append(f"that does not fit: a rank has {size_text(machine.memory_bytes)}")
