@@ -38,11 +38,14 @@ class Branch(NamedTuple):
         """Whether a query and a key at these positions of a document lie in one segment, or in the window, and in
         order if causal. Numbers, or tensors of shapes that broadcast."""
         if self.is_window:
-            reach = self.segment_length - 1 if is_causal else self.segment_length // 2
-            seen = abs(query - key) <= reach
+            seen = abs(query - key) <= self.window_reach(is_causal=is_causal)
         else:
             seen = query // self.segment_length == key // self.segment_length
         return seen & (key <= query) if is_causal else seen
+
+    def window_reach(self, *, is_causal: bool) -> int:
+        """How far a window reaches back, and forward if it is centred."""
+        return self.segment_length - 1 if is_causal else self.segment_length // 2
 
     def __str__(self) -> str:
         if self.is_window:

@@ -16,7 +16,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from ..pattern import DilatedPattern
-from ..plan.sight import block_length, window_reach
+from ..plan.sight import block_length
 
 NONE, ALL = 0, 1  # the nodes of no positions and of all positions, at every height
 
@@ -176,7 +176,7 @@ def _branch(
         segment = height
         rate = 0
         read = ALL
-        farthest = window_reach(branch, is_causal=pattern.is_causal)
+        farthest = branch.window_reach(is_causal=pattern.is_causal)
         if farthest >= seq_len:
             farthest = 2**height - 1
     else:

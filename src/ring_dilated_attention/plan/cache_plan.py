@@ -24,7 +24,7 @@ from .plan import Plan, Tile
 from .planner import make_plan
 from .rows import Piece, Rows, cut_apart
 from .sharding import Shard, Span, make_shards
-from .sight import FULL, mask_between, window_reach
+from .sight import FULL, mask_between
 
 
 class Buffers(NamedTuple):
@@ -38,6 +38,10 @@ class Buffers(NamedTuple):
     capacity: int
     offset: int  # the buffer of kv_heads[k] is `capacity` rows of the cache from offset + k * capacity on
     is_window: bool = False
+
+    @property
+    def branch(self) -> Branch:
+        return Branch(self.segment_length, self.rate, self.is_window)
 
     @property
     def rows_per_segment(self) -> int:
@@ -55,7 +59,7 @@ class Buffers(NamedTuple):
     def seen(self, position: int) -> range:
         """The numbers of the earlier rows that a query at a position sees. The query must have this phase."""
         if self.is_window:
-            return range(max(position - self.segment_length + 1, 0), position)
+            return range(max(position - self.branch.window_reach(is_causal=True), 0), position)
         return range(self.before(position - position % self.segment_length), self.before(position))
 
     def slots(self, numbers: range) -> Iterator[range]:
@@ -243,9 +247,9 @@ def _met_in_cache(
         keys.append(Piece(number, number + len(slots), slots.start))
         number += len(slots)
     if buffers.is_window:
-        branch = Branch(buffers.segment_length, 1, True)
+        branch = buffers.branch
         query = Piece(position, position + num_new, 0)
-        keys, [queries] = cut_apart(keys, [(query, window_reach(branch, is_causal=True))])
+        keys, [queries] = cut_apart(keys, [(query, branch.window_reach(is_causal=True))])
         for query, key in product(queries, keys):
             mask = mask_between(branch, query.start, key.start, is_causal=True)
             if mask is not None:

@@ -63,19 +63,14 @@ def meetings(branch: Branch, length: int, *, is_causal: bool) -> Iterator[Meetin
         last = range(number * size, length)
         yield Meeting(last, last, mask)
     if branch.is_window and length > size:
-        yield from _crossings(size, window_reach(branch, is_causal=is_causal), length, is_causal)
+        yield from _crossings(size, branch.window_reach(is_causal=is_causal), length, is_causal)
 
 
 def block_length(branch: Branch, *, is_causal: bool) -> int:
     """The length of the sections that are met with themselves: segments, or the blocks of a window."""
     if branch.is_window and not is_causal:
-        return max(branch.segment_length // 2, 1)
+        return max(branch.window_reach(is_causal=False), 1)
     return branch.segment_length
-
-
-def window_reach(branch: Branch, *, is_causal: bool) -> int:
-    """How far a window reaches back, and forward if it is centred."""
-    return branch.segment_length - 1 if is_causal else branch.segment_length // 2
 
 
 def _crossings(size: int, reach: int, length: int, is_causal: bool) -> Iterator[Meeting]:
@@ -103,13 +98,13 @@ def mask_between(branch: Branch, query: int, key: int, *, is_causal: bool) -> st
     """The mask between two sections of one segment, or of a window, that begin at these positions; None if no query
     sees a key.
 
-    Two different sections do not overlap. Those of a window are cut at each other's borders, `window_reach` further.
+    Two different sections do not overlap. Those of a window are cut at each other's borders, a `window_reach` further.
     """
     if not branch.is_window:
         if is_causal and key >= query:
             return CAUSAL if key == query else None
         return FULL
-    reach = window_reach(branch, is_causal=is_causal)
+    reach = branch.window_reach(is_causal=is_causal)
     if key < query:
         last = key + reach  # the last query that sees the first key
         if last == query:

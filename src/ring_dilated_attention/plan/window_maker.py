@@ -17,7 +17,7 @@ from .ring_maker import ShardIndex
 from .rings import Chunk, Ring, hops_to, make_chunk
 from .rows import Piece, cut_apart
 from .sharding import Span
-from .sight import mask_between, window_reach
+from .sight import mask_between
 
 
 class Portion(NamedTuple):
@@ -54,7 +54,7 @@ class WindowMaker:
         self.branch = job.pattern.branches[number]
         self.groups = job.pattern.head_groups(number, job.num_heads, job.num_kv_heads, job.held)
         self.is_causal = job.pattern.is_causal
-        self.reach = window_reach(self.branch, is_causal=self.is_causal)
+        self.reach = self.branch.window_reach(is_causal=self.is_causal)
         self.rings_of = cache(self._rings)  # all ranks of a ring ask for it
         self.sight_of = cache(self._sight)
 
