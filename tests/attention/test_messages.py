@@ -336,6 +336,10 @@ def test_there_is_no_attention_dropout():
         ("score_mod", "except by scale."),
         ("dropout_p", "not supported, leave it out."),
         ("enable_gqa", "key and value may have fewer heads than query."),
+        ("softcap", "scores cannot be capped, torch's kernels have none."),
+        ("alibi_slopes", "scores cannot have a bias, torch's kernels have none."),
+        ("window_size", "DilatedPattern(..., window=) or DilatedPattern.sliding."),
+        ("num_sink_tokens", "sinks= are learned logits."),
         ("chunk", ""),
     ],
 )

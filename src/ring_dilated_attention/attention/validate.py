@@ -18,7 +18,9 @@ from ..run.dilated_cache import DilatedCache
 from .op import define_op
 from .sinks import why_no_sinks
 
-# Arguments of torch's scaled_dot_product_attention and flex_attention, and what is in their place.
+# Arguments of torch's scaled_dot_product_attention and flex_attention, and of others' attention (flash_attn), and what
+# is in their place.
+_NONE = "torch's kernels have none"
 _SEEN = "the pattern says which keys a query sees, and cu_seqlens separates documents"
 ARGUMENTS_OF_TORCH = {
     "is_causal": "make the pattern so, DilatedPattern(..., is_causal=True)",
@@ -26,13 +28,17 @@ ARGUMENTS_OF_TORCH = {
     "block_mask": f"{_SEEN}; other masks are not supported",
     "score_mod": "scores cannot be changed, except by scale",
     "dropout_p": "dropout of attention is not supported, leave it out",
+    "softcap": f"scores cannot be capped, {_NONE}",
+    "alibi_slopes": f"scores cannot have a bias, {_NONE}",
+    "window_size": "make the pattern so, DilatedPattern(..., window=) or DilatedPattern.sliding",
+    "num_sink_tokens": "no position is seen by all; sinks= are learned logits",
     "enable_gqa": "leave it out, key and value may have fewer heads than query",
 }
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def refuse_others(call: str, others: Mapping[str, object]) -> None:
-    """Raise TypeError for arguments that a call does not have. For those of torch's attention it names ours."""
+    """Raise TypeError for arguments that a call does not have. For those of others' attention it names ours."""
     for name in others:
         remedy = ARGUMENTS_OF_TORCH.get(name)
         raise TypeError(f"{call} has no argument {name!r}" + (f": {remedy}." if remedy else "."))
