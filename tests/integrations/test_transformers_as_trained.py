@@ -24,6 +24,7 @@ from ring_dilated_attention import ContextParallel, save_attention
 from ring_dilated_attention.integrations.transformers import (
     BoundedCache,
     context_parallel,
+    convert_to_dilated,
 )
 from ring_dilated_attention.integrations.transformers.config import AS_TRAINED, layer_pattern
 from ring_dilated_attention.reference import multiplicity
@@ -181,6 +182,10 @@ def test_saved_under_the_handle(tmp_path):
 REFUSED = {
     "gemma2": ({}, "has attn_logit_softcapping=50.0: torch's kernels do not cap scores"),
     "bloom": ({}, "adds ALiBi's biases to its scores: torch's kernels have none"),
+    "mpt": (
+        {"d_model": 32, "n_heads": 4, "n_layers": 2},
+        "adds ALiBi's biases to its scores: torch's kernels have none",
+    ),
     "falcon": ({"alibi": True}, "adds ALiBi's biases to its scores: torch's kernels have none"),
     "llama4_text": (
         {"attention_chunk_size": 8},
@@ -204,6 +209,50 @@ def test_refused(kind):
     before = model.config._attn_implementation
     assert said in message_of(lambda: context_parallel(model, ContextParallel()))
     assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("pattern", [None, {"segment_lengths": [8], "dilation_rates": [2]}])
+def test_another_attention_under_the_handle_is_refused(pattern):
+    """Catches ranks that attend to their own rows alone, after `set_attn_implementation`."""
+    model, ids = make("llama"), tokens(1, 20)
+    if pattern is not None:
+        convert_to_dilated(model, pattern)
+    context_parallel(model, ContextParallel())
+    expected, attention = model(ids).logits, model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    message = message_of(lambda: model(ids))
+    assert "attn_implementation='sdpa' under context_parallel: a rank would see its own" in message
+    assert f"Call set_attn_implementation({attention!r})" in message
+    model.set_attn_implementation(attention)
+    assert torch.equal(model(ids).logits, expected)
+
+
+def rank_meets_a_temperature(rank, world_size):
+    for has_temperature in (True, False):
+        config = CONFIG_MAPPING["llama4_text"](
+            **SIZES,
+            **GROUPED,
+            intermediate_size_mlp=40,
+            num_local_experts=2,
+            layer_types=["full_attention"] * 2,
+            no_rope_layers=[1, 0],
+            attn_temperature_tuning=has_temperature,
+        )
+        model = AutoModelForCausalLM.from_config(config)
+        parallel = ContextParallel()
+        if has_temperature and world_size > 1:
+            message = message_of(lambda m=model, p=parallel: context_parallel(m, p))
+            assert "has attn_temperature_tuning: it scales queries by their positions" in message
+        else:
+            context_parallel(model, parallel)
+        if world_size > 1:
+            parallel.close()
+
+
+def test_a_temperature_that_counts_positions_is_refused_over_ranks():
+    """Llama 4's. Its steps are 8,192 positions long, so that a tiny copy does not show it."""
+    rank_meets_a_temperature(0, 1)
+    run(2, rank_meets_a_temperature, seconds=120)
 
 
 def rank_runs_the_page(rank, world_size):

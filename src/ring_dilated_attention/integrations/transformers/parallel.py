@@ -69,6 +69,7 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     handle = ShardedForward(model, parallel)
     if not has_pattern:
         handle.attention_before = switch_attention(model, AS_TRAINED)
+        handle.attention = AS_TRAINED
     try:
         if parallel.world_size > 1:
             check_ranks(model, ShardedForward)
@@ -99,6 +100,7 @@ class ShardedForward:
         self.largest_position: Any = None  # of the whole sequence
         # configs with the attention that they had, if it was replaced by AS_TRAINED
         self.attention_before: list[tuple[Any, str]] = []
+        self.attention = model.config._attn_implementation  # which forwards must have
         decoder = model.get_decoder()
         if not isinstance(decoder, PreTrainedModel):  # ModernBERT calls its last layer so
             decoder = model.base_model
@@ -139,6 +141,7 @@ class ShardedForward:
         """
         with self.parallel.ranks.refusing():
             check_meshes(model, self.parallel)
+            _refuse_switched(model, self.attention)
             if self.parallel.world_size > 1:
                 _refuse_noise(model)
             self.parameters.bind(*args, **kwargs)  # refuses what the forward does not take
@@ -241,6 +244,15 @@ def _drop_position(
 ) -> tuple[Tensor, ...]:
     """The cosines and sines without those of the position that `add_position` added."""
     return tuple(x[..., :-1, :] for x in angles)
+
+
+def _refuse_switched(model: nn.Module, attention: str) -> None:
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.config._attn_implementation != attention:
+            raise ValueError(
+                f"attn_implementation={module.config._attn_implementation!r} under context_parallel: a rank would see "
+                f"its own rows alone. Call set_attn_implementation({attention!r}), or remove() the handle."
+            )
 
 
 def _refuse_noise(model: Any) -> None:

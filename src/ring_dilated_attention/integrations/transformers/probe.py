@@ -136,6 +136,8 @@ def for_copies(name: str) -> Iterator[None]:
 
 def _why_another(config: Any) -> str | None:
     """Why this config excludes dilated attention, or None."""
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        return "adds ALiBi's biases to its scores: torch's kernels have none."
     inner = sorted(name for name in config.sub_configs if getattr(config, name, None) is not None)
     if inner:
         return f"is made of parts with configs of their own ({', '.join(inner)}): convert the part that you mean."
@@ -143,8 +145,6 @@ def _why_another(config: Any) -> str | None:
         config, "add_cross_attention", False
     ):
         return "attends across sequences, and dilated attention is self-attention."
-    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-        return "adds ALiBi's biases to its scores: torch's kernels have none."
     cap = getattr(config, "attn_logit_softcapping", None)
     if cap is not None:
         return f"has attn_logit_softcapping={cap}: torch's kernels do not cap scores."

@@ -42,6 +42,11 @@ def check_ranks(model: Any, sharded: Callable[[Any, Any], Any]) -> None:
     if key in _fit:
         return
     name = type(model).__name__
+    if getattr(model.config, "attn_temperature_tuning", False):
+        raise ValueError(
+            f"{name} has attn_temperature_tuning: it scales queries by their positions in the rows that it is given, "
+            "and a rank has only its shard of them. Compute it on one device."
+        )
     with for_copies(name):
         try:
             copied = tiny_copy(type(model), _shortened(model.config))
