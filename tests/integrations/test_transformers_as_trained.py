@@ -14,7 +14,7 @@ from helpers import message_of
 from pages import block
 from test_transformers_ranks import batches, loss_and_gradients
 from tiny import GROUPED, SIZES, tokens
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.masking_utils import (
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
@@ -253,6 +253,27 @@ def test_a_temperature_that_counts_positions_is_refused_over_ranks():
     """Llama 4's. Its steps are 8,192 positions long, so that a tiny copy does not show it."""
     rank_meets_a_temperature(0, 1)
     run(2, rank_meets_a_temperature, seconds=120)
+
+
+def test_the_text_of_a_model_of_parts(tmp_path):
+    """The message names two ways. The code of the page loads the same weights."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "image_size": 28, "patch_size": 14}
+    config = CONFIG_MAPPING["gemma3"](
+        text_config={**SIZES, **GROUPED, "sliding_window": 5},
+        vision_config={**sizes, "num_hidden_layers": 1, "num_attention_heads": 2},
+    )
+    whole, ids = AutoModelForImageTextToText.from_config(config).eval(), tokens(1, 20)
+    expected = whole(ids).logits
+    message = message_of(lambda: context_parallel(whole, ContextParallel()))
+    assert "pass the text model inside, get_decoder(), or with a head and a loss" in message
+    whole.save_pretrained(tmp_path)
+    names = {"path": tmp_path}
+    exec(block("docs/long_context.md", "the text part"), names)
+    context_parallel(names["model"], ContextParallel())
+    torch.testing.assert_close(names["model"](ids).logits, expected)
+    decoder = whole.get_decoder()
+    context_parallel(decoder, ContextParallel())
+    torch.testing.assert_close(whole.lm_head(decoder(ids).last_hidden_state), expected)
 
 
 def rank_runs_the_page(rank, world_size):

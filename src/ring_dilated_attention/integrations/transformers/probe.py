@@ -140,7 +140,13 @@ def _why_another(config: Any) -> str | None:
         return "adds ALiBi's biases to its scores: torch's kernels have none."
     inner = sorted(name for name in config.sub_configs if getattr(config, name, None) is not None)
     if inner:
-        return f"is made of parts with configs of their own ({', '.join(inner)}): convert the part that you mean."
+        remedy = "convert the part that you mean."
+        if is_as_trained(config):
+            remedy = (
+                "pass the text model inside, get_decoder(), or with a head and a loss AutoModelForCausalLM of "
+                "config.text_config (docs/long_context.md)."
+            )
+        return f"is made of parts with configs of their own ({', '.join(inner)}): {remedy}"
     if getattr(config, "is_encoder_decoder", False) or getattr(
         config, "add_cross_attention", False
     ):
