@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import randn
 from PIL import Image
+from torch import nn
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, MultiheadDilatedAttention
 from ring_dilated_attention.layers import attention_weights, draw_influence, influence
@@ -20,6 +21,12 @@ def layer(pattern, **options):
     return MultiheadDilatedAttention(24, 4, pattern, dtype=torch.float64, **options)
 
 
+def attended(module, weights, x):
+    _, _, value = module._heads(x, x, x, None)
+    value = value.repeat_interleave(4 // value.shape[2], dim=2)
+    return module.out_proj(torch.einsum("bqhn,bnhd->bqhd", weights, value).flatten(2))
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2, "rotary": True}])
 @pytest.mark.parametrize("documents", [False, True])
@@ -33,13 +40,46 @@ def test_weights_rebuild_the_output(pattern, options, documents):
     is_covered = pattern.without_keys(4)[0] == 0
     if is_covered:
         torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
-    _, _, value = module._heads(x, x, x, None)
-    value = value.repeat_interleave(4 // value.shape[2], dim=2)
-    attended = torch.einsum("bqhn,bnhd->bqhd", weights, value).flatten(2)
     out, _ = module(x, x, x, cu_seqlens=cu_seqlens)
-    torch.testing.assert_close(module.out_proj(attended), out[:, queries])
+    torch.testing.assert_close(attended(module, weights, x), out[:, queries])
     if documents:
         assert not weights[:, :4, :, 20:].any()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_weights_are_those_of_the_layers_own_call(pattern):
+    """With positions that leave a gap, and in a padded batch, whose padding nobody sees."""
+    module, x = layer(pattern, rotary=True, num_kv_heads=2), randn(2, 45, 24)
+    times = torch.cat([torch.arange(20), torch.arange(500, 525)])
+    mask = torch.arange(45) >= torch.tensor([[45], [30]])
+    for options in ({"positions": times}, {"positions": times, "key_padding_mask": mask}):
+        weights = attention_weights(module, x, range(45), **options)
+        out, _ = module(x, x, x, **options)
+        torch.testing.assert_close(attended(module, weights, x), out)
+    assert not weights[1, :, :, 30:].any()
+    assert not weights[1, 30:].any()
+    with pytest.raises(ValueError, match="only rotary embeddings read them"):
+        attention_weights(layer(pattern), x, [0], positions=times)
+    borders = torch.tensor([0, 45], dtype=torch.int32)
+    with pytest.raises(ValueError, match="pass one of them"):
+        attention_weights(module, x, [0], key_padding_mask=mask, cu_seqlens=borders)
+
+
+def test_queries_are_a_list_a_range_or_a_tensor():
+    module, x = layer(PATTERNS[0]), randn(1, 8, 24)
+    expected = attention_weights(module, x, torch.tensor([1, 2, 3]))
+    for queries in ([1, 2, 3], range(1, 4), torch.tensor([1, 2, 3], dtype=torch.uint8)):
+        assert torch.equal(attention_weights(module, x, queries), expected)
+    wrong = [[[1, 2]], [True], ["a"], 3, None, [8], torch.tensor([[1, 2]]), torch.tensor([1.0])]
+    for queries in wrong:
+        with pytest.raises(ValueError, match="queries must be integers below 8, the positions"):
+            attention_weights(module, x, queries)
+
+
+def test_weights_of_another_module_are_refused():
+    other = nn.TransformerEncoderLayer(24, 4, batch_first=True)
+    with pytest.raises(ValueError, match=r"got TransformerEncoderLayer: .* pass layer\.self_attn"):
+        attention_weights(other, randn(1, 8, 24), [0])
 
 
 def test_weights_of_ranks_are_refused():
@@ -68,6 +108,7 @@ def test_influence_is_where_the_output_looks(channels):
     torch.testing.assert_close(found, x.reshape(2, 30, -1)[..., 0] * weight)
 
 
+@pytest.mark.filterwarnings("ignore:the influences are .* off")  # with the coarse steps
 def test_influence_adds_up_to_the_output():
     """Also where the output is saturated, and the gradient there is nearly zero."""
     module, x = layer(PATTERNS[0]), randn(2, 45, 24)
@@ -81,6 +122,35 @@ def test_influence_adds_up_to_the_output():
         coarse, fine = (influence(output, x, num_steps=steps).sum(1) for steps in (16, 400))
     torch.testing.assert_close(fine, expected, rtol=0, atol=0.05)
     assert (fine - expected).abs().max() <= (coarse - expected).abs().max() + 1e-3
+
+
+def test_influence_warns_if_it_does_not_add_up():
+    """As where LayerNorm reads x itself: near zeros its output jumps. The remedies that it names help."""
+    torch.manual_seed(0)
+    x, baseline = randn(3, 9, 24), randn(1, 1, 24)
+    normed = nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 2)).double()
+
+    def output(x):
+        return normed(x).sum(1)
+
+    with pytest.warns(
+        UserWarning, match=r"off the output's change.*more steps than num_steps=16; .* baseline"
+    ):
+        influence(output, x)
+    with torch.no_grad():
+        change = (output(x) - output(torch.zeros_like(x))).sum(1)
+    fine = influence(output, x, num_steps=3000).sum(1)
+    torch.testing.assert_close(fine, change, rtol=0, atol=0.1 * float(change.norm()))
+    influence(lambda d: output(baseline + d), x - baseline)
+    with pytest.raises(ValueError, match="num_steps=0 must be at least 1"):
+        influence(output, x, num_steps=0)
+
+
+@pytest.mark.parametrize("num_outputs", [1, 4])
+def test_influence_on_outputs_of_the_whole_batch(num_outputs):
+    x = randn(1 if num_outputs > 1 else 3, 9)
+    moved = influence(lambda x: x.sum() * torch.ones(num_outputs, dtype=x.dtype).squeeze(), x)
+    torch.testing.assert_close(moved, num_outputs * x)
 
 
 @pytest.mark.parametrize("num_positions", [7, 5000])

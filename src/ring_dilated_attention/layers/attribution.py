@@ -3,7 +3,8 @@
 B batch, N positions, Q queries, H query heads, D head dim.
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -11,7 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention import dilated_attention
+from ..attention.validate import is_integral
+from ..pattern import is_integer
 from .multihead import MultiheadDilatedAttention
+from .padded import ValidRows
+from .rotary import RotaryTable, check_positions
 
 MOST_COLUMNS = 1000  # of a picture
 
@@ -19,38 +24,70 @@ MOST_COLUMNS = 1000  # of a picture
 def attention_weights(
     attention: MultiheadDilatedAttention,
     x: Tensor,
-    queries: Tensor,
+    queries: Tensor | Sequence[int],
     *,
+    key_padding_mask: Tensor | None = None,
+    positions: Tensor | RotaryTable | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """The weights (B, Q, H, N) of all positions of x (B, N, E) in the softmax of some queries of a layer.
 
     out[i] = sum_j weight[i, j] value[j]: the derivative of a number of out[i] with respect to value[j] is the weight.
-    One layer's weights alone can mislead, for other layers have mixed positions before: see `influence` too.
+    This out is before `sub_layernorm` and `out_proj`. A query at padding has zeros. One layer's weights alone can
+    mislead, for other layers have mixed positions before: see `influence` too.
 
     Args:
-        x: the layer's input, on one device.
+        x: the attention's own input, on one device: in a layer with norm_first it comes after the norm.
         queries: (Q,) integers, their positions. The memory is that of a call for each D of them.
-        cu_seqlens: as for `dilated_attention`.
+        key_padding_mask, positions, cu_seqlens: what the layer itself is called with.
     """
+    if not isinstance(attention, MultiheadDilatedAttention):
+        raise ValueError(
+            f"attention_weights takes a MultiheadDilatedAttention, got {type(attention).__name__}: after "
+            "replace_attention pass layer.self_attn. For LongNetEncoder and other models take layers.influence"
+        )
     if attention.parallel is not None:
         raise ValueError(
             "attention_weights is for one device: use a module with parallel=None and the same parameters"
         )
+    attention._check_inputs(x, x, x)
+    if isinstance(queries, (list, range)) and all(map(is_integer, queries)):
+        queries = torch.tensor(queries, dtype=torch.int64)
+    if (
+        not isinstance(queries, Tensor)
+        or queries.dim() != 1
+        or not is_integral(queries)
+        or (queries >= x.shape[1]).any()
+    ):
+        raise ValueError(
+            f"queries must be integers below {x.shape[1]}, the positions of x, in a list, a range or a tensor of one "
+            f"dimension, got {queries!r}"
+        )
+    attention._check_documents(x, key_padding_mask, cu_seqlens, None, None)
+    check_positions(positions, x, attention.head_dim, attention.rotary_base, False)
     with torch.no_grad():
-        table = attention._table(x, None, cu_seqlens, None)
+        table = attention._table(x, positions, cu_seqlens, None)
         query, key, _ = attention._heads(x, x, x, table)
     key = key.repeat_interleave(query.shape[2] // key.shape[2], dim=2)
     value = torch.zeros_like(key, requires_grad=True)
     with torch.enable_grad():
+        packed_value = value
+        if key_padding_mask is not None:
+            rows = ValidRows(key_padding_mask, x)
+            query, key, packed_value = rows.pack(query), rows.pack(key), rows.pack(value)
+            cu_seqlens = rows.cu_seqlens
         out = dilated_attention(
-            *(query, key, value, attention.pattern),
+            *(query, key, packed_value, attention.pattern),
             cu_seqlens=cu_seqlens,
             heads_held=attention.heads_held,
             num_heads=attention.num_heads,
         )
+        if key_padding_mask is not None:
+            out = rows.unpack(out.flatten(2)).view_as(value)
     weights = []
-    for some in queries.split(query.shape[3]):  # each in a dim of its own, all in one backward
+    for some in queries.long().split(
+        query.shape[3]
+    ):  # each in a dim of its own, all in one backward
         dims = torch.arange(len(some), device=out.device)
         dout = torch.zeros_like(out)
         dout[:, some, :, dims] = 1
@@ -61,23 +98,41 @@ def attention_weights(
 
 def influence(output: Callable[[Tensor], Tensor], x: Tensor, *, num_steps: int = 16) -> Tensor:
     """How much each position of x moves an output through all layers, (B, N): integrated gradients
-    (arXiv 1703.01365). They add up to output(x) - output(zeros), the better the more steps.
+    (arXiv 1703.01365). With enough steps they add up to output(x) - output(zeros); a warning says if they are off by
+    more than a tenth.
 
         influence(lambda x: model(x)[:, label], recordings)
 
     The gradient at x alone would be small wherever an output is saturated, however much a position did for it.
 
     Args:
-        output: from x to one number for each batch entry.
+        output: from x to one number for each batch entry. Several numbers of an entry are summed.
         x: floating, (B, N) or (B, N, channels).
         num_steps: of the way from zeros to x; each runs forward and backward once.
     """
+    if num_steps < 1:
+        raise ValueError(f"num_steps={num_steps} must be at least 1")
     total = torch.zeros_like(x)
     for step in range(num_steps):
         scaled = (x * (step + 0.5) / num_steps).detach().requires_grad_()
         with torch.enable_grad():
             total += torch.autograd.grad(output(scaled).sum(), scaled)[0]
-    return (total * x.detach() / num_steps).reshape(*x.shape[:2], -1).sum(dim=2)
+    moved = (total * x.detach() / num_steps).reshape(*x.shape[:2], -1).sum(dim=2)
+    with torch.no_grad():
+        change = output(x) - output(torch.zeros_like(x))
+    num_sums = 1  # if the output is one of the whole batch
+    if change.shape[:1] == x.shape[:1]:
+        num_sums = len(x)
+    change = change.reshape(num_sums, -1).sum(1)
+    gap = (moved.reshape(num_sums, -1).sum(1) - change).norm()
+    if gap > 0.1 * change.norm():
+        warnings.warn(
+            f"the influences are {gap:.2g} off the output's change from zeros to x, which is {change.norm():.2g}: take "
+            f"more steps than num_steps={num_steps}; or, as where LayerNorm reads x itself, start from a baseline that "
+            "is not zeros: influence(lambda d: output(baseline + d), x - baseline)",
+            stacklevel=2,
+        )
+    return moved
 
 
 def draw_influence(path: Path | str, influence: Tensor, signal: Tensor | None = None) -> None:
