@@ -97,6 +97,22 @@ def test_replaced_attention_may_have_rotary_embeddings():
     assert {layer.self_attn.rotary_base for layer in module.layers} == {None}
 
 
+def test_a_second_replacement_keeps_sub_layernorm_and_backend():
+    module = encoder()
+    for layer in module.layers:
+        layer.self_attn = MultiheadDilatedAttention(
+            *(32, 4, PATTERN), sub_layernorm=True, backend="cpu", dtype=torch.float64
+        )
+    state = module.state_dict()
+    nn.init.normal_(state["layers.0.self_attn.sub_layernorm.weight"])
+    x = torch.randn(1, 11, 32, dtype=torch.float64)
+    expected = module(x)
+    replace_attention(module, PATTERN)
+    assert list(module.state_dict()) == list(state)
+    assert {layer.self_attn.backend for layer in module.layers} == {"cpu"}
+    close(module(x), expected)
+
+
 @torch.no_grad()
 def test_padded_evaluation():
     """Where torch would take its fast path of nested tensors, which computes torch's attention."""

@@ -224,7 +224,8 @@ def replace_attention(
 
     Args:
         pattern: who attends whom.
-        rotary: as for MultiheadDilatedAttention; it has no parameters. None leaves it as it is (torch's have none).
+        rotary: as for MultiheadDilatedAttention; it has no parameters. None leaves it as it is (torch's have none). A
+            MultiheadDilatedAttention also keeps its sub_layernorm and backend.
         parallel: the ranks that share the sequences, as for MultiheadDilatedAttention.
 
     Raises:
@@ -273,12 +274,14 @@ def _dilated(
         bias=attention.in_proj_bias is not None,
         rotary=rotary,
         parallel=parallel,
+        backend=getattr(attention, "backend", "auto"),
         device="meta",
     )
     replaced.in_proj_weight = attention.in_proj_weight
     replaced.in_proj_bias = attention.in_proj_bias
     replaced.out_proj.weight = attention.out_proj.weight
     replaced.out_proj.bias = attention.out_proj.bias
+    replaced.sub_layernorm = getattr(attention, "sub_layernorm", None)
     return replaced.train(attention.training)
 
 
