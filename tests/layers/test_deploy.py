@@ -22,9 +22,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.export import Dim
 
 from ring_dilated_attention import DilatedPattern, MultiheadDilatedAttention
+from ring_dilated_attention.models import (
+    LongNetConfig,
+    LongNetEncoder,
+    LongNetLM,
+    TorchscaleConfig,
+)
 
 preload("torch.distributed.fsdp", "torch.distributed.checkpoint")
 PATTERN = DilatedPattern((8, 32), (1, 4))
+PAGE_IMPORT = "from ring_dilated_attention import dilated_attention"
 
 
 def layer(pattern=PATTERN, **options):
@@ -146,6 +153,36 @@ def test_weights_know_their_pattern():
                 other.load_state_dict(state, strict=strict)
 
 
+def test_a_refused_layer_keeps_its_weights():
+    module = layer()
+    before = copy.deepcopy(module.state_dict())
+    other = {name: x + 1 for name, x in layer(rotary=True).state_dict().items()}
+    other["_extra_state"] -= 1
+    with pytest.raises(ValueError, match="it would be another function"):
+        module.load_state_dict(other)
+    for name, x in module.state_dict().items():
+        assert torch.equal(x, before[name])
+
+
+def test_a_part_of_a_model_without_attention_says_nothing():
+    """A warning would be an error here. A part with some of the attention's weights still warns."""
+    model = nn.Sequential(layer(), nn.Linear(16, 16))
+    weights = model.state_dict()
+    linear = {name: x for name, x in weights.items() if name.startswith("1.")}
+    assert "0._extra_state" in model.load_state_dict(linear, strict=False).missing_keys
+    layer().load_state_dict({}, strict=False)
+    part = {"0.out_proj.weight": weights["0.out_proj.weight"]}
+    with pytest.warns(UserWarning, match="do not say with which pattern"):
+        model.load_state_dict(part, strict=False)
+
+
+def test_averaged_weights_are_told_why():
+    module = layer()
+    averaged = {name: x * 0.9 + x * 0.05 for name, x in module.state_dict().items()}
+    with pytest.raises(ValueError, match="was averaged with the weights, as by an EMA"):
+        module.load_state_dict(averaged)
+
+
 def test_weights_know_their_pattern_in_any_file(tmp_path):
     """In a file of safetensors, of torch.save, and cast with the weights; in parts of a model too."""
     model = nn.Sequential(layer(rotary=True), nn.Linear(16, 16))
@@ -240,11 +277,38 @@ def test_fsdp2_and_distributed_checkpoints_hold_the_pattern(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
-def test_what_the_page_says_of_torch_jit():
+def test_what_the_page_says_of_torch_jit(tmp_path):
     module, x = Whole().eval(), torch.randn(1, 40, 16)
     with pytest.raises(torch.jit.frontend.NotSupportedError):
         torch.jit.script(module)
     with pytest.raises(torch.jit.TracingCheckError):
         torch.jit.trace(module, x)
     with torch.no_grad():
-        torch.testing.assert_close(torch.jit.trace(module, x)(x), module(x))
+        traced = torch.jit.trace(module, x)
+        torch.testing.assert_close(traced(x), module(x))
+        traced_with_mask = torch.jit.trace(Padded().eval(), padded_batch((9, 20), 20))
+        rows, mask = padded_batch((9, 20), 20)
+        traced_with_mask(rows, ~mask)  # the module itself refuses this
+    traced.save(tmp_path / "traced.pt")
+    load = f"torch.jit.load('{tmp_path}/traced.pt')"
+    for imported, is_enough in (("import ring_dilated_attention", False), (PAGE_IMPORT, True)):
+        code = f"import torch; {imported}; {load}(torch.randn(1, 51, 16))"
+        command = [sys.executable, "-W", "ignore", "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert (done.returncode == 0) is is_enough, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["encoder", "language model"])
+def test_models_are_exported_for_one_length(kind):
+    sizes = {"num_layers": 1, "embed_dim": 32, "num_heads": 4, "ffn_dim": 64}
+    if kind == "encoder":
+        model = LongNetEncoder(TorchscaleConfig((8, 32), (1, 4), **sizes))
+        x = torch.randn(1, 40, 32)
+    else:
+        model = LongNetLM(LongNetConfig((8, 32), (1, 4), **sizes))
+        x = torch.arange(40)[None]
+    with torch.no_grad():
+        exported = torch.export.export(model.eval(), (x,)).module()
+        torch.testing.assert_close(exported(x), model(x))
+        with pytest.raises(torch._dynamo.exc.UserError, match="specialized it to be a constant"):
+            torch.export.export(model, (x,), dynamic_shapes=({1: Dim("N", min=2, max=1000)},))

@@ -33,7 +33,7 @@ from .rotary import (
     rotary_table,
     rotate,
 )
-from .trained_with import check_extra_state, extra_state_of, warn_of_older_weights
+from .trained_with import check_before_loading, check_extra_state, extra_state_of
 
 Heads = tuple[Tensor, Tensor, Tensor]  # query (B, N, H, D), key and value (B, N, G, D)
 
@@ -131,7 +131,7 @@ class MultiheadDilatedAttention(nn.Module):
         )
         self.share(parallel)
         self.reset_parameters()
-        self.register_load_state_dict_pre_hook(warn_of_older_weights)
+        self.register_load_state_dict_pre_hook(check_before_loading)
 
     def get_extra_state(self) -> Tensor:
         """What the weights were trained with, beside them in the state_dict."""

@@ -25,8 +25,9 @@ def check_extra_state(state: Tensor, pattern: DilatedPattern, rotary_base: float
         stored_base = stored["rotary_base"]
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise ValueError(
-            "the weights' '_extra_state' does not say with which pattern they were trained: it is damaged, or of "
-            "another version. If you know the pattern, leave the names that end so out of the state_dict"
+            "the weights' '_extra_state' does not say with which pattern they were trained: it is damaged, of "
+            "another version, or was averaged with the weights, as by an EMA: average floats alone. If you know the "
+            "pattern, leave the names that end so out of the state_dict"
         ) from error
     if (stored_pattern, stored_base) != (pattern, rotary_base):
         raise ValueError(
@@ -36,11 +37,12 @@ def check_extra_state(state: Tensor, pattern: DilatedPattern, rotary_base: float
         )
 
 
-def warn_of_older_weights(
-    module: nn.Module, state: dict[str, Any], prefix: str, *_: object
-) -> None:
-    """Let weights load that do not say what they were trained with. Python shows a warning of one text once."""
-    if f"{prefix}_extra_state" not in state:
+def check_before_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Refuse weights of another pattern before any is copied, and let those load that do not say their pattern, with a
+    warning. Python shows a warning of one text once."""
+    if f"{prefix}_extra_state" in state:
+        module.set_extra_state(state[f"{prefix}_extra_state"])
+    elif any(name.startswith(prefix) for name in state):
         warnings.warn(
             "the weights do not say with which pattern and rotary they were trained: make sure that the module has the "
             "same, or its outputs are wrong. (Weights saved by this version say it.)",
