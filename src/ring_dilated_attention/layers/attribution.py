@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..attention import dilated_attention
 from ..attention.validate import is_integral
-from ..pattern import is_integer
 from .multihead import MultiheadDilatedAttention
 from .padded import ValidRows
 from .rotary import RotaryTable, check_positions
@@ -50,9 +49,8 @@ def attention_weights(
         raise ValueError(
             "attention_weights is for one device: use a module with parallel=None and the same parameters"
         )
-    attention._check_inputs(x, x, x)
-    if isinstance(queries, (list, range)) and all(map(is_integer, queries)):
-        queries = torch.tensor(queries, dtype=torch.int64)
+    if isinstance(queries, (list, range)):
+        queries = torch.tensor(queries)
     if (
         not isinstance(queries, Tensor)
         or queries.dim() != 1
@@ -74,7 +72,7 @@ def attention_weights(
         packed_value = value
         if key_padding_mask is not None:
             rows = ValidRows(key_padding_mask, x)
-            query, key, packed_value = rows.pack(query), rows.pack(key), rows.pack(value)
+            query, key, packed_value = map(rows.pack, (query, key, value))
             cu_seqlens = rows.cu_seqlens
         out = dilated_attention(
             *(query, key, packed_value, attention.pattern),
@@ -85,9 +83,8 @@ def attention_weights(
         if key_padding_mask is not None:
             out = rows.unpack(out.flatten(2)).view_as(value)
     weights = []
-    for some in queries.long().split(
-        query.shape[3]
-    ):  # each in a dim of its own, all in one backward
+    # each query in a dim of its own, all in one backward
+    for some in queries.long().split(query.shape[3]):
         dims = torch.arange(len(some), device=out.device)
         dout = torch.zeros_like(out)
         dout[:, some, :, dims] = 1
