@@ -69,7 +69,7 @@ def test_public_models_have_the_parameters_that_are_counted(path):
     fields = json.loads(path.read_text())
     pattern = DilatedPattern((2048, 16384), (1, 4), is_causal=True)
     if fields["model_type"] in WINDOWED:
-        with pytest.raises(ValueError, match="sliding_attention|attn_logit_softcapping"):
+        with pytest.raises(ValueError, match=r"sliding_attention|attn_logit_softcapping"):
             transformers_decoder(fields, pattern)
         return
     if fields.get("sliding_window"):
