@@ -186,6 +186,14 @@ def test_rules_of_the_pattern(rules, fragments):
             ("query (1, 8, 4, 16)", "key (1, 8, 4, 8)", "head_dim"),
         ),
         (
+            lambda: tensors(key=(1, 8, 4, 32)),
+            ("query (1, 8, 4, 16)", "key (1, 8, 4, 32)", "head_dim"),
+        ),
+        (
+            lambda: tensors(query=(1, 8, 4, 1), key=(1, 8, 2, 16)),
+            ("query (1, 8, 4, 1)", "key (1, 8, 2, 16)", "head_dim"),
+        ),
+        (
             lambda: tensors(value=(1, 8, 4, 8)),
             ("key (1, 8, 4, 16)", "value (1, 8, 4, 8)", "must have the same shape"),
         ),

@@ -9,6 +9,8 @@ from ring_dilated_attention import DilatedPattern, dilated_attention, explain, s
 from ring_dilated_attention.commands.check import CASES
 from ring_dilated_attention.commands.errors import measure, relative, squares, worst
 from ring_dilated_attention.kernels import cpu
+from ring_dilated_attention.kernels.contract import BackwardRows
+from ring_dilated_attention.kernels.lse_gradient import num_columns, with_dlse_columns
 
 PATTERNS = [
     (DilatedPattern.dense(is_causal=True), "zigzag"),
@@ -98,3 +100,17 @@ def test_explain_says_that_rows_are_copied(monkeypatch):
     Machine(**XEON | {"amx": False}).pretend(monkeypatch)
     query = torch.empty(1, 8, 2, 8, dtype=torch.bfloat16)
     assert "copied in float32" in str(explain(query, query, query, DilatedPattern((8,), (1,))))
+
+
+@pytest.mark.parametrize("size", [1e-8, 1.0, 1e6])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_columns_carry_a_gradient_of_lse_of_any_size(dtype, size):
+    """Catches a power of two that float16 takes for infinity, or for zero. Out times dout in the columns is -dlse, as
+    far as three columns and the least float16 tell."""
+    generator = torch.Generator().manual_seed(0)
+    dlse = (torch.rand(1, 2, 50, generator=generator) - 0.5) * size
+    zeros = torch.zeros(1, 2, 50, 8, dtype=dtype)
+    rows = BackwardRows(zeros, dlse, zeros, zeros, zeros, zeros, dlse)
+    found = with_dlse_columns(rows, num_columns(dtype))
+    product = (found.out.double() * found.dout.double()).sum(-1)
+    torch.testing.assert_close(product, -dlse.double(), rtol=1e-6, atol=2.0**-14 * 2.0**-24)

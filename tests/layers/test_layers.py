@@ -344,6 +344,8 @@ def test_empty_sequence_keeps_the_graph():
         ({"batch_first": False}, "batch_first=False: inputs are"),
         ({"embed_dim": 25}, "embed_dim=25 is not a multiple of num_heads=4 .remainder 1."),
         ({"num_heads": 0}, "num_heads=0 must be at least 1"),
+        ({"embed_dim": 0}, "embed_dim=0 and num_heads=4 must be at least 1"),
+        ({"embed_dim": -4}, "embed_dim=-4 and num_heads=4 must be at least 1"),
         ({"num_kv_heads": 3}, "4 query heads cannot share 3 key/value heads: 4 mod 3 is not 0"),
         ({"embed_dim": 12, "rotary": True}, "rotary with head_dim=3"),
         ({"rotary": 0.5}, "rotary=0.5: the base must be a finite number greater than 1"),

@@ -1,10 +1,12 @@
-"""`make mutants`: break the source on purpose, one idea at a time, and print how many cases notice.
+"""`make mutants`: break the source on purpose, one idea at a time, and print which tests notice.
 
     python -m tests.mutants                     all mutants
-    python -m tests.mutants windows             those of one file
-    python -m tests.mutants windows --json      for scripts
+    python -m tests.mutants windows core        those of two files
+    python -m tests.mutants --only run/ --json  those with this text in file or idea, for scripts
+    python -m tests.mutants --record tests/mutants/noticed.json
 
-A mutant is run on a copy of the source, against the tests that it names. Each must be noticed by two cases.
+A mutant is run on a copy of the source, against the tests that it names, until enough cases have failed: two in the
+core, one elsewhere. Two mutants run at a time, each on a copy of its own.
 """
 
 import argparse
@@ -12,74 +14,208 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib.util import find_spec
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
-from . import windows
-from .mutant import Mutant
+from tests.kept_record import add_record, kept_record
+
+from . import core, drawn, windows
+from .mutant import TRITON, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "src/ring_dilated_attention"
-ENOUGH = 2  # cases
-GROUPS = {"windows": windows.MUTANTS}
+GROUPS = {"windows": windows.MUTANTS, "drawn": drawn.MUTANTS, "core": core.MUTANTS}
+# Tests that have not ended by then wait for what will not come. The slowest need a minute on a quiet machine.
+MOST_SECONDS = 600
+NO_END = "the tests did not end"
+DIED = "the process of the tests died"
 
 
-def noticed(mutant: Mutant, source: Path) -> int:
-    """How many cases notice a mutant; counting stops at ENOUGH."""
-    path = source / PACKAGE / mutant.file
-    original = path.read_text()
-    if original.count(mutant.old) != 1:
-        raise ValueError(f"{mutant.file} has {original.count(mutant.old)} times {mutant.old!r}")
-    path.write_text(original.replace(mutant.old, mutant.new))
-    try:
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", f"--maxfail={ENOUGH}"]
-        environment = os.environ | {
-            "PYTHONPATH": str(source / "src"),
-            "PYTHONDONTWRITEBYTECODE": "1",
+class Verdict(NamedTuple):
+    """What tests make of a mutant. cases: how many have failed; `Mutant.enough`, if they did not end, or died."""
+
+    group: str
+    mutant: Mutant
+    cases: int
+    first: str  # the first case that failed
+    seconds: float
+
+    @property
+    def is_noticed(self) -> bool:
+        return self.cases >= self.mutant.enough
+
+    def __str__(self) -> str:
+        mark = "" if self.is_noticed else "  NOT ENOUGH"
+        text = f"{self.cases} of {self.mutant.enough} cases{mark}  {self.mutant.file}: {self.mutant.idea}"
+        return f"{text}\n      {self.first or 'no test failed'}, {self.seconds:.0f} s"
+
+    @property
+    def row(self) -> dict[str, Any]:
+        mutant = self.mutant
+        about = {"group": self.group, "file": mutant.file, "idea": mutant.idea}
+        seconds = round(self.seconds, 1)
+        return about | {
+            "cases": self.cases,
+            "enough": mutant.enough,
+            "first": self.first,
+            "seconds": seconds,
         }
-        ended = subprocess.run(
-            [*command, "-p", "no:cacheprovider", *mutant.tests],
-            cwd=source,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+
+
+def misfits() -> list[str]:
+    """Mutants whose text is no longer in the source, or not once."""
+    found = []
+    for mutants in GROUPS.values():
+        for mutant in mutants:
+            path = ROOT / PACKAGE / mutant.file
+            number = path.read_text().count(mutant.old) if path.exists() else 0
+            if number != 1:
+                found.append(f"{mutant.file} has {number} times {mutant.old!r}: {mutant.idea}")
+    return found
+
+
+def judged(group: str, mutant: Mutant, source: Path) -> Verdict:
+    """Run a mutant's tests on it, in this copy of the source."""
+    path = source / PACKAGE / mutant.file
+    original, before = path.read_text(), path.stat().st_mtime
+    path.write_text(original.replace(mutant.old, mutant.new))
+    # Python compiles a source again if it has another time, in whole seconds, or length.
+    os.utime(path, (before + 10, before + 10))
+    began = time.monotonic()
+    try:
+        code, text = run_tests(mutant, source)
     finally:
         path.write_text(original)
-    if ended.returncode not in (0, 1):  # no tests, or an error of pytest's
-        raise RuntimeError(ended.stdout[-2000:] + ended.stderr[-2000:])
-    return len(re.findall(r"^(?:FAILED|ERROR) ", ended.stdout, flags=re.MULTILINE))
+        os.utime(path, (before, before))
+    seconds = time.monotonic() - began
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, flags=re.MULTILINE)
+    if code is None:
+        first = failed[0] if failed else NO_END
+        return Verdict(group, mutant, mutant.enough, first, seconds)
+    if code < 0:
+        return Verdict(group, mutant, mutant.enough, DIED, seconds)
+    if code not in (0, 1):  # no tests, or an error of pytest's
+        raise RuntimeError(f"{mutant.file}, {mutant.idea}: {text[-3000:]}")
+    return Verdict(group, mutant, len(failed), failed[0] if failed else "", seconds)
+
+
+def run_tests(mutant: Mutant, source: Path) -> tuple[int | None, str]:
+    """pytest's exit status, or None if it did not end; and what it said."""
+    environment = os.environ | {"PYTHONPATH": str(source / "src")}
+    if mutant.tests == TRITON:
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--tb=no", "-rfE"]
+    command += ["-p", "no:cacheprovider", "-p", "tests.mutants.quick"]
+    command += [f"--maxfail={mutant.enough}", "--continue-on-collection-errors"]
+    with tempfile.TemporaryFile("w+") as said:
+        tests = subprocess.Popen(
+            [*command, *mutant.tests],
+            cwd=source,
+            env=environment,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        code: int | None
+        try:
+            code = tests.wait(timeout=MOST_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if tests.poll() is None:
+                os.killpg(tests.pid, signal.SIGKILL)  # with the ranks that it started
+                tests.wait()
+        said.seek(0)
+        return code, said.read()
+
+
+def judge_all(
+    chosen: Sequence[tuple[str, Mutant]], jobs: int, folder: Path, *, shows: bool
+) -> list[Verdict]:
+    """All verdicts, in the order of `chosen`."""
+    copies: SimpleQueue[Path] = SimpleQueue()
+    ignored = shutil.ignore_patterns(".*", "runs", "site", "__pycache__", "results")
+    for number in range(jobs):
+        copy = folder / f"source{number}"
+        shutil.copytree(ROOT, copy, ignore=ignored)
+        copies.put(copy)
+
+    def judge(group: str, mutant: Mutant) -> Verdict:
+        copy = copies.get()
+        try:
+            return judged(group, mutant, copy)
+        finally:
+            copies.put(copy)
+
+    verdicts: dict[int, Verdict] = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        numbers = {pool.submit(judge, *one): number for number, one in enumerate(chosen)}
+        try:
+            for future in as_completed(numbers):
+                verdict = verdicts[numbers[future]] = future.result()
+                if shows:
+                    print(f"{len(verdicts):3} of {len(chosen)}: {verdict}", flush=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [verdicts[number] for number in range(len(chosen))]
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    lines = ["", "cases   the test that noticed first", ""]
+    for verdict in verdicts:
+        lines.append(
+            f"{verdict.cases} of {verdict.mutant.enough}  {verdict.mutant.file}: {verdict.mutant.idea}"
+        )
+        lines.append(f"        {verdict.first or 'NO TEST FAILED'}")
+    noticed = sum(verdict.is_noticed for verdict in verdicts)
+    lines.append(f"\n{noticed} of {len(verdicts)} mutants are noticed by enough cases.")
+    return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make mutants", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="make mutants",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("groups", nargs="*", help=f"of {', '.join(GROUPS)}; all by default")
+    parser.add_argument("--only", default="", help="mutants with this text in file or idea")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (default 2)")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    add_record(parser)
     arguments = parser.parse_args()
     groups = arguments.groups or list(GROUPS)
     for group in groups:
         if group not in GROUPS:
             parser.error(f"there are no mutants {group!r}; choose from {', '.join(GROUPS)}")
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "source"
-        ignored = shutil.ignore_patterns(".*", "runs", "site", "__pycache__", "results")
-        shutil.copytree(ROOT, source, ignore=ignored)
-        for group in groups:
-            for mutant in GROUPS[group]:
-                number = noticed(mutant, source)
-                rows.append(
-                    {"group": group, "file": mutant.file, "idea": mutant.idea, "noticed": number}
-                )
-                if not arguments.json:
-                    many = f"{number} or more" if number == ENOUGH else str(number)
-                    print(f"{many:>9} cases  {mutant.file}: {mutant.idea}", flush=True)
-    if arguments.json:
-        print(json.dumps(rows, indent=1))
-    return int(any(row["noticed"] < ENOUGH for row in rows))
+    if wrong := misfits():
+        parser.error("the source has changed, and mutants do not fit it:\n" + "\n".join(wrong))
+    chosen = []
+    for group in groups:
+        for mutant in GROUPS[group]:
+            if mutant.tests == TRITON and find_spec("triton") is None:
+                print(f"left out, since Triton is not installed: {mutant.file}", file=sys.stderr)
+            elif arguments.only in f"{mutant.file}: {mutant.idea}":
+                chosen.append((group, mutant))
+    keep = kept_record(parser, arguments.record, "mutants", "-m tests.mutants")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="rda-mutants-") as folder:
+        verdicts = judge_all(chosen, arguments.jobs, Path(folder), shows=not arguments.json)
+    rows = [verdict.row for verdict in verdicts]
+    keep(rows, seconds=round(time.monotonic() - began), at_once=arguments.jobs)
+    print(json.dumps(rows, indent=1) if arguments.json else table(verdicts))
+    return int(not all(verdict.is_noticed for verdict in verdicts))
 
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

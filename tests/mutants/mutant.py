@@ -1,6 +1,38 @@
-"""The type of a mutant."""
+"""The type of a mutant, and the tests of each room."""
 
 from typing import NamedTuple
+
+# The core must be noticed by two cases: one that is dropped or changed then leaves another.
+CORE = ("plan", "run", "ranks", "kernels", "attention", "pattern.py")
+
+# What should notice, the likeliest and quickest first.
+PLAN = ("tests/plan/test_plan.py", "tests/plan/test_counts.py")
+COUNTS = tuple(reversed(PLAN))
+WINDOWS = ("tests/plan/test_windows.py", *PLAN)
+CHOICE = ("tests/plan/test_choose.py",)
+CALL = ("tests/attention/test_attention.py",)
+CACHE = ("tests/run/test_cache.py", "tests/ranks/test_cache_ranks.py")
+MESSAGES = ("tests/attention/test_messages.py",)
+SDPA = ("tests/kernels/test_sdpa.py", "tests/kernels/test_cuda.py")
+TRITON = ("tests/kernels/test_row_kernels.py",)
+RANKS = (
+    "tests/ranks/test_ring.py",
+    "tests/ranks/test_parallel.py",
+    "tests/ranks/test_gradients.py",
+)
+AGREEMENT = (
+    "tests/ranks/test_handshake.py",
+    "tests/ranks/test_parallel.py",
+    "tests/ranks/test_repeated_calls.py",
+)
+BATCHES = ("tests/ranks/test_context.py", "tests/ranks/test_zigzag_documents.py")
+LAYERS = ("tests/layers/test_layers.py",)
+SIMULATE = (
+    "tests/simulate/test_measuring.py",
+    "tests/simulate/test_one_rank.py",
+    "tests/simulate/test_weighing.py",
+    "tests/ranks/test_ring.py",
+)
 
 
 class Mutant(NamedTuple):
@@ -11,3 +43,8 @@ class Mutant(NamedTuple):
     old: str
     new: str
     tests: tuple[str, ...]
+
+    @property
+    def enough(self) -> int:
+        """How many cases must notice."""
+        return 2 if self.file.split("/")[0] in CORE else 1

@@ -130,7 +130,9 @@ def rank_has_bad_input(rank, world_size):
     assert "unshard along dim=2" in message_of(
         lambda: context.unshard(torch.zeros(1, 8), dim=2 if odd else 1)
     )
-    assert "shard along dim=2" in message_of(lambda: context.shard(torch.zeros(1, 8), dim=2))
+    for dim in (2, -3):
+        said = f"shard along dim={dim}"
+        assert said in message_of(lambda dim=dim: context.shard(torch.zeros(1, 8), dim=dim))
     message = message_of(
         lambda: dilated_attention(*tensors(), PATTERN, parallel=context, scale=-0.5 if odd else 0.5)
     )
@@ -335,10 +337,12 @@ def test_a_copied_module_shares_the_context():
     assert "state_dict" in message_of(lambda: pickle.dumps(layer), TypeError)
 
 
-def test_processes_that_were_started_together_but_not_initialised(monkeypatch):
+@pytest.mark.parametrize("number", [2, 16])
+def test_processes_that_were_started_together_but_not_initialised(number, monkeypatch):
     """Catches ranks that each compute the whole sequence, in silence."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.warns(UserWarning, match=r"2 processes were started.*init_process_group") as caught:
+    monkeypatch.setenv("WORLD_SIZE", str(number))
+    said = rf"{number} processes were started.*init_process_group"
+    with pytest.warns(UserWarning, match=said) as caught:
         ContextParallel()
     assert caught[0].filename == __file__
 

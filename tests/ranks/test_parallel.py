@@ -481,6 +481,7 @@ def rank_shards(rank, world_size):
             (0, (n,)),
             (-1, (2, 1, n)),
             (-2, (n, 2)),
+            (-3, (n, 2, 1)),
             (2, (1, 2, n, 2)),
         ]:
             for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.bool):
