@@ -660,6 +660,17 @@ def test_merge_is_a_commutative_monoid(a, b, c):
             assert torch.equal(y[1], x[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_empty_partial_changes_nothing(dtype):
+    """Catches NaN from (-inf) - (-inf) where neither has keys, and out that a partial without weight moves."""
+    out, lse = torch.randn(4, 3), torch.tensor([-torch.inf, 0.0, 500.0, -500.0])
+    out[0] = 0
+    before = out.clone(), lse.clone()
+    merge_(out, lse, torch.ones(4, 3, dtype=dtype), torch.full((4,), -torch.inf))
+    assert torch.equal(out, before[0])
+    assert torch.equal(lse, before[1])
+
+
 def test_merge_is_that_of_the_definition():
     """Catches weights that are not softmax denominators: attention over two halves of the keys, merged, is attention
     over all of them. Also in place on views, and with partials in 16 bits."""
