@@ -68,16 +68,25 @@ def test_the_bytes_are_those_of_the_plan_of_the_rank_that_receives_most():
         assert len(set(received)) > 1 or not pattern.is_causal
 
 
-def test_small_chunks_go_at_once():
+@pytest.mark.parametrize(
+    ("pattern", "seq_len", "head_dim", "exchange"),
+    [
+        (DilatedPattern((1024, 8192), (1, 512)), 8192, 64, "all_gather"),
+        (DilatedPattern((4096,), (256,)), 8192, 64, "all_gather"),
+        (DilatedPattern((8192,), (1,)), 8192, 64, "ring"),
+        # seven chunks as large as the shard itself
+        (DilatedPattern((64,), (1,)), 64, 8, "ring"),
+    ],
+)
+def test_small_chunks_go_at_once(pattern, seq_len, head_dim, exchange):
     """Catches a threshold on something else than a message, and gathering what does not fit beside the shard."""
-    pattern = DilatedPattern((1024, 8192), (1, 512))
-    choice = choose(pattern, 8, 8192, heads=(7, 7))
-    assert choice.exchange == "all_gather"
-    assert "one round instead of 7 hops" in choice.reason
-    assert choose(DilatedPattern((8192,), (1,)), 8, 8192, heads=(7, 7)).exchange == "ring"
-    tiny = choose(DilatedPattern((64,), (1,)), 8, 64, heads=(7, 7), head_dim=8)
     assert SMALL_CHUNK_BYTES > 2 * 7 * 8 * 8 * 4
-    assert tiny.exchange == "ring"  # seven chunks as large as the shard itself
+    choice = choose(pattern, 8, seq_len, heads=(7, 7), head_dim=head_dim)
+    assert choice.exchange == exchange
+    assert ("one round instead of" in choice.reason) == (exchange == "all_gather")
+
+
+def test_the_reason_for_one_round():
     two = choose(DilatedPattern((24,), (1,)), 3, 24, heads=(2, 2), head_dim=8).reason
     # which are 1,024
     assert "a rank receives 2,048, no more than two chunks or its own keys and values" in two
