@@ -97,7 +97,7 @@ def judged(group: str, mutant: Mutant, source: Path) -> Verdict:
         path.write_text(original)
         os.utime(path, (before, before))
     seconds = time.monotonic() - began
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, flags=re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, flags=re.MULTILINE)
     if code is None:
         first = failed[0] if failed else NO_END
         return Verdict(group, mutant, mutant.enough, first, seconds)

@@ -27,6 +27,8 @@ AGREEMENT = (
 )
 BATCHES = ("tests/ranks/test_context.py", "tests/ranks/test_zigzag_documents.py")
 LAYERS = ("tests/layers/test_layers.py",)
+COMPILED = ("tests/layers/test_deploy.py",)
+GENERATE = ("tests/models/test_generate.py",)
 SIMULATE = (
     "tests/simulate/test_measuring.py",
     "tests/simulate/test_one_rank.py",

@@ -315,18 +315,6 @@ def test_runs_are_the_hops_at_which_somebody_needs_a_piece():
                 assert all(a[1] + 1 < b[0] for a, b in pairwise(runs))  # one run is one way
 
 
-@pytest.mark.parametrize("p", [3, 4, 8])
-def test_chunks_of_zigzag_are_passed_on(p):
-    """Catches an owner that sends a chunk twice, to the ranks above it and to those below, though it could go round."""
-    pattern = DilatedPattern((8 * p,), (1,), is_causal=True)
-    shards = make_shards("zigzag", (8,) * p)
-    for rank in range(p):
-        hops = make_plan(Job(pattern, shards, 1, 1), rank).hops
-        own = [message for hop in hops for message in hop.sends if message.owner == rank]
-        # its earlier piece, which all others need, and its later one, which those below need
-        assert len(own) == (1 if rank == 0 else 2)
-
-
 def test_causal_sends_only_to_later_ranks():
     shards = make_shards("contiguous", (8, 8, 8))
     plans = [

@@ -114,6 +114,7 @@ def test_simulated_ranks_equal_the_definition(simulated):
         (37, 1, 4, 4, 8, [(10**6, 1)], {"is_causal": True}, {}),
         (41, 2, 4, 2, 24, [(5, 1), (13, 2), (64, 7)], {}, {}),
         (47, 2, 4, 2, 8, [(20, 1), (47, 2)], {"is_causal": True}, {"sharding": "zigzag"}),
+        (3, 1, 8, 8, 4, [(2, 1), (3, 8)], {}, {}),  # five ranks and more: some own nothing
     ]
     shards_equal_reference(0, 1, cases, partial(simulate.all_ranks, simulated))
 
