@@ -4,8 +4,8 @@ Two more were written and left out, since they change no result:
 
 - plan/rings.py, hops that wrap round the ring are not joined (`_hops`): a timetable asks for one hop at a time, so two
   ranges that touch are one. The plans of 1,500 random jobs were the same to the letter.
-- plan/plan.py, chunks of an all-gather do not lie in the order of their owners (`sorted` in `gathered`): a tile finds its
-  chunk wherever it lies, and the messages of one pair of ranks keep their order.
+- plan/plan.py, chunks of an all-gather do not lie in the order of their owners (`sorted` in `gathered`): a tile finds
+  its chunk wherever it lies, and the messages of one pair of ranks keep their order.
 """
 
 from .mutant import (
