@@ -318,3 +318,12 @@ def test_an_interface_that_is_not_there_is_named():
         assert error.startswith(f"rda doctor: not ready: rank {rank}: not all 2 ranks met at ")
         assert "eth9" in error
         assert error.count("\n") == 1
+
+
+def test_no_time_is_below_zero(monkeypatch):
+    """Catches a small call that seems to take less than one of its tiles, on a machine that is busy now and then."""
+    times = iter([(8.0, 8.0), (1.0, 1.0), (90.0, 90.0)])
+    monkeypatch.setattr(examination, "_times", lambda *arguments: next(times))
+    found = examination.rates(None, "cpu", torch.float32)
+    assert found["call_seconds"] > 1
+    assert found["around_seconds"] == 0

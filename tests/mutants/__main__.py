@@ -4,6 +4,7 @@
     python -m tests.mutants windows core        those of two files
     python -m tests.mutants --only run/ --json  those with this text in file or idea, for scripts
     python -m tests.mutants --record tests/mutants/noticed.json
+    python -m tests.mutants --record tests/mutants/noticed.json --missing
 
 A mutant is run on a copy of the source, against the tests that it names, until enough cases have failed: two in the
 core, one elsewhere. Two mutants run at a time, each on a copy of its own.
@@ -28,14 +29,21 @@ from typing import Any, NamedTuple
 
 from tests.kept_record import add_record, kept_record
 
-from . import core, drawn, windows
+from . import apps, core, drawn, windows
 from .mutant import TRITON, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "src/ring_dilated_attention"
-GROUPS = {"windows": windows.MUTANTS, "drawn": drawn.MUTANTS, "core": core.MUTANTS}
+GROUPS = {
+    "windows": windows.MUTANTS,
+    "drawn": drawn.MUTANTS,
+    "core": core.MUTANTS,
+    "apps": apps.MUTANTS,
+}
 # Tests that have not ended by then wait for what will not come. The slowest need a minute on a quiet machine.
 MOST_SECONDS = 600
+Row = dict[str, Any]
+Key = tuple[str, str]  # the file and the idea of a mutant
 NO_END = "the tests did not end"
 DIED = "the process of the tests died"
 
@@ -59,7 +67,7 @@ class Verdict(NamedTuple):
         return f"{text}\n      {self.first or 'no test failed'}, {self.seconds:.0f} s"
 
     @property
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Row:
         mutant = self.mutant
         about = {"group": self.group, "file": mutant.file, "idea": mutant.idea}
         seconds = round(self.seconds, 1)
@@ -182,6 +190,29 @@ def table(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(lines)
 
 
+def rows_of(record: Path | None) -> dict[Key, Row]:
+    """The rows of a record that is there."""
+    if record is None or not record.exists():
+        return {}
+    return {(row["file"], row["idea"]): row for row in json.loads(record.read_text())["rows"]}
+
+
+def is_settled(mutant: Mutant, recorded: dict[Key, Row]) -> bool:
+    row = recorded.get((mutant.file, mutant.idea))
+    return row is not None and row["cases"] >= mutant.enough
+
+
+def with_recorded(rows: list[Row], recorded: dict[Key, Row]) -> list[Row]:
+    """The rows of this run, each with the commit, and of other mutants those that were recorded before."""
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    latest = dict(recorded)
+    for row in rows:
+        latest[row["file"], row["idea"]] = row | {"commit": commit.strip()}
+    keys = [(mutant.file, mutant.idea) for mutants in GROUPS.values() for mutant in mutants]
+    return [latest[key] for key in keys if key in latest]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="make mutants",
@@ -192,6 +223,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="mutants with this text in file or idea")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (default 2)")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    missing = "only mutants that the record lacks, or that too few cases noticed"
+    parser.add_argument("--missing", action="store_true", help=missing)
     add_record(parser)
     arguments = parser.parse_args()
     groups = arguments.groups or list(GROUPS)
@@ -207,13 +240,18 @@ def main() -> int:
                 print(f"left out, since Triton is not installed: {mutant.file}", file=sys.stderr)
             elif arguments.only in f"{mutant.file}: {mutant.idea}":
                 chosen.append((group, mutant))
+    recorded = rows_of(arguments.record)
+    if arguments.missing:
+        chosen = [(group, mutant) for group, mutant in chosen if not is_settled(mutant, recorded)]
     keep = kept_record(parser, arguments.record, "mutants", "-m tests.mutants")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rda-mutants-") as folder:
         verdicts = judge_all(chosen, arguments.jobs, Path(folder), shows=not arguments.json)
     rows = [verdict.row for verdict in verdicts]
-    keep(rows, seconds=round(time.monotonic() - began), at_once=arguments.jobs)
     print(json.dumps(rows, indent=1) if arguments.json else table(verdicts))
+    if arguments.record is not None:
+        seconds = round(time.monotonic() - began)
+        keep(with_recorded(rows, recorded), seconds=seconds, at_once=arguments.jobs)
     return int(not all(verdict.is_noticed for verdict in verdicts))
 
 

@@ -1,8 +1,10 @@
 """Mutants that cosmic-ray drew, with the idea that each breaks:
 
     python tests/mutants/draw.py 7 plan:12 run:6 ranks:9 kernels:4 attention:3 layers:3 simulate:3
+    python tests/mutants/draw.py 7 models:4 training:4 commands:2
 
-Those that change no result are left out:
+Tests of integrations/transformers need accelerate, which the environment of `make test` does not have. Those that
+change no result are left out:
 
 - plan/window_maker.py, `portion.piece.start <= portion.document.start`: a portion is cut to its document, so it cannot
   begin before.
@@ -11,6 +13,7 @@ Those that change no result are left out:
 - kernels/rows_at_once.py, `targets[0].numel() < 0`: of a tensor without rows Triton's grid is empty, and runs nothing.
 - kernels/cpu.py, `min(q_BHMD.numel(), k_BGLD.numel()) >= 0`: it asserts what holds, a tile is never empty.
 - attention/validate.py, `if not failure := ...`: it is not Python.
+- models/recompute.py, `LOSS_SLICE_LOGITS = 2**19`: the loss is cut into other slices of rows.
 - simulate/weighing.py, a scale of 2.0: it multiplies tensors without data.
 """
 
@@ -26,8 +29,12 @@ from .mutant import (
     MESSAGES,
     PLAN,
     RANKS,
+    SCORING,
     SDPA,
     SIMULATE,
+    SLIDES,
+    TORCHSCALE,
+    TRAINING,
     TRITON,
     WINDOWS,
     Mutant,
@@ -232,9 +239,9 @@ MUTANTS = (
     ),
     Mutant(
         "each row of a compiled padded batch gets its own results back",
-        "layers/multihead.py",
-        "out_BNE = out_1TE[0].unflatten(0, (batch, num_positions + 1))[:, :-1]",
-        "out_BNE = out_1TE[0].unflatten(1, (batch, num_positions + 1))[:, :-1]",
+        "layers/padded.py",
+        "rows_BNE = x_1TE[0].unflatten(0, (self.batch, self.num_positions + 1))[:, :-1]",
+        "rows_BNE = x_1TE[0].unflatten(1, (self.batch, self.num_positions + 1))[:, :-1]",
         COMPILED,
     ),
     Mutant(
@@ -246,9 +253,9 @@ MUTANTS = (
     ),
     Mutant(
         "the position that is added is a row, not a feature",
-        "layers/multihead.py",
-        "rows_BNE = F.pad(x_BNE.masked_fill(is_padding_BN1, 0), (0, 0, 0, 1))",
-        "rows_BNE = F.pad(x_BNE.masked_fill(is_padding_BN1, 0), (-1, 0, 0, 1))",
+        "layers/padded.py",
+        "rows_BNE = F.pad(x_BNE.masked_fill(self.is_padding_BN1, 0), (0, 0, 0, 1))",
+        "rows_BNE = F.pad(x_BNE.masked_fill(self.is_padding_BN1, 0), (-1, 0, 0, 1))",
         COMPILED,
     ),
     Mutant(
@@ -264,5 +271,68 @@ MUTANTS = (
         "if isinstance(step, Post | Wait | Zero | Home):",
         "if not isinstance(step, Post | Wait | Zero | Home):",
         SIMULATE[2:],
+    ),
+    Mutant(
+        "the published slide encoders read slides of 262,144 pixels",
+        "models/longnet_vit.py",
+        "        max_wsi_size: int = 262_144,\n",
+        "        max_wsi_size: int = 262_143,\n",
+        SLIDES,
+    ),
+    Mutant(
+        "the tiles of the smaller published encoder have 384 features",
+        "models/longnet_vit.py",
+        "PublishedSize(in_chans=384, embed_dim=384, depth=12)",
+        "PublishedSize(in_chans=383, embed_dim=384, depth=12)",
+        SLIDES,
+    ),
+    Mutant(
+        "rows are padded along the positions",
+        "models/torchscale/gate.py",
+        "return padded.index_copy(1, rows_N, x)",
+        "return padded.index_copy(2, rows_N, x)",
+        TORCHSCALE,
+    ),
+    Mutant(
+        "a step belongs to the first phase that it does not exceed",
+        "training/options.py",
+        "if step < phase.steps:",
+        "if step != phase.steps:",
+        TRAINING,
+    ),
+    Mutant(
+        "the first byte of a slice is predicted by the last one before it",
+        "training/scoring.py",
+        "last_1E = hidden_NE[-1:]",
+        "last_1E = hidden_NE[-2:]",
+        SCORING,
+    ),
+    Mutant(
+        "hyperparameters are checked",
+        "training/options.py",
+        "for item in fields(self):",
+        "for item in []:",
+        TRAINING,
+    ),
+    Mutant(
+        "the rehearsal of a step reads two bytes for each rank, as its borders say",
+        "training/loop.py",
+        "wrapped(shard(bytearray(2 * parallel.world_size), parallel), borders)",
+        "wrapped(shard(bytearray(1 * parallel.world_size), parallel), borders)",
+        TRAINING,
+    ),
+    Mutant(
+        "no time is below zero",
+        "commands/doctor/examination.py",
+        "max(0.0, max(small) - tile)",
+        "max(-1.0, max(small) - tile)",
+        ("tests/commands/test_doctor.py",),
+    ),
+    Mutant(
+        "a model has twelve layers unless the user says how many",
+        "commands/suggest.py",
+        'add("--layers", type=within(1, MOST_LAYERS), default=12, metavar="L", help=layers)',
+        'add("--layers", type=within(1, MOST_LAYERS), default=11, metavar="L", help=layers)',
+        ("tests/commands/test_suggest_command.py",),
     ),
 )
