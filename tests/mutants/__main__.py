@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.util import find_spec
 from pathlib import Path
@@ -147,9 +147,12 @@ def run_tests(mutant: Mutant, source: Path) -> tuple[int | None, str]:
 
 
 def judge_all(
-    chosen: Sequence[tuple[str, Mutant]], jobs: int, folder: Path, *, shows: bool
+    chosen: Sequence[tuple[str, Mutant]],
+    jobs: int,
+    folder: Path,
+    note: Callable[[int, Verdict], None],
 ) -> list[Verdict]:
-    """All verdicts, in the order of `chosen`."""
+    """All verdicts, in the order of `chosen`. `note` is called with each as it comes, and how many have come."""
     copies: SimpleQueue[Path] = SimpleQueue()
     ignored = shutil.ignore_patterns(".*", "runs", "site", "__pycache__", "results")
     for number in range(jobs):
@@ -170,8 +173,7 @@ def judge_all(
         try:
             for future in as_completed(numbers):
                 verdict = verdicts[numbers[future]] = future.result()
-                if shows:
-                    print(f"{len(verdicts):3} of {len(chosen)}: {verdict}", flush=True)
+                note(len(verdicts), verdict)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -245,13 +247,19 @@ def main() -> int:
         chosen = [(group, mutant) for group, mutant in chosen if not is_settled(mutant, recorded)]
     keep = kept_record(parser, arguments.record, "mutants", "-m tests.mutants")
     began = time.monotonic()
+    rows: list[Row] = []
+
+    def note(number: int, verdict: Verdict) -> None:
+        if not arguments.json:
+            print(f"{number:3} of {len(chosen)}: {verdict}", flush=True)
+        rows.append(verdict.row)
+        if arguments.record is not None:
+            seconds = round(time.monotonic() - began)
+            keep(with_recorded(rows, recorded), seconds=seconds, at_once=arguments.jobs)
+
     with tempfile.TemporaryDirectory(prefix="rda-mutants-") as folder:
-        verdicts = judge_all(chosen, arguments.jobs, Path(folder), shows=not arguments.json)
-    rows = [verdict.row for verdict in verdicts]
-    print(json.dumps(rows, indent=1) if arguments.json else table(verdicts))
-    if arguments.record is not None:
-        seconds = round(time.monotonic() - began)
-        keep(with_recorded(rows, recorded), seconds=seconds, at_once=arguments.jobs)
+        verdicts = judge_all(chosen, arguments.jobs, Path(folder), note)
+    print(json.dumps([x.row for x in verdicts], indent=1) if arguments.json else table(verdicts))
     return int(not all(verdict.is_noticed for verdict in verdicts))
 
 
