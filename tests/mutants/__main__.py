@@ -13,7 +13,6 @@ core, one elsewhere. Two mutants run at a time, each on a copy of its own.
 import argparse
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -29,7 +28,7 @@ from typing import Any, NamedTuple
 
 from tests.kept_record import add_record, kept_record
 
-from . import apps, core, drawn, windows
+from . import apps, core, drawn, quick, windows
 from .mutant import TRITON, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +45,7 @@ Row = dict[str, Any]
 Key = tuple[str, str]  # the file and the idea of a mutant
 NO_END = "the tests did not end"
 DIED = "the process of the tests died"
+ENDS = {NO_END, DIED}
 
 
 class Verdict(NamedTuple):
@@ -54,8 +54,12 @@ class Verdict(NamedTuple):
     group: str
     mutant: Mutant
     cases: int
-    first: str  # the first case that failed
+    failed: tuple[str, ...]  # the cases that failed, in their order; or why there are none
     seconds: float
+
+    @property
+    def first(self) -> str:
+        return self.failed[0] if self.failed else ""
 
     @property
     def is_noticed(self) -> bool:
@@ -100,50 +104,69 @@ def judged(group: str, mutant: Mutant, source: Path) -> Verdict:
     os.utime(path, (before + 10, before + 10))
     began = time.monotonic()
     try:
-        code, text = run_tests(mutant, source)
+        failed = failed_cases(mutant.tests, mutant.enough, source)
     finally:
         path.write_text(original)
         os.utime(path, (before, before))
     seconds = time.monotonic() - began
-    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, flags=re.MULTILINE)
-    if code is None:
-        first = failed[0] if failed else NO_END
-        return Verdict(group, mutant, mutant.enough, first, seconds)
-    if code < 0:
-        return Verdict(group, mutant, mutant.enough, DIED, seconds)
-    if code not in (0, 1):  # no tests, or an error of pytest's
-        raise RuntimeError(f"{mutant.file}, {mutant.idea}: {text[-3000:]}")
-    return Verdict(group, mutant, len(failed), failed[0] if failed else "", seconds)
+    cases = mutant.enough if set(failed) & ENDS else len(failed)
+    return Verdict(group, mutant, cases, tuple(failed), seconds)
 
 
-def run_tests(mutant: Mutant, source: Path) -> tuple[int | None, str]:
-    """pytest's exit status, or None if it did not end; and what it said."""
+def failed_cases(
+    tests: Sequence[str], most: int, source: Path, seconds: float = MOST_SECONDS
+) -> list[str]:
+    """Run tests until so many cases have failed. Returns their names, or one of ENDS if pytest came to no end."""
     environment = os.environ | {"PYTHONPATH": str(source / "src")}
-    if mutant.tests == TRITON:
+    if any(test.startswith(TRITON) for test in tests):
         environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--tb=no", "-rfE"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--tb=no"]
     command += ["-p", "no:cacheprovider", "-p", "tests.mutants.quick"]
-    command += [f"--maxfail={mutant.enough}", "--continue-on-collection-errors"]
-    with tempfile.TemporaryFile("w+") as said:
-        tests = subprocess.Popen(
-            [*command, *mutant.tests],
+    command += [f"--maxfail={most}", "--continue-on-collection-errors"]
+    with tempfile.NamedTemporaryFile("r") as noted, tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            [*command, *tests],
             cwd=source,
-            env=environment,
+            env=environment | {quick.FAILED: noted.name},
             stdout=said,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        code: int | None
         try:
-            code = tests.wait(timeout=MOST_SECONDS)
+            code = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            code = None
+            return [NO_END]
         finally:
-            if tests.poll() is None:
-                os.killpg(tests.pid, signal.SIGKILL)  # with the ranks that it started
-                tests.wait()
-        said.seek(0)
-        return code, said.read()
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # with the ranks that it started
+                process.wait()
+        if code < 0:
+            return [DIED]
+        if code not in (0, 1):  # no tests, or an error of pytest's
+            said.seek(0)
+            raise RuntimeError(f"{' '.join(tests)[:300]}: {said.read()[-3000:]}")
+        return list(dict.fromkeys(noted.read().splitlines()))[:most]
+
+
+def without_false_ones(verdicts: Sequence[Verdict], copies: Sequence[Path]) -> list[Verdict]:
+    """Run all cases that failed once more, without a mutant. Those that fail then too have noticed nothing."""
+    cases = sorted({case for verdict in verdicts for case in verdict.failed} - ENDS)
+    shares = [(cases[i :: len(copies)], copy) for i, copy in enumerate(copies)]
+    with ThreadPoolExecutor(len(copies)) as pool:
+        futures = [
+            pool.submit(failed_cases, share, len(share), copy, 3 * MOST_SECONDS)
+            for share, copy in shares
+            if share
+        ]
+    false_ones = {case for future in futures for case in future.result()}
+    for case in sorted(false_ones):
+        print(f"fails without a mutant too: {case}", file=sys.stderr)
+    checked = []
+    for verdict in verdicts:
+        failed = tuple(case for case in verdict.failed if case not in false_ones)
+        cases_left = verdict.cases - len(verdict.failed) + len(failed)
+        checked.append(verdict._replace(cases=cases_left, failed=failed))
+    return checked
 
 
 def judge_all(
@@ -154,9 +177,9 @@ def judge_all(
 ) -> list[Verdict]:
     """All verdicts, in the order of `chosen`. `note` is called with each as it comes, and how many have come."""
     copies: SimpleQueue[Path] = SimpleQueue()
+    all_copies = [folder / f"source{number}" for number in range(jobs)]
     ignored = shutil.ignore_patterns(".*", "runs", "site", "__pycache__", "results")
-    for number in range(jobs):
-        copy = folder / f"source{number}"
+    for copy in all_copies:
         shutil.copytree(ROOT, copy, ignore=ignored)
         copies.put(copy)
 
@@ -177,7 +200,7 @@ def judge_all(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return [verdicts[number] for number in range(len(chosen))]
+    return without_false_ones([verdicts[number] for number in range(len(chosen))], all_copies)
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
@@ -259,7 +282,11 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory(prefix="rda-mutants-") as folder:
         verdicts = judge_all(chosen, arguments.jobs, Path(folder), note)
-    print(json.dumps([x.row for x in verdicts], indent=1) if arguments.json else table(verdicts))
+    rows = [verdict.row for verdict in verdicts]
+    if arguments.record is not None:
+        seconds = round(time.monotonic() - began)
+        keep(with_recorded(rows, recorded), seconds=seconds, at_once=arguments.jobs)
+    print(json.dumps(rows, indent=1) if arguments.json else table(verdicts))
     return int(not all(verdict.is_noticed for verdict in verdicts))
 
 
