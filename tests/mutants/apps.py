@@ -1,7 +1,7 @@
 """Mutants of what is built on the core, written by hand: models, training, integrations, commands.
 
-One more was written and left out, since it changes no result: models/torchscale/zero_rows.py, `num_seen - num_rows_seen`
-without `max`. A phase is less than the rate, and so the rows that are seen are never less than none.
+One more was written and left out, since it changes no result: `num_seen - num_rows_seen` without `max`, in
+models/torchscale/zero_rows.py. A phase is less than the rate, and so the rows that are seen are never less than none.
 """
 
 from .mutant import (
