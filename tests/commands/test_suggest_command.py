@@ -3,6 +3,7 @@
 import json
 import random
 import shlex
+from argparse import ArgumentParser
 
 import pytest
 
@@ -73,3 +74,10 @@ def test_the_pick_is_the_best(seed, capsys):
         assert found["why"].startswith(why)
     else:
         assert found["why"] == "it is the only candidate"
+
+
+def test_the_help_tells_how_many_layers_are_taken():
+    parser = ArgumentParser()
+    suggest.add_arguments(parser)
+    num_layers = parser.get_default("layers")
+    assert f"layers of the model (default {num_layers})" in " ".join(parser.format_help().split())
