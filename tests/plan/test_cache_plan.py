@@ -309,3 +309,10 @@ def test_messages(make, fragments):
         make()
     assert all(fragment in str(caught.value) for fragment in fragments), str(caught.value)
     assert str(caught.value).endswith(".")
+
+
+@pytest.mark.parametrize("keep", [0, 2])
+def test_a_window_that_is_full_goes_back_by_keep_alone(keep):
+    plan = plan_cache(DilatedPattern.sliding(8, is_causal=True), 2, 2, None, keep)
+    assert plan.floor(7) == 0
+    assert plan.floor(30) == 30 - keep
