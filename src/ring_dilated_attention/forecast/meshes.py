@@ -26,6 +26,7 @@ class Training(NamedTuple):
     batch: int
     itemsize: int  # of activations
     kernel: str
+    activations: tuple[str, ...] = ACTIVATIONS  # the ways to hold them that are tried
 
     @property
     def sizes(self) -> Sizes:
@@ -103,7 +104,7 @@ def plan_mesh(training: Training, mesh: Mesh, hardware: Hardware, memory_bytes: 
     dtype = DTYPES[training.itemsize]
     held = weigh_activations(training.decoder, training.batch, rows, dtype, weight)
     plans = []
-    for activations, is_cut in product(ACTIVATIONS, (False, True)):
+    for activations, is_cut in product(training.activations, (False, True)):
         if is_cut and mesh.num_ranks == 1:
             continue
         memory = model_memory(

@@ -7,7 +7,7 @@ from pathlib import Path
 from ...forecast.call_cost import MOST_TIMED
 from ...forecast.clock import time_text
 from ...forecast.meshes import MeshPlan, Training, ranked_meshes
-from ...forecast.model_weight import Decoder
+from ...forecast.model_weight import ACTIVATIONS, Decoder
 from ...models.longnet_config import LongNetConfig
 from ...pattern import DilatedPattern
 from ...training.options import flag
@@ -51,6 +51,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--config", type=Path, metavar="PATH", help="a Hugging Face config.json, with all sizes")
     encoder = "an encoder (LongNetEncoder): a query sees later keys too"
     add("--not-causal", dest="is_causal", action="store_false", help=encoder)
+    ways = "keep the activations, or compute them again (default: what is faster and fits)"
+    add("--activations", choices=ACTIVATIONS, help=ways)
     add_shared(parser)
 
 
@@ -65,9 +67,10 @@ def run(arguments: Namespace) -> int:
     pattern = pattern_of(arguments, is_causal=arguments.is_causal)
     decoder = decoder_of(arguments, pattern)
     itemsize = ITEMSIZE[machine.dtype]
-    training = Training(
-        decoder, pattern, arguments.seq_len, arguments.batch, itemsize, machine.kernel
-    )
+    sizes = arguments.seq_len, arguments.batch, itemsize
+    training = Training(decoder, pattern, *sizes, machine.kernel)
+    if arguments.activations is not None:
+        training = training._replace(activations=(arguments.activations,))
     with progress(None, "plan") as bar:
         plans = ranked_meshes(training, arguments.gpus, machine.hardware, memory_bytes, bar.update)
     if arguments.json:
