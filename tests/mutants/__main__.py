@@ -278,14 +278,14 @@ def main() -> int:
         rows.append(verdict.row)
         if arguments.record is not None:
             seconds = round(time.monotonic() - began)
-            keep(with_recorded(rows, recorded), seconds=seconds, at_once=arguments.jobs)
+            keep(with_recorded(rows, recorded), seconds_of_last_run=seconds, at_once=arguments.jobs)
 
     with tempfile.TemporaryDirectory(prefix="rda-mutants-") as folder:
         verdicts = judge_all(chosen, arguments.jobs, Path(folder), note)
     rows = [verdict.row for verdict in verdicts]
     if arguments.record is not None:
         seconds = round(time.monotonic() - began)
-        keep(with_recorded(rows, recorded), seconds=seconds, at_once=arguments.jobs)
+        keep(with_recorded(rows, recorded), seconds_of_last_run=seconds, at_once=arguments.jobs)
     print(json.dumps(rows, indent=1) if arguments.json else table(verdicts))
     return int(not all(verdict.is_noticed for verdict in verdicts))
 
