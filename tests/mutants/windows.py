@@ -11,15 +11,15 @@ MUTANTS = (
     Mutant(
         "a causal window has w positions, its own among them",
         "pattern.py",
-        "reach = self.segment_length - 1 if is_causal else self.segment_length // 2",
-        "reach = self.segment_length if is_causal else self.segment_length // 2",
+        "return self.segment_length - 1 if is_causal else self.segment_length // 2",
+        "return self.segment_length if is_causal else self.segment_length // 2",
         (*PLAN, *CALL),
     ),
     Mutant(
-        "the planner's window reaches as far as the definition's",
+        "a centred window's blocks are as long as it reaches",
         SIGHT,
-        "return branch.segment_length - 1 if is_causal else branch.segment_length // 2",
-        "return branch.segment_length - 1",
+        "return max(branch.window_reach(is_causal=False), 1)",
+        "return branch.segment_length",
         (*PLAN, *CALL),
     ),
     Mutant(
@@ -123,8 +123,8 @@ MUTANTS = (
     Mutant(
         "a window's cache shows w rows",
         "plan/cache_plan.py",
-        "return range(max(position - self.segment_length + 1, 0), position)",
-        "return range(max(position - self.segment_length, 0), position)",
+        "return range(max(position - self.branch.window_reach(is_causal=True), 0), position)",
+        "return range(max(position - self.branch.window_reach(is_causal=True) - 1, 0), position)",
         CACHE,
     ),
     Mutant(
