@@ -63,11 +63,11 @@ XEON = {"amx": True, "amx_fp16": False, "capability": "AVX512", "mkldnn": True}
 @pytest.mark.parametrize(
     ("change", "taken"),
     [
-        ({}, {torch.bfloat16}),
-        ({"amx_fp16": True}, {torch.bfloat16, torch.float16}),
-        ({"amx": False}, set()),
-        ({"capability": "AVX2"}, set()),
-        ({"mkldnn": False}, set()),
+        ({}, (torch.bfloat16,)),
+        ({"amx_fp16": True}, (torch.bfloat16, torch.float16)),
+        ({"amx": False}, ()),
+        ({"capability": "AVX2"}, ()),
+        ({"mkldnn": False}, ()),
     ],
     ids=str,
 )
