@@ -297,7 +297,7 @@ def run_command(arguments: list[str]) -> int:
 
 
 def all_passed(trials: Sequence[check.Trial], on_step: Callable[[], object]) -> list[check.Row]:
-    return [trial.row("passed", error=0.0, tolerance=1.0) for trial in trials]
+    return [trial.row("passed", error=0.0, tolerance=1.0, where="out") for trial in trials]
 
 
 @contextlib.contextmanager

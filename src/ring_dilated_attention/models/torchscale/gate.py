@@ -102,7 +102,9 @@ def zero_rows(
         positions_P = _arange(padding.padded_positions, "cpu")
         calls.append(call_of([padded_branch], padded_length, positions_P, padding))
     if aligned:
-        calls.insert(0, call_of(aligned, length, documents.positions(), None))
+        spans = [_arange(range(start, stop), "cpu") for start, stop in documents.shard]
+        positions_N = torch.cat([_arange(range(0), "cpu"), *spans])  # a shard may be empty
+        calls.insert(0, call_of(aligned, length, positions_N, None))
     return calls
 
 
