@@ -11,6 +11,7 @@ run's folder.
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -60,7 +61,8 @@ def measured_on(num_ranks: int, run: Path, lengths: list[int], folder: Path) -> 
     out = folder / f"{num_ranks}.json"
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     task = [__file__, "--trained", run, "--measure", out, "--lengths", *lengths]
-    subprocess.run([sys.executable, *ranks, *map(str, task)], check=True)
+    env = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks))}
+    subprocess.run([sys.executable, *ranks, *map(str, task)], check=True, env=env)
     return json.loads(out.read_text())
 
 
@@ -106,10 +108,9 @@ def main(argv: list[str] | None = None) -> None:
             arguments.measure.write_text(json.dumps(found))
         dist.destroy_process_group()
         return
+    run = run or max((path.parent for path in Path("runs").glob("*/record.json")), default=None)
     if run is None:
-        run = max((path.parent for path in Path("runs").glob("*/record.json")), default=None)
-        if run is None:
-            parser.error("runs/ has no run: make one by `rda train`, or name one by --trained")
+        parser.error("runs/ has no run: make one by `rda train`, or name one by --trained")
     print(f"The same step with longer sequences: the model of {run}\n")
     with tempfile.TemporaryDirectory() as folder:
         found = {number: measured_on(number, run, lengths, Path(folder)) for number in (1, 2)}
