@@ -3,13 +3,18 @@
 A part that fails leaves a row that says so, and the others go on. The record is written whenever a part ends.
 """
 
+import argparse
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ring_dilated_attention.training.files import check_mine
+
 from .progress import stepper
-from .record import make_record, markdown, write_record
+from .record import is_record, make_record, markdown, write_record
+
+MAKER = "python -m benchmarks"
 
 # part, what, passed (None: nothing to judge), found (in words), and what was measured
 Row = dict[str, Any]
@@ -22,6 +27,29 @@ class Part(NamedTuple):
     name: str
     seconds: float
     run: Callable[[Any, float], list[Row]]
+
+
+def parser_of(name: str, description: str, quick: str) -> argparse.ArgumentParser:
+    """A parser with --quick, which says what it runs, and --results."""
+    parser = argparse.ArgumentParser(prog=f"{MAKER} {name}", description=description)
+    quick_help = f"{quick}; writes nothing unless --results is given"
+    parser.add_argument("--quick", action="store_true", help=quick_help)
+    parser.add_argument(
+        "--results", type=Path, metavar="DIR", help="where the record goes (default: runs)"
+    )
+    return parser
+
+
+def folder_of(name: str, arguments: argparse.Namespace, why_not: str | None) -> Path | None:
+    """Where the record goes, if anywhere. A ValueError says why not quick ones cannot run here, or whose file it is."""
+    folder: Path | None = arguments.results
+    if not arguments.quick:
+        if why_not is not None:
+            raise ValueError(f"{name} {why_not}")
+        folder = folder or Path("runs")
+    if folder is not None:
+        check_mine(folder / f"{name}.json", is_record, MAKER)
+    return folder
 
 
 def failed_row(error: BaseException) -> Row:

@@ -1,23 +1,19 @@
 """`python -m benchmarks gpu`: one part after the other, each in a process of its own, with a record after each."""
 
-import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from ring_dilated_attention.commands.local_ranks import Launch, RankFailedError, Worker, run_ranks
-from ring_dilated_attention.training.files import check_mine
 
-from ..parts import Part, Row, failed_row, print_rows, run_parts
-from ..record import is_record
+from ..parts import Part, Row, failed_row, folder_of, parser_of, print_rows, run_parts
 from .right import beyond, card, one_rank, run_tests
 from .settings import QUICK, Settings
 from .speed import memory, model, ops, share, small
 
 SUMMARY = "one GPU: right, how fast, how much memory (make gpu)"
-NAME, MAKER = "gpu", "python -m benchmarks"
+NAME = "gpu"
 
 
 def reported(
@@ -60,33 +56,18 @@ PARTS = (
 
 def main(words: Sequence[str]) -> int:
     names = [part.name for part in PARTS]
-    parser = argparse.ArgumentParser(
-        prog=f"{MAKER} {NAME}", description=f"Measure {SUMMARY}. It takes nine minutes at most."
-    )
-    parser.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"of {', '.join(names)} (default: all)"
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="tiny sizes on a CPU; writes nothing unless --results is given",
-    )
-    parser.add_argument(
-        "--results", type=Path, metavar="DIR", help="where the record goes (default: runs)"
-    )
+    description = f"Measure {SUMMARY}. It takes nine minutes at most."
+    parser = parser_of(NAME, description, "tiny sizes on a CPU")
+    parts_help = f"of {', '.join(names)} (default: all)"
+    parser.add_argument("parts", nargs="*", metavar="PART", help=parts_help)
     arguments = parser.parse_args(words)
     for name in arguments.parts:
         if name not in names:
             raise ValueError(f"unknown part {name!r}; choose from {', '.join(names)}")
-    folder = arguments.results
-    if not arguments.quick:
-        folder = folder or Path("runs")
-        if not torch.cuda.is_available():
-            raise ValueError(
-                f"{NAME} needs a CUDA GPU, and torch sees none; --quick rehearses on a CPU"
-            )
-    if folder is not None:
-        check_mine(folder / f"{NAME}.json", is_record, MAKER)
+    why_not = None
+    if not torch.cuda.is_available():
+        why_not = "needs a CUDA GPU, and torch sees none; --quick rehearses on a CPU"
+    folder = folder_of(NAME, arguments, why_not)
     parts = [part for part in PARTS if part.name in (arguments.parts or names)]
     settings = QUICK if arguments.quick else Settings()
     rows = run_parts(NAME, parts, settings, folder, is_quick=arguments.quick)

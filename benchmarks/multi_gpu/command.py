@@ -1,16 +1,11 @@
 """`python -m benchmarks multi_gpu`: one part after the other, each in processes of its own."""
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from ring_dilated_attention.training.files import check_mine
-
-from ..parts import Part, print_rows, run_parts
-from ..record import is_record
+from ..parts import Part, folder_of, parser_of, print_rows, run_parts
 from .faults import fault
 from .network import network
 from .right import model, right, there
@@ -18,7 +13,7 @@ from .settings import QUICK, Settings
 from .speed import speed
 
 SUMMARY = "what only several GPUs can show, for others to send us (make multi-gpu)"
-NAME, MAKER = "multi_gpu", "python -m benchmarks"
+NAME = "multi_gpu"
 
 
 def parts(settings: Settings) -> list[Part]:
@@ -38,30 +33,15 @@ def parts(settings: Settings) -> list[Part]:
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog=f"{MAKER} {NAME}", description=f"Measure {SUMMARY}. It takes ten minutes."
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="two CPU ranks; writes nothing unless --results is given",
-    )
-    parser.add_argument(
-        "--results", type=Path, metavar="DIR", help="where the record goes (default: runs)"
-    )
+    parser = parser_of(NAME, f"Measure {SUMMARY}. It takes ten minutes.", "two CPU ranks")
     arguments = parser.parse_args(words)
-    settings, folder = QUICK, arguments.results
-    if not arguments.quick:
-        settings = Settings(torch.cuda.device_count())
-        folder = folder or Path("runs")
-        if settings.num_ranks < 2:
-            raise ValueError(
-                f"{NAME} needs two CUDA GPUs or more, and torch sees {settings.num_ranks}."
-            )
-    if folder is not None:
-        check_mine(folder / f"{NAME}.json", is_record, MAKER)
-    is_quick = not settings.has_gpus
-    rows = run_parts(NAME, parts(settings), settings, folder, is_quick=is_quick)
+    num_gpus = torch.cuda.device_count()
+    why_not = None
+    if num_gpus < 2:
+        why_not = f"needs two CUDA GPUs or more, and torch sees {num_gpus}."
+    folder = folder_of(NAME, arguments, why_not)
+    settings = QUICK if arguments.quick else Settings(num_gpus)
+    rows = run_parts(NAME, parts(settings), settings, folder, is_quick=arguments.quick)
     status = print_rows(rows)
     if folder is not None:
         print(f"\nPlease open an issue with this file: {folder / NAME}.json")

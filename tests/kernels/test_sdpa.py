@@ -544,7 +544,7 @@ def cudnn_backward(
 def stand_ins(gpu):
     ops = [flash, flash_backward, efficient, efficient_backward, cudnn, cudnn_backward]
     names = [op.__name__.replace("_backward", "") for op in ops]
-    ends = ["_backward" * op.__name__.endswith("_backward") for op in ops]
+    ends = ["_backward" if op.__name__.endswith("_backward") else "" for op in ops]
     called = []
 
     def recorded(op):

@@ -34,7 +34,9 @@ class RotaryTable:
         *batch, num_rows, half = self.cos_ND.shape
         found, needed = (num_rows, 2 * half, self.base), (rows[1], head_dim, base)
         if found != needed or (batch and batch != [rows[0]]):
-            text = "{} rows of head_dim={} with base {}" + " of a batch of {}" * len(batch)
+            text = "{} rows of head_dim={} with base {}"
+            if batch:
+                text += " of a batch of {}"
             found_text, needed_text = text.format(*found, *batch), text.format(*needed, rows[0])
             raise ValueError(
                 f"positions are a RotaryTable for {found_text}, the inputs need one for {needed_text}"
