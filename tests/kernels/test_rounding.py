@@ -52,19 +52,17 @@ class Machine(SimpleNamespace):
 
     def pretend(self, monkeypatch):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: self.amx)
-        monkeypatch.setattr(torch.cpu, "_is_amx_fp16_supported", lambda: self.amx_fp16)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: self.capability)
         monkeypatch.setattr(torch.backends.mkldnn, "enabled", self.mkldnn)
 
 
-XEON = {"amx": True, "amx_fp16": False, "capability": "AVX512", "mkldnn": True}
+XEON = {"amx": True, "capability": "AVX512", "mkldnn": True}
 
 
 @pytest.mark.parametrize(
     ("change", "taken"),
     [
         ({}, (torch.bfloat16,)),
-        ({"amx_fp16": True}, (torch.bfloat16, torch.float16)),
         ({"amx": False}, ()),
         ({"capability": "AVX2"}, ()),
         ({"mkldnn": False}, ()),
@@ -78,10 +76,10 @@ def test_who_takes_rows_of_16_bits(change, taken, monkeypatch):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_with_a_matrix_unit_errors_stay_within_twice_those_of_torch(dtype, num_ranks, monkeypatch):
+def test_with_a_matrix_unit_errors_stay_within_twice_those_of_torch(num_ranks, monkeypatch):
     """The rows reach torch's kernel as they are. (Here it then computes without the unit.)"""
-    Machine(**XEON | {"amx_fp16": True}).pretend(monkeypatch)
+    dtype = torch.bfloat16
+    Machine(**XEON).pretend(monkeypatch)
     seen, forward = set(), cpu.forward
     monkeypatch.setattr(cpu, "forward", lambda q, *rest: seen.add(q.dtype) or forward(q, *rest))
     found = []

@@ -75,7 +75,7 @@ class MetaKernel:
         return None
 
     def takes_short_rows(self, dtype: torch.dtype) -> bool:
-        """On other machines: a CPU is taken to have no matrix unit."""
+        """A CPU is taken to have no matrix unit, whichever runs this: then 16-bit rows are copied, which takes more."""
         return self.NAME != "cpu"
 
     def merging(self, query: Tensor) -> Merging | None:
