@@ -224,6 +224,27 @@ def test_older_weights_load_with_one_warning():
     ]
 
 
+def test_an_encoder_of_ones_own_remembers_its_pattern():
+    def encoder(pattern, **padding):
+        sizes = {"num_layers": 1, "embed_dim": 32, "num_heads": 4, "ffn_dim": 64}
+        return LongNetEncoder(TorchscaleConfig(pattern, **padding, **sizes))
+
+    model = encoder(DilatedPattern((8, 32), (1, 4)), padding="exact")
+    weights = model.state_dict()
+    encoder(DilatedPattern((8, 32), (1, 4)), padding="exact").load_state_dict(weights)
+    other = encoder(DilatedPattern((16, 32), (1, 4)), padding="exact")
+    before = {name: x.clone() for name, x in other.named_parameters()}
+    with pytest.raises(ValueError, match="it would be another function"):
+        other.load_state_dict(weights)
+    assert all(torch.equal(x, before[name]) for name, x in other.named_parameters())
+
+    published = encoder((8, 32), dilation_rates=(1, 4)).state_dict()
+    assert not any("trained_with" in name for name in published)
+    with pytest.warns(UserWarning, match="do not say with which pattern") as shown:
+        model.load_state_dict(published)
+    assert len(shown) == 1
+
+
 @pytest.mark.parametrize(
     "state",
     [

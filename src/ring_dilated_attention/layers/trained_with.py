@@ -37,15 +37,33 @@ def check_extra_state(state: Tensor, pattern: DilatedPattern, rotary_base: float
         )
 
 
+class TrainedWith(nn.Module):
+    """A part of a model, without weights, by which its state_dict says the model's pattern."""
+
+    def __init__(self, pattern: DilatedPattern) -> None:
+        super().__init__()
+        self.pattern = pattern
+
+    def get_extra_state(self) -> Tensor:
+        return extra_state_of(self.pattern, None)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        check_extra_state(state, self.pattern, None)
+
+
 def check_before_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Refuse weights of another pattern before any is copied, and let those load that do not say their pattern, with a
     warning. Python shows a warning of one text once."""
-    if f"{prefix}_extra_state" in state:
-        module.set_extra_state(state[f"{prefix}_extra_state"])
-    elif any(name.startswith(prefix) for name in state):
+    rememberer: Any = module
+    name = f"{prefix}_extra_state"
+    if hasattr(module, "trained_with"):
+        rememberer, name = module.trained_with, f"{prefix}trained_with._extra_state"
+    if name in state:
+        rememberer.set_extra_state(state[name])
+    elif any(key.startswith(prefix) for key in state):
         warnings.warn(
             "the weights do not say with which pattern and rotary they were trained: make sure that the module has the "
             "same, or its outputs are wrong. (Weights saved by this version say it.)",
             stacklevel=2,
         )
-        state[f"{prefix}_extra_state"] = module.get_extra_state()
+        state[name] = rememberer.get_extra_state()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ...attention import dilated_attention
 from ...attention.validate import check_objects
+from ...layers.trained_with import TrainedWith, check_before_loading
 from ...ranks.context import ContextParallel
 from ...ranks.named import called_by
 from ...ranks.ranks import ALONE
@@ -138,6 +139,11 @@ class LongNetEncoder(nn.Module):
         self.activation_checkpointing = activation_checkpointing
         self.layers = nn.ModuleList(Layer(config, parallel) for _ in range(config.num_layers))
         self.layer_norm = nn.LayerNorm(config.embed_dim) if config.normalize_output else None
+        if (
+            config.padding == "exact"
+        ):  # with torchscale's padding the names are those of published weights
+            self.trained_with = TrainedWith(config.pattern)
+            self.register_load_state_dict_pre_hook(check_before_loading)
 
     def forward(
         self,
