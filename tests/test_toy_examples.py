@@ -18,6 +18,7 @@ from matplotlib.image import imread
 from pages import text_of
 from safetensors.torch import load_file
 
+from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands import cli
 
 EXAMPLES = ROOT / "examples"
@@ -212,7 +213,7 @@ def test_slides_are_fine_tuned_on_two_ranks_as_in_one_process(tmp_path, backend)
 
 def measured_here(rank, world_size, folder):
     example = runpy.run_path(str(EXAMPLES / "longer.py"))
-    return example["measure"](folder, [64, 128])
+    return example["measure"](folder, [64, 128], ContextParallel())
 
 
 def test_longer_sequences(tmp_path):
@@ -220,16 +221,20 @@ def test_longer_sequences(tmp_path):
     (tmp_path / "text.txt").write_bytes(TEXT)
     options = [*TINY.split(), "--steps", "1", "--data", str(tmp_path / "text.txt")]
     assert cli.main(["train", *options, "--run-folder", str(tmp_path / "run")]) == 0
-    found = {number: run(number, measured_here, tmp_path / "run")[0] for number in (1, 2)}
-    for of_ranks in found.values():
-        assert all(step["seconds"] > 0 for step in of_ranks["steps"])
-        assert of_ranks["steps"][0]["bytes"] <= of_ranks["steps"][1]["bytes"]
-    assert [length for length, _ in found[1]["dense"]] == [32, 64]
     example = runpy.run_path(str(EXAMPLES / "longer.py"))
+    alone = example["measure"](tmp_path / "run", [64, 128], None)
+    shared = run(2, measured_here, tmp_path / "run")[0]
+    for steps in (alone, shared):
+        assert all(step["seconds"] > 0 for step in steps)
+        assert steps[0]["bytes"] <= steps[1]["bytes"]
+    assert [length for length, _ in example["measure_dense"](tmp_path / "run", (32, 64))] == [
+        32,
+        64,
+    ]
     # 3 n + 2 n^2
     dense = example["dense_seconds"]([(10, 230.0), (20, 860.0)], [10, 100])
     assert dense == pytest.approx([230, 20_300])
-    example["draw"](tmp_path / "longer.png", [64, 128], found, dense)
+    example["draw"](tmp_path / "longer.png", [64, 128], alone, shared, dense)
     assert imread(tmp_path / "longer.png").std() > 0.1
 
 

@@ -598,7 +598,9 @@ class Desk(fuzz_ranks.Desk):
             check_averaged(model, parallel)
             complaint = None
         else:
-            name = "DDP of the module" if how == "DDP over samples" else "model."
+            name = (
+                "DistributedDataParallel of the module" if how == "DDP over samples" else "model."
+            )
             complaint = why_not_refused_at_once(
                 lambda: check_averaged(checked, parallel), "nobody would average", name
             )

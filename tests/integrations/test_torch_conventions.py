@@ -4,6 +4,7 @@ Every function whose name starts with `rank` runs on every rank, and every rank 
 """
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from distributed import run
 from helpers import message_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, MultiheadDilatedAttention
@@ -400,9 +401,14 @@ def rank_asks_who_averages(rank, world_size):
     for by_hand in (False, True):
         found = message_of(lambda by_hand=by_hand: check_averaged(box, parallel, by_hand=by_hand))
         assert (
-            f"DDP of 0 averages over the ranks {column}, but the ranks {row} share each sequence"
+            f"DistributedDataParallel of 0 averages over the ranks {column}, but the ranks {row} share each sequence"
             in found
         )
+    older = partial(FullyShardedDataParallel, nn.Linear(2, 2), device_id=torch.device("cpu"))
+    over_samples = older(process_group=mesh["dp"].get_group())
+    said = message_of(lambda: check_averaged(over_samples, parallel))
+    assert f"FullyShardedDataParallel of the module averages over the ranks {column}" in said
+    check_averaged(older(), parallel)
     bare = nn.Linear(2, 2)
     partly = nn.ModuleDict(
         {"body": nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), "head": bare}

@@ -191,8 +191,7 @@ def test_config_refusals(options, message):
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        (torch.zeros(1, 1, dtype=torch.int64), "1 positions over all ranks"),
-        (torch.zeros(0, 5, dtype=torch.int64), "5 positions over all ranks"),
+        (torch.zeros(0, 5, dtype=torch.int64), "has an empty batch"),
         (torch.zeros(5, dtype=torch.int64), r"shape \(5,\) and dtype torch.int64"),
         (torch.zeros(1, 5), "dtype torch.float32: pass integers"),
         (torch.zeros(1, 5, dtype=torch.bool), "dtype torch.bool: pass integers"),
@@ -263,8 +262,17 @@ def test_packed_documents_refusals():
     model, borders = make(), torch.tensor([0, 3, 8], dtype=torch.int32)
     with pytest.raises(ValueError, match="batch must be 1, got 2"):
         model(make_tokens(2, 8), borders)
-    with pytest.raises(ValueError, match="3 positions over all ranks in 3 documents"):
-        model.loss(make_tokens(1, 3), torch.arange(4, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("step_count", [None, 5])
+def test_texts_without_a_label(step_count):
+    """A loss of 0, with gradients of 0: a text of one token, and three such documents."""
+    for length, borders in ((1, None), (3, torch.arange(4, dtype=torch.int32))):
+        model = make()
+        loss = model.loss(make_tokens(1, length), borders, step_count=step_count)
+        loss.backward()
+        assert loss == 0
+        assert not any(parameter.grad.any() for parameter in model.parameters())
 
 
 def test_activation_checkpointing_holds_less():

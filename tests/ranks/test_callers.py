@@ -19,7 +19,13 @@ from torch.distributed.tensor.parallel import parallelize_module
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.integrations.torch import ShardSequence, replace_attention
 from ring_dilated_attention.layers import MultiheadDilatedAttention
-from ring_dilated_attention.models import LongNetConfig, LongNetEncoder, LongNetLM, TorchscaleConfig
+from ring_dilated_attention.models import (
+    LongNetConfig,
+    LongNetEncoder,
+    LongNetLM,
+    LongNetViT,
+    TorchscaleConfig,
+)
 
 PATTERN = DilatedPattern((4, 16), (1, 2), is_causal=True)
 PATIENCE = timedelta(seconds=20)
@@ -64,6 +70,10 @@ def rank_drops_other_layers(rank, world_size):
     encoder(x)
     del encoder.layers[rank]
     assert APART in message_of(lambda: encoder(x))
+    [layer] = make_layers(parallel, 1)
+    copies = [copy.deepcopy(layer) for _ in range(3)]
+    go_through(copies, x)
+    assert APART in message_of(lambda: go_through(copies, x, dropped=rank))
     styled = nn.ModuleList(make_layers(None))
     style = ShardSequence()
     parallelize_module(styled, init_device_mesh("cpu", (world_size,)), style)
@@ -202,17 +212,25 @@ def rank_forgets_parallel(rank, world_size):
     cache = MultiheadDilatedAttention(32, 4, PATTERN).make_cache(1)
     module = MultiheadDilatedAttention(32, 4, PATTERN)
     x = torch.zeros(1, 6, 32)
+    padding = torch.tensor([[False] * 5 + [True]])
+    slide = LongNetViT(4, 16, 1, 4, slide_ngrids=8, segment_lengths=(8,), dilation_rates=(1,))
     calls = {
         "a function": (lambda: attend(6), 1),
         "a module": (lambda: module(x, x, x), 1),
+        "a module with padding": (lambda: module(x, x, x, key_padding_mask=padding), 1),
+        "a slide encoder": (lambda: slide(torch.zeros(1, 6, 4), torch.zeros(1, 6, 2)), 1),
         "the whole": (lambda: attend(12), 0),
         "another length": (lambda: attend(5), 0),
         "one process": (lambda: attend(6, parallel=alone), 0),
         "a cache": (lambda: attend(6, cache=cache), 0),
+        "packed documents": (lambda: attend(6, cu_seqlens=torch.tensor([0, 2, 6]).int()), 0),
     }
     for name, (call, times) in calls.items():
         parallel = ContextParallel(timeout=PATIENCE)
         parallel.shard(torch.zeros(1, 12))
+        other = ContextParallel(timeout=PATIENCE)
+        other.shard(torch.zeros(1, 20))
+        other.close()
         assert times_said(call) == times, name
         parallel.close()
         assert times_said(call) == 0, name

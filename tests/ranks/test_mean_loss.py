@@ -188,6 +188,11 @@ def rank_has_no_label(rank, world_size):
     local = parallel.shard_batch({"x": x, "y": torch.full_like(labels, -100)})
     parallel.mean_loss(model(local["x"], local["y"]), 0).backward()
     assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
+    for over in {None, parallel}:
+        torch.manual_seed(0)
+        text = LongNetLM(CONFIG, parallel=parallel)
+        text.loss(parallel.shard(torch.zeros(1, 1, dtype=torch.int64)), over=over).backward()
+        assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in text.parameters())
     said = f"the ranks have a loss of {world_size} in all, and 0 terms"
     assert said in message_of(lambda: parallel.mean_loss(torch.ones(()), 0))
 

@@ -265,6 +265,27 @@ def test_three_ranks_resume_to_the_bit_and_agree_with_one(tmp_path):
     assert [row["positions"] for row in again["ranks"]] == positions
 
 
+def lengths_attended(rank, world_size, folder):
+    """The rows of this rank in each step, and whether they are a shard."""
+    calls = []
+    whole = loop.LongNetLM.loss
+
+    def loss(model, tokens, *arguments, **options):
+        calls.append((tokens.shape[1], model.parallel is not None))
+        return whole(model, tokens, *arguments, **options)
+
+    with mock.patch.object(loop.LongNetLM, "loss", loss):
+        train(tiny_run(folder, **PHASES), ContextParallel(), NEVER)
+    return calls[1:]  # without DDP's rehearsal
+
+
+def test_short_sequences_are_dealt_out_whole(tmp_path):
+    """Three sequences of 8 bytes go to three ranks, two of 16 cannot; those of --seq-len are always shared."""
+    for rank, calls in enumerate(run_ranks(3, lengths_attended, tmp_path)):
+        shards_of_32 = (11, 11, 10)[rank]
+        assert calls == [(8, False)] + [(shards_of_32, True)] * 2 + [(16, True)] * 2
+
+
 def test_signals_are_requests_inside_the_context_only():
     before = signal.getsignal(signal.SIGTERM)
     with StopRequest() as stop:

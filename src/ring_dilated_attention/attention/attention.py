@@ -101,7 +101,7 @@ def dilated_attention(
         )
         check_cache(cache, call, query, key, parallel, cu_seqlens, lengths)
         query, key, value = map(with_unit_stride, rows)
-        if parallel is None and cache is None:
+        if parallel is None and cache is None and cu_seqlens is None:  # borders tell the length
             warn_of_forgotten_parallel(query.shape[1])
     except Exception as error:  # whatever it is: the other ranks would wait
         if isinstance(parallel, NamedContext):

@@ -84,7 +84,8 @@ EXAMPLES = """examples:
   srun python -m ring_dilated_attention train
                                   Slurm, with MASTER_ADDR and MASTER_PORT set
 
-The sequence is cut among the ranks; each holds its part of every activation.
+A sequence of --seq-len is cut among the ranks; each holds its part of every
+activation. Shorter ones of --phases are dealt out whole, if BATCH allows it.
 The run folder gets checkpoints (safetensors and JSON) and metrics.jsonl, and at
 the end record.json. Only one run at a time can use it. Exit codes of the run,
 or of the ranks under a torchrun of your own: 0 done, 1 a rank was lost or
@@ -95,7 +96,7 @@ memory ran out, 2 a sentence says what is wrong, 130 interrupted and saved.
 def add_arguments(parser: ArgumentParser) -> None:
     parser.set_defaults(**DEFAULTS)
     add = parser.add_argument
-    ranks = "processes that share every sequence (default 1)"
+    ranks = "processes that share every sequence of --seq-len (default 1)"
     add("--ranks", type=positive, metavar="P", help=ranks)
     add("--exchange", choices=("auto", *EXCHANGES), help="how chunks travel (default auto)")
     add("--activation-checkpointing", action="store_true", help="recompute blocks to save memory")

@@ -143,7 +143,7 @@ def _each_input(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, tupl
 def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: bool = False) -> None:
     """Check, after DDP or fully_shard, that the ranks that share a sequence also average their gradients.
 
-    Call it outside of forwards. The group of torch's older FullyShardedDataParallel is not looked at.
+    Call it outside of forwards. It does not see whether gradients are averaged over replicas too.
 
     Args:
         by_hand: your loop, or DeepSpeed, averages the gradients of what neither DDP nor fully_shard has wrapped, and
@@ -157,12 +157,15 @@ def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: boo
     check_meshes(module, parallel)
     wrappers: list[Any] = []
     for name, child in module.named_modules():
-        if isinstance(child, DistributedDataParallel):
+        has_one_group = isinstance(child, DistributedDataParallel)
+        if isinstance(child, FullyShardedDataParallel):
+            has_one_group = "HYBRID" not in child.sharding_strategy.name
+        if has_one_group:
             averaging = dist.get_process_group_ranks(child.process_group)
             if not sharing <= set(averaging):
                 raise ValueError(
-                    f"DDP of {name or 'the module'} averages over the ranks {averaging}, but the ranks "
-                    f"{sorted(sharing)} share each sequence, and nobody would average their gradients. Leave "
+                    f"{type(child).__name__} of {name or 'the module'} averages over the ranks {averaging}, but the "
+                    f"ranks {sorted(sharing)} share each sequence, and nobody would average their gradients. Leave "
                     "process_group out, which takes all ranks."
                 )
         if isinstance(child, FSDPModule):

@@ -4,6 +4,8 @@ Shape suffixes: B batch, N positions (the local ones under `parallel`), E embedd
 D head dim.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from ..ranks.call import validate_cu_seqlens
 from ..ranks.context import ContextParallel
 from ..ranks.handshake import RefusedError
 from ..ranks.named import called_by, refuse
+from ..ranks.ranks import warn_of_forgotten_parallel
 from ..run.dilated_cache import DilatedCache
 from ..run.views import on_device
 from .padded import packed_rows
@@ -141,6 +144,11 @@ class MultiheadDilatedAttention(nn.Module):
         """Raise ValueError unless the weights were trained with this module's pattern and `rotary`."""
         check_extra_state(state, self.pattern, self.rotary_base)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is another module: it gets a number of its own."""
+        super().__setstate__(state)
+        self.share(self.parallel)
+
     def share(self, parallel: ContextParallel | None) -> None:
         """From now on inputs and outputs are shards of sequences that these ranks share."""
         self.parallel = parallel
@@ -241,6 +249,10 @@ class MultiheadDilatedAttention(nn.Module):
             raise
         if heads is None:
             assert key_padding_mask is not None
+            if self.parallel is None:
+                warn_of_forgotten_parallel(
+                    query.shape[1]
+                )  # its call has borders, which tell a length
             return self._forward_padded(query, key, value, key_padding_mask, table), None
         return self.out_proj(self._attend(heads, cu_seqlens, cache, lengths)), None
 

@@ -262,13 +262,8 @@ class LongNetLM(nn.Module):
             )
         documents = self._agree(tokens_BN, cu_seqlens)
         num_labels = tokens_BN.shape[0] * sum(
-            stop - start - 1 for start, stop in pairwise(documents.borders)
+            max(stop - start - 1, 0) for start, stop in pairwise(documents.borders)
         )
-        if num_labels < 1:
-            raise ValueError(
-                f"tokens of shape {tuple(tokens_BN.shape)} on this rank, {documents.borders[-1]} positions over all "
-                f"ranks in {len(documents.borders) - 1} documents: the loss needs a document of 2 tokens or more"
-            )
         labels_BN = self._labels(tokens_BN, documents)
         hidden_BNE = self._hidden(tokens_BN, documents, cu_seqlens)
         num_rows = loss_slice_rows(self.config.vocab_size)
@@ -281,7 +276,7 @@ class LongNetLM(nn.Module):
             return self.parallel.mean_loss(local_sum, local_count, over=over, step_count=step_count)
         if step_count is not None:
             return mean_loss(ALONE, local_sum, num_labels, step_count)
-        return local_sum / num_labels
+        return local_sum / max(num_labels, 1)  # 0 without a label
 
     @torch.no_grad()
     def token_losses(self, tokens_BN: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..attention.validate import is_integral
 from ..pattern import is_finite_number, is_integer
 from ..ranks.context import ContextParallel
-from ..ranks.ranks import ALONE
+from ..ranks.ranks import ALONE, warn_of_forgotten_parallel
 from ..ranks.reduce import SumOverRanks
 from .documents import why_not_dense
 from .recompute import Checkpointing
@@ -215,6 +215,8 @@ class LongNetViT(nn.Module):
                 tiles that are not finite, coordinates outside the grid.
         """
         num_tiles = self._check(x, coords, all_layer_embed)
+        if self.parallel is None:
+            warn_of_forgotten_parallel(num_tiles)  # its encoder counts a row more
         # Ranks without the class token take an empty slice of it: they too need a gradient for it.
         class_token = self.cls_token.expand(len(x), -1, -1)[:, : self._num_class]
         tokens_BNE = torch.cat((class_token, self._embed(x, coords)), 1)

@@ -202,7 +202,8 @@ class ContextParallel(NamedContext):
             loss = parallel.mean_loss(F.cross_entropy(logits, labels, reduction="sum"), (labels != -100).sum())
 
         Ranks hold different numbers of terms, so a mean of their means would be wrong. Averaged over the ranks, as DDP
-        and FSDP2 do, what a backward computes is the gradient of the mean of the ranks' losses: here of this mean.
+        and FSDP2 do, what a backward computes is the gradient of the mean of the ranks' losses: here of this mean. What
+        you do to the result, do on every rank: a factor of one rank alone would scale that rank's terms alone.
 
         Args:
             local_sum: scalar, over this rank's positions; on a rank that owns none, 0 times an output of the model.

@@ -74,7 +74,7 @@ class Ranks:
         self.lengths_cut_last = lengths
         shards = self.shards(lengths, documents)
         if len(shards) > 1:
-            _cut_last[:] = [weakref.ref(self)]
+            _sharing.add(self)
         return shards
 
     def positions(self, lengths: Sequence[int], borders: Borders = None) -> Tensor:
@@ -273,23 +273,21 @@ class Ranks:
 
 
 ALONE = Ranks(ShardSpec("contiguous", 1))
-# the ranks of this process that cut a sequence last; empty, or one
-_cut_last: list["weakref.ref[Ranks]"] = []
+# what has cut a sequence in this process
+_sharing: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 
 
 def warn_of_forgotten_parallel(num_rows: int) -> None:
-    """Warn once if a call without `parallel` has as many rows as the shard that was cut last, by an open context."""
-    if torch.compiler.is_compiling() or not _cut_last:
+    """Warn once if a call without `parallel` has as many rows as the shard that an open context cut last."""
+    if torch.compiler.is_compiling():
         return
-    ranks = _cut_last[0]()
-    if ranks is None or ranks.is_closed:
-        return
-    whole = sum(ranks.lengths_cut_last)
-    if num_rows != ranks.lengths_cut_last[ranks.rank] or num_rows in (0, whole):
-        return
-    text = (
-        f"a call without parallel= has {num_rows} positions, as many as rank {ranks.rank}'s shard of the {whole} "
-        "positions that were cut last: they are taken for a whole sequence. If they are a shard, pass parallel= to the "
-        "call, or to the module that makes it"
-    )
-    ranks.warn_once("forgotten", text, stacklevel=4)
+    for ranks in _sharing:
+        whole = sum(ranks.lengths_cut_last)
+        is_shard = num_rows == ranks.lengths_cut_last[ranks.rank] and num_rows not in (0, whole)
+        if is_shard and not ranks.is_closed:
+            text = (
+                f"a call without parallel= has {num_rows} positions, as many as rank {ranks.rank}'s shard of the "
+                f"{whole} positions that were cut last: they are taken for a whole sequence. If they are a shard, pass "
+                "parallel= to the call, or to the module that makes it"
+            )
+            ranks.warn_once("forgotten", text, stacklevel=4)

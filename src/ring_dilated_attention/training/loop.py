@@ -3,8 +3,9 @@
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ..layers import MultiheadDilatedAttention
 from ..models.longnet import LongNetLM, NextTokenLoss
 from ..models.saved_run import check_whole
 from ..ranks.context import ContextParallel
@@ -19,7 +21,7 @@ from .agreement import together, values_of_all
 from .checkpoint import load_checkpoint, save_checkpoint
 from .machine import hardware, peak_resident_bytes, resident_bytes, versions
 from .metrics import Metrics, Step
-from .options import Hyperparameters
+from .options import Hyperparameters, Phase
 from .run import Run, initial_state, offering_older
 from .run_report import make_record
 from .scoring import gzip_bits_per_byte, held_out_bits_per_byte
@@ -63,9 +65,11 @@ def train(
         while state["step"] < options.total_steps and not is_stopping:
             num_positions = options.phase_of(state["step"]).num_positions
             began = time.perf_counter()
-            bits = take_step(run, state["step"], loss_of, optimizers, parallel) / NATS_PER_BIT
-            of_ranks = values_of_all(parallel, (resident_bytes(), stop.requested))
-            all_resident, all_requested = map(list, zip(*of_ranks, strict=True))
+            nats = take_step(run, state["step"], loss_of, optimizers, parallel)
+            of_ranks = values_of_all(parallel, (nats, resident_bytes(), stop.requested))
+            all_nats, all_resident, all_requested = map(list, zip(*of_ranks, strict=True))
+            bits = fmean(all_nats) / NATS_PER_BIT
+            check_finite(math.isfinite(bits), f"the loss is {bits}", state["step"])
             is_stopping = any(all_requested)  # so that all stop at the same step
             seconds = time.perf_counter() - began
             state["step"] += 1
@@ -117,22 +121,51 @@ def take_step(
     optimizers: list[Optimizer],
     parallel: ContextParallel,
 ) -> float:
-    """Read the windows of the next step, as packed documents, and change the parameters. Returns the loss in nats."""
+    """Read the windows of the next step, as packed documents, and change the parameters. Returns the loss in nats: of
+    this rank's windows, where ranks have whole ones, else of all."""
     options = run.hyperparameters
     phase = options.phase_of(step)
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = group["peak"] * share_of_peak(options, step)
     windows = run.document.train_windows(options.seed, step, phase.length, phase.batch_size)
-    borders = torch.arange(0, phase.num_positions + 1, phase.length, dtype=torch.int32)
-    loss = loss_of(shard(windows, parallel), borders)
-    nats = loss.item()
-    check_finite(math.isfinite(nats), f"the loss is {nats}", step)
-    loss.backward()
+    if has_whole_windows(options, phase, parallel):
+        num_local = len(windows) // parallel.world_size
+        windows = windows[parallel.rank * num_local :][:num_local]
+        tokens, sharing = tokens_of(windows), not_shared(loss_of)
+    else:
+        tokens, sharing = parallel.shard(tokens_of(windows)), nullcontext()
+    borders = torch.arange(0, len(windows) + 1, phase.length, dtype=torch.int32)
+    with sharing:  # the backward too: what it recomputes is not shared either
+        loss = loss_of(tokens.long(), borders)
+        nats = loss.item()
+        loss.backward()
     nn.utils.clip_grad_norm_(loss_of.parameters(), options.clip_norm)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
     return nats
+
+
+def has_whole_windows(options: Hyperparameters, phase: Phase, parallel: ContextParallel) -> bool:
+    """Whether each rank reads windows of its own. Sequences of --seq-len are what the ranks share; of shorter ones each
+    takes its part, if they can be dealt out, since on short shards messages take longer than attention."""
+    is_short = phase.length < options.seq_len
+    return is_short and phase.batch_size % parallel.world_size == 0
+
+
+@contextmanager
+def not_shared(loss_of: nn.Module) -> Iterator[None]:
+    """In this block each rank's sequences are its own. Gradients are averaged as ever."""
+    shared = {}
+    for module in loss_of.modules():
+        if isinstance(module, (LongNetLM, MultiheadDilatedAttention)):
+            shared[module] = module.parallel
+            module.parallel = None
+    try:
+        yield
+    finally:
+        for module, parallel in shared.items():
+            module.parallel = parallel
 
 
 def load(
@@ -190,14 +223,15 @@ def average_gradients(loss_of: NextTokenLoss, parallel: ContextParallel) -> nn.M
     )
     # A rehearsal: DDP orders its buckets anew after its first backward. Without this a resumed run rounds otherwise.
     borders = torch.tensor([0, 2 * parallel.world_size], dtype=torch.int32)
-    wrapped(shard(bytearray(2 * parallel.world_size), parallel), borders).backward()
+    tokens = parallel.shard(tokens_of(bytearray(2 * parallel.world_size)))
+    wrapped(tokens.long(), borders).backward()
     wrapped.zero_grad()
     return wrapped
 
 
-def shard(window: bytearray, parallel: ContextParallel) -> Tensor:
-    """This rank's shard of a sequence of bytes, (1, N_local) int64."""
-    return parallel.shard(torch.frombuffer(window, dtype=torch.uint8)[None]).long()
+def tokens_of(windows: bytearray) -> Tensor:
+    """(1, N) uint8, a view."""
+    return torch.frombuffer(windows, dtype=torch.uint8)[None]
 
 
 def check_finite(is_finite: bool, what: str, step: int) -> None:
