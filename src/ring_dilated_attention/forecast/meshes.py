@@ -28,15 +28,6 @@ class Training(NamedTuple):
     kernel: str
     activations: tuple[str, ...] = ACTIVATIONS  # the ways to hold them that are tried
 
-    @property
-    def sizes(self) -> Sizes:
-        return Sizes(self.batch, self.decoder.head_dim, self.itemsize)
-
-    def attention(self, num_ranks: int) -> PlannedCall:
-        """One layer's attention, on the devices that share a sequence."""
-        heads = self.decoder.num_heads, self.decoder.num_kv_heads
-        return PlannedCall(self.pattern, self.seq_len, num_ranks, *heads, self.sizes)
-
 
 class Mesh(NamedTuple):
     """`data` groups of `sequence` devices that share a sequence."""
@@ -98,27 +89,31 @@ def _rank_of(plan: MeshPlan) -> tuple[bool, float]:
 
 
 def plan_mesh(training: Training, mesh: Mesh, hardware: Hardware, memory_bytes: float) -> MeshPlan:
-    """The fastest way that fits; if none does, the one that holds least."""
+    """The fastest way that fits; if none does, the one that holds least.
+
+    A step takes the seconds of the products with weights, of the attention of all layers, and of the sum of gradients.
+    The optimiser's own work is not counted.
+    """
+    decoder = training.decoder
     exchange, sharding, attention, weight = _attention(training, mesh, hardware)
+    attention_seconds = decoder.num_layers * attention.seconds
     rows = -(-training.seq_len // mesh.sequence)
+    product_flops = 2 * training.batch * rows * decoder.matrix_entries
+    tokens = training.batch * mesh.data * training.seq_len
     dtype = DTYPES[training.itemsize]
-    held = weigh_activations(training.decoder, training.batch, rows, dtype, weight)
+    held = weigh_activations(decoder, training.batch, rows, dtype, weight)
     plans = []
     for activations, is_cut in product(training.activations, (False, True)):
         if is_cut and mesh.num_ranks == 1:
             continue
-        memory = model_memory(
-            training.decoder, held[activations], mesh.num_ranks if is_cut else 1, training.itemsize
-        )
-        times = _seconds(
-            training,
-            mesh,
-            attention.seconds,
-            hardware,
-            is_again=activations != "kept",
-            is_cut=is_cut,
-        )
-        tokens = training.batch * mesh.data * training.seq_len
+        num_shards = mesh.num_ranks if is_cut else 1
+        memory = model_memory(decoder, held[activations], num_shards, training.itemsize)
+        times = 3  # 1 for the forward, 2 for the backward
+        if activations != "kept":  # the forward runs again, without its attention
+            times += 1
+        matrices_seconds = times * product_flops / hardware.flops_per_second
+        gradients_seconds = _gradient_seconds(training, mesh, hardware, is_cut=is_cut)
+        seconds = matrices_seconds + attention_seconds + gradients_seconds
         plans.append(
             MeshPlan(
                 mesh,
@@ -128,9 +123,11 @@ def plan_mesh(training: Training, mesh: Mesh, hardware: Hardware, memory_bytes: 
                 is_cut,
                 memory,
                 memory.total <= memory_bytes,
-                *times,
-                seconds=sum(times),
-                tokens_per_second=tokens / sum(times),
+                matrices_seconds,
+                attention_seconds,
+                gradients_seconds,
+                seconds,
+                tokens / seconds,
             )
         )
     return min(plans, key=_rank_of)
@@ -140,7 +137,10 @@ def _attention(
     training: Training, mesh: Mesh, hardware: Hardware
 ) -> tuple[Exchange, str, Figures, AttentionWeight]:
     """One layer's attention, the fastest way; timed, and weighed on the rank that holds most."""
-    call = training.attention(mesh.sequence)
+    decoder = training.decoder
+    heads = decoder.num_heads, decoder.num_kv_heads
+    sizes = Sizes(training.batch, decoder.head_dim, training.itemsize)
+    call = PlannedCall(training.pattern, training.seq_len, mesh.sequence, *heads, sizes)
     exchange = Exchange()
     sharding = "contiguous"
     if mesh.sequence > 1:
@@ -151,28 +151,6 @@ def _attention(
     figures = forecast(job, exchange, call.sizes, kernel=training.kernel, hardware=hardware)
     weights = [rank.weight for rank in figures.ranks if rank.weight is not None]
     return exchange, sharding, figures, max(weights, key=lambda weight: weight.peak)
-
-
-def _seconds(
-    training: Training,
-    mesh: Mesh,
-    attention_seconds: float,
-    hardware: Hardware,
-    *,
-    is_again: bool,
-    is_cut: bool,
-) -> tuple[float, float, float]:
-    """Seconds of a step: the products with weights, the attention of all layers, the sum of gradients. The optimiser's
-    own work is not counted. is_again: the forward runs again, without its attention."""
-    rows = training.batch * -(-training.seq_len // mesh.sequence)
-    times = 3  # 1 for the forward, 2 for the backward
-    if is_again:
-        times += 1
-    flops = 2 * times * rows * training.decoder.matrix_entries
-    matrices = flops / hardware.flops_per_second
-    attention = training.decoder.num_layers * attention_seconds
-    gradients = _gradient_seconds(training, mesh, hardware, is_cut=is_cut)
-    return matrices, attention, gradients
 
 
 def _gradient_seconds(training: Training, mesh: Mesh, hardware: Hardware, *, is_cut: bool) -> float:

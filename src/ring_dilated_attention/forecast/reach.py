@@ -27,8 +27,7 @@ class _Sets:
     def __init__(self) -> None:
         self.halves = [(NONE, NONE), (ALL, ALL)]
         self.nodes = {pair: node for node, pair in enumerate(self.halves)}
-        self.union = cache(self._union)
-        self.common = cache(self._common)
+        self.merged = cache(self._merged)
         self.count = cache(self._count)
         self.moved = cache(self._moved)
 
@@ -39,38 +38,29 @@ class _Sets:
             self.halves.append((first, second))
         return node
 
-    def of(self, positions: range, height: int) -> int:
-        """The set of consecutive positions."""
-        if not positions:
+    def of(self, start: int, stop: int, height: int) -> int:
+        """The set of the positions from `start` to `stop` - 1, of which some may lie outside."""
+        size = 2**height
+        if stop <= 0 or start >= size:
             return NONE
-        if positions == range(2**height):
+        if start <= 0 and stop >= size:
             return ALL
-        half = 2 ** (height - 1)
-        first = range(positions.start, min(positions.stop, half))
-        second = range(max(positions.start - half, 0), positions.stop - half)
-        return self.join(self.of(first, height - 1), self.of(second, height - 1))
+        half = size // 2
+        return self.join(
+            self.of(start, stop, height - 1), self.of(start - half, stop - half, height - 1)
+        )
 
-    def _union(self, a: int, b: int) -> int:
-        if ALL in (a, b):
-            return ALL
-        if a == b or b == NONE:
+    def _merged(self, a: int, b: int, stronger: int) -> int:
+        """The union of two sets if ALL is stronger, or what they have in common if NONE is."""
+        if stronger in (a, b):
+            return stronger
+        if a == b or b in (NONE, ALL):
             return a
-        if a == NONE:
+        if a in (NONE, ALL):
             return b
         first, second = self.halves[a]
         third, fourth = self.halves[b]
-        return self.join(self.union(first, third), self.union(second, fourth))
-
-    def _common(self, a: int, b: int) -> int:
-        if NONE in (a, b):
-            return NONE
-        if a == b or b == ALL:
-            return a
-        if a == ALL:
-            return b
-        first, second = self.halves[a]
-        third, fourth = self.halves[b]
-        return self.join(self.common(first, third), self.common(second, fourth))
+        return self.join(self.merged(first, third, stronger), self.merged(second, fourth, stronger))
 
     def _count(self, a: int, height: int) -> int:
         if a in (NONE, ALL):
@@ -90,14 +80,13 @@ class _Sets:
             return neighbour
         first, second = self.halves[a]
         before, after = self.halves[neighbour]
+        # beside each half
+        neighbours = second, before
         if move.is_up:
-            return self.join(
-                self.moved(first, after, height - 1, move),
-                self.moved(second, first, height - 1, move),
-            )
+            neighbours = after, first
         return self.join(
-            self.moved(first, second, height - 1, move),
-            self.moved(second, before, height - 1, move),
+            self.moved(first, neighbours[0], height - 1, move),
+            self.moved(second, neighbours[1], height - 1, move),
         )
 
 
@@ -146,12 +135,12 @@ def heard_by_layer(
     """Yield, after each layer, how many positions each query has heard of. End when layers add nothing."""
     sets = _Sets()
     height = (seq_len - 1).bit_length()
-    whole = sets.of(range(seq_len), height)
+    whole = sets.of(0, seq_len, height)
     branches = [
         _branch(sets, pattern, number, seq_len, num_heads)
         for number in range(len(pattern.branches))
     ]
-    heard = [sets.of(range(query, query + 1), height) for query in queries]
+    heard = [sets.of(query, query + 1, height) for query in queries]
     before: list[int] = []
     while heard != before:
         before = heard
@@ -159,10 +148,10 @@ def heard_by_layer(
         for node in before:
             reached = node
             for branch in branches:
-                seen = sets.common(node, branch.read)
+                seen = sets.merged(node, branch.read, NONE)
                 for move in branch.moves:
-                    seen = sets.union(seen, sets.moved(seen, NONE, height, move))
-                reached = sets.union(reached, sets.common(seen, whole))
+                    seen = sets.merged(seen, sets.moved(seen, NONE, height, move), ALL)
+                reached = sets.merged(reached, sets.merged(seen, whole, NONE), ALL)
             heard.append(reached)
         yield [sets.count(node, height) for node in heard]
 
@@ -188,7 +177,7 @@ def _branch(
         heads = pattern.heads_of(number, num_heads)
         phases = [pattern.phase_of(number, head, num_heads) or 0 for head in heads]
         # No rule leaves out a phase in between.
-        read = sets.of(range(min(phases), max(phases) + 1), rate)
+        read = sets.of(min(phases), max(phases) + 1, rate)
         for _ in range(rate, height):
             read = sets.join(read, read)
     # Moves by 1, 2, 4, ... rates, one after the other, reach every multiple of the rate.

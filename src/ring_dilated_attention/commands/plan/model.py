@@ -33,7 +33,7 @@ sequence are not planned (docs/planning.md).
 MOST_GPUS = 1024
 DEFAULT_HARDWARE = "h100"
 # The options that say the sizes of a model, which --config says too.
-SIZES = ("layers", "embed_dim", "ffn_dim", "vocab", "heads", "kv_heads")
+SIZES = ("layers", "embed_dim", "vocab", "heads", "kv_heads")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -44,7 +44,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     heads = within(1, MOST_HEADS)
     add("--layers", type=size, metavar="L", help="transformer blocks")
     add("--embed-dim", type=size, metavar="E", help="width of the model")
-    add("--ffn-dim", type=size, metavar="F", help="width of the feed-forward layer (default 4 E)")
     add("--vocab", type=size, metavar="V", help="size of the vocabulary (default 256, bytes)")
     add("--heads", type=heads, metavar="H", help="query heads (default 12)")
     add("--kv-heads", type=heads, metavar="G", help="key/value heads (default as many)")
@@ -108,7 +107,7 @@ def decoder_of(arguments: Namespace, pattern: DilatedPattern) -> Decoder:
             num_layers=arguments.layers,
             embed_dim=arguments.embed_dim,
             num_heads=num_heads,
-            ffn_dim=arguments.ffn_dim or 4 * arguments.embed_dim,
+            ffn_dim=4 * arguments.embed_dim,
         )
     rules = pattern.as_dict()
     del rules["is_causal"]
@@ -119,7 +118,6 @@ def decoder_of(arguments: Namespace, pattern: DilatedPattern) -> Decoder:
         embed_dim=arguments.embed_dim,
         num_heads=num_heads,
         num_kv_heads=arguments.kv_heads,
-        ffn_dim=arguments.ffn_dim,
     )
     return longnet_decoder(config)
 
@@ -156,19 +154,12 @@ def table_of_meshes(plans: list[MeshPlan]) -> str:
         if plan.mesh.sequence == 1:
             exchange, sharding = "", ""
         states = "cut (FSDP)" if plan.is_cut else "whole"
-        cells = [
-            str(plan.mesh),
-            exchange,
-            sharding,
-            plan.activations,
-            states,
-            size_text(plan.memory.total),
-        ]
+        seconds, speed = "no room", ""
         if plan.fits:
-            cells += [time_text(plan.seconds), scaled(plan.tokens_per_second, "")]
-        else:
-            cells += ["no room", ""]
-        rows.append(tuple(cells))
+            seconds, speed = time_text(plan.seconds), scaled(plan.tokens_per_second, "")
+        memory = size_text(plan.memory.total)
+        ways = exchange, sharding, plan.activations, states
+        rows.append((str(plan.mesh), *ways, memory, seconds, speed))
     return table(headers, rows, num_left=5)
 
 
