@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -40,11 +39,6 @@ def rows_of(parallel: ContextParallel, x: Tensor, dim: int = 1) -> Tensor:
     """This rank's rows of a whole tensor, as `shard` gives them, but without a handshake: to compare many results."""
     ranks = parallel.ranks
     return own_rows(x, ranks.shards(ranks.lengths_of(x.shape[dim]))[ranks.rank], dim)
-
-
-def strip_fasta(content: bytes) -> bytes:
-    """The definition: no header lines, no line ends."""
-    return re.sub(rb"\s+", b"", re.sub(rb"^[>;].*$", b"", content, flags=re.MULTILINE))
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:

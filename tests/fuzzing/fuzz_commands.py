@@ -120,7 +120,6 @@ TAKE_PATHS = (
     "slides",
     "--data",
     "--run-folder",
-    "--resume",
     "--picture",
     "--record",
     "--results",
@@ -145,19 +144,15 @@ MORE_TRAIN = [
     ["--run-folder", "new"],
     ["--run-folder", "mine"],
     ["--run-folder", "a/b/c"],
-    ["--resume", "run"],
+    ["--run-folder", "run"],
     ["--save-every", "1"],
     ["--learning-rate", "0.01"],
     ["--muon-learning-rate", "0.01"],
     ["--phases", "8:2:1"],
     ["--batch-size", "2"],
-    ["--eval-every", "1"],
     ["--warmup-steps", "1"],
-    ["--weight-decay", "0"],
-    ["--clip-norm", "2"],
     ["--seed", "3"],
     ["--num-kv-heads", "1"],
-    ["--exchange", "all_to_all"],
     ["--activation-checkpointing"],
     ["--ranks", "1"],
     ["--data", "genome.fa", "text.txt"],
@@ -192,7 +187,6 @@ MORE_MODEL = [
     *OF_A_PLAN,
     ["--gpus", "4"],
     ["--memory", "1Gi"],
-    ["--ffn-dim", "64"],
     ["--vocab", "50"],
     ["--config", "text.txt"],
 ]
@@ -331,7 +325,7 @@ def draw(rng: random.Random) -> list[str]:
     groups = [
         list(group) for group in [*always, *rng.sample(maybe, rng.randint(0, min(3, len(maybe))))]
     ]
-    if name not in ("embed", "generate") and rng.random() < 0.3:
+    if name not in ("embed", "generate", "train") and rng.random() < 0.3:
         groups.append(["--json"])
     if name == "plan" and rng.random() < 0.05:  # which takes seconds
         groups.append(["--picture", rng.choice(["pictures", *PATHS])])
@@ -470,6 +464,6 @@ BREAKAGES = {
     "the lock stays": broken("own_folder", own_and_leave, train),
     "hyperparameters are not checked": broken("__post_init__", nothing, options.Hyperparameters),
     "a folder is made before it is checked": broken(
-        "_new_folder", lambda folder: folder.mkdir() or folder, run
+        "find_checkpoint", lambda folder: folder.mkdir(parents=True, exist_ok=True), run
     ),
 }

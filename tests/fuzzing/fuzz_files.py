@@ -77,7 +77,7 @@ def prepare(folder: Path) -> None:
     record.write_text(json.dumps({"run": read_state(Path(NEWEST))["run"]}))
     shutil.copytree(folder / "start", folder / "whole", dirs_exist_ok=True)
     os.chdir(folder / "whole")
-    assert captured(lambda: cli.main(["train", "--resume", "run"])).code == 0
+    assert captured(lambda: cli.main(["train", "--run-folder", "run"])).code == 0
 
 
 def try_case(rng: random.Random, folder: Path) -> Trial:
@@ -87,7 +87,7 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
     damage()
     before = listing(Path())
     is_the_same = before == listing(folder.parent / "start")
-    arguments = ["--data", name, *NEW_RUN] if kind == "new" else ["--resume", "run"]
+    arguments = ["--data", name, *NEW_RUN] if kind == "new" else ["--run-folder", "run"]
     output = captured(lambda: cli.main(["train", *arguments]))
     is_harmless = None
     if kind != "new":

@@ -69,8 +69,8 @@ MUTANTS = (
     Mutant(
         "the first held-out byte is scored too",
         "training/scoring.py",
-        "starts = range(document.num_train - 1, len(content) - 1, size)",
-        "starts = range(document.num_train, len(content) - 1, size)",
+        "for start in range(document.num_train - 1, len(content) - 1, size):",
+        "for start in range(document.num_train, len(content) - 1, size):",
         SCORING,
     ),
     Mutant(

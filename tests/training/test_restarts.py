@@ -239,8 +239,9 @@ class TestSameCommand:
         Path("other.txt").write_bytes(TEXT)
         capsys.readouterr()
         assert main([*WORDS, "--restarts", "0", *changes]) == 2
-        said = f"--run-folder run holds a run of another command: {said.format(Path.cwd())}. Give its options, or"
-        assert capsys.readouterr().err == f"rda train: {said} choose another folder\n"
+        said = f"a run that goes on keeps its hyperparameters, but {said.format(Path.cwd())}"
+        remedy = "Leave these options out, or choose another --run-folder"
+        assert capsys.readouterr().err == f"rda train: {said}. {remedy}\n"
 
     def test_changed_data_is_refused(self, capsys):
         Path("text.txt").write_bytes(TEXT + b"more")
@@ -497,18 +498,7 @@ def test_a_timeout_beyond_a_day_is_refused(capsys):
 
 def test_the_other_ranks_do_not_wait_longer_than_the_first_one(tmp_path):
     """It waits for the folder less long than they wait for it."""
-    arguments = argparse.Namespace(resume=None, run_folder=tmp_path, restarts=1, timeout=8)
+    arguments = argparse.Namespace(run_folder=tmp_path, restarts=1, timeout=8)
     with mock.patch("ring_dilated_attention.commands.train.own_folder") as claim:
         own(arguments, SimpleNamespace(folder=tmp_path), mock.Mock())
     claim.assert_called_once_with(tmp_path, 4)
-
-
-def test_what_does_not_fit_a_machine_is_refused(tmp_path, monkeypatch, capsys):
-    """Catches memory that the system takes back by ending a process."""
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_bytes(TEXT)
-    words = ["--embed-dim", "65536", "--num-layers", "96", "--num-heads", "64"]
-    assert main(["train", "--ranks", "2", *words]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("rda train: a step takes at least ")
-    assert said.endswith("of memory: train a smaller model, or fewer bytes at a time\n")

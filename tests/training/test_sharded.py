@@ -57,7 +57,6 @@ def make_run(folder, *, fsdp=True, resume=False, **changes):
         folder,
         find_checkpoint(folder) if resume else None,
         save_every=2,
-        eval_every=2,
         fsdp=fsdp,
     )
 
@@ -260,5 +259,5 @@ def test_a_damaged_part_is_named(written, tmp_path, damage):
         content = bytearray(part.read_bytes())
         content[-3] ^= 4
         part.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{part.name} is (missing|damaged: its sha256 differs)"):
+    with pytest.raises(ValueError, match=rf"{part.name} is (missing|damaged: it has not the size)"):
         check_whole(folder)

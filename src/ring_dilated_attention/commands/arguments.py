@@ -2,12 +2,10 @@
 
 import re
 import sys
-import tempfile
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
 from decimal import Decimal
 from importlib.util import find_spec
-from pathlib import Path
 
 from ..training.options import LARGEST, in_short
 
@@ -81,17 +79,3 @@ def check_installed(packages: Iterable[str], extra: str, who: str = "") -> None:
         raise ValueError(
             f"{who}needs {', '.join(missing)}: pip install 'ring-dilated-attention[{extra}]'"
         )
-
-
-def check_writable(option: str, folder: Path) -> None:
-    """Raise ValueError unless new files can be written to a folder, which may not exist yet. It is not made."""
-    there = folder.absolute()
-    while not there.exists():
-        there = there.parent
-    try:
-        with tempfile.TemporaryFile(dir=there):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"{option} {folder} cannot be written: {error.strerror}. Choose another place."
-        ) from error

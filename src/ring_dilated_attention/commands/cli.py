@@ -31,9 +31,7 @@ SUBCOMMANDS = {
     ),
     "generate": Subcommand(".generate", "write on from a prompt with the model of a run", "train"),
     "evaluate": Subcommand(
-        ".evaluate",
-        "measure bits per byte of any text, by how many bytes stand before each",
-        "train",
+        ".evaluate", "measure bits per byte of any text, in contexts of any length", "train"
     ),
     "check": Subcommand(
         ".check", "compare every backend and exchange on this machine with the definition"

@@ -16,7 +16,7 @@ from ..training.files import LossyStderr
 from .terminal import say
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress as Bars
 
 UNLIMITED = 10_000  # the width that a table may have
 SECONDS_BETWEEN_LINES = 10.0
@@ -50,24 +50,22 @@ def wrapped(text: str) -> str:
 
 
 @contextmanager
-def progress(total: int | None, unit: str) -> "Iterator[BarOfRich | LinesOfProgress]":
-    """Shows on stderr how much is done: by a bar on a terminal, and elsewhere by a line every ten seconds, so that a
-    log stays short. unit: what is counted, in the singular. Call `update` with the number of those that were done
-    since, and `note` with what is done now."""
+def progress(total: int | None, unit: str) -> "Iterator[Progress]":
+    """Shows on stderr how much is done. unit: what is counted, in the singular."""
     if not sys.stderr.isatty():
-        yield LinesOfProgress(total, unit)
+        yield Progress(total, unit)
         return
     from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
-        Progress,
         TextColumn,
         TimeRemainingColumn,
     )
+    from rich.progress import Progress as Bars
 
     # Not sys.stdout and sys.stderr through the bar: what a command prints for a pipe must stay on stdout.
-    with Progress(
+    with Bars(
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn(f"{unit}s"),
@@ -78,41 +76,37 @@ def progress(total: int | None, unit: str) -> "Iterator[BarOfRich | LinesOfProgr
         redirect_stdout=False,
         redirect_stderr=False,
     ) as bars:
-        yield BarOfRich(bars, total)
+        yield Progress(total, unit, bars)
 
 
-class BarOfRich:
-    def __init__(self, bars: "Progress", total: int | None) -> None:
-        self.bars = bars
-        self.task = bars.add_task("", total=total)
+class Progress:
+    """A bar on a terminal; elsewhere a line every ten seconds, so that a log stays short.
 
-    def update(self, number: int = 1) -> None:
-        self.bars.advance(self.task, number)
+    Call `update` with the number of those that were done since, and before it `note` with what is done now.
+    """
 
-    def note(self, text: str) -> None:
-        self.bars.update(self.task, description=text)
-
-
-class LinesOfProgress:
-    def __init__(self, total: int | None, unit: str) -> None:
-        self.total, self.unit = total, unit
+    def __init__(self, total: int | None, unit: str, bars: "Bars | None" = None) -> None:
+        self.total, self.unit, self.bars = total, unit, bars
         self.done, self.text = 0, ""
         self.began = self.shown = time.monotonic()
+        if bars is not None:
+            self.task = bars.add_task("", total=total)
+
+    def note(self, text: str) -> None:
+        self.text = text
 
     def update(self, number: int = 1) -> None:
         self.done += number
         now = time.monotonic()
-        if now - self.shown < SECONDS_BETWEEN_LINES:
-            return
-        self.shown = now
-        of_all = "" if self.total is None else f" of {self.total:,}"
-        words = f"{self.done:,}{of_all} {self.unit}s"
-        if self.text:
-            words = f"{words} ({self.text})"
-        say(f"{words}, {now - self.began:.0f} s")
-
-    def note(self, text: str) -> None:
-        self.text = text
+        if self.bars is not None:
+            self.bars.update(self.task, completed=self.done, description=self.text)
+        elif now - self.shown >= SECONDS_BETWEEN_LINES:
+            self.shown = now
+            of_all = "" if self.total is None else f" of {self.total:,}"
+            words = f"{self.done:,}{of_all} {self.unit}s"
+            if self.text:
+                words = f"{words} ({self.text})"
+            say(f"{words}, {now - self.began:.0f} s")
 
 
 def scaled(value: float, unit: str) -> str:

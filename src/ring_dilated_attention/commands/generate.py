@@ -8,11 +8,10 @@ import time
 from argparse import ArgumentParser, Namespace
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from ..models.saved_run import newest_checkpoint, read_state
-from ..training.data import read_files
-from .arguments import check_installed, positive, within
+from ..training.data import read_file
+from .arguments import positive, within
 from .terminal import INTERRUPTED_EXIT_CODE, leaving_at_once, say
 
 if TYPE_CHECKING:
@@ -46,27 +45,17 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
-    hyperparameters_of(arguments.run_folder)  # refuses a folder without a run
     if arguments.prompt_file is None:
         prompt = os.fsencode(arguments.prompt)
-    else:  # FASTA without its headers, as in training
-        prompt = read_files([Path(arguments.prompt_file)])[0]
+    else:
+        prompt = read_file(arguments.prompt_file)
     if not prompt:
         raise ValueError("the prompt is empty: the model goes on from one byte or more")
     with leaving_at_once("rda generate"):
         from ..models.longnet import LongNetLM
-        from ..models.sampling import Sampling
 
-    # refuses bad numbers before a model is read
-    Sampling(arguments.temperature)
     model = LongNetLM.from_run(arguments.run_folder)
     return write(model, prompt, arguments)
-
-
-def hyperparameters_of(folder: Path) -> dict[str, Any]:
-    """The hyperparameters of a run. Raises ValueError if it has no checkpoint. Imports no torch."""
-    check_installed(["safetensors"], "train")
-    return dict(read_state(newest_checkpoint(folder))["hyperparameters"])
 
 
 def write(model: "LongNetLM", prompt: bytes, arguments: Namespace) -> int:

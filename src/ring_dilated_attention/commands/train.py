@@ -1,12 +1,10 @@
 """`rda train`: trains alone, starts ranks, or is one of them. It refuses bad requests before it imports torch."""
 
-import json
 import os
 import re
 import shlex
 import signal
 import socket
-import sys
 import time
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
@@ -18,11 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..models.saved_run import find_checkpoint
-from ..plan.dealing import check_dealing
-from ..plan.exchange import EXCHANGES
 from ..training.files import folder_made, in_words
-from ..training.machine import physical_bytes
-from ..training.options import add_hyperparameters, flag
+from ..training.options import add_hyperparameters
 from ..training.rank_launcher import (
     CODE_FILE,
     RESTART,
@@ -37,17 +32,15 @@ from ..training.run_folder import (
     STARTS_FILE,
     are_by_torchrun,
     count_start,
-    may_go_on,
+    may_start_again,
     own_folder,
 )
 from ..training.stop_request import StopRequest
 from .arguments import check_installed, count, positive, within
-from .console import progress, size_text
+from .console import progress
 from .terminal import (
     INTERRUPTED_EXIT_CODE,
     NO_MEMORY,
-    UNREAD_EXIT_CODE,
-    drop_unwritten,
     is_out_of_memory,
     leaving_at_once,
     say,
@@ -58,9 +51,6 @@ if TYPE_CHECKING:
     from ..training.metrics import Step
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
-# The options that a checkpoint does not hold: the command that resumes a run repeats them.
-DEFAULTS = {"ranks": None, "exchange": "auto", "save_every": 30, "eval_every": None}
-DEFAULTS |= {"activation_checkpointing": False, "fsdp": False, "restarts": None, "timeout": 600}
 PACKAGES = ("filelock", "numpy", "rich", "safetensors")
 # A rank that lost another waits so long before it ends: the one that failed ends first, and is named.
 GRACE_SECONDS = 10
@@ -72,11 +62,9 @@ EXAMPLES = """examples:
   rda train                                  one process; the document is
                                              Python's standard library
   rda train --ranks 2                        two processes share every sequence
-  rda train --data genome.fa.gz --seq-len 64Ki   any files; unpacks gzip, bzip2
-                                             and xz; strips the headers of
-                                             FASTA, known by its name: .fa
+  rda train --data book.txt --seq-len 64Ki   the bytes of any files
   rda train --segment-lengths 32768 --dilation-rates 1           dense attention
-  rda train --resume runs/20250131-120000    go on after Ctrl-C
+  rda train --run-folder runs/a              begin a run, or go on with it
   rda train --steps 5                        a quick look: 5 steps of --seq-len
   rda train --ranks 2 --restarts 9 --run-folder runs/a   go on if a rank is lost
   torchrun --nproc-per-node 2 -m ring_dilated_attention train
@@ -94,31 +82,24 @@ memory ran out, 2 a sentence says what is wrong, 130 interrupted and saved.
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.set_defaults(**DEFAULTS)
     add = parser.add_argument
     ranks = "processes that share every sequence of --seq-len (default 1)"
     add("--ranks", type=positive, metavar="P", help=ranks)
-    add("--exchange", choices=("auto", *EXCHANGES), help="how chunks travel (default auto)")
     add("--activation-checkpointing", action="store_true", help="recompute blocks to save memory")
     cut = "cut parameters and optimiser state over ranks, in checkpoints too (FSDP2)"
     add("--fsdp", action="store_true", help=cut)
-    folder = "where to write (default runs/<date and time>)"
+    folder = "where to write (default runs/<date and time>). A run that is there goes on from its "
+    folder += "newest checkpoint"
     add("--run-folder", type=Path, metavar="DIR", help=folder)
-    again = "start the ranks again up to K times when one is lost, from the newest checkpoint. "
-    again += "An unfinished run of this command in --run-folder goes on"
+    again = "start the ranks again up to K times when one is lost"
     add("--restarts", type=within(0), metavar="K", help=again)
     late = "after so many seconds a rank that does not answer is lost (default 600)"
-    add("--timeout", type=within(1, 86_400), metavar="S", help=late)
-    resume = "go on from the newest checkpoint of a run folder"
-    add("--resume", type=Path, metavar="DIR", help=resume)
+    add("--timeout", type=within(1, 86_400), default=600, metavar="S", help=late)
     save = "steps between checkpoints; older ones are deleted (default 30)"
-    add("--save-every", type=positive, metavar="N", help=save)
-    steps = "steps between scores on the held-out bytes (default: a fifth of all)"
-    add("--eval-every", type=positive, metavar="N", help=steps)
-    add("--json", action="store_true", help="print the record on stdout, all else on stderr")
+    add("--save-every", type=positive, default=30, metavar="N", help=save)
     add("--launched", type=Path, help=SUPPRESS)  # set by `launch`: where the ranks meet
     add_hyperparameters(
-        parser.add_argument_group("hyperparameters", "kept by a resumed run"), count
+        parser.add_argument_group("hyperparameters", "kept by a run that goes on"), count
     )
 
 
@@ -145,35 +126,18 @@ def prepare_checked(arguments: Namespace) -> Run:
     if arguments.restarts is not None and is_launched_by_others:
         rule = "another launcher started these ranks, and it alone can start them again: use torchrun --max-restarts"
         raise ValueError(f"--restarts {arguments.restarts}, but {rule}")
-    if are_by_torchrun() and arguments.resume is None and arguments.run_folder is None:
+    if are_by_torchrun() and arguments.run_folder is None:
         raise ValueError(
             "torchrun --max-restarts needs --run-folder: by it, ranks that start again find their run"
         )
-    run = prepare(arguments)
-    options = run.hyperparameters
-    if (
-        arguments.exchange == "all_to_all"
-    ):  # otherwise ranks refuse it only in their first attention
-        num_ranks = max(num_started, arguments.ranks or 1)
-        check_dealing(options.num_kv_heads or options.num_heads, num_ranks)
-    num_positions = max(phase.num_positions for phase in options.schedule)
-    inputs_of_blocks = 4 * options.embed_dim * options.num_layers * num_positions
-    num_bytes = options.num_training_bytes() + inputs_of_blocks
-    if num_started == 1 and num_bytes > physical_bytes():
-        machine = f"this machine has {size_text(physical_bytes())} of memory"
-        raise ValueError(
-            f"a step takes at least {size_text(num_bytes)}, and {machine}: "
-            "train a smaller model, or fewer bytes at a time"
-        )
-    return run
+    return prepare(arguments)
 
 
 def launch_ranks(arguments: Namespace, run: Run) -> int:
     """Let torch's elastic launcher start the ranks. Returns the exit code."""
-    is_unnamed = arguments.resume is None and arguments.run_folder is None
     with folder_made(run.folder) as folder:
         words = ["-m", "ring_dilated_attention", "train", *arguments.argv]
-        if is_unnamed:
+        if arguments.run_folder is None:
             words += ["--run-folder", str(folder)]
         with leaving_at_once("rda train"):
             import torch.distributed.launcher  # noqa: F401
@@ -186,7 +150,7 @@ def launch_ranks(arguments: Namespace, run: Run) -> int:
 
 
 def what_is_left(arguments: Namespace, folder: Path) -> str:
-    """A sentence: the newest checkpoint, and the command that resumes from it."""
+    """A sentence: the newest checkpoint, and the command that goes on from it."""
     checkpoint = find_checkpoint(folder)
     if checkpoint is None:
         return "newest checkpoint: none; start it again"
@@ -194,14 +158,12 @@ def what_is_left(arguments: Namespace, folder: Path) -> str:
 
 
 def train_command(arguments: Namespace, folder: Path) -> str:
-    """The command that resumes, with the options of this one that a checkpoint does not hold."""
-    words = ["--resume", str(folder)]
-    for name, default in DEFAULTS.items():
-        value = getattr(arguments, name)
-        if value is True:
-            words.append(flag(name))
-        elif value != default:
-            words += [flag(name), str(value)]
+    """The command that goes on: this one, with the run's folder."""
+    words = list(arguments.argv)
+    if arguments.launched is not None:
+        words = words[:-2]  # without --launched
+    if arguments.run_folder is None:
+        words += ["--run-folder", str(folder)]
     start = "rda train"
     if started().num_ranks > 1 and arguments.launched is None:  # by torchrun, srun or another
         start = "... -m ring_dilated_attention train"
@@ -214,6 +176,8 @@ def train(arguments: Namespace, run: Run | None) -> int:
     A rank of `rda train --ranks` ends with 0, unless it is to be started again, and leaves its exit code.
     """
     with leaving_at_once("rda train"):
+        import torch.distributed as dist
+
         from ..training import loop
         from ..training.agreement import Refusal
 
@@ -229,15 +193,13 @@ def train(arguments: Namespace, run: Run | None) -> int:
                 )
                 if parallel.rank == 0:
                     report(arguments, record)
-            leave(parallel)
+            if parallel.world_size > 1:
+                dist.destroy_process_group()
             code = 0 if record["status"] == "complete" else INTERRUPTED_EXIT_CODE
         except (Refusal, loop.TrainingDiverged) as error:  # raised on every rank
             code = USER_ERROR_EXIT_CODE
             if str(error) and (isinstance(error, Refusal) or started().rank == 0):
                 say(f"rda train: {error}")
-        except BrokenPipeError:  # the reader of stdout has gone
-            drop_unwritten(sys.stdout)
-            code = UNREAD_EXIT_CODE
         except Exception as error:  # noqa: BLE001  `failed` raises unforeseen errors again
             code = failed(error, arguments, folder)
         # no start follows
@@ -258,18 +220,11 @@ def join(arguments: Namespace) -> "ContextParallel":
     timeout = timedelta(seconds=arguments.timeout)
     try:
         join_ranks(arguments.launched, timeout)
-        return ContextParallel(exchange=arguments.exchange, timeout=timeout)
+        return ContextParallel(timeout=timeout)
     except (ValueError, RuntimeError):
         # if this rank refuses the request, its refusal is the reason to show
         prepare_checked(arguments)
         raise
-
-
-def leave(parallel: "ContextParallel") -> None:
-    if parallel.world_size > 1:
-        import torch.distributed as dist
-
-        dist.destroy_process_group()
 
 
 def begin(
@@ -289,7 +244,7 @@ def begin(
     run = replace(run, folder=folder)
     if parallel.world_size > 1:
         check_alike(parallel, together(parallel, partial(fingerprint, run)))
-    if may_go_on(arguments):
+    if may_start_again(arguments):
         # Each launcher counts its own ranks' failures alone. The first start of a command counts anew.
         is_again = any(values_of_all(parallel, os.environ.get(RESTART, "0") != "0"))
         on_first(parallel, partial(count_start, folder, anew=not is_again))
@@ -302,7 +257,7 @@ def begin(
 def own(arguments: Namespace, run: Run, stack: ExitStack) -> str:
     """Own the run's folder."""
     seconds = 0.0
-    if may_go_on(arguments):
+    if may_start_again(arguments):
         # A run ends soon after its launcher. The other ranks wait --timeout for the one that waits for the folder.
         seconds = min(60, arguments.timeout / 2)
     return str(stack.enter_context(own_folder(run.folder, seconds)))
@@ -310,8 +265,8 @@ def own(arguments: Namespace, run: Run, stack: ExitStack) -> str:
 
 @contextmanager
 def shown(run: Run, num_done: int) -> "Iterator[Callable[[Step], None]]":
-    """Show what was read, then the progress of a run. Neither comes earlier: a refused run prints only the reason."""
-    say(run.document.read)
+    """Show how much was read, then the progress. Neither comes earlier: a refused run prints only the reason."""
+    say(f"the document has {len(run.document.content):,} bytes")
     with progress(run.hyperparameters.total_steps, "step") as bar:
         bar.update(num_done)
 
@@ -367,11 +322,8 @@ def report(arguments: Namespace, record: dict[str, Any]) -> None:
 
     write_report(record)
     folder, steps = record["run_folder"], record["step"]
-    for_people = sys.stderr if arguments.json else sys.stdout
-    print(summary(record), file=for_people)
+    print(summary(record))
     if record["status"] == "complete":
-        print(f"to write with it: rda generate {folder} --prompt 'def '", file=for_people)
+        print(f"to write with it: rda generate {folder} --prompt 'def '")
     else:
         say(f"saved at step {steps}; go on with: {train_command(arguments, folder)}")
-    if arguments.json:
-        print(json.dumps(record))

@@ -34,13 +34,13 @@ def find_checkpoint(run_folder: Path) -> Path | None:
     return next(iter(find_checkpoints(run_folder)), None)
 
 
-def newest_checkpoint(run_folder: Path, option: str = "") -> Path:
-    if (found := find_checkpoint(run_folder)) is None:
-        given = f"{option} {run_folder}".strip()
+def newest_checkpoint(run_folder: Path) -> Path:
+    checkpoint = find_checkpoint(run_folder)
+    if checkpoint is None:
         raise ValueError(
-            f"{given}: there is no checkpoint in this folder; pass the folder of a run of rda train"
+            f"{run_folder}: there is no checkpoint in this folder; pass the folder of a run of rda train"
         )
-    return found
+    return checkpoint
 
 
 def step_of(checkpoint: Path) -> int:
@@ -60,14 +60,9 @@ def check_whole(checkpoint: Path) -> dict[str, Any]:
         if path.name not in content["files"]:
             raise ValueError(f"{path} is no file of this checkpoint: move it away")
     for name in sorted(content["files"]):
-        path, written = checkpoint / name, content["files"][name]
-        found = _read(path, identity)
-        if found != written:
-            num_bytes = written.get("bytes") if isinstance(written, dict) else None
-            why = "its sha256 differs from the recorded one"
-            if found["bytes"] != num_bytes:
-                why = f"it has {found['bytes']:,} bytes, and {num_bytes} were written"
-            raise ValueError(f"{path} is damaged: {why}")
+        path = checkpoint / name
+        if _read(path, identity) != content["files"][name]:
+            raise ValueError(f"{path} is damaged: it has not the size or sha256 that was recorded")
     return dict(content["state"])
 
 

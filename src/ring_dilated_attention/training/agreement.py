@@ -70,12 +70,9 @@ def together(parallel: ContextParallel, action: Callable[[], T]) -> T:
         if parallel.world_size == 1:
             raise
         refusal = in_words(error)
-    first_with: dict[str, str] = {}
     for rank, reason in values_of_all(parallel, (name_of_rank(), refusal)):
-        first_with.setdefault(reason, rank)
-    first_with.pop("", None)
-    if first_with:
-        refuse("; ".join(f"{rank}: {reason}" for reason, rank in first_with.items()))
+        if reason:
+            refuse(f"{rank}: {reason}")
     return result  # type: ignore[return-value]  # no rank refused, so this one has a result
 
 

@@ -47,12 +47,12 @@ def save_checkpoint(
     """
     parallel = parallel or ContextParallel()
     target = run_folder / f"checkpoint-{state['step']:06d}"
-    begun = on_first(parallel, lambda: str(_begin(target, state) or ""))
-    if not begun:
-        return target
-    unfinished, tensors = Path(begun), tensors_of(model, optimizers)
+    token = on_first(parallel, lambda: secrets.token_hex(4))
+    unfinished = target.with_name(f"{UNFINISHED}{target.name}-{token}")
+    tensors = tensors_of(model, optimizers)
     write = partial(_write, target, unfinished, tensors, parallel.rank, is_cut=is_cut)
     with _removed_on_failure(target, unfinished):
+        on_first(parallel, partial(_begin, target, unfinished, state["run"]))
         files: dict[str, Any] = {}
         for files_of_rank in values_of_all(parallel, together(parallel, write)):
             files |= files_of_rank
@@ -70,17 +70,12 @@ def tensors_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, T
     return tensors
 
 
-def _begin(target: Path, state: dict[str, Any]) -> Path | None:
-    """Make the folder that becomes a checkpoint. None if this run has made the checkpoint already."""
+def _begin(target: Path, unfinished: Path, run: str) -> None:
+    """Make the folder that becomes a checkpoint."""
     if target.exists():
-        if not _is_of_run(target, state["run"]):
-            raise ValueError(f"{target} is in the way, and this run did not make it: move it away")
-        return None  # the run was resumed, and stopped before its first step
-    unfinished = target.with_name(f"{UNFINISHED}{target.name}-{secrets.token_hex(4)}")
-    with _removed_on_failure(target, unfinished):
-        unfinished.mkdir(parents=True)
-        (unfinished / MARK_FILE).write_text(state["run"])
-    return unfinished
+        raise ValueError(f"{target} is in the way: move it away")
+    unfinished.mkdir(parents=True)
+    (unfinished / MARK_FILE).write_text(run)
 
 
 def _write(

@@ -28,7 +28,9 @@ from .scoring import gzip_bits_per_byte, held_out_bits_per_byte
 from .stop_request import StopRequest
 
 NATS_PER_BIT = math.log(2)
-NUM_EVALUATIONS = 5  # in a run, unless the user says how often
+NUM_EVALUATIONS = 5  # in a run
+CLIP_NORM = 1.0  # the largest norm of the gradient
+WEIGHT_DECAY = 0.1  # of matrices
 
 
 class TrainingDiverged(ValueError):
@@ -57,9 +59,10 @@ def train(
     optimizers = make_optimizers(model, options)
     load(run, model, optimizers, parallel)
     state = together(parallel, partial(initial_state, run))
-    owner = None if run.begins_again else state["run"]
+    # without a checkpoint there may be metrics of a run that ended before its first one
+    owner = None if run.checkpoint is None else state["run"]
     make_metrics = partial(Metrics, run.folder, owner, state["step"], parallel.rank)
-    eval_every = run.eval_every or -(-options.total_steps // NUM_EVALUATIONS)
+    eval_every = -(-options.total_steps // NUM_EVALUATIONS)
     is_stopping = False
     with together(parallel, make_metrics) as metrics, shown(state["step"]) as show:
         while state["step"] < options.total_steps and not is_stopping:
@@ -139,7 +142,7 @@ def take_step(
         loss = loss_of(tokens.long(), borders)
         nats = loss.item()
         loss.backward()
-    nn.utils.clip_grad_norm_(loss_of.parameters(), options.clip_norm)
+    nn.utils.clip_grad_norm_(loss_of.parameters(), CLIP_NORM)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
@@ -191,14 +194,14 @@ def make_optimizers(model: nn.Module, options: Hyperparameters) -> list[Optimize
             matrices.append(parameter)
         else:
             others.append(parameter)
-    decay, peak = options.weight_decay, options.learning_rate
+    peak = options.learning_rate
     groups = [
-        {"params": others, "weight_decay": decay, "peak": peak},
+        {"params": others, "weight_decay": WEIGHT_DECAY, "peak": peak},
         {"params": vectors, "weight_decay": 0.0, "peak": peak},
     ]
     of_matrices = {"params": matrices, "peak": options.muon_learning_rate}
     return [
-        torch.optim.Muon([of_matrices], weight_decay=decay),
+        torch.optim.Muon([of_matrices], weight_decay=WEIGHT_DECAY),
         torch.optim.AdamW(groups, betas=(0.9, 0.95)),
     ]
 

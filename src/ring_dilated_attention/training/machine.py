@@ -1,10 +1,7 @@
 """The machine, the versions of packages and the memory of this process, for records. The file imports no torch."""
 
-import math
 import os
 import platform
-import resource
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -36,23 +33,18 @@ def versions() -> dict[str, str]:
     return versions_by_name
 
 
-def physical_bytes() -> float:
-    """The memory of this machine; infinite where the system does not say."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return math.inf
+def physical_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _resident(field: str) -> int:
-    # getrusage is only the second choice: a child may inherit its parent's maximum.
-    for value in _values(Path("/proc/self/status"), field):
-        return int(value.split()[0]) * 1024
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return largest if sys.platform == "darwin" else largest * 1024
+    """Linux alone tells it. (The maximum of getrusage may be one that a child inherited from its parent.)"""
+    kilobytes = next(_values(Path("/proc/self/status"), field)).split()[0]
+    return int(kilobytes) * 1024
 
 
-resident_bytes = partial(_resident, "VmRSS")  # outside Linux this is the peak
+resident_bytes = partial(_resident, "VmRSS")
 peak_resident_bytes = partial(_resident, "VmHWM")
 
 

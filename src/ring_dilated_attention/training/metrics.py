@@ -1,7 +1,7 @@
 """The progress of a run: metrics.jsonl, with a `Step` on each line."""
 
 import json
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -17,7 +17,7 @@ class Step(NamedTuple):
     run: str  # the name of the run, by which it knows its file
     step: int  # from 1
     bits_per_byte: float  # the loss
-    held_out_bits_per_byte: float | None  # every --eval-every steps
+    held_out_bits_per_byte: float | None  # five times in a run
     seconds: float
     tokens_per_second: float
     resident_bytes: list[int]  # of each rank
@@ -50,8 +50,7 @@ class Metrics(AbstractContextManager["Metrics"]):
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self.file is None:
             return
-        # `error` already reports a full disk
-        with suppress(OSError) if error is not None else nullcontext():
+        with suppress(OSError):  # every step is written already; after a full disk `error` says so
             self.file.close()
         # A run that fails before its first checkpoint cannot go on: the same command finds the folder as it was.
         if error is not None and not any(self.folder.glob("checkpoint-*")):

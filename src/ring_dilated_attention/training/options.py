@@ -43,8 +43,8 @@ def _option(
     return field(default=default, metadata=metadata)
 
 
-def _real(default: float, text: str, least: float = SMALLEST_FLOAT) -> Any:
-    return _option(default, text, least, LARGEST_FLOAT, float)
+def _real(default: float, text: str) -> Any:
+    return _option(default, text, SMALLEST_FLOAT, LARGEST_FLOAT, float)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Hyperparameters:
 
     data: tuple[str, ...] = _option(
         (),
-        "files of one document (FASTA is known by its name); default: Python's library",
+        "files whose bytes are one document; default: Python's library",
         kind=str,
     )
     seq_len: int = _option(
@@ -93,8 +93,6 @@ class Hyperparameters:
     )
     muon_learning_rate: float = _real(0.015, "the same for Muon (the matrices of blocks)")
     warmup_steps: int = _option(10, "steps of linear warm-up", 0)
-    weight_decay: float = _real(0.1, "of AdamW and Muon, on matrices only", 0)
-    clip_norm: float = _real(1.0, "largest norm of the gradient")
     held_out_bytes: int = _option(131_072, "the last bytes of the document, which are only scored")
     seed: int = _option(0, "seed of the initial weights and of the order of the data", -LARGEST)
 
@@ -140,11 +138,6 @@ class Hyperparameters:
 
     def model_config(self) -> LongNetConfig:
         return LongNetConfig.of_run(asdict(self))
-
-    def num_training_bytes(self) -> int:
-        """About the bytes of parameters, gradients and optimiser state in float32: those of all matrices."""
-        num_parameters = 12 * self.num_layers * self.embed_dim**2 + 2 * 256 * self.embed_dim
-        return 4 * 3 * num_parameters  # Muon has one moment
 
     def to_dict(self) -> dict[str, Any]:
         """A dict that JSON gives back as it was: with lists for tuples."""
@@ -223,8 +216,8 @@ def add_hyperparameters(parser: argparse._ArgumentGroup, whole: Callable[[str], 
 def resolve(
     arguments: argparse.Namespace, before: Hyperparameters | None = None
 ) -> Hyperparameters:
-    """The hyperparameters of a run, or those `before` of the run that --resume names. A ValueError refuses bad ones,
-    and others than those before."""
+    """The hyperparameters of a new run, or those `before` of a run that goes on. A ValueError refuses bad ones, and
+    others than those before."""
     options = {
         item.name: getattr(arguments, item.name)
         for item in fields(Hyperparameters)
@@ -246,9 +239,9 @@ def resolve(
         return Hyperparameters(**options)
     differing = changes(replace(before, **options), before)
     if differing:
-        remedy = "Leave these options out, or start a new run"
+        remedy = "Leave these options out, or choose another --run-folder"
         raise ValueError(
-            f"a resumed run keeps its hyperparameters, but {'; '.join(differing)}. {remedy}"
+            f"a run that goes on keeps its hyperparameters, but {'; '.join(differing)}. {remedy}"
         )
     return before
 

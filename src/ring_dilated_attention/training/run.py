@@ -13,19 +13,18 @@ from typing import Any
 from .. import __version__
 from ..models.saved_run import (
     STATE_FILE,
-    find_checkpoints,
-    newest_checkpoint,
+    find_checkpoint,
     read_state,
     step_of,
 )
 from .data import Document, load_document
 from .files import check_mine, mentions
-from .options import Hyperparameters, changes, flag, resolve
-from .run_folder import LOCK_FILE, may_go_on
+from .options import Hyperparameters, flag, resolve
+from .run_folder import LOCK_FILE
 
 RECORD_FILE = "record.json"  # which a run leaves at its end
 # choices that all ranks make alike
-ALIKE = ("save_every", "eval_every", "activation_checkpointing", "fsdp")
+ALIKE = ("save_every", "activation_checkpointing", "fsdp")
 # What every state of a run has.
 _STATE = {
     "run",
@@ -49,40 +48,27 @@ class Run:
     folder: Path
     checkpoint: Path | None = None
     save_every: int = 30
-    eval_every: int | None = None
     activation_checkpointing: bool = False
     fsdp: bool = False
-    # over the metrics of a run that was killed before its first checkpoint
-    begins_again: bool = False
 
 
 def prepare(arguments: argparse.Namespace) -> Run:
     """The run that the command line asks for. A ValueError holds the message for the user."""
-    checkpoint = state = None
-    if arguments.resume is not None:
-        if arguments.run_folder is not None:
-            raise ValueError(
-                "--resume goes on with the run in its own folder: leave --run-folder out"
-            )
-        folder = arguments.resume
-        checkpoint, state, before = _newest_checkpoint("--resume", folder)
-        options = resolve(arguments, before)
-    else:
+    folder = arguments.run_folder or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    checkpoint = find_checkpoint(folder)
+    state: dict[str, Any] | None = None
+    if checkpoint is None:
         options = resolve(arguments)
-        folder = arguments.run_folder
-        if folder is not None and may_go_on(arguments) and find_checkpoints(folder):
-            checkpoint, state, before = _newest_checkpoint("--run-folder", folder)
-            _check_same_command(folder, options, before)
-        else:
-            folder = _new_folder(folder)
-    if state is not None:
+        check_mine(folder / RECORD_FILE, lambda file: False, "this run")
+    else:
+        state, before = _read_checkpoint(checkpoint)
+        options = resolve(arguments, before)
         check_mine(folder / RECORD_FILE, mentions(state["run"]), "this run")
     document = load_document(options.data, options.seq_len, options.held_out_bytes)
     if state is not None:
         _check_same_document(document, state["document"])
     choices = {name: getattr(arguments, name) for name in ALIKE}
-    begins_again = may_go_on(arguments) and checkpoint is None
-    return Run(options, document, folder, checkpoint, begins_again=begins_again, **choices)
+    return Run(options, document, folder, checkpoint, **choices)
 
 
 def initial_state(run: Run) -> dict[str, Any]:
@@ -122,24 +108,9 @@ def fingerprint(run: Run) -> dict[str, str]:
     return fields
 
 
-def _new_folder(folder: Path | None) -> Path:
-    if folder is None:
-        return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    if find_checkpoints(folder):
-        raise ValueError(
-            f"--run-folder {folder} holds a run already: --resume it, or choose another folder"
-        )
-    if (folder / RECORD_FILE).exists():
-        raise ValueError(
-            f"--run-folder {folder} holds a {RECORD_FILE}, which a run would make: choose another folder"
-        )
-    return folder
-
-
-def _newest_checkpoint(option: str, folder: Path) -> tuple[Path, dict[str, Any], Hyperparameters]:
-    """The newest checkpoint of a run, its state and its hyperparameters. A ValueError refuses one that has another
-    name, or is of another version of this package."""
-    checkpoint = newest_checkpoint(folder, option)
+def _read_checkpoint(checkpoint: Path) -> tuple[dict[str, Any], Hyperparameters]:
+    """The state of a run and its hyperparameters. A ValueError refuses a checkpoint that has another name, or is of
+    another version of this package."""
     with offering_older(checkpoint):
         state = read_state(checkpoint)
         if missing := _STATE - state.keys():
@@ -147,7 +118,7 @@ def _newest_checkpoint(option: str, folder: Path) -> tuple[Path, dict[str, Any],
         if state["step"] != step_of(checkpoint):
             raise ValueError(f"{checkpoint} has another name: it is of step {state['step']}")
         try:
-            return checkpoint, state, Hyperparameters.from_dict(state["hyperparameters"])
+            return state, Hyperparameters.from_dict(state["hyperparameters"])
         except ValueError as error:
             raise ValueError(f"{checkpoint / STATE_FILE}: {error}") from error
 
@@ -160,13 +131,6 @@ def offering_older(checkpoint: Path) -> Iterator[None]:
     except ValueError as error:
         remedy = f"move {checkpoint} away to go on from the checkpoint before it, if there is one"
         raise ValueError(f"{error}; {remedy}") from error
-
-
-def _check_same_command(folder: Path, options: Hyperparameters, before: Hyperparameters) -> None:
-    """Raise ValueError unless the command that began the run in its --run-folder had these options."""
-    if differing := changes(options, before):
-        what = f"--run-folder {folder} holds a run of another command: {'; '.join(differing)}"
-        raise ValueError(f"{what}. Give its options, or choose another folder")
 
 
 def _check_same_document(document: Document, saved: dict[str, Any]) -> None:

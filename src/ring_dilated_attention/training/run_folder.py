@@ -51,8 +51,8 @@ def are_by_torchrun() -> bool:
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
-def may_go_on(arguments: argparse.Namespace) -> bool:
-    """Whether --run-folder may also name a run that exists, to go on with."""
+def may_start_again(arguments: argparse.Namespace) -> bool:
+    """Whether the ranks of this command may be started again."""
     return arguments.restarts is not None or are_by_torchrun()
 
 

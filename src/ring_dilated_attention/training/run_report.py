@@ -35,14 +35,12 @@ def write_report(record: dict[str, Any]) -> None:
 def summary(record: dict[str, Any]) -> str:
     """The memory, the losses and the speed of the run."""
     peak = max(row["resident_peak"] for row in record["ranks"])
-    lines = [f"peak resident memory of a rank: {peak / 1e6:,.0f} MB"]
     losses = record["bits_per_byte"]
-    lines.append(
-        f"bits per byte: {losses[0]:.3f} at step 1, {losses[-1]:.3f} at step {len(losses)}"
-    )
-    lines.append(
-        f"speed: {record['tokens_per_second']:,.0f} tokens/s; {record['seconds']:,.0f} s in steps"
-    )
+    lines = [
+        f"peak resident memory of a rank: {peak / 1e6:,.0f} MB",
+        f"bits per byte: {losses[0]:.3f} at step 1, {losses[-1]:.3f} at step {len(losses)}",
+        f"speed: {record['tokens_per_second']:,.0f} tokens/s; {record['seconds']:,.0f} s in steps",
+    ]
     held_out = record["held_out_bits_per_byte"]
     if held_out is not None:
         lines.append(

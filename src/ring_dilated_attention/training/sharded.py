@@ -30,9 +30,8 @@ def sharded_model(
     for block in model.each_block():
         model.reset_block(block.to_empty(device="cpu"))
         fully_shard(block, mesh=mesh)
-    # or its parameters are whole after `token_losses`
+    # or its parameters are whole after `loss` without a backward
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    # they gather the parameters of the ends, as `forward` does
-    for method in ("loss", "token_losses"):
-        register_fsdp_forward_method(model, method)
+    # it gathers the parameters of the ends, as `forward` does
+    register_fsdp_forward_method(model, "loss")
     return model

@@ -3,12 +3,15 @@
 import hashlib
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..arguments import amount, check_installed, check_writable, positive
+from ..arguments import amount, check_installed, positive
 from ..console import progress
 from ..terminal import is_out_of_memory, say
 from .folder import EmbeddingFolder
+
+if TYPE_CHECKING:
+    from ...models.longnet_vit import LongNetViT
 
 EXAMPLES = """Slides are HDF5 (.h5), .npz or .pt files, or folders of them. A file has the
 features of its tiles (tiles, C) under "features" and their coordinates (tiles,
@@ -67,7 +70,6 @@ def pixels(text: str) -> float:
 
 def run(arguments: Namespace) -> int:
     check_installed(["numpy"], "slides")
-    check_writable("--out", arguments.out)
     from ...models.weights import first_line  # imports torch
     from .embedder import embed_slide, load
     from .slides import find_slides
@@ -75,9 +77,9 @@ def run(arguments: Namespace) -> int:
     slides = find_slides(arguments.slides)
     if any(path.suffix in (".h5", ".hdf5") for path in slides.values()):
         check_installed(["h5py"], "slides")
-    settings = settings_of(arguments)
-    folder = EmbeddingFolder(arguments.out, settings)
     model = load(arguments)
+    settings = settings_of(arguments, model)
+    folder = EmbeddingFolder(arguments.out, settings)
     new_slides = {}
     warnings, failures = [], []
     for name, path in slides.items():
@@ -111,23 +113,21 @@ def run(arguments: Namespace) -> int:
     return 1 if failures else 0
 
 
-def settings_of(arguments: Namespace) -> dict[str, Any]:
-    """All that decides an embedding's values. Raises ValueError for options that do not fit the weights."""
-    from ...models.weights import read_weights, slide_encoder_size
-
-    weights = read_weights(arguments.weights)
-    size = slide_encoder_size(arguments.weights, weights, None, arguments.heads)
-    if arguments.layer.isdecimal() and int(arguments.layer) > size.depth:
-        states = f"{size.depth} layers, whose states are 0 to {size.depth}"
+def settings_of(arguments: Namespace, model: "LongNetViT") -> dict[str, Any]:
+    """All that decides an embedding's values. Raises ValueError for a layer that the model does not have."""
+    config = model.encoder.config
+    depth = config.num_layers
+    if arguments.layer.isdecimal() and int(arguments.layer) > depth:
+        states = f"{depth} layers, whose states are 0 to {depth}"
         raise ValueError(f"--layer {arguments.layer}: {arguments.weights} has {states}")
     with arguments.weights.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {
         "embedding": arguments.embedding,
         "layer": arguments.layer,
-        "model": f"{size.depth} layers x {size.embed_dim}",
+        "model": f"{depth} layers x {config.embed_dim}",
         "max_wsi_size": arguments.max_wsi_size,
-        "tile_size": arguments.tile_size or 256.0,
-        "heads": size.num_heads,
+        "tile_size": model.tile_size,
+        "heads": config.num_heads,
         "weights_sha256": digest,
     }
