@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
@@ -69,12 +70,14 @@ def windows(chromosomes: Sequence[Tensor], batch: int, seq_len: int) -> Tensor:
     return torch.stack(drawn)
 
 
+@torch.no_grad()
 def bits_per_base(model: LongNetLM, bases: Tensor, seq_len: int) -> float:
     """The mean over a chromosome, read in windows, of all known bases but the first of each window."""
     nats = known = 0.0
     for window in bases.split(seq_len):
         is_known = window[1:] != UNKNOWN
-        nats += model.token_losses(window[None])[0, :-1][is_known].double().sum().item()
+        logits, labels = model(window[None])[0, :-1][is_known], window[1:][is_known].long()
+        nats += F.cross_entropy(logits.double(), labels, reduction="sum").item()
         known += is_known.sum().item()
     return nats / known / math.log(2)
 

@@ -153,7 +153,7 @@ def language_model(cp: ContextParallel) -> Found:
     loss.backward()
     return [
         loss,
-        cp.unshard(model.token_losses(local["tokens"])[:, : local["tokens"].shape[1]]),
+        cp.unshard(model(local["tokens"])),
         *averaged(cp, model),
     ]
 

@@ -5,7 +5,6 @@ Shape suffixes: B batch, N positions (the local ones under `parallel`), E embedd
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from ..run.dilated_cache import DilatedCache
 from ..run.views import on_device
 from .documents import Documents, agree_on_documents, why_no_tokens
 from .longnet_config import LongNetConfig
-from .recompute import Checkpointing, check_checkpointing, loss_slice_rows, run_layer, sum_in_slices
+from .recompute import check_checkpointing, loss_slice_rows, run_layer, sum_in_slices
 from .sampling import Sampling, generate
 from .saved_run import check_whole, newest_checkpoint
 
@@ -101,7 +100,6 @@ class LongNetLM(nn.Module):
 
     Args:
         activation_checkpointing: keep only each block's input and attention, and recompute the rest in backward.
-            "offload" keeps these in the memory of the host.
         backend: as for `dilated_attention`.
     """
 
@@ -110,7 +108,7 @@ class LongNetLM(nn.Module):
         config: LongNetConfig,
         *,
         parallel: ContextParallel | None = None,
-        activation_checkpointing: Checkpointing = False,
+        activation_checkpointing: bool = False,
         backend: str = "auto",
     ) -> None:
         super().__init__()
@@ -268,28 +266,13 @@ class LongNetLM(nn.Module):
         hidden_BNE = self._hidden(tokens_BN, documents, cu_seqlens)
         num_rows = loss_slice_rows(self.config.vocab_size)
         # On a rank without positions the sum is 0, and connected to every parameter.
-        local_sum = sum_in_slices(
-            partial(self._cross_entropy, reduction="sum"), hidden_BNE, labels_BN, num_rows
-        )
+        local_sum = sum_in_slices(self._cross_entropy, hidden_BNE, labels_BN, num_rows)
         if self.parallel is not None:
             local_count = (labels_BN != IGNORED_LABEL).sum()
             return self.parallel.mean_loss(local_sum, local_count, over=over, step_count=step_count)
         if step_count is not None:
             return mean_loss(ALONE, local_sum, num_labels, step_count)
         return local_sum / max(num_labels, 1)  # 0 without a label
-
-    @torch.no_grad()
-    def token_losses(self, tokens_BN: Tensor) -> Tensor:
-        """The terms of `loss`, without gradients: (B, N) float32 or float64, in nats. Each is the loss
-        of the next token; the last position of a sequence has 0."""
-        documents = self._agree(tokens_BN, None)
-        labels_T = self._labels(tokens_BN, documents).flatten()
-        hidden_TE = self._hidden(tokens_BN, documents, None).flatten(0, 1)
-        num_rows = loss_slice_rows(self.config.vocab_size)
-        terms = []
-        for hidden, labels in zip(hidden_TE.split(num_rows), labels_T.split(num_rows), strict=True):
-            terms.append(self._cross_entropy(hidden, labels, "none"))
-        return torch.cat(terms).view(tokens_BN.shape)
 
     def _hidden(self, tokens_BN: Tensor, documents: Documents, cu_seqlens: Tensor | None) -> Tensor:
         positions = on_device(documents.positions(), tokens_BN.device)
@@ -301,10 +284,10 @@ class LongNetLM(nn.Module):
             )
         return self.final_layernorm(x_BNE)
 
-    def _cross_entropy(self, hidden_TE: Tensor, labels_T: Tensor, reduction: str) -> Tensor:
+    def _cross_entropy(self, hidden_TE: Tensor, labels_T: Tensor) -> Tensor:
         logits_TV = self.head(hidden_TE)
         logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-        return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL, reduction=reduction)
+        return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL, reduction="sum")
 
     def _agree(self, tokens_BN: Tensor, cu_seqlens: Tensor | None) -> Documents:
         """The documents of all ranks. A ValueError on every rank if the tokens or borders of one rank do not fit."""

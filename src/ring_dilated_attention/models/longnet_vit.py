@@ -20,7 +20,6 @@ from ..ranks.context import ContextParallel
 from ..ranks.ranks import ALONE, warn_of_forgotten_parallel
 from ..ranks.reduce import SumOverRanks
 from .documents import why_not_dense
-from .recompute import Checkpointing
 from .torchscale.architecture import TorchscaleConfig
 from .torchscale.networks import LongNetEncoder
 
@@ -94,7 +93,6 @@ class LongNetViT(nn.Module):
         padding: "torchscale" includes zero rows in the softmax, as the published weights need. "exact" leaves them out.
         parallel: the ranks that share each slide; contiguous shards of its tiles, as `parallel.shard` cuts them.
         activation_checkpointing: keep only each layer's input and attention, and recompute the rest in backward.
-            "offload" keeps these in the memory of the host.
     """
 
     def __init__(
@@ -112,7 +110,7 @@ class LongNetViT(nn.Module):
         global_pool: bool = False,
         padding: str = "torchscale",
         parallel: ContextParallel | None = None,
-        activation_checkpointing: Checkpointing = False,
+        activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         sizes = {
@@ -167,7 +165,7 @@ class LongNetViT(nn.Module):
         global_pool: bool = False,
         padding: str = "torchscale",
         parallel: ContextParallel | None = None,
-        activation_checkpointing: Checkpointing = False,
+        activation_checkpointing: bool = False,
     ) -> "LongNetViT":
         """A model of a published size, with random weights: "gigapath" (12 x 768) or "gigapath-flash" (12 x 384).
 
@@ -219,7 +217,9 @@ class LongNetViT(nn.Module):
             warn_of_forgotten_parallel(num_tiles)  # its encoder counts a row more
         # Ranks without the class token take an empty slice of it: they too need a gradient for it.
         class_token = self.cls_token.expand(len(x), -1, -1)[:, : self._num_class]
-        tokens_BNE = torch.cat((class_token, self._embed(x, coords)), 1)
+        positions = self._positions(cells_of(coords, self.tile_size))
+        tiles_BLE = self.patch_embed["proj"](x.to(self.cls_token.dtype)) + positions
+        tokens_BNE = torch.cat((class_token, tiles_BLE), 1)
         pool = partial(self._pool, num_tiles)
         if all_layer_embed:
             # so that the states of only one layer exist
@@ -243,11 +243,6 @@ class LongNetViT(nn.Module):
         """1 on the rank that holds position 0, where the class token stands; 0 on others."""
         return int(self.parallel is None or self.parallel.rank == 0)
 
-    def _embed(self, x: Tensor, coords: Tensor) -> Tensor:
-        """Features (..., C) and coordinates (..., 2) of tiles to embeddings (..., E)."""
-        positions = self._positions(cells_of(coords, self.tile_size))
-        return self.patch_embed["proj"](x.to(self.cls_token.dtype)) + positions
-
     def _positions(self, cells: Tensor) -> Tensor:
         """(..., E): for y, then for x, [sin, cos] of cell * 10000^(-k / (E / 4)), k < E / 4, in the weights' dtype."""
         num_frequencies = self.cls_token.shape[-1] // 4
@@ -263,9 +258,8 @@ class LongNetViT(nn.Module):
         """The number of tiles over all ranks. A ValueError on every rank if the input of one does not fit."""
         failure = why_not_dense(features=x, coords=coords) or self._shape_failure(x, coords)
         if torch.compiler.is_exporting() and failure is None and self.parallel is None:
-            return x.shape[
-                1
-            ]  # an exported graph has no branch on values: it takes tiles as they are
+            # an exported graph has no branch on values: it takes tiles as they are
+            return x.shape[1]
         ranks = ALONE if self.parallel is None else self.parallel.ranks
         batch, num_own = (0, 0) if failure else x.shape[:2]
         fields: dict[str, object] = {

@@ -22,7 +22,7 @@ from ...ranks.context import ContextParallel
 from ...ranks.named import called_by
 from ...ranks.ranks import ALONE
 from ..documents import Documents, agree_on_documents, why_not_dense
-from ..recompute import Checkpointing, check_checkpointing, run_layer
+from ..recompute import check_checkpointing, run_layer
 from .architecture import TorchscaleConfig
 from .gate import torchscale_attention, zero_rows
 
@@ -118,7 +118,6 @@ class LongNetEncoder(nn.Module):
         config: the settings; `TorchscaleConfig.from_torchscale` reads those of torchscale.
         parallel: inputs and outputs are then the local shards of sequences that the ranks hold together.
         activation_checkpointing: keep only each layer's input and attention, and recompute the rest in backward.
-            "offload" keeps these in the memory of the host.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class LongNetEncoder(nn.Module):
         config: TorchscaleConfig,
         *,
         parallel: ContextParallel | None = None,
-        activation_checkpointing: Checkpointing = False,
+        activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(config, TorchscaleConfig):
