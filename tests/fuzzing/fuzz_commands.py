@@ -187,6 +187,7 @@ MORE_MODEL = [
     *OF_A_PLAN,
     ["--gpus", "4"],
     ["--memory", "1Gi"],
+    ["--ffn-dim", "64"],
     ["--vocab", "50"],
     ["--config", "text.txt"],
 ]

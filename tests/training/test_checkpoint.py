@@ -344,9 +344,12 @@ DAMAGES = {
     "another step": (change(step=5), "checkpoint-000006 has another name: it is of step 5"),
     "a hyperparameter is missing": (
         change(hyperparameters__seed=None),
-        "hyperparameters lack ['seed']",
+        "another version of this package: seed",
     ),
-    "a foreign hyperparameter": (change(hyperparameters__wd=1), "and have ['wd'] besides"),
+    "a foreign hyperparameter": (
+        change(hyperparameters__wd=1),
+        "another version of this package: wd",
+    ),
     "no phase": (
         change(hyperparameters__phases=["8:2"]),
         "--phases '8:2' must be LENGTH:BATCH:STEPS",

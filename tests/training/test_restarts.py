@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -314,7 +315,7 @@ def die_before_a_checkpoint():
             2,
             "run: 3 starts in a row ended without a first checkpoint: mend what ended them first\n",
         ),
-        (1, 1, "was ended by SIGKILL; newest checkpoint: none; start it again\n"),
+        (1, 1, "was ended by SIGKILL; newest checkpoint: none; go on with: rda train {command}\n"),
     ],
 )
 def test_restarts_end(restarts, code, said, tmp_path, monkeypatch):
@@ -333,7 +334,9 @@ def test_restarts_end(restarts, code, said, tmp_path, monkeypatch):
     finally:
         job.clear()
     error = job.said.read_text()
-    assert error.endswith(said), error
+    words = [*OPTIONS.split(), "--steps", str(SIZE.steps), "--timeout", str(SIZE.timeout)]
+    words += [*job.options, "--ranks", "2", "--restarts", str(restarts)]
+    assert error.endswith(said.format(command=shlex.join(words))), error
     assert error.count("rda train: restart ") == min(restarts, 2)
 
 

@@ -531,6 +531,17 @@ class TestCommand:
         assert main(["train", "--run-folder", "run"]) == 2
         assert "the document changed since the run began" in capsys.readouterr().err
 
+    def test_the_same_command_begins_again_after_a_kill_before_the_first_checkpoint(self, capsys):
+        """But not over what somebody else wrote."""
+        words = ["train", *tiny_arguments(data="text.txt"), "--run-folder", "run"]
+        Path("run").mkdir()
+        Path("run/metrics.jsonl").write_text("mine\n")
+        assert main(words) == 2
+        assert "nothing is written over it" in capsys.readouterr().err
+        Path("run/metrics.jsonl").write_text('{"run": "killed", "step": 1, "bits_per_byte": 8.0}\n')
+        assert main(words) == 0
+        assert "killed" not in Path("run/metrics.jsonl").read_text()
+
     def test_interrupted_ranks_save_and_go_on(self):
         """Ctrl-C reaches the launcher alone; both ranks stop at the same step, and no traceback is seen."""
         words = [

@@ -151,9 +151,7 @@ def launch_ranks(arguments: Namespace, run: Run) -> int:
 
 def what_is_left(arguments: Namespace, folder: Path) -> str:
     """A sentence: the newest checkpoint, and the command that goes on from it."""
-    checkpoint = find_checkpoint(folder)
-    if checkpoint is None:
-        return "newest checkpoint: none; start it again"
+    checkpoint = find_checkpoint(folder) or "none"
     return f"newest checkpoint: {checkpoint}; go on with: {train_command(arguments, folder)}"
 
 
@@ -321,9 +319,9 @@ def report(arguments: Namespace, record: dict[str, Any]) -> None:
     from ..training.run_report import summary, write_report
 
     write_report(record)
-    folder, steps = record["run_folder"], record["step"]
+    folder = record["run_folder"]
     print(summary(record))
     if record["status"] == "complete":
         print(f"to write with it: rda generate {folder} --prompt 'def '")
     else:
-        say(f"saved at step {steps}; go on with: {train_command(arguments, folder)}")
+        say(f"saved at step {record['step']}; go on with: {train_command(arguments, folder)}")

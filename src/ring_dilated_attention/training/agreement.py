@@ -92,8 +92,8 @@ def check_alike(parallel: ContextParallel, fields: Mapping[str, str]) -> None:
             if value != fields_of_first[name]:
                 differences.append(f"{name} ({first}: {fields_of_first[name]}, {rank}: {value})")
         if differences:
-            what = f"they differ in {'; '.join(differences)}"
-            refuse(f"the ranks would not train the same run: {what}")
+            words = "; ".join(differences)
+            refuse(f"the ranks would not train the same run: they differ in {words}")
 
 
 def values_of_all(parallel: ContextParallel, value: Any) -> list[Any]:

@@ -151,10 +151,8 @@ class Hyperparameters:
         """The inverse of `to_dict`. A ValueError refuses what another version of this package saved."""
         names = {item.name for item in fields(cls)}
         if saved.keys() != names:
-            missing, foreign = sorted(names - saved.keys()), sorted(saved.keys() - names)
-            raise ValueError(
-                f"hyperparameters lack {missing or 'none'} and have {foreign or 'none'} besides"
-            )
+            others = ", ".join(sorted(names ^ saved.keys()))
+            raise ValueError(f"hyperparameters of another version of this package: {others}")
         return cls(**saved)
 
 

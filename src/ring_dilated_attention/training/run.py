@@ -56,7 +56,7 @@ def prepare(arguments: argparse.Namespace) -> Run:
     """The run that the command line asks for. A ValueError holds the message for the user."""
     folder = arguments.run_folder or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     checkpoint = find_checkpoint(folder)
-    state: dict[str, Any] | None = None
+    state = None
     if checkpoint is None:
         options = resolve(arguments)
         check_mine(folder / RECORD_FILE, lambda file: False, "this run")

@@ -33,7 +33,7 @@ sequence are not planned (docs/planning.md).
 MOST_GPUS = 1024
 DEFAULT_HARDWARE = "h100"
 # The options that say the sizes of a model, which --config says too.
-SIZES = ("layers", "embed_dim", "vocab", "heads", "kv_heads")
+SIZES = ("layers", "embed_dim", "ffn_dim", "vocab", "heads", "kv_heads")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -44,6 +44,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     heads = within(1, MOST_HEADS)
     add("--layers", type=size, metavar="L", help="transformer blocks")
     add("--embed-dim", type=size, metavar="E", help="width of the model")
+    add("--ffn-dim", type=size, metavar="F", help="width of the feed-forward layer (default 4 E)")
     add("--vocab", type=size, metavar="V", help="size of the vocabulary (default 256, bytes)")
     add("--heads", type=heads, metavar="H", help="query heads (default 12)")
     add("--kv-heads", type=heads, metavar="G", help="key/value heads (default as many)")
@@ -107,7 +108,7 @@ def decoder_of(arguments: Namespace, pattern: DilatedPattern) -> Decoder:
             num_layers=arguments.layers,
             embed_dim=arguments.embed_dim,
             num_heads=num_heads,
-            ffn_dim=4 * arguments.embed_dim,
+            ffn_dim=arguments.ffn_dim or 4 * arguments.embed_dim,
         )
     rules = pattern.as_dict()
     del rules["is_causal"]
@@ -118,6 +119,7 @@ def decoder_of(arguments: Namespace, pattern: DilatedPattern) -> Decoder:
         embed_dim=arguments.embed_dim,
         num_heads=num_heads,
         num_kv_heads=arguments.kv_heads,
+        ffn_dim=arguments.ffn_dim,
     )
     return longnet_decoder(config)
 
