@@ -131,12 +131,13 @@ def take_step(
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = group["peak"] * share_of_peak(options, step)
     windows = run.document.train_windows(options.seed, step, phase.length, phase.batch_size)
+    sharing: AbstractContextManager[None] = nullcontext()
     if has_whole_windows(options, phase, parallel):
         num_local = len(windows) // parallel.world_size
         windows = windows[parallel.rank * num_local :][:num_local]
         tokens, sharing = tokens_of(windows), not_shared(loss_of)
     else:
-        tokens, sharing = parallel.shard(tokens_of(windows)), nullcontext()
+        tokens = parallel.shard(tokens_of(windows))
     borders = torch.arange(0, len(windows) + 1, phase.length, dtype=torch.int32)
     with sharing:  # the backward too: what it recomputes is not shared either
         loss = loss_of(tokens.long(), borders)
