@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from decimal import Decimal
 from importlib.util import find_spec
 
-from ..training.options import LARGEST, in_short
+from ..training.options import MAX_INT64, in_short
 
 DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -55,7 +55,7 @@ def _parse(text: str) -> Decimal:
     return number
 
 
-def within(least: int, most: int = LARGEST) -> Callable[[str], int]:
+def within(least: int, most: int = MAX_INT64) -> Callable[[str], int]:
     """The type of an option that takes whole numbers from `least` to `most`."""
 
     def count_within(text: str) -> int:

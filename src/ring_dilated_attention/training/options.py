@@ -10,7 +10,7 @@ from ..models.longnet_config import LongNetConfig
 
 MOST_LAYERS = 10_000  # each layer is a module, which takes time and memory
 LONGEST = 2**40  # the longest segment, and the largest dilation rate
-LARGEST = 2**63 - 1  # the largest integer of 64 bits, also of a tensor's stride
+MAX_INT64 = 2**63 - 1  # the largest integer of 64 bits, also of a tensor's stride
 # within float32 even after AdamW's first step, which divides the learning rate by 1 - 0.9
 LARGEST_FLOAT, SMALLEST_FLOAT = (1e30, 1e-30)
 # Short sequences teach most in the same time.
@@ -34,7 +34,7 @@ def _option(
     default: Any,
     text: str,
     least: float = 1,
-    most: float = LARGEST,
+    most: float = MAX_INT64,
     kind: type = int,
     metavar: str = "",
 ) -> Any:
@@ -94,7 +94,7 @@ class Hyperparameters:
     muon_learning_rate: float = _real(0.015, "the same for Muon (the matrices of blocks)")
     warmup_steps: int = _option(10, "steps of linear warm-up", 0)
     held_out_bytes: int = _option(131_072, "the last bytes of the document, which are only scored")
-    seed: int = _option(0, "seed of the initial weights and of the order of the data", -LARGEST)
+    seed: int = _option(0, "seed of the initial weights and of the order of the data", -MAX_INT64)
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -185,7 +185,7 @@ def _phase(text: str) -> Phase:
         length, batch_size, steps = map(int, text.split(":"))
     except ValueError:
         length = batch_size = steps = 0
-    if not 1 <= min(length, batch_size, steps) <= max(length, batch_size, steps) <= LARGEST:
+    if not 1 <= min(length, batch_size, steps) <= max(length, batch_size, steps) <= MAX_INT64:
         raise ValueError(f"--phases {in_short(text)!r} must be LENGTH:BATCH:STEPS, {rule}")
     return Phase(length, batch_size, steps)
 

@@ -25,7 +25,7 @@ SMALL_MESSAGE = 256
 REPEATS = 11
 # With ROWS rows, most of the time of attention goes into FLOPs; with FEW_ROWS, into the kernel call itself.
 ROWS, FEW_ROWS, HEADS, HEAD_DIM = 2048, 32, 4, 64
-MORE = 8  # further tiles in one attention call, to measure the time that a tile takes whatever its size
+FURTHER_TILES = 8  # further tiles in one attention call, to measure the time that a tile takes whatever its size
 
 
 def examine(worker: Worker | None, seconds: float) -> list[dict[str, Any]]:
@@ -75,11 +75,13 @@ def rates(parallel: ContextParallel, device: str, dtype: torch.dtype) -> dict[st
     """This rank's FLOPs per second, forward and backward, and the seconds of a call, while all ranks compute."""
     many = ROWS if device == "cpu" else 8 * ROWS
     one_tile = DilatedPattern.dense()
-    nine_tiles = DilatedPattern((FEW_ROWS,) * (1 + MORE), (1,) * (1 + MORE))
+    nine_tiles = DilatedPattern((FEW_ROWS,) * (1 + FURTHER_TILES), (1,) * (1 + FURTHER_TILES))
     large = _times(parallel, device, dtype, many, one_tile)
     small = _times(parallel, device, dtype, FEW_ROWS, one_tile)
     several = _times(parallel, device, dtype, FEW_ROWS, nine_tiles)
-    tile = max(0.0, (several[0] - small[0]) / MORE, (several[1] - small[1]) / MORE)
+    tile = max(
+        0.0, (several[0] - small[0]) / FURTHER_TILES, (several[1] - small[1]) / FURTHER_TILES
+    )
     # of one product of matrices; a forward has 2 and a backward 5
     flops = 2 * HEAD_DIM * HEADS * many**2
     return {
