@@ -16,10 +16,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from ring_dilated_attention.attention import dilated_attention
 from ring_dilated_attention.pattern import DilatedPattern
+from ring_dilated_attention.plan import step
+from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.plan import Plan
-from ring_dilated_attention.plan.planner import make_plan
-from ring_dilated_attention.plan.sharding import default_lengths, make_shards
+from ring_dilated_attention.plan.sharding import ShardSpec, make_shards
 from ring_dilated_attention.ranks.context import ContextParallel
 from ring_dilated_attention.ranks.watching import Worker
 
@@ -197,14 +198,13 @@ def planned_bytes(
     sizes: Sizes, pattern: DilatedPattern, num_ranks: int, sharding: str = "contiguous"
 ) -> list[int]:
     """What each rank sends by its plan, forward and backward."""
-    shards = make_shards(sharding, default_lengths(sharding, sizes.seq_len, num_ranks))
-    arguments = (sizes.batch, sizes.head_dim, sizes.dtype.itemsize)
+    shards = make_shards(sharding, ShardSpec(sharding, num_ranks).default_lengths(sizes.seq_len))
+    of_call = step.Sizes(sizes.batch, sizes.head_dim, sizes.dtype.itemsize)
     of_ranks = []
     for rank in range(num_ranks):
-        plan = make_plan(Job(pattern, shards, sizes.num_heads, sizes.num_heads), rank)
-        of_ranks.append(
-            plan.bytes_sent(*arguments, backward=False) + plan.bytes_sent(*arguments, backward=True)
-        )
+        job = Job(pattern, shards, sizes.num_heads, sizes.num_heads)
+        plan = plan_exchange("ring", job, rank)
+        of_ranks.append(plan.bytes_sent(of_call) + plan.bytes_sent(of_call, backward=True))
     return of_ranks
 
 

@@ -137,7 +137,7 @@ def token_call(cache: DilatedCache) -> Callable[[int], Tensor]:
 def bytes_read(cache: DilatedCache, position: int) -> int:
     """Bytes of the keys and values that the token at a position reads, its own included."""
     rows = 0
-    for _, buffers in cache.plan.of_position(position):
+    for buffers in cache.plan.of_position(position):
         rows += len(buffers.kv_heads) * (len(buffers.seen(position)) + 1)
     return 2 * cache.batch * rows * cache.head_dim * cache.dtype.itemsize
 

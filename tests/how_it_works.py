@@ -11,7 +11,7 @@ from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.program import Program, make_program
 from ring_dilated_attention.plan.rows import Rows
 from ring_dilated_attention.plan.sharding import make_shards
-from ring_dilated_attention.plan.step import Terms
+from ring_dilated_attention.plan.step import CallFacts
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
 from ring_dilated_attention.run.merge import merge_
 
@@ -20,7 +20,7 @@ PATTERN = DilatedPattern((4, 8), (1, 2))
 NUM_POSITIONS, NUM_HEADS, NUM_RANKS, HEAD_DIM = 8, 2, 2, 1
 JOB = Job(PATTERN, make_shards("contiguous", (4, 4)), NUM_HEADS, NUM_HEADS)
 QUERY, HEAD = 0, 0  # whose partials are merged on the page
-PLACES = 4
+DECIMALS = 4
 
 
 def rank_plan(rank: int) -> RankPlan:
@@ -28,14 +28,14 @@ def rank_plan(rank: int) -> RankPlan:
 
 
 def program(rank: int, stage: str) -> Program:
-    return make_program(rank_plan(rank).plan, stage, Terms())
+    return make_program(rank_plan(rank).plan, stage, CallFacts())
 
 
 def gathered_program(num_ranks: int, stage: str) -> Program:
     """Rank 0's program where results are kept."""
     shards = make_shards("contiguous", (NUM_POSITIONS // num_ranks,) * num_ranks)
     plan = plan_exchange("ring", Job(PATTERN, shards, NUM_HEADS, NUM_HEADS), 0).plan
-    return make_program(plan, stage, Terms(kept_rows=10**6))
+    return make_program(plan, stage, CallFacts(kept_rows=10**6))
 
 
 def seen(head: int) -> str:
@@ -111,13 +111,13 @@ def merging() -> str:
             torch.tensor([[its_out]], dtype=torch.float64),
             torch.tensor([its_lse], dtype=torch.float64),
         )
-        numbers = [f"{x:.{PLACES}f}" for x in (its_out, its_lse, out.item(), lse.item())]
+        numbers = [f"{x:.{DECIMALS}f}" for x in (its_out, its_lse, out.item(), lse.item())]
         lines.append(f"| {name} | {keys} | {' | '.join(numbers)} |")
     defined = [
         x[0, QUERY, HEAD].item() for x in dilated_attention_reference(*inputs(), PATTERN, scale=1.0)
     ]
     lines.append(
-        f"| the definition | all that the query sees | | | {defined[0]:.{PLACES}f} | {defined[1]:.{PLACES}f} |"
+        f"| the definition | all that the query sees | | | {defined[0]:.{DECIMALS}f} | {defined[1]:.{DECIMALS}f} |"
     )
     return "\n".join(lines)
 
@@ -217,7 +217,7 @@ it.
 
 In backward the same chunks travel again. Each rank computes the gradients of the chunk that it received. When they are
 complete (*finished*), it sends them to the chunk's owner. The owner adds them to the gradients of its own rows (step
-`home`).
+`unpack`).
 
 Rank 0, backward:
 

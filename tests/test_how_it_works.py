@@ -10,7 +10,7 @@ from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.plan import program as programs
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.program import MOST_KEPT_TILES, make_program, program_of
-from ring_dilated_attention.plan.step import Terms
+from ring_dilated_attention.plan.step import CallFacts
 
 
 def test_the_page_is_made_from_the_code():
@@ -39,9 +39,11 @@ def test_a_program_prints_each_step_on_a_line(stage):
 def test_programs_are_kept_for_calls_of_the_same_shape_if_they_are_short():
     """Catches a program that is made for every call, and one of many tiles that is kept."""
     plan = plan_exchange("ring", JOB, NUM_RANKS - 1).plan
-    assert program_of(plan, "forward", Terms()) is program_of(plan, "forward", Terms())
-    assert program_of(plan, "forward", Terms(batch=2)) is not program_of(plan, "forward", Terms())
-    many = Terms(batch=MOST_KEPT_TILES)
+    assert program_of(plan, "forward", CallFacts()) is program_of(plan, "forward", CallFacts())
+    assert program_of(plan, "forward", CallFacts(batch=2)) is not program_of(
+        plan, "forward", CallFacts()
+    )
+    many = CallFacts(batch=MOST_KEPT_TILES)
     kept = programs._kept.cache_info().currsize
     assert program_of(plan, "forward", many) == make_program(plan, "forward", many)
     assert programs._kept.cache_info().currsize == kept

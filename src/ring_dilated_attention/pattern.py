@@ -198,7 +198,9 @@ class DilatedPattern:
         ):
             if not is_integer(number) or number < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}.")
-        max_len, first_length, ratio = index(max_len), index(first_length), index(ratio)
+        max_len = index(max_len)
+        first_length = index(first_length)
+        ratio = index(ratio)
         rates = [1]
         while first_length * rates[-1] < max_len:
             rates.append(rates[-1] * ratio)
@@ -268,7 +270,7 @@ class DilatedPattern:
             held: the query heads that the tensor holds, if not all. Query heads that share a key/value head are all
                 held or none. Groups number heads from held.start. A phase follows from a head's number in the layer.
         """
-        held = held if held is not None else range(num_heads)
+        held = range(num_heads) if held is None else held
         rate = self.branches[branch].dilation_rate
         groups = self.phase_groups(branch, num_heads, num_kv_heads, held)
         if self.heads == "all" and num_heads == num_kv_heads:
@@ -277,20 +279,25 @@ class DilatedPattern:
                 diagonal = [range(k, min(k + rate, num_heads)) for k in range(0, num_heads, rate)]
             else:
                 diagonal = [range(k, num_heads, block) for k in range(block)]
-            found = (_within(heads, held) for heads in diagonal)
-            diagonals = tuple(HeadGroup(heads, heads, phase, 1) for phase, heads in found if heads)
-            return min(groups, diagonals, key=len)
+            diagonals: list[HeadGroup] = []
+            for heads in diagonal:
+                phase, held_heads = _within(heads, held)
+                if held_heads:
+                    diagonals.append(HeadGroup(held_heads, held_heads, phase, 1))
+            return min(groups, tuple(diagonals), key=len)
         return groups
 
     def phase_groups(
         self, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None
     ) -> HeadGroups:
-        """As `head_groups` without diagonals. Within a group each key/value head serves equally many query heads."""
-        held, ratio = held if held is not None else range(num_heads), num_heads // num_kv_heads
-        phases = self._heads_by_phase(branch, num_heads)
-        return tuple(
-            group for s, heads in phases for group in _aligned(_within(heads, held)[1], s, ratio)
-        )
+        """As `head_groups` without diagonals. Within a group each key/value head serves equally many query heads.
+        held: None for all heads."""
+        held = range(num_heads) if held is None else held
+        groups: list[HeadGroup] = []
+        for phase, heads in self._heads_by_phase(branch, num_heads):
+            _, held_heads = _within(heads, held)
+            groups += _aligned(held_heads, phase, num_heads // num_kv_heads)
+        return tuple(groups)
 
     def _heads_by_phase(self, branch: int, num_heads: int) -> list[tuple[int, range]]:
         """The phases that query heads read in a branch, each with its heads."""
@@ -351,10 +358,8 @@ class DilatedPattern:
         lengths = [period] if lengths is None else lengths
         if period > most:
             lengths = [min(length, most) for length in lengths]
-        num_periods, rests = (
-            sum(length // period for length in lengths),
-            sorted(length % period for length in lengths),
-        )
+        num_periods = sum(length // period for length in lengths)
+        rests = sorted(length % period for length in lengths)
         count = 0
         for phases, num_alike in heads.items():
             seen = self._seen(phases, min(period, max(lengths)))
@@ -475,24 +480,26 @@ def _within(heads: range, held: range) -> tuple[int, range]:
     return inside[0], range(common.start - held.start, common.stop - held.start, common.step)
 
 
-def _aligned(heads: range, phase: int, ratio: int) -> HeadGroups:
+def _aligned(heads: range, phase: int, ratio: int) -> list[HeadGroup]:
     """Cut heads of one phase so that, within a group, each key/value head serves equally many query heads."""
-    groups: list[list[tuple[int, list[int]]]] = []  # of key/value heads, each with its query heads
-    for kv_head, found in groupby(heads, key=lambda head: head // ratio):
-        run, last = (kv_head, list(found)), groups[-1] if groups else []
-        same_size = bool(last) and len(last[-1][1]) == len(run[1])
-        same_step = len(last) < 2 or last[1][0] - last[0][0] == kv_head - last[-1][0]
-        if same_size and same_step:
-            last.append(run)
-        else:
-            groups.append([run])
-    result = []
-    for group in groups:
-        (first_kv, first), (last_kv, last_heads) = group[0], group[-1]
-        step = group[1][0] - first_kv if len(group) > 1 else 1
-        query_heads = range(first[0], last_heads[-1] + 1, heads.step)
-        result.append(HeadGroup(query_heads, range(first_kv, last_kv + 1, step), phase, 0))
-    return tuple(result)
+    groups: list[HeadGroup] = []
+    for kv_head, sharing in groupby(heads, key=lambda head: head // ratio):
+        query_heads = list(sharing)
+        first = query_heads[0]
+        first_kv = kv_head
+        step = 1
+        if groups:
+            before, kv_before, *_ = groups[-1]
+            same_size = len(before) == len(kv_before) * len(query_heads)
+            kv_step = kv_head - kv_before[-1]
+            if same_size and (len(kv_before) == 1 or kv_before.step == kv_step):
+                first = before.start
+                first_kv = kv_before.start
+                step = kv_step
+                groups.pop()
+        query_range = range(first, query_heads[-1] + 1, heads.step)
+        groups.append(HeadGroup(query_range, range(first_kv, kv_head + 1, step), phase, 0))
+    return groups
 
 
 def _shorten(numbers: Sequence[int]) -> str:

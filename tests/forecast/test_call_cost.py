@@ -9,7 +9,7 @@ from ring_dilated_attention.forecast.clock import Hardware, model_step
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.sharding import default_lengths, make_shards
+from ring_dilated_attention.plan.sharding import ShardSpec, make_shards
 from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.simulate.weighing import weigh_attention
 
@@ -21,7 +21,9 @@ def random_job(rng, num_ranks):
     rates = [rng.choice([1, 2, 3, 8]) for _ in lengths]
     pattern = DilatedPattern(lengths, rates, is_causal=rng.random() < 0.6)
     sharding = rng.choice(["contiguous", "zigzag"])
-    return Job(pattern, make_shards(sharding, default_lengths(sharding, n, num_ranks)), 8, 4)
+    return Job(
+        pattern, make_shards(sharding, ShardSpec(sharding, num_ranks).default_lengths(n)), 8, 4
+    )
 
 
 @pytest.mark.parametrize("seed", range(6))

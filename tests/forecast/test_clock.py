@@ -20,7 +20,7 @@ from ring_dilated_attention.plan.exchange import RankPlan
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.plan import gathered
 from ring_dilated_attention.plan.planner import make_plan
-from ring_dilated_attention.plan.sharding import WITHOUT_DOCUMENTS, default_lengths, make_shards
+from ring_dilated_attention.plan.sharding import WITHOUT_DOCUMENTS, ShardSpec, make_shards
 from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.run import executor
 from ring_dilated_attention.run.executor import ExecutorOptions
@@ -47,7 +47,7 @@ def balance(step):
 
 
 def plans_of(pattern, seq_len, num_ranks, sharding="contiguous", heads=(1, 1), documents=None):
-    shards = make_shards(sharding, default_lengths(sharding, seq_len, num_ranks))
+    shards = make_shards(sharding, ShardSpec(sharding, num_ranks).default_lengths(seq_len))
     return [make_plan(Job(pattern, shards, *heads, documents), rank) for rank in range(num_ranks)]
 
 

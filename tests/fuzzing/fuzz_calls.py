@@ -414,7 +414,7 @@ def _add_by_writing(self: Any, adding: Any) -> None:
 
 @contextlib.contextmanager
 def steps_broken(kind: type, replacement: Callable) -> Iterator[None]:
-    with mock.patch.dict(executor._Executor.do, {kind: replacement}):
+    with mock.patch.object(executor._Executor, kind.__name__.lower(), replacement):
         yield
 
 

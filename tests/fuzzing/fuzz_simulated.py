@@ -63,7 +63,7 @@ def _pack_values_first(self: Any, packing: Any) -> None:
 
 _pack = executor._Executor.pack
 RING_BREAKAGES = {
-    "gradients do not come home": lambda: steps_broken(step.Home, nothing),
+    "gradients do not come home": lambda: steps_broken(step.Unpack, nothing),
     "sums that travel do not start at zero": lambda: steps_broken(step.Zero, nothing),
     "chunks hold values before keys": lambda: steps_broken(step.Pack, _pack_values_first),
 }

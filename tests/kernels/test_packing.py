@@ -15,17 +15,17 @@ from ring_dilated_attention.plan.plan import Tile
 from ring_dilated_attention.plan.program import make_program
 from ring_dilated_attention.plan.rows import Rows
 from ring_dilated_attention.plan.sharding import make_shards
-from ring_dilated_attention.plan.step import Compute, Packing, Terms, text_of
+from ring_dilated_attention.plan.step import CallFacts, Compute, Packing, text_of
 from ring_dilated_attention.reference import dilated_attention_reference
 
 ALWAYS = Packing(distance=1, num_bytes=1, max_rows=2**16)
 
 
-def program(pattern, seq_len, num_heads, stage="forward", **terms):
+def program(pattern, seq_len, num_heads, stage="forward", **facts):
     plan = plan_exchange(
         "none", Job(pattern, make_shards("contiguous", (seq_len,)), num_heads, num_heads), 0
     ).plan
-    return list(make_program(plan, stage, Terms(**terms)))
+    return list(make_program(plan, stage, CallFacts(**facts)))
 
 
 def rows_of(tile):
@@ -74,7 +74,7 @@ def test_rows_are_copied_where_it_pays():
     made = program(pattern, 8192, 8, packing=cpu.TRAITS.packing, distances=(2048, 2048), itemsize=4)
     copied = {step.tile.query.step: step.copied for step in made if isinstance(step, Compute)}
     assert copied == {1: (), 4: ("query", "key", "value")}  # 2,048 bytes from row to row, and 8,192
-    for terms in (
+    for facts in (
         {"packing": None, "distances": (2048, 2048)},
         {"packing": cpu.TRAITS.packing, "distances": (512, 512)},
         # 1,024 rows are few then
@@ -82,7 +82,7 @@ def test_rows_are_copied_where_it_pays():
         {"packing": cpu.TRAITS.packing._replace(max_rows=1023), "distances": (2048, 2048)},
     ):
         assert not any(
-            step.copied for step in program(pattern, 8192, 8, **terms) if isinstance(step, Compute)
+            step.copied for step in program(pattern, 8192, 8, **facts) if isinstance(step, Compute)
         )
 
 

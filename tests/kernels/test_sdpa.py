@@ -35,7 +35,7 @@ from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.program import make_program
 from ring_dilated_attention.plan.sharding import make_shards
-from ring_dilated_attention.plan.step import Compute, Terms
+from ring_dilated_attention.plan.step import CallFacts, Compute
 
 aten = torch.ops.aten
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -202,7 +202,7 @@ def test_no_call_of_a_backward_is_too_large(
     whole, cut = (
         [
             step
-            for step in make_program(plan, stage, Terms(batch=batch, most_rows=most_rows))
+            for step in make_program(plan, stage, CallFacts(batch=batch, most_rows=most_rows))
             if isinstance(step, Compute)
         ]
         for stage in ("forward", "backward")

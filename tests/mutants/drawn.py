@@ -121,8 +121,8 @@ MUTANTS = (
     Mutant(
         "rows of a mask from the end are turned round, not their numbers",
         "run/executor.py",
-        "rows = with_unit_stride(rows.flip(2)) if rows.dim() == 4 else rows.flip(2)",
-        "rows = with_unit_stride(rows.flip(3)) if rows.dim() == 4 else rows.flip(2)",
+        "rows = with_unit_stride(rows.flip(2))",
+        "rows = with_unit_stride(rows.flip(3))",
         CALL,
     ),
     Mutant(
@@ -268,8 +268,8 @@ MUTANTS = (
     Mutant(
         "only steps that take and free nothing are left out",
         "simulate/weighing.py",
-        "if isinstance(step, Post | Wait | Zero | Home):",
-        "if not isinstance(step, Post | Wait | Zero | Home):",
+        "if isinstance(step, Post | Wait | Zero | Unpack):",
+        "if not isinstance(step, Post | Wait | Zero | Unpack):",
         SIMULATE[2:],
     ),
     Mutant(

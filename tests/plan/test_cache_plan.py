@@ -20,7 +20,7 @@ from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.program import program_of
 from ring_dilated_attention.plan.sharding import make_shards
-from ring_dilated_attention.plan.step import Terms
+from ring_dilated_attention.plan.step import CallFacts
 
 PAPER = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12), is_causal=True)
 
@@ -87,15 +87,15 @@ def rows_seen(pattern, branch, phase, first_query, num_positions):
 def buffers_of(plan):
     """(branch, key/value head, phase) -> the buffers that hold it; none twice."""
     found = {}
-    for branch, of_phase in enumerate(plan.of_phase):
-        for phase, several in of_phase.items():
-            for buffers in several:
-                kind = (buffers.segment_length, buffers.rate, buffers.is_window)
-                assert kind == plan.pattern.branches[branch]
-                assert buffers.phase == phase
-                for head in buffers.kv_heads:
-                    assert (branch, head, phase) not in found
-                    found[branch, head, phase] = buffers
+    for (branch, phase), several in plan.of_phase.items():
+        for buffers in several:
+            kind = (buffers.segment_length, buffers.rate, buffers.is_window)
+            assert kind == plan.pattern.branches[branch]
+            assert buffers.number == branch
+            assert buffers.phase == phase
+            for head in buffers.kv_heads:
+                assert (branch, head, phase) not in found
+                found[branch, head, phase] = buffers
     return found
 
 
@@ -206,7 +206,9 @@ def test_a_chunk_is_the_second_of_two_shards(call, position, num_new):
 def test_layers_share_the_program_of_a_chunk():
     """Catches a plan that is made anew for each layer: the programs of such plans are kept, and never found again."""
     plan = plan_cache(PAPER, 12, 12)
-    first, second = (program_of(plan_append(plan, 5000, 40), "forward", Terms()) for _ in range(2))
+    first, second = (
+        program_of(plan_append(plan, 5000, 40), "forward", CallFacts()) for _ in range(2)
+    )
     assert first is second
 
 
@@ -215,7 +217,8 @@ def test_layers_share_the_program_of_a_chunk():
 def test_rows_have_places_of_their_own(call, keep):
     """Catches two buffers that overlap, or memory that belongs to none; and another order by branches."""
     plan = plan_cache(*call, None, keep)
-    assert tuple(buffers for _, buffers in plan.by_branch) == plan.buffers
+    numbers = [buffers.number for buffers in plan.buffers]
+    assert numbers == sorted(numbers)
     places = [
         buffers.offset + k * buffers.capacity + slot
         for buffers in plan.buffers
@@ -230,7 +233,7 @@ def test_rows_have_places_of_their_own(call, keep):
 def test_numbers_of_rows(length, rate, data):
     """Catches an error in the arithmetic that numbers rows, in segments that the rate does not divide."""
     phase = data.draw(st.integers(0, min(rate, length) - 1))
-    buffers = Buffers(length, rate, phase, range(1), range(1), data.draw(st.integers(1, 12)), 0)
+    buffers = Buffers(0, length, rate, phase, range(1), range(1), data.draw(st.integers(1, 12)), 0)
     positions = [t for t in range(100) if t % length % rate == phase]
     assert [t for t in range(100) if buffers.before(t + 1) > buffers.before(t)] == positions
     assert [buffers.position_of(c) for c in range(len(positions))] == positions

@@ -10,6 +10,7 @@ import torch
 from ring_dilated_attention import ContextParallel, DilatedPattern, explain
 from ring_dilated_attention.plan.exchange import (
     SMALL_CHUNK_BYTES,
+    RankPlan,
     choose_exchange,
     dealt_bytes,
     plan_exchange,
@@ -18,7 +19,6 @@ from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import (
     ShardSpec,
-    default_lengths,
     make_shards,
     shard_length,
 )
@@ -29,7 +29,7 @@ CAUSAL = DilatedPattern((8192,), (1,), is_causal=True)
 
 
 def choose(pattern, p, n, *, sharding="contiguous", heads=(8, 8), documents=None, head_dim=64):
-    shards = make_shards(sharding, default_lengths(sharding, n, p))
+    shards = make_shards(sharding, ShardSpec(sharding, p).default_lengths(n))
     return choose_exchange(Job(pattern, shards, *heads, documents), Sizes(1, head_dim, 4))
 
 
@@ -98,7 +98,8 @@ def test_the_reason_names_what_it_rests_on():
     plan = make_plan(Job(DilatedPattern((8192,), (1,)), shards, 8, 4), 0)
     dealt = dealt_bytes((2048,) * 4, 0, (8, 4), Sizes(1, 64, 4), backward=False)
     reason = choose(DilatedPattern((8192,), (1,)), 4, 8192, heads=(8, 4)).reason
-    for figure in (plan.bytes_sent(1, 64, 4), 2 * plan.chunk_size * 64 * 4, dealt):
+    sent = RankPlan(plan, None).bytes_sent(Sizes(1, 64, 4))
+    for figure in (sent, 2 * plan.chunk_size * 64 * 4, dealt):
         assert f"{figure:,}" in reason
     assert "3 hops" in reason
     assert (
@@ -120,7 +121,7 @@ def test_each_figure_of_a_reason_is_that_of_the_plans(seed):
     lengths, rates = rng.sample(range(8, n), 2), rng.sample(range(1, 40), 2)
     pattern = DilatedPattern(sorted(lengths), sorted(rates), is_causal=rng.random() < 0.5)
     sharding, sizes = rng.choice(("contiguous", "zigzag")), Sizes(1, 64, 4)
-    shards = make_shards(sharding, default_lengths(sharding, n, p))
+    shards = make_shards(sharding, ShardSpec(sharding, p).default_lengths(n))
     job = Job(pattern, shards, *heads)
     reason, plans = choose_exchange(job, sizes).reason, [make_plan(job, rank) for rank in range(p)]
     received = [sum(m.size for hop in plan.hops for m in hop.receives) * 64 * 4 for plan in plans]
@@ -194,7 +195,7 @@ def test_explain_takes_what_only_the_other_ranks_know():
 def test_dealt_heads_are_one_tile_whatever_the_sharding(num_ranks):
     """Catches rows that keep the order of zigzag's shards once heads are dealt: 8, 28 and 120 tiles instead of one."""
     for sharding in ("contiguous", "zigzag"):
-        shards = make_shards(sharding, default_lengths(sharding, 8192, num_ranks))
+        shards = make_shards(sharding, ShardSpec(sharding, num_ranks).default_lengths(8192))
         assert plan_exchange("all_to_all", Job(CAUSAL, shards, 8, 8), 1).plan.num_tiles == 1
 
 

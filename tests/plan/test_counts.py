@@ -12,7 +12,7 @@ from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.counts import Counter, Phases, count_ranks, rows_before
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
-from ring_dilated_attention.plan.sharding import ShardSpec, default_lengths, make_shards
+from ring_dilated_attention.plan.sharding import ShardSpec, make_shards
 from ring_dilated_attention.simulate.one_rank import chunk_finder
 
 
@@ -29,7 +29,7 @@ def cuts(draw, seq_len):
     if kind == "mesh":
         cut = ShardSpec(draw(st.sampled_from(["contiguous", "zigzag"])), 2 * num_ranks, inner=2)
         return cut.shards_of(cut.default_lengths(seq_len))
-    return make_shards(kind, default_lengths(kind, seq_len, num_ranks))
+    return make_shards(kind, ShardSpec(kind, num_ranks).default_lengths(seq_len))
 
 
 @st.composite
@@ -160,7 +160,7 @@ def test_a_message_carries_what_its_owner_packs(sharding, is_causal):
     """Catches a chunk that is made on demand with other rows, or in another order, than its owner would send."""
     n, world_size, heads = 90, 5, (4, 2)
     pattern = DilatedPattern((7, 30, 90), (1, 4, 17), is_causal=is_causal)
-    shards = make_shards(sharding, default_lengths(sharding, n, world_size))
+    shards = make_shards(sharding, ShardSpec(sharding, world_size).default_lengths(n))
     documents = (0, 41, n)
     positions = [[t for span in shard for t in range(*span)] for shard in shards]
     plans = [make_plan(Job(pattern, shards, *heads, documents), k) for k in range(world_size)]

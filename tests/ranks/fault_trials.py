@@ -22,7 +22,7 @@ from kept_record import add_record, kept_record
 
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
-from ring_dilated_attention.plan.sharding import default_lengths, make_shards
+from ring_dilated_attention.plan.sharding import ShardSpec, make_shards
 
 KINDS = ("kill", "stop", "raise")
 PLACES = ("user", "handshake", "after the handshake")  # and those of hops
@@ -60,7 +60,8 @@ def draw(rng: random.Random, kind: str, world_size: int, stage: str, place: str)
 def posts_messages(fault: Fault) -> bool:
     """Whether the rank has messages at the place, under causality, where nothing wraps."""
     shards = make_shards(
-        "contiguous", default_lengths("contiguous", 64 * fault.world_size, fault.world_size)
+        "contiguous",
+        ShardSpec("contiguous", fault.world_size).default_lengths(64 * fault.world_size),
     )
     number = int(fault.place[4])  # of the hop
     for hop in make_plan(Job(CAUSAL, shards, 2, 2), fault.rank).hops[number - 1 : number]:

@@ -17,8 +17,8 @@ from ring_dilated_attention import DilatedPattern
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.program import make_program
-from ring_dilated_attention.plan.sharding import default_lengths, make_shards
-from ring_dilated_attention.plan.step import Post, Terms
+from ring_dilated_attention.plan.sharding import ShardSpec, make_shards
+from ring_dilated_attention.plan.step import CallFacts, Post
 from ring_dilated_attention.ranks.link import GroupLink
 
 LENGTH = 60
@@ -50,11 +50,11 @@ def posted(
     exchange: str, stage: str, pattern: DilatedPattern, sharding: str, world_size: int
 ) -> list[Batches]:
     """What every rank posts."""
-    shards = make_shards(sharding, default_lengths(sharding, LENGTH, world_size))
+    shards = make_shards(sharding, ShardSpec(sharding, world_size).default_lengths(LENGTH))
     ranks = []
     for rank in range(world_size):
         plan = plan_exchange(exchange, Job(pattern, shards, 2, 2), rank).plan
-        posts = [step for step in make_program(plan, stage, Terms()) if isinstance(step, Post)]
+        posts = [step for step in make_program(plan, stage, CallFacts()) if isinstance(step, Post)]
         ranks.append(
             [
                 [

@@ -18,7 +18,7 @@ from ring_dilated_attention import (
     simulate,
 )
 from ring_dilated_attention.plan.cache_plan import plan_cache
-from ring_dilated_attention.plan.sharding import default_lengths, make_shards
+from ring_dilated_attention.plan.sharding import ShardSpec, make_shards
 from ring_dilated_attention.ranks.link import ExchangeError
 from ring_dilated_attention.reference import dilated_attention_reference
 from ring_dilated_attention.run import append
@@ -93,7 +93,7 @@ def test_any_shards_hand_over(data):
     sharding = data.draw(st.sampled_from(["contiguous", "zigzag"]))
     seq_len, keep = sum(lengths), data.draw(st.sampled_from([0, 3, 25]))
     if sharding == "zigzag":
-        lengths = default_lengths("zigzag", seq_len, len(lengths))
+        lengths = ShardSpec("zigzag", len(lengths)).default_lengths(seq_len)
     _, key, value = whole(seq_len)
     expected = DilatedCache(pattern, 2, 4, 2, 8, dtype=torch.float64, keep=keep)
     dilated_attention(whole(seq_len)[0], key, value, pattern, cache=expected)

@@ -15,7 +15,7 @@ from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.program import make_program
 from ring_dilated_attention.plan.sharding import make_shards
-from ring_dilated_attention.plan.step import Add, Compute, Copy, Gather, Merge, Terms, text_of
+from ring_dilated_attention.plan.step import Add, CallFacts, Compute, Copy, Gather, Merge, text_of
 from ring_dilated_attention.run.merge import PLAIN
 from ring_dilated_attention.run.views import on_device
 
@@ -149,8 +149,8 @@ def test_no_rows(gathering):
 def programs(pattern, n, num_heads, kept_rows, num_ranks=1):
     shards = make_shards("contiguous", (n // num_ranks,) * num_ranks)
     plan = plan_exchange("ring", Job(pattern, shards, num_heads, num_heads), 0).plan
-    terms = Terms(kept_rows=kept_rows)
-    return [make_program(plan, stage, terms) for stage in ("forward", "backward")]
+    facts = CallFacts(kept_rows=kept_rows)
+    return [make_program(plan, stage, facts) for stage in ("forward", "backward")]
 
 
 def test_the_steps_of_a_call():

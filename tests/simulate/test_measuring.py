@@ -4,16 +4,20 @@ import pytest
 import torch
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
-from ring_dilated_attention.kernels.traits import TRAITS, no_scratch
+from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.sharding import default_lengths, make_shards
+from ring_dilated_attention.plan.sharding import ShardSpec, make_shards
 from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.simulate.one_rank import OtherRanks
 from ring_dilated_attention.simulate.weighing import weigh_attention
 
-# what a dispatch mode sees: not what one op makes and frees
-VISIBLE = TRAITS["cpu"]._replace(scratch=no_scratch)
+
+@pytest.fixture
+def only_visible(monkeypatch):
+    """The weight is what a dispatch mode sees: not what one op makes and frees."""
+    traits = TRAITS["cpu"]._replace(scratch=lambda *tile: 0)
+    monkeypatch.setitem(TRAITS, "cpu", traits)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +28,7 @@ VISIBLE = TRAITS["cpu"]._replace(scratch=no_scratch)
         (DilatedPattern((256, 2048), (1, 8)), "contiguous", torch.bfloat16),
     ],
 )
-def test_what_a_simulated_rank_is_said_to_hold(pattern, sharding, dtype):
+def test_what_a_simulated_rank_is_said_to_hold(pattern, sharding, dtype, only_visible):
     """To the byte, on every rank. Catches a simulation that makes other calls than a real rank, or shares memory that
     real ranks would hold each."""
     n, world_size = 2048, 4
@@ -34,11 +38,11 @@ def test_what_a_simulated_rank_is_said_to_hold(pattern, sharding, dtype):
         out = dilated_attention(*inputs, pattern, parallel=cp)
         torch.autograd.grad(out, inputs, torch.ones_like(out))
     for rank in range(world_size):
-        shards = make_shards(sharding, default_lengths(sharding, n, world_size))
+        shards = make_shards(sharding, ShardSpec(sharding, world_size).default_lengths(n))
         rank_plan = plan_exchange("ring", Job(pattern, shards, 4, 2), rank)
-        weight = weigh_attention(rank_plan, Sizes(2, 64, dtype.itemsize), "cpu", VISIBLE)
+        weight = weigh_attention(rank_plan, Sizes(2, 64, dtype.itemsize), "cpu")
         sent = [
-            rank_plan.plan.bytes_sent(2, 64, dtype.itemsize, backward=backward)
+            rank_plan.bytes_sent(Sizes(2, 64, dtype.itemsize), backward=backward)
             for backward in (False, True)
         ]
         assert both[rank].peak_bytes == weight.peak

@@ -7,16 +7,20 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ring_dilated_attention import DilatedPattern, dilated_attention, simulate
-from ring_dilated_attention.kernels.traits import TRAITS, no_scratch
+from ring_dilated_attention.kernels.traits import TRAITS
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.sharding import default_lengths, make_shards
+from ring_dilated_attention.plan.sharding import ShardSpec, make_shards
 from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.simulate import weighing
 from ring_dilated_attention.simulate.weighing import weigh_attention
 
-# what a dispatch mode sees: not what one op makes and frees
-VISIBLE = TRAITS["cpu"]._replace(scratch=no_scratch)
+
+@pytest.fixture
+def only_visible(monkeypatch):
+    """The weight is what a dispatch mode sees: not what one op makes and frees."""
+    traits = TRAITS["cpu"]._replace(scratch=lambda *tile: 0)
+    monkeypatch.setitem(TRAITS, "cpu", traits)
 
 
 def drawn(rng, num_ranks=(1, 2, 3, 4), most_len=3000):
@@ -28,12 +32,12 @@ def drawn(rng, num_ranks=(1, 2, 3, 4), most_len=3000):
     rates = [rng.choice([1, 2, 3, 8]) for _ in lengths]
     pattern = DilatedPattern(lengths, rates, is_causal=rng.random() < 0.6)
     sharding = rng.choice(["contiguous", "zigzag"])
-    shards = make_shards(sharding, default_lengths(sharding, n, p))
+    shards = make_shards(sharding, ShardSpec(sharding, p).default_lengths(n))
     return Job(pattern, shards, 4, kv_heads), sharding
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_rank_weighs_what_a_simulated_rank_holds(seed):
+def test_a_rank_weighs_what_a_simulated_rank_holds(seed, only_visible):
     """To the byte, on every rank. Catches calls that are left out and hold more than those that are kept, and results
     of other shapes or strides than the kernel's."""
     rng = random.Random(seed)
@@ -50,27 +54,27 @@ def test_a_rank_weighs_what_a_simulated_rank_holds(seed):
         torch.autograd.grad(out, inputs, torch.ones_like(out))
     for rank in range(job.num_ranks):
         rank_plan = plan_exchange("ring", job, rank)
-        weight = weigh_attention(rank_plan, Sizes(batch, 16, dtype.itemsize), "cpu", VISIBLE)
+        weight = weigh_attention(rank_plan, Sizes(batch, 16, dtype.itemsize), "cpu")
         assert measured[rank].peak_bytes == weight.peak
 
 
-def test_other_results_would_be_seen(monkeypatch):
+def test_other_results_would_be_seen(monkeypatch, only_visible):
     """The comparison can fail: a kernel whose results are wider."""
     job = Job(DilatedPattern((4096,), (1,)), make_shards("contiguous", (1024,) * 4), 4, 4)
     rank_plan, sizes = plan_exchange("ring", job, 1), Sizes(1, 16, 4)
-    before = weigh_attention(rank_plan, sizes, "cpu", VISIBLE)
+    before = weigh_attention(rank_plan, sizes, "cpu")
     monkeypatch.setattr(
         weighing, "_empty_like", lambda x: x.new_empty(x.shape, dtype=torch.float64)
     )
-    assert weigh_attention(rank_plan, sizes, "cpu", VISIBLE).peak > before.peak
+    assert weigh_attention(rank_plan, sizes, "cpu").peak > before.peak
 
 
-def whole_program(*terms):
-    return filter(takes_or_frees, weighing.make_program(*terms))
+def whole_program(*facts):
+    return filter(takes_or_frees, weighing.make_program(*facts))
 
 
 def takes_or_frees(step):
-    return not isinstance(step, weighing.Post | weighing.Wait | weighing.Zero | weighing.Home)
+    return not isinstance(step, weighing.Post | weighing.Wait | weighing.Zero | weighing.Unpack)
 
 
 @pytest.mark.parametrize("exchange", ["ring", "all_gather", "all_to_all"])
@@ -134,7 +138,7 @@ def test_the_weight_is_what_the_allocator_sees(n, batch, dtype):
     assert weight.peak - weight.given_forward == pytest.approx(largest, rel=0.05)
 
 
-def test_half_a_million_positions_fit():
+def test_half_a_million_positions_fit(monkeypatch):
     """LongNet's pattern at 524,288 positions, 12 heads of 64, float16, forward and backward. Catches results of all
     heads that are kept at once."""
     pattern = DilatedPattern((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12))
@@ -142,4 +146,5 @@ def test_half_a_million_positions_fit():
     rank_plan = plan_exchange("none", job, 0)
     assert weigh_attention(rank_plan, Sizes(1, 64, 2), "sdpa").peak < 8e9
     at_once = TRAITS["sdpa"]._replace(kept_bytes=2**40)
-    assert weigh_attention(rank_plan, Sizes(1, 64, 2), "sdpa", at_once).peak > 12e9
+    monkeypatch.setitem(TRAITS, "sdpa", at_once)
+    assert weigh_attention(rank_plan, Sizes(1, 64, 2), "sdpa").peak > 12e9

@@ -34,7 +34,6 @@ ARGUMENTS_OF_TORCH = {
     "num_sink_tokens": "no position is seen by all; sinks= are learned logits",
     "enable_gqa": "leave it out, key and value may have fewer heads than query",
 }
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def refuse_others(call: str, others: Mapping[str, object]) -> None:
@@ -232,7 +231,7 @@ def check_cache(
         )
     is_tensor = isinstance(lengths, Tensor)
     if lengths is not None and not (
-        is_tensor and lengths.shape == query.shape[:1] and lengths.dtype in INTEGERS
+        is_tensor and lengths.shape == query.shape[:1] and is_integral(lengths)
     ):
         got = f"{lengths.dtype} {tuple(lengths.shape)}" if is_tensor else repr(lengths)
         raise ValueError(

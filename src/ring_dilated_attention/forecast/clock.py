@@ -24,7 +24,7 @@ from ..plan.exchange import RankPlan
 from ..plan.plan import Message, Plan
 from ..plan.program import make_program
 from ..plan.rounds import num_rounds
-from ..plan.step import STAGES, Compute, Deal, Post, Sizes, Terms, Wait
+from ..plan.step import STAGES, CallFacts, Compute, Deal, Post, Sizes, Wait
 
 
 class Hardware(NamedTuple):
@@ -134,8 +134,8 @@ class _Rank:
     def carry_out(self, stage: str) -> Iterator[None]:
         """Carry out the program of a stage. Yield while it waits for a message whose arrival is not known yet."""
         posted: dict[str, tuple[list[Side], list[Side]]] = {}
-        terms = Terms(batch=self.sizes.batch, dealing=self.dealing)
-        for step in make_program(self.plan, stage, terms):
+        facts = CallFacts(batch=self.sizes.batch, dealing=self.dealing)
+        for step in make_program(self.plan, stage, facts):
             if isinstance(step, Compute):
                 self.compute(step)
             elif isinstance(step, Post):

@@ -61,7 +61,9 @@ def forward(
     dtype = q_BHMD.dtype
     # rows of a cache: all others were copied in float32 (`takes_short_rows`)
     if dtype.itemsize == 2 and short_rows_fail():
-        q_BHMD, k_BGLD, v_BGLD = q_BHMD.float(), k_BGLD.float(), v_BGLD.float()
+        q_BHMD = q_BHMD.float()
+        k_BGLD = k_BGLD.float()
+        v_BGLD = v_BGLD.float()
     out_BHMD, lse_BHM = _forward(q_BHMD, k_BGLD, v_BGLD, 0.0, is_causal, scale=scale)
     return out_BHMD.to(dtype), lse_BHM
 

@@ -21,9 +21,13 @@ def num_columns(dtype: torch.dtype) -> int:
 def with_dlse_columns(rows: BackwardRows, width: int) -> BackwardRows:
     """The rows with `width` more columns, of which the first carry dlse. The caller must pass the scale explicitly."""
     assert rows.dlse is not None
-    zeros, head_dim = (0, width), rows.query.shape[-1]
-    out, dout = pad(rows.out, zeros), pad(rows.dout, zeros)
-    rest, factor, count = rows.dlse, torch.ones_like(rows.dlse), num_columns(out.dtype)
+    zeros = (0, width)
+    head_dim = rows.query.shape[-1]
+    out = pad(rows.out, zeros)
+    dout = pad(rows.dout, zeros)
+    rest = rows.dlse
+    factor = torch.ones_like(rows.dlse)
+    count = num_columns(out.dtype)
     if count > 1:
         exponent = torch.frexp(rest).exponent.clamp(-14, 15)  # the power is a normal float16
         factor = torch.ldexp(factor, exponent)

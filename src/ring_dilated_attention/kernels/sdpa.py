@@ -56,7 +56,8 @@ def merging(query: Tensor) -> Merging | None:
 
 def ops(query: Tensor) -> dict[str, str | None]:
     """As `contract.py` says. An active FlashAttention is named: "flash, FA3"."""
-    q_BHMD, active = query.transpose(1, 2), current_flash_attention_impl()
+    q_BHMD = query.transpose(1, 2)
+    active = current_flash_attention_impl()
     against = _against(_tile(q_BHMD, q_BHMD))
     return {
         f"{name}, {active}" if name == "flash" and active else name: reason

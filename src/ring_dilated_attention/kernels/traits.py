@@ -38,10 +38,6 @@ def cuda_scratch(query: Any, key: Any, dout: Any, num_threads: int) -> int:
     return batch * num_heads * num_rows * (padded_head_dim(head_dim) + 1) * 4
 
 
-def no_scratch(query: Any, key: Any, dout: Any, num_threads: int) -> int:
-    return 0
-
-
 # Flash's backward counts the numbers of its accumulator of dq in 32 bits, with rows and head dims padded. Beyond that
 # it writes out of bounds. A longer tile is cut. Other ops have no such limit, and lose nothing by calls of this size.
 MOST_PADDED = 2**31

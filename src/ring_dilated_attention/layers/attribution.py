@@ -155,7 +155,8 @@ def draw_influence(path: Path | str, influence: Tensor, signal: Tensor | None = 
     below.fill_between(places, heights, step="mid", color="tab:red", linewidth=0.8)
     below.set(xlabel="position", ylabel="influence", xlim=(0, len(influence)))
     if signal is not None:
-        lowest, highest = -largest(-signal), largest(signal)
+        lowest = -largest(-signal)
+        highest = largest(signal)
         above[0].fill_between(places, lowest, highest, color="tab:blue", linewidth=0.8)
         above[0].set_ylabel("signal")
     figure.savefig(path, dpi=120)

@@ -100,9 +100,12 @@ class MultiheadDilatedAttention(nn.Module):
         for name, switch in (("bias", bias), ("sub_layernorm", sub_layernorm)):
             if not isinstance(switch, bool):
                 raise ValueError(f"{name} must be True or False, got {switch!r}")
-        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
         self.head_dim = embed_dim // num_heads
-        self.pattern, self.backend = pattern, backend
+        self.pattern = pattern
+        self.backend = backend
         self.rotary_base = rotary_base(rotary, self.head_dim)
         self.heads_held = range(num_heads) if heads_held is None else heads_held
         num_held = len(self.heads_held) if isinstance(heads_held, range) else num_heads
@@ -117,7 +120,8 @@ class MultiheadDilatedAttention(nn.Module):
         self.batch_first = True
         self._qkv_same_embed_dim = False
 
-        held_dim, kv_dim = num_held * self.head_dim, num_held // ratio * self.head_dim
+        held_dim = num_held * self.head_dim
+        kv_dim = num_held // ratio * self.head_dim
         self._split_sizes = (held_dim, kv_dim, kv_dim)
         num_rows = sum(self._split_sizes)
         self.in_proj_weight = nn.Parameter(
@@ -185,7 +189,8 @@ class MultiheadDilatedAttention(nn.Module):
             device="meta",  # draws no random numbers: ranks with different heads keep the same generator state
             dtype=weight.dtype,
         ).to_empty(device=weight.device)
-        ratio, dim = self.num_heads // self.num_kv_heads, self.head_dim
+        ratio = self.num_heads // self.num_kv_heads
+        dim = self.head_dim
         columns = slice(heads.start * dim, heads.stop * dim)
         kv_columns = slice(heads.start // ratio * dim, heads.stop // ratio * dim)
         for name, own in module.named_parameters():

@@ -24,7 +24,9 @@ class RotaryTable:
     """
 
     def __init__(self, cos_ND: Tensor, sin_ND: Tensor, base: float) -> None:
-        self.cos_ND, self.sin_ND, self.base = cos_ND, sin_ND, base
+        self.cos_ND = cos_ND
+        self.sin_ND = sin_ND
+        self.base = base
 
     def of_rows(self, rows: Tensor) -> "RotaryTable":
         return RotaryTable(self.cos_ND[rows], self.sin_ND[rows], self.base)
@@ -32,12 +34,14 @@ class RotaryTable:
     def check(self, rows: Sequence[int], head_dim: int, base: float) -> None:
         """Raise ValueError unless the table was made for these rows (B, N)."""
         *batch, num_rows, half = self.cos_ND.shape
-        found, needed = (num_rows, 2 * half, self.base), (rows[1], head_dim, base)
+        found = (num_rows, 2 * half, self.base)
+        needed = (rows[1], head_dim, base)
         if found != needed or (batch and batch != [rows[0]]):
             text = "{} rows of head_dim={} with base {}"
             if batch:
                 text += " of a batch of {}"
-            found_text, needed_text = text.format(*found, *batch), text.format(*needed, rows[0])
+            found_text = text.format(*found, *batch)
+            needed_text = text.format(*needed, rows[0])
             raise ValueError(
                 f"positions are a RotaryTable for {found_text}, the inputs need one for {needed_text}"
             )
@@ -58,7 +62,8 @@ def rotary_table(positions: Tensor, head_dim: int, base: float, dtype: torch.dty
 def rotate(x_BNHD: Tensor, table: RotaryTable) -> Tensor:
     """Rotate the pairs (x[i], x[i + D/2]) by their angles, in the table's dtype. The result has x's dtype."""
     first, second = x_BNHD.to(table.cos_ND.dtype).chunk(2, dim=-1)
-    cos, sin = table.cos_ND.unsqueeze(-2), table.sin_ND.unsqueeze(-2)
+    cos = table.cos_ND.unsqueeze(-2)
+    sin = table.sin_ND.unsqueeze(-2)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
         x_BNHD.dtype
     )

@@ -30,6 +30,7 @@ from .sight import FULL, mask_between
 class Buffers(NamedTuple):
     """The rolling buffers of one branch and phase, one for each K/V head. Equally many query heads share each."""
 
+    number: int  # of the branch
     segment_length: int
     rate: int
     phase: int
@@ -84,7 +85,7 @@ class CachePlan:
     max_len: int | None  # the most positions that a sequence may have
     keep: int  # how many positions can always be taken back, even into a segment that has ended
     buffers: tuple[Buffers, ...]
-    of_phase: tuple[dict[int, tuple[Buffers, ...]], ...]  # the same buffers, by branch and phase
+    of_phase: dict[tuple[int, int], list[Buffers]]  # the same buffers, by branch and phase
     lengths: tuple[int, ...]  # of segments that have buffers; without the window
 
     @property
@@ -97,21 +98,14 @@ class CachePlan:
         return (heads.stop - heads.start) * self.num_kv_heads // self.num_heads
 
     @property
-    def by_branch(self) -> Iterator[tuple[int, Buffers]]:
-        """All buffers in their order, with their branch."""
-        for branch, of_phase in enumerate(self.of_phase):
-            yield from ((branch, buffers) for several in of_phase.values() for buffers in several)
-
-    @property
     def num_rows(self) -> int:
         """Rows that are allocated for one sequence."""
         return sum(len(x.kv_heads) * x.capacity for x in self.buffers)
 
-    def of_position(self, position: int) -> Iterator[tuple[int, Buffers]]:
-        """The buffers that have the phase of a position, each with its branch."""
-        for branch, (length, rate, _) in enumerate(self.pattern.branches):
-            for buffers in self.of_phase[branch].get(position % length % rate, ()):
-                yield branch, buffers
+    def of_position(self, position: int) -> Iterator[Buffers]:
+        """The buffers that have the phase of a position, in the order of branches."""
+        for number, (length, rate, _) in enumerate(self.pattern.branches):
+            yield from self.of_phase.get((number, position % length % rate), ())
 
     def kept(self, buffers: Buffers, position: int, floor: int = 0) -> range:
         """The numbers of the rows that are kept after `position` positions, if nobody goes back below `floor`.
@@ -168,35 +162,25 @@ def plan_cache(
             f"keep={keep!r} must be an integer of at least 0, the positions that can be taken back."
         )
     pattern.cache_rows(num_heads, num_kv_heads)  # refuses what no cache can serve
-    found: list[Buffers] = []
-    of_phase: list[dict[int, tuple[Buffers, ...]]] = []
+    all_buffers: list[Buffers] = []
+    of_phase: dict[tuple[int, int], list[Buffers]] = {}
     offset = 0
-    for branch, (length, rate, is_window) in enumerate(pattern.branches):
-        of_phase.append({})
+    for number, (length, rate, is_window) in enumerate(pattern.branches):
         longest = length + max(keep, 1) - 1
-        for group in pattern.phase_groups(branch, num_heads, num_kv_heads, held):
+        if max_len is not None:
+            longest = min(longest, max_len)
+        for group in pattern.phase_groups(number, num_heads, num_kv_heads, held):
             heads = group.query_heads, group.kv_heads
-            empty = Buffers(length, rate, group.phase, *heads, 0, offset, is_window)
-            buffers = empty._replace(
-                capacity=empty.before(longest if max_len is None else min(longest, max_len))
-            )
+            empty = Buffers(number, length, rate, group.phase, *heads, 0, offset, is_window)
+            buffers = empty._replace(capacity=empty.before(longest))
             # a segment has no row of a phase >= its length
             if group.phase < length and buffers.capacity:
-                found.append(buffers)
-                of_phase[branch][group.phase] = (*of_phase[branch].get(group.phase, ()), buffers)
+                all_buffers.append(buffers)
+                of_phase.setdefault((number, group.phase), []).append(buffers)
                 offset += len(group.kv_heads) * buffers.capacity
-    lengths = tuple(sorted({x.segment_length for x in found if not x.is_window}))
-    return CachePlan(
-        pattern,
-        num_heads,
-        num_kv_heads,
-        held,
-        max_len,
-        keep,
-        tuple(found),
-        tuple(of_phase),
-        lengths,
-    )
+    lengths = tuple(sorted({x.segment_length for x in all_buffers if not x.is_window}))
+    heads_of_layer = num_heads, num_kv_heads, held
+    return CachePlan(pattern, *heads_of_layer, max_len, keep, tuple(all_buffers), of_phase, lengths)
 
 
 @lru_cache(maxsize=16)  # the layers of a model share it, and with it the program
@@ -242,7 +226,8 @@ def _met_in_cache(
     """Numbers of new rows times numbers of cached rows, with their mask. A new row is so many positions after
     `position`, and a cached one is in a slot."""
     seen = buffers.seen(position)
-    keys, number = [], seen.start
+    keys = []
+    number = seen.start
     for slots in buffers.slots(seen):
         keys.append(Piece(number, number + len(slots), slots.start))
         number += len(slots)

@@ -11,9 +11,9 @@ how many of them have the additional row. Bisecting the sorted phases gives the 
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise, zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..pattern import Branch
 from .collection import without_collection
@@ -30,13 +30,11 @@ class SegmentShare(NamedTuple):
     """A rank's work on a segment of which it has rows, and what it receives for that. Others may have rows too."""
 
     place: tuple[int, int]  # the branch, and the position at which the segment starts
-    starts: tuple[int, ...]  # where the rank's pieces start in it
     pairs: int
     # the size of each chunk that the rank may send of this segment, in units of B * D elements
     rows: tuple[int, ...]
-    received: (
-        int  # the size of the keys and values that the rank receives from others, in the same units
-    )
+    # the size of the keys and values that the rank receives from others, in the same units
+    received: int
 
 
 class RankCount(NamedTuple):
@@ -51,7 +49,9 @@ class Phases:
     """Sums over phases of one rate. A phase counts as often as it is given."""
 
     def __init__(self, phases: Sequence[int], rate: int) -> None:
-        self.phases, self.rate, self.num = sorted(phases), rate, len(phases)
+        self.phases = sorted(phases)
+        self.rate = rate
+        self.num = len(phases)
 
     def rows(self, x: int) -> int:
         """The sum over the phases of B(x), the number of rows before position x."""
@@ -66,7 +66,8 @@ class Phases:
     def products(self, x: int, y: int) -> int:
         """The sum of B(x) B(y)."""
         (a, rest_a), (b, rest_b) = divmod(x, self.rate), divmod(y, self.rate)
-        more_a, more_b = bisect_left(self.phases, rest_a), bisect_left(self.phases, rest_b)
+        more_a = bisect_left(self.phases, rest_a)
+        more_b = bisect_left(self.phases, rest_b)
         return self.num * a * b + a * more_b + b * more_a + min(more_a, more_b)
 
     def pairs(self, pieces: Pieces, length: int, *, is_causal: bool) -> int:
@@ -128,55 +129,57 @@ class Counter:
 
     def __init__(self, job: Job) -> None:
         job.pattern.check_heads(job.num_heads, job.num_kv_heads)
-        self.job, self.pattern, self.borders = job, job.pattern, job.borders
-        self.queries, self.keys = [], []
+        self.job = job
+        self.pattern = job.pattern
+        self.borders = job.borders
+        self.queries = []
+        self.keys = []
         for branch, (_, rate, _) in enumerate(self.pattern.branches):
             groups = self.pattern.phase_groups(branch, job.num_heads, job.num_kv_heads, job.held)
-            self.queries.append(
-                Phases([group.phase for group in groups for _ in group.query_heads], rate)
-            )
-            self.keys.append(
-                Phases([group.phase for group in groups for _ in group.kv_heads], rate)
-            )
+            query_phases: list[int] = []
+            key_phases: list[int] = []
+            for group in groups:
+                query_phases += [group.phase] * len(group.query_heads)
+                key_phases += [group.phase] * len(group.kv_heads)
+            self.queries.append(Phases(query_phases, rate))
+            self.keys.append(Phases(key_phases, rate))
         self._windows = windows_of(job)
 
     def of(self, rank: int) -> RankCount:
         pairs = 0
         shares: list[SegmentShare] = []
+        is_causal = self.pattern.is_causal
         for number, branch in enumerate(self.pattern.branches):
-            cut: dict[Span, list[tuple[int, int]]] = {}
+            queries = self.queries[number]
+            own_pieces: dict[Span, list[tuple[int, int]]] = {}  # of segments that others share
             for span in sorted(self.job.shards[rank]):
-                for section in own_sections(span, self.borders, branch):
-                    if section.segment is None:
-                        length = section.stop - section.start
-                        pairs += self.queries[number].pairs_within(
-                            branch, length, is_causal=self.pattern.is_causal
-                        )
+                for start, stop, segment in own_sections(span, self.borders, branch):
+                    if segment is None:
+                        pairs += queries.pairs_within(branch, stop - start, is_causal=is_causal)
                     else:
-                        origin = section.segment.start
-                        piece = (section.start - origin, section.stop - origin)
-                        cut.setdefault(section.segment, []).append(piece)
-            found = [self._share(number, *segment, pieces) for segment, pieces in cut.items()]
-            shares += [share for share in found if any(share.rows)]
+                        piece = (start - segment.start, stop - segment.start)
+                        own_pieces.setdefault(segment, []).append(piece)
+            for segment, pieces in own_pieces.items():
+                share = self._share(number, segment, pieces)
+                if any(share.rows):
+                    shares.append(share)
             if branch.is_window:
                 window = self._windows[number]
                 for query, key, mask, _ in window.crossings(rank):
-                    of_head = pairs_under(mask, query.length, key.length)
-                    pairs += self.queries[number].num * of_head
+                    pairs += queries.num * pairs_under(mask, query.length, key.length)
                 shares += _shares_of_window(window, rank)
-        return RankCount(
-            pairs + sum([x.pairs for x in shares]), sum([x.received for x in shares]), tuple(shares)
-        )
+        pairs += sum([share.pairs for share in shares])
+        received = sum([share.received for share in shares])
+        return RankCount(pairs, received, tuple(shares))
 
-    def _share(self, branch: int, origin: int, stop: int, pieces: Pieces) -> SegmentShare:
-        length, keys, is_causal = stop - origin, self.keys[branch], self.pattern.is_causal
+    def _share(self, branch: int, segment: Span, pieces: Pieces) -> SegmentShare:
+        length = segment.stop - segment.start
+        is_causal = self.pattern.is_causal
         pairs = self.queries[branch].pairs(pieces, length, is_causal=is_causal)
-        own, foreign = keys.own_and_foreign(pieces, length, is_causal=is_causal)
+        own, foreign = self.keys[branch].own_and_foreign(pieces, length, is_causal=is_causal)
         # If causal, other ranks need the later piece at other hops, so each piece is a chunk of its own.
         rows = tuple([2 * x for x in own]) if is_causal else (2 * sum(own),)
-        return SegmentShare(
-            (branch, origin), tuple([start for start, _ in pieces]), pairs, rows, 2 * foreign
-        )
+        return SegmentShare((branch, segment.start), pairs, rows, 2 * foreign)
 
 
 def _shares_of_window(window: WindowMaker, rank: int) -> Iterator[SegmentShare]:
@@ -184,25 +187,22 @@ def _shares_of_window(window: WindowMaker, rank: int) -> Iterator[SegmentShare]:
     for (branch, _), rings in dict(window.rings(rank)).items():
         for ring in rings:
             if rank in ring.ranks:
-                [(keys, chunk)] = [
-                    (keys, chunk)
-                    for keys, chunk in zip(ring.keys, ring.chunks, strict=True)
-                    if keys
-                ]
+                size = sum(chunk.size for chunk in ring.chunks)  # only the owner has one
                 is_owner = bool(ring.keys[ring.place_of(rank)])
-                received = 0 if is_owner else chunk.size
-                yield SegmentShare((branch, keys[0].start), (0,), 0, (chunk.size,), received)
+                received = 0 if is_owner else size
+                yield SegmentShare((branch, ring.origin), 0, (size,), received)
 
 
 class Segment(NamedTuple):
     """A segment that ranks share, or rows that a window sees on other ranks."""
 
-    sharers: int  # the number of ranks with rows of it, from rank `first` to `last`
+    sharers: int  # the number of ranks with rows of it
     # the size of the largest first chunk of all ranks; of the largest second, if any
     largest: tuple[int, ...]
     received: int  # what they receive together
-    first: int
-    last: int
+
+
+NO_SEGMENT = Segment(0, (), 0)
 
 
 class JobCount(NamedTuple):
@@ -213,31 +213,22 @@ class JobCount(NamedTuple):
     received: list[int]
     buffers: list[int]
     segments: dict[tuple[int, int], Segment]
-    shares: list[tuple[SegmentShare, ...]]
 
 
 @without_collection()
-def count_ranks(counter: Counter, step: Callable[[], object] = lambda: None) -> JobCount:
-    """Count all ranks. `step` is called after each rank."""
-    ranks: list[RankCount] = []
-    found: dict[tuple[int, int], list[Any]] = {}  # the fields of a Segment
-    for rank in range(counter.job.num_ranks):
-        ranks.append(counter.of(rank))
-        for place, _, _, rows, received in ranks[-1].shares:
-            segment = found.setdefault(place, [0, rows, 0, rank, rank])
-            segment[0] += 1
-            if rows != segment[1]:
-                segment[1] = tuple(map(max, zip_longest(segment[1], rows, fillvalue=0)))
-            segment[2] += received
-            segment[4] = rank
-        step()
-    segments = {place: Segment(*segment) for place, segment in found.items()}
-    chunks = {place: sum(x.largest) for place, x in segments.items() if x.received}
-    buffers = [sum([chunks.get(share.place, 0) for share in rank.shares]) for rank in ranks]
-    return JobCount(
-        [x.pairs for x in ranks],
-        [x.received for x in ranks],
-        buffers,
-        segments,
-        [x.shares for x in ranks],
-    )
+def count_ranks(counter: Counter) -> JobCount:
+    """Count all ranks."""
+    ranks = [counter.of(rank) for rank in range(counter.job.num_ranks)]
+    segments: dict[tuple[int, int], Segment] = {}
+    for rank in ranks:
+        for share in rank.shares:
+            sharers, largest, received = segments.get(share.place, NO_SEGMENT)
+            if share.rows != largest:
+                largest = tuple(map(max, zip_longest(largest, share.rows, fillvalue=0)))
+            received += share.received
+            segments[share.place] = Segment(sharers + 1, largest, received)
+    buffers: list[int] = []
+    for rank in ranks:
+        of_rank = [segments[share.place] for share in rank.shares]
+        buffers.append(sum([sum(segment.largest) for segment in of_rank if segment.received]))
+    return JobCount([x.pairs for x in ranks], [x.received for x in ranks], buffers, segments)

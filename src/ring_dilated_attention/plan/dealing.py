@@ -7,7 +7,7 @@ own positions of all heads again.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .sharding import Shard, first_rows, joined, shard_length
+from .sharding import Shard, Span, first_rows, joined, shard_length
 
 
 class Dealing(NamedTuple):
@@ -25,16 +25,16 @@ class Dealing(NamedTuple):
 
 def deal(shards: Sequence[Shard], place: int) -> tuple[Dealing, Shard]:
     """The dealing of the rank at `place`, given the shards of its group; and one shard of all the group's positions."""
-    held = (
-        (k, *x)
-        for k, shard in enumerate(shards)
-        for x in zip(shard, first_rows(shard), strict=False)
-    )
-    found = sorted((span, k, row) for k, span, row in held)
-    runs = tuple((k, row, span.stop - span.start) for span, k, row in found)
-    return Dealing(place, tuple(map(shard_length, shards)), runs), joined(
-        span for span, _, _ in found
-    )
+    spans: list[
+        tuple[Span, int, int]
+    ] = []  # each with the place of its owner, and its first row there
+    for owner, shard in enumerate(shards):
+        for span, row in zip(shard, first_rows(shard), strict=False):
+            spans.append((span, owner, row))
+    spans.sort()
+    runs = tuple((owner, row, span.stop - span.start) for span, owner, row in spans)
+    dealing = Dealing(place, tuple(map(shard_length, shards)), runs)
+    return dealing, joined(span for span, _, _ in spans)
 
 
 def check_dealing(num_kv_heads: int, world_size: int) -> None:

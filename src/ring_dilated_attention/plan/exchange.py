@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from .counts import Counter, JobCount, count_ranks
+from .counts import Counter, count_ranks
 from .dealing import Dealing, check_dealing, deal
 from .job import Job
 from .plan import Plan, gathered
 from .planner import make_plan
-from .sharding import shard_length
+from .sharding import Shard, shard_length
 from .step import Sizes
 
 EXCHANGES = ("ring", "all_gather", "all_to_all")
@@ -29,14 +29,18 @@ class RankPlan(NamedTuple):
     @property
     def num_rows(self) -> int:
         """The number of positions that the rank owns."""
-        return (
-            self.plan.num_rows if self.dealing is None else self.dealing.lengths[self.dealing.place]
-        )
+        if self.dealing is None:
+            return self.plan.num_rows
+        return self.dealing.lengths[self.dealing.place]
 
     def bytes_sent(self, sizes: Sizes, *, backward: bool = False, has_dlse: bool = False) -> int:
-        """Bytes that this rank sends in one forward, or in one backward."""
+        """Bytes that this rank sends in one forward, or in one backward (chunks again, and their gradients).
+
+        Gradients travel in the accumulator's type: float32, or float64 for float64 inputs.
+        """
         plan, dealing = self
-        sent = plan.bytes_sent(*sizes[:3], backward=backward)
+        chunks, grads = plan.sent(backward=backward)
+        sent = sizes.unit * (chunks * sizes.itemsize + grads * sizes.sum_itemsize)
         if dealing is None:
             return sent
         heads = (plan.num_heads * dealing.size, plan.num_kv_heads * dealing.size)
@@ -51,15 +55,16 @@ def plan_exchange(exchange: str, job: Job, rank: int, inner: int = 1) -> RankPla
 
     inner: the number of neighbouring ranks that deal heads to each other (the last axis of a 2-D mesh).
     """
-    size, dealing = dealers(exchange, job, inner), None
+    size = dealers(exchange, job, inner)
+    dealing = None
     if size > 1:
-        rows = dealt(job, size, rank % size)
-        job, dealing = rows[0], rows[1][rank // size]
+        job, dealings = dealt(job, size, rank % size)
+        dealing = dealings[rank // size]
     plan = make_plan(job, rank // size)
     return RankPlan(gathered(plan) if exchange == "all_gather" else plan, dealing)
 
 
-def dealers(exchange: str, job: Job, inner: int = 1) -> int:
+def dealers(exchange: str, job: Job, inner: int) -> int:
     """How many neighbouring ranks deal heads among them; 1 where none do."""
     return job.num_ranks if exchange == "all_to_all" else inner
 
@@ -70,10 +75,13 @@ def dealt(job: Job, size: int, place: int) -> tuple[Job, list[Dealing]]:
     check_dealing(job.num_kv_held, size)
     share = len(job.held_heads) // size
     held = job.held_heads[place * share : (place + 1) * share]
-    rows = [deal(job.shards[i : i + size], place) for i in range(0, job.num_ranks, size)]
-    return job._replace(shards=tuple(shard for _, shard in rows), held=held), [
-        dealing for dealing, _ in rows
-    ]
+    dealings: list[Dealing] = []
+    shards: list[Shard] = []
+    for first in range(0, job.num_ranks, size):
+        dealing, shard = deal(job.shards[first : first + size], place)
+        dealings.append(dealing)
+        shards.append(shard)
+    return job._replace(shards=tuple(shards), held=held), dealings
 
 
 class Choice(NamedTuple):
@@ -83,20 +91,19 @@ class Choice(NamedTuple):
 
 @lru_cache(maxsize=256)
 def choose_exchange(job: Job, sizes: Sizes) -> Choice:
-    """The exchange for a forward."""
-    return choice_by(count_ranks(Counter(job)), job, sizes)
-
-
-def choice_by(counted: JobCount, job: Job, sizes: Sizes) -> Choice:
-    """The exchange for a forward, given what the ranks receive. The choice goes by bytes, memory, hops and kernel
-    calls: many small calls can cost more time than sending fewer bytes saves."""
+    """The exchange for a forward. The choice goes by bytes, memory, hops and kernel calls: many small calls can cost
+    more time than sending fewer bytes saves."""
+    counted = count_ranks(Counter(job))
     unit = sizes.unit * sizes.itemsize
-    received, two_chunks = unit * max(counted.received), 2 * unit * max(counted.buffers)
+    received = unit * max(counted.received)
+    two_chunks = 2 * unit * max(counted.buffers)
     if not received:
         return Choice("ring", "nothing is sent: every segment lies in one shard")
     shared = [segment for segment in counted.segments.values() if segment.received]
-    hops, largest = max(x.sharers for x in shared) - 1, unit * max(max(x.largest) for x in shared)
-    num_kv_held, lengths = job.num_kv_held, tuple(map(shard_length, job.shards))
+    hops = max(segment.sharers for segment in shared) - 1
+    largest = unit * max(max(segment.largest) for segment in shared)
+    num_kv_held = job.num_kv_held
+    lengths = tuple(map(shard_length, job.shards))
     num_hops = "1 hop" if hops == 1 else f"{hops} hops"
     ring = f"in the ring a rank receives up to {received:,} bytes in {num_hops}; two chunks have about {two_chunks:,}"
     if (
@@ -114,7 +121,11 @@ def choice_by(counted: JobCount, job: Job, sizes: Sizes) -> Choice:
             "ring",
             f"{ring}; {num_kv_held} key/value heads cannot be dealt to {job.num_ranks} ranks",
         )
-    moved = most_dealt(lengths, len(job.held_heads), num_kv_held, sizes)
+    # The rank that sends most to deal heads has the most or the fewest positions.
+    heads = (len(job.held_heads), num_kv_held)
+    by_longest = dealt_bytes(lengths, lengths.index(max(lengths)), heads, sizes, backward=False)
+    by_shortest = dealt_bytes(lengths, lengths.index(min(lengths)), heads, sizes, backward=False)
+    moved = max(by_longest, by_shortest)
     if moved * ALL_TO_ALL_SAVING > received:
         return Choice("ring", f"{ring}; dealing heads would send {moved:,} bytes while ranks wait")
     dealt_calls = plan_exchange("all_to_all", job, 0).plan.num_tiles
@@ -147,28 +158,15 @@ def dealt_bytes(
 
     lengths, heads: every rank's number of positions, and (query heads, key/value heads), of the group that deals.
     """
-    size, own = len(lengths), lengths[rank]
+    size = len(lengths)
+    own = lengths[rank]
     share, kv_share = (num // size for num in heads)
-    row, number = sizes.head_dim * sizes.itemsize, sizes.sum_itemsize
+    row = sizes.head_dim * sizes.itemsize
+    number = sizes.sum_itemsize
     if backward:
         there = (3 * share + 2 * kv_share) * row + share * number * (1 + has_dlse)
         back = (share + 2 * kv_share) * row
     else:
-        there, back = (share + 2 * kv_share) * row, share * (row + number)
+        there = (share + 2 * kv_share) * row
+        back = share * (row + number)
     return sizes.batch * (own * (size - 1) * there + (sum(lengths) - own) * back)
-
-
-def most_dealt(
-    lengths: Sequence[int],
-    num_heads: int,
-    num_kv_heads: int,
-    sizes: Sizes,
-    *,
-    backward: bool = False,
-) -> int:
-    """The most bytes that any rank sends to deal heads. That rank has the most or the fewest positions."""
-    ends = (lengths.index(max(lengths)), lengths.index(min(lengths)))
-    return max(
-        dealt_bytes(lengths, rank, (num_heads, num_kv_heads), sizes, backward=backward)
-        for rank in ends
-    )

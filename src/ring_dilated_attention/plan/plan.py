@@ -11,7 +11,7 @@ Sizes and offsets of buffers are in units of B * D elements, so that a plan hold
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain
+from itertools import chain
 from typing import NamedTuple
 
 from .rows import Block, Rows
@@ -24,9 +24,8 @@ class Tile(NamedTuple):
     query: Rows
     key: Rows | Block
     mask: str  # which of the keys a query row sees (`sight.py`)
-    first_query: (
-        bool  # no earlier tile has results for the query rows, so results are written, not added
-    )
+    # no earlier tile has results for the query rows, so results are written, not added
+    first_query: bool
     first_key: bool  # the same for the key rows
     # a copy of the key rows in the buffer of own chunks, which kernels read faster
     packed: Block | None = None
@@ -44,19 +43,15 @@ class Tile(NamedTuple):
     def split(self, max_rows: int, fewest_heads: int) -> Iterator["Tile"]:
         """Split into calls of at most max_rows rows of queries, or of keys, each, but of at least `fewest_heads`
         key/value heads, counted over segments. Query heads that share keys stay in one call."""
-        query, key, num_heads, num_kv_heads = (
-            self.query,
-            self.key,
-            len(self.query.heads),
-            len(self.key.heads),
-        )
+        query = self.query
+        key = self.key
+        num_heads = len(query.heads)
+        num_kv_heads = len(key.heads)
         most = max_rows // max(query.num_rows, key.num_rows)
         heads = max(fewest_heads, most * num_kv_heads // num_heads)
-        segments = (
-            max(fewest_heads // num_kv_heads, most // num_heads, 1)
-            if isinstance(key, Rows)
-            else query.segments
-        )
+        segments = query.segments
+        if isinstance(key, Rows):
+            segments = max(fewest_heads // num_kv_heads, most // num_heads, 1)
         for i in range(0, query.segments, segments):
             j = min(i + segments, query.segments)
             q = query.of_segments(i, j)
@@ -67,10 +62,8 @@ class Tile(NamedTuple):
     def of_heads(self, lo: int, hi: int) -> "Tile":
         """Key/value heads lo..hi-1, with the query heads that share them."""
         ratio = len(self.query.heads) // len(self.key.heads)
-        query, packed = (
-            self.query.of_heads(lo * ratio, hi * ratio),
-            self.packed and self.packed.of_heads(lo, hi),
-        )
+        query = self.query.of_heads(lo * ratio, hi * ratio)
+        packed = self.packed and self.packed.of_heads(lo, hi)
         return self._replace(query=query, key=self.key.of_heads(lo, hi), packed=packed)
 
 
@@ -147,16 +140,6 @@ class Plan:
         grads = sum(m.size for hop in self.hops for m in hop.grad_sends)
         return chunks, grads if backward else 0
 
-    def bytes_sent(
-        self, batch: int, head_dim: int, itemsize: int, *, backward: bool = False
-    ) -> int:
-        """Bytes that this rank sends in one forward, or in one backward (chunks again, and their gradients).
-
-        Gradients travel in the accumulator's type: float32, or float64 for float64 inputs.
-        """
-        chunks, grads = self.sent(backward=backward)
-        return batch * head_dim * (chunks * itemsize + grads * max(itemsize, 4))
-
 
 @lru_cache(maxsize=256)
 def gathered(plan: Plan) -> Plan:
@@ -168,33 +151,35 @@ def gathered(plan: Plan) -> Plan:
     """
     if not plan.hops:
         return plan
-    received = sorted(
-        ((m, i) for i, hop in enumerate(plan.hops) for m in hop.receives), key=lambda x: x[0].owner
-    )
+    received = [(m, s) for s, hop in enumerate(plan.hops) for m in hop.receives]
+    received.sort(key=lambda x: x[0].owner)
     targets = sorted((m for hop in plan.hops for m in hop.targets), key=lambda m: m.peer)
-    *places, received_size = accumulate((m.size for m, _ in received), initial=0)
-    *homes, home_size = accumulate((m.size for m in targets), initial=0)
-    placed = list(zip(received, places, strict=True))
-    chunks = tuple(Message(m.owner, place, m.size, m.owner) for (m, _), place in placed)
-    tiles = []
-    for i, hop in enumerate(plan.hops):
-        here = [(m, place) for (m, k), place in placed if k == i]
+    chunks: list[Message] = []
+    received_size = 0
+    moved: list[list[tuple[Message, int]]] = [[] for _ in plan.hops]  # with the new place, by hop
+    for message, s in received:
+        chunks.append(Message(message.owner, received_size, message.size, message.owner))
+        moved[s].append((message, received_size))
+        received_size += message.size
+    gradients: list[Message] = []
+    home_size = 0
+    for target in targets:
+        gradients.append(target._replace(offset=home_size, is_gradient=True))
+        home_size += target.size
+    tiles: list[Tile] = []
+    for hop, moved_chunks in zip(plan.hops, moved, strict=True):
         for tile in hop.tiles:
             assert isinstance(tile.key, Block)
-            at = tile.key.offset
-            shift = next(
-                place - m.offset for m, place in here if m.offset <= at < m.offset + m.size
-            )
-            tiles.append(tile._replace(key=tile.key._replace(offset=at + shift)))
+            for message, place in moved_chunks:
+                within = tile.key.offset - message.offset
+                if 0 <= within < message.size:
+                    tiles.append(tile._replace(key=tile.key._replace(offset=place + within)))
     only = Hop(
         sends=tuple(targets),
-        receives=chunks,
+        receives=tuple(chunks),
         tiles=tuple(tiles),
-        grad_starts=chunks,
-        grad_sends=tuple(m._replace(is_gradient=True) for m in chunks),
-        grad_receives=tuple(
-            m._replace(offset=home, is_gradient=True)
-            for m, home in zip(targets, homes, strict=True)
-        ),
+        grad_starts=tuple(chunks),
+        grad_sends=tuple(chunk._replace(is_gradient=True) for chunk in chunks),
+        grad_receives=tuple(gradients),
     )
     return replace(plan, hops=(only,), received_size=received_size, home_size=home_size)

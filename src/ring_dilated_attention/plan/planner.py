@@ -8,9 +8,9 @@ from .collection import without_collection
 from .job import Job
 from .plan import Hop, Message, Plan, Tile
 from .ring_maker import RingMaker, ShardIndex
-from .rings import Entry, Ring, Timetable
+from .rings import Entry, Ring
 from .rows import Block, Piece, Rows, make_bands, matches, own_sections
-from .sharding import shard_length
+from .sharding import Span, shard_length
 from .sight import mask_between, meetings
 from .window_maker import windows_of
 
@@ -28,13 +28,14 @@ def make_plan(job: Job, rank: int) -> Plan:
     if hops:  # without hops nothing is packed
         packed_rows: dict[Rows | Block, Block] = dict(packs)
         local = [tile._replace(packed=packed_rows.get(tile.key)) for tile in local]
+    blocks = [block for tile in local for block in planner.blocks_of(tile, rank)]
     covers_queries, covers_keys = planner.covers()
     return Plan(
         rank=rank,
         num_rows=shard_length(job.shards[rank]),
         num_heads=planner.num_heads,
         num_kv_heads=job.num_kv_held,
-        local=tuple(block for tile in local for block in planner.blocks_of(tile, rank)),
+        local=tuple(blocks),
         packs=tuple(packs),
         hops=tuple(hops),
         chunk_size=offsets[-1],
@@ -77,16 +78,21 @@ class _Planner:
         tiles: list[Tile] = []
         rings: dict[tuple[int, int], tuple[Ring, ...]] = {}
         for number, branch in enumerate(self.pattern.branches):
+            sections: list[tuple[Piece, Span | None]] = []  # with the segment, if others share it
+            own_pieces: dict[Span, list[Piece]] = {}  # of segments that others share
             for span in self.shards[rank]:
-                for section in own_sections(span, self.borders, branch):
-                    if section.segment is None:
-                        piece = self.index.piece(span, section.start, section.stop)
-                        tiles += self.section_tiles(number, piece)
-                    elif (number, section.segment.start) not in rings:
-                        origin, stop = section.segment
-                        rings[number, origin] = self.rings_of(number, origin, stop)
-                        pieces = self.index.pieces(rank, origin, stop)
-                        tiles += self.straddling_tiles(number, origin, pieces)
+                for start, stop, segment in own_sections(span, self.borders, branch):
+                    piece = self.index.piece(span, start, stop)
+                    sections.append((piece, segment))
+                    if segment is not None:
+                        own_pieces.setdefault(segment, []).append(piece)
+            for piece, segment in sections:
+                if segment is None:
+                    tiles += self.section_tiles(number, piece)
+                elif segment in own_pieces:  # and not met before
+                    rings[number, segment.start] = self.rings_of(number, *segment)
+                    pieces = sorted(own_pieces.pop(segment))
+                    tiles += self.straddling_tiles(number, segment.start, pieces)
             if branch.is_window:
                 rings |= self.windows[number].rings(rank)
                 for query, key, mask, owner in self.windows[number].crossings(rank):
@@ -97,7 +103,8 @@ class _Planner:
 
     def section_tiles(self, number: int, piece: Piece) -> Iterator[Tile]:
         """Own queries times own keys of a section: whole segments, or of a window the positions of a document."""
-        branch, is_causal = self.pattern.branches[number], self.pattern.is_causal
+        branch = self.pattern.branches[number]
+        is_causal = self.pattern.is_causal
         for meeting in meetings(branch, piece.stop - piece.start, is_causal=is_causal):
             query, key = (
                 piece.slice(piece.start + side.start, piece.start + side.stop)
@@ -111,16 +118,13 @@ class _Planner:
         # Each piece times itself comes first: these tiles write where the others add.
         pairs = sorted(product(pieces, pieces), key=lambda pair: pair[0] != pair[1])
         for query, key in pairs:
-            yield from self.own_tiles(number, origin, query, key)
-
-    def own_tiles(self, number: int, origin: int, query: Piece, key: Piece) -> Iterator[Tile]:
-        """Own queries of one piece times own keys of the same or another piece."""
-        mask = self.mask(number, query, key)
-        if mask is not None:
-            yield from self.tiles_under(number, mask, origin, query, key)
+            mask = self.mask(number, query, key)
+            if mask is not None:
+                yield from self.tiles_under(number, mask, origin, query, key)
 
     def mask(self, number: int, query: Piece, key: Piece) -> str | None:
-        branch, is_causal = self.pattern.branches[number], self.pattern.is_causal
+        branch = self.pattern.branches[number]
+        is_causal = self.pattern.is_causal
         return mask_between(branch, query.start, key.start, is_causal=is_causal)
 
     def tiles_under(
@@ -228,86 +232,85 @@ class _Planner:
             for ranges in ring.needed:
                 if ranges:
                     last = max(last, ranges[-1][1])
-        timetables = [ring.timetable(rank, last) for ring in rings]
+        places: list[_PlaceInRing] = []
+        for ring, offset in zip(rings, offsets, strict=False):
+            places.append(_PlaceInRing(self, ring, rank, offset, last))
         hops: list[Hop] = []
         for s in range(1, last + 1):
-            hop = _HopMaker(self, rank, s)
-            for ring, offset, timetable in zip(rings, offsets, timetables, strict=False):
-                hop.add(ring, offset, timetable)
-            hops.append(hop.made())
+            lists: dict[str, list] = {field: [] for field in Hop._fields}
+            for place in places:
+                place.add_hop(s, lists)
+            hops.append(Hop(*[tuple(entries) for entries in lists.values()]))
         while hops and not any(hops[-1]):
             hops.pop()
         return hops
 
 
-class _HopMaker:
-    """Collects what a rank does at hop s, ring after ring."""
+class _PlaceInRing:
+    """What a rank does at its place of one ring, hop by hop. Its chunks lie in the buffers from `offset` on."""
 
-    def __init__(self, planner: _Planner, rank: int, s: int) -> None:
+    def __init__(self, planner: _Planner, ring: Ring, rank: int, offset: int, last: int) -> None:
         self.planner = planner
+        self.ring = ring
         self.rank = rank
-        self.s = s
-        self.lists: dict[str, list] = {field: [] for field in Hop._fields}
+        self.offset = offset
+        self.place = ring.place_of(rank)
+        # Whether a chunk is needed where it is due, by hop from 0 to last + 1: this rank's chunk; and the chunk that is
+        # due at this place, at the next, and at the previous one.
+        self.own = [ring.meets(self.place, s) for s in range(last + 2)]
+        self.here = self._needed_at(self.place, last)
+        self.after = self._needed_at(self.place + 1, last)
+        self.before = self._needed_at(self.place - 1, last)
 
-    def made(self) -> Hop:
-        return Hop(*[tuple(entries) for entries in self.lists.values()])
+    def _needed_at(self, place: int, last: int) -> list[bool]:
+        num_places = len(self.ring.ranks)
+        return [self.ring.meets((place - s) % num_places, s) for s in range(last + 2)]
 
-    def add(self, ring: Ring, offset: int, timetable: Timetable) -> None:
-        s = self.s
-        _, own, here, after, before = timetable
+    def message(self, peer: int, place: int, *, is_gradient: bool = False) -> Message:
+        """To or from a peer: the chunk of the rank at a place, or its gradient."""
+        place %= len(self.ring.ranks)
+        size = self.ring.chunks[place].size
+        owner = self.ring.ranks[place]
+        return Message(peer, self.offset, size, owner, is_gradient, self.offset)
+
+    def add_hop(self, s: int, lists: dict[str, list]) -> None:
+        """Add what the rank does at hop s to the lists of a `Hop`."""
+        place = self.place
+        own = self.own
+        here = self.here
+        after = self.after
+        before = self.before
+        ranks = self.ring.ranks
+        following = ranks[(place + 1) % len(ranks)]
+        previous = ranks[place - 1]
         if after[s] and (s == 1 or here[s - 1]):
-            self._pass_on(ring, offset, timetable)
+            # The chunk that was met at the hop before, or at hop 1 the own one, goes to the next place.
+            lists["sends"].append(self.message(following, place + 1 - s))
         if own[s]:
-            self._meet_own(ring, offset, timetable)
+            # Another rank meets this rank's chunk: its owner starts a range of hops, or ends it.
+            target = ranks[(place + s) % len(ranks)]
+            lists["targets"].append(self.message(target, place))
+            if s > 1 and not own[s - 1]:
+                lists["sends"].append(self.message(target, place))
+            if not own[s + 1]:
+                lists["grad_receives"].append(self.message(target, place, is_gradient=True))
         if here[s]:
-            self._receive(ring, offset, timetable)
+            # The chunk that is due here comes, is computed with, and its gradient leaves.
+            due = (place - s) % len(ranks)
+            owner = ranks[due]
+            is_first = s == 1 or not before[s - 1]
+            lists["receives"].append(self.message(owner if is_first else previous, due))
+            if is_first:
+                lists["grad_starts"].append(self.message(self.rank, due, is_gradient=True))
+            lists["tiles"] += self.planner.remote_tiles(
+                self.ring, place, due, self.offset, self.rank
+            )
+            home = following if after[s + 1] else owner
+            lists["grad_sends"].append(self.message(home, due, is_gradient=True))
         if before[s] and here[s + 1]:
-            self._receive_gradient(ring, offset, timetable)
-
-    def _pass_on(self, ring: Ring, offset: int, timetable: Timetable) -> None:
-        """The chunk that was met at the hop before, or at hop 1 the own one, goes to the next place."""
-        num_places = len(ring.ranks)
-        onward = ring.ranks[(timetable.place + 1) % num_places]
-        leaving = (timetable.place + 1 - self.s) % num_places
-        size = ring.chunks[leaving].size
-        self.lists["sends"].append(
-            Message(onward, offset, size, ring.ranks[leaving], False, offset)
-        )
-
-    def _meet_own(self, ring: Ring, offset: int, timetable: Timetable) -> None:
-        """Another rank meets this rank's chunk: its owner starts a range of hops, or ends it."""
-        s, place = self.s, timetable.place
-        target = ring.ranks[(place + s) % len(ring.ranks)]
-        chunk = Message(target, offset, ring.chunks[place].size, self.rank, False, offset)
-        self.lists["targets"].append(chunk)
-        if s > 1 and not timetable.own[s - 1]:
-            self.lists["sends"].append(chunk)
-        if not timetable.own[s + 1]:
-            self.lists["grad_receives"].append(chunk._replace(is_gradient=True))
-
-    def _receive(self, ring: Ring, offset: int, timetable: Timetable) -> None:
-        """The chunk that is due here comes, is computed with, and its gradient leaves."""
-        s, place, num_places = self.s, timetable.place, len(ring.ranks)
-        chunk = (place - s) % num_places
-        owner, size = ring.ranks[chunk], ring.chunks[chunk].size
-        is_first = s == 1 or not timetable.before[s - 1]
-        sender = owner if is_first else ring.ranks[place - 1]
-        self.lists["receives"].append(Message(sender, offset, size, owner, False, offset))
-        if is_first:
-            self.lists["grad_starts"].append(Message(self.rank, offset, size, owner, True, offset))
-        self.lists["tiles"] += self.planner.remote_tiles(ring, place, chunk, offset, self.rank)
-        onward = ring.ranks[(place + 1) % num_places]
-        home = onward if timetable.after[s + 1] else owner
-        self.lists["grad_sends"].append(Message(home, offset, size, owner, True, offset))
-
-    def _receive_gradient(self, ring: Ring, offset: int, timetable: Timetable) -> None:
-        """The gradient of the chunk that is due here at the next hop comes from the previous place."""
-        coming = (timetable.place - self.s - 1) % len(ring.ranks)
-        previous = ring.ranks[timetable.place - 1]
-        size = ring.chunks[coming].size
-        self.lists["grad_receives"].append(
-            Message(previous, offset, size, ring.ranks[coming], True, offset)
-        )
+            # The gradient of the chunk that is due here at the next hop comes from the previous place.
+            coming = self.message(previous, place - s - 1, is_gradient=True)
+            lists["grad_receives"].append(coming)
 
 
 def offsets_of(rings: Sequence[Ring]) -> list[int]:

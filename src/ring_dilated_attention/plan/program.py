@@ -26,8 +26,8 @@ from .step import (
     OWN_ROWS,
     RECEIVED,
     BufferSlice,
+    CallFacts,
     Step,
-    Terms,
 )
 
 _INPUTS = {
@@ -54,22 +54,22 @@ class Program(tuple[Step, ...]):
         return "\n".join(map(steps.text_of, self))
 
 
-def program_of(plan: Plan, stage: str, terms: Terms) -> Program:
+def program_of(plan: Plan, stage: str, facts: CallFacts) -> Program:
     """`make_program`, kept for calls of the same shape."""
-    if plan.num_tiles * terms.batch > MOST_KEPT_TILES:
-        return make_program(plan, stage, terms)
-    return _kept(plan, stage, terms)
+    if plan.num_tiles * facts.batch > MOST_KEPT_TILES:
+        return make_program(plan, stage, facts)
+    return _kept(plan, stage, facts)
 
 
-def make_program(plan: Plan, stage: str, terms: Terms) -> Program:
+def make_program(plan: Plan, stage: str, facts: CallFacts) -> Program:
     """The program of a plan's rank for one of STAGES."""
-    maker = _Maker(plan, stage, terms)
+    maker = _Maker(plan, stage, facts)
     make_steps = maker.forward if stage == "forward" else maker.backward
-    if terms.dealing is None:
+    if facts.dealing is None:
         make_steps()
         return Program(maker.made)
     inputs = _INPUTS[stage]
-    if terms.has_dlse:
+    if facts.has_dlse:
         inputs += ("dlse",)
     for name in inputs:
         maker.put(steps.Deal(name, to_heads=True))
@@ -87,11 +87,14 @@ class _Maker:
     """Lists the steps of a stage, and remembers which accumulators there are, which hold something, and which gradients
     are on their way."""
 
-    def __init__(self, plan: Plan, stage: str, terms: Terms) -> None:
-        self.plan, self.stage, self.terms = plan, stage, terms
+    def __init__(self, plan: Plan, stage: str, facts: CallFacts) -> None:
+        self.plan = plan
+        self.stage = stage
+        self.facts = facts
         self.made: list[Step] = []
         self.started: set[str] = set()
         self.gathered: set[str] = set()
+        self.late: list[str] = []  # own chunks that are sent at this hop, if it is not the first
         # for gradients of the current chunks, from the rank that had them before
         self.arriving: list[steps.Wait] = []
 
@@ -102,12 +105,12 @@ class _Maker:
         """out and lse of this rank's queries: own tiles while the first chunks travel, then the tiles of each hop."""
         plan = self.plan
         self.start_hop(0)
-        own = [(tile, OWN_CHUNKS if tile.packed else OWN_ROWS) for tile in plan.local]
-        self.partials(own + [(tile, CACHED_ROWS) for tile in plan.cached])
+        self.partials(self.own_tiles() + [(tile, CACHED_ROWS) for tile in plan.cached])
         for s, hop in enumerate(plan.hops):
             self.arrive(s)
             self.start_hop(s + 1)
-            self.partials([(tile, BUFFERS[(s + 1) % 2]) for tile in hop.tiles])
+            arrived = BUFFERS[(s + 1) % 2]
+            self.partials([(tile, arrived) for tile in hop.tiles])
         self.put(steps.Free((BUFFERS[len(plan.hops) % 2],)))
         self.finish("out", "lse")
 
@@ -119,20 +122,18 @@ class _Maker:
         """
         plan = self.plan
         self.start_hop(0)
-        self.all_gradients(
-            [(tile, OWN_CHUNKS if tile.packed else OWN_ROWS) for tile in plan.local],
-            ("dq", "dk", "dv"),
-        )
+        self.all_gradients(self.own_tiles(), ("dq", "dk", "dv"))
         leaving: list[steps.Wait] = []
         for s, hop in enumerate(plan.hops):
             self.arrive(s)
             self.start_hop(s + 1)
-            sums, other = GRADIENTS[s % 2], GRADIENTS[(s + 1) % 2]
+            sums = GRADIENTS[s % 2]
+            other = GRADIENTS[(s + 1) % 2]
             if s == 0:
                 self.put(steps.Take(sums, plan.received_size, is_sum=True))
-            for message in hop.grad_starts:
-                self.put(steps.Zero(BufferSlice(sums, message.offset, message)))
-            self.all_gradients([(tile, BUFFERS[(s + 1) % 2]) for tile in hop.tiles], ("dq",), sums)
+            self.put(*map(steps.Zero, _slices(sums, hop.grad_starts)))
+            arrived = BUFFERS[(s + 1) % 2]
+            self.all_gradients([(tile, arrived) for tile in hop.tiles], ("dq",), sums)
             self.await_gradients()
             if s + 1 == len(plan.hops):
                 self.put(steps.Free((BUFFERS[len(plan.hops) % 2],)))
@@ -143,10 +144,15 @@ class _Maker:
         self.put(*leaving, steps.Free(GRADIENTS))
         self.finish("dq", "dk", "dv")
 
+    def own_tiles(self) -> list[tuple[Tile, str]]:
+        """Tiles of own keys, each with where these lie."""
+        return [(tile, OWN_CHUNKS if tile.packed else OWN_ROWS) for tile in self.plan.local]
+
     def start_hop(self, s: int) -> None:
         """Start to send the chunks of hop s from one buffer and to receive others into the other. Own chunks are packed
         before the first hop. After the last one, the buffer that was sent from is freed."""
-        sent_from, received_in = BUFFERS[s % 2], BUFFERS[(s + 1) % 2]
+        sent_from = BUFFERS[s % 2]
+        received_in = BUFFERS[(s + 1) % 2]
         if s == len(self.plan.hops):
             if s > 0:
                 self.put(steps.Free((received_in,)))
@@ -155,37 +161,32 @@ class _Maker:
             self.put(steps.Pack(OWN_CHUNKS, self.plan.chunk_size, self.plan.packs))
             self.put(steps.Take(RECEIVED, self.plan.received_size, is_sum=False))
         hop = self.plan.hops[s]
-        late = self.late_chunks(s)
-        for message, name in late.items():
-            self.put(steps.Pack(name, message.size, tuple(self.plan.packs_of(message))))
+        self.late = []
         sends: list[BufferSlice] = []
         for message in hop.sends:
-            if message in late:
-                sends.append(BufferSlice(late[message], 0, message))
+            if s > 0 and message.owner == self.plan.rank:
+                # The buffer of own chunks holds others by now.
+                name = f"own chunk sent late at hop {s + 1}, {message.packed}"
+                self.put(steps.Pack(name, message.size, tuple(self.plan.packs_of(message))))
+                self.late.append(name)
+                sends.append(BufferSlice(name, 0, message))
             else:
                 sends.append(BufferSlice(sent_from, message.offset, message))
-        receives = [BufferSlice(received_in, message.offset, message) for message in hop.receives]
+        receives = _slices(received_in, hop.receives)
         if sends or receives:
-            self.put(steps.Post(self.moment(s), self.moment(s), tuple(sends), tuple(receives)))
+            moment = self.moment(s)
+            self.put(steps.Post(moment, moment, tuple(sends), receives))
 
     def arrive(self, s: int) -> None:
         """Wait until hop s has sent and received its chunks."""
         hop = self.plan.hops[s]
         if hop.sends or hop.receives:
             self.put(steps.Wait(self.moment(s)))
-        late = self.late_chunks(s)
-        if late:
-            self.put(steps.Free(tuple(late.values())))
+        if self.late:
+            self.put(steps.Free(tuple(self.late)))
 
     def moment(self, s: int) -> str:
         return f"{self.stage}, hop {s + 1}, keys and values"
-
-    def late_chunks(self, s: int) -> dict[Message, str]:
-        """Own chunks that are sent after the first hop. They are packed anew, since the buffer holds others by then."""
-        if s == 0:
-            return {}
-        own = [message for message in self.plan.hops[s].sends if message.owner == self.plan.rank]
-        return {message: f"own chunk sent late at hop {s + 1}, {message.packed}" for message in own}
 
     def send_gradients(self, s: int, sums: str, other: str) -> list[steps.Wait]:
         """Start to send the gradients of hop s. Returns the waits until they are sent.
@@ -203,8 +204,8 @@ class _Maker:
             if not sends and not receives:
                 continue
             ticket = f"{moment}, {which}"
-            leave = tuple(BufferSlice(sums, message.offset, message) for message in sends)
-            arrive = tuple(BufferSlice(other, message.offset, message) for message in receives)
+            leave = _slices(sums, sends)
+            arrive = _slices(other, receives)
             self.put(steps.Post(ticket, moment, leave, arrive, is_apart=True))
             leaving.append(steps.Wait(ticket, received=False))
             arrival = steps.Wait(ticket, sent=False)
@@ -213,8 +214,7 @@ class _Maker:
             elif arrive:
                 self.put(arrival)
                 self.start("dk", "dv")
-                for where in arrive:
-                    self.put(steps.Home(where))
+                self.put(*map(steps.Unpack, arrive))
         return leaving
 
     def await_gradients(self) -> None:
@@ -242,62 +242,71 @@ class _Maker:
     @property
     def gathers_once(self) -> bool:
         """Whether results are kept, and one pass (for each block of heads) gathers all of them."""
-        return self.terms.kept_rows is not None and not self.plan.hops
+        return self.facts.kept_rows is not None and not self.plan.hops
 
     def partials(self, tiles: Tiles) -> None:
         """Partials of tiles, each with where its keys are: merged one by one, or kept and merged together."""
-        if self.terms.kept_rows is None:
-            for tile, keys in tiles:
-                self.partial(tile, keys)
-            return
         for kv_heads, block in self.head_blocks(tiles, ("out",)):
-            for tile, keys in block:
-                for call, entry in self.calls(tile, keys):
-                    self.put(steps.Compute(call, entry, "partial", keys))
-                    self.put(steps.Merge(call, entry, "keep"))
-            self.put(steps.Gather(("out",), kv_heads, adds="out" in self.gathered))
+            for call, entry, keys in block:
+                self.put(steps.Compute(call, entry, "partial", keys, self.copied(call, keys)))
+                how = self.how("out", call.query, call.first_query, entry, "merge")
+                self.put(steps.Merge(call, entry, how))
+            self.gather(("out",), kv_heads)
         self.gathered.add("out")
 
     def all_gradients(self, tiles: Tiles, names: tuple[str, ...], sums: str = OWN_ROWS) -> None:
-        """Gradients of tiles: added one by one, or those of `names` kept and added together."""
-        if self.terms.kept_rows is None:
-            for tile, keys in tiles:
-                self.gradients(tile, keys, sums)
-            return
+        """Gradients of tiles: added one by one, or kept and added together. names: those of own rows. Others are added
+        one by one to `sums` of chunks."""
         for kv_heads, block in self.head_blocks(tiles, names):
-            calls = [(*call, keys) for tile, keys in block for call in self.calls(tile, keys)]
-            if calls:
-                self.put(steps.Copy(tuple((call, entry) for call, entry, _ in calls), kv_heads))
-            for call, entry, keys in calls:
-                self.put(steps.Compute(call, entry, "gradients", keys))
-                for name in ("dq", "dk", "dv"):
+            if block and self.facts.kept_rows is not None:
+                self.put(steps.Copy(tuple((call, entry) for call, entry, _ in block), kv_heads))
+            for call, entry, keys in block:
+                self.put(steps.Compute(call, entry, "gradients", keys, self.copied(call, keys)))
+                how = self.how("dq", call.query, call.first_query, entry, "add")
+                self.put(steps.Add("dq", call, entry, how))
+                for name in ("dk", "dv"):
                     if name in names:
-                        self.put(steps.Add(name, call, entry, "keep"))
-                    else:
+                        assert isinstance(call.key, Rows)
+                        how = self.how(name, call.key, call.first_key, entry, "add")
+                        self.put(steps.Add(name, call, entry, how))
+                    else:  # what other ranks added is awaited as late as possible
                         self.await_gradients()
                         self.put(steps.Add(name, call, entry, "add", sums))
-            self.put(steps.Gather(names, kv_heads, adds="dq" in self.gathered))
+            self.gather(names, kv_heads)
         self.gathered.update(names)
+
+    def gather(self, names: tuple[str, ...], kv_heads: range) -> None:
+        """Merge or add what was kept, if results are kept."""
+        if self.facts.kept_rows is not None:
+            self.put(steps.Gather(names, kv_heads, adds=names[0] in self.gathered))
 
     def head_blocks(
         self, tiles: Tiles, names: tuple[str, ...]
-    ) -> Iterator[tuple[range, list[tuple[Tile, str]]]]:
-        """Blocks of key/value heads, each with its part of the tiles, so that not too much is kept at a time. Makes the
-        accumulators; after the first time, nothing if there are no tiles."""
-        assert self.terms.kept_rows is not None
-        for name in names:
-            if name not in self.started:
-                self.started.add(name)
-                self.put(steps.Start(name, is_covered=True, is_result=self.gathers_once))
-        if not tiles and self.gathered:
-            return
-        num_rows = self.terms.batch * sum(self.rows_kept(tile) for tile, _ in tiles)
+    ) -> Iterator[tuple[range, list[tuple[Tile, int | None, str]]]]:
+        """Blocks of key/value heads, each with the kernel's calls for its part of the tiles: call, batch entry, keys.
+
+        There is one block, unless results are kept: then not too much is kept at a time. In that case this makes the
+        accumulators, and after the first time yields nothing if there are no tiles."""
         num_heads = self.plan.num_kv_heads
-        num_blocks = max(1, min(-(-num_rows // self.terms.kept_rows), num_heads))
+        num_blocks = 1
+        if self.facts.kept_rows is not None:
+            for name in names:
+                if name not in self.started:
+                    self.started.add(name)
+                    self.put(steps.Start(name, is_covered=True, is_result=self.gathers_once))
+            if not tiles and self.gathered:
+                return
+            num_rows = self.facts.batch * sum(self.rows_kept(tile) for tile, _ in tiles)
+            num_blocks = max(1, min(-(-num_rows // self.facts.kept_rows), num_heads))
         for i in range(num_blocks):
-            lo, hi = num_heads * i // num_blocks, num_heads * (i + 1) // num_blocks
-            cut = [(self.of_heads(tile, lo, hi), keys) for tile, keys in tiles]
-            yield range(lo, hi), [(tile, keys) for tile, keys in cut if tile is not None]
+            lo = num_heads * i // num_blocks
+            hi = num_heads * (i + 1) // num_blocks
+            block = []
+            for tile, keys in tiles:
+                of_block = tile if num_blocks == 1 else self.of_heads(tile, lo, hi)
+                if of_block is not None:
+                    block += [(*call, keys) for call in self.calls(of_block, keys)]
+            yield range(lo, hi), block
 
     def rows_kept(self, tile: Tile) -> int:
         """Rows of one head, in all tensors that are kept of a tile (for one batch entry)."""
@@ -319,49 +328,53 @@ class _Maker:
         share = len(heads) // len(tile.key.heads)
         return tile.of_heads(first // share, last // share)
 
-    def partial(self, tile: Tile, keys: str) -> None:
-        for call, entry in self.calls(tile, keys):
-            self.put(steps.Compute(call, entry, "partial", keys, self.copied(call, keys)))
-            how = self.how("out", call.query, call.first_query, entry, "merge")
-            self.put(steps.Merge(call, entry, how))
-
-    def calls(self, tile: Tile, keys: str) -> Iterable[tuple[Tile, int | None]]:
-        """The kernel's calls for a tile, with their batch entries. A tile whose rows are copied is split, and one that
-        is too large for a backward."""
-        packing, calls = self.terms.packing, self.calls_of_size(tile)
+    def calls(self, tile: Tile, keys: str) -> Iterator[tuple[Tile, int | None]]:
+        """The kernel's calls for a tile, each with its batch entry, or None if batch and segments fold into one stride.
+        A tile whose rows are copied is split, and one that is too large for a backward."""
+        facts = self.facts
         if tile.mask == FROM_END or self.copied(tile, keys):
-            max_rows = packing.max_rows if packing else MOST_TURNED_ROWS
+            max_rows = facts.packing.max_rows if facts.packing else MOST_TURNED_ROWS
             # in backward a thread takes whole heads
             fewest_heads = 4 if self.stage == "backward" else 1
-            calls = tile.split(max_rows // self.terms.batch, fewest_heads)
-        return ((call, entry) for call in calls for entry in self.entries(call))
+            calls = tile.split(max_rows // facts.batch, fewest_heads)
+        else:
+            calls = self.calls_of_size(tile)
+        for call in calls:
+            rows = call.query
+            fills = self.plan.num_rows == rows.segments * rows.segment_step
+            if facts.batch == 1 or rows.segments == 1 or (facts.folds and fills):
+                yield call, None
+            else:
+                for entry in range(facts.batch):
+                    yield call, entry
 
     def calls_of_size(self, tile: Tile) -> Iterator[Tile]:
-        """The tile, split along segments (then heads) if it has more than `Terms.most_rows`."""
-        if self.terms.most_rows is None or self.stage == "forward":
-            return iter((tile,))
-        padded_rows = tile.query.num_rows + -tile.query.num_rows % steps.ROW_BLOCK
-        # heads of one segment and batch entry
-        most_heads = max(self.terms.most_rows // (padded_rows * self.terms.batch), 1)
+        """The tile, split along segments (then heads) if it has more than `CallFacts.most_rows`."""
+        most_heads = len(tile.query.heads) * tile.query.segments
+        if self.facts.most_rows is not None and self.stage == "backward":
+            padded_rows = tile.query.num_rows + -tile.query.num_rows % steps.ROW_BLOCK
+            # heads of one segment and batch entry
+            most_heads = max(self.facts.most_rows // (padded_rows * self.facts.batch), 1)
         if len(tile.query.heads) * tile.query.segments <= most_heads:
-            return iter((tile,))
-        return tile.split(most_heads * max(tile.query.num_rows, tile.key.num_rows), 1)
+            yield tile
+        else:
+            yield from tile.split(most_heads * max(tile.query.num_rows, tile.key.num_rows), 1)
 
     def copied(self, tile: Tile, keys: str) -> tuple[str, ...]:
         """The tensors whose rows are copied for a tile, as `step.Packing` says."""
-        packing = self.terms.packing
+        packing = self.facts.packing
         if packing is None:
             return ()
-        if self.terms.itemsize < 4:
+        if self.facts.itemsize < 4:
             # a few new rows read all of a cache: to copy it would take longer than to read it
             if keys == CACHED_ROWS:
                 return ()
             return tuple(name for name in _INPUTS[self.stage] if name != "lse")
         fewer_rows, more_rows = sorted((tile.query.num_rows, tile.key.num_rows))
-        is_short = fewer_rows * self.terms.itemsize < packing.num_bytes
-        if self.stage == "backward" or is_short or more_rows * self.terms.batch > packing.max_rows:
+        is_short = fewer_rows * self.facts.itemsize < packing.num_bytes
+        if self.stage == "backward" or is_short or more_rows * self.facts.batch > packing.max_rows:
             return ()
-        query_distance, key_distance = self.terms.distances
+        query_distance, key_distance = self.facts.distances
         names: list[str] = []
         if tile.query.step * query_distance >= packing.distance:
             names.append("query")
@@ -373,35 +386,20 @@ class _Maker:
             names += ["key", "value"]
         return tuple(names)
 
-    def gradients(self, tile: Tile, keys: str, sums: str = OWN_ROWS) -> None:
-        """The gradients of a tile. Other ranks' sums are awaited last, just before dk and dv are added to them."""
-        for call, entry in self.calls(tile, keys):
-            self.put(steps.Compute(call, entry, "gradients", keys, self.copied(call, keys)))
-            how = self.how("dq", call.query, call.first_query, entry, "add")
-            self.put(steps.Add("dq", call, entry, how))
-            self.await_gradients()
-            for name in ("dk", "dv"):
-                if isinstance(call.key, Rows):
-                    how = self.how(name, call.key, call.first_key, entry, "add")
-                    self.put(steps.Add(name, call, entry, how, OWN_ROWS))
-                else:
-                    self.put(steps.Add(name, call, entry, "add", sums))
-
     def how(self, name: str, rows: Rows, is_first: bool, entry: int | None, otherwise: str) -> str:
         """How a result enters its accumulator: a first result of all rows becomes the accumulator ("adopt")."""
+        if self.facts.kept_rows is not None:
+            return "keep"
         num_heads = self.plan.num_kv_heads if name in ("dk", "dv") else self.plan.num_heads
         num_rows = rows.segments * len(rows.heads) * rows.num_rows
         is_all = entry is None and num_rows == self.plan.num_rows * num_heads
-        if is_first and is_all and name not in self.started and not self.terms.rounds:
+        if is_first and is_all and name not in self.started and not self.facts.rounds_results:
             self.started.add(name)
             return "adopt"
         self.start(name)
         return "write" if is_first else otherwise
 
-    def entries(self, tile: Tile) -> Iterable[int | None]:
-        """One call for the whole batch (None) if batch and segments fold into one stride, else one for each entry."""
-        rows, batch = tile.query, self.terms.batch
-        folds = self.terms.folds and self.plan.num_rows == rows.segments * rows.segment_step
-        if batch == 1 or rows.segments == 1 or folds:
-            return (None,)
-        return range(batch)
+
+def _slices(name: str, messages: Iterable[Message]) -> tuple[BufferSlice, ...]:
+    """Messages that lie in a buffer at their offsets."""
+    return tuple(BufferSlice(name, message.offset, message) for message in messages)

@@ -7,18 +7,15 @@ from itertools import groupby
 
 from ..pattern import DilatedPattern, HeadGroup
 from .job import Job
-from .rings import Chunk, Hops, Ring, causal_hops, make_chunk
+from .rings import Chunk, Hops, Ring, all_hops, causal_hops, make_chunk
 from .rows import Piece, heads_between
 from .sharding import Shard, Span, first_rows
-
-PiecesOfRanks = dict[int, list[Piece]]  # by rank, in the order of positions
 
 
 class ShardIndex:
     """Finds which rank owns a position, and at which local row it lies there."""
 
     def __init__(self, shards: tuple[Shard, ...]) -> None:
-        self.shards = shards
         self.first_row: dict[Span, int] = {}
         owners: list[tuple[Span, int]] = []
         for rank, shard in enumerate(shards):
@@ -27,7 +24,6 @@ class ShardIndex:
                 owners.append((span, rank))
         self.owners = sorted(owners, key=lambda owner: owner[0].start)
         self.starts = [span.start for span, _ in self.owners]
-        self.spans_of = cache(lambda rank: sorted(shards[rank]))
 
     def owner(self, position: int) -> tuple[Span, int]:
         """The span that holds a position, and its rank."""
@@ -37,18 +33,16 @@ class ShardIndex:
         """Positions start..stop-1 of a span."""
         return Piece(start, stop, self.first_row[span] + start - span.start)
 
-    def pieces(self, rank: int, start: int, stop: int) -> list[Piece]:
-        """A rank's pieces of positions start..stop-1, in the order of positions."""
-        spans = self.spans_of(rank)
-        first = max(bisect_right(spans, Span(start, 0)) - 1, 0)
-        last = bisect_right(spans, Span(stop, 0))
-        pieces = []
-        for span in spans[first:last]:
-            clipped_start = max(span.start, start)
-            clipped_stop = min(span.stop, stop)
-            if clipped_start < clipped_stop:
-                pieces.append(self.piece(span, clipped_start, clipped_stop))
-        return pieces
+    def pieces(self, start: int, stop: int) -> dict[int, list[Piece]]:
+        """The pieces of positions start..stop-1, by rank, in the order of positions."""
+        pieces_of_ranks: dict[int, list[Piece]] = {}
+        position = start
+        while position < stop:
+            span, rank = self.owner(position)
+            piece = self.piece(span, max(span.start, start), min(span.stop, stop))
+            pieces_of_ranks.setdefault(rank, []).append(piece)
+            position = span.stop
+        return dict(sorted(pieces_of_ranks.items()))
 
 
 class RingMaker:
@@ -61,19 +55,28 @@ class RingMaker:
 
     def rings(self, branch: int, origin: int, stop: int) -> tuple[Ring, ...]:
         """The rings of segment origin..stop-1."""
+        rate = self.pattern.branches[branch].dilation_rate
         rings: list[Ring] = []
         for pieces_of_ranks, groups in self.members(branch, origin, stop):
             ranks = tuple(pieces_of_ranks)
             pieces = tuple(tuple(pieces) for pieces in pieces_of_ranks.values())
-            chunk_of: dict[tuple, Chunk] = {}
-            for first, hops in self._carried_together(pieces):
-                chunks = []
-                for all_pieces in pieces:
-                    # If causal, the pieces of a rank may be needed at other hops: each then travels in its own ring.
-                    carried = all_pieces if first is None else all_pieces[first : first + 1]
-                    chunks.append(
-                        self._chunk(chunk_of, groups, carried, first or 0, branch, origin)
+            chunk_of: dict[tuple, Chunk] = {}  # one object for all in which rows lie alike
+            for together, hops in self._carried_together(pieces):
+                chunks: list[Chunk] = []
+                for of_place in pieces:
+                    carried = of_place[together]
+                    arrangement = (
+                        together.start,
+                        *[
+                            (piece.length, (piece.start - origin) % rate, piece.row)
+                            for piece in carried
+                        ],
                     )
+                    if arrangement not in chunk_of:
+                        chunk_of[arrangement] = make_chunk(
+                            groups, carried, together.start, origin, rate
+                        )
+                    chunks.append(chunk_of[arrangement])
                 rings.append(
                     Ring(branch, origin, len(rings), ranks, pieces, pieces, tuple(chunks), hops)
                 )
@@ -81,49 +84,30 @@ class RingMaker:
 
     def _carried_together(
         self, pieces: tuple[tuple[Piece, ...], ...]
-    ) -> Iterator[tuple[int | None, tuple[Hops, ...]]]:
-        """Which pieces of each place travel together: all (None), or the i-th alone; and the hops of each place."""
-        everywhere: Hops = ((1, len(pieces) - 1),)
+    ) -> Iterator[tuple[slice, tuple[Hops, ...]]]:
+        """Which pieces of each place travel together, and the hops of each place. They are all pieces, or, if a causal
+        pattern needs the pieces of a rank at different hops, the i-th alone: each then travels in its own ring."""
         if self.pattern.is_causal:
             needed = causal_hops([[piece.start for piece in of_place] for of_place in pieces])
         else:
-            needed = [[everywhere] * len(of_place) for of_place in pieces]
+            needed = [[all_hops(len(pieces))] * len(of_place) for of_place in pieces]
         if all(len(set(of_place)) == 1 for of_place in needed):
             hops = tuple(of_place[0] for of_place in needed)
             if any(hops):
-                yield None, hops
+                yield slice(0, None), hops
             return
         for i in range(max(len(of_place) for of_place in needed)):
             hops = tuple(of_place[i] if i < len(of_place) else () for of_place in needed)
             if any(hops):
-                yield i, hops
-
-    def _chunk(
-        self,
-        chunk_of: dict[tuple, Chunk],
-        groups: list[HeadGroup],
-        pieces: tuple[Piece, ...],
-        first: int,
-        branch: int,
-        origin: int,
-    ) -> Chunk:
-        """The chunk of these pieces; one object for all in which rows lie alike."""
-        rate = self.pattern.branches[branch].dilation_rate
-        places = [
-            (piece.stop - piece.start, (piece.start - origin) % rate, piece.row) for piece in pieces
-        ]
-        arrangement = (first, *places)
-        if arrangement not in chunk_of:
-            chunk_of[arrangement] = make_chunk(groups, pieces, first, origin, rate)
-        return chunk_of[arrangement]
+                yield slice(i, i + 1), hops
 
     def members(
         self, branch: int, origin: int, stop: int
-    ) -> Iterator[tuple[PiecesOfRanks, list[HeadGroup]]]:
+    ) -> Iterator[tuple[dict[int, list[Piece]], list[HeadGroup]]]:
         """Group the heads whose rows the same ranks need: yield these ranks, each with its pieces, and the heads.
         A rank needs all rows of the phases of which it has rows; if causal, only those before its last piece."""
         rate = self.pattern.branches[branch].dilation_rate
-        pieces_of_ranks = self.candidates(branch, origin, stop)
+        pieces_of_ranks = self.index.pieces(origin, stop)
 
         def has_row(piece: Piece, phases: Iterable[int]) -> bool:
             if piece.stop - piece.start >= rate:
@@ -133,14 +117,14 @@ class RingMaker:
             )
 
         @cache
-        def sharers(phase: int) -> tuple:
+        def sharers(phase: int) -> tuple[tuple[int, Piece | None], ...]:
             """The ranks with rows of a phase. If causal, each with its last piece that has one."""
-            last_pieces: dict[int, Piece] = {}
+            last_pieces: dict[int, Piece | None] = {}
             for rank, pieces in pieces_of_ranks.items():
                 for piece in pieces:
                     if has_row(piece, (phase,)):
-                        last_pieces[rank] = piece
-            return tuple(last_pieces.items()) if self.pattern.is_causal else tuple(last_pieces)
+                        last_pieces[rank] = piece if self.pattern.is_causal else None
+            return tuple(last_pieces.items())
 
         groups_of_sharers: dict[tuple, list[HeadGroup]] = {}
         for group in self.groups[branch]:
@@ -153,33 +137,9 @@ class RingMaker:
                     heads_between(group, heads[0], heads[-1] + 1)
                 )
         for same_sharers, groups in groups_of_sharers.items():
-            ranks = [rank for rank, _ in same_sharers] if self.pattern.is_causal else same_sharers
-            if len(ranks) > 1:
+            if len(same_sharers) > 1:
                 phases = {phase for group in groups for phase in group.phases}
-                yield (
-                    {
-                        rank: [x for x in pieces_of_ranks[rank] if has_row(x, phases)]
-                        for rank in ranks
-                    },
-                    groups,
-                )
-
-    def candidates(self, branch: int, origin: int, stop: int) -> PiecesOfRanks:
-        """The pieces of a segment that may hold rows, by rank, in the order of positions. Spans without rows are
-        skipped: at high rates most have none."""
-        rate = self.pattern.branches[branch].dilation_rate
-        phases = [phase for group in self.groups[branch] for phase in group.phases]
-        lowest = min(phases, default=0)
-        highest = max(phases, default=0)
-        pieces_of_ranks: PiecesOfRanks = {}
-        position = origin + lowest
-        while position < stop:
-            span, rank = self.index.owner(position)
-            piece = self.index.piece(span, max(span.start, origin), min(span.stop, stop))
-            pieces_of_ranks.setdefault(rank, []).append(piece)
-            next_phase = (span.stop - origin) % rate
-            if next_phase <= highest:
-                position = span.stop + max(lowest - next_phase, 0)
-            else:
-                position = span.stop + rate - next_phase + lowest
-        return dict(sorted(pieces_of_ranks.items()))
+                members: dict[int, list[Piece]] = {}
+                for rank, _ in same_sharers:
+                    members[rank] = [x for x in pieces_of_ranks[rank] if has_row(x, phases)]
+                yield members, groups

@@ -12,10 +12,9 @@ same ranks hold their phases, so that a rank has queries for every row that it r
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
 
 from ..pattern import HeadGroup
 from .rows import Band, Block, Piece, make_bands
@@ -41,16 +40,6 @@ class Chunk:
 Hops = tuple[tuple[int, int], ...]  # ranges of hops: (first, last)
 
 
-class Timetable(NamedTuple):
-    """When chunks are needed around one place of a ring. Each list is indexed by hop, from 0 to the last hop + 1."""
-
-    place: int
-    own: list[bool]  # whether the place's own chunk is needed where it is due
-    here: list[bool]  # whether the chunk that is due at the place is needed there
-    after: list[bool]  # the same of the next place
-    before: list[bool]  # the same of the previous place
-
-
 @dataclass(frozen=True, eq=False)
 class Ring:
     """Heads of a straddling segment of a branch, and the ranks that hold rows of them, in order. Or, of a window, rows
@@ -71,17 +60,6 @@ class Ring:
             if first <= s <= last:
                 return True
         return False
-
-    def timetable(self, rank: int, last: int) -> Timetable:
-        """When chunks are needed around the place of a rank, up to hop last + 1."""
-        place, num_places = self.place_of(rank), len(self.ranks)
-        all_hops = range(last + 2)
-
-        def due_at(place: int) -> list[bool]:
-            return [self.meets((place - s) % num_places, s) for s in all_hops]
-
-        own = [self.meets(place, s) for s in all_hops]
-        return Timetable(place, own, due_at(place), due_at(place + 1), due_at(place - 1))
 
     def place_of(self, rank: int) -> int:
         return bisect_left(self.ranks, rank)
@@ -126,12 +104,9 @@ def causal_hops(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
     return hops
 
 
-def hops_to(places: Iterable[int], place: int, num_places: int) -> Hops:
-    """The hops at which a place's chunk is due at these other places of a ring."""
-    ranges: list[tuple[int, int]] = []
-    for other in places:
-        _add_place(ranges, other)
-    return _hops(ranges, place, num_places)
+def all_hops(num_places: int) -> Hops:
+    """The hops at which a chunk is due at the other places of a ring, if all of them need it."""
+    return ((1, num_places - 1),)
 
 
 def _add_place(ranges: list[tuple[int, int]], place: int) -> None:
@@ -155,8 +130,4 @@ def _hops(ranges: Sequence[tuple[int, int]], place: int, num_places: int) -> Hop
             above.append((max(first, place + 1) - place, last - place))
         if first < place:
             below.append((first - place + num_places, min(last, place - 1) - place + num_places))
-    if above and below and above[-1][1] + 1 == below[0][0]:
-        first_hop, _ = above.pop()
-        _, last_hop = below.pop(0)
-        above.append((first_hop, last_hop))
     return (*above, *below)

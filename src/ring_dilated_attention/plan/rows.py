@@ -30,7 +30,8 @@ class Rows(NamedTuple):
 
     def __str__(self) -> str:
         again = f", {self.segments} segments {self.segment_step} apart" if self.segments > 1 else ""
-        stop, heads = self.first + self.num_rows * self.step, self.heads
+        stop = self.first + self.num_rows * self.step
+        heads = self.heads
         if not self.shift:
             return f"rows {_few(range(self.first, stop, self.step))} of heads {_few(heads)}{again}"
         rows = [
@@ -142,8 +143,10 @@ def own_sections(span: Span, borders: Sequence[int], branch: Branch) -> Iterator
     no segments: each document's positions are one section.
     """
     for i in range(bisect_right(borders, span.start) - 1, bisect_left(borders, span.stop)):
-        document, end = borders[i], borders[i + 1]
-        start, stop = max(span.start, document), min(span.stop, end)
+        document = borders[i]
+        end = borders[i + 1]
+        start = max(span.start, document)
+        stop = min(span.stop, end)
         if branch.is_window:
             yield Section(start, stop)
             continue
@@ -164,11 +167,13 @@ def own_sections(span: Span, borders: Sequence[int], branch: Branch) -> Iterator
 @lru_cache(maxsize=1024)  # the same queries meet one chunk after another
 def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> tuple[Band, ...]:
     """Cut a head group into bands for a piece. Heads without rows in the piece are left out."""
-    start, stop = piece.start - origin, piece.stop - origin
+    start = piece.start - origin
+    stop = piece.stop - origin
     bands: list[Band] = []
     for j in range(len(group.query_heads) if group.phase_step else 1):
         ahead = (group.phase + j * group.phase_step - start) % rate
-        num_rows, row = -(-(stop - start - ahead) // rate), piece.row + ahead
+        num_rows = -(-(stop - start - ahead) // rate)
+        row = piece.row + ahead
         if num_rows <= 0:
             continue
         last = bands[-1] if bands else None
@@ -209,7 +214,8 @@ def heads_between(group: HeadGroup, lo: int, hi: int) -> HeadGroup:
 def matches(queries: Sequence[Band], keys: Sequence[Band]) -> Iterator[tuple[Band, Band]]:
     """Each pair of a query band and a key band, cut to the heads that both have. All bands are of one head group."""
     for q, k in product(queries, keys):
-        lo, hi = max(q.lo, k.lo), min(q.hi, k.hi)
+        lo = max(q.lo, k.lo)
+        hi = min(q.hi, k.hi)
         if lo < hi:
             yield q.of_heads(lo, hi), k.of_heads(lo, hi)
 

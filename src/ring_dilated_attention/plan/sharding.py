@@ -32,24 +32,8 @@ def split_lengths(seq_len: int, num_slices: int, align: int = 1) -> tuple[int, .
     return tuple(b - a for a, b in pairwise(borders))
 
 
-def _contiguous_lengths(cut: "ShardSpec", seq_len: int, documents: Borders) -> tuple[int, ...]:
-    if cut.lengths is None:
-        return split_lengths(seq_len, cut.num_shards, cut.align)
-    if sum(cut.lengths) != seq_len:
-        raise ValueError(
-            f"lengths={cut.lengths} add up to {sum(cut.lengths)}, but the sequence has {seq_len} positions."
-        )
-    return cut.lengths
-
-
 def _contiguous_shards(lengths: Sequence[int], documents: Borders) -> tuple[Shard, ...]:
     return tuple(joined([Span(a, b)]) for a, b in pairwise(accumulate(lengths, initial=0)))
-
-
-def _zigzag_lengths(cut: "ShardSpec", seq_len: int, documents: Borders) -> tuple[int, ...]:
-    num_groups = cut.num_shards // cut.inner
-    slices = split_lengths(seq_len, 2 * num_groups)
-    return _divided([slices[k] + slices[-1 - k] for k in range(num_groups)], cut.inner)
 
 
 def _zigzag_shards(lengths: Sequence[int], documents: Borders) -> tuple[Shard, ...]:
@@ -63,26 +47,15 @@ def _zigzag_shards(lengths: Sequence[int], documents: Borders) -> tuple[Shard, .
     return tuple(tuple(span for span in pair if span.start < span.stop) for pair in pairs)
 
 
-def _document_lengths(cut: "ShardSpec", seq_len: int, documents: Borders) -> tuple[int, ...]:
-    shards = deal_documents(documents, seq_len, cut.num_shards // cut.inner)
-    return _divided([shard_length(shard) for shard in shards], cut.inner)
-
-
 def _document_shards(lengths: Sequence[int], documents: Borders) -> tuple[Shard, ...]:
     return deal_documents(documents, sum(lengths), len(lengths))
 
 
-def _divided(lengths: Sequence[int], inner: int) -> tuple[int, ...]:
-    """Each length, divided among `inner` ranks."""
-    return tuple(n for length in lengths for n in split_lengths(length, inner))
-
-
 class Sharding(NamedTuple):
-    """A rule by which ranks share a sequence. Both functions also take the borders of packed documents."""
+    """A rule by which ranks share a sequence."""
 
-    # (cut, seq_len, documents) -> every rank's positions
-    lengths: Callable[["ShardSpec", int, Borders], tuple[int, ...]]
-    # (every rank's positions, documents) -> its shard
+    # (every rank's positions, borders of packed documents) -> every rank's shard. A rule whose shards are near-equal
+    # looks at the sum and the number of the positions.
     shards: Callable[[Sequence[int], Borders], tuple[Shard, ...]]
     # whether a ShardSpec may set align or lengths, and so cut shards that are not near-equal
     takes_lengths: bool = False
@@ -90,9 +63,9 @@ class Sharding(NamedTuple):
 
 
 SHARDINGS = {
-    "contiguous": Sharding(_contiguous_lengths, _contiguous_shards, takes_lengths=True),
-    "zigzag": Sharding(_zigzag_lengths, _zigzag_shards),
-    "zigzag_documents": Sharding(_document_lengths, _document_shards, needs_documents=True),
+    "contiguous": Sharding(_contiguous_shards, takes_lengths=True),
+    "zigzag": Sharding(_zigzag_shards),
+    "zigzag_documents": Sharding(_document_shards, needs_documents=True),
 }
 WITHOUT_DOCUMENTS = [name for name, sharding in SHARDINGS.items() if not sharding.needs_documents]
 
@@ -102,11 +75,6 @@ def sharding_of(name: str) -> Sharding:
     if name not in SHARDINGS:
         raise ValueError(f"sharding={name!r} is unknown; choose one of {tuple(SHARDINGS)}.")
     return SHARDINGS[name]
-
-
-def default_lengths(sharding: str, seq_len: int, world_size: int) -> tuple[int, ...]:
-    """The number of positions of every rank under the near-equal split."""
-    return ShardSpec(sharding, world_size).default_lengths(seq_len)
 
 
 def make_shards(sharding: str, lengths: Sequence[int]) -> tuple[Shard, ...]:
@@ -157,7 +125,20 @@ class ShardSpec(NamedTuple):
 
     def default_lengths(self, seq_len: int, documents: Borders = None) -> tuple[int, ...]:
         """Every rank's number of positions of a sequence; ValueError if `lengths` adds up to another length."""
-        return sharding_of(self.sharding).lengths(self, seq_len, documents)
+        if self.lengths is not None:
+            if sum(self.lengths) != seq_len:
+                raise ValueError(
+                    f"lengths={self.lengths} add up to {sum(self.lengths)}, but the sequence has {seq_len} positions."
+                )
+            return self.lengths
+        sharding = sharding_of(self.sharding)
+        if sharding.takes_lengths:
+            return split_lengths(seq_len, self.num_shards, self.align)
+        near_equal = split_lengths(seq_len, self.num_shards // self.inner)
+        lengths: list[int] = []
+        for shard in sharding.shards(near_equal, documents):
+            lengths += split_lengths(shard_length(shard), self.inner)
+        return tuple(lengths)
 
     def shards_of(self, lengths: Sequence[int], documents: Borders = None) -> tuple[Shard, ...]:
         """Every rank's shard, given every rank's number of positions; ValueError if the cut has other numbers."""
@@ -267,6 +248,7 @@ def document_positions(shard: Shard, documents: Sequence[int]) -> list[range]:
     ranges = []
     for start, stop in shard:
         for i in range(bisect_right(documents, start) - 1, bisect_left(documents, stop)):
-            lo, hi = max(start, documents[i]), min(stop, documents[i + 1])
+            lo = max(start, documents[i])
+            hi = min(stop, documents[i + 1])
             ranges.append(range(lo - documents[i], hi - documents[i]))
     return ranges

@@ -79,13 +79,15 @@ def _crossings(size: int, reach: int, length: int, is_causal: bool) -> Iterator[
         return
     number = (length - reach) // size  # borders with `reach` positions after them
     if number:
-        before, after = range(size - reach, size), range(size, size + reach)
+        before = range(size - reach, size)
+        after = range(size, size + reach)
         yield Meeting(after, before, FROM_END, number, size)
         if not is_causal:
             yield Meeting(before, after, CAUSAL, number, size)
     border = (number + 1) * size
     if border < length:  # the last block is short: a square, and what lies nearer than all of it
-        before, after = range(border - reach, border), range(border, length)
+        before = range(border - reach, border)
+        after = range(border, length)
         far, near = before[: len(after)], before[len(after) :]
         yield Meeting(after, far, FROM_END)
         yield Meeting(after, near, FULL)

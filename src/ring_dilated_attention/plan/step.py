@@ -1,4 +1,4 @@
-"""The steps of a rank's program, and the terms on which a program depends. No torch.
+"""The steps of a rank's program, and the facts of a call on which a program depends. No torch.
 
 Steps name tensors: "query", "key", "value", "out", "lse", the gradients "dout", "dlse", "dq", "dk", "dv", the buffers
 of chunks below, and the memory of a cache, "cached key" and "cached value" (B, rows, G, D). Sizes of buffers are in
@@ -33,10 +33,10 @@ class Packing(NamedTuple):
     max_rows: int
 
 
-class Terms(NamedTuple):
-    """What a program depends on beside the plan. packing is a trait of the kernel."""
+class CallFacts(NamedTuple):
+    """The facts of a call on which its program depends, beside the plan. packing is a trait of the kernel."""
 
-    rounds: bool = False  # a tile's results have 16 bits, and its accumulators are float32
+    rounds_results: bool = False  # a tile's results have 16 bits, and its accumulators are float32
     batch: int = 1
     folds: bool = True  # one stride steps through batch and segments; else several segments take a call per batch entry
     dealing: Dealing | None = None  # how heads are dealt before and after
@@ -190,7 +190,7 @@ class Gather(NamedTuple):
     adds: bool
 
 
-class Home(NamedTuple):
+class Unpack(NamedTuple):
     """Add the finished gradient of an own chunk to the rows of dk and dv that the chunk was packed from."""
 
     where: BufferSlice
@@ -216,9 +216,10 @@ class Traits(NamedTuple):
     kept_bytes: int = 2**29
 
 
-Exchanges = Deal | Pack | Take | Free | Post | Wait | Zero | Home
-Computes = Start | Copy | Compute | Merge | Add | Gather | Finish
-Step = Exchanges | Computes
+Step = (
+    Deal | Pack | Take | Free | Post | Wait | Zero | Unpack  # exchange
+    | Start | Copy | Compute | Merge | Add | Gather | Finish  # compute
+)  # fmt: skip
 
 
 def text_of(step: Step) -> str:
@@ -259,7 +260,7 @@ def text_of(step: Step) -> str:
             text = f"{', '.join(names)} of key/value heads {_few_heads(kv_heads)}{into}"
         case Deal(name, to_heads):
             text = f"{name}: {'heads for positions' if to_heads else 'positions for heads'}"
-        case Zero(where) | Home(where):
+        case Zero(where) | Unpack(where):
             text = f"{where.message.size} units at {where.start} of {where.name}"
         case _:
             text = ", ".join(str(value) for value in step if not isinstance(value, bool | None))

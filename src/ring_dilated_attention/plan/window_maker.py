@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from .job import Job
 from .ring_maker import ShardIndex
-from .rings import Chunk, Ring, hops_to, make_chunk
+from .rings import Chunk, Ring, all_hops, make_chunk
 from .rows import Piece, cut_apart
 from .sharding import Span
 from .sight import mask_between
@@ -28,11 +28,8 @@ class Portion(NamedTuple):
     document: Span
 
 
-class Sight(NamedTuple):
-    """What is seen of a portion: its keys, cut, and the queries of each other portion that sees some, cut."""
-
-    keys: list[Piece]
-    queries: list[tuple[Portion, list[Piece]]]
+# What is seen of a portion: its keys, cut, and the queries of each other portion that sees some, cut.
+Sight = tuple[list[Piece], list[tuple[Portion, list[Piece]]]]
 
 
 class Crossing(NamedTuple):
@@ -68,7 +65,8 @@ class WindowMaker:
                 yield self._portion(rank, span, Span(borders[i], borders[i + 1]))
 
     def _portion(self, rank: int, span: Span, document: Span) -> Portion:
-        start, stop = max(span.start, document.start), min(span.stop, document.stop)
+        start = max(span.start, document.start)
+        stop = min(span.stop, document.stop)
         return Portion(rank, self.index.piece(span, start, stop), document)
 
     def before(self, portion: Portion) -> Iterator[Portion]:
@@ -105,7 +103,7 @@ class WindowMaker:
             [portion.piece], [(other.piece, reach) for other, reach in others]
         )
         portions = [other for other, _ in others]
-        return Sight(keys, list(zip(portions, queries, strict=True)))
+        return keys, list(zip(portions, queries, strict=True))
 
     def mask(self, query: Piece, key: Piece) -> str | None:
         return mask_between(self.branch, query.start, key.start, is_causal=self.is_causal)
@@ -142,47 +140,37 @@ class WindowMaker:
 
         rings: list[Ring] = []
         for ranks_that_see, some in groupby(keys, key=seers):
-            of_ring = tuple(some)
             if ranks_that_see:
-                ranks = tuple(sorted((portion.rank, *ranks_that_see)))
-                place = ranks.index(portion.rank)
-                seen_from = [
-                    tuple(self._that_see(of_ring, queries, rank) if rank != portion.rank else ())
-                    for rank in ranks
-                ]
-                chunk = make_chunk(self.groups, of_ring, 0, portion.piece.start, 1)
-                hops = hops_to([i for i in range(len(ranks)) if i != place], place, len(ranks))
-                rings.append(
-                    Ring(
-                        self.number,
-                        of_ring[0].start,
-                        0,
-                        ranks,
-                        queries=tuple(seen_from),
-                        keys=_at(place, of_ring, len(ranks)),
-                        chunks=tuple(
-                            chunk if i == place else Chunk(0, ()) for i in range(len(ranks))
-                        ),
-                        needed=_at(place, hops, len(ranks)),
-                    )
-                )
+                rings.append(self._ring(portion, tuple(some), ranks_that_see))
         return tuple(rings)
 
-    def _that_see(
-        self, keys: Sequence[Piece], queries: list[tuple[Portion, list[Piece]]], rank: int
-    ) -> Iterator[Piece]:
-        """A rank's pieces of queries that see one of the keys."""
+    def _ring(
+        self, portion: Portion, keys: tuple[Piece, ...], ranks_that_see: Sequence[int]
+    ) -> Ring:
+        """The ring that carries rows of a portion to these ranks."""
+        ranks = sorted((portion.rank, *ranks_that_see))
+        seeing: dict[int, list[Piece]] = {rank: [] for rank in ranks}  # pieces of queries, by rank
+        _, queries = self.sight_of(portion)
         for other, pieces in queries:
-            if other.rank == rank:
-                yield from (q for q in pieces if any(self.mask(q, key) for key in keys))
+            if other.rank in ranks_that_see:
+                seeing[other.rank] += [
+                    query for query in pieces if any(self.mask(query, key) for key in keys)
+                ]
+        is_owner = [rank == portion.rank for rank in ranks]
+        chunk = make_chunk(self.groups, keys, 0, portion.piece.start, 1)
+        return Ring(
+            self.number,
+            keys[0].start,
+            0,
+            tuple(ranks),
+            queries=tuple(map(tuple, seeing.values())),
+            keys=tuple(keys if owns else () for owns in is_owner),
+            chunks=tuple(chunk if owns else Chunk(0, ()) for owns in is_owner),
+            needed=tuple(all_hops(len(ranks)) if owns else () for owns in is_owner),
+        )
 
 
 def windows_of(job: Job) -> dict[int, WindowMaker]:
     """The windows of a pattern, by the numbers of their branches."""
     numbers = [i for i, branch in enumerate(job.pattern.branches) if branch.is_window]
     return {number: WindowMaker(job, ShardIndex(job.shards), number) for number in numbers}
-
-
-def _at(place: int, of_place: tuple, num_places: int) -> tuple[tuple, ...]:
-    """A tuple for each place: `of_place` at one place, and an empty one at the others."""
-    return tuple(of_place if i == place else () for i in range(num_places))

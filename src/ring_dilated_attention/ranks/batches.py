@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..pattern import is_integer
-from ..plan.sharding import Borders, Shard, check_documents, shard_length
+from ..plan.sharding import Borders, Shard, documents_of, shard_length
 from .call import borders_of
 from .ranks import Ranks
 from .reshard import own_rows
@@ -56,7 +56,7 @@ def _compare_samples(ranks: Ranks, layouts: Layouts, fingerprints: dict[str, int
         "samples": fingerprints,
     }
     try:
-        ranks.agree(0, fields, None)
+        ranks.agree(0, fields)
     except ValueError as error:
         if "ranks disagree on samples" not in str(error):
             raise
@@ -120,9 +120,8 @@ def _check_batch(batch: Any, ranks: Ranks, source: int | None) -> None:
             "as a label of each recording, needs no cutting: leave it out, and use it on every rank as it is."
         )
     seq_len = max(lengths.values())
-    if BORDERS in batch:
-        check_documents(borders_of(batch[BORDERS]) or (), seq_len)
-    ranks.lengths_of(seq_len, borders_of(batch.get(BORDERS)))  # refuses what it cannot cut
+    documents = documents_of(borders_of(batch.get(BORDERS)), seq_len)
+    ranks.lengths_of(seq_len, documents)  # refuses what it cannot cut
 
 
 def _position_dim(shape: Sequence[int]) -> int:
@@ -146,7 +145,7 @@ def _send_layouts(
     text = b""
     if ranks.rank == source:
         text = json.dumps([layouts, documents]).encode()
-    sizes = ranks.agree(len(text), {"call": "shard_batch", "source": source}, None)
+    sizes = ranks.agree(len(text), {"call": "shard_batch", "source": source})
     with ranks.all_or_none():
         texts = ranks.gather(torch.tensor(list(text), dtype=torch.uint8), sizes, 0, "shard_batch")
     layouts, borders = json.loads(bytes(texts[source].tolist()).decode())

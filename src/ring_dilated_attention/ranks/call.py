@@ -35,11 +35,9 @@ class Call:
     def text(self) -> str:
         """The call as a text, which custom ops take; see `from_text`."""
         # torch.compile may turn integers into symbols, which a text cannot hold: `index` makes them numbers again.
-        start, stop, num_heads = (
-            index(self.heads.start),
-            index(self.heads.stop),
-            index(self.num_heads),
-        )
+        start = index(self.heads.start)
+        stop = index(self.heads.stop)
+        num_heads = index(self.num_heads)
         flags = f"{self.return_lse} {self.has_sinks}"
         numbers = f"{self.scale} {start} {stop} {num_heads} {flags}"
         return f"{self.backend} {self.needs_grad}\n{numbers}\n{self.pattern.text}\n{self.context}"
@@ -115,9 +113,10 @@ class ForwardState(NamedTuple):
 
 def borders_of(cu_seqlens: Any) -> Borders:
     """Borders of documents as numbers; ValueError for those that no sequence can have, whatever its length."""
-    if cu_seqlens is not None:
-        validate_cu_seqlens(cu_seqlens, 1)
-    return None if cu_seqlens is None else tuple(cu_seqlens.tolist())
+    if cu_seqlens is None:
+        return None
+    validate_cu_seqlens(cu_seqlens, 1)
+    return tuple(cu_seqlens.tolist())
 
 
 def borders_field(borders: Borders) -> object:

@@ -143,7 +143,7 @@ class ContextParallel(NamedContext):
                 content = fingerprint(x.narrow(dim, 0, min(length, 64)))
         fields = forward_fields("shard", x, dim)
         fields |= {"length of the whole": length, "cu_seqlens": borders_field(documents)}
-        if len(set(ranks.agree(content, fields, None))) > 1:
+        if len(set(ranks.agree(content, fields))) > 1:
             text = (
                 f"shard was given {length} positions, as many as each rank's shard of the "
                 f"{sum(ranks.lengths_cut_last)} positions cut last, and the ranks' tensors differ: a shard is cut "
@@ -252,8 +252,8 @@ class ContextParallel(NamedContext):
         """
         if not is_integer(seq_len) or seq_len < 0:
             raise ValueError(f"seq_len must be an integer of at least 0, got {seq_len!r}.")
-        documents = documents_of(borders_of(cu_seqlens), seq_len)
-        return self.ranks.positions(self.ranks.lengths_of(seq_len, documents), documents)
+        borders = borders_of(cu_seqlens)
+        return self.ranks.positions(self.ranks.lengths_of(seq_len, borders), borders)
 
     def abandon(self, reason: str) -> None:
         """Break the connections after an error between calls, so that the other ranks fail at once and do not wait.

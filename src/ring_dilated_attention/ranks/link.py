@@ -391,9 +391,7 @@ class GroupLink:
             shape = list(x.shape)
             shape[dim] = length
             gathered.append(x if peer == self.rank else x.new_empty(shape))
-        sends = [(x, peer) for peer in self._others()]
-        receives = [(gathered[peer], peer) for peer in self._others()]
-        self._exchange_rows(sends, receives, moment)
+        self._exchange_rows([x] * self.world_size, gathered, moment)
         return gathered
 
     def all_to_all_single(
@@ -404,13 +402,14 @@ class GroupLink:
             torch.empty(sum(sizes), dtype=like.dtype, device=like.device).split(list(sizes))
         )
         received[self.rank].copy_(tensors[self.rank])
-        sends = [(tensors[peer].contiguous(), peer) for peer in self._others()]
-        receives = [(received[peer], peer) for peer in self._others()]
-        self._exchange_rows(sends, receives, moment)
+        self._exchange_rows([x.contiguous() for x in tensors], received, moment)
         return received
 
-    def _exchange_rows(self, sends: Addressed, receives: Addressed, moment: str) -> None:
-        """Exchange tensors, and wait for them. Empty ones are not sent."""
-        sends = [(x, peer) for x, peer in sends if x.numel()]
-        receives = [(x, peer) for x, peer in receives if x.numel()]
+    def _exchange_rows(
+        self, leaving: Sequence[Tensor], arriving: Sequence[Tensor], moment: str
+    ) -> None:
+        """Exchange a tensor with each other rank, and wait. Empty ones are not sent."""
+        others = self._others()
+        sends = [(leaving[peer], peer) for peer in others if leaving[peer].numel()]
+        receives = [(arriving[peer], peer) for peer in others if arriving[peer].numel()]
         self.exchange(sends, receives, moment).wait()

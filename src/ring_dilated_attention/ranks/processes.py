@@ -80,7 +80,8 @@ def backends_with_cpu(default: str) -> str | None:
 
 def _side_by_side(members: Sequence[int], hosts: Sequence[str], inner: int) -> list[int]:
     """The members, ordered so that those of one host are neighbours. On a 2-D mesh its rows stay together."""
-    rows, hosts_of_rows = [], []
+    rows = []
+    hosts_of_rows = []
     for first in range(0, len(members), inner):
         rows.append(members[first : first + inner])
         hosts_of_rows.append(", ".join(hosts[first : first + inner]))
@@ -151,7 +152,8 @@ class Processes(Ranks):
     def _hosts(self) -> list[str]:
         """Every rank's host. Contexts that all ranks have dropped without `close` are closed here: ranks give groups
         back together, because NCCL ends a communicator by a collective call."""
-        hosts, dropped_by_rank = [], []
+        hosts = []
+        dropped_by_rank = []
         for text in self.control.texts(
             "\n".join([host_name(), *_dropped]), "the exchange of host names"
         ):
@@ -200,7 +202,9 @@ class Processes(Ranks):
                 "in the training loop, on what the DataLoader returns, or set num_workers=0"
             )
 
-    def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
+    def agree(
+        self, length: int, fields: dict[str, object], failure: str | None = None
+    ) -> tuple[int, ...]:
         # before the lock, which may have been taken at the fork
         self.check_all_here(str(fields.get("call", "a call")))
         with self.turn:  # another thread's refusal is sent between two handshakes of the owner

@@ -2,11 +2,10 @@
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from threading import RLock
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,20 +24,17 @@ from .call import Call, ForwardState
 # What connects a rank, in one call, with the others of its ring and with the ranks that deal heads to each other.
 Links = tuple[Link | None, Dealer | None]
 
-Result = TypeVar("Result")
-
 
 class Ranks:
     """The ranks that share sequences. This class is for one process alone; subclasses override what differs.
 
-    rank: the number of this process. name: the context's name in errors, "" for one process. timeout: how long a rank
-    waits for another. calls: the number of forwards so far, the same on every rank.
+    rank: the number of this process. name: the context's name in errors, "" for one process. calls: the number of
+    forwards so far, the same on every rank.
     """
 
     rank = 0
     world_size = 1
     name = ""
-    timeout = timedelta()
 
     def __init__(self, cut: ShardSpec) -> None:
         self.cut = cut
@@ -89,7 +85,9 @@ class Ranks:
 
     # What ranks tell each other before a call.
 
-    def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
+    def agree(
+        self, length: int, fields: dict[str, object], failure: str | None = None
+    ) -> tuple[int, ...]:
         """Every rank's number of rows, once it is clear that all make the same call (`handshake.agree`)."""
         if failure:
             raise ValueError(failure)
@@ -201,13 +199,8 @@ class Ranks:
         number = self.calls + 1 if self.name else 0  # one process alone agrees with nobody
         with self.all_or_none(ValueError), self.refusing():
             state = ForwardState.of(number, call, query, cu_seqlens)
-
-        def execute(
-            rank_plan: RankPlan, means: ExecutorOptions, scaled_query: Tensor
-        ) -> tuple[Tensor, Tensor]:
-            return executor.forward(rank_plan, means, scaled_query, key, value)
-
-        out, lse = self.run(call, "forward", state, query, key, execute)
+        tensors = {"query": query, "key": key, "value": value}
+        out, lse = self.run(call, "forward", state, tensors)
         self.calls = number  # on all ranks or on none: a refused call does not count
         return out, lse, state
 
@@ -215,55 +208,46 @@ class Ranks:
         self, call: Call, state: ForwardState, rows: BackwardRows
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq (B, N, H, D), dk and dv (B, N, G, D)."""
-
-        def execute(
-            rank_plan: RankPlan, means: ExecutorOptions, scaled_query: Tensor
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            scaled_rows = rows._replace(query=scaled_query)
-            uses_lse = call.return_lse or call.has_sinks
-            if rank_plan.dealing is not None and rows.dlse is None and uses_lse:
-                # This rank's loss need not use lse, but all ranks must deal the gradient of lse, or none.
-                scaled_rows = scaled_rows._replace(dlse=torch.zeros_like(rows.lse))
-            return executor.backward(rank_plan, means, scaled_rows)
-
-        return self.run(call, "backward", state, rows.query, rows.key, execute)
+        dq, dk, dv = self.run(call, "backward", state, rows._asdict())
+        return dq, dk, dv
 
     def run(
-        self,
-        call: Call,
-        stage: str,
-        state: ForwardState,
-        query: Tensor,
-        key: Tensor,
-        execute: Callable[[RankPlan, ExecutorOptions, Tensor], Result],
-    ) -> Result:
-        """Do the handshake, then plan the call, and execute the plan."""
+        self, call: Call, stage: str, state: ForwardState, tensors: dict[str, Any]
+    ) -> Sequence[Tensor]:
+        """Do the handshake, then plan the call, and carry out the plan. tensors: query, key and value by name, or all
+        `BackwardRows`. Returns the results of the stage."""
+        query = tensors["query"]
+        key = tensors["key"]
         with self.all_or_none(ValueError), self.refusing():
             fields = self.fields(call, stage, state, query, key)
-            scaled_query = call.scaled(query)
+            tensors = tensors | {"query": call.scaled(query)}
         with self.all_or_none(ValueError):
-            lengths = self.agree(query.shape[1], fields, None)
+            lengths = self.agree(query.shape[1], fields)
             self.warn_of_uneven(lengths)
-            rank_plan, means = self.route(call, state, query, key, lengths)
+            rank_plan, options = self.route(call, state, query, key, lengths)
         with self.all_or_none():
-            return execute(rank_plan, means, scaled_query)
+            if stage == "forward":
+                return executor.forward(rank_plan, options, **tensors)
+            uses_lse = call.return_lse or call.has_sinks
+            if rank_plan.dealing is not None and tensors["dlse"] is None and uses_lse:
+                # This rank's loss need not use lse, but all ranks must deal the gradient of lse, or none.
+                tensors["dlse"] = torch.zeros_like(tensors["lse"])
+            return executor.backward(rank_plan, options, BackwardRows(**tensors))
 
     def route(
         self, call: Call, state: ForwardState, query: Tensor, key: Tensor, lengths: Sequence[int]
     ) -> tuple[RankPlan, ExecutorOptions]:
-        """Choose the exchange and plan. Returns the plan, and the means by which it is carried out."""
+        """Choose the exchange and plan. Returns the plan, and the options by which it is carried out."""
         documents = documents_of(state.borders, sum(lengths))
         num_kv_heads = call.num_kv_heads(key.shape[2])
         shards = self.shards(lengths, documents)
         job = Job(call.pattern, shards, call.num_heads, num_kv_heads, documents, call.heads_held)
-        exchange = self.choose(
-            job, Sizes(query.shape[0], query.shape[3], query.element_size())
-        ).exchange
+        sizes = Sizes(query.shape[0], query.shape[3], query.element_size())
+        exchange = self.choose(job, sizes).exchange
         rank_plan = plan_exchange(exchange, job, self.rank, self.cut.inner)
         link, dealer = self.links(exchange, job)
-        return rank_plan, ExecutorOptions(
-            BACKENDS[state.kernel], call.kernel_scale, link, dealer, call.factor
-        )
+        kernel = BACKENDS[state.kernel]
+        return rank_plan, ExecutorOptions(kernel, call.kernel_scale, link, dealer, call.factor)
 
     def fields(
         self, call: Call, stage: str, state: ForwardState, query: Tensor, key: Tensor

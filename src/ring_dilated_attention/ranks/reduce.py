@@ -19,7 +19,7 @@ def all_reduce(ranks: Ranks, x: Tensor, call: str = "all_reduce") -> Tensor:
         "dtype": x.dtype,
         "device": x.device.type,
     }
-    ranks.agree(0, fields, None)
+    ranks.agree(0, fields)
     with ranks.all_or_none():
         gathered = ranks.gather(x.detach().unsqueeze(0), [1] * ranks.world_size, 0, call)
         return torch.cat(gathered).sum(0, dtype=x.dtype)

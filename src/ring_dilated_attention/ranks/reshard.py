@@ -48,17 +48,21 @@ def own_rows(x: Tensor, shard: Shard, dim: int) -> Tensor:
 def _all_rows(x: Tensor, ranks: Ranks, shards: Sequence[Shard], dim: int, moment: str) -> Tensor:
     """The whole tensor, from each rank's rows x."""
     lengths = [shard_length(shard) for shard in shards]
-    if not sum(lengths):
-        return x.clone()
-    rows_of_span: dict[Span, Tensor] = {}
     with ranks.all_or_none():
-        for shard, rows in zip(shards, ranks.gather(x, lengths, dim, moment), strict=True):
-            row = 0
-            for span in shard:
-                length = span.stop - span.start
-                rows_of_span[span] = rows.narrow(dim, row, length)
-                row += length
-        return torch.cat([rows_of_span[span] for span in sorted(rows_of_span)], dim=dim)
+        return whole_of(ranks.gather(x, lengths, dim, moment), shards, dim)
+
+
+def whole_of(rows_by_rank: Sequence[Tensor], shards: Sequence[Shard], dim: int) -> Tensor:
+    """The whole tensor, from every rank's rows."""
+    rows_of_span: dict[Span, Tensor] = {}
+    for shard, rows in zip(shards, rows_by_rank, strict=True):
+        row = 0
+        for span in shard:
+            length = span.stop - span.start
+            rows_of_span[span] = rows.narrow(dim, row, length)
+            row += length
+    nothing = rows_by_rank[0].narrow(dim, 0, 0)
+    return torch.cat([nothing, *(rows_of_span[span] for span in sorted(rows_of_span))], dim=dim)
 
 
 class ShardRows(torch.autograd.Function):
@@ -80,7 +84,7 @@ class ShardRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         fields = rows_fields("backward of shard", grads[0], ctx.dim)
         fields["length of the whole"] = sum(map(shard_length, ctx.shards))
-        ctx.ranks.agree(grads[0].shape[ctx.dim], fields, None)
+        ctx.ranks.agree(grads[0].shape[ctx.dim], fields)
         whole = _all_rows(grads[0], ctx.ranks, ctx.shards, ctx.dim, "backward of shard")
         return whole.div_(len(ctx.shards)), None, None, None
 
@@ -104,7 +108,7 @@ class UnshardRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         moment = "backward of unshard"
         (grad,) = grads
-        ctx.ranks.agree(grad.shape[ctx.dim], rows_fields(moment, grad, ctx.dim), None)
+        ctx.ranks.agree(grad.shape[ctx.dim], rows_fields(moment, grad, ctx.dim))
         with ctx.ranks.all_or_none():
             rows_by_rank = [own_rows(grad, shard, ctx.dim) for shard in ctx.shards]
             shape = rows_by_rank[ctx.ranks.rank].shape

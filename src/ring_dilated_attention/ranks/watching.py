@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,7 @@ class Handle(NamedTuple):
     peer: int
 
 
-class HasThreads(Protocol):
-    def end_threads(self) -> None: ...
-
-
-with_threads: "weakref.WeakSet[HasThreads]" = weakref.WeakSet()
+with_threads: "weakref.WeakSet[Any]" = weakref.WeakSet()  # links, which have `end_threads`
 _threads: "weakref.WeakSet[Thread]" = weakref.WeakSet()
 
 

@@ -42,7 +42,7 @@ def append(
     batch, num_new = query.shape[:2]
     positions, floors = progress.tolist()
     counts = [num_new] * batch if lengths is None else lengths.tolist()
-    if any(not 0 <= count <= num_new for count in counts):
+    if min(counts) < 0 or max(counts) > num_new:
         raise ValueError(
             f"lengths must be between 0 and the {num_new} rows that are given, got {counts}."
         )
@@ -67,9 +67,13 @@ def append(
     for entries, position, count in runs:  # last, because it overwrites rows: no run can fail now
         if count > 1:
             write(plan, key[entries, :count], value[entries, :count], memory[:, entries], position)
-    ends = [position + count for position, count in zip(positions, counts, strict=True)]
-    floors = [max(floor, plan.floor(end)) for floor, end in zip(floors, ends, strict=True)]
-    progress.copy_(torch.tensor([ends, floors], device="cpu"))
+    ends: list[int] = []
+    new_floors: list[int] = []
+    for position, count, floor in zip(positions, counts, floors, strict=True):
+        end = position + count
+        ends.append(end)
+        new_floors.append(max(floor, plan.floor(end)))
+    progress.copy_(torch.tensor([ends, new_floors], device="cpu"))
     if len(runs) == 1 and counts == [num_new] * batch:
         return results[0]
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
@@ -102,7 +106,7 @@ def buffer_view(memory: Tensor, buffers: Buffers) -> Tensor:
 
 def _next_slots(plan: CachePlan, memory: Tensor, t: int) -> Iterator[Tensor]:
     """For each buffer the slot to which the row at position t is written: (2, B, G, D)."""
-    for _, buffers in plan.of_position(t):
+    for buffers in plan.of_position(t):
         yield buffer_view(memory, buffers)[:, :, :, buffers.before(t) % buffers.capacity]
 
 
@@ -119,31 +123,37 @@ def _one(
     """out (B, 1, H, D) and lse (B, 1, H) of the row at position t. It is written first, so that it sees itself."""
     batch, _, num_heads, head_dim = query.shape
     buffers_of_row = list(plan.of_position(t))
-    branches = sorted({branch for branch, _ in buffers_of_row})
+    branches = sorted({buffers.number for buffers in buffers_of_row})
     shape = (max(len(branches), 1), batch, num_heads)
     dtype = accumulator_dtype(query.dtype)
     outs_PBHD = torch.zeros((*shape, head_dim), dtype=dtype, device=query.device)
     lses_PBH = torch.full(shape, -torch.inf, dtype=torch.float64, device=query.device)
     new_2BGD = torch.stack((key[:, 0], value[:, 0]))
-    for branch, buffers in buffers_of_row:
+    for buffers in buffers_of_row:
         number = buffers.before(t)
         both_2BGCD = buffer_view(memory, buffers)
         both_2BGCD[:, :, :, number % buffers.capacity] = new_2BGD[:, :, _slice(buffers.kv_heads)]
         # Query heads that share a key/value head are rows of one tile, so that its keys are read once.
         heads = _slice(buffers.query_heads)
         num_kv_heads = len(buffers.kv_heads)
-        partial = branches.index(branch)
+        partial = branches.index(buffers.number)
         q_BGmD = query[:, 0, heads].view(batch, num_kv_heads, -1, head_dim)
         out_BGmD = outs_PBHD[partial, :, heads].view(batch, num_kv_heads, -1, head_dim)
         lse_BGm = lses_PBH[partial, :, heads].view(batch, num_kv_heads, -1)
         numbers = range(buffers.seen(t).start, number + 1)
         for i, slots in enumerate(buffers.slots(numbers)):
             k_BGLD, v_BGLD = both_2BGCD[:, :, :, _slice(slots)]
-            _add(kernel, scale, q_BGmD, k_BGLD, v_BGLD, out_BGmD, lse_BGm, first=i == 0)
+            partial_out, partial_lse = kernel.forward(q_BGmD, k_BGLD, v_BGLD, False, scale)
+            if i == 0:
+                out_BGmD.copy_(partial_out)
+                lse_BGm.copy_(partial_lse)
+            else:
+                merge_(out_BGmD, lse_BGm, partial_out, partial_lse)
     if len(branches) > 1:
         out_BHD, lse_BH = merged(outs_PBHD, lses_PBH)
     else:
-        out_BHD, lse_BH = outs_PBHD[0], lses_PBH[0]
+        out_BHD = outs_PBHD[0]
+        lse_BH = lses_PBH[0]
     return out_BHD.unsqueeze(1).to(query.dtype), lse_BH.unsqueeze(1).to(dtype)
 
 
@@ -159,31 +169,10 @@ def _many(
 ) -> tuple[Tensor, Tensor]:
     """out (B, M, H, D) and lse (B, M, H) of M new rows, the first at position t."""
     rank_plan = RankPlan(plan_append(plan, t, query.shape[1]), None)
+    options = executor.ExecutorOptions(kernel, scale)
     # Cached tiles count rows from the start of the memory, so each key/value head is a view of the whole memory.
-    keys, values = memory.unsqueeze(3).expand(-1, -1, -1, plan.num_kv_held, -1)
-    return executor.forward(
-        rank_plan, executor.ExecutorOptions(kernel, scale), query, key, value, cached=(keys, values)
-    )
-
-
-def _add(
-    kernel: Kernel,
-    scale: float,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    first: bool,
-) -> None:
-    """Merge the partial of q, which sees all of k, into (out, lse). If `first`, write the partial instead."""
-    partial_out, partial_lse = kernel.forward(q, k, v, False, scale)
-    if first:
-        out.copy_(partial_out)
-        lse.copy_(partial_lse)
-    else:
-        merge_(out, lse, partial_out, partial_lse)
+    cached = memory.unsqueeze(3).expand(-1, -1, -1, plan.num_kv_held, -1).unbind(0)
+    return executor.forward(rank_plan, options, query, key, value, cached=cached)
 
 
 def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -> None:
@@ -192,10 +181,9 @@ def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -
     for buffers in plan.buffers:
         kept = plan.kept(buffers, end)
         numbers = range(max(kept.start, buffers.before(t)), kept.stop)
-        both_2BGLD = torch.stack(
-            [rows_at(key, buffers, numbers, t), rows_at(value, buffers, numbers, t)]
-        )
-        place(buffers, numbers, memory, both_2BGLD)
+        key_BGLD = rows_at(key, buffers, numbers, t)
+        value_BGLD = rows_at(value, buffers, numbers, t)
+        place(buffers, numbers, memory, torch.stack([key_BGLD, value_BGLD]))
 
 
 def rows_at(x_BNHD: Tensor, buffers: Buffers, numbers: range, first: int) -> Tensor:
@@ -239,16 +227,16 @@ def packed(plan: CachePlan, shard: Shard, position: int, key: Tensor, value: Ten
 
 def packed_size(plan: CachePlan, shard: Shard, position: int, like: Tensor) -> int:
     """The number of elements that `packed` returns, for keys like `like` (B, N, G, D)."""
-    rows = sum(
-        len(buffers.kv_heads) * len(numbers)
-        for buffers, numbers, _ in plan.kept_of(shard, position)
-    )
-    return 2 * like.shape[0] * rows * like.shape[3]
+    num_rows = 0
+    for buffers, numbers, _ in plan.kept_of(shard, position):
+        num_rows += len(buffers.kv_heads) * len(numbers)
+    return 2 * like.shape[0] * num_rows * like.shape[3]
 
 
 def unpack(plan: CachePlan, shard: Shard, position: int, flat: Tensor, memory: Tensor) -> None:
     """Write the rows that `packed` returned."""
-    batch, head_dim = memory.shape[1], memory.shape[3]
+    batch = memory.shape[1]
+    head_dim = memory.shape[3]
     for buffers, numbers, _ in plan.kept_of(shard, position):
         shape = (2, batch, len(buffers.kv_heads), len(numbers), head_dim)
         size = math.prod(shape)

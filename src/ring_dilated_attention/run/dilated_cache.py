@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, is_tensor
 
+from ..kernels.cpu import DTYPES
 from ..pattern import DilatedPattern, is_integer, why_no_pattern
 from ..plan.cache_plan import CachePlan, check_append, check_crop, plan_cache
 from ..plan.job import held_heads
 from .append import packed, packed_size, place, placed, unpack
 from .link_contract import ContextProtocol
-
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class DilatedCache:
@@ -67,7 +66,8 @@ class DilatedCache:
             if not is_integer(size) or size < 1:
                 raise ValueError(f"{name}={size!r} must be an integer of at least 1.")
         self.plan = _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
-        self.batch, self.head_dim = batch, head_dim
+        self.batch = batch
+        self.head_dim = head_dim
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}.")
@@ -114,16 +114,12 @@ class DilatedCache:
                 raise ValueError(
                     f"to={to!r}: the ranks are 0 to {ranks.world_size - 1}. Give one, or None for all."
                 )
-            if key.dim() != 4 or (key.shape, key.dtype, key.device) != (
-                value.shape,
-                value.dtype,
-                value.device,
-            ):
-                both = " and ".join(
-                    f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (key, value)
-                )
+            num_dims = key.dim()
+            described, other = (f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (key, value))
+            if num_dims != 4 or described != other:
                 raise ValueError(
-                    f"key and value must both be (batch, positions, K/V heads, head dim), alike: {both}."
+                    "key and value must both be (batch, positions, K/V heads, head dim), alike: "
+                    f"{described} and {other}."
                 )
             batch, length, num_held, _ = key.shape
             num_query = len(heads_held) if isinstance(heads_held, range) else num_heads
@@ -137,23 +133,30 @@ class DilatedCache:
                 "to": to,
                 "max_len": max_len,
                 "keep": keep,
+                "shape": (num_heads, batch, *key.shape[2:]),
+                "heads held": heads_held,
+                "dtype": key.dtype,
+                "device": key.device.type,
             }
-            fields |= {"shape": (num_heads, batch, *key.shape[2:]), "heads held": heads_held}
-            fields |= {"dtype": key.dtype, "device": key.device.type}
-        lengths = ranks.agree(length, fields, None)
-        position, shards = sum(lengths), ranks.shards(lengths)
+        lengths = ranks.agree(length, fields)
+        position = sum(lengths)
+        shards = ranks.shards(lengths)
         check_append(plan, [0], [position])
-        counts = [packed_size(plan, shard, position, key) if gets_one else 0 for shard in shards]
+        counts = [0] * len(shards)
+        if gets_one:
+            counts = [packed_size(plan, shard, position, key) for shard in shards]
         with ranks.all_or_none():
             own = packed(plan, shards[ranks.rank], position, key.detach(), value.detach())
-            leaving = [
-                own if to in (None, rank) else own.new_empty(0) for rank in range(len(shards))
-            ]
+            leaving = [own] * len(shards)
+            if to is not None:
+                leaving = [own.new_empty(0)] * len(shards)
+                leaving[to] = own
             received = ranks.scatter(leaving, counts, key, "the exchange of what a cache keeps")
         if cache is not None:
             for shard, rows in zip(shards, received, strict=True):
                 unpack(plan, shard, position, rows, cache.memory)
-            cache.progress[0], cache.progress[1] = position, plan.floor(position)
+            cache.progress[0] = position
+            cache.progress[1] = plan.floor(position)
         return cache
 
     @property
@@ -226,10 +229,9 @@ class DilatedCache:
     def state_dict(self) -> dict[str, Any]:
         """The sequences so far, for `load_state_dict` and torch.save: only rows that can still be seen, on the CPU."""
         progress = self.progress.to("cpu", copy=True)
-        rows = [
-            self._rows_of(*place)
-            for place in zip(range(self.batch), *progress.tolist(), strict=True)
-        ]
+        rows: list[Tensor] = []
+        for b, (position, floor) in enumerate(progress.T.tolist()):
+            rows.append(self._rows_of(b, position, floor))
         return {
             "cache": self._described(),
             "keep": self.plan.keep,
@@ -246,8 +248,6 @@ class DilatedCache:
             ValueError: if the state is of another pattern, shape or dtype, or too long. The cache is as it was.
         """
         of = state.get("cache") if isinstance(state, dict) else state
-        if isinstance(of, dict):  # states of earlier versions lack these two
-            of = {"window": None, "is_causal": True} | of
         if of != self._described():
             raise ValueError(
                 f"the state is of a cache of {of}, this one is of {self._described()}."
@@ -260,7 +260,8 @@ class DilatedCache:
             )
         if not _fit(progress, saved):
             raise ValueError(f"the state is damaged: progress {progress} does not fit the rows.")
-        own, limit = self.plan, self.plan.max_len
+        own = self.plan
+        limit = self.plan.max_len
         source = plan_cache(
             own.pattern, own.num_heads, own.num_kv_heads, None, state.get("keep"), own.held
         )
@@ -279,37 +280,27 @@ class DilatedCache:
         places = places * (self.batch // len(places))
         for b, (position, floor) in enumerate(places):
             self._put_rows(b, saved[b % len(saved)].to(self.device), source, position, floor)
-        self.progress.copy_(
-            torch.tensor(
-                [(position, max(floor, own.floor(position))) for position, floor in places]
-            ).T
-        )
+        floors = [max(floor, own.floor(position)) for position, floor in places]
+        self.progress.copy_(torch.tensor([[position for position, _ in places], floors]))
 
     def _rows_of(self, b: int, position: int, floor: int) -> Tensor:
         """The kept rows of a batch entry, (2, rows, D), buffer by buffer."""
         entry = self.memory[:, b : b + 1]
-        found = (
-            placed(buffers, self.plan.kept(buffers, position, floor), entry)
-            for buffers in self.plan.buffers
-        )
-        return torch.cat(
-            [entry[:, 0, :0].cpu(), *(both[:, 0].flatten(1, 2).cpu() for both in found)], dim=1
-        )
+        rows = [entry[:, 0, :0].cpu()]
+        for buffers in self.plan.buffers:
+            both_2BGLD = placed(buffers, self.plan.kept(buffers, position, floor), entry)
+            rows.append(both_2BGLD[:, 0].flatten(1, 2).cpu())
+        return torch.cat(rows, dim=1)
 
     def _put_rows(self, b: int, rows: Tensor, source: CachePlan, position: int, floor: int) -> None:
         """Write rows into their slots. `_rows_of` made them in a cache whose plan was `source`."""
-        entry, by_buffer = (
-            self.memory[:, b : b + 1],
-            rows[:, None].split(_sizes(source, position, floor), dim=2),
-        )
-        own = {
-            (branch, buffers.phase, buffers.kv_heads): buffers
-            for branch, buffers in self.plan.by_branch
-        }
-        for (branch, there), both in zip(source.by_branch, by_buffer, strict=True):
+        entry = self.memory[:, b : b + 1]
+        by_buffer = rows[:, None].split(_sizes(source, position, floor), dim=2)
+        own = {(x.number, x.phase, x.kv_heads): x for x in self.plan.buffers}
+        for there, both in zip(source.buffers, by_buffer, strict=True):
             saved = source.kept(there, position, floor)
             if saved:  # if not, this cache may lack such a buffer: its max_len may be small
-                here = own[branch, there.phase, there.kv_heads]
+                here = own[there.number, there.phase, there.kv_heads]
                 numbers = range(
                     max(saved.start, self.plan.kept(here, position, floor).start), saved.stop
                 )
@@ -318,13 +309,11 @@ class DilatedCache:
 
     def _described(self) -> dict[str, Any]:
         """What two caches must share so that one can load the other's state. In plain types, which torch.load takes."""
-        pattern, plan = self.pattern, self.plan
-        sizes = {"num_heads": plan.num_heads, "num_kv_heads": plan.num_kv_heads}
-        held = {"heads_held": [plan.heads.start, plan.heads.stop]}
-        return {
-            **pattern.as_dict(),
-            **sizes,
-            **held,
+        plan = self.plan
+        return self.pattern.as_dict() | {
+            "num_heads": plan.num_heads,
+            "num_kv_heads": plan.num_kv_heads,
+            "heads_held": [plan.heads.start, plan.heads.stop],
             "head_dim": self.head_dim,
             "dtype": str(self.dtype),
         }
@@ -342,12 +331,14 @@ class DilatedCache:
     @classmethod
     def _of(cls, plan: CachePlan, batch: int, like: Tensor) -> "DilatedCache":
         sizes = (plan.pattern, batch, plan.num_heads, plan.num_kv_heads, like.shape[-1])
-        limits: dict[str, Any] = {
-            "max_len": plan.max_len,
-            "keep": plan.keep,
-            "heads_held": plan.held,
-        }
-        return cls(*sizes, dtype=like.dtype, device=like.device, **limits)
+        return cls(
+            *sizes,
+            dtype=like.dtype,
+            device=like.device,
+            max_len=plan.max_len,
+            keep=plan.keep,
+            heads_held=plan.held,
+        )
 
     def _bytes_of_rows(self) -> int:
         return 2 * self.batch * self.num_rows * self.head_dim * self.dtype.itemsize
@@ -358,11 +349,9 @@ class DilatedCache:
             return
         rows = f"{self.num_rows:,} rows of {self.head_dim} {self.dtype} for keys and as many for values"
         product = f"2 * {self.batch} * {self.num_rows:,} * {self.head_dim} * {self.dtype.itemsize}"
-        limit = (
-            "Give max_len, which no buffer exceeds"
-            if self.plan.max_len is None
-            else "Give a smaller max_len"
-        )
+        limit = "Give a smaller max_len"
+        if self.plan.max_len is None:
+            limit = "Give max_len, which no buffer exceeds"
         raise ValueError(
             f"the cache would hold {rows}, for a batch of {self.batch}: {product} = {self._bytes_of_rows():,} bytes, "
             f"and {free:,} are free on {self.device}. {limit}, or use a smaller batch, fewer key/value heads or "
@@ -391,9 +380,11 @@ def _plan(
 
 def _sizes(plan: CachePlan, position: int, floor: int) -> list[int]:
     """How many rows are kept in each of the plan's groups of buffers."""
-    return [
-        len(buffers.kv_heads) * len(plan.kept(buffers, position, floor)) for buffers in plan.buffers
-    ]
+    sizes: list[int] = []
+    for buffers in plan.buffers:
+        num_kept = len(plan.kept(buffers, position, floor))
+        sizes.append(len(buffers.kv_heads) * num_kept)
+    return sizes
 
 
 def _fit(progress: Any, rows: Any) -> bool:

@@ -6,8 +6,7 @@ B batch, N positions, H query heads, G key/value heads, M rows of a tile, D head
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import itemgetter
-from typing import Any, ClassVar, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from ..plan.plan import Plan
 from ..plan.program import program_of
 from ..plan.rows import Block, Rows
 from ..plan.sight import FROM_END, FULL
-from ..plan.step import CACHED_ROWS, OWN_ROWS, BufferSlice, Terms
+from ..plan.step import CACHED_ROWS, OWN_ROWS, BufferSlice, CallFacts
 from .link_contract import Dealer, Link, Pending
 from .merge import merge_
 from .views import accumulator_dtype, block_views, folds, rows_view, with_unit_stride
@@ -38,7 +37,7 @@ class ExecutorOptions(NamedTuple):
     link: Link | None = None
     dealer: Dealer | None = None
     factor: float = 1.0
-    program: Callable[[Plan, str, Terms], Iterable[steps.Step]] = program_of
+    program: Callable[[Plan, str, CallFacts], Iterable[steps.Step]] = program_of
 
 
 def forward(
@@ -79,11 +78,14 @@ class _Executor:
         self, stage: str, rank_plan: RankPlan, options: ExecutorOptions, given: Mapping[str, Tensor]
     ) -> None:
         self.stage, (self.plan, self.dealing) = stage, rank_plan
-        self.options, self.kernel = options, options.kernel
+        self.options = options
+        self.kernel = options.kernel
         self.alive = dict(given)
         query = given["query"]
-        self.batch, self.head_dim = query.shape[0], query.shape[3]
-        self.dtype, self.device = query.dtype, query.device
+        self.batch = query.shape[0]
+        self.head_dim = query.shape[3]
+        self.dtype = query.dtype
+        self.device = query.device
         self.sum_dtype = accumulator_dtype(query.dtype)
         self.results: dict[str, Tensor] = {}  # of the current tile
         self.merging = self.kernel.merging(query)
@@ -95,12 +97,16 @@ class _Executor:
 
     def carry_out(self) -> dict[str, Tensor]:
         """Run all steps, and return `alive`."""
-        traits, has_dlse = self.kernel.TRAITS, "dlse" in self.alive
+        traits = self.kernel.TRAITS
+        has_dlse = "dlse" in self.alive
         packing = traits.packing
         if self.dtype.itemsize == 2 and self.kernel.takes_short_rows(self.dtype):
             packing = None
-        terms = Terms(
-            rounds=self.dtype != self.sum_dtype and packing is None,
+        kept_rows = None
+        if self.merging is not None:
+            kept_rows = traits.kept_bytes // (self.head_dim * self.dtype.itemsize)
+        facts = CallFacts(
+            rounds_results=self.dtype != self.sum_dtype and packing is None,
             batch=self.batch,
             folds=all(map(folds, self.alive.values())),
             dealing=self.dealing,
@@ -109,10 +115,11 @@ class _Executor:
             distances=self.distances(),
             itemsize=self.dtype.itemsize,
             most_rows=traits.most_rows and traits.most_rows(self.head_dim, has_dlse),
-            kept_rows=self.kept_rows(),
+            kept_rows=kept_rows,
         )
-        for step in self.options.program(self.plan, self.stage, terms):
-            self.do[type(step)](self, step)
+        for step in self.options.program(self.plan, self.stage, facts):
+            # a step is done by the method of its name
+            getattr(self, type(step).__name__.lower())(step)
         return self.alive
 
     def distances(self) -> tuple[int, int]:
@@ -120,41 +127,35 @@ class _Executor:
         if self.dealing is not None:
             row = self.head_dim * self.dtype.itemsize
             return self.plan.num_heads * row, self.plan.num_kv_heads * row
-        query, key, value = (
-            self.alive[name].stride(1) * self.dtype.itemsize for name in ("query", "key", "value")
-        )
-        return query, min(key, value)
-
-    def kept_rows(self) -> int | None:
-        """How many rows of one head are kept at a time, or None if results are merged at once."""
-        if self.merging is None:
-            return None
-        return self.kernel.TRAITS.kept_bytes // (self.head_dim * self.dtype.itemsize)
+        query = self.alive["query"].stride(1)
+        key = min(self.alive["key"].stride(1), self.alive["value"].stride(1))
+        return query * self.dtype.itemsize, key * self.dtype.itemsize
 
     # One method for each step.
 
     def deal(self, step: steps.Deal) -> None:
         assert self.dealing is not None
         assert self.options.dealer is not None
-        turn, way = (
-            (to_heads, "heads for positions")
-            if step.to_heads
-            else (to_positions, "positions for heads")
-        )
         x = self.alive.pop(step.name)
-        self.alive[step.name] = turn(x, self.dealing, self.options.dealer, f"{self.stage}, {way}")
+        if step.to_heads:
+            moment = f"{self.stage}, heads for positions"
+            x = to_heads(x, self.dealing, self.options.dealer, moment)
+        else:
+            moment = f"{self.stage}, positions for heads"
+            x = to_positions(x, self.dealing, self.options.dealer, moment)
+        self.alive[step.name] = x
 
     def pack(self, step: steps.Pack) -> None:
-        buffer = self.alive[step.name] = self.flat(step.size, self.dtype)
+        buffer = self.flat(step.size, self.dtype)
         for rows, block in step.packs:
-            own = (self.alive["key"], self.alive["value"])
-            for target, x in zip(
-                block_views(buffer, block, self.batch, self.head_dim), own, strict=True
-            ):
-                target.copy_(rows_view(x, rows))
+            key, value = self.block(buffer, block)
+            key.copy_(self.rows("key", rows, None))
+            value.copy_(self.rows("value", rows, None))
+        self.alive[step.name] = buffer
 
     def take(self, step: steps.Take) -> None:
-        self.alive[step.name] = self.flat(step.size, self.sum_dtype if step.is_sum else self.dtype)
+        dtype = self.sum_dtype if step.is_sum else self.dtype
+        self.alive[step.name] = self.flat(step.size, dtype)
 
     def flat(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size * self.batch * self.head_dim, dtype=dtype, device=self.device)
@@ -165,10 +166,8 @@ class _Executor:
 
     def post(self, step: steps.Post) -> None:
         assert self.options.link is not None
-        sends, receives = (
-            [(self.slice_of(x), x.message) for x in slices]
-            for slices in (step.sends, step.receives)
-        )
+        sends = [(self.slice_of(where), where.message) for where in step.sends]
+        receives = [(self.slice_of(where), where.message) for where in step.receives]
         if step.is_apart:
             self.posted[step.ticket] = self.options.link.carry_apart(sends, receives, step.moment)
         else:
@@ -184,9 +183,11 @@ class _Executor:
 
     def slice_of(self, where: BufferSlice) -> Tensor:
         unit = self.batch * self.head_dim
-        return self.alive[where.name][
-            where.start * unit : (where.start + where.message.size) * unit
-        ]
+        return self.alive[where.name].narrow(0, where.start * unit, where.message.size * unit)
+
+    def block(self, buffer: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """Keys and values, or their gradients, of a block of a buffer."""
+        return block_views(buffer, block, self.batch, self.head_dim)
 
     def zero(self, step: steps.Zero) -> None:
         self.slice_of(step.where).zero_()
@@ -205,7 +206,8 @@ class _Executor:
                 self.alive["lse"].fill_(-torch.inf)
 
     def compute(self, step: steps.Compute) -> None:
-        tile, scale = step.tile, self.options.scale
+        tile = step.tile
+        scale = self.options.scale
         is_causal = tile.mask != FULL  # FROM_END too, since `copied` has turned the rows round
         if step.what == "partial":
             query, (key, value) = self.own(step, "query"), self.keys(step)
@@ -219,12 +221,17 @@ class _Executor:
 
     def rows(self, name: str, rows: Rows, entry: int | None) -> Tensor:
         x = self.alive[name]
-        return rows_view(x if entry is None else x[entry : entry + 1], rows)
+        if entry is not None:
+            x = x[entry : entry + 1]
+        return rows_view(x, rows)
 
     def copied(self, step: steps.Compute, name: str, rows: Tensor) -> Tensor:
         """The rows, or a copy of them if the step says so, or if their order is turned round."""
         if step.tile.mask == FROM_END:
-            rows = with_unit_stride(rows.flip(2)) if rows.dim() == 4 else rows.flip(2)
+            if rows.dim() == 4:
+                rows = with_unit_stride(rows.flip(2))
+            else:
+                rows = rows.flip(2)
         if name not in step.copied:
             return rows
         return rows.new_empty(rows.shape, dtype=self.sum_dtype).copy_(rows)
@@ -243,7 +250,7 @@ class _Executor:
         else:
             block = tile.key if isinstance(tile.key, Block) else tile.packed
             assert block is not None
-            key, value = block_views(self.alive[step.keys], block, self.batch, self.head_dim)
+            key, value = self.block(self.alive[step.keys], block)
         return self.copied(step, "key", key), self.copied(step, "value", value)
 
     def backward_rows(self, step: steps.Compute) -> BackwardRows:
@@ -253,7 +260,8 @@ class _Executor:
             dout, out, lse = self.laid_out.popleft()
             if step.tile.mask == FROM_END:
                 num_rows = step.tile.query.num_rows  # what follows in lse stands after the rows
-                dout, out = dout.flip(2), out.flip(2)
+                dout = dout.flip(2)
+                out = out.flip(2)
                 lse = torch.cat((lse[..., :num_rows].flip(2), lse[..., num_rows:]), dim=2)
         else:
             dout, out, lse = (self.own(step, name) for name in ("dout", "out", "lse"))
@@ -266,7 +274,8 @@ class _Executor:
         tiles: list[TileRows] = []
         for tile, entry in step.calls:
             rows = tile.query
-            num_heads, num_rows = len(rows.heads), rows.num_rows
+            num_heads = len(rows.heads)
+            num_rows = rows.num_rows
             batch = rows.segments * (self.batch if entry is None else 1)
             sizes = (2, batch, num_rows, num_heads, self.head_dim)
             dout, out = self.alive["out"].new_empty(sizes).transpose(2, 3)
@@ -289,19 +298,23 @@ class _Executor:
     def gather(self, step: steps.Gather) -> None:
         assert self.merging is not None
         if step.names == ("out",):
-            heads, partials = self.query_heads(step.kv_heads), self.kept.pop("out", [])
-            self.merging.merge(
-                self.alive["out"], self.alive["lse"], partials, heads, adds=step.adds
-            )
+            partials = self.kept.pop("out", [])
+            heads = self.query_heads(step.kv_heads)
+            out = self.alive["out"]
+            lse = self.alive["lse"]
+            self.merging.merge(out, lse, partials, heads, adds=step.adds)
             return
         sums: list[GradientSum] = []
         for name in step.names:
             heads = self.query_heads(step.kv_heads) if name == "dq" else step.kv_heads
             sums.append(GradientSum(self.alive[name], self.kept.pop(name, []), heads))
-        self.merging.add(sums, 1.0 if self.plan.hops else self.options.factor, adds=step.adds)
+        # With hops dq is multiplied at the end, in `finish`.
+        factor = 1.0 if self.plan.hops else self.options.factor
+        self.merging.add(sums, factor, adds=step.adds)
 
     def merge(self, step: steps.Merge) -> None:
-        partial_out, partial_lse = self.results.pop("out"), self.results.pop("lse")
+        partial_out = self.results.pop("out")
+        partial_lse = self.results.pop("lse")
         if step.how == "keep":
             self.keep("out", step.tile.query, step.entry, partial_out, partial_lse)
             return
@@ -312,7 +325,8 @@ class _Executor:
             )
             self.alive["lse"] = lse.view(self.alive["query"].shape[:3])
             return
-        out, lse = (self.rows(name, step.tile.query, step.entry) for name in ("out", "lse"))
+        out = self.rows("out", step.tile.query, step.entry)
+        lse = self.rows("lse", step.tile.query, step.entry)
         if step.how == "write":
             out.copy_(partial_out)
             lse.copy_(partial_lse)
@@ -322,9 +336,8 @@ class _Executor:
     def adopt(self, name: str, result_BHMD: Tensor) -> None:
         """Take a tile's result, which has all rows, as the accumulator. It is made contiguous, so that later tiles can
         view it, and outputs of custom ops have the strides of their fakes. Most results need no copy."""
-        self.alive[name] = (
-            result_BHMD.transpose(1, 2).contiguous().view(self.alive[_LIKE[name]].shape)
-        )
+        shape = self.alive[_LIKE[name]].shape
+        self.alive[name] = result_BHMD.transpose(1, 2).contiguous().view(shape)
 
     def add(self, step: steps.Add) -> None:
         result = self.results.pop(step.name)
@@ -339,29 +352,24 @@ class _Executor:
         if isinstance(rows, Rows):
             total = self.rows(step.name, rows, step.entry)
         else:
-            both = block_views(self.alive[step.sums], rows, self.batch, self.head_dim)
-            total = both[("dk", "dv").index(step.name)]
-        (total.copy_ if step.how == "write" else total.add_)(result)
+            dk, dv = self.block(self.alive[step.sums], rows)
+            total = dk if step.name == "dk" else dv
+        if step.how == "write":
+            total.copy_(result)
+        else:
+            total.add_(result)
 
-    def home(self, step: steps.Home) -> None:
+    def unpack(self, step: steps.Unpack) -> None:
         arrived = self.slice_of(step.where)
         for rows, block in self.plan.packs_of(step.where.message):
-            views = block_views(arrived, block, self.batch, self.head_dim)
-            for name, gradient in zip(("dk", "dv"), views, strict=True):
+            for name, gradient in zip(("dk", "dv"), self.block(arrived, block), strict=True):
                 self.rows(name, rows, None).add_(gradient)
 
     def finish(self, step: steps.Finish) -> None:
         if step.name == "dq" and self.options.factor != 1:
             self.alive["dq"].mul_(self.options.factor)
-        self.alive[step.name] = self.alive[step.name].to(
-            self.sum_dtype if step.name == "lse" else self.dtype
-        )
-
-    # a step is done by the method of its name
-    do: ClassVar[dict[type, Callable[["_Executor", Any], None]]] = {}
-
-
-_Executor.do |= {kind: getattr(_Executor, kind.__name__.lower()) for kind in get_args(steps.Step)}
+        dtype = self.sum_dtype if step.name == "lse" else self.dtype
+        self.alive[step.name] = self.alive[step.name].to(dtype)
 
 
 # Heads are dealt for positions, and back (plan/dealing.py). A rank then has all T positions of h = H / p heads.
@@ -376,21 +384,25 @@ def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> T
     sizes = [batch * length * share * math.prod(dims) for length in dealing.lengths]
     received = dealer.all_to_all_single(leaving, sizes, x_BNHD, moment)
     del leaving
-    rows = [x.view(batch, n, share, *dims) for x, n in zip(received, dealing.lengths, strict=True)]
-    return torch.cat(
-        [rows[k][:, first : first + n] for k, first, n in dealing.runs] or [rows[0]], dim=1
-    )
+    rows_of_place: list[Tensor] = []
+    for x, length in zip(received, dealing.lengths, strict=True):
+        rows_of_place.append(x.view(batch, length, share, *dims))
+    in_order = [rows_of_place[0][:, :0]]
+    for place, first, num_rows in dealing.runs:
+        in_order.append(rows_of_place[place].narrow(1, first, num_rows))
+    return torch.cat(in_order, dim=1)
 
 
 def to_positions(x_BThD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> Tensor:
     """(B, T, h, D) -> (B, N, H, D)."""
     batch, _, share, *dims = x_BThD.shape
-    own = dealing.lengths[dealing.place]
-    runs = zip(dealing.runs, x_BThD.split([n for *_, n in dealing.runs], dim=1), strict=True)
-    in_order = sorted(runs, key=itemgetter(0))  # by place, and there by row
-    of_place = [[rows for (k, *_), rows in in_order if k == place] for place in range(dealing.size)]
-    leaving = [torch.cat(found or [x_BThD[:, :0]], dim=1).flatten() for found in of_place]
-    sizes = [batch * own * share * math.prod(dims)] * dealing.size
+    runs = x_BThD.split([num_rows for _, _, num_rows in dealing.runs], dim=1)
+    rows_of_place = [[x_BThD[:, :0]] for _ in dealing.lengths]
+    for (place, _, _), rows in zip(dealing.runs, runs, strict=True):
+        rows_of_place[place].append(rows)
+    leaving = [torch.cat(rows, dim=1).flatten() for rows in rows_of_place]
+    num_own = dealing.lengths[dealing.place]
+    sizes = [batch * num_own * share * math.prod(dims)] * dealing.size
     received = dealer.all_to_all_single(leaving, sizes, x_BThD, moment)
     del leaving
-    return torch.cat([x.view(batch, own, share, *dims) for x in received], dim=2)
+    return torch.cat([x.view(batch, num_own, share, *dims) for x in received], dim=2)

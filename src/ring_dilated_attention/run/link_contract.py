@@ -1,13 +1,11 @@
 """The methods that the executor and `DilatedCache.gather` need of the objects that connect ranks."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ..plan.plan import Message
-from ..plan.sharding import Shard
 
 
 class Pending(Protocol):
@@ -41,30 +39,7 @@ class Dealer(Protocol):
         """Send a flat tensor to every rank and receive one from each, of the given sizes. Tensors may be empty."""
 
 
-class RanksProtocol(Protocol):
-    """The ranks that share a sequence. The class `ranks.ranks.Ranks` says what each method does."""
-
-    rank: int
-    world_size: int
-
-    def agree(
-        self, length: int, fields: dict[str, object], failure: str | None
-    ) -> tuple[int, ...]: ...
-
-    def refusing(self) -> AbstractContextManager[None]: ...
-
-    def all_or_none(self) -> AbstractContextManager[None]: ...
-
-    def check_all_here(self, method: str) -> None: ...
-
-    def shards(self, lengths: Sequence[int]) -> tuple[Shard, ...]: ...
-
-    def scatter(
-        self, tensors: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
-    ) -> list[Tensor]: ...
-
-
 class ContextProtocol(Protocol):
     """A ContextParallel."""
 
-    ranks: RanksProtocol
+    ranks: Any  # the class `ranks.ranks.Ranks` says what each method does

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..kernels.choose import BACKENDS
 from ..kernels.contract import BackwardRows
-from ..plan.exchange import Choice, RankPlan, plan_exchange
+from ..plan.exchange import Choice, plan_exchange
 from ..plan.job import Job
 from ..plan.sharding import Borders, Shard, ShardSpec, documents_of, make_shards
 from ..plan.step import Sizes
@@ -23,11 +23,12 @@ from ..ranks.arguments import cut_of
 from ..ranks.call import Call, ForwardState
 from ..ranks.context import ContextParallel
 from ..ranks.ranks import Ranks
+from ..ranks.reshard import whole_of
 from ..run import executor
 from ..run.executor import ExecutorOptions
 from ..run.link_contract import Messages, Pending
 
-Given = Sequence[Tensor | None]  # query, key and value, or all `BackwardRows`
+Given = Sequence[Tensor | None]  # the rows of query, key and value, or all `BackwardRows`
 
 
 class Simulated(ContextParallel):
@@ -59,6 +60,10 @@ def all_ranks(
     return Simulated(SimulatedRanks(cut_of(num_ranks, sharding, align, lengths)))
 
 
+# by (sender, receiver): tensors, each with what is set when it has been delivered
+Posted = defaultdict[tuple[int, int], deque[tuple[Tensor, threading.Event]]]
+
+
 class _Stopped(RuntimeError):
     """Another rank has failed."""
 
@@ -68,19 +73,17 @@ class Wires:
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
-        self.sends: defaultdict[tuple[int, int], deque[tuple[Tensor, threading.Event]]] = (
-            defaultdict(deque)
-        )
-        self.receives: defaultdict[tuple[int, int], deque[tuple[Tensor, threading.Event]]] = (
-            defaultdict(deque)
-        )
+        self.sends: Posted = defaultdict(deque)
+        self.receives: Posted = defaultdict(deque)
         self.waiting: list[threading.Event] = []
         self.error: BaseException | None = None
         self.bytes_sent: Counter[int] = Counter()
 
     def post(self, pair: tuple[int, int], tensor: Tensor, is_send: bool) -> threading.Event:
         """Post a send or a receive. A pair's k-th send is delivered into its k-th receive, once both are posted."""
-        sends, receives, done = self.sends[pair], self.receives[pair], threading.Event()
+        sends = self.sends[pair]
+        receives = self.receives[pair]
+        done = threading.Event()
         (sends if is_send else receives).append((tensor, done))
         if sends and receives:
             (sent, is_sent), (received, is_received) = sends.popleft(), receives.popleft()
@@ -108,7 +111,9 @@ class SimulatedPending:
     """Messages of a simulated rank. Like a real rank's, it keeps their tensors until the rank has waited for them."""
 
     def __init__(self, wires: Wires, events: list[threading.Event], tensors: list[Tensor]) -> None:
-        self.wires, self.events, self.tensors = wires, events, tensors
+        self.wires = wires
+        self.events = events
+        self.tensors = tensors
 
     def wait(self) -> None:
         while self.events:
@@ -118,7 +123,8 @@ class SimulatedPending:
 
 class SimulatedLink:
     def __init__(self, wires: Wires, rank: int) -> None:
-        self.wires, self.rank = wires, rank
+        self.wires = wires
+        self.rank = rank
 
     def carry(self, sends: Messages, receives: Messages, moment: str) -> SimulatedPending:
         events = [self.wires.post((self.rank, m.peer), x, True) for x, m in sends]
@@ -142,7 +148,8 @@ def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
 
 def run_in_turn(world_size: int, work: Callable[[int, SimulatedLink], Any]) -> list[Any]:
     """work(rank, link) for every rank; the results in the order of ranks."""
-    wires, results = Wires(), [None] * world_size
+    wires = Wires()
+    results = [None] * world_size
     # A new thread has the first device and its default stream, which does not wait for the caller's stream.
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
@@ -189,60 +196,34 @@ class SimulatedRanks(Ranks):
     def choose(self, job: Job, sizes: Sizes) -> Choice:
         return Choice("ring", "all ranks are simulated in this process")
 
-    def forward(
-        self, call: Call, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor, ForwardState]:
-        state = ForwardState.of(0, call, query, cu_seqlens)
-        out, lse = self._run(call, state, executor.forward, key, (call.scaled(query), key, value))
-        return out, lse, state
-
-    def backward(
-        self, call: Call, state: ForwardState, rows: BackwardRows
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        def backward(plan: RankPlan, means: ExecutorOptions, *given: Any) -> tuple[Tensor, ...]:
-            return executor.backward(plan, means, BackwardRows(*given))
-
-        dq, dk, dv = self._run(
-            call, state, backward, rows.key, rows._replace(query=call.scaled(rows.query))
-        )
-        return dq, dk, dv
-
-    def _run(
-        self,
-        call: Call,
-        state: ForwardState,
-        stage: Callable[..., tuple[Tensor, ...]],
-        key: Tensor,
-        tensors: Given,
+    def run(
+        self, call: Call, stage: str, state: ForwardState, tensors: dict[str, Any]
     ) -> list[Tensor]:
         """Run a stage on every rank, with its rows of the tensors. Returns the results for all positions."""
+        key = tensors["key"]
         seq_len = key.shape[1]
-        means = ExecutorOptions(BACKENDS[state.kernel], call.kernel_scale, factor=call.factor)
+        tensors = tensors | {"query": call.scaled(tensors["query"])}
+        options = ExecutorOptions(BACKENDS[state.kernel], call.kernel_scale, factor=call.factor)
         documents = documents_of(state.borders, seq_len)
         shards = self.cut.shards_of(self.cut.default_lengths(seq_len, documents), documents)
-        job = Job(
-            call.pattern,
-            shards,
-            call.num_heads,
-            call.num_kv_heads(key.shape[2]),
-            documents,
-            call.heads_held,
-        )
+        num_kv_heads = call.num_kv_heads(key.shape[2])
+        job = Job(call.pattern, shards, call.num_heads, num_kv_heads, documents, call.heads_held)
         plans = [plan_exchange("ring", job, rank) for rank in range(len(shards))]
 
         def work(rank: int, link: SimulatedLink) -> tuple[Tensor, ...]:
-            given = [None if x is None else _rows_of(x, shards[rank]) for x in tensors]
-            with self.around(link, given):
-                return stage(plans[rank], means._replace(link=link), *given)
+            rows: dict[str, Any] = {}
+            for name, x in tensors.items():
+                rows[name] = None if x is None else _rows_of(x, shards[rank])
+            with self.around(link, list(rows.values())):
+                if stage == "forward":
+                    return executor.forward(plans[rank], options._replace(link=link), **rows)
+                backward_rows = BackwardRows(**rows)
+                return executor.backward(plans[rank], options._replace(link=link), backward_rows)
 
-        found = run_in_turn(len(shards), work)
-        wholes = [x.new_empty((x.shape[0], seq_len, *x.shape[2:])) for x in found[0]]
-        for shard, results in zip(shards, found, strict=True):
-            for whole, result in zip(wholes, results, strict=True):
-                lengths = [span.stop - span.start for span in shard]
-                for span, rows in zip(shard, result.split(lengths, dim=1), strict=True):
-                    whole[:, span.start : span.stop] = rows
-        return wholes
+        results_of_ranks = run_in_turn(len(shards), work)
+        return [
+            whole_of(of_ranks, shards, dim=1) for of_ranks in zip(*results_of_ranks, strict=True)
+        ]
 
 
 def _rows_of(x: Tensor, shard: Shard) -> Tensor:

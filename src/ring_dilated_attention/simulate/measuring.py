@@ -51,11 +51,13 @@ def measuring(parallel: ContextParallel) -> Iterator[list[MemoryUse]]:
     def measured(link: SimulatedLink, rows: Given) -> Iterator[None]:
         with Held(rows) as held:
             yield
-        use, sent = uses[link.rank], link.wires.bytes_sent[link.rank]
+        use = uses[link.rank]
+        sent = link.wires.bytes_sent[link.rank]
         peak = max(use.peak_bytes, held.peak_bytes)
         uses[link.rank] = use._replace(sent_bytes=use.sent_bytes + sent, peak_bytes=peak)
 
-    before, ranks.around = ranks.around, measured
+    before = ranks.around
+    ranks.around = measured
     try:
         yield uses
     finally:

@@ -110,7 +110,9 @@ class OneRankLink:
     def __init__(
         self, rank: int, others: OtherRanks, chunk_of: Callable[[Message], GlobalChunk]
     ) -> None:
-        self.rank, self.others, self.chunk_of = rank, others, chunk_of
+        self.rank = rank
+        self.others = others
+        self.chunk_of = chunk_of
 
     def carry(self, sends: Messages, receives: Messages, moment: str) -> Delivered:
         for x, message in sends:
@@ -133,7 +135,8 @@ class OneRankLink:
     def _make_chunk(self, buffer: Tensor, chunk: GlobalChunk) -> None:
         for rows, block in chunk.rows:
             made = self.others.keys_and_values(*grid(rows))
-            batch, head_dim = made[0].shape[0], made[0].shape[-1]
+            batch = made[0].shape[0]
+            head_dim = made[0].shape[-1]
             if batch * head_dim * chunk.size != buffer.numel():
                 raise ValueError(
                     f"keys_and_values made {tuple(made[0].shape)} for {block.num_heads} heads of {block.num_rows} "
@@ -157,9 +160,12 @@ class OneRank(Ranks):
 
     def __init__(self, rank: int, others: OtherRanks, cut: ShardSpec) -> None:
         super().__init__(cut)
-        self.rank, self.others = rank, others
+        self.rank = rank
+        self.others = others
 
-    def agree(self, length: int, fields: dict[str, object], failure: str | None) -> tuple[int, ...]:
+    def agree(
+        self, length: int, fields: dict[str, object], failure: str | None = None
+    ) -> tuple[int, ...]:
         super().agree(length, fields, failure)
         lengths = (length,) * self.cut.num_shards if self.cut.lengths is None else self.cut.lengths
         if lengths[self.rank] != length:

@@ -22,17 +22,16 @@ from ..plan.program import make_program
 from ..plan.rows import Rows
 from ..plan.step import (
     Add,
+    CallFacts,
     Compute,
     Free,
-    Home,
     Merge,
     Pack,
     Post,
     Sizes,
     Step,
     Take,
-    Terms,
-    Traits,
+    Unpack,
     Wait,
     Zero,
 )
@@ -66,9 +65,9 @@ class MetaKernel:
 
     ops: Callable[[Tensor], dict[str, str | None]] | None = None
 
-    def __init__(self, name: str, num_threads: int, traits: Traits | None = None) -> None:
+    def __init__(self, name: str, num_threads: int) -> None:
         self.NAME = name
-        self.TRAITS = TRAITS[name] if traits is None else traits
+        self.TRAITS = TRAITS[name]
         self.num_threads = num_threads
 
     def why_not(self, query: Tensor) -> str | None:
@@ -127,10 +126,8 @@ class MetaDealer:
 
 
 @without_collection()
-def weigh_attention(
-    rank_plan: RankPlan, sizes: Sizes, kernel: str, traits: Traits | None = None
-) -> AttentionWeight:
-    """What one call holds on the plan's rank. kernel: its name. traits: those to take in place of the kernel's own."""
+def weigh_attention(rank_plan: RankPlan, sizes: Sizes, kernel: str) -> AttentionWeight:
+    """What one call holds on the plan's rank. kernel: its name."""
     plan, dealing = rank_plan
     dealt = 1 if dealing is None else dealing.size
     dtype = DTYPES[sizes.itemsize]
@@ -139,8 +136,10 @@ def weigh_attention(
         shape = sizes.batch, rank_plan.num_rows, num_heads * dealt, sizes.head_dim
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    query, key, value = rows(plan.num_heads), rows(plan.num_kv_heads), rows(plan.num_kv_heads)
-    meta_kernel: Kernel = MetaKernel(kernel, sizes.num_threads, traits)
+    query = rows(plan.num_heads)
+    key = rows(plan.num_kv_heads)
+    value = rows(plan.num_kv_heads)
+    meta_kernel: Kernel = MetaKernel(kernel, sizes.num_threads)
     means = ExecutorOptions(meta_kernel, 1.0, dealer=MetaDealer(), program=brief_program)
     rank_plan = rank_plan._replace(plan=_with_few_hops(plan))
     with Held([query, key, value]) as forward:
@@ -154,14 +153,14 @@ def weigh_attention(
     return AttentionWeight(forward.peak_bytes, backward.peak_bytes, bytes_forward, bytes_backward)
 
 
-def brief_program(plan: Plan, stage: str, terms: Terms) -> Iterator[Step]:
+def brief_program(plan: Plan, stage: str, facts: CallFacts) -> Iterator[Step]:
     """The program without the steps that take and free nothing, and with two kernel calls of each kind, but all whose
     results are kept.
 
     Two show the peak: the second runs while the results of the first are held. Calls are of one kind if they have equal
     sizes and strides, equal uses of their results, and buffers of equal size beside them.
     """
-    program = make_program(plan, stage, terms)
+    program = make_program(plan, stage, facts)
     buffers: dict[str, int] = {}
     num_calls = Counter[tuple]()
     is_kept = True
@@ -181,7 +180,7 @@ def brief_program(plan: Plan, stage: str, terms: Terms) -> Iterator[Step]:
                 kind = (*_kind(tile), entry is None, keys, copied, hows, sum(buffers.values()))
                 num_calls[kind] += 1
                 is_kept = num_calls[kind] <= 2 or "keep" in hows
-        if isinstance(step, Post | Wait | Zero | Home):
+        if isinstance(step, Post | Wait | Zero | Unpack):
             continue
         if is_kept or not isinstance(step, Compute | Merge | Add):
             yield step

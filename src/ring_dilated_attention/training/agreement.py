@@ -100,7 +100,7 @@ def values_of_all(parallel: ContextParallel, value: Any) -> list[Any]:
     """The values of all ranks, in order. JSON must be able to hold them."""
     moment = "the exchange of what ranks are doing"
     content = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
-    lengths = parallel.ranks.agree(len(content), {"call": moment}, None)
+    lengths = parallel.ranks.agree(len(content), {"call": moment})
     with parallel.ranks.all_or_none():
         rows = parallel.ranks.gather(content, lengths, 0, moment)
     return [json.loads(bytes(row.tolist())) for row in rows]

@@ -279,7 +279,7 @@ class CutAnew(torch.autograd.Function):
 def _cut_anew(x: Tensor, ranks: Ranks, before: Borders, after: Borders, moment: str) -> Tensor:
     """Each rank sends every rank the positions that it has afterwards. Positions that none has now are zeros."""
     ranks.check_all_here(moment)
-    ranks.agree(x.shape[1], rows_fields(moment, x, 1), None)
+    ranks.agree(x.shape[1], rows_fields(moment, x, 1))
     row_size = x.shape[0] * math.prod(x.shape[2:])
     with ranks.all_or_none():
         sent = []
