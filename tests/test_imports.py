@@ -471,9 +471,9 @@ def test_pure_modules_leave_torch_alone(name):
 
 
 def private_names(package: Path) -> tuple[set[str], set[str]]:
-    """Names with one underscore that a package's files use; and those that they define."""
-    # public, but for their names
-    used, defined = (set(), {"_replace", "_asdict", "_fields", "_exit"})
+    """Names with one underscore that a package's files use, also as strings; and those that they define."""
+    # public, but for their names; and an ending
+    used, defined = (set(), {"_replace", "_asdict", "_fields", "_exit", "_token_id"})
     for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
@@ -484,6 +484,8 @@ def private_names(package: Path) -> tuple[set[str], set[str]]:
                 case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                     defined.add(name)
                 case ast.Attribute(attr=name):
+                    used.add(name)
+                case ast.Constant(str(name)) if name.isidentifier():
                     used.add(name)
                 case ast.ImportFrom(module=str(module), level=0):
                     used |= {*module.split("."), *(alias.name for alias in node.names)}
@@ -500,10 +502,11 @@ def test_private_names_of_others_are_listed(tmp_path):
     assert used - defined <= listed
     assert listed <= used
     (tmp_path / "a.py").write_text(
-        "from torch._utils import y\nclass A:\n  def _b(self): self._b, torch._c, d._e, z"
+        "from torch._utils import y\n"
+        "class A:\n  def _b(self): self._b, torch._c, d._e, z, x['_f'], 'of _g', '_b'"
     )
     used, defined = private_names(tmp_path)
-    assert used - defined == {"_utils", "_c", "_e"}
+    assert used - defined == {"_utils", "_c", "_e", "_f"}
 
 
 def test_a_call_on_one_device_imports_few_files():
