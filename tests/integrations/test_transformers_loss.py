@@ -12,7 +12,13 @@ from helpers import message_of
 from test_transformers_ranks import loss_and_gradients
 from tiny import PATTERN, SIZES, make, tokens
 from torch.distributed.fsdp import fully_shard
-from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    BertConfig,
+    BertForPreTraining,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel
@@ -169,6 +175,13 @@ def test_refused():
     assert "LlamaModel computes no loss of single positions" in message_of(
         lambda: (context_parallel(model.model, ContextParallel()), model.model(**sample()))
     )
+    config = BertConfig(**SIZES, dilated_attention=PATTERN)
+    two_heads = BertForPreTraining(config).eval()
+    context_parallel(two_heads, ContextParallel())
+    assert "BertForPreTraining computes no loss of single positions: call it" in message_of(
+        lambda: two_heads(**sample())
+    )
+    assert two_heads(sample()["input_ids"]).prediction_logits.isfinite().all()
 
 
 def language_models():

@@ -21,7 +21,7 @@ from ..torch import check_meshes
 from .config import AS_TRAINED, NAME
 from .convert import check_as_trained, switch_attention
 from .probe_ranks import check_ranks
-from .sample import IGNORED_LABEL, label_shift, whole_sample
+from .sample import IGNORED_LABEL, label_shift, no_loss, whole_sample
 
 OWN_LABEL = 0  # the label of the row on which a model's own loss is checked
 # Rotary embeddings whose angles go by the largest position of a call.
@@ -205,7 +205,10 @@ class ShardedForward:
         """The sum of the cross-entropies of a slice, from the logits that the model's own forward makes of it."""
         output = replace(output, last_hidden_state=hidden_TE[None])
         model = _with(self.model, self.decoder, lambda *_, **__: output)
-        logits = type(self.model).forward(model, **arguments).logits.flatten(0, -2)
+        output = type(self.model).forward(model, **arguments)
+        if not hasattr(output, "logits"):  # BertForPreTraining
+            raise no_loss(self.model)
+        logits = output.logits.flatten(0, -2)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, labels_T, ignore_index=IGNORED_LABEL, reduction="sum")
 

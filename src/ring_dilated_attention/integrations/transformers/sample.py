@@ -96,8 +96,12 @@ def label_shift(model: Any) -> int:
     is_causal_loss = LOSS_MAPPING.get(kind, ForCausalLMLoss) is ForCausalLMLoss
     if model.get_decoder() is not model and is_causal_loss:
         return 1
+    raise no_loss(model)
+
+
+def no_loss(model: Any) -> ValueError:
     remedy = "call it without labels, and compute the loss on every rank, from outputs that parallel.unshard joins."
-    raise ValueError(f"{type(model).__name__} computes no loss of single positions: {remedy}")
+    return ValueError(f"{type(model).__name__} computes no loss of single positions: {remedy}")
 
 
 def _positions_of_model(model: nn.Module, ids: Tensor) -> Tensor:
