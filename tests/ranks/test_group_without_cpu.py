@@ -5,7 +5,7 @@ Every function of the table is called on every rank, and in one process.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -116,6 +116,32 @@ def losses(cp: ContextParallel) -> Found:
     return [loss, SumOverRanks.apply(local.sum(), cp.ranks), *directions(x.grad)]
 
 
+def losses_of_micro_batches(cp: ContextParallel) -> Found:
+    """Over a context of all replicas, here one; and of two micro-batches of unequal counts."""
+    x = whole(1, 21, 5)
+    parts = [cp.shard(part) for part in x.split([13, 8], dim=1)]
+    count = sum(part.numel() for part in parts)
+    loss = torch.zeros((), dtype=x.dtype)
+    with closing(ContextParallel(timeout=PATIENCE)) as everyone:
+        for part in parts:
+            terms = part.pow(2).sum()
+            loss += cp.mean_loss(terms, part.numel(), over=everyone, step_count=count)
+    torch.testing.assert_close(loss, x.pow(2).mean())
+    loss.backward()
+    return [loss, *directions(x.grad)]
+
+
+def documents(cp: ContextParallel) -> Found:
+    leaves = [whole(1, 21, 4, 8), whole(1, 21, 4, 8), whole(1, 21, 4, 8)]
+    local = [cp.shard(x, cu_seqlens=BORDERS) for x in leaves]
+    out = dilated_attention(*local, PATTERN, parallel=cp, cu_seqlens=BORDERS)
+    mean(cp, out).backward()
+    batch = cp.shard_batch({"tokens": torch.arange(21)[None], "cu_seqlens": BORDERS})
+    positions = cp.positions(21, BORDERS)[None]
+    rows = [cp.unshard(x, cu_seqlens=BORDERS) for x in (out, batch["tokens"], positions)]
+    return [*rows, *directions(*[x.grad for x in leaves])]
+
+
 def attention(cp: ContextParallel) -> Found:
     """The second time it computes while its handshake goes on."""
     found = []
@@ -192,6 +218,8 @@ CASES: dict[str, Callable[[ContextParallel], Found]] = {
     "shard_batch, source=0": partial(batches, source=0),
     "shard_batch, source=1": partial(batches, source=1),
     "mean_loss, sums": losses,
+    "mean_loss, over=, step_count=": losses_of_micro_batches,
+    "documents": documents,
     "attention": attention,
     "DilatedCache.gather": partial(cache, to=None),
     "DilatedCache.gather, to=1": partial(cache, to=1),
@@ -237,6 +265,12 @@ def test_whatever_a_context_does(case):
 def test_every_exchange(exchange):
     """The same, for the groups of rings and of ranks that deal heads to each other."""
     check("attention", exchange=exchange)
+
+
+@pytest.mark.parametrize("sharding", ["zigzag", "zigzag_documents"])
+def test_every_sharding(sharding):
+    """The same, for the other ways to cut a sequence. The one that cuts each document tells the ranks of borders."""
+    check("documents", sharding=sharding)
 
 
 def rank_abandons(rank: int, world_size: int) -> None:
