@@ -20,6 +20,7 @@ from ring_dilated_attention import (
 )
 from ring_dilated_attention.attention.validate import ARGUMENTS_OF_TORCH
 from ring_dilated_attention.kernels.choose import BACKENDS
+from ring_dilated_attention.layers import MultiheadDilatedAttention
 from ring_dilated_attention.models import torchscale_attention
 from ring_dilated_attention.pattern import PHASE_RULES
 from ring_dilated_attention.plan.exchange import EXCHANGES
@@ -328,11 +329,25 @@ def test_there_is_no_attention_dropout():
     assert not any("drop" in name for name in inspect.signature(dilated_attention).parameters)
 
 
-@pytest.mark.parametrize("call", [dilated_attention, torchscale_attention])
+def in_a_module(query, key, value, pattern, **others):
+    rows = query.flatten(2)
+    return MultiheadDilatedAttention(rows.shape[-1], 4, pattern)(rows, rows, rows, **others)
+
+
+CALLS = {call.__name__: call for call in (dilated_attention, explain, torchscale_attention)}
+CALLS["MultiheadDilatedAttention"] = in_a_module
+
+
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
         ("is_causal", "make the pattern so, DilatedPattern(..., is_causal=True)."),
+        ("causal", "make the pattern so, DilatedPattern(..., is_causal=True)."),
+        ("softmax_scale", "it is scale here."),
+        ("cu_seqlens_q", "it is cu_seqlens here, for queries and keys alike."),
+        ("deterministic", "call torch.use_deterministic_algorithms(True)."),
+        ("average_attn_weights", "layers.attention_weights computes some."),
         (
             "attn_mask",
             "the pattern says which keys a query sees, and cu_seqlens separates documents",
@@ -353,11 +368,13 @@ def test_there_is_no_attention_dropout():
 )
 def test_arguments_of_other_functions_are_refused(call, name, remedy):
     """Catches one that is accepted and ignored, even if its value asks for nothing; and a hint that is not given."""
+    if call == "MultiheadDilatedAttention" and name in ("is_causal", "attn_mask"):
+        pytest.skip("the module takes it, as torch's does")
     for value in (None, False, True):
         with pytest.raises(TypeError) as caught:
-            call(*tensors(), DilatedPattern((8,), (1,), phase="blocked"), **{name: value})
+            CALLS[call](*tensors(), DilatedPattern((8,), (1,), phase="blocked"), **{name: value})
         message = str(caught.value)
-        assert message.startswith(f"{call.__name__} has no argument {name!r}")
+        assert message.startswith(f"{call} has no argument {name!r}")
         assert message.endswith(remedy or f"{name!r}.") or remedy in message
 
 

@@ -13,7 +13,7 @@ from ..plan.step import Sizes
 from ..ranks.call import borders_of
 from ..ranks.context import ContextParallel
 from ..ranks.ranks import ALONE
-from .validate import autocast, call_of
+from .validate import autocast, call_of, refuse_others
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Explanation:
 def explain(
     query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, *, parallel: ContextParallel | None = None,
     cu_seqlens: Tensor | None = None, backend: str = "auto", lengths: Sequence[int] | None = None,
+    **others: object,
 ) -> Explanation:  # fmt: skip
     """Which kernel and exchange `dilated_attention` would use on these tensors, and why. Sends nothing.
 
@@ -42,6 +43,7 @@ def explain(
     Raises:
         ValueError: where `dilated_attention` would raise one.
     """
+    refuse_others("explain", others)
     query, key, value = rows = autocast(query), autocast(key), autocast(value)
     call = call_of(rows, pattern, parallel, cu_seqlens, None, backend, False, None, None)
     kernel = choose(backend, query)

@@ -24,6 +24,11 @@ _NONE = "torch's kernels have none"
 _SEEN = "the pattern says which keys a query sees, and cu_seqlens separates documents"
 ARGUMENTS_OF_TORCH = {
     "is_causal": "make the pattern so, DilatedPattern(..., is_causal=True)",
+    "causal": "make the pattern so, DilatedPattern(..., is_causal=True)",
+    "softmax_scale": "it is scale here",
+    "cu_seqlens_q": "it is cu_seqlens here, for queries and keys alike",
+    "deterministic": "call torch.use_deterministic_algorithms(True)",
+    "average_attn_weights": "no weights are returned, layers.attention_weights computes some",
     "attn_mask": f"{_SEEN}; other masks are not supported",
     "block_mask": f"{_SEEN}; other masks are not supported",
     "score_mod": "scores cannot be changed, except by scale",

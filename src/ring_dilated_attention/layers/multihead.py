@@ -16,6 +16,7 @@ from ..attention.validate import (
     check_heads,
     check_objects,
     check_tensor,
+    refuse_others,
 )
 from ..pattern import DilatedPattern
 from ..plan.job import held_heads
@@ -224,6 +225,7 @@ class MultiheadDilatedAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         cache: DilatedCache | None = None,
         lengths: Tensor | None = None,
+        **others: object,
     ) -> tuple[Tensor, None]:
         """(B, N, E) three times -> (B, N, E) and None, in the place of torch's attention weights.
 
@@ -240,6 +242,7 @@ class MultiheadDilatedAttention(nn.Module):
             lengths: with a cache, (B,): how many of its N rows each batch entry appends. Other rows have no meaning.
         """
         try:
+            refuse_others(type(self).__name__, others)
             self._check_inputs(query, key, value)
             self._check_masks(need_weights, attn_mask, is_causal, key_padding_mask)
             self._check_documents(query, key_padding_mask, cu_seqlens, cache, lengths)
