@@ -146,6 +146,26 @@ def test_toml_is_a_file_of_hardware(found, tmp_path):
     )
 
 
+def too_wide(found: Block) -> list[str]:
+    """Its lines that are wider than the site's column. A block without a language is what a program prints, and how
+    wide that is the program says: docs/how_it_works.md shows rounds as `print(program)` gives them, one to a line."""
+    return [line for line in found.text.splitlines() if found.language and len(line) > 100]
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", *(page for page in PAGES if page.startswith("docs/"))]
+)
+def test_code_fits_its_column(page):
+    """Catches code that a reader of the site must scroll to see."""
+    assert [line for found in blocks(page) for line in too_wide(found)] == []
+
+
+def test_wide_code_is_noticed():
+    wide = f"x = 1  # {'x' * 92}\n"
+    assert too_wide(Block("README.md", "python", wide, ""))
+    assert not too_wide(Block("README.md", "python", wide.replace("xx", "x", 1), ""))
+
+
 # Links and navigation.
 
 

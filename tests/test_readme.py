@@ -81,8 +81,8 @@ def rank_prints(rank, world_size, example):
         (
             PACKED,
             [
-                "rank 0: rows at 0 to 3095, in all (1, 4096, 8, 64)",
-                "rank 1: rows at 24 to 2071, in all (1, 4096, 8, 64)",
+                "rank 0: rows at 0 to 3095 of (1, 4096, 8, 64)",
+                "rank 1: rows at 24 to 2071 of (1, 4096, 8, 64)",
             ],
         ),
     ],

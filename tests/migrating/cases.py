@@ -125,17 +125,19 @@ PADDED = (
     ("pattern = ", "from ring_dilated_attention.models import torchscale_attention\npattern = "),
 )
 PADDED += (("= dilated_attention(", "= torchscale_attention("),)
-MODULE_ALONE = re.sub(r"^(attention\.q_proj|out).*\n", "", TORCHSCALE["theirs"], flags=re.MULTILINE)
-SDPA = "F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in x), is_causal=True).transpose(1, 2)"
+MODULE_ALONE = re.sub(
+    r"^(# the function|attention\.q_proj|out).*\n", "", TORCHSCALE["theirs"], flags=re.MULTILINE
+)
+SDPA = "F.scaled_dot_product_attention(*rows, is_causal=True).transpose(1, 2)"
 DILATED = (
     (
-        "attention = lambda",
-        "from ring_dilated_attention import DilatedPattern, dilated_attention\nattention = lambda",
+        "def attention(*x):",
+        "from ring_dilated_attention import DilatedPattern, dilated_attention\n\n\ndef attention(*x):",
     ),
     (SDPA, "dilated_attention(*x, DilatedPattern.dense(is_causal=True))"),
     ("DilatedPattern.dense(is_causal=True)", "DilatedPattern([16, 64], [1, 4])"),
 )
-UNDIVIDED = DIVIDED["ours"].partition("out = out /")[0]
+UNDIVIDED = DIVIDED["ours"].partition("# leave this out")[0]
 THREE = (("[16, 64]", "[16, 32, 64]"), ("[1, 2]", "[1, 2, 4]"))
 
 
