@@ -211,9 +211,10 @@ def test_slides_are_fine_tuned_on_two_ranks_as_in_one_process(tmp_path, backend)
     )
 
 
-def measured_here(rank, world_size, folder):
+def measured_here(rank, world_size, folder, backend="gloo"):
     example = runpy.run_path(str(EXAMPLES / "longer.py"))
-    return example["measure"](folder, [64, 128], ContextParallel())
+    with over_gloo() if backend == LIKE_NCCL else contextlib.nullcontext():
+        return example["measure"](folder, [64, 128], ContextParallel())
 
 
 def test_longer_sequences(tmp_path):
@@ -224,13 +225,12 @@ def test_longer_sequences(tmp_path):
     example = runpy.run_path(str(EXAMPLES / "longer.py"))
     alone = example["measure"](tmp_path / "run", [64, 128], None)
     shared = run(2, measured_here, tmp_path / "run")[0]
-    for steps in (alone, shared):
+    without_cpu = run(2, measured_here, tmp_path / "run", LIKE_NCCL, backend=LIKE_NCCL)
+    for steps in (alone, shared, *without_cpu):
         assert all(step["seconds"] > 0 for step in steps)
         assert steps[0]["bytes"] <= steps[1]["bytes"]
-    assert [length for length, _ in example["measure_dense"](tmp_path / "run", (32, 64))] == [
-        32,
-        64,
-    ]
+    dense = example["measure_dense"](tmp_path / "run", (32, 64))
+    assert [length for length, _ in dense] == [32, 64]
     # 3 n + 2 n^2
     dense = example["dense_seconds"]([(10, 230.0), (20, 860.0)], [10, 100])
     assert dense == pytest.approx([230, 20_300])

@@ -7,7 +7,7 @@ import os
 
 import pytest
 from accelerate import Accelerator
-from distributed import RankFailedError, run
+from distributed import LIKE_NCCL, RankFailedError, over_gloo, run
 from steps import MAX_NORM, PER_STEP, SAMPLES, Steps, assert_same, make_loss, optimizer_of
 from torch.utils.data import DataLoader
 
@@ -41,6 +41,16 @@ def rank_takes_steps(rank, world_size, own_loader):
 
 def test_a_loader_that_accelerate_does_not_deal_from():
     run(2, rank_takes_steps, True, seconds=120)
+
+
+def rank_takes_steps_without_cpu(rank, world_size):
+    with over_gloo():
+        rank_takes_steps(rank, world_size, True)
+
+
+def test_a_group_without_a_backend_for_the_cpu():
+    """The same after `init_process_group("nccl")`, for which "cuda:gloo" stands in."""
+    run(2, rank_takes_steps_without_cpu, seconds=120, backend=LIKE_NCCL)
 
 
 def test_a_prepared_loader_is_caught():

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import preload, run
+from distributed import LIKE_NCCL, over_gloo, preload, run
 from safetensors import safe_open
 
 from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss
@@ -67,6 +67,11 @@ def rank_runs(rank, world_size, example, words, folder):
     ):
         runpy.run_path(script, run_name="__main__")
     return printed.getvalue()
+
+
+def rank_runs_without_cpu(*args):
+    with over_gloo():
+        return rank_runs(*args)
 
 
 def output_of(example, num_processes, folder):
@@ -137,6 +142,18 @@ def test_runs_in_a_minute(example, tmp_path):
     elif "hugging_face" in example:
         [written] = re.findall(r"^(b['\"].*['\"])$", output, flags=re.MULTILINE)
         assert len(eval(written)) == len(b"Exact dilated attention ") + 60
+
+
+def test_runs_after_the_usual_call(tmp_path):
+    """The default group has no backend for the CPU, as after `init_process_group("nccl")`. Examples without
+    transformers are in tests/test_toy_examples.py. FSDP2, DeepSpeed and Lightning send by groups of their own, for
+    the devices of their tensors, and torchrun's processes choose gloo where there is no GPU: they are not rehearsed
+    so."""
+    pytest.importorskip("transformers")
+    words = ("--seq-len", "1024", "--steps", "1")
+    arguments = ("train_hugging_face_long", words, tmp_path)
+    printed, _ = run(2, rank_runs_without_cpu, *arguments, backend=LIKE_NCCL)
+    assert re.search(r"step 1: loss [\d.]+", printed)
 
 
 def check_parts(checkpoint, output):

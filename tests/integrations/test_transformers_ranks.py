@@ -5,11 +5,13 @@ Every function whose name starts with `rank` runs on every rank, and every rank 
 
 import copy
 import os
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import RankFailedError, run
+from distributed import LIKE_NCCL, RankFailedError, over_gloo, run
 from helpers import message_of
 from tiny import DECODERS, PATTERN, SIZES, make, tokens
 from torch.distributed.device_mesh import init_device_mesh
@@ -96,6 +98,16 @@ def test_loss_and_gradients_of_one_rank(world_size):
     the borders of shards, a mean over one shard, and positions that begin at 0 on every rank."""
     names = ["llama", "bert"] if world_size == 3 else [*DECODERS, "bert"]
     run(world_size, rank_trains, names, seconds=180)
+
+
+def rank_trains_without_cpu(rank, world_size):
+    with over_gloo():
+        rank_trains(rank, world_size, ["llama"])
+
+
+def test_a_group_without_a_backend_for_the_cpu():
+    """The same after `init_process_group("nccl")`, for which "cuda:gloo" stands in."""
+    run(2, rank_trains_without_cpu, seconds=180, backend=LIKE_NCCL)
 
 
 def rewarded(model, unshard):
@@ -445,6 +457,12 @@ def same(found, expected):
 
 def rank_of_trainer(rank, world_size, kind, folder):
     parallel, trainer = None, Trainer
+    if kind == "sequence, without the CPU":
+        group = dist.new_group(backend="gloo")
+        # accelerate gathers tensors of its device, with NCCL from card to card
+        gather = partial(dist.all_gather, group=group)
+        with over_gloo(), mock.patch.object(dist, "all_gather", gather):
+            return rank_of_trainer(rank, world_size, "sequence", folder)
     if kind == "sequence":
         parallel, trainer = ContextParallel(sharding="zigzag"), SequenceTrainer
     elif kind == "data x sequence":
@@ -464,12 +482,21 @@ def of_one_process(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("kind", "world_size"),
-    [("checkpointed", 1), ("data", 2), ("sequence", 2), ("data x sequence", 4)],
+    [
+        ("checkpointed", 1),
+        ("data", 2),
+        ("sequence", 2),
+        ("sequence, without the CPU", 2),
+        ("data x sequence", 4),
+    ],
 )
 def test_trainer(kind, world_size, of_one_process, tmp_path):
     """Losses, norms of gradients, held-out losses and parameters of four steps: those of one process. Catches a loss
     that is normalised over one shard, and labels that are counted once for each rank of a sequence."""
-    for found in run(world_size, rank_of_trainer, kind, str(tmp_path), seconds=180):
+    backend = LIKE_NCCL if "without the CPU" in kind else "gloo"
+    for found in run(
+        world_size, rank_of_trainer, kind, str(tmp_path), seconds=180, backend=backend
+    ):
         same(found, of_one_process)
 
 
