@@ -37,12 +37,12 @@ from .rotary import (
     rotary_table,
     rotate,
 )
-from .trained_with import check_before_loading, check_extra_state, extra_state_of
+from .trained_with import RemembersPattern, check_before_loading
 
 Heads = tuple[Tensor, Tensor, Tensor]  # query (B, N, H, D), key and value (B, N, G, D)
 
 
-class MultiheadDilatedAttention(nn.Module):
+class MultiheadDilatedAttention(RemembersPattern):
     """Self-attention with a dilated pattern, called like `nn.MultiheadAttention(batch_first=True)`.
 
         out = out_proj(subln(dilated_attention(rotate(query Wq), rotate(key Wk), value Wv)))
@@ -140,14 +140,6 @@ class MultiheadDilatedAttention(nn.Module):
         self.share(parallel)
         self.reset_parameters()
         self.register_load_state_dict_pre_hook(check_before_loading)
-
-    def get_extra_state(self) -> Tensor:
-        """What the weights were trained with, beside them in the state_dict."""
-        return extra_state_of(self.pattern, self.rotary_base)
-
-    def set_extra_state(self, state: Tensor) -> None:
-        """Raise ValueError unless the weights were trained with this module's pattern and `rotary`."""
-        check_extra_state(state, self.pattern, self.rotary_base)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is another module: it gets a number of its own."""

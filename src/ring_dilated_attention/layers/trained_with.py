@@ -10,45 +10,36 @@ from torch import Tensor, nn
 from ..pattern import DilatedPattern
 
 
-def extra_state_of(pattern: DilatedPattern, rotary_base: float | None) -> Tensor:
-    """The bytes of a JSON text, since safetensors and torch.distributed.checkpoint take tensors."""
-    text = json.dumps({"pattern": pattern.as_dict(), "rotary_base": rotary_base})
-    return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+class RemembersPattern(nn.Module):
+    """A module whose state_dict says its pattern and the base of its rotary embeddings."""
 
-
-def check_extra_state(state: Tensor, pattern: DilatedPattern, rotary_base: float | None) -> None:
-    """Raise ValueError unless the weights were trained with this pattern and this base."""
-    try:
-        # `state` may have been cast with the weights
-        stored = json.loads(bytes(state.to(torch.uint8).tolist()))
-        stored_pattern = DilatedPattern.from_dict(stored["pattern"])
-        stored_base = stored["rotary_base"]
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise ValueError(
-            "the weights' '_extra_state' does not say with which pattern they were trained: it is damaged, of "
-            "another version, or was averaged with the weights, as by an EMA: average floats alone. If you know the "
-            "pattern, leave the names that end so out of the state_dict"
-        ) from error
-    if (stored_pattern, stored_base) != (pattern, rotary_base):
-        raise ValueError(
-            f"the weights were trained with {stored_pattern} and rotary_base={stored_base}, and this module has "
-            f"{pattern} and rotary_base={rotary_base}: it would be another function. Make the module so; or, if you "
-            "mean to train on, leave the names that end in '_extra_state' out of the state_dict"
-        )
-
-
-class TrainedWith(nn.Module):
-    """A part of a model, without weights, by which its state_dict says the model's pattern."""
-
-    def __init__(self, pattern: DilatedPattern) -> None:
-        super().__init__()
-        self.pattern = pattern
+    pattern: DilatedPattern
+    rotary_base: float | None = None
 
     def get_extra_state(self) -> Tensor:
-        return extra_state_of(self.pattern, None)
+        """The bytes of a JSON text, since safetensors and torch.distributed.checkpoint take tensors."""
+        text = json.dumps({"pattern": self.pattern.as_dict(), "rotary_base": self.rotary_base})
+        return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        check_extra_state(state, self.pattern, None)
+        """Raise ValueError unless the weights were trained with this pattern and this base."""
+        try:
+            # `state` may have been cast with the weights
+            stored = json.loads(bytes(state.to(torch.uint8).tolist()))
+            pattern = DilatedPattern.from_dict(stored["pattern"])
+            base = stored["rotary_base"]
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+            raise ValueError(
+                "the weights' '_extra_state' does not say with which pattern they were trained: it is damaged, of "
+                "another version, or was averaged with the weights, as by an EMA: average floats alone. If you know "
+                "the pattern, leave the names that end so out of the state_dict"
+            ) from error
+        if (pattern, base) != (self.pattern, self.rotary_base):
+            raise ValueError(
+                f"the weights were trained with {pattern} and rotary_base={base}, and this module has {self.pattern} "
+                f"and rotary_base={self.rotary_base}: it would be another function. Make the module so; or, if you "
+                "mean to train on, leave the names that end in '_extra_state' out of the state_dict"
+            )
 
 
 def check_before_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:

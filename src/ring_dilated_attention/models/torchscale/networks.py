@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...attention import dilated_attention
 from ...attention.validate import check_objects
-from ...layers.trained_with import TrainedWith, check_before_loading
+from ...layers.trained_with import RemembersPattern, check_before_loading
 from ...ranks.context import ContextParallel
 from ...ranks.named import called_by
 from ...ranks.ranks import ALONE
@@ -141,7 +141,8 @@ class LongNetEncoder(nn.Module):
         if (
             config.padding == "exact"
         ):  # with torchscale's padding the names are those of published weights
-            self.trained_with = TrainedWith(config.pattern)
+            self.trained_with = RemembersPattern()
+            self.trained_with.pattern = config.pattern
             self.register_load_state_dict_pre_hook(check_before_loading)
 
     def forward(
