@@ -17,7 +17,8 @@ class RemembersPattern(nn.Module):
     rotary_base: float | None = None
 
     def get_extra_state(self) -> Tensor:
-        """The bytes of a JSON text, since safetensors and torch.distributed.checkpoint take tensors."""
+        """What the weights were trained with, beside them in the state_dict: the bytes of a JSON text, since
+        safetensors and torch.distributed.checkpoint take tensors."""
         text = json.dumps({"pattern": self.pattern.as_dict(), "rotary_base": self.rotary_base})
         return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
