@@ -324,7 +324,7 @@ MODULES: list[Callable[[], Any]] = [
     lambda: language_model()(torch.zeros(1, 4)),
     lambda: language_model()([[1, 2]]),
     lambda: language_model()(torch.zeros(4, dtype=torch.int64)),
-    lambda: language_model().loss(torch.zeros(1, 1, dtype=torch.int64)),
+    lambda: language_model().loss(torch.zeros(0, 5, dtype=torch.int64)),
     lambda: language_model()(
         torch.zeros(2, 4, dtype=torch.int64), torch.tensor([0, 4], dtype=torch.int32)
     ),
