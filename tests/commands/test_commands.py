@@ -4,6 +4,7 @@ import importlib
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -124,6 +125,23 @@ def test_output_that_cannot_be_written(stream, more, code):
         else "rda plan: No space left on device\n"
     )
     assert error == (expected if code == 2 else "")
+
+
+@pytest.mark.parametrize(
+    ("streams", "code", "said"),
+    [
+        ("<&- 2>&-", 0, ""),
+        ("2>/dev/full", 0, ""),
+        ("1</dev/null", 2, "rda plan: Bad file descriptor\n"),
+    ],
+)
+def test_streams_of_a_shell(streams, code, said):
+    """Catches a traceback of a stream that is closed or read-only, and a result that another stream spoils."""
+    words = shlex.join([sys.executable, "-m", "ring_dilated_attention", *PLAN])
+    options = {"shell": True, "capture_output": True, "text": True, "timeout": 60, "check": False}
+    found = subprocess.run(f"{words} {streams}", **options)
+    assert (found.returncode, found.stderr) == (code, said)
+    assert found.stdout.startswith("branch 0 (w=4096, r=1)") == (code == 0), found.stdout
 
 
 def test_a_sentence_for_a_full_stderr_does_not_hide_an_unread_stdout(monkeypatch):

@@ -171,6 +171,12 @@ def test_ranks_of_a_host_share_its_memory():
     assert doctor.machine_found(cards, hardware).memory_bytes == 8e9
 
 
+def test_the_slowest_rank_counts():
+    """Catches a forecast for the rank that ended first: all others are waited for."""
+    slow = one(1, rates=RATES | {"flops_per_second": 1e11})
+    assert doctor.hardware_of([one(0), slow, one(2)]).flops_per_second == 1e11
+
+
 def test_one_rank_has_measured_no_network(tmp_path, monkeypatch, capsys):
     """Catches a network that nobody measured, on which eight ranks would never wait."""
     alone = one(0)

@@ -66,7 +66,6 @@ KINDS = {
     "torchscale": "fuzz_torchscale",
     "autocast": "fuzz_autocast",
     "advice": "fuzz_advice",
-    "streams": "fuzz_streams",
 }
 # kinds of `make test-integrations`, in tests/integrations
 INTEGRATIONS = {"transformers": "fuzz_transformers"}

@@ -19,10 +19,10 @@ FEWER = {
     "losses": 80,
     "borders": 80,
     "styles": 40,
-    "streams": 30,
+    "advice": 80,
 }
 # Kinds that take ten seconds or more are shared out, so that no process has a whole one to itself at the end.
-SHARES = {"commands": 2, "files": 2, "ranks": 2, "streams": 2}
+SHARES = {"commands": 2, "files": 2, "ranks": 2}
 
 
 def ranges(kind):
