@@ -1,9 +1,8 @@
 """docs/how_it_works.md is what the code does."""
 
 import how_it_works
-import pytest
 import torch
-from how_it_works import JOB, NUM_RANKS, PAGE, page, program
+from how_it_works import JOB, NUM_RANKS, PAGE, page
 
 from ring_dilated_attention import dilated_attention
 from ring_dilated_attention.kernels import cpu
@@ -22,18 +21,6 @@ def test_the_merged_numbers_are_the_definition():
     """Catches merges that end elsewhere than the definition in the table of the page."""
     *_, last, defined = (line.split("|")[-3:-1] for line in how_it_works.merging().splitlines())
     assert last == defined
-
-
-@pytest.mark.parametrize("stage", ["forward", "backward"])
-def test_a_program_prints_each_step_on_a_line(stage):
-    """Catches a step that says nothing of its rows, its message or its peer."""
-    made = program(0, stage)
-    lines = str(made).splitlines()
-    assert len(lines) == len(made)
-    assert all(
-        line.startswith(type(step).__name__.lower()) for line, step in zip(lines, made, strict=True)
-    )
-    assert sum("rank 1" in line for line in lines) == (1 if stage == "forward" else 2)
 
 
 def test_programs_are_kept_for_calls_of_the_same_shape_if_they_are_short():

@@ -1,14 +1,12 @@
 """docs/migrating.md: our snippets give the definition, and what other libraries gave. `make migrating` runs theirs."""
 
-import re
 
 import pytest
 import torch
 from distributed import run
 from helpers import relative_error
-from migrating.cases import CASES, CHECK, COLUMNS, IMPORTS, PADDED, PAGE, ZIGZAG, Case, stated
-from migrating.compare import KEPT, agrees, cells
-from pages import text_of
+from migrating.cases import CASES, CHECK, COLUMNS, IMPORTS, PADDED, ZIGZAG, Case, stated
+from migrating.compare import KEPT, agrees
 from safetensors.torch import load_file
 
 from ring_dilated_attention import ContextParallel
@@ -63,13 +61,6 @@ def test_the_page_has_a_row_for_each_case():
     for said in TABLE.values():
         assert said["out"]
         assert all(not said[name] for name in COLUMNS[1:]) or all(said[name] for name in COLUMNS)
-
-
-def test_the_sections_give_figures_of_the_table():
-    figures = {figure for said in TABLE.values() for figure in said.values()}
-    given = re.findall(r"\berror (?=\d)([\d.]+\d|\d)(?: (?:and|to) ([\d.]+))?", text_of(PAGE))
-    assert len(given) > 10
-    assert {x for pair in given for x in pair if x} <= figures
 
 
 @pytest.mark.parametrize("case", ALONE, ids=lambda x: x.name)
@@ -140,24 +131,3 @@ def test_the_check_prints_an_error(tmp_path, monkeypatch, capsys):
         assert (error < 1e-6) if is_same else (error > 0.1)
 
 
-def test_a_figure_that_is_not_found_is_noticed():
-    assert agrees("< 1e-6", 5e-7)
-    assert not agrees("< 1e-6", 2e-6)
-    assert agrees("0.41", 0.414)
-    assert not agrees("0.41", 0.5)
-    assert not agrees("0.41", 1e-7)
-    assert not agrees("", 1e-7)
-
-
-def test_another_error_than_the_stated_one_is_noticed():
-    said = dict.fromkeys(COLUMNS, "") | {"out": "NotImplementedError"}
-    for raised, is_right in (
-        ("NotImplementedError: no CPU", True),
-        ("ImportError: no module", False),
-    ):
-        assert [
-            right for _, right in cells(said, {"raised": raised}, {"out": torch.zeros(())})
-        ] == [is_right]
-    assert not all(
-        right for _, right in cells(said, {"out": torch.zeros(3)}, {"out": torch.ones(3)})
-    )

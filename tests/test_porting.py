@@ -62,23 +62,6 @@ def test_the_losses_are_those_of_one_device(world_size, replicas, folder, expect
     assert losses[:2] + losses[3:] == pytest.approx(expected, abs=2e-4)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (", over=everyone", ""),
-        (", step_count=step_count", ""),
-        ('batch["positions"])', 'torch.arange(batch["tokens"].shape[1]))'),
-        ("num_labels(micro_batches)", 'sum(x["labels"].numel() for x in micro_batches)'),
-    ],
-)
-def test_a_wrong_loop_is_seen(old, new, folder, expected):
-    """Proof that the comparison can fail, for the mistakes that the page warns of."""
-    assert old in AFTER
-    printed = run(4, rank_prints, AFTER.replace(old, new), folder, 2)[0]
-    losses = [float(x) for x in re.findall(r"step \d: loss (\d+\.\d{4})\n", printed)]
-    assert losses != pytest.approx(expected[:2], abs=2e-4)
-
-
 def test_a_preference_is_that_of_one_device(folder):
     """Value and gradient, from log-probabilities that are gathered from the ranks."""
     alone, shared = run(1, rank_prints, PREFERENCE, folder), run(3, rank_prints, PREFERENCE, folder)

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import os
 import re
 import subprocess
@@ -15,9 +14,6 @@ import torch.distributed as dist
 from distributed import run
 from helpers import ROOT
 from pages import block
-
-from ring_dilated_attention import DilatedPattern
-from ring_dilated_attention.commands.cli import SUBCOMMANDS
 
 README = (ROOT / "README.md").read_text()
 ONE_DEVICE, MANY = block("README.md", "one device"), block("README.md", "ring.py")
@@ -105,83 +101,6 @@ def test_the_page_to_start_from_has_the_same_ring():
 def test_the_example_of_a_cache(capsys):
     exec(CACHED, {})
     assert capsys.readouterr().out == "tensor([10003]) 2048 rows per head\n"
-
-
-def test_the_example_of_explain(capsys):
-    """docs/planning.md shows what it prints."""
-    from ring_dilated_attention.attention.explain import Explanation
-
-    page = (
-        (ROOT / "docs" / "planning.md").read_text().partition("## What a call uses: `explain`")[2]
-    )
-    example, output = re.findall(r"```(?:python)?\n(.*?)```", page, flags=re.DOTALL)[:2]
-    exec(example, {})
-    assert capsys.readouterr().out == output
-    [fields] = re.findall(r"`\.(\w+)`, `\.(\w+)` and `\.(\w+)` are\s+its fields", page)
-    assert fields == tuple(Explanation.__dataclass_fields__)
-    assert "branch 0" in DilatedPattern((64,), (4,)).explain(num_heads=8)
-
-
-def test_examples_are_short():
-    """Ten lines, not counting imports and the message at the end."""
-    for example in (ONE_DEVICE, MANY, PACKED, CACHED):
-        lines = [
-            line
-            for line in example.splitlines()
-            if line and not line.startswith(("import", "from", "print"))
-        ]
-        assert len(lines) <= 10
-
-
-@pytest.mark.parametrize("link", re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", README))
-def test_links_lead_somewhere(link):
-    assert (ROOT / link).exists()
-
-
-def test_a_package_index_shows_what_the_readme_says():
-    """Without links and pictures by relative paths, which lead nowhere on an index."""
-    shown = (ROOT / "docs" / "site" / "package_index.md").read_text()
-    assert re.findall(r"\]\((?!https://)[^)]*\)", shown) == []
-    said = " ".join(re.sub(r"\[([^\]]+)\]\((?!https://)[^)]*\)", r"\1", README).split())
-    for paragraph in shown.partition("## Install")[0].split("\n\n"):
-        assert " ".join(paragraph.split()) in said
-
-
-def test_commands_exist():
-    assert set(re.findall(r"`rda ([\w ]+)`", README)) <= set(SUBCOMMANDS)
-    table = (ROOT / "docs" / "start.md").read_text().partition("## The commands")[2]
-    assert set(re.findall(r"^\| `rda ([\w ]+)`", table, flags=re.MULTILINE)) == set(SUBCOMMANDS)
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^    make (\w+)", README, flags=re.MULTILINE):
-        assert f"\n{target}:" in makefile
-
-
-def test_figures_are_those_of_the_records():
-    """Catches a benchmark that is run anew, and a README that goes on with what it said before."""
-
-    def record(case):
-        return json.loads((ROOT / f"benchmarks/results/{case}.json").read_text())["rows"]
-
-    def span(values, places=1):
-        return f"{min(values):.{places}f} to {max(values):.{places}f}"
-
-    crossed = {
-        n: [x["speed_up"] for x in record("crossover") if x["seq_len"] == n]
-        for n in (1024, 2048, 4096, 16384)
-    }
-    slower = [1 / x for n in (1024, 2048) for x in crossed[n]]
-    text = " ".join(README.split())
-    assert f"Up to 2,048 positions dense attention is {span(slower)} times as fast" in text
-    assert f"At 4,096 dilated attention is {span(crossed[4096])} times as fast" in text
-    assert f"at 16,384 it is {span(crossed[16384])} times as fast" in text
-
-
-def test_files_to_read_exist():
-    package = ROOT / "src" / "ring_dilated_attention"
-    order = README.partition("## Read the code in this order")[2]
-    names = re.findall(r"`([\w/]+\.py)`", order)
-    assert len(names) > 4
-    assert all((package / name).exists() for name in names)
 
 
 def test_the_pictures_are_those_of_the_code(tmp_path):

@@ -203,7 +203,9 @@ def test_slides_are_fine_tuned_on_two_ranks_as_in_one_process(tmp_path, backend)
     written, silent = run(2, finetune_slides, out, backend, backend=backend)
     before, after = (float(x) for x in re.findall(r"held-out loss ([\d.]+)", written))
     assert after < before - 0.02
-    assert "head.weight" in load_file(out)
+    trained = load_file(out)
+    assert "head.weight" in trained
+    assert all(name.startswith(("head.", "encoder.encoder.layers.1.")) for name in trained)
     assert silent == ""
     alone = finetune_slides(0, 1, tmp_path / "alone.safetensors")
     assert [float(x) for x in re.findall(r"held-out loss ([\d.]+)", alone)] == pytest.approx(
@@ -246,9 +248,3 @@ def test_the_readme_lists_every_example():
         assert f"examples/{name}" in MAKEFILE
 
 
-@pytest.mark.parametrize(
-    "name", ["billion", "chromosome", "code_base", "encoder", "longer", "serve", "signals", "video"]
-)
-def test_is_short(name):
-    num_lines = len((EXAMPLES / f"{name}.py").read_text().splitlines())
-    assert num_lines <= (120 if name == "billion" else 130)
