@@ -67,5 +67,3 @@ def test_the_example_without_its_files(option, message, tmp_path, monkeypatch, c
     said = refusal_of_example(monkeypatch, capsys, option, tmp_path / "nothing")
     assert message in said
     assert len(said.splitlines()) == 1
-
-

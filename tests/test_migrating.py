@@ -1,6 +1,5 @@
 """docs/migrating.md: our snippets give the definition, and what other libraries gave. `make migrating` runs theirs."""
 
-
 import pytest
 import torch
 from distributed import run
@@ -129,5 +128,3 @@ def test_the_check_prints_an_error(tmp_path, monkeypatch, capsys):
         exec(IMPORTS + CHECK["theirs"] + CHECK["ours"], names)
         error = float(capsys.readouterr().out.removeprefix("relative error "))
         assert (error < 1e-6) if is_same else (error > 0.1)
-
-

@@ -246,5 +246,3 @@ def test_the_readme_lists_every_example():
     assert sorted(set(re.findall(r"^\| \[(\w+\.py)\]\(\1\)", README, flags=re.MULTILINE))) == files
     for name in files:
         assert f"examples/{name}" in MAKEFILE
-
-
