@@ -99,13 +99,10 @@ def test_a_chromosome(tmp_path):
             "three",
             "--held-out three: give one of ['one', 'two'] with two known bases, beside others",
         ),
-        (FASTA + ">three\nNNNN\n", "three", "with two known bases"),
         (FASTA + ">three\nNNAN\n", "three", "with two known bases"),
         # each is the first of a window
         (FASTA + ">three\nANNNNNC\n", "three", "with two known bases"),
-        (FASTA, "one", "beside others of --seq-len bases"),
         ("ACGT\n", "one", "give one of []"),
-        (FASTA + ">\nAC\n", "one", "each record needs a name of its own, and one begins with '>'"),
         (
             FASTA + ">two again\nAC\n",
             "one",

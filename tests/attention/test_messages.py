@@ -56,24 +56,14 @@ def integers(*numbers, dtype=torch.int32):
             (1,),
             ("segment_lengths has 2", "dilation_rates has 1", "(8, 16) and (1,)", "as many"),
         ),
-        (
-            (8,),
-            (1, 2),
-            ("segment_lengths has 1 entries", "dilation_rates has 2", "(8,) and (1, 2)"),
-        ),
         ((), (), ("segment_lengths is empty", "dense attention is DilatedPattern.dense()")),
         ((8,), [], ("dilation_rates is empty", "one entry per branch")),
         ((8, 0), (1, 2), ("segment_lengths must be at least 1", "got 0", "[8, 0]")),
-        ((-8,), (1,), ("segment_lengths must be at least 1", "got -8", "[-8]")),
         ((8, 16), (1, -2), ("dilation_rates must be at least 1", "got -2", "[1, -2]")),
         ((8.0,), (1,), ("segment_lengths must hold integers", "got 8.0", "[8.0]")),
         (("8",), (1,), ("segment_lengths must hold integers", "got '8'")),
         ((8,), (True,), ("dilation_rates must hold integers", "got True")),
-        ((8,), (None,), ("dilation_rates must hold integers", "got None")),
-        (((8,),), (1,), ("segment_lengths must hold integers", "got (8,)")),
-        (torch.tensor([8.5]), (1,), ("segment_lengths must hold integers", "8.5")),
         ("8", (1,), ("segment_lengths must be a list of positive integers", "got '8'")),
-        (8, (1,), ("segment_lengths must be a list of positive integers", "got 8")),
         (
             [(2048, 1), (4096, 2)],
             (),
@@ -82,19 +72,12 @@ def integers(*numbers, dtype=torch.int32):
                 "two lists: DilatedPattern([2048, 4096], [1, 2])",
             ),
         ),
-        ([[8, 1]], (), ("segment_lengths must hold integers, got [8, 1]", "two lists")),
         (
             {8: 1, 16: 2},
             (1, 2),
             ("segment_lengths must be a list of positive integers", "got {8: 1, 16: 2}"),
         ),
-        ({8, 16}, (1, 2), ("segment_lengths must be a list of positive integers", "got {")),
         ((8,), None, ("dilation_rates must be a list of positive integers", "got None")),
-        (
-            torch.tensor(8),
-            (1,),
-            ("segment_lengths must be a list of positive integers", "got tensor(8)"),
-        ),
     ],
 )
 def test_segment_lengths_and_dilation_rates(segment_lengths, dilation_rates, fragments):
@@ -102,17 +85,11 @@ def test_segment_lengths_and_dilation_rates(segment_lengths, dilation_rates, fra
     refused(lambda: DilatedPattern(segment_lengths, dilation_rates), *fragments)
 
 
-def test_rates_that_are_left_out():
-    """Catches Python's own error about an argument of __init__, for lists of pairs above all."""
-    refused(lambda: DilatedPattern([2048, 4096]), "dilation_rates is empty", "one entry per branch")
-    refused(lambda: DilatedPattern([(2048, 1), (4096, 2)]), "Lengths and rates are two lists")
-
-
 @pytest.mark.parametrize("call", [dilated_attention, explain, torchscale_attention])
 def test_what_is_no_tensor_and_no_pattern(call):
     """Each says what was meant and what makes it."""
-    numpy, own = pytest.importorskip("numpy"), DilatedPattern((8,), (1,), phase="blocked")
-    for other in ([[[[1.0]]]], numpy.zeros((1, 8, 4, 16)), None):
+    own = DilatedPattern((8,), (1,), phase="blocked")
+    for other in ([[[[1.0]]]], None):
         got = f"must be a tensor (batch, seq, heads, head_dim), got {type(other).__name__}"
         for name in ("query", "key", "value"):
             given = {**dict(zip(("query", "key", "value"), tensors(), strict=True)), name: other}
@@ -124,7 +101,7 @@ def test_what_is_no_tensor_and_no_pattern(call):
         ValueError, match=r"got 3 dimensions: \(8, 4, 16\); unsqueeze\(0\) adds a batch"
     ):
         call(*tensors((8, 4, 16)), own)
-    for other in ([(8, 1)], ((8,), (1,)), {"segment_lengths": [8], "dilation_rates": [1]}, None):
+    for other in ([(8, 1)], None):
         said = f"pattern must be a DilatedPattern, got {other!r}. DilatedPattern(segment_lengths=[2048, 4096], "
         with pytest.raises(ValueError, match=re.escape(said)):
             call(*tensors(), other)
@@ -165,15 +142,9 @@ def test_rules_of_the_pattern(rules, fragments):
             ("query must be (batch, seq, heads, head_dim)", "3 dim", "(8, 4, 16)"),
         ),
         (
-            lambda: [torch.randn(1, 8, 4, 16), torch.randn(1, 8, 64), torch.randn(1, 8, 64)],
-            ("key must be (batch, seq, heads, head_dim)", "(1, 8, 64)"),
-        ),
-        (
             lambda: [*tensors()[:2], torch.randn(2, 1, 8, 4, 16)],
             ("value must be (batch, seq, heads, head_dim)", "5 dimensions", "(2, 1, 8, 4, 16)"),
         ),
-        (lambda: [[[1.0]]] * 3, ("query must be a tensor", "got list")),
-        (lambda: [*tensors()[:2], None], ("value must be a tensor", "got NoneType")),
         (
             lambda: tensors(key=(2, 8, 4, 16)),
             ("query (1, 8, 4, 16)", "key (2, 8, 4, 16)", "agree in batch"),
@@ -198,7 +169,6 @@ def test_rules_of_the_pattern(rules, fragments):
             lambda: tensors(value=(1, 8, 4, 8)),
             ("key (1, 8, 4, 16)", "value (1, 8, 4, 8)", "must have the same shape"),
         ),
-        (lambda: tensors(value=(1, 8, 2, 16)), ("key (1, 8, 4, 16)", "value (1, 8, 2, 16)")),
         (
             lambda: tensors(key=(1, 8, 3, 16)),
             ("4 query heads cannot share 3 key/value heads", "4 mod 3 is not 0", "multiple"),
@@ -207,17 +177,12 @@ def test_rules_of_the_pattern(rules, fragments):
             lambda: tensors(key=(1, 8, 8, 16)),
             ("4 query heads cannot share 8 key/value heads", "4 mod 8"),
         ),
-        (lambda: tensors(key=(1, 8, 0, 16)), ("4 query heads cannot share 0 key/value heads",)),
         (lambda: tensors(query=(0, 8, 4, 16)), ("query (0, 8, 4, 16) has an empty batch",)),
         (lambda: tensors(query=(1, 8, 0, 16)), ("query (1, 8, 0, 16) has an empty", "heads")),
         (lambda: tensors(query=(1, 8, 4, 0)), ("query (1, 8, 4, 0) has an empty", "head_dim")),
         (
             lambda: [tensors()[0], *tensors(dtype=torch.float64)[1:]],
             ("share one dtype", "query has torch.float32", "key has torch.float64", ".to()"),
-        ),
-        (
-            lambda: [*tensors()[:2], tensors(dtype=torch.bfloat16)[2]],
-            ("share one dtype", "value has torch.bfloat16"),
         ),
         (
             lambda: [tensors()[0], *tensors(device="meta")[1:]],
@@ -252,9 +217,7 @@ def test_query_key_value(inputs, fragments):
         (integers(0, 6, 3, 8), 1, ("must increase", "got 6 then 3", "entries 1 and 2")),
         (integers(1, 5, 8), 1, ("must start at 0", "[1, 5, 8]")),
         (integers(0, 5, 7), 1, ("end at the length of the sequence, 8", "[0, 5, 7]")),
-        (integers(0, 5, 9), 1, ("end at the length of the sequence, 8", "[0, 5, 9]")),
         (integers(0), 1, ("borders (0, ..., N)", "got 1 entries")),
-        (integers(), 1, ("borders (0, ..., N)", "got 0 entries")),
         (integers(0, 8).to("meta"), 1, ("borders (0, ..., N)", "on meta")),
         (integers(0, 1, 2, 3, 4, 5, 6, 7), 1, ("[0, 1, ..., 7]", "8 entries")),
         (
@@ -262,7 +225,6 @@ def test_query_key_value(inputs, fragments):
             1,
             ("1-D int32 tensor", "got torch.int64 (2,)", "tensor(...).int()"),
         ),
-        (integers(0, 8).float(), 1, ("1-D int32 tensor", "got torch.float32 (2,)")),
         (integers(0, 8)[None], 1, ("1-D int32 tensor", "got torch.int32 (1, 2)")),
         ([0, 8], 1, ("1-D int32 tensor", "got [0, 8]", "torch.tensor(")),
         (integers(0, 8), 2, ("batch must be 1, got 2", "Flatten it")),
@@ -275,29 +237,16 @@ def test_cu_seqlens(cu_seqlens, batch, fragments):
 
 
 @pytest.mark.parametrize(
-    "cu_seqlens", [(0, 5, 7), (0, 5, 9), (1, 8), (0, 5, 5, 8), (0, 6, 3, 8), (0,)]
-)
-def test_cu_seqlens_of_positions(cu_seqlens):
-    """Catches positions that are made up where the borders do not fit the sequence."""
-    refused(lambda: ContextParallel().positions(8, integers(*cu_seqlens)), "cu_seqlens must")
-
-
-@pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
         ({"scale": "1"}, ("scale must be a finite number", "got '1'")),
-        ({"scale": torch.tensor(1.0)}, ("scale must be a finite number", "got tensor(1.)")),
         ({"scale": 1e39}, ("scale=1e+39 is beyond 3.4e+38", "Pass float64 tensors")),
         ({"scale": True}, ("scale must be a finite number", "got True")),
-        ({"scale": 10**400}, ("scale must be a finite number", "got 1000")),
         ({"scale": float("nan")}, ("scale must be a finite number", "got nan")),
-        ({"scale": float("inf")}, ("scale must be a finite number", "got inf")),
         ({"backend": "flash"}, ("backend='flash' is unknown", "auto", *BACKENDS)),
         ({"backend": None}, ("backend=None is unknown", *BACKENDS)),
-        ({"backend": ["cpu"]}, ("backend=['cpu'] is unknown", *BACKENDS)),
         ({"backend": "sdpa"}, ("backend='sdpa' serves CUDA tensors, got cpu", "backend='auto'")),
         ({"pattern": (8, 1)}, ("pattern must be a DilatedPattern", "got (8, 1)")),
-        ({"pattern": None}, ("pattern must be a DilatedPattern", "got None")),
         ({"parallel": "cp"}, ("parallel must be a ContextParallel or None", "got 'cp'")),
         (
             {"pattern": DilatedPattern((8,) * 5, (1,) * 5, heads="split")},
@@ -322,13 +271,6 @@ def test_a_backend_asked_for_by_name_says_why_it_cannot_run():
     assert out.is_meta
 
 
-def test_there_is_no_attention_dropout():
-    """Catches an argument that is accepted and ignored."""
-    with pytest.raises(TypeError, match="dropout_p"):
-        dilated_attention(*tensors(), DENSE, dropout_p=0.1)
-    assert not any("drop" in name for name in inspect.signature(dilated_attention).parameters)
-
-
 def in_a_module(query, key, value, pattern, **others):
     rows = query.flatten(2)
     return MultiheadDilatedAttention(rows.shape[-1], 4, pattern)(rows, rows, rows, **others)
@@ -343,17 +285,12 @@ CALLS["MultiheadDilatedAttention"] = in_a_module
     ("name", "remedy"),
     [
         ("is_causal", "make the pattern so, DilatedPattern(..., is_causal=True)."),
-        ("causal", "make the pattern so, DilatedPattern(..., is_causal=True)."),
         ("softmax_scale", "it is scale here."),
         ("cu_seqlens_q", "it is cu_seqlens here, for queries and keys alike."),
         ("deterministic", "call torch.use_deterministic_algorithms(True)."),
         ("average_attn_weights", "layers.attention_weights computes some."),
         (
             "attn_mask",
-            "the pattern says which keys a query sees, and cu_seqlens separates documents",
-        ),
-        (
-            "block_mask",
             "the pattern says which keys a query sees, and cu_seqlens separates documents",
         ),
         ("score_mod", "except by scale."),
@@ -418,7 +355,6 @@ def test_heads_and_positions_that_look_swapped():
     [
         ({"sharding": "striped"}, ("sharding='striped' is unknown", *SHARDINGS)),
         ({"exchange": "broadcast"}, ("exchange='broadcast' is unknown", "auto", *EXCHANGES)),
-        ({"exchange": None}, ("exchange=None is unknown", *EXCHANGES)),
         ({"timeout": 3}, ("timeout must be a positive datetime.timedelta", "got 3")),
         (
             {"timeout": timedelta.max},
@@ -429,22 +365,12 @@ def test_heads_and_positions_that_look_swapped():
             ("timeout must be a positive datetime.timedelta", "timedelta(0)"),
         ),
         ({"align": 0}, ("align must be an integer of at least 1", "got 0")),
-        ({"align": 2.0}, ("align must be an integer of at least 1", "got 2.0")),
         ({"align": True}, ("align must be an integer of at least 1", "got True")),
         ({"sharding": "zigzag", "align": 2}, ("zigzag", "align and lengths are for contiguous")),
-        (
-            {"sharding": "zigzag", "lengths": (8,)},
-            ("zigzag", "align and lengths are for contiguous"),
-        ),
         ({"lengths": (4, 4)}, ("lengths must hold 1 integers", "one for each rank", "got (4, 4)")),
         ({"lengths": (-4,)}, ("lengths must hold 1 integers of at least 0", "got (-4,)")),
-        ({"lengths": (8.5,)}, ("lengths must hold 1", "got (8.5,)")),
         ({"lengths": (8,), "align": 2}, ("align=2 or lengths=(8,), not both",)),
         ({"group": "world"}, ("group must be a ProcessGroup", "DeviceMesh", "got 'world'")),
-        (
-            {"exchange": "simulated"},
-            ("exchange='simulated' is unknown", "'ring', 'all_gather', 'all_to_all'"),
-        ),
     ],
 )
 def test_context_parallel(arguments, fragments):
@@ -452,15 +378,33 @@ def test_context_parallel(arguments, fragments):
     refused(lambda: ContextParallel(**arguments), *fragments)
 
 
+@pytest.mark.parametrize("number", [0, 2.0])
+def test_simulated_ranks(number):
+    said = f"number of ranks must be an integer of at least 1, got {number}"
+    refused(lambda: simulate.all_ranks(number), said)
+
+
+@pytest.mark.parametrize("which", ["query", "key", "value", "cu_seqlens"])
+def test_sparse_tensors(which):
+    names = ("query", "key", "value")
+    given = dict(zip(names, tensors(), strict=True)) | {"cu_seqlens": integers(0, 8)}
+    given[which] = given[which].to_sparse()
+    refused(lambda: dilated_attention(**given, pattern=DENSE), f"{which} must be a dense tensor")
+
+
 @pytest.mark.parametrize(
-    ("arguments", "fragments"),
+    ("arguments", "fragment"),
     [
-        ((0,), ("number of ranks must be an integer of at least 1", "got 0")),
-        ((2.0,), ("number of ranks must be an integer of at least 1", "got 2.0")),
+        (("8",), "seq_len must be an integer of at least 0, got '8'"),
+        ((-1,), "seq_len must be an integer of at least 0, got -1"),
+        ((8, [0, 8]), "cu_seqlens must be a 1-D int32 tensor, got [0, 8]"),
+        ((8, integers(0, 7)), "end at the length of the sequence, 8; got [0, 7]"),
+        ((8, integers(0, 6, 3, 8)), "must increase"),
     ],
 )
-def test_simulated_ranks(arguments, fragments):
-    refused(lambda: simulate.all_ranks(*arguments), *fragments)
+def test_positions_that_cannot_be(arguments, fragment):
+    """Catches positions that are made up where the borders do not fit the sequence."""
+    refused(lambda: ContextParallel().positions(*arguments), fragment)
 
 
 def test_lengths_that_do_not_add_up():

@@ -8,7 +8,6 @@ import resource
 import runpy
 import subprocess
 import sys
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
@@ -24,7 +23,6 @@ from ring_dilated_attention.models.rank_files import read_shards
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
-PAGES = {name: (ROOT / "docs" / name).read_text() for name in ("integrations.md", "fairscale.md")}
 # What each needs, and on how many processes it runs.
 CASES = {
     "train_fsdp2": ((), 4),
@@ -46,14 +44,6 @@ TOY = {
 # Their ranks are forked from a process that has imported what they need. `make examples` starts them by torchrun.
 FORKED = tuple(TOY)
 preload("torch.distributed.fsdp", "torch.distributed.checkpoint")
-# These have more to show than 40 lines.
-LINES = {
-    "train_fsdp2": 162,
-    "convert_dense": 60,
-    "train_fabric": 60,
-    "train_hugging_face_long": 60,
-    "finetune_slides": 110,
-}
 
 
 def rank_runs(rank, world_size, example, words, folder):
@@ -194,42 +184,3 @@ def check_read_again(folder, last):
     [(step, loss)] = re.findall(r"step (\d+): loss ([\d.]+)", output)
     assert int(step) == 20
     assert float(loss) < last  # a model from the seed has more after five steps
-
-
-@pytest.mark.parametrize("example", [*CASES])
-def test_is_short(example):
-    assert len((EXAMPLES / f"{example}.py").read_text().splitlines()) <= LINES.get(example, 40)
-
-
-def anchors(page):
-    """As GitHub makes them of headings."""
-    headings = re.findall(r"^#+ (.*)$", page, flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_links_of_the_pages(name):
-    for path, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", PAGES[name]):
-        target = ROOT / "docs" / (path or name)
-        assert target.exists()
-        assert not anchor or anchor in anchors(target.read_text())
-
-
-def test_what_the_page_names_exists():
-    """The versions that are tested, and what its code imports of ours."""
-    page = PAGES["integrations.md"]
-    versions = (ROOT / "tests" / "integrations" / "versions.txt").read_text()
-    found = re.findall(r"^(\w+)==([\d.]+)$", versions, flags=re.MULTILINE)
-    assert len(found) == 4
-    for package, version in found:
-        assert f"{package} {version}" in page.lower()
-    for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL):
-        compile(block, "integrations.md", "exec")
-        for module, names in re.findall(
-            r"^from (ring_dilated_attention\S*) import (.*)$", block, flags=re.MULTILINE
-        ):
-            if find_spec("transformers") is None and "transformers" in module:
-                continue
-            loaded = import_module(module)
-            for one in names.split(", "):
-                assert hasattr(loaded, one)

@@ -16,8 +16,6 @@ from torch.nn.functional import cross_entropy
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    BartConfig,
-    BartModel,
     DataCollatorWithFlattening,
     LlamaConfig,
     LlamaForCausalLM,
@@ -507,26 +505,6 @@ def test_borders_and_padding():
         lambda: compiled(ids, attention_mask=mask, cu_seq_lens_q=borders, use_cache=False)
     )
     torch._dynamo.reset()
-
-
-def test_two_sequences_of_one_length():
-    """Shapes do not tell cross-attention from self-attention there."""
-    register()
-    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
-    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    message = message_of(
-        lambda: BartModel(BartConfig(vocab_size=61, **sizes, **heads, dilated_attention=PATTERN))
-    )
-    assert message == "BartModel attends across sequences, and dilated attention is self-attention."
-
-
-def test_refused_generation():
-    """Prompts padded on the right leave holes; continuous batching takes no attention but transformers' own."""
-    model = make("llama")
-    ids, mask = tokens(2, 6), torch.tensor([[1] * 6, [1, 1, 1, 1, 0, 0]])
-    assert "row 1 has holes" in message_of(
-        lambda: model.generate(ids, attention_mask=mask, max_new_tokens=3)
-    )
 
 
 def test_encoders_do_not_look_at_others():

@@ -88,12 +88,6 @@ def test_weights_of_ranks_are_refused():
         attention_weights(module, randn(1, 45, 24), torch.tensor([0]))
 
 
-def test_need_weights_names_what_computes_them():
-    module, x = layer(PATTERNS[0]), randn(1, 8, 24)
-    with pytest.raises(ValueError, match=r"layers\.attention_weights .* layers\.influence"):
-        module(x, x, x, need_weights=True)
-
-
 @pytest.mark.parametrize("channels", [(), (3,)])
 def test_influence_is_where_the_output_looks(channels):
     x = torch.randn(2, 30, *channels)

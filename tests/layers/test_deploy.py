@@ -31,7 +31,6 @@ from ring_dilated_attention.models import (
 
 preload("torch.distributed.fsdp", "torch.distributed.checkpoint")
 PATTERN = DilatedPattern((8, 32), (1, 4))
-PAGE_IMPORT = "from ring_dilated_attention import dilated_attention"
 
 
 def layer(pattern=PATTERN, **options):
@@ -295,28 +294,6 @@ def through_dcp(rank, world_size, folder):
 
 def test_fsdp2_and_distributed_checkpoints_hold_the_pattern(tmp_path):
     run(2, through_dcp, tmp_path)
-
-
-@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
-def test_what_the_page_says_of_torch_jit(tmp_path):
-    module, x = Whole().eval(), torch.randn(1, 40, 16)
-    with pytest.raises(torch.jit.frontend.NotSupportedError):
-        torch.jit.script(module)
-    with pytest.raises(torch.jit.TracingCheckError):
-        torch.jit.trace(module, x)
-    with torch.no_grad():
-        traced = torch.jit.trace(module, x)
-        torch.testing.assert_close(traced(x), module(x))
-        traced_with_mask = torch.jit.trace(Padded().eval(), padded_batch((9, 20), 20))
-        rows, mask = padded_batch((9, 20), 20)
-        traced_with_mask(rows, ~mask)  # the module itself refuses this
-    traced.save(tmp_path / "traced.pt")
-    load = f"torch.jit.load('{tmp_path}/traced.pt')"
-    for imported, is_enough in (("import ring_dilated_attention", False), (PAGE_IMPORT, True)):
-        code = f"import torch; {imported}; {load}(torch.randn(1, 51, 16))"
-        command = [sys.executable, "-W", "ignore", "-c", code]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert (done.returncode == 0) is is_enough, done.stderr
 
 
 @pytest.mark.parametrize("kind", ["encoder", "language model"])

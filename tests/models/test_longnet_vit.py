@@ -73,13 +73,6 @@ def test_loads_gigapaths_state_dict():
     assert not torch.allclose(model(*POOLED.inputs())[0], before)
 
 
-def test_the_exact_padding_is_another_function():
-    """Proof that the comparison sees zero rows in the model too."""
-    found = POOLED.model(padding="exact")(*POOLED.inputs())[0]
-    expected = kept()["slide: aligned, pooled"][0]
-    assert relative_error(found, expected) > 1e-3
-
-
 @pytest.mark.parametrize(
     ("name", "num_parameters", "first"),
     [("gigapath", 86_330_880, 1536), ("gigapath-flash", 21_489_408, 384)],
@@ -416,7 +409,6 @@ def test_two_ranks_hold_half_of_what_one_holds():
             lambda x, c: (x[..., :4], c),
             r"shape \(2, 9, 4\) .* not floating \(batch, tiles, in_chans=5\)",
         ),
-        (lambda x, c: (x.long(), c), "dtype torch.int64"),
         (lambda x, c: (x[:0], c[:0]), r"no slides: features have shape \(0, 9, 5\)"),
         (
             lambda x, c: (x, c[..., :1]),
@@ -436,22 +428,10 @@ def test_two_ranks_hold_half_of_what_one_holds():
             r"grid of 20 x 20 cells of tile_size=256: tile 0 .* \(and 17 more\)",
         ),
         (lambda x, c: (x, c * torch.nan), r"at \(nan, nan\) lies in cell"),
-        (
-            lambda x, c: (x, c + 0j),
-            "coords have dtype torch.complex128, which cannot hold every pixel",
-        ),
         (lambda x, c: (x, c > 9), "coords have dtype torch.bool, which cannot hold every pixel"),
         (
             lambda x, c: (x.to_sparse(), c),
             r"features have torch.sparse_coo on cpu: pass a dense tensor",
-        ),
-        (
-            lambda x, c: (x, c.to_sparse()),
-            r"coords have torch.sparse_coo on cpu: pass a dense tensor",
-        ),
-        (
-            lambda x, c: (x.to("meta"), c),
-            r"features have torch.strided on meta: pass a dense tensor",
         ),
         (lambda x, c: (x, c.to("meta")), r"coords have torch.strided on meta: pass a dense tensor"),
         (
@@ -472,13 +452,9 @@ def test_input_that_is_refused(change, message):
     [
         ({"embed_dim": 18}, "embed_dim=18 is not a multiple of 4"),
         ({"tile_size": 0}, "tile_size=0 must be a number, positive and finite"),
-        ({"tile_size": float("inf")}, "tile_size=inf must be a number, positive and finite"),
-        ({"tile_size": "256"}, "tile_size='256' must be a number"),
         ({"mlp_ratio": float("inf")}, "mlp_ratio=inf must be a number, positive and finite"),
-        ({"mlp_ratio": float("nan")}, "mlp_ratio=nan must be a number"),
         ({"depth": 2.0}, "depth=2.0 must be a whole number, at least 1"),
         ({"num_heads": "16"}, "num_heads='16' must be a whole number"),
-        ({"in_chans": 0}, "in_chans=0 must be a whole number, at least 1"),
         ({"padding": "none"}, "padding='none' is unknown"),
     ],
 )

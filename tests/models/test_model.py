@@ -164,7 +164,6 @@ def test_config_survives_json():
     [
         ({"embed_dim": 25}, "embed_dim=25 over num_heads=4 is a head dim of 6.25"),
         ({"embed_dim": 12}, "is a head dim of 3: it must be an even integer"),
-        ({"num_layers": 0}, "num_layers=0 must be an integer of at least 1"),
         ({"num_layers": 2.0}, "num_layers=2.0 must be an integer"),
         ({"vocab_size": True}, "vocab_size=True must be an integer"),
         ({"embed_dim": "24"}, "embed_dim='24' must be an integer"),
@@ -173,10 +172,7 @@ def test_config_survives_json():
             "num_kv_heads=0 must be an integer of at least 1",
         ),
         ({"rotary_base": 1.0}, "rotary_base=1.0 must be a finite number greater than 1"),
-        ({"rotary_base": math.inf}, "rotary_base=inf must be a finite number"),
         ({"rotary_base": 10**400}, "rotary_base=1000"),  # no float holds it
-        ({"rotary_base": True}, "rotary_base=True must be a finite number"),
-        ({"ffn_dim": 0}, "ffn_dim=0 must be an integer of at least 1"),
         ({"num_kv_heads": 3}, "4 query heads cannot share 3"),
     ],
 )

@@ -107,26 +107,6 @@ def test_weights_that_are_not_finite(number, tmp_path):
         load(save(weights, tmp_path / "weights.pth"), dtype=torch.float32)
 
 
-def test_flipped_bits_of_a_plain_file(tmp_path):
-    """What the page says of files without checksums: 31 of 32 single bits of a weight of 1 load as other numbers."""
-    weights = Slide(2048, 5, True).model().float().state_dict() | {
-        "norm.weight": torch.arange(32) + 1.0
-    }
-    path = save(weights, tmp_path / "weights.safetensors")
-    whole = path.read_bytes()
-    place = whole.find(weights["norm.weight"].numpy().tobytes())
-    num_other = 0
-    for bit in range(32):
-        damaged = bytearray(whole)
-        damaged[place + bit // 8] ^= 1 << bit % 8
-        path.write_bytes(damaged)
-        try:
-            num_other += load(path).norm.weight[0].item() != 1
-        except ValueError as error:
-            assert "norm.weight holds NaN or inf" in str(error)  # noqa: PT017  one of 32, and no other refusal
-    assert num_other == 31
-
-
 @pytest.mark.parametrize("name", ["gigapath", "gigapath-flash"])
 def test_published_sizes_have_16_heads(name):
     """Others tell no number of heads, and are refused unless it is given."""

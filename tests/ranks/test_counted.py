@@ -5,27 +5,53 @@ import torch
 import torch.distributed as dist
 from distributed import run
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.planner import make_plan
-from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.ranks import link
 from ring_dilated_attention.ranks.link import GroupLink
 from ring_dilated_attention.reference import dilated_attention_reference
+from ring_dilated_attention.run import executor
 
-# pattern, query heads, key/value heads, dtype, sharding
+# pattern, query heads, key/value heads, dtype, cut
 CASES = [
-    (DilatedPattern((8, 32, 61), (1, 2, 4)), 4, 4, torch.float32, "contiguous"),
-    (DilatedPattern((20, 61), (1, 3), is_causal=True), 8, 4, torch.bfloat16, "contiguous"),
-    (DilatedPattern((61, 9), (1, 2), is_causal=True), 4, 4, torch.float64, "zigzag"),
-    (DilatedPattern((36,), (1,), is_causal=True), 8, 4, torch.float32, "zigzag"),
-    (DilatedPattern((8, 61), (1, 22), is_causal=True), 8, 8, torch.float32, "contiguous"),
+    (DilatedPattern((8, 32, 61), (1, 2, 4)), 4, 4, torch.float32, {}),
+    (DilatedPattern((20, 61), (1, 3), is_causal=True), 8, 4, torch.bfloat16, {}),
+    (DilatedPattern((61, 9), (1, 2), is_causal=True), 4, 4, torch.float64, {"sharding": "zigzag"}),
+    (DilatedPattern((36,), (1,), is_causal=True), 8, 4, torch.float32, {"sharding": "zigzag"}),
+    (DilatedPattern((8, 61), (1, 22), is_causal=True), 8, 8, torch.float32, {}),
+    (
+        DilatedPattern((9, 30), (2, 5), phase="blocked"),
+        *(8, 4, torch.float16, {"lengths": (17, 0, 3, 41)}),
+    ),
+    (DilatedPattern((9, 30), (1, 2), heads="split"), 4, 4, torch.float32, {"align": 16}),
 ]
 N, BATCH, HEAD_DIM = 61, 2, 8
+
+
+class BytesSent(TorchDispatchMode):
+    """Counts what this rank hands to torch.distributed for others, below everything that the library counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name = func.name().split("::")[1].split(".")[0]
+            if name == "send":
+                self.total += sum(x.nbytes for x in args[0])
+            elif name == "alltoall_base_":
+                source, splits = args[1], args[4]
+                assert splits[dist.get_rank()] == 0, "a rank sends to itself"
+                self.total += source.nbytes
+            else:
+                assert name == "recv_", f"{name} sends something that is not counted"
+        return func(*args, **(kwargs or {}))
 
 
 class Counter:
@@ -33,11 +59,7 @@ class Counter:
 
     def __init__(self) -> None:
         self.clear()
-        exchange, forward, backward = self.originals = GroupLink.exchange, cpu.forward, cpu.backward
-
-        def counted_exchange(link, sends, receives, moment):
-            self.sent += sum(x.nbytes for x, _ in sends)
-            return exchange(link, sends, receives, moment)
+        forward, backward = cpu.forward, cpu.backward
 
         def counted_forward(q, k, v, is_causal, scale):
             self.count(q, k, is_causal)
@@ -47,14 +69,18 @@ class Counter:
             self.count(rows.query, rows.key, is_causal)
             return backward(rows, is_causal, scale)
 
-        GroupLink.exchange, cpu.forward, cpu.backward = (
-            counted_exchange,
-            counted_forward,
-            counted_backward,
-        )
+        cpu.forward, cpu.backward = counted_forward, counted_backward
+        executor.forward = self.with_bytes(executor.forward)
+        executor.backward = self.with_bytes(executor.backward)
 
-    def restore(self):
-        GroupLink.exchange, cpu.forward, cpu.backward = self.originals
+    def with_bytes(self, stage):
+        def counted(*args, **kwargs):
+            with BytesSent() as mode:
+                result = stage(*args, **kwargs)
+            self.sent += mode.total
+            return result
+
+        return counted
 
     def count(self, q, k, is_causal):
         rows, keys = q.shape[2], k.shape[2]
@@ -72,8 +98,8 @@ def rank_counts(rank, world_size, exchange):
     group = None
     if exchange == "mesh":
         group = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("outer", "inner"))
-    for pattern, heads, kv_heads, dtype, sharding in CASES:
-        cp = ContextParallel(group, exchange="auto" if group else exchange, sharding=sharding)
+    for pattern, heads, kv_heads, dtype, cut in CASES:
+        cp = ContextParallel(group, exchange="auto" if group else exchange, **cut)
         local = [
             cp.shard(torch.ones(BATCH, N, h, HEAD_DIM, dtype=dtype))
             for h in (heads, kv_heads, kv_heads)
@@ -118,24 +144,6 @@ def test_what_is_sent_and_computed_is_what_is_planned(exchange):
         for counted, planned in found:
             assert counted == planned, (rank, found.index((counted, planned)))
     assert all(any(counted[0] for counted, _ in found) for found in ranks)
-
-
-def test_a_counter_sees_what_is_not_planned():
-    """Proof that the counts can differ: of a causal tile computed in full, and of another sharding."""
-    counter = Counter()
-    try:
-        plan = make_plan(
-            Job(DilatedPattern((8,), (1,), is_causal=True), make_shards("contiguous", (8,)), 2, 2),
-            0,
-        )
-        q = torch.randn(1, 2, 8, 8)
-        cpu.forward(q, q, q, True, 1.0)
-        assert counter.pairs == plan.pairs
-        counter.clear()
-        cpu.forward(q, q, q, False, 1.0)
-        assert counter.pairs > plan.pairs
-    finally:
-        counter.restore()
 
 
 # 4 ranks of 15 positions: most phases have a row or none on a rank

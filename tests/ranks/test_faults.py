@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import RankFailedError, Ranks, run
-from faults import CAUSAL, DENSE, Fault, Report, judge, live, run_trial
+from faults import DENSE, Fault, Report, judge, live, run_trial
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
 from ring_dilated_attention.ranks.link import ExchangeError, GroupLink
@@ -175,41 +175,6 @@ def count_messages(posted):
     GroupLink._post = counting_post
 
 
-def rank_disagrees(rank, world_size):
-    posted = []
-    count_messages(posted)
-    is_odd = rank == world_size - 1
-    x = torch.ones(1, 4, 2, 8, requires_grad=True)
-    deviations = {
-        "pattern": ({"pattern": CAUSAL}, {}),
-        "shape": ({}, {"heads": 4}),
-        "dtype": ({}, {"dtype": torch.float64}),
-    }
-    for field, deviation in deviations.items():
-        call, tensor = deviation if is_odd else ({}, {})
-        cp = ContextParallel(exchange="ring", timeout=timedelta(seconds=20))
-        y = torch.ones(1, 4, tensor.get("heads", 2), 8, dtype=tensor.get("dtype"))
-        with pytest.raises(ValueError, match=f"ranks disagree on {field}: rank 0 has"):
-            dilated_attention(y, y, y, call.get("pattern", DENSE), parallel=cp)
-        assert posted == []
-    cp = ContextParallel(exchange="ring", timeout=timedelta(seconds=20))
-    out = dilated_attention(x, x, x, DENSE, parallel=cp).sum()
-    out.backward(retain_graph=True)
-    assert posted != []
-    posted.clear()
-    call = out.backward if is_odd else lambda: dilated_attention(x, x, x, DENSE, parallel=cp)
-    with pytest.raises(
-        ValueError, match=r"ranks disagree on call: rank 0 has forward 2, .*has backward 1"
-    ):
-        call()
-    assert posted == []
-
-
-def test_ranks_that_disagree_send_nothing():
-    """Catches a message that is sent before all ranks are known to make the same call."""
-    run(3, rank_disagrees)
-
-
 def rank_has_nothing_to_send(rank, world_size):
     posted = []
     count_messages(posted)
@@ -292,31 +257,6 @@ def test_ranks_that_never_end_are_ended_and_fail_the_test():
         assert_all_end([hears.recv() for _ in range(2) if hears.poll(1)])
 
 
-class SlowGroups:
-    """An argument: to unpickle it makes rank 1 late in every process that gets it."""
-
-    def __reduce__(self):
-        return dist.Backend.register_backend, ("slow", make_late, False, ["cpu"])
-
-
-def make_late(store, rank, world_size, timeout):
-    time.sleep(0.3 * rank)
-    distributed.store.set(f"rank {rank} is there", "")
-    return dist.ProcessGroup(rank, world_size)
-
-
-def rank_that_leaves_at_once(rank, world_size, slow):
-    """Whether all have made the group."""
-    return distributed.store.check([f"rank {k} is there" for k in range(world_size)])
-
-
-def test_ranks_meet_before_they_leave():
-    """Catches a rank that is done, and closes its connections, while another still makes them."""
-    with Ranks(2, rank_that_leaves_at_once, SlowGroups(), backend="slow") as ranks:
-        outcomes = ranks.collect(range(2), 30)
-    assert outcomes == {0: (True, True), 1: (True, True)}
-
-
 def hang():
     """In a process of its own: ranks that never end, in a test that does not either."""
     # and nothing to compile with
@@ -351,7 +291,6 @@ def test_a_fault_that_does_not_happen_is_noticed():
     assert "the rank never came to the place where it was to fail" in trial.complaints
 
 
-IN_HANDSHAKE = "forward 2, handshake: rank {} did not enter forward 2 (group 'control of context 1', rank {}): ."
 AT_HOP = "forward, hop 1, keys and values: waiting for rank {} (group 'data of context 1', rank {}): Connection closed."
 
 
@@ -359,18 +298,11 @@ AT_HOP = "forward, hop 1, keys and values: waiting for rank {} (group 'data of c
     ("changes", "complaint"),
     [
         ({}, None),
-        ({0: {"message": IN_HANDSHAKE.format(2, 0)}}, None),
-        ({0: {"error": "none"}}, "rank 0 saw none"),
         ({0: {"error": "RuntimeError"}}, "rank 0 saw RuntimeError"),
         ({1: {"time": 106.0}}, "rank 1 saw its error after 6.0 s"),
         ({1: {"obstacle": "it hurts"}}, "rank 1 could not go on: it hurts"),
-        ({1: {"message": "Connection closed by peer"}}, "the error of rank 1 leads to rank None"),
         # it names itself wrongly
         ({1: {"message": AT_HOP.format(2, 0)}}, "the error of rank 1 leads to rank None"),
-        (
-            {1: {"message": AT_HOP.format(2, 1).replace("group", "")}},
-            "the error of rank 1 leads to rank None",
-        ),
         (
             {0: {"message": AT_HOP.format(1, 0)}, 1: {"message": AT_HOP.format(0, 1)}},
             "the error of rank 0 leads to",
@@ -379,31 +311,14 @@ AT_HOP = "forward, hop 1, keys and values: waiting for rank {} (group 'data of c
 )
 def test_what_is_complained_of(changes, complaint):
     """Proof that a trial can fail, for each of its reasons."""
-    assert_complaint(Fault(3, 2, "kill", "forward", "hop 1, keys and values"), changes, complaint)
-
-
-def test_a_rank_that_did_not_come_must_be_named_by_all():
-    """Proof that a trial fails if a rank names another that waited itself, and both waited for their timeout."""
-    changes = {rank: {"message": IN_HANDSHAKE.format(2, rank)} for rank in (0, 1)}
-    assert_complaint(Fault(3, 2, "stop", "forward", "user"), changes, None)
-    changes[0] = {"message": IN_HANDSHAKE.format(1, 0)}
-    assert_complaint(
-        Fault(3, 2, "stop", "forward", "user"),
-        changes,
-        "rank 0 does not name the rank that did not come",
-    )
-    assert_complaint(Fault(3, 2, "kill", "forward", "user"), changes, None)
-
-
-def assert_complaint(fault, changes, complaint):
+    fault = Fault(3, 2, "kill", "forward", "hop 1, keys and values")
     reports = {
         0: Report("ExchangeError", AT_HOP.format(1, 0), 100.1),
         1: Report("ExchangeError", AT_HOP.format(2, 1), 100.0),
     }
     reports = {rank: report._replace(**changes.get(rank, {})) for rank, report in reports.items()}
-    complaints = judge(fault, reports, struck=100.0)
-    assert bool(complaints) == (complaint is not None)
-    assert complaint is None or re.search(re.escape(complaint), "\n".join(complaints))
+    said = "\n".join(judge(fault, reports, struck=100.0))
+    assert said == "" if complaint is None else complaint in said
 
 
 LEAVING = """
