@@ -287,6 +287,9 @@ CALLS["MultiheadDilatedAttention"] = in_a_module
         ("is_causal", "make the pattern so, DilatedPattern(..., is_causal=True)."),
         ("softmax_scale", "it is scale here."),
         ("cu_seqlens_q", "it is cu_seqlens here, for queries and keys alike."),
+        ("cu_seqlens_k", "it is cu_seqlens here, for queries and keys alike."),
+        ("max_seqlen_q", "leave it out, cu_seqlens tells the lengths."),
+        ("max_seqlen_k", "leave it out, cu_seqlens tells the lengths."),
         ("deterministic", "call torch.use_deterministic_algorithms(True)."),
         ("average_attn_weights", "layers.attention_weights computes some."),
         (

@@ -70,9 +70,21 @@ def test_queries_are_a_list_a_range_or_a_tensor():
     expected = attention_weights(module, x, torch.tensor([1, 2, 3]))
     for queries in ([1, 2, 3], range(1, 4), torch.tensor([1, 2, 3], dtype=torch.uint8)):
         assert torch.equal(attention_weights(module, x, queries), expected)
-    wrong = [[[1, 2]], [True], [1.0], 3, None, [8], torch.tensor([[1, 2]]), torch.tensor([1.0])]
+    wrong = [
+        [[1, 2]],
+        [True],
+        [1.0],
+        3,
+        None,
+        [8],
+        [-1],
+        torch.tensor([[1, 2]]),
+        torch.tensor([1.0]),
+    ]
     for queries in wrong:
-        with pytest.raises(ValueError, match="queries must be integers below 8, the positions"):
+        with pytest.raises(
+            ValueError, match="queries must be integers below 8 and at least 0, the"
+        ):
             attention_weights(module, x, queries)
 
 

@@ -115,6 +115,8 @@ def rank_drops_layers_of_torchscale(rank, world_size):
         config = TorchscaleConfig((4, 16), (1, 2), **sizes)
         encoder = LongNetEncoder(config, parallel=parallel)
         encoder(x).sum().backward()
+        other = copy.deepcopy(encoder)
+        assert APART in message_of(lambda pair=(encoder, other): pair[rank](x))
         del encoder.layers[rank]
         assert APART in message_of(lambda encoder=encoder: encoder(x))
 

@@ -143,7 +143,8 @@ def _each_input(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, tupl
 def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: bool = False) -> None:
     """Check, after DDP or fully_shard, that the ranks that share a sequence also average their gradients.
 
-    Call it outside of forwards. It does not see whether gradients are averaged over replicas too.
+    Call it outside of forwards. It sees neither whether gradients are averaged over replicas too, nor the groups of
+    FullyShardedDataParallel's hybrid strategies.
 
     Args:
         by_hand: your loop, or DeepSpeed, averages the gradients of what neither DDP nor fully_shard has wrapped, and

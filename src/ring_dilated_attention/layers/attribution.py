@@ -55,11 +55,11 @@ def attention_weights(
         not isinstance(queries, Tensor)
         or queries.dim() != 1
         or not is_integral(queries)
-        or (queries >= x.shape[1]).any()
+        or ((queries < 0) | (queries >= x.shape[1])).any()
     ):
         raise ValueError(
-            f"queries must be integers below {x.shape[1]}, the positions of x, in a list, a range or a tensor of one "
-            f"dimension, got {queries!r}"
+            f"queries must be integers below {x.shape[1]} and at least 0, the positions of x, in a list, a range or a "
+            f"tensor of one dimension, got {queries!r}"
         )
     attention._check_documents(x, key_padding_mask, cu_seqlens, None, None)
     check_positions(positions, x, attention.head_dim, attention.rotary_base, False)

@@ -305,7 +305,7 @@ class LongNetLM(nn.Module):
     def _labels(self, tokens_BN: Tensor, documents: Documents) -> Tensor:
         """The next token of each position; IGNORED_LABEL at the last position of a document."""
         if self.parallel is None:
-            next_BN = F.pad(tokens_BN[:, 1:].long(), (0, 1))
+            next_BN = tokens_BN.long().roll(-1, 1)
         else:
             next_BN = shift_left(self.parallel, tokens_BN.long(), IGNORED_LABEL, documents.borders)
         last_rows = torch.tensor(documents.last_rows, dtype=torch.int64, device="cpu")

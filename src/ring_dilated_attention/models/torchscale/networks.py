@@ -41,13 +41,21 @@ class SelfAttention(nn.Module):
         width = config.embed_dim
         self.num_heads = config.num_heads
         self.pattern = config.pattern
-        self.parallel = parallel
-        self._number = None if parallel is None else parallel.ranks.number_module()
+        self._share(parallel)
         self.k_proj = nn.Linear(width, width)
         self.v_proj = nn.Linear(width, width)
         self.q_proj = nn.Linear(width, width)
         self.out_proj = nn.Linear(width, width)
         self.inner_attn_ln = nn.LayerNorm(width)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is another module: it gets a number of its own."""
+        super().__setstate__(state)
+        self._share(self.parallel)
+
+    def _share(self, parallel: ContextParallel | None) -> None:
+        self.parallel = parallel
+        self._number = None if parallel is None else parallel.ranks.number_module()
 
     def forward(self, x_BNE: Tensor, attend: Attend) -> Tensor:
         heads = (self.num_heads, -1)
@@ -138,9 +146,8 @@ class LongNetEncoder(nn.Module):
         self.activation_checkpointing = activation_checkpointing
         self.layers = nn.ModuleList(Layer(config, parallel) for _ in range(config.num_layers))
         self.layer_norm = nn.LayerNorm(config.embed_dim) if config.normalize_output else None
-        if (
-            config.padding == "exact"
-        ):  # with torchscale's padding the names are those of published weights
+        # With torchscale's padding the names are those of published weights.
+        if config.padding == "exact":
             self.trained_with = RemembersPattern()
             self.trained_with.pattern = config.pattern
             self.register_load_state_dict_pre_hook(check_before_loading)
