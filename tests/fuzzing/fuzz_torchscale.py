@@ -17,9 +17,8 @@ from unittest import mock
 
 import torch
 from fuzz import Trial
-from fuzz_commands import broken, nothing
+from fuzz_commands import broken
 from fuzz_modules import why_unequal
-from fuzz_torchscale_misuse import try_hostile
 from helpers import poisoned_memory
 from padded import padded_reference
 from torch import Tensor
@@ -39,7 +38,7 @@ def prepare(folder: Path) -> None:
 
 def try_case(rng: random.Random, folder: Path) -> Trial:
     with poisoned_memory():
-        return rng.choices([try_model, try_hostile, try_settings], [12, 4, 2])[0](rng)
+        return rng.choices([try_model, try_settings], [6, 1])[0](rng)
 
 
 def draw_config(rng: random.Random) -> TorchscaleConfig:
@@ -226,6 +225,5 @@ BREAKAGES: dict[str, Callable[[], Any]] = {
     "a zero row too many is counted": broken("with_sinks", _gate_of_one_more, gates),
     "misplaced rows stay": broken("padded_position", lambda branch, position: position, gates),
     "a residual is left out": broken("forward", _layer_without_a_residual, networks.Layer),
-    "embeddings are not checked": broken("_why_not", nothing, LongNetEncoder),
     "settings are not checked": broken("PUBLISHED_SETTINGS", {}, architecture),
 }
