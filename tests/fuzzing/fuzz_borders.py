@@ -1,6 +1,8 @@
-"""Borders of packed documents (`cu_seqlens`) on real ranks: those that differ between ranks, that cannot be, that are
-others than those of the batch, or that somebody changes between forward and backward. What is computed is what the
-call's borders say; else all ranks get a ValueError that names cu_seqlens, and the next call is right.
+"""Borders of packed documents (`cu_seqlens`) on real ranks: those that differ between ranks, that cannot be, or that
+are others than those of the batch.
+
+What must hold: what is computed is what the call's borders say; else all ranks get a ValueError that names cu_seqlens,
+and the next call is right.
 """
 
 import itertools
@@ -42,7 +44,6 @@ class Desk(fuzz_ranks.Desk):
             self.one_batch: 3,
             self.all_batches: 3,
             self.between: 4,
-            self.changed: 2,
             self.positions: 1,
         }
 
@@ -190,39 +191,6 @@ class Desk(fuzz_ranks.Desk):
             complaint,
         )
 
-    def changed(self, rng: random.Random) -> Outcome:
-        """Somebody writes between forward and backward. Into rows: an error of all ranks. Into borders: nothing, since
-        forward has read them."""
-        seq_len = rng.randint(2, 20)
-        whose, what = rng.choice(["one", "all"]), rng.choice(["cu_seqlens", "cu_seqlens", "query"])
-        with self.context(rng, seq_len) as parallel:
-            borders = draw_borders(rng, seq_len)
-            given = tensor(borders)
-            torch.manual_seed(rng.randrange(2**31))
-            pattern = draw_pattern(rng, self.world_size)
-            x = torch.randn(1, seq_len, self.world_size, 4, dtype=torch.float64)
-            q, k, v = (self.rows(x, parallel, seq_len).requires_grad_() for _ in range(3))
-            query = q * 1.0
-            out = dilated_attention(query, k, v, pattern, parallel=parallel, cu_seqlens=given)
-            if whose == "all" or parallel.rank == self.odd:
-                with torch.no_grad():
-                    (given if what == "cu_seqlens" else query).add_(1)
-            if what == "cu_seqlens":
-                (found,) = torch.autograd.grad(out.sum(), [k])
-                again = dilated_attention(
-                    q, k, v, pattern, parallel=parallel, cu_seqlens=tensor(borders)
-                )
-                complaint = why_unequal("dk", found, torch.autograd.grad(again.sum(), [k])[0])
-            else:
-                complaint = why_not_refused_at_once(
-                    lambda: backward(out, k), "modified by an inplace operation"
-                )
-            complaint = complaint or self.why_wrong_after(rng, parallel, seq_len)
-        return (
-            f"{what} of {whose}, rank {self.odd}, {borders}, {fuzz_ranks.told(parallel)}",
-            complaint,
-        )
-
     def positions(self, rng: random.Random) -> Outcome:
         """`positions` of a context, which talks to nobody."""
         seq_len = rng.randint(1, 40)
@@ -236,14 +204,6 @@ class Desk(fuzz_ranks.Desk):
                 lambda: parallel.positions(seq_len, wrong()), "cu_seqlens"
             )
         return f"{borders}, then {wrong()}, of {seq_len}, {fuzz_ranks.told(parallel)}", complaint
-
-
-def backward(out: Tensor, leaf: Tensor) -> None:
-    """torch's own error is a RuntimeError, and stays one on a rank whose doing it is."""
-    try:
-        torch.autograd.grad(out.sum(), [leaf])
-    except RuntimeError as error:
-        raise ValueError(str(error)) from error
 
 
 def tensor(borders: Borders | None) -> Tensor | None:

@@ -15,7 +15,7 @@ import fuzz_ranks
 import torch
 import torch.distributed as dist
 from fuzz import Trial
-from fuzz_commands import broken, nothing
+from fuzz_commands import broken
 from fuzz_modules import by_hand, draw_language_model, draw_module, why_unequal
 from fuzz_oracle import draw_pattern
 from fuzz_rank_breakages import mean_of_each_shard
@@ -113,7 +113,6 @@ class Desk(fuzz_ranks.Desk):
     def deeds(self) -> dict[Callable[[random.Random], Outcome], int]:
         deeds: dict[Callable[[random.Random], Outcome], int] = {
             self.heads: 4,
-            self.too_few_heads: 1,
             self.columns: 3,
             self.sequence: 5,
             self.erring: 3,
@@ -124,7 +123,6 @@ class Desk(fuzz_ranks.Desk):
             deeds |= {
                 self.heads_and_sequence: 4,
                 self.heads_and_parameters: 3,
-                self.not_averaged: 3,
             }
         return deeds
 
@@ -222,28 +220,6 @@ class Desk(fuzz_ranks.Desk):
             if complaint := why_unequal(f"gradient of {name}", y, x):
                 return complaint
         return None
-
-    def too_few_heads(self, rng: random.Random) -> Outcome:
-        """A rank would have none; or a module is none of ours. The module stays as it was."""
-        pattern = DilatedPattern((4,), (1,))
-        few = MultiheadDilatedAttention(8, 4, pattern, num_kv_heads=1, dtype=torch.float64)
-        normed = MultiheadDilatedAttention(16, 4, pattern, sub_layernorm=True, dtype=torch.float64)
-        halved = draw_heads(rng, self.world_size)
-        parallelize_module(halved, self.line, ShardHeads())
-        module = rng.choice([few, normed, halved, nn.Linear(2, 2), nn.MultiheadAttention(4, 2)])
-        before = {name: (x.shape, id(x)) for name, x in module.named_parameters()}
-        said = {
-            id(few): "1 key/value heads",
-            id(normed): "sub_layernorm",
-            id(halved): "take heads of a whole one",
-        }
-        says = said.get(id(module), "MultiheadDilatedAttention")
-        complaint = why_not_refused_at_once(
-            lambda: parallelize_module(module, self.line, ShardHeads()), says
-        )
-        if {name: (x.shape, id(x)) for name, x in module.named_parameters()} != before:
-            complaint = complaint or "the module was changed"
-        return f"{module}", complaint
 
     def columns(self, rng: random.Random) -> Outcome:
         """torch's ColwiseParallel and RowwiseParallel: which heads a rank has is read from the parameters."""
@@ -559,54 +535,6 @@ class Desk(fuzz_ranks.Desk):
         complaint = complaint or self.why_other_heads(alone, sharded, grads, own_grads)
         return f"{alone}", complaint
 
-    def not_averaged(self, rng: random.Random) -> Outcome:
-        """Parameters of which nobody averages the gradients of a sequence's ranks are refused, by name."""
-        assert self.grid is not None
-        parallel = ContextParallel(self.grid["cp"], timeout=PATIENCE)
-        _, model = self.draw_models(rng, parallel, 2)
-        check_averaged(model, parallel, by_hand=True)  # nothing sharded yet
-        ways = [
-            "over samples",
-            "a part over samples",
-            "a part not at all",
-            "a part frozen",
-            "nothing",
-            "DDP over samples",
-        ]
-        how = rng.choice(ways)
-        blocks, over = [*model.model.blocks], rng.choice([self.grid, self.all_of_grid])
-        checked: nn.Module = model
-        if how == "nothing":
-            pass
-        elif how == "DDP over samples":
-            checked = nn.parallel.DistributedDataParallel(
-                model, process_group=self.grid["dp"].get_group()
-            )
-        elif how == "over samples":
-            for sharded in (*blocks, model):
-                fully_shard(sharded, mesh=self.grid["dp"])
-        elif how == "a part over samples":
-            fully_shard(blocks[-1], mesh=self.grid["dp"])
-            fully_shard(model, mesh=over)
-        else:
-            for sharded in blocks:
-                fully_shard(sharded, mesh=over)
-            if how == "a part frozen":
-                for parameter in model.parameters():
-                    parameter.requires_grad_(isinstance(parameter, DTensor))
-        if how == "a part frozen":
-            check_averaged(model, parallel)
-            complaint = None
-        else:
-            name = (
-                "DistributedDataParallel of the module" if how == "DDP over samples" else "model."
-            )
-            complaint = why_not_refused_at_once(
-                lambda: check_averaged(checked, parallel), "nobody would average", name
-            )
-        parallel.close()
-        return how, complaint
-
 
 def draw_heads(rng: random.Random, multiple: int) -> MultiheadDilatedAttention:
     """A module without a norm over all heads."""
@@ -674,7 +602,6 @@ RANK_BREAKAGES: dict[str, Callable[[], Any]] = {
         "backward", staticmethod(_unsummed), reshard.UnshardRows
     ),
     "inputs stay as they are": broken("_each_input", _inputs_as_they_are, styles),
-    "nobody looks who averages": broken("check_averaged", nothing, sys.modules[__name__]),
     "the mean of each shard": broken("mean_loss", mean_of_each_shard, context),
 }
 BREAKAGES = in_ranks(RANK_BREAKAGES)
