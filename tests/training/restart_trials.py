@@ -491,51 +491,8 @@ def whole_result(job: Job) -> Result:
     return found
 
 
-def struck_six_times(job: Job) -> tuple[Result, list[int]]:
-    """The result of a run in the present folder whose ranks are killed six times, and the steps at which they were."""
-    Path("text.txt").write_bytes(TEXT)
-    struck: list[int] = []
-    try:
-        job.begin()
-        for number in range(6):
-            if not job.wait_until(partial(is_running, job, job.size.steps * (number + 1) // 7)):
-                break
-            struck.append(steps_done())
-            job.kill((job.ranks()[:1], job.ranks()[1:], job.ranks())[number % 3])
-        job.end()
-    finally:
-        job.clear()
-    found = result()
-    assert found is not None, job.said.read_text(errors="replace")
-    return found, struck
-
-
 def is_running(job: Job, step: int) -> bool:
     return steps_done() >= step and len(job.ranks()) == job.num_ranks
-
-
-def draw(path: Path, whole: Result, found: Result, struck: Sequence[int]) -> None:
-    """The losses of a run that was struck, over those of one that never was, as a PNG at `path`."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    steps = range(1, len(whole.losses) + 1)
-    axes.plot(steps, whole.losses, color="tab:orange", linewidth=5, alpha=0.5, label="never struck")
-    axes.plot(
-        steps, found.losses, color="tab:blue", linewidth=1, label=f"killed {len(struck)} times"
-    )
-    for i, step in enumerate(struck):
-        label = "ranks killed" if i == 0 else None
-        axes.axvline(step, color="tab:gray", linestyle=":", linewidth=1, label=label)
-    axes.set_xlabel("step")
-    axes.set_ylabel("bits per byte")
-    equal = "equal to the bit" if whole == found else "NOT equal"
-    axes.set_title(
-        f"Losses and parameters are {equal}; held out {found.held_out:.3f} bits per byte"
-    )
-    axes.legend()
-    figure.savefig(path, format="png", dpi=120)
 
 
 def launcher_of(kind: str, number: int) -> str:
@@ -623,16 +580,6 @@ def row_of(kind: str, trials: Sequence[Trial]) -> dict[str, Any]:
     }
 
 
-def make_picture(path: Path) -> int:
-    path, size = path.resolve(), Size(steps=280, restarts=9)
-    with tempfile.TemporaryDirectory(prefix="rda-trials-") as folder:
-        whole = in_folder(Path(folder, "whole"), whole_result, Job("rda", size))
-        found, struck = in_folder(Path(folder, "struck"), struck_six_times, Job("rda", size))
-    draw(path, whole, found, struck)
-    print(f"killed at steps {struck}; {'equal' if whole == found else 'NOT equal'} to the bit")
-    return 0 if whole == found and len(struck) == 6 else 1
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -646,14 +593,7 @@ def main() -> int:
         "--at-once", type=int, default=2, help="trials at a time: most of a trial waits (default 2)"
     )
     add_record(parser)
-    parser.add_argument(
-        "--picture",
-        type=Path,
-        help="only draw the losses of a run that is killed six times, as PNG",
-    )
     arguments = parser.parse_args()
-    if arguments.picture is not None:
-        return make_picture(arguments.picture)
     about = {"seed": arguments.seed, "at_once": arguments.at_once}
     keep = kept_record(
         parser, arguments.record, "restarts", "tests/training/restart_trials.py", **about

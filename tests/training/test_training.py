@@ -403,6 +403,7 @@ class TestCommand:
         ("changes", "message"),
         [
             ({"ranks": 0}, "--ranks: must be at least 1, got 0"),
+            ({"timeout": "1e15"}, "--timeout: must be at most 86,400, got 1000000000000000"),
             ({"steps": 0}, "--steps 0 must be from 1 to 9,223,372,036,854,775,807"),
             ({"seq_len": 1}, "--seq-len 1 must be from 2 to"),
             ({"learning_rate": "nan"}, "--learning-rate nan must be from 1e-30 to 1e+30"),
