@@ -183,14 +183,6 @@ def test_a_terminal_without_letters(more, tmp_path):
     assert ("B\\xfccher" in error) == ("--picture" in more)
 
 
-@pytest.mark.parametrize("name", ["", *cli.SUBCOMMANDS])
-def test_help_is_ascii(name, capsys):
-    with pytest.raises(SystemExit) as caught:
-        cli.main([*name.split(), "--help"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out.isascii()
-
-
 @pytest.mark.parametrize("arguments", [["check", "--ranks", "1", "2"]], ids=" ".join)
 def test_interrupted_at_any_time(arguments):
     """Ctrl-C while torch is imported, here or in the process that ranks are forked from, or later. One line, and nobody
@@ -311,10 +303,13 @@ def test_memory_that_is_not_there_is_a_sentence(monkeypatch, capsys):
     assert capsys.readouterr().err == "rda plan: there is not enough memory\n"
 
 
-@pytest.mark.parametrize("command", cli.SUBCOMMANDS)
-def test_help_fits_80_columns(command, capsys, monkeypatch):
+@pytest.mark.parametrize("command", ["", *cli.SUBCOMMANDS])
+def test_help_is_ascii_and_its_examples_fit_80_columns(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as caught:
         cli.main([*command.split(), "--help"])
-    epilog = capsys.readouterr().out.rpartition("\nexamples:")[2]
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert out.isascii()
+    epilog = out.rpartition("\nexamples:")[2]
     assert [line for line in epilog.splitlines() if len(line) > 80] == []

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.image import imread
 
 from ring_dilated_attention.commands import cli
-from ring_dilated_attention.commands.hardware import PRESETS, Machine, as_toml, machine_of
+from ring_dilated_attention.commands.hardware import Machine, as_toml, machine_of
 from ring_dilated_attention.commands.plan.picture import pairs_by_branch
 from ring_dilated_attention.forecast.call_cost import Exchange, PlannedCall, forecast
 from ring_dilated_attention.forecast.clock import Hardware, time_text
@@ -274,14 +274,6 @@ def test_hardware_files_come_back(tmp_path):
             "'50 GB/s' must be from 1e+06 to 1e+14 bytes",
         ),
         (
-            "[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nlatency_seconds = 25",
-            "which unit is meant?",
-        ),
-        (
-            "[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nlatency_seconds = 0.9",
-            "which unit is meant?",
-        ),
-        (
             "[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nlatency_seconds = 0.11",
             "5 µs are 5e-6",
         ),
@@ -290,20 +282,12 @@ def test_hardware_files_come_back(tmp_path):
             "which unit is meant?",
         ),
         (
-            "[hardware]\nflops_per_second = 1e12\nbytes_per_second = 50000",
-            "50000 must be from 1e+06",
-        ),
-        (
             "[hardware]\nflops_per_second = 1e12\nbytes_per_second = 4e17",
             "bytes in a second, one way; 50 GB/s",
         ),
         (
             "[hardware]\nflops_per_second = 5e17\nbytes_per_second = 1e9",
             "FLOPs in a second; 500 TFLOP/s are 5e14",
-        ),
-        (
-            "[hardware]\nflops_per_second = 500_000\nbytes_per_second = 1e9",
-            "500000 must be from 1e+06",
         ),
         (
             "[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\ndtype = [1]",
@@ -335,12 +319,6 @@ def test_hardware_files_that_cannot_be(content, message, tmp_path):
     with pytest.raises(ValueError, match=r".") as refused:
         machine_of(str(path))
     assert message in str(refused.value)
-
-
-def test_presets_name_their_source_and_what_has_none():
-    assert all("arXiv" in machine.source for machine in PRESETS.values())
-    assert all("latency not measured here" in machine.source for machine in PRESETS.values())
-    assert all("no GPU has run this library" in machine.source for machine in PRESETS.values())
 
 
 @pytest.mark.parametrize(("num_ranks", "is_marked"), [(12, False), (13, True)])
