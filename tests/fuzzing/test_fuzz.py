@@ -61,7 +61,7 @@ def test_nothing_is_found(kind, numbers):
 )
 def test_a_broken_program_is_noticed(kind, broken):
     """Those that few cases notice; `make fuzz` has more, and takes longer."""
-    assert fuzz(kind, SEED, range(200), broken=broken, most_failures=1).failures
+    assert fuzz(kind, SEED, range(400), broken=broken, most_failures=1).failures
 
 
 @pytest.mark.parametrize(("rounding", "is_wrong"), [(1e-9, False), (0.25, True)])
