@@ -24,8 +24,9 @@ def save(weights, path):
     return path
 
 
+@pytest.mark.parametrize("padding", ["torchscale", "exact"])
 @pytest.mark.parametrize("suffix", ["pth", "safetensors"])
-def test_load_slide_encoder(tmp_path, suffix):
+def test_load_slide_encoder(tmp_path, suffix, padding):
     """The size is that of the weights; their dtype is float32, as the model's."""
     model = LongNetViT(
         5,
@@ -35,9 +36,10 @@ def test_load_slide_encoder(tmp_path, suffix):
         slide_ngrids=20,
         segment_lengths=segment_lengths_for(),
         dilation_rates=(1, 2, 4, 8, 16),
+        padding=padding,
     )
     weights = fill(model).state_dict()
-    loaded = load(save(weights, tmp_path / f"weights.{suffix}"))
+    loaded = load(save(weights, tmp_path / f"weights.{suffix}"), padding=padding)
     assert not loaded.training
     x, coords = POOLED.inputs()
     torch.testing.assert_close(loaded(x, coords), model(x, coords), rtol=1e-6, atol=1e-6)
@@ -46,7 +48,7 @@ def test_load_slide_encoder(tmp_path, suffix):
     with pytest.raises(
         ValueError, match="1 tensors that a LongNetViT has no place for: mask_token"
     ):
-        load(path)
+        load(path, padding=padding)
 
 
 def test_weights_that_are_refused(tmp_path):

@@ -174,6 +174,8 @@ def load_slide_encoder(
     # loading rounds to the model's dtype
     dtype = dtype or (torch.float64 if is_wide else torch.float32)
     for name, x in mapped.state_dict.items():
+        if name.endswith("_extra_state"):  # the bytes of a text
+            continue
         if not x.is_floating_point():
             raise ValueError(f"{path}: {name} is {x.dtype}, expected floating numbers")
         if not x.to(dtype).isfinite().all():
