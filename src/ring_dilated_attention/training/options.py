@@ -14,7 +14,7 @@ MAX_INT64 = 2**63 - 1  # the largest integer of 64 bits, also of a tensor's stri
 # within float32 even after AdamW's first step, which divides the learning rate by 1 - 0.9
 LARGEST_FLOAT, SMALLEST_FLOAT = (1e30, 1e-30)
 # Short sequences teach most in the same time.
-DEFAULT_STEPS, DEFAULT_PHASES = 8, ("512:2:1150", "1024:2:320", "4096:2:40")
+DEFAULT_STEPS, DEFAULT_PHASES = 7, ("512:2:1080", "1024:2:300", "4096:2:36")
 DEFAULT_WINDOW = 128  # beside the default segments
 
 
