@@ -317,8 +317,8 @@ MUTANTS = (
     Mutant(
         "the rehearsal of a step reads two bytes for each rank, as its borders say",
         "training/loop.py",
-        "wrapped(shard(bytearray(2 * parallel.world_size), parallel), borders)",
-        "wrapped(shard(bytearray(1 * parallel.world_size), parallel), borders)",
+        "parallel.shard(tokens_of(bytearray(2 * parallel.world_size)))",
+        "parallel.shard(tokens_of(bytearray(1 * parallel.world_size)))",
         TRAINING,
     ),
     Mutant(
