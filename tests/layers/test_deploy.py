@@ -26,6 +26,7 @@ from ring_dilated_attention.models import (
     LongNetConfig,
     LongNetEncoder,
     LongNetLM,
+    LongNetViT,
     TorchscaleConfig,
 )
 
@@ -223,25 +224,35 @@ def test_older_weights_load_with_one_warning():
     ]
 
 
-def test_an_encoder_of_ones_own_remembers_its_pattern():
-    def encoder(pattern, **padding):
-        sizes = {"num_layers": 1, "embed_dim": 32, "num_heads": 4, "ffn_dim": 64}
-        return LongNetEncoder(TorchscaleConfig(pattern, **padding, **sizes))
+@pytest.mark.parametrize("padding", ["exact", "torchscale"])
+def test_an_encoder_remembers_its_pattern(padding):
+    def encoder(lengths):
+        sizes = {"num_layers": 2, "embed_dim": 32, "num_heads": 4, "ffn_dim": 64}
+        return LongNetEncoder(TorchscaleConfig(lengths, (1, 4), padding=padding, **sizes))
 
-    model = encoder(DilatedPattern((8, 32), (1, 4)), padding="exact")
-    weights = model.state_dict()
-    encoder(DilatedPattern((8, 32), (1, 4)), padding="exact").load_state_dict(weights)
-    other = encoder(DilatedPattern((16, 32), (1, 4)), padding="exact")
+    weights = encoder((8, 32)).state_dict()
+    encoder((8, 32)).load_state_dict(weights)
+    other = encoder((16, 32))
     before = {name: x.clone() for name, x in other.named_parameters()}
     with pytest.raises(ValueError, match="it would be another function"):
         other.load_state_dict(weights)
     assert all(torch.equal(x, before[name]) for name, x in other.named_parameters())
-
-    published = encoder((8, 32), dilation_rates=(1, 4)).state_dict()
-    assert not any("trained_with" in name for name in published)
+    published = {name: x for name, x in weights.items() if not name.endswith("_extra_state")}
     with pytest.warns(UserWarning, match="do not say with which pattern") as shown:
-        model.load_state_dict(published)
+        other.load_state_dict(published)
     assert len(shown) == 1
+
+
+def test_a_published_slide_encoder_takes_weights_of_any_slide_size():
+    def slide_encoder(padding, lengths=(8, 32)):
+        rules = {"segment_lengths": lengths, "dilation_rates": (1, 4), "padding": padding}
+        return LongNetViT(4, 32, 1, 4, slide_ngrids=8, **rules)
+
+    weights = slide_encoder("torchscale").state_dict()
+    assert not any(name.endswith("_extra_state") for name in weights)
+    slide_encoder("torchscale", (16, 64)).load_state_dict(weights)
+    with pytest.raises(ValueError, match="it would be another function"):
+        slide_encoder("exact", (16, 64)).load_state_dict(slide_encoder("exact").state_dict())
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,9 @@ def test_initial_weights_are_torchscales(name):
     expected = case.original_model().state_dict()
     torch.manual_seed(0)
     found = LongNetEncoder(TorchscaleConfig.from_torchscale(case.settings())).state_dict()
-    assert found.keys() == expected.keys()
-    for key, weight in found.items():
-        torch.testing.assert_close(weight.double(), expected[key], rtol=1e-6, atol=0)
+    assert found.keys() == expected.keys() | {"trained_with._extra_state"}
+    for key, weight in expected.items():
+        torch.testing.assert_close(found[key].double(), weight, rtol=1e-6, atol=0)
 
 
 def test_initial_weights_are_scaled():

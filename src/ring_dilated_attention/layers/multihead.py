@@ -4,8 +4,6 @@ Shape suffixes: B batch, N positions (the local ones under `parallel`), E embedd
 D head dim.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,6 +25,7 @@ from ..ranks.named import called_by, refuse
 from ..ranks.ranks import warn_of_forgotten_parallel
 from ..run.dilated_cache import DilatedCache
 from ..run.views import on_device
+from .numbered import NumberedModule
 from .padded import packed_rows
 from .rotary import (
     RotaryTable,
@@ -42,7 +41,7 @@ from .trained_with import RemembersPattern, check_before_loading
 Heads = tuple[Tensor, Tensor, Tensor]  # query (B, N, H, D), key and value (B, N, G, D)
 
 
-class MultiheadDilatedAttention(RemembersPattern):
+class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
     """Self-attention with a dilated pattern, called like `nn.MultiheadAttention(batch_first=True)`.
 
         out = out_proj(subln(dilated_attention(rotate(query Wq), rotate(key Wk), value Wv)))
@@ -140,16 +139,6 @@ class MultiheadDilatedAttention(RemembersPattern):
         self.share(parallel)
         self.reset_parameters()
         self.register_load_state_dict_pre_hook(check_before_loading)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy is another module: it gets a number of its own."""
-        super().__setstate__(state)
-        self.share(self.parallel)
-
-    def share(self, parallel: ContextParallel | None) -> None:
-        """From now on inputs and outputs are shards of sequences that these ranks share."""
-        self.parallel = parallel
-        self._number = None if parallel is None else parallel.ranks.number_module()
 
     def reset_parameters(self, *, gain: float = 1.0) -> None:
         """Xavier per projection; `gain` scales the value and output projections only (MAGNETO, arXiv 2210.06423)."""

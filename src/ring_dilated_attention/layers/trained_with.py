@@ -46,16 +46,19 @@ class RemembersPattern(nn.Module):
 def check_before_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Refuse weights of another pattern before any is copied, and let those load that do not say their pattern, with a
     warning. Python shows a warning of one text once."""
-    rememberer: Any = module
+    holder: Any = module
     name = f"{prefix}_extra_state"
-    if hasattr(module, "trained_with"):
-        rememberer, name = module.trained_with, f"{prefix}trained_with._extra_state"
+    if not isinstance(module, RemembersPattern):
+        holder = module.trained_with
+        name = f"{prefix}trained_with._extra_state"
+    if holder is None:  # the pattern is not one of training
+        return
     if name in state:
-        rememberer.set_extra_state(state[name])
+        holder.set_extra_state(state[name])
     elif any(key.startswith(prefix) for key in state):
         warnings.warn(
             "the weights do not say with which pattern and rotary they were trained: make sure that the module has the "
             "same, or its outputs are wrong. (Weights saved by this version say it.)",
             stacklevel=2,
         )
-        state[name] = rememberer.get_extra_state()
+        state[name] = holder.get_extra_state()

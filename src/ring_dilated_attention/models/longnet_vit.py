@@ -152,6 +152,9 @@ class LongNetViT(nn.Module):
         self.encoder = LongNetEncoder(
             config, parallel=parallel, activation_checkpointing=activation_checkpointing
         )
+        if padding == "torchscale":
+            # Published weights: their segments follow from the size of a slide, and their names are known.
+            self.encoder.trained_with = None
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.reset_parameters()
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ...attention import dilated_attention
 from ...attention.validate import check_objects
+from ...layers.numbered import NumberedModule
 from ...layers.trained_with import RemembersPattern, check_before_loading
 from ...ranks.context import ContextParallel
 from ...ranks.named import called_by
@@ -33,7 +34,7 @@ Attend = Callable[..., Tensor]
 FFN_SLICE_NUMBERS = 2**24
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(NumberedModule):
     """out_proj(subln(attention(q_proj x, k_proj x, v_proj x)))."""
 
     def __init__(self, config: TorchscaleConfig, parallel: ContextParallel | None) -> None:
@@ -41,21 +42,12 @@ class SelfAttention(nn.Module):
         width = config.embed_dim
         self.num_heads = config.num_heads
         self.pattern = config.pattern
-        self._share(parallel)
+        self.share(parallel)
         self.k_proj = nn.Linear(width, width)
         self.v_proj = nn.Linear(width, width)
         self.q_proj = nn.Linear(width, width)
         self.out_proj = nn.Linear(width, width)
         self.inner_attn_ln = nn.LayerNorm(width)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy is another module: it gets a number of its own."""
-        super().__setstate__(state)
-        self._share(self.parallel)
-
-    def _share(self, parallel: ContextParallel | None) -> None:
-        self.parallel = parallel
-        self._number = None if parallel is None else parallel.ranks.number_module()
 
     def forward(self, x_BNE: Tensor, attend: Attend) -> Tensor:
         heads = (self.num_heads, -1)
@@ -146,11 +138,9 @@ class LongNetEncoder(nn.Module):
         self.activation_checkpointing = activation_checkpointing
         self.layers = nn.ModuleList(Layer(config, parallel) for _ in range(config.num_layers))
         self.layer_norm = nn.LayerNorm(config.embed_dim) if config.normalize_output else None
-        # With torchscale's padding the names are those of published weights.
-        if config.padding == "exact":
-            self.trained_with = RemembersPattern()
-            self.trained_with.pattern = config.pattern
-            self.register_load_state_dict_pre_hook(check_before_loading)
+        self.trained_with: RemembersPattern | None = RemembersPattern()
+        self.trained_with.pattern = config.pattern
+        self.register_load_state_dict_pre_hook(check_before_loading)
 
     def forward(
         self,
