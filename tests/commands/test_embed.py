@@ -430,7 +430,8 @@ def test_other_settings_and_other_folders_are_refused(weights, slides, tmp_path,
             [mine, slides[0]],
             "mine is no folder of `rda embed`, and is not empty: choose another --out",
         ),
-        ([tmp_path / "file", slides[0]], "file: Not a directory"),
+        ([tmp_path / "file", slides[0]], "file cannot be written: Not a directory"),
+        (["/proc/embeddings", slides[0]], "--out /proc/embeddings cannot be written: "),
     ):
         assert embed(weights, *arguments) == 2
         assert message in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """The folder of `rda embed`: NAME.npy for each slide, and settings.json. Only the same settings may add to it."""
 
 import json
+import tempfile
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ class EmbeddingFolder:
     embedding."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        _check_writable(path)  # before hours of computing
         self.path = path
         self.settings_file = path / "settings.json"
         self.settings = json.dumps({"made_by": MADE_BY, **settings}, indent=1).encode()
@@ -40,3 +42,17 @@ class EmbeddingFolder:
         content = BytesIO()
         numpy.save(content, embedding)
         write_whole(self.path_of(name), content.getvalue(), lambda file: True, MADE_BY)
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise ValueError unless new files can be written to a folder, which may not exist yet. It is not made."""
+    there = folder.absolute()
+    while not there.exists():
+        there = there.parent
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--out {folder} cannot be written: {error.strerror}. Choose another place."
+        ) from error
