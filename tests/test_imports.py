@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,16 @@ def test_a_room_imports_only_those_below(room):
         below -= {"reference"} - {room}
     for path in paths:
         assert {name.partition(".")[0] for name in imported(path)} & set(ROOMS) <= below, path
+
+
+def test_no_files_import_each_other():
+    """Also in functions; in rooms as between them."""
+    imports = {}
+    for path in PACKAGE.rglob("*.py"):
+        names = path.relative_to(PACKAGE).with_suffix("").parts
+        imports[".".join(names).removesuffix(".__init__")] = set(imported(path))
+    imports["models.sampling"].remove("models.longnet")  # for a type alone
+    tuple(TopologicalSorter(imports).static_order())  # a CycleError names the files
 
 
 def test_every_file_is_in_a_room():

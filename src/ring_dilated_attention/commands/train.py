@@ -61,7 +61,7 @@ LOST_CONNECTION = re.compile(
 EXAMPLES = """examples:
   rda train                                  one process; the document is
                                              Python's standard library
-  rda train --ranks 2                        two processes share every sequence
+  rda train --ranks 2                        two processes share long sequences
   rda train --data book.txt --seq-len 64Ki   the bytes of any files
   rda train --segment-lengths 32768 --dilation-rates 1           dense attention
   rda train --run-folder runs/a              begin a run, or go on with it
