@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = train(dilated, options)
     print("training with the window alone")
     near = train(window, options)
-    held_out = Recordings(64, options.samples)
+    held_out = Recordings(4 * options.batch, options.samples)
     print(f"both branches: {accuracy(model, held_out):.1%} of windows are right; a guess has 50%")
     print(f"the window alone: {accuracy(near, held_out):.1%}")
 

@@ -23,7 +23,7 @@ PLAN = [
     "--seq-len",
     "4096",
     "--ranks",
-    "17",
+    "3",
     "--segment-lengths",
     "4096",
     "--dilation-rates",
@@ -88,11 +88,15 @@ def test_every_command_names_the_extra_that_brings_rich(name, capsys, monkeypatc
         cli.main([*name.split(), "--help"])
 
 
-@pytest.mark.parametrize("more", [["--json"], []], ids=["much", "little"])
-def test_nobody_reads_on(more):
-    """As `rda ... | head -1`: no traceback, whether the pipe breaks while it is written to or at the end."""
-    command = [sys.executable, "-m", "ring_dilated_attention", *PLAN, "--ranks", "8", *more]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def command(*arguments, **options):
+    """`rda` in a process of its own."""
+    words = [sys.executable, "-m", "ring_dilated_attention", *arguments]
+    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **options)
+
+
+def test_nobody_reads_on():
+    """As `rda ... | head -1`: no traceback."""
+    process = command(*PLAN, stdout=subprocess.PIPE)
     process.stdout.close()
     error = process.stderr.read()
     process.stderr.close()
@@ -100,48 +104,22 @@ def test_nobody_reads_on(more):
     assert error == ""
 
 
-def command(*arguments, **options):
-    """`rda` in a process of its own."""
-    words = [sys.executable, "-m", "ring_dilated_attention", *arguments]
-    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True, **options)
-
-
-@pytest.mark.parametrize("stream", ["/dev/full", "closed"])
-@pytest.mark.parametrize(("more", "code"), [(["4"], 0), (["4", "--json"], 0), (["0"], 2)])
-def test_output_that_cannot_be_written(stream, more, code):
-    """Catches a traceback of a full disk, at once or at exit, and of a stream that is closed."""
-    arguments = [*PLAN, "--ranks", *more]
-    if stream == "closed":
-        process = command(*arguments, preexec_fn=lambda: os.close(1))
-    else:
-        with open(stream, "w") as full:
-            process = command(*arguments, stdout=full)
-        code = 2
-    error = process.communicate(timeout=60)[1]
-    assert process.returncode == code
-    expected = (
-        "rda plan: argument --ranks: must be at least 1, got 0\n"
-        if more == ["0"]
-        else "rda plan: No space left on device\n"
-    )
-    assert error == (expected if code == 2 else "")
-
-
 @pytest.mark.parametrize(
     ("streams", "code", "said"),
     [
+        (">&-", 0, ""),
+        (">/dev/full", 2, "rda plan: No space left on device\n"),
         ("<&- 2>&-", 0, ""),
-        ("2>/dev/full", 0, ""),
-        ("1</dev/null", 2, "rda plan: Bad file descriptor\n"),
     ],
 )
 def test_streams_of_a_shell(streams, code, said):
-    """Catches a traceback of a stream that is closed or read-only, and a result that another stream spoils."""
+    """Catches a traceback of a stream that is full or closed, and a result that another stream spoils."""
     words = shlex.join([sys.executable, "-m", "ring_dilated_attention", *PLAN])
-    options = {"shell": True, "capture_output": True, "text": True, "timeout": 60, "check": False}
-    found = subprocess.run(f"{words} {streams}", **options)
-    assert (found.returncode, found.stderr) == (code, said)
-    assert found.stdout.startswith("branch 0 (w=4096, r=1)") == (code == 0), found.stdout
+    options = {"shell": True, "capture_output": True, "text": True, "timeout": 120, "check": False}
+    ended = subprocess.run(f"{words} {streams}", **options)
+    assert (ended.returncode, ended.stderr) == (code, said)
+    is_shown = not streams.startswith(">")
+    assert ended.stdout.startswith("branch 0 (w=4096, r=1)") == is_shown
 
 
 def test_a_sentence_for_a_full_stderr_does_not_hide_an_unread_stdout(monkeypatch):
@@ -168,29 +146,26 @@ def test_a_sentence_that_stderr_does_not_take():
         )
 
 
-@pytest.mark.parametrize("more", [["--picture"], ["--causal"]])
-def test_a_terminal_without_letters(more, tmp_path):
+def test_a_terminal_without_letters(tmp_path):
     """Everything that is printed is ASCII; what a user's path has beyond is shown by number."""
-    if more == ["--picture"]:
-        more = [*more, str(tmp_path / "B\u00fccher.png")]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    process = command(
-        *PLAN, "--seq-len", "64", "--ranks", "4", *more, env=environment, stdout=subprocess.PIPE
-    )
+    words = [*PICTURES, str(tmp_path / "B\u00fccher.png")]
+    process = command(*words, env=environment, stdout=subprocess.PIPE)
     out, error = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "\\" not in out
-    assert ("B\\xfccher" in error) == ("--picture" in more)
+    assert "B\\xfccher" in error
 
 
-@pytest.mark.parametrize("arguments", [["check", "--ranks", "1", "2"]], ids=" ".join)
-def test_interrupted_at_any_time(arguments):
+def test_interrupted_at_any_time():
     """Ctrl-C while torch is imported, here or in the process that ranks are forked from, or later. One line, and nobody
     is left: whoever is would keep the pipe open."""
     seconds = random.Random(0)
     processes = []
-    for _ in range(3):
-        process = command(*arguments, stdout=subprocess.DEVNULL, start_new_session=True)
+    for _ in range(2):
+        process = command(
+            "check", "--ranks", "1", "2", stdout=subprocess.DEVNULL, start_new_session=True
+        )
         wait_for(lambda pid=process.pid: "torch" in Path(f"/proc/{pid}/maps").read_text())
         time.sleep(seconds.uniform(0, 1.5))
         os.killpg(process.pid, signal.SIGINT)
@@ -198,7 +173,7 @@ def test_interrupted_at_any_time(arguments):
     for process in processes:
         error = process.communicate(timeout=60)[1]
         assert process.returncode == 130
-        assert error.endswith(f"\nrda {arguments[0]}: interrupted\n")
+        assert error.endswith("\nrda check: interrupted\n")
         assert "Traceback" not in error
 
 

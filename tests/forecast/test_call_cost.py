@@ -26,7 +26,7 @@ def random_job(rng, num_ranks):
     )
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "exchange", [Exchange(), Exchange("all_gather"), Exchange("all_to_all"), Exchange("ring", 2)]
 )
@@ -57,9 +57,8 @@ def test_figures_are_those_of_the_plans(seed, exchange):
     assert 0 <= figures.exposed < 1
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_picked_ranks_hold_as_much_as_any(seed):
-    rng = random.Random(seed)
+def test_the_picked_ranks_hold_as_much_as_any():
+    rng = random.Random(0)
     job, sizes = random_job(rng, rng.randint(14, 20)), Sizes(1, 16, 4)
     picked = picked_ranks(count(job, Exchange()))
     assert len(picked) <= 15

@@ -63,6 +63,21 @@ def padded_batch(lengths, num_positions):
     return x.masked_fill(mask[..., None], torch.nan), mask  # padding must not be read
 
 
+@pytest.fixture(scope="module")
+def exported_folder(tmp_path_factory):
+    """model.pt2, and expected.pt: an input and its output."""
+    folder = tmp_path_factory.mktemp("exported")
+    torch.manual_seed(0)
+    module, x = Whole().eval(), torch.randn(1, 51, 16)
+    with torch.no_grad():
+        exported = torch.export.export(
+            module, (torch.randn(1, 40, 16),), dynamic_shapes=({1: Dim("N", min=1)},)
+        )
+        torch.export.save(exported, folder / "model.pt2")
+        torch.save((x, module(x)), folder / "expected.pt")
+    return folder
+
+
 @pytest.mark.parametrize(
     "first",
     [
@@ -73,23 +88,16 @@ def padded_batch(lengths, num_positions):
     ],
     ids=["before torch", "after torch", "before torch, which is looked for first"],
 )
-def test_an_exported_file_loads_after_a_plain_import(first, tmp_path):
+def test_an_exported_file_loads_after_a_plain_import(first, exported_folder):
     """In either order of imports, and without the package's other files or torch's compiler until then."""
-    module, x = Whole().eval(), torch.randn(1, 51, 16)
-    with torch.no_grad():
-        exported = torch.export.export(
-            module, (torch.randn(1, 40, 16),), dynamic_shapes=({1: Dim("N", min=1)},)
-        )
-        torch.export.save(exported, tmp_path / "model.pt2")
-        torch.save((x, module(x)), tmp_path / "expected.pt")
     code = f"""if True:
         import sys
         import {first}
         names = [name for name in sys.modules if name.startswith("ring_dilated_attention.")]
         assert set(names) <= {{"ring_dilated_attention.pattern"}}, names
         assert "torch._dynamo" not in sys.modules, "torch's compiler was imported"
-        x, expected = torch.load("{tmp_path}/expected.pt")
-        out = torch.export.load("{tmp_path}/model.pt2").module()(x)
+        x, expected = torch.load("{exported_folder}/expected.pt")
+        out = torch.export.load("{exported_folder}/model.pt2").module()(x)
         torch.testing.assert_close(out, expected)
     """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
