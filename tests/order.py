@@ -6,7 +6,6 @@ import pytest
 LONGEST = (
     "test_nothing_is_found",
     "test_runs_in_a_minute[train_fsdp2]",
-    "test_whoever_waits_when_rank_0_gives_up",
     "test_every_row_of_one_and_two_ranks_passes",
     "test_ranks_that_leave",
     "test_three_starts_end_a_run",

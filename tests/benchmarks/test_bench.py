@@ -2,19 +2,17 @@
 
 import json
 import math
-import re
 import shutil
 from importlib.metadata import version
 
 import pytest
 import torch
-from full_disk import on_a_full_disk
 from helpers import ROOT
 
-from benchmarks import command, crossover, flops, gate, linear, measure, ranks, record
+from benchmarks import command, flops, gate, measure, record
 from benchmarks.command import CASES
 from ring_dilated_attention import kernels
-from ring_dilated_attention.pattern import WHOLE_DOCUMENT, DilatedPattern
+from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
 from ring_dilated_attention.plan.sharding import make_shards
@@ -129,28 +127,6 @@ def test_a_record_of_somebody_else_is_refused(tmp_path, monkeypatch, capsys):
     assert [path.name for path in tmp_path.rglob("*")] == ["results", "linear.json"]
 
 
-def test_a_full_disk_is_a_sentence(tmp_path):
-    shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "results")
-    code, error = on_a_full_disk(
-        100, command.main, ["--page", "--results", str(tmp_path / "results")]
-    )
-    assert (code, error) == (2, f"python -m benchmarks: {tmp_path}/README.md: File too large\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["results"]
-
-
-def test_records_of_two_machines_stand_side_by_side(tmp_path):
-    results = ROOT / "benchmarks" / "results"
-    (tmp_path / "results").mkdir()
-    for name in ("linear.json", "linear.other-cpu.json"):
-        record = json.loads((results / "linear.json").read_text())
-        record["hardware"]["processor"] = name
-        (tmp_path / "results" / name).write_text(json.dumps(record))
-    assert command.main(["--page", "--results", str(tmp_path / "results")]) == 0
-    page = (tmp_path / "README.md").read_text()
-    assert page.count("## linear") == 1
-    assert page.index(": linear.json, ") < page.index(": linear.other-cpu.json, ")
-
-
 def test_what_is_not_run_any_more_keeps_its_table(tmp_path):
     """As text, beside the last commit that holds the code; and its rows."""
     (tmp_path / "results").mkdir()
@@ -179,38 +155,6 @@ def test_a_record_is_of_a_case_that_runs_or_keeps_its_table():
     assert names - by_tests <= {*retired, *command.TABLES}
 
 
-def test_eight_tensors_are_counted():
-    """By hand: on 2 ranks, 512 positions of 2 heads of 16, in 4 bytes, 8 times."""
-    row = {
-        **measure.call_json(measure.Sizes(1024, 2, 16), PATTERN),
-        "ranks": 2,
-        "forward_bytes": 1,
-        "forward_backward_bytes": 3 * 512 * 2 * 16 * 4 * 4,
-        "of_one_rank": 1.0,
-        "target": 1.1,
-        "sent_bytes": 0,
-    }
-    assert " 1.500 |" in ranks.table([row])
-
-
-def test_a_page_is_made_anew(tmp_path):
-    """From records of any age: those of this repository make its page again."""
-    benchmarks = ROOT / "benchmarks"
-    shutil.copytree(benchmarks / "results", tmp_path / "results")
-    shutil.copy(benchmarks / "README.md", tmp_path)
-    assert command.main(["--page", "--results", str(tmp_path / "results")]) == 0
-    headings = re.findall(r"^##+ .*", (benchmarks / "README.md").read_text(), flags=re.MULTILINE)
-    assert (
-        re.findall(r"^##+ .*", (tmp_path / "README.md").read_text(), flags=re.MULTILINE) == headings
-    )
-
-
-def test_unknown_case_is_refused(capsys):
-    assert command.main(["speed"]) == 2
-    assert "unknown case 'speed'; choose from flops" in capsys.readouterr().err
-    assert command.main([]) == 2
-
-
 @pytest.mark.parametrize("num_rows", [1, 31, 64, 200, 512, 700, 1024, 2048, 2500])
 def test_rounded_causal_pairs(num_rows):
     """Query by query: the keys up to the end of its block of queries, rounded up to blocks of 512."""
@@ -232,15 +176,6 @@ def test_rounding_is_of_causal_tiles_only():
         assert (flops.computed_pairs(plan) > plan.pairs) == is_causal
 
 
-def test_exponent_of_a_power_law():
-    assert linear.exponent({n: 3e-6 * n**1.5 for n in (10, 100, 1000)}) == pytest.approx(1.5)
-
-
-def test_first_faster_stays_faster():
-    assert crossover.first_faster({1: 0.5, 2: 1.5, 4: 0.9, 8: 1.1, 16: 3}) == 8
-    assert crossover.first_faster({1: 0.5, 2: 0.9}) is None
-
-
 def test_allocator_events_are_exact():
     """The profiler's own interface is private: this pins what is read from it."""
 
@@ -251,31 +186,3 @@ def test_allocator_events_are_exact():
         return y, torch.empty(10, dtype=torch.float32)
 
     assert measure.allocated(function) == measure.Allocated(10_000, 0)
-
-
-def test_quantiles():
-    assert measure.quantiles([3.0, 1.0, 2.0]) == {
-        "min": 1.0,
-        "median": 2.0,
-        "max": 3.0,
-        "repeats": 3,
-    }
-
-
-def test_a_pattern_in_words():
-    """Catches 4611686018427387904 in a table."""
-    words = {
-        "dense": DilatedPattern.dense(is_causal=False),
-        "dense causal": DilatedPattern.dense(is_causal=True),
-        "(8, whole)/(1, 4) causal": DilatedPattern((8, WHOLE_DOCUMENT), (1, 4), is_causal=True),
-        "(8, 32)/(1, 4)": DilatedPattern((8, 32), (1, 4)),
-    }
-    for text, pattern in words.items():
-        row = {"segment_lengths": pattern.segment_lengths, "dilation_rates": pattern.dilation_rates}
-        assert record.branches(row | {"is_causal": pattern.is_causal}) == text
-
-
-def test_markdown_is_aligned():
-    lines = record.markdown(("a", "number"), [("long name", "1"), ("b", "22")]).splitlines()
-    assert len({len(line) for line in lines}) == 1
-    assert lines[1].endswith(":|")

@@ -1,6 +1,5 @@
 """Peers beside this library: that a wrong one is seen, that none is dropped, that bytes are those that are sent."""
 
-import ast
 import json
 
 import pytest
@@ -9,7 +8,7 @@ import torch.distributed as dist
 from helpers import ROOT
 
 from benchmarks import peers
-from benchmarks.measure import Sizes, allocated
+from benchmarks.measure import allocated
 from benchmarks.peers import adapters, environments, examine, report
 from benchmarks.peers.catalogue import DENSE, PEERS, Peer
 from ring_dilated_attention.commands.local_ranks import Launch, run_ranks
@@ -98,27 +97,6 @@ def test_the_record_makes_a_table_that_drops_nobody():
         )
 
 
-def test_scripts_say_which_version_and_what_should_be():
-    """Each belongs to a peer, names its version as the peer is pinned, and is short."""
-    listed = {name: peer for peer in PEERS for name in peer.shown_by}
-    found = {path.stem: path.read_text() for path in peers.SCRIPTS.glob("*.py")}
-    assert found.keys() == {*listed, "torchscale_flash"}  # which the others of torchscale import
-    for name, peer in listed.items():
-        tree = ast.parse(found[name])
-        assert peer.version in (ast.get_docstring(tree) or "").splitlines()[0]
-        assert "should be" in found[name].splitlines()[-1]
-        imports = (ast.Import, ast.ImportFrom)
-        assert len([x for x in tree.body[1:] if not isinstance(x, imports)]) <= 10
-
-
-def test_reasons_are_one_sentence():
-    trace = "Traceback:\n  File\nValueError: no\n\nSet TORCH_LOGS for more\n"
-    assert environments.last_line(trace) == "ValueError: no"
-    assert environments.last_line("\n") == "died without a word"
-    error = "RuntimeError: [/a/pair.cc:537] Read error [127.0.0.1]:909: Connection reset by peer. This is typical."
-    assert report._short(error) == "RuntimeError: Read error : Connection reset by peer"
-
-
 def _sent(worker):
     x = torch.zeros(8, 2)
     calls = {
@@ -138,16 +116,3 @@ def test_bytes_of_collectives():
     """Of 64 bytes on each of two ranks."""
     expected = {"equal shares": 32, "all to the other": 64, "all_gather": 64, "control": 0}
     assert run_ranks(Launch(2), _sent) == [expected] * 2
-
-
-def test_patterns_scale_with_the_length():
-    peer = next(peer for peer in PEERS if peer.name == "torchscale")
-    assert examine.measured(peer, Sizes(512, 2, 16)).segment_lengths == (128, 512)
-
-
-def test_a_script_that_fails_drops_nothing(monkeypatch):
-    def fails(*arguments):
-        raise environments.NotThereError("RuntimeError: busy")
-
-    monkeypatch.setattr(peers, "run_in", fails)
-    assert peers.shown(PEERS[0], "long_net_rows") == ["not run: RuntimeError: busy"]

@@ -115,18 +115,6 @@ def test_a_failing_rank_is_quoted():
         run_ranks(Launch(1), raise_it)
 
 
-def test_the_table_says_once_what_cannot_run():
-    names = {"backend": "cpu", "exchange": "none", "num_ranks": 1, "dtype": "float32"}
-    numbers = {"num_cases": 6, "error": 1e-7, "tolerance": 2e-7, "where": "out of 'x'"}
-    cannot = {"verdict": "cannot run", "reason": "no GPU"}
-    rows = [names | numbers | {"verdict": "passed"}]
-    rows += [names | cannot | {"backend": "sdpa", "dtype": dtype} for dtype in ("f32", "f16")]
-    lines = check.table(rows).splitlines()
-    assert len(lines) == 3
-    assert lines[1].split()[:7] == ["cpu", "none", "1", "float32", "1.0e-07", "2.0e-07", "passed"]
-    assert lines[2] == "sdpa cannot run: no GPU"
-
-
 def test_a_result_that_is_not_finite_is_json(monkeypatch, capsys):
     """Catches Infinity, which JSON does not have, and a table that fails over it."""
 
@@ -140,24 +128,3 @@ def test_a_result_that_is_not_finite_is_json(monkeypatch, capsys):
     assert (row["error"], row["verdict"]) == ("inf", "failed")
     assert json.loads(json.dumps(row, allow_nan=False)) == row
     assert " inf " in check.table([row])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--ranks", "0"], "argument --ranks: must be at least 1, got 0\n"),
-        (["--ranks", "2", "91"], "argument --ranks: must be at most 90, got 91\n"),
-    ],
-)
-def test_numbers_that_cannot_be_are_refused(arguments, message, capsys):
-    assert cli.main(["check", *arguments]) == 2
-    assert capsys.readouterr().err == f"rda check: {message}"
-
-
-def test_no_case_divides_among_seven_ranks():
-    """Catches the worst of no results."""
-    trials, rows = check.plan_trials(7)
-    assert not any(trial.exchange == "all_to_all" for trial in trials)
-    dealt = [row for row in rows if (row["exchange"], row["backend"]) == ("all_to_all", "cpu")]
-    reasons = {row["reason"] for row in dealt}
-    assert reasons == {"no case has key/value heads that divide among 7 ranks"}

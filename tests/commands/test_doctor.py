@@ -85,21 +85,6 @@ def test_facts_of_a_card(major, dtype, monkeypatch):
     assert (found["dtype"], found["kernel"], found["memory_bytes"]) == (dtype, "sdpa", 8 * 10**10)
 
 
-def test_versions_where_there_is_no_gpu():
-    """They are there as "none", so that ranks with and without differ."""
-    found = examination.facts(0, "cpu")
-    assert dict.fromkeys(("CUDA", "NCCL", "GPU"), "none").items() <= found["versions"].items()
-
-
-def test_a_torch_without_nccl(monkeypatch):
-    def fails():
-        raise AttributeError("not compiled with NCCL")
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card(9))
-    monkeypatch.setattr(torch.cuda.nccl, "version", fails)
-    assert examination.facts(0, "cuda:0")["versions"]["NCCL"] == "none"
-
-
 def one(rank, **more):
     fine = {
         "rank": rank, "host": f"h{rank}", "versions": {"torch": "2.13.0", "GPU": "none"}, "interfaces": ["eth0", "lo"],
@@ -134,16 +119,6 @@ def test_what_is_wrong_is_said(fault, said):
     assert doctor.to_mend([one(k) for k in range(4)]) == []
     [problem] = doctor.to_mend([*(one(k) for k in range(3)), one(3, **fault)])
     assert said in problem
-
-
-def test_what_is_wrong_ends_the_answer(capsys, monkeypatch):
-    """And "ready" is not said."""
-    everyone = [one(0), one(1, versions={"torch": "2.12.0", "GPU": "none"})]
-    monkeypatch.setattr(processes, "run_ranks", lambda *arguments: [everyone])
-    assert cli.main(["doctor", "--ranks", "2"]) == 1
-    said = " ".join(capsys.readouterr().out.split())
-    problem = "torch differs: 2.13.0 on rank 0, 2.12.0 on rank 1. Take the same everywhere"
-    assert said.endswith(f" not ready: {problem}")
 
 
 def test_the_table_has_every_rank():
@@ -233,30 +208,6 @@ def test_ranks_that_do_not_join_are_counted(names, tmp_path):
     assert rank.poll() == 1
 
 
-def test_whoever_waits_when_rank_0_gives_up_says_so_in_a_sentence():
-    """Catches torch's log, where rank 0, which has the store, began to wait earlier."""
-    port = free_port()
-    processes = [started_rank(0, 3, port, "8"), started_rank(1, 3, port, "60")]
-    errors = [process.communicate(timeout=90)[1] for process in processes]
-    assert [process.returncode for process in processes] == [1, 1]
-    for rank, seconds in enumerate((8, 60)):
-        where = f"at 127.0.0.1:{port} within {seconds} s: "
-        assert errors[rank].startswith(
-            f"rda doctor: not ready: rank {rank}: not all 3 ranks met {where}"
-        )
-        assert errors[rank].count("\n") == 1
-
-
-def test_joining_does_not_shorten_measuring(monkeypatch):
-    """Catches a healthy machine that is called unready, since measuring took longer than ranks may take to join."""
-    asked = []
-    monkeypatch.setattr(
-        processes, "run_ranks", lambda launch, *arguments: asked.append(launch) or [[one(0)]]
-    )
-    assert cli.main(["doctor", "--ranks", "2", "--timeout", "6"]) == 0
-    assert asked[0].seconds == 6 + doctor.MEASURING_SECONDS
-
-
 @pytest.mark.parametrize(
     "error", [RankFailedError("rank 1: no such device"), ValueError("no such device")]
 )
@@ -306,24 +257,6 @@ def test_bad_requests_are_refused(arguments, environment, message, monkeypatch, 
         monkeypatch.setenv(name, value)
     assert cli.main(["doctor", *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_an_interface_that_is_not_there_is_named():
-    """gloo says it, and both ranks pass it on."""
-    port = free_port()
-    processes = []
-    for rank in range(2):
-        environment = os.environ | place_of(rank, 2, port) | {"GLOO_SOCKET_IFNAME": "eth9"}
-        command = [sys.executable, "-m", "ring_dilated_attention", "doctor"]
-        processes.append(
-            subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-        )
-    for rank, process in enumerate(processes):
-        error = process.communicate(timeout=90)[1]
-        assert process.returncode == 1
-        assert error.startswith(f"rda doctor: not ready: rank {rank}: not all 2 ranks met at ")
-        assert "eth9" in error
-        assert error.count("\n") == 1
 
 
 def test_no_time_is_below_zero(monkeypatch):

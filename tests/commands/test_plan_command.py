@@ -216,10 +216,6 @@ def test_an_encoder_is_planned_as_such(capsys):
     assert "a LongNetEncoder of" in encoder
 
 
-def test_the_memory_of_a_gpu_must_be_known(slow, capsys):
-    assert "give --memory" in refused(capsys, *MODEL, "--hardware", slow)
-
-
 @pytest.mark.parametrize(
     "pattern",
     [
@@ -319,14 +315,6 @@ def test_hardware_files_that_cannot_be(content, message, tmp_path):
     with pytest.raises(ValueError, match=r".") as refused:
         machine_of(str(path))
     assert message in str(refused.value)
-
-
-@pytest.mark.parametrize(("num_ranks", "is_marked"), [(12, False), (13, True)])
-def test_memory_of_some_ranks_is_marked(num_ranks, is_marked, capsys):
-    """Catches the memory of a dozen ranks that is shown as that of all."""
-    argv = ["plan", "--seq-len", "416", "--segment-lengths", "416", "--dilation-rates", "1"]
-    assert cli.main([*argv, "--heads", "2", "--ranks", str(num_ranks)]) == 0
-    assert ("a rank holds at most about " in capsys.readouterr().out) == is_marked
 
 
 def test_a_model_of_a_config(tmp_path, capsys):
