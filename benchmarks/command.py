@@ -18,6 +18,7 @@ from . import (
     first,
     flops,
     linear,
+    main_job,
     parts,
     peers,
     ranks,
@@ -48,6 +49,7 @@ CASES: dict[str, ModuleType] = {
     "error": error,
     "token": token,
     "first": first,
+    "main_job": main_job,
     "peers": peers,
 }
 # What makes the table of each record.
