@@ -1,11 +1,13 @@
 """`rda plan` and `rda plan model`: what they print, refuse and draw."""
 
 import json
+import re
 
 import pytest
 from matplotlib.image import imread
 
 from ring_dilated_attention.commands import cli
+from ring_dilated_attention.commands.console import scaled
 from ring_dilated_attention.commands.hardware import Machine, as_toml, machine_of
 from ring_dilated_attention.commands.plan.picture import pairs_by_branch
 from ring_dilated_attention.forecast.call_cost import Exchange, PlannedCall, forecast
@@ -91,6 +93,9 @@ def test_the_figures_are_the_forecasts(exchange, slow, capsys):
     out = printed(capsys, *argv)
     assert f"modelled step: {time_text(figures.seconds)} (forward " in out
     assert "exchange           sharding" in out
+    for i, rank in enumerate(figures.ranks):
+        cells = (str(i), f"{rank.num_rows:,}", scaled(rank.flops, "FLOP"))
+        assert re.search("^" + " +".join(cells), out, flags=re.MULTILINE)
 
 
 def test_many_ranks_are_about(capsys):
