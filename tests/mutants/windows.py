@@ -137,8 +137,8 @@ MUTANTS = (
     Mutant(
         "several new rows see the cached rows of their windows alone",
         "plan/cache_plan.py",
-        "            if mask is not None:\n                yield query, key, mask",
-        '            if mask is not None:\n                yield query, key, "full"',
+        "yield Tile(rows, cached, mask, first_query=False, first_key=False)",
+        'yield Tile(rows, cached, "full", first_query=False, first_key=False)',
         CACHE,
     ),
     Mutant(

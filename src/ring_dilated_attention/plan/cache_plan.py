@@ -24,7 +24,7 @@ from .plan import Plan, Tile
 from .planner import make_plan
 from .rows import Piece, Rows, cut_apart
 from .sharding import Shard, Span, make_shards
-from .sight import FULL, mask_between
+from .sight import mask_between
 
 
 class Buffers(NamedTuple):
@@ -195,57 +195,43 @@ def plan_append(plan: CachePlan, position: int, num_new: int) -> Plan:
         Job(plan.pattern, shards, plan.num_heads, plan.num_kv_heads, None, plan.held), 1
     )
     local = tuple(tile._replace(packed=None) for tile in whole.local)
-    cached = tuple(
-        tile for buffers in plan.buffers for tile in _cached_tiles(buffers, position, num_new)
-    )
-    return replace(
-        whole,
-        local=local,
-        packs=(),
-        hops=(),
-        chunk_size=0,
-        received_size=0,
-        home_size=0,
-        cached=cached,
-    )
+    cached: list[Tile] = []
+    for buffers in plan.buffers:
+        cached += _cached_tiles(buffers, position, num_new)
+    return replace(whole, local=local, packs=(), hops=(), cached=tuple(cached))
 
 
 def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Tile]:
     """The new rows times all cached rows that they see: of a segment that is open at a position, or of a window."""
-    for query, key, mask in _met_in_cache(buffers, position, num_new):
+    # Pieces of row numbers. A cached row lies in a slot, and a new one so many positions after `position`.
+    seen = buffers.seen(position)
+    keys: list[Piece] = []
+    number = seen.start
+    for slots in buffers.slots(seen):
+        keys.append(Piece(number, number + len(slots), slots.start))
+        number += len(slots)
+
+    if buffers.is_window:
+        query = Piece(position, position + num_new, 0)
+        reach = buffers.branch.window_reach(is_causal=True)
+        keys, [queries] = cut_apart(keys, [(query, reach)])
+    else:
+        # the new rows of the segment that is open now
+        left = buffers.segment_length - position % buffers.segment_length
+        num_queries = buffers.before(position + min(left, num_new)) - seen.stop
+        row = buffers.position_of(seen.stop) - position
+        queries = [Piece(seen.stop, seen.stop + num_queries, row)] if num_queries else []
+
+    for query, key in product(queries, keys):
+        # in a segment the new rows come after all cached ones, and see them whole
+        mask = mask_between(buffers.branch, query.start, key.start, is_causal=True)
+        if mask is None:
+            continue
         rows = Rows(buffers.query_heads, query.row, 0, buffers.rate, query.length)
         # The buffer of the next key/value head lies `capacity` rows further.
         heads = range(len(buffers.kv_heads))
         cached = Rows(heads, buffers.offset + key.row, buffers.capacity, 1, key.length)
         yield Tile(rows, cached, mask, first_query=False, first_key=False)
-
-
-def _met_in_cache(
-    buffers: Buffers, position: int, num_new: int
-) -> Iterator[tuple[Piece, Piece, str]]:
-    """Numbers of new rows times numbers of cached rows, with their mask. A new row is so many positions after
-    `position`, and a cached one is in a slot."""
-    seen = buffers.seen(position)
-    keys = []
-    number = seen.start
-    for slots in buffers.slots(seen):
-        keys.append(Piece(number, number + len(slots), slots.start))
-        number += len(slots)
-    if buffers.is_window:
-        branch = buffers.branch
-        query = Piece(position, position + num_new, 0)
-        keys, [queries] = cut_apart(keys, [(query, branch.window_reach(is_causal=True))])
-        for query, key in product(queries, keys):
-            mask = mask_between(branch, query.start, key.start, is_causal=True)
-            if mask is not None:
-                yield query, key, mask
-        return
-    stop = position + min(buffers.segment_length - position % buffers.segment_length, num_new)
-    num_queries = buffers.before(stop) - seen.stop
-    if num_queries:
-        row = buffers.position_of(seen.stop) - position
-        query = Piece(seen.stop, seen.stop + num_queries, row)
-        yield from ((query, key, FULL) for key in keys)
 
 
 def check_append(plan: CachePlan, positions: Sequence[int], counts: Sequence[int]) -> None:

@@ -18,10 +18,11 @@ from typing import NamedTuple
 from ..pattern import Branch
 from .collection import without_collection
 from .job import Job
+from .ring_maker import ShardIndex
 from .rows import own_sections
 from .sharding import Span
 from .sight import meetings, pairs_under
-from .window_maker import WindowMaker, windows_of
+from .window_maker import WindowMaker, window_of
 
 Pieces = Sequence[tuple[int, int]]  # (start, stop), counted from the start of the segment
 
@@ -143,7 +144,7 @@ class Counter:
                 key_phases += [group.phase] * len(group.kv_heads)
             self.queries.append(Phases(query_phases, rate))
             self.keys.append(Phases(key_phases, rate))
-        self._windows = windows_of(job)
+        self.window = window_of(job, ShardIndex(job.shards))
 
     def of(self, rank: int) -> RankCount:
         pairs = 0
@@ -163,11 +164,13 @@ class Counter:
                 share = self._share(number, segment, pieces)
                 if any(share.rows):
                     shares.append(share)
-            if branch.is_window:
-                window = self._windows[number]
-                for query, key, mask, _ in window.crossings(rank):
-                    pairs += queries.num * pairs_under(mask, query.length, key.length)
-                shares += _shares_of_window(window, rank)
+
+        if self.window is not None:
+            num_heads = self.queries[self.window.number].num
+            for query, key, mask, _ in self.window.crossings(rank):
+                pairs += num_heads * pairs_under(mask, query.length, key.length)
+            shares += _shares_of_window(self.window, rank)
+
         pairs += sum([share.pairs for share in shares])
         received = sum([share.received for share in shares])
         return RankCount(pairs, received, tuple(shares))

@@ -12,7 +12,7 @@ from .rings import Entry, Ring
 from .rows import Block, Piece, Rows, make_bands, matches, own_sections
 from .sharding import Span, shard_length
 from .sight import mask_between, meetings
-from .window_maker import windows_of
+from .window_maker import window_of
 
 
 @lru_cache(maxsize=256)
@@ -62,7 +62,7 @@ class _Planner:
         self.index = ShardIndex(job.shards)
         # cached, because all ranks of a ring ask for the same rings
         self.rings_of = cache(RingMaker(job, self.index, self.groups).rings)
-        self.windows = windows_of(job)
+        self.window = window_of(job, self.index)
         # rows lie alike in one chunk after another
         self.tiles_of = lru_cache(maxsize=1024)(self.make_tiles)
 
@@ -93,13 +93,17 @@ class _Planner:
                     rings[number, segment.start] = self.rings_of(number, *segment)
                     pieces = sorted(own_pieces.pop(segment))
                     tiles += self.straddling_tiles(number, segment.start, pieces)
-            if branch.is_window:
-                rings |= self.windows[number].rings(rank)
-                for query, key, mask, owner in self.windows[number].crossings(rank):
-                    if owner == rank:
-                        tiles += self.tiles_under(number, mask, query.start, query, key)
-        all_rings = [ring for _, of_origin in sorted(rings.items()) for ring in of_origin]
-        return tiles, [ring for ring in all_rings if rank in ring.ranks]
+
+        if self.window is not None:
+            rings |= self.window.rings(rank)
+            for query, key, mask, owner in self.window.crossings(rank):
+                if owner == rank:
+                    tiles += self.tiles_under(self.window.number, mask, query.start, query, key)
+
+        own_rings: list[Ring] = []
+        for _, rings_of_origin in sorted(rings.items()):
+            own_rings += [ring for ring in rings_of_origin if rank in ring.ranks]
+        return tiles, own_rings
 
     def section_tiles(self, number: int, piece: Piece) -> Iterator[Tile]:
         """Own queries times own keys of a section: whole segments, or of a window the positions of a document."""

@@ -44,21 +44,25 @@ class Crossing(NamedTuple):
 class WindowMaker:
     """Makes the rings of a window, and finds what its own spans see of each other."""
 
-    def __init__(self, job: Job, index: ShardIndex, number: int) -> None:
+    def __init__(self, job: Job, index: ShardIndex) -> None:
         self.job = job
         self.index = index
-        self.number = number
-        self.branch = job.pattern.branches[number]
-        self.groups = job.pattern.head_groups(number, job.num_heads, job.num_kv_heads, job.held)
+        self.number = len(job.pattern.branches) - 1  # the window is the last branch
+        self.branch = job.pattern.branches[-1]
+        self.groups = job.pattern.head_groups(
+            self.number, job.num_heads, job.num_kv_heads, job.held
+        )
         self.is_causal = job.pattern.is_causal
         self.reach = self.branch.window_reach(is_causal=self.is_causal)
-        self.rings_of = cache(self._rings)  # all ranks of a ring ask for it
+        # cached, because all ranks of a ring ask for the same
+        self.rings_of = cache(self._rings)
         self.sight_of = cache(self._sight)
 
     def portions(self, rank: int) -> Iterator[Portion]:
         """A rank's portions of which others may see rows, or that may see others' rows: those at the ends of spans."""
         borders = self.job.borders
         for span in self.job.shards[rank]:
+            # the documents in which the span begins and ends
             first = bisect_right(borders, span.start) - 1
             last = bisect_left(borders, span.stop) - 1
             for i in sorted({first, last}):
@@ -99,9 +103,9 @@ class WindowMaker:
 
     def _sight(self, portion: Portion) -> Sight:
         others = list(self.seen_by(portion))
-        keys, queries = cut_apart(
-            [portion.piece], [(other.piece, reach) for other, reach in others]
-        )
+        pieces = [(other.piece, reach) for other, reach in others]
+        keys, queries = cut_apart([portion.piece], pieces)
+
         portions = [other for other, _ in others]
         return keys, list(zip(portions, queries, strict=True))
 
@@ -149,15 +153,21 @@ class WindowMaker:
     ) -> Ring:
         """The ring that carries rows of a portion to these ranks."""
         ranks = sorted((portion.rank, *ranks_that_see))
-        seeing: dict[int, list[Piece]] = {rank: [] for rank in ranks}  # pieces of queries, by rank
+
+        # pieces of queries, by rank; the owner of the rows has none
+        seeing: dict[int, list[Piece]] = {rank: [] for rank in ranks}
         _, queries = self.sight_of(portion)
         for other, pieces in queries:
-            if other.rank in ranks_that_see:
-                seeing[other.rank] += [
-                    query for query in pieces if any(self.mask(query, key) for key in keys)
-                ]
+            if other.rank not in ranks_that_see:
+                continue
+            for query in pieces:
+                if any(self.mask(query, key) for key in keys):
+                    seeing[other.rank].append(query)
+
+        # only the owner has keys
         is_owner = [rank == portion.rank for rank in ranks]
         chunk = make_chunk(self.groups, keys, 0, portion.piece.start, 1)
+        hops = all_hops(len(ranks))
         return Ring(
             self.number,
             keys[0].start,
@@ -166,11 +176,10 @@ class WindowMaker:
             queries=tuple(map(tuple, seeing.values())),
             keys=tuple(keys if owns else () for owns in is_owner),
             chunks=tuple(chunk if owns else Chunk(0, ()) for owns in is_owner),
-            needed=tuple(all_hops(len(ranks)) if owns else () for owns in is_owner),
+            needed=tuple(hops if owns else () for owns in is_owner),
         )
 
 
-def windows_of(job: Job) -> dict[int, WindowMaker]:
-    """The windows of a pattern, by the numbers of their branches."""
-    numbers = [i for i, branch in enumerate(job.pattern.branches) if branch.is_window]
-    return {number: WindowMaker(job, ShardIndex(job.shards), number) for number in numbers}
+def window_of(job: Job, index: ShardIndex) -> WindowMaker | None:
+    """The window of a pattern, if it has one."""
+    return None if job.pattern.window is None else WindowMaker(job, index)

@@ -40,6 +40,8 @@ def append(
     kernel = choose(backend, query)
     query, key, value = map(with_unit_stride, (query, key, value))
     batch, num_new = query.shape[:2]
+
+    # by batch entry
     positions, floors = progress.tolist()
     counts = [num_new] * batch if lengths is None else lengths.tolist()
     if min(counts) < 0 or max(counts) > num_new:
@@ -48,12 +50,17 @@ def append(
         )
     check_append(plan, positions, counts)
     runs = list(_alike(positions, counts))
+
     # A single row is written before it attends. If plan.keep > 0 and the call fails, `crop` may need the old row.
     written_over: list[tuple[Tensor, Tensor]] = []
     for entries, position, count in runs:
         if count == 1 and plan.keep > 0:
-            for slot in _next_slots(plan, memory[:, entries], position):
+            for buffers in plan.of_position(position):
+                buffer_2BGCD = buffer_view(memory[:, entries], buffers)
+                # keys and values that the new row takes the place of, (2, B, G, D)
+                slot = buffer_2BGCD[:, :, :, buffers.before(position) % buffers.capacity]
                 written_over.append((slot, slot.clone()))
+
     results: list[tuple[Tensor, Tensor]] = []
     try:
         for entries, position, count in runs:
@@ -64,9 +71,12 @@ def append(
         for slot, rows in written_over:
             slot.copy_(rows)
         raise
-    for entries, position, count in runs:  # last, because it overwrites rows: no run can fail now
+
+    # Several rows are written last, because they take the place of rows: no run can fail now.
+    for entries, position, count in runs:
         if count > 1:
             write(plan, key[entries, :count], value[entries, :count], memory[:, entries], position)
+
     ends: list[int] = []
     new_floors: list[int] = []
     for position, count, floor in zip(positions, counts, floors, strict=True):
@@ -74,8 +84,11 @@ def append(
         ends.append(end)
         new_floors.append(max(floor, plan.floor(end)))
     progress.copy_(torch.tensor([ends, new_floors], device="cpu"))
+
+    # Mostly all entries are alike: then the results need no copy.
     if len(runs) == 1 and counts == [num_new] * batch:
         return results[0]
+
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     lse = torch.full(
         query.shape[:3], -torch.inf, dtype=accumulator_dtype(query.dtype), device=query.device
@@ -104,12 +117,6 @@ def buffer_view(memory: Tensor, buffers: Buffers) -> Tensor:
     return memory[:, :, buffers.offset : stop].view(2, batch, num_heads, buffers.capacity, head_dim)
 
 
-def _next_slots(plan: CachePlan, memory: Tensor, t: int) -> Iterator[Tensor]:
-    """For each buffer the slot to which the row at position t is written: (2, B, G, D)."""
-    for buffers in plan.of_position(t):
-        yield buffer_view(memory, buffers)[:, :, :, buffers.before(t) % buffers.capacity]
-
-
 def _one(
     plan: CachePlan,
     kernel: Kernel,
@@ -124,15 +131,20 @@ def _one(
     batch, _, num_heads, head_dim = query.shape
     buffers_of_row = list(plan.of_position(t))
     branches = sorted({buffers.number for buffers in buffers_of_row})
+
+    # One partial for each branch. A head that a branch gives no keys keeps the identity of a merge.
     shape = (max(len(branches), 1), batch, num_heads)
     dtype = accumulator_dtype(query.dtype)
     outs_PBHD = torch.zeros((*shape, head_dim), dtype=dtype, device=query.device)
     lses_PBH = torch.full(shape, -torch.inf, dtype=torch.float64, device=query.device)
+
     new_2BGD = torch.stack((key[:, 0], value[:, 0]))
     for buffers in buffers_of_row:
+        # Write the row. Its number is the last that it sees.
         number = buffers.before(t)
         both_2BGCD = buffer_view(memory, buffers)
         both_2BGCD[:, :, :, number % buffers.capacity] = new_2BGD[:, :, _slice(buffers.kv_heads)]
+
         # Query heads that share a key/value head are rows of one tile, so that its keys are read once.
         heads = _slice(buffers.query_heads)
         num_kv_heads = len(buffers.kv_heads)
@@ -140,6 +152,8 @@ def _one(
         q_BGmD = query[:, 0, heads].view(batch, num_kv_heads, -1, head_dim)
         out_BGmD = outs_PBHD[partial, :, heads].view(batch, num_kv_heads, -1, head_dim)
         lse_BGm = lses_PBH[partial, :, heads].view(batch, num_kv_heads, -1)
+
+        # Rows that wrap around the end of the buffer are two tiles.
         numbers = range(buffers.seen(t).start, number + 1)
         for i, slots in enumerate(buffers.slots(numbers)):
             k_BGLD, v_BGLD = both_2BGCD[:, :, :, _slice(slots)]
@@ -149,6 +163,7 @@ def _one(
                 lse_BGm.copy_(partial_lse)
             else:
                 merge_(out_BGmD, lse_BGm, partial_out, partial_lse)
+
     if len(branches) > 1:
         out_BHD, lse_BH = merged(outs_PBHD, lses_PBH)
     else:
@@ -170,7 +185,9 @@ def _many(
     """out (B, M, H, D) and lse (B, M, H) of M new rows, the first at position t."""
     rank_plan = RankPlan(plan_append(plan, t, query.shape[1]), None)
     options = executor.ExecutorOptions(kernel, scale)
+
     # Cached tiles count rows from the start of the memory, so each key/value head is a view of the whole memory.
+    # (2, B, rows, D) -> keys and values, (B, rows, G, D) each
     cached = memory.unsqueeze(3).expand(-1, -1, -1, plan.num_kv_held, -1).unbind(0)
     return executor.forward(rank_plan, options, query, key, value, cached=cached)
 
@@ -179,8 +196,10 @@ def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -
     """Write the new rows that a later query can see. The first row of key and value is position t."""
     end = t + key.shape[1]
     for buffers in plan.buffers:
+        # those of the kept rows that are new
         kept = plan.kept(buffers, end)
         numbers = range(max(kept.start, buffers.before(t)), kept.stop)
+
         key_BGLD = rows_at(key, buffers, numbers, t)
         value_BGLD = rows_at(value, buffers, numbers, t)
         place(buffers, numbers, memory, torch.stack([key_BGLD, value_BGLD]))
@@ -188,10 +207,12 @@ def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -
 
 def rows_at(x_BNHD: Tensor, buffers: Buffers, numbers: range, first: int) -> Tensor:
     """The rows with these numbers in their phase, (B, G, L, D), of a tensor whose row 0 is position `first`."""
+    # as `Buffers.position_of`, for all of them
     number_L = torch.arange(numbers.start, numbers.stop, device=x_BNHD.device)
     segment_L = number_L // buffers.rows_per_segment
     row_L = number_L % buffers.rows_per_segment
     position_L = segment_L * buffers.segment_length + buffers.phase + row_L * buffers.rate
+
     x_BNGD = x_BNHD[:, :, _slice(buffers.kv_heads)]
     return x_BNGD.index_select(1, position_L - first).transpose(1, 2)
 
@@ -201,25 +222,30 @@ def place(buffers: Buffers, numbers: range, memory: Tensor, both_2BGLD: Tensor) 
     buffer_2BGCD = buffer_view(memory, buffers)
     start = 0
     for slots in buffers.slots(numbers):
-        buffer_2BGCD[:, :, :, _slice(slots)] = both_2BGLD[:, :, :, start : start + len(slots)]
-        start += len(slots)
+        stop = start + len(slots)
+        buffer_2BGCD[:, :, :, _slice(slots)] = both_2BGLD[:, :, :, start:stop]
+        start = stop
 
 
 def placed(buffers: Buffers, numbers: range, memory: Tensor) -> Tensor:
     """Keys and values of the rows with these numbers, from their slots: (2, B, G, L, D)."""
     buffer_2BGCD = buffer_view(memory, buffers)
-    runs = [buffer_2BGCD[:, :, :, _slice(slots)] for slots in buffers.slots(numbers)]
-    if not runs:
-        return buffer_2BGCD[:, :, :, :0]
+    runs = [buffer_2BGCD[:, :, :, :0]]  # no rows are a tensor too
+    for slots in buffers.slots(numbers):
+        runs.append(buffer_2BGCD[:, :, :, _slice(slots)])
     return torch.cat(runs, dim=3)
 
 
 def packed(plan: CachePlan, shard: Shard, position: int, key: Tensor, value: Tensor) -> Tensor:
-    """The rows of a shard (B, N, G, D) that a cache of the whole sequence keeps, as a flat tensor."""
+    """The rows of a shard (B, N, G, D) that a cache of the whole sequence keeps, as a flat tensor.
+
+    For each buffer and span come the keys (B, G, L, D), then the values. position: the length of the whole sequence.
+    """
     first_row = dict(zip(shard, first_rows(shard), strict=False))
     flat_rows = [key.new_empty(0)]
     for buffers, numbers, span in plan.kept_of(shard, position):
         for x in (key, value):
+            # from the first row of the span on
             rows_BGLD = rows_at(x[:, first_row[span] :], buffers, numbers, span.start)
             flat_rows.append(rows_BGLD.flatten())
     return torch.cat(flat_rows)
@@ -230,14 +256,15 @@ def packed_size(plan: CachePlan, shard: Shard, position: int, like: Tensor) -> i
     num_rows = 0
     for buffers, numbers, _ in plan.kept_of(shard, position):
         num_rows += len(buffers.kv_heads) * len(numbers)
-    return 2 * like.shape[0] * num_rows * like.shape[3]
+    batch, _, _, head_dim = like.shape
+    return 2 * batch * num_rows * head_dim
 
 
 def unpack(plan: CachePlan, shard: Shard, position: int, flat: Tensor, memory: Tensor) -> None:
     """Write the rows that `packed` returned."""
-    batch = memory.shape[1]
-    head_dim = memory.shape[3]
+    _, batch, _, head_dim = memory.shape
     for buffers, numbers, _ in plan.kept_of(shard, position):
+        # keys and values (2, B, G, L, D) of one buffer and span
         shape = (2, batch, len(buffers.kv_heads), len(numbers), head_dim)
         size = math.prod(shape)
         place(buffers, numbers, memory, flat[:size].view(shape))

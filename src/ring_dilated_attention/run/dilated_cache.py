@@ -65,6 +65,7 @@ class DilatedCache:
         for name, size in sizes.items():
             if not is_integer(size) or size < 1:
                 raise ValueError(f"{name}={size!r} must be an integer of at least 1.")
+
         self.plan = _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
         self.batch = batch
         self.head_dim = head_dim
@@ -73,11 +74,14 @@ class DilatedCache:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}.")
         self.device = torch.empty(0, device=device).device  # with its index
         self._refuse_what_does_not_fit()
+
+        # Keys and values of all buffers: (2, B, rows, D).
         # One tensor for all buffers: if an op writes to a *list* of tensors, compiled code copies them at every call.
         self.memory = torch.empty(
             2, batch, self.num_rows, head_dim, dtype=self.dtype, device=self.device
         )
-        # positions; lowest to go back to
+
+        # (2, B): the positions so far, and the lowest position that `crop` may go back to.
         self.progress = torch.zeros(2, batch, dtype=torch.int64, device=self.device)
 
     @classmethod
@@ -109,24 +113,26 @@ class DilatedCache:
         ranks = parallel.ranks
         ranks.check_all_here("DilatedCache.gather")
         gets_one = to is None or to == ranks.rank
+
         with ranks.refusing():
             if to is not None and not (is_integer(to) and 0 <= to < ranks.world_size):
                 raise ValueError(
                     f"to={to!r}: the ranks are 0 to {ranks.world_size - 1}. Give one, or None for all."
                 )
-            num_dims = key.dim()
+
             described, other = (f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (key, value))
-            if num_dims != 4 or described != other:
+            if key.dim() != 4 or described != other:
                 raise ValueError(
                     "key and value must both be (batch, positions, K/V heads, head dim), alike: "
                     f"{described} and {other}."
                 )
-            batch, length, num_held, _ = key.shape
-            num_query = len(heads_held) if isinstance(heads_held, range) else num_heads
-            # no heads: refused below
-            num_kv_heads = num_held * num_heads // num_query if num_query else num_held
+
+            batch, length, num_kv_heads, _ = key.shape
+            if isinstance(heads_held, range) and heads_held:  # if empty, `_plan` refuses it
+                num_kv_heads = num_kv_heads * num_heads // len(heads_held)  # of the layer
             plan = _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
             cache = cls._of(plan, batch, key) if gets_one else None
+
             fields = {
                 "call": "DilatedCache.gather",
                 "pattern": pattern,
@@ -138,20 +144,25 @@ class DilatedCache:
                 "dtype": key.dtype,
                 "device": key.device.type,
             }
+
         lengths = ranks.agree(length, fields)
         position = sum(lengths)
         shards = ranks.shards(lengths)
         check_append(plan, [0], [position])
+
+        # How many elements come from each rank.
         counts = [0] * len(shards)
         if gets_one:
             counts = [packed_size(plan, shard, position, key) for shard in shards]
+
         with ranks.all_or_none():
-            own = packed(plan, shards[ranks.rank], position, key.detach(), value.detach())
-            leaving = [own] * len(shards)
+            rows = packed(plan, shards[ranks.rank], position, key.detach(), value.detach())
+            leaving = [rows] * len(shards)
             if to is not None:
-                leaving = [own.new_empty(0)] * len(shards)
-                leaving[to] = own
+                leaving = [rows.new_empty(0)] * len(shards)
+                leaving[to] = rows
             received = ranks.scatter(leaving, counts, key, "the exchange of what a cache keeps")
+
         if cache is not None:
             for shard, rows in zip(shards, received, strict=True):
                 unpack(plan, shard, position, rows, cache.memory)
@@ -182,17 +193,16 @@ class DilatedCache:
     def __repr__(self) -> str:
         plan = self.plan
         heads = f"num_heads={plan.num_heads}, num_kv_heads={plan.num_kv_heads}, head_dim={self.head_dim}"
-        heads += "" if plan.held is None else f", heads_held={plan.held}"
+        if plan.held is not None:
+            heads += f", heads_held={plan.held}"
         limits = f"max_len={plan.max_len}, keep={plan.keep}"
         size = f"{self.num_rows:,} rows, {self.num_bytes:,} bytes"
         return f"DilatedCache(batch={self.batch}, {heads}, {self.dtype}, {self.device}, {limits}: {size})"
 
     def reset(self, rows: Sequence[int] | Tensor | None = None) -> None:
         """Begin a new sequence in every batch entry, or only in the entries `rows`."""
-        if rows is None:
-            self.progress.zero_()
-        else:
-            self.progress[:, self._entries("reset", rows)] = 0
+        entries = slice(None) if rows is None else self._entries("reset", rows)
+        self.progress[:, entries] = 0
 
     def crop(self, count: int | Sequence[int] | Tensor) -> None:
         """Take back the last `count` positions of every sequence, or count[i] of sequence i.
@@ -207,13 +217,16 @@ class DilatedCache:
         except (TypeError, ValueError, RuntimeError):
             # not a number, or a number that does not fit into 64 bits
             counts = [count]
-        if not all(is_integer(number) for number in counts):
+        if not all(map(is_integer, counts)):
             raise ValueError(f"crop({counts}): positions are taken back in whole numbers.")
-        counts = counts * self.batch if len(counts) == 1 else counts
+
+        if len(counts) == 1:
+            counts *= self.batch
         if len(counts) != self.batch:
             raise ValueError(
                 f"crop({counts}) has {len(counts)} numbers, and the batch {self.batch} entries."
             )
+
         positions, floors = self.progress.tolist()
         check_crop(self.plan, positions, floors, counts)
         self.progress[0] -= torch.tensor(counts, device=self.device)
@@ -252,20 +265,24 @@ class DilatedCache:
             raise ValueError(
                 f"the state is of a cache of {of}, this one is of {self._described()}."
             )
-        progress: Any = state.get("progress")
-        saved: Any = state.get("rows")
+
+        progress: Any = state.get("progress")  # (2, saved sequences)
+        saved: Any = state.get("rows")  # (2, rows, D) of each
         if isinstance(saved, list) and len(saved) not in (1, self.batch):
             raise ValueError(
                 f"the state has {len(saved)} sequences; this batch needs 1 or {self.batch}."
             )
         if not _fit(progress, saved):
             raise ValueError(f"the state is damaged: progress {progress} does not fit the rows.")
-        own = self.plan
-        limit = self.plan.max_len
+
+        # The saved rows are those that a cache with the state's `keep`, and without max_len, would keep.
+        plan = self.plan
+        limit = plan.max_len
         source = plan_cache(
-            own.pattern, own.num_heads, own.num_kv_heads, None, state.get("keep"), own.held
+            plan.pattern, plan.num_heads, plan.num_kv_heads, None, state.get("keep"), plan.held
         )
-        # of each saved sequence: its positions, and the lowest that `crop` may go back to
+
+        # Of each saved sequence: its positions, and the lowest that `crop` may go back to.
         places = progress.T.tolist()
         for b, (position, floor) in enumerate(places):
             if limit is not None and position > limit:
@@ -277,35 +294,43 @@ class DilatedCache:
                     f"the state is damaged: {position} positions have rows {shape}, and sequence {b} has "
                     f"{tuple(saved[b].shape)} of {saved[b].dtype}."
                 )
-        places = places * (self.batch // len(places))
-        for b, (position, floor) in enumerate(places):
+
+        # A single sequence goes into every batch entry.
+        repeats = self.batch // len(places)
+        positions: list[int] = []
+        floors: list[int] = []
+        for b, (position, floor) in enumerate(places * repeats):
             self._put_rows(b, saved[b % len(saved)].to(self.device), source, position, floor)
-        floors = [max(floor, own.floor(position)) for position, floor in places]
-        self.progress.copy_(torch.tensor([[position for position, _ in places], floors]))
+            positions.append(position)
+            floors.append(max(floor, plan.floor(position)))
+        self.progress.copy_(torch.tensor([positions, floors]))
 
     def _rows_of(self, b: int, position: int, floor: int) -> Tensor:
         """The kept rows of a batch entry, (2, rows, D), buffer by buffer."""
-        entry = self.memory[:, b : b + 1]
+        entry = self.memory[:, b : b + 1]  # (2, 1, rows, D)
         rows = [entry[:, 0, :0].cpu()]
         for buffers in self.plan.buffers:
-            both_2BGLD = placed(buffers, self.plan.kept(buffers, position, floor), entry)
-            rows.append(both_2BGLD[:, 0].flatten(1, 2).cpu())
+            kept = self.plan.kept(buffers, position, floor)
+            both_2BGLD = placed(buffers, kept, entry)
+            rows.append(both_2BGLD[:, 0].flatten(1, 2).cpu())  # (2, G · L, D)
         return torch.cat(rows, dim=1)
 
     def _put_rows(self, b: int, rows: Tensor, source: CachePlan, position: int, floor: int) -> None:
         """Write rows into their slots. `_rows_of` made them in a cache whose plan was `source`."""
-        entry = self.memory[:, b : b + 1]
+        entry = self.memory[:, b : b + 1]  # (2, 1, rows, D)
         by_buffer = rows[:, None].split(_sizes(source, position, floor), dim=2)
-        own = {(x.number, x.phase, x.kv_heads): x for x in self.plan.buffers}
-        for there, both in zip(source.buffers, by_buffer, strict=True):
-            saved = source.kept(there, position, floor)
-            if saved:  # if not, this cache may lack such a buffer: its max_len may be small
-                here = own[there.number, there.phase, there.kv_heads]
-                numbers = range(
-                    max(saved.start, self.plan.kept(here, position, floor).start), saved.stop
-                )
-                rows_of_heads = both.unflatten(2, (len(there.kv_heads), len(saved)))
-                place(here, numbers, entry, rows_of_heads[..., len(saved) - len(numbers) :, :])
+        targets = {(x.number, x.phase, x.kv_heads): x for x in self.plan.buffers}
+        for buffers, both in zip(source.buffers, by_buffer, strict=True):
+            saved = source.kept(buffers, position, floor)
+            if not saved:  # then this cache may lack such a buffer: its max_len may be small
+                continue
+            target = targets[buffers.number, buffers.phase, buffers.kv_heads]
+
+            # This cache may keep fewer of the rows: the last.
+            first = max(saved.start, self.plan.kept(target, position, floor).start)
+            numbers = range(first, saved.stop)
+            both_2BGLD = both.unflatten(2, (len(buffers.kv_heads), len(saved)))
+            place(target, numbers, entry, both_2BGLD[..., first - saved.start :, :])
 
     def _described(self) -> dict[str, Any]:
         """What two caches must share so that one can load the other's state. In plain types, which torch.load takes."""
@@ -319,10 +344,12 @@ class DilatedCache:
         }
 
     def _entries(self, call: str, rows: Sequence[int] | Tensor) -> Tensor:
-        given = rows.tolist() if isinstance(rows, Tensor) else rows
-        entries = list(given) if isinstance(given, Iterable) else [None]
+        """The numbers of batch entries as a tensor; ValueError for others."""
+        if isinstance(rows, Tensor):
+            rows = rows.tolist()
+        entries = list(rows) if isinstance(rows, Iterable) else [None]
         if not all(map(is_integer, entries)):  # a mask would be read as the entries 0 and 1
-            text = f"{call}({given}) takes the numbers of batch entries, as [0, 2]."
+            text = f"{call}({rows}) takes the numbers of batch entries, as [0, 2]."
             raise ValueError(f"{text} For a mask, pass mask.nonzero().flatten().")
         if not all(0 <= row < self.batch for row in entries):
             raise ValueError(f"{call}({entries}): the batch has the entries 0 to {self.batch - 1}.")
@@ -330,6 +357,7 @@ class DilatedCache:
 
     @classmethod
     def _of(cls, plan: CachePlan, batch: int, like: Tensor) -> "DilatedCache":
+        """A cache with this plan, and the dtype, device and head dim of a tensor."""
         sizes = (plan.pattern, batch, plan.num_heads, plan.num_kv_heads, like.shape[-1])
         return cls(
             *sizes,
@@ -344,9 +372,11 @@ class DilatedCache:
         return 2 * self.batch * self.num_rows * self.head_dim * self.dtype.itemsize
 
     def _refuse_what_does_not_fit(self) -> None:
+        """Raise ValueError if the memory is not there: a system would end the process, or swap."""
         free = free_bytes(self.device)
         if free is None or self._bytes_of_rows() <= free:
             return
+
         rows = f"{self.num_rows:,} rows of {self.head_dim} {self.dtype} for keys and as many for values"
         product = f"2 * {self.batch} * {self.num_rows:,} * {self.head_dim} * {self.dtype.itemsize}"
         limit = "Give a smaller max_len"
@@ -370,11 +400,13 @@ def _plan(
     """The plan of a cache. Raises ValueError if there can be none."""
     if failure := why_no_pattern(pattern):
         raise ValueError(f"{failure}.")
+
     if heads_held is not None:
         pattern.check_heads(num_heads, num_kv_heads)
         num_held = len(heads_held) if isinstance(heads_held, range) else num_heads
         held_heads(num_held, num_heads // num_kv_heads, heads_held, num_heads)
-        heads_held = None if num_held == num_heads else heads_held
+        if num_held == num_heads:
+            heads_held = None
     return plan_cache(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
 
 

@@ -1,11 +1,12 @@
 """Carries out a program (`plan/program.py`) on one rank's tensors.
 
-B batch, N positions, H query heads, G key/value heads, M rows of a tile, D head dim.
+B batch, N positions, H query heads, G key/value heads, M query rows of a tile, L key rows of a tile, D head dim. In the
+tensors of a tile B counts its segments too.
 """
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,58 +54,81 @@ def forward(
 
     cached: keys and values that the plan's cached tiles read, each (B, rows, G, D).
     """
-    names = ("query", "key", "value", "cached key", "cached value")
-    given = dict(zip(names, (query, key, value, *cached), strict=False))
-    made = _Executor("forward", rank_plan, options, given).carry_out()
-    return made["out"], made["lse"]
+    tensors = {"query": query, "key": key, "value": value}
+    if cached:
+        tensors["cached key"], tensors["cached value"] = cached
+
+    results = _Executor("forward", rank_plan, options, tensors).carry_out()
+    return results["out"], results["lse"]
 
 
 def backward(
     rank_plan: RankPlan, options: ExecutorOptions, rows: BackwardRows
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq (B, N, H, D), dk and dv (B, N, G, D) of this rank's rows."""
-    given = {name: x for name, x in rows._asdict().items() if x is not None}
-    made = _Executor("backward", rank_plan, options, given).carry_out()
-    return made["dq"], made["dk"], made["dv"]
+    tensors = {name: x for name, x in rows._asdict().items() if x is not None}
+    results = _Executor("backward", rank_plan, options, tensors).carry_out()
+    return results["dq"], results["dk"], results["dv"]
 
 
+# An accumulator has the shape of this input.
 _LIKE = {"out": "query", "dq": "query", "dk": "key", "dv": "value"}
 
 
 class _Executor:
-    """One stage of one call. `alive` holds all tensors by their names in the program."""
+    """One stage of one call. `alive` holds all tensors by their names in the program:
+
+        query, out, dout, dq          (B, N, H, D)
+        lse, dlse                     (B, N, H)
+        key, value, dk, dv            (B, N, G, D)
+        cached key, cached value      (B, rows, G, D)
+        buffers of chunks             (units · B · D,)
+
+    While heads are dealt, N counts the positions of the whole group, and H and G the heads of this rank (`to_heads`).
+    """
 
     def __init__(
-        self, stage: str, rank_plan: RankPlan, options: ExecutorOptions, given: Mapping[str, Tensor]
+        self, stage: str, rank_plan: RankPlan, options: ExecutorOptions, tensors: dict[str, Tensor]
     ) -> None:
-        self.stage, (self.plan, self.dealing) = stage, rank_plan
+        self.stage = stage
+        self.plan, self.dealing = rank_plan
         self.options = options
         self.kernel = options.kernel
-        self.alive = dict(given)
-        query = given["query"]
+        self.alive = tensors
+
+        query = tensors["query"]
         self.batch = query.shape[0]
         self.head_dim = query.shape[3]
         self.dtype = query.dtype
         self.device = query.device
         self.sum_dtype = accumulator_dtype(query.dtype)
-        self.results: dict[str, Tensor] = {}  # of the current tile
+
+        # Results of the current tile, by name: out, dq (B, H, M, D), lse (B, H, M), dk and dv (B, G, L, D).
+        self.results: dict[str, Tensor] = {}
+
+        # If the kernel has functions that gather the results of many tiles: results until they are gathered, by name.
         self.merging = self.kernel.merging(query)
-        self.kept: dict[str, list[TileRows]] = {}  # results until they are gathered
-        # (dout, out, lse) of the next tiles, side by side
+        self.kept: dict[str, list[TileRows]] = {}
+
+        # (dout, out, lse) of the next tiles, side by side: (B, H, M, D) twice, and (B, H, M or more).
         self.laid_out: deque[tuple[Tensor, ...]] = deque()
-        # by ticket: what is sent, what is received
+
+        # By ticket: what is sent, what is received.
         self.posted: dict[str, tuple[Pending, Pending]] = {}
 
     def carry_out(self) -> dict[str, Tensor]:
         """Run all steps, and return `alive`."""
         traits = self.kernel.TRAITS
         has_dlse = "dlse" in self.alive
+
         packing = traits.packing
         if self.dtype.itemsize == 2 and self.kernel.takes_short_rows(self.dtype):
             packing = None
+
         kept_rows = None
         if self.merging is not None:
             kept_rows = traits.kept_bytes // (self.head_dim * self.dtype.itemsize)
+
         facts = CallFacts(
             rounds_results=self.dtype != self.sum_dtype and packing is None,
             batch=self.batch,
@@ -117,6 +141,7 @@ class _Executor:
             most_rows=traits.most_rows and traits.most_rows(self.head_dim, has_dlse),
             kept_rows=kept_rows,
         )
+
         for step in self.options.program(self.plan, self.stage, facts):
             # a step is done by the method of its name
             getattr(self, type(step).__name__.lower())(step)
@@ -127,13 +152,38 @@ class _Executor:
         if self.dealing is not None:
             row = self.head_dim * self.dtype.itemsize
             return self.plan.num_heads * row, self.plan.num_kv_heads * row
+
         query = self.alive["query"].stride(1)
         key = min(self.alive["key"].stride(1), self.alive["value"].stride(1))
         return query * self.dtype.itemsize, key * self.dtype.itemsize
 
-    # One method for each step.
+    # Views of the tensors in `alive`.
+
+    def rows(self, name: str, rows: Rows, entry: int | None) -> Tensor:
+        """Rows of a tile: (B, heads, M, D), or (B, heads, M) of lse. entry: of one batch entry, or None for all."""
+        x = self.alive[name]
+        if entry is not None:
+            x = x[entry : entry + 1]
+        return rows_view(x, rows)
+
+    def block(self, buffer: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """Keys and values, or their gradients, of a block of a buffer: (B, G, L, D) each."""
+        return block_views(buffer, block, self.batch, self.head_dim)
+
+    def slice_of(self, where: BufferSlice) -> Tensor:
+        """A message in its buffer: (units · B · D,)."""
+        unit = self.batch * self.head_dim
+        return self.alive[where.name].narrow(0, where.start * unit, where.message.size * unit)
+
+    def query_heads(self, kv_heads: range) -> range:
+        """The query heads that share these key/value heads."""
+        ratio = self.plan.num_heads // self.plan.num_kv_heads
+        return range(kv_heads.start * ratio, kv_heads.stop * ratio)
+
+    # One method for each step. First those of the exchange.
 
     def deal(self, step: steps.Deal) -> None:
+        """(B, N, H, D) -> (B, T, h, D), or back (see `to_heads`)."""
         assert self.dealing is not None
         assert self.options.dealer is not None
         x = self.alive.pop(step.name)
@@ -146,9 +196,10 @@ class _Executor:
         self.alive[step.name] = x
 
     def pack(self, step: steps.Pack) -> None:
+        """Copy own key/value rows into a new buffer."""
         buffer = self.flat(step.size, self.dtype)
         for rows, block in step.packs:
-            key, value = self.block(buffer, block)
+            key, value = self.block(buffer, block)  # (B, G, L, D) each
             key.copy_(self.rows("key", rows, None))
             value.copy_(self.rows("value", rows, None))
         self.alive[step.name] = buffer
@@ -158,6 +209,7 @@ class _Executor:
         self.alive[step.name] = self.flat(step.size, dtype)
 
     def flat(self, size: int, dtype: torch.dtype) -> Tensor:
+        """A buffer of so many units, not filled: (size · B · D,)."""
         return torch.empty(size * self.batch * self.head_dim, dtype=dtype, device=self.device)
 
     def free(self, step: steps.Free) -> None:
@@ -165,13 +217,15 @@ class _Executor:
             self.alive.pop(name, None)
 
     def post(self, step: steps.Post) -> None:
-        assert self.options.link is not None
+        link = self.options.link
+        assert link is not None
         sends = [(self.slice_of(where), where.message) for where in step.sends]
         receives = [(self.slice_of(where), where.message) for where in step.receives]
+
         if step.is_apart:
-            self.posted[step.ticket] = self.options.link.carry_apart(sends, receives, step.moment)
+            self.posted[step.ticket] = link.carry_apart(sends, receives, step.moment)
         else:
-            both = self.options.link.carry(sends, receives, step.moment)
+            both = link.carry(sends, receives, step.moment)
             self.posted[step.ticket] = both, both
 
     def wait(self, step: steps.Wait) -> None:
@@ -181,67 +235,42 @@ class _Executor:
         if step.received:
             received.wait()
 
-    def slice_of(self, where: BufferSlice) -> Tensor:
-        unit = self.batch * self.head_dim
-        return self.alive[where.name].narrow(0, where.start * unit, where.message.size * unit)
-
-    def block(self, buffer: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """Keys and values, or their gradients, of a block of a buffer."""
-        return block_views(buffer, block, self.batch, self.head_dim)
-
     def zero(self, step: steps.Zero) -> None:
         self.slice_of(step.where).zero_()
 
-    def start(self, step: steps.Start) -> None:
-        """Make an accumulator. A row to which tiles only add starts as the identity of a sum: 0, or -inf for lse."""
-        like = self.alive[_LIKE[step.name]]
-        make = torch.empty if step.is_covered else torch.zeros
-        dtype = self.dtype if step.is_result else self.sum_dtype
-        self.alive[step.name] = make(like.shape, dtype=dtype, device=self.device)
-        if step.name == "out":
-            # float64 until the end: with lse rounded to float32 at each of 700 merges, gradients were off by 7e-6.
-            dtype = self.sum_dtype if step.is_result else torch.float64
-            self.alive["lse"] = torch.empty(like.shape[:3], dtype=dtype, device=self.device)
-            if not step.is_covered:
-                self.alive["lse"].fill_(-torch.inf)
+    def unpack(self, step: steps.Unpack) -> None:
+        """Add the gradient of an own chunk, which has come home, to dk and dv."""
+        arrived = self.slice_of(step.where)
+        for rows, block in self.plan.packs_of(step.where.message):
+            # (B, G, L, D) each
+            for name, gradient in zip(("dk", "dv"), self.block(arrived, block), strict=True):
+                self.rows(name, rows, None).add_(gradient)
+
+    # The kernel's calls, and the tensors that they read.
 
     def compute(self, step: steps.Compute) -> None:
+        """The partial of a tile, or its gradients, into `results`."""
         tile = step.tile
         scale = self.options.scale
         is_causal = tile.mask != FULL  # FROM_END too, since `copied` has turned the rows round
         if step.what == "partial":
-            query, (key, value) = self.own(step, "query"), self.keys(step)
+            query = self.tile_rows(step, "query")  # (B, H, M, D)
+            key, value = self.keys(step)  # (B, G, L, D)
             out, lse = self.kernel.forward(query, key, value, is_causal, scale)
             self.results = {"out": out, "lse": lse}
         else:
             dq, dk, dv = self.kernel.backward(self.backward_rows(step), is_causal, scale)
             self.results = {"dq": dq, "dk": dk, "dv": dv}
+
         if tile.mask == FROM_END:
             self.results = {name: result.flip(2) for name, result in self.results.items()}
 
-    def rows(self, name: str, rows: Rows, entry: int | None) -> Tensor:
-        x = self.alive[name]
-        if entry is not None:
-            x = x[entry : entry + 1]
-        return rows_view(x, rows)
-
-    def copied(self, step: steps.Compute, name: str, rows: Tensor) -> Tensor:
-        """The rows, or a copy of them if the step says so, or if their order is turned round."""
-        if step.tile.mask == FROM_END:
-            if rows.dim() == 4:
-                rows = with_unit_stride(rows.flip(2))
-            else:
-                rows = rows.flip(2)
-        if name not in step.copied:
-            return rows
-        return rows.new_empty(rows.shape, dtype=self.sum_dtype).copy_(rows)
-
-    def own(self, step: steps.Compute, name: str) -> Tensor:
-        """The query's rows of a tile, in one of the tensors that have such rows."""
+    def tile_rows(self, step: steps.Compute, name: str) -> Tensor:
+        """The query's rows of a tile, in one of the tensors that have such rows: (B, H, M, D), or (B, H, M)."""
         return self.copied(step, name, self.rows(name, step.tile.query, step.entry))
 
     def keys(self, step: steps.Compute) -> tuple[Tensor, Tensor]:
-        """Keys and values of a tile: own rows, rows of a cache, or a block of a buffer of chunks."""
+        """Keys and values of a tile, (B, G, L, D): own rows, rows of a cache, or a block of a buffer of chunks."""
         tile = step.tile
         if step.keys in (OWN_ROWS, CACHED_ROWS):
             assert isinstance(tile.key, Rows)
@@ -253,78 +282,99 @@ class _Executor:
             key, value = self.block(self.alive[step.keys], block)
         return self.copied(step, "key", key), self.copied(step, "value", value)
 
+    def copied(self, step: steps.Compute, name: str, rows: Tensor) -> Tensor:
+        """The rows, or a copy of them if the step says so, or if their order is turned round."""
+        if step.tile.mask == FROM_END:
+            if rows.dim() == 4:
+                rows = with_unit_stride(rows.flip(2))
+            else:  # lse and dlse
+                rows = rows.flip(2)
+
+        if name not in step.copied:
+            return rows
+        return rows.new_empty(rows.shape, dtype=self.sum_dtype).copy_(rows)
+
     def backward_rows(self, step: steps.Compute) -> BackwardRows:
-        dlse = self.own(step, "dlse") if "dlse" in self.alive else None
-        query = self.own(step, "query")
-        if self.laid_out:
+        """All that a tile's backward reads."""
+        dlse = self.tile_rows(step, "dlse") if "dlse" in self.alive else None  # (B, H, M)
+        query = self.tile_rows(step, "query")  # (B, H, M, D)
+
+        if not self.laid_out:
+            dout, out, lse = (self.tile_rows(step, name) for name in ("dout", "out", "lse"))
+        else:
             dout, out, lse = self.laid_out.popleft()
             if step.tile.mask == FROM_END:
-                num_rows = step.tile.query.num_rows  # what follows in lse stands after the rows
+                num_rows = step.tile.query.num_rows
                 dout = dout.flip(2)
                 out = out.flip(2)
+                # The rows that pad lse stay after the others.
                 lse = torch.cat((lse[..., :num_rows].flip(2), lse[..., num_rows:]), dim=2)
-        else:
-            dout, out, lse = (self.own(step, name) for name in ("dout", "out", "lse"))
+
         return BackwardRows(dout, dlse, query, *self.keys(step), out, lse)
 
     def copy(self, step: steps.Copy) -> None:
-        """Make dout and out (B, M, H, D), and lse (B, H, M), for each tile, and fill them."""
+        """Make dout and out (B, H, M, D), with the strides of (B, M, H, D), and lse (B, H, M), for each tile, and fill
+        them."""
         assert self.merging is not None
-        multiple = self.merging.lse_multiple
+        dout_BNHD = self.alive["dout"]
+        out_BNHD = self.alive["out"]
+        lse_BNH = self.alive["lse"]
+
         tiles: list[TileRows] = []
         for tile, entry in step.calls:
             rows = tile.query
             num_heads = len(rows.heads)
             num_rows = rows.num_rows
             batch = rows.segments * (self.batch if entry is None else 1)
+
             sizes = (2, batch, num_rows, num_heads, self.head_dim)
-            dout, out = self.alive["out"].new_empty(sizes).transpose(2, 3)
-            added_rows = -num_rows % multiple
-            lse = self.alive["lse"].new_empty((batch, num_heads, num_rows + added_rows))
+            dout, out = out_BNHD.new_empty(sizes).transpose(2, 3)  # (B, H, M, D) each
+
+            # The kernel reads lse in blocks of rows. inf: the rows after the last have no weight.
+            added_rows = -num_rows % self.merging.lse_multiple
+            lse = lse_BNH.new_empty((batch, num_heads, num_rows + added_rows))
             if added_rows:
                 lse[..., num_rows:] = torch.inf
+
             self.laid_out.append((dout, out, lse))
             tiles.append(TileRows(rows, entry, (dout, out, lse)))
-        given = (self.alive[name] for name in ("dout", "out", "lse"))
-        self.merging.lay_out(*given, tiles, self.query_heads(step.kv_heads))
 
-    def query_heads(self, kv_heads: range) -> range:
-        ratio = self.plan.num_heads // self.plan.num_kv_heads
-        return range(kv_heads.start * ratio, kv_heads.stop * ratio)
+        heads = self.query_heads(step.kv_heads)
+        self.merging.lay_out(dout_BNHD, out_BNHD, lse_BNH, tiles, heads)
 
-    def keep(self, name: str, rows: Rows, entry: int | None, *tensors: Tensor) -> None:
-        self.kept.setdefault(name, []).append(TileRows(rows, entry, tensors))
+    # Accumulators, and what enters them.
 
-    def gather(self, step: steps.Gather) -> None:
-        assert self.merging is not None
-        if step.names == ("out",):
-            partials = self.kept.pop("out", [])
-            heads = self.query_heads(step.kv_heads)
-            out = self.alive["out"]
-            lse = self.alive["lse"]
-            self.merging.merge(out, lse, partials, heads, adds=step.adds)
-            return
-        sums: list[GradientSum] = []
-        for name in step.names:
-            heads = self.query_heads(step.kv_heads) if name == "dq" else step.kv_heads
-            sums.append(GradientSum(self.alive[name], self.kept.pop(name, []), heads))
-        # With hops dq is multiplied at the end, in `finish`.
-        factor = 1.0 if self.plan.hops else self.options.factor
-        self.merging.add(sums, factor, adds=step.adds)
+    def start(self, step: steps.Start) -> None:
+        """Make an accumulator. A row to which tiles only add starts as the identity of a sum: 0, or -inf for lse."""
+        like = self.alive[_LIKE[step.name]]
+        make = torch.empty if step.is_covered else torch.zeros
+        dtype = self.dtype if step.is_result else self.sum_dtype
+        self.alive[step.name] = make(like.shape, dtype=dtype, device=self.device)
+
+        if step.name == "out":
+            # float64 until the end: with lse rounded to float32 at each of 700 merges, gradients were off by 7e-6.
+            dtype = self.sum_dtype if step.is_result else torch.float64
+            lse = torch.empty(like.shape[:3], dtype=dtype, device=self.device)  # (B, N, H)
+            if not step.is_covered:
+                lse.fill_(-torch.inf)
+            self.alive["lse"] = lse
 
     def merge(self, step: steps.Merge) -> None:
-        partial_out = self.results.pop("out")
-        partial_lse = self.results.pop("lse")
+        """Let a tile's partial enter out and lse."""
+        partial_out = self.results.pop("out")  # (B, H, M, D)
+        partial_lse = self.results.pop("lse")  # (B, H, M)
         if step.how == "keep":
             self.keep("out", step.tile.query, step.entry, partial_out, partial_lse)
             return
+
         if step.how == "adopt":
             self.adopt("out", partial_out)
-            lse = partial_lse.transpose(1, 2).to(
+            lse = partial_lse.transpose(1, 2).to(  # (B, M, H)
                 torch.float64, copy=True, memory_format=torch.contiguous_format
             )
             self.alive["lse"] = lse.view(self.alive["query"].shape[:3])
             return
+
         out = self.rows("out", step.tile.query, step.entry)
         lse = self.rows("lse", step.tile.query, step.entry)
         if step.how == "write":
@@ -333,22 +383,19 @@ class _Executor:
         else:
             merge_(out, lse, partial_out, partial_lse)
 
-    def adopt(self, name: str, result_BHMD: Tensor) -> None:
-        """Take a tile's result, which has all rows, as the accumulator. It is made contiguous, so that later tiles can
-        view it, and outputs of custom ops have the strides of their fakes. Most results need no copy."""
-        shape = self.alive[_LIKE[name]].shape
-        self.alive[name] = result_BHMD.transpose(1, 2).contiguous().view(shape)
-
     def add(self, step: steps.Add) -> None:
-        result = self.results.pop(step.name)
+        """Let a tile's gradient enter dq, dk or dv, or the sums of a chunk."""
+        result = self.results.pop(step.name)  # (B, H, M, D) or (B, G, L, D)
         if step.how == "adopt":
             self.adopt(step.name, result)
             return
+
         rows = step.tile.query if step.name == "dq" else step.tile.key
         if step.how == "keep":
             assert isinstance(rows, Rows)
             self.keep(step.name, rows, step.entry, result)
             return
+
         if isinstance(rows, Rows):
             total = self.rows(step.name, rows, step.entry)
         else:
@@ -359,34 +406,65 @@ class _Executor:
         else:
             total.add_(result)
 
-    def unpack(self, step: steps.Unpack) -> None:
-        arrived = self.slice_of(step.where)
-        for rows, block in self.plan.packs_of(step.where.message):
-            for name, gradient in zip(("dk", "dv"), self.block(arrived, block), strict=True):
-                self.rows(name, rows, None).add_(gradient)
+    def adopt(self, name: str, result_BHMD: Tensor) -> None:
+        """Take a tile's result, which has all rows, as the accumulator. It is made contiguous, so that later tiles can
+        view it, and outputs of custom ops have the strides of their fakes. Most results need no copy."""
+        shape = self.alive[_LIKE[name]].shape
+        self.alive[name] = result_BHMD.transpose(1, 2).contiguous().view(shape)
+
+    def keep(self, name: str, rows: Rows, entry: int | None, *tensors: Tensor) -> None:
+        """Keep a tile's result until it is gathered."""
+        self.kept.setdefault(name, []).append(TileRows(rows, entry, tensors))
+
+    def gather(self, step: steps.Gather) -> None:
+        """Merge or add all that was kept of some heads."""
+        assert self.merging is not None
+        heads = self.query_heads(step.kv_heads)
+        if step.names == ("out",):
+            partials = self.kept.pop("out", [])
+            self.merging.merge(
+                self.alive["out"], self.alive["lse"], partials, heads, adds=step.adds
+            )
+            return
+
+        sums: list[GradientSum] = []
+        for name in step.names:
+            gradients = self.kept.pop(name, [])
+            heads_of_sum = heads if name == "dq" else step.kv_heads
+            sums.append(GradientSum(self.alive[name], gradients, heads_of_sum))
+        # With hops dq is multiplied at the end, in `finish`.
+        factor = 1.0 if self.plan.hops else self.options.factor
+        self.merging.add(sums, factor, adds=step.adds)
 
     def finish(self, step: steps.Finish) -> None:
+        """Round an accumulator to the dtype of the result."""
         if step.name == "dq" and self.options.factor != 1:
             self.alive["dq"].mul_(self.options.factor)
         dtype = self.sum_dtype if step.name == "lse" else self.dtype
         self.alive[step.name] = self.alive[step.name].to(dtype)
 
 
-# Heads are dealt for positions, and back (plan/dealing.py). A rank then has all T positions of h = H / p heads.
-# Tensors with one number for each row and head have no dim D.
+# Heads are dealt for positions, and back (plan/dealing.py). A rank then has all T positions of its group, but only
+# h = H / p of the heads. n are the positions of one rank. Tensors with one number for each row and head have no dim D.
 
 
 def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> Tensor:
     """(B, N, H, D) -> (B, T, h, D), in the order of the sequence."""
     batch, _, num_heads, *dims = x_BNHD.shape
     share = num_heads // dealing.size
+
+    # To each rank go its heads of all own positions: (B · N · h · D,).
     leaving = [x.flatten() for x in x_BNHD.split(share, dim=2)]
     sizes = [batch * length * share * math.prod(dims) for length in dealing.lengths]
     received = dealer.all_to_all_single(leaving, sizes, x_BNHD, moment)
-    del leaving
+    del leaving  # before the results are made: they need as much memory
+
+    # By place in the group: (B, n, h, D).
     rows_of_place: list[Tensor] = []
     for x, length in zip(received, dealing.lengths, strict=True):
         rows_of_place.append(x.view(batch, length, share, *dims))
+
+    # A group may own no position at all: the empty rows make `cat` work.
     in_order = [rows_of_place[0][:, :0]]
     for place, first, num_rows in dealing.runs:
         in_order.append(rows_of_place[place].narrow(1, first, num_rows))
@@ -397,12 +475,19 @@ def to_positions(x_BThD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) 
     """(B, T, h, D) -> (B, N, H, D)."""
     batch, _, share, *dims = x_BThD.shape
     runs = x_BThD.split([num_rows for _, _, num_rows in dealing.runs], dim=1)
+
+    # By place in the group: the runs of its positions, (B, rows, h, D) each.
     rows_of_place = [[x_BThD[:, :0]] for _ in dealing.lengths]
     for (place, _, _), rows in zip(dealing.runs, runs, strict=True):
         rows_of_place[place].append(rows)
+
+    # To each rank go its positions of this rank's heads: (B · n · h · D,).
     leaving = [torch.cat(rows, dim=1).flatten() for rows in rows_of_place]
     num_own = dealing.lengths[dealing.place]
     sizes = [batch * num_own * share * math.prod(dims)] * dealing.size
     received = dealer.all_to_all_single(leaving, sizes, x_BThD, moment)
     del leaving
-    return torch.cat([x.view(batch, num_own, share, *dims) for x in received], dim=2)
+
+    # From each rank came its heads of own positions: (B, N, h, D).
+    heads_of_place = [x.view(batch, num_own, share, *dims) for x in received]
+    return torch.cat(heads_of_place, dim=2)
