@@ -72,8 +72,8 @@ MUTANTS = (
     Mutant(
         "a rank is in a ring if one of its rows has a phase of it",
         "plan/ring_maker.py",
-        "piece.start + (origin + phase - piece.start) % rate < piece.stop for phase in phases",
-        "piece.start + (origin + phase - piece.start) % rate >= piece.stop for phase in phases",
+        "any((origin + phase - piece.start) % rate < piece.length for phase in phases)",
+        "any((origin + phase - piece.start) % rate >= piece.length for phase in phases)",
         PLAN,
     ),
     Mutant(
@@ -86,8 +86,8 @@ MUTANTS = (
     Mutant(
         "a causal query needs the rows before it, another needs all",
         "plan/counts.py",
-        "seen = there[-1][1] if is_causal else rows_before(length, phase, self.rate)",
-        "seen = there[-1][1] if not is_causal else rows_before(length, phase, self.rate)",
+        "seen = last if is_causal else rows_before(length, phase, self.rate)",
+        "seen = last if not is_causal else rows_before(length, phase, self.rate)",
         COUNTS,
     ),
     Mutant(
@@ -107,8 +107,8 @@ MUTANTS = (
     Mutant(
         "only a single piece as long as the rate has a row of every phase",
         "plan/counts.py",
-        "if len(pieces) == 1 and pieces[0][1] - pieces[0][0] >= self.rate:",
-        "if len(pieces) > 1 and pieces[0][1] - pieces[0][0] >= self.rate:",
+        "if len(pieces) == 1 and end - first >= self.rate:",
+        "if len(pieces) > 1 and end - first >= self.rate:",
         COUNTS,
     ),
     Mutant(

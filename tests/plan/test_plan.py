@@ -422,8 +422,7 @@ def test_every_document_is_balanced():
     whole = make_shards("zigzag", ShardSpec("zigzag", 8).default_lengths(16_384))
 
     def busiest(shards):
-        counter = counts.Counter(Job(pattern, shards, 1, 1, documents))
-        pairs = [counter.of(rank).pairs for rank in range(8)]
+        pairs = counts.count_ranks(counts.Counter(Job(pattern, shards, 1, 1, documents))).pairs
         return max(pairs) * 8 / sum(pairs)
 
     assert busiest(dealt) < 1.002

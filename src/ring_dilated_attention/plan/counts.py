@@ -22,28 +22,19 @@ from .ring_maker import ShardIndex
 from .rows import own_sections
 from .sharding import Span
 from .sight import meetings, pairs_under
-from .window_maker import WindowMaker, window_of
+from .window_maker import window_of
 
 Pieces = Sequence[tuple[int, int]]  # (start, stop), counted from the start of the segment
 
 
 class SegmentShare(NamedTuple):
-    """A rank's work on a segment of which it has rows, and what it receives for that. Others may have rows too."""
+    """What a rank may send of a segment of which it has rows, and what it receives. Others may have rows too."""
 
     place: tuple[int, int]  # the branch, and the position at which the segment starts
-    pairs: int
     # the size of each chunk that the rank may send of this segment, in units of B * D elements
     rows: tuple[int, ...]
     # the size of the keys and values that the rank receives from others, in the same units
     received: int
-
-
-class RankCount(NamedTuple):
-    """What one rank computes and receives in a forward. A backward receives the same, and sends its gradients."""
-
-    pairs: int
-    received: int
-    shares: tuple[SegmentShare, ...]
 
 
 class Phases:
@@ -66,18 +57,21 @@ class Phases:
 
     def products(self, x: int, y: int) -> int:
         """The sum of B(x) B(y)."""
-        (a, rest_a), (b, rest_b) = divmod(x, self.rate), divmod(y, self.rate)
+        a, rest_a = divmod(x, self.rate)
+        b, rest_b = divmod(y, self.rate)
         more_a = bisect_left(self.phases, rest_a)
         more_b = bisect_left(self.phases, rest_b)
         return self.num * a * b + a * more_b + b * more_a + min(more_a, more_b)
 
     def pairs(self, pieces: Pieces, length: int, *, is_causal: bool) -> int:
         """(query, key) pairs of the queries in pieces of a segment."""
-        if is_causal:
-            return sum([self.triangles(stop) - self.triangles(start) for start, stop in pieces])
-        return sum(
-            [self.products(stop, length) - self.products(start, length) for start, stop in pieces]
-        )
+        total = 0
+        for start, stop in pieces:
+            if is_causal:
+                total += self.triangles(stop) - self.triangles(start)
+            else:
+                total += self.products(stop, length) - self.products(start, length)
+        return total
 
     def pairs_within(self, branch: Branch, length: int, *, is_causal: bool) -> int:
         """(query, key) pairs of a section of whole segments, or of a document that a window slides over."""
@@ -96,22 +90,27 @@ class Phases:
         self, pieces: Pieces, length: int, *, is_causal: bool
     ) -> tuple[list[int], int]:
         """Rows of each piece of a segment, and the rows of others that queries in the pieces need."""
-        before = [(self.rows(start), self.rows(stop)) for start, stop in pieces]
-        rows = [b - a for a, b in before]
+        rows = [self.rows(stop) - self.rows(start) for start, stop in pieces]
+        first, end = pieces[0]
         # the piece has a row of every phase
-        if len(pieces) == 1 and pieces[0][1] - pieces[0][0] >= self.rate:
-            return rows, before[0][0] if is_causal else self.rows(length) - rows[0]
-        total = 0
-        for num, phase in self._alike(chain((length,), *pieces)):
-            own = [
-                (rows_before(a, phase, self.rate), rows_before(b, phase, self.rate))
-                for a, b in pieces
-            ]
-            there = [(a, b) for a, b in own if a < b]
-            if there:
-                seen = there[-1][1] if is_causal else rows_before(length, phase, self.rate)
-                total += num * (seen - sum([b - a for a, b in there]))
-        return rows, total
+        if len(pieces) == 1 and end - first >= self.rate:
+            return rows, self.rows(first) if is_causal else self.rows(length) - rows[0]
+
+        foreign = 0
+        for num_phases, phase in self._alike(chain((length,), *pieces)):
+            # own rows of one phase, and the number of its rows up to the end of the last piece that has one
+            num_own = 0
+            last = 0
+            for start, stop in pieces:
+                before = rows_before(start, phase, self.rate)
+                up_to = rows_before(stop, phase, self.rate)
+                if before < up_to:
+                    num_own += up_to - before
+                    last = up_to
+            if num_own:
+                seen = last if is_causal else rows_before(length, phase, self.rate)
+                foreign += num_phases * (seen - num_own)
+        return rows, foreign
 
     def _alike(self, positions: Iterable[int]) -> Iterator[tuple[int, int]]:
         """Group phases with equally many rows before each of these positions: (number of phases, one of them)."""
@@ -146,7 +145,8 @@ class Counter:
             self.keys.append(Phases(key_phases, rate))
         self.window = window_of(job, ShardIndex(job.shards))
 
-    def of(self, rank: int) -> RankCount:
+    def of(self, rank: int) -> tuple[int, list[SegmentShare]]:
+        """The (query, key) pairs that a rank computes, and its share of each segment that others may have rows of."""
         pairs = 0
         shares: list[SegmentShare] = []
         is_causal = self.pattern.is_causal
@@ -160,40 +160,31 @@ class Counter:
                     else:
                         piece = (start - segment.start, stop - segment.start)
                         own_pieces.setdefault(segment, []).append(piece)
+
             for segment, pieces in own_pieces.items():
-                share = self._share(number, segment, pieces)
-                if any(share.rows):
-                    shares.append(share)
+                length = segment.stop - segment.start
+                pairs += queries.pairs(pieces, length, is_causal=is_causal)
+                own, foreign = self.keys[number].own_and_foreign(
+                    pieces, length, is_causal=is_causal
+                )
+                # If causal, other ranks need the later piece at other hops, so each piece is a chunk of its own.
+                rows = tuple([2 * x for x in own]) if is_causal else (2 * sum(own),)
+                if any(rows):
+                    shares.append(SegmentShare((number, segment.start), rows, 2 * foreign))
 
-        if self.window is not None:
-            num_heads = self.queries[self.window.number].num
-            for query, key, mask, _ in self.window.crossings(rank):
+        window = self.window
+        if window is not None:
+            num_heads = self.queries[window.number].num
+            for query, key, mask, _ in window.crossings(rank):
                 pairs += num_heads * pairs_under(mask, query.length, key.length)
-            shares += _shares_of_window(self.window, rank)
-
-        pairs += sum([share.pairs for share in shares])
-        received = sum([share.received for share in shares])
-        return RankCount(pairs, received, tuple(shares))
-
-    def _share(self, branch: int, segment: Span, pieces: Pieces) -> SegmentShare:
-        length = segment.stop - segment.start
-        is_causal = self.pattern.is_causal
-        pairs = self.queries[branch].pairs(pieces, length, is_causal=is_causal)
-        own, foreign = self.keys[branch].own_and_foreign(pieces, length, is_causal=is_causal)
-        # If causal, other ranks need the later piece at other hops, so each piece is a chunk of its own.
-        rows = tuple([2 * x for x in own]) if is_causal else (2 * sum(own),)
-        return SegmentShare((branch, segment.start), pairs, rows, 2 * foreign)
-
-
-def _shares_of_window(window: WindowMaker, rank: int) -> Iterator[SegmentShare]:
-    """A rank's rows that others see, and those of others that it sees. Their pairs are not counted here."""
-    for (branch, _), rings in dict(window.rings(rank)).items():
-        for ring in rings:
-            if rank in ring.ranks:
-                size = sum(chunk.size for chunk in ring.chunks)  # only the owner has one
-                is_owner = bool(ring.keys[ring.place_of(rank)])
-                received = 0 if is_owner else size
-                yield SegmentShare((branch, ring.origin), 0, (size,), received)
+            for rings in dict(window.rings(rank)).values():
+                for ring in rings:
+                    if rank in ring.ranks:
+                        place = (window.number, ring.origin)
+                        size = sum(chunk.size for chunk in ring.chunks)  # only the owner has one
+                        is_owner = bool(ring.keys[ring.place_of(rank)])
+                        shares.append(SegmentShare(place, (size,), 0 if is_owner else size))
+        return pairs, shares
 
 
 class Segment(NamedTuple):
@@ -221,17 +212,24 @@ class JobCount(NamedTuple):
 @without_collection()
 def count_ranks(counter: Counter) -> JobCount:
     """Count all ranks."""
-    ranks = [counter.of(rank) for rank in range(counter.job.num_ranks)]
+    pairs: list[int] = []
+    received: list[int] = []
+    shares_of_ranks: list[list[SegmentShare]] = []
     segments: dict[tuple[int, int], Segment] = {}
-    for rank in ranks:
-        for share in rank.shares:
-            sharers, largest, received = segments.get(share.place, NO_SEGMENT)
+    for rank in range(counter.job.num_ranks):
+        num_pairs, shares = counter.of(rank)
+        pairs.append(num_pairs)
+        received.append(sum([share.received for share in shares]))
+        shares_of_ranks.append(shares)
+        for share in shares:
+            sharers, largest, received_by_all = segments.get(share.place, NO_SEGMENT)
             if share.rows != largest:
                 largest = tuple(map(max, zip_longest(largest, share.rows, fillvalue=0)))
-            received += share.received
-            segments[share.place] = Segment(sharers + 1, largest, received)
+            received_by_all += share.received
+            segments[share.place] = Segment(sharers + 1, largest, received_by_all)
+
     buffers: list[int] = []
-    for rank in ranks:
-        of_rank = [segments[share.place] for share in rank.shares]
-        buffers.append(sum([sum(segment.largest) for segment in of_rank if segment.received]))
-    return JobCount([x.pairs for x in ranks], [x.received for x in ranks], buffers, segments)
+    for shares in shares_of_ranks:
+        shared = [segments[share.place] for share in shares]
+        buffers.append(sum([sum(segment.largest) for segment in shared if segment.received]))
+    return JobCount(pairs, received, buffers, segments)

@@ -60,8 +60,11 @@ def plan_exchange(exchange: str, job: Job, rank: int, inner: int = 1) -> RankPla
     if size > 1:
         job, dealings = dealt(job, size, rank % size)
         dealing = dealings[rank // size]
+
     plan = make_plan(job, rank // size)
-    return RankPlan(gathered(plan) if exchange == "all_gather" else plan, dealing)
+    if exchange == "all_gather":
+        plan = gathered(plan)
+    return RankPlan(plan, dealing)
 
 
 def dealers(exchange: str, job: Job, inner: int) -> int:
@@ -99,6 +102,7 @@ def choose_exchange(job: Job, sizes: Sizes) -> Choice:
     two_chunks = 2 * unit * max(counted.buffers)
     if not received:
         return Choice("ring", "nothing is sent: every segment lies in one shard")
+
     shared = [segment for segment in counted.segments.values() if segment.received]
     hops = max(segment.sharers for segment in shared) - 1
     largest = unit * max(max(segment.largest) for segment in shared)

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, product
 
+from ..pattern import HeadGroups
 from .collection import without_collection
 from .job import Job
 from .plan import Hop, Message, Plan, Tile
@@ -25,10 +26,14 @@ def make_plan(job: Job, rank: int) -> Plan:
     offsets = offsets_of(rings)
     packs = planner.packs(rank, rings, offsets)
     hops = planner.hops(rank, rings, offsets)
-    if hops:  # without hops nothing is packed
-        packed_rows: dict[Rows | Block, Block] = dict(packs)
-        local = [tile._replace(packed=packed_rows.get(tile.key)) for tile in local]
-    blocks = [block for tile in local for block in planner.blocks_of(tile, rank)]
+
+    packed_rows: dict[Rows | Block, Block] = dict(packs)
+    blocks: list[Tile] = []
+    for tile in local:
+        if hops:  # without hops nothing is packed
+            tile = tile._replace(packed=packed_rows.get(tile.key))
+        blocks += planner.blocks_of(tile, rank)
+
     covers_queries, covers_keys = planner.covers()
     return Plan(
         rank=rank,
@@ -55,10 +60,11 @@ class _Planner:
         self.borders = job.borders
         self.num_heads = len(job.held_heads)
         self.shares_kv = job.num_heads != job.num_kv_heads
-        self.groups = [
-            job.pattern.head_groups(branch, job.num_heads, job.num_kv_heads, job.held)
-            for branch in range(len(job.pattern.branches))
-        ]
+        self.groups: list[HeadGroups] = []  # of each branch
+        for branch in range(len(job.pattern.branches)):
+            self.groups.append(
+                job.pattern.head_groups(branch, job.num_heads, job.num_kv_heads, job.held)
+            )
         self.index = ShardIndex(job.shards)
         # cached, because all ranks of a ring ask for the same rings
         self.rings_of = cache(RingMaker(job, self.index, self.groups).rings)
@@ -76,7 +82,7 @@ class _Planner:
     def local_and_rings(self, rank: int) -> tuple[list[Tile], list[Ring]]:
         """Tiles of all branches with own rows on both sides, and the rings of this rank."""
         tiles: list[Tile] = []
-        rings: dict[tuple[int, int], tuple[Ring, ...]] = {}
+        rings: dict[tuple[int, int], tuple[Ring, ...]] = {}  # by branch and origin
         for number, branch in enumerate(self.pattern.branches):
             sections: list[tuple[Piece, Span | None]] = []  # with the segment, if others share it
             own_pieces: dict[Span, list[Piece]] = {}  # of segments that others share
@@ -86,13 +92,19 @@ class _Planner:
                     sections.append((piece, segment))
                     if segment is not None:
                         own_pieces.setdefault(segment, []).append(piece)
+
             for piece, segment in sections:
                 if segment is None:
                     tiles += self.section_tiles(number, piece)
                 elif segment in own_pieces:  # and not met before
                     rings[number, segment.start] = self.rings_of(number, *segment)
                     pieces = sorted(own_pieces.pop(segment))
-                    tiles += self.straddling_tiles(number, segment.start, pieces)
+                    # Each piece times itself comes first: these tiles write where the others add.
+                    pairs = sorted(product(pieces, pieces), key=lambda pair: pair[0] != pair[1])
+                    for query, key in pairs:
+                        mask = self.mask(number, query, key)
+                        if mask is not None:
+                            tiles += self.tiles_under(number, mask, segment.start, query, key)
 
         if self.window is not None:
             rings |= self.window.rings(rank)
@@ -109,22 +121,12 @@ class _Planner:
         """Own queries times own keys of a section: whole segments, or of a window the positions of a document."""
         branch = self.pattern.branches[number]
         is_causal = self.pattern.is_causal
-        for meeting in meetings(branch, piece.stop - piece.start, is_causal=is_causal):
-            query, key = (
-                piece.slice(piece.start + side.start, piece.start + side.stop)
-                for side in (meeting.queries, meeting.keys)
-            )
+        for meeting in meetings(branch, piece.length, is_causal=is_causal):
+            start = piece.start
+            query = piece.slice(start + meeting.queries.start, start + meeting.queries.stop)
+            key = piece.slice(start + meeting.keys.start, start + meeting.keys.stop)
             again = (meeting.number, meeting.step)
             yield from self.tiles_under(number, meeting.mask, query.start, query, key, again)
-
-    def straddling_tiles(self, number: int, origin: int, pieces: list[Piece]) -> Iterator[Tile]:
-        """Own queries times own keys of a segment that other ranks share."""
-        # Each piece times itself comes first: these tiles write where the others add.
-        pairs = sorted(product(pieces, pieces), key=lambda pair: pair[0] != pair[1])
-        for query, key in pairs:
-            mask = self.mask(number, query, key)
-            if mask is not None:
-                yield from self.tiles_under(number, mask, origin, query, key)
 
     def mask(self, number: int, query: Piece, key: Piece) -> str | None:
         branch = self.pattern.branches[number]
@@ -173,17 +175,6 @@ class _Planner:
                 packs.append((rows, block._replace(offset=offset + block.offset)))
         return packs
 
-    def remote_tiles(
-        self, ring: Ring, place: int, owner: int, offset: int, rank: int
-    ) -> Iterator[Tile]:
-        """Queries of one place of a ring times the chunk of another, which lies in the buffer from `offset` on."""
-        for query in ring.queries[place]:
-            for entry in ring.chunks[owner].entries:
-                mask = self.mask(ring.branch, query, ring.keys[owner][entry.piece])
-                if mask is not None:
-                    ends = query, entry, offset, rank
-                    yield from self.tiles_of(ring.branch, mask, ring.origin, *ends)
-
     def make_tiles(
         self,
         number: int,
@@ -199,13 +190,12 @@ class _Planner:
         query_bands = make_bands(entry.band.group, query, origin, rate)
         tiles: list[Tile] = []
         for query_band, key_band in matches(query_bands, [entry.band]):
+            # the heads of the block that the tile reads
             start = key_band.lo - entry.band.lo if key_band.group.phase_step else 0
-            block = Block(
-                offset + entry.block.offset,
-                entry.block.num_heads,
-                entry.block.num_rows,
-                start,
-                start + len(key_band.kv_heads),
+            block = entry.block._replace(
+                offset=offset + entry.block.offset,
+                start=start,
+                stop=start + len(key_band.kv_heads),
             )
             rows = query_band.query_rows(rate)
             tile = Tile(rows, block, mask, first_query=False, first_key=False)
@@ -225,8 +215,10 @@ class _Planner:
         if num_blocks == 1 or (tile.first_query and size == local_size):
             yield tile
             return
-        borders = [num_kv_heads * i // num_blocks for i in range(num_blocks + 1)]
-        for lo, hi in pairwise(borders):
+
+        for i in range(num_blocks):
+            lo = num_kv_heads * i // num_blocks
+            hi = num_kv_heads * (i + 1) // num_blocks
             yield tile.of_heads(lo, hi)
 
     def hops(self, rank: int, rings: Sequence[Ring], offsets: Sequence[int]) -> list[Hop]:
@@ -236,15 +228,19 @@ class _Planner:
             for ranges in ring.needed:
                 if ranges:
                     last = max(last, ranges[-1][1])
+
         places: list[_PlaceInRing] = []
         for ring, offset in zip(rings, offsets, strict=False):
             places.append(_PlaceInRing(self, ring, rank, offset, last))
+
         hops: list[Hop] = []
         for s in range(1, last + 1):
             lists: dict[str, list] = {field: [] for field in Hop._fields}
             for place in places:
                 place.add_hop(s, lists)
-            hops.append(Hop(*[tuple(entries) for entries in lists.values()]))
+            hops.append(Hop(*map(tuple, lists.values())))
+
+        # This rank may have done its part before the others of a ring have.
         while hops and not any(hops[-1]):
             hops.pop()
         return hops
@@ -277,6 +273,17 @@ class _PlaceInRing:
         owner = self.ring.ranks[place]
         return Message(peer, self.offset, size, owner, is_gradient, self.offset)
 
+    def tiles_with(self, owner: int) -> Iterator[Tile]:
+        """Own queries times the chunk of the rank at a place."""
+        ring = self.ring
+        for query in ring.queries[self.place]:
+            for entry in ring.chunks[owner].entries:
+                mask = self.planner.mask(ring.branch, query, ring.keys[owner][entry.piece])
+                if mask is not None:
+                    yield from self.planner.tiles_of(
+                        ring.branch, mask, ring.origin, query, entry, self.offset, self.rank
+                    )
+
     def add_hop(self, s: int, lists: dict[str, list]) -> None:
         """Add what the rank does at hop s to the lists of a `Hop`."""
         place = self.place
@@ -287,9 +294,11 @@ class _PlaceInRing:
         ranks = self.ring.ranks
         following = ranks[(place + 1) % len(ranks)]
         previous = ranks[place - 1]
+
         if after[s] and (s == 1 or here[s - 1]):
             # The chunk that was met at the hop before, or at hop 1 the own one, goes to the next place.
             lists["sends"].append(self.message(following, place + 1 - s))
+
         if own[s]:
             # Another rank meets this rank's chunk: its owner starts a range of hops, or ends it.
             target = ranks[(place + s) % len(ranks)]
@@ -298,6 +307,7 @@ class _PlaceInRing:
                 lists["sends"].append(self.message(target, place))
             if not own[s + 1]:
                 lists["grad_receives"].append(self.message(target, place, is_gradient=True))
+
         if here[s]:
             # The chunk that is due here comes, is computed with, and its gradient leaves.
             due = (place - s) % len(ranks)
@@ -306,11 +316,10 @@ class _PlaceInRing:
             lists["receives"].append(self.message(owner if is_first else previous, due))
             if is_first:
                 lists["grad_starts"].append(self.message(self.rank, due, is_gradient=True))
-            lists["tiles"] += self.planner.remote_tiles(
-                self.ring, place, due, self.offset, self.rank
-            )
+            lists["tiles"] += self.tiles_with(due)
             home = following if after[s + 1] else owner
             lists["grad_sends"].append(self.message(home, due, is_gradient=True))
+
         if before[s] and here[s + 1]:
             # The gradient of the chunk that is due here at the next hop comes from the previous place.
             coming = self.message(previous, place - s - 1, is_gradient=True)

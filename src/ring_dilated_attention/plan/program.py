@@ -68,6 +68,8 @@ def make_program(plan: Plan, stage: str, facts: CallFacts) -> Program:
     if facts.dealing is None:
         make_steps()
         return Program(maker.made)
+
+    # Heads are dealt before and after.
     inputs = _INPUTS[stage]
     if facts.has_dlse:
         inputs += ("dlse",)
@@ -92,10 +94,15 @@ class _Maker:
         self.stage = stage
         self.facts = facts
         self.made: list[Step] = []
+
+        # Names of the accumulators that exist, and of those into which results have been gathered.
         self.started: set[str] = set()
         self.gathered: set[str] = set()
-        self.late: list[str] = []  # own chunks that are sent at this hop, if it is not the first
-        # for gradients of the current chunks, from the rank that had them before
+
+        # Names of own chunks that are sent at this hop, if it is not the first.
+        self.late: list[str] = []
+
+        # Waits for gradients of the current chunks, from the rank that had them before.
         self.arriving: list[steps.Wait] = []
 
     def put(self, *new_steps: Step) -> None:
@@ -105,12 +112,15 @@ class _Maker:
         """out and lse of this rank's queries: own tiles while the first chunks travel, then the tiles of each hop."""
         plan = self.plan
         self.start_hop(0)
-        self.partials(self.own_tiles() + [(tile, CACHED_ROWS) for tile in plan.cached])
+        cached = [(tile, CACHED_ROWS) for tile in plan.cached]
+        self.partials(self.own_tiles() + cached)
+
         for s, hop in enumerate(plan.hops):
             self.arrive(s)
             self.start_hop(s + 1)
             arrived = BUFFERS[(s + 1) % 2]
             self.partials([(tile, arrived) for tile in hop.tiles])
+
         self.put(steps.Free((BUFFERS[len(plan.hops) % 2],)))
         self.finish("out", "lse")
 
@@ -123,24 +133,30 @@ class _Maker:
         plan = self.plan
         self.start_hop(0)
         self.all_gradients(self.own_tiles(), ("dq", "dk", "dv"))
+
         leaving: list[steps.Wait] = []
         for s, hop in enumerate(plan.hops):
             self.arrive(s)
             self.start_hop(s + 1)
+            arrived = BUFFERS[(s + 1) % 2]
+
+            # The gradients of the chunks of this hop, and those that arrive meanwhile.
             sums = GRADIENTS[s % 2]
             other = GRADIENTS[(s + 1) % 2]
             if s == 0:
                 self.put(steps.Take(sums, plan.received_size, is_sum=True))
+
             self.put(*map(steps.Zero, _slices(sums, hop.grad_starts)))
-            arrived = BUFFERS[(s + 1) % 2]
             self.all_gradients([(tile, arrived) for tile in hop.tiles], ("dq",), sums)
             self.await_gradients()
             if s + 1 == len(plan.hops):
-                self.put(steps.Free((BUFFERS[len(plan.hops) % 2],)))
+                self.put(steps.Free((arrived,)))
+
             self.put(*leaving)  # `other` is free from here on
             if s == 0:
                 self.put(steps.Take(other, plan.home_size, is_sum=True))
             leaving = self.send_gradients(s, sums, other)
+
         self.put(*leaving, steps.Free(GRADIENTS))
         self.finish("dq", "dk", "dv")
 
@@ -151,27 +167,31 @@ class _Maker:
     def start_hop(self, s: int) -> None:
         """Start to send the chunks of hop s from one buffer and to receive others into the other. Own chunks are packed
         before the first hop. After the last one, the buffer that was sent from is freed."""
+        plan = self.plan
         sent_from = BUFFERS[s % 2]
         received_in = BUFFERS[(s + 1) % 2]
-        if s == len(self.plan.hops):
+        if s == len(plan.hops):
             if s > 0:
                 self.put(steps.Free((received_in,)))
             return
+
         if s == 0:
-            self.put(steps.Pack(OWN_CHUNKS, self.plan.chunk_size, self.plan.packs))
-            self.put(steps.Take(RECEIVED, self.plan.received_size, is_sum=False))
-        hop = self.plan.hops[s]
+            self.put(steps.Pack(OWN_CHUNKS, plan.chunk_size, plan.packs))
+            self.put(steps.Take(RECEIVED, plan.received_size, is_sum=False))
+
+        hop = plan.hops[s]
         self.late = []
         sends: list[BufferSlice] = []
         for message in hop.sends:
-            if s > 0 and message.owner == self.plan.rank:
+            if s > 0 and message.owner == plan.rank:
                 # The buffer of own chunks holds others by now.
                 name = f"own chunk sent late at hop {s + 1}, {message.packed}"
-                self.put(steps.Pack(name, message.size, tuple(self.plan.packs_of(message))))
+                self.put(steps.Pack(name, message.size, tuple(plan.packs_of(message))))
                 self.late.append(name)
                 sends.append(BufferSlice(name, 0, message))
             else:
                 sends.append(BufferSlice(sent_from, message.offset, message))
+
         receives = _slices(received_in, hop.receives)
         if sends or receives:
             moment = self.moment(s)
@@ -203,10 +223,12 @@ class _Maker:
             receives = [m for m in hop.grad_receives if (m.owner == self.plan.rank) == is_finished]
             if not sends and not receives:
                 continue
+
             ticket = f"{moment}, {which}"
             leave = _slices(sums, sends)
             arrive = _slices(other, receives)
             self.put(steps.Post(ticket, moment, leave, arrive, is_apart=True))
+
             leaving.append(steps.Wait(ticket, received=False))
             arrival = steps.Wait(ticket, sent=False)
             if not is_finished:
@@ -224,11 +246,13 @@ class _Maker:
     def start(self, *names: str) -> None:
         """Make those of the named accumulators that do not exist yet."""
         for name in names:
-            if name not in self.started:
-                self.started.add(name)
-                is_of_keys = name in ("dk", "dv")
-                is_covered = self.plan.key_covered if is_of_keys else self.plan.query_covered
-                self.put(steps.Start(name, is_covered))
+            if name in self.started:
+                continue
+            self.started.add(name)
+            is_covered = self.plan.query_covered
+            if name in ("dk", "dv"):
+                is_covered = self.plan.key_covered
+            self.put(steps.Start(name, is_covered))
 
     def finish(self, *names: str) -> None:
         """Turn accumulators into results, unless they were written as results."""
@@ -251,6 +275,7 @@ class _Maker:
                 self.put(steps.Compute(call, entry, "partial", keys, self.copied(call, keys)))
                 how = self.how("out", call.query, call.first_query, entry, "merge")
                 self.put(steps.Merge(call, entry, how))
+
             self.gather(("out",), kv_heads)
         self.gathered.add("out")
 
@@ -259,19 +284,24 @@ class _Maker:
         one by one to `sums` of chunks."""
         for kv_heads, block in self.head_blocks(tiles, names):
             if block and self.facts.kept_rows is not None:
-                self.put(steps.Copy(tuple((call, entry) for call, entry, _ in block), kv_heads))
+                calls = tuple((call, entry) for call, entry, _ in block)
+                self.put(steps.Copy(calls, kv_heads))
+
             for call, entry, keys in block:
                 self.put(steps.Compute(call, entry, "gradients", keys, self.copied(call, keys)))
                 how = self.how("dq", call.query, call.first_query, entry, "add")
                 self.put(steps.Add("dq", call, entry, how))
+
                 for name in ("dk", "dv"):
                     if name in names:
                         assert isinstance(call.key, Rows)
                         how = self.how(name, call.key, call.first_key, entry, "add")
                         self.put(steps.Add(name, call, entry, how))
-                    else:  # what other ranks added is awaited as late as possible
+                    else:
+                        # what other ranks added is awaited as late as possible
                         self.await_gradients()
                         self.put(steps.Add(name, call, entry, "add", sums))
+
             self.gather(names, kv_heads)
         self.gathered.update(names)
 
@@ -296,16 +326,20 @@ class _Maker:
                     self.put(steps.Start(name, is_covered=True, is_result=self.gathers_once))
             if not tiles and self.gathered:
                 return
+
             num_rows = self.facts.batch * sum(self.rows_kept(tile) for tile, _ in tiles)
             num_blocks = max(1, min(-(-num_rows // self.facts.kept_rows), num_heads))
+
         for i in range(num_blocks):
             lo = num_heads * i // num_blocks
             hi = num_heads * (i + 1) // num_blocks
-            block = []
+            block: list[tuple[Tile, int | None, str]] = []
             for tile, keys in tiles:
                 of_block = tile if num_blocks == 1 else self.of_heads(tile, lo, hi)
-                if of_block is not None:
-                    block += [(*call, keys) for call in self.calls(of_block, keys)]
+                if of_block is None:
+                    continue
+                for call, entry in self.calls(of_block, keys):
+                    block.append((call, entry, keys))
             yield range(lo, hi), block
 
     def rows_kept(self, tile: Tile) -> int:
@@ -339,8 +373,10 @@ class _Maker:
             calls = tile.split(max_rows // facts.batch, fewest_heads)
         else:
             calls = self.calls_of_size(tile)
+
         for call in calls:
             rows = call.query
+            # Then the last segment of one entry and the first of the next are as far apart as two segments.
             fills = self.plan.num_rows == rows.segments * rows.segment_step
             if facts.batch == 1 or rows.segments == 1 or (facts.folds and fills):
                 yield call, None
@@ -350,30 +386,38 @@ class _Maker:
 
     def calls_of_size(self, tile: Tile) -> Iterator[Tile]:
         """The tile, split along segments (then heads) if it has more than `CallFacts.most_rows`."""
-        most_heads = len(tile.query.heads) * tile.query.segments
-        if self.facts.most_rows is not None and self.stage == "backward":
-            padded_rows = tile.query.num_rows + -tile.query.num_rows % steps.ROW_BLOCK
-            # heads of one segment and batch entry
-            most_heads = max(self.facts.most_rows // (padded_rows * self.facts.batch), 1)
-        if len(tile.query.heads) * tile.query.segments <= most_heads:
+        most_rows = self.facts.most_rows
+        if most_rows is None or self.stage == "forward":
+            yield tile
+            return
+
+        query = tile.query
+        padded_rows = query.num_rows + -query.num_rows % steps.ROW_BLOCK
+        # heads of one segment and batch entry
+        most_heads = max(most_rows // (padded_rows * self.facts.batch), 1)
+        if len(query.heads) * query.segments <= most_heads:
             yield tile
         else:
-            yield from tile.split(most_heads * max(tile.query.num_rows, tile.key.num_rows), 1)
+            yield from tile.split(most_heads * max(query.num_rows, tile.key.num_rows), 1)
 
     def copied(self, tile: Tile, keys: str) -> tuple[str, ...]:
         """The tensors whose rows are copied for a tile, as `step.Packing` says."""
         packing = self.facts.packing
         if packing is None:
             return ()
+
         if self.facts.itemsize < 4:
             # a few new rows read all of a cache: to copy it would take longer than to read it
             if keys == CACHED_ROWS:
                 return ()
             return tuple(name for name in _INPUTS[self.stage] if name != "lse")
+
         fewer_rows, more_rows = sorted((tile.query.num_rows, tile.key.num_rows))
         is_short = fewer_rows * self.facts.itemsize < packing.num_bytes
         if self.stage == "backward" or is_short or more_rows * self.facts.batch > packing.max_rows:
             return ()
+
+        # The rows of a tensor are copied where they lie far apart. Those of a buffer lie side by side.
         query_distance, key_distance = self.facts.distances
         names: list[str] = []
         if tile.query.step * query_distance >= packing.distance:
@@ -390,6 +434,7 @@ class _Maker:
         """How a result enters its accumulator: a first result of all rows becomes the accumulator ("adopt")."""
         if self.facts.kept_rows is not None:
             return "keep"
+
         num_heads = self.plan.num_kv_heads if name in ("dk", "dv") else self.plan.num_heads
         num_rows = rows.segments * len(rows.heads) * rows.num_rows
         is_all = entry is None and num_rows == self.plan.num_rows * num_heads

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import groupby
 
-from ..pattern import DilatedPattern, HeadGroup
+from ..pattern import HeadGroup, HeadGroups
 from .job import Job
 from .rings import Chunk, Hops, Ring, all_hops, causal_hops, make_chunk
 from .rows import Piece, heads_between
@@ -48,8 +48,8 @@ class ShardIndex:
 class RingMaker:
     """Makes the rings of the segments of a job."""
 
-    def __init__(self, job: Job, index: ShardIndex, groups: list[tuple[HeadGroup, ...]]) -> None:
-        self.pattern: DilatedPattern = job.pattern
+    def __init__(self, job: Job, index: ShardIndex, groups: list[HeadGroups]) -> None:
+        self.pattern = job.pattern
         self.index = index
         self.groups = groups  # of each branch
 
@@ -65,21 +65,16 @@ class RingMaker:
                 chunks: list[Chunk] = []
                 for of_place in pieces:
                     carried = of_place[together]
-                    arrangement = (
-                        together.start,
-                        *[
-                            (piece.length, (piece.start - origin) % rate, piece.row)
-                            for piece in carried
-                        ],
-                    )
-                    if arrangement not in chunk_of:
-                        chunk_of[arrangement] = make_chunk(
-                            groups, carried, together.start, origin, rate
-                        )
-                    chunks.append(chunk_of[arrangement])
-                rings.append(
-                    Ring(branch, origin, len(rings), ranks, pieces, pieces, tuple(chunks), hops)
-                )
+                    arrangement: list[object] = [together.start]
+                    for piece in carried:
+                        phase = (piece.start - origin) % rate
+                        arrangement.append((piece.length, phase, piece.row))
+                    alike = tuple(arrangement)
+                    if alike not in chunk_of:
+                        chunk_of[alike] = make_chunk(groups, carried, together.start, origin, rate)
+                    chunks.append(chunk_of[alike])
+                lane = len(rings)
+                rings.append(Ring(branch, origin, lane, ranks, pieces, pieces, tuple(chunks), hops))
         return tuple(rings)
 
     def _carried_together(
@@ -91,11 +86,14 @@ class RingMaker:
             needed = causal_hops([[piece.start for piece in of_place] for of_place in pieces])
         else:
             needed = [[all_hops(len(pieces))] * len(of_place) for of_place in pieces]
+
+        # all pieces of each place at the same hops
         if all(len(set(of_place)) == 1 for of_place in needed):
             hops = tuple(of_place[0] for of_place in needed)
             if any(hops):
                 yield slice(0, None), hops
             return
+
         for i in range(max(len(of_place) for of_place in needed)):
             hops = tuple(of_place[i] if i < len(of_place) else () for of_place in needed)
             if any(hops):
@@ -110,11 +108,9 @@ class RingMaker:
         pieces_of_ranks = self.index.pieces(origin, stop)
 
         def has_row(piece: Piece, phases: Iterable[int]) -> bool:
-            if piece.stop - piece.start >= rate:
+            if piece.length >= rate:
                 return True
-            return any(
-                piece.start + (origin + phase - piece.start) % rate < piece.stop for phase in phases
-            )
+            return any((origin + phase - piece.start) % rate < piece.length for phase in phases)
 
         @cache
         def sharers(phase: int) -> tuple[tuple[int, Piece | None], ...]:
@@ -128,18 +124,19 @@ class RingMaker:
 
         groups_of_sharers: dict[tuple, list[HeadGroup]] = {}
         for group in self.groups[branch]:
-            sharers_of_heads = [sharers(phase) for phase in group.phases]
-            for same_sharers, indices in groupby(
-                range(len(sharers_of_heads)), key=sharers_of_heads.__getitem__
-            ):
-                heads = list(indices)
-                groups_of_sharers.setdefault(same_sharers, []).append(
-                    heads_between(group, heads[0], heads[-1] + 1)
-                )
+            # neighbouring heads of the group whose phases have the same sharers
+            first = 0
+            for same_sharers, phases_alike in groupby(group.phases, key=sharers):
+                stop = first + len(list(phases_alike))
+                heads = heads_between(group, first, stop)
+                groups_of_sharers.setdefault(same_sharers, []).append(heads)
+                first = stop
+
         for same_sharers, groups in groups_of_sharers.items():
-            if len(same_sharers) > 1:
-                phases = {phase for group in groups for phase in group.phases}
-                members: dict[int, list[Piece]] = {}
-                for rank, _ in same_sharers:
-                    members[rank] = [x for x in pieces_of_ranks[rank] if has_row(x, phases)]
-                yield members, groups
+            if len(same_sharers) < 2:
+                continue
+            phases = {phase for group in groups for phase in group.phases}
+            members: dict[int, list[Piece]] = {}
+            for rank, _ in same_sharers:
+                members[rank] = [x for x in pieces_of_ranks[rank] if has_row(x, phases)]
+            yield members, groups

@@ -40,8 +40,10 @@ def _zigzag_shards(lengths: Sequence[int], documents: Borders) -> tuple[Shard, .
     num_shards = len(lengths)
     if num_shards == 1:
         return _contiguous_shards(lengths, documents)
+
     borders = accumulate(split_lengths(sum(lengths), 2 * num_shards), initial=0)
     slices = [Span(a, b) for a, b in pairwise(borders)]
+
     # The last rank's two slices are neighbours, but stay two spans: as chunks they travel at different hops.
     pairs = [(slices[k], slices[-1 - k]) for k in range(num_shards)]
     return tuple(tuple(span for span in pair if span.start < span.stop) for pair in pairs)
@@ -96,18 +98,20 @@ def deal_documents(documents: Borders, seq_len: int, num_ranks: int) -> tuple[Sh
     check_documents(documents, seq_len)
     if num_ranks == 1:
         return ((Span(0, seq_len),),)
+
     num_slices = 2 * num_ranks
     shards: list[list[Span]] = [[] for _ in range(num_ranks)]
     for start, stop in pairwise(documents):
-        borders = [
-            start + (i * (stop - start) + start % num_slices) // num_slices
-            for i in range(num_slices + 1)
-        ]
+        borders: list[int] = []
+        for i in range(num_slices + 1):
+            border = start + (i * (stop - start) + start % num_slices) // num_slices
+            borders.append(border)
         for rank, shard in enumerate(shards):
             for i in (rank, num_slices - 1 - rank):
-                if borders[i] < borders[i + 1]:
-                    shard.append(Span(borders[i], borders[i + 1]))
-    return tuple(tuple(shard) for shard in shards)
+                span = Span(borders[i], borders[i + 1])
+                if span.start < span.stop:
+                    shard.append(span)
+    return tuple(map(tuple, shards))
 
 
 class ShardSpec(NamedTuple):
@@ -147,57 +151,54 @@ class ShardSpec(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _shards_of(cut: ShardSpec, lengths: tuple[int, ...], documents: Borders) -> tuple[Shard, ...]:
-    _check_lengths(cut, lengths, documents)
-    groups = [lengths[i : i + cut.inner] for i in range(0, len(lengths), cut.inner)]
-    shards_of_groups = sharding_of(cut.sharding).shards([sum(group) for group in groups], documents)
-    if cut.inner == 1:
-        return shards_of_groups
-    shards: list[Shard] = []
-    for shard, group in zip(shards_of_groups, groups, strict=True):
-        shards.extend(slice_shard(shard, group))
-    return tuple(shards)
-
-
-def _check_lengths(cut: ShardSpec, lengths: tuple[int, ...], documents: Borders) -> None:
-    """Raise ValueError for numbers of positions that this cut does not make."""
-    if sharding_of(cut.sharding).takes_lengths:
+    sharding = sharding_of(cut.sharding)
+    if sharding.takes_lengths:
         if cut.lengths not in (None, lengths):
             raise ValueError(
                 f"ranks have {lengths} positions, but lengths={cut.lengths} was given."
             )
-        return
-    expected = cut.default_lengths(sum(lengths), documents)
-    if expected != lengths:
+    elif (expected := cut.default_lengths(sum(lengths), documents)) != lengths:
         remedy = ", and pass the cu_seqlens that it was given" if cut.needs_documents else ""
         raise ValueError(
             f"{cut.sharding} shards of {sum(lengths)} positions over {len(lengths)} ranks have lengths {expected}, got "
             f"{lengths}. Cut the sequence with ContextParallel.shard{remedy}."
         )
 
+    groups = [lengths[i : i + cut.inner] for i in range(0, len(lengths), cut.inner)]
+    shards_of_groups = sharding.shards([sum(group) for group in groups], documents)
+    if cut.inner == 1:
+        return shards_of_groups
+
+    shards: list[Shard] = []
+    for shard, group in zip(shards_of_groups, groups, strict=True):
+        shards += slice_shard(shard, group)
+    return tuple(shards)
+
 
 def slice_shard(shard: Shard, lengths: Sequence[int]) -> tuple[Shard, ...]:
     """Cut a shard, in its local order, into slices of the given lengths."""
-    slices = []
+    slices: list[Shard] = []
     for a, b in pairwise(accumulate(lengths, initial=0)):
-        clipped = (
-            Span(start + max(a - row, 0), min(start + b - row, stop))
-            for (start, stop), row in zip(shard, first_rows(shard), strict=False)
-        )
-        slices.append(tuple(span for span in clipped if span.start < span.stop))
+        # the part of each span that lies in local rows a..b-1
+        spans: list[Span] = []
+        for (start, stop), row in zip(shard, first_rows(shard), strict=False):
+            clipped = Span(start + max(a - row, 0), min(start + b - row, stop))
+            if clipped.start < clipped.stop:
+                spans.append(clipped)
+        slices.append(tuple(spans))
     return tuple(slices)
 
 
 def joined(spans: Iterable[Span]) -> Shard:
     """A shard of these spans. Neighbours are joined, so that a segment inside the shard lies inside one span."""
-    found: list[Span] = []
-    for span in spans:
-        if span.start == span.stop:
+    shard: list[Span] = []
+    for start, stop in spans:
+        if start == stop:
             continue
-        if found and found[-1].stop == span.start:
-            found[-1] = Span(found[-1].start, span.stop)
-        else:
-            found.append(span)
-    return tuple(found)
+        if shard and shard[-1].stop == start:
+            start = shard.pop().start
+        shard.append(Span(start, stop))
+    return tuple(shard)
 
 
 def order_by_host(hosts: Sequence[str]) -> tuple[int, ...]:

@@ -59,32 +59,28 @@ def _raise_alike(
     )
     refuses, *columns = torch.stack(records).T.tolist()  # each with an entry for every rank
     if any(refuses):
-        _raise_refusal(control, failure, moment)
-    differing = [
-        name for name, column in zip(fields, columns, strict=False) if len(set(column)) > 1
-    ]
-    name = differing[0]
+        texts = control.texts(failure or "", moment)
+        reasons = {
+            member: text for member, text in zip(control.members, texts, strict=True) if text
+        }
+        if failure is not None and len(set(reasons.values())) == 1:
+            raise RefusedError(failure)
+        listed = (f"rank {member} refused the call: {text}" for member, text in reasons.items())
+        raise RefusedError("; ".join(listed))
+
+    name = next(name for name, column in zip(fields, columns, strict=False) if len(set(column)) > 1)
     if name == NUM_MODULES:
         control.counts_modules = False
         return
+
     texts = control.texts(str(fields[name]), moment)
-    listed = ", ".join(
-        f"rank {m} has {text}" for m, text in zip(control.members, texts, strict=True)
+    values = ", ".join(
+        f"rank {member} has {text}" for member, text in zip(control.members, texts, strict=True)
     )
     remedy = "All ranks of a group must make the same call; nothing was sent."
     if name == CALLER:
         remedy += " If layers are dropped at random, drop the same ones on all ranks."
-    raise RefusedError(f"ranks disagree on {name}: {listed}. {remedy}")
-
-
-def _raise_refusal(control: GroupLink, failure: str | None, moment: str) -> None:
-    texts = control.texts(failure or "", moment)
-    reasons = {member: text for member, text in zip(control.members, texts, strict=True) if text}
-    if failure is not None and len(set(reasons.values())) == 1:
-        raise RefusedError(failure)
-    raise RefusedError(
-        "; ".join(f"rank {member} refused the call: {text}" for member, text in reasons.items())
-    )
+    raise RefusedError(f"ranks disagree on {name}: {values}. {remedy}")
 
 
 def _fingerprint(value: object) -> int:

@@ -285,11 +285,7 @@ class _Executor:
     def copied(self, step: steps.Compute, name: str, rows: Tensor) -> Tensor:
         """The rows, or a copy of them if the step says so, or if their order is turned round."""
         if step.tile.mask == FROM_END:
-            if rows.dim() == 4:
-                rows = with_unit_stride(rows.flip(2))
-            else:  # lse and dlse
-                rows = rows.flip(2)
-
+            rows = with_unit_stride(rows.flip(2))
         if name not in step.copied:
             return rows
         return rows.new_empty(rows.shape, dtype=self.sum_dtype).copy_(rows)
