@@ -270,7 +270,6 @@ class DilatedPattern:
             held: the query heads that the tensor holds, if not all. Query heads that share a key/value head are all
                 held or none. Groups number heads from held.start. A phase follows from a head's number in the layer.
         """
-        held = range(num_heads) if held is None else held
         rate = self.branches[branch].dilation_rate
         groups = self.phase_groups(branch, num_heads, num_kv_heads, held)
         if self.heads == "all" and num_heads == num_kv_heads:
@@ -292,7 +291,6 @@ class DilatedPattern:
     ) -> HeadGroups:
         """As `head_groups` without diagonals. Within a group each key/value head serves equally many query heads.
         held: None for all heads."""
-        held = range(num_heads) if held is None else held
         groups: list[HeadGroup] = []
         for phase, heads in self._heads_by_phase(branch, num_heads):
             _, held_heads = _within(heads, held)
@@ -331,12 +329,12 @@ class DilatedPattern:
             raise ValueError(
                 "a cache needs a causal pattern (no query sees a later key): make it with is_causal=True."
             )
-        return sum(
-            len(group.kv_heads)
-            * max(0, -((group.phase - (w if max_len is None else min(w, max_len))) // r))
-            for i, (w, r, _) in enumerate(self.branches)
-            for group in self.phase_groups(i, num_heads, num_kv_heads)
-        )
+        num_rows = 0
+        for i, (w, r, _) in enumerate(self.branches):
+            length = w if max_len is None else min(w, max_len)
+            for group in self.phase_groups(i, num_heads, num_kv_heads):
+                num_rows += len(group.kv_heads) * max(0, -((group.phase - length) // r))
+        return num_rows
 
     def without_keys(self, num_heads: int, lengths: Sequence[int] | None = None) -> tuple[int, int]:
         """How many (query, head) pairs are in no branch (out is 0 there), and how many pairs were counted.
@@ -471,8 +469,10 @@ def is_finite_number(value: object) -> bool:
         return False
 
 
-def _within(heads: range, held: range) -> tuple[int, range]:
+def _within(heads: range, held: range | None) -> tuple[int, range]:
     """The number of `heads` before the first one in `held`; and the heads in `held`, numbered from held.start."""
+    if held is None:
+        return 0, heads
     inside = [i for i, head in enumerate(heads) if head in held]
     if not inside:
         return 0, range(0)

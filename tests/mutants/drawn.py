@@ -163,8 +163,8 @@ MUTANTS = (
     Mutant(
         "borders of documents do not tell the number of positions",
         "ranks/batches.py",
-        "shapes = [shape for name, (shape, _) in layouts.items() if name != BORDERS]",
-        "shapes = [shape for name, (shape, _) in layouts.items() if name < BORDERS]",
+        "shape = next(shape for name, (shape, _) in layouts.items() if name != BORDERS)",
+        "shape = next(shape for name, (shape, _) in layouts.items() if name < BORDERS)",
         BATCHES,
     ),
     Mutant(
@@ -191,8 +191,8 @@ MUTANTS = (
     Mutant(
         "the dim of positions is that of the tensor itself",
         "ranks/batches.py",
-        "return shapes[0][_position_dim(shapes[0])]",
-        "return shapes[0][_position_dim(shapes[1])]",
+        "lengths = ranks.lengths_of(shape[_position_dim(shape)], documents)",
+        "lengths = ranks.lengths_of(shape[0], documents)",
         BATCHES,
     ),
     Mutant(

@@ -65,11 +65,10 @@ def explain(
         found["16-bit rows"] = how
     ranks = ALONE if parallel is None else parallel.ranks
     borders = borders_of(cu_seqlens)
-    if lengths is None and borders is not None and ranks.cut.needs_documents:
-        lengths = ranks.lengths_of(borders[-1], borders)
-    lengths = (
-        lengths if lengths is not None else ranks.cut.lengths or [query.shape[1]] * ranks.world_size
-    )
+    if lengths is None:
+        lengths = ranks.cut.lengths or [query.shape[1]] * ranks.world_size
+        if borders is not None and ranks.cut.needs_documents:
+            lengths = ranks.lengths_of(borders[-1], borders)
     documents = documents_of(borders, sum(lengths))
     job = Job(pattern, ranks.shards(lengths, documents), call.num_heads, key.shape[2], documents)
     exchange, found["exchange"] = ranks.choose(

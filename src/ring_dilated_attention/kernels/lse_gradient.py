@@ -23,17 +23,20 @@ def with_dlse_columns(rows: BackwardRows, width: int) -> BackwardRows:
     assert rows.dlse is not None
     zeros = (0, width)
     head_dim = rows.query.shape[-1]
-    out = pad(rows.out, zeros)
+    out = pad(rows.out, zeros)  # (B, H, M, D + width)
     dout = pad(rows.dout, zeros)
-    rest = rows.dlse
+
+    rest = rows.dlse  # (B, H, M)
     factor = torch.ones_like(rows.dlse)
     count = num_columns(out.dtype)
     if count > 1:
         exponent = torch.frexp(rest).exponent.clamp(-14, 15)  # the power is a normal float16
         factor = torch.ldexp(factor, exponent)
+
     for column in range(head_dim, head_dim + count):
         dout[..., column] = factor.to(out.dtype)
         out[..., column] = (-rest / factor).to(out.dtype)
         rest = rest + factor * out[..., column].to(rest.dtype)
+
     query, key, value = (pad(x, zeros) for x in (rows.query, rows.key, rows.value))
     return rows._replace(dout=dout, dlse=None, query=query, key=key, value=value, out=out)

@@ -45,9 +45,10 @@ def merge_rows(
     from .row_kernels import merge_kernel
 
     _check(out, lse)
-    batch, num_rows, num_heads, head_dim = out.shape
+    batch, num_rows, num_heads, head_dim = out.shape  # (B, N, H, D)
     if out.numel() == 0:
         return
+
     numbers = list(map(_numbers, partials))
     _launch(
         merge_kernel,
@@ -64,20 +65,29 @@ def add_rows(sums: Sequence[GradientSum], factor: float, *, adds: bool) -> None:
 
     targets = [x.total for x in sums]
     _check(*targets)
-    batch, num_rows, num_heads, head_dim = targets[0].shape
+    batch, num_rows, num_heads, head_dim = targets[0].shape  # (B, N, H, D)
     if targets[0].numel() == 0:
         return
+
+    num_block_heads = len(sums[0].heads)
     kv_heads = sums[-1].heads
     num_kv_heads = targets[-1].shape[2]
-    tiles = [tile for x in sums for tile in x.gradients]
-    counts = [len(x.gradients) for x in sums] + [0, 0]
-    num_block_heads = len(sums[0].heads)
+
+    # The tiles of dq, then those of dk, then those of dv.
+    tiles: list[TileRows] = []
+    counts: list[int] = []
+    for x in sums:
+        tiles += x.gradients
+        counts.append(len(x.gradients))
     numbers = list(map(_numbers, tiles))
+
+    # The kernel always takes three tensors. With dq alone, it does not touch the others.
+    num_missing = 3 - len(sums)
     _launch(
         add_kernel,
         *(batch, num_rows, num_block_heads, len(sums)),
-        *(*targets, *[targets[0]] * 2)[:3],
-        *(_table(numbers, targets[0].device), *counts[:3]),
+        *(*targets, *[targets[0]] * num_missing),
+        *(_table(numbers, targets[0].device), *counts, *[0] * num_missing),
         *(num_rows, num_heads, num_kv_heads, kv_heads.start, num_block_heads, float(factor)),
         ADDS=adds,
         **_constants(head_dim, _dtype(tiles, targets[0]), numbers, num_large=1),
@@ -89,9 +99,10 @@ def lay_out_rows(
 ) -> None:
     from .row_kernels import lay_out_kernel
 
-    batch, num_rows, _, head_dim = out.shape
+    batch, num_rows, _, head_dim = out.shape  # (B, N, H, D)
     if out.numel() == 0 or not tiles:
         return
+
     numbers = list(map(_numbers, tiles))
     _launch(
         lay_out_kernel,
@@ -154,6 +165,7 @@ def _constants(
         for i in range(FIELDS, FIELDS + 4 * num_large, 4):
             pointer, stride_b, stride_h, stride_m = numbers[i : i + 4]
             bits |= pointer | (stride_b | stride_h | stride_m) * dtype.itemsize
+
     return {
         "D": head_dim,
         "BD": _padded(head_dim),
@@ -169,6 +181,8 @@ def _numbers(tile: TileRows) -> list[int]:
     # all batch entries, or one
     entries = (0, 2**31 - 1) if entry is None else (entry, entry + 1)
     numbers = [*entries, *_geometry(rows)]
+
+    # Of each tensor: the pointer, and the strides of its first three dims.
     for x in tensors:
         strides = x.stride()
         assert len(strides) == 3 or strides[3] == 1
@@ -180,8 +194,8 @@ def _numbers(tile: TileRows) -> list[int]:
 def _geometry(rows: Rows) -> tuple[int, ...]:
     heads, first, shift, step, num_rows, segments, segment_step = rows
     last = first + (len(heads) - 1) * shift + (segments - 1) * segment_step + (num_rows - 1) * step
-    # one segment: no row reaches the next
-    segment_step = segment_step if segments > 1 else 2**31 - 1
+    if segments == 1:  # no row reaches the next
+        segment_step = 2**31 - 1
     of_heads = (heads.start, heads.step, len(heads))
     return first, last + 1, *of_heads, shift, step, num_rows, segments, segment_step
 
@@ -192,6 +206,7 @@ def _table(numbers_of_tiles: Iterable[Iterable[int]], device: torch.device) -> T
 
     numbers = [number for tile in numbers_of_tiles for number in tile]
     numbers += [0] * (-len(numbers) % NUMBERS)
+
     table = torch.empty(len(numbers), dtype=torch.int64, device=device)
     for start in range(0, len(numbers), NUMBERS):
         odd_numbers = tuple([2 * number + ODD for number in numbers[start : start + NUMBERS]])

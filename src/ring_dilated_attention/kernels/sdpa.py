@@ -38,7 +38,9 @@ def why_not(query: Tensor) -> str | None:
     if torch.compiler.is_compiling():
         return None
     against = _against(_any_tile(query))
-    return None if None in against.values() else f"has no op for these tensors: {_listed(against)}"
+    if None in against.values():
+        return None
+    return f"has no op for these tensors: {_listed(against)}"
 
 
 def takes_short_rows(dtype: torch.dtype) -> bool:
@@ -49,20 +51,24 @@ def merging(query: Tensor) -> Merging | None:
     """One kernel in Triton, where that runs."""
     if rows_at_once.why_not(query.device):
         return None
-    multiple = lse_multiple(_first(_any_tile(query)))
-    functions = (rows_at_once.merge_rows, rows_at_once.add_rows, rows_at_once.lay_out_rows)
-    return Merging(*functions, multiple)
+    return Merging(
+        merge=rows_at_once.merge_rows,
+        add=rows_at_once.add_rows,
+        lay_out=rows_at_once.lay_out_rows,
+        lse_multiple=lse_multiple(_first(_any_tile(query))),
+    )
 
 
 def ops(query: Tensor) -> dict[str, str | None]:
     """As `contract.py` says. An active FlashAttention is named: "flash, FA3"."""
     q_BHMD = query.transpose(1, 2)
     active = current_flash_attention_impl()
-    against = _against(_tile(q_BHMD, q_BHMD))
-    return {
-        f"{name}, {active}" if name == "flash" and active else name: reason
-        for name, reason in against.items()
-    }
+    reasons: dict[str, str | None] = {}
+    for name, reason in _against(_tile(q_BHMD, q_BHMD)).items():
+        if name == "flash" and active:
+            name = f"flash, {active}"
+        reasons[name] = reason
+    return reasons
 
 
 def _any_tile(query: Tensor) -> TileFacts:
@@ -79,9 +85,9 @@ def _tile(q_BHMD: Tensor, k_BGLD: Tensor, is_backward: bool = False) -> TileFact
         batch,
         num_heads,
         num_rows,
-        k_BGLD.shape[2],
-        head_dim,
-        is_backward,
+        num_keys=k_BGLD.shape[2],
+        head_dim=head_dim,
+        is_backward=is_backward,
     )
 
 
@@ -102,6 +108,7 @@ def _choose(tile: TileFacts) -> str:
     name = _first(tile)
     if name is not None:
         return name
+
     size = f"{tile.batch} x {tile.num_heads} x {tile.num_rows} queries, {tile.num_keys} keys, head dim {tile.head_dim}"
     raise ValueError(
         f"backend='sdpa' has no op for {size}: {_listed(_against(tile))}. Enable another."
@@ -113,19 +120,12 @@ def _aligned(x_BHMD: Tensor) -> Tensor:
     width = 16 // x_BHMD.element_size()
     if x_BHMD.shape[-1] % width:
         return pad(x_BHMD, (0, -x_BHMD.shape[-1] % width))
-    *strides, last = x_BHMD.stride()
+
+    stride_b, stride_h, stride_m, last = x_BHMD.stride()
     assert last == 1
-    if x_BHMD.data_ptr() % 16 or (strides[0] | strides[1] | strides[2]) % width:
+    if x_BHMD.data_ptr() % 16 or (stride_b | stride_h | stride_m) % width:
         return x_BHMD.clone(memory_format=torch.contiguous_format)
     return x_BHMD
-
-
-def _with_rows(lse_BHM: Tensor, num_rows: int, multiple: int) -> Tensor:
-    """lse, contiguous, its rows padded to a multiple of `multiple`. An lse that was laid out for this op comes so."""
-    wanted = num_rows + -num_rows % multiple
-    if lse_BHM.shape[2] < wanted:
-        lse_BHM = pad(lse_BHM[..., :num_rows], (0, wanted - num_rows), value=torch.inf)
-    return lse_BHM[..., :wanted].contiguous()
 
 
 def _prepared(
@@ -133,10 +133,11 @@ def _prepared(
 ) -> tuple[str, Tensor, Tensor, Tensor]:
     """The name of the op that takes a tile, and query, key and value as this op needs them."""
     name = _choose(_tile(q_BHMD, k_BGLD, is_backward))
-    ratio = q_BHMD.shape[1] // k_BGLD.shape[1]
     q, k, v = map(_aligned, (q_BHMD, k_BGLD, v_BGLD))
+
+    ratio = q_BHMD.shape[1] // k_BGLD.shape[1]
     if ratio > 1 and not OPS[name].takes_groups:
-        k, v = (x.repeat_interleave(ratio, dim=1) for x in (k, v))
+        k, v = (x.repeat_interleave(ratio, dim=1) for x in (k, v))  # (B, H, L, D)
     return name, q, k, v
 
 
@@ -147,6 +148,7 @@ def forward(
     name, q, k, v = _prepared(q_BHMD, k_BGLD, v_BGLD, is_backward=False)
     op = getattr(aten, f"_scaled_dot_product_{name}_attention")
     out, lse = op(q, k, v, *OPS[name].forward_arguments, 0.0, is_causal, scale=scale)[:2]
+
     # The memory-efficient op pads lse to multiples of 32 rows, and cuDNN's is (B, H, M, 1).
     if lse.dim() == 4:
         lse = lse.squeeze(3)
@@ -155,21 +157,32 @@ def forward(
 
 def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """The op may differ from forward's: every backward uses only out and lse of a forward's results."""
-    head_dim, (num_kv_heads, num_keys) = rows.query.shape[3], rows.key.shape[1:3]
+    _, _, num_rows, head_dim = rows.query.shape
+    _, num_kv_heads, num_keys, _ = rows.key.shape
     if rows.dlse is not None:
         width = num_columns(rows.query.dtype)
         # head_dim + width fills whole 16 bytes, so that _aligned need not pad these tensors again
         width += -(head_dim + width) % (16 // rows.query.element_size())
         rows = with_dlse_columns(rows, width)
+
     name, q, k, v = _prepared(rows.query, rows.key, rows.value, is_backward=True)
     dout, out = map(_aligned, (rows.dout, rows.out))
     if not OPS[name].takes_strides:
         # as (B, M, H, D)
         dout, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, out))
+
+    # lse (B, H, M or more), contiguous. If it was laid out for this op, it has the added rows already.
+    lse = rows.lse
+    wanted = num_rows + -num_rows % lse_multiple(name)
+    if lse.shape[2] < wanted:
+        lse = pad(lse[..., :num_rows], (0, wanted - num_rows), value=torch.inf)
+    lse = lse[..., :wanted].contiguous()
+
     op = getattr(aten, f"_scaled_dot_product_{name}_attention_backward")
-    lse = _with_rows(rows.lse, rows.query.shape[2], lse_multiple(name))
     arguments = OPS[name].backward_arguments(out, lse, num_keys, is_causal)
     gradients = op(dout, q, k, v, *arguments, scale=scale)[:3]
+
+    # (B, H, M, D), and (B, G, L, D) or (B, H, L, D)
     dq, dk, dv = (gradient.narrow(3, 0, head_dim) for gradient in gradients)
     if dk.shape[1] != num_kv_heads:  # sum over the heads that were expanded
         dk, dv = (x.unflatten(1, (num_kv_heads, -1)).sum(2) for x in (dk, dv))

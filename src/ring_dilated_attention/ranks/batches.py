@@ -34,7 +34,10 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
         _compare_samples(ranks, layouts, fingerprints)
     else:
         layouts, documents = _send_layouts(ranks, layouts, documents, source)
-    lengths = ranks.lengths_of(_num_positions(layouts), documents)
+
+    # Borders of documents stay whole, and have no dim of positions.
+    shape = next(shape for name, (shape, _) in layouts.items() if name != BORDERS)
+    lengths = ranks.lengths_of(shape[_position_dim(shape)], documents)
     shards = ranks.note_cut(lengths, documents)
     local: dict[str, Tensor] = {}
     for name, (shape, dtype) in layouts.items():
@@ -126,12 +129,6 @@ def _check_batch(batch: Any, ranks: Ranks, source: int | None) -> None:
 
 def _position_dim(shape: Sequence[int]) -> int:
     return min(1, len(shape) - 1)
-
-
-def _num_positions(layouts: Layouts) -> int:
-    """The length of the sequence. Borders of documents stay whole, and have no dim of positions."""
-    shapes = [shape for name, (shape, _) in layouts.items() if name != BORDERS]
-    return shapes[0][_position_dim(shapes[0])]
 
 
 def _rows(name: str, x: Tensor, shard: Shard) -> Tensor:

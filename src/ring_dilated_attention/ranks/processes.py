@@ -240,7 +240,11 @@ class Processes(Ranks):
         if lengths in self.expected_lengths or self.warn_of_whole(lengths):
             return
         near_equal = self.cut.default_lengths(seq_len)
-        if lengths not in (near_equal, _as_torch_chunk(seq_len, self.world_size)):
+        # what torch.chunk cuts, with 0 for the chunks that are missing at the end
+        size = max(-(-seq_len // self.world_size), 1)
+        starts = [min(rank * size, seq_len) for rank in range(self.world_size + 1)]
+        chunked = tuple(stop - start for start, stop in pairwise(starts))
+        if lengths not in (near_equal, chunked):
             text = f"ranks have {lengths} positions; a near-equal cut of one sequence of {seq_len} gives {near_equal}"
             self.warn_once(
                 "cut", text + ". If yours are meant, say so: ContextParallel(lengths=...)"
@@ -319,13 +323,6 @@ class Processes(Ranks):
         for link in self.opened:
             link.close()
         self.opened.clear()
-
-
-def _as_torch_chunk(seq_len: int, num_ranks: int) -> tuple[int, ...]:
-    """The lengths of the chunks that torch.chunk cuts, with 0 for those that are missing at the end."""
-    size = max(-(-seq_len // num_ranks), 1)
-    starts = [min(rank * size, seq_len) for rank in range(num_ranks + 1)]
-    return tuple(stop - start for start, stop in pairwise(starts))
 
 
 _dropped: dict[str, list[GroupLink]] = {}  # by name: contexts that were dropped without `close`

@@ -56,11 +56,8 @@ def whole_of(rows_by_rank: Sequence[Tensor], shards: Sequence[Shard], dim: int) 
     """The whole tensor, from every rank's rows."""
     rows_of_span: dict[Span, Tensor] = {}
     for shard, rows in zip(shards, rows_by_rank, strict=True):
-        row = 0
-        for span in shard:
-            length = span.stop - span.start
-            rows_of_span[span] = rows.narrow(dim, row, length)
-            row += length
+        lengths = [span.stop - span.start for span in shard]
+        rows_of_span.update(zip(shard, rows.split(lengths, dim), strict=True))
     nothing = rows_by_rank[0].narrow(dim, 0, 0)
     return torch.cat([nothing, *(rows_of_span[span] for span in sorted(rows_of_span))], dim=dim)
 

@@ -1,5 +1,16 @@
 """Appends rows to a cache. They attend to cached rows and each other. Those that a later query can see are kept.
 
+Three rows are appended at position 12, in a branch of w = 8 and r = 2. A head of phase 0 reads two of them:
+
+    position    8   10  |  12   14      the segment 8..15; new from 12 on
+    number      4    5  |   6    7      of the row in its phase
+    slot        0    1  |   2    3      of the head's buffer, which has a capacity of 4
+
+    queries 12, 14 x keys 8, 10         whole, from the slots 0 and 1: the plan's `cached` tiles
+    queries 12, 14 x keys 12, 14        causal, from the new rows: the plan's `local` tiles
+
+Then the rows 6 and 7 are written to the slots 2 and 3. A single row is written first, and reads itself from its slot.
+
 P partials, B batch, M new positions, H query heads, G key/value heads, C slots of a buffer, L rows of a buffer, m query
 heads that share a key/value head, D head dim. Memory is (2, B, rows, D): keys and values of all buffers.
 """
@@ -22,9 +33,16 @@ from .views import accumulator_dtype, with_unit_stride
 
 
 def append(
-    plan: CachePlan, backend: str, scale: float, query: Tensor, key: Tensor, value: Tensor,
-    memory: Tensor, progress: Tensor, lengths: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    plan: CachePlan,
+    backend: str,
+    scale: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    memory: Tensor,
+    progress: Tensor,
+    lengths: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """out (B, M, H, D) and lse (B, M, H) of the new rows. Each batch entry goes on from its own position.
 
     To read the positions the host waits for the GPU.
@@ -113,8 +131,10 @@ def buffer_view(memory: Tensor, buffers: Buffers) -> Tensor:
     """Keys and values of buffers, (2, B, G, C, D)."""
     _, batch, _, head_dim = memory.shape
     num_heads = len(buffers.kv_heads)
-    stop = buffers.offset + num_heads * buffers.capacity
-    return memory[:, :, buffers.offset : stop].view(2, batch, num_heads, buffers.capacity, head_dim)
+    capacity = buffers.capacity
+    stop = buffers.offset + num_heads * capacity
+    rows = memory[:, :, buffers.offset : stop]  # (2, B, G · C, D)
+    return rows.view(2, batch, num_heads, capacity, head_dim)
 
 
 def _one(
@@ -142,8 +162,9 @@ def _one(
     for buffers in buffers_of_row:
         # Write the row. Its number is the last that it sees.
         number = buffers.before(t)
+        slot = number % buffers.capacity
         both_2BGCD = buffer_view(memory, buffers)
-        both_2BGCD[:, :, :, number % buffers.capacity] = new_2BGD[:, :, _slice(buffers.kv_heads)]
+        both_2BGCD[:, :, :, slot] = new_2BGD[:, :, _slice(buffers.kv_heads)]
 
         # Query heads that share a key/value head are rows of one tile, so that its keys are read once.
         heads = _slice(buffers.query_heads)
@@ -267,7 +288,8 @@ def unpack(plan: CachePlan, shard: Shard, position: int, flat: Tensor, memory: T
         # keys and values (2, B, G, L, D) of one buffer and span
         shape = (2, batch, len(buffers.kv_heads), len(numbers), head_dim)
         size = math.prod(shape)
-        place(buffers, numbers, memory, flat[:size].view(shape))
+        both_2BGLD = flat[:size].view(shape)
+        place(buffers, numbers, memory, both_2BGLD)
         flat = flat[size:]
 
 

@@ -1,5 +1,19 @@
 """Carries out a program (`plan/program.py`) on one rank's tensors.
 
+A forward on the later of two ranks that share a causal segment. `print(program)` shows the steps on the left; each is
+done by the method of its name.
+
+    pack     own chunks of K and V            a new buffer: own keys and values, dilated, side by side
+    take     received chunks of K and V       a buffer for those of the other rank
+    post     hop 1, keys and values           both ranks start to send and to receive
+    compute  own queries x own chunk          meanwhile the kernel computes a partial, (B, H, M, D) and (B, H, M)
+    start    out                              the accumulators out (B, N, H, D) and lse (B, N, H)
+    merge    write                            the partial is written into its rows of out and lse
+    wait     hop 1, keys and values
+    compute  own queries x received chunk
+    merge    merge                            the second partial is merged with the first by their lse
+    finish   out, lse                         the accumulators are rounded to the dtypes of the results
+
 B batch, N positions, H query heads, G key/value heads, M query rows of a tile, L key rows of a tile, D head dim. In the
 tensors of a tile B counts its segments too.
 """
@@ -119,15 +133,18 @@ class _Executor:
     def carry_out(self) -> dict[str, Tensor]:
         """Run all steps, and return `alive`."""
         traits = self.kernel.TRAITS
+        itemsize = self.dtype.itemsize
         has_dlse = "dlse" in self.alive
 
+        # Rows of which tiles the kernel reads from copies.
         packing = traits.packing
-        if self.dtype.itemsize == 2 and self.kernel.takes_short_rows(self.dtype):
+        if itemsize == 2 and self.kernel.takes_short_rows(self.dtype):
             packing = None
 
+        # How many rows of results are kept until they are gathered.
         kept_rows = None
         if self.merging is not None:
-            kept_rows = traits.kept_bytes // (self.head_dim * self.dtype.itemsize)
+            kept_rows = traits.kept_bytes // (self.head_dim * itemsize)
 
         facts = CallFacts(
             rounds_results=self.dtype != self.sum_dtype and packing is None,
@@ -137,25 +154,27 @@ class _Executor:
             has_dlse=has_dlse,
             packing=packing,
             distances=self.distances(),
-            itemsize=self.dtype.itemsize,
+            itemsize=itemsize,
             most_rows=traits.most_rows and traits.most_rows(self.head_dim, has_dlse),
             kept_rows=kept_rows,
         )
 
         for step in self.options.program(self.plan, self.stage, facts):
-            # a step is done by the method of its name
-            getattr(self, type(step).__name__.lower())(step)
+            method = getattr(self, type(step).__name__.lower())
+            method(step)
         return self.alive
 
     def distances(self) -> tuple[int, int]:
         """Bytes from one position to the next in query, and in key and value; after dealing, if heads are dealt."""
+        itemsize = self.dtype.itemsize
         if self.dealing is not None:
-            row = self.head_dim * self.dtype.itemsize
+            row = self.head_dim * itemsize
             return self.plan.num_heads * row, self.plan.num_kv_heads * row
 
         query = self.alive["query"].stride(1)
-        key = min(self.alive["key"].stride(1), self.alive["value"].stride(1))
-        return query * self.dtype.itemsize, key * self.dtype.itemsize
+        key = self.alive["key"].stride(1)
+        value = self.alive["value"].stride(1)
+        return query * itemsize, min(key, value) * itemsize
 
     # Views of the tensors in `alive`.
 
@@ -173,7 +192,8 @@ class _Executor:
     def slice_of(self, where: BufferSlice) -> Tensor:
         """A message in its buffer: (units · B · D,)."""
         unit = self.batch * self.head_dim
-        return self.alive[where.name].narrow(0, where.start * unit, where.message.size * unit)
+        buffer = self.alive[where.name]
+        return buffer.narrow(0, where.start * unit, where.message.size * unit)
 
     def query_heads(self, kv_heads: range) -> range:
         """The query heads that share these key/value heads."""
@@ -184,15 +204,15 @@ class _Executor:
 
     def deal(self, step: steps.Deal) -> None:
         """(B, N, H, D) -> (B, T, h, D), or back (see `to_heads`)."""
-        assert self.dealing is not None
-        assert self.options.dealer is not None
+        dealing = self.dealing
+        dealer = self.options.dealer
+        assert dealing is not None
+        assert dealer is not None
         x = self.alive.pop(step.name)
         if step.to_heads:
-            moment = f"{self.stage}, heads for positions"
-            x = to_heads(x, self.dealing, self.options.dealer, moment)
+            x = to_heads(x, dealing, dealer, f"{self.stage}, heads for positions")
         else:
-            moment = f"{self.stage}, positions for heads"
-            x = to_positions(x, self.dealing, self.options.dealer, moment)
+            x = to_positions(x, dealing, dealer, f"{self.stage}, positions for heads")
         self.alive[step.name] = x
 
     def pack(self, step: steps.Pack) -> None:
@@ -205,18 +225,22 @@ class _Executor:
         self.alive[step.name] = buffer
 
     def take(self, step: steps.Take) -> None:
+        """Make a buffer that messages, or sums, will fill."""
         dtype = self.sum_dtype if step.is_sum else self.dtype
         self.alive[step.name] = self.flat(step.size, dtype)
 
     def flat(self, size: int, dtype: torch.dtype) -> Tensor:
         """A buffer of so many units, not filled: (size · B · D,)."""
-        return torch.empty(size * self.batch * self.head_dim, dtype=dtype, device=self.device)
+        num_elements = size * self.batch * self.head_dim
+        return torch.empty(num_elements, dtype=dtype, device=self.device)
 
     def free(self, step: steps.Free) -> None:
+        """Drop tensors. A buffer that this rank did not need was never made."""
         for name in step.names:
             self.alive.pop(name, None)
 
     def post(self, step: steps.Post) -> None:
+        """Start to send and to receive. The link keeps the tensors until their messages have arrived."""
         link = self.options.link
         assert link is not None
         sends = [(self.slice_of(where), where.message) for where in step.sends]
@@ -229,6 +253,7 @@ class _Executor:
             self.posted[step.ticket] = both, both
 
     def wait(self, step: steps.Wait) -> None:
+        """Wait until a post has sent, has received, or both."""
         sent, received = self.posted[step.ticket]
         if step.sent:
             sent.wait()
@@ -236,14 +261,15 @@ class _Executor:
             received.wait()
 
     def zero(self, step: steps.Zero) -> None:
+        """The sums of the gradients of a chunk begin here: no rank before has added to them."""
         self.slice_of(step.where).zero_()
 
     def unpack(self, step: steps.Unpack) -> None:
         """Add the gradient of an own chunk, which has come home, to dk and dv."""
         arrived = self.slice_of(step.where)
         for rows, block in self.plan.packs_of(step.where.message):
-            # (B, G, L, D) each
-            for name, gradient in zip(("dk", "dv"), self.block(arrived, block), strict=True):
+            gradients = self.block(arrived, block)  # (B, G, L, D) each
+            for name, gradient in zip(("dk", "dv"), gradients, strict=True):
                 self.rows(name, rows, None).add_(gradient)
 
     # The kernel's calls, and the tensors that they read.
@@ -259,9 +285,11 @@ class _Executor:
             out, lse = self.kernel.forward(query, key, value, is_causal, scale)
             self.results = {"out": out, "lse": lse}
         else:
-            dq, dk, dv = self.kernel.backward(self.backward_rows(step), is_causal, scale)
+            rows = self.backward_rows(step)
+            dq, dk, dv = self.kernel.backward(rows, is_causal, scale)
             self.results = {"dq": dq, "dk": dk, "dv": dv}
 
+        # All results have their rows in dim 2.
         if tile.mask == FROM_END:
             self.results = {name: result.flip(2) for name, result in self.results.items()}
 
@@ -277,10 +305,14 @@ class _Executor:
             names = ("key", "value") if step.keys == OWN_ROWS else ("cached key", "cached value")
             key, value = (self.rows(name, tile.key, step.entry) for name in names)
         else:
+            # a received chunk, or this rank's own
             block = tile.key if isinstance(tile.key, Block) else tile.packed
             assert block is not None
             key, value = self.block(self.alive[step.keys], block)
-        return self.copied(step, "key", key), self.copied(step, "value", value)
+
+        key = self.copied(step, "key", key)
+        value = self.copied(step, "value", value)
+        return key, value
 
     def copied(self, step: steps.Compute, name: str, rows: Tensor) -> Tensor:
         """The rows, or a copy of them if the step says so, or if their order is turned round."""
@@ -306,7 +338,8 @@ class _Executor:
                 # The rows that pad lse stay after the others.
                 lse = torch.cat((lse[..., :num_rows].flip(2), lse[..., num_rows:]), dim=2)
 
-        return BackwardRows(dout, dlse, query, *self.keys(step), out, lse)
+        key, value = self.keys(step)  # (B, G, L, D)
+        return BackwardRows(dout, dlse, query, key, value, out, lse)
 
     def copy(self, step: steps.Copy) -> None:
         """Make dout and out (B, H, M, D), with the strides of (B, M, H, D), and lse (B, H, M), for each tile, and fill
@@ -418,9 +451,9 @@ class _Executor:
         heads = self.query_heads(step.kv_heads)
         if step.names == ("out",):
             partials = self.kept.pop("out", [])
-            self.merging.merge(
-                self.alive["out"], self.alive["lse"], partials, heads, adds=step.adds
-            )
+            out = self.alive["out"]
+            lse = self.alive["lse"]
+            self.merging.merge(out, lse, partials, heads, adds=step.adds)
             return
 
         sums: list[GradientSum] = []
@@ -435,7 +468,9 @@ class _Executor:
     def finish(self, step: steps.Finish) -> None:
         """Round an accumulator to the dtype of the result."""
         if step.name == "dq" and self.options.factor != 1:
+            # before it is rounded, so that float16 can hold it
             self.alive["dq"].mul_(self.options.factor)
+
         dtype = self.sum_dtype if step.name == "lse" else self.dtype
         self.alive[step.name] = self.alive[step.name].to(dtype)
 

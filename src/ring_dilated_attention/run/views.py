@@ -32,14 +32,20 @@ def rows_view(x_BNHD: Tensor, rows: Rows) -> Tensor:
 
     Nothing is copied: batch and segments must share one stride (`folds`), unless one of them is 1.
     """
-    (heads, first, shift, step, num_rows, segments, segment_step), batch = rows, x_BNHD.shape[0]
+    heads, first, shift, step, num_rows, segments, segment_step = rows
+    batch = x_BNHD.shape[0]
+    # the strides of the tensor
     entry, position, head, *_ = x_BNHD.stride()
+
+    # One stride for batch entries and segments.
     # torch may give a dim of size 1 any stride, and kernels compare strides
     if segments > 1 or batch == 1:
         assert batch == 1 or entry == segments * segment_step * position, (
             "batch and segments are two strides"
         )
         entry = segment_step * position
+
+    # (B·S, heads, M, D); a tensor (B, N, H) has no last one
     strides = (entry, heads.step * head + shift * position, step * position, 1)
     offset = x_BNHD.storage_offset() + first * position + heads.start * head
     sizes = (batch * segments, len(heads), num_rows, *x_BNHD.shape[3:])
@@ -54,9 +60,10 @@ def folds(x_BN: Tensor) -> bool:
 def block_views(buffer: Tensor, block: Block, batch: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """Keys and values (or their gradients) of a block of a flat buffer, each (B, heads, M, D)."""
     unit = batch * head_dim
-    size = block.num_heads * block.num_rows * unit
-    both = buffer[block.offset * unit : block.offset * unit + 2 * size]
-    key, value = both.view(2, batch, block.num_heads, block.num_rows, head_dim)[
-        :, :, block.start : block.stop
-    ]
+    start = block.offset * unit
+    size = 2 * block.num_heads * block.num_rows * unit  # of keys and values
+
+    both = buffer[start : start + size]
+    both_2BGMD = both.view(2, batch, block.num_heads, block.num_rows, head_dim)
+    key, value = both_2BGMD[:, :, block.start : block.stop]
     return key, value

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..pattern import is_integer
 from ..plan.exchange import Choice
 from ..plan.job import Job
 from ..plan.plan import Message
@@ -88,7 +89,7 @@ def one_rank(
         ValueError: for a rank outside 0 to num_ranks - 1, for `others` of another type, and what `all_ranks` refuses.
     """
     cut = cut_of(num_ranks, sharding, align, lengths)
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < num_ranks:
+    if not is_integer(rank) or not 0 <= rank < num_ranks:
         raise ValueError(f"rank must be an integer from 0 to {num_ranks - 1}, got {rank!r}.")
     if not isinstance(others, OtherRanks):
         raise ValueError(
