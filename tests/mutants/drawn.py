@@ -128,8 +128,8 @@ MUTANTS = (
     Mutant(
         "a cache that is made like a tensor has its head dim",
         "run/dilated_cache.py",
-        "sizes = (plan.pattern, batch, plan.num_heads, plan.num_kv_heads, like.shape[-1])",
-        "sizes = (plan.pattern, batch, plan.num_heads, plan.num_kv_heads, like.shape[-0])",
+        "            like.shape[-1],\n",
+        "            like.shape[-0],\n",
         CACHE,
     ),
     Mutant(

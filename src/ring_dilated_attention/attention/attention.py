@@ -96,8 +96,16 @@ def dilated_attention(
         cu_seqlens = on_host(cu_seqlens)
         query, key, value = rows = autocast(query), autocast(key), autocast(value)
         call = call_of(
-            *(rows, pattern, parallel, cu_seqlens, scale, backend, return_lse),
-            *(heads_held, num_heads, sinks),
+            rows,
+            pattern,
+            parallel,
+            cu_seqlens,
+            scale,
+            backend,
+            return_lse,
+            heads_held,
+            num_heads,
+            sinks,
         )
         check_cache(cache, call, query, key, parallel, cu_seqlens, lengths)
         query, key, value = map(with_unit_stride, rows)
@@ -117,17 +125,25 @@ def dilated_attention(
             # A graph drops a call whose results nothing uses. This is a use.
             parallel.ranks.compiled_calls.add_(state[0])
     elif torch.compiler.is_compiling():
-        limits = cache.plan.max_len, cache.plan.keep
         out, lse = _append(
-            query, key, value, cache.memory, cache.progress, lengths, call.text, *limits
+            query,
+            key,
+            value,
+            cache.memory,
+            cache.progress,
+            lengths,
+            call.text,
+            cache.plan.max_len,
+            cache.plan.keep,
         )
     else:  # without the op: its overhead would be a quarter of a token's time where little is cached
-        rows = call.scaled(query), key, value
         out, lse = append(
             cache.plan,
             call.backend,
             call.kernel_scale,
-            *rows,
+            call.scaled(query),
+            key,
+            value,
             cache.memory,
             cache.progress,
             lengths,
@@ -237,8 +253,17 @@ def _append(
     plan = plan_cache(
         arguments.pattern, arguments.num_heads, num_kv_heads, max_len, keep, arguments.heads_held
     )
-    rows = arguments.scaled(query), key, value
-    return append(plan, arguments.backend, arguments.kernel_scale, *rows, memory, progress, lengths)
+    return append(
+        plan,
+        arguments.backend,
+        arguments.kernel_scale,
+        arguments.scaled(query),
+        key,
+        value,
+        memory,
+        progress,
+        lengths,
+    )
 
 
 @_append.register_fake

@@ -137,8 +137,9 @@ def call_of(
     wanted = zip("qkv", tensors, strict=True) if torch.is_grad_enabled() else ()
     needs_grad = "".join(name for name, x in wanted if x.requires_grad)
     context = "" if parallel is None else parallel.key
-    flags = backend, needs_grad, return_lse
-    return Call(pattern, scale, *flags, heads, num_heads, context, has_sinks)
+    return Call(
+        pattern, scale, backend, needs_grad, return_lse, heads, num_heads, context, has_sinks
+    )
 
 
 def why_no_rows(name: str, x: Any) -> str | None:

@@ -73,19 +73,18 @@ _MAJORS = {"FA3": (9,), "FA4": (9, 10)}
 
 
 def _flash_refuses(tile: TileFacts) -> str | None:
-    found = tile.capability
+    capability = tile.capability
     if active := current_flash_attention_impl():
-        majors = _MAJORS.get(active, found[:1])
-        runs_on = "compute capability " + " and ".join(f"{major}.x" for major in majors)
-        return (
-            None
-            if found[0] in majors
-            else f"is {active} now, which runs on {runs_on}, got {_dotted(found)}"
-        )
+        majors = _MAJORS.get(active, capability[:1])
+        if capability[0] in majors:
+            return None
+        runs_on = " and ".join(f"{major}.x" for major in majors)
+        return f"is {active} now, which runs on compute capability {runs_on}, got {_dotted(capability)}"
     if not torch.backends.cuda.is_flash_attention_available():
         return "is not part of this build of torch"
-    if 192 < tile.head_dim <= 224 and ((8, 6) <= found <= (8, 9) or found[0] == 12):
-        return f"has no backward for head dims 193 to 224 on compute capability {_dotted(found)}, got {tile.head_dim}"
+    if 192 < tile.head_dim <= 224 and ((8, 6) <= capability <= (8, 9) or capability[0] == 12):
+        dims = "head dims 193 to 224"
+        return f"has no backward for {dims} on compute capability {_dotted(capability)}, got {tile.head_dim}"
     num_rows = tile.num_rows + -tile.num_rows % ROW_BLOCK
     size = tile.batch * tile.num_heads * num_rows * padded_head_dim(tile.head_dim)
     if tile.is_backward and size > MOST_PADDED:
@@ -138,8 +137,16 @@ def _efficient_arguments(
 def _cudnn_arguments(
     out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal: bool
 ) -> tuple[Any, ...]:
-    sizes = (None, None, None, out_BHMD.shape[2], num_keys)  # no bias, no documents
-    return out_BHMD, lse_BHM.unsqueeze(-1), *_seeds(lse_BHM), *sizes, 0.0, is_causal
+    return (
+        out_BHMD,
+        lse_BHM.unsqueeze(-1),
+        *_seeds(lse_BHM),
+        *(None, None, None),  # no bias, no documents
+        out_BHMD.shape[2],
+        num_keys,
+        0.0,
+        is_causal,
+    )
 
 
 def _seeds(like: Tensor) -> list[Tensor]:

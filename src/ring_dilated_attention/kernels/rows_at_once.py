@@ -52,9 +52,19 @@ def merge_rows(
     numbers = list(map(_numbers, partials))
     _launch(
         merge_kernel,
-        *(batch, num_rows, len(heads), 1),
-        *(out, lse, _table(numbers, out.device), len(partials)),
-        *(num_rows, num_heads, heads.start, len(heads)),
+        batch,
+        num_rows,
+        len(heads),
+        1,
+        # the kernel's arguments
+        out,
+        lse,
+        _table(numbers, out.device),
+        len(partials),
+        num_rows,
+        num_heads,
+        heads.start,
+        len(heads),
         ADDS=adds,
         **_constants(head_dim, _dtype(partials, out), numbers, num_large=1),
     )
@@ -83,12 +93,24 @@ def add_rows(sums: Sequence[GradientSum], factor: float, *, adds: bool) -> None:
 
     # The kernel always takes three tensors. With dq alone, it does not touch the others.
     num_missing = 3 - len(sums)
+    targets += targets[:1] * num_missing
+    counts += [0] * num_missing
     _launch(
         add_kernel,
-        *(batch, num_rows, num_block_heads, len(sums)),
-        *(*targets, *[targets[0]] * num_missing),
-        *(_table(numbers, targets[0].device), *counts, *[0] * num_missing),
-        *(num_rows, num_heads, num_kv_heads, kv_heads.start, num_block_heads, float(factor)),
+        batch,
+        num_rows,
+        num_block_heads,
+        len(sums),
+        # the kernel's arguments
+        *targets,
+        _table(numbers, targets[0].device),
+        *counts,
+        num_rows,
+        num_heads,
+        num_kv_heads,
+        kv_heads.start,
+        num_block_heads,
+        float(factor),
         ADDS=adds,
         **_constants(head_dim, _dtype(tiles, targets[0]), numbers, num_large=1),
     )
@@ -106,10 +128,22 @@ def lay_out_rows(
     numbers = list(map(_numbers, tiles))
     _launch(
         lay_out_kernel,
-        *(batch, num_rows, len(heads), 1),
-        *(dout, out, lse, _table(numbers, out.device), len(tiles)),
-        *(num_rows, heads.start, len(heads)),
-        *(*dout.stride()[:3], *out.stride()[:3], *lse.stride()),
+        batch,
+        num_rows,
+        len(heads),
+        1,
+        # the kernel's arguments
+        dout,
+        out,
+        lse,
+        _table(numbers, out.device),
+        len(tiles),
+        num_rows,
+        heads.start,
+        len(heads),
+        *dout.stride()[:3],
+        *out.stride()[:3],
+        *lse.stride(),
         **_constants(head_dim, out.dtype, numbers, num_large=2),
     )
 
@@ -196,8 +230,18 @@ def _geometry(rows: Rows) -> tuple[int, ...]:
     last = first + (len(heads) - 1) * shift + (segments - 1) * segment_step + (num_rows - 1) * step
     if segments == 1:  # no row reaches the next
         segment_step = 2**31 - 1
-    of_heads = (heads.start, heads.step, len(heads))
-    return first, last + 1, *of_heads, shift, step, num_rows, segments, segment_step
+    return (
+        first,
+        last + 1,
+        heads.start,
+        heads.step,
+        len(heads),
+        shift,
+        step,
+        num_rows,
+        segments,
+        segment_step,
+    )
 
 
 def _table(numbers_of_tiles: Iterable[Iterable[int]], device: torch.device) -> Tensor:

@@ -75,7 +75,10 @@ def attention_weights(
             query, key, packed_value = map(rows.pack, (query, key, value))
             cu_seqlens = rows.cu_seqlens
         out = dilated_attention(
-            *(query, key, packed_value, attention.pattern),
+            query,
+            key,
+            packed_value,
+            attention.pattern,
             cu_seqlens=cu_seqlens,
             heads_held=attention.heads_held,
             num_heads=attention.num_heads,

@@ -160,7 +160,9 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
             )
         weight = self.in_proj_weight
         module = MultiheadDilatedAttention(
-            *(self.embed_dim, self.num_heads, self.pattern),
+            self.embed_dim,
+            self.num_heads,
+            self.pattern,
             num_kv_heads=self.num_kv_heads,
             bias=self.in_proj_bias is not None,
             sub_layernorm=self.sub_layernorm is not None,
@@ -249,7 +251,11 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         """A `DilatedCache` for this layer, with its heads, device and dtype (under autocast, autocast's dtype)."""
         weight = self.in_proj_weight
         return DilatedCache(
-            *(self.pattern, batch, self.num_heads, self.num_kv_heads, self.head_dim),
+            self.pattern,
+            batch,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
             dtype=autocast(weight.new_empty(0)).dtype,
             device=weight.device,
             max_len=max_len,
@@ -318,7 +324,8 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         """The attention and `subln`, between the projections."""
         with called_by(self.parallel, self._number):
             out_BNHD = dilated_attention(
-                *(*heads, self.pattern),
+                *heads,
+                self.pattern,
                 parallel=self.parallel,
                 cu_seqlens=cu_seqlens,
                 backend=self.backend,

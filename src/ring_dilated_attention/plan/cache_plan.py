@@ -170,8 +170,17 @@ def plan_cache(
         if max_len is not None:
             longest = min(longest, max_len)
         for group in pattern.phase_groups(number, num_heads, num_kv_heads, held):
-            heads = group.query_heads, group.kv_heads
-            empty = Buffers(number, length, rate, group.phase, *heads, 0, offset, is_window)
+            empty = Buffers(
+                number,
+                length,
+                rate,
+                group.phase,
+                group.query_heads,
+                group.kv_heads,
+                capacity=0,
+                offset=offset,
+                is_window=is_window,
+            )
             buffers = empty._replace(capacity=empty.before(longest))
             # a segment has no row of a phase >= its length
             if group.phase < length and buffers.capacity:
@@ -179,8 +188,17 @@ def plan_cache(
                 of_phase.setdefault((number, group.phase), []).append(buffers)
                 offset += len(group.kv_heads) * buffers.capacity
     lengths = tuple(sorted({x.segment_length for x in all_buffers if not x.is_window}))
-    heads_of_layer = num_heads, num_kv_heads, held
-    return CachePlan(pattern, *heads_of_layer, max_len, keep, tuple(all_buffers), of_phase, lengths)
+    return CachePlan(
+        pattern,
+        num_heads,
+        num_kv_heads,
+        held,
+        max_len,
+        keep,
+        tuple(all_buffers),
+        of_phase,
+        lengths,
+    )
 
 
 @lru_cache(maxsize=16)  # the layers of a model share it, and with it the program

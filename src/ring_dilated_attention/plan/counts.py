@@ -53,14 +53,17 @@ class Phases:
     def triangles(self, x: int) -> int:
         """The sum of B(x) (B(x) + 1) / 2."""
         rows, rest = divmod(x, self.rate)
-        return self.num * (rows * (rows + 1) // 2) + bisect_left(self.phases, rest) * (rows + 1)
+        of_all = self.num * (rows * (rows + 1) // 2)
+        return of_all + bisect_left(self.phases, rest) * (rows + 1)
 
     def products(self, x: int, y: int) -> int:
         """The sum of B(x) B(y)."""
         a, rest_a = divmod(x, self.rate)
         b, rest_b = divmod(y, self.rate)
+        # how many phases have the additional row
         more_a = bisect_left(self.phases, rest_a)
         more_b = bisect_left(self.phases, rest_b)
+        # Phases are sorted, so that the fewer are among the more: (a + 1) (b + 1) of these, and so on.
         return self.num * a * b + a * more_b + b * more_a + min(more_a, more_b)
 
     def pairs(self, pieces: Pieces, length: int, *, is_causal: bool) -> int:
@@ -132,15 +135,19 @@ class Counter:
         self.job = job
         self.pattern = job.pattern
         self.borders = job.borders
-        self.queries = []
-        self.keys = []
+
+        # of each branch
+        self.queries: list[Phases] = []
+        self.keys: list[Phases] = []
         for branch, (_, rate, _) in enumerate(self.pattern.branches):
             groups = self.pattern.phase_groups(branch, job.num_heads, job.num_kv_heads, job.held)
+
             query_phases: list[int] = []
             key_phases: list[int] = []
             for group in groups:
                 query_phases += [group.phase] * len(group.query_heads)
                 key_phases += [group.phase] * len(group.kv_heads)
+
             self.queries.append(Phases(query_phases, rate))
             self.keys.append(Phases(key_phases, rate))
         self.window = window_of(job, ShardIndex(job.shards))

@@ -47,11 +47,14 @@ class Tile(NamedTuple):
         key = self.key
         num_heads = len(query.heads)
         num_kv_heads = len(key.heads)
+
+        # how many heads, counted over segments, have so many rows
         most = max_rows // max(query.num_rows, key.num_rows)
         heads = max(fewest_heads, most * num_kv_heads // num_heads)
         segments = query.segments
         if isinstance(key, Rows):
             segments = max(fewest_heads // num_kv_heads, most // num_heads, 1)
+
         for i in range(0, query.segments, segments):
             j = min(i + segments, query.segments)
             q = query.of_segments(i, j)
@@ -151,9 +154,12 @@ def gathered(plan: Plan) -> Plan:
     """
     if not plan.hops:
         return plan
+
     received = [(m, s) for s, hop in enumerate(plan.hops) for m in hop.receives]
     received.sort(key=lambda x: x[0].owner)
     targets = sorted((m for hop in plan.hops for m in hop.targets), key=lambda m: m.peer)
+
+    # Where each chunk lies, now that all are held at a time.
     chunks: list[Message] = []
     received_size = 0
     moved: list[list[tuple[Message, int]]] = [[] for _ in plan.hops]  # with the new place, by hop
@@ -161,11 +167,15 @@ def gathered(plan: Plan) -> Plan:
         chunks.append(Message(message.owner, received_size, message.size, message.owner))
         moved[s].append((message, received_size))
         received_size += message.size
+
+    # The gradients that come home.
     gradients: list[Message] = []
     home_size = 0
     for target in targets:
         gradients.append(target._replace(offset=home_size, is_gradient=True))
         home_size += target.size
+
+    # A tile reads the chunk in which its block lies.
     tiles: list[Tile] = []
     for hop, moved_chunks in zip(plan.hops, moved, strict=True):
         for tile in hop.tiles:
@@ -173,7 +183,9 @@ def gathered(plan: Plan) -> Plan:
             for message, place in moved_chunks:
                 within = tile.key.offset - message.offset
                 if 0 <= within < message.size:
-                    tiles.append(tile._replace(key=tile.key._replace(offset=place + within)))
+                    key = tile.key._replace(offset=place + within)
+                    tiles.append(tile._replace(key=key))
+
     only = Hop(
         sends=tuple(targets),
         receives=tuple(chunks),

@@ -74,6 +74,7 @@ class _Planner:
 
     def covers(self) -> tuple[bool, bool]:
         """Whether first tiles write all query rows; and all key rows."""
+        # The tiles of the first branch write. Under "split" each branch has heads of its own, and writes.
         rates = [branch.dilation_rate for branch in self.pattern.branches]
         first_rates = rates[:1] if self.pattern.heads == "all" else rates
         is_covered = set(first_rates) == {1}
@@ -147,10 +148,12 @@ class _Planner:
         origin: where the segment starts. again: how often, and how many positions further each time.
         """
         rate = self.pattern.branches[number].dilation_rate
+
         # The first branch writes what later ones add to. Under "split" each branch has heads of its own.
         is_split = self.pattern.heads == "split"
         first_query = query == key and (number == 0 or is_split)
         first_key = query == key and (number == 0 or (is_split and not self.shares_kv))
+
         for group in self.groups[number]:
             query_bands = make_bands(group, query, origin, rate)
             key_bands = make_bands(group, key, origin, rate)
@@ -171,7 +174,8 @@ class _Planner:
         """The rows that a rank packs, and where they lie in its buffer."""
         packs: list[tuple[Rows, Block]] = []
         for ring, offset in zip(rings, offsets, strict=False):
-            for _, rows, block in self.rows_of(ring, ring.place_of(rank)):
+            place = ring.place_of(rank)
+            for _, rows, block in self.rows_of(ring, place):
                 packs.append((rows, block._replace(offset=offset + block.offset)))
         return packs
 
@@ -188,6 +192,7 @@ class _Planner:
         """Queries of a piece times the keys of an entry, whose chunk lies in the buffer from `offset` on."""
         rate = self.pattern.branches[number].dilation_rate
         query_bands = make_bands(entry.band.group, query, origin, rate)
+
         tiles: list[Tile] = []
         for query_band, key_band in matches(query_bands, [entry.band]):
             # the heads of the block that the tile reads
@@ -198,6 +203,8 @@ class _Planner:
                 stop=start + len(key_band.kv_heads),
             )
             rows = query_band.query_rows(rate)
+
+            # A chunk comes after the local tiles, which write where it adds.
             tile = Tile(rows, block, mask, first_query=False, first_key=False)
             tiles += self.blocks_of(tile, rank)
         return tuple(tiles)
@@ -208,6 +215,7 @@ class _Planner:
         A result takes at most a third of one local tensor, unless blocks would then have fewer than 4 key/value heads,
         too few for the kernel's threads. A first tile of all rows stays whole: its result becomes the accumulator.
         """
+        # both in rows of one head
         local_size = shard_length(self.shards[rank]) * self.num_heads
         size = len(tile.query.heads) * tile.query.num_rows * tile.query.segments
         num_kv_heads = len(tile.key.heads)
@@ -255,6 +263,7 @@ class _PlaceInRing:
         self.rank = rank
         self.offset = offset
         self.place = ring.place_of(rank)
+
         # Whether a chunk is needed where it is due, by hop from 0 to last + 1: this rank's chunk; and the chunk that is
         # due at this place, at the next, and at the previous one.
         self.own = [ring.meets(self.place, s) for s in range(last + 2)]
@@ -269,9 +278,14 @@ class _PlaceInRing:
     def message(self, peer: int, place: int, *, is_gradient: bool = False) -> Message:
         """To or from a peer: the chunk of the rank at a place, or its gradient."""
         place %= len(self.ring.ranks)
-        size = self.ring.chunks[place].size
-        owner = self.ring.ranks[place]
-        return Message(peer, self.offset, size, owner, is_gradient, self.offset)
+        return Message(
+            peer,
+            self.offset,
+            self.ring.chunks[place].size,
+            owner=self.ring.ranks[place],
+            is_gradient=is_gradient,
+            packed=self.offset,
+        )
 
     def tiles_with(self, owner: int) -> Iterator[Tile]:
         """Own queries times the chunk of the rank at a place."""

@@ -1,4 +1,15 @@
-"""Find the rings of a straddling segment: which ranks share which of its heads. Pure integers, no torch."""
+"""Find the rings of a straddling segment: which ranks share which of its heads. Pure integers, no torch.
+
+A segment of 8 positions at rate 4. Rank 0 owns two of them, and rank 1 six. Head h of 4 reads phase h:
+
+    position    0  1 | 2  3  4  5  6  7
+    head 0      x    |       x              rows on both ranks
+    head 1         x |          x           rows on both ranks
+    head 2           | x           x        rows on rank 1 alone
+    head 3           |    x           x     rows on rank 1 alone
+
+Heads 0 and 1 have a ring of both ranks. Heads 2 and 3 have none: nothing of theirs is sent.
+"""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
@@ -22,7 +33,8 @@ class ShardIndex:
             for span, row in zip(shard, first_rows(shard), strict=False):
                 self.first_row[span] = row
                 owners.append((span, rank))
-        self.owners = sorted(owners, key=lambda owner: owner[0].start)
+
+        self.owners = sorted(owners)  # no two spans begin at one position
         self.starts = [span.start for span, _ in self.owners]
 
     def owner(self, position: int) -> tuple[Span, int]:
@@ -59,8 +71,10 @@ class RingMaker:
         rings: list[Ring] = []
         for pieces_of_ranks, groups in self.members(branch, origin, stop):
             ranks = tuple(pieces_of_ranks)
-            pieces = tuple(tuple(pieces) for pieces in pieces_of_ranks.values())
-            chunk_of: dict[tuple, Chunk] = {}  # one object for all in which rows lie alike
+            pieces = tuple(map(tuple, pieces_of_ranks.values()))
+
+            # one object for all chunks in which rows lie alike
+            chunk_of: dict[tuple, Chunk] = {}
             for together, hops in self._carried_together(pieces):
                 chunks: list[Chunk] = []
                 for of_place in pieces:
@@ -73,8 +87,18 @@ class RingMaker:
                     if alike not in chunk_of:
                         chunk_of[alike] = make_chunk(groups, carried, together.start, origin, rate)
                     chunks.append(chunk_of[alike])
-                lane = len(rings)
-                rings.append(Ring(branch, origin, lane, ranks, pieces, pieces, tuple(chunks), hops))
+
+                ring = Ring(
+                    branch,
+                    origin,
+                    lane=len(rings),
+                    ranks=ranks,
+                    queries=pieces,
+                    keys=pieces,
+                    chunks=tuple(chunks),
+                    needed=hops,
+                )
+                rings.append(ring)
         return tuple(rings)
 
     def _carried_together(
@@ -133,8 +157,9 @@ class RingMaker:
                 first = stop
 
         for same_sharers, groups in groups_of_sharers.items():
-            if len(same_sharers) < 2:
+            if len(same_sharers) < 2:  # all in one shard
                 continue
+
             phases = {phase for group in groups for phase in group.phases}
             members: dict[int, list[Piece]] = {}
             for rank, _ in same_sharers:

@@ -103,9 +103,9 @@ class Band(NamedTuple):
     @property
     def kv_heads(self) -> range:
         """The band's K/V heads: one for each query head on a diagonal (`pattern.head_groups`), else all its group's."""
-        return (
-            self.group.kv_heads[self.lo : self.hi] if self.group.phase_step else self.group.kv_heads
-        )
+        if self.group.phase_step:
+            return self.group.kv_heads[self.lo : self.hi]
+        return self.group.kv_heads
 
     def query_rows(self, rate: int) -> Rows:
         return Rows(
@@ -167,22 +167,23 @@ def own_sections(span: Span, borders: Sequence[int], branch: Branch) -> Iterator
 @lru_cache(maxsize=1024)  # the same queries meet one chunk after another
 def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> tuple[Band, ...]:
     """Cut a head group into bands for a piece. Heads without rows in the piece are left out."""
-    start = piece.start - origin
-    stop = piece.stop - origin
     bands: list[Band] = []
-    for j in range(len(group.query_heads) if group.phase_step else 1):
-        ahead = (group.phase + j * group.phase_step - start) % rate
-        num_rows = -(-(stop - start - ahead) // rate)
+    # heads of one phase are one band; on a diagonal each head reads a phase of its own
+    heads_at_once = 1 if group.phase_step else len(group.query_heads)
+    for j, phase in enumerate(group.phases):
+        # positions of the piece before its first row of the phase
+        ahead = (origin + phase - piece.start) % rate
+        num_rows = -(-(piece.length - ahead) // rate)
         row = piece.row + ahead
         if num_rows <= 0:
             continue
+
+        # a head joins the band before if its rows go on one further
         last = bands[-1] if bands else None
         if last and (last.hi, last.num_rows, last.first + j - last.lo) == (j, num_rows, row):
             bands[-1] = last._replace(hi=j + 1)
         else:
-            bands.append(
-                Band(group, j, j + 1 if group.phase_step else len(group.query_heads), row, num_rows)
-            )
+            bands.append(Band(group, j, j + heads_at_once, row, num_rows))
     return tuple(bands)
 
 

@@ -23,7 +23,9 @@ from typing import NamedTuple
 
 from ..pattern import Branch
 
-FULL, CAUSAL, FROM_END = "full", "causal", "causal from the end"
+FULL = "full"
+CAUSAL = "causal"
+FROM_END = "causal from the end"
 
 
 class Meeting(NamedTuple):

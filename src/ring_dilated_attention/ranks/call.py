@@ -38,8 +38,7 @@ class Call:
         start = index(self.heads.start)
         stop = index(self.heads.stop)
         num_heads = index(self.num_heads)
-        flags = f"{self.return_lse} {self.has_sinks}"
-        numbers = f"{self.scale} {start} {stop} {num_heads} {flags}"
+        numbers = f"{self.scale} {start} {stop} {num_heads} {self.return_lse} {self.has_sinks}"
         return f"{self.backend} {self.needs_grad}\n{numbers}\n{self.pattern.text}\n{self.context}"
 
     @classmethod
@@ -47,12 +46,14 @@ class Call:
     def from_text(cls, text: str) -> "Call":
         names, numbers, pattern, context = text.split("\n", 3)
         backend, needs_grad = names.split(" ")
-        scale, *heads, num_heads, return_lse, has_sinks = numbers.split(" ")
-        flags = float(scale), backend, needs_grad, return_lse == "True"
+        scale, start, stop, num_heads, return_lse, has_sinks = numbers.split(" ")
         return cls(
             DilatedPattern.from_text(pattern),
-            *flags,
-            range(*map(int, heads)),
+            float(scale),
+            backend,
+            needs_grad,
+            return_lse == "True",
+            range(int(start), int(stop)),
             int(num_heads),
             context,
             has_sinks == "True",

@@ -83,8 +83,17 @@ def append(
     try:
         for entries, position, count in runs:
             attend = _one if count == 1 else _many
-            new_rows = (query[entries, :count], key[entries, :count], value[entries, :count])
-            results.append(attend(plan, kernel, scale, *new_rows, memory[:, entries], position))
+            result = attend(
+                plan,
+                kernel,
+                scale,
+                query[entries, :count],
+                key[entries, :count],
+                value[entries, :count],
+                memory[:, entries],
+                position,
+            )
+            results.append(result)
     except BaseException:  # also Ctrl-C: a call that fails must lose nothing
         for slot, rows in written_over:
             slot.copy_(rows)

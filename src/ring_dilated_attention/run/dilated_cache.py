@@ -358,9 +358,12 @@ class DilatedCache:
     @classmethod
     def _of(cls, plan: CachePlan, batch: int, like: Tensor) -> "DilatedCache":
         """A cache with this plan, and the dtype, device and head dim of a tensor."""
-        sizes = (plan.pattern, batch, plan.num_heads, plan.num_kv_heads, like.shape[-1])
         return cls(
-            *sizes,
+            plan.pattern,
+            batch,
+            plan.num_heads,
+            plan.num_kv_heads,
+            like.shape[-1],
             dtype=like.dtype,
             device=like.device,
             max_len=plan.max_len,
