@@ -18,7 +18,7 @@ from ring_dilated_attention.models import (
     TorchscaleConfig,
     segment_lengths_for,
 )
-from ring_dilated_attention.models.longnet_vit import DILATION_RATES
+from ring_dilated_attention.models.longnet_vit import DILATION_RATES, PublishedSize
 from ring_dilated_attention.pattern import DilatedPattern
 
 FILE = Path(__file__).with_name("data") / "torchscale.safetensors"
@@ -76,6 +76,9 @@ ATTENTION = {
     "causal": Attention(blocked((8, 16), (1, 2), True), 27),
     "causal, misaligned": Attention(blocked((13, 7), (4, 3), True), 29, num_heads=3, batch=2),
 }
+
+
+TINY = PublishedSize(5, 32, 2)  # a size that tests take for a published one
 
 
 class Slide(NamedTuple):

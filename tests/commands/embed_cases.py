@@ -2,15 +2,16 @@
 
 import json
 import re
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from torchscale_cases import fill, waves
+from torchscale_cases import TINY, fill, waves
 
 from ring_dilated_attention.commands import cli
 from ring_dilated_attention.models import LongNetViT, segment_lengths_for
-from ring_dilated_attention.models.longnet_vit import DILATION_RATES
+from ring_dilated_attention.models.longnet_vit import DILATION_RATES, PUBLISHED
 
 WIDTH, DEPTH = 32, 2
 LENGTHS = {"a": 40, "b": 7, "c": 93}
@@ -54,20 +55,10 @@ def make_slides(tmp_path):
     ]
 
 
+@mock.patch.dict(PUBLISHED, tiny=TINY)
 def embed(weights, out, *arguments):
-    """Of weights whose heads nothing tells: 16."""
-    return cli.main(
-        [
-            "embed",
-            *map(str, arguments),
-            "--weights",
-            str(weights),
-            "--heads",
-            "16",
-            "--out",
-            str(out),
-        ]
-    )
+    """With weights of `make_weights`, whose size counts as published."""
+    return cli.main(["embed", *map(str, arguments), "--weights", str(weights), "--out", str(out)])
 
 
 def unwrapped(text):

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,13 +13,16 @@ import torch
 from embed_cases import LENGTHS, embed, make_weights, read, tiles, unwrapped, write
 from full_disk import on_a_full_disk
 from pages import block, blocks
+from torchscale_cases import TINY
 
 from ring_dilated_attention.commands import cli, console
 from ring_dilated_attention.models import LongNetViT, load_slide_encoder
+from ring_dilated_attention.models.longnet_vit import PUBLISHED
 
 
+@mock.patch.dict(PUBLISHED, tiny=TINY)
 def expected(weights, name, layer, tile_size=256, **options):
-    model = load_slide_encoder(weights, num_heads=16, **options)
+    model = load_slide_encoder(weights, **options)
     # set afterwards: it serves coordinates, and segments stay as they are
     model.tile_size = tile_size
     features, coords = tiles(LENGTHS[name], list(LENGTHS).index(name))
@@ -266,16 +270,15 @@ def test_coordinates_in_other_units_are_warned_of(weights, tmp_path, capsys):
             "--max-wsi-size: must be at most 9,223,372,036,854,775,807",
         ),
         (["--tile-size", "inf"], "--tile-size: 'inf' is not a number"),
-        (["--heads", "5"], "embed_dim=32 is not a multiple of num_heads=5"),
         (["missing.h5"], "there is no missing.h5"),
         (["slides.txt"], "slides.txt holds no slides: files that end in .h5"),
         (["a.h5", "other/a.npz"], "would both be called 'a'"),
         (["nothing"], "nothing holds no slides: files that end in .h5"),
-        (["--weights", "other.pth"], "other.pth does not hold a slide encoder's weights"),
+        (["--weights", "other.pth"], "other.pth does not hold a published slide encoder's"),
         (["--weights", "none.pth"], "none.pth cannot be read as weights: [Errno 2] No such file"),
         (
             ["--weights", "short.pth"],
-            "short.pth holds 11 layers x 384, and published encoders of this width have 12",
+            "short.pth: Error(s) in loading state_dict for LongNetViT: Missing key(s)",
         ),
         (["--device", "no"], "--device no cannot be used: "),
         (["--device", "meta"], "--device meta cannot be used: "),
@@ -296,8 +299,8 @@ def test_refused_before_anything_is_written(
         make_weights(tmp_path, 384, 11).rename(tmp_path / "short.pth")
     slides = [] if arguments[0] == "a.h5" else ["a.h5"]
     given = ["--weights", str(weights)] if "--weights" not in arguments else []
-    given += ["--heads", "16"] if "--heads" not in arguments else []
-    assert cli.main(["embed", *slides, *arguments, *given, "--out", "out"]) == 2
+    with mock.patch.dict(PUBLISHED, tiny=TINY):
+        assert cli.main(["embed", *slides, *arguments, *given, "--out", "out"]) == 2
     error = unwrapped(capsys.readouterr().err)
     assert message in error.splitlines()[-1]
     assert "Traceback" not in error
@@ -334,24 +337,15 @@ def test_no_gpu_is_a_sentence(weights, slides, tmp_path, capsys):
     )
 
 
-def test_weights_that_do_not_tell_their_heads(weights, slides, tmp_path, capsys):
-    """Catches 16 heads of other weights, which are another function. A file of the published size needs no option."""
-    given = ["--weights", str(weights), "--out", str(tmp_path / "out")]
-    assert cli.main(["embed", str(slides[0]), *given]) == 2
-    assert re.search(
-        r"rda embed: \S+pth holds 2 layers x 32 .* tell their number of heads: .*\(--heads\)\n$",
-        unwrapped(capsys.readouterr().err),
-    )
+def test_weights_of_another_size_are_refused(slides, tmp_path, capsys):
+    """Catches 16 heads of other weights, which are another function."""
+    other = make_weights(tmp_path)
+    argv = ["embed", str(slides[0]), "--weights", str(other), "--out", str(tmp_path / "out")]
+    assert cli.main(argv) == 2
+    error = unwrapped(capsys.readouterr().err)
+    assert "its cls_token has the shape (1, 1, 32), and not (1, 1, 768) or (1, 1, 384)" in error
+    assert "No weights tell their number of heads" in error
     assert not (tmp_path / "out").exists()
-    assert cli.main(["embed", str(slides[0]), *given, "--heads", "8"]) == 0
-    with torch.no_grad():
-        model = load_slide_encoder(weights, num_heads=8, global_pool=True)
-        features, coords = tiles(LENGTHS["a"], 0)
-        torch.testing.assert_close(
-            read(tmp_path / "out")[0]["a"], model(features[None], coords[None], True)[-1][0]
-        )
-    assert embed(weights, tmp_path / "out", slides[1]) == 2
-    assert "settings.json has other settings: " in unwrapped(capsys.readouterr().err)
 
 
 def test_weights_that_are_not_finite(weights, slides, tmp_path, capsys):

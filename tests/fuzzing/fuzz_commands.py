@@ -21,8 +21,10 @@ from ring_dilated_attention.commands import arguments as command_line
 from ring_dilated_attention.commands import cli, suggest, terminal, train
 from ring_dilated_attention.commands.plan import job_options, one_call
 from ring_dilated_attention.models import LongNetViT, segment_lengths_for
-from ring_dilated_attention.models.longnet_vit import DILATION_RATES
+from ring_dilated_attention.models.longnet_vit import DILATION_RATES, PUBLISHED, PublishedSize
 from ring_dilated_attention.training import files, metrics, run, run_folder
+
+PUBLISHED["tiny"] = PublishedSize(5, 32, 1)  # of the weights that `prepare` writes
 
 # Files that are there before, and that no command may touch.
 THEIRS = {
@@ -48,7 +50,7 @@ HOSTILE = [*PATHS, *NUMBERS, *WORDS]
 BRANCHES = ["--segment-lengths 4 16", "--dilation-rates 1 3"]
 SMALL = ["--seq-len 16", "--steps 2", "--num-layers 1", "--embed-dim 8", "--num-heads 2"]
 TRAIN = ["--data text.txt", "--held-out-bytes 16", *SMALL, *BRANCHES]
-EMBED = ["slides", "--weights encoder.pth", "--heads 16", "--out embeddings"]
+EMBED = ["slides", "--weights encoder.pth", "--out embeddings"]
 # The words that are always there, and those that may be.
 COMMANDS = {
     "train": (
@@ -91,7 +93,9 @@ def prepare(folder: Path) -> None:
     slide = {"features": torch.ones(7, 5), "coords": torch.arange(14).view(-1, 2)}
     torch.save(slide, "slides/a.pt")
     branches = {"segment_lengths": segment_lengths_for(), "dilation_rates": DILATION_RATES}
-    torch.save({"model": LongNetViT(5, 32, 1, 16, **branches).state_dict()}, "encoder.pth")
+    torch.save(
+        {"model": LongNetViT(*PUBLISHED["tiny"], 16, **branches).state_dict()}, "encoder.pth"
+    )
 
 
 def try_case(rng: random.Random, folder: Path) -> Trial:

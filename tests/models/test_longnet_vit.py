@@ -452,7 +452,7 @@ def test_input_that_is_refused(change, message):
     [
         ({"embed_dim": 18}, "embed_dim=18 is not a multiple of 4"),
         ({"tile_size": 0}, "tile_size=0 must be a number, positive and finite"),
-        ({"mlp_ratio": float("inf")}, "mlp_ratio=inf must be a number, positive and finite"),
+        ({"tile_size": float("inf")}, "tile_size=inf must be a number, positive and finite"),
         ({"depth": 2.0}, "depth=2.0 must be a whole number, at least 1"),
         ({"num_heads": "16"}, "num_heads='16' must be a whole number"),
         ({"padding": "none"}, "padding='none' is unknown"),

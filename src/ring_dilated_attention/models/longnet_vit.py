@@ -85,7 +85,6 @@ class LongNetViT(nn.Module):
 
     Args:
         in_chans: features of a tile.
-        mlp_ratio: the feed-forward's width over embed_dim.
         slide_ngrids: cells of the grid along each axis: coordinates go from 0 to slide_ngrids * tile_size.
         tile_size: the distance from one tile to the next, in the units of the coordinates.
         segment_lengths, dilation_rates: the branches; `segment_lengths_for` has the published ones.
@@ -102,7 +101,6 @@ class LongNetViT(nn.Module):
         depth: int,
         num_heads: int,
         *,
-        mlp_ratio: float = 4.0,
         slide_ngrids: int = 1000,
         tile_size: float = 256,
         segment_lengths: Sequence[int],
@@ -123,7 +121,6 @@ class LongNetViT(nn.Module):
             if not is_integer(size) or size < 1:
                 raise ValueError(f"{name}={size!r} must be a whole number, at least 1.")
         tile_size = checked_size("tile_size", tile_size)
-        mlp_ratio = checked_size("mlp_ratio", mlp_ratio)
         if parallel is not None and parallel.sharding != "contiguous":
             raise ValueError(
                 f"parallel has sharding={parallel.sharding!r}: make the ContextParallel with sharding='contiguous'."
@@ -134,7 +131,7 @@ class LongNetViT(nn.Module):
             num_layers=depth,
             embed_dim=embed_dim,
             num_heads=num_heads,
-            ffn_dim=round(embed_dim * mlp_ratio),
+            ffn_dim=4 * embed_dim,
             padding=padding,
         )
         if embed_dim % 4:

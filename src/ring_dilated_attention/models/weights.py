@@ -1,30 +1,17 @@
 """Reads weights from safetensors files, and from files of torch.save (only with weights_only=True)."""
 
 import pickle
-import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ranks.context import ContextParallel
-from .longnet_vit import DILATION_RATES, NUM_HEADS, PUBLISHED, LongNetViT, segment_lengths_for
+from .longnet_vit import PUBLISHED, LongNetViT
 from .names import map_names
-
-LAYER = re.compile(r"\bencoder\.layers\.(\d+)\.")
-
-
-class EncoderSize(NamedTuple):
-    """The size of a slide encoder. Its weights tell everything but the number of heads."""
-
-    in_chans: int
-    embed_dim: int
-    depth: int
-    ffn_dim: int
-    num_heads: int
 
 
 def read_weights(path: Path | str) -> dict[str, Tensor]:
@@ -79,86 +66,42 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def slide_encoder_size(
-    path: Path | str,
-    weights: Mapping[str, Tensor],
-    depth: int | None,
-    num_heads: int | None,
-) -> EncoderSize:
-    """The size of the slide encoder that a file's weights belong to.
-
-    Args:
-        path: for messages.
-        depth: the number of layers that the file must have. None means 12 for the widths of the published encoders, 768
-            and 384, since a file without its last layers looks complete. For other widths None means any number.
-        num_heads: the weights do not tell it. None means 16 for the sizes of the published encoders.
-
-    Raises:
-        ValueError: if the weights are not a slide encoder's or of another depth, or their number of heads is not known.
-    """
-    embed_dim = _size(path, weights, "cls_token", 2)
-    in_chans = _size(path, weights, "patch_embed.proj.weight", 1)
-    ffn_dim = _size(path, weights, "encoder.layers.0.ffn.fc1.bias", 0)
-    numbers = {int(match[1]) for match in map(LAYER.search, weights) if match}
-    num_layers = 0  # before the first gap
-    while num_layers in numbers:
-        num_layers += 1
-    asked = "you asked for"
-    if depth is None:
-        asked = "published encoders of this width have"
-        depth = {known.embed_dim: known.depth for known in PUBLISHED.values()}.get(
-            embed_dim, num_layers
-        )
-    if num_layers != depth:
-        raise ValueError(
-            f"{path} holds {num_layers} layers x {embed_dim}, and {asked} {depth} layers: some are missing, or pass "
-            f"depth={num_layers} if it is another model"
-        )
-    if num_heads is None:
-        num_heads = NUM_HEADS
-        if ffn_dim != 4 * embed_dim or (in_chans, embed_dim, depth) not in PUBLISHED.values():
-            raise ValueError(
-                f"{path} holds {depth} layers x {embed_dim} for {in_chans} features of a tile, with feed-forwards of "
-                f"{ffn_dim}, which is no published encoder's size, and no weights tell their number of heads: pass "
-                "num_heads= (--heads)"
-            )
-    return EncoderSize(in_chans, embed_dim, depth, ffn_dim, num_heads)
-
-
 def load_slide_encoder(
     path: Path | str,
     *,
-    num_heads: int | None = None,
-    depth: int | None = None,
     max_wsi_size: int = 262_144,
     tile_size: float = 256,
     global_pool: bool = False,
     padding: str = "torchscale",
-    dtype: torch.dtype | None = None,
     parallel: ContextParallel | None = None,
 ) -> LongNetViT:
-    """Load a LongNetViT from a file of weights, in eval mode.
+    """Load a slide encoder of a published size from a file of its weights, in float32 and in eval mode.
 
     Args:
         path: as for `read_weights`.
-        num_heads, depth: as for `slide_encoder_size`.
-        max_wsi_size, tile_size: as for `segment_lengths_for`; the weights do not tell them either.
-        dtype: of the model; by default float32, or float64 if the weights have it.
+        max_wsi_size, tile_size: as for `segment_lengths_for`; the weights do not tell them.
 
     Raises:
-        ValueError: if the file is not that of a slide encoder, or some of its numbers are not finite.
+        ValueError: if the weights are not those of a published size, which alone tells their number of heads, or if
+            some of their numbers are not finite.
     """
     weights = read_weights(path)
-    size = slide_encoder_size(path, weights, depth, num_heads)
-    model = LongNetViT(
-        size.in_chans,
-        size.embed_dim,
-        size.depth,
-        size.num_heads,
-        mlp_ratio=size.ffn_dim / size.embed_dim,
+    names = {(1, 1, size.embed_dim): name for name, size in PUBLISHED.items()}
+    shape = None
+    for name, x in weights.items():
+        if name.endswith("cls_token"):
+            shape = tuple(x.shape)
+    if shape not in names:
+        shapes = " or ".join(map(str, names))
+        raise ValueError(
+            f"{path} does not hold a published slide encoder's weights: its cls_token has the shape {shape}, and not "
+            f"{shapes}. No weights tell their number of heads: make a LongNetViT of another size yourself, and load "
+            "what read_weights reads"
+        )
+    model = LongNetViT.published(
+        names[shape],
+        max_wsi_size=max_wsi_size,
         tile_size=tile_size,
-        segment_lengths=segment_lengths_for(max_wsi_size, tile_size),
-        dilation_rates=DILATION_RATES,
         global_pool=global_pool,
         padding=padding,
         parallel=parallel,
@@ -170,31 +113,15 @@ def load_slide_encoder(
             f"{path} holds {len(mapped.left)} tensors that a LongNetViT has no place for: {listed}. If these names "
             "have a prefix, save them without it"
         )
-    is_wide = any(x.dtype == torch.float64 for x in mapped.state_dict.values())
-    # loading rounds to the model's dtype
-    dtype = dtype or (torch.float64 if is_wide else torch.float32)
     for name, x in mapped.state_dict.items():
         if name.endswith("_extra_state"):  # the bytes of a text
             continue
         if not x.is_floating_point():
             raise ValueError(f"{path}: {name} is {x.dtype}, expected floating numbers")
-        if not x.to(dtype).isfinite().all():
-            raise ValueError(f"{path}: {name} holds NaN or inf as {dtype}")
-    model.to(dtype)
+        if not x.float().isfinite().all():
+            raise ValueError(f"{path}: {name} holds NaN or inf as torch.float32")
     try:
         model.load_state_dict(mapped.state_dict)
     except RuntimeError as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
     return model.eval()
-
-
-def _size(path: Path | str, weights: Mapping[str, Tensor], name: str, dim: int) -> int:
-    """Size number `dim` of a tensor that has `dim + 1` sizes. The tensor's name may have any prefix."""
-    for key, x in weights.items():
-        if key == name or key.endswith(f".{name}"):
-            if x.dim() == dim + 1 and x.shape[dim]:
-                return x.shape[dim]
-            raise ValueError(
-                f"{path} does not hold a slide encoder's weights: {name} has shape {tuple(x.shape)}"
-            )
-    raise ValueError(f"{path} does not hold a slide encoder's weights: it has no {name}")

@@ -1,4 +1,4 @@
-"""`rda embed`: computes slide embeddings from files of tile features, with GigaPath's weights or similar ones."""
+"""`rda embed`: computes slide embeddings from files of tile features, with GigaPath's published weights."""
 
 import hashlib
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -50,8 +50,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     steps = "step from tile to tile, in the unit of the coordinates (default 256; files that state another are then "
     steps += "refused). Segment lengths do not change with it"
     add("--tile-size", type=pixels, metavar="PIXELS", help=steps)
-    heads = "attention heads; needed unless the weights are of a published size"
-    add("--heads", type=positive, metavar="H", help=heads)
     add("--device", default="cpu", help="cpu (default), cuda or another of torch's")
 
 
@@ -128,6 +126,5 @@ def settings_of(arguments: Namespace, model: "LongNetViT") -> dict[str, Any]:
         "model": f"{depth} layers x {config.embed_dim}",
         "max_wsi_size": arguments.max_wsi_size,
         "tile_size": model.tile_size,
-        "heads": config.num_heads,
         "weights_sha256": digest,
     }

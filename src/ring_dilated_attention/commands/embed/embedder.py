@@ -16,10 +16,8 @@ def load(options: Namespace) -> LongNetViT:
     """The model on its device. Raises ValueError if the weights or the device cannot be used."""
     model = load_slide_encoder(
         options.weights,
-        num_heads=options.heads,
         max_wsi_size=options.max_wsi_size,
         global_pool=options.embedding == "pooled",
-        dtype=torch.float32,
     )
     try:
         torch.ones(1, device=options.device).cpu()
