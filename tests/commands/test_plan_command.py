@@ -327,9 +327,12 @@ def test_a_model_of_a_config(tmp_path, capsys):
     sizes = {"hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "vocab_size": 99}
     saved = {"segment_lengths": [64], "dilation_rates": [4]}
     fields = sizes | {"model_type": "llama", "num_attention_heads": 8, "dilated_attention": saved}
+    fields["attn_implementation"] = "dilated"  # as a model with a pattern saves it
     path = tmp_path / "config.json"
     words = ["plan", "model", "--config", str(path), "--seq-len", "256", "--window", "16"]
-    assert "cannot be read as JSON" in refused(capsys, *words)
+    assert f"--config {path}: there is no such file" in refused(capsys, *words)
+    path.write_text("{")
+    assert "is not a valid JSON file" in refused(capsys, *words)
     path.write_text(json.dumps(fields))
     out = " ".join(printed(capsys, *words).split())
     assert "transformers' llama of " in out

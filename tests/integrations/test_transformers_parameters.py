@@ -64,32 +64,42 @@ def dilated(fields, seq_len):
     )
 
 
+def decoder_of(folder, fields, pattern):
+    """Of a config.json that is written for it."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(fields))
+    return transformers_decoder(path, pattern)
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_public_models_have_the_parameters_that_are_counted(path):
+def test_public_models_have_the_parameters_that_are_counted(path, tmp_path):
     fields = json.loads(path.read_text())
     pattern = DilatedPattern((2048, 16384), (1, 4), is_causal=True)
     if fields["model_type"] in WINDOWED:
         with pytest.raises(ValueError, match=r"sliding_attention|attn_logit_softcapping"):
-            transformers_decoder(fields, pattern)
+            decoder_of(tmp_path, fields, pattern)
         return
     if fields.get("sliding_window"):
         fields["sliding_window"] = None
     with torch.device("meta"):
         num_parameters = sum(x.numel() for x in build(fields).parameters())
-    assert transformers_decoder(fields, pattern).num_parameters == num_parameters
+    assert decoder_of(tmp_path, fields, pattern).num_parameters == num_parameters
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "nothing"}, "transformers knows no model_type 'nothing'"),
-        ({"model_type": "llama", "hidden_size": "x"}, "transformers' llama with dilated attention"),
-        ({"model_type": "bert"}, "transformers' bert with dilated attention"),
+        ({"model_type": "nothing"}, "model type `nothing` but Transformers does not recognize"),
+        ({"hidden_size": 8}, "Should have a `model_type`"),
+        ({"model_type": "llama", "hidden_size": "x"}, "'hidden_size' expected int"),
+        ({"model_type": "bert"}, "BertLMHeadModel"),
     ],
 )
-def test_models_that_cannot_be_weighed_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        transformers_decoder(fields, DilatedPattern((32,), (1,), is_causal=True))
+def test_models_that_cannot_be_weighed_are_refused(fields, message, tmp_path):
+    with pytest.raises(
+        ValueError, match=rf"^--config \S+json, with dilated attention: .*{message}"
+    ):
+        decoder_of(tmp_path, fields, DilatedPattern((32,), (1,), is_causal=True))
 
 
 def measured(model, seq_len):
@@ -125,7 +135,7 @@ def measured(model, seq_len):
 
 @pytest.mark.parametrize("activations", ["kept", "checkpointed"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "gpt_neox", "phi3", "starcoder2"])
-def test_a_step_holds_what_is_weighed(family, activations, monkeypatch):
+def test_a_step_holds_what_is_weighed(family, activations, monkeypatch, tmp_path):
     """Within 5 %, with three layers, of which two are weighed."""
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
     n, sizes = (
@@ -140,7 +150,7 @@ def test_a_step_holds_what_is_weighed(family, activations, monkeypatch):
     more = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     if "sliding_window" in model.config.to_dict():
         more["sliding_window"] = None
-    decoder = transformers_decoder(fields | more, pattern)
+    decoder = decoder_of(tmp_path, fields | more, pattern)
     job = Job(pattern, make_shards("contiguous", (n,)), decoder.num_heads, decoder.num_kv_heads)
     sizes = Sizes(1, decoder.head_dim, 4, torch.get_num_threads())
     attention = weigh_attention(plan_exchange("none", job, 0), sizes, "cpu")

@@ -1,6 +1,5 @@
 """The models that `rda plan model` weighs: LongNetLM, LongNetEncoder, and models of transformers."""
 
-import json
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -52,44 +51,28 @@ def encoder_decoder(
     return count_decoder("a LongNetEncoder", make, num_layers, num_heads, num_heads, head_dim)
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """The fields of a config.json. A ValueError if it cannot be read."""
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        fields = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"--config {file} cannot be read as JSON: {error}") from error
-    if not isinstance(fields, dict) or "model_type" not in fields:
-        raise ValueError(f"--config {file} has no model_type: it is no config.json of transformers")
-    return fields
-
-
-def transformers_decoder(fields: dict[str, Any], pattern: DilatedPattern) -> Decoder:
-    """The model of a config.json with this pattern. A ValueError if it cannot be made or cannot run the pattern."""
+def transformers_decoder(path: Path, pattern: DilatedPattern) -> Decoder:
+    """The model of a config.json, or of a folder with one, with this pattern. A ValueError if it cannot be made or
+    cannot run the pattern."""
     check_installed(["transformers"], "hf", "--config ")
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from ...integrations.transformers import convert_to_dilated
 
-    family = fields["model_type"]
-    if family not in CONFIG_MAPPING:
-        raise ValueError(f"--config: transformers knows no model_type {family!r}")
-    sizes = dict(fields)
-    del sizes["model_type"]
-    sizes.pop("dilated_attention", None)
+    if not path.exists():  # transformers would look for it on the network
+        raise ValueError(f"--config {path}: there is no such file")
     try:
-        config = CONFIG_MAPPING[family](**sizes)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False, dilated_attention=None)
         num_layers = config.num_hidden_layers
         config.num_hidden_layers = 2  # `count_decoder` needs no more
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:2]
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         convert_to_dilated(model, pattern)
     except Exception as error:  # whatever a model's code raises for fields that do not fit
-        raise ValueError(
-            f"--config: transformers' {family} with dilated attention: {error}"
-        ) from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"--config {path}, with dilated attention: {reason}") from error
 
     def make(num_blocks: int, is_checkpointed: bool) -> DecoderWithLoss:
         copied = deepcopy(model)
@@ -109,5 +92,5 @@ def transformers_decoder(fields: dict[str, Any], pattern: DilatedPattern) -> Dec
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     return count_decoder(
-        f"transformers' {family}", make, num_layers, num_heads, num_kv_heads, head_dim
+        f"transformers' {config.model_type}", make, num_layers, num_heads, num_kv_heads, head_dim
     )

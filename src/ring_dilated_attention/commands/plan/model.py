@@ -14,7 +14,7 @@ from ...training.options import flag
 from ..arguments import MOST_ENTRIES, MOST_HEADS, within
 from ..console import as_plain, progress, scaled, size_text, table, wrapped
 from ..hardware import ITEMSIZE, assumed, machine_for
-from .decoders import encoder_decoder, longnet_decoder, read_config, transformers_decoder
+from .decoders import encoder_decoder, longnet_decoder, transformers_decoder
 from .job_options import add_shared, pattern_of
 
 EXAMPLES = f"""examples:
@@ -94,7 +94,7 @@ def decoder_of(arguments: Namespace, pattern: DilatedPattern) -> Decoder:
             sizes.append("--not-causal")
         if sizes:
             raise ValueError(f"--config says it already: leave out {', '.join(sizes)}")
-        return transformers_decoder(read_config(arguments.config), pattern)
+        return transformers_decoder(arguments.config, pattern)
     if arguments.layers is None or arguments.embed_dim is None:
         raise ValueError("a model needs --layers and --embed-dim, or --config")
     num_heads = arguments.heads or 12
