@@ -204,7 +204,7 @@ OTHER_VALUES = {
 }
 CARRIERS = {
     "text": lambda pattern: DilatedPattern.from_text(pattern.text),
-    "fields": lambda pattern: DilatedPattern.from_dict(json.loads(json.dumps(pattern.as_dict()))),
+    "fields": lambda pattern: DilatedPattern(**json.loads(json.dumps(pattern.as_dict()))),
     "repr": lambda pattern: eval(repr(pattern)),
     "pickle": lambda pattern: pickle.loads(pickle.dumps(pattern)),
     "copy": copy.deepcopy,

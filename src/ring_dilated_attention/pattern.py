@@ -142,14 +142,9 @@ class DilatedPattern:
         return json.dumps(self.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields by name, as JSON has them; see `from_dict`. Whatever carries a pattern carries these."""
+        """All fields by name, as JSON has them: `DilatedPattern(**values)` is the pattern again."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "DilatedPattern":
-        """The pattern with these fields. Those that are left out have their defaults."""
-        return cls(**values)
 
     @classmethod
     def dense(cls, *, is_causal: bool = False) -> "DilatedPattern":
@@ -226,7 +221,7 @@ class DilatedPattern:
     @lru_cache(maxsize=256)
     def from_text(cls, text: str) -> "DilatedPattern":
         """The pattern that has this `text`."""
-        return cls.from_dict(json.loads(text))
+        return cls(**json.loads(text))
 
     def check_heads(self, num_heads: int, num_kv_heads: int) -> None:
         """Raise ValueError unless the pattern can run on this many query and key/value heads."""

@@ -54,7 +54,7 @@ def test_a_run_is_a_model(folder):
     assert (model.config.segment_lengths, model.config.embed_dim) == ((8, 48), 16)
     tokens = torch.frombuffer(bytearray(TEXT[-96:]), dtype=torch.uint8).long()[None]
     assert model.loss(tokens).item() < 0.8 * math.log(256)  # it learnt something
-    assert torch.equal(model(tokens), LongNetLM.from_run(str(folder), device="cpu")(tokens))
+    assert torch.equal(model(tokens), LongNetLM.from_run(str(folder))(tokens))
 
 
 def test_the_pages_example(folder, capsys):

@@ -7,6 +7,7 @@ B batch, N positions.
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -321,7 +322,7 @@ def _without_borders(*rows: Tensor, cu_seqlens: Tensor | None = None, **options:
 
 def _blocked(config: Any, window: int | None, *, is_causal: bool) -> DilatedPattern:
     pattern = _layer_pattern(config, window, is_causal=is_causal)
-    return DilatedPattern.from_dict({**pattern.as_dict(), "phase": "blocked", "heads": "all"})
+    return replace(pattern, phase="blocked", heads="all")
 
 
 _find_borders, _layer_pattern = ours.find_borders, ours.layer_pattern

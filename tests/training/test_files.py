@@ -123,16 +123,6 @@ def test_others_may_read_what_the_umask_lets_them(umask, tmp_path):
     assert len(found) == 6
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o664])
-def test_what_is_replaced_keeps_its_mode(mode, tmp_path):
-    path = tmp_path / "record.json"
-    write_whole(path, b"1", lambda file: True, "a test")
-    path.chmod(mode)
-    write_whole(path, b"2", lambda file: True, "a test")
-    assert modes(tmp_path) == {"record.json": mode}
-    assert path.read_bytes() == b"2"
-
-
 def test_a_symlink_stays_and_what_it_leads_to_is_written(tmp_path):
     """Also one whose aim is not there yet."""
     (tmp_path / "disk").mkdir()

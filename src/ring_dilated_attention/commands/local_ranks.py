@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from ..training.rank_launcher import loopback_only
 from .terminal import held_back
 
-_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 # torch.distributed's backends, by whether ranks have GPUs
 TRANSPORTS = {False: "gloo", True: "cpu:gloo,cuda:nccl"}
 _PRELOADED = ["torch", "torch.distributed", "ring_dilated_attention.attention"]
@@ -58,9 +57,8 @@ def run_ranks(
     `function` must stand at the top level of a module. Every process is ended before this returns or raises, also when
     a rank fails, when time is up, and on Ctrl-C. A RankFailedError says which ranks raised, died or ran out of time.
     """
-    start: Any = multiprocessing.get_context(_METHOD)
-    if _METHOD == "forkserver":
-        start.set_forkserver_preload(_PRELOADED)
+    start = multiprocessing.get_context("forkserver")
+    start.set_forkserver_preload(_PRELOADED)
     resource_tracker.ensure_running()  # before SIGINT is blocked below: starting the tracker unblocks SIGINT
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []

@@ -27,7 +27,7 @@ class RemembersPattern(nn.Module):
         try:
             # `state` may have been cast with the weights
             stored = json.loads(bytes(state.to(torch.uint8).tolist()))
-            pattern = DilatedPattern.from_dict(stored["pattern"])
+            pattern = DilatedPattern(**stored["pattern"])
             base = stored["rotary_base"]
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
             raise ValueError(

@@ -16,17 +16,19 @@ if TYPE_CHECKING:
     from .weights import load_slide_encoder as load_slide_encoder
     from .weights import read_weights as read_weights
 
-_MEMBERS = {
-    "names": ["map_names"],
-    "longnet": ["LongNetLM", "NextTokenLoss"],
-    "longnet_config": ["LongNetConfig"],
-    "longnet_vit": ["LongNetViT", "segment_lengths_for"],
-    "torchscale.architecture": ["TorchscaleConfig"],
-    "torchscale.gate": ["torchscale_attention"],
-    "torchscale.networks": ["LongNetEncoder"],
-    "weights": ["load_slide_encoder", "read_weights"],
+_HOME = {
+    "map_names": "names",
+    "LongNetLM": "longnet",
+    "NextTokenLoss": "longnet",
+    "LongNetConfig": "longnet_config",
+    "LongNetViT": "longnet_vit",
+    "segment_lengths_for": "longnet_vit",
+    "TorchscaleConfig": "torchscale.architecture",
+    "torchscale_attention": "torchscale.gate",
+    "LongNetEncoder": "torchscale.networks",
+    "load_slide_encoder": "weights",
+    "read_weights": "weights",
 }
-_HOME = {name: module for module, names in _MEMBERS.items() for name in names}
 __all__ = list(_HOME)
 
 

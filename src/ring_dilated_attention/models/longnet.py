@@ -212,12 +212,7 @@ class LongNetLM(nn.Module):
         return generate(self, tokens, max_new_tokens, Sampling(temperature, seed), stop, caches)
 
     @staticmethod
-    def from_run(
-        folder: str | Path,
-        *,
-        device: torch.device | str | None = None,
-        parallel: ContextParallel | None = None,
-    ) -> "LongNetLM":
+    def from_run(folder: str | Path, *, parallel: ContextParallel | None = None) -> "LongNetLM":
         """The model of a run of `rda train`, from its newest checkpoint. A ValueError if it has none to be read."""
         try:
             from safetensors import SafetensorError
@@ -236,7 +231,7 @@ class LongNetLM(nn.Module):
             model.load_state_dict(model.state_dict() | read, strict=True)
         except (KeyError, OSError, SafetensorError, RuntimeError) as error:
             raise ValueError(f"{checkpoint} cannot be loaded: {error}") from error
-        return model.to(device)
+        return model
 
     def loss(
         self,

@@ -71,9 +71,8 @@ class LongNetConfig:
     @property
     def pattern(self) -> DilatedPattern:
         names = [item.name for item in fields(DilatedPattern) if item.name != "is_causal"]
-        return DilatedPattern.from_dict(
-            {name: getattr(self, name) for name in names} | {"is_causal": True}
-        )
+        rules = {name: getattr(self, name) for name in names}
+        return DilatedPattern(**rules, is_causal=True)
 
     @classmethod
     def of_run(cls, hyperparameters: dict[str, Any]) -> "LongNetConfig":

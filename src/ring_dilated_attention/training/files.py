@@ -41,8 +41,6 @@ def replaced(path: Path) -> Iterator[Path]:
     try:
         unfinished.touch(exist_ok=False)
         yield unfinished
-        if place.exists():
-            unfinished.chmod(stat.S_IMODE(place.stat().st_mode))
         flush(unfinished)
         unfinished.replace(place)
     finally:

@@ -88,7 +88,7 @@ def train(
             show(step)
             if state["step"] % run.save_every == 0 or is_last or is_stopping:
                 check_parameters(model, parallel, state["step"])
-                state |= trained_on(options, parallel)
+                state |= trained_on(parallel)
                 save_checkpoint(run.folder, state, model, optimizers, parallel, is_cut=is_cut)
     return scored_record(run, state, model, parallel)
 
@@ -253,13 +253,9 @@ def check_parameters(model: nn.Module, parallel: ContextParallel, step: int) -> 
     check_finite(all(values_of_all(parallel, is_finite)), "a parameter is not finite", step)
 
 
-def trained_on(options: Hyperparameters, parallel: ContextParallel) -> dict[str, Any]:
+def trained_on(parallel: ContextParallel) -> dict[str, Any]:
     """What a record says about the machine and about each rank. It is the same on every rank."""
-    of_this_rank = {
-        "rank": parallel.rank,
-        "positions": len(parallel.positions(options.schedule[-1].num_positions)),
-        "resident_peak": peak_resident_bytes(),
-    }
+    of_this_rank = {"rank": parallel.rank, "resident_peak": peak_resident_bytes()}
     machine = hardware() | {"threads_per_rank": torch.get_num_threads()}
     return {
         "hardware": machine,

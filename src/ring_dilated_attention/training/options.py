@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable
-from dataclasses import Field, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,8 +101,13 @@ class Hyperparameters:
             entries = entries_of(getattr(self, item.name))
             if isinstance(item.default, tuple):
                 object.__setattr__(self, item.name, entries)
+            least, most = item.metadata["least"], item.metadata["most"]
             for entry in entries:
-                _check_entry(item, entry)
+                if isinstance(entry, str) or entry is None:
+                    continue
+                if not least <= entry <= most:
+                    span = f"from {least:,} to {most:,}"
+                    raise ValueError(f"{flag(item.name)} {in_short(entry)} must be {span}")
         for phase in self.schedule[:-1]:
             if phase.length >= self.seq_len:
                 what = f"--phases {phase.length}:... is not shorter than --seq-len {self.seq_len}"
@@ -154,15 +159,6 @@ class Hyperparameters:
             others = ", ".join(sorted(names ^ saved.keys()))
             raise ValueError(f"hyperparameters of another version of this package: {others}")
         return cls(**saved)
-
-
-def _check_entry(item: Field[Any], entry: Any) -> None:
-    """Raise ValueError unless a field may have this number."""
-    name, least, most = flag(item.name), item.metadata["least"], item.metadata["most"]
-    if isinstance(entry, str) or entry is None:
-        return
-    if not least <= entry <= most:
-        raise ValueError(f"{name} {in_short(entry)} must be from {least:,} to {most:,}")
 
 
 def in_short(number: float | str) -> str:
@@ -235,23 +231,17 @@ def resolve(
                 text for text in DEFAULT_PHASES if _phase(text).length < longest
             )
         return Hyperparameters(**options)
-    differing = changes(replace(before, **options), before)
+    differing = []
+    for name, new in vars(replace(before, **options)).items():
+        old = getattr(before, name)
+        if new != old:
+            differing.append(f"{flag(name)} {_shown(new)} was {_shown(old)}")
     if differing:
         remedy = "Leave these options out, or choose another --run-folder"
         raise ValueError(
             f"a run that goes on keeps its hyperparameters, but {'; '.join(differing)}. {remedy}"
         )
     return before
-
-
-def changes(wanted: Hyperparameters, before: Hyperparameters) -> list[str]:
-    """A phrase for each hyperparameter that is wanted with another value than before."""
-    words = []
-    for name, new in vars(wanted).items():
-        old = getattr(before, name)
-        if new != old:
-            words.append(f"{flag(name)} {_shown(new)} was {_shown(old)}")
-    return words
 
 
 def _shown(value: Any) -> str:

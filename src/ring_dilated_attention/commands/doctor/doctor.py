@@ -1,6 +1,5 @@
 """`rda doctor`: examines a machine or cluster, in one process, in `--ranks` processes, or in a launcher's ranks."""
 
-import json
 import os
 import time
 from argparse import ArgumentParser, Namespace
@@ -13,7 +12,7 @@ from ...training.files import check_mine, in_words, write_whole
 from ...training.rank_launcher import share_of_cores, started
 from ..arguments import within
 from ..console import scaled, size_text, table, wrapped
-from ..hardware import LARGE_MESSAGE, Machine, as_toml, known
+from ..hardware import LARGE_MESSAGE, Machine, as_toml
 from ..terminal import leaving_at_once, say
 
 MOST_RANKS = 256  # on one machine
@@ -42,7 +41,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--save", type=Path, metavar="FILE", help="write what rda plan --hardware reads")
     seconds = "seconds in which all ranks must join (default 60)"
     add("--timeout", type=within(1, 3600), default=60, metavar="S", help=seconds)
-    add("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(arguments: Namespace) -> int:
@@ -161,17 +159,11 @@ def hardware_of(everyone: list[dict[str, Any]]) -> Hardware | None:
 
 def report(arguments: Namespace, everyone: list[dict[str, Any]], problems: list[str]) -> None:
     hardware = hardware_of(everyone)
-    if arguments.json:
-        record: dict[str, Any] = {"ranks": everyone, "to_mend": problems}
-        if hardware is not None:
-            record["hardware"] = known(hardware)
-        print(json.dumps(record, indent=1), flush=True)
-    else:
-        print(text(everyone, hardware))
-        for problem in problems:
-            print(wrapped(f"not ready: {problem}"))
-        if not problems:
-            print("ready")
+    print(text(everyone, hardware))
+    for problem in problems:
+        print(wrapped(f"not ready: {problem}"))
+    if not problems:
+        print("ready")
     if arguments.save is not None:
         assert hardware is not None
         content = as_toml(machine_found(everyone, hardware))

@@ -32,7 +32,7 @@ def draw(path: Path, pattern: DilatedPattern, seq_len: int, num_heads: int) -> N
 
 def png(figure: "Figure") -> bytes:
     content = BytesIO()
-    figure.savefig(content, dpi=160, format="png", metadata={"Software": "ring_dilated_attention"})
+    figure.savefig(content, dpi=160, format="png")
     return content.getvalue()
 
 

@@ -99,7 +99,7 @@ _patterns: dict[tuple, DilatedPattern] = {}
 
 @torch.compiler.disable
 def _make(key: tuple) -> None:
-    _patterns[key] = DilatedPattern.from_dict(dict(key))
+    _patterns[key] = DilatedPattern(**dict(key))
 
 
 def to_fields(value: Any) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def to_fields(value: Any) -> dict[str, Any]:
                 f"{FIELD} must be a DilatedPattern, or a dict of {', '.join(sorted(LISTS))} and, if you like, "
                 f"{', '.join(sorted(FIELDS - LISTS))}, got {value!r}."
             )
-        value = DilatedPattern.from_dict(value)
+        value = DilatedPattern(**value)
     values = value.as_dict()
     del values["is_causal"]
     for is_causal in (False, True):

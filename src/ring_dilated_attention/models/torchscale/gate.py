@@ -115,8 +115,6 @@ def torchscale_attention(
     pattern: DilatedPattern,
     *,
     parallel: ContextParallel | None = None,
-    scale: float | None = None,
-    backend: str = "auto",
     return_lse: bool = False,
     counted: list[BranchCall] | None = None,
     **others: object,
@@ -131,10 +129,8 @@ def torchscale_attention(
         pattern: with phase="blocked", torchscale's rule, and heads="all".
         counted: what `zero_rows` made for this pattern, sequence and number of heads; by default it is made here.
 
-    The other arguments, the result and the errors are those of `dilated_attention`. Its cu_seqlens, heads_held,
-    num_heads, cache and lengths are not taken: zero rows are counted for all heads and positions of one sequence. If a
-    rate does not divide its segment length, and there are several segments, shards must be contiguous, and the context
-    made without lengths.
+    parallel, return_lse, the result and the errors are those of `dilated_attention`. If a rate does not divide its
+    segment length, and there are several segments, shards must be contiguous, and the context made without lengths.
     """
     refuse_others("torchscale_attention", others)
     ranks = parallel.ranks if isinstance(parallel, ContextParallel) else ALONE
@@ -148,14 +144,14 @@ def torchscale_attention(
             failure=failure,
         )
         counted = zero_rows(pattern, query.shape[2], documents, query, ranks)
-    options: Any = {"parallel": parallel, "scale": scale, "backend": backend}
     outs, lses = [], []
     for call in counted:
-        rows: Any = (query, key, value)
+        rows = [query, key, value]
         if call.padding is not None:
             with ranks.refusing():  # what is no tensor, say, which `dilated_attention` would refuse
                 rows = [_pad(x, call.padding) for x in rows]
-        out, lse = dilated_attention(*(*rows, call.pattern), return_lse=True, **options)
+        q, k, v = rows
+        out, lse = dilated_attention(q, k, v, call.pattern, parallel=parallel, return_lse=True)
         if call.log_num_zero_keys_NH is not None:
             out, lse = with_sinks(out, lse, call.log_num_zero_keys_NH)
         if call.padding is not None:
