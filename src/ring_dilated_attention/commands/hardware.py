@@ -131,12 +131,8 @@ def check_number(what: str, key: str, value: object) -> None:
         )
 
 
-PRESETS = {
-    card: _machine(card, fields)
-    for card, fields in tomllib.loads(
-        Path(__file__).with_name("presets.toml").read_bytes().decode()
-    ).items()
-}
+_PRESETS = tomllib.loads(Path(__file__).with_name("presets.toml").read_text("utf-8"))
+PRESETS = {card: _machine(card, fields) for card, fields in _PRESETS.items()}
 
 
 def machine_for(arguments: Namespace) -> Machine | None:

@@ -36,7 +36,8 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
         if not isinstance(error, OSError) and not is_out_of_memory(error):
             raise
         drop_unwritten()
-        say(f"{command}: {in_words(error) if isinstance(error, OSError) else NO_MEMORY}")
+        reason = in_words(error) if isinstance(error, OSError) else NO_MEMORY
+        say(f"{command}: {reason}")
         return 2
     finally:
         drop_unwritten()  # what argparse or a progress bar could not write to stderr: neither raises

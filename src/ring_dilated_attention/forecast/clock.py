@@ -142,9 +142,10 @@ class _Rank:
                 posted[step.ticket] = self.post(step)
             elif isinstance(step, Wait):
                 sent, received = posted[step.ticket]
-                yield from self.wait(
-                    [*(sent if step.sent else ()), *(received if step.received else ())]
-                )
+                if step.sent:
+                    yield from self.wait(sent)
+                if step.received:
+                    yield from self.wait(received)
             elif isinstance(step, Deal):
                 yield from self.wait(self.deal(step))
 

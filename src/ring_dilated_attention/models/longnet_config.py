@@ -64,9 +64,7 @@ class LongNetConfig:
             raise ValueError(
                 f"rotary_base={self.rotary_base!r} must be a finite number greater than 1."
             )
-        pattern.check_heads(
-            self.num_heads, self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-        )
+        pattern.check_heads(self.num_heads, self.num_kv_heads or self.num_heads)
 
     @property
     def pattern(self) -> DilatedPattern:

@@ -90,7 +90,7 @@ def train(
                 check_parameters(model, parallel, state["step"])
                 state |= trained_on(parallel)
                 save_checkpoint(run.folder, state, model, optimizers, parallel, is_cut=is_cut)
-    return scored_record(run, state, model, parallel)
+    return scored_record(run, state, model)
 
 
 def make_model(run: Run, parallel: ContextParallel, *, is_cut: bool) -> tuple[LongNetLM, nn.Module]:
@@ -105,9 +105,7 @@ def make_model(run: Run, parallel: ContextParallel, *, is_cut: bool) -> tuple[Lo
     return model, average_gradients(NextTokenLoss(model), parallel)
 
 
-def scored_record(
-    run: Run, state: dict[str, Any], model: LongNetLM, parallel: ContextParallel
-) -> dict[str, Any]:
+def scored_record(run: Run, state: dict[str, Any], model: LongNetLM) -> dict[str, Any]:
     """The run's record, with the scores of a complete one."""
     record = make_record(run.folder, state, sum(x.numel() for x in model.parameters()))
     if record["status"] == "complete":
@@ -128,8 +126,9 @@ def take_step(
     this rank's windows, where ranks have whole ones, else of all."""
     options = run.hyperparameters
     phase = options.phase_of(step)
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["lr"] = group["peak"] * share_of_peak(options, step)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * share_of_peak(options, step)
     windows = run.document.train_windows(options.seed, step, phase.length, phase.batch_size)
     sharing: AbstractContextManager[None] = nullcontext()
     if has_whole_windows(options, phase, parallel):
