@@ -605,7 +605,7 @@ def rank_is_no_member(rank, world_size):
     if rank == 1:
         assert [ContextParallel(x).world_size for x in (group, mesh)] == [1, 1]
         return
-    assert "this rank, 0, is not in the group (new_group returns a mark" in message_of(
+    assert "this rank, 0, is not in the group (new_group gave it" in message_of(
         lambda: ContextParallel(group)
     )
     assert "this rank, 0, is not in the DeviceMesh of the ranks [1]" in message_of(

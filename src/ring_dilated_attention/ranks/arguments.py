@@ -33,7 +33,11 @@ def check_arguments(mesh: DeviceMesh | None, exchange: str, timeout: timedelta) 
 def cut_of(
     num_ranks: int, sharding: str, align: int, lengths: Sequence[int] | None, inner: int = 1
 ) -> ShardSpec:
-    """How num_ranks ranks share a sequence. Raises ValueError for unknown names and for numbers that do not fit."""
+    """How num_ranks ranks share a sequence. inner: the length of a 2-D mesh's last axis.
+
+    Raises:
+        ValueError: for unknown names, and for numbers that do not fit.
+    """
     for name, number in (("the number of ranks", num_ranks), ("align", align)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {number!r}.")
@@ -71,7 +75,9 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
             )
         group = group.get_group(0)
     if group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(_not_a_member("the group (new_group returns a mark in its place)"))
+        raise ValueError(
+            _not_a_member("the group (new_group gave it GroupMember.NON_GROUP_MEMBER)")
+        )
     if group is None:
         if dist.is_available() and dist.is_initialized():
             return dist.group.WORLD

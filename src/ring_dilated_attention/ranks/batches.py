@@ -75,7 +75,7 @@ def fingerprint(x: Tensor) -> int:
     """A 64-bit hash of a tensor's bytes. Different bytes hardly ever have the same hash."""
     raw = x.detach().contiguous().flatten().view(torch.uint8)
     words = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
-    # odd factor: no two are equal
+    # The factor is odd, so no two words have the same number here.
     place = torch.arange(1, words.numel() + 1, device=x.device) * -7046029254386353131
     mixed = (words ^ (words >> 31)) * -4417276706812531889 + place
     return int(((mixed ^ (mixed >> 29)) * (place | 1)).sum())
@@ -124,7 +124,7 @@ def _check_batch(batch: Any, ranks: Ranks, source: int | None) -> None:
         )
     seq_len = max(lengths.values())
     documents = documents_of(borders_of(batch.get(BORDERS)), seq_len)
-    ranks.lengths_of(seq_len, documents)  # refuses what it cannot cut
+    ranks.lengths_of(seq_len, documents)  # for its errors
 
 
 def _position_dim(shape: Sequence[int]) -> int:
@@ -138,7 +138,7 @@ def _rows(name: str, x: Tensor, shard: Shard) -> Tensor:
 def _send_layouts(
     ranks: Ranks, layouts: Layouts, documents: Borders, source: int
 ) -> tuple[Layouts, Borders]:
-    """The layouts and the borders of the source's batch."""
+    """The layouts and the borders of the source's batch, on every rank."""
     text = b""
     if ranks.rank == source:
         text = json.dumps([layouts, documents]).encode()
@@ -158,7 +158,10 @@ def _send_rows(
     shards: Sequence[Shard],
     source: int,
 ) -> Tensor:
-    """This rank's rows of a tensor that the source holds. No rank gets more than its own rows."""
+    """This rank's rows of a tensor, which the source rank sends. No rank gets more than its own rows.
+
+    whole: the tensor on the source, None on the other ranks. shape, dtype: those of the whole tensor.
+    """
     like = torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")))
     local_shape = list(shape)
     if name != BORDERS:

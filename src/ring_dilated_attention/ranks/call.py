@@ -1,5 +1,5 @@
-"""`Call`: the arguments of an attention call, without its tensors. `ForwardState`: what its backward takes from its
-forward."""
+"""`Call`: the arguments of an attention call, without its tensors. `ForwardState`: what the backward of a call takes
+from its forward."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,7 +19,11 @@ MOST_SHOWN_BORDERS = 64
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments. heads: which of num_heads query heads the tensors hold. context: `ContextParallel.key`, or ""."""
+    """The arguments of an attention call.
+
+    needs_grad: which of query, key and value need a gradient, as "qkv". heads: which of the layer's num_heads query
+    heads the tensors hold. context: `ContextParallel.key`, or "" on one device.
+    """
 
     pattern: DilatedPattern
     scale: float
@@ -29,11 +33,11 @@ class Call:
     heads: range
     num_heads: int
     context: str = ""
-    has_sinks: bool = False  # lse has a gradient wherever out has
+    has_sinks: bool = False  # with sinks out depends on lse, which then has a gradient too
 
     @property
     def text(self) -> str:
-        """The call as a text, which custom ops take; see `from_text`."""
+        """The call as a string, since custom ops cannot take a `Call`. `from_text` reads it."""
         # torch.compile may turn integers into symbols, which a text cannot hold: `index` makes them numbers again.
         start = index(self.heads.start)
         stop = index(self.heads.stop)
@@ -70,12 +74,12 @@ class Call:
 
     @property
     def kernel_scale(self) -> float:
-        """The scale for kernels. It is positive: for a masked score, -inf * 0 is NaN and -inf * -1 is +inf."""
+        """The scale that kernels get. It is positive: for a masked score, -inf * 0 would be NaN and -inf * -1 +inf."""
         return abs(self.scale) if abs(self.scale) >= LEAST_SCALE else 1.0
 
     @property
     def factor(self) -> float:
-        """scale / kernel_scale, which is mostly 1. Query and dq are multiplied by this factor."""
+        """scale / kernel_scale, which is 1 for ordinary scales. Query and dq are multiplied by this factor."""
         return self.scale / self.kernel_scale
 
     def scaled(self, query: Tensor) -> Tensor:
@@ -83,9 +87,9 @@ class Call:
 
 
 class ForwardState(NamedTuple):
-    """What a call's backward takes from its forward, so that it need not choose a kernel or read borders again.
+    """What a call's backward takes from its forward. So the backward need not choose a kernel or read borders again.
 
-    number: the number of the call, which ranks compare. kernel: the kernel's name. borders: of packed documents.
+    number: the number of the call, which ranks compare. kernel: the kernel's name. borders: those of packed documents.
     """
 
     number: int
@@ -101,7 +105,7 @@ class ForwardState(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor that the forward's custom op returns for this; see `from_tensor`."""
+        """This state as an int64 tensor on the CPU, which the forward's custom op returns. `from_tensor` reads it."""
         return torch.tensor(
             [self.number, list(BACKENDS).index(self.kernel), *(self.borders or ())], device="cpu"
         )
@@ -113,7 +117,7 @@ class ForwardState(NamedTuple):
 
 
 def borders_of(cu_seqlens: Any) -> Borders:
-    """Borders of documents as numbers; ValueError for those that no sequence can have, whatever its length."""
+    """cu_seqlens as numbers. Raises ValueError unless it can hold borders; `documents_of` checks the numbers."""
     if cu_seqlens is None:
         return None
     validate_cu_seqlens(cu_seqlens, 1)
@@ -121,14 +125,17 @@ def borders_of(cu_seqlens: Any) -> Borders:
 
 
 def borders_field(borders: Borders) -> object:
-    """Borders as ranks compare them, and as an error shows them."""
+    """Borders as ranks compare them and as an error shows them: if there are many, their number and a hash."""
     if borders is None or len(borders) <= MOST_SHOWN_BORDERS:
         return borders
     return len(borders), hash(borders)
 
 
 def validate_cu_seqlens(cu_seqlens: Any, batch: int) -> None:
-    """Raise ValueError for borders that no sequence can have, whatever its length."""
+    """Raise ValueError unless cu_seqlens is a dense 1-D int32 tensor of two entries at least, and batch is 1.
+
+    `documents_of` checks the entries.
+    """
     if (
         not isinstance(cu_seqlens, Tensor)
         or cu_seqlens.dtype != torch.int32

@@ -16,10 +16,10 @@ def number_of_card(
     """The number of a process's GPU.
 
     Args:
-        bound: the GPU that init_process_group(device_id=...) was given. It comes first.
-        current: torch's current GPU. If it is not 0, the process has chosen it by torch.cuda.set_device.
-        environment: else its launcher has given the process a number, which is that of its GPU.
-        count: the number of GPUs that the process sees. A launcher may show each process one alone.
+        bound: the GPU that init_process_group(device_id=...) was given, if any. The process takes this GPU.
+        current: torch's current GPU. If it is not 0, the process has chosen it by torch.cuda.set_device, and takes it.
+        environment: otherwise the process takes the GPU with its number on this host, which its launcher sets here.
+        count: the number of GPUs that the process sees. It is 1 if the launcher shows each process only one GPU.
     """
     if bound is not None and bound.index is not None:
         return bound.index
@@ -30,7 +30,7 @@ def number_of_card(
 
 
 def card_of(group: dist.ProcessGroup | None) -> torch.device:
-    """The GPU of this process, which may be bound to a group."""
+    """The GPU of this process: the one to which `group` is bound, if it is, or else as `number_of_card` says."""
     bound = None if group is None else group.bound_device_id
     number = number_of_card(
         bound, torch.cuda.current_device(), os.environ, torch.cuda.device_count()

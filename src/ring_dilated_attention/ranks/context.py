@@ -27,16 +27,16 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 class ContextParallel(NamedContext):
     """Shares a sequence among the ranks of a group: each holds its shard of the positions, and all heads.
 
-    All ranks of the group make it at the same time. Every rank runs every forward and every backward, even if it owns
-    no position. A backward runs only if the loss depends on the output of its forward: a rank that has no use for the
-    output adds 0 * out.sum() to its loss. (A forward runs even if nothing uses its output, compiled or not.)
+    All ranks of the group make the context at the same time. Every rank runs every forward and every backward, even if
+    it owns no position. A backward runs only if the loss depends on the output of its forward: a rank that has no use
+    for the output adds 0 * out.sum() to its loss. (A forward runs even if nothing uses its output, compiled or not.)
 
-    The ranks of one host are neighbours. (On a 2-D mesh, the rows of the mesh on one host are neighbours.)
-    `rank`: this process's number, of `world_size`. `name`: the context's name in errors, the same on every rank.
+    Ranks are numbered so that those of one host are neighbours. (On a 2-D mesh, its rows on one host are neighbours.)
+    `rank`: this process's number, below `world_size`. `name`: the context's name in errors, the same on every rank.
 
     Copies of a module (EMA, nn.TransformerEncoder) hold the same context. Until `close` a context belongs to the thread
-    of its first call; all ranks refuse calls in other threads. In a forked process (a DataLoader's worker) it gives
-    `positions` alone, and refuses what other ranks take part in. torch.compile(fullgraph=True) takes
+    of its first call; all ranks refuse calls in other threads. In a forked process (a DataLoader's worker) only
+    `positions` works; calls in which other ranks take part raise ValueError. torch.compile(fullgraph=True) takes
     `dilated_attention` and `MultiheadDilatedAttention`. Make other calls that talk to ranks (`shard`, `shard_batch`,
     `unshard`, `mean_loss`, LongNetLM's loss) outside compiled code.
 
@@ -44,13 +44,14 @@ class ContextParallel(NamedContext):
         group: a ProcessGroup, a DeviceMesh, or None: all ranks, or one process if torch.distributed is not initialised.
             Over a 2-D mesh heads are dealt (all-to-all) along the last axis, and chunks travel along the first.
         sharding: "contiguous" shards in rank order; "zigzag" gives rank k slices k and 2p-1-k of 2p near-equal ones.
-            "zigzag_documents" does so in each packed document: all calls then need cu_seqlens. Calls that take none
-            refuse it: DilatedCache.gather, ShardSequence(shard_inputs=True), context_parallel of transformers.
+            "zigzag_documents" does so in each packed document. Every call then needs cu_seqlens, and those that have
+            no such argument raise ValueError: DilatedCache.gather, ShardSequence(shard_inputs=True), and transformers'
+            context_parallel.
         exchange: "ring", "all_gather" (all at once), "all_to_all" (heads for positions), or "auto", which chooses by
             bytes, memory, hops and kernel calls.
         timeout: how long a rank waits for another before it raises. (gloo notices a dead rank at once. With NCCL that
             depends on its watchdog.)
-        align: the borders of contiguous shards are multiples of it.
+        align: the borders of contiguous shards are multiples of this number.
         lengths: the lengths of contiguous shards, one for each rank; near-equal by default.
 
     Raises:
@@ -91,7 +92,7 @@ class ContextParallel(NamedContext):
         self._take(ranks, exchange)
 
     def _take(self, ranks: Ranks, exchange: str) -> None:
-        """Be the context of these ranks."""
+        """Set the attributes of a context of these ranks."""
         self.ranks = ranks
         self.cut = ranks.cut
         self.sharding = ranks.cut.sharding
@@ -102,7 +103,7 @@ class ContextParallel(NamedContext):
         self._take_key(self.name)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ContextParallel":
-        """Itself: connections have no copies."""
+        """The same context: its connections cannot be copied."""
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -112,20 +113,20 @@ class ContextParallel(NamedContext):
         )
 
     def close(self) -> None:
-        """Give back the groups, with their connections and threads. No call can follow.
+        """Close the context's process groups, with their connections and threads. No call can follow.
 
-        All ranks call it when they no longer need the context, even after an error, and before they make another one.
+        All ranks call `close` when they no longer need the context, also after an error, and before they make another.
         """
         self.ranks.close()
 
     def shard(self, x: Tensor, dim: int = 1, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """This rank's rows of a whole tensor that every rank holds.
 
-        The gradient is whole on every rank: all ranks' rows of it, divided by the number of ranks. (Averaged over the
-        ranks, what a backward computes is the gradient of the mean of the ranks' losses.) All ranks call it, with
-        tensors of one shape, and the borders of packed documents if "zigzag_documents" is to cut them. (`shard_batch`
-        also checks that they hold the same sample.) `shard` warns if the length and content of a tensor show that a
-        shard is cut again.
+        Every rank gets the gradient of the whole tensor: all ranks' gradients of their rows, joined and divided by the
+        number of ranks. (The average over the ranks is then the gradient of the mean of the ranks' losses.) All ranks
+        call `shard`, with tensors of one shape. Under "zigzag_documents" they also pass cu_seqlens, the borders of
+        packed documents. (`shard_batch` also checks that all ranks hold the same sample.) `shard` warns if the length
+        and content of a tensor show that it is a shard already.
 
         Raises:
             ValueError: on every rank, if shapes or documents differ.
@@ -166,7 +167,7 @@ class ContextParallel(NamedContext):
 
         Args:
             batch: tensors by name, the same on all ranks. With `source`, other ranks may pass None.
-            source: the rank that deals out its batch. None: all have it, and compare fingerprints.
+            source: the rank that sends its batch. None: all ranks have the batch, and compare its fingerprints.
 
         Raises:
             ValueError: on every rank, if ranks were given different samples (a sampler left at its default gives each
@@ -177,8 +178,9 @@ class ContextParallel(NamedContext):
     def unshard(self, x: Tensor, dim: int = 1, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """The whole tensor, on every rank, from all ranks' rows (cu_seqlens: as for `shard`).
 
-        Ranks may compute different losses from it: a rank's rows get the sum of all ranks' gradients. So every rank
-        runs the backward. A rank that has no use for the whole tensor x adds 0 * x.sum() to its loss.
+        Ranks may compute different losses from the whole tensor: the gradient of a rank's rows is the sum of all ranks'
+        gradients of them. So every rank runs the backward. A rank that has no use for the whole tensor x adds
+        0 * x.sum() to its loss.
         """
         self.ranks.check_all_here("unshard")
         with self.ranks.refusing():
@@ -201,21 +203,23 @@ class ContextParallel(NamedContext):
 
             loss = parallel.mean_loss(F.cross_entropy(logits, labels, reduction="sum"), (labels != -100).sum())
 
-        Ranks hold different numbers of terms, so a mean of their means would be wrong. Averaged over the ranks, as DDP
-        and FSDP2 do, what a backward computes is the gradient of the mean of the ranks' losses: here of this mean. What
-        you do to the result, do on every rank: a factor of one rank alone would scale that rank's terms alone.
+        Ranks hold different numbers of terms, so a mean of their means would be wrong. DDP and FSDP2 average gradients
+        over the ranks, and that average is the gradient of this mean. Whatever you do to the result, do it on every
+        rank: a factor on one rank alone would scale only that rank's terms.
 
         Args:
-            local_sum: scalar, over this rank's positions; on a rank that owns none, 0 times an output of the model.
+            local_sum: the sum of the loss over this rank's positions, a scalar tensor. A rank that owns no position
+                passes 0 times an output of the model.
             local_count: the number of terms in `local_sum`. If no rank has a term, the loss and its gradients are 0.
-            over: a context of more ranks, of all replicas as a rule. The mean is that of all their terms, and so are
-                gradients that are averaged over them. Without it, replicas of unequal counts get a mean of means.
+            over: a context of more ranks, as a rule those of all replicas. The mean is then over the terms of all these
+                ranks, and gradients averaged over these ranks are those of the mean. Without `over`, replicas with
+                different numbers of terms get a mean of means.
             step_count: this rank's number of terms in all micro-batches of one step. The losses of the micro-batches,
                 and their gradients, then add up to those of the step's mean. Do not divide them further.
 
         Raises:
-            ValueError: on every rank, if a number cannot be, or `over` lacks some of this context's ranks or is not
-                the same on all of them.
+            ValueError: on every rank, for a sum or a number of terms that cannot be right, and if `over` lacks some of
+                this context's ranks or is not the same context on all of them.
         """
         if over is None:
             return mean_loss(self.ranks, local_sum, local_count, step_count)
@@ -224,7 +228,8 @@ class ContextParallel(NamedContext):
         fields: dict[str, object] = {"call": "mean_loss over more ranks"}
         if not failure:
             fields["over"] = f"{over.name} of ranks {over.ranks.members}"
-        # If another rank of this context cannot come to `over`, this rank does not either: those that wait there fail.
+        # If a rank of this context refuses `over`, its other ranks do not call `over` either. They break the
+        # connections of `over`, so that ranks that already wait there fail.
         with nullcontext() if failure or over is self else over.ranks.all_or_none():
             self.ranks.agree(0, fields, failure)
         return mean_loss(over.ranks, local_sum, local_count, step_count)
@@ -258,6 +263,6 @@ class ContextParallel(NamedContext):
     def abandon(self, reason: str) -> None:
         """Break the connections after an error between calls, so that the other ranks fail at once and do not wait.
 
-        A call that fails breaks them by itself.
+        A call that fails breaks the connections by itself.
         """
         self.ranks.abandon(reason)

@@ -1,10 +1,10 @@
-"""The error that says that a message does not come, the transport's reason, and the usual cause."""
+"""`ExchangeError`, for a message that does not come, and the words that say its reason and the usual cause."""
 
 import re
 
 NOT_MADE = "did not enter making a ContextParallel"
 
-# Why a rank that is well may not come, by what an error says of it. The first that fits is said.
+# Why a rank that still runs may not take part in a call, by a part of the error's text. The first part in it counts.
 _USUAL_CAUSES = {
     "did not enter backward": "A rank runs the backward of a call only if its loss depends on the output of that call.",
     NOT_MADE: (
@@ -23,7 +23,10 @@ class ExchangeError(RuntimeError):
 
 
 def usual_cause(absence: str, reason: str) -> str:
-    """A sentence for an error that comes after the timeout; "" for others."""
+    """The usual cause of an error that comes after the timeout, as a sentence; "" for other errors.
+
+    absence: the error's text on what is missing. reason: what the transport says.
+    """
     if not re.search("[Tt]imed out|timeout", reason):
         return ""
     for what_is_missing, cause in _USUAL_CAUSES.items():

@@ -1,5 +1,5 @@
-"""Checks that all ranks make the same call: before each call they compare fingerprints. Only if these differ do they
-exchange what they call, in records of one fixed size."""
+"""Checks that all ranks make the same call: before each call they compare fingerprints of it. Only if the fingerprints
+differ do ranks send each other the call's fields, first as records of one fixed size."""
 
 import hashlib
 
@@ -7,9 +7,9 @@ import torch
 
 from .link import GroupLink
 
-_NUM_FIELDS = 16  # a record has room for so many; no call compares more
+_NUM_FIELDS = 16  # a record has room for this many fields; no call compares more
 _NOT_THIS_RANK = torch.iinfo(torch.int64).min
-# The last fields. Ranks compare which module calls only if all have made equally many: else numbers say nothing.
+# The names of the last fields. A module's number can be compared only if all ranks have made equally many modules.
 NUM_MODULES = "the number of modules made with this context"
 CALLER = "which module calls (numbered as modules were made with this context)"
 
@@ -22,7 +22,7 @@ def agree(
     control: GroupLink, length: int, fields: dict[str, object], failure: str | None
 ) -> tuple[int, ...]:
     """Every rank's number of positions, once it is clear that all make the same call. The numbers are gathered only if
-    some rank has another number than in its last call of this kind.
+    some rank's number differs from that of its last call of this kind.
 
     Args:
         length: this rank's number of positions, or any other number that ranks tell each other.
@@ -50,7 +50,10 @@ def agree(
 def _raise_alike(
     control: GroupLink, fields: dict[str, object], failure: str | None, moment: str
 ) -> None:
-    """Find the words for what is wrong: a rank refuses, or a field differs. Only `NUM_MODULES` may differ."""
+    """Raise RefusedError, which says which rank refuses or which field differs.
+
+    If the first field that differs is `NUM_MODULES`, return: ranks no longer compare which module calls.
+    """
     assert len(fields) <= _NUM_FIELDS, "records of two lengths would meet"
     marks = [_fingerprint(value) for value in fields.values()]
     padding = [0] * (_NUM_FIELDS - len(fields))

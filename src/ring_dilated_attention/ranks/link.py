@@ -1,5 +1,5 @@
-"""Sends messages between the ranks of one process group. Beside it only torch's own parts send: DTensor
-(integrations/torch.py), and FSDP2 with checkpoints that are cut over ranks (training/sharded.py)."""
+"""Sends messages between the ranks of one process group. All other messages are sent by torch itself: by DTensor
+(integrations/torch.py), and by FSDP2 and its sharded checkpoints (training/sharded.py)."""
 
 import time
 import weakref
@@ -22,7 +22,7 @@ from .watching import Handle, Progress, Sentinel, Worker, with_threads
 
 _WATCH_SECONDS = 0.1
 _GRACE_SECONDS = 1.0
-_SHORT_BYTES = 64 * 1024  # messages of at most so many bytes to one peer travel as one
+_SHORT_BYTES = 64 * 1024  # messages to one peer of at most this many bytes each are sent as one
 _UNUSED_TAG = 1  # every other message has tag 0
 _TEXT_BYTES = 1024
 Addressed = Sequence[tuple[Tensor, int]]  # tensors, each with its peer
@@ -53,7 +53,7 @@ class GroupPending:
     moment: str
     handles: list[Handle] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
-    # what is received, and where it arrives
+    # pairs (tensor to fill, buffer in which its message arrives)
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def wait(self) -> None:
@@ -88,9 +88,9 @@ class GroupLink:
         self.world_size = len(members)
         self.reorder(members)
         self.failure: str | None = None
-        self.links = links  # if one of them breaks, all do
+        self.links = links  # all links of the context: if one breaks, all do
         self.agreed: dict[str, tuple[int, ...]] = {}  # lengths, by the kind of call (handshake.py)
-        # False once ranks have made different modules: their numbers say nothing
+        # False once ranks have made different numbers of modules, whose numbers then cannot be compared
         self.counts_modules = True
         links.append(self)
         # The backend of each type of device. (dist.get_backend has one text for all types.)
@@ -113,7 +113,7 @@ class GroupLink:
         self.rank = self.order.index(dist.get_rank(self.group))
 
     def on_gloo(self, x: Tensor) -> bool:
-        """Whether gloo sends a tensor. It also sends for devices without a transport in this group (`_as_one`)."""
+        """Whether gloo sends a tensor. It also does for a device that has no backend in this group (`_needs_host`)."""
         return self.backends.get(x.device.type, "gloo") == "gloo"
 
     # Waiting for messages, and what follows if one does not come.
@@ -139,7 +139,7 @@ class GroupLink:
             self.fail(pending.moment, handles[progress.num_done].description, progress.error)
 
     def _watch(self, handles: Sequence[Handle], progress: Progress, moment: str) -> None:
-        """Fail if the peer of the next message has gone."""
+        """Raise ExchangeError if the peer of the next message has closed its connection."""
         num_done = progress.num_done
         if num_done == len(handles):
             return
@@ -147,7 +147,7 @@ class GroupLink:
         if peer not in self._sentinels:
             self._sentinels[peer] = Sentinel(partial(self._receive_nothing, peer))
         error = self._sentinels[peer].error
-        # A peer may leave without an error after its last message. Its leaving may be seen before that message.
+        # A peer may close its connection after its last message, and this may be noticed first: wait for the message.
         if (
             error is not None
             and not progress.ended.wait(_GRACE_SECONDS)
@@ -156,14 +156,14 @@ class GroupLink:
             self.fail(moment, handles[num_done].description, error)
 
     def fail(self, moment: str, description: str, error: Exception) -> NoReturn:
-        """Give up: the other ranks may be waiting for this one in any group of the context, so all groups break."""
+        """Raise ExchangeError, and break all groups of the context: others may wait for this rank in any of them."""
         if self.failure is None:
             reason = reason_of(error)
             place = f"(group {self.name!r}, rank {self.members[self.rank]})"
             failure = f"{moment}: {description} {place}: {reason}{usual_cause(description, reason)}"
             for link in self.links:
                 link.abandon(failure)
-        # If it was set before, the user has called `abandon` meanwhile: this error follows from that.
+        # If `failure` was already set, `abandon` was called while this rank waited, and has caused this error.
         raise ExchangeError(self.failure) from error
 
     def abandon(self, reason: str) -> None:
@@ -174,7 +174,7 @@ class GroupLink:
         if set(self.backends.values()) != {"gloo"}:
             self.group.abort()
         self._disconnect()
-        # Messages may be stuck in gloo. End them now: after torch's profiler stops they would write to memory it freed.
+        # Messages may be stuck in gloo. End them now: later they may write to memory that torch's profiler has freed.
         for pending in list(self._pending):
             for handle in pending.handles:
                 if self.on_gloo(pending.tensors[0]) and not handle.work.is_completed():
@@ -184,8 +184,8 @@ class GroupLink:
     def _disconnect(self) -> None:
         """Close gloo's connections.
 
-        One receive that times out closes all of them. Abort, shutdown and destroying the group close none. Nobody sends
-        with the tag of this receive, because a message of another size would end the process. Every peer is tried,
+        One receive that times out closes all of them. Abort, shutdown and destroying the group close none. No message
+        is sent with the tag of this receive, because one of another size would end the process. Every peer is tried,
         because a receive over a broken connection does not time out.
         """
         if self.backends.get("cpu") != "gloo":
@@ -199,7 +199,7 @@ class GroupLink:
         return self.group.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG)
 
     def close(self) -> None:
-        """Give the group back. Its sockets and threads live while anything refers to it, as sentinels do."""
+        """Destroy the group. Its sockets and threads live while any object, such as a sentinel, refers to the group."""
         if not self.failure and self._sentinels:
             self.end_threads()
         self._worker = None
@@ -220,8 +220,8 @@ class GroupLink:
     def exchange(self, sends: Addressed, receives: Addressed, moment: str) -> GroupPending:
         """Start sending and receiving contiguous tensors, each with its peer. Errors quote `moment`.
 
-        Receives come first. A gloo sender waits for word that the receiver has posted its receive. If this rank sent
-        first, its own word would queue behind its data: messages would go one way at a time.
+        Receives are posted first. A gloo sender waits for a notice that the receiver has posted its receive. If this
+        rank posted its sends first, its notices would queue behind its data: messages would go one way at a time.
         """
         transfers = []
         for x, peer in receives:
@@ -241,10 +241,10 @@ class GroupLink:
     def carry_apart(
         self, sends: Messages, receives: Messages, moment: str
     ) -> tuple[GroupPending, GroupPending]:
-        """`carry`, with one wait for what is sent and another for what is received.
+        """`carry`, but with one wait for the sends and another for the receives, returned in this order.
 
-        On NCCL both are one batch. In two batches every rank's receives would stand behind its sends in NCCL's stream,
-        and all ranks of a ring would wait for ever.
+        On NCCL sends and receives are one batch with one wait. In two batches every rank's receives would stand behind
+        its sends in NCCL's stream, and all ranks of a ring would wait for ever.
         """
         if all(self.on_gloo(x) for x, _ in (*sends, *receives)):
             received = self.carry((), receives, moment)  # first, as in `exchange`
@@ -290,7 +290,8 @@ class GroupLink:
         return list(map(Handle, works, descriptions, peers))
 
     def _join_short(self, transfers: Sequence[Transfer], pending: GroupPending) -> list[Transfer]:
-        """These messages, with short ones to one peer as one. Both ranks of a pair know the sizes, and join alike."""
+        """The transfers, with short messages between the same two ranks joined into one. Both ranks know the sizes of
+        all messages, and join the same ones."""
         joined: dict[tuple[object, ...], list[Transfer]] = {}
         for number, transfer in enumerate(transfers):
             own_number = number if transfer.tensor.nbytes > _SHORT_BYTES else None
@@ -309,8 +310,8 @@ class GroupLink:
         return x.is_cuda and self.on_gloo(x)
 
     def _as_one(self, tensors: Sequence[Tensor], is_sent: bool, pending: GroupPending) -> Tensor:
-        """The tensor that travels for these: the only one, or a copy of all. A copy is on the host where gloo sends for
-        a GPU. What arrives in a copy is copied back after the wait."""
+        """The tensor to send or receive in the place of `tensors`: their only one, or a buffer for all. The buffer is
+        on the host if gloo sends for a GPU. What is received in a buffer is copied to `tensors` after the wait."""
         first = tensors[0]
         on_host = self._needs_host(first)
         if len(tensors) == 1 and not on_host:
@@ -324,19 +325,19 @@ class GroupLink:
         one = torch.empty(sum(sizes), dtype=first.dtype, device=device, pin_memory=pin_memory)
         for x, copy in zip(tensors, one.split(sizes), strict=True):
             if is_sent:
-                copy.copy_(x.view(-1))  # to the host: waits for the kernels that write x
+                copy.copy_(x.view(-1))  # a copy to the host waits for the kernels that write x
             else:
                 pending.copies.append((x.view(-1), copy))
         return one
 
-    # What handshakes are made of.
+    # The messages of handshakes.
 
     def records(self, record: Tensor, moment: str) -> list[Tensor]:
         """Every rank's record (all of one shape and dtype). No rank returns before all ranks have entered.
 
         All messages are point to point, so that an error can name the rank that did not enter.
         """
-        known = record[None]  # at i: that of the i-th rank before this one
+        known = record[None]  # known[i] is the record of the rank i places before this one
         for peers in rounds_of(self.rank, self.world_size):
             needed = known[: self.world_size - len(known)]
             others = self._pass_on(needed, peers, moment, is_first=len(known) == 1)
@@ -408,7 +409,7 @@ class GroupLink:
     def _exchange_rows(
         self, leaving: Sequence[Tensor], arriving: Sequence[Tensor], moment: str
     ) -> None:
-        """Exchange a tensor with each other rank, and wait. Empty ones are not sent."""
+        """Send a tensor to each other rank, receive one from each, and wait. Empty tensors are not sent."""
         others = self._others()
         sends = [(leaving[peer], peer) for peer in others if leaving[peer].numel()]
         receives = [(arriving[peer], peer) for peer in others if arriving[peer].numel()]

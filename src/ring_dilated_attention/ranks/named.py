@@ -1,6 +1,6 @@
-"""Contexts by their keys, since custom ops take no objects.
+"""Finds a context by its key. Custom ops take the key, a string, since they cannot take the context itself.
 
-A call on one device imports this file, and nothing that talks to other ranks.
+A call on one device imports this file, but none that sends messages.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -17,13 +17,13 @@ _made = count()
 
 
 class NamedContext:
-    """What calls and ops know of a `ContextParallel`."""
+    """The part of a `ContextParallel` that calls and custom ops use."""
 
     ranks: Ranks
     key: str
 
     def _take_key(self, name: str) -> None:
-        """A later context may have the same name, but never the same key."""
+        """Set a key from the name. A later context may have the same name, but never the same key."""
         self.key = f"{name}, number {next(_made)}"
         _contexts[self.key] = self
 
@@ -40,13 +40,13 @@ def refuse(key: str, reason: str) -> None:
     context_named(key).ranks.agree(0, {}, reason)
 
 
-# torch.compile runs `refuse` while it traces: the other ranks hear of a refused call at once. This is the mark of
-# torch.compiler.assume_constant_result, which would import dynamo, a second or two, also where nothing is compiled.
+# torch.compile runs `refuse` while it traces, so that the other ranks hear of a refused call at once. The line does
+# what torch.compiler.assume_constant_result does, which would import dynamo (a second or two) in every program.
 refuse.__dict__["_dynamo_marked_constant"] = True
 
 
 def called_by(parallel: NamedContext | None, number: int | None) -> AbstractContextManager[None]:
-    """In this block the module of this number calls. Compiled code does not tell."""
+    """A context manager: in its block the module with this number makes the calls. Compiled code does not say which."""
     if parallel is None or torch.compiler.is_compiling():
         return nullcontext()
     return parallel.ranks.called_by(number)

@@ -30,15 +30,15 @@ from .link import GroupLink, WaitTimes
 from .ranks import Links, Ranks
 
 _naming = Lock()  # held while torch's function that names groups is replaced
-# By torch's group of all ranks: how many groups each set of ranks has made.
+# For each default group of torch: how many groups each set of ranks has made.
 _num_groups: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 def _group_name(members: Sequence[int]) -> str:
-    """A name for the next group of these ranks, which are all that must know it: by them, and by their groups so far.
+    """A name for the next group of these ranks, made from the ranks and the number of groups that they have made.
 
-    torch's own names come again after a group of some ranks was closed, and lead to its closed ports (before 2.14). Or
-    they count groups that other ranks did not make, and ranks that know the group by different names wait (since 2.14).
+    torch's own names would not do. Before 2.14 they come again after a group of some ranks was closed, and lead to its
+    closed ports. Since 2.14 they count groups that other ranks did not make: ranks would wait under different names.
     """
     ranks = tuple(sorted(members))
     assert dist.group.WORLD is not None
@@ -51,7 +51,7 @@ def _group_name(members: Sequence[int]) -> str:
 
 @contextmanager
 def _groups_named(name: str) -> Iterator[None]:
-    """A group that this thread makes in this block has this name. torch has no public way to say it."""
+    """A context manager: a group that this thread makes in its block gets this name. torch has no option for that."""
     here = current_thread()
     with _naming:
         torch_name: Any = getattr(distributed_c10d, "_process_group_name", None)
@@ -67,7 +67,7 @@ def _groups_named(name: str) -> Iterator[None]:
 
 
 def backends_with_cpu(default: str) -> str | None:
-    """The backends of a group that also carries tensors on the CPU, given those of the default group. None: the same.
+    """The backends of a group that also carries tensors on the CPU, given those of the default group; None: the same.
 
     After `init_process_group("nccl")` the default group is "cuda:nccl". But counts of losses, token ids and masks are
     on the CPU.
@@ -79,7 +79,7 @@ def backends_with_cpu(default: str) -> str | None:
 
 
 def _side_by_side(members: Sequence[int], hosts: Sequence[str], inner: int) -> list[int]:
-    """The members, ordered so that those of one host are neighbours. On a 2-D mesh its rows stay together."""
+    """The members, ordered so that those of one host are neighbours. Rows of a 2-D mesh stay together."""
     rows = []
     hosts_of_rows = []
     for first in range(0, len(members), inner):
@@ -92,10 +92,10 @@ def _side_by_side(members: Sequence[int], hosts: Sequence[str], inner: int) -> l
 
 
 class Processes(Ranks):
-    """The processes of a group, with their own communicators: a failed message leaves those of the user intact.
+    """The processes of a group, with communicators of their own: a message that fails breaks none of the user's.
 
-    control: all ranks, over gloo. all: all ranks, for data, on the CPU too. inner: the ranks that deal heads to each
-    other on a 2-D mesh. outer: the ranks that exchange chunks.
+    control: all ranks, for handshakes over gloo. all: all ranks, for data, also on the CPU. inner: the ranks that deal
+    heads to each other on a 2-D mesh. outer: the ranks that exchange chunks.
     """
 
     def __init__(self, members: list[int], timeout: timedelta) -> None:
@@ -103,10 +103,11 @@ class Processes(Ranks):
         super().__init__(ShardSpec("contiguous", len(members)))
         self.timeout = timeout
         self.world_size = len(members)
-        self.opened: list[GroupLink] = []  # if one of them breaks, all do
+        self.opened: list[GroupLink] = []  # the communicators: if one breaks, all do
         self.owner: Thread | None = None
         self.process = os.getpid()
-        self.expected_lengths: deque[tuple[int, ...]] = deque(maxlen=16)  # of the last calls
+        # what `expect_lengths` was given
+        self.expected_lengths: deque[tuple[int, ...]] = deque(maxlen=16)
         self.control = self._open("control", "gloo", members)
 
     @property
@@ -146,12 +147,12 @@ class Processes(Ranks):
             self.inner = self._open("heads", backends, members[row * cut.inner :][: cut.inner])
             chunks = members[column :: cut.inner]
             self.outer = self._open("chunks", backends, chunks) if len(chunks) > 1 else None
-        # A rank that closed now would break the connections that a slower rank still makes.
+        # Wait for all ranks: one that closed its context now would break connections that a slower rank still makes.
         agree(self.control, 0, {"call": "the end of making a ContextParallel"}, None)
 
     def _hosts(self) -> list[str]:
-        """Every rank's host. Contexts that all ranks have dropped without `close` are closed here: ranks give groups
-        back together, because NCCL ends a communicator by a collective call."""
+        """Every rank's host name. Also closes contexts that all ranks have dropped without `close`. Ranks close a group
+        together, because NCCL ends a communicator by a collective call."""
         hosts = []
         dropped_by_rank = []
         for text in self.control.texts(
@@ -190,8 +191,8 @@ class Processes(Ranks):
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a copy of the context in a forked process. It has none of the threads, and shares the
-        connections with the process that made it: whatever it sends or closes is sent or closed there."""
+        """Whether this is a copy of the context in a forked process. The copy has no threads, and shares
+        the connections of the process that made the context: it must neither use nor close them."""
         return os.getpid() != self.process
 
     def check_all_here(self, method: str) -> None:
@@ -205,9 +206,9 @@ class Processes(Ranks):
     def agree(
         self, length: int, fields: dict[str, object], failure: str | None = None
     ) -> tuple[int, ...]:
-        # before the lock, which may have been taken at the fork
+        # Checked before the lock: if it was held at the fork, it stays locked in the forked process for ever.
         self.check_all_here(str(fields.get("call", "a call")))
-        with self.turn:  # another thread's refusal is sent between two handshakes of the owner
+        with self.turn:  # another thread's refusal goes between two handshakes of the owner
             failure = self._why_other_thread() or failure
             owner = {
                 "the name of the calling thread (Thread(name=...) sets it)": self.owner
@@ -216,8 +217,8 @@ class Processes(Ranks):
             return agree(self.control, length, fields | owner, failure)
 
     def _why_other_thread(self) -> str | None:
-        """Why this thread may make no call, or None. Calls of two threads would take each other's messages. A thread of
-        autograd counts as the owner, which waits for that thread in the backward."""
+        """Why this thread may not make a call, or None if it may. Calls of two threads would take each other's
+        messages. A thread of autograd may: the owner waits for it in the backward."""
         here = current_thread()
         self.owner = self.owner or here
         if here is self.owner or (
@@ -329,7 +330,7 @@ _dropped: dict[str, list[GroupLink]] = {}  # by name: contexts that were dropped
 
 
 def note_dropped(opened: list[GroupLink], name: str, process: int) -> None:
-    """The finaliser of a context. It leaves the links to the next context, which gives them back on all ranks."""
+    """The finaliser of a context: keeps its links until the next context is made, which closes them on all ranks."""
     if not opened:
         return
     _dropped[name] = opened
@@ -340,7 +341,8 @@ def note_dropped(opened: list[GroupLink], name: str, process: int) -> None:
 
 @contextmanager
 def recorded_waits(ranks: Ranks) -> Iterator[list[WaitTimes]]:
-    """This rank's waits on all links of its context, handshakes included. A wait is appended when it ends."""
+    """A context manager: yields a list, to which each wait of this rank for messages is appended as it ends. Waits in
+    handshakes count too."""
     waits: list[WaitTimes] = []
     links = ranks.opened if isinstance(ranks, Processes) else []
     for link in links:

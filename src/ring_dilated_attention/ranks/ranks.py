@@ -39,26 +39,26 @@ class Ranks:
     def __init__(self, cut: ShardSpec) -> None:
         self.cut = cut
         self.calls = 0
-        # of the shards of the sequence that was cut last
+        # the lengths of the shards of the sequence that was cut last
         self.lengths_cut_last: tuple[int, ...] = ()
         self.warned: set[str] = set()  # what `warn_once` has warned of
-        self.num_modules = 0  # that were made with this context
+        self.num_modules = 0  # the number of modules made with this context
         self.caller: int | None = None  # the number of the module that calls now
         self.is_closed = False
-        # held by the one thread that agrees with other ranks, or exchanges records
+        # Held by the thread that now talks to other ranks (`agree`, `records`).
         self.turn = RLock()
-        # Compiled calls add to it, so that the compiler drops none of them.
+        # A compiled call adds a result to this tensor, since the compiler drops a call whose results nothing uses.
         self.compiled_calls = torch.zeros((), dtype=torch.int64, device="cpu")
 
     @property
     def members(self) -> list[int]:
-        """The processes' ranks in torch.distributed. None for a process alone."""
+        """The processes' ranks in torch.distributed; [] for one process alone."""
         return []
 
     # How a sequence is cut.
 
     def lengths_of(self, seq_len: int, documents: Borders = None) -> tuple[int, ...]:
-        """Every rank's number of rows, if this context cuts a sequence of this length."""
+        """The number of rows that each rank gets of a sequence of this length."""
         return self.cut.default_lengths(seq_len, documents)
 
     def shards(self, lengths: Sequence[int], documents: Borders = None) -> tuple[Shard, ...]:
@@ -103,7 +103,7 @@ class Ranks:
 
     @contextmanager
     def all_or_none(self, *agreed: type[Exception]) -> Iterator[None]:
-        """An error of this rank alone (out of memory, say) breaks the connections: other ranks fail, and do not wait.
+        """In this block an error of this rank alone (out of memory, say) breaks connections: other ranks fail at once.
 
         agreed: errors that all ranks raise alike, and that break nothing.
         """
@@ -117,7 +117,7 @@ class Ranks:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """If this rank raises an error before its handshake, tell the reason to the other ranks, which wait for it."""
+        """If this block, before a handshake, raises an error, tell the reason to the other ranks, which wait for it."""
         try:
             yield
         except Exception as error:
@@ -125,7 +125,8 @@ class Ranks:
             raise
 
     def check_all_here(self, method: str) -> None:
-        """Raise ValueError if other ranks cannot be asked: they are imagined, or this process was forked."""
+        """Raise ValueError if other ranks cannot take part in a call: `simulate.one_rank` runs this rank alone, or this
+        process was forked. method: the call's name, for the error."""
 
     # Warnings of lengths that look like a mistake.
 
@@ -147,13 +148,13 @@ class Ranks:
     # Which module calls.
 
     def number_module(self) -> int:
-        """The number of a module that is made with this context, by which ranks compare who calls (`caller`)."""
+        """The number of a new module of this context. By it ranks compare which module makes a call (`caller`)."""
         self.num_modules += 1
         return self.num_modules
 
     @contextmanager
     def called_by(self, number: int | None) -> Iterator[None]:
-        """In this block the module of this number calls. After it nobody does, even if the call was refused."""
+        """In this block `caller` is the number of the module that makes the calls. After it `caller` is None."""
         self.caller = number
         try:
             yield
@@ -181,7 +182,7 @@ class Ranks:
         return Choice("none", "one rank: nothing to send")
 
     def links(self, exchange: str, job: Job) -> Links:
-        """What connects this rank in a call with this exchange."""
+        """What connects this rank with others in a call by this exchange; see `Links`."""
         return None, None
 
     def abandon(self, reason: str) -> None:
@@ -201,7 +202,7 @@ class Ranks:
             state = ForwardState.of(number, call, query, cu_seqlens)
         tensors = {"query": query, "key": key, "value": value}
         out, lse = self.run(call, "forward", state, tensors)
-        self.calls = number  # on all ranks or on none: a refused call does not count
+        self.calls = number  # not reached after a refused call, which counts on no rank
         return out, lse, state
 
     def backward(
@@ -230,7 +231,8 @@ class Ranks:
                 return executor.forward(rank_plan, options, **tensors)
             uses_lse = call.return_lse or call.has_sinks
             if rank_plan.dealing is not None and tensors["dlse"] is None and uses_lse:
-                # This rank's loss need not use lse, but all ranks must deal the gradient of lse, or none.
+                # dlse is None if this rank's loss does not use lse. Other ranks' losses may, and every rank must take
+                # part in dealing dlse: send zeros.
                 tensors["dlse"] = torch.zeros_like(tensors["lse"])
             return executor.backward(rank_plan, options, BackwardRows(**tensors))
 
@@ -257,7 +259,7 @@ class Ranks:
 
 
 ALONE = Ranks(ShardSpec("contiguous", 1))
-# what has cut a sequence in this process
+# the ranks of contexts that have cut a sequence in this process
 _sharing: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 
 

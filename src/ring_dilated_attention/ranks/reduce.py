@@ -56,7 +56,7 @@ def mean_loss(
 
 
 def _numbers(local_sum: Any, local_count: Any, step_count: Any) -> Tensor:
-    """The sum, its number of terms, and the number of terms in the step."""
+    """The sum, its number of terms, and the number of terms in the step: float64, (3,), on the CPU."""
     if not _is_one_number(local_sum) or not local_sum.is_floating_point():
         got = repr(local_sum)
         if isinstance(local_sum, Tensor):
@@ -87,7 +87,7 @@ def _is_one_number(x: Any) -> bool:
 
 
 class GlobalMean(torch.autograd.Function):
-    """The mean of a loss, from the ranks' sums s_0 ... s_{p-1} over n terms in all.
+    """The mean L of a loss, from the ranks' sums s_0 ... s_{p-1} over n terms in all.
 
     forward, on every rank:  L = (s_0 + ... + s_{p-1}) / n, and 0 if n = 0
     backward, on rank k:     ds_k = dL * p / n, and 0 if n = 0

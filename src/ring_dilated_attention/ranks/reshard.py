@@ -65,7 +65,7 @@ def whole_of(rows_by_rank: Sequence[Tensor], shards: Sequence[Shard], dim: int) 
 class ShardRows(torch.autograd.Function):
     """The rows of a whole tensor x that every rank holds. p: the number of ranks.
 
-    forward on rank k:   x (.., N, ..) -> its rows y_k (.., N_k, ..)
+    forward on rank k:   x (.., N, ..) -> y_k (.., N_k, ..), the rows of rank k
     backward:            dx = (dy_0, ..., dy_{p-1}) / p, of all ranks' rows, the same on every rank
     """
 
@@ -89,8 +89,8 @@ class ShardRows(torch.autograd.Function):
 class UnshardRows(torch.autograd.Function):
     """The whole tensor, on every rank.
 
-    forward on rank k:   its rows y_k (.., N_k, ..) -> x (.., N, ..) of all ranks' rows
-    backward on rank k:  dy_k = its rows of dx^0 + ... + dx^{p-1}, where dx^j is the gradient on rank j
+    forward on rank k:   y_k (.., N_k, ..), the rows of rank k -> x (.., N, ..), the rows of all ranks
+    backward on rank k:  dy_k = the rows of rank k of dx^0 + ... + dx^{p-1}, where dx^j is the gradient on rank j
     """
 
     @staticmethod
@@ -113,7 +113,7 @@ class UnshardRows(torch.autograd.Function):
             received = ctx.ranks.scatter(
                 [rows.flatten() for rows in rows_by_rank], sizes, grad, moment
             )
-            # 16 bits would round each sum.
+            # Summed in float32: 16 bits would round after each rank.
             total = grad.new_zeros(
                 shape.numel(), dtype=torch.promote_types(grad.dtype, torch.float32)
             )

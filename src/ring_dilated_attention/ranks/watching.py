@@ -21,12 +21,12 @@ class Handle(NamedTuple):
     peer: int
 
 
-with_threads: "weakref.WeakSet[Any]" = weakref.WeakSet()  # links, which have `end_threads`
+with_threads: "weakref.WeakSet[Any]" = weakref.WeakSet()  # links, each with `end_threads`
 _threads: "weakref.WeakSet[Thread]" = weakref.WeakSet()
 
 
 def start_thread(function: Callable[..., None], *args: object) -> Thread:
-    # no "Thread-N": ranks compare names
+    # A fixed name: "Thread-N" would count on, and the names of user threads, which ranks compare, would differ.
     thread = Thread(target=_run, args=(function, *args), daemon=True, name="rda")
     thread.start()
     _threads.add(thread)
@@ -41,7 +41,7 @@ def _run(function: Callable[..., None], *args: object) -> None:
 
 
 def _forget() -> None:
-    """In a forked process: the threads and connections are its parent's, also when this process ends."""
+    """In a forked process, forget threads and connections: they are the parent's, and must not end with the child."""
     with_threads.clear()
     _threads.clear()
 
@@ -115,4 +115,4 @@ class Worker:
     def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
         while (function := queue.get()) is not None:
             function()
-            del function  # it holds the messages' memory, and the next one may be long in coming
+            del function  # the function holds messages' memory, and the next may come much later
