@@ -44,8 +44,8 @@ def __dir__() -> list[str]:
 
 
 class _Ops:
-    """Stands in torch.ops for the package's ops, and imports them when one is looked for: files of torch.export load
-    after `import ring_dilated_attention`."""
+    """Stands in torch.ops for the package's ops, and imports them when one is first looked up. So files of torch.export
+    can be loaded after `import ring_dilated_attention` alone."""
 
     def __getattr__(self, name: str) -> Any:
         ops = sys.modules["torch"].ops
@@ -65,7 +65,8 @@ def _prepare(torch: Any) -> None:
 class _AfterTorch:
     """Calls `_prepare` when torch has been imported, if it is imported later than this package.
 
-    Whoever only asks whether torch is there (importlib.util.find_spec) gets a spec too, so it stays until torch runs.
+    A program that only asks whether torch is installed (importlib.util.find_spec) gets a spec too. So the finder stays
+    in sys.meta_path until torch is executed.
     """
 
     @classmethod

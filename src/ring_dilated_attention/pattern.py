@@ -5,7 +5,7 @@ phase per branch: query i sees key j iff both lie in the same segment and have t
 that several branches contain counts once per branch.
 
 A sliding window is one branch more. Query i sees the w positions up to its own, or, if not causal, those at most w // 2
-away. `Branch.in_reach` says all this but the phases, and `plan/sight.py` says it of stretches of a sequence.
+away. Without phases, `Branch.in_reach` has this rule for single positions, and `plan/sight.py` for ranges of them.
 """
 
 import json
@@ -135,7 +135,7 @@ class DilatedPattern:
 
     @cached_property
     def text(self) -> str:
-        """The pattern as a custom op takes it; see `from_text`.
+        """The pattern as a string, since custom ops cannot take a pattern. `from_text` reads it.
 
         The text is not a field, because FSDP rebuilds a dataclass among a module's inputs from its fields.
         """
@@ -173,9 +173,9 @@ class DilatedPattern:
         On average a query sees about w_0 / a**i keys of branch i, and fewer than w_0 * a / (a - 1) in all. So the work
         is linear in the length (arXiv 2307.02486, section 2.4). The paper's experiments (section 4.1) have other rates:
         lengths (2048, 4096, 8192, 16384, 32768) with rates (1, 2, 4, 6, 12). Give those to `DilatedPattern` itself. If
-        a branch has more phases than there are heads, some phases are read by no head; `explain` lists them. A long
-        segment starts where shorter ones start, unless its length was cut. A causal query at its start sees few keys,
-        unless a `window` is added.
+        a branch has more phases than there are heads, some phases are read by no head; `explain` lists them. A
+        causal query at the start of a long segment sees few keys, because shorter segments start there too (unless
+        the long one's length was cut). A `window` shows it the keys before.
 
         Args:
             max_len: the longest segment length; a longer sequence has several such segments.
@@ -335,10 +335,11 @@ class DilatedPattern:
         """How many (query, head) pairs are in no branch (out is 0 there), and how many pairs were counted.
 
         Args:
-            lengths: of the documents; by default one period of the pattern. If the period is above 2^20 positions, only
-                the first 2^20 of each document are looked at (fewer if heads read more than 64 combinations of phases).
+            lengths: of the documents; by default one period of the pattern. If the period is above 2^20 positions,
+                only the first 2^20 of each document are looked at (fewer if heads read more than 64 combinations of
+                phases).
         """
-        if self.window is not None:  # in which every query sees itself
+        if self.window is not None:  # in a window every query sees itself
             return 0, num_heads * sum(lengths if lengths is not None else [1])
         longest = max(lengths) if lengths is not None else math.inf
         # (t mod w) mod r has the period r if r divides w, or if no document is longer than w. Else the period is w.
@@ -391,7 +392,7 @@ class DilatedPattern:
             )
             note = "; every phase is read"
             there = [s for s in read if s in phases]
-            if len(there) < len(phases):  # a list of `phases` may not fit into memory
+            if len(there) < len(phases):  # `phases` is not listed: it may not fit into memory
                 is_split = self.heads == "split" and there
                 unread = f"all but {there[0]}" if is_split else _shorten(phases[len(there) :])
                 note = f"; phases that no head reads: {unread}"
@@ -414,7 +415,7 @@ class DilatedPattern:
 def _integers(name: str, values: Iterable[int], *, may_be_empty: bool = False) -> tuple[int, ...]:
     try:
         entries = tuple(values)
-    except TypeError:  # a 0-dimensional array too, although it is an Iterable
+    except TypeError:  # also of a 0-dimensional array, although it is an Iterable
         entries = None
     if entries is None or isinstance(values, (str, bytes, Mapping, Set)):
         raise ValueError(f"{name} must be a list of positive integers, got {values!r}.")

@@ -17,7 +17,7 @@ def multiplicity(
 ) -> Tensor:
     """M[h, i, j]: the number of branches in which query i of head h sees key j. (H, N, N), int64.
 
-    A branch's key must be in reach of the query (`Branch.in_reach`), and both must have the phase that the head reads.
+    A branch counts if the key is in reach of the query (`Branch.in_reach`) and both have the phase that the head reads.
     """
     borders = torch.tensor(documents if documents is not None else (0, seq_len))
     position = torch.arange(seq_len)
@@ -48,7 +48,7 @@ def dilated_attention_reference(
 ) -> tuple[Tensor, Tensor]:
     """out[i] = softmax_j(q_i k_j * scale + log M[h, i, j]) v_j and lse[i], the logsumexp of the same terms.
 
-    sinks_H: the score of one more key of each head, whose value is 0.
+    sinks_H: for each head the score of a further key, whose value is 0.
 
     Returns:
         out (B, N, H, D) and lse (B, N, H) in the input's dtype; 0 and -inf where a query has no key, and no sink.

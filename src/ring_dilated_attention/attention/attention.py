@@ -71,14 +71,14 @@ def dilated_attention(
         cu_seqlens: borders (0, ..., N) of packed documents, int32, for a batch of 1. Positions and segments start anew
             at each border. Under `parallel` the borders are those of the whole sequence, the same on every rank.
         scale: the factor of the scores; D ** -0.5 by default.
-        sinks: (H,), a learned logit for each query head: one more key in its softmax, with this score and the value 0
+        sinks: (H,), a learned logit for each query head: a further key in its softmax, with this score and the value 0
             (gpt-oss). Gradients flow to it.
         backend: "auto", "cpu" or "sdpa" (CUDA; `torch.nn.attention.sdpa_kernel` selects among torch's ops). No GPU has
             run "sdpa" yet.
         return_lse: also return the logsumexp of the scores, sinks included; gradients flow through it too.
         heads_held, num_heads: for tensors that hold some heads of a layer (tensor parallelism): which query heads, as
             range(3, 6), and how many the layer has. A head's phase follows from its number in the layer.
-        cache: the sequences so far. The N rows are appended to them at `cache.position`. The call has no gradient.
+        cache: holds the sequences so far. The N rows are appended at `cache.position`. The call has no gradient.
         lengths: with a cache, (B,) integers: how many of its N rows each batch entry appends. The rest is padding, with
             out = 0 and lse = -inf (or the sink).
 
@@ -88,7 +88,8 @@ def dilated_attention(
     Raises:
         ValueError: for inputs that do not fit, on every rank of `parallel`, before anything is sent.
         ExchangeError: if another rank dies or does not make the call, within the timeout of `parallel`.
-        TypeError: for `others`: there are none. For a name of torch's attention (`is_causal`) it says what to pass.
+        TypeError: for any other keyword argument. `others` only catches them, to say for those of torch's attention
+            (`is_causal`) what to pass instead.
         NotImplementedError: for second derivatives, and for those of torch.func (`grad`, `vjp`, `jvp`).
     """
     try:
@@ -109,9 +110,10 @@ def dilated_attention(
         )
         check_cache(cache, call, query, key, parallel, cu_seqlens, lengths)
         query, key, value = map(with_unit_stride, rows)
-        if parallel is None and cache is None and cu_seqlens is None:  # borders tell the length
+        # A call with cu_seqlens gets no warning: its borders state the length of the sequence.
+        if parallel is None and cache is None and cu_seqlens is None:
             warn_of_forgotten_parallel(query.shape[1])
-    except Exception as error:  # whatever it is: the other ranks would wait
+    except Exception as error:  # of any kind: the other ranks would wait for this one
         if isinstance(parallel, NamedContext):
             refuse(parallel.key, str(error) or type(error).__name__)
         raise
@@ -122,7 +124,7 @@ def dilated_attention(
             refuse_transforms(error)
             raise
         if parallel is not None and torch.compiler.is_compiling():
-            # A graph drops a call whose results nothing uses. This is a use.
+            # The compiler drops a call whose results nothing uses. This line uses them.
             parallel.ranks.compiled_calls.add_(state[0])
     elif torch.compiler.is_compiling():
         out, lse = _append(
@@ -225,7 +227,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor
         query, key, value, out, lse, state = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
     except RuntimeError as error:
-        # a saved tensor was written to, memory is short, ...: the other ranks would wait
+        # For example, a saved tensor was changed in place. The other ranks would wait for this one.
         if ctx.context is not None and not isinstance(error, ExchangeError):
             refuse(ctx.context.key, str(error))
         raise
@@ -247,7 +249,7 @@ def _append(
     query: Tensor, key: Tensor, value: Tensor, memory: Tensor, progress: Tensor, lengths: Tensor | None,
     call: str, max_len: int | None, keep: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`append` as one op: compiled code has one graph for all tokens, and writes to the cache's memory in place."""
+    """`append` as one op, so that compiled code has one graph for all tokens and writes to `memory` in place."""
     arguments = Call.from_text(call)
     num_kv_heads = arguments.num_kv_heads(key.shape[2])
     plan = plan_cache(

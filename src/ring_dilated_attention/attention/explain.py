@@ -18,7 +18,7 @@ from .validate import autocast, call_of, refuse_others
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call would use. Its text says the reasons too."""
+    """The kernel and the exchange that a call would use. As text (`str`) it also lists the reasons."""
 
     kernel: str
     exchange: str
@@ -37,8 +37,8 @@ def explain(
     """Which kernel and exchange `dilated_attention` would use on these tensors, and why. Sends nothing.
 
     Args:
-        lengths: the number of positions of every rank. By default those that `parallel` was made with, or else this
-            rank's number for every rank, since no other rank is asked.
+        lengths: the number of positions of every rank. By default the lengths that `parallel` was made with. If it
+            has none, every rank is taken to have as many as this one, since no other rank is asked.
 
     Raises:
         ValueError: where `dilated_attention` would raise one.

@@ -1,4 +1,4 @@
-"""Ops of torch that do not import its compiler."""
+"""Defines custom ops. Unlike `torch.library.custom_op` this does not import torch's compiler."""
 
 import sys
 from collections.abc import Callable
@@ -14,13 +14,13 @@ _libraries: dict[str, torch.library.Library] = {}
 def define_op(
     name: str, function: Code, fake: Code, backward: Code | None = None, save: Code | None = None
 ) -> Any:
-    """torch.ops.ring_dilated_attention.<name>, for a function that neither writes to an argument nor returns one.
-    `fake`, `backward` and `save` are as torch.library's register_fake and register_autograd take them.
+    """Define and return the op torch.ops.ring_dilated_attention.<name>. The function must neither write to an argument
+    nor return one. `fake`, `backward` and `save` are as torch.library's register_fake and register_autograd take them.
 
-    `torch.library.custom_op` keeps dynamo from tracing the function, and therefore imports torch._dynamo at the first
-    call, a second or two. Here that is done only where something else has imported dynamo.
+    `torch.library.custom_op` tells dynamo not to trace the function. For that it imports torch._dynamo at the first
+    call, which takes a second or two. This op tells dynamo only if something else has imported torch._dynamo.
     """
-    untraced: list[Code] = []  # not functools.cache, of which dynamo warns
+    untraced: list[Code] = []  # not functools.cache: dynamo would warn of it
 
     def run(*args: Any) -> Any:
         if "torch._dynamo" not in sys.modules:
@@ -29,7 +29,7 @@ def define_op(
             untraced.append(torch.compiler.disable(function))
         return untraced[0](*args)
 
-    _libraries.pop(name, None)  # of a module that is imported once more
+    _libraries.pop(name, None)  # made by an earlier import of the same module
     library = _libraries[name] = torch.library.Library("ring_dilated_attention", "FRAGMENT")
     schema = torch.library.infer_schema(function, mutates_args=())
     library.define(name + schema, tags=torch.Tag.pt2_compliant_tag)

@@ -1,6 +1,7 @@
-"""One more key in the softmax, with a score of its own and the value 0: an attention sink, or many keys that are alike.
+"""Adds to the softmax of each query a key with a score of its own and the value 0: an attention sink.
 
-A learned sink is a logit for each head (gpt-oss). torchscale's rows of zeros are C keys of score 0, a sink of log C.
+A learned sink is a logit for each head (gpt-oss). torchscale's C rows of zeros are C keys of score 0 and value 0, which
+have the same effect as one sink of log C.
 """
 
 import torch
@@ -19,14 +20,14 @@ def with_sinks(out_BNHD: Tensor, lse_BNH: Tensor, sinks: Tensor) -> tuple[Tensor
     # The mask avoids (-inf) - (-inf) for a query without keys.
     is_none = sinks == -torch.inf
     sinks = sinks.to(lse_BNH.dtype).masked_fill(is_none, 0)
-    # By way of the logarithm: the gradient of sigmoid takes 1 - weight, which loses a sink that has hardly any weight.
+    # Not sigmoid(x): its gradient computes 1 - weight, which rounds to 0 where the sink has hardly any weight.
     weight_BNH = F.logsigmoid((lse_BNH - sinks).masked_fill(is_none, torch.inf)).exp()
     out = (out_BNHD * weight_BNH.unsqueeze(-1)).to(out_BNHD.dtype)
     return out, torch.where(is_none, lse_BNH, torch.logaddexp(lse_BNH, sinks))
 
 
 def why_no_sinks(sinks: object, query_BNHD: Tensor) -> str | None:
-    """Why a value is no sink of each head of the query, or None."""
+    """Why `sinks` do not fit the query, as a sentence, or None if they do."""
     num_heads = query_BNHD.shape[2]
     if not isinstance(sinks, Tensor):
         return (

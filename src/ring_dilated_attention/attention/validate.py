@@ -18,8 +18,8 @@ from ..run.dilated_cache import DilatedCache
 from .op import define_op
 from .sinks import why_no_sinks
 
-# Arguments of torch's scaled_dot_product_attention and flex_attention, and of others' attention (flash_attn), and what
-# is in their place.
+# Arguments of other attention functions (torch's scaled_dot_product_attention and flex_attention, flash_attn), and what
+# to do here instead.
 _NONE = "torch's kernels have none"
 _SEEN = "the pattern says which keys a query sees, and cu_seqlens separates documents"
 ARGUMENTS_OF_TORCH = {
@@ -45,14 +45,14 @@ ARGUMENTS_OF_TORCH = {
 
 
 def refuse_others(call: str, others: Mapping[str, object]) -> None:
-    """Raise TypeError for arguments that a call does not have. For those of others' attention it names ours."""
+    """Raise TypeError for arguments that a call does not have. For `ARGUMENTS_OF_TORCH` it says what to do instead."""
     for name in others:
         remedy = ARGUMENTS_OF_TORCH.get(name)
         raise TypeError(f"{call} has no argument {name!r}" + (f": {remedy}." if remedy else "."))
 
 
 def on_host(cu_seqlens: Any) -> Any:
-    """The borders on the host, copied once. They are read several times, and each time would wait for a GPU."""
+    """cu_seqlens on the host. It is read several times, and each read of a tensor on a GPU would wait for the GPU."""
     is_readable = (
         isinstance(cu_seqlens, Tensor)
         and not cu_seqlens.is_meta
@@ -62,7 +62,7 @@ def on_host(cu_seqlens: Any) -> Any:
 
 
 def autocast(x: Any) -> Any:
-    """As torch's own attention under autocast: floating types other than float64 become the autocast type."""
+    """x in the dtype that torch's own attention has under autocast: floating types except float64 are converted."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     # is_autocast_available rules out "meta" too, but torch 2.11 cannot compile that function
@@ -73,7 +73,7 @@ def autocast(x: Any) -> Any:
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
-    """Raise NotImplementedError for forward-mode derivatives, which a custom op would drop without a word."""
+    """Raise NotImplementedError for forward-mode derivatives, which a custom op would drop without an error."""
     if any(x is not None and unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
             "dilated attention has no forward-mode derivative (torch.func.jvp, jacfwd, torch.autograd.forward_ad): "
@@ -82,7 +82,7 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
 
 
 def refuse_transforms(error: RuntimeError) -> None:
-    """Raise NotImplementedError in place of torch's error for derivatives of torch.func, which speaks of our code."""
+    """Raise NotImplementedError if torch's error is about torch.func, since torch's text does not say what to do."""
     if "functorch transforms" in str(error):
         raise NotImplementedError(
             "dilated attention cannot be differentiated by torch.func (grad, vjp, jacrev): take backward() or "
@@ -110,7 +110,7 @@ def call_of(
     num_heads: Any,
     sinks: Any = None,
 ) -> Call:
-    """The call that these arguments make, after all checks that need no other rank. tensors: query, key, value."""
+    """Check the arguments, as far as no other rank is needed, and return their `Call`. tensors: query, key, value."""
     _check_tensors(dict(zip(("query", "key", "value"), tensors, strict=True)))
     refuse_tangents(*tensors)
     check_objects(pattern, parallel, backend)
@@ -213,7 +213,7 @@ def check_cache(
                 f"cache and {name} cannot go together: a cache holds one whole sequence for each batch entry. Leave "
                 f"out {name}, or fill the cache from ranks with DilatedCache.gather."
             )
-    if call.pattern.text != cache.pattern.text:  # the compiler cannot compare windows
+    if call.pattern.text != cache.pattern.text:  # texts: torch.compile cannot compare windows
         raise ValueError(
             f"the cache is of {cache.pattern}, the call of {call.pattern}. Make a cache for each pattern."
         )
@@ -248,7 +248,7 @@ def check_cache(
         )
 
 
-# Of the layers around the call.
+# Checks for the layers around the call.
 
 
 def is_integral(x: Tensor) -> bool:
@@ -317,5 +317,5 @@ def _fake_valid_lengths(mask_BN: Tensor, batch: int, num_positions: int) -> Tens
     return mask_BN.new_empty(batch, dtype=torch.int64)
 
 
-# `valid_lengths` for compiled code, which must not look at the mask's values.
+# `valid_lengths` as an op, for compiled code: the compiler cannot trace checks of the mask's values.
 valid_lengths_op = define_op("valid_lengths", valid_lengths, _fake_valid_lengths)

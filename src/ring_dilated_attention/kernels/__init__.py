@@ -1,1 +1,1 @@
-"""Kernels: the code that computes a partial."""
+"""Kernels: they compute attention over the keys of one tile (its partial: out and lse), and the gradients of that."""

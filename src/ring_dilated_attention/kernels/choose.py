@@ -1,4 +1,4 @@
-"""Choose the kernel of a call. Each backend has one predicate, `why_not`: the reason why it cannot serve, or None."""
+"""Chooses the kernel of a call. Each backend has a `why_not`: the reason why it cannot serve a tensor, or None."""
 
 from torch import Tensor
 

@@ -1,4 +1,5 @@
-"""The interface of a kernel: what it serves, a tile forward, a tile backward. Backends are modules that implement it.
+"""The interface of a kernel: which tensors it serves, and the forward and backward of a tile (some query rows and the
+key rows that they attend to). Backends are modules that implement the interface.
 
 B batch (in a tile: segments too), N positions, H query heads, G key/value heads, M query rows, L key rows, D head dim.
 Tensors may have any strides, but that of their last dim is 1. A tile is never empty. A causal tile has M == L.
@@ -16,7 +17,8 @@ from ..plan.step import Traits
 
 class BackwardRows(NamedTuple):
     """The inputs of a tile's backward. out and lse are over all keys, not the tile's alone: so p = exp(score - lse) is
-    the global weight, and the sum over tiles is the exact gradient. lse may have more rows (`Merging.lse_multiple`)."""
+    the global weight, and the sum over tiles is the exact gradient. lse may have more rows than query
+    (`Merging.lse_multiple`)."""
 
     dout: Tensor
     dlse: Tensor | None  # the gradient of lse, or None for zero
@@ -28,7 +30,7 @@ class BackwardRows(NamedTuple):
 
 
 class TileRows(NamedTuple):
-    """Tensors of a tile, each (B, H, M, D) or (B, H, M), and the rows of a (B, N, H, D) tensor that they are of.
+    """Tensors of a tile, each (B, H, M, D) or (B, H, M), and `rows`: where their rows lie in a (B, N, H, D) tensor.
 
     entry: the batch entry of the rows, or None for all.
     """
@@ -39,7 +41,7 @@ class TileRows(NamedTuple):
 
 
 class GradientSum(NamedTuple):
-    """A sum of gradients (B, N, H, D), what is added up in it, and the heads that it has."""
+    """A tensor (B, N, H, D), the tiles' gradients whose sum is written to it, and the heads that are written."""
 
     total: Tensor
     gradients: Sequence[TileRows]
@@ -52,12 +54,12 @@ class Merging(NamedTuple):
     merge: Callable[..., None]
     add: Callable[..., None]
     lay_out: Callable[..., None]
-    # The number of rows of lse that `Kernel.backward` gets is a multiple of this. Rows after the last are inf.
+    # `Kernel.backward` gets lse with rows of inf at the end, so that the number of rows is a multiple of this.
     lse_multiple: int = 1
 
 
 class Kernel(Protocol):
-    """A backend. It returns the results of a tile; who calls it merges or adds them."""
+    """A backend. It returns the results of a tile. The caller merges partials and adds up gradients."""
 
     NAME: str
     TRAITS: Traits
@@ -69,18 +71,20 @@ class Kernel(Protocol):
         """The reason why this backend cannot serve the tensor, or None."""
 
     def takes_short_rows(self, dtype: torch.dtype) -> bool:
-        """Whether tiles of this 16-bit dtype come as they are. Else a kernel with a packing gets float32 copies."""
+        """Whether the kernel computes tiles of this 16-bit dtype as they are. If not, and `TRAITS.packing` is set, it
+        gets float32 copies of the tiles."""
 
     def merging(self, query: Tensor) -> Merging | None:
-        """How results of tiles are gathered in one pass, or None if each is merged or added at once."""
+        """Functions that merge or add the results of many tiles in one pass. None: each result is merged or added as
+        soon as it is computed."""
 
     def forward(
         self, q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """out (B, H, M, D) in the input's dtype and lse (B, H, M), float32 or float64. Rows of a cache always come as
-        they are."""
+        """out (B, H, M, D) in the input's dtype and lse (B, H, M), float32 or float64. Rows of a cache are never copied
+        to float32 before."""
 
     def backward(
         self, rows: BackwardRows, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of these rows."""
+        """dq (B, H, M, D), dk and dv (B, G, L, D) of this tile."""

@@ -1,4 +1,7 @@
-"""A partial and its gradients by torch's CPU flash attention, which returns lse. Names are those of `contract.py`."""
+"""Computes a tile's forward (its partial: out and lse) and backward by torch's CPU flash attention.
+
+Names are those of `contract.py`.
+"""
 
 from functools import cache
 
@@ -28,7 +31,7 @@ def why_not(query: Tensor) -> str | None:
 
 
 def merging(query: Tensor) -> None:
-    """On a CPU each result is merged while it is in the cache."""
+    """None: each result is merged as soon as it is computed, while it is in the CPU's cache."""
 
 
 def takes_short_rows(dtype: torch.dtype) -> bool:
@@ -45,8 +48,8 @@ def takes_short_rows(dtype: torch.dtype) -> bool:
 
 @cache
 def short_rows_fail() -> bool:
-    """Whether torch's attention raises for 16-bit rows. On a CPU with a matrix unit (AMX) it packs them for that unit,
-    by code that only the capability AVX512 has (pack_vnni2): ATEN_CPU_CAPABILITY=avx2 asks for another."""
+    """Whether torch's attention raises for 16-bit rows. On a CPU with a matrix unit (AMX) torch packs the rows for
+    it by code that needs torch's AVX512 capability (pack_vnni2). ATEN_CPU_CAPABILITY=avx2 chooses a lower one."""
     return (
         torch.cpu._is_amx_tile_supported() and torch.backends.cpu.get_cpu_capability() != "AVX512"
     )
@@ -55,11 +58,11 @@ def short_rows_fail() -> bool:
 def forward(
     q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    # else the op is silently wrong
+    # with other strides the op's results are wrong, without an error
     assert q_BHMD.stride(-1) == k_BGLD.stride(-1) == v_BGLD.stride(-1) == 1
-    assert min(q_BHMD.numel(), k_BGLD.numel()) > 0  # else the op kills the process
+    assert min(q_BHMD.numel(), k_BGLD.numel()) > 0  # an empty tensor kills the process
     dtype = q_BHMD.dtype
-    # rows of a cache: all others were copied in float32 (`takes_short_rows`)
+    # These are rows of a cache. All other 16-bit rows were copied to float32 before (`takes_short_rows`).
     if dtype.itemsize == 2 and short_rows_fail():
         q_BHMD = q_BHMD.float()
         k_BGLD = k_BGLD.float()

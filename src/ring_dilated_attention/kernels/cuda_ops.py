@@ -42,13 +42,13 @@ class Op(NamedTuple):
     backward_arguments: Callable[[Tensor, Tensor, int, bool], tuple[Any, ...]]  # after value
     # between value and dropout: no bias, with lse
     forward_arguments: tuple[Any, ...] = (None, True)
-    refuses: Callable[[TileFacts], str | None] = lambda tile: None  # for any other reason
+    refuses: Callable[[TileFacts], str | None] = lambda tile: None  # for other reasons
     max_batch: float = 65_535  # the most blocks along the second and third dimension of a CUDA grid
     takes_groups: bool = False  # fewer key/value heads than query heads
     takes_strides: bool = False  # out and dout may have any strides
 
     def why_not(self, tile: TileFacts) -> str | None:
-        """The reason why it cannot compute the tile, or None."""
+        """The reason why the op cannot compute the tile, or None."""
         if not self.is_enabled():
             return "is switched off (torch.nn.attention.sdpa_kernel, torch.backends.cuda)"
         if tile.dtype not in self.capabilities:
@@ -96,7 +96,7 @@ def _cudnn_refuses(tile: TileFacts) -> str | None:
     if torch.version.hip:
         return "is not part of ROCm"
     version = torch.backends.cudnn.version() or 0
-    # older ones went out of bounds where M is not a multiple of 128 (pytorch#169849)
+    # Older versions went out of bounds if M was not a multiple of 128 (pytorch#169849).
     if version < 91501:
         return f"needs cuDNN 9.15.1 (91501) or later, got {version}"
     # Torch never gives cuDNN a single key, and a single row gave NaN (cudnn-frontend#1072).
@@ -113,7 +113,7 @@ def _cudnn_refuses(tile: TileFacts) -> str | None:
 def _flash_arguments(
     out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal: bool
 ) -> tuple[Any, ...]:
-    # no documents
+    # the two None: no borders of documents
     return (
         out_BHMD,
         lse_BHM,
@@ -150,7 +150,7 @@ def _cudnn_arguments(
 
 
 def _seeds(like: Tensor) -> list[Tensor]:
-    # dropout's: the op asks for them, and never reads them
+    # seed and offset of dropout: the op must be given them, but does not read them without dropout
     return [like.new_empty((), dtype=torch.int64)] * 2
 
 
@@ -186,7 +186,7 @@ OPS = {
 
 
 def lse_multiple(name: str | None) -> int:
-    """An op's backward reads lse in multiples of so many rows. In added rows lse is inf, so that exp(s - inf) = 0."""
+    """An op's backward needs a multiple of so many rows of lse. Added rows have lse = inf, so that exp(s - lse) = 0."""
     return 32 if name == "efficient" and not torch.version.hip else 1
 
 
@@ -195,8 +195,8 @@ _CUDNN_FIRST = (9, 10)
 
 
 def in_order(tile: TileFacts) -> tuple[str, ...]:
-    """The names of OPS, as they are tried. The first that takes a tile runs it."""
-    # A token attends to one key more than the last did, and cuDNN makes a plan for each number of keys.
+    """The names of OPS, in the order in which they are tried. The first op that takes a tile runs it."""
+    # In generation the number of keys grows with every token, and cuDNN makes a plan for each number of keys.
     is_of_token = tile.num_rows < 128 and tile.num_keys != tile.num_rows
     if tile.capability[0] in _CUDNN_FIRST and not is_of_token:
         return "cudnn", "flash", "efficient"

@@ -4,8 +4,8 @@ The ops compute ds = p * (dp - delta) with delta = rowsum(dout * out), and a gra
 one column is added: q, k and v are 0 in it, out is -dlse and dout is 1. Only delta changes: it becomes delta - dlse.
 
 dlse is float32. 16-bit inputs would round it (GradScaler begins with 65,536, beyond float16), so they take three
-columns. dout is the same power of 2 in all three. out is -dlse / dout in the first, rounded; in the second, what that
-rounding left; in the third, what the second's left.
+columns. dout is the same power of 2 in all three. out is -dlse / dout in the first column, rounded. The second column
+has the error of that rounding, itself rounded, and the third column the error of the second.
 """
 
 import torch
@@ -30,7 +30,8 @@ def with_dlse_columns(rows: BackwardRows, width: int) -> BackwardRows:
     factor = torch.ones_like(rows.dlse)
     count = num_columns(out.dtype)
     if count > 1:
-        exponent = torch.frexp(rest).exponent.clamp(-14, 15)  # the power is a normal float16
+        # The limits keep the power of 2 a normal float16.
+        exponent = torch.frexp(rest).exponent.clamp(-14, 15)
         factor = torch.ldexp(factor, exponent)
 
     for column in range(head_dim, head_dim + count):

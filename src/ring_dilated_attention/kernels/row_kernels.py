@@ -4,8 +4,8 @@
 Unverified: no GPU has run them. They were run in Triton's interpreter, and compiled for NVIDIA GPUs.
 
 A table says where the rows of tiles lie. A tile has FIELDS numbers, then a pointer and three strides for each of its
-tensors (`rows_at_once.py`). The tensors of a tile are (B, H, M, D), where segments count as batch entries. The tensor
-that is passed over is (B, N, H, D). A program computes BN rows of one head.
+tensors (`rows_at_once.py`). The tensors of a tile are (B, H, M, D), where segments count as batch entries. The tensors
+of all positions are (B, N, H, D). A program computes BN rows of one head.
 """
 
 import torch
@@ -22,7 +22,8 @@ DTYPES = {
 
 @triton.jit
 def write_kernel(table, numbers, NUM: tl.constexpr, OFFSET: tl.constexpr):
-    """Write the numbers, which come as arguments: so no copy from the host has to be waited for, or captured."""
+    """Write the numbers to the table. They are arguments, so that no copy from the host has to be waited for, or
+    captured in a CUDA graph."""
     for i in tl.static_range(NUM):
         tl.store(table + i, (numbers[i] >> 1) - OFFSET)
 
@@ -39,7 +40,7 @@ def _has_rows(tile, entry, head, start, stop):
 
 @triton.jit
 def _indices(tile, entry, head, row_N):
-    """Which rows the tile has, and their indices in the first three dims of its tensors."""
+    """Which of the rows row_N the tile has, and their indices in the first three dims of the tile's tensors."""
     k = (head - tl.load(tile + 4)) // tl.load(tile + 5)
     ahead_N = row_N - (tl.load(tile + 2) + k * tl.load(tile + 7)).to(tl.int32)
     step = tl.load(tile + 8).to(tl.int32)
@@ -58,7 +59,7 @@ def _pointers(fields, b_N, k, m_N, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Pointers to rows of a tile's tensor, whose pointer and strides are at `fields`."""
     pointer = tl.load(fields).to(tl.pointer_type(DTYPE))
     stride_b, stride_h, stride_m = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
-    if ALIGNED > 1:  # elements in 16 bytes, of which rows begin at whole numbers
+    if ALIGNED > 1:  # ALIGNED elements are 16 bytes, and every row begins at a multiple of 16 bytes
         pointer = tl.multiple_of(pointer, 16)
         stride_b = tl.multiple_of(stride_b, ALIGNED)
         stride_h = tl.multiple_of(stride_h, ALIGNED)
@@ -85,10 +86,10 @@ def merge_kernel(
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
     ADDS: tl.constexpr,
 ):  # fmt: skip
-    """out, lse of each row: its partials, merged; with ADDS also what out and lse hold.
+    """Write out and lse of each row: all its partials, merged. With ADDS what out and lse hold is merged too.
 
     Naively lse = log(sum over partials of exp(lse_p)) and out = sum of exp(lse_p - lse) out_p. Here the largest lse so
-    far is subtracted before exp. Sums that are added to are merged in float64, as in `run/merge.py`.
+    far is subtracted before exp. With ADDS the weights are float64, as in `run/merge.py`.
     """
     entry, head, start = _block(num_rows, first_head, num_block_heads, BN)
     row_N, column_D = start + tl.arange(0, BN), tl.arange(0, BD)
@@ -137,9 +138,10 @@ def add_kernel(
     factor, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
     ADDS: tl.constexpr,
 ):  # fmt: skip
-    """dq * factor, dk, dv of each row: the sum of its tiles' gradients; with ADDS also of what they hold.
+    """Write dq, dk and dv of each row: the sum of the tiles' gradients, in dq times factor. With ADDS the sum is added
+    to what dq, dk and dv hold.
 
-    Programs along the second dimension are for dq, dk and dv. num_block_heads: query heads of the block.
+    Programs along the second dimension are for dq, dk and dv. num_block_heads: the number of query heads computed.
     """
     which, ratio = tl.program_id(1), num_heads // num_kv_heads
     first_head = first_kv_head * ratio
@@ -147,7 +149,7 @@ def add_kernel(
     target, first_tile, num_tiles = dq, 0, num_dq
     is_needed = True
     if which > 0:
-        # a key/value head has one program for each of its query heads, of which the first works
+        # A key/value head has a program for each of its query heads. Only the first of them computes.
         is_needed = head % ratio == 0
         head = head // ratio
         num_heads = num_kv_heads

@@ -1,5 +1,5 @@
-"""Launches the Triton kernels of `row_kernels.py`: one merge of a call's partials, one sum of its gradients, one copy
-of the rows of its backward. `run/merge.py` defines what each function computes, in plain torch.
+"""Launches the Triton kernels of `row_kernels.py`: one merges the partials of many tiles, one adds up their gradients,
+and one copies the rows that a backward reads. `run/merge.py` defines what each function computes, in plain torch.
 
 Unverified: no GPU has run it. B batch, N positions, H query heads, G key/value heads, D head dim.
 """
@@ -17,17 +17,17 @@ from ..plan.rows import Rows
 from .contract import GradientSum, TileRows
 
 FIELDS = 12  # numbers of a tile before those of its tensors
-# Numbers that one launch writes: twelve tiles' have 240 in forward. A kernel's arguments have 4 KB at least.
+# Numbers that one launch of `write_kernel` writes: twelve tiles of a forward have 240. GPUs allow 4 KB of arguments.
 NUMBERS = 256
-# A number x is passed as 2 x + ODD. Else Triton would make a kernel for each kind of number: 1, multiples of
+# A number x is passed as 2 x + ODD. Otherwise Triton would compile a kernel for each kind of argument: 1, multiples of
 # 16, numbers of 32 bits.
 ODD = 2**41 + 1
 
 
 @cache
 def why_not(device: torch.device) -> str | None:
-    """The reason why the kernels do not run on a device, or None. The first question compiles one of them, and warns if
-    that fails."""
+    """The reason why the kernels do not run on a device, or None. The first call for a device compiles one
+    of the kernels, and warns if that fails."""
     if device.type != "cuda":
         return f"serves CUDA tensors, got {device}"
     try:
@@ -175,7 +175,7 @@ def _check(*targets: Tensor) -> None:
 
 
 def _block_rows(head_dim: int) -> int:
-    """Rows of a program: about 4,096 numbers, so that 128 threads have 32 each."""
+    """The number of rows that one program computes: about 4,096 numbers, so that each of 128 threads has 32."""
     return max(1, min(128, 4096 // _padded(head_dim)))
 
 
@@ -190,8 +190,8 @@ def _dtype(tiles: Sequence[TileRows], total: Tensor) -> torch.dtype:
 def _constants(
     head_dim: int, dtype: torch.dtype, numbers_of_tiles: Sequence[Sequence[int]], num_large: int
 ) -> dict[str, Any]:
-    """What is compiled in. num_large: how many of a tile's tensors have the dim D. ALIGNED: the elements in 16 bytes,
-    if all rows of these begin at whole numbers of 16 bytes."""
+    """The constants that a kernel is compiled with. num_large: how many of a tile's tensors have the dim D; they come
+    first. ALIGNED: the number of elements in 16 bytes if all their rows begin at multiples of 16 bytes, else 1."""
     from .row_kernels import DTYPES
 
     bits = 0
@@ -210,7 +210,7 @@ def _constants(
 
 
 def _numbers(tile: TileRows) -> list[int]:
-    """What a table holds of a tile, as `row_kernels.py` reads it."""
+    """The numbers of a tile in a table, as `row_kernels.py` reads them."""
     rows, entry, tensors = tile
     # all batch entries, or one
     entries = (0, 2**31 - 1) if entry is None else (entry, entry + 1)
@@ -245,7 +245,7 @@ def _geometry(rows: Rows) -> tuple[int, ...]:
 
 
 def _table(numbers_of_tiles: Iterable[Iterable[int]], device: torch.device) -> Tensor:
-    """The numbers as a tensor on the device. They are written by a kernel that has them as its arguments."""
+    """The numbers as an int64 tensor on the device, written by a kernel that has the numbers as arguments."""
     from .row_kernels import write_kernel
 
     numbers = [number for tile in numbers_of_tiles for number in tile]

@@ -1,11 +1,12 @@
-"""A partial and its gradients by torch's CUDA attention ops: flash, memory-efficient and cuDNN.
+"""Computes a tile's forward (its partial: out and lse) and backward by torch's CUDA attention ops: flash,
+memory-efficient and cuDNN.
 
 Unverified: no GPU has run it. It is written from the ops' schemas and sources, and tested on meta tensors and with
 stand-ins that keep to the ops' contracts.
 
-The first op of `cuda_ops.in_order` that takes a tile runs it. `torch.nn.attention.sdpa_kernel([...])` selects ops as
-usual, but the order stays, also with set_priority. FlashAttention 3 and 4 run in the place of torch's flash after the
-caller has called `torch.nn.attention.activate_flash_attention_impl`. Names are those of `contract.py`.
+The first op of `cuda_ops.in_order` that takes a tile runs it. `torch.nn.attention.sdpa_kernel([...])` enables ops as
+usual, but does not change their order, even with set_priority. FlashAttention 3 and 4 run in the place of torch's flash
+after the caller has called `torch.nn.attention.activate_flash_attention_impl`. Names are those of `contract.py`.
 """
 
 from typing import Any
@@ -34,7 +35,7 @@ def why_not(query: Tensor) -> str | None:
         return f"serves CUDA tensors, got {query.device}"
     if query.dtype not in DTYPES:
         return f"serves {', '.join(map(str, DTYPES))}, got {query.dtype}"
-    # the compiler cannot trace torch's switches; the call itself will ask again
+    # The compiler cannot trace whether ops are enabled. The call itself will ask again.
     if torch.compiler.is_compiling():
         return None
     against = _against(_any_tile(query))
@@ -48,7 +49,7 @@ def takes_short_rows(dtype: torch.dtype) -> bool:
 
 
 def merging(query: Tensor) -> Merging | None:
-    """One kernel in Triton, where that runs."""
+    """The Triton kernels of `rows_at_once`, or None where Triton does not work."""
     if rows_at_once.why_not(query.device):
         return None
     return Merging(
@@ -72,7 +73,7 @@ def ops(query: Tensor) -> dict[str, str | None]:
 
 
 def _any_tile(query: Tensor) -> TileFacts:
-    """The tile has a fixed length, not this rank's, so that either all ranks refuse a call or none does."""
+    """A tile to choose an op for before a call. Its length is the same on all ranks: so all refuse a call, or none."""
     q_BHMD = query.transpose(1, 2)
     return _tile(q_BHMD, q_BHMD)._replace(batch=1, num_rows=2, num_keys=2)
 
@@ -168,7 +169,7 @@ def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor,
     name, q, k, v = _prepared(rows.query, rows.key, rows.value, is_backward=True)
     dout, out = map(_aligned, (rows.dout, rows.out))
     if not OPS[name].takes_strides:
-        # as (B, M, H, D)
+        # these ops need tensors that are contiguous as (B, M, H, D)
         dout, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, out))
 
     # lse (B, H, M or more), contiguous. If it was laid out for this op, it has the added rows already.

@@ -1,4 +1,4 @@
-"""The traits of each kernel. No torch, so that planning needs none."""
+"""The traits of each kernel. This file does not import torch, so that planning needs no torch."""
 
 from typing import Any
 
@@ -15,7 +15,8 @@ def query_block(num_rows: int) -> int:
 
 
 def cpu_scratch(query: Any, key: Any, dout: Any, num_threads: int) -> int:
-    """Bytes that torch's CPU flash attention takes and frees, for a tile's tensors (B, H, M, D). dout: None in forward.
+    """Bytes that torch's CPU flash attention allocates and frees within a call, for a tile's tensors (B, H, M, D).
+    dout: None in forward.
 
     Each thread holds a block of scores. Backward also holds a block of the scores' gradients, and copies dout unless
     the heads of each row, and the rows, lie side by side."""
@@ -29,8 +30,9 @@ def cpu_scratch(query: Any, key: Any, dout: Any, num_threads: int) -> int:
 
 
 def cuda_scratch(query: Any, key: Any, dout: Any, num_threads: int) -> int:
-    """Bytes that torch's CUDA ops take and free, by their sources: flash's backward sums up dq, and a number for each
-    row, in float32 and padded. cuDNN takes about as much, which is not documented. Nothing was measured."""
+    """Bytes that torch's CUDA ops allocate and free within a call, according to their sources. Flash's backward sums up
+    dq, and a number for each row, in float32 and padded. cuDNN takes about as much (undocumented). Nothing was
+    measured."""
     if dout is None:
         return 0
     batch, num_heads, num_rows, head_dim = query.shape
@@ -38,8 +40,9 @@ def cuda_scratch(query: Any, key: Any, dout: Any, num_threads: int) -> int:
     return batch * num_heads * num_rows * (padded_head_dim(head_dim) + 1) * 4
 
 
-# Flash's backward counts the numbers of its accumulator of dq in 32 bits, with rows and head dims padded. Beyond that
-# it writes out of bounds. A longer tile is cut. Other ops have no such limit, and lose nothing by calls of this size.
+# Flash's backward indexes its accumulator of dq, whose rows and head dims are padded, by 32-bit integers. With
+# more numbers it writes out of bounds, so longer tiles are cut. Other ops have no such limit, but tiles of this size do
+# not slow them down.
 MOST_PADDED = 2**31
 
 
@@ -48,7 +51,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def most_flash_rows(head_dim: int, has_dlse: bool) -> int:
-    # the columns for dlse, aligned (`lse_gradient.py`)
+    # dlse takes three more columns (`lse_gradient.py`), which are then padded to a multiple of 8
     width = head_dim + 3 if has_dlse else head_dim
     return MOST_PADDED // padded_head_dim(width + -width % 8)
 

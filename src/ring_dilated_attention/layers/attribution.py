@@ -31,13 +31,13 @@ def attention_weights(
 ) -> Tensor:
     """The weights (B, Q, H, N) of all positions of x (B, N, E) in the softmax of some queries of a layer.
 
-    out[i] = sum_j weight[i, j] value[j]: the derivative of a number of out[i] with respect to value[j] is the weight.
-    This out is before `sub_layernorm` and `out_proj`. A query at padding has zeros. One layer's weights alone can
-    mislead, for other layers have mixed positions before: see `influence` too.
+    out[i] = sum_j weight[i, j] value[j], where out comes before `sub_layernorm` and `out_proj`. So the weight is the
+    derivative of an entry of out[i] with respect to the same entry of value[j]. A query at padding has zeros. The
+    weights of one layer alone can mislead, because the layers before it have mixed positions: see `influence` too.
 
     Args:
-        x: the attention's own input, on one device: in a layer with norm_first it comes after the norm.
-        queries: (Q,) integers, their positions. The memory is that of a call for each D of them.
+        x: the input of the attention itself, on one device. (In a layer with norm_first it is the output of the norm.)
+        queries: (Q,) integers: the positions of the queries. Every D queries take one backward, and its memory.
         key_padding_mask, positions, cu_seqlens: what the layer itself is called with.
     """
     if not isinstance(attention, MultiheadDilatedAttention):
@@ -86,7 +86,7 @@ def attention_weights(
         if key_padding_mask is not None:
             out = rows.unpack(out.flatten(2)).view_as(value)
     weights = []
-    # each query in a dim of its own, all in one backward
+    # One backward gives the weights of D queries: each query has a dim of the heads to itself.
     for some in queries.long().split(query.shape[3]):
         dims = torch.arange(len(some), device=out.device)
         dout = torch.zeros_like(out)
@@ -98,17 +98,17 @@ def attention_weights(
 
 def influence(output: Callable[[Tensor], Tensor], x: Tensor, *, num_steps: int = 16) -> Tensor:
     """How much each position of x moves an output through all layers, (B, N): integrated gradients
-    (arXiv 1703.01365). With enough steps they add up to output(x) - output(zeros); a warning says if they are off by
-    more than a tenth.
+    (arXiv 1703.01365). With enough steps the influences add up to output(x) - output(zeros). A warning says if their
+    sum is off by more than a tenth.
 
         influence(lambda x: model(x)[:, label], recordings)
 
-    The gradient at x alone would be small wherever an output is saturated, however much a position did for it.
+    The gradient at x alone would be small if the output is saturated, however much a position contributes to it.
 
     Args:
         output: from x to one number for each batch entry. Several numbers of an entry are summed.
         x: floating, (B, N) or (B, N, channels).
-        num_steps: of the way from zeros to x; each runs forward and backward once.
+        num_steps: the number of points between zeros and x. Each takes one forward and backward.
     """
     if num_steps < 1:
         raise ValueError(f"num_steps={num_steps} must be at least 1")
@@ -133,9 +133,9 @@ def influence(output: Callable[[Tensor], Tensor], x: Tensor, *, num_steps: int =
 
 
 def draw_influence(path: Path | str, influence: Tensor, signal: Tensor | None = None) -> None:
-    """Write a picture of how large the influence (N,) of positions is, below the signal (N,). It needs matplotlib.
+    """Write a picture of how large the influence (N,) of positions is, below the signal (N,). This needs matplotlib.
 
-    Positions that share a column are drawn by their largest value (a signal also by its smallest).
+    If several positions share a column of the picture, it shows their largest value (of a signal, also the smallest).
     """
     try:
         from matplotlib.figure import Figure

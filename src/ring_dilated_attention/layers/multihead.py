@@ -51,7 +51,7 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
 
     Args:
         pattern: who attends whom; causality is part of it.
-        num_kv_heads: G, grouped queries; num_heads must be a multiple of it. None means num_heads.
+        num_kv_heads: G, for grouped-query attention. num_heads must be a multiple of G. None means num_heads.
         rotary: rotary position embeddings (rotate-half form). True means base 10,000; a number is the base.
         parallel: the ranks that share sequences; inputs and outputs are then shards. Use `parallel.mean_loss`: a mean
             over each shard alone gives ranks wrong weights, and no error says so.
@@ -60,8 +60,9 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
             phase follows from its number in the layer. The outputs of modules that together hold all heads add up to
             the layer's. The module with head 0 adds out_proj's bias. `held` makes such modules.
 
-    It can stand in nn.TransformerEncoderLayer (`layer.self_attn = ...`) and so in nn.TransformerEncoder. A ValueError
-    refuses dropout, attention masks, attention weights, cross-attention and extra key/value rows.
+    The module can replace the attention of nn.TransformerEncoderLayer (`layer.self_attn = module`), and so work in
+    nn.TransformerEncoder. ValueErrors refuse dropout, attention masks, attention weights, cross-attention and extra
+    key/value rows.
     """
 
     in_proj_bias: nn.Parameter | None
@@ -116,7 +117,7 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
             raise ValueError(
                 f"sub_layernorm=True takes its mean over all {num_heads} heads, and {some}"
             )
-        # nn.TransformerEncoderLayer reads these two, and must not bypass this attention by its fast path.
+        # nn.TransformerEncoderLayer reads these two. The second stops its fast path, which would bypass `forward`.
         self.batch_first = True
         self._qkv_same_embed_dim = False
 
@@ -210,18 +211,18 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         lengths: Tensor | None = None,
         **others: object,
     ) -> tuple[Tensor, None]:
-        """(B, N, E) three times -> (B, N, E) and None, in the place of torch's attention weights.
+        """(B, N, E) three times -> (B, N, E), and None in the place of attention weights, which torch's module returns.
 
         Args:
             key_padding_mask: bool (B, N), True at padding, which must follow the valid positions of each row. Each row
                 becomes a document of its own length; padded positions are zeros before `out_proj`.
-            is_causal: torch's hint. True needs a causal pattern; False and None leave it to the pattern.
+            is_causal: the hint that torch passes. True needs a causal pattern. With False and None the pattern decides.
             positions: integer (N,), the place of each row for `rotary`, or the `rotary_table` of these places, which
                 the layers of a model can share. None means 0, 1, ... within each document, counted over all ranks
                 under `parallel`. With a cache, None means from `cache.position` on. Only the table of
                 `cache.next_positions(N)` can be passed instead.
-            cu_seqlens: as for `dilated_attention`: packed documents, batch 1.
-            cache: of this layer alone (`make_cache`): the N rows are appended to the sequences in it.
+            cu_seqlens: borders of packed documents, as for `dilated_attention`; the batch must be 1.
+            cache: a cache that only this layer uses (`make_cache`). The N rows are appended to the sequences in it.
             lengths: with a cache, (B,): how many of its N rows each batch entry appends. Other rows have no meaning.
         """
         try:
@@ -241,9 +242,8 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         if heads is None:
             assert key_padding_mask is not None
             if self.parallel is None:
-                warn_of_forgotten_parallel(
-                    query.shape[1]
-                )  # its call has borders, which tell a length
+                # Warn here: `_forward_padded` passes cu_seqlens, and with them `dilated_attention` does not warn.
+                warn_of_forgotten_parallel(query.shape[1])
             return self._forward_padded(query, key, value, key_padding_mask, table), None
         return self.out_proj(self._attend(heads, cu_seqlens, cache, lengths)), None
 
@@ -298,7 +298,7 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
     def _heads(
         self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, table: RotaryTable | None
     ) -> Heads:
-        """query, key and value of all heads, (B, N, H or G, D), rotated."""
+        """query, key and value of the heads held, (B, N, H or G, D), after the projections and the rotation."""
         if query_BNE is key_BNE and key_BNE is value_BNE:
             projected = F.linear(query_BNE, self.in_proj_weight, self.in_proj_bias).split(
                 self._split_sizes, dim=-1
@@ -321,7 +321,7 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         cache: DilatedCache | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """The attention and `subln`, between the projections."""
+        """What comes between the projections: attention and `subln`. Returns (B, N, H D)."""
         with called_by(self.parallel, self._number):
             out_BNHD = dilated_attention(
                 *heads,
@@ -407,7 +407,7 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         cache: DilatedCache | None,
         lengths: Tensor | None,
     ) -> None:
-        """Check arguments that `_table` reads, or that `dilated_attention` is not given. It checks the rest."""
+        """Check arguments that `_table` reads, or that `dilated_attention` is not given. The call checks the others."""
         if cu_seqlens is not None and mask is not None:
             raise ValueError(
                 "key_padding_mask and cu_seqlens both describe the documents: pass one of them"

@@ -1,4 +1,4 @@
-"""Modules that ranks can tell apart."""
+"""Numbers the modules of a context, so that ranks can check that the same module makes a call on all of them."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from ..ranks.context import ContextParallel
 
 
 class NumberedModule(nn.Module):
-    """A module that makes calls over ranks. By its number ranks compare which module calls."""
+    """A module that makes calls over ranks. Ranks compare its number, to check that the same module calls on all."""
 
     parallel: ContextParallel | None = None
     _number: int | None = None
 
     def share(self, parallel: ContextParallel | None) -> None:
-        """From now on inputs and outputs are shards of sequences that these ranks share."""
+        """Set `parallel`: from now on inputs and outputs are shards of sequences that these ranks share."""
         self.parallel = parallel
         self._number = None if parallel is None else parallel.ranks.number_module()
 

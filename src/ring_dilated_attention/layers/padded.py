@@ -15,7 +15,7 @@ from .rotary import RotaryTable
 class ValidRows:
     """The rows that are not padding, packed.
 
-    cu_seqlens: the borders of their documents; None without a valid position, since then there is no document.
+    cu_seqlens: the borders of the documents, or None if no position is valid, since then there is no document.
     """
 
     def __init__(self, mask_BN: Tensor, x_BNE: Tensor) -> None:
@@ -44,8 +44,8 @@ class ValidRows:
 class AllRows:
     """All rows, packed: `ValidRows` for compiled code, in which no shape depends on the mask.
 
-    Padding is a document of its own after each row's, and set to zero. No document may be empty: each row has one more
-    position of padding.
+    Each row becomes two documents: its valid positions, and its padding, set to zero. Each row gets one more position
+    of padding, because no document may be empty.
     """
 
     def __init__(self, mask_BN: Tensor, x_BNE: Tensor) -> None:
@@ -73,7 +73,7 @@ class AllRows:
 
 
 def packed_rows(mask_BN: Tensor, x_BNE: Tensor) -> ValidRows | AllRows:
-    """How rows like x are packed by a mask, (B, N), True at padding. ValueError for a mask that does not fit."""
+    """The packing of tensors like x by a mask (B, N), True at padding. ValueError for a mask that does not fit."""
     if torch.compiler.is_compiling():
         return AllRows(mask_BN, x_BNE)
     return ValidRows(mask_BN, x_BNE)

@@ -20,7 +20,7 @@ DEFAULT_ROTARY_BASE = 10_000.0
 class RotaryTable:
     """cos_ND and sin_ND, each (N, D/2) or (B, N, D/2), of the angle by which each pair of each row is rotated.
 
-    The table is no tuple, because FSDP would cast the tensors of a tuple to the 16-bit dtype of the parameters.
+    It is not a tuple, because FSDP would cast the tensors of a tuple to the 16-bit dtype of the parameters.
     """
 
     def __init__(self, cos_ND: Tensor, sin_ND: Tensor, base: float) -> None:
@@ -130,7 +130,8 @@ def document_positions(
 
 
 def _run_positions(x: Tensor, cu_seqlens: Tensor | None, parallel: str) -> Tensor:
-    """The positions of this rank's rows in their documents, (N,) int64 on the CPU. An op, because it sends messages."""
+    """The positions of this rank's rows in their documents, (N,) int64 on the CPU. It is run as an op, because the
+    compiler cannot trace code that sends messages."""
     ranks = context_named(parallel).ranks
     borders = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
     fields: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""What weights were trained with, beside them in a state_dict: the pattern, and the base of rotary embeddings."""
+"""Saves in a state_dict, beside the weights, what they were trained with: the pattern and the rotary base."""
 
 import json
 import warnings
@@ -11,19 +11,19 @@ from ..pattern import DilatedPattern
 
 
 class RemembersPattern(nn.Module):
-    """A module whose state_dict says its pattern and the base of its rotary embeddings."""
+    """A module whose state_dict also holds its pattern and the base of its rotary embeddings."""
 
     pattern: DilatedPattern
     rotary_base: float | None = None
 
     def get_extra_state(self) -> Tensor:
-        """What the weights were trained with, beside them in the state_dict: the bytes of a JSON text, since
-        safetensors and torch.distributed.checkpoint take tensors."""
+        """The pattern and the rotary base as the bytes of a JSON text: a uint8 tensor, since safetensors and
+        torch.distributed.checkpoint take only tensors."""
         text = json.dumps({"pattern": self.pattern.as_dict(), "rotary_base": self.rotary_base})
         return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Raise ValueError unless the weights were trained with this pattern and this base."""
+        """Raise ValueError unless the weights were trained with this module's pattern and rotary base."""
         try:
             # `state` may have been cast with the weights
             stored = json.loads(bytes(state.to(torch.uint8).tolist()))
@@ -44,14 +44,14 @@ class RemembersPattern(nn.Module):
 
 
 def check_before_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Refuse weights of another pattern before any is copied, and let those load that do not say their pattern, with a
-    warning. Python shows a warning of one text once."""
+    """A pre-hook of load_state_dict. Raise ValueError for weights of another pattern, before any is copied. Weights
+    that do not say their pattern are loaded with a warning, which Python shows once for all modules."""
     holder: Any = module
     name = f"{prefix}_extra_state"
     if not isinstance(module, RemembersPattern):
         holder = module.trained_with
         name = f"{prefix}trained_with._extra_state"
-    if holder is None:  # the pattern is not one of training
+    if holder is None:  # published weights: the pattern follows from the size of each input
         return
     if name in state:
         holder.set_extra_state(state[name])

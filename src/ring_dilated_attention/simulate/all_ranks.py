@@ -60,7 +60,7 @@ def all_ranks(
     return Simulated(SimulatedRanks(cut_of(num_ranks, sharding, align, lengths)))
 
 
-# by (sender, receiver): tensors, each with what is set when it has been delivered
+# For each (sender, receiver): tensors, each with an event that is set when the tensor has been delivered.
 Posted = defaultdict[tuple[int, int], deque[tuple[Tensor, threading.Event]]]
 
 
@@ -139,15 +139,15 @@ class SimulatedLink:
 
 @contextmanager
 def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """For a thread of ours: work on a stream. The thread keeps the stream's GPU as its current one: if it went back to
-    GPU 0, where threads begin, it would open a CUDA context there, of half a GB. (No GPU has run this.)"""
+    """In this block a thread that this file started works on a stream. After the block it stays on the stream's GPU: to
+    go back to GPU 0, where threads begin, would open a CUDA context there, of half a GB. (No GPU has run this.)"""
     torch.cuda.set_device(stream.device)
     with torch.cuda.stream(stream):
         yield
 
 
 def run_in_turn(world_size: int, work: Callable[[int, SimulatedLink], Any]) -> list[Any]:
-    """work(rank, link) for every rank; the results in the order of ranks."""
+    """Call work(rank, link) for every rank, each in a thread. Returns the results in the order of ranks."""
     wires = Wires()
     results = [None] * world_size
     # A new thread has the first device and its default stream, which does not wait for the caller's stream.

@@ -35,7 +35,8 @@ def measuring(parallel: ContextParallel) -> Iterator[list[MemoryUse]]:
         print(*ranks, sep="\\n")
 
     A rank holds its rows of query, key and value. In backward it also holds its rows of out, lse and out's gradient.
-    What it makes counts too: buffers, accumulators, partials. A kernel's scratch is not seen; `rda plan` lists it.
+    Tensors that the rank makes count too: buffers, accumulators, partials. The memory that a kernel allocates and frees
+    within a call is not seen; `rda plan` lists it.
 
     Raises:
         ValueError: unless all ranks are simulated. (`python -m benchmarks ranks` measures real ranks.)
@@ -67,7 +68,7 @@ def measuring(parallel: ContextParallel) -> Iterator[list[MemoryUse]]:
 class Held(TorchDispatchMode):
     """Counts bytes: of the given rows, and of every storage that an op of this thread returns, while the storage lives.
 
-    Memory that an op takes and frees inside one call is not seen: a kernel's scratch, a cast to the dtype of a sum.
+    Memory that an op allocates and frees inside one call is not seen: a kernel's scratch, a cast to the dtype of a sum.
     """
 
     def __init__(self, rows: Given) -> None:

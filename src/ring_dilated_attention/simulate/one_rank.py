@@ -1,4 +1,4 @@
-"""Runs one rank of a job of any size, by its own plan. The other ranks' chunks are made on demand.
+"""Runs one rank of a job of any size, by its own plan. Keys and values of other ranks are made when they are needed.
 
 B batch, G key/value heads, M rows of one head, D head dim.
 """
@@ -25,7 +25,10 @@ from .all_ranks import Simulated
 
 
 class GlobalChunk(NamedTuple):
-    """The chunk of a message. origin, lane: as in `plan/rings.py`. rows: by global position, each with its block."""
+    """The chunk that a message carries: rows of the rank `owner`, or their gradient.
+
+    origin, lane: as in `plan/rings.py`. rows: each by global positions, with the block of the message that holds it.
+    """
 
     owner: int
     branch: int
@@ -63,7 +66,8 @@ class OtherRanks:
         raise NotImplementedError
 
     def take_gradient(self, chunk: GlobalChunk, gradient: Tensor) -> None:
-        """Take what this rank adds to the gradient of another's chunk, laid out by `chunk.rows`. Copy it to keep it."""
+        """Called with what this rank adds to the gradient of another rank's chunk, laid out by `chunk.rows`. Copy
+        `gradient` to keep it."""
 
     def gradient_home(self, chunk: GlobalChunk) -> Tensor | None:
         """The sum of the other ranks' contributions to the gradient of this rank's chunk, or None for zero."""
@@ -79,7 +83,7 @@ def one_rank(
     align: int = 1,
     lengths: Sequence[int] | None = None,
 ) -> Simulated:
-    """A context that runs one rank of a larger job, on its rows. Without `lengths` all own equally many positions.
+    """A context that runs one rank of a larger job, on its rows. Without `lengths` ranks own equally many positions.
 
     Args:
         others: makes what the other ranks send, and takes what this rank sends.
@@ -106,7 +110,7 @@ class Delivered:
 
 
 class OneRankLink:
-    """Delivers what `others` make, at once."""
+    """Delivers at once what `others` makes, and hands `others` the gradients that this rank sends."""
 
     def __init__(
         self, rank: int, others: OtherRanks, chunk_of: Callable[[Message], GlobalChunk]
@@ -155,7 +159,7 @@ def grid(rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 class OneRank(Ranks):
-    """One rank of a larger job, on its own rows. All ranks have equally many, unless the cut has lengths."""
+    """One rank of a larger job, on its own rows. All ranks have equally many rows, unless the cut has lengths."""
 
     name = "simulated"
 

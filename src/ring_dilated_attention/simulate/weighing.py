@@ -74,11 +74,11 @@ class MetaKernel:
         return None
 
     def takes_short_rows(self, dtype: torch.dtype) -> bool:
-        """A CPU is taken to have no matrix unit, whichever runs this: then 16-bit rows are copied, which takes more."""
+        """False for the CPU, as if it had no matrix unit, whichever CPU runs this: then 16-bit rows are copied."""
         return self.NAME != "cpu"
 
     def merging(self, query: Tensor) -> Merging | None:
-        """As with Triton on a GPU: what is merged and laid out exists, and the kernels take nothing beside it."""
+        """As on a GPU with Triton, whose kernels allocate no memory: functions that do nothing."""
         if self.NAME != "sdpa":
             return None
         return Merging(_nothing, _nothing, _nothing)
@@ -107,17 +107,17 @@ class MetaKernel:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """On tensors without data."""
+    """Merge, add or lay out rows of tensors that have no data."""
 
 
 def _empty_like(x_BHMD: Tensor) -> Tensor:
-    """The heads of a row lie side by side, as kernels return them."""
+    """An empty tensor of this shape. The heads of a row lie side by side in memory, as in what kernels return."""
     batch, num_heads, num_rows, head_dim = x_BHMD.shape
     return x_BHMD.new_empty(batch, num_rows, num_heads, head_dim).transpose(1, 2)
 
 
 class MetaDealer:
-    """Brings what other ranks would send."""
+    """Returns empty tensors of the sizes that other ranks would send."""
 
     def all_to_all_single(
         self, tensors: Any, sizes: Any, like: Tensor, moment: str
@@ -127,7 +127,7 @@ class MetaDealer:
 
 @without_collection()
 def weigh_attention(rank_plan: RankPlan, sizes: Sizes, kernel: str) -> AttentionWeight:
-    """What one call holds on the plan's rank. kernel: its name."""
+    """The bytes that one call holds on the plan's rank. kernel: the kernel's name."""
     plan, dealing = rank_plan
     dealt = 1 if dealing is None else dealing.size
     dtype = DTYPES[sizes.itemsize]
@@ -154,8 +154,8 @@ def weigh_attention(rank_plan: RankPlan, sizes: Sizes, kernel: str) -> Attention
 
 
 def brief_program(plan: Plan, stage: str, facts: CallFacts) -> Iterator[Step]:
-    """The program without the steps that take and free nothing, and with two kernel calls of each kind, but all whose
-    results are kept.
+    """The program with only two kernel calls of each kind, beside those whose results are kept. Steps that neither
+    allocate nor free memory are left out too.
 
     Two show the peak: the second runs while the results of the first are held. Calls are of one kind if they have equal
     sizes and strides, equal uses of their results, and buffers of equal size beside them.
@@ -187,7 +187,7 @@ def brief_program(plan: Plan, stage: str, facts: CallFacts) -> Iterator[Step]:
 
 
 def _kind(tile: Tile) -> tuple[object, ...]:
-    """Equal for tiles whose rows differ only in where they lie."""
+    """A key that is equal for tiles whose rows differ only in where they lie."""
     query = tile.query._replace(first=0, heads=range(len(tile.query.heads)))
     if isinstance(tile.key, Rows):
         return query, tile.key._replace(first=0, heads=range(len(tile.key.heads)))
@@ -195,7 +195,7 @@ def _kind(tile: Tile) -> tuple[object, ...]:
 
 
 def _with_few_hops(plan: Plan) -> Plan:
-    """The plan; if it has more than MOST_HOPS hops, with two hops of each kind and the last."""
+    """The plan. If it has more than MOST_HOPS hops, it keeps only two of each kind, and the last."""
     if len(plan.hops) <= MOST_HOPS:
         return plan
     num_hops = Counter[tuple]()
