@@ -55,7 +55,7 @@ class _Ops:
 
 
 def _prepare(torch: Any) -> None:
-    """Make torch find the package's ops, and load patterns with weights_only=True."""
+    """Make `torch.ops` find the package's ops, and let `torch.load(weights_only=True)` load patterns."""
     from .pattern import DilatedPattern
 
     vars(torch.ops).setdefault(__name__, _Ops())

@@ -5,7 +5,7 @@ phase per branch: query i sees key j iff both lie in the same segment and have t
 that several branches contain counts once per branch.
 
 A sliding window is one branch more. Query i sees the w positions up to its own, or, if not causal, those at most w // 2
-away. Without phases, `Branch.in_reach` has this rule for single positions, and `plan/sight.py` for ranges of them.
+away. Apart from phases, `Branch.in_reach` computes this for two positions, and `plan/sight.py` for ranges of them.
 """
 
 import json
@@ -35,8 +35,8 @@ class Branch(NamedTuple):
     is_window: bool = False
 
     def in_reach(self, query: Any, key: Any, *, is_causal: bool) -> Any:
-        """Whether a query and a key at these positions of a document lie in one segment, or in the window, and in
-        order if causal. Numbers, or tensors of shapes that broadcast."""
+        """Whether a query and a key at these positions of a document lie in one segment, or in the window. If causal,
+        the key must not follow the query. Positions are numbers, or tensors of shapes that broadcast."""
         if self.is_window:
             seen = abs(query - key) <= self.window_reach(is_causal=is_causal)
         else:
@@ -44,7 +44,7 @@ class Branch(NamedTuple):
         return seen & (key <= query) if is_causal else seen
 
     def window_reach(self, *, is_causal: bool) -> int:
-        """How far a window reaches back, and forward if it is centred."""
+        """How many positions a window reaches back, and, if it is not causal, forward."""
         return self.segment_length - 1 if is_causal else self.segment_length // 2
 
     def __str__(self) -> str:
@@ -58,9 +58,9 @@ class HeadGroup(NamedTuple):
     """Query heads that one strided view can serve, with the key/value heads that they read."""
 
     query_heads: range
-    kv_heads: range  # the j-th query head reads kv_heads[j // (len(query_heads) // len(kv_heads))]
-    phase: int  # the j-th query head reads phase + j * phase_step
-    phase_step: int  # 0, or 1 on a diagonal
+    kv_heads: range  # The j-th query head reads kv_heads[j // (len(query_heads) // len(kv_heads))].
+    phase: int  # The j-th query head reads phase + j * phase_step.
+    phase_step: int  # 0, or 1 on a diagonal.
 
     @property
     def phases(self) -> range:
@@ -95,8 +95,8 @@ class DilatedPattern:
             from 1 to 2**62, rules that do not exist, and a window with heads="split".
     """
 
-    segment_lengths: Sequence[int]  # kept as tuples
-    # this default is refused, with an error that says what is missing
+    segment_lengths: Sequence[int]  # Stored as a tuple, like dilation_rates.
+    # The default is refused, with an error that says what is missing.
     dilation_rates: Sequence[int] = ()
     _: KW_ONLY
     window: int | None = None
@@ -392,7 +392,7 @@ class DilatedPattern:
             )
             note = "; every phase is read"
             there = [s for s in read if s in phases]
-            if len(there) < len(phases):  # `phases` is not listed: it may not fit into memory
+            if len(there) < len(phases):  # a list of all `phases` may be too large for memory
                 is_split = self.heads == "split" and there
                 unread = f"all but {there[0]}" if is_split else _shorten(phases[len(there) :])
                 note = f"; phases that no head reads: {unread}"
@@ -449,7 +449,7 @@ def why_no_pattern(value: object) -> str | None:
 def is_integer(value: object) -> bool:
     """Whether a value is an integer (one of numpy's or torch's too) and not a bool."""
     try:
-        index(value)  # type: ignore[arg-type]  # this is what is asked
+        index(value)  # type: ignore[arg-type]  # fails for all other types
     except TypeError:
         return False
     return not isinstance(value, bool)

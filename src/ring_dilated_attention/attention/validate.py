@@ -45,7 +45,7 @@ ARGUMENTS_OF_TORCH = {
 
 
 def refuse_others(call: str, others: Mapping[str, object]) -> None:
-    """Raise TypeError for arguments that a call does not have. For `ARGUMENTS_OF_TORCH` it says what to do instead."""
+    """Raise TypeError for arguments that a call does not have. For those in `ARGUMENTS_OF_TORCH` it says a remedy."""
     for name in others:
         remedy = ARGUMENTS_OF_TORCH.get(name)
         raise TypeError(f"{call} has no argument {name!r}" + (f": {remedy}." if remedy else "."))
@@ -213,7 +213,7 @@ def check_cache(
                 f"cache and {name} cannot go together: a cache holds one whole sequence for each batch entry. Leave "
                 f"out {name}, or fill the cache from ranks with DilatedCache.gather."
             )
-    if call.pattern.text != cache.pattern.text:  # texts: torch.compile cannot compare windows
+    if call.pattern.text != cache.pattern.text:  # as texts: torch.compile cannot compare windows
         raise ValueError(
             f"the cache is of {cache.pattern}, the call of {call.pattern}. Make a cache for each pattern."
         )

@@ -2,7 +2,7 @@
 key rows that they attend to). Backends are modules that implement the interface.
 
 B batch (in a tile: segments too), N positions, H query heads, G key/value heads, M query rows, L key rows, D head dim.
-Tensors may have any strides, but that of their last dim is 1. A tile is never empty. A causal tile has M == L.
+Tensors may have any strides, except that the last dim has stride 1. A tile is never empty. A causal tile has M == L.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,8 +63,8 @@ class Kernel(Protocol):
 
     NAME: str
     TRAITS: Traits
-    # For a (B, N, H, D) tensor: each op, with the reason why it cannot run dense attention on it, or None if it can.
-    # The first with None is run. `ops` is None for a backend with one op.
+    # From a (B, N, H, D) tensor to the backend's ops, each with the reason why it cannot run dense attention on the
+    # tensor, or None if it can. The first op with None runs. `ops` is None for a backend with one op.
     ops: Callable[[Tensor], dict[str, str | None]] | None
 
     def why_not(self, query: Tensor) -> str | None:
@@ -81,8 +81,8 @@ class Kernel(Protocol):
     def forward(
         self, q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """out (B, H, M, D) in the input's dtype and lse (B, H, M), float32 or float64. Rows of a cache are never copied
-        to float32 before."""
+        """out (B, H, M, D) in the input's dtype and lse (B, H, M), float32 or float64. Rows of a cache come as
+        they are, whatever `takes_short_rows` returns."""
 
     def backward(
         self, rows: BackwardRows, is_causal: bool, scale: float

@@ -36,16 +36,16 @@ class TileFacts(NamedTuple):
 class Op(NamedTuple):
     """What `aten._scaled_dot_product_<name>_attention` and its backward take."""
 
-    is_enabled: Callable[[], bool]  # torch's own switch
-    capabilities: dict[torch.dtype, tuple[int, int]]  # the least compute capability for each dtype
+    is_enabled: Callable[[], bool]  # Whether torch's own switch is on.
+    capabilities: dict[torch.dtype, tuple[int, int]]  # The least for each dtype.
     max_head_dim: float
-    backward_arguments: Callable[[Tensor, Tensor, int, bool], tuple[Any, ...]]  # after value
-    # between value and dropout: no bias, with lse
+    backward_arguments: Callable[[Tensor, Tensor, int, bool], tuple[Any, ...]]  # Those after value.
+    # The arguments between value and dropout: no bias, with lse.
     forward_arguments: tuple[Any, ...] = (None, True)
-    refuses: Callable[[TileFacts], str | None] = lambda tile: None  # for other reasons
-    max_batch: float = 65_535  # the most blocks along the second and third dimension of a CUDA grid
-    takes_groups: bool = False  # fewer key/value heads than query heads
-    takes_strides: bool = False  # out and dout may have any strides
+    refuses: Callable[[TileFacts], str | None] = lambda tile: None  # For other reasons.
+    max_batch: float = 65_535  # The most blocks along a CUDA grid's second and third dimension.
+    takes_groups: bool = False  # Fewer key/value heads than query heads.
+    takes_strides: bool = False  # out and dout may have any strides.
 
     def why_not(self, tile: TileFacts) -> str | None:
         """The reason why the op cannot compute the tile, or None."""
@@ -172,7 +172,7 @@ OPS = {
         {torch.float32: (5, 0), torch.float16: (5, 0), torch.bfloat16: (8, 0)},
         max_head_dim=math.inf,
         backward_arguments=_efficient_arguments,
-        max_batch=math.inf,  # it splits larger ones itself
+        max_batch=math.inf,  # the op splits larger batches itself
     ),
     "cudnn": Op(  # its backward asserts that the strides of out and dout are the same (pytorch#176915)
         torch.backends.cuda.cudnn_sdp_enabled,

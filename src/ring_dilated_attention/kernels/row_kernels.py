@@ -69,7 +69,7 @@ def _pointers(fields, b_N, k, m_N, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _block(num_rows, first_head, num_block_heads, BN: tl.constexpr):
-    """The batch entry, the head and the rows of a program. Heads of the same rows follow each other."""
+    """The batch entry, the head and the rows of a program. Neighbouring programs have equal rows of different heads."""
     program = tl.program_id(0)
     head = first_head + program % num_block_heads
     num_blocks = (num_rows + BN - 1) // BN

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..plan.rows import Rows
 from .contract import GradientSum, TileRows
 
-FIELDS = 12  # numbers of a tile before those of its tensors
+FIELDS = 12  # The numbers of a tile that precede those of its tensors.
 # Numbers that one launch of `write_kernel` writes: twelve tiles of a forward have 240. GPUs allow 4 KB of arguments.
 NUMBERS = 256
 # A number x is passed as 2 x + ODD. Otherwise Triton would compile a kernel for each kind of argument: 1, multiples of
@@ -164,7 +164,7 @@ def _launch(
 
 
 def _on_device(x: Tensor) -> AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensor's."""
+    """In this context the tensor's device is the current one, on which Triton launches."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
@@ -212,7 +212,7 @@ def _constants(
 def _numbers(tile: TileRows) -> list[int]:
     """The numbers of a tile in a table, as `row_kernels.py` reads them."""
     rows, entry, tensors = tile
-    # all batch entries, or one
+    # the range of batch entries: all, or one
     entries = (0, 2**31 - 1) if entry is None else (entry, entry + 1)
     numbers = [*entries, *_geometry(rows)]
 

@@ -73,7 +73,7 @@ def ops(query: Tensor) -> dict[str, str | None]:
 
 
 def _any_tile(query: Tensor) -> TileFacts:
-    """A tile to choose an op for before a call. Its length is the same on all ranks: so all refuse a call, or none."""
+    """A tile by which ops are checked before a call. Its length is equal on all ranks: all refuse a call, or none."""
     q_BHMD = query.transpose(1, 2)
     return _tile(q_BHMD, q_BHMD)._replace(batch=1, num_rows=2, num_keys=2)
 

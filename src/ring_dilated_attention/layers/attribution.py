@@ -17,7 +17,7 @@ from .multihead import MultiheadDilatedAttention
 from .padded import ValidRows
 from .rotary import RotaryTable, check_positions
 
-MOST_COLUMNS = 1000  # of a picture
+MOST_COLUMNS = 1000  # the most that a picture has
 
 
 def attention_weights(

@@ -142,7 +142,8 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         self.register_load_state_dict_pre_hook(check_before_loading)
 
     def reset_parameters(self, *, gain: float = 1.0) -> None:
-        """Xavier per projection; `gain` scales the value and output projections only (MAGNETO, arXiv 2210.06423)."""
+        """Xavier initialisation of each projection. `gain` scales only those of value and output (MAGNETO, arXiv
+        2210.06423)."""
         weights = [*self.in_proj_weight.split(self._split_sizes), self.out_proj.weight]
         for weight, weight_gain in zip(weights, (1.0, 1.0, gain, gain), strict=True):
             nn.init.xavier_normal_(weight, gain=weight_gain)
@@ -157,7 +158,7 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         """A module that holds some of this module's query heads, with copies of the parameters' rows and columns."""
         if len(self.heads_held) < self.num_heads:
             raise ValueError(
-                f"this module has {self.heads_held} of {self.num_heads} heads: take heads of a whole one"
+                f"this module has {self.heads_held} of {self.num_heads} heads: call `held` of one with all heads"
             )
         weight = self.in_proj_weight
         module = MultiheadDilatedAttention(
@@ -235,7 +236,7 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
             heads = None if key_padding_mask is not None else self._heads(query, key, value, table)
         except RefusedError:  # raised on all ranks alike
             raise
-        except Exception as error:  # whatever it is: the other ranks would wait for this one
+        except Exception as error:  # of any kind: the other ranks would wait for this one
             if self.parallel is not None:
                 refuse(self.parallel.key, str(error) or type(error).__name__)
             raise

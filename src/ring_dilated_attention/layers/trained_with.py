@@ -33,13 +33,13 @@ class RemembersPattern(nn.Module):
             raise ValueError(
                 "the weights' '_extra_state' does not say with which pattern they were trained: it is damaged, of "
                 "another version, or was averaged with the weights, as by an EMA: average floats alone. If you know "
-                "the pattern, leave the names that end so out of the state_dict"
+                "the pattern, leave the names that end in '_extra_state' out of the state_dict"
             ) from error
         if (pattern, base) != (self.pattern, self.rotary_base):
             raise ValueError(
                 f"the weights were trained with {pattern} and rotary_base={base}, and this module has {self.pattern} "
-                f"and rotary_base={self.rotary_base}: it would be another function. Make the module so; or, if you "
-                "mean to train on, leave the names that end in '_extra_state' out of the state_dict"
+                f"and rotary_base={self.rotary_base}: it would be another function. Give it those of the weights; or, if "
+                "you mean to train on, leave the names that end in '_extra_state' out of the state_dict"
             )
 
 

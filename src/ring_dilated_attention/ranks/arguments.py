@@ -43,7 +43,7 @@ def cut_of(
             raise ValueError(f"{name} must be an integer of at least 1, got {number!r}.")
     if not sharding_of(sharding).takes_lengths and (align != 1 or lengths is not None):
         raise ValueError(
-            f"{sharding} shards are near-equal by definition; align and lengths are for contiguous ones."
+            f"{sharding} shards are near-equal by definition; align and lengths are for contiguous shards."
         )
     if lengths is not None:
         if len(lengths) != num_ranks or any(not isinstance(n, int) or n < 0 for n in lengths):

@@ -75,7 +75,7 @@ def fingerprint(x: Tensor) -> int:
     """A 64-bit hash of a tensor's bytes. Different bytes hardly ever have the same hash."""
     raw = x.detach().contiguous().flatten().view(torch.uint8)
     words = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
-    # The factor is odd, so no two words have the same number here.
+    # The factor is odd, so that all words have different numbers.
     place = torch.arange(1, words.numel() + 1, device=x.device) * -7046029254386353131
     mixed = (words ^ (words >> 31)) * -4417276706812531889 + place
     return int(((mixed ^ (mixed >> 29)) * (place | 1)).sum())

@@ -33,7 +33,7 @@ class Call:
     heads: range
     num_heads: int
     context: str = ""
-    has_sinks: bool = False  # with sinks out depends on lse, which then has a gradient too
+    has_sinks: bool = False  # if so, out depends on lse, and lse has a gradient too
 
     @property
     def text(self) -> str:

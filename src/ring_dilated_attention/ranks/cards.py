@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-# The number of a process on its host, by launcher: torchrun, srun.
+# Environment variables in which launchers (torchrun, srun) put the number of a process on its host.
 _LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID")
 
 
@@ -30,7 +30,7 @@ def number_of_card(
 
 
 def card_of(group: dist.ProcessGroup | None) -> torch.device:
-    """The GPU of this process: the one to which `group` is bound, if it is, or else as `number_of_card` says."""
+    """The GPU of this process, as `number_of_card` says. `group` may be bound to a GPU."""
     bound = None if group is None else group.bound_device_id
     number = number_of_card(
         bound, torch.cuda.current_device(), os.environ, torch.cuda.device_count()

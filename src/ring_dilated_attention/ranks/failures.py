@@ -1,10 +1,10 @@
-"""`ExchangeError`, for a message that does not come, and the words that say its reason and the usual cause."""
+"""`ExchangeError`, for a message that does not come, and the words for its reason and its usual cause."""
 
 import re
 
 NOT_MADE = "did not enter making a ContextParallel"
 
-# Why a rank that still runs may not take part in a call, by a part of the error's text. The first part in it counts.
+# Why a rank that still runs may not take part in a call. Keys are parts of the error's text. The first in it counts.
 _USUAL_CAUSES = {
     "did not enter backward": "A rank runs the backward of a call only if its loss depends on the output of that call.",
     NOT_MADE: (

@@ -22,8 +22,9 @@ from .watching import Handle, Progress, Sentinel, Worker, with_threads
 
 _WATCH_SECONDS = 0.1
 _GRACE_SECONDS = 1.0
-_SHORT_BYTES = 64 * 1024  # messages to one peer of at most this many bytes each are sent as one
-_UNUSED_TAG = 1  # every other message has tag 0
+# Messages to one peer of at most this many bytes each are sent as one.
+_SHORT_BYTES = 64 * 1024
+_UNUSED_TAG = 1  # Every other message has tag 0.
 _TEXT_BYTES = 1024
 Addressed = Sequence[tuple[Tensor, int]]  # tensors, each with its peer
 
@@ -88,17 +89,17 @@ class GroupLink:
         self.world_size = len(members)
         self.reorder(members)
         self.failure: str | None = None
-        self.links = links  # all links of the context: if one breaks, all do
-        self.agreed: dict[str, tuple[int, ...]] = {}  # lengths, by the kind of call (handshake.py)
-        # False once ranks have made different numbers of modules, whose numbers then cannot be compared
+        self.links = links  # All links of the context: if one breaks, all do.
+        self.agreed: dict[str, tuple[int, ...]] = {}  # Lengths, by the kind of call (handshake.py).
+        # False once ranks have made different numbers of modules, so that modules cannot be compared by their numbers.
         self.counts_modules = True
         links.append(self)
         # The backend of each type of device. (dist.get_backend has one text for all types.)
         self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._pending: weakref.WeakSet[GroupPending] = weakref.WeakSet()
         self._worker: Worker | None = None
-        self._sentinels: dict[int, Sentinel] = {}  # by peer's rank in the group
-        self.waits: list[WaitTimes] | None = None  # None unless waits are recorded
+        self._sentinels: dict[int, Sentinel] = {}  # By the peer's rank in the group.
+        self.waits: list[WaitTimes] | None = None  # None unless waits are recorded.
 
     def open(self) -> None:
         """Make one NCCL call on all ranks: torch does not define what happens if only some ranks make the first one."""
@@ -108,12 +109,12 @@ class GroupLink:
     def reorder(self, members: Sequence[int]) -> None:
         """Put the group's members, given by their global ranks, into this order."""
         self.members = list(members)
-        # rank in the group, by place
+        # at i: the rank of members[i] in torch's group
         self.order = [dist.get_group_rank(self.group, member) for member in members]
         self.rank = self.order.index(dist.get_rank(self.group))
 
     def on_gloo(self, x: Tensor) -> bool:
-        """Whether gloo sends a tensor. It also does for a device that has no backend in this group (`_needs_host`)."""
+        """Whether gloo sends a tensor. gloo also sends those of a device that has no backend in this group."""
         return self.backends.get(x.device.type, "gloo") == "gloo"
 
     # Waiting for messages, and what follows if one does not come.
@@ -147,7 +148,7 @@ class GroupLink:
         if peer not in self._sentinels:
             self._sentinels[peer] = Sentinel(partial(self._receive_nothing, peer))
         error = self._sentinels[peer].error
-        # A peer may close its connection after its last message, and this may be noticed first: wait for the message.
+        # A peer may close its connection after its last message. This rank may see that first: wait for the message.
         if (
             error is not None
             and not progress.ended.wait(_GRACE_SECONDS)
@@ -372,7 +373,8 @@ class GroupLink:
     def texts(self, text: str, moment: str) -> list[str]:
         """Every rank's text, up to 1,024 bytes each."""
         record = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device="cpu")
-        encoded = text.encode(errors="backslashreplace")[:_TEXT_BYTES]  # a name may hold surrogates
+        # A name may hold surrogates, which UTF-8 cannot encode.
+        encoded = text.encode(errors="backslashreplace")[:_TEXT_BYTES]
         record[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")
         texts = []
         for other in self.records(record, moment):

@@ -29,7 +29,7 @@ from .handshake import CALLER, NUM_MODULES, agree
 from .link import GroupLink, WaitTimes
 from .ranks import Links, Ranks
 
-_naming = Lock()  # held while torch's function that names groups is replaced
+_naming = Lock()  # Held while torch's function that names groups is replaced.
 # For each default group of torch: how many groups each set of ranks has made.
 _num_groups: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
@@ -37,7 +37,7 @@ _num_groups: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = We
 def _group_name(members: Sequence[int]) -> str:
     """A name for the next group of these ranks, made from the ranks and the number of groups that they have made.
 
-    torch's own names would not do. Before 2.14 they come again after a group of some ranks was closed, and lead to its
+    torch's own names do not work. Before 2.14 they come again after a group of some ranks was closed, and lead to its
     closed ports. Since 2.14 they count groups that other ranks did not make: ranks would wait under different names.
     """
     ranks = tuple(sorted(members))
@@ -67,7 +67,7 @@ def _groups_named(name: str) -> Iterator[None]:
 
 
 def backends_with_cpu(default: str) -> str | None:
-    """The backends of a group that also carries tensors on the CPU, given those of the default group; None: the same.
+    """The backends of a group that also carries tensors on the CPU, given those of the default group. None: no change.
 
     After `init_process_group("nccl")` the default group is "cuda:nccl". But counts of losses, token ids and masks are
     on the CPU.
@@ -103,7 +103,7 @@ class Processes(Ranks):
         super().__init__(ShardSpec("contiguous", len(members)))
         self.timeout = timeout
         self.world_size = len(members)
-        self.opened: list[GroupLink] = []  # the communicators: if one breaks, all do
+        self.opened: list[GroupLink] = []  # all communicators: if one breaks, all do
         self.owner: Thread | None = None
         self.process = os.getpid()
         # what `expect_lengths` was given
@@ -208,7 +208,7 @@ class Processes(Ranks):
     ) -> tuple[int, ...]:
         # Checked before the lock: if it was held at the fork, it stays locked in the forked process for ever.
         self.check_all_here(str(fields.get("call", "a call")))
-        with self.turn:  # another thread's refusal goes between two handshakes of the owner
+        with self.turn:  # another thread's refusal must not mix with a handshake of the owner
             failure = self._why_other_thread() or failure
             owner = {
                 "the name of the calling thread (Thread(name=...) sets it)": self.owner

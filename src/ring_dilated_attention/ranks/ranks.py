@@ -41,9 +41,9 @@ class Ranks:
         self.calls = 0
         # the lengths of the shards of the sequence that was cut last
         self.lengths_cut_last: tuple[int, ...] = ()
-        self.warned: set[str] = set()  # what `warn_once` has warned of
-        self.num_modules = 0  # the number of modules made with this context
-        self.caller: int | None = None  # the number of the module that calls now
+        self.warned: set[str] = set()  # What `warn_once` has warned of.
+        self.num_modules = 0  # The number of modules made with this context.
+        self.caller: int | None = None  # The number of the module that calls now.
         self.is_closed = False
         # Held by the thread that now talks to other ranks (`agree`, `records`).
         self.turn = RLock()
@@ -117,7 +117,7 @@ class Ranks:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """If this block, before a handshake, raises an error, tell the reason to the other ranks, which wait for it."""
+        """In this block, which precedes a handshake, an error is told to the other ranks, which wait for this one."""
         try:
             yield
         except Exception as error:
@@ -148,7 +148,7 @@ class Ranks:
     # Which module calls.
 
     def number_module(self) -> int:
-        """The number of a new module of this context. By it ranks compare which module makes a call (`caller`)."""
+        """The number of a new module of this context. Ranks compare the numbers of the modules that call (`caller`)."""
         self.num_modules += 1
         return self.num_modules
 
@@ -182,14 +182,14 @@ class Ranks:
         return Choice("none", "one rank: nothing to send")
 
     def links(self, exchange: str, job: Job) -> Links:
-        """What connects this rank with others in a call by this exchange; see `Links`."""
+        """The link and the dealer of this rank in a call with this exchange; see `Links`."""
         return None, None
 
     def abandon(self, reason: str) -> None:
         """Break the connections, so that other ranks fail at once instead of waiting for this one."""
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
 
     # A call.
 
@@ -197,7 +197,7 @@ class Ranks:
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor, ForwardState]:
         """out (B, N, H, D), lse (B, N, H), and what the backward takes from this forward."""
-        number = self.calls + 1 if self.name else 0  # one process alone agrees with nobody
+        number = self.calls + 1 if self.name else 0  # one process alone needs no number
         with self.all_or_none(ValueError), self.refusing():
             state = ForwardState.of(number, call, query, cu_seqlens)
         tensors = {"query": query, "key": key, "value": value}

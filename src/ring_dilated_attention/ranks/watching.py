@@ -21,12 +21,12 @@ class Handle(NamedTuple):
     peer: int
 
 
-with_threads: "weakref.WeakSet[Any]" = weakref.WeakSet()  # links, each with `end_threads`
+with_threads: "weakref.WeakSet[Any]" = weakref.WeakSet()  # links that have threads
 _threads: "weakref.WeakSet[Thread]" = weakref.WeakSet()
 
 
 def start_thread(function: Callable[..., None], *args: object) -> Thread:
-    # A fixed name: "Thread-N" would count on, and the names of user threads, which ranks compare, would differ.
+    # The name leaves the numbers of "Thread-1", "Thread-2" to the user's threads: ranks compare the names of those.
     thread = Thread(target=_run, args=(function, *args), daemon=True, name="rda")
     thread.start()
     _threads.add(thread)
@@ -36,7 +36,7 @@ def start_thread(function: Callable[..., None], *args: object) -> Thread:
 def _run(function: Callable[..., None], *args: object) -> None:
     # A message writes into its profiler event as it ends. torch's profiler frees the event when the profiler stops.
     if hasattr(torch.autograd, "_enable_record_function"):
-        torch.autograd._enable_record_function(False)  # in this thread
+        torch.autograd._enable_record_function(False)  # for this thread only
     function(*args)
 
 
@@ -115,4 +115,4 @@ class Worker:
     def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
         while (function := queue.get()) is not None:
             function()
-            del function  # the function holds messages' memory, and the next may come much later
+            del function  # free its messages now: the next function may come much later

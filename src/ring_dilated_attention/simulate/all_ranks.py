@@ -108,7 +108,7 @@ class Wires:
 
 
 class SimulatedPending:
-    """Messages of a simulated rank. Like a real rank's, it keeps their tensors until the rank has waited for them."""
+    """Messages of a simulated rank. Their tensors are kept until the rank has waited for them, as on a real rank."""
 
     def __init__(self, wires: Wires, events: list[threading.Event], tensors: list[Tensor]) -> None:
         self.wires = wires
@@ -139,8 +139,9 @@ class SimulatedLink:
 
 @contextmanager
 def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """In this block a thread that this file started works on a stream. After the block it stays on the stream's GPU: to
-    go back to GPU 0, where threads begin, would open a CUDA context there, of half a GB. (No GPU has run this.)"""
+    """Run the block on a stream, in a thread that `run_in_turn` started. Afterwards the thread stays on the stream's
+    GPU: going back to GPU 0, where threads begin, would open a CUDA context there, of half a GB. (No GPU has run
+    this.)"""
     torch.cuda.set_device(stream.device)
     with torch.cuda.stream(stream):
         yield
@@ -227,8 +228,8 @@ class SimulatedRanks(Ranks):
 
 
 def _rows_of(x: Tensor, shard: Shard) -> Tensor:
-    """A rank's rows of a full (B, N, ...) tensor: a view if they are one span of a batch of 1, else a copy.
-    They are contiguous, as on a real rank: otherwise a batch would take more kernel calls (`views.folds`)."""
+    """A rank's rows of a full (B, N, ...) tensor: a view if the rows are one span of a batch of 1, else a copy.
+    The result is contiguous, as on a real rank: otherwise a batch would take more kernel calls (`views.folds`)."""
     if len(shard) == 1:
         return x[:, shard[0].start : shard[0].stop].contiguous()
     return torch.cat([x[:, :0], *(x[:, start:stop] for start, stop in shard)], dim=1)

@@ -89,7 +89,7 @@ class Held(TorchDispatchMode):
         )
         known = {storage._cdata for storage in given}
         for storage in made:
-            if storage._cdata not in known:  # else a view, or written in place
+            if storage._cdata not in known:  # otherwise it is a view, or was written in place
                 known.add(storage._cdata)
                 self._hold(storage.nbytes())
                 weakref.finalize(storage, self._hold, -storage.nbytes()).atexit = False

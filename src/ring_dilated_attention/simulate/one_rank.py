@@ -27,7 +27,7 @@ from .all_ranks import Simulated
 class GlobalChunk(NamedTuple):
     """The chunk that a message carries: rows of the rank `owner`, or their gradient.
 
-    origin, lane: as in `plan/rings.py`. rows: each by global positions, with the block of the message that holds it.
+    origin, lane: as in `plan/rings.py`. rows: by global position, each with the block of the chunk that holds them.
     """
 
     owner: int

@@ -78,7 +78,7 @@ class MetaKernel:
         return self.NAME != "cpu"
 
     def merging(self, query: Tensor) -> Merging | None:
-        """As on a GPU with Triton, whose kernels allocate no memory: functions that do nothing."""
+        """For "sdpa" functions that do nothing, since the kernels in Triton allocate no memory. None for "cpu"."""
         if self.NAME != "sdpa":
             return None
         return Merging(_nothing, _nothing, _nothing)
@@ -101,7 +101,7 @@ class MetaKernel:
         return gradients
 
     def _take_scratch(self, q_BHMD: Tensor, k_BGLD: Tensor, dout_BHMD: Tensor | None) -> None:
-        """Take and free the kernel's scratch beside the results."""
+        """Allocate and free the kernel's scratch, while the results exist."""
         num_bytes = self.TRAITS.scratch(q_BHMD, k_BGLD, dout_BHMD, self.num_threads)
         q_BHMD.new_empty(num_bytes, dtype=torch.uint8)
 
