@@ -341,7 +341,7 @@ DAMAGES = {
         "checkpoint-000006/mine.safetensors is no file of this checkpoint: move it away",
     ),
     "a field is missing": (change(bits_per_byte=None), f"{STATE_FILE} lacks bits_per_byte"),
-    "another step": (change(step=5), "checkpoint-000006 has another name: it is of step 5"),
+    "another step": (change(step=5), "checkpoint-000006 was renamed: it is of step 5"),
     "a hyperparameter is missing": (
         change(hyperparameters__seed=None),
         "another version of this package: seed",

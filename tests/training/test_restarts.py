@@ -264,7 +264,7 @@ class TestSameCommand:
         ),
         (
             [],
-            "torchrun --max-restarts needs --run-folder: by it, ranks that start again find their run",
+            "torchrun --max-restarts needs --run-folder, by which ranks that start again find their run",
         ),
     ],
 )

@@ -1,4 +1,7 @@
-"""`rda train`: trains alone, starts ranks, or is one of them. It refuses bad requests before it imports torch."""
+"""`rda train`: trains in this process, starts ranks that train, or is one of these ranks.
+
+Bad requests are refused before torch is imported.
+"""
 
 import os
 import re
@@ -52,9 +55,9 @@ if TYPE_CHECKING:
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
 PACKAGES = ("filelock", "numpy", "rich", "safetensors")
-# A rank that lost another waits so long before it ends: the one that failed ends first, and is named.
+# A rank that lost another waits so long before it ends. So the rank that failed ends first, and the launcher names it.
 GRACE_SECONDS = 10
-# The errors of gloo in DDP's all-reduce of gradients, and of a store, when another rank has ended.
+# What errors say if another rank has ended: gloo's errors in DDP's all-reduce of gradients, and those of a store.
 LOST_CONNECTION = re.compile(
     r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed? ?out|gloo/transport"
 )
@@ -105,7 +108,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     if RESTART in os.environ:
-        end_with_launcher()  # before the seconds that the imports take
+        end_with_launcher()  # first, since the imports take seconds
     if arguments.launched is not None or started().num_ranks > 1 or are_by_torchrun():
         return train(arguments, None)
     run = prepare_checked(arguments)
@@ -128,7 +131,7 @@ def prepare_checked(arguments: Namespace) -> Run:
         raise ValueError(f"--restarts {arguments.restarts}, but {rule}")
     if are_by_torchrun() and arguments.run_folder is None:
         raise ValueError(
-            "torchrun --max-restarts needs --run-folder: by it, ranks that start again find their run"
+            "torchrun --max-restarts needs --run-folder, by which ranks that start again find their run"
         )
     return prepare(arguments)
 
@@ -150,13 +153,13 @@ def launch_ranks(arguments: Namespace, run: Run) -> int:
 
 
 def what_is_left(arguments: Namespace, folder: Path) -> str:
-    """A sentence: the newest checkpoint, and the command that goes on from it."""
+    """What a failed run tells its user: the newest checkpoint, and the command that goes on from it."""
     checkpoint = find_checkpoint(folder) or "none"
     return f"newest checkpoint: {checkpoint}; go on with: {train_command(arguments, folder)}"
 
 
 def train_command(arguments: Namespace, folder: Path) -> str:
-    """The command that goes on: this one, with the run's folder."""
+    """The command that goes on with the run: the user's own command, with the run's folder."""
     words = list(arguments.argv)
     if arguments.launched is not None:
         words = words[:-2]  # without --launched
@@ -169,9 +172,10 @@ def train_command(arguments: Namespace, folder: Path) -> str:
 
 
 def train(arguments: Namespace, run: Run | None) -> int:
-    """Train in this process, alone or as one rank of several. If one rank refuses, all ranks do.
+    """Train in this process, alone or as one rank of several. Returns the exit code. If one rank refuses, all ranks do.
 
-    A rank of `rda train --ranks` ends with 0, unless it is to be started again, and leaves its exit code.
+    A rank of `rda train --ranks` returns 0 unless it is to be started again. It tells the launcher the exit code of the
+    command by `leave_code`.
     """
     with leaving_at_once("rda train"):
         import torch.distributed as dist
@@ -200,12 +204,12 @@ def train(arguments: Namespace, run: Run | None) -> int:
                 say(f"rda train: {error}")
         except Exception as error:  # noqa: BLE001  `failed` raises unforeseen errors again
             code = failed(error, arguments, folder)
-        # no start follows
+        # The ranks are not started again: nobody needs the count of starts.
         if folder is not None and parallel.rank == 0 and code != FAILED_EXIT_CODE:
             (folder / STARTS_FILE).unlink(missing_ok=True)
     if arguments.launched is None or code == FAILED_EXIT_CODE:
         return code
-    # The first rank still reports when the others have ended: they leave no code of a run that went well.
+    # If the run went well, only the first rank leaves the code: its report may still fail when the others have ended.
     if code not in (0, INTERRUPTED_EXIT_CODE) or parallel.rank == 0:
         leave_code(arguments.launched, code)
     return 0
@@ -220,7 +224,7 @@ def join(arguments: Namespace) -> "ContextParallel":
         join_ranks(arguments.launched, timeout)
         return ContextParallel(timeout=timeout)
     except (ValueError, RuntimeError):
-        # if this rank refuses the request, its refusal is the reason to show
+        # If this rank would refuse the request, show that reason, not that the ranks could not meet.
         prepare_checked(arguments)
         raise
 
@@ -228,14 +232,17 @@ def join(arguments: Namespace) -> "ContextParallel":
 def begin(
     arguments: Namespace, run: Run | None, parallel: "ContextParallel", stack: ExitStack
 ) -> Run:
-    """Own the run's folder until the stack is closed, and check that all ranks train the same run."""
+    """The run to train, once this process owns the run's folder and all ranks have agreed to train the same run.
+
+    The folder is owned until the stack is closed.
+    """
     from ..training.agreement import check_alike, on_first, together, values_of_all
 
     if run is None:
         run = together(parallel, partial(prepare_checked, arguments))
     # If the user named no folder, each rank has made up a name: take that of the first rank.
     folder = Path(on_first(parallel, partial(own, arguments, run, stack)))
-    # An owner that was waited for may have saved once more.
+    # The previous owner of the folder may have saved another checkpoint while this run waited for the folder.
     is_newest = find_checkpoint(run.folder) == run.checkpoint
     if not all(values_of_all(parallel, is_newest)):
         run = together(parallel, partial(prepare_checked, arguments))
@@ -243,7 +250,8 @@ def begin(
     if parallel.world_size > 1:
         check_alike(parallel, together(parallel, partial(fingerprint, run)))
     if may_start_again(arguments):
-        # Each launcher counts its own ranks' failures alone. The first start of a command counts anew.
+        # Each launcher counts only the restarts of its own ranks, so one launcher's restart counts for all ranks. The
+        # first start of a command begins a new count.
         is_again = any(values_of_all(parallel, os.environ.get(RESTART, "0") != "0"))
         on_first(parallel, partial(count_start, folder, anew=not is_again))
         if is_again and parallel.rank == 0:
@@ -253,17 +261,21 @@ def begin(
 
 
 def own(arguments: Namespace, run: Run, stack: ExitStack) -> str:
-    """Own the run's folder."""
+    """Own the run's folder until the stack is closed. Returns the folder's path."""
     seconds = 0.0
     if may_start_again(arguments):
-        # A run ends soon after its launcher. The other ranks wait --timeout for the one that waits for the folder.
+        # The run before this start may still own the folder: it ends soon after its launcher. Wait for less than
+        # --timeout, after which the other ranks would give up waiting for this rank.
         seconds = min(60, arguments.timeout / 2)
     return str(stack.enter_context(own_folder(run.folder, seconds)))
 
 
 @contextmanager
 def shown(run: Run, num_done: int) -> "Iterator[Callable[[Step], None]]":
-    """Show how much was read, then the progress. Neither comes earlier: a refused run prints only the reason."""
+    """Show the size of the document, then the progress. Yields a function to call after each step.
+
+    Nothing is shown before training begins: a refused run prints only the reason.
+    """
     say(f"the document has {len(run.document.content):,} bytes")
     with progress(run.hyperparameters.total_steps, "step") as bar:
         bar.update(num_done)
@@ -276,7 +288,7 @@ def shown(run: Run, num_done: int) -> "Iterator[Callable[[Step], None]]":
 
 
 def failed(error: Exception, arguments: Namespace, folder: Path | None) -> int:
-    """Tell the user and the launcher why this rank ends, and return its exit code. An unforeseen error is raised."""
+    """Tell the user and the launcher why this rank ends. Returns its exit code. An unforeseen error is raised again."""
     from ..ranks.failures import ExchangeError
 
     rank, num_ranks = started()
@@ -284,8 +296,9 @@ def failed(error: Exception, arguments: Namespace, folder: Path | None) -> int:
         "rda train" if num_ranks == 1 else f"rda train: rank {rank} on host {socket.gethostname()}"
     )
     first_line = next(iter(str(error).splitlines()), type(error).__name__)
+    # How to go on with the run. Under `rda train --ranks`, `launch_ranks` says that once for all ranks.
     onward = ""
-    if arguments.launched is None and folder is not None:  # otherwise the launcher says it
+    if arguments.launched is None and folder is not None:
         onward = f"; {what_is_left(arguments, folder)}"
     if isinstance(error, (ValueError, OSError)):
         say(f"{who}: {in_words(error)}")
@@ -305,8 +318,11 @@ def failed(error: Exception, arguments: Namespace, folder: Path | None) -> int:
 
 
 def code_after_loss(arguments: Namespace) -> int:
-    """Wait for the rank that failed: it ends first, or it has left the exit code of the command."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which an elastic launcher ends this rank
+    """The exit code of a rank that lost another: the code that a rank left for the command, or FAILED_EXIT_CODE.
+
+    Under `rda train --ranks` this waits up to GRACE_SECONDS, so that the failed rank can leave a code or end first.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # an elastic launcher ends this rank by SIGTERM
     deadline = time.monotonic() + GRACE_SECONDS
     while arguments.launched is not None and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -25,7 +25,7 @@ from .torchscale.networks import LongNetEncoder
 
 DILATION_RATES = (1, 2, 4, 8, 16)
 NUM_HEADS = 16
-FEWEST_CROWDED = 16  # a slide of fewer tiles is not warned of: they may rightly lie in few cells
+FEWEST_CROWDED = 16  # no warning for a slide of fewer tiles: they may rightly lie in few cells
 MOST_TILES_OF_A_SIDE = 2**31  # its square is the longest segment length that a pattern takes
 
 
@@ -150,7 +150,8 @@ class LongNetViT(nn.Module):
             config, parallel=parallel, activation_checkpointing=activation_checkpointing
         )
         if padding == "torchscale":
-            # Published weights: their segments follow from the size of a slide, and their names are known.
+            # A state_dict without a record of the pattern: published weights have none. Their segments follow from the
+            # size of a slide.
             self.encoder.trained_with = None
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.reset_parameters()
@@ -214,7 +215,7 @@ class LongNetViT(nn.Module):
         """
         num_tiles = self._check(x, coords, all_layer_embed)
         if self.parallel is None:
-            warn_of_forgotten_parallel(num_tiles)  # its encoder counts a row more
+            warn_of_forgotten_parallel(num_tiles)  # the encoder would count one more
         # Ranks without the class token take an empty slice of it: they too need a gradient for it.
         class_token = self.cls_token.expand(len(x), -1, -1)[:, : self._num_class]
         positions = self._positions(cells_of(coords, self.tile_size))
@@ -222,7 +223,7 @@ class LongNetViT(nn.Module):
         tokens_BNE = torch.cat((class_token, tiles_BLE), 1)
         pool = partial(self._pool, num_tiles)
         if all_layer_embed:
-            # so that the states of only one layer exist
+            # pooled layer by layer, so that the states (B, N, E) of only one layer exist at a time
             states = self.encoder(tokens_BNE, collect=pool)
         else:
             states = [pool(self.encoder(tokens_BNE))]
@@ -232,7 +233,8 @@ class LongNetViT(nn.Module):
         return [self.norm(x_BE) for x_BE in pooled.to(tokens_BNE.dtype).unbind()]
 
     def _pool(self, num_tiles: int, x_BNE: Tensor) -> Tensor:
-        """The mean of tiles, or the class token, (B, E). Under `parallel` this rank's share of the sum."""
+        """The mean of all tiles, or the class token, (B, E). Under `parallel` the term of this rank: the terms of all
+        ranks add up to it."""
         wide = torch.promote_types(x_BNE.dtype, torch.float32)
         if self.global_pool:
             return x_BNE[:, self._num_class :].sum(1, dtype=wide) / num_tiles
@@ -244,7 +246,11 @@ class LongNetViT(nn.Module):
         return int(self.parallel is None or self.parallel.rank == 0)
 
     def _positions(self, cells: Tensor) -> Tensor:
-        """(..., E): for y, then for x, [sin, cos] of cell * 10000^(-k / (E / 4)), k < E / 4, in the weights' dtype."""
+        """The sine-cosine embedding of cells (x, y), (..., 2), as (..., E) in the weights' dtype.
+
+        The first half is for y, the second for x. Each has the sines, then the cosines, of the E / 4 angles
+        cell * 10000^(-k / (E / 4)), k = 0, 1, ....
+        """
         num_frequencies = self.cls_token.shape[-1] // 4
         exponents = (
             torch.arange(num_frequencies, dtype=torch.float64, device="cpu") / num_frequencies
@@ -302,7 +308,7 @@ class LongNetViT(nn.Module):
 
     def _tile_failure(self, x: Tensor, coords: Tensor, first: int) -> str | None:
         """What is wrong with the first wrong tile, or None. This rank's tiles are numbered from `first`."""
-        dtype = self.cls_token.dtype  # numbers beyond its range become inf
+        dtype = self.cls_token.dtype  # features beyond the range of this dtype become inf
         is_finite_BL = x.detach().to(dtype).isfinite().all(-1)
         wrong = (~is_finite_BL).nonzero().tolist()
         if wrong:

@@ -1,7 +1,7 @@
-"""How the ranks of a run meet and agree.
+"""How the ranks of a run meet, exchange values and agree.
 
-They meet by the launcher's folder, or by variables of torchrun or srun. They exchange values, and errors: all ranks go
-on, or none. The first rank of each launcher reports an error.
+Ranks of `rda train --ranks` meet in the launcher's folder, others at the address that torchrun or srun gives them. If
+one rank meets an error that a user can mend, all ranks raise it, and the first rank of each launcher reports it.
 """
 
 import json
@@ -20,13 +20,15 @@ from .files import in_words
 from .rank_launcher import RESTART, started
 from .run_folder import are_by_torchrun
 
-JOIN_TIME = timedelta(seconds=300)  # that ranks may start apart
+JOIN_TIME = timedelta(seconds=300)  # how long a rank waits until all ranks have started
 T = TypeVar("T")
 
 
 def join_ranks(folder: Path | None, timeout: timedelta) -> None:
-    """Join the process group, if there are several ranks. folder: where those of `rda train --ranks` meet. timeout: of
-    the messages that torch sends for DDP."""
+    """Join the process group, if there are several ranks.
+
+    folder: where the ranks of `rda train --ranks` meet; None under another launcher. timeout: for the messages of DDP.
+    """
     rank, num_ranks = started()
     if dist.is_initialized() or num_ranks == 1:
         return
@@ -40,16 +42,17 @@ def join_ranks(folder: Path | None, timeout: timedelta) -> None:
 
 
 def store_of_launcher(rank: int, num_ranks: int) -> dist.Store:
-    """Where the ranks of this start meet under torchrun or srun, apart from those of earlier starts.
+    """The store in which the ranks of this start meet under torchrun or srun, without the entries of earlier starts.
 
-    torch 2.13 has one store for all starts of a torchrun, with the addresses of dead ranks. Each torchrun counts its
-    own restarts, so several torchruns need a new store from torch for each start.
+    torch 2.13 keeps one store for all starts of a torchrun, with the addresses of ranks that are dead. So the names of
+    entries begin with the number of the start. Several torchruns need not agree on this number, since each counts only
+    its own restarts. They need a new store for each start, and a ValueError says how to get it.
     """
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_torchruns and are_by_torchrun() and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         remedy = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for each torchrun"
         raise ValueError(
-            f"--max-restarts of several torchruns: ranks would find the addresses of dead ones: {remedy}"
+            f"several torchruns with --max-restarts: ranks would find addresses of dead ranks: {remedy}"
         )
     store: dist.Store = next(dist.rendezvous("env://", rank, num_ranks, timeout=JOIN_TIME))[0]
     return dist.PrefixStore(f"start-{os.environ[RESTART]}", store) if is_torchruns else store
@@ -60,7 +63,10 @@ class Refusal(ValueError):
 
 
 def together(parallel: ContextParallel, action: Callable[[], T]) -> T:
-    """action()'s result, on every rank. A ValueError or OSError of one rank is a Refusal on all of them."""
+    """Call action() on every rank. Returns this rank's result.
+
+    If it raises a ValueError or an OSError on any of several ranks, all ranks raise a Refusal.
+    """
     refusal, result = "", None
     try:
         result = action()
@@ -77,13 +83,16 @@ def together(parallel: ContextParallel, action: Callable[[], T]) -> T:
 
 
 def on_first(parallel: ContextParallel, action: Callable[[], Any]) -> Any:
-    """The first rank's action(), on every rank. JSON must be able to hold it. Errors are as in `together`."""
+    """Call action() on the first rank alone. Returns its result on every rank. Errors are those of `together`.
+
+    JSON must be able to hold the result.
+    """
     result = together(parallel, action if parallel.rank == 0 else lambda: None)
     return values_of_all(parallel, result)[0]
 
 
 def check_alike(parallel: ContextParallel, fields: Mapping[str, str]) -> None:
-    """Raise a Refusal on every rank unless all have the same fields."""
+    """Raise a Refusal on every rank unless `fields` have the same values on all ranks."""
     answers = values_of_all(parallel, (name_of_rank(), fields))
     first, fields_of_first = answers[0]
     for rank, fields_of_rank in answers:
@@ -97,7 +106,7 @@ def check_alike(parallel: ContextParallel, fields: Mapping[str, str]) -> None:
 
 
 def values_of_all(parallel: ContextParallel, value: Any) -> list[Any]:
-    """The values of all ranks, in order. JSON must be able to hold them."""
+    """The values that all ranks pass, in the order of ranks. JSON must be able to hold each value."""
     moment = "the exchange of what ranks are doing"
     content = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
     lengths = parallel.ranks.agree(len(content), {"call": moment})
@@ -112,7 +121,7 @@ def name_of_rank() -> str:
 
 
 def refuse(reason: str) -> NoReturn:
-    """Raise a Refusal, with the reason on the first rank of each launcher: its ranks write to one terminal. Processes
-    that somebody started one by one may be anywhere, and each says it."""
+    """Raise a Refusal. Only the first rank of each launcher has the reason as its text, since the ranks of a launcher
+    write to one terminal. Processes that were started one by one may have different terminals: each has the reason."""
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     raise Refusal(reason if is_first else "")

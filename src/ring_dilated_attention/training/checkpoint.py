@@ -1,8 +1,8 @@
 """Checkpoints of a run, written whole or not at all and loaded again (`models/saved_run.py` describes the files).
 
-torch.distributed.checkpoint writes them into a folder with another name, which is flushed to the disk and renamed. The
-newest two of a run stay, in case one is damaged. Older ones go, file by file, if their state says that this run made
-them.
+torch.distributed.checkpoint writes a checkpoint into a folder with another name, which is then flushed to the disk and
+renamed. The newest two checkpoints of a run stay, in case one is damaged. Older ones are deleted, file by file, if
+their state says that this run made them.
 """
 
 import json
@@ -26,9 +26,9 @@ from .agreement import on_first, together, values_of_all
 from .files import flush, in_words
 from .metrics import METRICS_FILE
 
-MARK_FILE = "made-by-rda-train"  # is in a folder that is not finished yet
+MARK_FILE = "made-by-rda-train"  # in the folder of a checkpoint until the checkpoint is finished
 UNFINISHED = "unfinished-"
-# The tensors of an optimiser's state.
+# The tensors that each optimiser keeps for a parameter.
 _FIELDS = {Muon: ("momentum_buffer",), AdamW: ("step", "exp_avg", "exp_avg_sq")}
 
 
@@ -41,9 +41,11 @@ def save_checkpoint(
     *,
     is_cut: bool = False,
 ) -> Path:
-    """Write RUN/checkpoint-<step>, then remove older ones. A ValueError if it cannot be written: nothing is removed.
+    """Write RUN/checkpoint-<step>, and then remove older checkpoints. Returns the path.
 
-    All ranks call this. The first one writes, or each its shards if the tensors are cut over the ranks.
+    All ranks call this. The first rank writes all tensors. With is_cut each rank writes its shards of the tensors.
+
+    Raises ValueError if the checkpoint cannot be written. No older checkpoint is removed then.
     """
     parallel = parallel or ContextParallel()
     target = run_folder / f"checkpoint-{state['step']:06d}"
@@ -81,14 +83,16 @@ def _begin(target: Path, unfinished: Path, run: str) -> None:
 def _write(
     target: Path, unfinished: Path, tensors: dict[str, Tensor], rank: int, *, is_cut: bool
 ) -> dict[str, Any]:
-    """Write this rank's shards of the tensors; if none is cut, the first rank writes all. Returns the identity of the
-    file, by its name."""
+    """Write this rank's shards of the tensors, or all tensors on the first rank if they are not cut.
+
+    Returns the identity of the file that this rank wrote, by the file's name; no entry if it wrote none.
+    """
     if rank > 0 and not is_cut:
         return {}
     writer = HuggingFaceStorageWriter(str(unfinished), save_distributed=True)
     try:
         with warnings.catch_warnings():
-            # that is what no_dist asks for
+            # the warning says what no_dist=True asks for
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             save(tensors, storage_writer=writer, no_dist=not is_cut)
     except CheckpointException as error:
@@ -100,9 +104,12 @@ def _write(
 
 
 def _finish(target: Path, unfinished: Path, state: dict[str, Any], files: dict[str, Any]) -> None:
-    """Give a checkpoint its name, and remove older ones. files: the identities of the files with its tensors."""
+    """Write the state, flush all files to the disk, give the checkpoint its name, and remove older checkpoints.
+
+    files: the identities of the files with the checkpoint's tensors, by name.
+    """
     (unfinished / saved_run.STATE_FILE).write_text(signed(files, state))
-    # The metrics as well: after a crash of the host a run without them would not go on.
+    # Also flush the metrics: a run whose metrics are empty after a crash of the host would not go on.
     for path in (*target.parent.glob(METRICS_FILE), *unfinished.iterdir(), unfinished):
         flush(path)
     unfinished.rename(target)
@@ -114,7 +121,7 @@ def _finish(target: Path, unfinished: Path, state: dict[str, Any], files: dict[s
 
 @contextmanager
 def _removed_on_failure(target: Path, unfinished: Path) -> Iterator[None]:
-    """Remove what is unfinished if the block raises. An error of the disk is a ValueError that names the checkpoint."""
+    """If the block raises, remove the unfinished folder. An OSError becomes a ValueError that names the checkpoint."""
     try:
         yield
     except BaseException as error:
@@ -125,12 +132,14 @@ def _removed_on_failure(target: Path, unfinished: Path) -> Iterator[None]:
 
 
 def load_checkpoint(checkpoint: Path, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Load parameters and the optimisers' state from a checkpoint that `saved_run.check_whole` has not refused.
-    A ValueError if it lacks a tensor of the model, or has another shape: nothing changes."""
+    """Load parameters and the optimisers' state from a checkpoint, after `saved_run.check_whole` has accepted it.
+
+    Raises ValueError if the checkpoint lacks a tensor, or has it in another shape. Nothing is changed then.
+    """
     parameters = dict(model.named_parameters())
     names = {parameter: name for name, parameter in parameters.items()}
     expected: dict[str, Tensor] = dict(parameters)
-    places = {}  # of the optimisers' tensors
+    places = {}  # where each tensor of the optimisers' state belongs, by its name
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -172,10 +181,11 @@ def _remove_superfluous(target: Path, run: str) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove the files of a checkpoint, finished ones or not, and its folder if nothing else is in it."""
+    """Remove the files of a checkpoint, finished or not, and its folder if the folder holds nothing else."""
     with suppress(OSError):
         for path in folder.glob(saved_run.SHARDS):
             path.unlink(missing_ok=True)
-        for name in (saved_run.STATE_FILE, MARK_FILE):  # the mark last
+        # The mark is last: with it, an interrupted removal of an unfinished checkpoint can be taken up again.
+        for name in (saved_run.STATE_FILE, MARK_FILE):
             (folder / name).unlink(missing_ok=True)
         folder.rmdir()

@@ -1,6 +1,6 @@
 """The document of a run: the bytes of its files, one after the other.
 
-A part of it is held out, and each step reads windows of the rest. Imports no torch.
+The last bytes of the document are held out, and each step reads windows of the rest. This module imports no torch.
 """
 
 import hashlib
@@ -59,7 +59,10 @@ class Document:
         }
 
     def train_windows(self, seed: int, step: int, length: int, number: int) -> bytearray:
-        """The windows of a step, joined. They depend on the arguments alone: a resumed run reads the same windows."""
+        """The bytes of a step's windows, `number` windows of `length` bytes, one after the other.
+
+        The windows depend on the arguments and the document alone: a resumed run reads the same windows.
+        """
         windows, view = bytearray(), memoryview(self.content)
         for i in range(number):
             digest = hashlib.blake2b(f"{seed} {step} {i}".encode(), digest_size=16).digest()
@@ -69,7 +72,10 @@ class Document:
 
 
 def load_document(data: Sequence[str], seq_len: int, num_held_out: int) -> Document:
-    """Concatenate the files, or the standard library's source if none is given. Bad files are a ValueError."""
+    """The document of these files, or of the standard library's source if none is given.
+
+    Raises ValueError if a file cannot be read, or if the files are too short.
+    """
     name, files = ", ".join(data), list(data)
     if not data:
         root = Path(sysconfig.get_path("stdlib"))

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MOST_BYTES = 2**28  # how much of a file is read to learn who made it
-HEAD_BYTES = 4096  # where the files of runs say it
+HEAD_BYTES = 4096  # the files of a run have the run's name in their first bytes
 
 
 def write_whole(
     path: Path, content: bytes, is_mine: Callable[[BinaryIO], bool], maker: str
 ) -> None:
-    """Write a file, into a new folder if need be, or leave all as it was. A ValueError refuses to replace a file unless
-    is_mine(the open file)."""
+    """Write a whole file, and make its folder if there is none. If that fails, all is left as it was.
+
+    A ValueError refuses to replace a file for which is_mine(the open file) is false. maker: who makes such files, for
+    the message.
+    """
     check_mine(path, is_mine, maker)
     with folder_made(path.parent), named_in_errors(path), replaced(path) as unfinished:
         unfinished.write_bytes(content)
@@ -35,7 +38,8 @@ def named_in_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Yields another path to write to. At the end it replaces `path` or, if this is a symbolic link, its target."""
+    """Yields the path of a new file to write to. At the end this file replaces the file at `path`. If `path` is a
+    symbolic link, its target is replaced."""
     place = Path(os.path.realpath(path))
     unfinished = place.with_name(f"unfinished-{secrets.token_hex(8)}-{place.name}")
     try:
@@ -58,7 +62,7 @@ def folder_made(folder: Path) -> Iterator[Path]:
                 path.mkdir()
                 made.append(path)
             except OSError:
-                if not path.is_dir():  # it was there, or another process has made it
+                if not path.is_dir():  # a folder that was there already is no error
                     raise
         yield folder
     finally:
@@ -68,7 +72,8 @@ def folder_made(folder: Path) -> Iterator[Path]:
 
 
 def check_mine(path: Path, is_mine: Callable[[BinaryIO], bool], maker: str) -> None:
-    """Raise ValueError if there is a file that may not be replaced."""
+    """Raise ValueError if there is a file at `path` that may not be replaced: is_mine(the open file) is false, or it
+    cannot be opened. maker: who makes files that may be replaced, for the message."""
     remedy = "Move it away, or choose another place."
     try:
         if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
@@ -92,7 +97,7 @@ def in_words(error: BaseException) -> str:
 
 
 class LossyStderr:
-    """Drops what stderr cannot write: the work is worth more than its progress bar."""
+    """Writes to stderr, and drops text that cannot be written: the work is worth more than its progress bar."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stderr, name)
@@ -108,7 +113,8 @@ class LossyStderr:
 
 
 def mentions(run: str) -> Callable[[BinaryIO], bool]:
-    """A test of whether a file is this run's: each has the run's name near its beginning, 32 random letters."""
+    """A function that tells whether an open file belongs to a run. run: the run's name, 32 random letters, which each
+    of its files has in the first HEAD_BYTES."""
     return lambda file: run.encode() in file.read(HEAD_BYTES)
 
 

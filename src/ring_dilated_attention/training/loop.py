@@ -28,13 +28,13 @@ from .scoring import gzip_bits_per_byte, held_out_bits_per_byte
 from .stop_request import StopRequest
 
 NATS_PER_BIT = math.log(2)
-NUM_EVALUATIONS = 5  # in a run
+NUM_EVALUATIONS = 5  # of the held-out bytes in a run, the last at its end
 CLIP_NORM = 1.0  # the largest norm of the gradient
 WEIGHT_DECAY = 0.1  # of matrices
 
 
 class TrainingDiverged(ValueError):
-    """The loss is no longer a number."""
+    """The loss or a parameter is no longer finite."""
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def train(
 ) -> dict[str, Any]:
     """Train to the last step, or to the first step boundary after a request to stop. Returns the run's record.
 
-    shown: a context that is given the number of steps that are done, and yields what to call after each step.
+    shown: makes a context from the number of steps that are done. The context yields a function to call after a step.
     """
     options = run.hyperparameters
     torch.manual_seed(options.seed)
@@ -59,7 +59,7 @@ def train(
     optimizers = make_optimizers(model, options)
     load(run, model, optimizers, parallel)
     state = together(parallel, partial(initial_state, run))
-    # without a checkpoint there may be metrics of a run that ended before its first one
+    # Without a checkpoint, metrics in the folder are of a run that ended before its first checkpoint: replace them.
     owner = None if run.checkpoint is None else state["run"]
     make_metrics = partial(Metrics, run.folder, owner, state["step"], parallel.rank)
     eval_every = -(-options.total_steps // NUM_EVALUATIONS)
@@ -94,7 +94,10 @@ def train(
 
 
 def make_model(run: Run, parallel: ContextParallel, *, is_cut: bool) -> tuple[LongNetLM, nn.Module]:
-    """The model, and what gives its loss and averages gradients over the ranks. is_cut: whether parameters are cut."""
+    """The model, and a module that computes its loss and whose backward averages gradients over the ranks.
+
+    is_cut: whether FSDP2 cuts the parameters over the ranks.
+    """
     config, recomputes = run.hyperparameters.model_config(), run.activation_checkpointing
     if is_cut:
         from .sharded import sharded_model  # imported now, since it takes a second
@@ -122,8 +125,10 @@ def take_step(
     optimizers: list[Optimizer],
     parallel: ContextParallel,
 ) -> float:
-    """Read the windows of the next step, as packed documents, and change the parameters. Returns the loss in nats: of
-    this rank's windows, where ranks have whole ones, else of all."""
+    """Train the model on the windows of a step, which it reads as packed documents.
+
+    Returns the mean loss in nats: over this rank's windows, if each rank reads whole windows; otherwise over all.
+    """
     options = run.hyperparameters
     phase = options.phase_of(step)
     for optimizer in optimizers:
@@ -138,7 +143,7 @@ def take_step(
     else:
         tokens = parallel.shard(tokens_of(windows))
     borders = torch.arange(0, len(windows) + 1, phase.length, dtype=torch.int32)
-    with sharing:  # the backward too: what it recomputes is not shared either
+    with sharing:  # also around the backward, which may run layers again
         loss = loss_of(tokens.long(), borders)
         nats = loss.item()
         loss.backward()
@@ -150,15 +155,18 @@ def take_step(
 
 
 def has_whole_windows(options: Hyperparameters, phase: Phase, parallel: ContextParallel) -> bool:
-    """Whether each rank reads windows of its own. Sequences of --seq-len are what the ranks share; of shorter ones each
-    takes its part, if they can be dealt out, since on short shards messages take longer than attention."""
+    """Whether each rank reads whole windows of its own. Otherwise each window is cut, and ranks share it.
+
+    Windows of --seq-len are shared. Shorter windows are dealt out whole, if each rank gets the same number of them: on
+    the short shards of a short window, messages take longer than attention.
+    """
     is_short = phase.length < options.seq_len
     return is_short and phase.batch_size % parallel.world_size == 0
 
 
 @contextmanager
 def not_shared(loss_of: nn.Module) -> Iterator[None]:
-    """In this block each rank's sequences are its own. Gradients are averaged as ever."""
+    """In this block the model reads whole sequences, which no other rank shares. Gradients are still averaged."""
     shared = {}
     for module in loss_of.modules():
         if isinstance(module, (LongNetLM, MultiheadDilatedAttention)):
@@ -179,13 +187,14 @@ def load(
         return
     checkpoint = run.checkpoint
     checked = offering_older(checkpoint)
-    # Hosts may have copies of it, so every rank checks all of it.
+    # Each host may have its own copy of the checkpoint, so every rank checks all files of it.
     together(parallel, checked(partial(check_whole, checkpoint)))
     together(parallel, checked(partial(load_checkpoint, checkpoint, model, optimizers)))
 
 
 def make_optimizers(model: nn.Module, options: Hyperparameters) -> list[Optimizer]:
-    """Muon for the matrices of blocks, and AdamW for the rest. A group's "peak" is its peak learning rate."""
+    """Muon for the matrices of blocks, and AdamW for the rest. A group of parameters has its peak learning rate under
+    "peak"."""
     matrices, others, vectors = [], [], []
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
@@ -207,7 +216,7 @@ def make_optimizers(model: nn.Module, options: Hyperparameters) -> list[Optimize
 
 
 def share_of_peak(options: Hyperparameters, step: int) -> float:
-    """The learning rate as a share of its peak: linear warm-up, then a cosine down to 5 %, by the positions read."""
+    """The learning rate as a share of its peak: a linear warm-up, then a cosine of the positions read, down to 5 %."""
     if step < options.warmup_steps:
         return (step + 1) / options.warmup_steps
     first, now, last = map(
@@ -224,7 +233,8 @@ def average_gradients(loss_of: NextTokenLoss, parallel: ContextParallel) -> nn.M
         if parallel.world_size == 1
         else DistributedDataParallel(loss_of, gradient_as_bucket_view=True)
     )
-    # A rehearsal: DDP orders its buckets anew after its first backward. Without this a resumed run rounds otherwise.
+    # One backward whose gradients are dropped: DDP orders its buckets anew after its first backward. Without this, a
+    # resumed run would add gradients in another order than a run without a break, and round otherwise.
     borders = torch.tensor([0, 2 * parallel.world_size], dtype=torch.int32)
     tokens = parallel.shard(tokens_of(bytearray(2 * parallel.world_size)))
     wrapped(tokens.long(), borders).backward()
@@ -233,7 +243,7 @@ def average_gradients(loss_of: NextTokenLoss, parallel: ContextParallel) -> nn.M
 
 
 def tokens_of(windows: bytearray) -> Tensor:
-    """(1, N) uint8, a view."""
+    """The bytes of windows as tokens (1, N) uint8, a view."""
     return torch.frombuffer(windows, dtype=torch.uint8)[None]
 
 
@@ -243,10 +253,13 @@ def check_finite(is_finite: bool, what: str, step: int) -> None:
 
 
 def check_parameters(model: nn.Module, parallel: ContextParallel, step: int) -> None:
-    """A checkpoint with NaN would replace a good one. Ranks with --fsdp hold different parameters."""
+    """Raise TrainingDiverged on every rank if a parameter is not finite: its checkpoint would replace a good one.
+
+    With --fsdp ranks hold different parameters, so all ranks must call this.
+    """
     is_finite = True
     for parameter in model.parameters():
-        if hasattr(parameter, "to_local"):  # a DTensor, whose import takes a second
+        if hasattr(parameter, "to_local"):  # a DTensor: importing the class takes a second
             parameter = parameter.to_local()
         is_finite = is_finite and bool(parameter.isfinite().all())
     check_finite(all(values_of_all(parallel, is_finite)), "a parameter is not finite", step)

@@ -1,4 +1,4 @@
-"""The machine, the versions of packages and the memory of this process, for records. The file imports no torch."""
+"""Finds out, for records: the machine, the versions of packages, the memory of this process. Imports no torch."""
 
 import os
 import platform
@@ -39,7 +39,10 @@ def physical_bytes() -> int:
 
 
 def _resident(field: str) -> int:
-    """Linux alone tells it. (The maximum of getrusage may be one that a child inherited from its parent.)"""
+    """The bytes that this process has in memory (field "VmRSS"), or has had at most ("VmHWM"). Only on Linux.
+
+    The maximum that getrusage tells is no substitute: a process may inherit it from its parent.
+    """
     kilobytes = next(_values(Path("/proc/self/status"), field)).split()[0]
     return int(kilobytes) * 1024
 
@@ -49,7 +52,7 @@ peak_resident_bytes = partial(_resident, "VmHWM")
 
 
 def _values(path: Path, field: str) -> Iterator[str]:
-    """What stands after "field:" in a file of Linux; nothing on other systems."""
+    """The values of all lines "field: value" in a file of /proc. There are none on systems other than Linux."""
     with suppress(OSError):
         for line in path.read_text().splitlines():
             name, _, value = line.partition(":")

@@ -17,7 +17,7 @@ class Step(NamedTuple):
     run: str  # the name of the run, by which it knows its file
     step: int  # from 1
     bits_per_byte: float  # the loss
-    held_out_bits_per_byte: float | None  # five times in a run
+    held_out_bits_per_byte: float | None  # None after most steps
     seconds: float
     tokens_per_second: float
     resident_bytes: list[int]  # of each rank
@@ -30,8 +30,11 @@ class Step(NamedTuple):
 
 
 class Metrics(AbstractContextManager["Metrics"]):
-    """The metrics of a run, written by the first rank alone. A ValueError refuses a file that another run made, unless
-    `run`, this run's name, is None."""
+    """Appends steps to the metrics of a run. Only the first rank writes.
+
+    The lines of steps after `step`, at which the run goes on, are dropped. A ValueError refuses a file that another run
+    made, unless `run`, the name of this run, is None.
+    """
 
     def __init__(self, folder: Path, run: str | None, step: int, rank: int) -> None:
         self.folder, self.file = folder, None
@@ -40,7 +43,7 @@ class Metrics(AbstractContextManager["Metrics"]):
         path, is_ours = folder / METRICS_FILE, partial(is_of, run=run)
         check_mine(path, is_ours, "this run")
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        # whole ones
+        # the lines that are whole, of the steps up to the checkpoint
         kept = [
             f"{line}\n" for line in lines if json_object(line).get("step") in range(1, step + 1)
         ]
@@ -50,9 +53,9 @@ class Metrics(AbstractContextManager["Metrics"]):
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self.file is None:
             return
-        with suppress(OSError):  # every step is written already; after a full disk `error` says so
+        with suppress(OSError):  # steps are flushed already; a full disk is in `error`
             self.file.close()
-        # A run that fails before its first checkpoint cannot go on: the same command finds the folder as it was.
+        # A run that fails before its first checkpoint cannot go on. Leave the folder as it was, for the next try.
         if error is not None and not any(self.folder.glob("checkpoint-*")):
             (self.folder / METRICS_FILE).unlink(missing_ok=True)
 
@@ -64,7 +67,7 @@ class Metrics(AbstractContextManager["Metrics"]):
 
 
 def is_of(file: BinaryIO, run: str | None) -> bool:
-    """Whether these are the metrics of this run. If it is None, any run's will do, or an empty file."""
+    """Whether an open file has the metrics of this run. If run is None: whether it has any run's, or is empty."""
     if run is not None:
         return mentions(run)(file)
     line = file.readline(MOST_BYTES)

@@ -11,11 +11,11 @@ from ..models.longnet_config import LongNetConfig
 MOST_LAYERS = 10_000  # each layer is a module, which takes time and memory
 LONGEST = 2**40  # the longest segment, and the largest dilation rate
 MAX_INT64 = 2**63 - 1  # the largest integer of 64 bits, also of a tensor's stride
-# within float32 even after AdamW's first step, which divides the learning rate by 1 - 0.9
+# Of learning rates: AdamW's first step divides the rate by 1 - 0.9, and the result is still a float32.
 LARGEST_FLOAT, SMALLEST_FLOAT = (1e30, 1e-30)
 # Short sequences teach most in the same time.
 DEFAULT_STEPS, DEFAULT_PHASES = 7, ("512:2:1080", "1024:2:300", "4096:2:36")
-DEFAULT_WINDOW = 128  # beside the default segments
+DEFAULT_WINDOW = 128  # the sliding window that the default segments have beside them
 
 
 class Phase(NamedTuple):
@@ -38,7 +38,7 @@ def _option(
     kind: type = int,
     metavar: str = "",
 ) -> Any:
-    """A field with its --help. Its numbers are from `least` to `most`."""
+    """A dataclass field with the text of its --help, and with the range of its numbers, from `least` to `most`."""
     metadata = {"help": text, "least": least, "most": most, "kind": kind, "metavar": metavar}
     return field(default=default, metadata=metadata)
 
@@ -145,7 +145,7 @@ class Hyperparameters:
         return LongNetConfig.of_run(asdict(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """A dict that JSON gives back as it was: with lists for tuples."""
+        """The fields as a dict that JSON can write and read back unchanged: it has lists in place of tuples."""
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
@@ -157,12 +157,14 @@ class Hyperparameters:
         names = {item.name for item in fields(cls)}
         if saved.keys() != names:
             others = ", ".join(sorted(names ^ saved.keys()))
-            raise ValueError(f"hyperparameters of another version of this package: {others}")
+            raise ValueError(
+                f"saved by another version of this package: only one of the two versions has {others}"
+            )
         return cls(**saved)
 
 
 def in_short(number: float | str) -> str:
-    """A number or a text, at most 40 letters of it."""
+    """A number or a text as a string, cut to 40 letters."""
     text = str(number)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
@@ -187,13 +189,16 @@ def _phase(text: str) -> Phase:
 
 
 def add_hyperparameters(parser: argparse._ArgumentGroup, whole: Callable[[str], int]) -> None:
-    """Add an option for each field. Integers are read by `whole`. An option that is not given leaves no attribute."""
+    """Add an option for each field of `Hyperparameters`. An option that is not given sets no attribute.
+
+    whole: the function that reads an integer from the command line.
+    """
     metavars = {str: "FILE", int: "N", float: "X"}
     for item in fields(Hyperparameters):
         kind = item.metadata["kind"]
         nargs = None
         if isinstance(item.default, tuple):
-            nargs = "*" if kind is int else "+"  # no segments, where there is a window
+            nargs = "*" if kind is int else "+"  # a window may stand without segments
         text = item.metadata["help"]
         if item.default not in ((), None):
             text += f" (default {_shown(item.default)})"
@@ -210,8 +215,10 @@ def add_hyperparameters(parser: argparse._ArgumentGroup, whole: Callable[[str], 
 def resolve(
     arguments: argparse.Namespace, before: Hyperparameters | None = None
 ) -> Hyperparameters:
-    """The hyperparameters of a new run, or those `before` of a run that goes on. A ValueError refuses bad ones, and
-    others than those before."""
+    """The hyperparameters that the command line asks for. A run that goes on keeps those that it had before.
+
+    A ValueError refuses bad hyperparameters, and options that differ from `before`.
+    """
     options = {
         item.name: getattr(arguments, item.name)
         for item in fields(Hyperparameters)

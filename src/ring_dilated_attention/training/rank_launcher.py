@@ -1,7 +1,8 @@
 """Starts ranks by torch's elastic launcher, that of torchrun, and says which rank this process is.
 
-torchrun opens its store on every interface and unpickles what it gets. Here the launcher's store is a file, and ranks
-meet by another file: no other machine can reach them. The file imports torch only to start ranks.
+torchrun opens its store on every network interface, and unpickles what others send to it. Here the launcher's store is
+a file, and so is the store in which ranks meet: no other machine can reach them. This module imports torch only to
+start ranks.
 """
 
 import ctypes
@@ -22,14 +23,15 @@ from .files import named_in_errors
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-STORE_BYTES = 2**14  # more than what is written to the stores
+STORE_BYTES = 2**14  # more than the launcher and the ranks write to their two stores
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
-LAUNCHER = "RDA_TRAIN_LAUNCHER"  # the variable that tells ranks the process of `rda train --ranks`
+LAUNCHER = "RDA_TRAIN_LAUNCHER"  # the variable with the process id of `rda train --ranks`
 RESTART = "TORCHELASTIC_RESTART_COUNT"  # how often the elastic launcher of this host started its ranks again
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-SECONDS_TO_SAVE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # the variable that torch reads
+SECONDS_TO_SAVE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # the variable by which torch knows how long ranks have to save
 CODE_FILE = "exit-code"  # in the launcher's folder
-LATER_SECONDS = 3600  # a rank that only lost another is never taken for the cause
+# Added to the time at which a rank lost another, so that it is later than the failure of the rank that failed.
+LATER_SECONDS = 3600
 
 
 class Place(NamedTuple):
@@ -70,7 +72,8 @@ def share_of_cores(num_ranks: int) -> int:
 
 
 class Ended(NamedTuple):
-    """How the ranks ended: the exit code of the command, and why they failed ("" if they ended by themselves)."""
+    """How the ranks ended: the exit code of the command, and why they failed. The reason is "" if they did not fail, or
+    have printed it themselves."""
 
     code: int
     reason: str = ""
@@ -79,9 +82,9 @@ class Ended(NamedTuple):
 def launch(words: Sequence[str], num_ranks: int, num_restarts: int, seconds_to_save: int) -> Ended:
     """Run `python <words> --launched FOLDER` on every rank until all have ended.
 
-    The launcher passes SIGINT and SIGTERM on to the ranks, and kills them so many seconds later. If a rank ends with
-    another code than 0, it ends the others and starts all again. So a rank that wants no restart leaves its exit code
-    in the folder, and ends with 0.
+    The launcher passes SIGINT and SIGTERM on to the ranks, and kills them `seconds_to_save` later. If a rank ends with
+    another code than 0, the launcher ends the other ranks and starts all of them again, up to `num_restarts` times. So
+    a rank that wants no restart writes its exit code to a file in FOLDER (`leave_code`), and ends with 0.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -89,9 +92,9 @@ def launch(words: Sequence[str], num_ranks: int, num_restarts: int, seconds_to_s
 
     logging.disable(logging.WARNING)  # torch's lines about each signal that it passes on
     os.environ.setdefault("OMP_NUM_THREADS", str(share_of_cores(num_ranks)))
-    # 30 before torch 2.12
+    # torch before 2.12 does not read this variable, and waits 30 seconds
     os.environ.setdefault(SECONDS_TO_SAVE, str(seconds_to_save))
-    # Without the second variable the launcher opens a second store, on every interface.
+    # Without TORCH_DISABLE_SHARE_RDZV_TCP_STORE the launcher opens a second store, on every network interface.
     os.environ |= {
         **loopback_only(),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -99,7 +102,7 @@ def launch(words: Sequence[str], num_ranks: int, num_restarts: int, seconds_to_s
     }
     with tempfile.TemporaryDirectory(prefix="rda-train-") as folder:
         with named_in_errors(Path(folder)):
-            # on a full disk torch's store waits for ever
+            # this fails on a full disk, where torch's store would wait for ever
             Path(folder, "room").write_bytes(bytes(STORE_BYTES))
         config = LaunchConfig(
             min_nodes=1,
@@ -109,7 +112,7 @@ def launch(words: Sequence[str], num_ranks: int, num_restarts: int, seconds_to_s
             max_restarts=num_restarts,
             rdzv_backend="c10d",
             rdzv_endpoint=f"{folder}/launcher",
-            # Each sign of life makes the file longer. There is no other launcher to give it to.
+            # Each keep-alive message makes the store's file longer, and there is no other launcher to read it.
             rdzv_configs={"store_type": "file", "keep_alive_interval": 3600},
             signals_to_handle="SIGINT,SIGTERM",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
@@ -132,12 +135,15 @@ def leave_code(folder: Path, code: int) -> None:
     """Tell the launcher the exit code of the command: this rank ends, and is not to be started again."""
     unfinished = folder / f"{CODE_FILE}-{os.getpid()}"
     unfinished.write_text(str(code))
-    unfinished.replace(folder / CODE_FILE)  # other ranks look for it
+    unfinished.replace(folder / CODE_FILE)  # in one step, since other ranks look for this file
 
 
 def leave_reason(reason: str, *, is_cause: bool) -> None:
-    """Tell the elastic launcher in one line why this rank fails. It takes the failure of the earliest time for the
-    cause of all others."""
+    """Tell the elastic launcher in one line why this rank fails.
+
+    The launcher takes the failure with the earliest timestamp for the cause of the others. is_cause: False for a rank
+    that fails only because it lost another.
+    """
     timestamp = 0 if is_cause else int(time.time()) + LATER_SECONDS
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):  # if the disk is full, the launcher has only the exit code
@@ -145,7 +151,8 @@ def leave_reason(reason: str, *, is_cause: bool) -> None:
 
 
 def cause(error: "ChildFailedError") -> str:
-    """Which rank failed first, and why: the reason that it left, or the signal that ended it."""
+    """Which rank failed first, and why: the reason that it wrote by `leave_reason`, else the signal that ended it, or
+    its exit code."""
     rank, failure = error.get_first_failure()
     if Path(failure.error_file).exists():
         return f"rank {rank}: {failure.message}"
@@ -155,10 +162,12 @@ def cause(error: "ChildFailedError") -> str:
 
 
 def end_with_launcher() -> None:
-    """Let Linux send SIGTERM to this rank when the process ends that started it. A rank that trains then saves, and
-    ends. Any other ends at once, and meets no rank of a later start."""
+    """Let Linux send SIGTERM to this rank when the process that started it ends.
+
+    A rank that is training then saves and ends. Any other rank ends at once, so that it meets no rank of a later start.
+    """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):  # it had ended before
+    if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):  # ended before prctl
         os.kill(os.getpid(), signal.SIGTERM)

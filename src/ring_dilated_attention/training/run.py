@@ -23,9 +23,9 @@ from .options import Hyperparameters, flag, resolve
 from .run_folder import LOCK_FILE
 
 RECORD_FILE = "record.json"  # which a run leaves at its end
-# choices that all ranks make alike
+# the options that must be the same on all ranks, besides hyperparameters
 ALIKE = ("save_every", "activation_checkpointing", "fsdp")
-# What every state of a run has.
+# The entries of a run's state in every checkpoint.
 _STATE = {
     "run",
     "step",
@@ -41,7 +41,7 @@ _STATE = {
 
 @dataclass(frozen=True)
 class Run:
-    """What to train, and where: from `checkpoint`, or anew."""
+    """What to train, and in which folder. The run goes on from `checkpoint`; if this is None, it begins."""
 
     hyperparameters: Hyperparameters
     document: Document
@@ -72,7 +72,7 @@ def prepare(arguments: argparse.Namespace) -> Run:
 
 
 def initial_state(run: Run) -> dict[str, Any]:
-    """What a checkpoint holds beside tensors."""
+    """The state that a run begins with, or that of its checkpoint: all that a checkpoint holds besides tensors."""
     if run.checkpoint is not None:
         return read_state(run.checkpoint)
     return {
@@ -109,14 +109,16 @@ def fingerprint(run: Run) -> dict[str, str]:
 
 
 def _read_checkpoint(checkpoint: Path) -> tuple[dict[str, Any], Hyperparameters]:
-    """The state of a run and its hyperparameters. A ValueError refuses a checkpoint that has another name, or is of
-    another version of this package."""
+    """The state of a run and its hyperparameters, from a checkpoint.
+
+    A ValueError refuses a checkpoint that was renamed, or that another version of this package made.
+    """
     with offering_older(checkpoint):
         state = read_state(checkpoint)
         if missing := _STATE - state.keys():
             raise ValueError(f"{checkpoint / STATE_FILE} lacks {', '.join(sorted(missing))}")
         if state["step"] != step_of(checkpoint):
-            raise ValueError(f"{checkpoint} has another name: it is of step {state['step']}")
+            raise ValueError(f"{checkpoint} was renamed: it is of step {state['step']}")
         try:
             return state, Hyperparameters.from_dict(state["hyperparameters"])
         except ValueError as error:
@@ -125,7 +127,7 @@ def _read_checkpoint(checkpoint: Path) -> tuple[dict[str, Any], Hyperparameters]
 
 @contextmanager
 def offering_older(checkpoint: Path) -> Iterator[None]:
-    """To a ValueError of the block, add how to go on from an older checkpoint."""
+    """If the block raises a ValueError, add to its text how to go on from an older checkpoint."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The folder of a run: one run at a time has it, and starts that come to no checkpoint are counted. No torch."""
+"""Keeps the folder of a run for one process at a time, and counts starts without a new checkpoint. Imports no torch."""
 
 import argparse
 import os
@@ -12,15 +12,15 @@ from ..models.saved_run import MAKER, find_checkpoint
 from .files import check_mine, folder_made, write_whole
 
 LOCK_FILE, STARTS_FILE = ".rda-train.lock", ".rda-train.starts"
-OF_FILELOCK = re.compile(rb"\d+\n[^\n]+\n(\d+\n)?")  # process, host, and a number
+OF_FILELOCK = re.compile(rb"\d+\n[^\n]+\n(\d+\n)?")  # process, host, and perhaps a number
 MOST_STARTS = 3  # in a row, without a new checkpoint
 
 
 @contextmanager
 def own_folder(folder: Path, seconds: float = 0) -> Iterator[Path]:
-    """Make a folder if it is not there, and keep other runs out of it. At the end an empty folder is removed.
+    """Make a folder if it is not there, and keep other runs out of it. At the end a new folder is removed if empty.
 
-    Raises ValueError if another run has the folder, and still has it after so many seconds.
+    Raises ValueError if another run owns the folder, and still owns it after `seconds`.
     """
     from filelock import FileLock, Timeout
 
@@ -41,13 +41,13 @@ def own_folder(folder: Path, seconds: float = 0) -> Iterator[Path]:
 
 
 def is_lock(file: BinaryIO) -> bool:
-    """A lock is empty. On a file system without flock filelock writes down who has it."""
+    """Whether an open file is a lock: empty or, on a file system without flock, with filelock's note of its owner."""
     content = file.read(512)
     return not content or OF_FILELOCK.fullmatch(content) is not None
 
 
 def are_by_torchrun() -> bool:
-    """Whether an elastic launcher starts the ranks again: torchrun with --max-restarts, or that of --restarts."""
+    """Whether an elastic launcher starts failed ranks again: torchrun with --max-restarts, or ours with --restarts."""
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
@@ -57,7 +57,10 @@ def may_start_again(arguments: argparse.Namespace) -> bool:
 
 
 def count_start(folder: Path, *, anew: bool) -> None:
-    """Note this start in the folder. Raise ValueError if the last MOST_STARTS left no new checkpoint."""
+    """Write down in the folder that a start has begun. anew: forget the starts before it.
+
+    Raises ValueError if the last MOST_STARTS starts left no new checkpoint.
+    """
     path, newest = folder / STARTS_FILE, find_checkpoint(folder)
     note = f"{MAKER}: a start after {newest and newest.name}\n"
     notes: list[str] = []

@@ -19,7 +19,7 @@ def make_record(folder: Path, state: dict[str, Any], num_parameters: int) -> dic
         "num_ranks": len(state["ranks"]),
         "num_parameters": num_parameters,
         "tokens_per_second": options.positions_before(state["step"]) / state["seconds"],
-        # These two are known when it is complete.
+        # These two scores are filled in when the run is complete.
         "held_out_bits_per_byte": None,
         "gzip_bits_per_byte": None,
     }

@@ -16,9 +16,9 @@ CHUNK = 4096
 
 
 class Score(NamedTuple):
-    """Bits, and the number of bytes that took them."""
+    """How many bits a model needed to predict the bytes that it read."""
 
-    num_read: int  # also those that are not predicted
+    num_read: int  # bytes, also those that are not predicted
     num_predicted: int
     bits: float
 
@@ -27,7 +27,8 @@ class Score(NamedTuple):
 def score(model: LongNetLM, text: bytes, context: int) -> Iterator[Score]:
     """Measure the cross-entropy of a text that is cut into contexts. A context's first byte is not predicted.
 
-    The model reads CHUNK bytes at a time through caches, whose memory does not grow with the context.
+    Yields a Score for each chunk of a context. The model reads CHUNK bytes at a time through caches, whose memory does
+    not grow with the context.
     """
     caches = model.make_caches(1, max_len=context)
     for start in range(0, len(text), context):
@@ -49,7 +50,10 @@ def score(model: LongNetLM, text: bytes, context: int) -> Iterator[Score]:
 
 @torch.no_grad()
 def held_out_bits_per_byte(model: LongNetLM, document: Document) -> float:
-    """The mean over the held-out bytes, each predicted once. A context predicts all its bytes but the first."""
+    """Mean bits per byte over the held-out bytes. Each of them is predicted once.
+
+    A context begins with the last byte of the context before it, which it does not predict.
+    """
     parallel = model.parallel or ContextParallel()
     content = document.content
     size = min(document.seq_len, document.num_held_out)
@@ -63,6 +67,9 @@ def held_out_bits_per_byte(model: LongNetLM, document: Document) -> float:
 
 
 def gzip_bits_per_byte(document: Document) -> float:
-    """What gzip needs for the held-out bytes, as one stream. To compare a loss with. It looks back at most 32 KiB."""
+    """Bits per held-out byte if gzip compresses these bytes as one stream, to compare a model's loss with.
+
+    gzip looks back at most 32 KiB.
+    """
     held_out = document.content[document.num_train :]
     return 8 * len(gzip.compress(held_out, 9, mtime=0)) / len(held_out)

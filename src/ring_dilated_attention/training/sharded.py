@@ -13,12 +13,13 @@ from ..ranks.context import ContextParallel
 def sharded_model(
     config: LongNetConfig, parallel: ContextParallel, *, activation_checkpointing: bool
 ) -> LongNetLM:
-    """A model with parameters that are cut over the ranks. No rank ever holds more of it than its part and a block."""
+    """A model whose parameters are cut over the ranks. A rank never holds more than its part and one whole block."""
     with torch.device("meta"):
         model = LongNetLM(
             config, parallel=parallel, activation_checkpointing=activation_checkpointing
         )
-    # Draw what a model draws before it resets its parameters: so these are the same with and without --fsdp.
+    # Draw the random numbers that an uncut model draws before it resets its parameters. So the parameters are the same
+    # with and without --fsdp.
     nn.Embedding(config.vocab_size, config.embed_dim)
     for _ in model.blocks:
         LongNetBlock(config, parallel, "auto")
@@ -30,8 +31,8 @@ def sharded_model(
     for block in model.each_block():
         model.reset_block(block.to_empty(device="cpu"))
         fully_shard(block, mesh=mesh)
-    # or its parameters are whole after `loss` without a backward
+    # reshard_after_forward: otherwise parameters outside of blocks stay whole after a `loss` without a backward
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    # it gathers the parameters of the ends, as `forward` does
+    # so that `loss`, like `forward`, gathers the parameters outside of blocks
     register_fsdp_forward_method(model, "loss")
     return model

@@ -7,13 +7,14 @@ from contextlib import suppress
 from types import FrameType
 
 STDERR = 2  # os.write writes to it: a signal may come while sys.stderr is in use
-# Slurm signals a launcher and its ranks, and the launcher passes it on: that is one request
+# Slurm signals the launcher and its ranks, and the launcher passes the signal on. A rank that gets two signals within
+# this time was asked once.
 TWICE_SECONDS = 1
 _NOTICE = b"\nrda train: stopping after this step, to save; a second time stops at once\n"
 
 
 class StopRequest:
-    """A context in which SIGINT and SIGTERM are requests to stop. A second one, a second later, ends the process.
+    """A context in which SIGINT and SIGTERM are requests to stop. Another request, a second later, ends the process.
 
     says: whether this rank prints a notice.
     """
