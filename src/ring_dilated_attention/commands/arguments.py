@@ -1,4 +1,4 @@
-"""The arguments of a command: reads numbers as people write them (1M, 64Ki), and refuses what cannot be. No torch."""
+"""Reads the numbers in a command's options as people write them (1M, 64Ki), and refuses others. Imports no torch."""
 
 import re
 import sys
@@ -22,7 +22,7 @@ RULE = (
 )
 # More ranks, heads or sequences would take minutes and gigabytes before the command prints anything.
 MOST_RANKS, MOST_HEADS, MOST_BATCH = 2**20, 2**16, 2**12
-MOST_ENTRIES = 2**24  # of a width, or of a vocabulary: more is a typing mistake
+MOST_ENTRIES = 2**24  # the largest width or vocabulary: more is a typing mistake
 
 
 def count(text: str) -> int:
@@ -34,7 +34,7 @@ def count(text: str) -> int:
 
 
 def amount(text: str) -> float:
-    """The real number of an option, written as for `count`. Raises ArgumentTypeError for other texts."""
+    """The real number of an option, in the notations that `count` reads. Raises ArgumentTypeError for other texts."""
     return float(_parse(text))
 
 
@@ -46,7 +46,7 @@ def _parse(text: str) -> Decimal:
     try:
         digits = Decimal(match[1].replace(",", ""))
         number = digits * unit
-    except ArithmeticError:  # an exponent beyond Decimal's
+    except ArithmeticError:  # the exponent is too large for Decimal
         digits = number = Decimal("inf")
     if digits and not sys.float_info.min <= abs(number) <= sys.float_info.max:
         raise ArgumentTypeError(
@@ -56,7 +56,7 @@ def _parse(text: str) -> Decimal:
 
 
 def within(least: int, most: int = MAX_INT64) -> Callable[[str], int]:
-    """The type of an option that takes whole numbers from `least` to `most`."""
+    """The function by which argparse reads an option that takes whole numbers from `least` to `most`."""
 
     def count_within(text: str) -> int:
         number = count(text)
@@ -73,7 +73,10 @@ positive = within(1)
 
 
 def check_installed(packages: Iterable[str], extra: str, who: str = "") -> None:
-    """Raise ValueError with the packages that are missing. who: the option that needs them; else it is the command."""
+    """Raise a ValueError that names the packages that are not installed, and the extra of pip that brings them.
+
+    who: the option that needs the packages, and a space; "" if the command needs them.
+    """
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise ValueError(

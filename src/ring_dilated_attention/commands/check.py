@@ -59,7 +59,8 @@ CASES = (
     Case("queries without keys", DilatedPattern((8, 97), (3, 8)), 97, 1, 3, 3, 16),
 )
 
-# Not exchanges. CACHE: a sequence is appended to a cache on one device. SIMULATED: one process has all ranks.
+# Two more values of `Trial.exchange`, without an exchange of messages. CACHE: one device appends a sequence to a cache.
+# SIMULATED: one process computes for all ranks.
 CACHE, SIMULATED = "cache", "simulated"
 
 
@@ -92,13 +93,13 @@ class Trial(NamedTuple):
         return cases
 
     def row(self, verdict: str, **others: Any) -> Row:
-        """verdict: passed, failed or cannot run."""
+        """The trial as a row of the table. verdict: passed, failed or cannot run. others: more columns."""
         row = {"backend": self.backend, "exchange": self.exchange, "num_ranks": self.num_ranks}
         dtype = str(self.dtype).removeprefix("torch.")
         return row | {"dtype": dtype, "verdict": verdict} | others
 
     def why_not(self) -> str | None:
-        """Why this machine cannot run it."""
+        """Why this machine cannot run the trial, or None."""
         if not self.cases:
             return f"no case has key/value heads that divide among {self.num_ranks} ranks"
         num_gpus = torch.cuda.device_count()
@@ -128,7 +129,10 @@ def plan_trials(num_ranks: int) -> tuple[list[Trial], list[Row]]:
 
 
 def run_trials(trials: Sequence[Trial], on_step: Callable[[], object]) -> list[Row]:
-    """Run trials of one backend and exchange in their own processes, so that a crash or a hang fails only them."""
+    """Run trials of one backend, exchange and number of ranks in processes of their own. Returns a row for each trial.
+
+    A crash or a hang of these processes fails no other trials.
+    """
     has_gpus = any(trial.device == "cuda" for trial in trials)
     launch = Launch(trials[0].num_processes, has_gpus=has_gpus, seconds=SECONDS_PER_LAUNCH)
     try:
@@ -141,7 +145,7 @@ def run_trials(trials: Sequence[Trial], on_step: Callable[[], object]) -> list[R
     for i, trial in enumerate(trials):
         result = worst(trial.cases, trial.dtype, [rank[i] for rank in ranks], trial.device)
         verdict = "passed" if result.passed else "failed"
-        size = result.error if math.isfinite(result.error) else "inf"  # JSON has no number for it
+        size = result.error if math.isfinite(result.error) else "inf"  # JSON has no infinity
         numbers = {"num_cases": len(trial.cases), "error": size, "tolerance": result.tolerance}
         rows.append(trial.row(verdict, **numbers, where=result.where))
     return rows
@@ -196,7 +200,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     shortest = min(case.seq_len for case in CASES)
     numbers = "numbers of ranks (default 1 2 3)"
-    ranks = within(1, shortest)  # each has a position of every case
+    ranks = within(1, shortest)  # so that each rank owns a position
     add("--ranks", type=ranks, nargs="+", default=[1, 2, 3], metavar="P", help=numbers)
     add("--json", action="store_true", help="print the rows as JSON")
 
@@ -223,7 +227,7 @@ def check(ranks: Iterable[int]) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows, aligned. Below: why others cannot run, each reason once."""
+    """The rows of trials that ran, as an aligned table. Below it, why the other trials cannot run, each reason once."""
     headers = ("backend", "exchange", "ranks", "dtype", "error", "tolerance", "verdict", "where")
     lines: list[list[str]] = []
     against: dict[str, None] = {}

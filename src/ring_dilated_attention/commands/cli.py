@@ -2,7 +2,7 @@
 
 A subcommand's module has `EXAMPLES` (what its --help ends with), `add_arguments(parser)` and `run(arguments) -> exit
 code`. The text of a ValueError that `run` raises is shown to the user. `arguments.argv` holds the words after the
-subcommand, to start other processes with them.
+subcommand, so that `run` can start other processes with them.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from .terminal import guarded, leaving_at_once, say
 class Subcommand(NamedTuple):
     module: str
     summary: str
-    extra: str = "commands"  # the extra of `pip install` that brings the packages that it needs
+    extra: str = "commands"  # the extra of `pip install` with the packages that it needs
 
 
 SUBCOMMANDS = {
@@ -54,7 +54,7 @@ SUBCOMMANDS = {
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Every refusal is one sentence, after the command's name."""
+        """Raise a ValueError, which `run` shows as one line. argparse's own method prints the usage and exits."""
         raise ValueError(message)
 
 
@@ -65,7 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def split_off(arguments: list[str]) -> tuple[list[str], str]:
-    """The arguments and their subcommand. argparse needs a subcommand of two words to be one argument."""
+    """The arguments, and the subcommand that they begin with, or "".
+
+    argparse takes only one argument as a subcommand, so the two words of "plan model" are joined to one argument.
+    """
     both = " ".join(arguments[:2])
     if both in SUBCOMMANDS:
         return [both, *arguments[2:]], both
@@ -95,7 +98,8 @@ def run(arguments: list[str], asked: str, command: str) -> int:
             subparser.epilog = chosen.EXAMPLES
     try:
         for word in arguments:
-            if word.startswith("--") and word.endswith("=--"):  # argparse makes an empty list of it
+            # argparse would take --option=-- for an option with an empty list of values
+            if word.startswith("--") and word.endswith("=--"):
                 parser.error(f"{word}: -- is no value")
         parsed = parser.parse_args(arguments)
         parsed.argv = arguments[1:]

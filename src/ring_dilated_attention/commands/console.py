@@ -1,4 +1,4 @@
-"""What commands show: tables and progress (by rich), wrapped text, and numbers with their units. No torch.
+"""What commands show: tables and progress (by rich), wrapped text, numbers with their units. Imports no torch.
 
 rich is imported where it is used, so that `rda --help` works without it. `cli.py` refuses commands where it is missing.
 """
@@ -18,13 +18,16 @@ from .terminal import say
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
 
-UNLIMITED = 10_000  # the width that a table may have
+UNLIMITED = 10_000  # a width in letters, so large that rich cuts no table
 SECONDS_BETWEEN_LINES = 10.0
 PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
-    """The first `num_left` columns are flush left, and the others right. Nothing is folded or cut."""
+    """An aligned table as text. Its first `num_left` columns are left-aligned, the others right-aligned.
+
+    No cell is wrapped or cut.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -42,7 +45,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], num_left: int =
 
 
 def wrapped(text: str) -> str:
-    """The text in lines of at most 80 characters, or longer ones where a word is longer: rich would cut a path."""
+    """The text in lines of at most 80 characters. A longer word, such as a path, stays whole; rich would cut it."""
     wrapper = textwrap.TextWrapper(
         80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
@@ -51,7 +54,7 @@ def wrapped(text: str) -> str:
 
 @contextmanager
 def progress(total: int | None, unit: str) -> "Iterator[Progress]":
-    """Shows on stderr how much is done. unit: what is counted, in the singular."""
+    """Shows on stderr how much is done. total: None if it is not known. unit: what is counted, in the singular."""
     if not sys.stderr.isatty():
         yield Progress(total, unit)
         return
@@ -64,7 +67,7 @@ def progress(total: int | None, unit: str) -> "Iterator[Progress]":
     )
     from rich.progress import Progress as Bars
 
-    # Not sys.stdout and sys.stderr through the bar: what a command prints for a pipe must stay on stdout.
+    # rich must not take over sys.stdout: what a command prints for a pipe must stay on stdout.
     with Bars(
         BarColumn(),
         MofNCompleteColumn(),
@@ -82,7 +85,7 @@ def progress(total: int | None, unit: str) -> "Iterator[Progress]":
 class Progress:
     """A bar on a terminal; elsewhere a line every ten seconds, so that a log stays short.
 
-    Call `update` with the number of those that were done since, and before it `note` with what is done now.
+    Call `note` with a text about what is done now, and then `update` with the number done since the last `update`.
     """
 
     def __init__(self, total: int | None, unit: str, bars: "Bars | None" = None) -> None:

@@ -1,4 +1,5 @@
-"""Measures the errors of out, lse, dq, dk and dv of a call against the definition in float64, and their tolerances.
+"""Measures how far out, lse, dq, dk and dv of an attention call are from the definition in float64, and how far they
+may be.
 
 B batch, N positions, H query heads, G key/value heads, D head dim.
 """
@@ -20,12 +21,13 @@ from ..run.dilated_cache import DTYPES, DilatedCache
 
 QUANTITIES = ("out", "lse", "dq", "dk", "dv")
 # Added to every tolerance: rounding a result once costs about eps / 4 in relative L2. In float64 the floor is larger,
-# because the rounding of the definition itself is of that size.
+# because the definition is computed in float64 too, and has rounding errors of that size.
 FLOOR = {
     dtype: torch.finfo(dtype).eps * (8 if dtype == torch.float64 else 0.25) for dtype in DTYPES
 }
 # On a GPU exp2 and log2 of float32 are approximate (2 ulp each, PTX ISA), and torch's memory-efficient op computes one
-# float32 product from three tf32 products. A single tf32 product would be off by 1e-4 and more.
+# float32 product from three tf32 products. A single tf32 product would be off by 1e-4 and more, and is
+# no longer within this floor.
 FLOOR_ON_GPU = FLOOR | {torch.float32: 4 * torch.finfo(torch.float32).eps}
 
 
@@ -43,12 +45,13 @@ class Case(NamedTuple):
     sharding: str = "contiguous"
 
 
-# For each quantity, sums of squares over this rank's rows: of the difference to the definition, and of the definition.
+# For each quantity, two sums of squares over this rank's rows: of the differences from the definition's values, and of
+# these values.
 Squares = dict[str, tuple[float, float]]
 
 
 def make_inputs(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Query, key and value, and gradients of out and lse: rounded to `dtype`, kept in float64, alike on all ranks."""
+    """[query, key, value], dout and dlse: random numbers that `dtype` can hold, in float64, the same on all ranks."""
     generator = torch.Generator().manual_seed(case.seq_len)
 
     def draw(*shape: int) -> Tensor:
@@ -63,7 +66,7 @@ def make_inputs(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, T
 def defined(
     case: Case, inputs: Sequence[Tensor], dout: Tensor, dlse: Tensor | None
 ) -> dict[str, Tensor]:
-    """out, lse and gradients by the definition."""
+    """out, lse, dq, dk and dv by the definition, by name. dlse: None for a loss that does not use lse."""
     query, key, value = leaves = [x.clone().requires_grad_() for x in inputs]
     out, lse = dilated_attention_reference(
         query, key, value, case.pattern, cu_seqlens=case.documents
@@ -103,8 +106,11 @@ def measure(
     *,
     through_lse: bool = True,
 ) -> Squares:
-    """This rank's difference to the definition, by quantity. Every rank of `parallel` must call it.
-    through_lse: lse has a gradient, too. Some kernels need more columns for it (`kernels/lse_gradient.py`)."""
+    """Make the call on this rank, and compare its results with the definition. Every rank of `parallel` must call this.
+
+    through_lse: whether the loss uses lse too. Some kernels append columns for the gradient of lse
+    (`kernels/lse_gradient.py`).
+    """
     inputs, dout, dlse = make_inputs(case, dtype)
     expected = defined(case, inputs, dout, dlse if through_lse else None)
     take: Callable[[Tensor], Tensor] = torch.clone if parallel is None else parallel.shard
@@ -128,7 +134,8 @@ def measure(
 
 
 def measure_cached(case: Case, dtype: torch.dtype, backend: str, device: str) -> Squares:
-    """How far out and lse are off if the sequence is appended to a cache: some tokens in bulk, some one by one."""
+    """As `measure`, for out and lse, if the sequence is appended to a cache: half of it 20 tokens at a time, the rest
+    one by one."""
     inputs, dout, _ = make_inputs(case, dtype)
     expected = defined(case, inputs, dout, None)
     sizes = (case.batch, case.num_heads, case.num_kv_heads, case.head_dim)
@@ -157,7 +164,10 @@ def _loss(out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor
 
 
 def squares(result: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Sums of squares: of the difference, and of `expected`. Both tensors must have -inf at the same places."""
+    """Two sums of squares: of result - expected, and of expected. Places where both are -inf are left out.
+
+    The first sum is infinite if only one tensor is -inf at some place.
+    """
     result = result.detach().cpu().double()
     is_empty = expected == -torch.inf
     if not torch.equal(result == -torch.inf, is_empty):
@@ -167,7 +177,7 @@ def squares(result: Tensor, expected: Tensor) -> tuple[float, float]:
 
 
 def relative(sums: tuple[float, float]) -> float:
-    """The relative L2 error. It is infinite for NaN, and if `expected` is all zeros and a result is not."""
+    """The relative L2 error from `squares`. It is infinite for NaN, and if `expected` is all zeros and `result` not."""
     difference, size = sums
     if math.isnan(difference) or size == 0:
         return 0.0 if difference == 0 else math.inf

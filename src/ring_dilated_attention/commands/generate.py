@@ -59,7 +59,10 @@ def run(arguments: Namespace) -> int:
 
 
 def write(model: "LongNetLM", prompt: bytes, arguments: Namespace) -> int:
-    """Stream what the model writes to stdout. Then say on stderr how long it took, also after Ctrl-C."""
+    """Stream to stdout what the model writes. Then say on stderr how long that took, also after Ctrl-C.
+
+    Returns the exit code.
+    """
     caches = model.make_caches(1, max_len=len(prompt) + arguments.tokens)
     steps = model.generate(
         [list(prompt)],
@@ -86,7 +89,7 @@ def write(model: "LongNetLM", prompt: bytes, arguments: Namespace) -> int:
 
 
 def show(text: str, file: TextIO) -> None:
-    """Write whole characters at once. On a terminal control characters become U+FFFD."""
+    """Write text to a file, and flush it. If the file is a terminal, control characters are written as U+FFFD."""
     if file.isatty():
         text = CONTROL.sub("\ufffd", text)
     file.write(text)

@@ -1,7 +1,6 @@
-"""Reads the hardware whose time is modelled: a preset, or a TOML file such as `rda doctor --save` writes.
+"""Reads the rates of the hardware that a forecast assumes: a preset, or a TOML file such as `rda doctor --save` writes.
 
-The fields of the file are those of `Hardware`, and memory_bytes, dtype, kernel and source (docs/planning.md has an
-example).
+A file has the fields of `Hardware`, and memory_bytes, dtype, kernel and source (docs/planning.md has an example).
 """
 
 import tomllib
@@ -16,13 +15,13 @@ from .arguments import amount
 
 
 class Machine(NamedTuple):
-    """A rank's rates, the dtype in which they are reached, its memory where known, and the source of the numbers."""
+    """A rank's rates, the dtype and kernel that reach them, its memory if known, and the source of the numbers."""
 
     hardware: Hardware
     dtype: str
     memory_bytes: int | None
     source: str
-    kernel: str = "cpu"  # of TRAITS
+    kernel: str = "cpu"  # a key of TRAITS
 
 
 LARGE_MESSAGE = 16 * 2**20  # the bytes of a message by which `rda doctor` measures bandwidth
@@ -30,8 +29,8 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 FLOPS = "FLOPs in a second; 500 TFLOP/s are 5e14"
 BYTES = "bytes in a second, one way; 50 GB/s are 5e10"
 SECONDS = "seconds; 5 µs are 5e-6"
-# The least number, the largest and the unit. No machine has a number outside: the user meant another unit.
-# (Rates that were measured with tiny tensors on a busy machine are low: examples/video.py had 5e7 FLOP/s.)
+# For each field the least number, the largest, and the unit. If a number is outside, the user meant another unit. (The
+# least rates are low, as tiny tensors on a busy machine reach little: examples/video.py reached 5e7 FLOP/s.)
 NUMBERS = {
     "flops_per_second": (1e6, 1e17, FLOPS),
     "backward_flops_per_second": (1e6, 1e17, FLOPS),
@@ -44,7 +43,7 @@ NUMBERS = {
     "call_seconds": (0, 0.1, SECONDS),
     "handshake_seconds": (0, 1, SECONDS),
 }
-# The options that replace a number.
+# The options, and the field whose number each of them replaces.
 OPTIONS = {
     "bandwidth": "bytes_per_second",
     "latency": "latency_seconds",
@@ -113,7 +112,7 @@ def _machine(name: str, fields: dict[str, Any]) -> Machine:
     if ("gpus_per_host" in fields) != ("host_bytes_per_second" in fields):
         raise ValueError("give both gpus_per_host and host_bytes_per_second, or neither")
     numbers = {key: fields[key] for key in Hardware._fields if key in fields}
-    if "host_bytes_per_second" in fields:  # inside hosts messages are no later than between them
+    if "host_bytes_per_second" in fields:  # the latency between hosts, unless another is given
         numbers.setdefault("host_latency_seconds", fields.get("latency_seconds", 0.0))
     memory = int(fields["memory_bytes"]) if "memory_bytes" in fields else None
     return Machine(
@@ -136,7 +135,11 @@ PRESETS = {card: _machine(card, fields) for card, fields in _PRESETS.items()}
 
 
 def machine_for(arguments: Namespace) -> Machine | None:
-    """The preset or file, with its numbers replaced by those of the options. None without --hardware."""
+    """The machine of --hardware, with the numbers that --bandwidth, --latency and --memory give; None without
+    --hardware.
+
+    Raises ValueError for a number that no machine has, and for the three options without --hardware.
+    """
     replaced: dict[str, Any] = {}
     for option, key in OPTIONS.items():
         value = getattr(arguments, option)
@@ -151,7 +154,7 @@ def machine_for(arguments: Namespace) -> Machine | None:
         return None
     machine = machine_of(arguments.hardware)
     memory = replaced.pop("memory_bytes", machine.memory_bytes)
-    if "bytes_per_second" in replaced:  # one network of all
+    if "bytes_per_second" in replaced:  # one network joins all ranks
         replaced |= {"gpus_per_host": None, "host_bytes_per_second": None}
     if "latency_seconds" in replaced:
         replaced["host_latency_seconds"] = replaced["latency_seconds"]
@@ -160,7 +163,7 @@ def machine_for(arguments: Namespace) -> Machine | None:
 
 
 def known(hardware: Hardware) -> dict[str, float]:
-    """The numbers by name, without those that are not there."""
+    """The numbers of the hardware by name, without those that are None."""
     return {name: value for name, value in hardware._asdict().items() if value is not None}
 
 

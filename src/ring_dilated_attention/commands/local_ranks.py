@@ -41,9 +41,9 @@ class Launch(NamedTuple):
     # rank k runs on the k-th core that this process may use, and nowhere else (Linux)
     is_pinned: bool = False
     has_gpus: bool = False  # rank k takes the k-th GPU
-    # of torch.distributed, with the group bound to the GPU; None: TRANSPORTS, and no bond
+    # torch.distributed's backend, for a group bound to the GPU; None: one of TRANSPORTS, for a group that is not bound
     transport: str | None = None
-    seconds: float = 60  # ranks are ended after this
+    seconds: float = 60  # ranks that still run after this time are ended
 
 
 def run_ranks(
@@ -63,7 +63,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
         try:
-            with held_back():  # so that every started process is in the list of those to end
+            with held_back():  # until each started process is in `processes`, which are ended
                 for rank in range(launch.world_size):
                     ours, theirs = start.Pipe(duplex=False)
                     pipes.append(ours)
@@ -154,7 +154,7 @@ def _rank(
 
 
 def _end_with_the_starter() -> None:
-    """End this process when the one that started it ends, even if that one is killed."""
+    """End this rank when the process that started it ends, even if that process is killed."""
     if (starter := multiprocessing.parent_process()) is not None:
         wait([starter.sentinel])
         os._exit(1)

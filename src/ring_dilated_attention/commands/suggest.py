@@ -24,7 +24,7 @@ takes. Layers reach further: what one branch brings in one layer, another
 carries on in the next.
 """
 MOST_HEARD = 0.99
-# What decides between candidates, in this order: the first point in which two differ.
+# The points in which candidates are compared, in this order. The first in which two candidates differ decides.
 BETTER = (
     "no rate above the number of heads",
     "fewer layers to hear of 99 %",
@@ -81,7 +81,7 @@ def run(arguments: Namespace) -> int:
 
 
 def describe(arguments: Namespace) -> list[dict[str, Any]]:
-    """The figures of each candidate."""
+    """A dict of figures for each candidate pattern. A ValueError if no pattern is within the budget."""
     seq_len, heads = arguments.seq_len, arguments.heads
     dense = pairs(DilatedPattern.dense(is_causal=arguments.is_causal), seq_len, heads)
     rules = {"is_causal": arguments.is_causal, "window": arguments.window}
@@ -113,7 +113,7 @@ def describe(arguments: Namespace) -> list[dict[str, Any]]:
 
 
 def costs(candidate: dict[str, Any]) -> tuple[float, ...]:
-    """One number for each of BETTER: the least is the best."""
+    """The costs by which candidates are sorted: a number for each point of BETTER, and less is better."""
     unheard = 1 - candidate["reach_by_layer"][-1]
     return (
         0 if candidate["all_read"] else 1,

@@ -1,4 +1,7 @@
-"""Ends a command, also by Ctrl-C, with a closed stream or a full disk; shows letters that terminals lack. No torch."""
+"""Ends commands well after Ctrl-C, on a closed stream or a full disk, and prints letters that the terminal lacks.
+
+This module imports no torch.
+"""
 
 import io
 import os
@@ -18,14 +21,17 @@ NO_MEMORY = "there is not enough memory"
 
 
 def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
-    """The exit code of run(). It is 130 after Ctrl-C. It is 2 if memory, a disk or a file fails, with a message.
-    is_process: the process ends with this command."""
+    """Call run(). Returns its exit code; 130 after Ctrl-C; 141 if the reader of the output has ended; or 2, with a
+    message, if memory runs out or a file cannot be read or written.
+
+    is_process: whether the process ends with this command.
+    """
     try:
         try:
             prepare_streams()
             return run()
         finally:
-            sys.stdout.flush()  # an error can be caught here, but not at exit
+            sys.stdout.flush()  # Python's own flush at exit could not be guarded
     except BrokenPipeError:  # the reader of the output has ended, as in `rda plan ... | head`
         drop_unwritten()
         return UNREAD_EXIT_CODE
@@ -40,14 +46,15 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
         say(f"{command}: {reason}")
         return 2
     finally:
-        drop_unwritten()  # what argparse or a progress bar could not write to stderr: neither raises
+        # argparse and progress bars do not raise if they cannot write to stderr
+        drop_unwritten()
         if is_process:
-            # or Ctrl-C shows a traceback while Python shuts down
+            # otherwise Ctrl-C would show a traceback while Python shuts down
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory has run out: Python says MemoryError, and torch a RuntimeError with one of these texts."""
+    """Whether an error says that memory ran out: Python's MemoryError, or torch's RuntimeError with one of `texts`."""
     texts = ("can't allocate memory", "not enough memory", "out of memory")
     return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 
@@ -56,13 +63,13 @@ def prepare_streams() -> None:
     """Make sure that printing never ends a command.
 
     If a terminal cannot show a letter (of a path, say), the letter's number is shown. A closed stream is opened on
-    /dev/null: otherwise the first file that the command opens gets the stream's number, and the printed text.
+    /dev/null: otherwise the first file that the command opens would get the stream's descriptor, and the printed text.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, the closed stream's
         if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -75,7 +82,7 @@ def say(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
-        drop_unwritten(sys.stderr)  # not stdout: if nobody reads it, the command must end
+        drop_unwritten(sys.stderr)  # not stdout's: if nobody reads stdout, the command must end
 
 
 def drop_unwritten(*streams: TextIO) -> None:
@@ -104,7 +111,7 @@ def leaving_at_once(command: str) -> Iterator[None]:
 def held_back() -> Iterator[None]:
     """Delay Ctrl-C to the end of the block. Processes that are started in the block never receive it."""
     came: list[int] = []
-    # inherited by whatever is started
+    # every process that is started inherits the blocked signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with _handled(lambda number, frame: came.append(number)):
         try:

@@ -1,7 +1,7 @@
 """Predicts what an attention call computes, sends and holds over all ranks, and its time.
 
-Pairs and received bytes are counted exactly, for all ranks. `picked_ranks` are planned and weighed: all ranks up to a
-dozen, otherwise about a dozen that stand out. With up to MOST_TIMED ranks the clock runs all of them.
+Pairs and received bytes are counted exactly, for all ranks. What ranks send and hold is computed for `picked_ranks`: up
+to a dozen ranks all of them, otherwise about a dozen that stand out. The time is modelled for up to MOST_TIMED ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,10 @@ class PlannedCall(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """How rows travel. inner: with 2-D meshes, the number of ranks in a group that deals heads; otherwise 1."""
+    """How rows travel between ranks.
+
+    inner: on a 2-D mesh, the number of ranks in a group that deals heads (all_to_all within the group); otherwise 1.
+    """
 
     name: str = "ring"
     inner: int = 1
@@ -55,21 +58,27 @@ class Exchange(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """What all ranks compute and receive. places: heads are dealt within groups of ranks, so there is a count of the
-    first ranks of all groups, one of the second ranks, and so on. If no heads are dealt there is one count."""
+    """What all ranks compute and receive.
+
+    places: one count of all ranks, if no heads are dealt. If heads are dealt within groups of ranks: a count of the
+    first ranks of all groups, a count of the second ranks, and so on.
+    """
 
     job: Job
     places: list[JobCount]
 
     def by_rank(self, column: Callable[[JobCount], Sequence[int]]) -> list[int]:
-        """A column of the counts, in the order of ranks."""
+        """A number for each rank, in the order of ranks. column: takes these numbers from a count."""
         size = len(self.places)
         return [
             column(self.places[rank % size])[rank // size] for rank in range(self.job.num_ranks)
         ]
 
     def sent_by_branch(self, sizes: Sizes) -> list[int]:
-        """Bytes of the chunks that all ranks together send in a forward, for each branch, without dealt heads."""
+        """For each branch, the bytes of the chunks that all ranks together send in a forward.
+
+        The bytes that ranks send to deal heads are not counted.
+        """
         sent = [0] * len(self.job.pattern.branches)
         for place in self.places:
             for (branch, _), segment in place.segments.items():
@@ -78,7 +87,7 @@ class Counted(NamedTuple):
 
 
 def count(job: Job, exchange: Exchange) -> Counted:
-    """Count what every rank computes and receives. ValueError if heads cannot be dealt."""
+    """Count what every rank computes and receives. A ValueError if the exchange cannot deal the heads."""
     return _count(job, dealers(exchange.name, job, exchange.inner))
 
 
@@ -109,22 +118,22 @@ def picked_ranks(counted: Counted) -> list[int]:
 
 
 class RankFigures(NamedTuple):
-    """What one planned rank owns, computes, sends and, if a kernel is given, holds."""
+    """What one picked rank owns, computes, sends and, if a kernel is given, holds."""
 
     rank: int
     num_rows: int
     flops: int
-    forward_sent: int
-    sent: int
+    forward_sent: int  # bytes
+    sent: int  # bytes in a forward and its backward
     weight: AttentionWeight | None
 
 
 class Figures(NamedTuple):
-    """The figures of a call over all ranks. Bytes are of a forward, and of a forward with its backward."""
+    """What all ranks compute, send and hold in a forward and backward of a call, and how long that takes."""
 
     flops: int  # of all ranks together
     balance: float  # the mean FLOPs over those of the busiest rank
-    sent_by_branch: list[int]  # by all ranks in a forward, without dealt heads
+    sent_by_branch: list[int]  # bytes of chunks, by all ranks in a forward
     ranks: tuple[RankFigures, ...]  # the picked ranks
     num_ranks: int
     step: StepTime | None  # None without hardware, or with more than MOST_TIMED ranks
@@ -132,7 +141,7 @@ class Figures(NamedTuple):
 
     @property
     def most_sent(self) -> int:
-        """The most bytes that a picked rank sends in both stages."""
+        """The most bytes that a picked rank sends in a forward and its backward."""
         return max(rank.sent for rank in self.ranks)
 
     @property
@@ -159,7 +168,8 @@ def forecast(
 ) -> Figures:
     """The figures of a call over all ranks.
 
-    kernel: its name, to weigh what ranks hold. hardware: to time a step.
+    kernel: the name of a kernel, to weigh what ranks hold with it; None: not weighed. hardware: to time a step; None: not
+    timed.
     """
     counted = count(job, exchange)
     pairs_of_ranks = counted.by_rank(lambda place: place.pairs)

@@ -36,7 +36,7 @@ class Hardware(NamedTuple):
     backward_flops_per_second: float | None = None  # None: the rate of the forward
     # the time that every kernel call takes in addition, whatever its size
     call_seconds: float = 0.0
-    # of the first round, as measured; None: a latency, as each further round
+    # the time of the handshake's first round, as measured; None: one latency, like each further round
     handshake_seconds: float | None = None
     # the ranks of a host; None: there is one network, and host_... are not read
     gpus_per_host: int | None = None
@@ -58,7 +58,7 @@ class Hardware(NamedTuple):
         return flops / rate + self.call_seconds
 
     def handshake(self, num_ranks: int) -> float:
-        """Seconds in which the first `num_ranks` ranks hear of each other."""
+        """The seconds of a handshake of the first `num_ranks` ranks, after which each has heard of all others."""
         _, latency = self.network(0, num_ranks - 1)
         first_round = self.handshake_seconds
         if first_round is None:

@@ -7,7 +7,7 @@ from ..plan.sharding import SHARDINGS, WITHOUT_DOCUMENTS, Borders
 from .call_cost import Exchange, Figures, PlannedCall, forecast
 from .clock import Hardware, time_text
 
-WORTH_IT = 0.95  # name another way only if it brings a step's time down to this share or less
+WORTH_IT = 0.95  # advise another exchange only if a step takes at most this share of the time
 # The largest documents * ranks**2 at which zigzag_documents is tried: each document becomes a ring of all ranks.
 MOST_DOCUMENT_WORK = 2**17
 
@@ -21,7 +21,7 @@ class Alternative(NamedTuple):
 
 
 def exchanges_of(call: PlannedCall, hardware: Hardware | None) -> list[Exchange]:
-    """Every exchange that the call may take; of 2-D meshes the one whose groups deal heads within a host."""
+    """Every exchange that the call may take. Of 2-D meshes only the one with the largest groups within a host."""
     num_ranks = call.num_ranks
     sizes = [d for d in range(2, num_ranks + 1) if num_ranks % d == call.num_kv_heads % d == 0]
     exchanges = [Exchange("ring"), Exchange("all_gather")]
@@ -39,7 +39,7 @@ def alternatives(
     documents: Borders = None,
     step: Callable[[], object] = lambda: None,
 ) -> list[Alternative]:
-    """All exchanges and shardings with their figures, the fastest first. step: called after each."""
+    """All exchanges and shardings with their figures, the fastest first. step: called after each of them."""
     shardings = list(WITHOUT_DOCUMENTS)
     if documents is not None and len(documents) * call.num_ranks**2 <= MOST_DOCUMENT_WORK:
         shardings = list(SHARDINGS)
@@ -54,14 +54,17 @@ def alternatives(
 
 
 def _rank_of(row: Alternative) -> tuple[float, ...]:
-    """Sorts timed ways by time, then the others by balance; of equal ways the one that sends least comes first."""
+    """The key to sort by: alternatives with a time come first, by time; then the others, by balance.
+
+    Of equal alternatives the one that sends least comes first.
+    """
     if row.figures.step is None:
         return (1, -row.figures.balance, row.figures.most_sent)
     return (0, row.figures.seconds, row.figures.most_sent)
 
 
 def better(figures: Figures, rows: list[Alternative]) -> str:
-    """A sentence on the fastest way, if its step takes at most WORTH_IT of the time; else ""."""
+    """Advice to take the fastest of `rows`, if its step takes at most WORTH_IT of the time of `figures`; else ""."""
     if not rows or rows[0].figures.step is None or figures.step is None:
         return ""
     best = rows[0]

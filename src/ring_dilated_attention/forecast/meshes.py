@@ -26,7 +26,7 @@ class Training(NamedTuple):
     batch: int
     itemsize: int  # of activations
     kernel: str
-    activations: tuple[str, ...] = ACTIVATIONS  # the ways to hold them that are tried
+    activations: tuple[str, ...] = ACTIVATIONS  # the choices to try
 
 
 class Mesh(NamedTuple):
@@ -73,7 +73,7 @@ def ranked_meshes(
     memory_bytes: float,
     step: Callable[[], object] = lambda: None,
 ) -> list[MeshPlan]:
-    """A plan of every mesh: those that fit first, the fastest first. step: called after each mesh."""
+    """A plan for every mesh: first the plans that fit the memory, by speed. step: called after each mesh."""
     plans = []
     for mesh in all_meshes(num_ranks, training.seq_len):
         plans.append(plan_mesh(training, mesh, hardware, memory_bytes))
@@ -82,14 +82,14 @@ def ranked_meshes(
 
 
 def _rank_of(plan: MeshPlan) -> tuple[bool, float]:
-    """Sorts plans that fit by their speed, then the others by their memory."""
+    """The key to sort by: plans that fit the memory, the fastest first; then the others, the smallest first."""
     if plan.fits:
         return False, -plan.tokens_per_second
     return True, plan.memory.total
 
 
 def plan_mesh(training: Training, mesh: Mesh, hardware: Hardware, memory_bytes: float) -> MeshPlan:
-    """The fastest way that fits; if none does, the one that holds least.
+    """The fastest way to train on a mesh that fits the memory; if none fits, the way that holds least.
 
     A step takes the seconds of the products with weights, of the attention of all layers, and of the sum of gradients.
     The optimiser's own work is not counted.
@@ -136,7 +136,8 @@ def plan_mesh(training: Training, mesh: Mesh, hardware: Hardware, memory_bytes: 
 def _attention(
     training: Training, mesh: Mesh, hardware: Hardware
 ) -> tuple[Exchange, str, Figures, AttentionWeight]:
-    """One layer's attention, the fastest way; timed, and weighed on the rank that holds most."""
+    """The exchange and sharding in which one layer's attention is fastest, its figures, and its weight on the rank that
+    holds most."""
     decoder = training.decoder
     heads = decoder.num_heads, decoder.num_kv_heads
     sizes = Sizes(training.batch, decoder.head_dim, training.itemsize)
@@ -154,8 +155,11 @@ def _attention(
 
 
 def _gradient_seconds(training: Training, mesh: Mesh, hardware: Hardware, *, is_cut: bool) -> float:
-    """The gradients are summed by a scatter and a gather. If states are cut, parameters are gathered twice and
-    gradients scattered once (FSDP2). Bytes pass within hosts; between hosts pass those of one device of each host."""
+    """The seconds in which devices sum gradients, by a scatter and a gather. If states are cut (FSDP2): in which they
+    gather parameters twice and scatter gradients once.
+
+    All bytes pass within hosts. Between hosts pass only the bytes of one device of each host.
+    """
     num_ranks = mesh.num_ranks
     inside = min(hardware.gpus_per_host or 1, num_ranks)
     rate_inside = hardware.network(0, inside - 1)[0]

@@ -25,8 +25,8 @@ ACTIVATIONS = ("kept", "checkpointed")
 class DecoderWithLoss(nn.Module):
     """The sum of the losses of a decoder. body: from tokens (B, N) to hidden rows (B, N, E). head: to logits.
 
-    As in models/recompute.py, each slice of rows makes its logits again in backward. Two slices show the peak. The
-    other rows take part only with their gradients, which are held while the logits of the slices are.
+    As in models/recompute.py, backward computes the logits of each slice of rows again. Two slices are enough to reach
+    the peak. The other rows have no logits here, but they have gradients, which are held at the same time.
     """
 
     def __init__(self, body: nn.Module, head: nn.Module, vocab_size: int) -> None:
@@ -103,7 +103,7 @@ def _matrix_entries(module: nn.Module) -> int:
 
 
 class HeldByModel(Held):
-    """Counts what a model holds. An attention call counts as `attention` says, beside what the model holds then."""
+    """Counts the bytes that a model holds. `attention` tells the bytes that an attention call holds in addition."""
 
     def __init__(self, inputs: list[Tensor], attention: AttentionWeight) -> None:
         super().__init__(inputs)
@@ -121,7 +121,8 @@ class HeldByModel(Held):
         args: tuple = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # Models of transformers ask whether all tokens are of one document, or whether any is not.
+        # Models of transformers ask whether all tokens are of one document, or whether any is not. Tensors on "meta"
+        # have no values, so the answer is made up here: all are.
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return not self.is_any_asked
         self.is_any_asked = func is torch.ops.aten.any.default
@@ -132,8 +133,8 @@ class HeldByModel(Held):
 def weigh_activations(
     decoder: Decoder, batch: int, num_positions: int, dtype: torch.dtype, attention: AttentionWeight
 ) -> dict[str, int]:
-    """By the names in ACTIVATIONS, the bytes that the forward and backward of a rank with so many positions of each
-    sequence hold, beside parameters, gradients and optimiser state."""
+    """The most bytes that a forward and backward hold, for each name in ACTIVATIONS, on a rank that has `num_positions`
+    of each sequence. Parameters, gradients and optimiser state are not included."""
     peak = partial(_peak, decoder, batch, num_positions, dtype, attention)
     num_bytes = {}
     for name, is_checkpointed in (("kept", False), ("checkpointed", True)):

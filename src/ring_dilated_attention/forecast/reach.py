@@ -1,13 +1,14 @@
 """Computes which positions can influence a query ("it has heard of them") after some layers, exactly.
 
 Heads are mixed between layers, so a layer reads the phases of all its heads. Some queries are followed back through the
-layers. A set of positions is a binary tree: its halves are sets of half as many positions, and equal sets are the same
-node. If lengths and rates are powers of two, most segments look alike. So a trillion positions need hardly more nodes
-than a million, and no node is computed twice. (Sets as integers with a bit for each position took a minute and more
-from 16 million positions on.)
+layers. A set of positions is a binary tree: the halves of a node are sets of half as many positions, and equal sets are
+one node. If lengths and rates are powers of two, most segments look alike. So a trillion positions need hardly more
+nodes than a million, and no node is computed twice. (Sets as integers with a bit for each position took a minute and
+more from 16 million positions on.)
 
-A branch carries a set to the keys that it sees by moves of 1, 2, 4, ... rates, one after the other, each joined to what
-was there before. In a segment nothing moves over the border. A window has no borders, and is as wide as its moves.
+A branch takes a set of queries to the set of keys that they see. To do so it moves the set by 1, 2, 4, ... times the
+rate, one move after the other, and joins the moved set to the set before the move. Nothing moves over the border of a
+segment. A window has no borders; its moves add up to its width.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,7 @@ class _Sets:
         return node
 
     def of(self, start: int, stop: int, height: int) -> int:
-        """The set of the positions from `start` to `stop` - 1, of which some may lie outside."""
+        """The set of the positions from `start` to `stop` - 1. Those outside 0 to 2**height - 1 are left out."""
         size = 2**height
         if stop <= 0 or start >= size:
             return NONE
@@ -51,7 +52,7 @@ class _Sets:
         )
 
     def _merged(self, a: int, b: int, stronger: int) -> int:
-        """The union of two sets if ALL is stronger, or what they have in common if NONE is."""
+        """The union of two sets if `stronger` is ALL, or their intersection if it is NONE."""
         if stronger in (a, b):
             return stronger
         if a == b or b in (NONE, ALL):
@@ -71,7 +72,10 @@ class _Sets:
         return in_first + in_second
 
     def _moved(self, a: int, neighbour: int, height: int, move: "_Move") -> int:
-        """The positions of `a` and of the set beside it, where they are after a move."""
+        """The positions that a move brings into the range of `a`, from `a` itself and from `neighbour`.
+
+        neighbour: the set of the positions beside this range, on the side from which positions come.
+        """
         if height >= move.segment:
             neighbour = NONE  # nothing moves over the border of a segment
         if a == neighbour and a in (NONE, ALL):
@@ -80,7 +84,7 @@ class _Sets:
             return neighbour
         first, second = self.halves[a]
         before, after = self.halves[neighbour]
-        # beside each half
+        # the neighbour of each half
         neighbours = second, before
         if move.is_up:
             neighbours = after, first
@@ -99,7 +103,7 @@ class _Move(NamedTuple):
 
 
 class _Branch(NamedTuple):
-    """A branch, followed back: from queries that heads read, by these moves, to all keys that they see."""
+    """A branch as moves: they take the queries that heads read to all keys that these queries see."""
 
     read: int  # the set of positions that heads read
     moves: list[_Move]
@@ -108,14 +112,15 @@ class _Branch(NamedTuple):
 def reach(
     pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int
 ) -> tuple[float, ...]:
-    """For each layer, the least share of its visible positions that any followed query has heard of by then. Followed
-    are those of `queries_to_follow`. Raises ValueError if a rate, or the length
-    of a segment or a window shorter than the sequence, is no power of two."""
+    """For each layer, the least share of its visible positions that a query of `queries_to_follow` has heard of by then.
+
+    Raises ValueError if a rate is no power of two, or the length of a segment or window shorter than the sequence.
+    """
     for branch in pattern.branches:
         length = block_length(branch, is_causal=pattern.is_causal)
         if (length < seq_len and length.bit_count() > 1) or branch.dilation_rate.bit_count() > 1:
             raise ValueError(
-                f"only powers of two can be followed, got {branch}; the longest w may be the sequence"
+                f"only powers of two can be followed, got {branch}; a w of the whole sequence may be any number"
             )
     queries = queries_to_follow(pattern, seq_len, num_heads)
     least: list[float] = []
@@ -172,11 +177,11 @@ def _branch(
         segment = (min(branch.segment_length, seq_len) - 1).bit_length()
         rate = (branch.dilation_rate - 1).bit_length()
         if rate >= segment:
-            return _Branch(NONE, [])  # no phase has two rows
+            return _Branch(NONE, [])  # each phase has at most one row of a segment
         farthest = 2**segment - 2**rate
         heads = pattern.heads_of(number, num_heads)
         phases = [pattern.phase_of(number, head, num_heads) or 0 for head in heads]
-        # No rule leaves out a phase in between.
+        # Under every phase rule the phases that heads read are consecutive.
         read = sets.of(min(phases), max(phases) + 1, rate)
         for _ in range(rate, height):
             read = sets.join(read, read)
@@ -197,8 +202,10 @@ def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> 
     """The queries that may have heard of least: those at places 0 and `num_heads` of the first and the last segments.
 
     A query at place 0 hears of earlier segments only by wider branches. Place `num_heads` may be in a phase that no
-    head reads. For an early query each missing position is a larger share. The last segments may be shorter. A window
-    hides how little a segment shows up to the window's length after the segment's start, and off the phases at the end.
+    head reads. For an early query each missing position is a larger share. The last segments may be shorter.
+
+    A window shows keys before a segment's start to queries less than the window's length after it. The last of these
+    queries are followed too. So are the last queries of the sequence, of which one is in no phase that heads read.
     """
     shortest = min(branch.segment_length for branch in pattern.branches)
     starts = {0, max(0, (seq_len - 1) // shortest - 1) * shortest}
@@ -208,5 +215,5 @@ def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> 
     queries = {start + place for start in starts for place in (0, num_heads)} | {seq_len - 1}
     if pattern.window is not None:
         queries |= {start + pattern.window - place for start in starts for place in (1, 2)}
-        queries |= set(range(max(seq_len - num_heads - 2, 0), seq_len))  # one is off the phases
+        queries |= set(range(max(seq_len - num_heads - 2, 0), seq_len))  # see above
     return sorted(query for query in queries if query < seq_len)

@@ -7,7 +7,7 @@ recalled most of what dense attention did (docs/learning.md, "Recall at a distan
 In each pattern, w_0 is the largest power of two that keeps the pairs within the budget. A sliding window of w_0
 positions may take the place of the segments of w_0.
 
-Rates and segment lengths are powers of two, but for the whole sequence.
+Rates are powers of two. So are segment lengths, except that of a segment of the whole sequence.
 """
 
 from ..pattern import DilatedPattern
@@ -20,8 +20,11 @@ SHORTEST = 64
 def suggestions(
     seq_len: int, num_heads: int, most_pairs: float, *, is_causal: bool, window: bool = False
 ) -> list[tuple[DilatedPattern, str]]:
-    """Patterns with at most `most_pairs` pairs over all heads, most first, each with the rule that made it. If
-    dense attention has so few pairs, only that. window: in place of the segments of rate 1."""
+    """Patterns with at most `most_pairs` pairs over all heads, each with the name of its rule. That with most pairs is
+    first. If dense attention has so few pairs, it is the only one.
+
+    window: whether a sliding window takes the place of the segments of rate 1.
+    """
     dense = DilatedPattern((seq_len,), (1,), is_causal=is_causal)
     if pairs(dense, seq_len, num_heads) <= most_pairs:
         return [(dense, "dense attention")]
@@ -42,7 +45,7 @@ def suggestions(
 def _pattern(
     ratio: int | None, first: int, seq_len: int, num_heads: int, *, is_causal: bool
 ) -> DilatedPattern:
-    """LongNet's branches with this ratio, or two; the first has segments of `first` positions."""
+    """LongNet's branches with this ratio, or two branches for None. The first has segments of `first` positions."""
     if ratio is not None:
         return DilatedPattern.longnet(seq_len, first_length=first, ratio=ratio, is_causal=is_causal)
     # A query in a head's phase sees 0.5 to 1 times as many keys of the whole sequence as of its short segment.
