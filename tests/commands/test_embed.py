@@ -448,7 +448,7 @@ def test_a_slide_that_changed_stops_no_other(weights, slides, tmp_path, capsys):
     assert embed(weights, out, *slides) == 1
     output = capsys.readouterr()
     assert (
-        f"rda embed: {slides[0]}: is newer than {out / 'a.npy'}: remove that file to embed it again"
+        f"rda embed: {slides[0]}: is newer than {out / 'a.npy'}: remove the older file to embed the slide again"
         in output.err
     )
     assert output.out.startswith("slides embedded: 1; there already: 2")

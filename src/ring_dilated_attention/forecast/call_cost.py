@@ -168,8 +168,7 @@ def forecast(
 ) -> Figures:
     """The figures of a call over all ranks.
 
-    kernel: the name of a kernel, to weigh what ranks hold with it; None: not weighed. hardware: to time a step; None: not
-    timed.
+    kernel: the name of a kernel, to weigh what ranks hold with it. hardware: to time a step. None leaves this out.
     """
     counted = count(job, exchange)
     pairs_of_ranks = counted.by_rank(lambda place: place.pairs)

@@ -112,7 +112,7 @@ class _Branch(NamedTuple):
 def reach(
     pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int
 ) -> tuple[float, ...]:
-    """For each layer, the least share of its visible positions that a query of `queries_to_follow` has heard of by then.
+    """For each layer, the least share of its visible positions that a query of `queries_to_follow` has heard of.
 
     Raises ValueError if a rate is no power of two, or the length of a segment or window shorter than the sequence.
     """

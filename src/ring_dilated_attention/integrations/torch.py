@@ -143,7 +143,7 @@ def _each_input(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, tupl
 def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: bool = False) -> None:
     """Check, after DDP or fully_shard, that the ranks that share a sequence also average their gradients.
 
-    Call it outside of forwards. It sees neither whether gradients are averaged over replicas too, nor the groups of
+    Call it outside of forwards. It does not check that gradients are averaged over replicas too, nor the groups of
     FullyShardedDataParallel's hybrid strategies.
 
     Args:
@@ -197,7 +197,10 @@ def _averaged_by(wrapper: Any) -> Iterator[nn.Parameter]:
 
 
 def check_meshes(module: nn.Module, parallel: ContextParallel) -> None:
-    """The check of meshes in `check_averaged`. It skips plain tensors, such as FSDP2's parameters in a forward."""
+    """Raise ValueError if FSDP2 shards a parameter over a mesh that lacks some of the ranks that share a sequence.
+
+    Plain tensors are skipped: FSDP2's parameters are plain in a forward.
+    """
     sharing = set(parallel.ranks.members)
     if not sharing or not any(isinstance(child, FSDPModule) for child in module.modules()):
         return
@@ -228,8 +231,8 @@ def replace_attention(
 
     Args:
         pattern: who attends whom.
-        rotary: as for MultiheadDilatedAttention; it has no parameters. None leaves it as it is (torch's have none). A
-            MultiheadDilatedAttention also keeps its sub_layernorm and backend.
+        rotary: as for MultiheadDilatedAttention; it has no parameters. None keeps the rotary embedding of the replaced
+            attention (torch's has none). A MultiheadDilatedAttention also keeps its sub_layernorm and backend.
         parallel: the ranks that share the sequences, as for MultiheadDilatedAttention.
 
     Raises:
@@ -245,7 +248,7 @@ def replace_attention(
             f"{type(module).__name__} has no nn.TransformerEncoderLayer or nn.TransformerDecoderLayer: construct your "
             "own layers with MultiheadDilatedAttention, whose state_dict is that of nn.MultiheadAttention."
         )
-    # All are made before the first is replaced: an error leaves the module as it was.
+    # All new attentions are made before the first one is put in place: an error leaves the module as it was.
     attentions = [
         _dilated(name, layer.self_attn, pattern, rotary, parallel) for name, layer in layers.items()
     ]
@@ -253,7 +256,7 @@ def replace_attention(
         layer.self_attn = attention
     for child in module.modules():
         if isinstance(child, nn.TransformerEncoder):
-            child.use_nested_tensor = False  # or its fast path would call torch's attention
+            child.use_nested_tensor = False  # otherwise its fast path calls torch's attention
     return module
 
 
@@ -308,7 +311,9 @@ def _why_not(name: str, attention: Any) -> str | None:
 
 def held_heads(module: nn.Module, num_held: int, num_heads: int) -> range | None:
     """The query heads of a layer that this rank computes under tensor parallelism (`ColwiseParallel`); None for all.
-    The shards of the layer's parameters tell which. A ValueError if they do not."""
+
+    The shards of the layer's parameters tell which heads these are. A ValueError if the shards do not tell.
+    """
     if num_held == num_heads:
         return None
     ranks_and_sizes = set()

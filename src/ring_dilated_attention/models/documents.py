@@ -51,7 +51,7 @@ def agree_on_documents(
     """The documents of a call that all ranks make together.
 
     Args:
-        call: its name, for errors.
+        call: the name of the call, for errors.
         x: this rank's rows, (batch, N, ...); anything if there is a failure.
         cu_seqlens: global borders of packed documents, for a batch of 1.
         fields: other values that must be the same on all ranks, by name.
@@ -79,7 +79,7 @@ def agree_on_documents(
         borders = tuple(packed)
     else:
         borders = (0, total) if total else (0,)
-    if parallel is None:  # one shard, made here: torch.compile warns of the cache of `make_shards`
+    if parallel is None:  # one shard; not from `make_shards`, of whose cache torch.compile warns
         shards: tuple[Shard, ...] = ((Span(0, total),) if total else (),)
     else:
         shards = ranks.shards(lengths, None if packed is None else borders)
@@ -103,9 +103,9 @@ def why_no_tokens(tokens_BN: Any, setting: str, num_tokens: int) -> str | None:
         return f"tokens must be a tensor of integers (batch, N), got {type(tokens_BN).__name__}"
     if tokens_BN.dim() != 2 or not is_integral(tokens_BN):
         return f"tokens have shape {tuple(tokens_BN.shape)} and dtype {tokens_BN.dtype}: pass integers (batch, N)"
-    # On a GPU torch's kernel asserts this. A check here would wait for the GPU.
+    # On a GPU the kernel of torch's embedding asserts that tokens are in range. A check here would wait for the GPU.
     if tokens_BN.device.type == "cpu" and tokens_BN.numel() and not torch.compiler.is_compiling():
-        low, high = tokens_BN.long().aminmax()  # torch compares no uint16
+        low, high = tokens_BN.long().aminmax()  # torch has no aminmax of uint16
         if low < 0 or high >= num_tokens:
             return f"tokens from {low} to {high}, but {setting}={num_tokens}"
     return None

@@ -226,7 +226,8 @@ class LongNetLM(nn.Module):
         try:
             state = check_whole(checkpoint)
             model = LongNetLM(LongNetConfig.of_run(state["hyperparameters"]), parallel=parallel)
-            # the checkpoint's own hyperparameters made the model, with its pattern
+            # A checkpoint has no record of its pattern. The model's record is right: it was made from the checkpoint's
+            # hyperparameters.
             read = read_shards(checkpoint, dict(model.named_parameters()))
             model.load_state_dict(model.state_dict() | read, strict=True)
         except (KeyError, OSError, SafetensorError, RuntimeError) as error:
@@ -354,7 +355,7 @@ def shift_left(
     for spans, record in zip(shards, records, strict=True):
         for span, first_B in zip(spans, record, strict=False):
             firsts[span.start] = first_B
-    shifted = x.roll(-1, dims=1)  # right but for the last row of each span
+    shifted = x.roll(-1, dims=1)  # correct except in the last row of each span
     for row, span in zip(first_rows(shard), shard, strict=False):
         last = row + span.stop - span.start - 1
         shifted[:, last] = firsts[span.stop].to(x) if span.stop in firsts else fill

@@ -1,6 +1,6 @@
-"""Reads checkpoints of which each rank wrote its part, at any number of ranks: safetensors, never a pickle.
+"""Reads checkpoints of which each rank wrote a part, on any number of ranks: safetensors, never a pickle.
 
-torch.distributed.checkpoint finds the parts that this rank wants. Ranks send no messages for it.
+torch.distributed.checkpoint finds the parts that this rank needs. Ranks send no messages to read a checkpoint.
 """
 
 import warnings
@@ -13,17 +13,19 @@ from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorage
 
 
 def read_shards(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of these names, dtypes and shapes; of a DTensor, the part of this rank. A ValueError if they do not
-    fit."""
+    """The checkpoint's tensors with the names, dtypes and shapes of `like`; of a DTensor, this rank's part.
+
+    Raises ValueError if the checkpoint lacks a tensor of `like`, has it in another shape, or cannot be read.
+    """
     found = {name: torch.empty_like(x, requires_grad=False) for name, x in like.items()}
     reader = HuggingFaceStorageReader(str(checkpoint))
     try:
-        reader.read_metadata()  # `load` logs a traceback if it fails there
-    except Exception as error:  # a head that does not fit its tensors raises anything
+        reader.read_metadata()  # first, since `load` would log a traceback
+    except Exception as error:  # a damaged header may raise any error
         raise ValueError(f"{checkpoint} cannot be read: {type(error).__name__}: {error}") from error
     try:
         with warnings.catch_warnings():
-            # that is what no_dist asks for
+            # the warning says what no_dist=True asks for
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             load(dict(found), storage_reader=reader, no_dist=True)
     except CheckpointException as error:

@@ -1,4 +1,4 @@
-"""What backward computes again: a layer without its attention; and the loss, some rows at a time."""
+"""Saves memory by what backward computes again: a layer except its attention, and the loss of some rows at a time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +30,7 @@ def run_layer(layer: nn.Module, x: Tensor, *more: Any, recompute: bool) -> Tenso
 
 
 def loss_slice_rows(vocab_size: int) -> int:
-    """The rows whose logits exist at once."""
+    """The number of rows whose logits exist at the same time."""
     return max(LOSS_SLICE_ROWS, LOSS_SLICE_LOGITS // vocab_size)
 
 
@@ -42,9 +42,9 @@ def sum_in_slices(
     *,
     is_random: bool = False,
 ) -> Tensor:
-    """The sum of `loss(x_TE, labels_T)` over slices of T = `rows` rows, of which backward computes each again.
+    """The sum of `loss(x_TE, labels_T)` over slices of T = `rows` rows. Backward computes each slice again.
 
-    is_random: the loss draws random numbers, and must draw the same ones again.
+    is_random: whether the loss draws random numbers, which must be the same when it is computed again.
     """
     total = x_BNE.new_zeros((), dtype=torch.float32)
     for hidden_and_labels in zip(

@@ -1,4 +1,4 @@
-"""Draws tokens from a language model by caches.
+"""Draws tokens from a language model, which reads them through caches.
 
 Shape suffixes: B batch, N positions, E embedding, V vocabulary, S tokens that end a row.
 """
@@ -50,8 +50,11 @@ class Sampling:
         return [torch.Generator(device).manual_seed(seed + b) for b in range(batch)]
 
     def draw(self, logits_BV: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        """(B,) int64. A ValueError for a row with nothing to draw from. Tokens with a logit of -inf are not drawn."""
-        for row, largest in enumerate(logits_BV.amax(-1).tolist()):  # NaN if any logit is
+        """Draw a token for each row, (B,) int64. Tokens with a logit of -inf are not drawn.
+
+        Raises ValueError for a row in which no token can be drawn.
+        """
+        for row, largest in enumerate(logits_BV.amax(-1).tolist()):  # NaN if any logit is NaN
             if not math.isfinite(largest):
                 raise ValueError(
                     f"no token can be drawn for row {row}: the largest of its logits is {largest}. Look for NaN and "
@@ -67,7 +70,7 @@ class Sampling:
     def weights(self, logits_BV: Tensor) -> Tensor:
         """Probabilities (B, V), in float64."""
         wide_BV = logits_BV.double()
-        # the largest is 0, so that none becomes inf
+        # Now the largest is 0, so that none becomes inf when divided by a small temperature.
         shifted_BV = wide_BV - wide_BV.amax(-1, keepdim=True)
         return (shifted_BV / float(self.temperature)).softmax(-1)
 
@@ -83,8 +86,8 @@ def generate(
 ) -> Iterator[Tensor]:
     """See `LongNetLM.generate`.
 
-    All arguments are checked before the first prompt is appended. Afterwards each step draws a token for each row from
-    the hidden states of the last one, and appends it to the caches.
+    All arguments are checked before the first prompt is appended. Then each step draws a token for each row from the
+    hidden state of the row's last token, and appends the new token to the caches.
     """
     if not is_integer(max_new_tokens) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an integer of at least 0.")
@@ -108,7 +111,7 @@ def generate(
     has_stopped_B = torch.zeros(batch, dtype=torch.bool, device=device)
     stop_S = torch.tensor([int(token) for token in stop], dtype=torch.int64, device=device)
     for step in range(max_new_tokens):
-        # any finite number would do
+        # The logits of a row that has stopped mean nothing, and `draw` refuses NaN: any finite number will do.
         logits_BV = model.head(hidden_BE).masked_fill(has_stopped_B[:, None], 0)
         drawn_B = sampling.draw(logits_BV, generators)
         yield drawn_B.masked_fill(has_stopped_B, STOPPED)
@@ -144,7 +147,7 @@ def prefill(
 def prompts_of(
     tokens: Tensor | Sequence[Sequence[int] | Tensor], vocab_size: int, device: torch.device
 ) -> list[Tensor]:
-    """Prompts as int64 tensors of one dim. A ValueError for a prompt that is none."""
+    """Prompts as int64 tensors of one dim. A ValueError for a prompt that is not one or more tokens of the model."""
     remedy = "Pass tokens (batch, N), or a list of prompts. A prompt of bytes is list(prompt)."
     if isinstance(tokens, (str, bytes)) or len(tokens) == 0:
         raise ValueError(f"there is no prompt in tokens={reprlib.repr(tokens)}. {remedy}")

@@ -24,7 +24,7 @@ _NAME = re.compile(r"checkpoint-([0-9]+)")
 
 
 def find_checkpoints(run_folder: Path) -> list[Path]:
-    """The checkpoints of a run by their names, the newest first."""
+    """The folders of a run that have the name of a checkpoint, the newest first."""
     found = [path for path in run_folder.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
     return sorted(found, key=step_of, reverse=True)
 
@@ -53,9 +53,12 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def check_whole(checkpoint: Path) -> dict[str, Any]:
-    """`read_state`, after verifying the other files too."""
+    """The state of a run in a checkpoint, after all files of the checkpoint have been verified.
+
+    A ValueError names a file that is not as it was written.
+    """
     content = _read_state_file(checkpoint)
-    # torch reads every safetensors file of the folder
+    # torch would read every safetensors file in the folder, so no other file may be there
     for path in sorted(checkpoint.glob("*.safetensors")):
         if path.name not in content["files"]:
             raise ValueError(f"{path} is no file of this checkpoint: move it away")

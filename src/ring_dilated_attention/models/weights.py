@@ -33,7 +33,7 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
         ) from error
     except Exception as error:  # a damaged file raises anything
         raise ValueError(f"{path} cannot be read as weights: {first_line(error)}") from error
-    # under which a trainer's checkpoint keeps the model
+    # the names under which checkpoints of trainers hold a model's weights
     for name in ("model", "state_dict", "module"):
         if isinstance(weights, Mapping) and isinstance(weights.get(name), Mapping):
             weights = weights[name]
@@ -114,7 +114,7 @@ def load_slide_encoder(
             "have a prefix, save them without it"
         )
     for name, x in mapped.state_dict.items():
-        if name.endswith("_extra_state"):  # the bytes of a text
+        if name.endswith("_extra_state"):  # bytes of a text, not weights
             continue
         if not x.is_floating_point():
             raise ValueError(f"{path}: {name} is {x.dtype}, expected floating numbers")

@@ -90,8 +90,8 @@ def examined_here(arguments: Namespace) -> list[dict[str, Any]]:
 
 
 def examined_with(rank: int, num_ranks: int, seconds: float) -> list[dict[str, Any]]:
-    """The findings of a launcher's ranks, of which this is one. Raises RuntimeError if not all ranks join or one of
-    them fails."""
+    """The findings of a launcher's ranks, of which this process is one. Raises RuntimeError if not all ranks join, or
+    if one of them fails."""
     # Set before torch is imported: otherwise its log shows forty lines of C++ frames for the one-line error below.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     import torch
@@ -119,7 +119,7 @@ def examined_with(rank: int, num_ranks: int, seconds: float) -> list[dict[str, A
 
 
 def to_mend(everyone: list[dict[str, Any]]) -> list[str]:
-    """The versions and GPUs that differ between ranks, and should not: a sentence for each."""
+    """A sentence for each version or kind of GPU that differs between ranks."""
     problems = {}
     first_versions = everyone[0]["versions"]
     for one in everyone:
@@ -139,9 +139,10 @@ def hardware_of(everyone: list[dict[str, Any]]) -> Hardware | None:
     messages = [one["messages"] for one in everyone]
     small = max(x["small_seconds"] for x in messages)
     large = max(x["large_seconds"] for x in messages)
-    # If others use the machine, the small message may have taken about as long as the large one. Then do not subtract.
+    # The small message takes the latency: subtract it from the time of the large one. Not if both took about as long,
+    # which happens when others use the machine.
     bandwidth = LARGE_MESSAGE / (large - small) if large > 2 * small else LARGE_MESSAGE / large
-    # The work of a call outside its tiles takes time once in a forward and once in a backward, as the handshake does.
+    # A forward and a backward each have one handshake, and once the work of a call outside its tiles: add the two.
     handshake = max(
         one["messages"]["handshake_seconds"] + one["rates"]["around_seconds"] for one in everyone
     )
@@ -199,7 +200,8 @@ def text(everyone: list[dict[str, Any]], hardware: Hardware | None) -> str:
 
 
 def machine_found(everyone: list[dict[str, Any]], hardware: Hardware) -> Machine:
-    """What `rda plan --hardware` reads. A rank on a CPU has its share of the host's memory; the least counts."""
+    """The machine for `rda plan --hardware`. Its memory is that of the rank that has least. A rank on a CPU has its
+    share of the host's memory."""
     first = everyone[0]
     hosts = [one["host"] for one in everyone]
     memory = []

@@ -42,7 +42,7 @@ def examine(worker: Worker | None, seconds: float) -> list[dict[str, Any]]:
 
 
 def facts(rank: int, device: str) -> dict[str, Any]:
-    """What a rank finds out without a message."""
+    """What a rank finds out about itself and its host, without a message to other ranks."""
     processor = hardware()["processor"]
     findings = {
         "rank": rank,
@@ -60,7 +60,7 @@ def facts(rank: int, device: str) -> dict[str, Any]:
         findings |= {"device": card.name, "memory_bytes": card.total_memory, "kernel": "sdpa"}
         findings["dtype"] = "bfloat16" if card.major >= 8 else "float16"
         findings["versions"] |= {"CUDA": torch.version.cuda, "GPU": card.name}
-        # raised if torch is built without NCCL
+        # Without NCCL, torch raises one of these errors.
         with suppress(AttributeError, ImportError, RuntimeError):
             findings["versions"]["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return findings
@@ -72,7 +72,11 @@ def meet(parallel: ContextParallel) -> None:
 
 
 def rates(parallel: ContextParallel, device: str, dtype: torch.dtype) -> dict[str, float]:
-    """This rank's FLOPs per second, forward and backward, and the seconds of a call, while all ranks compute."""
+    """This rank's FLOPs per second in a forward and in a backward, measured while all ranks compute.
+
+    Also the seconds that a tile takes whatever its size ("call_seconds"), and those that a call takes besides its tiles
+    ("around_seconds").
+    """
     many = ROWS if device == "cpu" else 8 * ROWS
     one_tile = DilatedPattern.dense()
     nine_tiles = DilatedPattern((FEW_ROWS,) * (1 + FURTHER_TILES), (1,) * (1 + FURTHER_TILES))
@@ -82,7 +86,7 @@ def rates(parallel: ContextParallel, device: str, dtype: torch.dtype) -> dict[st
     tile = max(
         0.0, (several[0] - small[0]) / FURTHER_TILES, (several[1] - small[1]) / FURTHER_TILES
     )
-    # of one product of matrices; a forward has 2 and a backward 5
+    # FLOPs of one product of matrices. A forward has 2 such products, and a backward 5.
     flops = 2 * HEAD_DIM * HEADS * many**2
     return {
         "flops_per_second": 2 * flops / max(large[0] - small[0], large[0] / 2),
@@ -95,7 +99,7 @@ def rates(parallel: ContextParallel, device: str, dtype: torch.dtype) -> dict[st
 def _times(
     parallel: ContextParallel, device: str, dtype: torch.dtype, rows: int, pattern: DilatedPattern
 ) -> Sequence[float]:
-    """The seconds of a forward, and those of its backward."""
+    """The seconds of an attention forward of so many rows, and those of its backward."""
     shape = (1, rows, HEADS, HEAD_DIM)
     query, key, value = (
         torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3)

@@ -86,7 +86,7 @@ def run(arguments: Namespace) -> int:
             new_slides[name] = path
         elif path.exists() and path.stat().st_mtime > embedding.stat().st_mtime:
             failures.append(
-                f"{path}: is newer than {embedding}: remove that file to embed it again"
+                f"{path}: is newer than {embedding}: remove the older file to embed the slide again"
             )
     num_embedded = 0
     with progress(len(new_slides), "slide") as bar:

@@ -22,18 +22,20 @@ def load(options: Namespace) -> LongNetViT:
     try:
         torch.ones(1, device=options.device).cpu()
         model.to(options.device)
-    except (RuntimeError, AssertionError) as error:  # torch's
+    except (RuntimeError, AssertionError) as error:  # what torch raises
         raise ValueError(
             f"--device {options.device} cannot be used: {first_line(error)}"
         ) from error
-    # set afterwards: it serves coordinates, and segments stay as they are
+    # Set only now: the tile size belongs to the coordinates, and must not change the segment lengths.
     model.tile_size = options.tile_size or 256.0
     return model
 
 
 def embed_slide(model: LongNetViT, options: Namespace, path: Path) -> tuple[Any, list[str]]:
-    """A slide's embedding, an array of numpy (E,) or (depth + 1, E), and what the model warns of. Raises ValueError if
-    the slide cannot be read, or has a tile that the model refuses."""
+    """A slide's embedding, a numpy array (E,) or (depth + 1, E), and the texts of the model's warnings.
+
+    Raises ValueError if the slide cannot be read, or has a tile that the model refuses.
+    """
     features, coords = read_slide(path, options.tile_size)
     with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -12,8 +12,10 @@ MADE_BY = "rda embed"
 
 
 class EmbeddingFolder:
-    """A ValueError refuses a folder of another program, or of other settings. The folder is made with its first
-    embedding."""
+    """The folder that --out names. It is made when its first embedding is added.
+
+    A ValueError refuses a folder that another program or other settings wrote to, and one that cannot be written to.
+    """
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         _check_writable(path)  # before hours of computing
@@ -34,7 +36,7 @@ class EmbeddingFolder:
         return self.path / f"{name}.npy"
 
     def add(self, name: str, embedding: Any) -> None:
-        """Write a slide's embedding, an array of numpy, whole; or leave all as it was."""
+        """Write a slide's embedding, a numpy array, to NAME.npy. If that fails, no part of the file is left."""
         import numpy
 
         if not self.settings_file.exists():
@@ -45,7 +47,7 @@ class EmbeddingFolder:
 
 
 def _check_writable(folder: Path) -> None:
-    """Raise ValueError unless new files can be written to a folder, which may not exist yet. It is not made."""
+    """Raise ValueError unless new files can be written to a folder. A folder that does not exist yet is not made."""
     there = folder.absolute()
     while not there.exists():
         there = there.parent

@@ -13,13 +13,13 @@ from torch import Tensor
 from ...models.weights import first_line, load_tensors
 
 SUFFIXES = (".h5", ".hdf5", ".npz", ".pt", ".pth")
-# the first choice first
+# The names that an array may have. If a file has several of them, the first counts.
 FEATURES, COORDS = (("features", "tile_embeds", "feats"), ("coords", "coordinates"))
 TILE_SIZE = "patch_size_level0"  # TRIDENT's name for the distance from one tile to the next, in coordinates' units
 
 
 def read_slide(path: Path, tile_size: float | None) -> tuple[Tensor, Tensor]:
-    """The features of a slide's tiles (tiles, C), and their coordinates (tiles, 2). tile_size: the user's.
+    """The features of a slide's tiles (tiles, C), and their coordinates (tiles, 2). tile_size: of --tile-size, or None.
 
     A ValueError says, without the path, why the slide cannot be read.
     """
@@ -62,7 +62,7 @@ def _arrays_of(
 
 
 def _array(arrays: Mapping[str, Any], what: str, names: Sequence[str]) -> Any:
-    """The first array with one of the names, which may be a data set of HDF5."""
+    """The array with the first of `names` that is there. It may be a data set of HDF5, with values not read yet."""
     for name in names:
         if name in arrays:
             return arrays[name]

@@ -83,7 +83,7 @@ def transformers_decoder(path: Path, pattern: DilatedPattern) -> Decoder:
         copied.train()
         if is_checkpointed:
             options = {"use_reentrant": False, "context_fn": save_attention}
-            # newer transformers warn of the older name
+            # newer transformers have a new name, and warn of the older one
             older = copied.gradient_checkpointing_enable
             getattr(copied, "activation_checkpointing_enable", older)(options)
         return DecoderWithLoss(copied.base_model, copied.get_output_embeddings(), config.vocab_size)

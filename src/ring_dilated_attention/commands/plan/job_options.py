@@ -8,7 +8,7 @@ from ..hardware import add_hardware_options
 
 
 def add_shared(parser: ArgumentParser) -> None:
-    """Add options of pattern, sizes and hardware."""
+    """Add the options for the pattern, the sizes and the hardware."""
     add = parser.add_argument
     length = "positions of the whole sequence"
     add("--seq-len", type=positive, required=True, metavar="N", help=length)

@@ -32,7 +32,7 @@ sequence are not planned (docs/planning.md).
 """
 MOST_GPUS = 1024
 DEFAULT_HARDWARE = "h100"
-# The options that say the sizes of a model, which --config says too.
+# The options for the sizes of a model. --config gives all sizes, so these options are refused beside it.
 SIZES = ("layers", "embed_dim", "ffn_dim", "vocab", "heads", "kv_heads")
 
 
@@ -125,7 +125,7 @@ def decoder_of(arguments: Namespace, pattern: DilatedPattern) -> Decoder:
 
 
 def answer(memory_bytes: int, best: MeshPlan) -> str:
-    """The first line: which mesh, or that none fits."""
+    """The sentence that is printed first: which mesh to take, or that none fits."""
     mesh, memory = best.mesh, size_text(best.memory.total)
     if not best.fits:
         gpus = f"{mesh.num_ranks} x {size_text(memory_bytes)}"

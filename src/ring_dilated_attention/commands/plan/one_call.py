@@ -1,5 +1,7 @@
-"""`rda plan`: shows what each rank of an attention call would compute, send and hold, without a run; and the exchanges
-and shardings by their time."""
+"""`rda plan`: shows what each rank of an attention call would compute, send and hold, without making the call.
+
+It also lists all exchanges and shardings by the time that the call would take with them.
+"""
 
 import json
 from argparse import ArgumentParser, Namespace
@@ -163,7 +165,7 @@ def table_of_ranks(figures: Figures) -> str:
 def lines_of(
     pattern: DilatedPattern, figures: Figures, choice: Choice, machine: Machine | None
 ) -> list[str]:
-    """What holds for all ranks, what each branch sends, and the time."""
+    """Lines about all ranks together, about what each branch sends, and about the time."""
     about = "about " if len(figures.ranks) < figures.num_ranks else ""
     peak = f"{about}{size_text(figures.peak_bytes)}"
     lines = [
@@ -173,7 +175,7 @@ def lines_of(
     ]
     if figures.num_ranks > 1:
         lines.append(f"exchange: {choice.exchange}: {choice.reason}")
-        # all-to-all sends heads, whatever the branch
+        # all_to_all deals heads: what a rank sends does not depend on branches
         for number, num_bytes in enumerate(figures.sent_by_branch):
             what = "stays at home"
             if choice.exchange == "all_to_all":

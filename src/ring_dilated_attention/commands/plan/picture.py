@@ -19,8 +19,10 @@ MOST_POSITIONS, MOST_HEADS = 128, 4  # the most that a picture can show
 
 
 def draw(path: Path, pattern: DilatedPattern, seq_len: int, num_heads: int) -> None:
-    """Draw the pattern, and print the path on stderr. Raises ValueError if nothing can be drawn, or if the file is
-    there already."""
+    """Draw the pattern to a new file, and print its path on stderr.
+
+    Raises ValueError if the sequence is too long, matplotlib is missing, or the file exists already.
+    """
     if seq_len > MOST_POSITIONS:
         most = f"--picture shows at most {MOST_POSITIONS} positions, and --seq-len is {seq_len:,}"
         raise ValueError(f"{most}: draw a shorter pattern of the same shape")
@@ -37,7 +39,7 @@ def png(figure: "Figure") -> bytes:
 
 
 def pairs_by_branch(pattern: DilatedPattern, seq_len: int, num_heads: int, head: int) -> Any:
-    """For each branch, query and key, whether the query of this head sees the key: an array of numpy."""
+    """Whether a query of this head sees a key in a branch: a numpy array of bool (branches, queries, keys)."""
     import numpy
 
     positions = numpy.arange(seq_len)
@@ -53,7 +55,8 @@ def pairs_by_branch(pattern: DilatedPattern, seq_len: int, num_heads: int, head:
 
 
 def draw_pattern(pattern: DilatedPattern, seq_len: int, num_heads: int) -> "Figure":
-    """One panel for each head: the keys (columns) that a query (row) sees, in the colour of the pair's first branch."""
+    """One panel for each head: the keys (columns) that a query (row) sees. A pair has the colour of the first branch in
+    which the query sees the key."""
     import numpy
     from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure

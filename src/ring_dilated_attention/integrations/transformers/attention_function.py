@@ -77,7 +77,7 @@ def attend(
             is_causal = getattr(module, "is_causal", True)
         pattern = layer_pattern(module.config, sliding_window, is_causal=bool(is_causal))
         num_heads = query_BHMD.shape[1]
-        if not is_own:  # phases go by a head's number in the layer
+        if not is_own:  # a head's phase depends on its number in the layer
             num_heads = getattr(module.config, "num_attention_heads", num_heads)
         heads = held_heads(module, query_BHMD.shape[1], num_heads) or range(num_heads)
         bounded: BoundedLayer | None = getattr(key_BGSD, MARK, None)
@@ -128,7 +128,7 @@ def attend(
 def _attend_cached(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float | None
 ) -> Tensor:
-    """Attention of new queries to all rows of a cache: softmax(scores + log count), with `_counts`'s count."""
+    """Attention of new queries to all rows of a cache: softmax(scores + bias), where bias is the log of `_counts`."""
     bias = bias.to(query.dtype)
     is_grouped = query.shape[1] != key.shape[1]
     out = F.scaled_dot_product_attention(
@@ -277,7 +277,7 @@ def make_mask(
     (B * H, M, S)  -inf for none, log 2 for two. The layout of torch's attention masks of three dims
     """
     if attention_mask is not None and attention_mask.dim() != 2:
-        return attention_mask  # made by this function: for a static cache, generate calls it before
+        return attention_mask  # made by an earlier call: for a static cache generate calls this too
     is_bounded = (
         kv_length == q_length and not isinstance(q_offset, Tensor) and kv_offset == q_offset > 0
     )
@@ -290,7 +290,7 @@ def make_mask(
             "self-attention; cross-attention and encoders with a cache are not supported."
         )
     if not is_own:
-        # refuses a model without one, also where no mask is needed
+        # a config without a pattern is refused, also where no mask is needed
         pattern_of(config, is_causal=True)
     elif kv_length != q_length:
         raise ValueError(

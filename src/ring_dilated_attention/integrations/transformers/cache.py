@@ -118,7 +118,7 @@ class BoundedLayer(CacheLayerMixin):
         )
         if valid_BM is None or valid_BM.all():
             out = attend(*rows_BMHD)
-        else:  # the rows of each entry are moved before its padding, and back
+        else:  # move each entry's rows before its padding, and the output's rows back
             first_B1 = valid_BM.int().argmax(1, keepdim=True)
             places_M = torch.arange(num_rows, device=valid_BM.device)
             moved_BMHD = [_taken(x, (places_M + first_B1) % num_rows) for x in rows_BMHD]
@@ -129,7 +129,10 @@ class BoundedLayer(CacheLayerMixin):
         return out
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The sizes for the new rows alone. `make_mask` knows this cache by the one offset of keys and queries."""
+        """The number of keys of a mask, and their offset: those of the new rows alone.
+
+        Keys and queries then have the same offset, by which `make_mask` recognises this cache.
+        """
         return query_length, self.num_positions
 
     def get_seq_length(self) -> int:
@@ -144,7 +147,7 @@ class BoundedLayer(CacheLayerMixin):
             self.cache.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last positions. transformers passes minus their number, as tokens_to_remove."""
+        """Take back the last positions. transformers passes their number as a negative number."""
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}): pass minus the number of positions to take back."

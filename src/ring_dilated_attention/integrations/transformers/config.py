@@ -1,4 +1,5 @@
-"""`config.dilated_attention`: the pattern in the config of a transformers model, or else the model's own attention."""
+"""`config.dilated_attention`: the pattern in the config of a transformers model, or the model's own attention without
+one."""
 
 from dataclasses import fields
 from types import SimpleNamespace
@@ -45,7 +46,7 @@ class PatternField:
             )
         config.__dict__[FIELD] = to_fields(value)
         config.__dict__["attn_implementation"] = NAME  # what is saved
-        # what is computed, under this config and not its sub-configs
+        # The attention that is computed, for this config and not for its sub-configs.
         config._attn_implementation = {"": NAME}
 
 
@@ -61,20 +62,21 @@ def pattern_of(config: Any, *, is_causal: bool) -> DilatedPattern:
 
 
 def is_as_trained(config: Any) -> bool:
-    """Whether a model's own attention is computed, and no pattern's."""
+    """Whether a model with this config keeps the attention that it was trained with, and has no pattern."""
     return getattr(config, FIELD, None) is None and config._attn_implementation != NAME
 
 
 def layer_pattern(config: Any, window: int | None, *, is_causal: bool) -> DilatedPattern:
-    """The pattern of one layer: that of the config, or, if the model has its own attention, this window or all.
+    """The pattern of one layer: that of the config or, if the model keeps its own attention, this window; dense
+    attention if it has none.
 
-    window: as transformers gives it to attention. A query sees the keys less than so many positions away.
+    window: as transformers gives it to attention: a query sees the keys less than `window` positions away.
     """
     if not is_as_trained(config):
         return pattern_of(config, is_causal=is_causal)
     if not window:
         return _made({**DENSE, "is_causal": is_causal})
-    if not is_causal:  # ours sees those at most window // 2 away
+    if not is_causal:  # in our window a query sees the keys at most window // 2 away
         window = max(2 * (window - 1), 1)
     return _made({**WINDOWED, "window": window, "is_causal": is_causal})
 

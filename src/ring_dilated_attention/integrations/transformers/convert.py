@@ -56,7 +56,7 @@ def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> 
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"model must be a PreTrainedModel of transformers, got {name}. If it wraps one, convert that."
+            f"model must be a PreTrainedModel of transformers, got {name}. If it wraps one, convert the model inside."
         )
     fields, config = to_fields(pattern), copy.deepcopy(model.config)
     config._attn_implementation = {"": NAME}
@@ -71,7 +71,7 @@ def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> 
 
 
 def check_as_trained(model: Any) -> None:
-    """Raise ValueError unless ours computes the attention that a model was trained with."""
+    """Raise ValueError unless this package's attention is the one that a model was trained with."""
     register()
     config = copy.deepcopy(model.config)
     config._attn_implementation = AS_TRAINED

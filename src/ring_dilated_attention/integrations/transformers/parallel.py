@@ -24,13 +24,13 @@ from .probe_ranks import check_ranks
 from .sample import IGNORED_LABEL, label_shift, no_loss, whole_sample
 
 OWN_LABEL = 0  # the label of the row on which a model's own loss is checked
-# Rotary embeddings whose angles go by the largest position of a call.
+# Rotary embeddings whose angles depend on the largest position of a call.
 BY_LENGTH = {"dynamic", "longrope"}
 
 
 def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     """From now on a forward of the model is given the whole sample on every rank, and computes this rank's shard of it.
-    `remove()` of the handle that is returned undoes this.
+    The `remove()` of the returned handle undoes this.
 
         context_parallel(model, ContextParallel(mesh["cp"]))
         loss = model(input_ids=ids, labels=labels).loss     # (B, N) on every rank, the same on all that share it
@@ -45,7 +45,7 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     causal model, with labels of -100.
 
     Raises:
-        ValueError: if ours is not the attention of the model, if it does not take positions, and if it computes
+        ValueError: if our attention is not the model's; if the model takes no position_ids; if the model computes
             something from the whole sequence outside of attention, as a classifier of sequences does.
     """
     if not isinstance(parallel, ContextParallel):
@@ -93,16 +93,16 @@ class ShardedForward:
         self.parallel, self.model = parallel, model
         self.parameters = inspect.signature(model.forward)
         self.shard: dict[str, Any] = {}  # the arguments of the forward for this rank's shard
-        # of this rank's shard; None without labels, and between forwards
+        # the labels of this rank's shard; None if a forward has no labels, and between forwards
         self.labels: Tensor | None = None
-        self.num_labels: int | Tensor = 0  # of the whole sample
-        self.local_sum: Any = None  # of the losses of this rank's labels
+        self.num_labels: int | Tensor = 0  # the number of labels in the whole sample
+        self.local_sum: Any = None  # the sum of the losses of this rank's labels
         self.largest_position: Any = None  # of the whole sequence
-        # configs with the attention that they had, if it was replaced by AS_TRAINED
+        # if AS_TRAINED replaced the attention of configs: each config, and the attention that it had
         self.attention_before: list[tuple[Any, str]] = []
-        self.attention = model.config._attn_implementation  # which forwards must have
+        self.attention = model.config._attn_implementation  # a forward is refused with any other
         decoder = model.get_decoder()
-        if not isinstance(decoder, PreTrainedModel):  # ModernBERT calls its last layer so
+        if not isinstance(decoder, PreTrainedModel):  # ModernBERT's decoder is its last layer
             decoder = model.base_model
         [self.decoder] = [name for name, module in model.named_modules() if module is decoder]
         self.hooks = [
@@ -112,7 +112,7 @@ class ShardedForward:
         ]
         for name, module in model.named_modules():
             rope_types = getattr(module, "rope_type", None)
-            if not isinstance(rope_types, dict):  # of layer types
+            if not isinstance(rope_types, dict):  # a dict is by layer type
                 rope_types = {"": rope_types}
             if BY_LENGTH.intersection(rope_types.values()):
                 self.hooks.append(
@@ -151,7 +151,7 @@ class ShardedForward:
         self.num_labels = sample.num_labels
         self.largest_position = sample.tensors["position_ids"].max()
         shard: dict[str, Any] = self.parallel.shard_batch(sample.tensors)
-        # registered anew, to run after those of FSDP2 and ZeRO 3, which watch hidden states
+        # Register this hook anew, so that it runs after the hooks of FSDP2 and ZeRO 3, which watch hidden states.
         self.hooks[0].remove()
         self.hooks[0] = model.get_submodule(self.decoder).register_forward_hook(self.sum_loss)
         self.labels = shard.pop("labels", None)
@@ -170,7 +170,7 @@ class ShardedForward:
     def add_position(
         self, rotary: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        """Let a rotary embedding see the largest position of the whole sequence, by which its angles go."""
+        """Let a rotary embedding see the largest position of the whole sequence, on which its angles depend."""
 
         def longer(positions: Tensor) -> Tensor:
             largest = self.largest_position.to(positions.device).expand(*positions.shape[:-1], 1)
@@ -269,7 +269,10 @@ def _refuse_noise(model: Any) -> None:
 
 
 def _with(module: Any, path: str, new: Any) -> Any:
-    """A module that shares all with another, but for one submodule. No `copy`: FSDP2's modules refuse it."""
+    """A module that shares all with `module`, except that the submodule at `path` is `new`.
+
+    `copy` is not used, since FSDP2's modules refuse it.
+    """
     name, _, rest = path.partition(".")
     if rest:
         new = _with(module._modules[name], rest, new)

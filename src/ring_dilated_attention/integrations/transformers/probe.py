@@ -64,7 +64,7 @@ def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
     if asked == NAME:
         check_model(type(module), module.config)
     elif getattr(config, FIELD, None) is not None and asked in ("sdpa", "eager"):
-        # the outer model set the implementation
+        # This model is a part, and the model around it has set the implementation of the part.
         raise ValueError(
             f"{type(module).__name__} would have attn_implementation={asked!r}, and its config has a pattern. Pass "
             f"attn_implementation={NAME!r} (for a part {{'text_config': {NAME!r}}}), or set config.{FIELD} = None."
@@ -99,7 +99,7 @@ def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
     if isinstance(heads, int) and not is_as_trained(config):
         pattern = pattern_of(config, is_causal=True)
         pattern.check_heads(heads, getattr(config, "num_key_value_heads", None) or heads)
-    key = kind, repr(config.to_dict())  # not its JSON: a user's config may hold anything
+    key = kind, repr(config.to_dict())  # not JSON, which cannot hold all that users put in configs
     if key not in _causal:
         # Some classes of transformers do not run alone, and their base does. A user's class may differ from its base.
         base = (
@@ -119,7 +119,11 @@ _causal: dict[tuple[type, str], bool] = {}
 
 @contextmanager
 def for_copies(name: str) -> Iterator[None]:
-    """Where copies are made and run. The model may be made on the device "meta", in another dtype, under autocast."""
+    """The context in which copies are made and run: on the CPU, in float32, without autocast and without gradients.
+
+    Around it the model may be made on the device "meta", in another dtype, under autocast. torch's random numbers are
+    the same afterwards as without the copies.
+    """
     with ExitStack() as stack:
         here = (
             torch.device("cpu"),
@@ -129,7 +133,7 @@ def for_copies(name: str) -> Iterator[None]:
         for context in (*here, torch.random.fork_rng(devices=[]), torch.no_grad()):
             stack.enter_context(context)
         if (zero := sys.modules.get("deepspeed.runtime.zero.partition_parameters")) is not None:
-            zero.shutdown_init_context()  # or ZeRO 3 would divide the copy's parameters among ranks
+            zero.shutdown_init_context()  # otherwise ZeRO 3 divides the copy's parameters among ranks
             stack.callback(zero.restore_init_context)
         yield
 
@@ -175,7 +179,7 @@ class UnfitError(ValueError):
 
 
 def _check_copies(name: str, kinds: list[type], config: Any) -> bool:
-    """`_check_copy` of the first class whose copy runs."""
+    """The result of `_check_copy` for the first class whose copy runs. A ValueError with the reason if none runs."""
     first: Exception | None = None
     for kind in kinds:
         try:
@@ -202,7 +206,7 @@ def _check_copy(name: str, model: Any) -> bool:
     whole, modules = _trace(model, SEEN), dict(model.named_modules())
     callers = {at: module for at, module in modules.items() if hasattr(module, SEEN)}
     other = _past_ours(model, callers)
-    # find an attention module apart from ours: it calls none of them, and neither contains the other
+    # Find an attention module that is no caller of ours: it is inside no caller, and has no caller inside.
     if other is None:
         inside = tuple(f"{caller}." for caller in callers)
         named = [
@@ -239,14 +243,16 @@ def _check_copy(name: str, model: Any) -> bool:
 
 
 def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
-    """The innermost module that mixes positions by itself: if one input row changes, several output rows do."""
+    """The innermost module that mixes positions by itself, or None: one row of its input changes, and several rows of
+    its output do."""
     rows = next((getattr(module, SEEN) for module in callers.values()), ROWS)
 
     def meet(x: Tensor | None, y: Tensor | None) -> bool:
         if x is None or y is None or x.dim() != 2 or x.shape[1] != rows or x.shape != y.shape:
             return False
         change_N = (x - y).abs().amax(0)
-        rounding = 1e-5 * y.abs().max()  # or experts of a large model would seem to mix positions
+        # Smaller changes do not count: otherwise experts of a large model would seem to mix positions.
+        rounding = 1e-5 * y.abs().max()
         return int((change_N > (1e-3 * change_N.max()).clamp(min=rounding)).sum()) > 1
 
     before = _trace(model, ALONE)
@@ -294,7 +300,8 @@ def _trace(model: Any, attention: str, changed: int | None = None) -> Trace:
 
 
 def first_tensor(nested: Any) -> Tensor | None:
-    """The first floating tensor, summed over features with different weights: enough to see which positions change."""
+    """The first floating tensor in nested containers, or None. Its features are summed with different weights, which is
+    enough to see which positions change."""
     leaves = (
         x
         for x in tree_leaves(nested)
@@ -330,9 +337,9 @@ def tiny_copy(kind: type, config: Any) -> Any:
     if size > MOST:
         raise ValueError(f"it cannot be made small, and would have {size:,} parameters")
     model = kind(config).float().eval()
-    # accelerate's init_empty_weights
+    # under accelerate's init_empty_weights parameters are made on "meta"
     model._apply(lambda x: torch.empty_like(x, device="cpu") if x.is_meta else x)
-    torch.default_generator.manual_seed(0)  # not those of GPUs, which `fork_rng` does not keep
+    torch.default_generator.manual_seed(0)  # `fork_rng` does not restore GPUs' generators
     for parameter in model.parameters():  # from_pretrained leaves them uninitialised
         parameter.normal_(
             std=parameter[0].numel() ** -0.5
@@ -346,7 +353,7 @@ def inputs_of_copy(model: Any, changed: int | None) -> dict[str, Tensor]:
         special = {value for field, value in vars(config).items() if field.endswith("_token_id")}
         ids = ([x for x in range(config.vocab_size) if x not in special] * ROWS)[-ROWS:]
         if changed is not None:
-            # a neighbour's, which is another token in the smallest vocabulary
+            # its neighbour's token, which is another token even in the smallest vocabulary
             ids[changed] = ids[changed ^ 1]
         return {name: torch.tensor([ids])}
     side = getattr(config, "image_size", 32)

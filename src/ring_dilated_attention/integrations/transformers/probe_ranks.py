@@ -23,13 +23,13 @@ from .config import REPLAYED
 from .probe import FAILURES, ROWS, UnfitError, first_tensor, for_copies, inputs_of_copy, tiny_copy
 
 NUM_RANKS = 2
-# the lengths in a copy's rope parameters: a half is shorter, and the whole is longer
+# The length in a copy's rope parameters beyond which angles change. The whole input is longer, and a half is shorter.
 SHORT = ROWS * 3 // 4
 _fit: set[tuple[type, str, bool]] = set()
 
 
 def check_ranks(model: Any, sharded: Callable[[Any, Any], Any]) -> None:
-    """Check a model, once for its class and config.
+    """Check that ranks compute the same function of a model as one device. A class with a config is checked once.
 
     Args:
         sharded: makes a model compute the shard of a context's rank (`ShardedForward`).
@@ -62,7 +62,7 @@ def check_ranks(model: Any, sharded: Callable[[Any, Any], Any]) -> None:
 
 
 def _shortened(config: Any) -> Any:
-    """A copy of a config, in which all lengths that its rope parameters name are SHORT."""
+    """A copy of a config in which all lengths beyond which the angles of rotary embeddings change are SHORT."""
     config = copy.deepcopy(config)
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [x for x in parameters.values() if isinstance(x, dict)]
@@ -77,7 +77,7 @@ def _shortened(config: Any) -> Any:
 
 
 class Recording(ContextParallel):
-    """The whole input as one shard: keeps what attention is given, and what it gives."""
+    """A context whose one shard is the whole input. It keeps the inputs and the output of each attention call."""
 
     def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:
         ranks = Ranks(cut_of(num_ranks, "contiguous", 1, None))
@@ -100,7 +100,7 @@ class Recording(ContextParallel):
 
 
 class Replaying(Recording):
-    """A rank's half of the input: attention gives the half's rows of what it gave to the whole."""
+    """The context of a rank with half of the input. Its attention returns this half of the output that `whole` kept."""
 
     def __init__(self, rank: int, whole: Recording) -> None:
         super().__init__(rank, NUM_RANKS)
@@ -123,7 +123,7 @@ class Replaying(Recording):
 
 
 class OtherRowsError(Exception):
-    """Attention is given other rows on a rank than on one device."""
+    """On a rank, the attention is given other rows than it is given on one device."""
 
 
 def attend_replayed(
@@ -178,8 +178,8 @@ def _check_halves(name: str, model: Any, sharded: Callable[[Any, Any], Any]) -> 
 def _run(
     model: Any, parallel: Recording, inputs: dict[str, Tensor], sharded: Any
 ) -> tuple[dict[str, Tensor], Any]:
-    """The first output of each module, by name, in the order in which they end; and what the model returns, or None if
-    its attention was given other rows."""
+    """Run the model. Returns the first output of each module, by name, in the order in which modules end; and what the
+    model returns, or None if its attention was given other rows than on one device."""
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str, module: nn.Module, args: tuple, output: Any) -> None:

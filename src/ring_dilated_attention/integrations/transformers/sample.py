@@ -12,7 +12,7 @@ from ...ranks.context import ContextParallel
 from .attention_function import find_borders
 
 IGNORED_LABEL = -100  # transformers' and torch's
-# Losses in which a position has the label of its own token, not of the next.
+# Losses in which the label of a position is for its own token, not for the next one.
 TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
 # Arguments that are not passed on: they are replaced, repeat cu_seq_lens_q, or do not apply to a shard.
 DROPPED = {
@@ -32,7 +32,7 @@ LABELS = ("labels", "shift_labels")
 
 
 class Sample(NamedTuple):
-    """The arguments of a forward. num_labels: of the whole sample, by which its loss is divided."""
+    """The arguments of a forward. num_labels: the number of labels in the whole sample; its loss is divided by it."""
 
     tensors: dict[str, Tensor]  # to be cut
     others: dict[str, Any]  # to be passed on
@@ -40,7 +40,7 @@ class Sample(NamedTuple):
 
 
 def whole_sample(model: Any, parallel: ContextParallel, arguments: dict[str, Any]) -> Sample:
-    """What the model's forward was called with. A ValueError for what cannot be cut."""
+    """The whole sample with which a model's forward was called. A ValueError for arguments that cannot be cut."""
     if CACHES & {*arguments} or arguments.get("logits_to_keep"):
         remedy = "remove() the handle that it returned, then generate."
         raise ValueError(
@@ -89,7 +89,10 @@ def whole_sample(model: Any, parallel: ContextParallel, arguments: dict[str, Any
 
 
 def label_shift(model: Any) -> int:
-    """1 if a position has the label of the next token, 0 if of its own."""
+    """1 if the label of a position is for the next token, 0 if it is for the position's own token.
+
+    Raises ValueError for a model whose loss is no sum over positions.
+    """
     kind = getattr(model, "loss_type", None)
     if kind in TOKEN_LOSSES:
         return 0

@@ -7,7 +7,7 @@ from typing import Any
 from ...pattern import DilatedPattern, is_integer
 
 PADDINGS = ("torchscale", "exact")
-# torchscale's names of the fields that it calls otherwise.
+# The fields that are settings of torchscale's too, and torchscale's names for them.
 TORCHSCALE_NAMES = {
     "segment_lengths": "segment_length",
     "dilation_rates": "dilated_ratio",
@@ -39,8 +39,8 @@ class TorchscaleConfig:
     """The settings that decide the parameters and the function of a `LongNetEncoder`.
 
     Args:
-        segment_lengths, dilation_rates: the branches; heads read phases by torchscale's blocked rule. A
-            `DilatedPattern` in the place of both is any other pattern, with padding="exact".
+        segment_lengths, dilation_rates: the branches; heads read phases by torchscale's blocked rule. For
+            any other pattern pass a `DilatedPattern` in place of both, with padding="exact".
         normalize_output: a LayerNorm after the last layer. GigaPath's encoders have it, LongViT's has not.
         padding: "torchscale" counts the zero rows that torchscale pads with, as published weights need. "exact" does
             not: take it for an encoder of your own.

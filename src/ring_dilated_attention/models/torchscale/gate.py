@@ -5,7 +5,7 @@
 C(t, h): the number of zero rows (keys of score 0 and value 0) that query t of head h sees. Misaligned branches (see
 `zero_rows.py`) are computed one by one, over rows that are padded with zeros as torchscale pads them.
 
-B batch, N positions of this rank, H heads, G key/value heads, D head dim, P rows of this rank with those of padding.
+B batch, N positions of this rank, H heads, G key/value heads, D head dim, P rows of this rank with its zero rows.
 """
 
 import math
@@ -61,7 +61,7 @@ class BranchCall(NamedTuple):
     pattern: DilatedPattern
     log_num_zero_keys_NH: (
         Tensor | None
-    )  # of padded rows, if there is a padding. None if there are none at all
+    )  # of the padded rows, if there is a padding. None if no query sees a zero key
     padding: Padding | None  # None for branches that are not misaligned
 
 
@@ -148,7 +148,7 @@ def torchscale_attention(
     for call in counted:
         rows = [query, key, value]
         if call.padding is not None:
-            with ranks.refusing():  # what is no tensor, say, which `dilated_attention` would refuse
+            with ranks.refusing():  # if `_pad` fails on one rank, all ranks raise
                 rows = [_pad(x, call.padding) for x in rows]
         q, k, v = rows
         out, lse = dilated_attention(q, k, v, call.pattern, parallel=parallel, return_lse=True)
@@ -220,7 +220,7 @@ def _pad(x: Tensor, padding: Padding) -> Tensor:
 
 
 def _without_lone_zeros(lse_BPH: Tensor, padding: Padding) -> Tensor:
-    """lse, but -inf for zero rows that see themselves alone: their lse is 0, which torchscale takes for "no key"."""
+    """lse, with -inf for zero rows that see only themselves: their lse is 0, which torchscale takes for "no key"."""
     segment_length, rate, _ = padding.branch
     if segment_length > rate:
         return lse_BPH
@@ -241,7 +241,8 @@ def _arange(positions: range, device: torch.device | str) -> Tensor:
 
 
 def _merged(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Partials, (B, N, H, D) and (B, N, H) each, as one: `run.merge`, but not in place, so that autograd sees it."""
+    """Merge partials, each an out (B, N, H, D) and an lse (B, N, H), to one. As `run.merge` does, but not in place, so
+    that autograd can differentiate it."""
     if len(outs) == 1:
         return outs[0], lses[0]
     all_lses = torch.stack(lses)
@@ -255,7 +256,7 @@ def _merged(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class CutAnew(torch.autograd.Function):
-    """Rows of a sequence that ranks share, cut at other borders.
+    """Moves the rows of a sequence that ranks share, so that the borders between ranks are others.
 
     forward on rank c:    x (B, before[c + 1] - before[c], ...) -> y (B, after[c + 1] - after[c], ...)
     backward on rank c:   dy -> dx, 0 at positions that no rank has afterwards
@@ -273,7 +274,10 @@ class CutAnew(torch.autograd.Function):
 
 
 def _cut_anew(x: Tensor, ranks: Ranks, before: Borders, after: Borders, moment: str) -> Tensor:
-    """Each rank sends every rank the positions that it has afterwards. Positions that none has now are zeros."""
+    """This rank's rows at the borders `after`. Each rank sends every rank the rows that the other has afterwards.
+
+    Rows of positions that no rank has before are zeros.
+    """
     ranks.check_all_here(moment)
     ranks.agree(x.shape[1], rows_fields(moment, x, 1))
     row_size = x.shape[0] * math.prod(x.shape[2:])
@@ -297,7 +301,8 @@ def _cut_anew(x: Tensor, ranks: Ranks, before: Borders, after: Borders, moment: 
 
 
 def _common(before: Borders, source: int, after: Borders, target: int) -> tuple[int, int]:
-    """The positions, start and stop, that rank `source` has before and rank `target` afterwards. Perhaps none."""
+    """The start and stop of the positions that rank `source` has before and rank `target` has afterwards. They are
+    equal if there are no such positions."""
     start = max(before[source], after[target])
     stop = min(before[source + 1], after[target + 1])
     return start, max(start, stop)

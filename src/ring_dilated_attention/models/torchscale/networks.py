@@ -78,7 +78,7 @@ class TorchscaleFeedForward(nn.Module):
 
     def _rows(self, x: Tensor) -> Tensor:
         hidden = self.fc1(x)
-        wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))  # as torchscale
+        wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))  # torchscale does so
         return self.fc2(self.ffn_layernorm(F.gelu(wide).to(hidden.dtype)))
 
 
@@ -90,7 +90,7 @@ class Layer(nn.Module):
         self.self_attn = SelfAttention(config, parallel)
         self.self_attn_layer_norm = nn.LayerNorm(config.embed_dim)
         self.ffn = TorchscaleFeedForward(config)
-        # torchscale's name: it is before the feed-forward
+        # torchscale's name for the LayerNorm before the feed-forward
         self.final_layer_norm = nn.LayerNorm(config.embed_dim)
         initial_scale = math.sqrt(math.log(2 * config.num_layers))  # MAGNETO's
         with torch.no_grad():
@@ -185,7 +185,7 @@ class LongNetEncoder(nn.Module):
 
     def _why_not(self, embeddings: Any) -> str | None:
         """Why this rank's embeddings do not fit, or None."""
-        is_meta = getattr(embeddings, "is_meta", False)  # plans have no data
+        is_meta = getattr(embeddings, "is_meta", False)  # forecasts run on tensors without data
         if not is_meta and (failure := why_not_dense(embeddings=embeddings)):
             return failure
         if not embeddings.is_floating_point():

@@ -26,23 +26,24 @@ def is_misaligned(branch: Branch, length: int) -> bool:
 
 
 def padded_segment(branch: Branch) -> int:
-    """The rows of a segment of a misaligned branch, with its zero rows: a multiple of the rate."""
+    """The number of rows in a segment of a misaligned branch, its zero rows included: a multiple of the rate."""
     return -(-branch.segment_length // branch.dilation_rate) * branch.dilation_rate
 
 
 def padded_position(branch: Branch, position: Position) -> Position:
-    """Where a row of a misaligned branch lies among the padded rows."""
+    """The position among the padded rows of a misaligned branch that a row of the sequence gets."""
     num_zeros = padded_segment(branch) - branch.segment_length
     return position + position // branch.segment_length * num_zeros
 
 
 def last_segment_start(branch: Branch, length: int) -> int:
-    """Where the last segment begins. Queries of other segments see no zero rows, if the branch is not misaligned."""
+    """The position where the last segment begins. If the branch is not misaligned, only queries from there on see zero
+    rows."""
     return (length - 1) // branch.segment_length * branch.segment_length
 
 
 def num_zero_keys(branch: Branch, length: int, phase: int) -> int:
-    """How many zero rows the queries of the last segment see that read this phase."""
+    """How many zero rows a query of this phase sees in the last segment."""
     segment_length = min(branch.segment_length, length)
     num_rows = length - last_segment_start(branch, length)
     num_seen = -(-segment_length // branch.dilation_rate)
