@@ -70,7 +70,8 @@ def add_hardware_options(parser: ArgumentParser) -> None:
 
 
 def machine_of(name: str) -> Machine:
-    """A preset by its name, or the machine in a file. Raises ValueError for another name, and for a malformed file."""
+    """The machine of a preset or of a file. name: the preset's name or the file's path. Raises ValueError for another
+    name, and for a malformed file."""
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)
@@ -112,7 +113,8 @@ def _machine(name: str, fields: dict[str, Any]) -> Machine:
     if ("gpus_per_host" in fields) != ("host_bytes_per_second" in fields):
         raise ValueError("give both gpus_per_host and host_bytes_per_second, or neither")
     numbers = {key: fields[key] for key in Hardware._fields if key in fields}
-    if "host_bytes_per_second" in fields:  # the latency between hosts, unless another is given
+    # Unless another latency is given, messages inside a host have that of messages between hosts.
+    if "host_bytes_per_second" in fields:
         numbers.setdefault("host_latency_seconds", fields.get("latency_seconds", 0.0))
     memory = int(fields["memory_bytes"]) if "memory_bytes" in fields else None
     return Machine(
@@ -149,7 +151,7 @@ def machine_for(arguments: Namespace) -> Machine | None:
     if arguments.hardware is None:
         if replaced:
             raise ValueError(
-                f"{', '.join(replaced)}: give --hardware too, whose numbers these replace"
+                f"{', '.join(replaced)}: give --hardware too: these numbers replace some of the hardware's"
             )
         return None
     machine = machine_of(arguments.hardware)

@@ -63,7 +63,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
         try:
-            with held_back():  # until each started process is in `processes`, which are ended
+            with held_back():  # Ctrl-C waits until every started process is in `processes`
                 for rank in range(launch.world_size):
                     ours, theirs = start.Pipe(duplex=False)
                     pipes.append(ours)

@@ -1,6 +1,6 @@
-"""Ends commands well after Ctrl-C, on a closed stream or a full disk, and prints letters that the terminal lacks.
+"""Ends commands without a traceback after Ctrl-C, on a closed stream or on a full disk.
 
-This module imports no torch.
+It also prints letters that a terminal lacks. This module imports no torch.
 """
 
 import io
@@ -21,8 +21,8 @@ NO_MEMORY = "there is not enough memory"
 
 
 def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
-    """Call run(). Returns its exit code; 130 after Ctrl-C; 141 if the reader of the output has ended; or 2, with a
-    message, if memory runs out or a file cannot be read or written.
+    """Call run(), and return its exit code. After Ctrl-C that is 130. If the reader of the output has ended, it is 141.
+    If memory runs out, or a file cannot be read or written, it is 2, and a message says so.
 
     is_process: whether the process ends with this command.
     """
@@ -31,7 +31,7 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
             prepare_streams()
             return run()
         finally:
-            sys.stdout.flush()  # Python's own flush at exit could not be guarded
+            sys.stdout.flush()  # now, since errors of the flush at exit cannot be caught
     except BrokenPipeError:  # the reader of the output has ended, as in `rda plan ... | head`
         drop_unwritten()
         return UNREAD_EXIT_CODE
@@ -111,7 +111,7 @@ def leaving_at_once(command: str) -> Iterator[None]:
 def held_back() -> Iterator[None]:
     """Delay Ctrl-C to the end of the block. Processes that are started in the block never receive it."""
     came: list[int] = []
-    # every process that is started inherits the blocked signal
+    # SIGINT stays blocked in every process that is started now
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with _handled(lambda number, frame: came.append(number)):
         try:

@@ -204,7 +204,7 @@ def train(arguments: Namespace, run: Run | None) -> int:
                 say(f"rda train: {error}")
         except Exception as error:  # noqa: BLE001  `failed` raises unforeseen errors again
             code = failed(error, arguments, folder)
-        # The ranks are not started again: nobody needs the count of starts.
+        # If no restart follows, the count of starts is deleted.
         if folder is not None and parallel.rank == 0 and code != FAILED_EXIT_CODE:
             (folder / STARTS_FILE).unlink(missing_ok=True)
     if arguments.launched is None or code == FAILED_EXIT_CODE:

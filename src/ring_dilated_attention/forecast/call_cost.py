@@ -1,7 +1,8 @@
 """Predicts what an attention call computes, sends and holds over all ranks, and its time.
 
-Pairs and received bytes are counted exactly, for all ranks. What ranks send and hold is computed for `picked_ranks`: up
-to a dozen ranks all of them, otherwise about a dozen that stand out. The time is modelled for up to MOST_TIMED ranks.
+Pairs and received bytes are counted exactly, for all ranks. What ranks send and hold is computed for `picked_ranks`:
+all ranks if there are at most a dozen, otherwise about a dozen that stand out. The time is modelled if there are at
+most MOST_TIMED ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -100,7 +101,8 @@ def _count(job: Job, num_dealers: int) -> Counted:
 
 
 def picked_ranks(counted: Counted) -> list[int]:
-    """All ranks up to a dozen; else the first, middle and last, and those that compute, receive and own most."""
+    """All ranks if there are at most a dozen; else the first, middle and last, and those that compute, receive and hold
+    most."""
     num_ranks, job = counted.job.num_ranks, counted.job
     if num_ranks <= DOZEN:
         return list(range(num_ranks))

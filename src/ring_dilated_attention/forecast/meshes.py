@@ -155,8 +155,8 @@ def _attention(
 
 
 def _gradient_seconds(training: Training, mesh: Mesh, hardware: Hardware, *, is_cut: bool) -> float:
-    """The seconds in which devices sum gradients, by a scatter and a gather. If states are cut (FSDP2): in which they
-    gather parameters twice and scatter gradients once.
+    """The seconds of a step in which devices sum gradients, by a scatter and a gather. If FSDP2 cuts the states,
+    devices gather parameters twice and scatter gradients once instead.
 
     All bytes pass within hosts. Between hosts pass only the bytes of one device of each host.
     """

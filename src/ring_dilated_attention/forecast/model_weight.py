@@ -56,7 +56,8 @@ class DecoderWithLoss(nn.Module):
         return F.cross_entropy(logits_TV, labels_T, reduction="sum")
 
 
-# Makes a decoder with this many blocks on "meta" in float32, with checkpointed blocks (save_attention) if True.
+# A function of the number of blocks, and of whether the blocks are checkpointed (with save_attention). It makes a
+# decoder on "meta" in float32.
 MakeDecoder = Callable[[int, bool], DecoderWithLoss]
 
 
@@ -176,7 +177,8 @@ class ModelMemory(NamedTuple):
 def model_memory(decoder: Decoder, activations: int, num_shards: int, itemsize: int) -> ModelMemory:
     """The memory of a rank. Its states are in float32 (float64 if activations are).
 
-    activations: their bytes. itemsize: of an activation. num_shards: over how many ranks FSDP2 cuts the states.
+    activations: the bytes of activations. itemsize: the bytes of one number of them. num_shards: over how many ranks
+    FSDP2 cuts the states.
     """
     width = max(FLOAT, itemsize)
     states = 4 * width * -(-decoder.num_parameters // num_shards)

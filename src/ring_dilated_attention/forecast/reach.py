@@ -185,7 +185,7 @@ def _branch(
         read = sets.of(min(phases), max(phases) + 1, rate)
         for _ in range(rate, height):
             read = sets.join(read, read)
-    # Moves by 1, 2, 4, ... rates, one after the other, reach every multiple of the rate.
+    # Moves by 1, 2, 4, ... times the rate, one after the other, reach every multiple of the rate.
     distances = []
     covered = 0
     while covered < farthest:

@@ -150,8 +150,8 @@ class LongNetViT(nn.Module):
             config, parallel=parallel, activation_checkpointing=activation_checkpointing
         )
         if padding == "torchscale":
-            # A state_dict without a record of the pattern: published weights have none. Their segments follow from the
-            # size of a slide.
+            # Keep no record of the pattern in the state_dict: published weights have none. Their segments follow from
+            # the size of a slide.
             self.encoder.trained_with = None
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.reset_parameters()
@@ -215,7 +215,7 @@ class LongNetViT(nn.Module):
         """
         num_tiles = self._check(x, coords, all_layer_embed)
         if self.parallel is None:
-            warn_of_forgotten_parallel(num_tiles)  # the encoder would count one more
+            warn_of_forgotten_parallel(num_tiles)  # tiles, without the class token
         # Ranks without the class token take an empty slice of it: they too need a gradient for it.
         class_token = self.cls_token.expand(len(x), -1, -1)[:, : self._num_class]
         positions = self._positions(cells_of(coords, self.tile_size))

@@ -12,9 +12,9 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class Step(NamedTuple):
-    """One step."""
+    """The figures of one training step."""
 
-    run: str  # the name of the run, by which it knows its file
+    run: str  # the name of the run, by which the run recognises its own file
     step: int  # from 1
     bits_per_byte: float  # the loss
     held_out_bits_per_byte: float | None  # None after most steps

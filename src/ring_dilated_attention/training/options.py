@@ -11,7 +11,7 @@ from ..models.longnet_config import LongNetConfig
 MOST_LAYERS = 10_000  # each layer is a module, which takes time and memory
 LONGEST = 2**40  # the longest segment, and the largest dilation rate
 MAX_INT64 = 2**63 - 1  # the largest integer of 64 bits, also of a tensor's stride
-# Of learning rates: AdamW's first step divides the rate by 1 - 0.9, and the result is still a float32.
+# The range of learning rates. AdamW divides the rate by 1 - 0.9 in its first step: the result must fit float32.
 LARGEST_FLOAT, SMALLEST_FLOAT = (1e30, 1e-30)
 # Short sequences teach most in the same time.
 DEFAULT_STEPS, DEFAULT_PHASES = 7, ("512:2:1080", "1024:2:300", "4096:2:36")

@@ -1,4 +1,4 @@
-"""Starts ranks by torch's elastic launcher, that of torchrun, and says which rank this process is.
+"""Starts ranks by torch's elastic launcher, which torchrun uses too, and says which rank this process is.
 
 torchrun opens its store on every network interface, and unpickles what others send to it. Here the launcher's store is
 a file, and so is the store in which ranks meet: no other machine can reach them. This module imports torch only to
@@ -30,7 +30,7 @@ RESTART = "TORCHELASTIC_RESTART_COUNT"  # how often the elastic launcher of this
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 SECONDS_TO_SAVE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # the variable by which torch knows how long ranks have to save
 CODE_FILE = "exit-code"  # in the launcher's folder
-# Added to the time at which a rank lost another, so that it is later than the failure of the rank that failed.
+# A rank that lost another adds this to its timestamp, so that the rank that failed has the earliest timestamp.
 LATER_SECONDS = 3600
 
 

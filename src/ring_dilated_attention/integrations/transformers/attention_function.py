@@ -65,8 +65,8 @@ def attend(
         attention_mask: what `make_mask` returned.
         position_ids: (1 or B, M). A document begins where they start anew.
         cu_seq_lens_q: borders of documents, used instead of position_ids. Under `parallel` those of the whole sequence.
-        parallel: the rows are this rank's shard.
-        sliding_window, s_aux: of this layer, a window and learned sinks, (H,), if the model has its own attention.
+        parallel: the ranks that share the sequence; the rows are then this rank's shard.
+        sliding_window, s_aux: the layer's window and learned sinks (H,), if the model keeps its own attention.
     """
     try:
         is_own = is_as_trained(module.config)
@@ -157,7 +157,7 @@ def _attend_padded(
 
 
 def _check_one_document(valid_BM: Tensor, position_ids: Tensor | None) -> None:
-    """Refuse rows whose positions do not increase by 1. They may begin at any number."""
+    """Refuse rows whose positions do not increase by 1. The first position may be any number."""
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] == 1:
         return
     resets = (position_ids.diff() != 1) & valid_BM[:, 1:] & valid_BM[:, :-1]
@@ -237,7 +237,7 @@ def _check_mask(
 
 
 def _check_one_run(valid_BM: Tensor) -> None:
-    """Refuse padding between tokens of a row. It may stand on the left and on the right."""
+    """Refuse padding between the tokens of a row. Padding may stand on the left and on the right of all tokens."""
     starts = F.pad(valid_BM, (1, 0))[:, :-1].logical_not() & valid_BM
     if torch.compiler.is_compiling():
         torch._assert_async((starts.sum(1) <= 1).all(), PADDED_IN_COMPILED_CODE)

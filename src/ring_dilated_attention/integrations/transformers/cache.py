@@ -31,7 +31,7 @@ class BoundedCache(Cache):
         model: a transformers model with dilated attention.
         max_len: the most positions of a sequence, if that is known: no buffer is larger.
         keep: how many positions `crop` can take back after a segment has ended. Assisted generation and prompt lookup
-            need as many as a draft has.
+            need as many as a draft has tokens.
 
     Raises:
         ValueError: for a model without a pattern; for Phi-3 and Phi-MoE, whose `generate` replaces a cache beyond some
@@ -91,7 +91,8 @@ class BoundedLayer(CacheLayerMixin):
         num_heads: int,
         scale: float | None,
     ) -> Tensor:
-        """Append the rows, and attend to all that the cache holds. Returns out (B, M, H, D), 0 at padding."""
+        """Append the keys and values to the cache, and attend to all rows that it holds. Returns out (B, M, H, D), 0 at
+        padding."""
         pattern = pattern_of(self.config, is_causal=True)
         rows_BMHD = [x.transpose(1, 2) for x in (query_BHMD, key_BGMD, value_BGMD)]
         batch, num_rows = query_BHMD.shape[0], query_BHMD.shape[2]

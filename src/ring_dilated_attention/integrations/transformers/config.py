@@ -1,5 +1,5 @@
-"""`config.dilated_attention`: the pattern in the config of a transformers model, or the model's own attention without
-one."""
+"""`config.dilated_attention`: the pattern in the config of a transformers model. Without it a model keeps its own
+attention."""
 
 from dataclasses import fields
 from types import SimpleNamespace
@@ -11,9 +11,10 @@ from ...pattern import DilatedPattern
 
 NAME = "dilated"
 FIELD = "dilated_attention"
-SEEN = "dilated_seen"  # the attention of tiny copies, in `check_model`
+# The attention of tiny copies: the first two in `check_model`, the third in `check_ranks`.
+SEEN = "dilated_seen"
 ALONE = "dilated_alone"
-REPLAYED = "dilated_replayed"  # and in `check_ranks`
+REPLAYED = "dilated_replayed"
 AS_TRAINED = "as_trained"  # a model's own attention, under `context_parallel`
 LISTS = {"segment_lengths", "dilation_rates"}
 # The model decides whether its attention is causal.
@@ -105,7 +106,10 @@ def _make(key: tuple) -> None:
 
 
 def to_fields(value: Any) -> dict[str, Any]:
-    """A DilatedPattern, or a dict of its arguments, as it is saved in config.json. A ValueError if it is not valid."""
+    """The dict that config.json saves for a pattern. value: a DilatedPattern, or a dict of its arguments.
+
+    Raises ValueError for a pattern that is not valid.
+    """
     if not isinstance(value, DilatedPattern):
         if not isinstance(value, dict) or not LISTS <= {*value} <= FIELDS:
             raise ValueError(

@@ -47,7 +47,7 @@ def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> 
     Args:
         model: a PreTrainedModel that takes its attention from transformers' attention interface.
         pattern: a DilatedPattern, or a dict of its arguments as in config.json. The model decides whether its attention
-            is causal: is_causal=False fits any; True needs a causal model.
+            is causal: is_causal=False fits any model; True needs a causal one.
 
     Raises:
         ValueError: for a model that cannot be converted, which is left as it was.

@@ -100,7 +100,7 @@ class ShardedForward:
         self.largest_position: Any = None  # of the whole sequence
         # if AS_TRAINED replaced the attention of configs: each config, and the attention that it had
         self.attention_before: list[tuple[Any, str]] = []
-        self.attention = model.config._attn_implementation  # a forward is refused with any other
+        self.attention = model.config._attn_implementation  # forwards must have it
         decoder = model.get_decoder()
         if not isinstance(decoder, PreTrainedModel):  # ModernBERT's decoder is its last layer
             decoder = model.base_model
@@ -112,7 +112,7 @@ class ShardedForward:
         ]
         for name, module in model.named_modules():
             rope_types = getattr(module, "rope_type", None)
-            if not isinstance(rope_types, dict):  # a dict is by layer type
+            if not isinstance(rope_types, dict):  # a dict has one for each type of layers
                 rope_types = {"": rope_types}
             if BY_LENGTH.intersection(rope_types.values()):
                 self.hooks.append(

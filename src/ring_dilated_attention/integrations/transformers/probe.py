@@ -206,7 +206,7 @@ def _check_copy(name: str, model: Any) -> bool:
     whole, modules = _trace(model, SEEN), dict(model.named_modules())
     callers = {at: module for at, module in modules.items() if hasattr(module, SEEN)}
     other = _past_ours(model, callers)
-    # Find an attention module that is no caller of ours: it is inside no caller, and has no caller inside.
+    # Find an attention module that does not use ours: it is inside no caller of ours, and has no caller inside.
     if other is None:
         inside = tuple(f"{caller}." for caller in callers)
         named = [
@@ -266,7 +266,8 @@ def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
 def _trace(model: Any, attention: str, changed: int | None = None) -> Trace:
     """Run the model. Returns the first input and output tensor of each module, by name, in the order in which they end.
 
-    attention: SEEN for ours. changed: the position whose token (or first layer's input) is changed.
+    attention: its name in transformers' interface, such as SEEN. changed: the position whose token (or first layer's
+    input) is changed.
     """
     found: Trace = {}
 

@@ -1,8 +1,8 @@
 """Checks that ranks compute the same function of a transformers model as one device does, by running a tiny copy.
 
-The copy is given the whole input, then each half of it, as two ranks would be. A half's attention gives the rows that
-attention gave to the whole. So the results differ only if the model computes something else from the whole input: the
-angles of a rotary embedding that go by the length, the mean of all rows, a head that takes the last row.
+The copy is given the whole input, then each half of it, as two ranks would be. With a half, attention returns this half
+of what it returned with the whole. So the results differ only if the model uses the whole input outside of attention:
+angles of a rotary embedding that depend on the length, the mean of all rows, a head that takes the last row.
 
 B batch, H query heads, G key/value heads, M rows, D head dim.
 """

@@ -56,7 +56,7 @@ class Padding(NamedTuple):
 
 
 class BranchCall(NamedTuple):
-    """Branches that one call computes, and how many zero keys it leaves out."""
+    """The branches that one call of `dilated_attention` computes, and the zero keys that the call leaves out."""
 
     pattern: DilatedPattern
     log_num_zero_keys_NH: (
@@ -256,7 +256,7 @@ def _merged(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class CutAnew(torch.autograd.Function):
-    """Moves the rows of a sequence that ranks share, so that the borders between ranks are others.
+    """Moves rows of a sequence between ranks, from shards with the borders `before` to shards with the borders `after`.
 
     forward on rank c:    x (B, before[c + 1] - before[c], ...) -> y (B, after[c + 1] - after[c], ...)
     backward on rank c:   dy -> dx, 0 at positions that no rank has afterwards
