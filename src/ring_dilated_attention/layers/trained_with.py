@@ -38,8 +38,8 @@ class RemembersPattern(nn.Module):
         if (pattern, base) != (self.pattern, self.rotary_base):
             raise ValueError(
                 f"the weights were trained with {pattern} and rotary_base={base}, and this module has {self.pattern} "
-                f"and rotary_base={self.rotary_base}: it would be another function. Give it those of the weights; or, if "
-                "you mean to train on, leave the names that end in '_extra_state' out of the state_dict"
+                f"and rotary_base={self.rotary_base}: it would be another function. Give it those of the weights; or, "
+                "if you mean to train on, leave the names that end in '_extra_state' out of the state_dict"
             )
 
 
