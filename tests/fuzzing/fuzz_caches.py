@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fuzz import Trial
+from fuzz import Trial, broken, nothing
 from fuzz_calls import why_not_refused
-from fuzz_commands import broken, nothing
 from fuzz_modules import by_hand, draw_language_model, draw_module, why_unequal
 from fuzz_oracle import DTYPES, STRIDES, Answer, Call, answer_to, difference, draw_call, tensors_of
 from helpers import poisoned_memory
@@ -30,7 +29,6 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ring_dilated_attention import DilatedCache, dilated_attention
-from ring_dilated_attention.attention import attention
 from ring_dilated_attention.ranks.call import Call as RankCall
 from ring_dilated_attention.run import append, dilated_cache
 
@@ -423,31 +421,11 @@ def try_language_model(rng: random.Random, compiler: str | None) -> Trial:
     return Trial(how, f"{model.config}, prompts of {prompts} and {num_more} tokens", complaint)
 
 
-_write, _plan_cache, _fork = append.write, attention.plan_cache, DilatedCache.fork
-_from_text = RankCall.from_text
+_write, _from_text = append.write, RankCall.from_text
 
 
 def _write_all_but_one(plan: Any, key: Tensor, value: Tensor, memory: Tensor, t: int) -> None:
     _write(plan, key[:, :-1], value[:, :-1], memory, t)
-
-
-def _held_first(
-    pattern: Any, num_heads: int, num_kv_heads: int, max_len: Any, keep: int, held: Any
-) -> Any:
-    """The compiled op's plan of the first heads, whichever are held."""
-    return _plan_cache(pattern, num_heads, num_kv_heads, max_len, keep, held and range(len(held)))
-
-
-def _fork_of_the_first(self: DilatedCache, rows: Any) -> DilatedCache:
-    return _fork(self, [0] * len(rows))
-
-
-def _state_that_can_go_back(self: DilatedCache) -> dict[str, Any]:
-    found = _state(self)
-    return {**found, "progress": found["progress"] * torch.tensor([[1], [0]])}
-
-
-_state = DilatedCache.state_dict
 
 
 def _unscaled(text: str) -> RankCall:
@@ -457,10 +435,5 @@ def _unscaled(text: str) -> RankCall:
 BREAKAGES: dict[str, Callable[[], Any]] = {
     "the last row of a chunk is not written": broken("write", _write_all_but_one, append),
     "what was dropped is taken back": broken("check_crop", nothing, dilated_cache),
-    "a cache may be too long": broken("check_append", nothing, append),
-    "a fork is of the first entry": broken("fork", _fork_of_the_first, DilatedCache),
-    "compiled code reads the phases of the first heads": broken(
-        "plan_cache", _held_first, attention
-    ),
     "compiled code forgets the scale": broken("from_text", staticmethod(_unscaled), RankCall),
 }

@@ -9,20 +9,22 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
+import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest import mock
+from typing import Any, NamedTuple
 
 import torch
-from fuzz import Output, Trial, captured, listing, sentence_of
+from fuzz import Trial, broken, nothing
 
-from ring_dilated_attention.commands import arguments as command_line
-from ring_dilated_attention.commands import cli, suggest, terminal, train
-from ring_dilated_attention.commands.plan import job_options, one_call
+from ring_dilated_attention.commands import cli, terminal
 from ring_dilated_attention.models import LongNetViT, segment_lengths_for
 from ring_dilated_attention.models.longnet_vit import DILATION_RATES, PUBLISHED, PublishedSize
-from ring_dilated_attention.training import files, metrics, run, run_folder
+from ring_dilated_attention.training import files, metrics, run
 
 PUBLISHED["tiny"] = PublishedSize(5, 32, 1)  # of the weights that `prepare` writes
 
@@ -77,6 +79,86 @@ COMMANDS = {
     "suggest": (["--seq-len 512", "--heads 2", "--speedup 2"], ["--layers 3", "--json"]),
 }  # fmt: skip
 SLOW = {"--steps", "--num-layers", "--tokens"}
+BAR = re.compile(r"\d[kMG]?/[\d.]+[kMG]? \[\d")  # of progress, in numbers or in bytes
+# what a training run says of its text, before it fails at a step
+READ = re.compile(r": [\d,]+ bytes$")
+
+
+class Output(NamedTuple):
+    """What a command left on its streams, and how it ended."""
+
+    code: int
+    out: str
+    error: str
+
+
+def captured(command: Callable[[], int]) -> Output:
+    """Run a command in this process; what it and its children write goes to files."""
+    with (
+        tempfile.TemporaryFile() as out,
+        tempfile.TemporaryFile() as error,
+        _redirected(1, out),
+        _redirected(2, error),
+    ):
+        sys.stdout, sys.stderr = (open(n, "w", encoding="utf-8", closefd=False) for n in (1, 2))  # noqa: SIM115
+        try:
+            code = command()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException:  # noqa: BLE001  what nobody caught is what is looked for
+            traceback.print_exc()
+            code = -1
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError):
+                    stream.flush()
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        texts = []
+        for file in (out, error):
+            file.seek(0)
+            texts.append(file.read().decode(errors="backslashreplace"))
+    return Output(code, *texts)
+
+
+@contextlib.contextmanager
+def _redirected(descriptor: int, file: Any) -> Iterator[None]:
+    kept = os.dup(descriptor)
+    os.dup2(file.fileno(), descriptor)
+    try:
+        yield
+    finally:
+        os.dup2(kept, descriptor)
+        os.close(kept)
+
+
+def listing(folder: Path) -> dict[str, bytes | str]:
+    """Every file with its content, every symbolic link with its aim, and every folder."""
+    found: dict[str, bytes | str] = {}
+    for path in sorted(folder.rglob("*")):
+        name = os.fsencode(path.relative_to(folder)).decode(errors="backslashreplace")
+        if path.is_symlink():
+            found[name] = f"a symbolic link to {path.readlink()}"
+        else:
+            found[name] = "a folder" if path.is_dir() else path.read_bytes()
+    return found
+
+
+def sentence_of(output: Output) -> str | None:
+    """Why a refused command's output is not what it should be: a sentence, or the usage and one; None if it is."""
+    if output.out:
+        return f"it is refused, and prints {output.out[:200]!r}"
+    lines = [
+        line
+        for line in output.error.splitlines()
+        if line.strip() and not (BAR.search(line) or READ.search(line))
+    ]
+    # a wrapped sentence goes on indented
+    lines = lines[:1] + [line for line in lines[1:] if not line.startswith("  ")]
+    if lines and lines[0].startswith("usage: "):
+        lines = [line for line in lines if ": error: " in line]
+    if len(lines) != 1:
+        return f"{len(lines)} lines where a sentence belongs: {output.error[:2000]}"
+    return None
 
 
 def prepare(folder: Path) -> None:
@@ -168,35 +250,7 @@ def why_no_json(text: str) -> str | None:
     return None
 
 
-def broken(name: str, replacement: object, *targets: object) -> Callable[[], object]:
-    """A context in which a name is something else, wherever it is known."""
-
-    @contextlib.contextmanager
-    def context() -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for target in targets:
-                stack.enter_context(mock.patch.object(target, name, replacement))
-            yield
-
-    return context
-
-
-def nothing(*_: object, **__: object) -> None:
-    pass
-
-
-@contextlib.contextmanager
-def own_and_leave(folder: Path, *_: object) -> Iterator[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / run_folder.LOCK_FILE).open("a"):
-        yield folder
-
-
 BREAKAGES = {
-    "numbers are not checked": broken(
-        "within", lambda *_: command_line.count, one_call, job_options, suggest
-    ),
     "other's files are overwritten": broken("check_mine", nothing, files, metrics, run),
     "errors of the system are not caught": broken("in_words", None, terminal),
-    "the lock stays": broken("own_folder", own_and_leave, train),
 }

@@ -13,23 +13,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fuzz import Trial
+from fuzz import Trial, broken, nothing
 from fuzz_calls import HOSTILE, arranged, results
 from fuzz_modules import by_hand, draw_language_model, draw_module, why_unequal
 from fuzz_oracle import Answer, Call, answer_to, difference, draw_call, tensors_of
-from fuzz_rank_breakages import RANK_BREAKAGES
-from fuzz_simulated import draw_cut
+from fuzz_simulated import RING_BREAKAGES, draw_cut
 from fuzz_teams import PATIENCE, Outcome, TeamDesk, in_ranks, try_on_ranks, why_not_refused_at_once
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention import ContextParallel, dilated_attention
+from ring_dilated_attention.attention import attention
+from ring_dilated_attention.layers import multihead
 from ring_dilated_attention.models import LongNetLM
-from ring_dilated_attention.models.longnet import shift_left
+from ring_dilated_attention.ranks import context
 from ring_dilated_attention.ranks.reshard import own_rows
 
 EXCHANGES = ("auto", "ring", "all_gather", "all_to_all")
-BREAKAGES = in_ranks(RANK_BREAKAGES)
 
 
 def prepare(folder: Path) -> None:
@@ -56,12 +56,8 @@ class Desk(TeamDesk):
         return {
             self.call: 8,
             self.refused: 3,
-            self.disagree: 2,
-            self.constructor: 1,
             self.module: 2,
             self.loss: 2,
-            self.batch: 2,
-            self.misuse: 3,
         }
 
     @contextmanager
@@ -152,76 +148,6 @@ class Desk(TeamDesk):
             complaint = complaint or self.why_no_answer(rng, parallel, call)
         return f"rank {self.odd} has {name} {number}, {call}, {told(parallel)}", complaint
 
-    def disagree(self, rng: random.Random) -> Outcome:
-        """Each rank's call is right, and one is another."""
-        call = draw_call(
-            rng, dtypes=[torch.float64, torch.float32], head_multiple=self.world_size
-        )._replace(scale=0.5)
-        with self.context(rng, call.seq_len) as parallel:
-            which = rng.choice(["pattern", "scale", "dtype", "heads", "call", "no call"])
-            q, k, v = (self.rows(x, parallel, call.seq_len) for x in tensors_of(call)[0])
-            pattern, scale = call.pattern, call.scale
-            attempt: Callable[[], Any] = lambda: parallel.unshard(q)  # noqa: E731
-            if parallel.rank == self.odd:
-                if which == "pattern":
-                    lengths = (*pattern.segment_lengths[:-1], 97)
-                    rates = pattern.dilation_rates or (1,)
-                    pattern = DilatedPattern(lengths, rates, window=pattern.window)
-                elif which == "scale":
-                    scale = 0.25
-                elif which == "dtype":
-                    q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
-                elif which == "heads":
-                    q = torch.cat([q, q], dim=2)
-            if which != "call" or parallel.rank != self.odd:
-                attempt = functools.partial(
-                    dilated_attention,
-                    q,
-                    k,
-                    v,
-                    pattern,
-                    scale=scale,
-                    parallel=parallel,
-                    cu_seqlens=call.cu_seqlens,
-                )
-            if which == "no call":
-                complaint = None
-            else:
-                complaint = why_not_refused_at_once(attempt)
-            complaint = complaint or self.why_no_answer(rng, parallel, call)
-        return f"rank {self.odd} has another {which}, {call}, {told(parallel)}", complaint
-
-    def constructor(self, rng: random.Random) -> Outcome:
-        """One rank makes a context that cannot be, or another: none is made, and the next is right."""
-        right = rng.choice([{}, {"sharding": "zigzag"}, {"align": 4}, {"exchange": "ring"}])
-        others = [
-            {"sharding": "x"},
-            {"exchange": 3},
-            {"align": 0},
-            {"align": "4"},
-            {"lengths": [1]},
-            {"lengths": 5},
-        ]
-        others += [
-            {"lengths": [-1] * self.world_size},
-            {"timeout": 7},
-            {"align": 2**70},
-        ]
-        others += [
-            {"align": 3},
-            {"exchange": "all_gather"},
-            {"lengths": [5] * self.world_size},
-            {"sharding": ["zigzag"]},
-        ]
-        others += [{"lengths": [1.5] * self.world_size}]
-        other = rng.choice(others)
-        arguments = {"timeout": PATIENCE} | (other if dist.get_rank() == self.odd else right)
-        complaint = why_not_refused_at_once(lambda: ContextParallel(**arguments))
-        parallel = ContextParallel(timeout=PATIENCE)
-        complaint = complaint or self.why_no_answer(rng, parallel, draw_call(rng))
-        parallel.close()
-        return f"rank {self.odd} makes {other}, the others {right}", complaint
-
     def module(self, rng: random.Random) -> Outcome:
         """A module over shards is the module on one device, row by row, and so are the sums of its gradients."""
         seq_len = rng.randint(1, 40)
@@ -291,105 +217,21 @@ class Desk(TeamDesk):
                 return complaint
         return None
 
-    def batch(self, rng: random.Random) -> Outcome:
-        """shard, unshard, shard_batch and shift_left: every row comes to where it belongs, and so do gradients."""
-        seq_len, dim = rng.randint(1, 30), rng.choice([0, 1, 2, -1, -2])
-        with self.context(rng, seq_len) as parallel:
-            shape = [rng.randint(1, 3) for _ in range(3)]
-            shape[dim] = seq_len
-            torch.manual_seed(rng.randrange(2**31))
-            x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-            weights = torch.randn(shape, dtype=torch.float64)
-            local = parallel.shard(x, dim)
-            complaint = why_unequal("shard", local, self.rows(x, parallel, seq_len, dim))
-            complaint = complaint or why_unequal("unshard", parallel.unshard(local, dim), x)
-            [grad] = torch.autograd.grad(local, [x], self.rows(weights, parallel, seq_len, dim))
-            complaint = complaint or why_unequal(
-                "gradient of shard", grad, weights / self.world_size
-            )
-            rows = local.detach().requires_grad_()
-            [grad] = torch.autograd.grad(
-                parallel.unshard(rows, dim), [rows], weights * (1 + parallel.rank)
-            )
-            right = self.rows(weights, parallel, seq_len, dim) * sum(range(1, self.world_size + 1))
-            complaint = complaint or why_unequal("gradient of unshard", grad, right)
-            tokens, source = (
-                torch.arange(seq_len)[None],
-                rng.choice([None, *range(self.world_size)]),
-            )
-            given = {"tokens": tokens} if source in (None, parallel.rank) else None
-            dealt = parallel.shard_batch(given, source=source)
-            for name, whole in (("tokens", tokens), ("positions", tokens[0])):
-                rows = self.rows(whole, parallel, seq_len, min(1, whole.dim() - 1))
-                complaint = complaint or (
-                    None if torch.equal(dealt[name], rows) else f"shard_batch: {name}"
-                )
-            moved = torch.cat([tokens[:, 1:], torch.tensor([[-7]])], dim=1)
-            is_moved = torch.equal(
-                shift_left(parallel, dealt["tokens"], -7), self.rows(moved, parallel, seq_len)
-            )
-            complaint = complaint or (None if is_moved else "shift_left")
-        return f"{shape} along {dim}, from {source}, {told(parallel)}", complaint
-
-    def misuse(self, rng: random.Random) -> Outcome:
-        """One rank calls something with what it cannot take, and the others rightly."""
-        seq_len = rng.randint(1, 20)
-        with self.context(rng, seq_len) as parallel:
-            x, rows = (
-                torch.zeros(1, seq_len, 8),
-                self.rows(torch.zeros(1, seq_len, 8), parallel, seq_len),
-            )
-            tokens = self.rows(torch.zeros(1, seq_len, dtype=torch.int64), parallel, seq_len)
-            module = draw_module(rng, head_multiple=self.world_size, parallel=parallel).float()
-            model = LongNetLM(
-                draw_language_model(rng, head_multiple=self.world_size).config, parallel=parallel
-            )
-            wide = torch.zeros(1, rows.shape[1], module.embed_dim)
-            batch = {"tokens": torch.zeros(1, seq_len, dtype=torch.int64)}
-            bad_batches = [
-                None,
-                {},
-                [1],
-                {"x": 3},
-                {"tokens": x},
-                {1: x},
-                {"x": x.to_sparse()},
-                {"x": x.to("meta")},
-            ]
-            methods: dict[str, tuple[Callable[[Any], Any], Any, list[Any]]] = {
-                "shard": (parallel.shard, x, [None, 3, x[0, 0], x[0], x.double(), x[:, :, :3], "x"]),
-                "shard's dim": (lambda dim: parallel.shard(x, dim), 1, [3, -4, None, "1", 1.0, 2**70]),
-                "unshard": (parallel.unshard, rows, [None, [1], rows[0, 0:0, 0], rows.double(), rows[:, :, :3]]),
-                "shard_batch": (parallel.shard_batch, batch, bad_batches),
-                "source": (lambda source: parallel.shard_batch(batch, source=source), 0, [1, -1, "0", 1.5, True, 9]),
-                "mean_loss": (lambda y: parallel.mean_loss(y, 3), x.sum(), [None, "x", x, x[:0], 1j]),
-                "count": (lambda n: parallel.mean_loss(x.sum(), n), 3, [None, "x", torch.ones(2), 1j]),
-                "module": (lambda y: module(y, y, y), wide, [None, wide[0], wide.bfloat16(), wide[..., 1:], "x"]),
-                "mask": (lambda m: module(wide, wide, wide, m), None, [[1], torch.ones(2, 2), wide[..., 0] > 0]),
-                "model": (model, tokens, [None, tokens[0], tokens.float(), tokens + 999, tokens - 1, "x"]),
-                "loss": (model.loss, tokens, [None, tokens[0], tokens.bool(), tokens + 999, [[1]]]),
-            }  # fmt: skip
-            name = rng.choice(list(methods))
-            method, right, wrong = methods[name]
-            number = rng.randrange(len(wrong))
-            given = wrong[number] if parallel.rank == self.odd else right
-            if (
-                isinstance(given, Tensor)
-                and isinstance(right, Tensor)
-                and given.shape == right.shape
-                and not given.numel()
-            ):
-                given = None  # no token is out of range, no dtype is seen, on a rank without rows
-            complaint = why_not_refused_at_once(lambda: method(given))
-            complaint = complaint or self.why_no_answer(
-                rng,
-                parallel,
-                draw_call(rng, head_multiple=self.world_size)._replace(
-                    seq_len=seq_len, documents=None
-                ),
-            )
-        return f"rank {self.odd} has {name} {number}, {told(parallel)}", complaint
-
 
 def told(parallel: ContextParallel) -> str:
     return f"exchange {parallel.exchange}, {parallel.cut}"
+
+
+def mean_of_each_shard(
+    ranks: Any, local_sum: Tensor, local_count: int | Tensor, step_count: Any = None
+) -> Tensor:
+    return mean_loss(ranks, local_sum / max(int(local_count), 1), 1)
+
+
+mean_loss = context.mean_loss
+RANK_BREAKAGES: dict[str, Callable[[], Any]] = {
+    "a refusal stays at home": broken("refuse", nothing, attention, multihead),
+    "the mean of each shard": broken("mean_loss", mean_of_each_shard, context),
+    **RING_BREAKAGES,
+}
+BREAKAGES = in_ranks(RANK_BREAKAGES)

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import tiny
 import torch
-from fuzz import Trial
-from fuzz_commands import broken, nothing
+from fuzz import Trial, broken, nothing
 from fuzz_oracle import draw_pattern
 from torch import Tensor
 from torch.nn.functional import cross_entropy

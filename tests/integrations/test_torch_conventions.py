@@ -4,6 +4,7 @@ Every function whose name starts with `rank` runs on every rank, and every rank 
 """
 
 import copy
+import time
 from functools import partial
 
 import pytest
@@ -14,9 +15,14 @@ from helpers import message_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, MultiheadDilatedAttention
+from ring_dilated_attention import (
+    ContextParallel,
+    DilatedPattern,
+    MultiheadDilatedAttention,
+    dilated_attention,
+)
 from ring_dilated_attention.integrations.torch import (
     ShardHeads,
     ShardSequence,
@@ -287,6 +293,122 @@ def rank_shards_heads(rank, world_size, num_kv_heads):
 def test_sharded_heads(world_size, num_kv_heads):
     """Unevenly too. Catches phases of local heads, gradients of inputs that are not summed, a bias added twice."""
     run(world_size, rank_shards_heads, num_kv_heads)
+
+
+def rank_shards_heads_on_a_mesh(rank, world_size):
+    """Heads over one axis; over the other the sequence, in either order, or the parameters of what a rank holds."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    torch.manual_seed(0)
+    before = nn.Linear(16, 16, dtype=torch.float64)
+    attention = MultiheadDilatedAttention(16, 4, CAUSAL, rotary=True, dtype=torch.float64)
+    x = torch.randn(2, 23, 16, dtype=torch.float64)
+    y = before(x)
+    expected = attention(y, y, y)[0]
+    gradients = torch.autograd.grad((expected**2).sum(), [before.weight, *attention.parameters()])
+    whole_gradients = copy.deepcopy(attention)
+    for p, gradient in zip(whole_gradients.parameters(), gradients[1:], strict=True):
+        p.data.copy_(gradient)
+
+    def check(held, found, loss, mean):
+        close(found, expected)
+        before.zero_grad()
+        loss.backward()
+        close(mean(before.weight.grad), gradients[0])
+        right = dict(whole_gradients.held(held.heads_held).named_parameters())
+        close({name: mean(whole(p.grad)) for name, p in held.named_parameters()}, right)
+
+    for is_heads_first in (True, False):
+        box = nn.ModuleDict({"attention": copy.deepcopy(attention)})
+        style = ShardSequence(shard_inputs=True, unshard_outputs=True)
+        plans = [(mesh["dp"], ShardHeads()), (mesh["cp"], style)]
+        for axis, plan in plans if is_heads_first else plans[::-1]:
+            parallelize_module(box, axis, {"attention": plan})
+        [parallel] = style.contexts.values()
+        y = before(x)
+        found = box["attention"](y, y, y)[0]
+        check(
+            box["attention"],
+            found,
+            (found**2).sum(),
+            lambda g, over=parallel: all_reduce(over.ranks, g) / 2,
+        )
+    box = nn.ModuleDict({"attention": copy.deepcopy(attention)})
+    parallelize_module(box, mesh["cp"], {"attention": ShardHeads()})
+    held = fully_shard(box["attention"], mesh=mesh["dp"])
+    y = before(x)
+    found = held(y, y, y)[0]
+    check(held, found, (found**2).sum(), lambda g: g)
+
+
+def test_heads_and_more_on_a_mesh():
+    run(4, rank_shards_heads_on_a_mesh)
+
+
+class Projected(nn.Module):
+    """An attention of four projections, of which torch's styles shard the columns and rows."""
+
+    def __init__(self, num_kv_heads):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (
+            nn.Linear(32, width, dtype=torch.float64)
+            for width in (32, 4 * num_kv_heads, 4 * num_kv_heads, 32)
+        )
+
+    def forward(self, x):
+        q, k, v = (linear(x).unflatten(-1, (-1, 4)) for linear in (self.q, self.k, self.v))
+        heads = held_heads(self, q.shape[2], 8)
+        more = {} if heads is None else {"heads_held": heads, "num_heads": 8}
+        return self.o(dilated_attention(q, k, v, CAUSAL, **more).flatten(2))
+
+
+def rank_shards_columns(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    plan = {name: ColwiseParallel() for name in "qkv"} | {"o": RowwiseParallel()}
+    for num_kv_heads in (8, 2):
+        torch.manual_seed(0)
+        alone = Projected(num_kv_heads)
+        sharded = parallelize_module(copy.deepcopy(alone), mesh, plan)
+        x = torch.randn(2, 23, 32, dtype=torch.float64)
+        close(sharded(x), alone(x))
+        (alone(x) ** 2).sum().backward()
+        (sharded(x) ** 2).sum().backward()
+        for p, q in zip(alone.parameters(), sharded.parameters(), strict=True):
+            close(whole(q.grad), p.grad)
+    cut = parallelize_module(Projected(1), mesh, plan)
+    with pytest.raises((ValueError, RuntimeError)):
+        cut(torch.randn(1, 5, 32, dtype=torch.float64))
+
+
+def test_torchs_styles_for_columns_and_rows():
+    """Which heads a rank has is read from the parameters. Projections that cut a head are refused."""
+    run(2, rank_shards_columns)
+
+
+def rank_alone_errs(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
+    layer = MultiheadDilatedAttention(16, 2, CAUSAL)
+    box, style = nn.ModuleDict({"inner": layer}), ShardSequence(shard_inputs=True)
+    parallelize_module(box, mesh, {"inner": style})
+    model = NextTokenLoss(LongNetLM(CONFIG, parallel=ContextParallel()))
+    for module in (*model.model.blocks, model):
+        fully_shard(module)
+    x, tokens = torch.randn(1, 8, 16), torch.zeros(1, 4, dtype=torch.int64)
+    wrong = [None, x[0], x[..., 1:], x.double(), [x], x[:, 1:], x[:, :0], x.to_sparse()]
+    wrong += [x.to("meta"), "x"]
+    bad_tokens = [None, tokens[0], tokens.double(), tokens + 999, tokens - 1, "x", tokens.bool()]
+    attend = lambda y: box["inner"](y, y, y)[0]  # noqa: E731
+    for call, right, others in ((attend, x, wrong), (model, tokens, bad_tokens)):
+        for number, other in enumerate(others):
+            odd = number % world_size
+            start = time.monotonic()
+            message_of(lambda c=call, y=other if rank == odd else right: c(y))
+            assert time.monotonic() - start < 20, number
+        assert call(right).isfinite().all()
+
+
+def test_what_one_rank_alone_gets_wrong_reaches_the_others():
+    """Catches ranks that wait for one that was given what it cannot take, also between the collectives of FSDP2."""
+    run(2, rank_alone_errs)
 
 
 def test_what_is_held_is_what_the_whole_was():

@@ -1,4 +1,4 @@
-"""Borders of packed documents on ranks. `make fuzz`, kind `borders`, has random ones."""
+"""Borders of packed documents on ranks: what differs between them, or cannot be."""
 
 import time
 from datetime import timedelta
@@ -8,24 +8,60 @@ from distributed import run
 from helpers import message_of
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention
+from ring_dilated_attention.layers import MultiheadDilatedAttention
+from ring_dilated_attention.models import LongNetConfig, LongNetLM
 
 PATIENCE = timedelta(seconds=20)
 
 
-def test_a_batch_has_borders_of_its_sequence():
-    """Catches borders that nobody looks at because positions are given, and TypeErrors of floating ones."""
-    positions = torch.arange(9)
-    for wrong in ([0, 8], [1, 9], [0, 9, 9], [0, 20, 9], [0]):
-        borders = torch.tensor(wrong, dtype=torch.int32)
-        for batch in ({"positions": positions}, {"tokens": positions[None]}):
-            assert "cu_seqlens" in message_of(
-                lambda b=batch, x=borders: ContextParallel().shard_batch(b | {"cu_seqlens": x})
-            )
-    for wrong in ([[0, 9]], [0.0, 9.0], [False, True]):
-        batch = {"tokens": positions[None], "cu_seqlens": torch.tensor(wrong)}
-        assert "cu_seqlens must be a 1-D int32 tensor" in message_of(
-            lambda b=batch: ContextParallel().shard_batch(b)
-        )
+def borders_that_cannot_be(n):
+    """Of a sequence of n positions."""
+    lists = [(0, n + 1), (0, n - 1), (1, n), (-1, n), (0, n, n), (0, 0, n), (n, 0), (0, n + 3, n)]
+    lists += [(0,), (n,), (), (0, -n)]
+    whole = torch.tensor([0, n])
+    others = [whole.to(dtype) for dtype in (torch.int64, torch.float32, torch.bool, torch.int16)]
+    others += [torch.tensor(n), whole.int()[None], whole.int().to("meta"), whole.int().to_sparse()]
+    return [torch.tensor(x, dtype=torch.int32) for x in lists] + [*others, [0, n], n, "x"]
+
+
+def rank_has_wrong_borders(rank, world_size):
+    parallel, n = ContextParallel(timeout=PATIENCE), 9
+    pattern = DilatedPattern((4, 8), (1, 2), is_causal=True)
+    config = LongNetConfig((4, 8), (1, 2), vocab_size=7, num_layers=1, embed_dim=8, num_heads=2)
+    layer = MultiheadDilatedAttention(8, 2, pattern, parallel=parallel)
+    model = LongNetLM(config, parallel=parallel)
+    x = parallel.shard(torch.randn(1, n, 8))
+    qkv = x.unflatten(2, (2, 4))
+    tokens = parallel.shard(torch.zeros(1, n, dtype=torch.int64))
+
+    def attend(borders):
+        return dilated_attention(qkv, qkv, qkv, pattern, parallel=parallel, cu_seqlens=borders)
+
+    def shard_batch(borders, **options):
+        for batch in ({"positions": torch.arange(n)}, {"tokens": torch.zeros(1, n)}):
+            parallel.shard_batch(batch | {"cu_seqlens": borders}, **options)
+
+    right = torch.tensor([0, 4, n], dtype=torch.int32)
+    others = [torch.tensor([0, 3, n], dtype=torch.int32), right[::2], None]
+    calls = [attend, lambda y: layer(x, x, x, cu_seqlens=y), lambda y: model(tokens, y)]
+    calls += [lambda y: model.loss(tokens, y), shard_batch]
+    for number, call in enumerate(calls):
+        for i, wrong in enumerate(borders_that_cannot_be(n) + others):
+            odd = (i + number) % world_size
+            message = message_of(lambda c=call, w=wrong, o=odd: c(w if rank == o else right))
+            assert "cu_seqlens" in message, (number, i, message)
+            assert rank == odd or "rank" in message, (number, i, message)
+        call(right)  # the context serves on
+    for i, wrong in enumerate(borders_that_cannot_be(n)):
+        for call in (*calls, lambda y, i=i: shard_batch(y, source=i % world_size)):
+            assert "cu_seqlens" in message_of(lambda c=call, w=wrong: c(w)), i
+    assert attend(right).isfinite().all()
+
+
+def test_borders_that_differ_or_cannot_be():
+    """Catches documents that ranks cut in different places, borders that nobody looks at because positions are given,
+    and an error on one rank alone."""
+    run(2, rank_has_wrong_borders)
 
 
 def rank_writes_into_what_a_backward_needs(rank, world_size):

@@ -1,5 +1,5 @@
-"""`mean_loss`: what it takes; unequal replicas, micro-batches of one step, and samples without a label. What several
-ranks give each other is in `make fuzz`, kind `losses`.
+"""`mean_loss`: what it takes; unequal replicas, micro-batches of one step, and samples without a label. `make fuzz`,
+kind `losses`, has sums and counts of all forms.
 
 Every function whose name starts with `rank` runs on every rank, and every rank asserts.
 """
@@ -39,32 +39,19 @@ def test_counts_keep_their_value(count):
 
 def test_what_is_no_count_is_told_with_its_name():
     """Catches torch's own errors ("Could not infer dtype of NoneType"), which name no argument."""
-    wrong = [
-        "x",
-        {},
-        [3],
-        True,
-        -1,
-        10**400,
-        float("nan"),
-        torch.ones(2),
-        torch.ones(1, device="meta"),
-    ]
-    for count in [*wrong, torch.ones(1).to_sparse(), torch.tensor(1j)]:
+    one = torch.ones(1)
+    wrong = ["x", b"3", {}, [], [3], {3}, True, 1j, -1, -0.5, 10**400, math.nan, math.inf, object()]
+    wrong += [torch.tensor(x) for x in (True, 1j, -3, math.nan, [1, 2], [])]
+    for count in [*wrong, one.to("meta"), one.to_sparse()]:
         with pytest.raises(ValueError, match="local_count must be one number of at least 0"):
             ContextParallel().mean_loss(torch.ones(()), count)
         with pytest.raises(ValueError, match="step_count must be one number of at least 0"):
             ContextParallel().mean_loss(torch.ones(()), 1, step_count=count)
     with pytest.raises(ValueError, match="local_count must be one number of at least 0"):
         ContextParallel().mean_loss(torch.ones(()), None)
-    for total in (
-        None,
-        3.0,
-        torch.tensor(3),
-        torch.ones(2),
-        torch.ones(1, device="meta"),
-        torch.ones(1).to_sparse(),
-    ):
+    sums = [None, "x", 3.0, [one], torch.tensor(3), torch.tensor(True), torch.tensor(1j)]
+    sums += [torch.ones(2), torch.ones(0), one.to("meta"), one.to_sparse()]
+    for total in sums:
         with pytest.raises(ValueError, match="local_sum must be one number"):
             ContextParallel().mean_loss(total, 3)
 
@@ -195,6 +182,8 @@ def rank_has_no_label(rank, world_size):
         assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in text.parameters())
     said = f"the ranks have a loss of {world_size} in all, and 0 terms"
     assert said in message_of(lambda: parallel.mean_loss(torch.ones(()), 0))
+    too_few = message_of(lambda: parallel.mean_loss(torch.ones(()), 1e-3))
+    assert "terms of a loss in all: a mean needs one at least" in too_few
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -1,6 +1,7 @@
 """Checkpoints: whole or absent, verified before they are used; and nothing goes that a run did not make."""
 
 import json
+import random
 import re
 import resource
 import shutil
@@ -310,6 +311,26 @@ def rename_in_head(checkpoint):
 
 def first(tensors):
     return next(name for name in sorted(tensors) if name.startswith("exp_avg/"))
+
+
+def test_any_damage_is_noticed(trained, tmp_path):
+    """A flipped bit anywhere, an end that is cut off, and something behind it."""
+    checkpoint = save_checkpoint(tmp_path, state_at(3), *trained)
+    rng = random.Random(0)
+    for name in (TENSOR_FILE, STATE_FILE):
+        content = (checkpoint / name).read_bytes()
+        damaged = [content[:length] for length in (0, 1, 7, 8, 9, len(content) - 1)]
+        damaged += [content[1:], content + b"\0", b"[" * 10**5, b"1" * 5000, b"{}"]
+        for _ in range(100):
+            flipped = bytearray(content)
+            flipped[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+            damaged.append(bytes(flipped))
+        for other in damaged:
+            (checkpoint / name).write_bytes(other)
+            with pytest.raises(ValueError, match=re.escape(name)):
+                check_whole(checkpoint)
+        (checkpoint / name).write_bytes(content)
+    assert check_whole(checkpoint) == state_at(3)
 
 
 DAMAGES = {
