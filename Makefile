@@ -55,7 +55,6 @@ $(OTHERS)/.installed: pyproject.toml $(VERSIONS)
 
 test-integrations: $(OTHERS)/.installed
 	$(EXTENSIONS) python -m pytest -rs tests/integrations tests/test_documentation.py
-	$(EXTENSIONS) python tests/fuzzing/fuzz.py --kinds transformers --prove $(if $(SEED),--seed $(SEED))
 
 # Every example at its size. examples/README.md says what each shows, and how long it takes.
 WRITTEN := runs/examples

@@ -49,7 +49,6 @@ from ring_dilated_attention.training.files import MOST_BYTES, check_mine, json_o
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # for what tests share, and benchmarks, which are not installed
 sys.path += map(str, Path(__file__).parents[1:3])
-sys.path.append(str(Path(__file__).parents[1] / "integrations"))
 
 from distributed import START
 
@@ -63,9 +62,6 @@ KINDS = {
     "torchscale": "fuzz_torchscale",
     "autocast": "fuzz_autocast",
 }
-# kinds of `make test-integrations`, in tests/integrations
-INTEGRATIONS = {"transformers": "fuzz_transformers"}
-MODULES = KINDS | INTEGRATIONS
 SECONDS_PER_CASE = 60
 MOST_TO_NOTICE = 2000  # cases, to notice that the program is broken
 BYTES_BEYOND_TORCH = 4 * 10**9
@@ -157,7 +153,7 @@ def _work(
     pipe: Connection, kind: str, seed: int, numbers: range, folder: str, breakage: str | None
 ) -> None:
     tqdm.set_lock(RLock())  # its own would outlive a process that is killed
-    module = import_module(MODULES[kind])
+    module = import_module(KINDS[kind])
     prepared = Path(folder) / "prepared"
     if not prepared.exists():
         prepared.mkdir()
@@ -207,7 +203,7 @@ def nothing(*_: object, **__: object) -> None:
 def prove(kind: str, seed: int) -> dict[str, int | None]:
     """After how many cases each way of breaking the program is noticed, or None."""
     found = {}
-    for breakage in import_module(MODULES[kind]).BREAKAGES:
+    for breakage in import_module(KINDS[kind]).BREAKAGES:
         failures = fuzz(
             kind, seed, range(MOST_TO_NOTICE), breakage=breakage, most_failures=1
         ).failures
@@ -303,7 +299,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kinds", nargs="+", choices=MODULES, default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--cases", type=int, default=2000, help="of each kind (default 2000)")

@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from ring_dilated_attention import DilatedPattern, save_attention
+from ring_dilated_attention.integrations.transformers import BoundedCache, register
 from ring_dilated_attention.integrations.transformers import attention_function as ours
-from ring_dilated_attention.integrations.transformers import register
 from ring_dilated_attention.reference import multiplicity
 
 LENGTH = 22
@@ -144,17 +144,27 @@ def test_the_flattening_collator():
         close(model(**batch).logits[0], alone)
 
 
-def test_checkpointing():
-    """The same gradients, and with save_attention no attention is computed twice."""
-    inputs, counts = inputs_of("right")
+CHECKPOINTS = {
+    "computed again": ({"use_reentrant": False}, 4),
+    "computed again in a graph of its own": ({"use_reentrant": True}, 4),
+    "attention is saved": ({"use_reentrant": False, "context_fn": save_attention}, 2),
+}
+
+
+@pytest.mark.parametrize("checkpoints", CHECKPOINTS)
+@pytest.mark.parametrize("kind", ["right", "borders", "positions"])
+def test_checkpointing(kind, checkpoints):
+    """The same gradients, and with save_attention no attention is computed twice. Catches documents that a layer
+    forgets when it is computed once more, within backward."""
+    inputs, counts = inputs_of(kind)
     expected = loss_and_gradients(make("llama"), inputs, counts)
-    for options, num_calls in (({}, 4), ({"context_fn": save_attention}, 2)):
-        model = make("llama").train()
-        model.gradient_checkpointing_enable({"use_reentrant": False, **options})
-        with count_forwards() as calls:
-            found = loss_and_gradients(model, inputs, counts)
-        assert len(calls) == num_calls
-        close(found, expected)
+    options, num_calls = CHECKPOINTS[checkpoints]
+    model = make("llama").train()
+    model.gradient_checkpointing_enable(options)
+    with count_forwards() as calls:
+        found = loss_and_gradients(model, inputs, counts)
+    assert len(calls) == num_calls
+    close(found, expected)
 
 
 class count_forwards(torch.utils._python_dispatch.TorchDispatchMode):
@@ -269,10 +279,15 @@ GREEDY = {
     "return_dict_in_generate": True,
 }
 CACHES = {
-    "none": {"use_cache": False},
-    "dynamic": {},
-    "static": {"cache_implementation": "static", "disable_compile": True},
-    "in chunks": {"prefill_chunk_size": 3},
+    "none": lambda model: {"use_cache": False},
+    "dynamic": lambda model: {},
+    "static": lambda model: {"cache_implementation": "static", "disable_compile": True},
+    "in chunks": lambda model: {"prefill_chunk_size": 3},
+    "bounded": lambda model: {"past_key_values": BoundedCache(model)},
+    "bounded, in chunks": lambda model: {
+        "past_key_values": BoundedCache(model),
+        "prefill_chunk_size": 3,
+    },
 }
 
 
@@ -286,7 +301,7 @@ def test_greedy_generation(name, cache, prompts):
     ids, mask = tokens(3, 7), torch.ones(3, 7, dtype=torch.int64)
     if prompts == "unequal":
         mask[0, :6], mask[1, :2] = 0, 0
-    out = model.generate(ids, attention_mask=mask, **GREEDY, **CACHES[cache])
+    out = model.generate(ids, attention_mask=mask, **GREEDY, **CACHES[cache](model))
     sequences, logits = recomputed(model, ids, mask, 14)
     assert torch.equal(out.sequences[:, 7:], sequences)
     torch.testing.assert_close(torch.stack(out.logits, dim=1), logits.float(), rtol=1e-6, atol=1e-6)
@@ -303,11 +318,10 @@ def test_sampling_beams_and_lookup():
     }
     for way in ways.values():
         found = []
-        for cache in ("none", "dynamic", "static"):
+        for cache in ("none", "dynamic", "static", "bounded"):
             torch.manual_seed(7)
-            found.append(model.generate(ids, max_new_tokens=12, **way, **CACHES[cache]))
-        assert torch.equal(found[0], found[1])
-        assert torch.equal(found[0], found[2])
+            found.append(model.generate(ids, max_new_tokens=12, **way, **CACHES[cache](model)))
+        assert all(torch.equal(found[0], other) for other in found[1:])
     repeated = tokens(1, 5).repeat(1, 3)
     found = model.generate(repeated, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=4)
     assert torch.equal(

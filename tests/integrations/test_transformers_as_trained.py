@@ -180,12 +180,6 @@ def test_saved_under_the_handle(tmp_path):
 
 
 REFUSED = {
-    "gemma2": ({}, "has attn_logit_softcapping=50.0: torch's kernels do not cap scores"),
-    "bloom": ({}, "adds ALiBi's biases to its scores: torch's kernels have none"),
-    "mpt": (
-        {"d_model": 32, "n_heads": 4, "n_layers": 2},
-        "adds ALiBi's biases to its scores: torch's kernels have none",
-    ),
     "falcon": ({"alibi": True}, "adds ALiBi's biases to its scores: torch's kernels have none"),
     "llama4_text": (
         {"attention_chunk_size": 8},
@@ -195,7 +189,6 @@ REFUSED = {
         {**GROUPED, "use_bidirectional_attention": True},
         "the model masks by rules of its own",
     ),
-    "mamba": ({}, "has layers of linear_attention"),
 }
 
 

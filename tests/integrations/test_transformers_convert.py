@@ -5,16 +5,10 @@ import torch
 from tiny import GROUPED, PATTERN, SIZES, make, tokens
 from torch import nn
 from transformers import (
-    BartConfig,
-    BartModel,
     BloomConfig,
     BloomForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
     Qwen3Config,
@@ -73,31 +67,6 @@ REFUSED = {
             Qwen3Config(**SIZES, **GROUPED, use_sliding_window=True, max_window_layers=1)
         ),
         "Qwen3ForCausalLM has layers of sliding_attention: dilated attention replaces full_attention alone",
-    ),
-    "capped scores": (
-        lambda: Gemma2ForCausalLM(
-            Gemma2Config(**SIZES, **GROUPED, layer_types=["full_attention"] * 2)
-        ),
-        "Gemma2ForCausalLM has attn_logit_softcapping=50.0: torch's kernels do not cap scores",
-    ),
-    "encoder and decoder": (
-        lambda: BartModel(
-            BartConfig(vocab_size=61, d_model=16, encoder_layers=1, decoder_layers=1)
-        ),
-        "BartModel attends across sequences, and dilated attention is self-attention",
-    ),
-    "parts": (
-        lambda: LlavaForConditionalGeneration(
-            LlavaConfig(
-                text_config={"model_type": "llama", **SIZES},
-                vision_config={"model_type": "clip_vision_model", "num_hidden_layers": 1},
-            )
-        ),
-        "is made of parts with configs of their own (text_config, vision_config)",
-    ),
-    "attention of its own": (
-        lambda: BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=2)),
-        "BloomForCausalLM adds ALiBi's biases to its scores: torch's kernels have none",
     ),
     "too few heads": (
         lambda: make("llama", None),
