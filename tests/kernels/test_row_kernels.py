@@ -47,14 +47,12 @@ compiled = pytest.mark.skipif(
 pytestmark = pytest.mark.usefixtures("nan_in_new_memory", "seeded")
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# the interpreter is slow, and for it one type of 16 bits is as good as the other
-TRIED_DTYPES = [torch.float32, torch.bfloat16] if IS_INTERPRETED else DTYPES
+# the interpreter is slow, and for it one type of 16 bits is as good as the other; sums are in float32 anyway
+TRIED_DTYPES = [torch.bfloat16] if IS_INTERPRETED else DTYPES
 # (pattern, positions, query heads, key/value heads, head dim, batch)
 CASES = {
-    "the paper's rates": (
-        DilatedPattern((8, 16, 32, 64, 128), (1, 2, 4, 6, 12)), 133, 12, 12, 16, 1,
-    ),
-    "batch of ragged segments": (DilatedPattern((9, 37), (2, 3)), 41, 4, 2, 24, 3),
+    "rates beyond two": (DilatedPattern((8, 16, 32, 64), (1, 2, 4, 6)), 67, 6, 6, 16, 1),
+    "batch of ragged segments": (DilatedPattern((9, 37), (2, 3)), 41, 4, 2, 24, 2),
     "whole batch": (DilatedPattern((8, 16), (1, 2)), 32, 2, 2, 64, 2),
     "rows without a partial": (DilatedPattern((8, 37), (3, 5)), 41, 2, 2, 33, 1),
     "one head of keys": (DilatedPattern((9, 37), (1, 4)), 41, 6, 1, 128, 1),

@@ -2,7 +2,6 @@
 
 import random
 import re
-from itertools import product
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch
 from ring_dilated_attention import ContextParallel, DilatedPattern, explain
 from ring_dilated_attention.plan.exchange import (
     SMALL_CHUNK_BYTES,
-    RankPlan,
     choose_exchange,
     dealt_bytes,
     plan_exchange,
@@ -53,21 +51,6 @@ def test_zigzag_is_not_contiguous():
     )
 
 
-def test_the_bytes_are_those_of_the_plan_of_the_rank_that_receives_most():
-    """Catches bytes of a full ring where chunks go no further than they are needed, and those of some other rank."""
-    for pattern, documents in product(
-        (CAUSAL, DilatedPattern((8192,), (1,))), (None, (0, 3000, 8192))
-    ):
-        job = Job(pattern, make_shards("contiguous", (2048,) * 4), 6, 3, documents)
-        received = [
-            sum(m.size for hop in make_plan(job, k).hops for m in hop.receives) * 64 * 4
-            for k in range(4)
-        ]
-        reason = choose(pattern, 4, 8192, heads=(6, 3), documents=documents).reason
-        assert f"a rank receives up to {max(received):,} bytes" in reason
-        assert len(set(received)) > 1 or not pattern.is_causal
-
-
 @pytest.mark.parametrize(
     ("pattern", "seq_len", "head_dim", "exchange"),
     [
@@ -92,23 +75,7 @@ def test_the_reason_for_one_round():
     assert "a rank receives 2,048, no more than two chunks or its own keys and values" in two
 
 
-def test_the_reason_names_what_it_rests_on():
-    """Catches a reason without its figures: bytes, hops and memory of the ring, bytes of dealing."""
-    shards = make_shards("contiguous", (2048,) * 4)
-    plan = make_plan(Job(DilatedPattern((8192,), (1,)), shards, 8, 4), 0)
-    dealt = dealt_bytes((2048,) * 4, 0, (8, 4), Sizes(1, 64, 4), backward=False)
-    reason = choose(DilatedPattern((8192,), (1,)), 4, 8192, heads=(8, 4)).reason
-    sent = RankPlan(plan, None).bytes_sent(Sizes(1, 64, 4))
-    for figure in (sent, 2 * plan.chunk_size * 64 * 4, dealt):
-        assert f"{figure:,}" in reason
-    assert "3 hops" in reason
-    assert (
-        "3 key/value heads cannot be dealt to 4 ranks"
-        in choose(CAUSAL, 4, 8192, heads=(6, 3)).reason
-    )
-
-
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_each_figure_of_a_reason_is_that_of_the_plans(seed):
     """Of random jobs: bytes, hops and calls of the rank that receives most, bytes of dealt heads, and about how much
     chunks hold."""
