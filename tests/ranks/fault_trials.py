@@ -18,7 +18,6 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))  # for what tests share
 
 from faults import CAUSAL, Fault, Trial, run_trial
-from kept_record import add_record, kept_record
 
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
@@ -85,28 +84,6 @@ def row(number: int, trial: Trial) -> str:
     )
 
 
-def summary(kind: str, trials: Sequence[Trial]) -> list[dict[str, object]]:
-    """A row for each number of ranks."""
-    rows = []
-    for world_size in sorted({trial.fault.world_size for trial in trials}):
-        found = [trial for trial in trials if trial.fault.world_size == world_size]
-        seconds = [x for trial in found for x in trial.seconds.values()]
-        rows.append(
-            {
-                "kind": kind,
-                "ranks": world_size,
-                "places": sorted({trial.fault.place for trial in found}),
-                "number": len(found),
-                "passed": sum(not trial.complaints for trial in found),
-                "seconds": {
-                    "median": round(statistics.median(seconds), 2),
-                    "max": round(max(seconds), 2),
-                },
-            }
-        )
-    return rows
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
@@ -118,17 +95,13 @@ def main() -> int:
     parser.add_argument(
         "--trials", type=int, help="how many of each kind (default: one for each place)"
     )
-    add_record(parser)
     arguments = parser.parse_args()
-    keep = kept_record(
-        parser, arguments.record, "faults", "tests/ranks/fault_trials.py", seed=arguments.seed
-    )
     rng = random.Random(arguments.seed)
     print(f"seed {arguments.seed}")
     print(
         "trial  fault  rank    stage     place                   when           chunk  error after, s   message"
     )
-    all_passed, rows = True, list[dict[str, object]]()
+    all_passed = True
     tried = [
         x
         for x in places(arguments.ranks)
@@ -143,7 +116,6 @@ def main() -> int:
             print(row(number, trials[-1]), flush=True)
             for complaint in trials[-1].complaints:
                 print(f"       {complaint}", flush=True)
-        keep(rows := [*rows, *summary(kind, trials)])
         passed = sum(not trial.complaints for trial in trials)
         all_passed &= passed == len(trials)
         seconds = [x for trial in trials for x in trial.seconds.values()]

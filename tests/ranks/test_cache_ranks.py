@@ -131,40 +131,6 @@ def test_only_rows_that_live_on_are_sent():
     assert min(rows) > 0
 
 
-MILLION, MILLION_SHAPE = 1_000_003, (2, 8)  # heads, head dim
-LONG = DilatedPattern((256, 16_384, 1_048_576), (1, 64, 4096), is_causal=True)
-
-
-def million(rank, world_size, num_new):
-    parallel = ContextParallel()
-    generator = torch.Generator().manual_seed(0)
-    inputs = [
-        torch.randn((1, MILLION + num_new, *MILLION_SHAPE), generator=generator) for _ in range(3)
-    ]
-    query, key, value = (parallel.shard(x[:, :MILLION]) for x in inputs)
-    dilated_attention(query, key, value, LONG, parallel=parallel)
-    cache = DilatedCache.gather(parallel, key, value, LONG, 2, to=0)
-    if cache is None:
-        return None
-    assert all(MILLION % w for w in LONG.segment_lengths)  # no border at the hand-over
-    assert cache.num_rows == LONG.cache_rows(2, 2) == 2 * 3 * 256
-    tokens = range(MILLION, MILLION + num_new)
-    out = [dilated_attention(*(x[:, t : t + 1] for x in inputs), LONG, cache=cache) for t in tokens]
-    return torch.cat(out, dim=1).tolist()
-
-
-def test_a_million_positions_over_two_ranks_then_decoded_on_one():
-    """Equal to recomputing all of it on one device."""
-    num_new = 70  # over the next row of rate 64, so that wide branches have their say
-    decoded, _ = run(2, million, num_new, seconds=120)
-    generator = torch.Generator().manual_seed(0)
-    inputs = [
-        torch.randn((1, MILLION + num_new, *MILLION_SHAPE), generator=generator) for _ in range(3)
-    ]
-    recomputed = dilated_attention(*inputs, LONG)
-    torch.testing.assert_close(torch.tensor(decoded), recomputed[:, MILLION:], rtol=1e-5, atol=1e-6)
-
-
 def disagree(rank, world_size):
     parallel = ContextParallel()
     _, key, value = (parallel.shard(x) for x in whole(12))

@@ -4,7 +4,6 @@ Every function whose name starts with `rank` runs on every rank, and every rank 
 """
 
 import gc
-import os
 import threading
 import time
 import warnings
@@ -15,7 +14,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import RankFailedError, run
+from distributed import run
 from helpers import PLAIN, message_of, relative_error, rows_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -288,33 +287,6 @@ def dense_call(cp, backward=False, length=5):
         out.sum().backward()
 
 
-def rank_dies(rank, world_size, stage, exchange):
-    """Rank 1 dies in a kernel, when the first chunks are on their way."""
-    strict()
-    cp = ContextParallel(timeout=PATIENCE, exchange=exchange)
-    dense_call(cp, backward=True)
-    start = time.monotonic()
-    if rank == 1:
-        setattr(cpu, stage, lambda *_: os._exit(3))
-    message = message_of(lambda: dense_call(cp, backward=True), ExchangeError)
-    assert time.monotonic() - start < 15
-    assert "group '" in message
-    assert f", rank {rank})" in message
-    # the last hop of a forward may be over when the rank dies
-    assert stage in message or "backward" in message
-    message = message_of(lambda: dense_call(cp), ExchangeError)
-    assert "failed before" in message or "Connection" in message
-
-
-@pytest.mark.parametrize("stage", ["forward", "backward"])
-@pytest.mark.parametrize("exchange", ["ring", "all_gather"])
-def test_a_rank_that_dies(stage, exchange):
-    """Catches survivors that wait for a dead rank until the timeout, or forever. Only rank 1 is missed."""
-    with pytest.raises(RankFailedError) as caught:
-        run(3, rank_dies, stage, exchange)
-    assert str(caught.value) == "rank 1: died without a word"
-
-
 def rank_cannot_copy_its_rows(rank, world_size):
     cp = ContextParallel(timeout=PATIENCE)
     x = torch.ones(1, 5, 4, 8, requires_grad=True)
@@ -381,53 +353,16 @@ def test_a_rank_that_fails_alone(stage):
     run(3, rank_runs_out_of_memory, stage)
 
 
-def rank_is_late(rank, world_size, backward):
-    strict()
-    cp = ContextParallel(timeout=timedelta(seconds=3))
-    x = torch.ones(1, 5, 4, 8, requires_grad=True)
-    out = dilated_attention(x, x, x, PATTERN, parallel=cp) if backward else None
-    dist.barrier()
-    start = time.monotonic()
-    if rank == 1:
-        time.sleep(5)
-    message = message_of(
-        (lambda: out.sum().backward()) if backward else (lambda: call_with(cp)), ExchangeError
-    )
-    assert (
-        f" did not enter {'backward' if backward else 'forward'} 1 (group 'control of {cp.name}', rank {rank})"
-        in message
-    )
-    if rank != 1:
-        assert 2.5 < time.monotonic() - start < 15  # 3 seconds, and a busy machine
-        assert "rank 1 did not" in message
-        assert "Timed out" in message or "closed" in message
-    dist.barrier()
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_rank_that_does_not_come(backward):
-    """Catches a hang where one rank skips a call. The error says who was waited for, and in what."""
-    run(3, rank_is_late, backward)
-
-
 def rank_has_no_use_for_its_output(rank, world_size):
     cp = ContextParallel(timeout=timedelta(seconds=3))
     x = torch.randn(1, 5, 4, 8, requires_grad=True)
     out = dilated_attention(x, x, x, PATTERN, parallel=cp)
     (x.sum() + 0 * out.sum() if rank == 0 else out.sum()).backward()
     assert not torch.equal(x.grad, torch.ones_like(x))  # the other rank's queries see these keys
-    out = dilated_attention(x, x, x, PATTERN, parallel=cp)
-    if rank == 0:
-        x.sum().backward()
-    else:
-        message = message_of(out.sum().backward, ExchangeError)
-        assert "rank 0 did not enter backward 2" in message
-        assert message.endswith("only if its loss depends on the output of that call.")
-    dist.barrier()
 
 
-def test_a_rank_whose_loss_does_not_depend_on_its_output():
-    """Catches an error that leaves the user to find out the rule, and a remedy in the docstrings that is none."""
+def test_a_rank_that_has_no_use_for_its_output():
+    """Catches a remedy in the docstrings that is none."""
     run(2, rank_has_no_use_for_its_output)
 
 
@@ -783,7 +718,7 @@ def test_compiled_equals_eager_on_two_ranks():
     run(2, rank_compiles)
 
 
-def rank_compiles_what_it_does_not_use(rank, world_size, backend, dynamic, options):
+def rank_compiles_what_it_does_not_use(rank, world_size):
     cp = ContextParallel(timeout=PATIENCE)
 
     def function(first, second, num_used):
@@ -792,7 +727,7 @@ def rank_compiles_what_it_does_not_use(rank, world_size, backend, dynamic, optio
         return first[0].detach()[0, 0] @ second[0].detach()[0, 0].T, *outs[:num_used]
 
     compiled = torch.compile(
-        function, fullgraph=True, backend=backend, dynamic=dynamic, options=options
+        function, fullgraph=True, backend="inductor", dynamic=True, options=PLAIN
     )
     for num_used in (0, 1):
         for needs_grad in (False, True):
@@ -806,12 +741,9 @@ def rank_compiles_what_it_does_not_use(rank, world_size, backend, dynamic, optio
             assert cp.ranks.calls == before + 4
 
 
-@pytest.mark.parametrize(
-    ("backend", "dynamic", "options"), [("aot_eager", None, None), ("inductor", True, PLAIN)]
-)
-def test_a_rank_that_does_not_use_what_it_compiled(backend, dynamic, options):
+def test_a_rank_that_does_not_use_what_it_compiled():
     """Catches a call that the compiler drops on one rank, of two in a graph the first too: the other would wait."""
-    run(2, rank_compiles_what_it_does_not_use, backend, dynamic, options, seconds=120)
+    run(2, rank_compiles_what_it_does_not_use, seconds=120)
 
 
 def rank_recomputes_in_compiled_code(rank, world_size):
@@ -850,8 +782,7 @@ def test_recomputation_sends_nothing_twice():
 @pytest.mark.parametrize(
     ("dtype", "strides", "kv_heads"),
     [
-        (torch.float32, "contiguous", 4),
-        (torch.float32, "heads first", 2),
+        (torch.float32, "contiguous", 2),
         (torch.bfloat16, "heads first", 4),
     ],
     ids=str,

@@ -11,7 +11,6 @@ from ring_dilated_attention import (
     ContextParallel,
     DilatedCache,
     DilatedPattern,
-    MultiheadDilatedAttention,
     dilated_attention,
     simulate,
 )
@@ -202,18 +201,3 @@ def test_a_call_reads_the_borders_from_their_device_once(monkeypatch):
     assert len(copies) == 1
     assert borders.data_ptr() not in read
     assert copies[0].data_ptr() in read
-
-
-def test_a_layer_with_rotary_reads_the_borders_once_more_for_its_positions(monkeypatch):
-    parallel = ContextParallel(sharding=SHARDING)
-    layer = MultiheadDilatedAttention(
-        8, 2, PATTERNS[0], rotary=True, parallel=parallel, dtype=torch.float64
-    )
-    borders = borders_of([3, 4])
-    read, x, (cpu, tolist) = [], randn(1, 7, 8), (torch.Tensor.cpu, torch.Tensor.tolist)
-    monkeypatch.setattr(
-        torch.Tensor, "cpu", lambda t: (read.append(t.data_ptr()), cpu(t).clone())[1]
-    )
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: (read.append(t.data_ptr()), tolist(t))[1])
-    layer(x, x, x, cu_seqlens=borders)
-    assert read.count(borders.data_ptr()) == 2
