@@ -71,9 +71,6 @@ class Trial(NamedTuple):
 
     outcome: "went on", or "the same command went on".
     ended: the seconds until no process was left whose launcher was killed.
-    alone: whether one rank of two went on without the other.
-    disk: "full", or "limit" if files were given a limit instead.
-    is_forked: whether its processes began as copies of one that has imported torch.
     moment: of the first strike: after a "step", at the "start" of ranks, or in the "report" after the last step.
     """
 
@@ -83,10 +80,6 @@ class Trial(NamedTuple):
     seconds: float
     ended: float | None
     complaints: list[str]
-    is_sharded: bool
-    alone: bool
-    disk: str | None
-    is_forked: bool
     moment: str
 
 
@@ -406,12 +399,11 @@ def run_trial(
                 complaints.append(
                     f"the newest checkpoint was that of step {kept}, and is that of {newest_step()}"
                 )
-            disk, job.disk = job.disk, None
+            job.disk = None
             job.begin()
             job.end()
-            job.disk = disk
-        said, first_alone = job.said.read_text(errors="replace"), step_alone()
-        complaints += judge(whole, result(), first_alone)
+        said = job.said.read_text(errors="replace")
+        complaints += judge(whole, result(), step_alone())
     finally:
         job.clear()
         if Path("run").is_mount():
@@ -422,25 +414,7 @@ def run_trial(
         ]
     if complaints:
         complaints.append(said[-3000:])
-    seconds, is_sharded, is_alone = (
-        time.monotonic() - began,
-        "--fsdp" in job.options,
-        first_alone is not None,
-    )
-    forked = job.start is not started
-    return Trial(
-        kind,
-        launcher,
-        outcome,
-        seconds,
-        ended,
-        complaints,
-        is_sharded,
-        is_alone,
-        job.disk,
-        forked,
-        moment,
-    )
+    return Trial(kind, launcher, outcome, time.monotonic() - began, ended, complaints, moment)
 
 
 def mount_small_disk() -> None:
@@ -565,14 +539,10 @@ def row_of(kind: str, trials: Sequence[Trial]) -> dict[str, Any]:
         },
         "went_on": sum(trial.outcome == "went on" for trial in trials),
         "went_on_by_the_same_command": sum(trial.outcome != "went on" for trial in trials),
-        "with_fsdp": sum(trial.is_sharded for trial in trials),
-        "forked": sum(trial.is_forked for trial in trials),
         "struck_at": {
             name: sum(x.moment == name for x in trials)
             for name in sorted({x.moment for x in trials})
         },
-        "went_on_with_one_rank": sum(trial.alone for trial in trials),
-        "full_disks": sum(trial.disk == "full" for trial in trials),
         "failed": sum(bool(trial.complaints) for trial in trials),
         "median_seconds": round(statistics.median(trial.seconds for trial in trials), 1),
         "most_seconds_of_orphans": round(max(ended), 1) if ended else None,
@@ -619,7 +589,7 @@ def main() -> int:
                 trials.append(trial)
                 verdict = "FAILED" if trial.complaints else "ok"
                 ended = "" if trial.ended is None else f", ranks ended after {trial.ended:.1f} s"
-                forked = " (forked)" if trial.is_forked else ""
+                forked = " (forked)" if is_forked(number) else ""
                 line = f"{number:3}  {kind:10}  {launcher:10}  {trial.seconds:6.1f} s{forked:9}"
                 print(f"{line}  {trial.moment:6}  {verdict}: {trial.outcome}{ended}")
                 print(

@@ -24,12 +24,10 @@ from restart_trials import (
     KINDS,
     OPTIONS,
     TEXT,
-    Job,
     Size,
     is_running,
     job_of,
     newest_step,
-    processes,
     result,
     run_trial,
     whole_result,
@@ -41,7 +39,7 @@ from ring_dilated_attention.models.saved_run import STATE_FILE
 from ring_dilated_attention.training import checkpoint, loop
 from ring_dilated_attention.training.agreement import store_of_launcher
 from ring_dilated_attention.training.checkpoint import signed
-from ring_dilated_attention.training.metrics import METRICS_FILE, Metrics
+from ring_dilated_attention.training.metrics import Metrics
 from ring_dilated_attention.training.rank_launcher import LAUNCHER, RESTART, end_with_launcher
 from ring_dilated_attention.training.run_folder import STARTS_FILE, count_start, own_folder
 from ring_dilated_attention.training.stop_request import StopRequest
@@ -122,19 +120,6 @@ def test_one_of_each_fault(kind, whole, tmp_path, monkeypatch):
     assert complaints == [], "\n".join(complaints)
 
 
-def test_a_trial_kills_its_own_ranks_alone():
-    """Catches one that kills whatever has the number of a rank that ended long ago."""
-    job, killed = Job("rda", SIZE), []
-    job.kill = killed.extend
-    [began] = [began for pid, _, began in processes() if pid == os.getpid()]
-    job.known[os.getpid()] = began - 1
-    job.clear()
-    assert killed == []
-    job.known[os.getpid()] = began
-    job.clear()
-    assert killed == [os.getpid()]
-
-
 def test_the_only_rank_of_a_torchrun_without_restarts_ends_with_it(tmp_path, monkeypatch):
     """Catches one that trains alone, and on."""
     monkeypatch.chdir(tmp_path)
@@ -154,51 +139,6 @@ def test_the_only_rank_of_a_torchrun_without_restarts_ends_with_it(tmp_path, mon
     assert "saved at step" in job.said.read_text()
 
 
-def is_asked_to_end(pid):
-    """Whether a stopped process will get SIGTERM."""
-    [pending] = re.findall(r"ShdPnd:\t(\w+)", Path(f"/proc/{pid}/status").read_text())
-    return int(pending, 16) >> (signal.SIGTERM - 1) & 1
-
-
-def test_three_starts_end_a_run_whichever_of_two_torchruns_counted_them(tmp_path, monkeypatch):
-    """A rank of the second one is killed after each start. The first one sees only that another takes part anew, and
-    does not count that."""
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_bytes(TEXT)
-    job, noted = (
-        job_of("two agents", "worker", Size(steps=10**4, restarts=5), ForkedLauncher),
-        Path("run", STARTS_FILE),
-    )
-    job.options = ["--save-every", str(10**4)]
-    notes = [0]
-    try:
-        job.begin()
-        for _ in range(3):
-            assert job.wait_until(
-                lambda: noted.exists() and noted.stat().st_mtime_ns != notes[-1]
-            ), job.said.read_text()
-            notes.append(noted.stat().st_mtime_ns)
-            # a start is noted by the first
-            assert job.wait_until(lambda: len(job.ranks()) == 2), job.said.read_text()
-            first, second = (
-                [pid for pid, parent, _ in processes() if parent == head.pid] for head in job.heads
-            )
-            # or it fails, and its torchrun counts that if it sees it before the rest
-            job.kill(first, signal.SIGSTOP)
-            job.kill(second)
-            assert job.wait_until(partial(is_asked_to_end, *first), seconds=10), (
-                job.said.read_text()
-            )
-            job.kill(first)
-        said = "run: 3 starts in a row ended without a first checkpoint"
-        assert job.wait_until(lambda: said in job.said.read_text(), seconds=20), (
-            job.said.read_text()
-        )
-    finally:
-        job.ranks()  # to be ended as well
-        job.clear()
-
-
 def test_torchrun_restarts_a_run(whole, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trial = run_trial("worker", new_job("torchrun"), random.Random(0), whole)
@@ -210,32 +150,11 @@ WORDS = ["train", *OPTIONS.split(), "--steps", str(SIZE.steps)]
 
 @pytest.mark.usefixtures("whole")
 class TestSameCommand:
-    """On a finished run. The refusals start no rank, and change no file."""
+    """On a finished run."""
 
     @pytest.fixture(autouse=True)
     def in_its_folder(self, whole_folder, monkeypatch):
         monkeypatch.chdir(whole_folder)
-
-    @pytest.mark.parametrize(
-        ("changes", "said"),
-        [
-            (["--seed", "1", "--embed-dim", "32"], "--embed-dim 32 was 16; --seed 1 was 0"),
-            (["--data", "other.txt"], "--data {0}/other.txt was {0}/text.txt"),
-        ],
-    )
-    def test_another_command_is_refused(self, changes, said, capsys):
-        Path("other.txt").write_bytes(TEXT)
-        capsys.readouterr()
-        assert main([*WORDS, "--restarts", "0", *changes]) == 2
-        said = f"a run that goes on keeps its hyperparameters, but {said.format(Path.cwd())}"
-        remedy = "Leave these options out, or choose another --run-folder"
-        assert capsys.readouterr().err == f"rda train: {said}. {remedy}\n"
-
-    def test_changed_data_is_refused(self, capsys):
-        Path("text.txt").write_bytes(TEXT + b"more")
-        assert main([*WORDS, "--restarts", "0"]) == 2
-        assert "the document changed since the run began" in capsys.readouterr().err
-        Path("text.txt").write_bytes(TEXT)
 
     def test_a_finished_run_is_reported(self, monkeypatch):
         """And not repeated: its checkpoint is the one that was there."""
@@ -396,18 +315,6 @@ def test_a_file_of_somebody_else_counts_no_start(content, tmp_path, monkeypatch)
         ValueError, match=r"was not made by rda train, and nothing is written over it"
     ):
         count_start(Path("run"), anew=False)
-
-
-@pytest.mark.parametrize("content", ["", '{"run": "a", "bits_per_byte": 8.0, "step": 1}\n'])
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(content, tmp_path):
-    (tmp_path / METRICS_FILE).write_text(content)
-    with pytest.raises(ValueError, match="was not made by this run"):
-        Metrics(tmp_path, "another", 0, 0)
-    with Metrics(tmp_path, None, 0, 0):
-        assert (tmp_path / METRICS_FILE).read_text() == ""
-    (tmp_path / METRICS_FILE).write_text("mine\n")
-    with pytest.raises(ValueError, match="was not made by this run"):
-        Metrics(tmp_path, None, 0, 0)
 
 
 def test_a_folder_is_waited_for(tmp_path):
