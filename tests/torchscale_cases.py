@@ -1,11 +1,9 @@
-"""What torchscale and GigaPath compute on a few small inputs. `python tests/torchscale_cases.py` runs the original code
-from a checkout (see tests/checkout.py) and writes data/torchscale.safetensors. Tests compare with that file, and
-with the original itself where there is a checkout.
+"""A few small inputs. data/torchscale.safetensors holds what torchscale (4d1e0e8) and GigaPath (09d8e87) compute of
+them: `python tests/torchscale_cases.py` of commit 9f385f8f ran the original code, and wrote the file.
 
 Inputs and weights are cosines, so that only results are kept.
 """
 
-import contextlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,13 +51,6 @@ class Attention(NamedTuple):
             2 * waves(self.batch, self.length, self.num_heads, 4, seed=seed) for seed in range(3)
         ]
 
-    def original(self) -> Tensor:
-        from checkout import attention_module
-
-        module = attention_module(self.pattern, self.num_heads, 4)
-        out, _ = module(*(x.flatten(2) for x in self.inputs()), is_causal=self.pattern.is_causal)
-        return out.unflatten(2, (self.num_heads, 4))
-
 
 def blocked(
     segment_lengths: tuple[int, ...], rates: tuple[int, ...], is_causal: bool = False
@@ -106,25 +97,6 @@ class Slide(NamedTuple):
         x = waves(2, self.num_tiles, 5)
         return x, (waves(2, self.num_tiles, 2, seed=1) + 1) * 10 * 256 * 0.999
 
-    def original(self, all_layer_embed: bool) -> Tensor:
-        from checkout import activations_in_float64, slide_encoder
-
-        sizes = {"slide_ngrids": 20, "max_wsi_size": self.max_wsi_size}
-        model = fill(slide_encoder(5, 32, 2, **sizes, global_pool=self.global_pool).double())
-        model.pos_embed = self._table(model)
-        with activations_in_float64(), torch.no_grad():
-            return torch.stack(model(*self.inputs(), all_layer_embed=all_layer_embed))
-
-    @staticmethod
-    def _table(model: nn.Module) -> Tensor:
-        """Its table of positions, which it rounds to float32."""
-        import importlib
-
-        made = importlib.import_module("gigapath.pos_embed").get_2d_sincos_pos_embed(
-            32, 20, cls_token=True
-        )
-        return torch.from_numpy(made).unsqueeze(0)
-
 
 SLIDES = {
     "aligned, pooled": Slide(2048, 93, True),
@@ -162,25 +134,6 @@ class Encoder(NamedTuple):
     def embeddings(self) -> Tensor:
         return waves(2, self.length, 16)
 
-    def original_config(self) -> Any:
-        from checkout import torchscale
-
-        return torchscale("architecture.config").EncoderConfig(**self.settings())
-
-    def original_model(self) -> Any:
-        """Its parameters are as torchscale initialises them."""
-        from checkout import torchscale
-
-        return torchscale("model.LongNet").LongNetEncoder(self.original_config()).double()
-
-    def original(self) -> Tensor:
-        from checkout import activations_in_float64
-
-        with activations_in_float64(), torch.no_grad():
-            return fill(self.original_model())(src_tokens=None, token_embeddings=self.embeddings())[
-                "encoder_out"
-            ]
-
 
 # The settings that the code of published weights sets, beside sizes and dropout.
 ENCODERS = {
@@ -201,26 +154,7 @@ ENCODERS = {
 }
 
 
-def results() -> dict[str, Tensor]:
-    """All that the original code computes, by name."""
-    found = {f"attention: {name}": case.original() for name, case in ATTENTION.items()}
-    for name, slide in SLIDES.items():
-        found[f"slide: {name}"] = slide.original(all_layer_embed=False)
-        found[f"slide, all layers: {name}"] = slide.original(all_layer_embed=True)
-    return found | {f"encoder: {name}": case.original() for name, case in ENCODERS.items()}
-
-
 def kept() -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     return load_file(FILE)
-
-
-if __name__ == "__main__":
-    from safetensors.torch import save_file
-
-    FILE.parent.mkdir(exist_ok=True)
-    with contextlib.redirect_stdout(None):
-        tensors = {name: x.contiguous() for name, x in results().items()}
-    save_file(tensors, FILE, metadata={"made by": "python tests/torchscale_cases.py"})
-    print(f"{FILE}: {FILE.stat().st_size:,} bytes")

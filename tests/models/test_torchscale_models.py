@@ -3,7 +3,6 @@
 import copy
 import re
 
-import checkout
 import pytest
 import torch
 from distributed import run
@@ -19,9 +18,6 @@ from ring_dilated_attention.models import (
     torchscale_attention,
 )
 
-needs_torchscale = pytest.mark.skipif(
-    bool(checkout.why_not("TORCHSCALE_CHECKOUT")), reason="no checkout of torchscale"
-)
 SMALL = TorchscaleConfig((8, 16), (1, 2), num_layers=1, embed_dim=8, num_heads=2, ffn_dim=12)
 
 
@@ -34,36 +30,6 @@ def test_equals_what_torchscale_computed(name):
     torch.testing.assert_close(out, kept()[f"encoder: {name}"], rtol=1e-12, atol=1e-12)
     single = copy.deepcopy(model).float()(case.embeddings().float())
     torch.testing.assert_close(single.double(), out, rtol=1e-4, atol=1e-5)
-
-
-@needs_torchscale
-@pytest.mark.parametrize("name", ENCODERS)
-def test_loads_torchscales_state_dict(name):
-    """Every name and shape of the original, strictly; its config read as `vars` gives it; kept results are its own."""
-    case = ENCODERS[name]
-    original = fill(case.original_model())
-    model = case.model(vars(case.original_config()))
-    result = model.load_state_dict(original.state_dict(), strict=True)
-    assert not result.missing_keys
-    assert not result.unexpected_keys
-    torch.testing.assert_close(case.original(), kept()[f"encoder: {name}"], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(
-        model(case.embeddings()), kept()[f"encoder: {name}"], rtol=1e-12, atol=1e-12
-    )
-
-
-@needs_torchscale
-@pytest.mark.parametrize("name", ENCODERS)
-def test_initial_weights_are_torchscales(name):
-    """As large as the original's: the same seed draws both models."""
-    case = ENCODERS[name]
-    torch.manual_seed(0)
-    expected = case.original_model().state_dict()
-    torch.manual_seed(0)
-    found = LongNetEncoder(TorchscaleConfig.from_torchscale(case.settings())).state_dict()
-    assert found.keys() == expected.keys() | {"trained_with._extra_state"}
-    for key, weight in expected.items():
-        torch.testing.assert_close(found[key].double(), weight, rtol=1e-6, atol=0)
 
 
 def test_initial_weights_are_scaled():
