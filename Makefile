@@ -12,7 +12,7 @@ QUIET  := --quiet --quiet --disable-pip-version-check
 # Our sources are compiled once, and not anew by each of the hundreds of processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-integrations examples docs migrating dist gpu multi-gpu faults fuzz mutants bench clean
+.PHONY: run test test-integrations examples docs dist gpu multi-gpu faults fuzz mutants bench clean
 
 # What `make run` needs takes a third of the time of what the tests need.
 $(VENV)/.runs: pyproject.toml $(VERSIONS)
@@ -96,12 +96,6 @@ $(SITE)/.installed: docs/site/requirements.txt
 docs: $(SITE)/.installed
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build
 	$(SITE)/bin/python docs/site/browse.py
-
-# The snippets of docs/migrating.md, theirs and ours, compared. Those other libraries are not installed here, but in
-# the environments that `python -m benchmarks peers` makes; what is missing is named, and how to make it. `make docs` leaves
-# this out: it needs no other library and no network.
-migrating: $(VENV)/.installed
-	PYTHONPATH=tests $(BIN)/python -m migrating.compare
 
 # sdist and wheel, into dist/. The wheel is installed beside torch alone, and used. Nothing is uploaded. For several:
 # make dist PYTHONS='python3.11 python3.12 python3.13'. By default it is PYTHON, if that is given, or else every Python

@@ -1,1 +1,0 @@
-"""Stands in for xformers, which has no CPU operator, in the processes of peers."""
