@@ -118,7 +118,10 @@ def append(
 
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     lse = torch.full(
-        query.shape[:3], -torch.inf, dtype=accumulator_dtype(query.dtype), device=query.device
+        query.shape[:3],
+        -torch.inf,
+        dtype=accumulator_dtype(query.dtype),
+        device=query.device,
     )
     for (entries, _, count), (run_out, run_lse) in zip(runs, results, strict=True):
         out[entries, :count] = run_out
@@ -127,7 +130,13 @@ def append(
 
 
 def _alike(positions: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[slice, int, int]]:
-    """Runs of batch entries that share a position and a number of new rows. Entries without new rows are left out."""
+    """Runs of batch entries that share a position and a number of new rows. Entries without new rows are left out.
+
+    Each run is appended by itself:
+
+        positions    12  12  12  40  40
+        counts        1   1   1   1   0       entries 0 to 2 at 12, and entry 3 at 40, one row each
+    """
     start = 0
     for (position, count), run in groupby(zip(positions, counts, strict=True)):
         stop = start + len(list(run))
@@ -156,7 +165,10 @@ def _one(
     memory: Tensor,
     t: int,
 ) -> tuple[Tensor, Tensor]:
-    """out (B, 1, H, D) and lse (B, 1, H) of the row at position t. It is written first, so that it sees itself."""
+    """out (B, 1, H, D) and lse (B, 1, H) of the row at position t. It is written first, so that it sees itself.
+
+    There is no plan and no program: the buffers that have the phase of t are read, one after the other.
+    """
     batch, _, num_heads, head_dim = query.shape
     buffers_of_row = list(plan.of_position(t))
     branches = sorted({buffers.number for buffers in buffers_of_row})
@@ -236,8 +248,10 @@ def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -
 
 
 def rows_at(x_BNHD: Tensor, buffers: Buffers, numbers: range, first: int) -> Tensor:
-    """The rows with these numbers in their phase, (B, G, L, D), of a tensor whose row 0 is position `first`."""
-    # as `Buffers.position_of`, for all of them
+    """The rows with these numbers in their phase, (B, G, L, D), of a tensor whose row 0 is position `first`.
+
+    As in `Buffers.position_of`, row c of a phase with k rows in each segment is row c mod k of segment c // k.
+    """
     number_L = torch.arange(numbers.start, numbers.stop, device=x_BNHD.device)
     segment_L = number_L // buffers.rows_per_segment
     row_L = number_L % buffers.rows_per_segment

@@ -69,9 +69,11 @@ class DilatedCache:
         self.plan = _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
         self.batch = batch
         self.head_dim = head_dim
+
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}.")
+
         self.device = torch.empty(0, device=device).device  # with its index
         self._refuse_what_does_not_fit()
 
@@ -229,12 +231,15 @@ class DilatedCache:
 
         positions, floors = self.progress.tolist()
         check_crop(self.plan, positions, floors, counts)
+
+        # Rows after the new position stay in their slots until others take their place.
         self.progress[0] -= torch.tensor(counts, device=self.device)
 
     def fork(self, rows: Sequence[int] | Tensor) -> "DilatedCache":
         """A new cache whose entry i goes on from entry rows[i] of this one: for beams, or answers to one prompt."""
         entries = self._entries("fork", rows)
         new = self._of(self.plan, len(entries), self.memory)
+
         torch.index_select(self.memory, 1, entries, out=new.memory)
         torch.index_select(self.progress, 1, entries, out=new.progress)
         return new
@@ -424,14 +429,13 @@ def _sizes(plan: CachePlan, position: int, floor: int) -> list[int]:
 
 def _fit(progress: Any, rows: Any) -> bool:
     """Whether a saved progress is well-formed, and describes as many sequences as `rows` has."""
-    if (
-        not isinstance(rows, list)
-        or not all(map(is_tensor, (progress, *rows)))
-        or progress.shape != (2, len(rows))
-    ):
+    if not isinstance(rows, list) or not all(map(is_tensor, (progress, *rows))):
         return False
+    if progress.shape != (2, len(rows)) or progress.dtype != torch.int64:
+        return False
+
     positions, floors = progress
-    return progress.dtype == torch.int64 and bool(((floors >= 0) & (floors <= positions)).all())
+    return bool(((floors >= 0) & (floors <= positions)).all())
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -440,13 +444,19 @@ def free_bytes(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":
         return None
+
+    # of the whole machine
     try:
         lines = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(lines["MemAvailable:"]) * 1024
     except (OSError, KeyError):  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    # of a container: a number, or "max"
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()  # of a container
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:
         return free
-    return min(free, int(limit)) if limit.isdigit() else free
+    if limit.isdigit():
+        free = min(free, int(limit))
+    return free

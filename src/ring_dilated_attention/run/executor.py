@@ -66,6 +66,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out (B, N, H, D) and lse (B, N, H) of this rank's queries, given its own rows of query, key and value.
 
+    out has the query's dtype. lse is float32, or float64 for float64.
+
     cached: keys and values that the plan's cached tiles read, each (B, rows, G, D).
     """
     tensors = {"query": query, "key": key, "value": value}
@@ -79,7 +81,10 @@ def forward(
 def backward(
     rank_plan: RankPlan, options: ExecutorOptions, rows: BackwardRows
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (B, N, H, D), dk and dv (B, N, G, D) of this rank's rows."""
+    """dq (B, N, H, D), dk and dv (B, N, G, D) of this rank's rows.
+
+    rows: all of this rank, where each tile takes its own: (B, N, H or G, D), and lse and dlse (B, N, H).
+    """
     tensors = {name: x for name, x in rows._asdict().items() if x is not None}
     results = _Executor("backward", rank_plan, options, tensors).carry_out()
     return results["dq"], results["dk"], results["dv"]
@@ -339,7 +344,15 @@ class _Executor:
                 lse = torch.cat((lse[..., :num_rows].flip(2), lse[..., num_rows:]), dim=2)
 
         key, value = self.keys(step)  # (B, G, L, D)
-        return BackwardRows(dout, dlse, query, key, value, out, lse)
+        return BackwardRows(
+            dout=dout,
+            dlse=dlse,
+            query=query,
+            key=key,
+            value=value,
+            out=out,
+            lse=lse,
+        )
 
     def copy(self, step: steps.Copy) -> None:
         """Make dout and out (B, H, M, D), with the strides of (B, M, H, D), and lse (B, H, M), for each tile, and fill
@@ -398,6 +411,7 @@ class _Executor:
 
         if step.how == "adopt":
             self.adopt("out", partial_out)
+            # copied even where it is float64, since later tiles are merged into it
             lse = partial_lse.transpose(1, 2).to(  # (B, M, H)
                 torch.float64, copy=True, memory_format=torch.contiguous_format
             )
@@ -419,6 +433,7 @@ class _Executor:
             self.adopt(step.name, result)
             return
 
+        # where the gradient belongs
         rows = step.tile.query if step.name == "dq" else step.tile.key
         if step.how == "keep":
             assert isinstance(rows, Rows)
@@ -428,8 +443,10 @@ class _Executor:
         if isinstance(rows, Rows):
             total = self.rows(step.name, rows, step.entry)
         else:
+            # a chunk's keys and values: its gradients lie in a buffer as the chunk does
             dk, dv = self.block(self.alive[step.sums], rows)
             total = dk if step.name == "dk" else dv
+
         if step.how == "write":
             total.copy_(result)
         else:
@@ -477,6 +494,12 @@ class _Executor:
 
 # Heads are dealt for positions, and back (plan/dealing.py). A rank then has all T positions of its group, but only
 # h = H / p of the heads. n are the positions of one rank. Tensors with one number for each row and head have no dim D.
+#
+# Two ranks own two positions each, of two heads. "1.3" is the row of head 1 at position 3:
+#
+#                 rank 0                    rank 1
+#     before      0.0 1.0   0.1 1.1         0.2 1.2   0.3 1.3
+#     to_heads    0.0 0.1 0.2 0.3           1.0 1.1 1.2 1.3
 
 
 def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> Tensor:
