@@ -155,7 +155,7 @@ def disagree(rank, world_size):
         DilatedCache.gather(parallel, key, value, PATTERN, 4, heads_held=[None, range(0)][rank])
     with pytest.raises(ValueError, match=r"to='0': the ranks are 0 to 1"):
         DilatedCache.gather(parallel, key, value, PATTERN, 4, to=[0, "0"][rank])
-    with pytest.raises(ValueError, match=r"has no attribute 'dim'"):
+    with pytest.raises(ValueError, match=r"has no attribute"):
         DilatedCache.gather(parallel, [key, None][rank], value, PATTERN, 4)
     with pytest.raises(ValueError, match=r"max_len=11.*would be 12"):
         DilatedCache.gather(parallel, key, value, PATTERN, 4, max_len=11)

@@ -365,11 +365,11 @@ DAMAGES = {
     "another step": (change(step=5), "checkpoint-000006 was renamed: it is of step 5"),
     "a hyperparameter is missing": (
         change(hyperparameters__seed=None),
-        "another version of this package: seed",
+        "only one of the two versions has seed",
     ),
     "a foreign hyperparameter": (
         change(hyperparameters__wd=1),
-        "another version of this package: wd",
+        "only one of the two versions has wd",
     ),
     "no phase": (
         change(hyperparameters__phases=["8:2"]),
