@@ -278,7 +278,8 @@ def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:
 
 
 def valid_lengths(mask_BN: Tensor, batch: int, num_positions: int) -> Tensor:
-    """(B, N), True at padding -> (B,) numbers of valid positions, which must precede the padding in each row."""
+    """The number of valid positions of each row of a mask (B, N), True at padding: (B,). ValueError unless the padding
+    follows the valid positions."""
     if mask_BN.shape != (batch, num_positions):
         shape = tuple(mask_BN.shape)
         raise ValueError(

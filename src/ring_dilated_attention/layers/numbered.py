@@ -8,7 +8,7 @@ from ..ranks.context import ContextParallel
 
 
 class NumberedModule(nn.Module):
-    """A module that makes calls over ranks. Ranks compare its number, to check that all call from the same one."""
+    """A module that makes calls over ranks. Ranks compare its number, so that all of them call from the same one."""
 
     parallel: ContextParallel | None = None
     _number: int | None = None

@@ -311,8 +311,8 @@ class GroupLink:
         return x.is_cuda and self.on_gloo(x)
 
     def _as_one(self, tensors: Sequence[Tensor], is_sent: bool, pending: GroupPending) -> Tensor:
-        """The tensor to send or receive in the place of `tensors`: their only one, or a buffer for all. The buffer is
-        on the host if gloo sends for a GPU. What is received in a buffer is copied to `tensors` after the wait."""
+        """The tensor to send or receive in the place of `tensors`: the only one itself, or a buffer. The buffer is on
+        the host if gloo sends for a GPU. What is received in a buffer is copied to `tensors` after the wait."""
         first = tensors[0]
         on_host = self._needs_host(first)
         if len(tensors) == 1 and not on_host:

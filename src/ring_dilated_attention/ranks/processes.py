@@ -67,7 +67,7 @@ def _groups_named(name: str) -> Iterator[None]:
 
 
 def backends_with_cpu(default: str) -> str | None:
-    """The backends of a group that also carries tensors on the CPU, given those of the default group. None: no change.
+    """The default group's backends with one for tensors on the CPU added, or None if the default group has one.
 
     After `init_process_group("nccl")` the default group is "cuda:nccl". But counts of losses, token ids and masks are
     on the CPU.
