@@ -39,7 +39,8 @@ class Op(NamedTuple):
     is_enabled: Callable[[], bool]  # Whether torch's own switch is on.
     capabilities: dict[torch.dtype, tuple[int, int]]  # The least for each dtype.
     max_head_dim: float
-    backward_arguments: Callable[[Tensor, Tensor, int, bool], tuple[Any, ...]]  # Those after value.
+    # The arguments of the backward op after value.
+    backward_arguments: Callable[[Tensor, Tensor, int, bool], tuple[Any, ...]]
     # The arguments between value and dropout: no bias, with lse.
     forward_arguments: tuple[Any, ...] = (None, True)
     refuses: Callable[[TileFacts], str | None] = lambda tile: None  # For other reasons.

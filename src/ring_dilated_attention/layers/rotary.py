@@ -20,7 +20,7 @@ DEFAULT_ROTARY_BASE = 10_000.0
 class RotaryTable:
     """cos_ND and sin_ND, each (N, D/2) or (B, N, D/2), of the angle by which each pair of each row is rotated.
 
-    It is not a tuple, because FSDP would cast the tensors of a tuple to the 16-bit dtype of the parameters.
+    The class is not a tuple, because FSDP would cast the tensors of a tuple to the 16-bit dtype of the parameters.
     """
 
     def __init__(self, cos_ND: Tensor, sin_ND: Tensor, base: float) -> None:

@@ -124,7 +124,7 @@ def _check_batch(batch: Any, ranks: Ranks, source: int | None) -> None:
         )
     seq_len = max(lengths.values())
     documents = documents_of(borders_of(batch.get(BORDERS)), seq_len)
-    ranks.lengths_of(seq_len, documents)  # for its errors
+    ranks.lengths_of(seq_len, documents)  # raises ValueError
 
 
 def _position_dim(shape: Sequence[int]) -> int:

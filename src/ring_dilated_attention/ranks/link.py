@@ -148,7 +148,7 @@ class GroupLink:
         if peer not in self._sentinels:
             self._sentinels[peer] = Sentinel(partial(self._receive_nothing, peer))
         error = self._sentinels[peer].error
-        # A peer may close its connection after its last message. This rank may see that first: wait for the message.
+        # A peer may close its connection after its last message. This rank may notice that first: so wait.
         if (
             error is not None
             and not progress.ended.wait(_GRACE_SECONDS)

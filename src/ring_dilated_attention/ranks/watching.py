@@ -26,7 +26,7 @@ _threads: "weakref.WeakSet[Thread]" = weakref.WeakSet()
 
 
 def start_thread(function: Callable[..., None], *args: object) -> Thread:
-    # The name leaves the numbers of "Thread-1", "Thread-2" to the user's threads: ranks compare the names of those.
+    # Named, since an unnamed thread would use up a number of "Thread-N". Ranks compare the names of user threads.
     thread = Thread(target=_run, args=(function, *args), daemon=True, name="rda")
     thread.start()
     _threads.add(thread)
