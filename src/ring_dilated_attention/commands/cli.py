@@ -19,7 +19,7 @@ from .terminal import guarded, leaving_at_once, say
 class Subcommand(NamedTuple):
     module: str
     summary: str
-    extra: str = "commands"  # the extra of `pip install` with the packages that it needs
+    extra: str = "commands"  # the extra of `pip install` that brings its packages
 
 
 SUBCOMMANDS = {
@@ -105,6 +105,6 @@ def run(arguments: list[str], asked: str, command: str) -> int:
         parsed.argv = arguments[1:]
         check_installed(["rich"], SUBCOMMANDS[asked].extra)
         return int(chosen.run(parsed))
-    except ValueError as error:  # a message for the user; any other error keeps its traceback
+    except ValueError as error:  # its text is for the user; other errors keep their traceback
         say(f"{command}: {error}")
         return 2

@@ -18,7 +18,7 @@ from .terminal import say
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
 
-UNLIMITED = 10_000  # a width in letters, so large that rich cuts no table
+UNLIMITED = 10_000  # the width of a table in letters, so large that rich cuts none
 SECONDS_BETWEEN_LINES = 10.0
 PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 

@@ -21,7 +21,7 @@ class Machine(NamedTuple):
     dtype: str
     memory_bytes: int | None
     source: str
-    kernel: str = "cpu"  # a key of TRAITS
+    kernel: str = "cpu"  # a kernel's name, as in TRAITS
 
 
 LARGE_MESSAGE = 16 * 2**20  # the bytes of a message by which `rda doctor` measures bandwidth
@@ -156,7 +156,7 @@ def machine_for(arguments: Namespace) -> Machine | None:
         return None
     machine = machine_of(arguments.hardware)
     memory = replaced.pop("memory_bytes", machine.memory_bytes)
-    if "bytes_per_second" in replaced:  # one network joins all ranks
+    if "bytes_per_second" in replaced:  # then one network joins all ranks
         replaced |= {"gpus_per_host": None, "host_bytes_per_second": None}
     if "latency_seconds" in replaced:
         replaced["host_latency_seconds"] = replaced["latency_seconds"]

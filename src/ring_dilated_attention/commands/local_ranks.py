@@ -37,7 +37,7 @@ class Launch(NamedTuple):
     """How to start ranks."""
 
     world_size: int
-    num_threads: int = 1  # torch's threads in each rank
+    num_threads: int = 1  # the number of torch's threads in each rank
     # rank k runs on the k-th core that this process may use, and nowhere else (Linux)
     is_pinned: bool = False
     has_gpus: bool = False  # rank k takes the k-th GPU

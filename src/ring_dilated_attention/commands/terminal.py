@@ -16,7 +16,8 @@ from typing import TextIO
 from ..training.files import in_words
 from ..training.stop_request import STDERR
 
-INTERRUPTED_EXIT_CODE, UNREAD_EXIT_CODE = 130, 141  # as a shell reports SIGINT and SIGPIPE
+# The exit codes by which a shell reports SIGINT and SIGPIPE.
+INTERRUPTED_EXIT_CODE, UNREAD_EXIT_CODE = 130, 141
 NO_MEMORY = "there is not enough memory"
 
 
@@ -31,7 +32,7 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
             prepare_streams()
             return run()
         finally:
-            sys.stdout.flush()  # now, since errors of the flush at exit cannot be caught
+            sys.stdout.flush()  # here, since errors of Python's flush at exit cannot be caught
     except BrokenPipeError:  # the reader of the output has ended, as in `rda plan ... | head`
         drop_unwritten()
         return UNREAD_EXIT_CODE
@@ -69,7 +70,7 @@ def prepare_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, the closed stream's
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor, the closed stream's
         if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -82,7 +83,7 @@ def say(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
-        drop_unwritten(sys.stderr)  # not stdout's: if nobody reads stdout, the command must end
+        drop_unwritten(sys.stderr)  # not sys.stdout: if nobody reads it, the command must end
 
 
 def drop_unwritten(*streams: TextIO) -> None:

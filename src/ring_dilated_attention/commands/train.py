@@ -100,7 +100,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--timeout", type=within(1, 86_400), default=600, metavar="S", help=late)
     save = "steps between checkpoints; older ones are deleted (default 30)"
     add("--save-every", type=positive, default=30, metavar="N", help=save)
-    add("--launched", type=Path, help=SUPPRESS)  # set by `launch`: where the ranks meet
+    # Only `launch` gives this option: the folder in which the ranks meet.
+    add("--launched", type=Path, help=SUPPRESS)
     add_hyperparameters(
         parser.add_argument_group("hyperparameters", "kept by a run that goes on"), count
     )
@@ -108,7 +109,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     if RESTART in os.environ:
-        end_with_launcher()  # first, since the imports take seconds
+        end_with_launcher()  # must be called first, since the imports take seconds
     if arguments.launched is not None or started().num_ranks > 1 or are_by_torchrun():
         return train(arguments, None)
     run = prepare_checked(arguments)
@@ -162,11 +163,11 @@ def train_command(arguments: Namespace, folder: Path) -> str:
     """The command that goes on with the run: the user's own command, with the run's folder."""
     words = list(arguments.argv)
     if arguments.launched is not None:
-        words = words[:-2]  # without --launched
+        words = words[:-2]  # drop --launched and its folder
     if arguments.run_folder is None:
         words += ["--run-folder", str(folder)]
     start = "rda train"
-    if started().num_ranks > 1 and arguments.launched is None:  # by torchrun, srun or another
+    if started().num_ranks > 1 and arguments.launched is None:  # another launcher started the ranks
         start = "... -m ring_dilated_attention train"
     return f"{start} {shlex.join(words)}"
 
@@ -198,7 +199,7 @@ def train(arguments: Namespace, run: Run | None) -> int:
             if parallel.world_size > 1:
                 dist.destroy_process_group()
             code = 0 if record["status"] == "complete" else INTERRUPTED_EXIT_CODE
-        except (Refusal, loop.TrainingDiverged) as error:  # raised on every rank
+        except (Refusal, loop.TrainingDiverged) as error:  # every rank raises these errors
             code = USER_ERROR_EXIT_CODE
             if str(error) and (isinstance(error, Refusal) or started().rank == 0):
                 say(f"rda train: {error}")

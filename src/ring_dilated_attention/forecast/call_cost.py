@@ -21,7 +21,7 @@ from .clock import Hardware, StepTime, model_step
 
 MOST_TIMED = 64  # the most ranks whose programs the clock runs together
 DOZEN = 12
-FLOPS_PER_PAIR = 7 * 2  # times the head dim: 2 products forward and 5 backward, 2 operations each
+FLOPS_PER_PAIR = 7 * 2  # and per head dim: 2 products forward, 5 backward, 2 operations each
 
 
 class PlannedCall(NamedTuple):
@@ -125,21 +125,21 @@ class RankFigures(NamedTuple):
     rank: int
     num_rows: int
     flops: int
-    forward_sent: int  # bytes
-    sent: int  # bytes in a forward and its backward
+    forward_sent: int  # bytes that the rank sends in a forward
+    sent: int  # bytes that it sends in a forward and its backward
     weight: AttentionWeight | None
 
 
 class Figures(NamedTuple):
     """What all ranks compute, send and hold in a forward and backward of a call, and how long that takes."""
 
-    flops: int  # of all ranks together
-    balance: float  # the mean FLOPs over those of the busiest rank
-    sent_by_branch: list[int]  # bytes of chunks, by all ranks in a forward
-    ranks: tuple[RankFigures, ...]  # the picked ranks
+    flops: int  # the FLOPs of all ranks together
+    balance: float  # the mean FLOPs of a rank, over the FLOPs of the busiest rank
+    sent_by_branch: list[int]  # bytes of the chunks that all ranks send in a forward
+    ranks: tuple[RankFigures, ...]  # figures of the picked ranks
     num_ranks: int
     step: StepTime | None  # None without hardware, or with more than MOST_TIMED ranks
-    peak_bytes: int  # the most that a picked rank holds; 0 if no kernel is given
+    peak_bytes: int  # the most bytes that a picked rank holds; 0 without a kernel
 
     @property
     def most_sent(self) -> int:

@@ -33,14 +33,14 @@ class Hardware(NamedTuple):
     flops_per_second: float
     bytes_per_second: float
     latency_seconds: float = 0.0
-    backward_flops_per_second: float | None = None  # None: the rate of the forward
+    backward_flops_per_second: float | None = None  # None: as fast as a forward
     # the time that every kernel call takes in addition, whatever its size
     call_seconds: float = 0.0
     # the time of the handshake's first round, as measured; None: one latency, like each further round
     handshake_seconds: float | None = None
     # the ranks of a host; None: there is one network, and host_... are not read
     gpus_per_host: int | None = None
-    host_bytes_per_second: float | None = None  # of messages inside a host
+    host_bytes_per_second: float | None = None  # the rate of messages inside a host
     host_latency_seconds: float = 0.0
 
     def network(self, first: int, last: int) -> tuple[float, float]:

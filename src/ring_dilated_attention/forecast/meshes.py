@@ -24,9 +24,9 @@ class Training(NamedTuple):
     pattern: DilatedPattern
     seq_len: int
     batch: int
-    itemsize: int  # of activations
+    itemsize: int  # the bytes of one number in activations
     kernel: str
-    activations: tuple[str, ...] = ACTIVATIONS  # the choices to try
+    activations: tuple[str, ...] = ACTIVATIONS  # the choices of ACTIVATIONS to try
 
 
 class Mesh(NamedTuple):
@@ -108,8 +108,8 @@ def plan_mesh(training: Training, mesh: Mesh, hardware: Hardware, memory_bytes: 
             continue
         num_shards = mesh.num_ranks if is_cut else 1
         memory = model_memory(decoder, held[activations], num_shards, training.itemsize)
-        times = 3  # 1 for the forward, 2 for the backward
-        if activations != "kept":  # the forward runs again, without its attention
+        times = 3  # the backward computes twice as many products as the forward
+        if activations != "kept":  # the backward runs the forward again, but not its attention
             times += 1
         matrices_seconds = times * product_flops / hardware.flops_per_second
         gradients_seconds = _gradient_seconds(training, mesh, hardware, is_cut=is_cut)

@@ -71,8 +71,8 @@ class Decoder(NamedTuple):
     num_kv_heads: int
     head_dim: int
     num_parameters: int
-    block_parameters: int  # of one block
-    matrix_entries: int  # of all matrices that multiply a token's row, the output matrix included
+    block_parameters: int  # the parameters of one block
+    matrix_entries: int  # in all matrices that multiply a token's row, also the output's
 
 
 def count_decoder(
@@ -158,7 +158,8 @@ def _peak(
     module = decoder.make(num_layers, is_checkpointed)
     module.to(dtype)
     for parameter in module.parameters():
-        parameter.grad = torch.empty_like(parameter)  # a step adds to gradients that are there
+        # In training a backward finds gradients, and adds to them.
+        parameter.grad = torch.empty_like(parameter)
     tokens = torch.empty(batch, num_positions, dtype=torch.int64, device="meta")
     with torch.device("meta"), HeldByModel([tokens], attention) as held:
         module(tokens).backward()
@@ -168,9 +169,9 @@ def _peak(
 class ModelMemory(NamedTuple):
     """Bytes of one rank."""
 
-    states: int  # parameters, gradients, and AdamW's two moments
+    states: int  # bytes of parameters, gradients and AdamW's two moments
     activations: int
-    working: int  # parameters in the activations' dtype, and what FSDP gathers
+    working: int  # bytes of parameters in the activations' dtype, or that FSDP gathers
     total: int
 
 

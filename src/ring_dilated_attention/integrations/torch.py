@@ -256,7 +256,7 @@ def replace_attention(
         layer.self_attn = attention
     for child in module.modules():
         if isinstance(child, nn.TransformerEncoder):
-            child.use_nested_tensor = False  # otherwise its fast path calls torch's attention
+            child.use_nested_tensor = False  # the fast path would call torch's attention
     return module
 
 

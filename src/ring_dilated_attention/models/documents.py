@@ -79,7 +79,7 @@ def agree_on_documents(
         borders = tuple(packed)
     else:
         borders = (0, total) if total else (0,)
-    if parallel is None:  # one shard; not from `make_shards`, of whose cache torch.compile warns
+    if parallel is None:  # one shard; torch.compile would warn of the cache of `make_shards`
         shards: tuple[Shard, ...] = ((Span(0, total),) if total else (),)
     else:
         shards = ranks.shards(lengths, None if packed is None else borders)

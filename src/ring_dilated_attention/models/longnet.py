@@ -26,7 +26,7 @@ from .sampling import Sampling, generate
 from .saved_run import check_whole, newest_checkpoint
 
 IGNORED_LABEL = -1
-HEAD_STD = 0.02  # small, so that the first guess is near uniform
+HEAD_STD = 0.02  # so small that an untrained model predicts all tokens alike
 
 
 class FeedForward(nn.Module):
@@ -268,7 +268,7 @@ class LongNetLM(nn.Module):
             return self.parallel.mean_loss(local_sum, local_count, over=over, step_count=step_count)
         if step_count is not None:
             return mean_loss(ALONE, local_sum, num_labels, step_count)
-        return local_sum / max(num_labels, 1)  # 0 without a label
+        return local_sum / max(num_labels, 1)  # a batch without labels has loss 0
 
     def _hidden(self, tokens_BN: Tensor, documents: Documents, cu_seqlens: Tensor | None) -> Tensor:
         positions = on_device(documents.positions(), tokens_BN.device)
@@ -351,7 +351,7 @@ def shift_left(
             for first_B, row, _ in zip(record, first_rows(shard), shard, strict=False):
                 first_B.copy_(x[:, row])
             records = ranks.records(record, "the exchange of labels")
-    firsts: dict[int, Tensor] = {}  # by global position
+    firsts: dict[int, Tensor] = {}  # the integer at a global position
     for spans, record in zip(shards, records, strict=True):
         for span, first_B in zip(spans, record, strict=False):
             firsts[span.start] = first_B

@@ -26,7 +26,7 @@ from .torchscale.networks import LongNetEncoder
 DILATION_RATES = (1, 2, 4, 8, 16)
 NUM_HEADS = 16
 FEWEST_CROWDED = 16  # no warning for a slide of fewer tiles: they may rightly lie in few cells
-MOST_TILES_OF_A_SIDE = 2**31  # its square is the longest segment length that a pattern takes
+MOST_TILES_OF_A_SIDE = 2**31  # its square is the longest segment of a pattern
 
 
 class PublishedSize(NamedTuple):
@@ -275,7 +275,7 @@ class LongNetViT(nn.Module):
         }
         tile_counts = ranks.handshake(num_own, fields, failure)
         ranks.warn_of_uneven(tile_counts)
-        ranks.expect_lengths((tile_counts[0] + 1, *tile_counts[1:]))  # the class token comes first
+        ranks.expect_lengths((tile_counts[0] + 1, *tile_counts[1:]))  # rank 0 has the class token
         if not sum(tile_counts):
             raise ValueError(
                 f"no tiles: features have shape {tuple(x.shape)}, and an empty slide has no embedding"

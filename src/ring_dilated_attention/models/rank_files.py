@@ -20,7 +20,7 @@ def read_shards(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tenso
     found = {name: torch.empty_like(x, requires_grad=False) for name, x in like.items()}
     reader = HuggingFaceStorageReader(str(checkpoint))
     try:
-        reader.read_metadata()  # first, since `load` would log a traceback
+        reader.read_metadata()  # `load` would log a traceback of its errors
     except Exception as error:  # a damaged header may raise any error
         raise ValueError(f"{checkpoint} cannot be read: {type(error).__name__}: {error}") from error
     try:

@@ -54,7 +54,8 @@ class Sampling:
 
         Raises ValueError for a row in which no token can be drawn.
         """
-        for row, largest in enumerate(logits_BV.amax(-1).tolist()):  # NaN if any logit is NaN
+        # amax is NaN if any logit is NaN
+        for row, largest in enumerate(logits_BV.amax(-1).tolist()):
             if not math.isfinite(largest):
                 raise ValueError(
                     f"no token can be drawn for row {row}: the largest of its logits is {largest}. Look for NaN and "
@@ -103,8 +104,8 @@ def generate(
     batch = len(prompts)
     if caches is None:
         caches = model.make_caches(batch, max_len=max(lengths) + max_new_tokens)
-    for cache in caches:  # before any prompt is appended
-        if cache.batch == batch:  # the layer refuses another batch size
+    for cache in caches:  # check before any prompt is appended
+        if cache.batch == batch:  # another batch size is refused by the layer
             check_append(cache.plan, cache.position.tolist(), lengths)
     hidden_BE = prefill(model, pad_sequence(prompts, batch_first=True), lengths, caches)
     generators = sampling.generators(batch, device)

@@ -31,7 +31,7 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
         raise ValueError(
             f"{path} needs safetensors: pip install 'ring-dilated-attention[train]'"
         ) from error
-    except Exception as error:  # a damaged file raises anything
+    except Exception as error:  # a damaged file may raise any error
         raise ValueError(f"{path} cannot be read as weights: {first_line(error)}") from error
     # the names under which checkpoints of trainers hold a model's weights
     for name in ("model", "state_dict", "module"):
@@ -57,7 +57,7 @@ def load_tensors(path: Path, *, is_mapped: bool = False) -> Any:
         ) from error
     if is_zip:
         with zipfile.ZipFile(path) as file:
-            if (damaged := file.testzip()) is not None:  # torch.load does not check it
+            if (damaged := file.testzip()) is not None:  # torch.load checks no checksum
                 raise ValueError(f"it is damaged: the checksum of its {damaged} is wrong")
     return content
 

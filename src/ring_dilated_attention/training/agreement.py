@@ -20,7 +20,7 @@ from .files import in_words
 from .rank_launcher import RESTART, started
 from .run_folder import are_by_torchrun
 
-JOIN_TIME = timedelta(seconds=300)  # how long a rank waits until all ranks have started
+JOIN_TIME = timedelta(seconds=300)  # how long a rank waits for all ranks to start
 T = TypeVar("T")
 
 

@@ -26,7 +26,7 @@ from .agreement import on_first, together, values_of_all
 from .files import flush, in_words
 from .metrics import METRICS_FILE
 
-MARK_FILE = "made-by-rda-train"  # in the folder of a checkpoint until the checkpoint is finished
+MARK_FILE = "made-by-rda-train"  # a checkpoint's folder has this file until it is finished
 UNFINISHED = "unfinished-"
 # The tensors that each optimiser keeps for a parameter.
 _FIELDS = {Muon: ("momentum_buffer",), AdamW: ("step", "exp_avg", "exp_avg_sq")}

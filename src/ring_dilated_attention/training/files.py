@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-MOST_BYTES = 2**28  # how much of a file is read to learn who made it
-HEAD_BYTES = 4096  # the files of a run have the run's name in their first bytes
+MOST_BYTES = 2**28  # the most bytes of a file that are read to learn who made it
+HEAD_BYTES = 4096  # each file of a run has the run's name in its first HEAD_BYTES bytes
 
 
 def write_whole(

@@ -28,9 +28,9 @@ from .scoring import gzip_bits_per_byte, held_out_bits_per_byte
 from .stop_request import StopRequest
 
 NATS_PER_BIT = math.log(2)
-NUM_EVALUATIONS = 5  # of the held-out bytes in a run, the last at its end
-CLIP_NORM = 1.0  # the largest norm of the gradient
-WEIGHT_DECAY = 0.1  # of matrices
+NUM_EVALUATIONS = 5  # how often a run is scored on the held-out bytes, the end included
+CLIP_NORM = 1.0  # larger gradients are scaled down to this norm
+WEIGHT_DECAY = 0.1  # the weight decay of matrices; vectors have none
 
 
 class TrainingDiverged(ValueError):
@@ -54,7 +54,7 @@ def train(
     """
     options = run.hyperparameters
     torch.manual_seed(options.seed)
-    is_cut = run.fsdp and parallel.world_size > 1  # one rank has nothing to share
+    is_cut = run.fsdp and parallel.world_size > 1  # one rank cannot share parameters
     model, loss_of = make_model(run, parallel, is_cut=is_cut)
     optimizers = make_optimizers(model, options)
     load(run, model, optimizers, parallel)
@@ -73,7 +73,7 @@ def train(
             all_nats, all_resident, all_requested = map(list, zip(*of_ranks, strict=True))
             bits = fmean(all_nats) / NATS_PER_BIT
             check_finite(math.isfinite(bits), f"the loss is {bits}", state["step"])
-            is_stopping = any(all_requested)  # so that all stop at the same step
+            is_stopping = any(all_requested)  # one rank's request stops all ranks at this step
             seconds = time.perf_counter() - began
             state["step"] += 1
             state["bits_per_byte"].append(bits)
@@ -100,7 +100,7 @@ def make_model(run: Run, parallel: ContextParallel, *, is_cut: bool) -> tuple[Lo
     """
     config, recomputes = run.hyperparameters.model_config(), run.activation_checkpointing
     if is_cut:
-        from .sharded import sharded_model  # imported now, since it takes a second
+        from .sharded import sharded_model  # only now, since this import takes a second
 
         model = sharded_model(config, parallel=parallel, activation_checkpointing=recomputes)
         return model, NextTokenLoss(model)
@@ -143,7 +143,7 @@ def take_step(
     else:
         tokens = parallel.shard(tokens_of(windows))
     borders = torch.arange(0, len(windows) + 1, phase.length, dtype=torch.int32)
-    with sharing:  # also around the backward, which may run layers again
+    with sharing:  # the backward too is in the block: it may run layers again
         loss = loss_of(tokens.long(), borders)
         nats = loss.item()
         loss.backward()
@@ -259,7 +259,7 @@ def check_parameters(model: nn.Module, parallel: ContextParallel, step: int) -> 
     """
     is_finite = True
     for parameter in model.parameters():
-        if hasattr(parameter, "to_local"):  # a DTensor: importing the class takes a second
+        if hasattr(parameter, "to_local"):  # it is a DTensor, a class whose import takes a second
             parameter = parameter.to_local()
         is_finite = is_finite and bool(parameter.isfinite().all())
     check_finite(all(values_of_all(parallel, is_finite)), "a parameter is not finite", step)

@@ -17,10 +17,10 @@ class Step(NamedTuple):
     run: str  # the name of the run, by which the run recognises its own file
     step: int  # from 1
     bits_per_byte: float  # the loss
-    held_out_bits_per_byte: float | None  # None after most steps
+    held_out_bits_per_byte: float | None  # None: the step was not followed by an evaluation
     seconds: float
     tokens_per_second: float
-    resident_bytes: list[int]  # of each rank
+    resident_bytes: list[int]  # the memory of each rank
 
     def __str__(self) -> str:
         memory = f"{max(self.resident_bytes) / 1e6:,.0f} MB"
@@ -53,7 +53,7 @@ class Metrics(AbstractContextManager["Metrics"]):
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self.file is None:
             return
-        with suppress(OSError):  # steps are flushed already; a full disk is in `error`
+        with suppress(OSError):  # all steps are flushed; if the disk is full, `error` says so
             self.file.close()
         # A run that fails before its first checkpoint cannot go on. Leave the folder as it was, for the next try.
         if error is not None and not any(self.folder.glob("checkpoint-*")):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..models.longnet_config import LongNetConfig
 
-MOST_LAYERS = 10_000  # each layer is a module, which takes time and memory
+MOST_LAYERS = 10_000  # the most layers: each is a module, which takes time and memory
 LONGEST = 2**40  # the longest segment, and the largest dilation rate
 MAX_INT64 = 2**63 - 1  # the largest integer of 64 bits, also of a tensor's stride
 # The range of learning rates. AdamW divides the rate by 1 - 0.9 in its first step: the result must fit float32.
@@ -114,7 +114,7 @@ class Hyperparameters:
                 raise ValueError(
                     f"{what}: leave it out, or raise --steps for more steps of that length"
                 )
-        self.model_config()  # refuses bad widths and branches
+        self.model_config()  # this refuses bad widths and branches
 
     @property
     def schedule(self) -> tuple[Phase, ...]:

@@ -23,13 +23,13 @@ from .files import named_in_errors
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-STORE_BYTES = 2**14  # more than the launcher and the ranks write to their two stores
+STORE_BYTES = 2**14  # more bytes than launcher and ranks write to their two stores
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 LAUNCHER = "RDA_TRAIN_LAUNCHER"  # the variable with the process id of `rda train --ranks`
 RESTART = "TORCHELASTIC_RESTART_COUNT"  # how often the elastic launcher of this host started its ranks again
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-SECONDS_TO_SAVE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # the variable by which torch knows how long ranks have to save
-CODE_FILE = "exit-code"  # in the launcher's folder
+PR_SET_PDEATHSIG = 1  # a constant of linux/prctl.h
+SECONDS_TO_SAVE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torch's variable: how long ranks have to save
+CODE_FILE = "exit-code"  # a file in the launcher's folder
 # A rank that lost another adds this to its timestamp, so that the rank that failed has the earliest timestamp.
 LATER_SECONDS = 3600
 
@@ -90,7 +90,7 @@ def launch(words: Sequence[str], num_ranks: int, num_restarts: int, seconds_to_s
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.disable(logging.WARNING)  # torch's lines about each signal that it passes on
+    logging.disable(logging.WARNING)  # hides torch's line about each signal that it passes on
     os.environ.setdefault("OMP_NUM_THREADS", str(share_of_cores(num_ranks)))
     # torch before 2.12 does not read this variable, and waits 30 seconds
     os.environ.setdefault(SECONDS_TO_SAVE, str(seconds_to_save))
@@ -135,7 +135,7 @@ def leave_code(folder: Path, code: int) -> None:
     """Tell the launcher the exit code of the command: this rank ends, and is not to be started again."""
     unfinished = folder / f"{CODE_FILE}-{os.getpid()}"
     unfinished.write_text(str(code))
-    unfinished.replace(folder / CODE_FILE)  # in one step, since other ranks look for this file
+    unfinished.replace(folder / CODE_FILE)  # other ranks must not find a part of the file
 
 
 def leave_reason(reason: str, *, is_cause: bool) -> None:
@@ -169,5 +169,5 @@ def end_with_launcher() -> None:
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):  # ended before prctl
+    if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):  # it ended before prctl
         os.kill(os.getpid(), signal.SIGTERM)

@@ -22,7 +22,7 @@ from .files import check_mine, mentions
 from .options import Hyperparameters, flag, resolve
 from .run_folder import LOCK_FILE
 
-RECORD_FILE = "record.json"  # which a run leaves at its end
+RECORD_FILE = "record.json"  # the file that a run leaves at its end
 # the options that must be the same on all ranks, besides hyperparameters
 ALIKE = ("save_every", "activation_checkpointing", "fsdp")
 # The entries of a run's state in every checkpoint.

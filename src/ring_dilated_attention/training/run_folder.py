@@ -12,8 +12,8 @@ from ..models.saved_run import MAKER, find_checkpoint
 from .files import check_mine, folder_made, write_whole
 
 LOCK_FILE, STARTS_FILE = ".rda-train.lock", ".rda-train.starts"
-OF_FILELOCK = re.compile(rb"\d+\n[^\n]+\n(\d+\n)?")  # process, host, and perhaps a number
-MOST_STARTS = 3  # in a row, without a new checkpoint
+OF_FILELOCK = re.compile(rb"\d+\n[^\n]+\n(\d+\n)?")  # process, host, perhaps a number
+MOST_STARTS = 3  # the most starts in a row without a new checkpoint
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def own_folder(folder: Path, seconds: float = 0) -> Iterator[Path]:
         try:
             yield folder
         finally:
-            path.unlink(missing_ok=True)  # before another run can have it
+            path.unlink(missing_ok=True)  # while the lock is held: later it may be another run's
             lock.release()
 
 

@@ -13,7 +13,7 @@ def make_record(folder: Path, state: dict[str, Any], num_parameters: int) -> dic
     options = Hyperparameters.from_dict(state["hyperparameters"])
     status = "complete" if state["step"] == options.total_steps else "interrupted"
     return {
-        **state,  # it begins with the run's name, by which the run knows its file
+        **state,  # the state comes first: it begins with the run's name, which `mentions` looks for
         "status": status,
         "run_folder": str(folder),
         "num_ranks": len(state["ranks"]),

@@ -18,7 +18,7 @@ CHUNK = 4096
 class Score(NamedTuple):
     """How many bits a model needed to predict the bytes that it read."""
 
-    num_read: int  # bytes, also those that are not predicted
+    num_read: int  # the number of bytes, also those that are not predicted
     num_predicted: int
     bits: float
 
@@ -41,7 +41,7 @@ def score(model: LongNetLM, text: bytes, context: int) -> Iterator[Score]:
             tokens_N = torch.frombuffer(bytearray(chunk), dtype=torch.uint8).long()
             hidden_NE = model.append(tokens_N[None], caches)[0]
             before_NE, labels_N = hidden_NE[:-1], tokens_N[1:]
-            if first > start:  # the chunk's first byte is predicted by the last one before it
+            if first > start:  # the byte before the chunk predicts the chunk's first byte
                 before_NE, labels_N = torch.cat([last_1E, before_NE]), tokens_N
             nats_N = F.cross_entropy(model.head(before_NE).float(), labels_N, reduction="none")
             yield Score(len(chunk), len(labels_N), nats_N.double().sum().item() / math.log(2))

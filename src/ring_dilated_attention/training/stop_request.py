@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from types import FrameType
 
-STDERR = 2  # os.write writes to it: a signal may come while sys.stderr is in use
+STDERR = 2  # for os.write: a signal may come while sys.stderr is in use
 # Slurm signals the launcher and its ranks, and the launcher passes the signal on. A rank that gets two signals within
 # this time was asked once.
 TWICE_SECONDS = 1

@@ -15,8 +15,8 @@ from ..console import scaled, size_text, table, wrapped
 from ..hardware import LARGE_MESSAGE, Machine, as_toml
 from ..terminal import leaving_at_once, say
 
-MOST_RANKS = 256  # on one machine
-MEASURING_SECONDS = 120.0  # at most, once all ranks have joined
+MOST_RANKS = 256  # the most ranks of --ranks, all on this machine
+MEASURING_SECONDS = 120.0  # the most time to measure, once all ranks have joined
 THIS_RUN = "this run of rda doctor"
 EXAMPLES = """examples:
   rda doctor                              this machine, one process

@@ -18,7 +18,7 @@ class EmbeddingFolder:
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        _check_writable(path)  # before hours of computing
+        _check_writable(path)  # a refusal must come before hours of computing
         self.path = path
         self.settings_file = path / "settings.json"
         self.settings = json.dumps({"made_by": MADE_BY, **settings}, indent=1).encode()

@@ -64,7 +64,7 @@ def transformers_decoder(path: Path, pattern: DilatedPattern) -> Decoder:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, dilated_attention=None)
         num_layers = config.num_hidden_layers
-        config.num_hidden_layers = 2  # `count_decoder` needs no more
+        config.num_hidden_layers = 2  # `count_decoder` needs no more than two layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:2]
         with torch.device("meta"):

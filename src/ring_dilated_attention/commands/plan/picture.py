@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which most colour-blind readers can tell apart.
 BRANCH_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 EMPTY = "#F2F2F2"
-MOST_POSITIONS, MOST_HEADS = 128, 4  # the most that a picture can show
+MOST_POSITIONS, MOST_HEADS = 128, 4  # the most positions and heads that a picture can show
 
 
 def draw(path: Path, pattern: DilatedPattern, seq_len: int, num_heads: int) -> None:

@@ -92,7 +92,7 @@ def attend(
                 "Leave out attention_mask, and generate from one document per row."
             )
     except ValueError as error:
-        if parallel is not None:  # or the other ranks would wait for this one
+        if parallel is not None:  # otherwise the other ranks wait for this one
             refuse(parallel.key, str(error))
         raise
     if bounded is not None:

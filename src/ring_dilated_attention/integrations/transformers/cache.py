@@ -69,7 +69,7 @@ class BoundedLayer(CacheLayerMixin):
         super().__init__()
         self.config, self.max_len, self.keep = config, max_len, keep
         self.cache: DilatedCache | None = None
-        self.num_positions = 0  # padding included
+        self.num_positions = 0  # the positions in the cache, padding included
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Does nothing: the first `attend` allocates, since it knows which heads this rank has."""

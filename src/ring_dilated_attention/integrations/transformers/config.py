@@ -15,7 +15,7 @@ FIELD = "dilated_attention"
 SEEN = "dilated_seen"
 ALONE = "dilated_alone"
 REPLAYED = "dilated_replayed"
-AS_TRAINED = "as_trained"  # a model's own attention, under `context_parallel`
+AS_TRAINED = "as_trained"  # the attention that a model was trained with, in `context_parallel`
 LISTS = {"segment_lengths", "dilation_rates"}
 # The model decides whether its attention is causal.
 FIELDS = {item.name for item in fields(DilatedPattern)} - {"is_causal"}
@@ -46,7 +46,7 @@ class PatternField:
                 f"{type(config).__name__}(..., {FIELD}=pattern)."
             )
         config.__dict__[FIELD] = to_fields(value)
-        config.__dict__["attn_implementation"] = NAME  # what is saved
+        config.__dict__["attn_implementation"] = NAME  # the name that is saved in config.json
         # The attention that is computed, for this config and not for its sub-configs.
         config._attn_implementation = {"": NAME}
 

@@ -73,7 +73,7 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     try:
         if parallel.world_size > 1:
             check_ranks(model, ShardedForward)
-    except BaseException:  # also Ctrl-C: the model is as it was
+    except BaseException:  # also after Ctrl-C, the model must be as it was
         handle.remove()
         raise
     return handle
@@ -97,10 +97,10 @@ class ShardedForward:
         self.labels: Tensor | None = None
         self.num_labels: int | Tensor = 0  # the number of labels in the whole sample
         self.local_sum: Any = None  # the sum of the losses of this rank's labels
-        self.largest_position: Any = None  # of the whole sequence
+        self.largest_position: Any = None  # the largest position of the whole sequence
         # if AS_TRAINED replaced the attention of configs: each config, and the attention that it had
         self.attention_before: list[tuple[Any, str]] = []
-        self.attention = model.config._attn_implementation  # forwards must have it
+        self.attention = model.config._attn_implementation  # the attention that forwards must have
         decoder = model.get_decoder()
         if not isinstance(decoder, PreTrainedModel):  # ModernBERT's decoder is its last layer
             decoder = model.base_model
@@ -112,7 +112,7 @@ class ShardedForward:
         ]
         for name, module in model.named_modules():
             rope_types = getattr(module, "rope_type", None)
-            if not isinstance(rope_types, dict):  # a dict has one for each type of layers
+            if not isinstance(rope_types, dict):  # a dict has one rope_type for each type of layer
                 rope_types = {"": rope_types}
             if BY_LENGTH.intersection(rope_types.values()):
                 self.hooks.append(
@@ -131,7 +131,7 @@ class ShardedForward:
             config._attn_implementation = implementation
         setattr(self.model, SHARDED, None)
 
-    @torch.compiler.disable  # ranks talk to each other
+    @torch.compiler.disable  # ranks send messages in it
     def before(
         self, model: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
@@ -144,7 +144,7 @@ class ShardedForward:
             _refuse_switched(model, self.attention)
             if self.parallel.world_size > 1:
                 _refuse_noise(model)
-            self.parameters.bind(*args, **kwargs)  # refuses what the forward does not take
+            self.parameters.bind(*args, **kwargs)  # refuses unknown arguments of the forward
             arguments = {**dict(zip(self.parameters.parameters, args, strict=False)), **kwargs}
             arguments = {name: value for name, value in arguments.items() if value is not None}
             sample = whole_sample(self.model, self.parallel, arguments)
@@ -206,7 +206,7 @@ class ShardedForward:
         output = replace(output, last_hidden_state=hidden_TE[None])
         model = _with(self.model, self.decoder, lambda *_, **__: output)
         output = type(self.model).forward(model, **arguments)
-        if not hasattr(output, "logits"):  # BertForPreTraining
+        if not hasattr(output, "logits"):  # such as BertForPreTraining
             raise no_loss(self.model)
         logits = output.logits.flatten(0, -2)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

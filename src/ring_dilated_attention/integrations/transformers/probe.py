@@ -35,7 +35,7 @@ NARROW = {
 }
 # The largest windows in a copy of a model that keeps its own attention: shorter than ROWS.
 WINDOWS = {r"\w*sliding_window|local_attention": 4}
-MOST = 200_000_000  # parameters of a copy: Llama-3.1-405B's has 112, Gemma-7B's 123, Qwen3-30B-A3B's 190 million
+MOST = 200_000_000  # the most parameters of a copy; that of Qwen3-30B-A3B has 190 million
 # What a model may raise if it cannot run with any attention but its own.
 FAILURES: tuple[type[Exception], ...] = (
     ArithmeticError,
@@ -340,7 +340,7 @@ def tiny_copy(kind: type, config: Any) -> Any:
     model = kind(config).float().eval()
     # under accelerate's init_empty_weights parameters are made on "meta"
     model._apply(lambda x: torch.empty_like(x, device="cpu") if x.is_meta else x)
-    torch.default_generator.manual_seed(0)  # `fork_rng` does not restore GPUs' generators
+    torch.default_generator.manual_seed(0)  # only the CPU's: `fork_rng` restores no GPU's
     for parameter in model.parameters():  # from_pretrained leaves them uninitialised
         parameter.normal_(
             std=parameter[0].numel() ** -0.5

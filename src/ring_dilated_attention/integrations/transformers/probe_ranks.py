@@ -84,8 +84,9 @@ class Recording(ContextParallel):
         ranks.rank, ranks.world_size = rank, num_ranks
         self.group = None
         self._take(ranks, "ring")
-        self.calls: list[tuple[Tensor, ...]] = []  # of attention: query, key, value and output
-        self.joined: list[Tensor] = []  # what `unshard` was given
+        # the query, key, value and output of each attention call
+        self.calls: list[tuple[Tensor, ...]] = []
+        self.joined: list[Tensor] = []  # the tensors that `unshard` was given
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any

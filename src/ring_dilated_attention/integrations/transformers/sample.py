@@ -11,7 +11,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from ...ranks.context import ContextParallel
 from .attention_function import find_borders
 
-IGNORED_LABEL = -100  # transformers' and torch's
+IGNORED_LABEL = -100  # transformers and torch ignore this label
 # Losses in which the label of a position is for its own token, not for the next one.
 TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
 # Arguments that are not passed on: they are replaced, repeat cu_seq_lens_q, or do not apply to a shard.
@@ -26,7 +26,8 @@ DROPPED = {
     "return_dict",
     "seq_idx",
 }
-CACHES = {"cache", "past_key_values", "cache_params"}  # the first since transformers 5.24
+# The names of a cache: the first since transformers 5.24, the others before.
+CACHES = {"cache", "past_key_values", "cache_params"}
 CUT = ("input_ids", "token_type_ids", "position_ids")
 LABELS = ("labels", "shift_labels")
 
@@ -34,8 +35,8 @@ LABELS = ("labels", "shift_labels")
 class Sample(NamedTuple):
     """The arguments of a forward. num_labels: the number of labels in the whole sample; its loss is divided by it."""
 
-    tensors: dict[str, Tensor]  # to be cut
-    others: dict[str, Any]  # to be passed on
+    tensors: dict[str, Tensor]  # the tensors that are cut
+    others: dict[str, Any]  # arguments that are passed on as they are
     num_labels: int | Tensor
 
 

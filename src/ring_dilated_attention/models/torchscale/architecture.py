@@ -57,7 +57,7 @@ class TorchscaleConfig:
     padding: str = "torchscale"
 
     def __post_init__(self) -> None:
-        pattern = self.pattern  # refuses bad branches
+        pattern = self.pattern  # this refuses bad branches
         if isinstance(self.segment_lengths, DilatedPattern):
             if self.dilation_rates or self.padding != "exact":
                 raise ValueError(

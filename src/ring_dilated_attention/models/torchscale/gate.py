@@ -61,8 +61,8 @@ class BranchCall(NamedTuple):
     pattern: DilatedPattern
     log_num_zero_keys_NH: (
         Tensor | None
-    )  # of the padded rows, if there is a padding. None if no query sees a zero key
-    padding: Padding | None  # None for branches that are not misaligned
+    )  # for padded rows, if there is a padding. None if no query sees a zero key
+    padding: Padding | None  # None if the branches are not misaligned
 
 
 def zero_rows(
@@ -187,7 +187,7 @@ def _num_zero_keys(
         offsets_N = positions_N - last_segment_start(branch, length)
         for head in range(num_heads):
             phase = pattern.phase_of(i, head, num_heads)
-            assert phase is not None  # heads="all"
+            assert phase is not None  # heads="all": each head runs each branch
             num_zeros = num_zero_keys(branch, length, phase)
             if num_zeros:
                 has_zeros = True

@@ -78,7 +78,8 @@ class TorchscaleFeedForward(nn.Module):
 
     def _rows(self, x: Tensor) -> Tensor:
         hidden = self.fc1(x)
-        wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))  # torchscale does so
+        # torchscale too computes GELU in float32.
+        wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         return self.fc2(self.ffn_layernorm(F.gelu(wide).to(hidden.dtype)))
 
 
@@ -185,7 +186,7 @@ class LongNetEncoder(nn.Module):
 
     def _why_not(self, embeddings: Any) -> str | None:
         """Why this rank's embeddings do not fit, or None."""
-        is_meta = getattr(embeddings, "is_meta", False)  # forecasts run on tensors without data
+        is_meta = getattr(embeddings, "is_meta", False)  # forecasts use tensors without data
         if not is_meta and (failure := why_not_dense(embeddings=embeddings)):
             return failure
         if not embeddings.is_floating_point():
