@@ -245,7 +245,7 @@ PLACE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
         (["--ranks", "0"], {}, "--ranks: must be at least 1"),
         (["--ranks", "1M"], {}, "--ranks: must be at most 256"),
         (["--timeout", "0"], {}, "--timeout: must be at least 1, got 0"),
-        (["--ranks", "2"], PLACE, "a launcher started 2 ranks: leave it out"),
+        (["--ranks", "2"], PLACE, "a launcher started 2 ranks: leave --ranks out"),
     ],
 )
 def test_bad_requests_are_refused(arguments, environment, message, monkeypatch, capsys):

@@ -261,7 +261,7 @@ def test_coordinates_in_other_units_are_warned_of(weights, tmp_path, capsys):
         (["--layer", "3"], "--layer 3: "),
         (
             ["--layer", "first"],
-            "argument --layer: first is none of last, encoder, all, nor a number from 0 on",
+            "argument --layer: first is not last, encoder, all or a number from 0 on",
         ),
         (["--tile-size", "-1"], "--tile-size: must be a positive number of pixels, got -1"),
         (["--max-wsi-size", "1e15"], "max_wsi_size=1e+15 is more than 2**31 tiles of 256 pixels"),
@@ -326,7 +326,7 @@ def test_options_are_refused_before_torch_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("rda embed: argument --layer: top is none of last, encoder, all")
+    assert done.stderr.startswith("rda embed: argument --layer: top is not last, encoder, all")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -286,7 +286,7 @@ def rank_has_bad_input(rank, world_size):
         ),
         "another tensor": (
             {"pixel_values": torch.zeros(1, 3)},
-            "pixel_values: it is not known how to cut this",
+            "pixel_values: it is not known how to cut this tensor",
         ),
         "no items": (
             {"labels": ids, "num_items_in_batch": 0},

@@ -167,7 +167,7 @@ def _peak(
 
 
 class ModelMemory(NamedTuple):
-    """Bytes of one rank."""
+    """The bytes that one rank holds in training."""
 
     states: int  # bytes of parameters, gradients and AdamW's two moments
     activations: int

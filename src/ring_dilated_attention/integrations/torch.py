@@ -1,4 +1,7 @@
-"""Dilated attention in models of PyTorch: styles for `parallelize_module`, and torch's transformer layers converted."""
+"""Dilated attention in models of PyTorch.
+
+Styles for `parallelize_module`, and a function that replaces the attention of torch's transformer layers.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -179,9 +182,9 @@ def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: boo
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter not in averaged:
             raise ValueError(
-                f"{name} is in no part that DDP or fully_shard was called with, or they were told to ignore it, and "
-                "nobody would average its gradients: wrap the whole module, take it out of the ignored parameters, or "
-                "say check_averaged(..., by_hand=True) if your loop averages them over all ranks."
+                f"{name} is in no part that DDP or fully_shard was called with, or they were told to ignore it. So "
+                "nobody would average its gradients: wrap the whole module, or no longer ignore this parameter. If "
+                "your loop averages the gradients over all ranks, say check_averaged(..., by_hand=True)."
             )
 
 
@@ -330,7 +333,7 @@ def held_heads(module: nn.Module, num_held: int, num_heads: int) -> range | None
             return range(rank * num_held, (rank + 1) * num_held)
     sharded = ", ".join(f"{rank} of {size}" for rank, size in sorted(ranks_and_sizes)) or "none"
     raise ValueError(
-        f"{type(module).__name__} computes {num_held} of {num_heads} heads. The phases depend on which these are, and "
-        f"its parameters do not say (their shards: {sharded}). Shard the projections over one mesh axis, with equally "
-        "many heads on each rank."
+        f"{type(module).__name__} computes {num_held} of {num_heads} heads. Phases depend on which heads these are, "
+        f"and the parameters do not say (their shards: {sharded}). Shard the projections over one mesh axis, with "
+        "equally many heads on each rank."
     )

@@ -15,7 +15,7 @@ from ..ranks.ranks import ALONE
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents' borders, all ranks' shards, and the one of this rank."""
+    """The borders of documents, the shards of all ranks, and the shard of this rank."""
 
     borders: tuple[int, ...]
     shards: tuple[Shard, ...]

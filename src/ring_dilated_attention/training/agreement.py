@@ -79,7 +79,7 @@ def together(parallel: ContextParallel, action: Callable[[], T]) -> T:
     for rank, reason in values_of_all(parallel, (name_of_rank(), refusal)):
         if reason:
             refuse(f"{rank}: {reason}")
-    return result  # type: ignore[return-value]  # no rank refused, so this one has a result
+    return result  # type: ignore[return-value]  # no rank refused: there is a result
 
 
 def on_first(parallel: ContextParallel, action: Callable[[], Any]) -> Any:

@@ -65,7 +65,7 @@ def check(arguments: Namespace, num_started: int) -> None:
     """Raise ValueError for what can be refused before anything is measured."""
     if num_started > 1 and arguments.ranks is not None:
         raise ValueError(
-            f"--ranks {arguments.ranks}, but a launcher started {num_started} ranks: leave it out"
+            f"--ranks {arguments.ranks}, but a launcher started {num_started} ranks: leave --ranks out"
         )
     if arguments.save is not None:
         check_mine(arguments.save, lambda file: False, THIS_RUN)

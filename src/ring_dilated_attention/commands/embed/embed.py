@@ -55,7 +55,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def layer(text: str) -> str:
     if text not in ("last", "encoder", "all") and not text.isdecimal():
-        raise ArgumentTypeError(f"{text} is none of last, encoder, all, nor a number from 0 on")
+        raise ArgumentTypeError(f"{text} is not last, encoder, all or a number from 0 on")
     return text
 
 

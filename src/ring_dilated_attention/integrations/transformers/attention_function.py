@@ -231,8 +231,8 @@ def _check_mask(
     if not is_padding and not is_bias:
         raise ValueError(
             f"attention_mask of shape {tuple(mask.shape)} and {mask.dtype}: the pattern decides who attends whom. Pass "
-            f"a 2-D mask of padding, ({batch}, {num_rows}), or none. (A mask of uint8 is made for a BoundedCache: this "
-            "model changes the keys that it has returned. Use a DynamicCache.)"
+            f"a 2-D mask of padding, ({batch}, {num_rows}), or none. (uint8 is the mask of a BoundedCache. It works "
+            "only if the model leaves the cache's keys unchanged: use a DynamicCache.)"
         )
 
 

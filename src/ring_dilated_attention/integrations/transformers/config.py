@@ -68,8 +68,8 @@ def is_as_trained(config: Any) -> bool:
 
 
 def layer_pattern(config: Any, window: int | None, *, is_causal: bool) -> DilatedPattern:
-    """The pattern of one layer: that of the config or, if the model keeps its own attention, this window; dense
-    attention if it has none.
+    """The pattern of one layer: the config's. If the model keeps its own attention: the layer's window, or dense
+    attention without a window.
 
     window: as transformers gives it to attention: a query sees the keys less than `window` positions away.
     """

@@ -312,7 +312,7 @@ def first_tensor(nested: Any) -> Tensor | None:
 
 
 def tiny_copy(kind: type, config: Any) -> Any:
-    """A model with fewer heads of the same width, and at most what NARROW allows."""
+    """A model of this class with at most 4 heads, which keep their width. Other sizes are at most those of NARROW."""
     config = copy.deepcopy(config)
     heads, hidden = (
         getattr(config, "num_attention_heads", None),

@@ -139,8 +139,8 @@ def attend_replayed(
     parallel: Recording | None = options.pop("parallel", None)
     if parallel is None:
         raise UnfitError(
-            f"{type(module).__name__} is not given `parallel`, which the model was: a rank's attention would see its "
-            "own rows alone. Use a model that hands further keywords on to its attention."
+            f"{type(module).__name__} is not given `parallel`, which the model was given: a rank's attention would see "
+            "its own rows alone. Use a model that hands further keywords on to its attention."
         )
     return parallel.attend(module, query_BHMD, key_BGMD, value_BGMD, **options), None
 

@@ -84,7 +84,7 @@ def whole_sample(model: Any, parallel: ContextParallel, arguments: dict[str, Any
             continue
         if isinstance(value, Tensor) and value.dim():
             known = ", ".join((*CUT, *LABELS))
-            raise ValueError(f"{name}: it is not known how to cut this. Pass only {known}.")
+            raise ValueError(f"{name}: it is not known how to cut this tensor. Pass only {known}.")
         others[name] = value
     return Sample(tensors, others, num_labels)
 

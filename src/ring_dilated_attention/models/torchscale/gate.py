@@ -200,7 +200,7 @@ def _padding(branch: Branch, documents: Documents, ranks: Ranks) -> Padding:
     if ranks.world_size > 1 and (ranks.cut.sharding != "contiguous" or ranks.cut.lengths):
         raise ValueError(
             f"dilation rate {branch.dilation_rate} does not divide segment length {branch.segment_length}: torchscale "
-            f"moves rows to later positions, which ranks take of contiguous shards alone, and these are {ranks.cut}. "
+            f"moves rows to later positions, and ranks do so only with contiguous shards, but these are {ranks.cut}. "
             "Make the ContextParallel with sharding='contiguous' and without lengths."
         )
     lengths = [shard_length(shard) for shard in documents.shards]
