@@ -123,10 +123,10 @@ class ContextParallel(NamedContext):
         """This rank's rows of a whole tensor that every rank holds.
 
         Every rank gets the gradient of the whole tensor: all ranks' gradients of their rows, joined and divided by the
-        number of ranks. (The average over the ranks is then the gradient of the mean of the ranks' losses.) All ranks
-        call `shard`, with tensors of one shape. Under "zigzag_documents" they also pass cu_seqlens, the borders of
-        packed documents. (`shard_batch` also checks that all ranks hold the same sample.) `shard` warns if the length
-        and content of a tensor show that it is a shard already.
+        number of ranks. Averaged over the ranks, what a backward computes is the gradient of the mean of the ranks'
+        losses. All ranks call `shard`, with tensors of one shape. Under "zigzag_documents" they also pass cu_seqlens,
+        the borders of packed documents. (`shard_batch` also checks that all ranks hold the same sample.) `shard` warns
+        if the length and content of a tensor show that it is a shard already.
 
         Raises:
             ValueError: on every rank, if shapes or documents differ.
@@ -203,9 +203,10 @@ class ContextParallel(NamedContext):
 
             loss = parallel.mean_loss(F.cross_entropy(logits, labels, reduction="sum"), (labels != -100).sum())
 
-        Ranks hold different numbers of terms, so a mean of their means would be wrong. DDP and FSDP2 average gradients
-        over the ranks, and that average is the gradient of this mean. Whatever you do to the result, do it on every
-        rank: a factor on one rank alone would scale only that rank's terms.
+        Ranks hold different numbers of terms, so a mean of their means would be wrong. Averaged over the ranks, as DDP
+        and FSDP2 do, what a backward computes is the gradient of the mean of the ranks' losses, here of this mean.
+        Whatever you do to the result, do it on every rank: a factor on one rank alone would scale only that rank's
+        terms.
 
         Args:
             local_sum: the sum of the loss over this rank's positions, a scalar tensor. A rank that owns no position

@@ -92,7 +92,7 @@ class GlobalMean(torch.autograd.Function):
     forward, on every rank:  L = (s_0 + ... + s_{p-1}) / n, and 0 if n = 0
     backward, on rank k:     ds_k = dL * p / n, and 0 if n = 0
 
-    Averaged over the ranks, the parameters' gradients are those of the mean of the ranks' losses.
+    Averaged over the ranks, what a backward computes is the gradient of the mean of the ranks' losses.
     """
 
     @staticmethod
@@ -113,7 +113,7 @@ class GlobalMean(torch.autograd.Function):
 class SumOverRanks(torch.autograd.Function):
     """Forward: the sum of all ranks' tensors, on each. Backward: the sum of all ranks' gradients.
 
-    Averaged over the ranks, the parameters' gradients are those of the mean of the ranks' losses.
+    Averaged over the ranks, what a backward computes is the gradient of the mean of the ranks' losses.
     """
 
     @staticmethod
