@@ -64,7 +64,7 @@ def _rank_of(row: Alternative) -> tuple[float, ...]:
 
 
 def better(figures: Figures, rows: list[Alternative]) -> str:
-    """A sentence that advises the fastest of `rows`, or "" if its step takes more than WORTH_IT of that of `figures`."""
+    """Advises the fastest of `rows` in a sentence, or "" if its step takes more than WORTH_IT of that of `figures`."""
     if not rows or rows[0].figures.step is None or figures.step is None:
         return ""
     best = rows[0]
