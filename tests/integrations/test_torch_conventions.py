@@ -432,7 +432,7 @@ def test_what_is_held_is_what_the_whole_was():
 def test_heads_that_parameters_do_not_tell():
     assert held_heads(nn.Linear(2, 2), 4, 4) is None
     message = message_of(lambda: held_heads(nn.Linear(2, 2), 2, 4))
-    assert "Linear computes 2 of 4 heads. The phases" in message
+    assert "Linear computes 2 of 4 heads. Phases" in message
     assert "do not say (their shards: none)" in message
 
 

@@ -88,7 +88,7 @@ def describe(arguments: Namespace) -> list[dict[str, Any]]:
     patterns = suggestions(seq_len, heads, dense / arguments.speedup, **rules)
     if not patterns:
         few = f"--speedup {arguments.speedup:g} over {seq_len:,} positions"
-        raise ValueError(f"{few}: none of the patterns tried has so little work; allow more")
+        raise ValueError(f"{few}: none of the patterns tried has so little work; allow more work")
     candidates = []
     with progress(len(patterns), "candidate") as bar:
         for pattern, rule in patterns:

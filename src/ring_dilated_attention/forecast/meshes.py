@@ -49,7 +49,7 @@ class MeshPlan(NamedTuple):
     mesh: Mesh
     exchange: Exchange
     sharding: str
-    activations: str  # one of ACTIVATIONS
+    activations: str  # one of ACTIVATIONS: how activations are held
     is_cut: bool  # whether FSDP2 cuts parameters, gradients and optimiser state over all devices
     memory: ModelMemory
     fits: bool

@@ -53,7 +53,7 @@ class Run:
 
 
 def prepare(arguments: argparse.Namespace) -> Run:
-    """The run that the command line asks for. A ValueError holds the message for the user."""
+    """The run that the command line asks for. A ValueError says to the user why it is refused."""
     folder = arguments.run_folder or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     checkpoint = find_checkpoint(folder)
     state = None
