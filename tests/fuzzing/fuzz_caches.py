@@ -10,7 +10,6 @@ Uninitialised memory, the cache's own above all, is NaN.
 B batch, N positions of a whole sequence, M rows of one call, H query heads, G key/value heads, D head dim.
 """
 
-import functools
 import io
 import math
 import random
@@ -22,7 +21,6 @@ from typing import Any
 import torch
 from fuzz import Trial, broken, nothing
 from fuzz_calls import why_not_refused
-from fuzz_modules import by_hand, draw_language_model, draw_module, why_unequal
 from fuzz_oracle import DTYPES, STRIDES, Answer, Call, answer_to, difference, draw_call, tensors_of
 from helpers import poisoned_memory
 from torch import Tensor
@@ -43,12 +41,11 @@ def prepare(folder: Path) -> None:
 
 
 def try_case(rng: random.Random, folder: Path) -> Trial:
-    kinds = [try_sequence, try_module, try_language_model]
     compiler = rng.choice(COMPILERS) if rng.random() < 0.06 else None
     mode = rng.choice([torch.no_grad, torch.no_grad, torch.inference_mode])
     with poisoned_memory(), mode():
         try:
-            return rng.choices(kinds, [8, 2, 1])[0](rng, compiler)
+            return try_sequence(rng, compiler)
         finally:
             if compiler is not None:
                 torch._dynamo.reset()
@@ -359,66 +356,6 @@ def try_sequence(rng: random.Random, compiler: str | None) -> Trial:
     return Trial(
         how, f"{talk.call}, {talk.limits}, {[p.held for p in talk.several]}: {talk.said}", complaint
     )
-
-
-def try_module(rng: random.Random, compiler: str | None) -> Trial:
-    """A module with a cache, whole or several by heads, against the same put together by hand."""
-    module = draw_module(rng, head_multiple=rng.choice([1, 2]))
-    module.pattern = replace(module.pattern, is_causal=True)
-    batch, num_positions = rng.randint(1, 3), rng.randint(1, 40)
-    x = torch.randn(batch, num_positions, module.embed_dim, dtype=torch.float64)
-    expected = by_hand(module, x, torch.arange(num_positions), None)
-    ratio, modules = module.num_heads // module.num_kv_heads, [module]
-    if module.sub_layernorm is None and module.num_kv_heads > 1 and rng.random() < 0.6:
-        border = rng.randint(1, module.num_kv_heads - 1) * ratio
-        modules = [module.held(range(border)), module.held(range(border, module.num_heads))]
-    caches = [one.make_cache(batch, max_len=num_positions) for one in modules]
-
-    def step(one: Any, x: Tensor, cache: DilatedCache) -> Tensor:
-        return one(x, x, x, cache=cache)[0]
-
-    steps: list[Callable[..., Tensor]] = [functools.partial(step, one) for one in modules]
-    if compiler:
-        steps = [torch.compile(each, backend=compiler, fullgraph=True) for each in steps]
-    lengths = rng.choice([[1] * num_positions, [rng.randint(1, 9) for _ in range(num_positions)]])
-    found, position = [], 0
-    for length in lengths[:12]:
-        rows = x[:, position : position + length]
-        if rows.shape[1]:
-            several = [each(rows, cache) for each, cache in zip(steps, caches, strict=True)]
-            found.append(torch.stack(several).sum(0))
-        position = min(num_positions, position + length)
-    complaint = why_unequal("out", torch.cat(found, 1), expected[:, :position])
-    how = f"module, parts: {len(modules)}"
-    if compiler is not None:
-        how += ", compiled"
-    return Trial(
-        how, f"{module}, batch {batch}, {num_positions} positions in {lengths[:12]}", complaint
-    )
-
-
-def try_language_model(rng: random.Random, compiler: str | None) -> Trial:
-    """Hidden states of appended tokens, ragged at first, are those of one call."""
-    model = draw_language_model(rng)
-    vocabulary, batch = model.config.vocab_size, rng.randint(1, 3)
-    prompts = [rng.randint(1, 20) for _ in range(batch)]
-    longest, num_more = max(prompts), rng.randint(1, 6)
-    tokens = torch.randint(vocabulary, (batch, longest + num_more))
-    caches = model.make_caches(batch, max_len=longest + num_more)
-    append_tokens = model.append
-    if compiler:
-        append_tokens = torch.compile(model.append, backend=compiler)
-    model.head(append_tokens(tokens[:, :longest], caches, torch.tensor(prompts)))
-    complaint = None
-    for i in range(num_more):
-        given = torch.stack([tokens[b, n + i] for b, n in enumerate(prompts)])
-        found = model.head(append_tokens(given[:, None], caches))
-        expected = [model(tokens[b : b + 1, : n + i + 1])[0, -1:] for b, n in enumerate(prompts)]
-        complaint = complaint or why_unequal(
-            f"logits after {i} tokens", found, torch.stack(expected)
-        )
-    how = "language model" if compiler is None else "language model, compiled"
-    return Trial(how, f"{model.config}, prompts of {prompts} and {num_more} tokens", complaint)
 
 
 _write, _from_text = append.write, RankCall.from_text

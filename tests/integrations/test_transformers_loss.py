@@ -1,19 +1,14 @@
 """The loss in slices of rows, against the model's own: for each kind of head, on one process and on two ranks."""
 
-import copy
-import json
-
 import pytest
 import torch
 import transformers
-from census import LIST, configs, inputs_of, made
 from distributed import run
 from helpers import message_of
 from test_transformers_ranks import loss_and_gradients
 from tiny import PATTERN, SIZES, make, tokens
 from torch.distributed.fsdp import fully_shard
 from transformers import (
-    CONFIG_MAPPING,
     BertConfig,
     BertForPreTraining,
     LlamaConfig,
@@ -23,7 +18,6 @@ from transformers import (
 from benchmarks.measure import allocated
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.integrations.transformers import context_parallel, register
-from ring_dilated_attention.integrations.transformers.probe import FAILURES
 from ring_dilated_attention.models import recompute
 
 ROWS = 7  # in a slice
@@ -182,62 +176,3 @@ def test_refused():
         lambda: two_heads(**sample())
     )
     assert two_heads(sample()["input_ids"]).prediction_logits.isfinite().all()
-
-
-def language_models():
-    outcomes = json.loads(LIST.read_text())
-    names = [name for name, (found, _) in outcomes.items() if found == "equal"]
-    return [name.split(": ") for name in names if name.endswith(("LM", "LMHeadModel", "Decoder"))]
-
-
-# Their forwards take no positions. (Their losses take labels that are shifted already.)
-REFUSED = [
-    f"{name}ForCausalLM"
-    for name in ("Bart", "Blenderbot", "BlenderbotSmall", "Marian", "MBart", "Pegasus")
-]
-REFUSED += ["PLBartForCausalLM"]
-SHARES = 8
-
-
-@pytest.mark.parametrize("share", range(SHARES))
-def test_every_language_model(share, small_slices):
-    """Each model of the pinned transformers has its own loss and gradients, or is refused."""
-    register()
-    for kind, name in language_models()[share::SHARES]:
-        model = tiny(kind, name)
-        ids = inputs_of(model)["input_ids"]
-        batch = {"input_ids": ids, "labels": ids.masked_fill(ids % 7 == 0, -100)}
-        expected = loss_and_gradients(model, batch)
-        if name in REFUSED:
-            assert "takes no position_ids" in message_of(
-                lambda m=model: context_parallel(m, ContextParallel())
-            )
-            continue
-        context_parallel(model, ContextParallel())
-        loss, gradients = loss_and_gradients(model, batch)
-        torch.testing.assert_close(
-            loss, expected[0], rtol=1e-5, atol=0, msg=lambda m, n=name: f"{n} {m}"
-        )
-        scale = max(x.abs().max() for x in expected[1])
-        torch.testing.assert_close(
-            gradients, expected[1], rtol=0, atol=1e-5 * scale, msg=lambda m, n=name: f"{n} {m}"
-        )
-
-
-def tiny(kind, name):
-    """The first of the census's configs that is a model which runs with dilated attention."""
-    for config in configs(CONFIG_MAPPING[kind]):
-        try:
-            if isinstance(config, Exception):
-                raise config
-            model = made(
-                getattr(transformers, name),
-                CONFIG_MAPPING[kind],
-                copy.deepcopy(config).to_dict(),
-                "dilated",
-            )
-            model(**inputs_of(model))
-        except FAILURES:
-            continue
-        return model
-    raise AssertionError(f"no tiny {name}")

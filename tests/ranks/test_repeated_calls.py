@@ -1,18 +1,14 @@
 """Calls that repeat others: ranks that change their lengths, disagree or fail. Functions named `rank...` run on every
 rank."""
 
-import time
 import warnings
 from datetime import timedelta
-from threading import Event, Thread
 
 import pytest
 import torch
 from distributed import run
 
 from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
-from ring_dilated_attention.kernels import cpu
-from ring_dilated_attention.ranks import processes
 from ring_dilated_attention.reference import dilated_attention_reference
 
 PATTERN = DilatedPattern((5, 16), (1, 3), is_causal=True)
@@ -65,49 +61,6 @@ def rank_repeats(rank, world_size):
 def test_values_and_gradients_are_those_of_the_definition(world_size):
     """Catches the lengths of an earlier call, on a rank whose own did not change."""
     run(world_size, rank_repeats)
-
-
-def rank_has_an_intruder(rank, world_size):
-    """On rank 0 a second thread makes the call while the first one computes, and others need more of its rows."""
-    cp = ContextParallel(timeout=timedelta(seconds=5), exchange="ring")
-    _, own = parts([8] * world_size, rank)
-    for _ in range(2):
-        dilated_attention(*own, DilatedPattern.dense(), parallel=cp)
-    began, errors, computed, agree = Event(), [], cpu.forward, processes.agree
-
-    def slow_forward(*args):
-        time.sleep(0.1)
-        return computed(*args)
-
-    # had the first thread's handshake not begun, the other's refusal could overtake it
-    def noted_agree(*args):
-        began.set()
-        return agree(*args)
-
-    def intrude():
-        began.wait()
-        with pytest.raises(
-            ValueError, match="which belongs to the thread of its first call"
-        ) as error:
-            dilated_attention(*own, DilatedPattern.dense(), parallel=cp)
-        errors.append(error)
-
-    thread = Thread(target=intrude)
-    cpu.forward, processes.agree = slow_forward, noted_agree
-    if rank == 0:
-        thread.start()
-    dilated_attention(*own, DilatedPattern.dense(), parallel=cp)
-    if rank == 0:
-        thread.join()
-        assert len(errors) == 1
-    else:  # the thread's call is one of rank 0
-        with pytest.raises(ValueError, match="belongs to the thread of its first call"):
-            dilated_attention(*own, DilatedPattern.dense(), parallel=cp)
-    dilated_attention(*own, DilatedPattern.dense(), parallel=cp)
-
-
-def test_a_call_of_another_thread_is_refused_while_the_owner_computes():
-    run(3, rank_has_an_intruder)
 
 
 class Nothing(simulate.OtherRanks):
