@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from shlex import split
 from unittest import mock
 
 import pytest
@@ -163,47 +164,48 @@ def test_one_rank_has_measured_no_network(tmp_path, monkeypatch, capsys):
     assert "here.toml needs two ranks or more" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_message_that_is_no_slower_when_it_is_large():
-    """Catches a bandwidth of a petabyte on a machine that others use."""
-    rates = {
-        "flops_per_second": 1.0,
-        "backward_flops_per_second": 1.0,
-        "call_seconds": 0.0,
-        "around_seconds": 0.0,
-    }
-    messages = {"small_seconds": 0.01, "large_seconds": 0.01, "handshake_seconds": 0.0}
-    found = doctor.hardware_of([{"rates": rates, "messages": messages}] * 2)
-    assert found.bytes_per_second == doctor.LARGE_MESSAGE / 0.01
-
-
 TORCHRUN = ("RANK", "WORLD_SIZE")
 
 
-def place_of(rank, num_ranks, port, names=TORCHRUN):
-    place = {
-        names[0]: str(rank),
-        names[1]: str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    return place | {"SLURM_STEP_ID": "0"}
-
-
-def started_rank(rank, num_ranks, port, seconds):
-    command = [sys.executable, "-m", "ring_dilated_attention", "doctor", "--timeout", seconds]
-    environment = os.environ | place_of(rank, num_ranks, port)
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-
-
-@pytest.mark.parametrize("names", [TORCHRUN, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")])
-def test_ranks_that_do_not_join_are_counted(names, tmp_path):
-    words = ["-m", "ring_dilated_attention", "doctor", "--timeout", "2"]
+@pytest.mark.parametrize(
+    ("ranks", "num_ranks", "names", "more", "why"),
+    [
+        ([0], 3, TORCHRUN, {}, "1/3 clients joined"),
+        ([0], 3, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"), {"SLURM_STEP_ID": "0"}, "1/3 clients"),
+        ([0, 1], 2, TORCHRUN, {"GLOO_SOCKET_IFNAME": "eth9"}, "eth9"),
+    ],
+)
+def test_ranks_that_do_not_meet(ranks, num_ranks, names, more, why, tmp_path):
+    """The sentence counts those who joined, or passes on what gloo says of an interface."""
     port = free_port()
-    rank = ForkedLauncher(words, tmp_path / "said", place_of(0, 3, port, names))
-    said = rank.end()
-    assert f"not all 3 ranks met at 127.0.0.1:{port} within 2 s: " in said
-    assert "1/3 clients joined" in said
-    assert rank.poll() == 1
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | more
+    words = split("-m ring_dilated_attention doctor --timeout 2")
+    started = [
+        ForkedLauncher(
+            words,
+            tmp_path / f"said {rank}",
+            place | dict(zip(names, (str(rank), str(num_ranks)), strict=True)),
+        )
+        for rank in ranks
+    ]
+    for rank, process in zip(ranks, started, strict=True):
+        said = process.end()
+        met = f"not all {num_ranks} ranks met at 127.0.0.1:{port} within 2 s: "
+        assert f"rda doctor: not ready: rank {rank}: {met}" in said
+        assert why in said
+        assert process.poll() == 1
+
+
+def test_without_rank_0_one_sentence_is_said():
+    """Catches torch's log, whose frames of C++ hide it."""
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    words = [sys.executable, *split("-m ring_dilated_attention doctor --timeout 1")]
+    ended = subprocess.run(words, env=os.environ | place, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(
+        "rda doctor: not ready: rank 1: not all 2 ranks met at 127.0.0.1:"
+    )
+    assert ended.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -213,17 +215,6 @@ def test_the_reason_of_a_failed_rank_is_said(error, capsys, monkeypatch):
     monkeypatch.setattr(processes, "run_ranks", mock.Mock(side_effect=error))
     assert cli.main(["doctor", "--ranks", "2"]) == 1
     assert capsys.readouterr().err == f"rda doctor: not ready: {error}\n"
-
-
-def test_without_rank_0_one_sentence_is_said():
-    """Catches torch's log, whose frames of C++ hide it."""
-    port = free_port()
-    process = started_rank(1, 2, port, "1")
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
-    where = f"at 127.0.0.1:{port} within 1 s"
-    assert error.startswith(f"rda doctor: not ready: rank 1: not all 2 ranks met {where}: ")
-    assert error.count("\n") == 1
 
 
 def test_tasks_outside_of_a_step_are_ignored(monkeypatch, capsys):
