@@ -30,7 +30,7 @@ from .sight import mask_between
 class Buffers(NamedTuple):
     """The rolling buffers of one branch and phase, one for each K/V head. Equally many query heads share each."""
 
-    number: int  # of the branch
+    number: int  # the number of the branch
     segment_length: int
     rate: int
     phase: int
@@ -49,7 +49,7 @@ class Buffers(NamedTuple):
         return -(-(self.segment_length - self.phase) // self.rate)
 
     def before(self, position: int) -> int:
-        """How many rows of the phase lie before a position, which is the number of the next row."""
+        """How many rows of the phase lie before a position. The next row has this number."""
         segment, rest = divmod(position, self.segment_length)
         return segment * self.rows_per_segment + max(0, -(-(rest - self.phase) // self.rate))
 
@@ -85,7 +85,7 @@ class CachePlan:
     max_len: int | None  # the most positions that a sequence may have
     keep: int  # how many positions can always be taken back, even into a segment that has ended
     buffers: tuple[Buffers, ...]
-    of_phase: dict[tuple[int, int], list[Buffers]]  # the same buffers, by branch and phase
+    of_phase: dict[tuple[int, int], list[Buffers]]  # `buffers` again, by branch and phase
     lengths: tuple[int, ...]  # of segments that have buffers; without the window
 
     @property
@@ -110,17 +110,18 @@ class CachePlan:
     def kept(self, buffers: Buffers, position: int, floor: int = 0) -> range:
         """The numbers of the rows that are kept after `position` positions, if nobody goes back below `floor`.
 
-        They are the rows of the open segment, and of those that are open again after going back up to `keep` positions.
+        They are the rows of the segment at `position`, and of the segments that can be reached by going back up to
+        `keep` positions.
         """
         return range(buffers.seen(max(position - self.keep, floor)).start, buffers.before(position))
 
     def floor(self, position: int) -> int:
         """The lowest position to which one can go back from `position`.
 
-        That is the latest start of any branch's open segment, or `position - keep` if this is lower. A window has no
-        segments, and drops rows from its first full buffer on.
+        That is the latest start of any branch's current segment, or `position - keep` if this is lower. A window has no
+        segments: once `position - keep` reaches the window's length, the lowest position is `position - keep`.
         """
-        # 0 without buffers
+        # 0 if there are no buffers
         youngest = max((position - position % length for length in self.lengths), default=0)
         if self.pattern.window is not None and position - self.keep >= self.pattern.window:
             youngest = position
@@ -138,7 +139,7 @@ class CachePlan:
                     yield buffers, numbers, span
 
 
-# else a kept plan for 1 would serve 1.0 and True, which are refused
+# typed: otherwise the plan kept for 1 would be returned for 1.0 and True, which must be refused
 @lru_cache(maxsize=64, typed=True)
 def plan_cache(
     pattern: DilatedPattern,
@@ -161,7 +162,7 @@ def plan_cache(
         raise ValueError(
             f"keep={keep!r} must be an integer of at least 0, the positions that can be taken back."
         )
-    pattern.cache_rows(num_heads, num_kv_heads)  # refuses what no cache can serve
+    pattern.cache_rows(num_heads, num_kv_heads)  # raises ValueError for what no cache can serve
     all_buffers: list[Buffers] = []
     of_phase: dict[tuple[int, int], list[Buffers]] = {}
     offset = 0
@@ -201,11 +202,11 @@ def plan_cache(
     )
 
 
-@lru_cache(maxsize=16)  # the layers of a model share it, and with it the program
+@lru_cache(maxsize=16)  # the layers of a model share the plan, and so its program
 def plan_append(plan: CachePlan, position: int, num_new: int) -> Plan:
     """The work of `num_new` rows from a position on, planned as rank 1 of two: rank 0 owns all rows before.
 
-    The planner makes the tiles among the new rows. The cached rows take the place of the first rank's chunks.
+    The planner makes the tiles among the new rows. The cached rows take the place of rank 0's chunks.
     """
     period = math.lcm(*plan.lengths)  # the plan among new rows depends on position mod period only
     shards = make_shards("contiguous", (position % period, num_new))
@@ -220,8 +221,8 @@ def plan_append(plan: CachePlan, position: int, num_new: int) -> Plan:
 
 
 def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Tile]:
-    """The new rows times all cached rows that they see: of a segment that is open at a position, or of a window."""
-    # Pieces of row numbers. A cached row lies in a slot, and a new one so many positions after `position`.
+    """The tiles of new rows times all cached rows that they see, in the segment at `position` or in a window."""
+    # These pieces count row numbers. `Piece.row` is the slot of a cached row, or the index of a new row in the call.
     seen = buffers.seen(position)
     keys: list[Piece] = []
     number = seen.start
@@ -234,14 +235,14 @@ def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Til
         reach = buffers.branch.window_reach(is_causal=True)
         keys, [queries] = cut_apart(keys, [(query, reach)])
     else:
-        # the new rows of the segment that is open now
+        # the new rows that lie in the segment at `position`
         left = buffers.segment_length - position % buffers.segment_length
         num_queries = buffers.before(position + min(left, num_new)) - seen.stop
         row = buffers.position_of(seen.stop) - position
         queries = [Piece(seen.stop, seen.stop + num_queries, row)] if num_queries else []
 
     for query, key in product(queries, keys):
-        # in a segment the new rows come after all cached ones, and see them whole
+        # in a segment all new rows come after all cached rows, so every query sees every key
         mask = mask_between(buffers.branch, query.start, key.start, is_causal=True)
         if mask is None:
             continue

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Plans and counts make no garbage. The search would double the time of a large plan."""
+    """Turn the search off. Plans and counts make no garbage, and the search would double the time of a large plan."""
     was_on = gc.isenabled()
     gc.disable()
     try:

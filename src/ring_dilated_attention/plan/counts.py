@@ -7,7 +7,7 @@ b - 1 of a segment of n positions, with a row of a head's phase among them. For 
     receives    the rows of others before its own last one if the pattern is causal, else those of all others
 
 B(x) of two phases differs by at most one row. So a sum over phases needs two numbers: how many phases there are, and
-how many of them have the additional row. Bisecting the sorted phases gives the second.
+how many of them have one row more. Bisecting the sorted phases gives the second.
 """
 
 from bisect import bisect_left
@@ -28,7 +28,7 @@ Pieces = Sequence[tuple[int, int]]  # (start, stop), counted from the start of t
 
 
 class SegmentShare(NamedTuple):
-    """What a rank may send of a segment of which it has rows, and what it receives. Others may have rows too."""
+    """What a rank may send of a segment of which it has rows, and what it receives. Other ranks may have rows of it."""
 
     place: tuple[int, int]  # the branch, and the position at which the segment starts
     # the size of each chunk that the rank may send of this segment, in units of B * D elements
@@ -38,7 +38,7 @@ class SegmentShare(NamedTuple):
 
 
 class Phases:
-    """Sums over phases of one rate. A phase counts as often as it is given."""
+    """Sums over phases of one rate. A phase that several heads have is given and counted several times."""
 
     def __init__(self, phases: Sequence[int], rate: int) -> None:
         self.phases = sorted(phases)
@@ -60,10 +60,10 @@ class Phases:
         """The sum of B(x) B(y)."""
         a, rest_a = divmod(x, self.rate)
         b, rest_b = divmod(y, self.rate)
-        # how many phases have the additional row
+        # how many phases have one row more than a, and than b
         more_a = bisect_left(self.phases, rest_a)
         more_b = bisect_left(self.phases, rest_b)
-        # Phases are sorted, so that the fewer are among the more: (a + 1) (b + 1) of these, and so on.
+        # Both groups are the first of the sorted phases, so min(more_a, more_b) phases have (a + 1) (b + 1).
         return self.num * a * b + a * more_b + b * more_a + min(more_a, more_b)
 
     def pairs(self, pieces: Pieces, length: int, *, is_causal: bool) -> int:
@@ -95,13 +95,13 @@ class Phases:
         """Rows of each piece of a segment, and the rows of others that queries in the pieces need."""
         rows = [self.rows(stop) - self.rows(start) for start, stop in pieces]
         first, end = pieces[0]
-        # the piece has a row of every phase
+        # a single piece that has a row of every phase
         if len(pieces) == 1 and end - first >= self.rate:
             return rows, self.rows(first) if is_causal else self.rows(length) - rows[0]
 
         foreign = 0
         for num_phases, phase in self._alike(chain((length,), *pieces)):
-            # own rows of one phase, and the number of its rows up to the end of the last piece that has one
+            # how many rows of the phase are own, and how many come up to the end of the last piece that has one
             num_own = 0
             last = 0
             for start, stop in pieces:
@@ -123,7 +123,7 @@ class Phases:
 
 
 def rows_before(position: int, phase: int, rate: int) -> int:
-    """B(x) of one phase."""
+    """How many rows of a phase lie before a position: B(x)."""
     return max(0, -((phase - position) // rate))
 
 
@@ -174,7 +174,7 @@ class Counter:
                 own, foreign = self.keys[number].own_and_foreign(
                     pieces, length, is_causal=is_causal
                 )
-                # If causal, other ranks need the later piece at other hops, so each piece is a chunk of its own.
+                # If causal, other ranks need a rank's pieces at different hops, so each piece is its own chunk.
                 rows = tuple([2 * x for x in own]) if is_causal else (2 * sum(own),)
                 if any(rows):
                     shares.append(SegmentShare((number, segment.start), rows, 2 * foreign))
@@ -198,9 +198,9 @@ class Segment(NamedTuple):
     """A segment that ranks share, or rows that a window sees on other ranks."""
 
     sharers: int  # the number of ranks with rows of it
-    # the size of the largest first chunk of all ranks; of the largest second, if any
+    # the size of the largest first chunk of any rank, then of the largest second chunk, if any
     largest: tuple[int, ...]
-    received: int  # what they receive together
+    received: int  # the size of all that the sharers receive together
 
 
 NO_SEGMENT = Segment(0, (), 0)
@@ -218,7 +218,7 @@ class JobCount(NamedTuple):
 
 @without_collection()
 def count_ranks(counter: Counter) -> JobCount:
-    """Count all ranks."""
+    """The counts of every rank and segment of a job."""
     pairs: list[int] = []
     received: list[int] = []
     shares_of_ranks: list[list[SegmentShare]] = []

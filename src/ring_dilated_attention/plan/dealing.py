@@ -15,7 +15,7 @@ class Dealing(NamedTuple):
 
     place: int  # this rank's place in the group
     lengths: tuple[int, ...]  # the number of positions of every rank of the group
-    # (place of the owner, its first row, number of rows) of each run of consecutive positions, in their order.
+    # (place of the owner, local row at which the run begins there, number of rows) of each run of consecutive positions
     runs: tuple[tuple[int, int, int], ...]
 
     @property

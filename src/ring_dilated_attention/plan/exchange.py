@@ -16,12 +16,13 @@ EXCHANGES = ("ring", "all_gather", "all_to_all")
 
 # Chunks up to this size cost less in one round than in several hops.
 SMALL_CHUNK_BYTES = 64 * 1024
-# Ranks of a ring send while they compute. Dealing does not, so it must send fewer bytes by this factor.
+# Ranks of a ring send while they compute. Ranks that deal heads wait, so they must send fewer bytes by this factor.
 ALL_TO_ALL_SAVING = 3
 
 
 class RankPlan(NamedTuple):
-    """What a rank does under an exchange. dealing: how it deals heads, or None. plan: for the heads dealt to it."""
+    """What a rank does under an exchange. dealing: how it deals heads before and after its work, or None. plan: its
+    work on the heads that it then has."""
 
     plan: Plan
     dealing: Dealing | None
@@ -68,13 +69,13 @@ def plan_exchange(exchange: str, job: Job, rank: int, inner: int = 1) -> RankPla
 
 
 def dealers(exchange: str, job: Job, inner: int) -> int:
-    """How many neighbouring ranks deal heads among them; 1 where none do."""
+    """How many neighbouring ranks deal heads to each other; 1 if heads are not dealt."""
     return job.num_ranks if exchange == "all_to_all" else inner
 
 
 def dealt(job: Job, size: int, place: int) -> tuple[Job, list[Dealing]]:
-    """If groups of `size` ranks deal heads: the job of the ranks at `place` in their groups, and each one's dealing.
-    ValueError if heads cannot be dealt."""
+    """If groups of `size` ranks deal heads: the job of the ranks at `place` in their groups, and their dealings, one
+    for each group. ValueError if heads cannot be dealt."""
     check_dealing(job.num_kv_held, size)
     share = len(job.held_heads) // size
     held = job.held_heads[place * share : (place + 1) * share]

@@ -3,7 +3,8 @@
 A *tile* is one call of a kernel: some query rows times some key rows. Both are strided views.
 A segment inside one span of a shard is local: its tile has the same rows on both sides. A segment that straddles shards
 has a *ring*, the ranks that share it. Each rank packs its dilated rows of the segment, its *chunk*, into a flat
-buffer, and the chunks travel along the ring. At hop s the rank at place i of g meets the chunk of place (i - s) mod g.
+buffer, and the chunks travel along the ring. At hop s the rank at place i of g
+places meets the chunk of place (i - s) mod g.
 
 Sizes and offsets of buffers are in units of B * D elements, so that a plan holds for any batch and head dim.
 """
@@ -41,14 +42,15 @@ class Tile(NamedTuple):
         return of_one * len(self.query.heads) * self.query.segments
 
     def split(self, max_rows: int, fewest_heads: int) -> Iterator["Tile"]:
-        """Split into calls of at most max_rows rows of queries, or of keys, each, but of at least `fewest_heads`
-        key/value heads, counted over segments. Query heads that share keys stay in one call."""
+        """Split the tile into tiles of at most max_rows query rows and at most max_rows key rows, over all heads and
+        segments. But each has at least `fewest_heads` key/value heads, counted over segments, even if it then has more
+        rows. Query heads that share keys stay together."""
         query = self.query
         key = self.key
         num_heads = len(query.heads)
         num_kv_heads = len(key.heads)
 
-        # how many heads, counted over segments, have so many rows
+        # how many query heads, counted over segments, have max_rows rows together
         most = max_rows // max(query.num_rows, key.num_rows)
         heads = max(fewest_heads, most * num_kv_heads // num_heads)
         segments = query.segments
@@ -82,9 +84,9 @@ class Message(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """What one rank does at one hop. Peers are ranks of the group. Chunks travel before the tiles. An own chunk that is
-    sent after hop 1 is packed again, because its buffer then holds chunks of others. Finished gradients go home to the
-    chunk's owner, and unfinished ones to the rank of the next hop."""
+    """What one rank does at one hop. Peers are ranks of the group. The chunks arrive before the tiles are computed.
+    An own chunk that is sent after hop 1 is packed again, because its buffer then holds chunks of other ranks. Finished
+    gradients go home to the chunk's owner, and unfinished ones to the rank that meets the chunk at the next hop."""
 
     sends: tuple[Message, ...] = ()  # chunks
     receives: tuple[Message, ...] = ()
@@ -93,26 +95,27 @@ class Hop(NamedTuple):
     grad_sends: tuple[Message, ...] = ()  # gradients of received chunks
     # gradients of the chunks of the next hop, and finished ones of own chunks
     grad_receives: tuple[Message, ...] = ()
-    # own chunks, each with the rank that meets it now; only `gathered` sends them
+    # own chunks, each with the rank that meets it at this hop; only `gathered` uses them
     targets: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """One rank's work. Over several hops the buffers of own and received chunks change places: they have one size."""
+    """One rank's work. Every hop but the last swaps the buffers of own and received chunks: both have one size."""
 
     rank: int
     num_rows: int
     num_heads: int
     num_kv_heads: int
     local: tuple[Tile, ...]
-    # which own key/value rows go where in the buffer of own chunks
+    # own key/value rows, each with its block in the buffer of own chunks
     packs: tuple[tuple[Rows, Block], ...]
     hops: tuple[Hop, ...]
     # sizes, in units of B * D elements, of the buffers of this rank's chunks, received chunks and returned gradients
     chunk_size: int
     received_size: int
     home_size: int
+    # whether the tiles that write (and do not add) cover every query row, and every key row
     query_covered: bool
     key_covered: bool
     cached: tuple[Tile, ...] = ()  # own queries times rows of a cache (one rank, forward only)
@@ -131,7 +134,7 @@ class Plan:
         return sum(tile.pairs for tile in self.tiles)
 
     def packs_of(self, message: Message) -> Iterator[tuple[Rows, Block]]:
-        """The own rows of a message's chunk, each with its block. Offsets count from the start of the chunk."""
+        """The own rows in the chunk of a message, each with its block. Offsets count from the start of the chunk."""
         stop = message.packed + message.size
         for rows, block in self.packs:
             if message.packed <= block.offset < stop:
@@ -146,8 +149,8 @@ class Plan:
 
 @lru_cache(maxsize=256)
 def gathered(plan: Plan) -> Plan:
-    """The same work in one round (all_gather): an owner sends its chunk to all ranks that meet it, and they send its
-    gradients back.
+    """The plan of the same work with one hop (all_gather): an owner sends its chunk to all ranks that meet it, and they
+    send its gradients back.
 
     This sends as many bytes as a ring, and waits once instead of g - 1 times. But a rank holds all chunks that it
     meets, and their gradients. Chunks lie in the order of their owners, then of hops.
@@ -159,16 +162,17 @@ def gathered(plan: Plan) -> Plan:
     received.sort(key=lambda x: x[0].owner)
     targets = sorted((m for hop in plan.hops for m in hop.targets), key=lambda m: m.peer)
 
-    # Where each chunk lies, now that all are held at a time.
+    # Where each chunk lies: all are held at the same time.
     chunks: list[Message] = []
     received_size = 0
-    moved: list[list[tuple[Message, int]]] = [[] for _ in plan.hops]  # with the new place, by hop
+    # by hop: each message with its new offset
+    moved: list[list[tuple[Message, int]]] = [[] for _ in plan.hops]
     for message, s in received:
         chunks.append(Message(message.owner, received_size, message.size, message.owner))
         moved[s].append((message, received_size))
         received_size += message.size
 
-    # The gradients that come home.
+    # The gradients of own chunks, which come home from the ranks that met them.
     gradients: list[Message] = []
     home_size = 0
     for target in targets:

@@ -69,24 +69,24 @@ class _Planner:
         # cached, because all ranks of a ring ask for the same rings
         self.rings_of = cache(RingMaker(job, self.index, self.groups).rings)
         self.window = window_of(job, self.index)
-        # rows lie alike in one chunk after another
+        # cached, because rows lie alike in many chunks: their tiles are the same
         self.tiles_of = lru_cache(maxsize=1024)(self.make_tiles)
 
     def covers(self) -> tuple[bool, bool]:
-        """Whether first tiles write all query rows; and all key rows."""
-        # The tiles of the first branch write. Under "split" each branch has heads of its own, and writes.
+        """Whether the tiles that write, not add, together write all query rows; and whether they write all key rows."""
+        # The tiles of the first branch write. Under "split" each branch has heads of its own, so its tiles write too.
         rates = [branch.dilation_rate for branch in self.pattern.branches]
         first_rates = rates[:1] if self.pattern.heads == "all" else rates
         is_covered = set(first_rates) == {1}
         return is_covered, is_covered and (self.pattern.heads == "all" or not self.shares_kv)
 
     def local_and_rings(self, rank: int) -> tuple[list[Tile], list[Ring]]:
-        """Tiles of all branches with own rows on both sides, and the rings of this rank."""
+        """The tiles of own queries and own keys, of all branches, and the rings of this rank."""
         tiles: list[Tile] = []
         rings: dict[tuple[int, int], tuple[Ring, ...]] = {}  # by branch and origin
         for number, branch in enumerate(self.pattern.branches):
-            sections: list[tuple[Piece, Span | None]] = []  # with the segment, if others share it
-            own_pieces: dict[Span, list[Piece]] = {}  # of segments that others share
+            sections: list[tuple[Piece, Span | None]] = []  # each with `Section.segment`
+            own_pieces: dict[Span, list[Piece]] = {}  # of segments that go on outside a span
             for span in self.shards[rank]:
                 for start, stop, segment in own_sections(span, self.borders, branch):
                     piece = self.index.piece(span, start, stop)
@@ -97,7 +97,7 @@ class _Planner:
             for piece, segment in sections:
                 if segment is None:
                     tiles += self.section_tiles(number, piece)
-                elif segment in own_pieces:  # and not met before
+                elif segment in own_pieces:  # only at its first piece: `pop` takes it out
                     rings[number, segment.start] = self.rings_of(number, *segment)
                     pieces = sorted(own_pieces.pop(segment))
                     # Each piece times itself comes first: these tiles write where the others add.
@@ -119,7 +119,7 @@ class _Planner:
         return tiles, own_rings
 
     def section_tiles(self, number: int, piece: Piece) -> Iterator[Tile]:
-        """Own queries times own keys of a section: whole segments, or of a window the positions of a document."""
+        """The tiles of own queries times own keys in a section: in whole segments, or for a window in a document."""
         branch = self.pattern.branches[number]
         is_causal = self.pattern.is_causal
         for meeting in meetings(branch, piece.length, is_causal=is_causal):
@@ -145,11 +145,11 @@ class _Planner:
     ) -> Iterator[Tile]:
         """The tiles of own queries times own keys under a mask, for all heads.
 
-        origin: where the segment starts. again: how often, and how many positions further each time.
+        origin: where the segment starts. again: how often a tile comes, and how many positions further each time.
         """
         rate = self.pattern.branches[number].dilation_rate
 
-        # The first branch writes what later ones add to. Under "split" each branch has heads of its own.
+        # The first branch writes, and later ones add to what it wrote. Under "split" each branch has heads of its own.
         is_split = self.pattern.heads == "split"
         first_query = query == key and (number == 0 or is_split)
         first_key = query == key and (number == 0 or (is_split and not self.shares_kv))
@@ -189,7 +189,7 @@ class _Planner:
         offset: int,
         rank: int,
     ) -> tuple[Tile, ...]:
-        """Queries of a piece times the keys of an entry, whose chunk lies in the buffer from `offset` on."""
+        """The tiles of a piece's queries times an entry's keys, whose chunk lies in the buffer from `offset` on."""
         rate = self.pattern.branches[number].dilation_rate
         query_bands = make_bands(entry.band.group, query, origin, rate)
 
@@ -204,18 +204,18 @@ class _Planner:
             )
             rows = query_band.query_rows(rate)
 
-            # A chunk comes after the local tiles, which write where it adds.
+            # The tiles of a chunk come after the local tiles: local tiles write, and these add.
             tile = Tile(rows, block, mask, first_query=False, first_key=False)
             tiles += self.blocks_of(tile, rank)
         return tuple(tiles)
 
     def blocks_of(self, tile: Tile, rank: int) -> Iterator[Tile]:
-        """Cut a tile into blocks of heads. So a kernel's result is small beside the tensor to which it is added.
+        """Cut a tile into blocks of heads, so that a kernel's result is small beside the tensor to which it is added.
 
         A result takes at most a third of one local tensor, unless blocks would then have fewer than 4 key/value heads,
         too few for the kernel's threads. A first tile of all rows stays whole: its result becomes the accumulator.
         """
-        # both in rows of one head
+        # both sizes count rows of one head
         local_size = shard_length(self.shards[rank]) * self.num_heads
         size = len(tile.query.heads) * tile.query.num_rows * tile.query.segments
         num_kv_heads = len(tile.key.heads)
@@ -248,7 +248,7 @@ class _Planner:
                 place.add_hop(s, lists)
             hops.append(Hop(*map(tuple, lists.values())))
 
-        # This rank may have done its part before the others of a ring have.
+        # At the last hops of a ring only other ranks may have something to do.
         while hops and not any(hops[-1]):
             hops.pop()
         return hops
@@ -264,8 +264,8 @@ class _PlaceInRing:
         self.offset = offset
         self.place = ring.place_of(rank)
 
-        # Whether a chunk is needed where it is due, by hop from 0 to last + 1: this rank's chunk; and the chunk that is
-        # due at this place, at the next, and at the previous one.
+        # For each hop from 0 to last + 1, whether a chunk is needed by the rank at which it is due. own: this rank's
+        # chunk. here, after, before: the chunk that is due at this place, at the next place, at the previous place.
         self.own = [ring.meets(self.place, s) for s in range(last + 2)]
         self.here = self._needed_at(self.place, last)
         self.after = self._needed_at(self.place + 1, last)
@@ -276,7 +276,7 @@ class _PlaceInRing:
         return [self.ring.meets((place - s) % num_places, s) for s in range(last + 2)]
 
     def message(self, peer: int, place: int, *, is_gradient: bool = False) -> Message:
-        """To or from a peer: the chunk of the rank at a place, or its gradient."""
+        """The message to or from a peer with the chunk of the rank at a place, or with the chunk's gradient."""
         place %= len(self.ring.ranks)
         return Message(
             peer,
@@ -288,7 +288,7 @@ class _PlaceInRing:
         )
 
     def tiles_with(self, owner: int) -> Iterator[Tile]:
-        """Own queries times the chunk of the rank at a place."""
+        """The tiles of own queries times the chunk of the rank at the place `owner`."""
         ring = self.ring
         for query in ring.queries[self.place]:
             for entry in ring.chunks[owner].entries:
@@ -310,11 +310,12 @@ class _PlaceInRing:
         previous = ranks[place - 1]
 
         if after[s] and (s == 1 or here[s - 1]):
-            # The chunk that was met at the hop before, or at hop 1 the own one, goes to the next place.
+            # The chunk of the hop before, or at hop 1 this rank's own chunk, goes to the next place.
             lists["sends"].append(self.message(following, place + 1 - s))
 
         if own[s]:
-            # Another rank meets this rank's chunk: its owner starts a range of hops, or ends it.
+            # Another rank meets this rank's chunk. If a range of hops begins, this rank sends the chunk. If the range
+            # ends, the chunk's gradient comes back.
             target = ranks[(place + s) % len(ranks)]
             lists["targets"].append(self.message(target, place))
             if s > 1 and not own[s - 1]:
@@ -323,7 +324,7 @@ class _PlaceInRing:
                 lists["grad_receives"].append(self.message(target, place, is_gradient=True))
 
         if here[s]:
-            # The chunk that is due here comes, is computed with, and its gradient leaves.
+            # The chunk that is due here arrives, the tiles read it, and its gradient leaves.
             due = (place - s) % len(ranks)
             owner = ranks[due]
             is_first = s == 1 or not before[s - 1]

@@ -7,7 +7,8 @@ This file alone decides the order of steps: on one device, in a ring (arXiv 2310
 `print(program)` shows it, a step to a line (docs/how_it_works.md).
 
 Beside its shards a rank holds two buffers of chunks, swapped at every hop. BUFFERS[(s + 1) % 2] holds the chunks of hop
-s, counted from 0. Backward has two more, of gradients. Except dealt heads, a rank keeps nothing else that it receives.
+s, counted from 0. Backward has two more buffers, of gradients. A rank keeps nothing else that it receives, except dealt
+heads.
 """
 
 from bisect import bisect_left
@@ -34,14 +35,14 @@ _INPUTS = {
     "forward": ("query", "key", "value"),
     "backward": ("dout", "query", "key", "value", "out", "lse"),
 }
-Tiles = Sequence[tuple[Tile, str]]  # each with the buffer of its keys
+Tiles = Sequence[tuple[Tile, str]]  # each with where its keys are, as in `Compute.keys`
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 
 # A program of more tiles (times batch entries) is made again for each call. Keeping it would take much memory, and
 # making it takes less time than computing its tiles.
 MOST_KEPT_TILES = 1000
 
-# Rows of a window's tiles that are copied in turned order at a time, where no kernel asks for fewer.
+# The most rows of a FROM_END tile that are copied in reverse order at a time, if the kernel has no `Packing.max_rows`.
 MOST_TURNED_ROWS = 2**18
 
 
@@ -55,7 +56,7 @@ class Program(tuple[Step, ...]):
 
 
 def program_of(plan: Plan, stage: str, facts: CallFacts) -> Program:
-    """`make_program`, kept for calls of the same shape."""
+    """The result of `make_program`, kept for the next call with the same plan and facts."""
     if plan.num_tiles * facts.batch > MOST_KEPT_TILES:
         return make_program(plan, stage, facts)
     return _kept(plan, stage, facts)
@@ -69,7 +70,7 @@ def make_program(plan: Plan, stage: str, facts: CallFacts) -> Program:
         make_steps()
         return Program(maker.made)
 
-    # Heads are dealt before and after.
+    # Heads are dealt for positions before the work, and back after it.
     inputs = _INPUTS[stage]
     if facts.has_dlse:
         inputs += ("dlse",)
@@ -86,8 +87,8 @@ _kept = lru_cache(maxsize=64)(make_program)
 
 
 class _Maker:
-    """Lists the steps of a stage, and remembers which accumulators there are, which hold something, and which gradients
-    are on their way."""
+    """Lists the steps of a stage, and remembers which accumulators exist, which hold gathered results, and which
+    gradients are on their way."""
 
     def __init__(self, plan: Plan, stage: str, facts: CallFacts) -> None:
         self.plan = plan
@@ -99,10 +100,10 @@ class _Maker:
         self.started: set[str] = set()
         self.gathered: set[str] = set()
 
-        # Names of own chunks that are sent at this hop, if it is not the first.
+        # Names of the buffers into which own chunks are packed again, to be sent at this hop.
         self.late: list[str] = []
 
-        # Waits for gradients of the current chunks, from the rank that had them before.
+        # The steps that wait for gradients of the current chunks, from the rank that had these chunks before.
         self.arriving: list[steps.Wait] = []
 
     def put(self, *new_steps: Step) -> None:
@@ -125,10 +126,10 @@ class _Maker:
         self.finish("out", "lse")
 
     def backward(self) -> None:
-        """dq, dk, dv of this rank's rows. `out` and `lse` are merged, so p = exp(score - lse) is over all keys.
+        """dq, dk, dv of this rank's rows. `out` and `lse` are over all keys, and so is p = exp(score - lse).
 
-        The chunks travel again, and their gradients follow one hop behind (`rings.py`). The owner of a chunk adds what
-        its own queries contribute.
+        The chunks travel again, and their gradients follow one hop behind (`rings.py`). The owner of a chunk adds the
+        gradients from its own queries.
         """
         plan = self.plan
         self.start_hop(0)
@@ -140,7 +141,7 @@ class _Maker:
             self.start_hop(s + 1)
             arrived = BUFFERS[(s + 1) % 2]
 
-            # The gradients of the chunks of this hop, and those that arrive meanwhile.
+            # sums: the buffer of the gradients of this hop's chunks. other: of the gradients that arrive meanwhile.
             sums = GRADIENTS[s % 2]
             other = GRADIENTS[(s + 1) % 2]
             if s == 0:
@@ -152,7 +153,7 @@ class _Maker:
             if s + 1 == len(plan.hops):
                 self.put(steps.Free((arrived,)))
 
-            self.put(*leaving)  # `other` is free from here on
+            self.put(*leaving)  # from here on `other` may be overwritten
             if s == 0:
                 self.put(steps.Take(other, plan.home_size, is_sum=True))
             leaving = self.send_gradients(s, sums, other)
@@ -161,12 +162,12 @@ class _Maker:
         self.finish("dq", "dk", "dv")
 
     def own_tiles(self) -> list[tuple[Tile, str]]:
-        """Tiles of own keys, each with where these lie."""
+        """The tiles of own queries and own keys, each with where its keys are."""
         return [(tile, OWN_CHUNKS if tile.packed else OWN_ROWS) for tile in self.plan.local]
 
     def start_hop(self, s: int) -> None:
-        """Start to send the chunks of hop s from one buffer and to receive others into the other. Own chunks are packed
-        before the first hop. After the last one, the buffer that was sent from is freed."""
+        """Start to send the chunks of hop s from one buffer and to receive chunks into the other buffer. Own chunks are
+        packed before the first hop. After the last hop, the buffer from which chunks were sent is freed."""
         plan = self.plan
         sent_from = BUFFERS[s % 2]
         received_in = BUFFERS[(s + 1) % 2]
@@ -184,7 +185,7 @@ class _Maker:
         sends: list[BufferSlice] = []
         for message in hop.sends:
             if s > 0 and message.owner == plan.rank:
-                # The buffer of own chunks holds others by now.
+                # The buffer of own chunks now holds chunks of other ranks.
                 name = f"own chunk sent late at hop {s + 1}, {message.packed}"
                 self.put(steps.Pack(name, message.size, tuple(plan.packs_of(message))))
                 self.late.append(name)
@@ -211,9 +212,10 @@ class _Maker:
     def send_gradients(self, s: int, sums: str, other: str) -> list[steps.Wait]:
         """Start to send the gradients of hop s. Returns the waits until they are sent.
 
-        Finished gradients go to the owners of their chunks, the others to the next rank. There are two posts, since
-        both arrive in one buffer: the others arrive after the finished ones have been added to dk and dv. Every rank
-        starts them in this order, so that no message waits for one that the peer starts later.
+        Finished gradients go to the owners of their chunks, unfinished ones to the next rank. There are two posts,
+        since both kinds arrive in one buffer: the unfinished ones arrive after the finished ones have been added to dk
+        and dv. Every rank starts the two posts in this order, so that no message waits for one that the peer starts
+        later.
         """
         hop = self.plan.hops[s]
         moment = f"backward, hop {s + 1}, gradients"
@@ -255,7 +257,7 @@ class _Maker:
             self.put(steps.Start(name, is_covered))
 
     def finish(self, *names: str) -> None:
-        """Turn accumulators into results, unless they were written as results."""
+        """Turn accumulators into results, unless they have the results' dtype already (`gathers_once`)."""
         if self.gathers_once:
             return
         for name in names:
@@ -269,7 +271,7 @@ class _Maker:
         return self.facts.kept_rows is not None and not self.plan.hops
 
     def partials(self, tiles: Tiles) -> None:
-        """Partials of tiles, each with where its keys are: merged one by one, or kept and merged together."""
+        """Compute the partials of tiles. Merge them one by one, or, if results are kept, all at once."""
         for kv_heads, block in self.head_blocks(tiles, ("out",)):
             for call, entry, keys in block:
                 self.put(steps.Compute(call, entry, "partial", keys, self.copied(call, keys)))
@@ -280,8 +282,11 @@ class _Maker:
         self.gathered.add("out")
 
     def all_gradients(self, tiles: Tiles, names: tuple[str, ...], sums: str = OWN_ROWS) -> None:
-        """Gradients of tiles: added one by one, or kept and added together. names: those of own rows. Others are added
-        one by one to `sums` of chunks."""
+        """Compute the gradients of tiles. Add them one by one, or, if results are kept, all at once.
+
+        names: the gradients of this rank's own rows. If dk and dv are not among them, the keys are those of a received
+        chunk: its dk and dv are added one by one to the buffer `sums`.
+        """
         for kv_heads, block in self.head_blocks(tiles, names):
             if block and self.facts.kept_rows is not None:
                 calls = tuple((call, entry) for call, entry, _ in block)
@@ -298,7 +303,7 @@ class _Maker:
                         how = self.how(name, call.key, call.first_key, entry, "add")
                         self.put(steps.Add(name, call, entry, how))
                     else:
-                        # what other ranks added is awaited as late as possible
+                        # wait as late as possible for the sums to which other ranks have added
                         self.await_gradients()
                         self.put(steps.Add(name, call, entry, "add", sums))
 
@@ -306,17 +311,20 @@ class _Maker:
         self.gathered.update(names)
 
     def gather(self, names: tuple[str, ...], kv_heads: range) -> None:
-        """Merge or add what was kept, if results are kept."""
+        """If results are kept, merge or add all of them."""
         if self.facts.kept_rows is not None:
             self.put(steps.Gather(names, kv_heads, adds=names[0] in self.gathered))
 
     def head_blocks(
         self, tiles: Tiles, names: tuple[str, ...]
     ) -> Iterator[tuple[range, list[tuple[Tile, int | None, str]]]]:
-        """Blocks of key/value heads, each with the kernel's calls for its part of the tiles: call, batch entry, keys.
+        """Blocks of key/value heads, each with the kernel's calls for its part of the tiles: (call, batch entry, where
+        the keys are).
 
-        There is one block, unless results are kept: then not too much is kept at a time. In that case this makes the
-        accumulators, and after the first time yields nothing if there are no tiles."""
+        There is one block, unless results are kept. Then there are so many that one keeps about `kept_rows` rows, or as
+        many as there are heads. This method also makes the accumulators of kept results. If there are no tiles, it
+        yields blocks only the first time, so that every row is written.
+        """
         num_heads = self.plan.num_kv_heads
         num_blocks = 1
         if self.facts.kept_rows is not None:
@@ -343,11 +351,11 @@ class _Maker:
             yield range(lo, hi), block
 
     def rows_kept(self, tile: Tile) -> int:
-        """Rows of one head, in all tensors that are kept of a tile (for one batch entry)."""
+        """How many rows (of one head) all kept tensors of a tile have together, for one batch entry."""
         query = tile.query.num_rows * len(tile.query.heads)
         if self.stage == "forward":
             return query * tile.query.segments
-        # dq, copies of dout and out; dk and dv
+        # query rows of dq and of the copies of dout and out; key rows of dk and dv
         key = tile.key.num_rows * len(tile.key.heads)
         return (3 * query + 2 * key) * tile.query.segments
 
@@ -363,12 +371,12 @@ class _Maker:
         return tile.of_heads(first // share, last // share)
 
     def calls(self, tile: Tile, keys: str) -> Iterator[tuple[Tile, int | None]]:
-        """The kernel's calls for a tile, each with its batch entry, or None if batch and segments fold into one stride.
-        A tile whose rows are copied is split, and one that is too large for a backward."""
+        """The kernel's calls for a tile, each with its batch entry, or None for all entries at once. A tile is split if
+        its rows are copied, or if it has too many rows for one call of backward."""
         facts = self.facts
         if tile.mask == FROM_END or self.copied(tile, keys):
             max_rows = facts.packing.max_rows if facts.packing else MOST_TURNED_ROWS
-            # in backward a thread takes whole heads
+            # in backward each thread of a kernel computes whole heads
             fewest_heads = 4 if self.stage == "backward" else 1
             calls = tile.split(max_rows // facts.batch, fewest_heads)
         else:
@@ -376,7 +384,7 @@ class _Maker:
 
         for call in calls:
             rows = call.query
-            # Then the last segment of one entry and the first of the next are as far apart as two segments.
+            # If the segments fill all rows, every two neighbouring segments are equally far apart, across entries too.
             fills = self.plan.num_rows == rows.segments * rows.segment_step
             if facts.batch == 1 or rows.segments == 1 or (facts.folds and fills):
                 yield call, None
@@ -385,7 +393,7 @@ class _Maker:
                     yield call, entry
 
     def calls_of_size(self, tile: Tile) -> Iterator[Tile]:
-        """The tile, split along segments (then heads) if it has more than `CallFacts.most_rows`."""
+        """The tile, split along segments, then heads, if it has more rows than `CallFacts.most_rows`."""
         most_rows = self.facts.most_rows
         if most_rows is None or self.stage == "forward":
             yield tile
@@ -393,7 +401,7 @@ class _Maker:
 
         query = tile.query
         padded_rows = query.num_rows + -query.num_rows % steps.ROW_BLOCK
-        # heads of one segment and batch entry
+        # how many heads, counted over segments, a call may have
         most_heads = max(most_rows // (padded_rows * self.facts.batch), 1)
         if len(query.heads) * query.segments <= most_heads:
             yield tile
@@ -407,7 +415,7 @@ class _Maker:
             return ()
 
         if self.facts.itemsize < 4:
-            # a few new rows read all of a cache: to copy it would take longer than to read it
+            # A few new rows read the whole cache once: copying the cache would take longer than reading it.
             if keys == CACHED_ROWS:
                 return ()
             return tuple(name for name in _INPUTS[self.stage] if name != "lse")
@@ -417,7 +425,7 @@ class _Maker:
         if self.stage == "backward" or is_short or more_rows * self.facts.batch > packing.max_rows:
             return ()
 
-        # The rows of a tensor are copied where they lie far apart. Those of a buffer lie side by side.
+        # Rows of query, key and value are copied if they lie far apart. Rows of a buffer lie side by side already.
         query_distance, key_distance = self.facts.distances
         names: list[str] = []
         if tile.query.step * query_distance >= packing.distance:
@@ -431,7 +439,8 @@ class _Maker:
         return tuple(names)
 
     def how(self, name: str, rows: Rows, is_first: bool, entry: int | None, otherwise: str) -> str:
-        """How a result enters its accumulator: a first result of all rows becomes the accumulator ("adopt")."""
+        """How a tile's result enters its accumulator, as in `step.Merge`. A first result that has all rows becomes the
+        accumulator ("adopt"). otherwise: the answer ("merge" or "add") for a result that is not the first."""
         if self.facts.kept_rows is not None:
             return "keep"
 

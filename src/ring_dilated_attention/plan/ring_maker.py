@@ -1,6 +1,6 @@
 """Find the rings of a straddling segment: which ranks share which of its heads. Pure integers, no torch.
 
-A segment of 8 positions at rate 4. Rank 0 owns two of them, and rank 1 six. Head h of 4 reads phase h:
+An example: a segment of 8 positions at rate 4. Rank 0 owns two positions, and rank 1 six. Head h of 4 reads phase h:
 
     position    0  1 | 2  3  4  5  6  7
     head 0      x    |       x              rows on both ranks
@@ -104,14 +104,17 @@ class RingMaker:
     def _carried_together(
         self, pieces: tuple[tuple[Piece, ...], ...]
     ) -> Iterator[tuple[slice, tuple[Hops, ...]]]:
-        """Which pieces of each place travel together, and the hops of each place. They are all pieces, or, if a causal
-        pattern needs the pieces of a rank at different hops, the i-th alone: each then travels in its own ring."""
+        """Which pieces of each place travel together, as a slice, and the hops at which they are needed, by place.
+
+        One slice of all pieces, unless a causal pattern needs the pieces of a rank at different hops. Then there is a
+        slice for each i: the i-th pieces of all places travel in a ring of their own.
+        """
         if self.pattern.is_causal:
             needed = causal_hops([[piece.start for piece in of_place] for of_place in pieces])
         else:
             needed = [[all_hops(len(pieces))] * len(of_place) for of_place in pieces]
 
-        # all pieces of each place at the same hops
+        # if all pieces of each place are needed at the same hops
         if all(len(set(of_place)) == 1 for of_place in needed):
             hops = tuple(of_place[0] for of_place in needed)
             if any(hops):
@@ -127,7 +130,7 @@ class RingMaker:
         self, branch: int, origin: int, stop: int
     ) -> Iterator[tuple[dict[int, list[Piece]], list[HeadGroup]]]:
         """Group the heads whose rows the same ranks need: yield these ranks, each with its pieces, and the heads.
-        A rank needs all rows of the phases of which it has rows; if causal, only those before its last piece."""
+        If a rank has rows of a phase, it needs all rows of that phase; if causal, only those before its last piece."""
         rate = self.pattern.branches[branch].dilation_rate
         pieces_of_ranks = self.index.pieces(origin, stop)
 

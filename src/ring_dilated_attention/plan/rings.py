@@ -1,11 +1,13 @@
 """Rings: which ranks share a straddling segment, what a chunk holds, and when it is needed. Pure integers, no torch.
 
-At hop s the chunk of the rank at place c of a ring is due at place c + s. It is sent there only if that rank needs it,
-so a chunk travels during *ranges* of hops. The owner sends it to the first rank of a range, and inside the range each
-rank passes it on. If the pattern is causal and shards are contiguous, no range wraps, and the ring is a line. Under
-zigzag only the ranks below the owner need the later piece of its shard. The owner sends this piece straight to rank 0,
-at the hop at which the earlier piece arrives there. In backward the gradient of a chunk follows one hop behind. It
-starts from zero at the first rank of each range, and the last rank of the range sends it to the owner.
+At hop s the chunk of the rank at place c of a ring is due at place c + s. It is sent there only if the rank at that
+place needs it, so a chunk travels during *ranges* of hops. The owner sends it to the first rank of a range, and inside
+the range each rank passes it on. If the pattern is causal and shards are contiguous, no chunk goes from the last place
+to the first: the ring is a line. Under zigzag only the ranks below the owner need the later piece of its shard. The
+owner sends this piece straight to rank 0, at the hop at which the earlier piece arrives there.
+
+In backward the gradient of a chunk follows one hop behind. The gradient starts from zero at the first rank of each
+range, and the last rank of the range sends it to the owner.
 
 Where pieces are shorter than the rate, a rank may have rows of some phases only. Heads then share a ring only if the
 same ranks hold their phases, so that a rank has queries for every row that it receives.
@@ -22,7 +24,7 @@ from .rows import Band, Block, Piece, make_bands
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A band of heads in a chunk and the block that holds it. piece: the number of its piece among the rank's."""
+    """A band of heads in a chunk, the block that holds its rows, and the number of its piece (of this rank's)."""
 
     piece: int
     band: Band
@@ -42,15 +44,15 @@ Hops = tuple[tuple[int, int], ...]  # ranges of hops: (first, last)
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """Heads of a straddling segment of a branch, and the ranks that hold rows of them, in order. Or, of a window, rows
-    of one rank and the ranks whose queries see them (`window_maker.py`)."""
+    """Some heads of a straddling segment of a branch, and the ranks that hold rows of these heads, in order. For a
+    window: some rows of one rank, and that rank with the ranks whose queries see them (`window_maker.py`)."""
 
     branch: int
-    origin: int  # where the segment starts, or the rows that a window sees
+    origin: int  # the position where the segment starts, or the rows that a window sees
     lane: int  # the number of this ring among those with this origin
     ranks: tuple[int, ...]
     queries: tuple[tuple[Piece, ...], ...]  # of each rank
-    keys: tuple[tuple[Piece, ...], ...]  # of each rank, as `chunks` number them
+    keys: tuple[tuple[Piece, ...], ...]  # of each rank; `Entry.piece` is an index of these
     chunks: tuple[Chunk, ...]  # of each rank
     needed: tuple[Hops, ...]  # for each rank, the hops at which its chunk is needed
 
@@ -88,15 +90,15 @@ def causal_hops(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
     """
     num_places = len(starts)
     hops: list[list[Hops]] = [[()] * len(of_place) for of_place in starts]
-    # Later pieces first, so that the places that need the piece at hand only become more.
+    # Later pieces come first: a place that needs a piece also needs all earlier pieces, so places are only added.
     pieces = [
         (start, place, i)
         for place, of_place in enumerate(starts)
         for i, start in enumerate(of_place)
     ]
-    # places that do not need it yet
+    # places that need none of the pieces so far
     waiting = sorted(range(num_places), key=lambda place: starts[place][-1])
-    needed_by: list[tuple[int, int]] = []  # ranges of neighbouring places that need it
+    needed_by: list[tuple[int, int]] = []  # ranges of places that need the piece
     for start, place, i in sorted(pieces, reverse=True):
         while waiting and starts[waiting[-1]][-1] > start:
             _add_place(needed_by, waiting.pop())
@@ -122,7 +124,7 @@ def _add_place(ranges: list[tuple[int, int]], place: int) -> None:
 
 
 def _hops(ranges: Sequence[tuple[int, int]], place: int, num_places: int) -> Hops:
-    """The hops at which a place's chunk is due at one of these places: first those above it, then those below."""
+    """The hops at which a place's chunk is due in these ranges of places: first at places above it, then below it."""
     above: list[tuple[int, int]] = []
     below: list[tuple[int, int]] = []
     for first, last in ranges:

@@ -82,11 +82,11 @@ class Piece(NamedTuple):
         return self.stop - self.start
 
     def slice(self, start: int, stop: int) -> "Piece":
-        """Positions start..stop-1 of it."""
+        """Positions start..stop-1 of the piece."""
         return Piece(start, stop, self.row + start - self.start)
 
     def cut(self, borders: Iterable[int]) -> "list[Piece]":
-        """Its parts between those of the borders that lie in it."""
+        """The piece, cut at the borders that lie inside it."""
         inside = {x for x in borders if self.start < x < self.stop}
         return [self.slice(a, b) for a, b in pairwise([self.start, *sorted(inside), self.stop])]
 
@@ -102,7 +102,7 @@ class Band(NamedTuple):
 
     @property
     def kv_heads(self) -> range:
-        """The band's K/V heads: one for each query head on a diagonal (`pattern.head_groups`), else all its group's."""
+        """The band's K/V heads. On a diagonal (`pattern.head_groups`) each query head has its own."""
         if self.group.phase_step:
             return self.group.kv_heads[self.lo : self.hi]
         return self.group.kv_heads
@@ -132,14 +132,14 @@ class Section(NamedTuple):
 
     start: int
     stop: int
-    # where the segment begins and ends of which this is a piece, because it goes on outside the span
+    # If this is a piece of a segment that goes on outside the span: where that segment begins and ends.
     segment: Span | None = None
 
 
 def own_sections(span: Span, borders: Sequence[int], branch: Branch) -> Iterator[Section]:
-    """Cut a span at the borders of documents, and of segments that the span does not hold whole.
+    """Cut a span at the borders of documents, and of segments of which the span holds only a part.
 
-    Whole segments that follow each other are one section. The last segment of a document may be shorter. A window has
+    Neighbouring whole segments are one section. The last segment of a document may be shorter. A window has
     no segments: each document's positions are one section.
     """
     for i in range(bisect_right(borders, span.start) - 1, bisect_left(borders, span.stop)):
@@ -151,7 +151,7 @@ def own_sections(span: Span, borders: Sequence[int], branch: Branch) -> Iterator
             yield Section(start, stop)
             continue
         length = branch.segment_length
-        # first border of a segment at or after start
+        # the first border of a segment at or after start
         whole = document - (document - start) // length * length
         if start < whole:
             yield Section(start, min(whole, stop), Span(whole - length, min(whole, end)))
@@ -164,21 +164,21 @@ def own_sections(span: Span, borders: Sequence[int], branch: Branch) -> Iterator
             yield Section(last, stop, Span(last, min(last + length, end)))
 
 
-@lru_cache(maxsize=1024)  # the same queries meet one chunk after another
+@lru_cache(maxsize=1024)  # the same piece of queries meets many chunks
 def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> tuple[Band, ...]:
     """Cut a head group into bands for a piece. Heads without rows in the piece are left out."""
     bands: list[Band] = []
     # heads of one phase are one band; on a diagonal each head reads a phase of its own
     heads_at_once = 1 if group.phase_step else len(group.query_heads)
     for j, phase in enumerate(group.phases):
-        # positions of the piece before its first row of the phase
+        # how many positions of the piece come before its first row of the phase
         ahead = (origin + phase - piece.start) % rate
         num_rows = -(-(piece.length - ahead) // rate)
         row = piece.row + ahead
         if num_rows <= 0:
             continue
 
-        # a head joins the band before if its rows go on one further
+        # a head joins the last band if its rows begin one after those of the head before, and are equally many
         last = bands[-1] if bands else None
         if last and (last.hi, last.num_rows, last.first + j - last.lo) == (j, num_rows, row):
             bands[-1] = last._replace(hi=j + 1)
@@ -190,11 +190,12 @@ def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> tuple[
 def cut_apart(
     keys: Iterable[Piece], queries: Iterable[tuple[Piece, int]]
 ) -> tuple[list[Piece], list[list[Piece]]]:
-    """Cut keys of a window, and pieces of queries that see some of them, at each other's borders. Of two pieces then
-    each query sees all keys, or none, or both are equally long and the mask is a triangle (`sight.mask_between`).
+    """Cut pieces of keys of a window, and pieces of queries that see some of them, at each other's borders. Then, for
+    every two pieces, all queries see all keys, or none, or both are equally long and the mask is a triangle
+    (`sight.mask_between`).
 
-    queries: each with the distance from a key to the last query that sees it, or, if the queries are earlier, minus the
-    distance to the first. They are returned in this order.
+    queries: each piece with the distance from a key to the last query that sees the key. If the queries come before the
+    keys: minus the distance to the first such query. The cut queries are returned in the order of `queries`.
     """
     queries = list(queries)
     cuts = {x - reach for piece, reach in queries for x in (piece.start, piece.stop)}
@@ -204,7 +205,7 @@ def cut_apart(
 
 
 def heads_between(group: HeadGroup, lo: int, hi: int) -> HeadGroup:
-    """Heads lo..hi-1 of a diagonal. A group of one phase is returned whole."""
+    """Heads lo..hi-1 of a group on a diagonal. A group of one phase is returned whole."""
     if not group.phase_step:
         return group
     return HeadGroup(

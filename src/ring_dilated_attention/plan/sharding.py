@@ -3,7 +3,7 @@
 A shard is a tuple of spans (start, stop) of global positions, in local order. Contiguous shards have one span. Zigzag
 shards have two: the sequence is cut into 2p near-equal slices, and rank k holds slices k and 2p-1-k. Under a causal
 pattern every rank then has about the same work: one slice that sees few keys and one that sees many. Under
-"zigzag_documents" each packed document is cut so by itself, and a shard has up to two spans of each.
+"zigzag_documents" each packed document is cut by itself in this way, and a shard has up to two spans of each document.
 """
 
 from bisect import bisect_left, bisect_right
@@ -56,8 +56,8 @@ def _document_shards(lengths: Sequence[int], documents: Borders) -> tuple[Shard,
 class Sharding(NamedTuple):
     """A rule by which ranks share a sequence."""
 
-    # (every rank's positions, borders of packed documents) -> every rank's shard. A rule whose shards are near-equal
-    # looks at the sum and the number of the positions.
+    # (every rank's number of positions, borders of packed documents) -> every rank's shard. A rule that does not take
+    # lengths uses only how many numbers there are, and their sum.
     shards: Callable[[Sequence[int], Borders], tuple[Shard, ...]]
     # whether a ShardSpec may set align or lengths, and so cut shards that are not near-equal
     takes_lengths: bool = False
@@ -73,14 +73,14 @@ WITHOUT_DOCUMENTS = [name for name, sharding in SHARDINGS.items() if not shardin
 
 
 def sharding_of(name: str) -> Sharding:
-    """The row of this name; ValueError if there is none."""
+    """The sharding with this name; ValueError if there is none."""
     if name not in SHARDINGS:
         raise ValueError(f"sharding={name!r} is unknown; choose one of {tuple(SHARDINGS)}.")
     return SHARDINGS[name]
 
 
 def make_shards(sharding: str, lengths: Sequence[int]) -> tuple[Shard, ...]:
-    """Every rank's shard, given every rank's number of positions; ValueError if the sharding has other numbers."""
+    """Every rank's shard, given every rank's number of positions; ValueError if the sharding gives other numbers."""
     return ShardSpec(sharding, len(lengths)).shards_of(lengths)
 
 
@@ -88,7 +88,8 @@ def make_shards(sharding: str, lengths: Sequence[int]) -> tuple[Shard, ...]:
 def deal_documents(documents: Borders, seq_len: int, num_ranks: int) -> tuple[Shard, ...]:
     """The shard of every rank if each document is cut as zigzag by itself; ValueError without documents.
 
-    Which slices of a document are longer by one depends on where it starts, so that short documents fall to all ranks.
+    Some slices of a document are longer by one. Which ones depends on where the document starts, so that the positions
+    of many short documents are spread over all ranks.
     """
     if documents is None:
         raise ValueError(
@@ -128,7 +129,7 @@ class ShardSpec(NamedTuple):
         return sharding_of(self.sharding).needs_documents
 
     def default_lengths(self, seq_len: int, documents: Borders = None) -> tuple[int, ...]:
-        """Every rank's number of positions of a sequence; ValueError if `lengths` adds up to another length."""
+        """How many positions of a sequence every rank owns; ValueError if `lengths` adds up to another length."""
         if self.lengths is not None:
             if sum(self.lengths) != seq_len:
                 raise ValueError(
@@ -145,7 +146,7 @@ class ShardSpec(NamedTuple):
         return tuple(lengths)
 
     def shards_of(self, lengths: Sequence[int], documents: Borders = None) -> tuple[Shard, ...]:
-        """Every rank's shard, given every rank's number of positions; ValueError if the cut has other numbers."""
+        """Every rank's shard, given every rank's number of positions; ValueError if this spec gives other numbers."""
         return _shards_of(self, tuple(lengths), documents)
 
 
@@ -212,7 +213,7 @@ def shard_length(shard: Shard) -> int:
 
 
 def first_rows(shard: Shard) -> Iterator[int]:
-    """The local row at which each span begins."""
+    """The local row at which each span begins; then the length of the shard."""
     return accumulate((span.stop - span.start for span in shard), initial=0)
 
 

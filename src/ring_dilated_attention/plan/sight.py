@@ -1,20 +1,24 @@
 """Who sees whom in a branch, as queries times keys under a mask. Pure integers, no torch.
 
-`Branch.in_reach` defines it for two positions. Here it is said of sections, so that kernels compute it: planner, counts
-and forecast read it here. Phases are not: a head then reads every r-th position of a section (`rows.py`).
+`Branch.in_reach` defines for two positions whether one sees the other. This file says it for sections of positions, as
+kernels compute it. Planner, counts and forecast use it. The dilation is left out here: of a section, a head reads every
+r-th position (`rows.py`).
 
-A *mask* is one of three. Row i of the queries sees, of as many keys or more,
+A *mask* is one of three. Query i of a section sees
 
     FULL        all keys
-    CAUSAL      the keys 0..i
-    FROM_END    the keys i.. (a kernel computes it as causal, with both sides turned round)
+    CAUSAL      keys 0..i, of as many keys as queries
+    FROM_END    keys i and later, of as many keys as queries (a kernel computes it as causal, in reverse order)
 
-Segments are full, or causal. A sliding window is cut into blocks. With a causal window of w, blocks of w rows:
+A segment's mask is full, or causal. A sliding window is cut into blocks. A causal window of w has blocks of w rows:
 
-    query i of a block      sees the keys 0..i of its block (CAUSAL)
-                            and of the block before those that are less than w away (FROM_END, w - 1 rows a side)
+    query i of a block      sees keys 0..i of its block (CAUSAL)
+                            and the keys of the block before that are less than w away (FROM_END, w - 1 of each)
 
-and with a centred one of h = w // 2, blocks of h rows: its own block whole, the block before FROM_END, the next CAUSAL.
+A centred window of w has blocks of h = w // 2 rows:
+
+    query i of a block      sees its block (FULL), keys of the block before (FROM_END) and of the next block (CAUSAL)
+
 A block may begin anywhere, since a window is the same everywhere. So each rank begins at its first row.
 """
 
@@ -29,7 +33,7 @@ FROM_END = "causal from the end"
 
 
 class Meeting(NamedTuple):
-    """Positions of queries times positions of keys. The same again `step` positions further, `number` times in all."""
+    """Positions of queries times positions of keys, `number` times in all, each time `step` positions further."""
 
     queries: range
     keys: range
@@ -39,7 +43,7 @@ class Meeting(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """(query, key) pairs, where a head reads every position."""
+        """How many (query, key) pairs there are for a head that reads every position."""
         return self.number * pairs_under(self.mask, len(self.queries), len(self.keys))
 
 
@@ -52,9 +56,9 @@ def pairs_under(mask: str, num_queries: int, num_keys: int) -> int:
 
 
 def meetings(branch: Branch, length: int, *, is_causal: bool) -> Iterator[Meeting]:
-    """Who sees whom among positions 0..length-1 of a document. They begin at the border of a segment.
+    """Who sees whom among positions 0..length-1, counted from the border of a segment, or from a window's first row.
 
-    The meetings of positions with themselves come first: each position is in one of them.
+    The meetings of a section with itself come first: each position is in exactly one of them.
     """
     size = block_length(branch, is_causal=is_causal)
     number, rest = divmod(length, size)
@@ -69,7 +73,7 @@ def meetings(branch: Branch, length: int, *, is_causal: bool) -> Iterator[Meetin
 
 
 def block_length(branch: Branch, *, is_causal: bool) -> int:
-    """The length of the sections that are met with themselves: segments, or the blocks of a window."""
+    """The length of a segment, or of a block of a window: the sections that meet themselves."""
     if branch.is_window and not is_causal:
         return max(branch.window_reach(is_causal=False), 1)
     return branch.segment_length
@@ -79,7 +83,7 @@ def _crossings(size: int, reach: int, length: int, is_causal: bool) -> Iterator[
     """What a window sees across the borders of its blocks."""
     if reach == 0:
         return
-    number = (length - reach) // size  # borders with `reach` positions after them
+    number = (length - reach) // size  # of borders that have `reach` positions after them
     if number:
         before = range(size - reach, size)
         after = range(size, size + reach)
@@ -87,7 +91,8 @@ def _crossings(size: int, reach: int, length: int, is_causal: bool) -> Iterator[
         if not is_causal:
             yield Meeting(before, after, CAUSAL, number, size)
     border = (number + 1) * size
-    if border < length:  # the last block is short: a square, and what lies nearer than all of it
+    # If the last block is short, with m queries: the m farthest keys under a triangle, and all nearer keys.
+    if border < length:
         before = range(border - reach, border)
         after = range(border, length)
         far, near = before[: len(after)], before[len(after) :]
@@ -102,7 +107,7 @@ def mask_between(branch: Branch, query: int, key: int, *, is_causal: bool) -> st
     """The mask between two sections of one segment, or of a window, that begin at these positions; None if no query
     sees a key.
 
-    Two different sections do not overlap. Those of a window are cut at each other's borders, a `window_reach` further.
+    Two different sections do not overlap. Sections of a window have been cut apart (`rows.cut_apart`).
     """
     if not branch.is_window:
         if is_causal and key >= query:

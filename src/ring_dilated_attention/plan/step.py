@@ -12,24 +12,24 @@ from .dealing import Dealing
 from .plan import Message, Tile
 from .rows import Block, Rows
 
-OWN_ROWS = "own rows"  # where a tile reads keys that are in no buffer
+OWN_ROWS = "own rows"  # a tile reads its keys from the tensor "key", not from a buffer
 CACHED_ROWS = "cached rows"
 OWN_CHUNKS, RECEIVED = BUFFERS = ("own chunks of K and V", "received chunks of K and V")
-ROW_BLOCK = 128  # of `Traits.most_rows`
+ROW_BLOCK = 128  # `Traits.most_rows` counts rows in blocks of this size
 GRADIENTS = ("dK and dV of received chunks", "dK and dV that arrive")
 STAGES = ("forward", "backward")
 
 
 class Packing(NamedTuple):
-    """Which tiles a kernel computes from copies, in which the rows lie side by side.
-    16-bit rows are copied to float32, so that no tile's results are rounded; but not those of a cache.
-    Other rows are copied in a forward, where that is faster: if they lie `distance` bytes apart or more, and a tile has
-    at least num_bytes / itemsize of them, of queries and of keys."""
+    """Which rows a kernel reads from copies, in which the rows lie side by side.
+    Rows of 16 bits are copied to float32, so that a tile's results are not rounded, except if the keys are cached rows.
+    Other rows are copied only where that is faster: in a forward, if they lie `distance` bytes apart or more, and if
+    each head of a segment has at least num_bytes / itemsize query rows in the tile, and as many key rows."""
 
     distance: int
     num_bytes: int
-    # Rows copied at a time. A larger tile is split by heads and segments. If one head of one segment has more rows than
-    # that, they are copied only if they have 16 bits.
+    # The most rows that are copied at a time. A larger tile is split by heads and segments. If one head of one segment
+    # has more rows than max_rows, they are copied only if they have 16 bits.
     max_rows: int
 
 
@@ -38,16 +38,17 @@ class CallFacts(NamedTuple):
 
     rounds_results: bool = False  # a tile's results have 16 bits, and its accumulators are float32
     batch: int = 1
-    folds: bool = True  # one stride steps through batch and segments; else several segments take a call per batch entry
+    # one stride steps through batch entries and segments; if not, a tile of several segments takes a call per entry
+    folds: bool = True
     dealing: Dealing | None = None  # how heads are dealt before and after
     has_dlse: bool = False  # lse has a gradient (backward)
     packing: Packing | None = None
     # bytes from one position to the next in query, and in key and value
     distances: tuple[int, int] = (0, 0)
-    itemsize: int = 4  # bytes of an element of these
-    most_rows: int | None = None  # of a call in backward, as `Traits.most_rows` counts them
-    # Results of tiles are kept, and then gathered in one pass over the rows: so many rows of one head at a time. None:
-    # each result is merged or added at once.
+    itemsize: int = 4  # bytes of an element of query, key and value
+    most_rows: int | None = None  # the most rows of a call in backward (`Traits.most_rows`)
+    # How many rows (of one head) of tiles' results are kept until one pass over the rows gathers them. None: each
+    # result is merged or added as soon as it is computed.
     kept_rows: int | None = None
 
 
@@ -71,14 +72,15 @@ class Sizes(NamedTuple):
 
 
 class Deal(NamedTuple):
-    """Exchange own positions of all heads of a tensor for all positions of this rank's heads (to_heads), or back."""
+    """Exchange a tensor between ranks. to_heads: a rank gives its positions of all heads, and gets all positions of its
+    own heads. Not to_heads: the way back."""
 
     name: str
     to_heads: bool
 
 
 class Pack(NamedTuple):
-    """Make a buffer of own key/value rows, dilated, side by side."""
+    """Copy into a new buffer, without gaps, this rank's key and value rows that the dilation selects."""
 
     name: str
     size: int
@@ -100,7 +102,7 @@ class Free(NamedTuple):
 
 
 class BufferSlice(NamedTuple):
-    """A message, which lies in the buffer `name` from `start` on."""
+    """Where a message lies: in the buffer `name`, from `start` on."""
 
     name: str
     start: int
@@ -114,7 +116,7 @@ class Post(NamedTuple):
     """Start to send and to receive."""
 
     ticket: str  # names the post in its `Wait`
-    moment: str  # names it in an error
+    moment: str  # names the post in an error
     sends: tuple[BufferSlice, ...]
     receives: tuple[BufferSlice, ...]
     is_apart: bool = False  # sends and receives have a `Wait` each
@@ -135,8 +137,9 @@ class Zero(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Make an accumulator; "out" means out and lse. is_covered: first tiles write all rows, so it is not filled.
-    is_result: it has the dtype of the result, since it is written once."""
+    """Make an accumulator; "out" means out and lse. is_covered: every row is written before anything is added to it, so
+    the accumulator is not filled. is_result: the accumulator is written only once, so it has the dtype of the result.
+    """
 
     name: str
     is_covered: bool
@@ -150,12 +153,12 @@ class Compute(NamedTuple):
     entry: int | None  # the batch entry, or None for all at once
     what: str  # "partial" (out and lse) or "gradients" (dq, dk and dv)
     keys: str  # the buffer that holds the keys and values, or OWN_ROWS, or CACHED_ROWS
-    # the kernel reads copies of these tensors' rows, side by side in the sums' dtype
+    # tensors whose rows the kernel reads from copies, side by side and in the accumulators' dtype
     copied: tuple[str, ...] = ()
 
 
 class Copy(NamedTuple):
-    """Copy the rows of dout, out and lse that the next gradients read: for each tile side by side."""
+    """Copy each tile's rows of dout, out and lse to tensors of its own, which the next `Compute` steps read."""
 
     calls: tuple[tuple[Tile, int | None], ...]  # tiles, each with its batch entry as in `Compute`
     kv_heads: range
@@ -171,8 +174,8 @@ class Merge(NamedTuple):
 
 
 class Add(NamedTuple):
-    """Add a tile's gradient to dq, dk or dv, or to a buffer of chunks' gradients. how: "adopt", "write", "add" or
-    "keep"."""
+    """Add a tile's gradient to dq, dk or dv, or to the buffer `sums` of chunks' gradients. how: "adopt", "write", "add"
+    or "keep", as in `Merge`."""
 
     name: str
     tile: Tile
@@ -183,7 +186,7 @@ class Add(NamedTuple):
 
 class Gather(NamedTuple):
     """Merge all kept partials, or add all kept gradients, in one pass over the rows of these heads. "out" means out and
-    lse. adds: the accumulators hold something already."""
+    lse. adds: the accumulators hold earlier results, which must not be lost."""
 
     names: tuple[str, ...]
     kv_heads: range
@@ -205,14 +208,14 @@ class Finish(NamedTuple):
 class Traits(NamedTuple):
     """The traits of a kernel on which programs and memory depend."""
 
-    # (query, key, dout or None, threads) -> bytes that a kernel's call takes and frees beside its results.
+    # (query, key, dout or None, threads) -> bytes that a call of the kernel allocates beside its results, and frees.
     scratch: Callable[[Any, Any, Any, int], int]
-    # the tiles whose rows are first copied side by side; None if no tile's are
+    # which rows the kernel reads from copies; None if it needs none
     packing: Packing | None = None
-    # (head dim, whether lse has a gradient) -> the most rows of query heads in a call of backward, where each head of a
-    # segment counts a whole number of ROW_BLOCKs. None: there is no limit.
+    # (head dim, whether lse has a gradient) -> the most query rows, over all heads and segments, in a call of backward.
+    # The rows of each head of a segment are rounded up to a multiple of ROW_BLOCK. None: there is no limit.
     most_rows: Callable[[int, bool], int] | None = None
-    # the most bytes of results that are kept at a time, where they are
+    # the most bytes of results that are kept at a time, if results are kept (`Kernel.merging`)
     kept_bytes: int = 2**29
 
 
@@ -223,7 +226,7 @@ Step = (
 
 
 def text_of(step: Step) -> str:
-    """A step in a line."""
+    """A step as a line of text."""
     entry = getattr(step, "entry", None)
     of = "" if entry is None else f", batch entry {entry}"
     match step:

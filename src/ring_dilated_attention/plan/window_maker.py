@@ -1,9 +1,9 @@
 """Find which rows a sliding window sees in other spans, and the rings that carry them. Pure integers, no torch.
 
-A *portion* is what one span holds of one document. Inside a portion a window needs nobody else (`sight.meetings`). Its
-first queries also see the last rows of the portions before, and, if the window is centred, its last queries the first
-rows of the portions after. A rank sends only rows that others see: each has a ring of its owner and those who see it.
-In most jobs a ring has two ranks, and all rows travel at its first hop.
+A *portion* is what one span holds of one document. Most of its queries see rows of the portion only
+(`sight.meetings`). The first queries also see the last rows of the portions before it. If the window is centred, the
+last queries also see the first rows of the portions after it. A rank sends only rows that other ranks see, in rings of
+their owner and the ranks that see them. In most jobs a ring has two ranks, and all rows travel at its first hop.
 """
 
 from bisect import bisect_left, bisect_right
@@ -28,7 +28,8 @@ class Portion(NamedTuple):
     document: Span
 
 
-# What is seen of a portion: its keys, cut, and the queries of each other portion that sees some, cut.
+# What other portions see of a portion: its keys, and for each other portion the queries that see some of them. Both are
+# cut into pieces by `cut_apart`.
 Sight = tuple[list[Piece], list[tuple[Portion, list[Piece]]]]
 
 
@@ -42,7 +43,7 @@ class Crossing(NamedTuple):
 
 
 class WindowMaker:
-    """Makes the rings of a window, and finds what its own spans see of each other."""
+    """Makes the rings of a window, and finds what the spans of one rank see of each other."""
 
     def __init__(self, job: Job, index: ShardIndex) -> None:
         self.job = job
@@ -54,12 +55,12 @@ class WindowMaker:
         )
         self.is_causal = job.pattern.is_causal
         self.reach = self.branch.window_reach(is_causal=self.is_causal)
-        # cached, because all ranks of a ring ask for the same
+        # cached, because all ranks of a ring ask for the same portions
         self.rings_of = cache(self._rings)
         self.sight_of = cache(self._sight)
 
     def portions(self, rank: int) -> Iterator[Portion]:
-        """A rank's portions of which others may see rows, or that may see others' rows: those at the ends of spans."""
+        """A rank's portions at the ends of its spans. Only these can see rows of other portions, or be seen by them."""
         borders = self.job.borders
         for span in self.job.shards[rank]:
             # the documents in which the span begins and ends
@@ -113,12 +114,12 @@ class WindowMaker:
         return mask_between(self.branch, query.start, key.start, is_causal=self.is_causal)
 
     def seen_from(self, portion: Portion) -> list[Portion]:
-        """The other portions of which queries of this one see rows."""
+        """The other portions whose rows the queries of this portion see."""
         seen = list(self.before(portion))
         return seen if self.is_causal else [*seen, *self.after(portion)]
 
     def crossings(self, rank: int) -> Iterator[Crossing]:
-        """What a rank's queries see of other portions, its own and others'."""
+        """What a rank's queries see of other portions, of the same rank and of other ranks."""
         for portion in self.portions(rank):
             for seen in self.seen_from(portion):
                 keys, queries = self.sight_of(seen)
@@ -129,13 +130,14 @@ class WindowMaker:
                         yield Crossing(query, key, mask, seen.rank)
 
     def rings(self, rank: int) -> Iterator[tuple[tuple[int, int], tuple[Ring, ...]]]:
-        """The rings of this rank's rows, and of those that it sees, by branch and origin. It may be in none of them."""
+        """The rings of a rank's rows and of the rows that it sees, by branch and origin. The rank may be in none of the
+        rings."""
         for portion in self.portions(rank):
             for other in (portion, *self.seen_from(portion)):
                 yield (self.number, other.piece.start), self.rings_of(other)
 
     def _rings(self, portion: Portion) -> tuple[Ring, ...]:
-        """The rings that carry rows of a portion: one for the rows that are seen by the same ranks."""
+        """The rings that carry rows of a portion: one for each run of rows that the same ranks see."""
         keys, queries = self.sight_of(portion)
 
         def seers(key: Piece) -> tuple[int, ...]:
@@ -181,5 +183,5 @@ class WindowMaker:
 
 
 def window_of(job: Job, index: ShardIndex) -> WindowMaker | None:
-    """The window of a pattern, if it has one."""
+    """The maker of a window's rings, or None if the job's pattern has no window."""
     return None if job.pattern.window is None else WindowMaker(job, index)

@@ -1,4 +1,5 @@
-"""Appends rows to a cache. They attend to cached rows and each other. Those that a later query can see are kept.
+"""Appends new rows to a cache. New rows attend to cached rows and to each other. The cache then keeps those new rows
+that a later query can see.
 
 Three rows are appended at position 12, in a branch of w = 8 and r = 2. A head of phase 0 reads two of them:
 
@@ -9,7 +10,8 @@ Three rows are appended at position 12, in a branch of w = 8 and r = 2. A head o
     queries 12, 14 x keys 8, 10         whole, from the slots 0 and 1: the plan's `cached` tiles
     queries 12, 14 x keys 12, 14        causal, from the new rows: the plan's `local` tiles
 
-Then the rows 6 and 7 are written to the slots 2 and 3. A single row is written first, and reads itself from its slot.
+Then the rows 6 and 7 are written to the slots 2 and 3. If only one row is appended, it is written first, and its query
+reads it from its slot.
 
 P partials, B batch, M new positions, H query heads, G key/value heads, C slots of a buffer, L rows of a buffer, m query
 heads that share a key/value head, D head dim. Memory is (2, B, rows, D): keys and values of all buffers.
@@ -45,7 +47,7 @@ def append(
 ) -> tuple[Tensor, Tensor]:
     """out (B, M, H, D) and lse (B, M, H) of the new rows. Each batch entry goes on from its own position.
 
-    To read the positions the host waits for the GPU.
+    The host waits for the GPU, because it must read the positions.
 
     Args:
         memory: written to.
@@ -75,7 +77,7 @@ def append(
         if count == 1 and plan.keep > 0:
             for buffers in plan.of_position(position):
                 buffer_2BGCD = buffer_view(memory[:, entries], buffers)
-                # keys and values that the new row takes the place of, (2, B, G, D)
+                # the keys and values that the new row overwrites, (2, B, G, D)
                 slot = buffer_2BGCD[:, :, :, buffers.before(position) % buffers.capacity]
                 written_over.append((slot, slot.clone()))
 
@@ -99,7 +101,7 @@ def append(
             slot.copy_(rows)
         raise
 
-    # Several rows are written last, because they take the place of rows: no run can fail now.
+    # Several rows are written last, because they overwrite others: no run can fail now.
     for entries, position, count in runs:
         if count > 1:
             write(plan, key[entries, :count], value[entries, :count], memory[:, entries], position)
@@ -112,7 +114,7 @@ def append(
         new_floors.append(max(floor, plan.floor(end)))
     progress.copy_(torch.tensor([ends, new_floors], device="cpu"))
 
-    # Mostly all entries are alike: then the results need no copy.
+    # Mostly all entries have one position and number of rows. Then the results need no copy.
     if len(runs) == 1 and counts == [num_new] * batch:
         return results[0]
 
@@ -165,7 +167,7 @@ def _one(
     memory: Tensor,
     t: int,
 ) -> tuple[Tensor, Tensor]:
-    """out (B, 1, H, D) and lse (B, 1, H) of the row at position t. It is written first, so that it sees itself.
+    """out (B, 1, H, D) and lse (B, 1, H) of the row at position t. The row is written first, so that it sees itself.
 
     There is no plan and no program: the buffers that have the phase of t are read, one after the other.
     """
@@ -173,7 +175,7 @@ def _one(
     buffers_of_row = list(plan.of_position(t))
     branches = sorted({buffers.number for buffers in buffers_of_row})
 
-    # One partial for each branch. A head that a branch gives no keys keeps the identity of a merge.
+    # One partial for each branch. A head without keys in a branch keeps (0, -inf), the identity of a merge.
     shape = (max(len(branches), 1), batch, num_heads)
     dtype = accumulator_dtype(query.dtype)
     outs_PBHD = torch.zeros((*shape, head_dim), dtype=dtype, device=query.device)
@@ -181,7 +183,7 @@ def _one(
 
     new_2BGD = torch.stack((key[:, 0], value[:, 0]))
     for buffers in buffers_of_row:
-        # Write the row. Its number is the last that it sees.
+        # Write the row. It sees rows up to its own number.
         number = buffers.before(t)
         slot = number % buffers.capacity
         both_2BGCD = buffer_view(memory, buffers)
@@ -238,7 +240,7 @@ def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -
     """Write the new rows that a later query can see. The first row of key and value is position t."""
     end = t + key.shape[1]
     for buffers in plan.buffers:
-        # those of the kept rows that are new
+        # the kept rows that are new
         kept = plan.kept(buffers, end)
         numbers = range(max(kept.start, buffers.before(t)), kept.stop)
 
@@ -274,7 +276,7 @@ def place(buffers: Buffers, numbers: range, memory: Tensor, both_2BGLD: Tensor) 
 def placed(buffers: Buffers, numbers: range, memory: Tensor) -> Tensor:
     """Keys and values of the rows with these numbers, from their slots: (2, B, G, L, D)."""
     buffer_2BGCD = buffer_view(memory, buffers)
-    runs = [buffer_2BGCD[:, :, :, :0]]  # no rows are a tensor too
+    runs = [buffer_2BGCD[:, :, :, :0]]  # so that there is a tensor even without rows
     for slots in buffers.slots(numbers):
         runs.append(buffer_2BGCD[:, :, :, _slice(slots)])
     return torch.cat(runs, dim=3)
@@ -305,7 +307,7 @@ def packed_size(plan: CachePlan, shard: Shard, position: int, like: Tensor) -> i
 
 
 def unpack(plan: CachePlan, shard: Shard, position: int, flat: Tensor, memory: Tensor) -> None:
-    """Write the rows that `packed` returned."""
+    """Write the rows that `packed` returned into the memory of a cache."""
     _, batch, _, head_dim = memory.shape
     for buffers, numbers, _ in plan.kept_of(shard, position):
         # keys and values (2, B, G, L, D) of one buffer and span

@@ -74,7 +74,7 @@ class DilatedCache:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}.")
 
-        self.device = torch.empty(0, device=device).device  # with its index
+        self.device = torch.empty(0, device=device).device  # "cuda" with its index
         self._refuse_what_does_not_fit()
 
         # Keys and values of all buffers: (2, B, rows, D).
@@ -272,7 +272,7 @@ class DilatedCache:
             )
 
         progress: Any = state.get("progress")  # (2, saved sequences)
-        saved: Any = state.get("rows")  # (2, rows, D) of each
+        saved: Any = state.get("rows")  # a tensor (2, rows, D) for each sequence
         if isinstance(saved, list) and len(saved) not in (1, self.batch):
             raise ValueError(
                 f"the state has {len(saved)} sequences; this batch needs 1 or {self.batch}."
@@ -287,7 +287,7 @@ class DilatedCache:
             plan.pattern, plan.num_heads, plan.num_kv_heads, None, state.get("keep"), plan.held
         )
 
-        # Of each saved sequence: its positions, and the lowest that `crop` may go back to.
+        # For each saved sequence: its number of positions, and the lowest position that `crop` may go back to.
         places = progress.T.tolist()
         for b, (position, floor) in enumerate(places):
             if limit is not None and position > limit:
@@ -331,14 +331,14 @@ class DilatedCache:
                 continue
             target = targets[buffers.number, buffers.phase, buffers.kv_heads]
 
-            # This cache may keep fewer of the rows: the last.
+            # This cache may keep fewer rows than were saved: the last ones.
             first = max(saved.start, self.plan.kept(target, position, floor).start)
             numbers = range(first, saved.stop)
             both_2BGLD = both.unflatten(2, (len(buffers.kv_heads), len(saved)))
             place(target, numbers, entry, both_2BGLD[..., first - saved.start :, :])
 
     def _described(self) -> dict[str, Any]:
-        """What two caches must share so that one can load the other's state. In plain types, which torch.load takes."""
+        """What two caches must share so that one can load the other's state, in plain types that torch.load takes."""
         plan = self.plan
         return self.pattern.as_dict() | {
             "num_heads": plan.num_heads,
@@ -349,7 +349,7 @@ class DilatedCache:
         }
 
     def _entries(self, call: str, rows: Sequence[int] | Tensor) -> Tensor:
-        """The numbers of batch entries as a tensor; ValueError for others."""
+        """The numbers of batch entries as a tensor; ValueError for anything else."""
         if isinstance(rows, Tensor):
             rows = rows.tolist()
         entries = list(rows) if isinstance(rows, Iterable) else [None]
@@ -380,7 +380,7 @@ class DilatedCache:
         return 2 * self.batch * self.num_rows * self.head_dim * self.dtype.itemsize
 
     def _refuse_what_does_not_fit(self) -> None:
-        """Raise ValueError if the memory is not there: a system would end the process, or swap."""
+        """Raise ValueError if there is too little free memory. The system would end the process, or swap."""
         free = free_bytes(self.device)
         if free is None or self._bytes_of_rows() <= free:
             return
@@ -445,14 +445,14 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type != "cpu":
         return None
 
-    # of the whole machine
+    # the free memory of the whole machine
     try:
         lines = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(lines["MemAvailable:"]) * 1024
     except (OSError, KeyError):  # not Linux
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
-    # of a container: a number, or "max"
+    # the limit of a container: a number, or "max"
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:

@@ -1,10 +1,10 @@
 """Carries out a program (`plan/program.py`) on one rank's tensors.
 
-A forward on the later of two ranks that share a causal segment. `print(program)` shows the steps on the left; each is
-done by the method of its name.
+An example: a forward on the later of two ranks that share a causal segment. `print(program)` shows the steps on the
+left. Each is carried out by the method of its name.
 
-    pack     own chunks of K and V            a new buffer: own keys and values, dilated, side by side
-    take     received chunks of K and V       a buffer for those of the other rank
+    pack     own chunks of K and V            copy the own key and value rows that the dilation selects to a buffer
+    take     received chunks of K and V       allocate a buffer for the other rank's key and value rows
     post     hop 1, keys and values           both ranks start to send and to receive
     compute  own queries x own chunk          meanwhile the kernel computes a partial, (B, H, M, D) and (B, H, M)
     start    out                              the accumulators out (B, N, H, D) and lse (B, N, H)
@@ -14,8 +14,8 @@ done by the method of its name.
     merge    merge                            the second partial is merged with the first by their lse
     finish   out, lse                         the accumulators are rounded to the dtypes of the results
 
-B batch, N positions, H query heads, G key/value heads, M query rows of a tile, L key rows of a tile, D head dim. In the
-tensors of a tile B counts its segments too.
+B batch, N positions, H query heads, G key/value heads, M query rows of a tile, L key rows of a tile, D head dim. In a
+tile's tensors B counts batch entries times segments.
 """
 
 import math
@@ -83,19 +83,19 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq (B, N, H, D), dk and dv (B, N, G, D) of this rank's rows.
 
-    rows: all of this rank, where each tile takes its own: (B, N, H or G, D), and lse and dlse (B, N, H).
+    rows: the tensors of all positions of this rank: (B, N, H, D) or (B, N, G, D), but lse and dlse (B, N, H).
     """
     tensors = {name: x for name, x in rows._asdict().items() if x is not None}
     results = _Executor("backward", rank_plan, options, tensors).carry_out()
     return results["dq"], results["dk"], results["dv"]
 
 
-# An accumulator has the shape of this input.
+# Each accumulator has the shape of an input.
 _LIKE = {"out": "query", "dq": "query", "dk": "key", "dv": "value"}
 
 
 class _Executor:
-    """One stage of one call. `alive` holds all tensors by their names in the program:
+    """Carries out one stage of one call. `alive` holds all tensors by their names in the program:
 
         query, out, dout, dq          (B, N, H, D)
         lse, dlse                     (B, N, H)
@@ -125,14 +125,14 @@ class _Executor:
         # Results of the current tile, by name: out, dq (B, H, M, D), lse (B, H, M), dk and dv (B, G, L, D).
         self.results: dict[str, Tensor] = {}
 
-        # If the kernel has functions that gather the results of many tiles: results until they are gathered, by name.
+        # The kernel's functions that gather the results of many tiles, or None. Kept results wait for them, by name.
         self.merging = self.kernel.merging(query)
         self.kept: dict[str, list[TileRows]] = {}
 
-        # (dout, out, lse) of the next tiles, side by side: (B, H, M, D) twice, and (B, H, M or more).
+        # Copies of (dout, out, lse) for each of the next tiles: (B, H, M, D) twice, and (B, H, M or more).
         self.laid_out: deque[tuple[Tensor, ...]] = deque()
 
-        # By ticket: what is sent, what is received.
+        # By ticket of a post: the messages that it sends, and those that it receives.
         self.posted: dict[str, tuple[Pending, Pending]] = {}
 
     def carry_out(self) -> dict[str, Tensor]:
@@ -141,7 +141,7 @@ class _Executor:
         itemsize = self.dtype.itemsize
         has_dlse = "dlse" in self.alive
 
-        # Rows of which tiles the kernel reads from copies.
+        # Which rows the kernel reads from copies.
         packing = traits.packing
         if itemsize == 2 and self.kernel.takes_short_rows(self.dtype):
             packing = None
@@ -184,7 +184,7 @@ class _Executor:
     # Views of the tensors in `alive`.
 
     def rows(self, name: str, rows: Rows, entry: int | None) -> Tensor:
-        """Rows of a tile: (B, heads, M, D), or (B, heads, M) of lse. entry: of one batch entry, or None for all."""
+        """A view of a tile's rows, (B, heads, M, D), or (B, heads, M) of lse. entry: a batch entry, or None for all."""
         x = self.alive[name]
         if entry is not None:
             x = x[entry : entry + 1]
@@ -208,7 +208,7 @@ class _Executor:
     # One method for each step. First those of the exchange.
 
     def deal(self, step: steps.Deal) -> None:
-        """(B, N, H, D) -> (B, T, h, D), or back (see `to_heads`)."""
+        """Exchange a tensor (B, N, H, D) for (B, T, h, D), or back: see `to_heads` below."""
         dealing = self.dealing
         dealer = self.options.dealer
         assert dealing is not None
@@ -221,7 +221,7 @@ class _Executor:
         self.alive[step.name] = x
 
     def pack(self, step: steps.Pack) -> None:
-        """Copy own key/value rows into a new buffer."""
+        """Copy the key and value rows of this rank's chunks into a new buffer."""
         buffer = self.flat(step.size, self.dtype)
         for rows, block in step.packs:
             key, value = self.block(buffer, block)  # (B, G, L, D) each
@@ -235,7 +235,7 @@ class _Executor:
         self.alive[step.name] = self.flat(step.size, dtype)
 
     def flat(self, size: int, dtype: torch.dtype) -> Tensor:
-        """A buffer of so many units, not filled: (size · B · D,)."""
+        """An unfilled buffer of `size` units: (size · B · D,)."""
         num_elements = size * self.batch * self.head_dim
         return torch.empty(num_elements, dtype=dtype, device=self.device)
 
@@ -266,7 +266,7 @@ class _Executor:
             received.wait()
 
     def zero(self, step: steps.Zero) -> None:
-        """The sums of the gradients of a chunk begin here: no rank before has added to them."""
+        """Set the sums of a chunk's gradients to zero. This is the first rank that adds to them."""
         self.slice_of(step.where).zero_()
 
     def unpack(self, step: steps.Unpack) -> None:
@@ -280,10 +280,10 @@ class _Executor:
     # The kernel's calls, and the tensors that they read.
 
     def compute(self, step: steps.Compute) -> None:
-        """The partial of a tile, or its gradients, into `results`."""
+        """Compute a tile's partial, or its gradients, and put the tensors into `results`."""
         tile = step.tile
         scale = self.options.scale
-        is_causal = tile.mask != FULL  # FROM_END too, since `copied` has turned the rows round
+        is_causal = tile.mask != FULL  # FROM_END too, since `copied` has reversed the rows
         if step.what == "partial":
             query = self.tile_rows(step, "query")  # (B, H, M, D)
             key, value = self.keys(step)  # (B, G, L, D)
@@ -294,16 +294,16 @@ class _Executor:
             dq, dk, dv = self.kernel.backward(rows, is_causal, scale)
             self.results = {"dq": dq, "dk": dk, "dv": dv}
 
-        # All results have their rows in dim 2.
+        # Put the rows back in their order. All results have them in dim 2.
         if tile.mask == FROM_END:
             self.results = {name: result.flip(2) for name, result in self.results.items()}
 
     def tile_rows(self, step: steps.Compute, name: str) -> Tensor:
-        """The query's rows of a tile, in one of the tensors that have such rows: (B, H, M, D), or (B, H, M)."""
+        """A tile's query rows of query, dout or out (B, H, M, D), or of lse or dlse (B, H, M)."""
         return self.copied(step, name, self.rows(name, step.tile.query, step.entry))
 
     def keys(self, step: steps.Compute) -> tuple[Tensor, Tensor]:
-        """Keys and values of a tile, (B, G, L, D): own rows, rows of a cache, or a block of a buffer of chunks."""
+        """Keys and values of a tile, (B, G, L, D) each: own rows, rows of a cache, or a block of a buffer of chunks."""
         tile = step.tile
         if step.keys in (OWN_ROWS, CACHED_ROWS):
             assert isinstance(tile.key, Rows)
@@ -320,7 +320,7 @@ class _Executor:
         return key, value
 
     def copied(self, step: steps.Compute, name: str, rows: Tensor) -> Tensor:
-        """The rows, or a copy of them if the step says so, or if their order is turned round."""
+        """The rows, in reverse order for a FROM_END tile. The rows are copied if the step says so, or if reversed."""
         if step.tile.mask == FROM_END:
             rows = with_unit_stride(rows.flip(2))
         if name not in step.copied:
@@ -328,7 +328,7 @@ class _Executor:
         return rows.new_empty(rows.shape, dtype=self.sum_dtype).copy_(rows)
 
     def backward_rows(self, step: steps.Compute) -> BackwardRows:
-        """All that a tile's backward reads."""
+        """The inputs of a tile's backward."""
         dlse = self.tile_rows(step, "dlse") if "dlse" in self.alive else None  # (B, H, M)
         query = self.tile_rows(step, "query")  # (B, H, M, D)
 
@@ -355,8 +355,8 @@ class _Executor:
         )
 
     def copy(self, step: steps.Copy) -> None:
-        """Make dout and out (B, H, M, D), with the strides of (B, M, H, D), and lse (B, H, M), for each tile, and fill
-        them."""
+        """Copy each tile's rows of dout, out and lse to tensors of its own. dout and out are (B, H, M, D), and have the
+        heads of a position side by side in memory. lse is (B, H, M or more)."""
         assert self.merging is not None
         dout_BNHD = self.alive["dout"]
         out_BNHD = self.alive["out"]
@@ -372,7 +372,7 @@ class _Executor:
             sizes = (2, batch, num_rows, num_heads, self.head_dim)
             dout, out = out_BNHD.new_empty(sizes).transpose(2, 3)  # (B, H, M, D) each
 
-            # The kernel reads lse in blocks of rows. inf: the rows after the last have no weight.
+            # The kernel reads lse in blocks of rows. The rows added after the last are inf: exp(score - lse) is 0.
             added_rows = -num_rows % self.merging.lse_multiple
             lse = lse_BNH.new_empty((batch, num_heads, num_rows + added_rows))
             if added_rows:
@@ -384,17 +384,17 @@ class _Executor:
         heads = self.query_heads(step.kv_heads)
         self.merging.lay_out(dout_BNHD, out_BNHD, lse_BNH, tiles, heads)
 
-    # Accumulators, and what enters them.
+    # Accumulators, and the results that are written, merged or added to them.
 
     def start(self, step: steps.Start) -> None:
-        """Make an accumulator. A row to which tiles only add starts as the identity of a sum: 0, or -inf for lse."""
+        """Make an accumulator. A row to which tiles only add starts as a sum of nothing: 0, or -inf for lse."""
         like = self.alive[_LIKE[step.name]]
         make = torch.empty if step.is_covered else torch.zeros
         dtype = self.dtype if step.is_result else self.sum_dtype
         self.alive[step.name] = make(like.shape, dtype=dtype, device=self.device)
 
         if step.name == "out":
-            # float64 until the end: with lse rounded to float32 at each of 700 merges, gradients were off by 7e-6.
+            # float64 until `finish`: with lse rounded to float32 at each of 700 merges, gradients were off by 7e-6.
             dtype = self.sum_dtype if step.is_result else torch.float64
             lse = torch.empty(like.shape[:3], dtype=dtype, device=self.device)  # (B, N, H)
             if not step.is_covered:
@@ -402,7 +402,7 @@ class _Executor:
             self.alive["lse"] = lse
 
     def merge(self, step: steps.Merge) -> None:
-        """Let a tile's partial enter out and lse."""
+        """Merge a tile's partial into out and lse, in the way that `step.how` names."""
         partial_out = self.results.pop("out")  # (B, H, M, D)
         partial_lse = self.results.pop("lse")  # (B, H, M)
         if step.how == "keep":
@@ -411,7 +411,7 @@ class _Executor:
 
         if step.how == "adopt":
             self.adopt("out", partial_out)
-            # copied even where it is float64, since later tiles are merged into it
+            # lse is copied even if it is float64: later tiles are merged into the copy
             lse = partial_lse.transpose(1, 2).to(  # (B, M, H)
                 torch.float64, copy=True, memory_format=torch.contiguous_format
             )
@@ -427,13 +427,13 @@ class _Executor:
             merge_(out, lse, partial_out, partial_lse)
 
     def add(self, step: steps.Add) -> None:
-        """Let a tile's gradient enter dq, dk or dv, or the sums of a chunk."""
+        """Add a tile's gradient to dq, dk or dv, or to the sums of a chunk, in the way that `step.how` names."""
         result = self.results.pop(step.name)  # (B, H, M, D) or (B, G, L, D)
         if step.how == "adopt":
             self.adopt(step.name, result)
             return
 
-        # where the gradient belongs
+        # the rows whose gradient it is
         rows = step.tile.query if step.name == "dq" else step.tile.key
         if step.how == "keep":
             assert isinstance(rows, Rows)
@@ -443,7 +443,7 @@ class _Executor:
         if isinstance(rows, Rows):
             total = self.rows(step.name, rows, step.entry)
         else:
-            # a chunk's keys and values: its gradients lie in a buffer as the chunk does
+            # keys and values of a chunk: their gradients lie in a buffer in the same way
             dk, dv = self.block(self.alive[step.sums], rows)
             total = dk if step.name == "dk" else dv
 
@@ -453,8 +453,9 @@ class _Executor:
             total.add_(result)
 
     def adopt(self, name: str, result_BHMD: Tensor) -> None:
-        """Take a tile's result, which has all rows, as the accumulator. It is made contiguous, so that later tiles can
-        view it, and outputs of custom ops have the strides of their fakes. Most results need no copy."""
+        """Take a tile's result, which has all rows, as the accumulator. The accumulator is contiguous, so that later
+        tiles can view it, and so that outputs of custom ops have the strides of their fake tensors. Most results need
+        no copy."""
         shape = self.alive[_LIKE[name]].shape
         self.alive[name] = result_BHMD.transpose(1, 2).contiguous().view(shape)
 
@@ -463,7 +464,7 @@ class _Executor:
         self.kept.setdefault(name, []).append(TileRows(rows, entry, tensors))
 
     def gather(self, step: steps.Gather) -> None:
-        """Merge or add all that was kept of some heads."""
+        """Merge or add all kept results of some heads."""
         assert self.merging is not None
         heads = self.query_heads(step.kv_heads)
         if step.names == ("out",):
@@ -478,14 +479,14 @@ class _Executor:
             gradients = self.kept.pop(name, [])
             heads_of_sum = heads if name == "dq" else step.kv_heads
             sums.append(GradientSum(self.alive[name], gradients, heads_of_sum))
-        # With hops dq is multiplied at the end, in `finish`.
+        # With hops, dq is complete only at the end: `finish` multiplies it by the factor.
         factor = 1.0 if self.plan.hops else self.options.factor
         self.merging.add(sums, factor, adds=step.adds)
 
     def finish(self, step: steps.Finish) -> None:
         """Round an accumulator to the dtype of the result."""
         if step.name == "dq" and self.options.factor != 1:
-            # before it is rounded, so that float16 can hold it
+            # before dq is rounded, so that float16 can hold dq
             self.alive["dq"].mul_(self.options.factor)
 
         dtype = self.sum_dtype if step.name == "lse" else self.dtype
@@ -493,7 +494,7 @@ class _Executor:
 
 
 # Heads are dealt for positions, and back (plan/dealing.py). A rank then has all T positions of its group, but only
-# h = H / p of the heads. n are the positions of one rank. Tensors with one number for each row and head have no dim D.
+# h = H / p of the heads. n is the number of positions of one rank. lse and dlse have no dim D.
 #
 # Two ranks own two positions each, of two heads. "1.3" is the row of head 1 at position 3:
 #
@@ -503,17 +504,18 @@ class _Executor:
 
 
 def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> Tensor:
-    """(B, N, H, D) -> (B, T, h, D), in the order of the sequence."""
+    """Exchange (B, N, H, D), this rank's positions of all heads, for (B, T, h, D), all positions of this rank's heads
+    in the order of the sequence."""
     batch, _, num_heads, *dims = x_BNHD.shape
     share = num_heads // dealing.size
 
-    # To each rank go its heads of all own positions: (B · N · h · D,).
+    # For each rank its heads, of all positions of this rank: (B · N · h · D,).
     leaving = [x.flatten() for x in x_BNHD.split(share, dim=2)]
     sizes = [batch * length * share * math.prod(dims) for length in dealing.lengths]
     received = dealer.all_to_all_single(leaving, sizes, x_BNHD, moment)
     del leaving  # before the results are made: they need as much memory
 
-    # By place in the group: (B, n, h, D).
+    # By place in the group, the rows from that rank: (B, n, h, D).
     rows_of_place: list[Tensor] = []
     for x, length in zip(received, dealing.lengths, strict=True):
         rows_of_place.append(x.view(batch, length, share, *dims))
@@ -526,22 +528,22 @@ def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> T
 
 
 def to_positions(x_BThD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> Tensor:
-    """(B, T, h, D) -> (B, N, H, D)."""
+    """The way back: exchange (B, T, h, D) for (B, N, H, D)."""
     batch, _, share, *dims = x_BThD.shape
     runs = x_BThD.split([num_rows for _, _, num_rows in dealing.runs], dim=1)
 
-    # By place in the group: the runs of its positions, (B, rows, h, D) each.
+    # By place in the group, the runs of that rank's positions: (B, rows, h, D) each.
     rows_of_place = [[x_BThD[:, :0]] for _ in dealing.lengths]
     for (place, _, _), rows in zip(dealing.runs, runs, strict=True):
         rows_of_place[place].append(rows)
 
-    # To each rank go its positions of this rank's heads: (B · n · h · D,).
+    # For each rank its positions, of this rank's heads: (B · n · h · D,).
     leaving = [torch.cat(rows, dim=1).flatten() for rows in rows_of_place]
     num_own = dealing.lengths[dealing.place]
     sizes = [batch * num_own * share * math.prod(dims)] * dealing.size
     received = dealer.all_to_all_single(leaving, sizes, x_BThD, moment)
     del leaving
 
-    # From each rank came its heads of own positions: (B, N, h, D).
+    # From each rank its heads, of this rank's positions: (B, N, h, D).
     heads_of_place = [x.view(batch, num_own, share, *dims) for x in received]
     return torch.cat(heads_of_place, dim=2)

@@ -1,4 +1,4 @@
-"""The methods that the executor and `DilatedCache.gather` need of the objects that connect ranks."""
+"""The methods that the executor and `DilatedCache.gather` call on the objects that connect ranks."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -9,7 +9,7 @@ from ..plan.plan import Message
 
 
 class Pending(Protocol):
-    """Messages in flight."""
+    """Messages that have been started and may not have arrived."""
 
     def wait(self) -> None:
         """Return when the messages have been sent and received. A second call returns at once."""
@@ -27,7 +27,7 @@ class Link(Protocol):
     def carry_apart(
         self, sends: Messages, receives: Messages, moment: str
     ) -> tuple[Pending, Pending]:
-        """As `carry`, with one wait for what is sent and another for what is received."""
+        """As `carry`, but returns two: the messages that are sent, and those that are received."""
 
 
 class Dealer(Protocol):
@@ -40,6 +40,6 @@ class Dealer(Protocol):
 
 
 class ContextProtocol(Protocol):
-    """A ContextParallel."""
+    """The part of `ContextParallel` that `DilatedCache.gather` uses."""
 
     ranks: Any  # the class `ranks.ranks.Ranks` says what each method does

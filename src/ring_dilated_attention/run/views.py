@@ -15,15 +15,15 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device. To a GPU it travels from pinned memory: else the host would wait for all that the GPU
-    still has to do."""
+    """The tensor on a device. It is copied to a GPU from pinned memory: otherwise the host would wait until the GPU has
+    done all its work."""
     if device.type == "cuda" and x.device.type == "cpu" and not torch.compiler.is_compiling():
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
 
 
 def with_unit_stride(x: Tensor) -> Tensor:
-    """x with a last stride of 1, as kernels need it. (`contiguous` keeps a tensor of one number as it is.)"""
+    """x with a last stride of 1, as kernels need it. (`contiguous` does not change the strides of a single number.)"""
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -37,15 +37,15 @@ def rows_view(x_BNHD: Tensor, rows: Rows) -> Tensor:
     # the strides of the tensor
     entry, position, head, *_ = x_BNHD.stride()
 
-    # One stride for batch entries and segments.
-    # torch may give a dim of size 1 any stride, and kernels compare strides
+    # One stride for batch entries and segments. It is set even if that dim has size 1: torch may have any stride there,
+    # and kernels compare strides.
     if segments > 1 or batch == 1:
         assert batch == 1 or entry == segments * segment_step * position, (
             "batch and segments are two strides"
         )
         entry = segment_step * position
 
-    # (B·S, heads, M, D); a tensor (B, N, H) has no last one
+    # the strides of (B·S, heads, M, D), without the last one if the tensor is (B, N, H)
     strides = (entry, heads.step * head + shift * position, step * position, 1)
     offset = x_BNHD.storage_offset() + first * position + heads.start * head
     sizes = (batch * segments, len(heads), num_rows, *x_BNHD.shape[3:])
