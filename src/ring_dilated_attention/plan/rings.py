@@ -24,7 +24,8 @@ from .rows import Band, Block, Piece, make_bands
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A band of heads in a chunk, the block that holds its rows, and the number of its piece (of this rank's)."""
+    """A band of heads in a chunk, and the block that holds its rows. piece: the index of the band's piece among the
+    rank's pieces in `Ring.keys`."""
 
     piece: int
     band: Band

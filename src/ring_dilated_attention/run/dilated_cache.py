@@ -380,7 +380,7 @@ class DilatedCache:
         return 2 * self.batch * self.num_rows * self.head_dim * self.dtype.itemsize
 
     def _refuse_what_does_not_fit(self) -> None:
-        """Raise ValueError if there is too little free memory. The system would end the process, or swap."""
+        """Raise ValueError if there is too little free memory. Otherwise the system might end the process, or swap."""
         free = free_bytes(self.device)
         if free is None or self._bytes_of_rows() <= free:
             return

@@ -479,7 +479,7 @@ class _Executor:
             gradients = self.kept.pop(name, [])
             heads_of_sum = heads if name == "dq" else step.kv_heads
             sums.append(GradientSum(self.alive[name], gradients, heads_of_sum))
-        # With hops, dq is complete only at the end: `finish` multiplies it by the factor.
+        # With hops, dq is complete only at the end: `finish` multiplies dq by `options.factor`.
         factor = 1.0 if self.plan.hops else self.options.factor
         self.merging.add(sums, factor, adds=step.adds)
 
