@@ -12,7 +12,7 @@ SEED = 20251122
 FEWER = {
     "simulated": 100,
     "ranks": 60,
-    "commands": 60,
+    "commands": 40,
     "caches": 100,
     "losses": 40,
     "torchscale": 80,

@@ -342,18 +342,19 @@ def test_compiled_whole(compiler):
 def test_operators_pass_the_checks_of_torch():
     """Catches wrong fakes (strides too), aliased outputs and inputs that are changed."""
     require()
-    inputs, dout = make_inputs(24, head_dim=16)
-    tensors = [x.requires_grad_() for x in inputs]
-    pattern, num_heads = DilatedPattern((8, 24), (1, 2), is_causal=True), inputs[0].shape[2]
-    call = Call(pattern, 0.25, BACKEND, "qkv", True, range(num_heads), num_heads).text
-    torch.library.opcheck(attention._forward, (*tensors, None, call))
-    out, lse, begun = attention._forward(*tensors, None, call)
-    for dlse in (None, torch.ones_like(lse)):
-        arguments = (dout, dlse, *tensors, out, lse, begun, call)
-        arguments = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
-        # it refuses derivatives
-        tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-        torch.library.opcheck(attention._backward, tuple(arguments), test_utils=tests)
+    pattern = DilatedPattern((8, 24), (1, 2), is_causal=True)
+    call = Call(pattern, 0.25, BACKEND, "qkv", True, range(4), 4).text
+    for arrange in (lambda x: x, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)):
+        inputs, dout = make_inputs(24, head_dim=16)
+        tensors = [arrange(x).requires_grad_() for x in inputs]
+        torch.library.opcheck(attention._forward, (*tensors, None, call))
+        out, lse, begun = attention._forward(*tensors, None, call)
+        for dlse in (None, torch.ones_like(lse)):
+            arguments = (arrange(dout), dlse, *tensors, out, lse, begun, call)
+            arguments = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
+            # it refuses derivatives
+            tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+            torch.library.opcheck(attention._backward, tuple(arguments), test_utils=tests)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "auto"])

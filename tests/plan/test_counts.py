@@ -97,20 +97,6 @@ def test_sharers_and_buffers(job):
             assert counted.buffers[rank] <= plan.chunk_size
 
 
-def test_a_count_of_other_keys_would_be_seen(monkeypatch):
-    """Proof that the comparison can fail: rows of phases that a rank does not have."""
-    job = Job(
-        DilatedPattern((40,), (24,), is_causal=True), make_shards("contiguous", (10,) * 4), 4, 4
-    )
-    expected = [
-        sum(m.size for hop in make_plan(job, k).hops for m in hop.receives) for k in range(4)
-    ]
-    assert count_ranks(Counter(job)).received == expected
-    wrong = lambda self, pieces, length, is_causal: ([2], self.rows(pieces[0][0]))  # noqa: E731
-    monkeypatch.setattr(Phases, "own_and_foreign", wrong)
-    assert count_ranks(Counter(job)).received != expected
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_rank_with_two_pieces_of_a_segment_receives_neither(is_causal):
     pattern = DilatedPattern((64,), (4,), is_causal=is_causal)
@@ -138,14 +124,6 @@ def test_pairs_of_a_document(is_causal, rule, seq_len):
                 a // w == b // w and (b <= a or not is_causal) for a in rows for b in rows
             )
     assert pairs(pattern, seq_len, 6) == sum(expected)
-
-
-def test_the_design_formula():
-    """(g - 1) * 2 * B * L/r * H * D * itemsize per rank and straddling branch."""
-    job = Job(DilatedPattern((32, 128, 256), (1, 2, 4)), make_shards("contiguous", (64,) * 4), 4, 4)
-    assert count_ranks(Counter(job)).received[1] == sum(
-        (w // 64 - 1) * 2 * (64 // r) * 4 for w, r in [(128, 2), (256, 4)]
-    )
 
 
 def test_rows_by_hand():

@@ -119,12 +119,6 @@ def test_sends_and_receives_apart_are_seen_to_be_stuck():
     assert stuck_ranks([[batch for batch in batches if batch] for batches in apart]) == [0, 1, 2]
 
 
-def test_batches_in_another_order_on_one_rank_are_seen():
-    first, *others = posted("ring", "backward", PATTERNS[0], "contiguous", 3)
-    with pytest.raises(AssertionError, match="but rank 1 expects"):
-        stuck_ranks([[*first[1:], first[0]], *others])
-
-
 def test_receives_are_posted_before_sends():
     """Catches messages that go one way at a time between two gloo ranks, of which one is later (`exchange`)."""
     posted: list[str] = []

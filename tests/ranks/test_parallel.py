@@ -25,7 +25,6 @@ from ring_dilated_attention.attention import attention
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.layers import MultiheadDilatedAttention
 from ring_dilated_attention.models.longnet import shift_left
-from ring_dilated_attention.ranks.call import Call
 from ring_dilated_attention.ranks.handshake import RefusedError
 from ring_dilated_attention.ranks.link import GroupLink
 from ring_dilated_attention.ranks.reduce import all_reduce
@@ -737,40 +736,6 @@ def rank_recomputes_in_compiled_code(rank, world_size):
 def test_recomputation_sends_nothing_twice():
     """Catches a write that keeps the call in the graph and makes checkpointing repeat it."""
     run(2, rank_recomputes_in_compiled_code)
-
-
-@pytest.mark.filterwarnings("default")  # torch's own checks warn of their own internals
-@pytest.mark.parametrize(
-    ("dtype", "strides", "kv_heads"),
-    [
-        (torch.float32, "contiguous", 2),
-        (torch.bfloat16, "heads first", 4),
-    ],
-    ids=str,
-)
-def test_operators_pass_the_checks_of_torch(dtype, strides, kv_heads):
-    """Catches wrong fakes (strides too), aliased outputs and inputs that are changed, on one device."""
-
-    def make(heads, *sizes):
-        x = torch.randn(2, heads, 12, *sizes, dtype=dtype if sizes else torch.float32)
-        x = x.transpose(1, 2)
-        return (x.contiguous() if strides == "contiguous" else x).requires_grad_(bool(sizes))
-
-    tensors = [make(h, 8) for h in (4, kv_heads, kv_heads)]
-    for pattern in (
-        DilatedPattern((4, 12), (1, 2)),
-        DilatedPattern((12,), (1,)),
-        DilatedPattern((6,), (2,)),
-    ):
-        call = Call(pattern, 0.3, "auto", "qkv", True, range(4), 4).text
-        torch.library.opcheck(attention._forward, (*tensors, None, call))
-        out, lse, begun = attention._forward(*tensors, None, call)
-        for dlse in (None, make(4)):
-            arguments = (make(4, 8), dlse, *tensors, out, lse, begun, call)
-            arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
-            # it refuses derivatives
-            tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-            torch.library.opcheck(attention._backward, tuple(arguments), test_utils=tests)
 
 
 # Threads.

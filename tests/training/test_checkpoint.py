@@ -136,15 +136,6 @@ def test_a_run_removes_only_what_it_made(trained, tmp_path):
     assert found == {**theirs, "checkpoint-000007": False, "checkpoint-000008": False}
 
 
-def test_what_a_killed_run_left_unfinished_goes(trained, tmp_path):
-    left = tmp_path / "unfinished-checkpoint-000002-12345678"
-    left.mkdir()
-    (left / MARK_FILE).write_text("a run that never came to a checkpoint")
-    (left / TENSOR_FILE).write_text("half of a mod")
-    after = save_checkpoint(tmp_path, state_at(6), *trained)
-    assert list(tmp_path.iterdir()) == [after]
-
-
 def test_metrics_are_on_the_disk_before_a_checkpoint_is(trained, tmp_path, monkeypatch):
     """Catches an empty file beside a good checkpoint after a host's crash: the run would not go on."""
     flushed = []
@@ -495,11 +486,3 @@ class TestCommand:
             assert not Path("new").exists()
             assert said in error
             assert error.endswith(": File too large\n")
-
-    def test_other_files_in_the_folder_stay(self, capsys):
-        Path("new/unfinished-thesis").mkdir(parents=True)
-        Path("new/unfinished-thesis/chapter").write_text("one")
-        Path("new/unfinished-letter").write_text("Dear")
-        theirs = listing(Path("new"))
-        assert main([*ARGUMENTS[:-1], "new"]) == 0
-        assert theirs.items() <= listing(Path("new")).items()
