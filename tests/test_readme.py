@@ -37,16 +37,9 @@ def test_the_example_for_many(tmp_path):
     """As written, under torchrun with the README's number of processes."""
     [num_ranks] = re.findall(r"torchrun --nproc-per-node (\d+) ring\.py", README)
     (tmp_path / "ring.py").write_text(MANY)
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        num_ranks,
-    ]
+    words = f"-m torch.distributed.run --standalone --nproc-per-node {num_ranks} ring.py"
     done = subprocess.run(
-        [*torchrun, "ring.py"],
+        [sys.executable, *words.split()],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -101,15 +94,3 @@ def test_the_page_to_start_from_has_the_same_ring():
 def test_the_example_of_a_cache(capsys):
     exec(CACHED, {})
     assert capsys.readouterr().out == "tensor([10003]) 2048 rows per head\n"
-
-
-def test_the_pictures_are_those_of_the_code(tmp_path):
-    """docs/*.png is what `readme_pictures.py` makes: the same size, almost all pixels."""
-    import numpy as np
-    from matplotlib.image import imread
-    from readme_pictures import draw_readme
-
-    for made in draw_readme(tmp_path):
-        kept = imread(ROOT / "docs" / made.name)
-        assert kept.shape == imread(made).shape
-        assert np.abs(kept - imread(made)).mean() < 0.01  # fonts may differ between machines
