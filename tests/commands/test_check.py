@@ -57,13 +57,6 @@ def test_a_query_without_keys_must_have_no_weight():
     assert errors.relative(errors.squares(expected, expected)) == 0
 
 
-def test_tolerances_follow_the_dtype():
-    double, single, half = (
-        errors.tolerances(CASE, x)["out"] for x in (torch.float64, torch.float32, torch.bfloat16)
-    )
-    assert double < 1e-14 < single < 1e-6 < half < 0.02
-
-
 def test_every_row_of_one_and_two_ranks_passes(capsys):
     """The command as a user runs it; on this machine what needs a GPU says so."""
     assert cli.main(["check", "--ranks", "1", "2", "--json"]) == 0

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -10,12 +9,12 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from embed_cases import LENGTHS, embed, make_weights, read, tiles, unwrapped, write
+from embed_cases import LENGTHS, embed, read, tiles, unwrapped, write
 from full_disk import on_a_full_disk
 from pages import block, blocks
 from torchscale_cases import TINY
 
-from ring_dilated_attention.commands import cli, console
+from ring_dilated_attention.commands import cli
 from ring_dilated_attention.models import LongNetViT, load_slide_encoder
 from ring_dilated_attention.models.longnet_vit import PUBLISHED
 
@@ -69,62 +68,31 @@ def damaged_in_the_middle(path, signature):
 
 
 def bad_slides(folder):
-    """Files that cannot be embedded, with what is said of each."""
+    """Files that cannot be embedded, with what is said of each. (tests/models has what the model refuses.)"""
     features, coords = tiles(9)
+    stated = {"patch_size_level0": 512}
+    for name, arrays, reason in (
+        ("no_coords.h5", (features, None), "holds no coordinates: it has features, and coords"),
+        ("no_features.npz", (None, coords), "holds no features: it has coords"),
+        ("outside.h5", (features, coords + 256_000), "lies in cell (1"),
+        ("flat.npz", (features.flatten(), coords), "features have shape (1, 45)"),
+        ("nan.pt", (features * torch.nan, coords), "not finite: tile 0"),
+        ("sparse.pt", (features.to_sparse(), coords), "parse"),
+        ("large.pt", (features * 1e38, coords), "are finite and its embedding is not"),
+        ("larger.pt", (features.double() * 1e300, coords), "tile 0 (and 8 more), taken as"),
+    ):
+        yield write(folder / name, *arrays), reason
     yield (
-        write(folder / "no_coords.h5", features, None),
-        "holds no coordinates: it has features, and coords",
+        write(folder / "stated.h5", features, coords, attributes=stated),
+        "patch_size_level0=512, the step from tile to tile: pass --tile-size 512, or --tile-size 256",
     )
-    yield write(folder / "no_features.npz", None, coords), "holds no features: it has coords"
-    yield write(folder / "outside.h5", features, coords + 256_000), "lies in cell (1"
-    yield write(folder / "negative.npz", features, coords - 20_000), "lies in cell (-"
-    yield write(folder / "empty.pt", features[:0], coords[:0]), "no tiles"
-    yield (
-        write(folder / "nan.pt", features.index_fill(0, torch.tensor(4), torch.nan), coords),
-        "not finite: tile 4",
-    )
-    yield write(folder / "wide.h5", torch.cat((features, features), 1), coords), "in_chans=5"
-    yield (
-        write(folder / "fewer.npz", features, coords[1:]),
-        "coords have shape (1, 8, 2), these features need",
-    )
-    yield write(folder / "flat.npz", features.flatten(), coords), "features have shape (1, 45)"
-    yield (
-        write(folder / "three.h5", features, features[:, :3]),
-        "coords have shape (1, 9, 3), these features need",
-    )
-    yield write(folder / "integers.pt", features.int(), coords), "dtype torch.int32"
-    yield (
-        write(folder / "bool.pt", features, coords > 5000),
-        "coords have dtype torch.bool",
-    )
-    yield (
-        write(folder / "bool.npz", features, coords > 5000),
-        "coords have dtype torch.bool",
-    )
-    yield (
-        write(folder / "half.pt", features, coords.half()),
-        "coords have dtype torch.float16, which cannot hold",
-    )
-    yield (
-        write(folder / "complex.npz", features, coords + 0j),
-        "coords have dtype torch.complex64",
-    )
-    yield (
-        write(folder / "complex.pt", features, coords + 0j),
-        "coords have dtype torch.complex64",
-    )
-    yield write(folder / "sparse.pt", features.to_sparse(), coords), "parse"
-    yield (
-        write(folder / "large.pt", features * 1e38, coords),
-        "its features are finite and its embedding is not",
-    )
-    yield (
-        write(folder / "larger.pt", features.double() * 1e300, coords),
-        "tile 0 (and 8 more), taken as",
-    )
-    torch.save({1: features, 2: coords}, folder / "numbered.pt")
-    yield folder / "numbered.pt", "holds no features: it has 1, 2, and"
+    for name, content, reason in (
+        ("numbered.pt", {1: features, 2: coords}, "holds no features: it has 1, 2, and"),
+        ("bare.pt", features, "holds a Tensor alone: save "),
+        ("pickle.pt", torch.nn.Linear(2, 2), "torch.load(weights_only=True) refuses it, and"),
+    ):
+        torch.save(content, folder / name)
+        yield folder / name, reason
     np.savez(folder / "text.npz", features=features.numpy(), coords=coords.numpy().astype(str))
     yield folder / "text.npz", "cannot be read: can't convert np.ndarray of type numpy.str_"
     yield damaged_in_the_middle(folder / "group.h5", b"TREE"), "cannot be read: "
@@ -135,14 +103,6 @@ def bad_slides(folder):
     yield changed, "it is damaged: the checksum of its"
     (folder / "gone.h5").symlink_to(folder / "nowhere.h5")
     yield folder / "gone.h5", "No such file or directory"
-    yield (
-        write(folder / "stated.h5", features, coords, attributes={"patch_size_level0": 512}),
-        "patch_size_level0=512, the step from tile to tile: pass --tile-size 512, or --tile-size 256",
-    )
-    torch.save(features, folder / "bare.pt")
-    yield folder / "bare.pt", "holds a Tensor alone: save "
-    torch.save(torch.nn.Linear(2, 2), folder / "pickle.pt")
-    yield folder / "pickle.pt", "torch.load(weights_only=True) refuses it, and"
     for name in ("damaged.h5", "damaged.npz", "damaged.pt"):
         (folder / name).write_bytes(b"not a slide")
         yield folder / name, ""  # by torch, numpy or HDF5, in their words
@@ -152,16 +112,15 @@ def bad_slides(folder):
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")
 def test_bad_slides_do_not_stop_the_others(weights, slides, tmp_path, capsys):
     """Each is named with its reason, exit code 1, and the others are as if alone."""
-    bad = {}
-    for path, reason in bad_slides(tmp_path):
-        bad.setdefault(path.with_name(f"{path.stem}_{path.suffix[1:]}{path.suffix}"), reason)
-        path.rename(path.with_name(f"{path.stem}_{path.suffix[1:]}{path.suffix}"))
-    out = tmp_path / "out"
-    folder = tmp_path / "mixed"
+    out, folder = tmp_path / "out", tmp_path / "mixed"
     folder.mkdir()
-    for path in (*bad, *slides):
+    bad = dict(bad_slides(folder))
+    # names without their endings must differ
+    bad = {
+        path.rename(path.with_stem(path.name.replace(".", "_"))): why for path, why in bad.items()
+    }
+    for path in slides:
         path.rename(folder / path.name)
-    bad = {folder / path.name: reason for path, reason in bad.items()}
     assert embed(weights, out, folder) == 1
     error = unwrapped(capsys.readouterr().err)
     for path, reason in bad.items():
@@ -172,11 +131,6 @@ def test_bad_slides_do_not_stop_the_others(weights, slides, tmp_path, capsys):
         torch.testing.assert_close(
             embedding, expected(weights, name, "last", global_pool=True)[-1], rtol=1e-5, atol=1e-6
         )
-
-
-def test_a_folder_is_made_for_the_file(weights, slides, tmp_path):
-    assert embed(weights, tmp_path / "new" / "folder", slides[0]) == 0
-    assert read(tmp_path / "new" / "folder")[0].keys() == {"a"}
 
 
 def device_is_full():
@@ -295,9 +249,6 @@ def test_refused_before_anything_is_written(
     write(tmp_path / "other" / "a.npz", *tiles(4))
     (tmp_path / "slides.txt").write_text("")
     torch.save({"a": torch.ones(1)}, tmp_path / "other.pth")
-    if "short.pth" in arguments:
-        make_weights(tmp_path, 384, 11).rename(tmp_path / "short.pth")
-    slides = [] if arguments[0] == "a.h5" else ["a.h5"]
     given = ["--weights", str(weights)] if "--weights" not in arguments else []
     with mock.patch.dict(PUBLISHED, tiny=TINY):
         assert cli.main(["embed", *slides, *arguments, *given, "--out", "out"]) == 2
@@ -346,23 +297,6 @@ def test_weights_of_another_size_are_refused(slides, tmp_path, capsys):
     assert "its cls_token has the shape (1, 1, 32), and not (1, 1, 768) or (1, 1, 384)" in error
     assert "No weights tell their number of heads" in error
     assert not (tmp_path / "out").exists()
-
-
-def test_weights_that_are_not_finite(weights, slides, tmp_path, capsys):
-    saved = torch.load(weights)["model"]
-    saved["encoder.layers.1.ffn.fc1.weight"][3, 2] = torch.nan
-    torch.save(saved, weights)
-    assert embed(weights, tmp_path / "out", slides[0]) == 2
-    error = unwrapped(capsys.readouterr().err)
-    assert "encoder.layers.1.ffn.fc1.weight holds NaN or inf as torch.float32" in error
-    assert not (tmp_path / "out").exists()
-
-
-def test_progress_is_shown(weights, slides, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 0)
-    assert embed(weights, tmp_path / "out", *slides) == 0
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert re.fullmatch(r"3 of 3 slides \(c\), \d+ s", last)
 
 
 # The folder.
@@ -481,21 +415,3 @@ def test_the_page_reads_the_folder(weights, slides, tmp_path, monkeypatch, capsy
     embedding, *lines = capsys.readouterr().out.splitlines()
     assert embedding == "pooled"
     assert lines == [f"{name}: (32,)" for name in LENGTHS]
-
-
-def test_the_page_makes_anndata_of_the_folder(weights, slides, tmp_path, monkeypatch):
-    [example] = [
-        found.text for found in blocks("docs/gigapath.md") if "anndata.AnnData(" in found.text
-    ]
-    compile(example, "gigapath.md", "exec")
-    pytest.importorskip("anndata", reason="anndata is not installed")
-    monkeypatch.chdir(tmp_path)
-    assert embed(weights, "embeddings", *slides) == 0
-    exec(example, names := {})
-    embeddings = read(Path("embeddings"))[0]
-    assert list(names["slides"].obs_names) == sorted(embeddings)
-    assert torch.equal(
-        torch.tensor(names["slides"].X),
-        torch.stack([embeddings[name] for name in sorted(embeddings)]),
-    )
-    names["slides"].write_h5ad("slides.h5ad")

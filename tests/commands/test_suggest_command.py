@@ -14,25 +14,16 @@ from ring_dilated_attention.pattern import DilatedPattern
 @pytest.mark.parametrize(
     ("more", "is_dense"),
     [
-        (["--seq-len", "4Ki", "--heads", "4", "--speedup", "1"], True),
-        (
-            [
-                "--seq-len",
-                "5001",
-                "--heads",
-                "4",
-                "--speedup",
-                "5",
-            ],
-            False,
-        ),
+        ("--seq-len 4Ki --heads 4 --speedup 1", True),
+        ("--seq-len 5001 --heads 4 --speedup 5", False),
     ],
 )
 def test_what_it_picks_runs_as_it_is_printed(more, is_dense, capsys):
     """The code is the pattern, and `rda plan` plans it. Catches a whole document in words that no command reads."""
-    assert cli.main(["suggest", *more, "--json"]) == 0
+    words = ["suggest", *more.split()]
+    assert cli.main([*words, "--json"]) == 0
     first = json.loads(capsys.readouterr().out)["suggestions"][0]
-    assert cli.main(["suggest", *more]) == 0
+    assert cli.main(words) == 0
     out = capsys.readouterr().out
     code = out[out.index("\nDilatedPattern") + 1 :]
     pattern = eval(code[: code.index(")\n") + 1], {"DilatedPattern": DilatedPattern})
@@ -51,20 +42,9 @@ def test_what_it_picks_runs_as_it_is_printed(more, is_dense, capsys):
 def test_the_pick_is_the_best(seed, capsys):
     """Of all, in random jobs; and the reason is what tells it from the second."""
     rng = random.Random(seed)
-    argv = [
-        "suggest",
-        "--seq-len",
-        str(rng.randint(600, 7000)),
-        "--heads",
-        str(rng.choice([2, 4, 8])),
-        "--speedup",
-    ]
-    argv += [
-        str(rng.randint(3, 12)),
-        "--layers",
-        str(rng.randint(1, 6)),
-    ]
-    assert cli.main([*argv, "--json"]) == 0
+    sizes = f"--seq-len {rng.randint(600, 7000)} --heads {rng.choice([2, 4, 8])}"
+    more = f"--speedup {rng.randint(3, 12)} --layers {rng.randint(1, 6)} --json"
+    assert cli.main(f"suggest {sizes} {more}".split()) == 0
     found = json.loads(capsys.readouterr().out)
     best, *others = [suggest.costs(row) for row in found["suggestions"]]
     assert all(best <= other for other in others)
