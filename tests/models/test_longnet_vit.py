@@ -267,19 +267,6 @@ def test_fsdp_leaves_patterns_counts_and_coordinates_as_they_are():
     run(1, rank_shards_layers)
 
 
-def rank_embeds_in_float32(rank, world_size):
-    cp = ContextParallel()
-    x, coords = POOLED.inputs()
-    with torch.no_grad():
-        found = POOLED.model(parallel=cp).float()(cp.shard(x.float()), cp.shard(coords))[0]
-    expected = kept()["slide: aligned, pooled"][0]
-    assert relative_error(found, expected) < 1e-6
-
-
-def test_two_ranks_embed_what_gigapath_computed_in_float32():
-    run(2, rank_embeds_in_float32)
-
-
 def rank_is_warned(rank, world_size):
     case, cp = POOLED, ContextParallel()
     model, inputs = case.model(parallel=cp), case.inputs()
@@ -331,19 +318,10 @@ def test_two_ranks_hold_half_of_what_one_holds():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda x, c: (x[0], c),
-            r"shape \(9, 5\) and dtype torch.float64, not floating .* adds a batch dim",
-        ),
-        (
-            lambda x, c: (x[..., :4], c),
-            r"shape \(2, 9, 4\) .* not floating \(batch, tiles, in_chans=5\)",
-        ),
+        (lambda x, c: (x[0], c), r"shape \(9, 5\) .*, not floating .* adds a batch dim"),
+        (lambda x, c: (x[..., :4], c), r"not floating \(batch, tiles, in_chans=5\)"),
         (lambda x, c: (x[:0], c[:0]), r"no slides: features have shape \(0, 9, 5\)"),
-        (
-            lambda x, c: (x, c[..., :1]),
-            r"coords have shape \(2, 9, 1\), these features need \(2, 9, 2\)",
-        ),
+        (lambda x, c: (x, c[..., :1]), r"\(2, 9, 1\), these features need \(2, 9, 2\)"),
         (lambda x, c: (x[:, :0], c[:, :0]), r"no tiles: features have shape \(2, 0, 5\)"),
         (
             lambda x, c: (x.index_fill(1, torch.tensor([3, 5]), torch.nan), c),
@@ -353,21 +331,13 @@ def test_two_ranks_hold_half_of_what_one_holds():
             lambda x, c: (x, c.index_fill(1, torch.tensor(4), -1.0)),
             r"tile 4 of slide 0 \(and 1 more\) at \(-1.0, -1.0\) lies in cell \(-1.0, ",
         ),
-        (
-            lambda x, c: (x, c + 20 * 256),
-            r"grid of 20 x 20 cells of tile_size=256: tile 0 .* \(and 17 more\)",
-        ),
+        (lambda x, c: (x, c + 20 * 256), r"20 x 20 cells of tile_size=256: tile 0 .* 17 more\)"),
         (lambda x, c: (x, c * torch.nan), r"at \(nan, nan\) lies in cell"),
         (lambda x, c: (x, c > 9), "coords have dtype torch.bool, which cannot hold every pixel"),
-        (
-            lambda x, c: (x.to_sparse(), c),
-            r"features have torch.sparse_coo on cpu: pass a dense tensor",
-        ),
-        (lambda x, c: (x, c.to("meta")), r"coords have torch.strided on meta: pass a dense tensor"),
-        (
-            lambda x, c: (x, c.bfloat16()),
-            "dtype torch.bfloat16, which cannot hold every pixel: pass integers",
-        ),
+        (lambda x, c: (x, c + 0j), "coords have dtype torch.complex128"),
+        (lambda x, c: (x.to_sparse(), c), "features have torch.sparse_coo on cpu: pass a dense"),
+        (lambda x, c: (x, c.to("meta")), "coords have torch.strided on meta: pass a dense tensor"),
+        (lambda x, c: (x, c.bfloat16()), "torch.bfloat16, which cannot hold every pixel: pass int"),
         (lambda x, c: (x.tolist(), c), "features must be a tensor, got list"),
     ],
 )
@@ -384,21 +354,13 @@ def test_input_that_is_refused(change, message):
         ({"tile_size": 0}, "tile_size=0 must be a number, positive and finite"),
         ({"tile_size": float("inf")}, "tile_size=inf must be a number, positive and finite"),
         ({"depth": 2.0}, "depth=2.0 must be a whole number, at least 1"),
-        ({"num_heads": "16"}, "num_heads='16' must be a whole number"),
         ({"padding": "none"}, "padding='none' is unknown"),
     ],
 )
 def test_sizes_that_are_refused(options, message):
-    sizes = {
-        "in_chans": 5,
-        "embed_dim": 32,
-        "depth": 1,
-        "num_heads": 2,
-        "segment_lengths": (8,),
-        "dilation_rates": (1,),
-    }
+    sizes = {"in_chans": 5, "embed_dim": 32, "depth": 1, "num_heads": 2}
     with pytest.raises(ValueError, match=message):
-        LongNetViT(**{**sizes, **options})
+        LongNetViT(segment_lengths=(8,), dilation_rates=(1,), **{**sizes, **options})
 
 
 def test_exported():

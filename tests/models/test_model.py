@@ -1,8 +1,6 @@
 """LongNetLM: nothing leaks from the future, and 1 and p ranks have the same loss and gradients."""
 
-import json
 import math
-from dataclasses import asdict, replace
 from functools import partial
 from itertools import pairwise
 
@@ -86,9 +84,7 @@ def test_loss_never_holds_all_logits():
     assert allocated(lambda: model(tokens)).peak_bytes > all_logits
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "rows"), [(256, 4096), (1024, 1024), (2000, 1024), (128_256, 1024)]
-)
+@pytest.mark.parametrize(("vocab_size", "rows"), [(256, 4096), (128_256, 1024)])
 def test_slices_of_the_loss_have_many_rows(vocab_size, rows):
     """8 rows of a vocabulary of 128,256 took nine times as long as 1,024: each slice has a gradient of the head."""
     config = LongNetConfig(
@@ -109,11 +105,6 @@ def test_the_loss_adds_little_to_the_activations():
     documents = model._agree(tokens, None)
     without = allocated(lambda: model._hidden(tokens, documents, None).sum().backward()).peak_bytes
     assert allocated(lambda: model.loss(tokens).backward()).peak_bytes < without * 9 / 8
-
-
-def test_first_loss_is_that_of_a_uniform_guess():
-    loss = make().loss(make_tokens(4, 64)).item()
-    assert abs(loss - math.log(CONFIG.vocab_size)) < 0.1
 
 
 def test_activation_checkpointing_changes_nothing_but_memory():
@@ -150,15 +141,6 @@ def test_magneto_gain():
         assert ratio(weight_of) == pytest.approx(gain, rel=0.05)
 
 
-def test_config_survives_json():
-    for config in (
-        CONFIG,
-        replace(CONFIG, phase="blocked"),
-        replace(CONFIG, heads="split", ffn_dim=7),
-    ):
-        assert LongNetConfig(**json.loads(json.dumps(asdict(config)))) == config
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -166,12 +148,7 @@ def test_config_survives_json():
         ({"embed_dim": 12}, "is a head dim of 3: it must be an even integer"),
         ({"num_layers": 2.0}, "num_layers=2.0 must be an integer"),
         ({"vocab_size": True}, "vocab_size=True must be an integer"),
-        ({"embed_dim": "24"}, "embed_dim='24' must be an integer"),
-        (
-            {"num_kv_heads": 0},
-            "num_kv_heads=0 must be an integer of at least 1",
-        ),
-        ({"rotary_base": 1.0}, "rotary_base=1.0 must be a finite number greater than 1"),
+        ({"num_kv_heads": 0}, "num_kv_heads=0 must be an integer of at least 1"),
         ({"rotary_base": 10**400}, "rotary_base=1000"),  # no float holds it
         ({"num_kv_heads": 3}, "4 query heads cannot share 3"),
     ],
@@ -182,36 +159,20 @@ def test_config_refusals(options, message):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "message"),
+    ("call", "message"),
     [
-        (torch.zeros(0, 5, dtype=torch.int64), "has an empty batch"),
-        (torch.zeros(5, dtype=torch.int64), r"shape \(5,\) and dtype torch.int64"),
-        (torch.zeros(1, 5), "dtype torch.float32: pass integers"),
-        (torch.zeros(1, 5, dtype=torch.bool), "dtype torch.bool: pass integers"),
-        ([[0, 1, 2]], "tokens must be a tensor of integers .batch, N., got list"),
+        (lambda: LongNetLM(None), "config must be a LongNetConfig, got None"),
+        (lambda: make(parallel="x"), "parallel must be a ContextParallel or None, got 'x'"),
+        (lambda: make(activation_checkpointing="no"), "must be True or False, got 'no'"),
+        (lambda: make().loss(torch.zeros(0, 5, dtype=torch.int64)), "has an empty batch"),
+        (lambda: make().loss(torch.arange(5)), r"shape \(5,\) and dtype torch.int64"),
+        (lambda: make().loss(torch.zeros(1, 5)), "dtype torch.float32: pass integers"),
+        (lambda: make().loss([[0, 1, 2]]), "tokens must be a tensor of integers .*, got list"),
     ],
 )
-def test_loss_refusals(tokens, message):
+def test_what_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
-        make().loss(tokens)
-
-
-@pytest.mark.parametrize(
-    ("config", "options", "message"),
-    [
-        (asdict(CONFIG), {}, "config must be a LongNetConfig, got {'segment_lengths'"),
-        (CONFIG, {"parallel": "x"}, "parallel must be a ContextParallel or None, got 'x'"),
-        (CONFIG, {"backend": "flash"}, "backend='flash' is unknown"),
-        (
-            CONFIG,
-            {"activation_checkpointing": "no"},
-            "activation_checkpointing must be True or False, got 'no'",
-        ),
-    ],
-)
-def test_constructor_refusals(config, options, message):
-    with pytest.raises(ValueError, match=message):
-        LongNetLM(config, **options)
+        call()
 
 
 def test_the_backend_reaches_attention():
