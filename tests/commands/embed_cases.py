@@ -38,9 +38,9 @@ def write(path, features, coords, names=("features", "coords"), attributes=None)
     return path
 
 
-def make_weights(tmp_path):
+def make_weights(tmp_path, width=WIDTH, depth=DEPTH):
     branches = {"segment_lengths": segment_lengths_for(), "dilation_rates": DILATION_RATES}
-    model = fill(LongNetViT(5, WIDTH, DEPTH, 16, **branches))
+    model = fill(LongNetViT(5, width, depth, 16, **branches))
     torch.save({"model": model.state_dict()}, tmp_path / "slide_encoder.pth")
     return tmp_path / "slide_encoder.pth"
 

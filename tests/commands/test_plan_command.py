@@ -2,6 +2,7 @@
 
 import json
 import re
+from shlex import split
 
 import pytest
 from matplotlib.image import imread
@@ -219,7 +220,7 @@ def test_a_model_of_a_config(tmp_path, capsys):
     fields = sizes | {"model_type": "llama", "num_attention_heads": 8, "dilated_attention": saved}
     fields["attn_implementation"] = "dilated"  # as a model with a pattern saves it
     path = tmp_path / "config.json"
-    words = ["plan", "model", "--config", str(path), "--seq-len", "256", "--window", "16"]
+    words = [*split("plan model --seq-len 256 --window 16 --config"), str(path)]
     assert f"--config {path}: there is no such file" in refused(capsys, *words)
     path.write_text("{")
     assert "is not a valid JSON file" in refused(capsys, *words)

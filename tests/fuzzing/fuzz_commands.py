@@ -46,14 +46,11 @@ NUMBERS = [
 ]  # fmt: skip
 WORDS = ["", " ", "x", "--", "-", "-x", "--json", "--help", "1_0", "0x10", "\u0665", "%s", "{}"]
 
-BRANCHES = ["--segment-lengths 4 16", "--dilation-rates 1 3"]
-SMALL = ["--seq-len 16", "--steps 2", "--num-layers 1", "--embed-dim 8", "--num-heads 2"]
-TRAIN = ["--data text.txt", "--held-out-bytes 16", *SMALL, *BRANCHES]
-EMBED = ["slides", "--weights encoder.pth", "--out embeddings"]
-# The words that are always there, and those that may be.
+BRANCHES = "--segment-lengths 4 16 --dilation-rates 1 3"
+TRAIN = "--data text.txt --held-out-bytes 16 --seq-len 16 --steps 2 --num-layers 1 --embed-dim 8 --num-heads 2"
 COMMANDS = {
     "train": f"{TRAIN} {BRANCHES} --save-every 1 --learning-rate 0.01 --batch-size 2 --warmup-steps 1 --run-folder new",
-    "embed": "slides --weights encoder.pth --heads 16 --out embeddings --layer all --tile-size 64",
+    "embed": "slides --weights encoder.pth --out embeddings --layer all --tile-size 64",
     "plan": f"--seq-len 64 --ranks 4 {BRANCHES} --window 8 --heads 4 --kv-heads 2 --picture new.png --json",
     "plan model": f"--seq-len 64 --layers 2 --embed-dim 24 {BRANCHES} --gpus 4 --memory 1Gi --json",
     "generate": "run --prompt line --tokens 3 --temperature 0 --seed 1",
@@ -165,84 +162,6 @@ def why_no_sentence(output: Output) -> str | None:
     if len(lines) != 1:
         return f"{len(lines)} lines where a sentence belongs: {output.error[:2000]}"
     return None
-
-
-def prepare(folder: Path) -> None:
-    """A finished run, to be resumed; slides and an encoder."""
-    start = folder / "start"
-    for name, content in THEIRS.items():
-        (start / name).parent.mkdir(parents=True, exist_ok=True)
-        (start / name).write_bytes(content)
-    os.chdir(start)
-    words = ["train", *" ".join(TRAIN).split(), "--run-folder", "run"]
-    output = captured(lambda: cli.main(words))
-    assert output.code == 0, output
-    Path("slides").mkdir()
-    slide = {"features": torch.ones(7, 5), "coords": torch.arange(14).view(-1, 2)}
-    torch.save(slide, "slides/a.pt")
-    branches = {"segment_lengths": segment_lengths_for(), "dilation_rates": DILATION_RATES}
-    torch.save(
-        {"model": LongNetViT(*PUBLISHED["tiny"], 16, **branches).state_dict()}, "encoder.pth"
-    )
-
-
-def try_case(rng: random.Random, folder: Path) -> Trial:
-    shutil.copytree(folder.parent / "start", folder / "here", symlinks=True)
-    os.chdir(folder / "here")
-    name, words = draw(rng)
-    before = listing(Path())
-    output = captured(lambda: cli.main([*name.split(), *words]))
-    output = output._replace(error=output.error.replace("a\nb", "a b"))  # a name of two lines
-    complaint = judge(words, output, before, listing(Path()))
-    last = output.error.strip().rsplit("\n", 1)[-1][-200:]
-    shown = " ".join(ascii(word)[1:-1][:40] for word in words)
-    return Trial(f"{name} {output.code}", f"rda {name} {shown}: {last}", complaint)
-
-
-def draw(rng: random.Random) -> tuple[str, list[str]]:
-    name = rng.choice(["train", "train", *COMMANDS])
-    always, maybe = COMMANDS[name]
-    groups = [
-        group.split() for group in [*always, *rng.sample(maybe, rng.randint(0, 3) % len(maybe))]
-    ]
-    for _ in range(rng.choice([0, 1, 1, 2, 3])):
-        group = rng.choice(groups)
-        how = rng.random()
-        if how < 0.7:
-            of_its_kind = NUMBERS if group[-1][0].isdigit() else PATHS
-            group[-1] = rng.choice(HOSTILE if rng.random() < 0.2 else of_its_kind)
-        elif how < 0.8:
-            group.append(rng.choice(HOSTILE))
-        elif how < 0.9:
-            group[0] = rng.choice([group[0][:-1], group[0] + "x", group[0].upper()])
-        elif len(groups) > 1:
-            groups.remove(group)
-    for group in groups:  # it would do what it is asked for, for minutes
-        if group[0] in SLOW and group[-1] in ("63", "65", "1e3", "99999999999"):
-            group[-1] = "8"
-    return name, [word for group in groups for word in group]
-
-
-def judge(words: list[str], output: Output, before: dict, after: dict) -> str | None:
-    """What is wrong with how a command ended, or None."""
-    # 1: some slides could not be embedded, and each is named
-    if output.code not in (0, 1, 2) or (output.code == 1 and "slide" not in output.error):
-        return f"it ends with {output.code}: {output.error[-3000:]}"
-    if "Traceback" in output.error:
-        return f"a traceback: {output.error[-3000:]}"
-    for name, content in THEIRS.items():
-        if after.get(name) != content:
-            return f"{name} was {'changed' if name in after else 'removed'}"
-    new = after.keys() - before.keys()
-    if left := [name for name in new if ".lock" in name or "unfinished-" in name]:
-        return f"left behind: {left}"
-    if output.code == 2:
-        has_begun = "step/s" in output.error
-        if after != before and not has_begun:
-            changed = sorted(name for name, _ in set(after.items()) ^ set(before.items()))
-            return f"it is refused, and changed {changed}"
-        return sentence_of(output)
-    return why_no_json(output.out) if output.out.startswith("{") else None
 
 
 def why_no_json(text: str) -> str | None:
