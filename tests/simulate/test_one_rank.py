@@ -7,7 +7,6 @@ import torch
 
 from ring_dilated_attention import DilatedPattern, dilated_attention, simulate
 from ring_dilated_attention.models.longnet import shift_left
-from ring_dilated_attention.plan.sharding import make_shards
 from ring_dilated_attention.ranks.reduce import all_reduce
 from ring_dilated_attention.reference import dilated_attention_reference
 from ring_dilated_attention.run.views import block_views
@@ -169,7 +168,3 @@ def test_chunks_of_another_shape_are_refused():
     q = torch.zeros(1, 4, 1, 8)
     with pytest.raises(ValueError, match=r"made \(1, 1, 4, 9\) for 1 heads of 4 rows.*is 8"):
         dilated_attention(q, q, q, DilatedPattern((8,), (1,)), parallel=parallel)
-
-
-def test_make_shards_takes_lists():
-    assert make_shards("contiguous", [2, 3]) == make_shards("contiguous", (2, 3))

@@ -38,8 +38,8 @@ def drawn(rng, num_ranks=(1, 2, 3, 4), most_len=3000):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_rank_weighs_what_a_simulated_rank_holds(seed, only_visible):
-    """To the byte, on every rank. Catches calls that are left out and hold more than those that are kept, and results
-    of other shapes or strides than the kernel's."""
+    """And sends: to the byte, on every rank. Catches calls that are left out and hold more than those that are kept,
+    and results of other shapes or strides than the kernel's."""
     rng = random.Random(seed)
     job, sharding = drawn(rng)
     dtype = rng.choice([torch.float32, torch.float64, torch.bfloat16])
@@ -54,19 +54,10 @@ def test_a_rank_weighs_what_a_simulated_rank_holds(seed, only_visible):
         torch.autograd.grad(out, inputs, torch.ones_like(out))
     for rank in range(job.num_ranks):
         rank_plan = plan_exchange("ring", job, rank)
-        weight = weigh_attention(rank_plan, Sizes(batch, 16, dtype.itemsize), "cpu")
-        assert measured[rank].peak_bytes == weight.peak
-
-
-def test_other_results_would_be_seen(monkeypatch, only_visible):
-    """The comparison can fail: a kernel whose results are wider."""
-    job = Job(DilatedPattern((4096,), (1,)), make_shards("contiguous", (1024,) * 4), 4, 4)
-    rank_plan, sizes = plan_exchange("ring", job, 1), Sizes(1, 16, 4)
-    before = weigh_attention(rank_plan, sizes, "cpu")
-    monkeypatch.setattr(
-        weighing, "_empty_like", lambda x: x.new_empty(x.shape, dtype=torch.float64)
-    )
-    assert weigh_attention(rank_plan, sizes, "cpu").peak > before.peak
+        sizes = Sizes(batch, 16, dtype.itemsize)
+        assert measured[rank].peak_bytes == weigh_attention(rank_plan, sizes, "cpu").peak
+        sent = [rank_plan.bytes_sent(sizes, backward=backward) for backward in (False, True)]
+        assert measured[rank].sent_bytes == sum(sent)
 
 
 def whole_program(*facts):
