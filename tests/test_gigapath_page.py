@@ -57,13 +57,3 @@ def test_the_example_overwrites_nothing(name, tmp_path, monkeypatch, capsys):
     said = refusal_of_example(monkeypatch, capsys, "--folder", tmp_path)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
     assert f"{name} is there already: move it away, or choose another --folder" in said
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [("--folder", "is no folder: make it first"), ("--weights", "cannot be read as weights: ")],
-)
-def test_the_example_without_its_files(option, message, tmp_path, monkeypatch, capsys):
-    said = refusal_of_example(monkeypatch, capsys, option, tmp_path / "nothing")
-    assert message in said
-    assert len(said.splitlines()) == 1

@@ -2,22 +2,17 @@
 
 import json
 import os
-from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.autograd import DeviceType
 
 from benchmarks import device
 from benchmarks.multi_gpu import command as multi_gpu
 from benchmarks.multi_gpu import faults, right, speed
 from benchmarks.multi_gpu.settings import KILLED, KILLED_WAITING, QUICK, Settings
 from benchmarks.parts import Part
-from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.ranks.link import GroupPending
 
 
@@ -138,38 +133,3 @@ def test_what_no_kernel_hides():
     assert device.uncovered([(0, 10)], [(2, 4), (3, 6)]) == 6
     assert device.uncovered([(0, 10), (20, 30)], [(5, 25)]) == 10
     assert device.uncovered([(5, 6)], [(0, 10)]) == device.uncovered([], [(0, 10)]) == 0
-
-
-class Event(NamedTuple):
-    """What torch's profiler says of a GPU, as far as it is read."""
-
-    kind: DeviceType
-    label: str
-    begin: int
-    length: int
-    is_note: bool = False
-
-    device_type = property(lambda self: lambda: self.kind)
-    name = property(lambda self: lambda: self.label)
-    start_ns = property(lambda self: lambda: self.begin)
-    duration_ns = property(lambda self: lambda: self.length)
-    is_user_annotation = property(lambda self: lambda: self.is_note)
-
-
-def test_what_is_exposed_on_a_gpu(monkeypatch):
-    """Waits of NCCL stop no process, so the profiler's kernels count: here a kernel hides 4 of 10 s of messages."""
-    events = [
-        Event(DeviceType.CPU, "ncclDevKernel_SendRecv", 0, 9),
-        Event(DeviceType.CUDA, "ncclDevKernel_SendRecv(args)", 0, 10 * 10**9),
-        Event(DeviceType.CUDA, "nccl:send 0->1", 0, 99 * 10**9, True),
-        Event(DeviceType.CUDA, "a kernel", 6 * 10**9, 20 * 10**9),
-    ]
-    results = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
-    monkeypatch.setattr(
-        device, "profile", lambda activities: nullcontext(SimpleNamespace(profiler=results))
-    )
-    monkeypatch.setattr(device, "synchronize", lambda device: None)
-    steps = []
-    found = device.exposed("cuda:0", ContextParallel(), lambda: steps.append(1))
-    assert found["exposed"] == 6
-    assert len(steps) == 2
