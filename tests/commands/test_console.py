@@ -76,11 +76,6 @@ def test_in_a_log_there_is_a_line_every_ten_seconds(monkeypatch, capsys):
     ]
 
 
-def test_what_is_done_at_once_is_not_logged(capsys):
-    do_ten()
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_progress_that_nobody_sees_ends_nothing(is_terminal, monkeypatch):
     """Catches hours of work that end with the terminal that showed their progress."""

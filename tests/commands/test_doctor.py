@@ -53,19 +53,6 @@ def test_two_ranks_are_examined_and_a_plan_reads_it(tmp_path, monkeypatch, capsy
     assert "rda doctor on 2 ranks" in " ".join(capsys.readouterr().out.split())
 
 
-def test_what_it_did_not_write_is_not_overwritten(tmp_path, capsys, monkeypatch):
-    """Before anything is measured."""
-    monkeypatch.setattr(processes, "run_ranks", None)
-    file = tmp_path / "mine.toml"
-    file.write_text(
-        '[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nsource = "my own"\n'
-    )
-    before = file.read_bytes()
-    assert cli.main(["doctor", "--ranks", "2", "--save", str(file)]) == 2
-    assert f"{file} was not made by this run of rda doctor" in capsys.readouterr().err
-    assert file.read_bytes() == before
-
-
 class Card:
     name, total_memory = "A100", 8 * 10**10
 

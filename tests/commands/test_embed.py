@@ -192,22 +192,6 @@ def test_a_file_that_states_another_tile_size(suffix, weights, tmp_path, capsys)
     assert not torch.equal(*(read(tmp_path / f"a{size}")[0]["stated"] for size in (256, 512)))
 
 
-def test_coordinates_in_other_units_are_warned_of(weights, tmp_path, capsys):
-    """Once, by the slide's name. The embedding is written."""
-    features, coords = tiles(93)
-    numbers, pixels = (
-        write(tmp_path / f"{unit}.npz", features, coords // unit) for unit in (256, 1)
-    )
-    for arguments, num_warnings in (([], 1), (["--tile-size", "1"], 0)):
-        out = tmp_path / str(num_warnings)
-        slides = [numbers, pixels] if num_warnings else [numbers]
-        assert embed(weights, out, *slides, *arguments) == 0
-        assert len(read(out)[0]) == len(slides)
-        err = unwrapped(capsys.readouterr().err)
-        said = f"rda embed: warning: {numbers}: 93 tiles lie in 1 cell of tile_size=256"
-        assert err.count("tiles lie in") == err.count(said) == num_warnings
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

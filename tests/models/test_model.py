@@ -175,13 +175,6 @@ def test_what_is_refused(call, message):
         call()
 
 
-def test_the_backend_reaches_attention():
-    tokens = make_tokens(1, 9)
-    assert torch.equal(make(backend="cpu")(tokens), make()(tokens))
-    with pytest.raises(ValueError, match="backend='sdpa'"):
-        make(backend="sdpa")(tokens)
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_one_rotary_table_for_a_step(checkpointing, monkeypatch):
     """Not one for each block, nor again where a block is recomputed."""
@@ -210,12 +203,6 @@ def rank_shards_blocks(rank, world_size):
 def test_fsdp_leaves_rotary_tables_as_they_are():
     """It casts the tensors that a block is passed to bfloat16, in which angles would be off by 0.004."""
     run(1, rank_shards_blocks)
-
-
-def test_packed_documents_refusals():
-    model, borders = make(), torch.tensor([0, 3, 8], dtype=torch.int32)
-    with pytest.raises(ValueError, match="batch must be 1, got 2"):
-        model(make_tokens(2, 8), borders)
 
 
 @pytest.mark.parametrize("step_count", [None, 5])
