@@ -3,6 +3,7 @@
 import json
 import random
 from itertools import islice
+from shlex import split
 
 import pytest
 from helpers import heard_of
@@ -88,8 +89,7 @@ def test_the_queries_that_are_followed_have_the_worst_among_them(n, heads, is_ca
 
 def test_a_long_sequence_is_answered_at_once(capsys):
     """Catches sets with a bit for each position: this took minutes."""
-    argv = ["suggest", "--seq-len", "1G", "--heads", "12", "--speedup", "50", "--json"]
-    assert cli.main(argv) == 0
+    assert cli.main(split("suggest --seq-len 1G --heads 12 --speedup 50 --json")) == 0
     assert len(json.loads(capsys.readouterr().out)["suggestions"]) > 1
 
 
@@ -104,16 +104,8 @@ def test_no_rate_above_the_heads_is_picked_while_a_candidate_within_them_fits(se
     """The study of what is learnt: positions that no head takes are recalled by chance (docs/learning.md)."""
     rng = random.Random(seed)
     heads, speedup = rng.choice([1, 2, 4, 16]), rng.choice([2, 6, 20])
-    argv = [
-        "suggest",
-        "--seq-len",
-        str(rng.choice([2048, 4096, 5000])),
-        "--heads",
-        str(heads),
-        "--layers",
-        "2",
-    ]
-    argv += ["--speedup", str(speedup)]
+    sizes = f"--seq-len {rng.choice([2048, 4096, 5000])} --heads {heads} --layers 2"
+    argv = f"suggest {sizes} --speedup {speedup}".split()
     assert cli.main([*argv, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["suggestions"]
     are_within = [max(row["dilation_rates"]) <= heads for row in rows]
@@ -124,20 +116,3 @@ def test_no_rate_above_the_heads_is_picked_while_a_candidate_within_them_fits(se
     assert first.startswith("The budget forces a rate above the number of heads") == (
         not are_within[0]
     )
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--speedup", "0.5"], "--speedup must be at least 1"),
-        (["--speedup", "1e9"], "none of the patterns tried has so little work"),
-        (["--speedup", "2", "--layers", "1e15"], "--layers: must be at most 10,000"),
-        (
-            ["--speedup", "2", "--seq-len", "1e40"],
-            "--seq-len: must be at most 9,223,372,036,854,775,807",
-        ),
-    ],
-)
-def test_bad_budgets_and_numbers_are_refused(more, message, capsys):
-    assert cli.main(["suggest", "--seq-len", "4Ki", "--heads", "4", *more]) == 2
-    assert message in capsys.readouterr().err

@@ -141,12 +141,7 @@ def test_rotary_tables_are_float32_at_least():
             torch.arange(5)
         )
         assert table.cos_ND.dtype == table.sin_ND.dtype == expected
-
-
-def test_rotary_in_bfloat16_keeps_the_dtype():
-    module = MultiheadDilatedAttention(
-        24, 4, DILATED, rotary=True, sub_layernorm=True, dtype=torch.bfloat16
-    )
+    module = make(rotary=True, sub_layernorm=True).bfloat16()
     x = torch.randn(1, 9, 24, dtype=torch.bfloat16)
     assert module(x, x, x)[0].dtype == torch.bfloat16
 
@@ -179,27 +174,12 @@ def test_padded_batch_equals_single_samples(options, is_causal):
         )
 
 
-def test_batch_of_nothing():
-    module, x = make(rotary=True), randn(2, 0, 24)
-    out = module(x, x, x, key_padding_mask=torch.ones(2, 0, dtype=torch.bool))[0]
-    assert out.shape == (2, 0, 24)
-
-
 def test_packed_documents_restart_rotary_positions():
     """Position 40 of the row is position 23 of its document, for rotary as for segments: as in calls of its own."""
     module, x = make(rotary=True, sub_layernorm=True), randn(1, 60, 24)
     packed = module(x, x, x, cu_seqlens=torch.tensor([0, 17, 60], dtype=torch.int32))[0]
     separate = [module(some, some, some)[0] for some in (x[:, :17], x[:, 17:])]
     torch.testing.assert_close(packed, torch.cat(separate, 1), rtol=1e-10, atol=1e-10)
-
-
-def test_positions_restart_with_documents():
-    """Attention cannot tell (rotary sees differences only), but small angles stay accurate."""
-    module, x = make(rotary=True), randn(1, 9, 24)
-    table = module._table(x, None, torch.tensor([0, 4, 5, 9], dtype=torch.int32), None)
-    assert torch.equal(
-        table.cos_ND, module.rotary_table(torch.tensor([0, 1, 2, 3, 0, 0, 1, 2, 3])).cos_ND
-    )
 
 
 def compare_with_one_rank(rank, world_size, documents):
@@ -250,26 +230,6 @@ def test_the_backend_is_the_callers():
         by_name[2](x, x, x)
     assert "backend='cpu'" in repr(by_name[1])
     assert "backend" not in repr(by_name[0])
-
-
-def test_inside_torch_transformer_layer():
-    """The layer's fast path would bypass the module in eval mode; its bool mask arrives as floats."""
-    layer = nn.TransformerEncoderLayer(
-        24, 4, 32, dropout=0.0, batch_first=True, norm_first=True, dtype=torch.float64
-    )
-    layer.self_attn = make()
-    x, mask = randn(2, 21, 24), torch.arange(21) >= torch.tensor([[21], [12]])
-    expected = layer(x, src_key_padding_mask=mask)
-    with torch.no_grad():
-        torch.testing.assert_close(
-            layer.eval()(x, src_key_padding_mask=mask), expected, rtol=0, atol=0
-        )
-    dilated, _ = layer.self_attn(
-        layer.norm1(x), layer.norm1(x), layer.norm1(x), key_padding_mask=mask
-    )
-    after = x + dilated
-    after = after + layer.linear2(layer.linear1(layer.norm2(after)).relu())
-    torch.testing.assert_close(expected, after, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -335,6 +295,8 @@ def test_empty_sequence_keeps_the_graph():
     assert out.shape == (2, 0, 24)
     out.sum().backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
+    nobody = torch.ones(2, 0, dtype=torch.bool)
+    assert module(x, x, x, key_padding_mask=nobody)[0].shape == (2, 0, 24)
 
 
 @pytest.mark.parametrize(
@@ -349,20 +311,13 @@ def test_empty_sequence_keeps_the_graph():
         ({"num_kv_heads": 3}, "4 query heads cannot share 3 key/value heads: 4 mod 3 is not 0"),
         ({"embed_dim": 12, "rotary": True}, "rotary with head_dim=3"),
         ({"rotary": 0.5}, "rotary=0.5: the base must be a finite number greater than 1"),
-        ({"rotary": float("inf")}, "rotary=inf: the base must be a finite number"),
         ({"rotary": 10**400}, "rotary=1000"),
-        ({"pattern": [(4, 1)]}, r"pattern must be a DilatedPattern, got \[\(4, 1\)\]"),
-        (
-            {"pattern": DilatedPattern((4,) * 5, (1,) * 5, heads="split")},
-            "each of 5 branches its own heads.* only 4",
-        ),
+        ({"pattern": DilatedPattern((4,) * 5, (1,) * 5, heads="split")}, "branches its own heads"),
         ({"parallel": "x"}, "parallel must be a ContextParallel or None, got 'x'"),
         ({"backend": "flash"}, "backend='flash' is unknown"),
         ({"embed_dim": 24.0}, "embed_dim must be an integer, got 24.0"),
-        ({"num_heads": True}, "num_heads must be an integer, got True"),
         ({"num_kv_heads": "2"}, "num_kv_heads must be an integer, got '2'"),
         ({"bias": "no"}, "bias must be True or False, got 'no'"),
-        ({"sub_layernorm": 1}, "sub_layernorm must be True or False, got 1"),
     ],
 )
 def test_constructor_refusals(options, message):
@@ -374,14 +329,10 @@ def test_constructor_refusals(options, message):
     ("options", "message"),
     [
         ({"need_weights": True}, "need_weights=True: the attention weights are never formed"),
-        (
-            {"attn_mask": torch.zeros(6, 6)},
-            "attn_mask: the pattern decides who attends whom",
-        ),
+        ({"attn_mask": torch.zeros(6, 6)}, "attn_mask: the pattern decides who attends whom"),
         ({"is_causal": True}, "is_causal=True, but the pattern has is_causal=False"),
         ({"positions": torch.arange(6)}, "construct with rotary=True"),
         ({"key_padding_mask": [[False] * 6] * 2}, "key_padding_mask must be a tensor, got list"),
-        ({"cu_seqlens": [0, 6]}, r"cu_seqlens must be a 1-D int32 tensor, got \[0, 6\]"),
         (
             {"key_padding_mask": torch.zeros(2, 5, dtype=torch.bool)},
             r"shape \(2, 5\), the inputs need \(2, 6\)",
@@ -428,14 +379,8 @@ def table_of(num_rows, head_dim, base):
         (torch.arange(6).double(), "positions have dtype torch.float64: pass integers"),
         (list(range(6)), "positions must be a tensor, got list"),
         (torch.arange(5), r"positions have shape \(5,\), the inputs need \(6,\)"),
-        (
-            table_of(6, 8, 1e4),
-            "head_dim=8 with base 10000.0, the inputs need one for 6 rows of head_dim=6",
-        ),
-        (
-            table_of(6, 6, 500.0),
-            "with base 500.0, the inputs need one for 6 rows of head_dim=6 with base 10000.0",
-        ),
+        (table_of(6, 8, 1e4), "head_dim=8 with base 10000.0, the inputs need one for 6 rows of"),
+        (table_of(6, 6, 500.0), "with base 500.0, the inputs need one .* with base 10000.0"),
     ],
 )
 def test_positions_refusals(positions, message):
@@ -447,16 +392,10 @@ def test_positions_refusals(positions, message):
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        (
-            ((2, 6, 23), (2, 6, 23), (2, 6, 23)),
-            r"query has shape \(2, 6, 23\), not \(batch, positions, embed_dim=24\)",
-        ),
-        (((6, 24), (6, 24), (6, 24)), r"query has shape \(6, 24\).*unsqueeze"),
-        (
-            ((2, 6, 24), (2, 7, 24), (2, 7, 24)),
-            r"\(2, 7, 24\): dilated attention is self-attention",
-        ),
-        (((2, 6, 24), (2, 6, 24), (1, 6, 24)), "must have the same batch and positions"),
+        ([(2, 6, 23)] * 3, r"shape \(2, 6, 23\), not \(batch, positions, embed_dim=24\)"),
+        ([(6, 24)] * 3, r"query has shape \(6, 24\).*unsqueeze"),
+        ([(2, 6, 24), (2, 7, 24), (2, 7, 24)], "dilated attention is self-attention"),
+        ([(2, 6, 24), (2, 6, 24), (1, 6, 24)], "must have the same batch and positions"),
     ],
 )
 def test_shape_refusals(shapes, message):

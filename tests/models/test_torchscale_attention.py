@@ -15,7 +15,7 @@ from padded import padded_reference
 from torch.distributed.device_mesh import init_device_mesh
 from torchscale_cases import ATTENTION, blocked, kept
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_attention, simulate
+from ring_dilated_attention import ContextParallel, DilatedPattern, simulate
 from ring_dilated_attention.attention.sinks import with_sinks
 from ring_dilated_attention.models import torchscale_attention
 
@@ -43,14 +43,6 @@ def test_equals_what_torchscale_computed(name):
     torch.testing.assert_close(reference, expected, rtol=1e-13, atol=1e-14)
     single = torchscale_attention(*(x.float() for x in case.inputs()), case.pattern)
     assert relative_error(single.double(), expected) < 1e-6
-
-
-@pytest.mark.parametrize("name", ["ragged", "short", "misaligned"])
-def test_without_the_gate_it_is_another_function(name):
-    """Proof that the comparison above sees zero rows: leaving them out is off by far more than rounding."""
-    case = ATTENTION[name]
-    out = dilated_attention(*case.inputs(), case.pattern)
-    assert (out - kept()[f"attention: {name}"]).abs().max() > 0.1
 
 
 def check(inputs, pattern, attend, tolerance=1e-11):
