@@ -5,7 +5,6 @@ slide.py runs in tests/test_gigapath_page.py, and those of models and trainers i
 """
 
 import contextlib
-import gzip
 import io
 import re
 import runpy
@@ -51,9 +50,8 @@ def test_torchs_encoder_made_long():
 def test_windows_of_signals_are_labelled(tmp_path):
     """By a burst that only the wide branch shows; the picture is written, and the burst is what mattered."""
     picture = tmp_path / "made.png"
-    printed = output_of(
-        "signals", "--samples", 4096, "--steps", 60, "--batch", 8, "--picture", picture
-    )
+    sizes = "--samples 4096 --steps 60 --batch 8 --picture"
+    printed = output_of("signals", *sizes.split(), picture)
     assert numbers(r"both branches: ([\d.]+)% of windows", printed)[0] > 90
     assert numbers(r"window alone: ([\d.]+)%", printed)[0] < 70
     share, part = numbers(r"influence: (\d+)% .* are ([\d.]+)%", printed)
@@ -85,9 +83,8 @@ def test_a_chromosome(tmp_path):
     ]
     drawn = example["windows"]([genome["one"], genome["two"]], 50, 5)
     assert {x for row in drawn for x in row.tolist()} == {0, 1, 2, 3, 4}
-    printed = output_of(
-        "chromosome", "--bases", 1000, "--seq-len", 256, "--embed-dim", 16, "--steps", 30
-    )
+    sizes = "--bases 1000 --seq-len 256 --embed-dim 16 --steps 30"
+    printed = output_of("chromosome", *sizes.split())
     forward, reverse, least = numbers(
         r"chr3: ([\d.]+) bits.* strand ([\d.]+)\n.* first base ([\d.]+)", printed
     )
@@ -96,61 +93,34 @@ def test_a_chromosome(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("genome", "held_out", "said"),
+    ("genome", "said"),
     [
-        (
-            FASTA,
-            "three",
-            "--held-out three: give one of ['one', 'two'] with two known bases, beside others",
-        ),
-        (FASTA + ">three\nNNAN\n", "three", "with two known bases"),
+        (FASTA, "--held-out three: give one of ['one', 'two'] with two known bases, beside others"),
         # each is the first of a window
-        (FASTA + ">three\nANNNNNC\n", "three", "with two known bases"),
-        ("ACGT\n", "one", "give one of []"),
-        (
-            FASTA + ">two again\nAC\n",
-            "one",
-            "each record needs a name of its own, and one begins with '>two again'",
-        ),
-        (b"\x8b", "one", "codec can't decode"),
-        (None, "one", "No such file"),
+        (FASTA + ">three\nANNNNNC\n", "with two known bases"),
+        (FASTA + ">two again\nAC\n", "needs a name of its own, and one begins with '>two again'"),
+        (None, "No such file"),
     ],
 )
-def test_what_is_no_genome_is_refused(tmp_path, capsys, genome, held_out, said):
+def test_what_is_no_genome_is_refused(tmp_path, capsys, genome, said):
     """In a sentence, before anything is trained."""
     file = tmp_path / "genome.fa"
     if genome is not None:
-        file.write_bytes(genome if isinstance(genome, bytes) else genome.encode())
+        file.write_text(genome)
     with pytest.raises(SystemExit) as left:
-        output_of("chromosome", "--fasta", file, "--held-out", held_out, "--seq-len", 6)
+        output_of("chromosome", "--fasta", file, *["--held-out", "three", "--seq-len", "6"])
     assert left.value.code == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
 
 
-def test_unknown_bases_before_the_known_ones_are_not_scored(tmp_path):
-    """Compressed, as genomes come: more unknown bases than are scored stand before the known ones."""
-    (tmp_path / "genome.fa.gz").write_bytes(
-        gzip.compress(f"{FASTA}>real\n{'N' * 500}ACGTACGT\n".encode())
-    )
-    sizes = ("--seq-len", 6, "--embed-dim", 16, "--steps", 2, "--scored", 100)
-    printed = output_of(
-        "chromosome", "--fasta", tmp_path / "genome.fa.gz", "--held-out", "real", *sizes
-    )
-    assert "real: 508 bases, 500 of them unknown, held out" in printed
-    assert all(
-        0 < bits < 10 for bits in numbers(r"real: ([\d.]+) bits.* strand ([\d.]+)\n", printed)
-    )
-
-
 def test_a_code_base(tmp_path):
     for i in range(11):
         (tmp_path / f"{i:02}.py").write_text(f"def function_{i}():\n    return {i}\n" * (i + 1))
     (tmp_path / "folder.py").mkdir()
-    printed = output_of(
-        "code_base", "--folder", tmp_path, "--seq-len", 256, "--embed-dim", 32, "--steps", 60
-    )
+    sizes = "--seq-len 256 --embed-dim 32 --steps 60"
+    printed = output_of("code_base", "--folder", tmp_path, *sizes.split())
     packed, alone = numbers(r"packed ([\d.]+), one by one ([\d.]+)", printed)
     assert packed == pytest.approx(alone, abs=2e-5)
     reached, without = numbers(r"files: ([\d.]+) bits per byte; ([\d.]+) by", printed)
