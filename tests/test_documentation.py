@@ -134,6 +134,13 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target.relative_to(ROOT).as_posix())
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_code_fits_its_column(page):
+    """Catches code that a reader of the site must scroll to see; not what programs print."""
+    for found in blocks(page):
+        assert not found.language or max(map(len, found.text.splitlines())) <= 100
+
+
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "README.md", "docs/reliability.md"])
 def test_tests_and_files_that_a_page_names_exist(page):
     text = text_of(page).partition("\n## With a GPU\n")[0]

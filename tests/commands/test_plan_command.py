@@ -87,6 +87,10 @@ def test_documents_reach_the_plan(capsys):
         ("--hardware h100 --latency 4", "--latency 4.0 must be from 0 to 0.1 seconds"),
         ("--hardware h100 --bandwidth 50", "--bandwidth 50.0 must be from 1e+06 to 1e+14 bytes"),
         ("--bandwidth 1e9", "give --hardware too"),
+        (
+            "--seq-len 9223372036854775807",
+            "argument --seq-len: must be at most 17,592,186,044,416, got 9223372036854775807",
+        ),
         ("--ranks 2Mi", "argument --ranks: must be at most 1,048,576, got 2097152"),
         ("--sharding zigzag_documents", "needs --documents"),
         ("--documents 5 4", "--documents add up to 9"),

@@ -4,6 +4,7 @@ import copy
 import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -81,13 +82,14 @@ def exported_folder(tmp_path_factory):
     "first",
     [
         "ring_dilated_attention, torch",
+        "torch, ring_dilated_attention",
         # as packages do that ask whether torch is there before they import it
         "ring_dilated_attention, importlib.util; importlib.util.find_spec('torch'); import torch",
     ],
-    ids=["before torch", "before torch, which is looked for first"],
+    ids=["before torch", "after torch", "before torch, which is looked for first"],
 )
 def test_an_exported_file_loads_after_a_plain_import(first, exported_folder):
-    """Without the package's other files or torch's compiler until then. (After torch it is imported in all tests.)"""
+    """In either order of imports, and without the package's other files or torch's compiler until then."""
     code = f"""if True:
         import sys
         import {first}
@@ -201,6 +203,28 @@ def test_another_pattern_is_loaded_by_those_who_mean_it():
     with pytest.warns(UserWarning, match="do not say with which pattern"):
         other.load_state_dict(named)
     assert torch.equal(other.in_proj_weight, state["in_proj_weight"])
+
+
+def test_a_refused_layer_keeps_its_weights():
+    module = layer()
+    before = copy.deepcopy(module.state_dict())
+    other = {name: x + 1 for name, x in layer(rotary=True).state_dict().items()}
+    other["_extra_state"] -= 1
+    with pytest.raises(ValueError, match="it would be another function"):
+        module.load_state_dict(other)
+    for name, x in module.state_dict().items():
+        assert torch.equal(x, before[name])
+
+
+def test_older_weights_load_with_one_warning():
+    model = nn.Sequential(layer(), layer(), layer())
+    older = {name: x for name, x in model.state_dict().items() if "_extra_state" not in name}
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        model.load_state_dict(older, strict=True)
+    assert [str(warning.message)[:37] for warning in shown] == [
+        "the weights do not say with which pat"
+    ]
 
 
 @pytest.mark.parametrize("padding", ["exact", "torchscale"])

@@ -70,6 +70,7 @@ def within(least: int, most: int = MAX_INT64) -> Callable[[str], int]:
 
 
 positive = within(1)
+sequence_length = within(1, 2**44)  # beyond it the bytes of a call may not fit 64 bits
 
 
 def check_installed(packages: Iterable[str], extra: str, who: str = "") -> None:

@@ -10,7 +10,7 @@ from ..forecast.reach import reach
 from ..forecast.suggestions import suggestions
 from ..pattern import DilatedPattern
 from ..training.options import MOST_LAYERS
-from .arguments import MOST_HEADS, amount, positive, within
+from .arguments import MOST_HEADS, amount, sequence_length, within
 from .console import progress, table, wrapped
 
 EXAMPLES = """examples:
@@ -36,7 +36,13 @@ BETTER = (
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--seq-len", type=positive, required=True, metavar="N", help="positions of a sequence")
+    add(
+        "--seq-len",
+        type=sequence_length,
+        required=True,
+        metavar="N",
+        help="positions of a sequence",
+    )
     heads = within(1, MOST_HEADS)
     add("--heads", type=heads, required=True, metavar="H", help="query heads")
     budget = "budget: 1/X of dense attention's work"

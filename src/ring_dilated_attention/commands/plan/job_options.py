@@ -3,7 +3,7 @@
 from argparse import ArgumentParser, Namespace
 
 from ...pattern import DilatedPattern
-from ..arguments import MOST_BATCH, positive, within
+from ..arguments import MOST_BATCH, positive, sequence_length, within
 from ..hardware import add_hardware_options
 
 
@@ -11,7 +11,7 @@ def add_shared(parser: ArgumentParser) -> None:
     """Add the options for the pattern, the sizes and the hardware."""
     add = parser.add_argument
     length = "positions of the whole sequence"
-    add("--seq-len", type=positive, required=True, metavar="N", help=length)
+    add("--seq-len", type=sequence_length, required=True, metavar="N", help=length)
     per_branch = "one per branch"
     add("--segment-lengths", type=positive, nargs="+", default=(), metavar="W", help=per_branch)
     add("--dilation-rates", type=positive, nargs="+", default=(), metavar="R", help=per_branch)
