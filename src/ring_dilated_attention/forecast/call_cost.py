@@ -61,8 +61,8 @@ class Exchange(NamedTuple):
 class Counted(NamedTuple):
     """What all ranks compute and receive.
 
-    places: one count of all ranks, if no heads are dealt. If heads are dealt within groups of ranks: a count of the
-    first ranks of all groups, a count of the second ranks, and so on.
+    places: a list with one count, which covers all ranks, if no heads are dealt. If groups of ranks deal heads, the
+    list has an entry for each place in a group: entry i counts the ranks that are the i-th of their group.
     """
 
     job: Job

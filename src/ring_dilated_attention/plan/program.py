@@ -212,10 +212,10 @@ class _Maker:
     def send_gradients(self, s: int, sums: str, other: str) -> list[steps.Wait]:
         """Start to send the gradients of hop s. Returns the waits until they are sent.
 
-        Finished gradients go to the owners of their chunks, unfinished ones to the next rank. There are two posts,
-        since both kinds arrive in one buffer: the unfinished ones arrive after the finished ones have been added to dk
-        and dv. Every rank starts the two posts in this order, so that no message waits for one that the peer starts
-        later.
+        Finished gradients go to the owners of their chunks, unfinished ones to the next rank. (A chunk's
+        gradient is finished when every rank has added its part.) A rank receives both kinds into the same buffer, so
+        they are two posts: the owner adds a finished gradient to dk and dv before an unfinished one arrives. Every rank
+        starts the posts in this order, so that no message waits for one that the peer starts later.
         """
         hop = self.plan.hops[s]
         moment = f"backward, hop {s + 1}, gradients"

@@ -229,8 +229,8 @@ class ContextParallel(NamedContext):
         fields: dict[str, object] = {"call": "mean_loss over more ranks"}
         if not failure:
             fields["over"] = f"{over.name} of ranks {over.ranks.members}"
-        # If a rank of this context refuses `over`, its other ranks do not call `over` either. They break the
-        # connections of `over`, so that ranks that already wait there fail.
+        # `agree` tells all ranks of this context if one of them refuses `over`. Then none of them calls `over`, and
+        # they break its connections: ranks of other contexts, which may already wait in `over`, fail and do not hang.
         with nullcontext() if failure or over is self else over.ranks.all_or_none():
             self.ranks.agree(0, fields, failure)
         return mean_loss(over.ranks, local_sum, local_count, step_count)

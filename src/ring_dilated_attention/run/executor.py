@@ -125,7 +125,8 @@ class _Executor:
         # Results of the current tile, by name: out, dq (B, H, M, D), lse (B, H, M), dk and dv (B, G, L, D).
         self.results: dict[str, Tensor] = {}
 
-        # The kernel's functions that gather the results of many tiles, or None. Kept results wait for them, by name.
+        # The kernel's functions that merge or add the results of many tiles at once, or None. `kept` holds the
+        # results of tiles until then, by the name of the tensor that they go into.
         self.merging = self.kernel.merging(query)
         self.kept: dict[str, list[TileRows]] = {}
 
