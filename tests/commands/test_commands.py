@@ -226,3 +226,15 @@ def test_memory_that_is_not_there_is_a_sentence(monkeypatch, capsys):
     monkeypatch.setattr("ring_dilated_attention.forecast.call_cost.picked_ranks", greedy)
     assert cli.main(PLAN) == 2
     assert capsys.readouterr().err == "rda plan: there is not enough memory\n"
+
+
+@pytest.mark.parametrize("command", ["", *cli.SUBCOMMANDS])
+def test_help_is_ascii_and_its_examples_fit_80_columns(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*command.split(), "--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert out.isascii()
+    epilog = out.rpartition("\nexamples:")[2]
+    assert [line for line in epilog.splitlines() if len(line) > 80] == []

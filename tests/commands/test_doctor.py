@@ -242,3 +242,26 @@ def test_no_time_is_below_zero(monkeypatch):
     found = examination.rates(None, "cpu", torch.float32)
     assert found["call_seconds"] > 1
     assert found["around_seconds"] == 0
+
+
+def test_what_it_did_not_write_is_not_overwritten(tmp_path, capsys, monkeypatch):
+    """Before anything is measured."""
+    monkeypatch.setattr(processes, "run_ranks", None)
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        '[hardware]\nflops_per_second = 1e12\nbytes_per_second = 1e9\nsource = "my own"\n'
+    )
+    before = file.read_bytes()
+    assert cli.main(["doctor", "--ranks", "2", "--save", str(file)]) == 2
+    assert f"{file} was not made by this run of rda doctor" in capsys.readouterr().err
+    assert file.read_bytes() == before
+
+
+def test_what_is_wrong_ends_the_answer(capsys, monkeypatch):
+    """And "ready" is not said."""
+    everyone = [one(0), one(1, versions={"torch": "2.12.0", "GPU": "none"})]
+    monkeypatch.setattr(processes, "run_ranks", lambda *arguments: [everyone])
+    assert cli.main(["doctor", "--ranks", "2"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    problem = "torch differs: 2.13.0 on rank 0, 2.12.0 on rank 1. Take the same everywhere"
+    assert said.endswith(f" not ready: {problem}")

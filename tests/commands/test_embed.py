@@ -378,3 +378,19 @@ def test_the_page_reads_the_folder(weights, slides, tmp_path, monkeypatch, capsy
     embedding, *lines = capsys.readouterr().out.splitlines()
     assert embedding == "pooled"
     assert lines == [f"{name}: (32,)" for name in LENGTHS]
+
+
+def test_coordinates_in_other_units_are_warned_of(weights, tmp_path, capsys):
+    """Once, by the slide's name. The embedding is written."""
+    features, coords = tiles(93)
+    numbers, pixels = (
+        write(tmp_path / f"{unit}.npz", features, coords // unit) for unit in (256, 1)
+    )
+    for arguments, num_warnings in (([], 1), (["--tile-size", "1"], 0)):
+        out = tmp_path / str(num_warnings)
+        slides = [numbers, pixels] if num_warnings else [numbers]
+        assert embed(weights, out, *slides, *arguments) == 0
+        assert len(read(out)[0]) == len(slides)
+        err = unwrapped(capsys.readouterr().err)
+        said = f"rda embed: warning: {numbers}: 93 tiles lie in 1 cell of tile_size=256"
+        assert err.count("tiles lie in") == err.count(said) == num_warnings

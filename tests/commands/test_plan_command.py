@@ -232,3 +232,7 @@ def test_a_model_of_a_config(tmp_path, capsys):
     out = " ".join(printed(capsys, *words).split())
     assert "transformers' llama of " in out
     assert "pattern: a sliding window of 16" in out
+
+
+def test_the_memory_of_a_gpu_must_be_known(slow, capsys):
+    assert "give --memory" in refused(capsys, *MODEL, "--hardware", slow)

@@ -116,3 +116,20 @@ def test_no_rate_above_the_heads_is_picked_while_a_candidate_within_them_fits(se
     assert first.startswith("The budget forces a rate above the number of heads") == (
         not are_within[0]
     )
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--speedup", "0.5"], "--speedup must be at least 1"),
+        (["--speedup", "1e9"], "none of the patterns tried has so little work"),
+        (["--speedup", "2", "--layers", "1e15"], "--layers: must be at most 10,000"),
+        (
+            ["--speedup", "2", "--seq-len", "1e40"],
+            "--seq-len: must be at most 17,592,186,044,416",
+        ),
+    ],
+)
+def test_bad_budgets_and_numbers_are_refused(more, message, capsys):
+    assert cli.main(["suggest", "--seq-len", "4Ki", "--heads", "4", *more]) == 2
+    assert message in capsys.readouterr().err

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -23,14 +23,17 @@ import torch.nn.functional as F
 from fuzz import Trial, broken
 from fuzz_calls import arranged, results, why_not_refused
 from fuzz_modules import draw_module, turned
-from fuzz_oracle import NAMES, answer_to, difference, draw_call, tensors_of
+from fuzz_oracle import NAMES, answer_to, difference, draw_call, sizes_of_terms, tensors_of, why_off
 from helpers import poisoned_memory
+from padded import padded_branches, padded_reference
 from torch import Tensor
 
-from ring_dilated_attention import MultiheadDilatedAttention, dilated_attention
+from ring_dilated_attention import DilatedPattern, MultiheadDilatedAttention, dilated_attention
 from ring_dilated_attention.attention import attention
 from ring_dilated_attention.layers import multihead
-from ring_dilated_attention.models import LongNetConfig, LongNetLM
+from ring_dilated_attention.models import LongNetConfig, LongNetLM, torchscale_attention
+from ring_dilated_attention.models.torchscale import gate as gates
+from ring_dilated_attention.reference import multiplicity
 
 WIDE = [torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHORT = [torch.bfloat16, torch.bfloat16, torch.float16]
@@ -41,10 +44,10 @@ def prepare(folder: Path) -> None:
 
 
 def try_case(rng: random.Random, folder: Path) -> Trial:
-    kinds = [try_call, try_mixed, try_module, try_cache, try_model, try_compiled]
+    kinds = [try_call, try_mixed, try_module, try_cache, try_model, try_gated, try_compiled]
     torch.manual_seed(rng.randrange(2**31))
     with poisoned_memory():
-        return rng.choices(kinds, [10, 3, 5, 3, 4, 0.3])[0](rng)
+        return rng.choices(kinds, [10, 3, 5, 3, 4, 3, 0.3])[0](rng)
 
 
 def under(dtype: torch.dtype) -> AbstractContextManager[Any]:
@@ -287,6 +290,59 @@ def try_model(rng: random.Random) -> Trial:
     return Trial("language model", f"{config}, {tuple(tokens.shape)} under {short}", complaint)
 
 
+def sizes_of_gated(
+    inputs: Sequence[Tensor], pattern: DilatedPattern, dout: Tensor, lse: Tensor
+) -> dict[str, Tensor]:
+    """`sizes_of` over padded rows, branch by branch. Keys of padding are zero: they count in lse alone."""
+    length, num_heads, head_dim = inputs[0].shape[1:]
+    total = {name: torch.zeros_like(dout) for name in NAMES} | {"lse": torch.zeros_like(lse)}
+    for rows_P, is_row_P, one in padded_branches(pattern, length):
+        num_rows = len(rows_P)
+        cropped = num_rows - length  # places beyond the sequence, which are no result
+        padded = [x[:, rows_P] * is_row_P[:, None, None] for x in inputs]
+        count = multiplicity(one, num_rows, num_heads)
+        dout_P, lse_P = (
+            F.pad(dout, (0, 0, 0, 0, 0, cropped)),
+            F.pad(lse, (0, 0, 0, cropped), value=torch.inf),
+        )
+        sizes = sizes_of_terms(
+            count, head_dim**-0.5, padded, dout_P, torch.zeros_like(lse_P), lse_P
+        )
+        for name in ("out", "lse"):
+            total[name] += sizes[name][:, :length]
+        for name in ("dq", "dk", "dv"):
+            total[name].index_add_(1, rows_P[is_row_P], sizes[name][:, is_row_P])
+    return total
+
+
+def try_gated(rng: random.Random) -> Trial:
+    """torchscale's attention, zero rows and misplaced ones included, against the definition over padded rows."""
+    num_heads, seq_len, short = rng.randint(1, 5), rng.randint(1, 40), rng.choice(SHORT)
+    branches = [(rng.randint(1, 30), rng.randint(1, 7)) for _ in range(rng.randint(1, 3))]
+    is_causal = rng.random() < 0.3
+    pattern = DilatedPattern(*zip(*branches, strict=True), is_causal=is_causal, phase="blocked")
+    inputs = [torch.randn(2, seq_len, num_heads, 8) for _ in range(3)]
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    with under(short):
+        out, lse = torchscale_attention(*leaves, pattern, return_lse=True)
+    exact = [x.to(short).double().requires_grad_() for x in inputs]
+    expected, right_lse = padded_reference(*exact, pattern)
+    dout = torch.randn_like(out)
+    values = [expected.detach(), right_lse.detach()]
+    values += torch.autograd.grad((expected * dout).sum(), exact)
+    results_here = [out, lse, *torch.autograd.grad((out * dout).sum(), leaves)]
+    sizes = sizes_of_gated([x.detach() for x in exact], pattern, dout.double(), values[1])
+    complaint = None
+    for name, actual, value in zip(NAMES, results_here, values, strict=True):
+        dtype = short if name == "out" else torch.float32
+        complaint = complaint or why_off(name, actual, value, sizes[name], dtype, short)
+    return Trial(
+        f"gated, {'causal' if is_causal else 'not causal'}",
+        f"{pattern}, {out.shape} under {short}",
+        complaint,
+    )
+
+
 def try_compiled(rng: random.Random) -> Trial:
     """A compiled call that is made under autocast and without, by turns; a module's too."""
     call = draw_call(rng, dtypes=[torch.float32])._replace(needs_grad="qkv", outputs="both")
@@ -323,7 +379,14 @@ def _cast_float64_too(x: Any) -> Any:
 
 
 _autocast = attention.autocast
+
+
+def _ungated(out: Tensor, lse: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+    return out, lse
+
+
 BREAKAGES: dict[str, Callable[[], Any]] = {
     "float64 is cast": broken("autocast", _cast_float64_too, attention),
     "a cache has the parameters' type": broken("autocast", lambda x: x, multihead),
+    "zero rows are not counted": broken("with_sinks", _ungated, gates),
 }

@@ -35,6 +35,7 @@ def test_nothing_is_found(kind):
         ("caches", "compiled code forgets the scale"),
         ("torchscale", "misplaced rows stay"),
         ("autocast", "a cache has the parameters' type"),
+        ("autocast", "zero rows are not counted"),
     ],
 )
 def test_a_broken_program_is_noticed(kind, breakage):

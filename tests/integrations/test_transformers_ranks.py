@@ -270,6 +270,10 @@ def rank_has_bad_input(rank, world_size):
     mask[0, :3] = 0
     given = {
         "a cache": ({"cache": object()}, "context_parallel takes no cache"),
+        "a cache, as before 5.24": (
+            {"past_key_values": object()},
+            "context_parallel takes no cache",
+        ),
         "left padding": (
             {"attention_mask": mask},
             "attention_mask of shape (1, 12): ranks share whole sequences",

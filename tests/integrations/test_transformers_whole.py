@@ -334,6 +334,7 @@ def rank_adapts(rank, world_size):
     adapted, context = Adapted(make("llama")), ContextParallel(sharding="zigzag")
     message = message_of(lambda: context_parallel(adapted, context))
     assert "got Adapted. If it wraps one (DDP, PEFT), pass the model inside" in message
+    assert "get_base_model()" in message
     ddp = nn.parallel.DistributedDataParallel(make("llama"))
     message = message_of(lambda: context_parallel(ddp, context))
     assert "got DistributedDataParallel. If it wraps one" in message

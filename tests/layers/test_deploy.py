@@ -324,3 +324,8 @@ def test_models_are_exported_for_one_length(kind):
         torch.testing.assert_close(exported(x), model(x))
         with pytest.raises(torch._dynamo.exc.UserError, match="specialized it to be a constant"):
             torch.export.export(model, (x,), dynamic_shapes=({1: Dim("N", min=2, max=1000)},))
+
+
+def test_torch_is_not_imported_by_a_plain_import():
+    code = "import sys, ring_dilated_attention; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

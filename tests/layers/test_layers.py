@@ -328,7 +328,7 @@ def test_constructor_refusals(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"need_weights": True}, "need_weights=True: the attention weights are never formed"),
+        ({"need_weights": True}, r"are never formed; .*attention_weights .*layers.influence says"),
         ({"attn_mask": torch.zeros(6, 6)}, "attn_mask: the pattern decides who attends whom"),
         ({"is_causal": True}, "is_causal=True, but the pattern has is_causal=False"),
         ({"positions": torch.arange(6)}, "construct with rotary=True"),

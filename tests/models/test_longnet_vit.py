@@ -372,3 +372,16 @@ def test_exported():
         exported = torch.export.export(slide, (tiles, coords)).module()
         others = tiles.flip(1), coords.flip(1)
         torch.testing.assert_close(exported(*others)[0], slide(*others)[0])
+
+
+def rank_embeds_in_float32(rank, world_size):
+    cp = ContextParallel()
+    x, coords = POOLED.inputs()
+    with torch.no_grad():
+        found = POOLED.model(parallel=cp).float()(cp.shard(x.float()), cp.shard(coords))[0]
+    expected = kept()["slide: aligned, pooled"][0]
+    assert relative_error(found, expected) < 1e-6
+
+
+def test_two_ranks_embed_what_gigapath_computed_in_float32():
+    run(2, rank_embeds_in_float32)

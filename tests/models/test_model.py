@@ -370,3 +370,10 @@ def compare_with_one_rank(rank, world_size, lengths, checkpointing):
 def test_loss_and_gradients_on_p_ranks_are_those_on_one(lengths, checkpointing):
     """Labels cross the borders (also over a rank that owns nothing), segments straddle them, DDP takes the mean."""
     run(len(lengths), compare_with_one_rank, lengths, checkpointing)
+
+
+def test_the_backend_reaches_attention():
+    tokens = make_tokens(1, 9)
+    assert torch.equal(make(backend="cpu")(tokens), make()(tokens))
+    with pytest.raises(ValueError, match="backend='sdpa'"):
+        make(backend="sdpa")(tokens)

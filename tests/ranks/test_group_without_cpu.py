@@ -26,7 +26,10 @@ from ring_dilated_attention import (
     dilated_attention,
     explain,
 )
+from ring_dilated_attention.layers import MultiheadDilatedAttention
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
+from ring_dilated_attention.models.longnet_vit import LongNetViT
+from ring_dilated_attention.models.torchscale.gate import torchscale_attention
 from ring_dilated_attention.ranks.link import ExchangeError
 from ring_dilated_attention.ranks.processes import backends_with_cpu
 from ring_dilated_attention.ranks.reduce import SumOverRanks, all_reduce
@@ -159,6 +162,15 @@ def cache(cp: ContextParallel, to: int | None) -> Found:
     return [] if gathered is None else gathered.state_dict()["rows"]
 
 
+def layer(cp: ContextParallel) -> Found:
+    torch.manual_seed(0)
+    module = MultiheadDilatedAttention(16, 4, PATTERN, rotary=True, parallel=cp).double()
+    x = cp.shard(whole(1, 21, 16))
+    out = module(x, x, x)[0]
+    mean(cp, out).backward()
+    return [cp.unshard(out), *averaged(cp, module)]
+
+
 def language_model(cp: ContextParallel) -> Found:
     torch.manual_seed(0)
     model = LongNetLM(CONFIG, parallel=cp).double()
@@ -169,6 +181,27 @@ def language_model(cp: ContextParallel) -> Found:
         loss,
         cp.unshard(model(local["tokens"])),
         *averaged(cp, model),
+    ]
+
+
+def slide_encoder(cp: ContextParallel) -> Found:
+    torch.manual_seed(0)
+    sizes = {"segment_lengths": (4, 32), "dilation_rates": (1, 2)}
+    model = LongNetViT(8, 16, 2, 4, **sizes, global_pool=True, parallel=cp).double()
+    local = cp.shard_batch(
+        {"features": whole(1, 21, 8).detach(), "coords": torch.arange(42).view(1, 21, 2) * 256}
+    )
+    return [model(local["features"], local["coords"])[0]]
+
+
+def gates(cp: ContextParallel) -> Found:
+    x = cp.shard(whole(1, 21, 4, 8))
+    return [
+        cp.unshard(
+            torchscale_attention(
+                x, x, x, DilatedPattern((4, 8), (1, 2), phase="blocked"), parallel=cp
+            )
+        )
     ]
 
 
@@ -190,7 +223,10 @@ CASES: dict[str, Callable[[ContextParallel], Found]] = {
     "attention": attention,
     "DilatedCache.gather": partial(cache, to=None),
     "DilatedCache.gather, to=1": partial(cache, to=1),
+    "MultiheadDilatedAttention": layer,
     "LongNetLM": language_model,
+    "LongNetViT": slide_encoder,
+    "torchscale_attention": gates,
     "values of rda train": values,
 }
 

@@ -26,7 +26,7 @@ from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.layers import MultiheadDilatedAttention
 from ring_dilated_attention.models.longnet import shift_left
 from ring_dilated_attention.ranks.handshake import RefusedError
-from ring_dilated_attention.ranks.link import GroupLink
+from ring_dilated_attention.ranks.link import ExchangeError, GroupLink
 from ring_dilated_attention.ranks.reduce import all_reduce
 from ring_dilated_attention.reference import dilated_attention_reference
 
@@ -884,3 +884,58 @@ def rank_recomputes_in_a_thread_of_autograd(rank, world_size):
 def test_threads_of_autograd_count_as_the_owner():
     """Catches a backward, with what it recomputes, that is refused where autograd runs it in a thread of its own."""
     run(2, rank_recomputes_in_a_thread_of_autograd)
+
+
+def rank_runs_out_of_memory(rank, world_size, stage):
+    strict()
+    cp = ContextParallel(timeout=timedelta(seconds=60))
+    dense_call(cp, backward=True)
+    whole = getattr(cpu, stage)
+    if rank == 1:
+
+        def fail(*_):
+            raise MemoryError("no memory left")
+
+        setattr(cpu, stage, fail)
+    start = time.monotonic()
+    message = message_of(
+        lambda: dense_call(cp, backward=True), MemoryError if rank == 1 else ExchangeError
+    )
+    assert time.monotonic() - start < 20
+    assert rank == 1 or f", rank {rank})" in message, message
+    # The messages of a forward may be over when a kernel fails. The handshake of a known call may not be.
+    names = ("backward, ", "rank 1 did not enter backward 2")
+    assert rank == 1 or stage == "forward" or any(name in message for name in names), message
+    assert "no memory left" in message or rank != 1
+    setattr(cpu, stage, whole)
+    message = message_of(lambda: dense_call(cp), ExchangeError)
+    assert "Make a new ContextParallel" in message
+    dist.barrier()
+    assert_works(ContextParallel())  # which is what the message says
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+def test_a_rank_that_fails_alone(stage):
+    """Catches a rank whose error leaves the others waiting: they must fail at once. The user's groups stay whole."""
+    run(3, rank_runs_out_of_memory, stage)
+
+
+def rank_begins_in_a_thread_of_another_name(rank, world_size):
+    """As when threads race for the first call, and another one wins on each rank."""
+    cp, errors = ContextParallel(timeout=PATIENCE), []
+    samples = [sample(number) for number in range(2)]
+
+    def call(number):
+        errors.append(message_of(lambda: compute(cp, rank, samples[number:])))
+
+    for number in (0, 1) if rank == 0 else (1, 0):  # the first of them is the owner
+        thread = threading.Thread(target=call, args=(number,), name=f"worker {number}")
+        thread.start()
+        thread.join()
+    assert "rank 0 has worker 0, rank 1 has worker 1" in errors[0]
+    assert "belongs to the thread of its first call" in errors[1]
+
+
+def test_another_thread_is_first_on_each_rank():
+    """Catches ranks that exchange the data of different threads without a word."""
+    run(2, rank_begins_in_a_thread_of_another_name)

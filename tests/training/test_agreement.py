@@ -15,6 +15,7 @@ from helpers import TEXT, TINY
 from ring_dilated_attention import ContextParallel
 from ring_dilated_attention.commands.cli import main
 from ring_dilated_attention.ranks import processes
+from ring_dilated_attention.training import checkpoint
 from ring_dilated_attention.training.agreement import (
     Refusal,
     check_alike,
@@ -152,3 +153,20 @@ def as_rank_of_an_owned_folder(rank, world_size, folder):
 
     with own_folder(folder / "0" / "run") if rank == 0 else contextlib.nullcontext():
         return as_rank(rank, world_size, folder, [["--run-folder", "run"]] * 2)
+
+
+def as_rank_on_a_full_disk(rank, world_size, folder):
+    def full(*_, **__):
+        raise ValueError("checkpoint-000004 cannot be written: No space left on device")
+
+    checkpoint._write = full
+    return as_rank(rank, world_size, folder, ([], []))
+
+
+def test_a_disk_that_is_full_on_the_first_rank(hosts):
+    first, second = run_ranks(2, as_rank_on_a_full_disk, hosts)
+    assert (first[0], second[0]) == (2, 2)
+    reason = "checkpoint-000004 cannot be written: No space left on device"
+    for _, error, *_ in (first, second):
+        assert re.search(rf"(^|\n)rda train: rank 0 on host \S+: {reason}\n$", error)
+    assert first[2] == ["text.txt"]  # what the run made and left empty is gone

@@ -486,3 +486,20 @@ class TestCommand:
             assert not Path("new").exists()
             assert said in error
             assert error.endswith(": File too large\n")
+
+    def test_other_files_in_the_folder_stay(self, capsys):
+        Path("new/unfinished-thesis").mkdir(parents=True)
+        Path("new/unfinished-thesis/chapter").write_text("one")
+        Path("new/unfinished-letter").write_text("Dear")
+        theirs = listing(Path("new"))
+        assert main([*ARGUMENTS[:-1], "new"]) == 0
+        assert theirs.items() <= listing(Path("new")).items()
+
+
+def test_what_a_killed_run_left_unfinished_goes(trained, tmp_path):
+    left = tmp_path / "unfinished-checkpoint-000002-12345678"
+    left.mkdir()
+    (left / MARK_FILE).write_text("a run that never came to a checkpoint")
+    (left / TENSOR_FILE).write_text("half of a mod")
+    after = save_checkpoint(tmp_path, state_at(6), *trained)
+    assert list(tmp_path.iterdir()) == [after]

@@ -143,3 +143,13 @@ def test_a_folder_of_the_name_of_metrics_is_refused(tmp_path):
     (tmp_path / METRICS_FILE).mkdir()
     with pytest.raises(ValueError, match=r"metrics\.jsonl is in the way: Is a directory"):
         Metrics(tmp_path, RUN, 0, 0)
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o664])
+def test_what_is_replaced_keeps_its_mode(mode, tmp_path):
+    path = tmp_path / "record.json"
+    write_whole(path, b"1", lambda file: True, "a test")
+    path.chmod(mode)
+    write_whole(path, b"2", lambda file: True, "a test")
+    assert modes(tmp_path) == {"record.json": mode}
+    assert path.read_bytes() == b"2"

@@ -666,6 +666,21 @@ class TestCommand:
         )
         assert "rda train" in result.stdout
 
+    def test_ranks_end_when_their_launcher_is_killed(self):
+        words = [
+            *tiny_arguments(data="text.txt", steps=100_000),
+            "--run-folder",
+            "run",
+            "--ranks",
+            "2",
+        ]
+        process = forked(*words)
+        wait_for(lambda: find_checkpoint(Path("run")), process)
+        os.kill(process.pid, signal.SIGKILL)
+        process.end()
+        wait_for(lambda: Path("run/record.json").exists(), None)
+        assert json.loads(Path("run/record.json").read_text())["status"] == "interrupted"
+
 
 def again(words):
     """The command that goes on from what `forked` begins."""

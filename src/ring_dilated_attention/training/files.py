@@ -45,6 +45,9 @@ def replaced(path: Path) -> Iterator[Path]:
     try:
         unfinished.touch(exist_ok=False)
         yield unfinished
+        # A file that only its owner may read stays so.
+        if place.exists():
+            unfinished.chmod(stat.S_IMODE(place.stat().st_mode))
         flush(unfinished)
         unfinished.replace(place)
     finally:
