@@ -394,3 +394,4 @@ def test_coordinates_in_other_units_are_warned_of(weights, tmp_path, capsys):
         err = unwrapped(capsys.readouterr().err)
         said = f"rda embed: warning: {numbers}: 93 tiles lie in 1 cell of tile_size=256"
         assert err.count("tiles lie in") == err.count(said) == num_warnings
+        assert err.count("(--tile-size) is the distance") == num_warnings

@@ -343,8 +343,8 @@ def crowded(coords_L2: Tensor, tile_size: float) -> str | None:
     cells = "cell" if num_cells == 1 else "cells"
     return (
         f"{num_tiles:,} tiles lie in {num_cells:,} {cells} of tile_size={tile_size:.10g}, and tiles in one cell get "
-        "one position. tile_size is the distance from one tile to the next, in the units of the coordinates: 1 if they "
-        "count tiles."
+        "one position. tile_size (--tile-size) is the distance from one tile to the next, in the units of the "
+        "coordinates: 1 if they count tiles."
     )
 
 
