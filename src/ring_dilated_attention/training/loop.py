@@ -144,7 +144,8 @@ def take_step(
         tokens = parallel.shard(tokens_of(windows))
     borders = torch.arange(0, len(windows) + 1, phase.length, dtype=torch.int32)
     with sharing:  # the backward too is in the block: it may run layers again
-        loss = loss_of(tokens.long(), borders)
+        with torch.autocast("cpu", torch.bfloat16, enabled=options.dtype == "bfloat16"):
+            loss = loss_of(tokens.long(), borders)
         nats = loss.item()
         loss.backward()
     nn.utils.clip_grad_norm_(loss_of.parameters(), CLIP_NORM)

@@ -14,13 +14,16 @@ PACKAGES = ("torch", "numpy", "safetensors", "ring-dilated-attention")
 
 def hardware() -> dict[str, Any]:
     return {
-        "processor": next(
-            _values(Path("/proc/cpuinfo"), "model name"), platform.processor() or platform.machine()
-        ),
+        "processor": next(_values(Path("/proc/cpuinfo"), "model name"), platform.machine()),
         "cores": os.cpu_count(),
         "memory_bytes": physical_bytes(),
         "system": platform.platform(),
     }
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions that multiply in bfloat16. Then such products take less than half the time."""
+    return "bf16" in next(_values(Path("/proc/cpuinfo"), "flags"), "")  # avx512_bf16 or amx_bf16
 
 
 def versions() -> dict[str, str]:

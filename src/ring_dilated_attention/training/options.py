@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..models.longnet_config import LongNetConfig
+from .machine import multiplies_bfloat16
 
 MOST_LAYERS = 10_000  # the most layers: each is a module, which takes time and memory
 LONGEST = 2**40  # the longest segment, and the largest dilation rate
 MAX_INT64 = 2**63 - 1  # the largest integer of 64 bits, also of a tensor's stride
 # The range of learning rates. AdamW divides the rate by 1 - 0.9 in its first step: the result must fit float32.
-LARGEST_FLOAT, SMALLEST_FLOAT = (1e30, 1e-30)
+RANGE_OF_RATES = (1e-30, 1e30)
 # Short sequences teach most in the same time.
 DEFAULT_STEPS, DEFAULT_PHASES = 7, ("512:2:1080", "1024:2:300", "4096:2:36")
 DEFAULT_WINDOW = 128  # the sliding window that the default segments have beside them
@@ -41,10 +42,6 @@ def _option(
     """A dataclass field with the text of its --help, and with the range of its numbers, from `least` to `most`."""
     metadata = {"help": text, "least": least, "most": most, "kind": kind, "metavar": metavar}
     return field(default=default, metadata=metadata)
-
-
-def _real(default: float, text: str) -> Any:
-    return _option(default, text, SMALLEST_FLOAT, LARGEST_FLOAT, float)
 
 
 @dataclass(frozen=True)
@@ -87,11 +84,22 @@ class Hyperparameters:
         1,
         LONGEST,
     )
-    learning_rate: float = _real(
+    learning_rate: float = _option(
         4e-3,
         "peak learning rate of AdamW (all but the matrices of blocks); cosine down to 5 %% of it",
+        *RANGE_OF_RATES,
+        float,
     )
-    muon_learning_rate: float = _real(0.015, "the same for Muon (the matrices of blocks)")
+    muon_learning_rate: float = _option(
+        0.015, "the same for Muon (the matrices of blocks)", *RANGE_OF_RATES, float
+    )
+    dtype: str | None = _option(
+        None,
+        "in which matrices are multiplied: float32 or bfloat16 (autocast); default: bfloat16 if "
+        "this CPU has instructions for it, otherwise float32",
+        kind=str,
+        metavar="DTYPE",
+    )
     warmup_steps: int = _option(10, "steps of linear warm-up", 0)
     held_out_bytes: int = _option(131_072, "the last bytes of the document, which are only scored")
     seed: int = _option(0, "seed of the initial weights and of the order of the data", -MAX_INT64)
@@ -108,6 +116,8 @@ class Hyperparameters:
                 if not least <= entry <= most:
                     span = f"from {least:,} to {most:,}"
                     raise ValueError(f"{flag(item.name)} {in_short(entry)} must be {span}")
+        if self.dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(f"--dtype {in_short(self.dtype)!r} must be float32 or bfloat16")
         for phase in self.schedule[:-1]:
             if phase.length >= self.seq_len:
                 what = f"--phases {phase.length}:... is not shorter than --seq-len {self.seq_len}"
@@ -144,16 +154,12 @@ class Hyperparameters:
     def model_config(self) -> LongNetConfig:
         return LongNetConfig.of_run(asdict(self))
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as a dict that JSON can write and read back unchanged: it has lists in place of tuples."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in asdict(self).items()
-        }
-
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> "Hyperparameters":
-        """The inverse of `to_dict`. A ValueError refuses what another version of this package saved."""
+        """The inverse of `asdict`, also after JSON made lists of tuples.
+
+        A ValueError refuses what another version of this package saved.
+        """
         names = {item.name for item in fields(cls)}
         if saved.keys() != names:
             others = ", ".join(sorted(names ^ saved.keys()))
@@ -230,6 +236,8 @@ def resolve(
     if options.get("phases") == ["none"]:
         options["phases"] = ()
     if before is None:
+        if multiplies_bfloat16():
+            options.setdefault("dtype", "bfloat16")
         if "segment_lengths" not in options:
             options.setdefault("window", DEFAULT_WINDOW)
         if "steps" not in options and "phases" not in options:

@@ -5,7 +5,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def initial_state(run: Run) -> dict[str, Any]:
     return {
         "run": secrets.token_hex(16),
         "step": 0,
-        "hyperparameters": run.hyperparameters.to_dict(),
+        "hyperparameters": asdict(run.hyperparameters),
         "document": run.document.identity(),
         "bits_per_byte": [],
         "seconds": 0.0,
@@ -89,7 +89,7 @@ def fingerprint(run: Run) -> dict[str, str]:
     """What must be the same on all ranks, by name. The document is compared by its content, not by its path."""
     fields = {
         flag(name): str(value)
-        for name, value in run.hyperparameters.to_dict().items()
+        for name, value in asdict(run.hyperparameters).items()
         if name != "data"
     }
     fields |= {flag(name): str(getattr(run, name)) for name in ALIKE}
