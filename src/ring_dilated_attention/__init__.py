@@ -1,7 +1,7 @@
-"""Exact dilated attention (LongNet) on one device, and the same call over many by ring attention.
+"""Exact dilated attention (LongNet), on one device or, by ring attention, on many devices.
 
-The package imports its members when they are first used, so that the pure modules (`pattern`, `plan`) can
-be used without importing torch.
+A member of the package is imported when it is first used. So the pure modules (`pattern`, `plan`) can be used without
+importing torch.
 """
 
 import sys
@@ -44,8 +44,11 @@ def __dir__() -> list[str]:
 
 
 class _Ops:
-    """Stands in torch.ops for the package's ops, and imports them when one is first looked up. So files of torch.export
-    can be loaded after `import ring_dilated_attention` alone."""
+    """Stands at `torch.ops.ring_dilated_attention` until one of the package's ops is first looked up.
+
+    The look-up imports the modules that register the ops. So a program that has imported only `ring_dilated_attention`
+    can load files that torch.export saved.
+    """
 
     def __getattr__(self, name: str) -> Any:
         ops = sys.modules["torch"].ops
@@ -63,10 +66,10 @@ def _prepare(torch: Any) -> None:
 
 
 class _AfterTorch:
-    """Calls `_prepare` when torch has been imported, if it is imported later than this package.
+    """A finder in sys.meta_path that calls `_prepare` when torch is imported later than this package.
 
-    A program that only asks whether torch is installed (importlib.util.find_spec) gets a spec too. So the finder stays
-    in sys.meta_path until torch is executed.
+    A program may look for torch by importlib.util.find_spec without importing it. So the finder stays in sys.meta_path
+    until torch's own code has run.
     """
 
     @classmethod

@@ -56,7 +56,8 @@ def _parse(text: str) -> Decimal:
 
 
 def within(least: int, most: int = MAX_INT64) -> Callable[[str], int]:
-    """The function by which argparse reads an option that takes whole numbers from `least` to `most`."""
+    """Return a function for argparse's `type=`. It reads a whole number, and refuses one below `least` or above
+    `most`."""
 
     def count_within(text: str) -> int:
         number = count(text)
@@ -70,13 +71,14 @@ def within(least: int, most: int = MAX_INT64) -> Callable[[str], int]:
 
 
 positive = within(1)
-sequence_length = within(1, 2**44)  # beyond it the bytes of a call may not fit 64 bits
+sequence_length = within(1, 2**44)  # the bytes of a call on a longer sequence may not fit 64 bits
 
 
 def check_installed(packages: Iterable[str], extra: str, who: str = "") -> None:
-    """Raise a ValueError that names the packages that are not installed, and the extra of pip that brings them.
+    """Raise a ValueError if a package is not installed. The message says how to install it with pip.
 
-    who: the option that needs the packages, and a space; "" if the command needs them.
+    extra: the extra of this package that brings the packages. who: the option that needs the packages and a space, such
+    as "--picture "; "" if the whole command needs them.
     """
     missing = [name for name in packages if find_spec(name) is None]
     if missing:

@@ -1,4 +1,8 @@
-"""`rda check`: compares every backend and exchange that can run on this machine with the definition in float64."""
+"""`rda check`: tests every backend and exchange that can run on this machine.
+
+A backend computes attention on a device. An exchange is a way in which keys and values travel between ranks. The
+results are compared with the unoptimised attention of `reference.py` in float64.
+"""
 
 import json
 import math
@@ -59,7 +63,7 @@ CASES = (
     Case("queries without keys", DilatedPattern((8, 97), (3, 8)), 97, 1, 3, 3, 16),
 )
 
-# Two more values of `Trial.exchange`, without an exchange of messages. CACHE: one device appends a sequence to a cache.
+# Two values of `Trial.exchange` without messages between ranks. CACHE: one device appends a sequence to a cache.
 # SIMULATED: one process computes for all ranks.
 CACHE, SIMULATED = "cache", "simulated"
 
@@ -68,7 +72,8 @@ Row = dict[str, Any]  # a line of the table, and of the JSON
 
 
 class Trial(NamedTuple):
-    """All cases of one backend, exchange, dtype and number of ranks; they become one row."""
+    """A backend, exchange, dtype and number of ranks, tested on several cases. Each trial becomes one row of the
+    table."""
 
     backend: str
     device: str
@@ -82,7 +87,11 @@ class Trial(NamedTuple):
 
     @property
     def cases(self) -> list[Case]:
-        """The cases that can run. A cache needs a causal pattern and one document; all_to_all needs heads to divide."""
+        """Those of `CASES` that the trial can run.
+
+        For a cache, every case is made causal and has one document. With all_to_all, each rank takes some heads: a case
+        can run only if its key/value heads divide among the ranks.
+        """
         cases = []
         for case in CASES:
             if self.exchange == CACHE:
@@ -110,7 +119,10 @@ class Trial(NamedTuple):
 
 
 def plan_trials(num_ranks: int) -> tuple[list[Trial], list[Row]]:
-    """Trials that can run on this machine with `num_ranks` ranks, and a row with the reason for each that cannot."""
+    """Find the trials that can run on this machine with `num_ranks` ranks.
+
+    Returns these trials, and a row for each other trial with the reason why it cannot run.
+    """
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
     exchanges = (*EXCHANGES, SIMULATED) if num_ranks > 1 else ("none", CACHE)
     trials, rows = [], []
@@ -129,9 +141,9 @@ def plan_trials(num_ranks: int) -> tuple[list[Trial], list[Row]]:
 
 
 def run_trials(trials: Sequence[Trial], on_step: Callable[[], object]) -> list[Row]:
-    """Run trials of one backend, exchange and number of ranks in processes of their own. Returns a row for each trial.
+    """Run trials of one backend, exchange and number of ranks in new processes. Returns a row for each trial.
 
-    A crash or a hang of these processes fails no other trials.
+    If one of these processes crashes or hangs, all these trials fail. Other trials still run.
     """
     has_gpus = any(trial.device == "cuda" for trial in trials)
     launch = Launch(trials[0].num_processes, has_gpus=has_gpus, seconds=SECONDS_PER_LAUNCH)
@@ -227,7 +239,7 @@ def check(ranks: Iterable[int]) -> list[Row]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows of trials that ran, as an aligned table. Below it, why the other trials cannot run, each reason once."""
+    """An aligned table of the trials that ran. Lines below it say why the other trials cannot run, each reason once."""
     headers = ("backend", "exchange", "ranks", "dtype", "error", "tolerance", "verdict", "where")
     lines: list[list[str]] = []
     against: dict[str, None] = {}

@@ -1,5 +1,7 @@
-"""Measures how far out, lse, dq, dk and dv of an attention call are from the definition in float64, and how far they
-may be.
+"""Measures the errors of an attention call, and computes how large they may be.
+
+The errors are those of out, lse and the gradients dq, dk and dv. They are measured against the definition: the
+unoptimised attention of `reference.py`, in float64.
 
 B batch, N positions, H query heads, G key/value heads, D head dim.
 """
@@ -25,14 +27,18 @@ QUANTITIES = ("out", "lse", "dq", "dk", "dv")
 FLOOR = {
     dtype: torch.finfo(dtype).eps * (8 if dtype == torch.float64 else 0.25) for dtype in DTYPES
 }
-# On a GPU exp2 and log2 of float32 are approximate (2 ulp each, PTX ISA), and torch's memory-efficient op computes one
-# float32 product from three tf32 products. A single tf32 product would be off by 1e-4 and more, and is
-# no longer within this floor.
+# On a GPU the floor of float32 is larger: exp2 and log2 are approximate (2 ulp each, PTX ISA), and torch's
+# memory-efficient op computes one float32 product from three tf32 products. An op that took only one tf32 product would
+# be off by 1e-4 or more, and would fail.
 FLOOR_ON_GPU = FLOOR | {torch.float32: 4 * torch.finfo(torch.float32).eps}
 
 
 class Case(NamedTuple):
-    """One call: its pattern and its sizes. `documents` are the borders of packed documents."""
+    """One attention call: its pattern and its sizes.
+
+    documents: the borders of packed documents, such as (0, 40, 97) for two documents of 40 and 57 positions.
+    None: the sequence is one document.
+    """
 
     name: str
     pattern: DilatedPattern
@@ -45,13 +51,14 @@ class Case(NamedTuple):
     sharding: str = "contiguous"
 
 
-# For each quantity, two sums of squares over this rank's rows: of the differences from the definition's values, and of
-# these values.
+# By the name of a quantity, two sums of squares over this rank's rows: of the differences from the definition's values,
+# and of the definition's values.
 Squares = dict[str, tuple[float, float]]
 
 
 def make_inputs(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:
-    """[query, key, value], dout and dlse: random numbers that `dtype` can hold, in float64, the same on all ranks."""
+    """Random [query, key, value], dout and dlse in float64, the same on all ranks. `dtype` holds the numbers
+    exactly."""
     generator = torch.Generator().manual_seed(case.seq_len)
 
     def draw(*shape: int) -> Tensor:
@@ -66,7 +73,10 @@ def make_inputs(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, T
 def defined(
     case: Case, inputs: Sequence[Tensor], dout: Tensor, dlse: Tensor | None
 ) -> dict[str, Tensor]:
-    """out, lse, dq, dk and dv by the definition, by name. dlse: None for a loss that does not use lse."""
+    """Compute out, lse, dq, dk and dv by the definition. Returns them by name.
+
+    dlse: the gradient of lse; None for a loss that does not use lse.
+    """
     query, key, value = leaves = [x.clone().requires_grad_() for x in inputs]
     out, lse = dilated_attention_reference(
         query, key, value, case.pattern, cu_seqlens=case.documents
@@ -77,7 +87,10 @@ def defined(
 
 @lru_cache(maxsize=64)
 def tolerances(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str, float]:
-    """Twice the relative L2 error of torch's CPU attention in this dtype under the same mask, plus the floor."""
+    """The largest relative L2 error that each of out, lse, dq, dk and dv may have, by name.
+
+    It is twice the error of torch's CPU attention in this dtype under the same mask, plus `FLOOR` (`FLOOR_ON_GPU`).
+    """
     inputs, dout, _ = make_inputs(case, dtype)
     expected = defined(case, inputs, dout, None)
     leaves = [x.to(dtype).requires_grad_() for x in inputs]
@@ -108,8 +121,10 @@ def measure(
 ) -> Squares:
     """Make the call on this rank, and compare its results with the definition. Every rank of `parallel` must call this.
 
-    through_lse: whether the loss uses lse too. Some kernels append columns for the gradient of lse
+    through_lse: whether the loss uses lse too. Then some kernels compute the backward in another way
     (`kernels/lse_gradient.py`).
+
+    Returns the `Squares` of out, lse, dq, dk and dv.
     """
     inputs, dout, dlse = make_inputs(case, dtype)
     expected = defined(case, inputs, dout, dlse if through_lse else None)
@@ -134,8 +149,10 @@ def measure(
 
 
 def measure_cached(case: Case, dtype: torch.dtype, backend: str, device: str) -> Squares:
-    """As `measure`, for out and lse, if the sequence is appended to a cache: half of it 20 tokens at a time, the rest
-    one by one."""
+    """As `measure`, but one device appends the sequence to a cache. Only out and lse are compared.
+
+    The first half of the sequence is appended 20 tokens at a time, the second half one by one.
+    """
     inputs, dout, _ = make_inputs(case, dtype)
     expected = defined(case, inputs, dout, None)
     sizes = (case.batch, case.num_heads, case.num_kv_heads, case.head_dim)
@@ -202,7 +219,10 @@ def worst(
     ranks: Sequence[Sequence[Squares]],
     device: str = "cpu",
 ) -> Worst:
-    """The worst result of all cases and measured quantities. `ranks` holds each rank's squares, a dict per case."""
+    """The result whose error is largest in relation to its tolerance, over all cases and quantities.
+
+    ranks: for each rank a list with its `Squares` of each case.
+    """
     results = []
     for i, case in enumerate(cases):
         allowed = tolerances(case, dtype, device)

@@ -29,8 +29,9 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 FLOPS = "FLOPs in a second; 500 TFLOP/s are 5e14"
 BYTES = "bytes in a second, one way; 50 GB/s are 5e10"
 SECONDS = "seconds; 5 µs are 5e-6"
-# For each field the least number, the largest, and the unit. If a number is outside, the user meant another unit. (The
-# least rates are low, as tiny tensors on a busy machine reach little: examples/video.py reached 5e7 FLOP/s.)
+# For each field the least number, the largest, and the unit. A number outside is refused: the user probably meant
+# another unit. The least rates are low, because tiny tensors on a busy machine are slow: examples/video.py reached 5e7
+# FLOP/s.
 NUMBERS = {
     "flops_per_second": (1e6, 1e17, FLOPS),
     "backward_flops_per_second": (1e6, 1e17, FLOPS),
@@ -70,8 +71,10 @@ def add_hardware_options(parser: ArgumentParser) -> None:
 
 
 def machine_of(name: str) -> Machine:
-    """The machine of a preset or of a file. name: the preset's name or the file's path. Raises ValueError for another
-    name, and for a malformed file."""
+    """The machine of a preset, by its name, or of a file, by its path.
+
+    Raises ValueError for a name that is neither, and for a malformed file.
+    """
     if name in PRESETS:
         return PRESETS[name]
     path = Path(name)
@@ -82,7 +85,7 @@ def machine_of(name: str) -> Machine:
     try:
         content = tomllib.loads(path.read_bytes().decode())
     except (OSError, ValueError) as error:
-        # ValueError: not text, not TOML, or a number with thousands of digits
+        # A ValueError means that the file is not text or not TOML, or has a number with thousands of digits.
         raise ValueError(f"--hardware {name} cannot be read: {error}") from error
     fields = content.get("hardware")
     if not isinstance(fields, dict):
@@ -113,7 +116,7 @@ def _machine(name: str, fields: dict[str, Any]) -> Machine:
     if ("gpus_per_host" in fields) != ("host_bytes_per_second" in fields):
         raise ValueError("give both gpus_per_host and host_bytes_per_second, or neither")
     numbers = {key: fields[key] for key in Hardware._fields if key in fields}
-    # Unless another latency is given, messages inside a host have that of messages between hosts.
+    # If the file gives no latency inside a host, take that of messages between hosts.
     if "host_bytes_per_second" in fields:
         numbers.setdefault("host_latency_seconds", fields.get("latency_seconds", 0.0))
     memory = int(fields["memory_bytes"]) if "memory_bytes" in fields else None
@@ -137,10 +140,10 @@ PRESETS = {card: _machine(card, fields) for card, fields in _PRESETS.items()}
 
 
 def machine_for(arguments: Namespace) -> Machine | None:
-    """The machine of --hardware, with the numbers that --bandwidth, --latency and --memory give; None without
-    --hardware.
+    """The machine that --hardware names, with its numbers replaced by those of --bandwidth, --latency and --memory.
 
-    Raises ValueError for a number that no machine has, and for the three options without --hardware.
+    Returns None without --hardware. Raises ValueError for a number out of range, and for one of the three other options
+    without --hardware.
     """
     replaced: dict[str, Any] = {}
     for option, key in OPTIONS.items():
@@ -156,7 +159,7 @@ def machine_for(arguments: Namespace) -> Machine | None:
         return None
     machine = machine_of(arguments.hardware)
     memory = replaced.pop("memory_bytes", machine.memory_bytes)
-    if "bytes_per_second" in replaced:  # then one network joins all ranks
+    if "bytes_per_second" in replaced:  # --bandwidth holds for all messages, also inside hosts
         replaced |= {"gpus_per_host": None, "host_bytes_per_second": None}
     if "latency_seconds" in replaced:
         replaced["host_latency_seconds"] = replaced["latency_seconds"]
@@ -181,6 +184,6 @@ def as_toml(machine: Machine) -> str:
 
 
 def assumed(machine: Machine) -> str:
-    """A line with the numbers that a time assumes."""
+    """A line that tells the user which numbers a modelled time assumes, and where they come from."""
     numbers = ", ".join(f"{name} {value:g}" for name, value in known(machine.hardware).items())
     return f"assumed of each rank: {numbers} ({machine.source})"

@@ -41,7 +41,8 @@ class Launch(NamedTuple):
     # rank k runs on the k-th core that this process may use, and nowhere else (Linux)
     is_pinned: bool = False
     has_gpus: bool = False  # rank k takes the k-th GPU
-    # torch.distributed's backend, for a group bound to the GPU; None: one of TRANSPORTS, for a group that is not bound
+    # torch.distributed's backend. The process group is then bound to the rank's GPU. None: one of TRANSPORTS, and a
+    # group that is not bound.
     transport: str | None = None
     seconds: float = 60  # ranks that still run after this time are ended
 
@@ -59,7 +60,7 @@ def run_ranks(
     """
     start = multiprocessing.get_context("forkserver")
     start.set_forkserver_preload(_PRELOADED)
-    resource_tracker.ensure_running()  # before SIGINT is blocked below: starting the tracker unblocks SIGINT
+    resource_tracker.ensure_running()  # first: its start unblocks SIGINT, which is blocked below
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
         try:

@@ -87,7 +87,8 @@ def run(arguments: Namespace) -> int:
 
 
 def describe(arguments: Namespace) -> list[dict[str, Any]]:
-    """A dict of figures for each candidate pattern. A ValueError if no pattern is within the budget."""
+    """Compute the figures of each candidate pattern. Returns a dict for each. Raises ValueError if no pattern is within
+    the budget."""
     seq_len, heads = arguments.seq_len, arguments.heads
     dense = pairs(DilatedPattern.dense(is_causal=arguments.is_causal), seq_len, heads)
     rules = {"is_causal": arguments.is_causal, "window": arguments.window}
@@ -119,7 +120,7 @@ def describe(arguments: Namespace) -> list[dict[str, Any]]:
 
 
 def costs(candidate: dict[str, Any]) -> tuple[float, ...]:
-    """The costs by which candidates are sorted: a number for each point of BETTER, and less is better."""
+    """The numbers by which candidates are sorted: one for each entry of BETTER. A smaller number is better."""
     unheard = 1 - candidate["reach_by_layer"][-1]
     return (
         0 if candidate["all_read"] else 1,

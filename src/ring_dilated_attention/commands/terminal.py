@@ -22,8 +22,12 @@ NO_MEMORY = "there is not enough memory"
 
 
 def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
-    """Call run(), and return its exit code. After Ctrl-C that is 130. If the reader of the output has ended, it is 141.
-    If memory runs out, or a file cannot be read or written, it is 2, and a message says so.
+    """Call run(), and return the exit code of the command:
+
+    - the code that run() returns;
+    - 130 after Ctrl-C;
+    - 141 if the program that reads the output has ended;
+    - 2, with a message, if memory runs out or a file cannot be read or written.
 
     is_process: whether the process ends with this command.
     """
@@ -32,7 +36,7 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
             prepare_streams()
             return run()
         finally:
-            sys.stdout.flush()  # here, since errors of Python's flush at exit cannot be caught
+            sys.stdout.flush()  # an error of Python's own flush at exit could not be caught
     except BrokenPipeError:  # the reader of the output has ended, as in `rda plan ... | head`
         drop_unwritten()
         return UNREAD_EXIT_CODE
@@ -47,10 +51,10 @@ def guarded(command: str, run: Callable[[], int], *, is_process: bool) -> int:
         say(f"{command}: {reason}")
         return 2
     finally:
-        # argparse and progress bars do not raise if they cannot write to stderr
+        # argparse and progress bars do not raise if they cannot write to stderr: drop what they left unwritten.
         drop_unwritten()
         if is_process:
-            # otherwise Ctrl-C would show a traceback while Python shuts down
+            # Otherwise Ctrl-C would show a traceback while Python shuts down.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -63,14 +67,16 @@ def is_out_of_memory(error: Exception) -> bool:
 def prepare_streams() -> None:
     """Make sure that printing never ends a command.
 
-    If a terminal cannot show a letter (of a path, say), the letter's number is shown. A closed stream is opened on
-    /dev/null: otherwise the first file that the command opens would get the stream's descriptor, and the printed text.
+    If a terminal cannot show a letter (of a path, say), the letter's number is shown.
+
+    If stdin, stdout or stderr is closed, it is opened on /dev/null. Otherwise the first file that the command opens
+    would get the descriptor of the closed stream, and printed text would be written into that file.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor, the closed stream's
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor: the closed stream's
         if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
@@ -83,7 +89,7 @@ def say(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
-        drop_unwritten(sys.stderr)  # not sys.stdout: if nobody reads it, the command must end
+        drop_unwritten(sys.stderr)  # only stderr: if nobody reads stdout, the command must end
 
 
 def drop_unwritten(*streams: TextIO) -> None:
@@ -97,8 +103,11 @@ def drop_unwritten(*streams: TextIO) -> None:
 
 @contextmanager
 def leaving_at_once(command: str) -> Iterator[None]:
-    """Ctrl-C ends the process without any clean-up. Use it only around imports: there a KeyboardInterrupt may become
-    another error (numpy makes a RecursionError of it) or leave a half-made module."""
+    """In this block Ctrl-C ends the process without any clean-up. Use it only around imports.
+
+    During an import a KeyboardInterrupt may become another error (numpy makes a RecursionError of it), or leave a
+    half-made module.
+    """
 
     def leave(number: int, frame: FrameType | None) -> None:
         os.write(STDERR, f"\n{command}: interrupted\n".encode())

@@ -57,7 +57,8 @@ FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
 PACKAGES = ("filelock", "numpy", "rich", "safetensors")
 # A rank that lost another waits so long before it ends. So the rank that failed ends first, and the launcher names it.
 GRACE_SECONDS = 10
-# What errors say if another rank has ended: gloo's errors in DDP's all-reduce of gradients, and those of a store.
+# Words in the errors that a rank meets if another rank has ended. They come from gloo, in DDP's all-reduce of
+# gradients, or from a store of torch.distributed.
 LOST_CONNECTION = re.compile(
     r"[Cc]onnection (closed|reset|refused)|Broken pipe|[Tt]imed? ?out|gloo/transport"
 )
@@ -154,7 +155,7 @@ def launch_ranks(arguments: Namespace, run: Run) -> int:
 
 
 def what_is_left(arguments: Namespace, folder: Path) -> str:
-    """What a failed run tells its user: the newest checkpoint, and the command that goes on from it."""
+    """A text for the user of a failed run: the newest checkpoint, and the command that goes on from it."""
     checkpoint = find_checkpoint(folder) or "none"
     return f"newest checkpoint: {checkpoint}; go on with: {train_command(arguments, folder)}"
 
@@ -175,8 +176,8 @@ def train_command(arguments: Namespace, folder: Path) -> str:
 def train(arguments: Namespace, run: Run | None) -> int:
     """Train in this process, alone or as one rank of several. Returns the exit code. If one rank refuses, all ranks do.
 
-    A rank of `rda train --ranks` returns 0 unless it is to be started again. It tells the launcher the exit code of the
-    command by `leave_code`.
+    `rda train --ranks` starts its ranks again if one of them ends with another code than 0. So a rank that wants no
+    restart returns 0, and writes the exit code of the command to a file (`leave_code`).
     """
     with leaving_at_once("rda train"):
         import torch.distributed as dist
@@ -205,12 +206,13 @@ def train(arguments: Namespace, run: Run | None) -> int:
                 say(f"rda train: {error}")
         except Exception as error:  # noqa: BLE001  `failed` raises unforeseen errors again
             code = failed(error, arguments, folder)
-        # If no restart follows, the count of starts is deleted.
+        # After any other code than FAILED_EXIT_CODE no restart follows: delete the count of starts.
         if folder is not None and parallel.rank == 0 and code != FAILED_EXIT_CODE:
             (folder / STARTS_FILE).unlink(missing_ok=True)
     if arguments.launched is None or code == FAILED_EXIT_CODE:
         return code
-    # If the run went well, only the first rank leaves the code: its report may still fail when the others have ended.
+    # If a run is complete or interrupted, only the first rank leaves the code: its report may still fail when the
+    # others have ended.
     if code not in (0, INTERRUPTED_EXIT_CODE) or parallel.rank == 0:
         leave_code(arguments.launched, code)
     return 0
@@ -225,7 +227,7 @@ def join(arguments: Namespace) -> "ContextParallel":
         join_ranks(arguments.launched, timeout)
         return ContextParallel(timeout=timeout)
     except (ValueError, RuntimeError):
-        # If this rank would refuse the request, show that reason, not that the ranks could not meet.
+        # The request itself may be wrong. Then show that reason, not that the ranks could not meet.
         prepare_checked(arguments)
         raise
 
@@ -233,9 +235,9 @@ def join(arguments: Namespace) -> "ContextParallel":
 def begin(
     arguments: Namespace, run: Run | None, parallel: "ContextParallel", stack: ExitStack
 ) -> Run:
-    """The run to train, once this process owns the run's folder and all ranks have agreed to train the same run.
+    """Own the run's folder, and make sure that all ranks train the same run. Returns the run.
 
-    The folder is owned until the stack is closed.
+    No other run can use the folder until the stack is closed.
     """
     from ..training.agreement import check_alike, on_first, together, values_of_all
 
@@ -251,8 +253,8 @@ def begin(
     if parallel.world_size > 1:
         check_alike(parallel, together(parallel, partial(fingerprint, run)))
     if may_start_again(arguments):
-        # Each launcher counts only the restarts of its own ranks, so one launcher's restart counts for all ranks. The
-        # first start of a command begins a new count.
+        # A launcher counts only the restarts of its own ranks. If any launcher has restarted its ranks, all ranks count
+        # this start as a restart. The first start of a command begins a new count.
         is_again = any(values_of_all(parallel, os.environ.get(RESTART, "0") != "0"))
         on_first(parallel, partial(count_start, folder, anew=not is_again))
         if is_again and parallel.rank == 0:
@@ -262,10 +264,10 @@ def begin(
 
 
 def own(arguments: Namespace, run: Run, stack: ExitStack) -> str:
-    """Own the run's folder until the stack is closed. Returns the folder's path."""
+    """Keep other runs out of the run's folder until the stack is closed. Returns the folder's path."""
     seconds = 0.0
     if may_start_again(arguments):
-        # The run before this start may still own the folder: it ends soon after its launcher. Wait for less than
+        # The previous start may still own the folder: its ranks end soon after their launcher. Wait less than
         # --timeout, after which the other ranks would give up waiting for this rank.
         seconds = min(60, arguments.timeout / 2)
     return str(stack.enter_context(own_folder(run.folder, seconds)))
@@ -289,7 +291,8 @@ def shown(run: Run, num_done: int) -> "Iterator[Callable[[Step], None]]":
 
 
 def failed(error: Exception, arguments: Namespace, folder: Path | None) -> int:
-    """Tell the user and the launcher why this rank ends. Returns its exit code. An unforeseen error is raised again."""
+    """Tell the user and the launcher why this rank ends. Returns the rank's exit code. An unforeseen error is raised
+    again."""
     from ..ranks.failures import ExchangeError
 
     rank, num_ranks = started()
@@ -297,7 +300,8 @@ def failed(error: Exception, arguments: Namespace, folder: Path | None) -> int:
         "rda train" if num_ranks == 1 else f"rda train: rank {rank} on host {socket.gethostname()}"
     )
     first_line = next(iter(str(error).splitlines()), type(error).__name__)
-    # How to go on with the run. Under `rda train --ranks`, `launch_ranks` says that once for all ranks.
+    # This text says how to go on with the run. Under `rda train --ranks` it is empty: there `launch_ranks` says it once
+    # for all ranks.
     onward = ""
     if arguments.launched is None and folder is not None:
         onward = f"; {what_is_left(arguments, folder)}"
@@ -319,9 +323,10 @@ def failed(error: Exception, arguments: Namespace, folder: Path | None) -> int:
 
 
 def code_after_loss(arguments: Namespace) -> int:
-    """The exit code of a rank that lost another: the code that a rank left for the command, or FAILED_EXIT_CODE.
+    """The exit code of a rank that ends because it lost another rank.
 
-    Under `rda train --ranks` this waits up to GRACE_SECONDS, so that the failed rank can leave a code or end first.
+    Under `rda train --ranks` this waits up to GRACE_SECONDS, so that the rank that failed ends first. If a rank leaves
+    a code for the command meanwhile, that code is returned. Otherwise FAILED_EXIT_CODE is returned.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # an elastic launcher ends this rank by SIGTERM
     deadline = time.monotonic() + GRACE_SECONDS

@@ -1,4 +1,7 @@
-"""`rda doctor`: examines a machine or cluster, in one process, in `--ranks` processes, or in a launcher's ranks."""
+"""`rda doctor`: examines a machine or a cluster.
+
+It runs in one process, in `--ranks` processes that it starts, or in the ranks that a launcher started.
+"""
 
 import os
 import time
@@ -62,7 +65,7 @@ def run(arguments: Namespace) -> int:
 
 
 def check(arguments: Namespace, num_started: int) -> None:
-    """Raise ValueError for what can be refused before anything is measured."""
+    """Raise ValueError for options that can be refused before anything is measured."""
     if num_started > 1 and arguments.ranks is not None:
         raise ValueError(
             f"--ranks {arguments.ranks}, but a launcher started {num_started} ranks: leave --ranks out"
@@ -75,7 +78,8 @@ def check(arguments: Namespace, num_started: int) -> None:
 
 
 def examined_here(arguments: Namespace) -> list[dict[str, Any]]:
-    """The findings of ranks that are started on this machine. Raises RuntimeError if one of them fails."""
+    """Start ranks on this machine and examine them. Returns the findings of each rank. Raises RuntimeError if a rank
+    fails."""
     with leaving_at_once("rda doctor"):
         import torch
 
@@ -90,8 +94,10 @@ def examined_here(arguments: Namespace) -> list[dict[str, Any]]:
 
 
 def examined_with(rank: int, num_ranks: int, seconds: float) -> list[dict[str, Any]]:
-    """The findings of a launcher's ranks, of which this process is one. Raises RuntimeError if not all ranks join, or
-    if one of them fails."""
+    """Examine the ranks that a launcher started; this process is one of them. Returns the findings of each rank.
+
+    Raises RuntimeError if not all ranks join, or if a rank fails.
+    """
     # Set before torch is imported: otherwise its log shows forty lines of C++ frames for the one-line error below.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     import torch
@@ -131,18 +137,22 @@ def to_mend(everyone: list[dict[str, Any]]) -> list[str]:
 
 
 def hardware_of(everyone: list[dict[str, Any]]) -> Hardware | None:
-    """The hardware that a plan assumes for each rank: the lowest rates, and the slowest network between neighbours.
-    None on one rank, which has measured no network."""
+    """The rates that a plan assumes for every rank: the lowest that were measured, and the slowest network between
+    neighbouring ranks.
+
+    Returns None if there is only one rank, since one rank measures no network.
+    """
     if len(everyone) == 1:
         return None
     rates = [one["rates"] for one in everyone]
     messages = [one["messages"] for one in everyone]
     small = max(x["small_seconds"] for x in messages)
     large = max(x["large_seconds"] for x in messages)
-    # The small message takes the latency: subtract it from the time of the large one. Not if both took about as long,
-    # which happens when others use the machine.
+    # The time of the small message is nearly all latency. Subtract it from the time of the large message, which leaves
+    # the time of the bytes. But if both took about as long, other programs disturbed the network: subtract nothing.
     bandwidth = LARGE_MESSAGE / (large - small) if large > 2 * small else LARGE_MESSAGE / large
-    # A forward and a backward each have one handshake, and once the work of a call outside its tiles: add the two.
+    # In each forward and backward, a call has one handshake and some work besides its tiles. `Hardware` has no field
+    # for that work, so its time is added to that of the handshake.
     handshake = max(
         one["messages"]["handshake_seconds"] + one["rates"]["around_seconds"] for one in everyone
     )
@@ -200,8 +210,10 @@ def text(everyone: list[dict[str, Any]], hardware: Hardware | None) -> str:
 
 
 def machine_found(everyone: list[dict[str, Any]], hardware: Hardware) -> Machine:
-    """The machine for `rda plan --hardware`. Its memory is that of the rank that has least. A rank on a CPU has its
-    share of the host's memory."""
+    """The machine that --save writes for `rda plan --hardware`.
+
+    Its memory is that of the rank with the least memory. Ranks that compute on a CPU share the memory of their host.
+    """
     first = everyone[0]
     hosts = [one["host"] for one in everyone]
     memory = []

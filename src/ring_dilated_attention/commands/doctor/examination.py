@@ -20,16 +20,20 @@ from ...training.machine import hardware, physical_bytes, versions
 from ..hardware import LARGE_MESSAGE
 from ..local_ranks import Worker
 
-# bytes: small messages show the latency, large ones (LARGE_MESSAGE) the bandwidth
+# The size of a message in bytes. A small message shows the latency, a large one (LARGE_MESSAGE) the bandwidth.
 SMALL_MESSAGE = 256
 REPEATS = 11
 # With ROWS rows, most of the time of attention goes into FLOPs; with FEW_ROWS, into the kernel call itself.
 ROWS, FEW_ROWS, HEADS, HEAD_DIM = 2048, 32, 4, 64
-FURTHER_TILES = 8  # further tiles in one attention call, to measure the time that a tile takes whatever its size
+# Compare a call of 1 + 8 small tiles with a call of one: the difference shows the time that any tile takes.
+FURTHER_TILES = 8
 
 
 def examine(worker: Worker | None, seconds: float) -> list[dict[str, Any]]:
-    """The findings of all ranks, in order; every rank gets them. seconds: the timeout of a message."""
+    """Examine this rank, together with all others. Every rank gets the findings of all ranks, in their order.
+
+    seconds: how long a message may take.
+    """
     parallel = ContextParallel(exchange="ring", timeout=timedelta(seconds=seconds))
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     findings = facts(parallel.rank, device)
@@ -72,10 +76,11 @@ def meet(parallel: ContextParallel) -> None:
 
 
 def rates(parallel: ContextParallel, device: str, dtype: torch.dtype) -> dict[str, float]:
-    """This rank's FLOPs per second in a forward and in a backward, measured while all ranks compute.
+    """Measure how fast this rank computes attention, while all ranks compute.
 
-    Also the seconds that a tile takes whatever its size ("call_seconds"), and those that a call takes besides its tiles
-    ("around_seconds").
+    Returns the FLOPs per second of a forward and of a backward, and two times in seconds. "call_seconds" is the time
+    that every tile (a block of queries x keys) takes whatever its size. "around_seconds" is the time that a call takes
+    besides its tiles.
     """
     many = ROWS if device == "cpu" else 8 * ROWS
     one_tile = DilatedPattern.dense()
@@ -99,7 +104,7 @@ def rates(parallel: ContextParallel, device: str, dtype: torch.dtype) -> dict[st
 def _times(
     parallel: ContextParallel, device: str, dtype: torch.dtype, rows: int, pattern: DilatedPattern
 ) -> Sequence[float]:
-    """The seconds of an attention forward of so many rows, and those of its backward."""
+    """The median seconds of an attention forward over `rows` positions, and those of its backward."""
     shape = (1, rows, HEADS, HEAD_DIM)
     query, key, value = (
         torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3)
@@ -116,8 +121,8 @@ def _times(
 
 
 def timed(parallel: ContextParallel, device: str, *actions: Callable[[], object]) -> list[float]:
-    """The median seconds of each action. A round runs the actions one after another, and all ranks begin it together.
-    The first round warms up and is left out."""
+    """The median seconds of each action. In a round all ranks begin together, and each runs the actions one after
+    another. The first round warms up and is left out."""
     rounds = []
     for _ in range(REPEATS):
         meet(parallel)
@@ -132,7 +137,8 @@ def timed(parallel: ContextParallel, device: str, *actions: Callable[[], object]
 
 
 def messages(parallel: ContextParallel, device: str) -> dict[str, float]:
-    """The seconds of a handshake, and of a small and a large message to the next rank, while all ranks send."""
+    """Measure messages while all ranks send. Returns seconds: of a handshake, in which all ranks hear of each other,
+    and of a small and a large message to the next rank."""
     link = getattr(parallel.ranks, "all", None)
     assert isinstance(link, GroupLink)
     [handshake] = timed(parallel, "cpu", lambda: meet(parallel))

@@ -112,7 +112,8 @@ def run(arguments: Namespace) -> int:
 
 
 def settings_of(arguments: Namespace, model: "LongNetViT") -> dict[str, Any]:
-    """All that decides an embedding's values. Raises ValueError for a layer that the model does not have."""
+    """The settings that decide the values of an embedding. Raises ValueError if the model does not have the layer of
+    --layer."""
     config = model.encoder.config
     depth = config.num_layers
     if arguments.layer.isdecimal() and int(arguments.layer) > depth:

@@ -26,13 +26,15 @@ def load(options: Namespace) -> LongNetViT:
         raise ValueError(
             f"--device {options.device} cannot be used: {first_line(error)}"
         ) from error
-    # Set only now: the tile size belongs to the coordinates, and must not change the segment lengths.
+    # Set the tile size after the model is made. It says how to read coordinates, and must not change the segment
+    # lengths.
     model.tile_size = options.tile_size or 256.0
     return model
 
 
 def embed_slide(model: LongNetViT, options: Namespace, path: Path) -> tuple[Any, list[str]]:
-    """A slide's embedding, a numpy array (E,) or (depth + 1, E), and the texts of the model's warnings.
+    """Embed a slide. Returns the embedding and the texts of the model's warnings. The embedding is a numpy array (E,),
+    or (depth + 1, E) with --layer all.
 
     Raises ValueError if the slide cannot be read, or has a tile that the model refuses.
     """

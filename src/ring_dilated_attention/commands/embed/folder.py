@@ -1,4 +1,4 @@
-"""The folder of `rda embed`: NAME.npy for each slide, and settings.json. Only the same settings may add to it."""
+"""The folder of `rda embed`: NAME.npy for each slide, and settings.json. All its embeddings have the same settings."""
 
 import json
 import tempfile
@@ -14,11 +14,12 @@ MADE_BY = "rda embed"
 class EmbeddingFolder:
     """The folder that --out names. It is made when its first embedding is added.
 
-    A ValueError refuses a folder that another program or other settings wrote to, and one that cannot be written to.
+    Raises ValueError if another program made the folder, if the folder's embeddings have other settings, or if nothing
+    can be written to the folder.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        _check_writable(path)  # a refusal must come before hours of computing
+        _check_writable(path)  # refuse before hours of computing, not after them
         self.path = path
         self.settings_file = path / "settings.json"
         self.settings = json.dumps({"made_by": MADE_BY, **settings}, indent=1).encode()

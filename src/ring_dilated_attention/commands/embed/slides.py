@@ -15,13 +15,14 @@ from ...models.weights import first_line, load_tensors
 SUFFIXES = (".h5", ".hdf5", ".npz", ".pt", ".pth")
 # The names that an array may have. If a file has several of them, the first counts.
 FEATURES, COORDS = (("features", "tile_embeds", "feats"), ("coords", "coordinates"))
-TILE_SIZE = "patch_size_level0"  # TRIDENT's name for the distance from one tile to the next, in coordinates' units
+TILE_SIZE = "patch_size_level0"  # TRIDENT's name for the distance from one tile to the next, in the unit of coordinates
 
 
 def read_slide(path: Path, tile_size: float | None) -> tuple[Tensor, Tensor]:
-    """The features of a slide's tiles (tiles, C), and their coordinates (tiles, 2). tile_size: of --tile-size, or None.
+    """Read a slide. Returns the features of its tiles (tiles, C), and their coordinates (tiles, 2).
 
-    A ValueError says, without the path, why the slide cannot be read.
+    tile_size: the number of --tile-size; None if the user did not give it. Raises ValueError if the slide cannot be
+    read. Its message does not name the path, which the caller adds.
     """
     try:
         if path.suffix in (".h5", ".hdf5"):
@@ -43,7 +44,7 @@ def read_slide(path: Path, tile_size: float | None) -> tuple[Tensor, Tensor]:
     except ValueError:
         raise
     except Exception as error:
-        # a damaged file raises anything, and HDF5 only once its features are read
+        # A damaged file may raise any error. HDF5 raises some only when the features are read.
         raise ValueError(f"cannot be read: {first_line(error)}") from error
 
 
@@ -62,7 +63,8 @@ def _arrays_of(
 
 
 def _array(arrays: Mapping[str, Any], what: str, names: Sequence[str]) -> Any:
-    """The array with the first of `names` that is there. It may be a data set of HDF5, with values not read yet."""
+    """The array whose name comes first in `names`, of those that the file has. An array of HDF5 has not read its values
+    yet."""
     for name in names:
         if name in arrays:
             return arrays[name]
@@ -71,7 +73,7 @@ def _array(arrays: Mapping[str, Any], what: str, names: Sequence[str]) -> Any:
 
 
 def _tensor(array: Any) -> Tensor:
-    """The values (tiles, ...), without a batch dim of 1."""
+    """The array as a tensor (tiles, ...), without a batch dim of 1."""
     values = torch.as_tensor(array[:])
     return values[0] if values.dim() == 3 and len(values) == 1 else values
 

@@ -1,4 +1,4 @@
-"""The models that `rda plan model` weighs: LongNetLM, LongNetEncoder, and models of transformers."""
+"""Makes the models whose memory `rda plan model` counts: LongNetLM, LongNetEncoder, and models of transformers."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -36,7 +36,7 @@ def longnet_decoder(config: LongNetConfig) -> Decoder:
 def encoder_decoder(
     pattern: DilatedPattern, vocab_size: int, *, num_layers: int, **sizes: Any
 ) -> Decoder:
-    """A LongNetEncoder between an embedding and a head. sizes: as TorchscaleConfig takes them."""
+    """A LongNetEncoder between an embedding and a head. sizes: fields of TorchscaleConfig, such as embed_dim."""
 
     def make(num_layers: int, is_checkpointed: bool) -> DecoderWithLoss:
         config = TorchscaleConfig(pattern, padding="exact", num_layers=num_layers, **sizes)
@@ -52,8 +52,10 @@ def encoder_decoder(
 
 
 def transformers_decoder(path: Path, pattern: DilatedPattern) -> Decoder:
-    """The model of a config.json, or of a folder with one, with this pattern. A ValueError if it cannot be made or
-    cannot run the pattern."""
+    """A model of transformers with this pattern. path: the model's config.json, or a folder with one.
+
+    Raises ValueError if the model cannot be made, or cannot run the pattern.
+    """
     check_installed(["transformers"], "hf", "--config ")
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -70,7 +72,7 @@ def transformers_decoder(path: Path, pattern: DilatedPattern) -> Decoder:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         convert_to_dilated(model, pattern)
-    except Exception as error:  # whatever a model's code raises for fields that do not fit
+    except Exception as error:  # a model's code may raise any error for fields that do not fit
         reason = " ".join(str(error).split())
         raise ValueError(f"--config {path}, with dilated attention: {reason}") from error
 
@@ -83,7 +85,7 @@ def transformers_decoder(path: Path, pattern: DilatedPattern) -> Decoder:
         copied.train()
         if is_checkpointed:
             options = {"use_reentrant": False, "context_fn": save_attention}
-            # newer transformers have a new name, and warn of the older one
+            # Newer transformers have a new name for this method, and warn if the older name is used.
             older = copied.gradient_checkpointing_enable
             getattr(copied, "activation_checkpointing_enable", older)(options)
         return DecoderWithLoss(copied.base_model, copied.get_output_embeddings(), config.vocab_size)

@@ -166,7 +166,7 @@ def table_of_meshes(plans: list[MeshPlan]) -> str:
 
 
 def table_of_best(best: MeshPlan) -> str:
-    """What a GPU of the first mesh holds, and what its step takes."""
+    """A table of what a GPU of the best mesh holds, and of how long each part of its step takes."""
     memory = best.memory
     rows = [
         (name, size_text(getattr(memory, name))) for name in memory._fields if getattr(memory, name)

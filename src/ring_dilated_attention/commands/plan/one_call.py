@@ -112,7 +112,10 @@ def run(arguments: Namespace) -> int:
 
 
 def documents_of(arguments: Namespace) -> tuple[int, ...] | None:
-    """The borders of packed documents, checked."""
+    """The borders of the packed documents, such as (0, 40, 97) for --documents 40 57; None without --documents.
+
+    Raises ValueError if the options do not fit together.
+    """
     lengths = arguments.documents
     sharding = arguments.sharding
     if sharding_of(sharding).needs_documents and (lengths is None or arguments.ranks > MOST_TIMED):
@@ -131,7 +134,7 @@ def documents_of(arguments: Namespace) -> tuple[int, ...] | None:
 
 
 def exchange_of(job: Job, sizes: Sizes, asked_for: str) -> tuple[Exchange, Choice]:
-    """The exchange asked for, or the one that a call would choose."""
+    """The exchange that the user asked for, or the one that a call would choose. Also returns the reason."""
     if job.num_ranks == 1:
         return Exchange(), Choice("none", "one rank: nothing to send")
     choice = Choice(asked_for, "asked for")
@@ -175,7 +178,7 @@ def lines_of(
     ]
     if figures.num_ranks > 1:
         lines.append(f"exchange: {choice.exchange}: {choice.reason}")
-        # all_to_all deals heads: what a rank sends does not depend on branches
+        # With all_to_all each rank computes some heads of all branches, so no branch sends messages of its own.
         for number, num_bytes in enumerate(figures.sent_by_branch):
             what = "stays at home"
             if choice.exchange == "all_to_all":
@@ -196,7 +199,7 @@ def lines_of(
 
 
 def table_of_alternatives(rows: list[Alternative]) -> str:
-    """Every exchange and sharding, with near-equal shards, the fastest first."""
+    """A table of every exchange and sharding, the fastest first. The shards of a row are of nearly equal length."""
     lines = []
     for row in rows:
         step = waits = ""

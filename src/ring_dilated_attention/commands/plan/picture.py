@@ -55,8 +55,10 @@ def pairs_by_branch(pattern: DilatedPattern, seq_len: int, num_heads: int, head:
 
 
 def draw_pattern(pattern: DilatedPattern, seq_len: int, num_heads: int) -> "Figure":
-    """One panel for each head: the keys (columns) that a query (row) sees. A pair has the colour of the first branch in
-    which the query sees the key."""
+    """A figure with one panel for each head. It shows the keys (columns) that each query (row) sees.
+
+    A pair has the colour of the first branch in which the query sees the key.
+    """
     import numpy
     from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure
