@@ -1,8 +1,13 @@
 """Predicts what an attention call computes, sends and holds over all ranks, and its time.
 
-Pairs and received bytes are counted exactly, for all ranks. What ranks send and hold is computed for `picked_ranks`:
-all ranks if there are at most a dozen, otherwise about a dozen that stand out. The time is modelled if there are at
-most MOST_TIMED ranks.
+(query, key) pairs and received bytes are counted exactly, for every rank.
+
+Sent bytes and held bytes are computed for `picked_ranks`: all ranks if there are at most a dozen, otherwise about a
+dozen that stand out.
+
+The time is modelled if there are at most MOST_TIMED ranks.
+
+In the exchange all_to_all, ranks "deal heads": each gives away positions and gets more positions of fewer heads.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,13 +24,13 @@ from ..plan.step import Sizes
 from ..simulate.weighing import AttentionWeight, weigh_attention
 from .clock import Hardware, StepTime, model_step
 
-MOST_TIMED = 64  # the most ranks whose programs the clock runs together
+MOST_TIMED = 64  # the most ranks of a call whose time is modelled
 DOZEN = 12
-FLOPS_PER_PAIR = 7 * 2  # and per head dim: 2 products forward, 5 backward, 2 operations each
+FLOPS_PER_PAIR = 7 * 2  # and per head dim: 2 products forward, 5 backward, 2 FLOPs each
 
 
 class PlannedCall(NamedTuple):
-    """An attention call on several ranks, whatever the sharding."""
+    """The pattern and the sizes of an attention call on several ranks. The sharding is chosen later, in `job`."""
 
     pattern: DilatedPattern
     seq_len: int
@@ -46,9 +51,10 @@ class PlannedCall(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """How rows travel between ranks.
+    """How rows of queries, keys and values travel between ranks.
 
-    inner: on a 2-D mesh, the number of ranks in a group that deals heads (all_to_all within the group); otherwise 1.
+    inner: the number of ranks in a group, on a mesh with two dimensions. The ranks of a group deal heads among
+    themselves by all_to_all; `name` is the exchange between groups. Without groups `inner` is 1.
     """
 
     name: str = "ring"
@@ -59,26 +65,27 @@ class Exchange(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """What all ranks compute and receive.
+    """What every rank of a job computes and receives.
 
-    places: a list with one count, which covers all ranks, if no heads are dealt. If groups of ranks deal heads, the
-    list has an entry for each place in a group: entry i counts the ranks that are the i-th of their group.
+    places: the counts of the ranks. If no heads are dealt, there is one count for all ranks. If groups of ranks deal
+    heads, entry i counts the i-th rank of every group: in groups of 2, entry 0 is of the ranks 0, 2, 4, ...
     """
 
     job: Job
     places: list[JobCount]
 
     def by_rank(self, column: Callable[[JobCount], Sequence[int]]) -> list[int]:
-        """A number for each rank, in the order of ranks. column: takes these numbers from a count."""
+        """Returns a number for each rank, in the order of ranks. column: a function that gets these numbers from a
+        count."""
         size = len(self.places)
         return [
             column(self.places[rank % size])[rank // size] for rank in range(self.job.num_ranks)
         ]
 
     def sent_by_branch(self, sizes: Sizes) -> list[int]:
-        """For each branch, the bytes of the chunks that all ranks together send in a forward.
+        """For each branch, the bytes of keys and values that all ranks together send in a forward.
 
-        The bytes that ranks send to deal heads are not counted.
+        The bytes that ranks send to deal heads are not included.
         """
         sent = [0] * len(self.job.pattern.branches)
         for place in self.places:
@@ -88,7 +95,8 @@ class Counted(NamedTuple):
 
 
 def count(job: Job, exchange: Exchange) -> Counted:
-    """Count what every rank computes and receives. A ValueError if the exchange cannot deal the heads."""
+    """Count what every rank computes and receives. Raises ValueError if the heads do not divide among the ranks that
+    deal them."""
     return _count(job, dealers(exchange.name, job, exchange.inner))
 
 
@@ -101,8 +109,11 @@ def _count(job: Job, num_dealers: int) -> Counted:
 
 
 def picked_ranks(counted: Counted) -> list[int]:
-    """All ranks if there are at most a dozen; else the first, middle and last, and those that compute, receive and hold
-    most."""
+    """The ranks whose sent and held bytes are computed: all ranks if there are at most a dozen.
+
+    Otherwise they are the first two, the last two and the middle one, and two ranks each of those that compute, receive
+    and hold most.
+    """
     num_ranks, job = counted.job.num_ranks, counted.job
     if num_ranks <= DOZEN:
         return list(range(num_ranks))
@@ -126,7 +137,7 @@ class RankFigures(NamedTuple):
     num_rows: int
     flops: int
     forward_sent: int  # bytes that the rank sends in a forward
-    sent: int  # bytes that it sends in a forward and its backward
+    sent: int  # bytes that the rank sends in a forward and its backward
     weight: AttentionWeight | None
 
 
@@ -135,7 +146,7 @@ class Figures(NamedTuple):
 
     flops: int  # the FLOPs of all ranks together
     balance: float  # the mean FLOPs of a rank, over the FLOPs of the busiest rank
-    sent_by_branch: list[int]  # bytes of the chunks that all ranks send in a forward
+    sent_by_branch: list[int]  # bytes of keys and values that all ranks send in a forward
     ranks: tuple[RankFigures, ...]  # figures of the picked ranks
     num_ranks: int
     step: StepTime | None  # None without hardware, or with more than MOST_TIMED ranks
@@ -153,7 +164,7 @@ class Figures(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """The share of the step in which the rank that computes most waits."""
+        """The share of a step, from 0 to 1, in which the rank that computes most waits instead of computing."""
         assert self.step is not None, "no hardware was given"
         computing = max(rank.computing_seconds for rank in self.step.ranks)
         return 1 - computing / self.seconds if self.seconds else 0.0
@@ -168,9 +179,10 @@ def forecast(
     kernel: str | None = None,
     hardware: Hardware | None = None,
 ) -> Figures:
-    """The figures of a call over all ranks.
+    """Predict the figures of a call over all ranks.
 
-    kernel: the name of a kernel, to weigh what ranks hold with it. hardware: to time a step. None leaves this out.
+    kernel: the name of the kernel that computes; None leaves out the bytes that ranks hold. hardware: the rates of a
+    rank and its network; None leaves out the time.
     """
     counted = count(job, exchange)
     pairs_of_ranks = counted.by_rank(lambda place: place.pairs)
@@ -212,7 +224,10 @@ def forecast(
 
 
 def pairs(pattern: DilatedPattern, seq_len: int, num_heads: int) -> int:
-    """(query, key) pairs of all heads and branches over one document, with multiplicity, for one batch entry."""
+    """The number of (query, key) pairs that attention computes over one document, summed over all heads and branches.
+
+    A pair in two branches counts twice. The number is for one batch entry.
+    """
     total = 0
     for number, branch in enumerate(pattern.branches):
         heads = pattern.heads_of(number, num_heads)

@@ -1,18 +1,21 @@
 """Predicts how long a step takes on given hardware: it runs the programs of all ranks in virtual time. No torch.
 
+A step has two stages, a forward and its backward. A program is the list of what a rank does in a stage: it computes
+tiles (blocks of queries x keys), posts messages and waits for messages.
+
 Assumptions:
 
-- Computation: a tile takes `call_seconds`, plus its FLOPs divided by the rate of its stage (forward or backward).
-  The rate is the one that kernels reach; it includes packing, merging and adding. Messages do not slow computation.
-  Posting takes no time.
-- Network: a rank has one way out and one way in, each with `bytes_per_second`. On each way messages go one after the
-  other, in the order in which the rank posts them, as on one NCCL stream. A message starts when its sender and its
-  receiver have posted it and both ways are free. For both sides it ends one latency after its last byte has left.
-- Hosts: consecutive ranks share a host. A message has the rates of the network inside its host, or between hosts.
-- Handshake: before each stage every rank waits for the slowest rank, and for the rounds of the handshake
-  (`plan/rounds.py`), each of a latency.
+- Computation: a tile takes `call_seconds`, plus its FLOPs divided by the rate of its stage. The rate is the one that
+  kernels reach in practice; it includes packing, merging and adding. Messages do not slow computation. To post a
+  message takes no time.
+- Network: a rank sends one message at a time and receives one at a time, each at `bytes_per_second`. Messages go in the
+  order in which the rank posts them, as on one NCCL stream. A message starts when its sender and its receiver have
+  posted it and both are free for it. It arrives one latency after its last byte has left.
+- Hosts: consecutive ranks share a host. Messages inside a host have other rates than messages between hosts.
+- Handshake: before each stage every rank waits for the slowest rank, and for a few rounds of messages in which all
+  ranks hear of each other (`plan/rounds.py`). Each round takes one latency; the first may be given as measured.
 
-So every moment is the largest of several sums of durations, and faster hardware never makes a step slower.
+If any duration gets shorter, no moment comes later. So faster hardware never makes a step slower.
 """
 
 from collections import deque
@@ -28,23 +31,29 @@ from ..plan.step import STAGES, CallFacts, Compute, Deal, Post, Sizes, Wait
 
 
 class Hardware(NamedTuple):
-    """The rates of one device and of one way of its network; with hosts, of the networks between and inside hosts."""
+    """The rates of a rank's device and of its network, one way.
+
+    If `gpus_per_host` is given, the network inside a host has rates of its own.
+    """
 
     flops_per_second: float
     bytes_per_second: float
     latency_seconds: float = 0.0
     backward_flops_per_second: float | None = None  # None: as fast as a forward
-    # the time that every kernel call takes in addition, whatever its size
+    # the fixed time of every kernel call, added to the time of its FLOPs
     call_seconds: float = 0.0
     # the time of the handshake's first round, as measured; None: one latency, like each further round
     handshake_seconds: float | None = None
-    # the ranks of a host; None: there is one network, and host_... are not read
+    # The number of ranks on a host. None: one network joins all ranks, and the two host_... fields are not read.
     gpus_per_host: int | None = None
     host_bytes_per_second: float | None = None  # the rate of messages inside a host
     host_latency_seconds: float = 0.0
 
     def network(self, first: int, last: int) -> tuple[float, float]:
-        """Bytes per second and latency of the slowest network among the ranks from `first` to `last`."""
+        """The bytes per second and the latency of the network that joins the ranks from `first` to `last`.
+
+        It is the network inside a host if both ranks are on one host.
+        """
         size = self.gpus_per_host
         inside = self.host_bytes_per_second
         if size is not None and inside is not None and first // size == last // size:
@@ -58,7 +67,7 @@ class Hardware(NamedTuple):
         return flops / rate + self.call_seconds
 
     def handshake(self, num_ranks: int) -> float:
-        """The seconds of a handshake of the first `num_ranks` ranks, after which each has heard of all others."""
+        """The seconds that a handshake of ranks 0 to `num_ranks` - 1 takes."""
         _, latency = self.network(0, num_ranks - 1)
         first_round = self.handshake_seconds
         if first_round is None:
@@ -67,8 +76,14 @@ class Hardware(NamedTuple):
 
 
 class RankTime(NamedTuple):
-    """One rank's seconds. Two fields are for one stage each, the others for both stages. A stage begins when all ranks
-    have ended the one before. Exposed time is spent in waits: for handshakes, slow messages and late senders."""
+    """The seconds of one rank in a step.
+
+    forward_seconds and backward_seconds are each for one stage. They count from the moment when all ranks have ended
+    the stage before.
+
+    computing_seconds and exposed_seconds are for both stages together. Exposed time is spent in waits: for handshakes,
+    slow messages and late senders.
+    """
 
     forward_seconds: float
     backward_seconds: float
@@ -115,7 +130,8 @@ def model_step(plans: Sequence[RankPlan], sizes: Sizes, hardware: Hardware) -> S
     return StepTime(*longest, sum(longest), tuple(times))
 
 
-# The number of matrix products in each kind of tile. A product has 2 * D operations per pair.
+# The number of matrix products in a tile of a forward ("partial") and of a backward ("gradients"). A product takes 2 *
+# D FLOPs for each (query, key) pair.
 _PRODUCTS = {"partial": 2, "gradients": 5}
 
 
@@ -132,7 +148,8 @@ class _Rank:
         self.exposed = 0.0
 
     def carry_out(self, stage: str) -> Iterator[None]:
-        """Carry out the program of a stage. Yield while it waits for a message whose arrival is not known yet."""
+        """Run the rank's program of a stage. Yield while the rank waits for a message whose arrival is not known
+        yet."""
         posted: dict[str, tuple[list[Side], list[Side]]] = {}
         facts = CallFacts(batch=self.sizes.batch, dealing=self.dealing)
         for step in make_program(self.plan, stage, facts):
@@ -157,7 +174,8 @@ class _Rank:
         self.computing += seconds
 
     def post(self, step: Post) -> tuple[list["Side"], list["Side"]]:
-        # If heads are dealt, a ring has one rank of each group, all at the same place. A peer is then a group's number.
+        # If groups of ranks deal heads, a ring joins one rank of each group, all at the same place in their groups.
+        # Then the plan names a peer by the number of its group.
         size = 1
         place = 0
         if self.dealing is not None:
@@ -207,7 +225,7 @@ class _Rank:
 
 
 def _row_bytes(name: str, plan: Plan, sizes: Sizes) -> int:
-    """Bytes that one position takes, over all heads, in the tensor of this name."""
+    """The bytes that one position takes, over all heads, in a tensor that is named as "key" or "lse"."""
     num_heads = plan.num_kv_heads if name in ("key", "value", "dk", "dv") else plan.num_heads
     if name in ("lse", "dlse"):
         return num_heads * sizes.sum_itemsize
@@ -216,7 +234,10 @@ def _row_bytes(name: str, plan: Plan, sizes: Sizes) -> int:
 
 @dataclass
 class Side:
-    """A message as its sender or its receiver posted it. `done` is the moment of its arrival; None: not known yet."""
+    """A message as one of its two ranks posted it. peer: the other rank.
+
+    posted and done are moments: of posting, and of arrival. `done` is None as long as it is not known.
+    """
 
     peer: int
     num_bytes: int
@@ -225,10 +246,10 @@ class Side:
 
 
 class Network:
-    """The ways out of and into every rank, each with its messages in the order in which the rank posted them.
+    """For every rank two queues of messages, those that it sends and those that it receives, in the order of posting.
 
-    All ranks order messages alike (by hop, then by ring). So some message is always the first both at its sender and
-    at its receiver, and the ranks cannot deadlock.
+    All ranks order messages alike (by the step of the ring exchange, then by ring). So there is always a message that
+    is first in both its sender's and its receiver's queue, and the ranks cannot deadlock.
     """
 
     def __init__(self, num_ranks: int, hardware: Hardware) -> None:
@@ -256,7 +277,8 @@ class Network:
         return sends, receives
 
     def _carry(self, sender: int, receiver: int) -> None:
-        """Carry the message that is the first on the sender's way out and on the receiver's way in."""
+        """Carry the first message in the sender's queue, which is also the first in the receiver's: set when it
+        arrives."""
         sent = self.leaving[sender].popleft()
         received = self.coming[receiver].popleft()
         assert sent.num_bytes == received.num_bytes, (sender, sent, receiver, received)

@@ -8,12 +8,13 @@ from .call_cost import Exchange, Figures, PlannedCall, forecast
 from .clock import Hardware, time_text
 
 WORTH_IT = 0.95  # advise another exchange only if a step takes at most this share of the time
-# The largest documents * ranks**2 at which zigzag_documents is tried: each document becomes a ring of all ranks.
+# zigzag_documents makes a ring of all ranks for each document. It is tried only if documents * ranks**2 is at most this
+# number.
 MOST_DOCUMENT_WORK = 2**17
 
 
 class Alternative(NamedTuple):
-    """One exchange with one sharding."""
+    """One exchange with one sharding, and what a call would then compute, send and take in time."""
 
     exchange: Exchange
     sharding: str
@@ -21,7 +22,11 @@ class Alternative(NamedTuple):
 
 
 def exchanges_of(call: PlannedCall, hardware: Hardware | None) -> list[Exchange]:
-    """Every exchange that the call may take. Of 2-D meshes only the one with the largest groups within a host."""
+    """Every exchange that the call may take.
+
+    A 2-D mesh has groups of ranks that deal heads (all_to_all), and rings between the groups. Of these meshes only the
+    one with the largest groups that fit into a host is listed.
+    """
     num_ranks = call.num_ranks
     sizes = [d for d in range(2, num_ranks + 1) if num_ranks % d == call.num_kv_heads % d == 0]
     exchanges = [Exchange("ring"), Exchange("all_gather")]
@@ -39,7 +44,10 @@ def alternatives(
     documents: Borders = None,
     step: Callable[[], object] = lambda: None,
 ) -> list[Alternative]:
-    """All exchanges and shardings with their figures, the fastest first. step: called after each of them."""
+    """Predict the call with every exchange and sharding. Returns the alternatives, the fastest first.
+
+    step: a function that is called after each alternative, to show progress.
+    """
     shardings = list(WITHOUT_DOCUMENTS)
     if documents is not None and len(documents) * call.num_ranks**2 <= MOST_DOCUMENT_WORK:
         shardings = list(SHARDINGS)
@@ -64,7 +72,11 @@ def _rank_of(row: Alternative) -> tuple[float, ...]:
 
 
 def better(figures: Figures, rows: list[Alternative]) -> str:
-    """Advises the fastest of `rows` in a sentence, or "" if its step takes more than WORTH_IT of that of `figures`."""
+    """A sentence that advises the fastest of `rows`, or "" if no advice is worth it.
+
+    figures: those of the call as the user asked for it. Advice is worth it if the fastest step takes at most WORTH_IT
+    of the time in `figures`.
+    """
     if not rows or rows[0].figures.step is None or figures.step is None:
         return ""
     best = rows[0]

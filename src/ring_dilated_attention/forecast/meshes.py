@@ -1,7 +1,10 @@
-"""Ranks all meshes of a number of devices, data x sequence, for the training of a decoder, by tokens per second.
+"""Ranks all meshes of a number of devices for the training of a decoder, by tokens per second.
 
-For each mesh: the exchange and sharding in which the attention is fastest, and then the fastest of the ways to hold
-activations and states that fits the memory.
+A mesh of data x sequence devices has `data` groups. The `sequence` devices of a group share each sequence.
+
+For each mesh, the exchange and sharding are taken in which attention is fastest. Then two more choices are compared:
+activations are kept or computed again, and states (parameters, gradients and optimiser state) are whole on each device
+or cut over all devices. The fastest choice that fits the memory is taken.
 """
 
 from collections.abc import Callable
@@ -18,7 +21,7 @@ from .model_weight import ACTIVATIONS, FLOAT, Decoder, ModelMemory, model_memory
 
 
 class Training(NamedTuple):
-    """The training of a decoder. batch: sequences in a step of each group of devices that shares a sequence."""
+    """The training of a decoder. batch: how many sequences each group of devices reads in a step."""
 
     decoder: Decoder
     pattern: DilatedPattern
@@ -44,7 +47,7 @@ class Mesh(NamedTuple):
 
 
 class MeshPlan(NamedTuple):
-    """A mesh, and how a model is best trained on it. Seconds are of a step."""
+    """A mesh, and the best way to train a model on it. All seconds are those of one step."""
 
     mesh: Mesh
     exchange: Exchange
@@ -73,7 +76,10 @@ def ranked_meshes(
     memory_bytes: float,
     step: Callable[[], object] = lambda: None,
 ) -> list[MeshPlan]:
-    """A plan for every mesh: first the plans that fit the memory, by speed. step: called after each mesh."""
+    """Plan every mesh. Returns the plans that fit the memory, the fastest first, and then the others.
+
+    step: a function that is called after each mesh, to show progress.
+    """
     plans = []
     for mesh in all_meshes(num_ranks, training.seq_len):
         plans.append(plan_mesh(training, mesh, hardware, memory_bytes))
@@ -89,10 +95,10 @@ def _rank_of(plan: MeshPlan) -> tuple[bool, float]:
 
 
 def plan_mesh(training: Training, mesh: Mesh, hardware: Hardware, memory_bytes: float) -> MeshPlan:
-    """The fastest way to train on a mesh that fits the memory; if none fits, the way that holds least.
+    """The fastest way to train on a mesh that fits the memory. If none fits, the way that needs the least memory.
 
-    A step takes the seconds of the products with weights, of the attention of all layers, and of the sum of gradients.
-    The optimiser's own work is not counted.
+    The time of a step is the sum of three times: of the products with weights, of the attention of all layers, and of
+    the messages about gradients. The optimiser's own work is not counted.
     """
     decoder = training.decoder
     exchange, sharding, attention, weight = _attention(training, mesh, hardware)
@@ -136,8 +142,10 @@ def plan_mesh(training: Training, mesh: Mesh, hardware: Hardware, memory_bytes: 
 def _attention(
     training: Training, mesh: Mesh, hardware: Hardware
 ) -> tuple[Exchange, str, Figures, AttentionWeight]:
-    """The exchange and sharding in which one layer's attention is fastest, its figures, and its weight on the rank that
-    holds most."""
+    """Find the exchange and the sharding in which the attention of one layer is fastest.
+
+    Returns both, the figures of the call, and the bytes of the call on the rank that holds most.
+    """
     decoder = training.decoder
     heads = decoder.num_heads, decoder.num_kv_heads
     sizes = Sizes(training.batch, decoder.head_dim, training.itemsize)
@@ -155,10 +163,12 @@ def _attention(
 
 
 def _gradient_seconds(training: Training, mesh: Mesh, hardware: Hardware, *, is_cut: bool) -> float:
-    """The seconds of a step in which devices sum gradients, by a scatter and a gather. If FSDP2 cuts the states,
-    devices gather parameters twice and scatter gradients once instead.
+    """The seconds of a step in which devices exchange gradients or parameters.
 
-    All bytes pass within hosts. Between hosts pass only the bytes of one device of each host.
+    Without FSDP2 they sum gradients by a reduce-scatter and an all-gather. With FSDP2 (is_cut) they gather parameters
+    twice and reduce-scatter gradients once.
+
+    All bytes pass inside hosts. Between hosts pass only the bytes of one device of each host.
     """
     num_ranks = mesh.num_ranks
     inside = min(hardware.gpus_per_host or 1, num_ranks)

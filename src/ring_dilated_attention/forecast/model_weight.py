@@ -1,5 +1,7 @@
-"""Weighs the training of a decoder: one or two of its blocks run forward and backward on tensors of the device "meta",
-and the bytes that exist at once are counted. All blocks are alike, so each further one adds what the second adds.
+"""Counts the bytes that the training of a decoder holds, without holding them.
+
+One or two of the decoder's blocks run forward and backward on tensors of the device "meta", and the bytes of the
+tensors that exist at once are counted. All blocks are alike, so each further block adds what the second adds.
 
 What attention holds comes from `simulate/weighing.py`, for the rank that holds most.
 """
@@ -23,10 +25,12 @@ ACTIVATIONS = ("kept", "checkpointed")
 
 
 class DecoderWithLoss(nn.Module):
-    """The sum of the losses of a decoder. body: from tokens (B, N) to hidden rows (B, N, E). head: to logits.
+    """Returns the sum of a decoder's losses. body: from tokens (B, N) to hidden rows (B, N, E). head: to logits.
 
-    As in models/recompute.py, backward computes the logits of each slice of rows again. Two slices are enough to reach
-    the peak. The other rows have no logits here, but they have gradients, which are held at the same time.
+    As in models/recompute.py, logits are computed for one slice of rows at a time, and again in the backward.
+
+    Two slices are enough to reach the peak of memory, so the other rows have no logits here. But they have gradients,
+    as in training: the gradients of all hidden rows are held at the same time.
     """
 
     def __init__(self, body: nn.Module, head: nn.Module, vocab_size: int) -> None:
@@ -56,8 +60,8 @@ class DecoderWithLoss(nn.Module):
         return F.cross_entropy(logits_TV, labels_T, reduction="sum")
 
 
-# A function of the number of blocks, and of whether the blocks are checkpointed (with save_attention). It makes a
-# decoder on "meta" in float32.
+# make(num_blocks, is_checkpointed) returns a decoder in float32 on "meta". If is_checkpointed, its blocks are
+# checkpointed with save_attention.
 MakeDecoder = Callable[[int, bool], DecoderWithLoss]
 
 
@@ -72,13 +76,16 @@ class Decoder(NamedTuple):
     head_dim: int
     num_parameters: int
     block_parameters: int  # the parameters of one block
-    matrix_entries: int  # in all matrices that multiply a token's row, also the output's
+    matrix_entries: int  # entries of the matrices that multiply a token's row, the head's too
 
 
 def count_decoder(
     name: str, make: MakeDecoder, num_layers: int, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> Decoder:
-    """Count a decoder's parameters from two modules, of one block and of two."""
+    """Count a decoder's parameters and the entries of its matrices.
+
+    Only modules of one block and of two blocks are made. Each further block adds what the second adds.
+    """
     one, two = make(1, False), make(2, False)
     block_parameters = _parameters(two) - _parameters(one)
     block_entries = _matrix_entries(two) - _matrix_entries(one)
@@ -104,7 +111,7 @@ def _matrix_entries(module: nn.Module) -> int:
 
 
 class HeldByModel(Held):
-    """Counts the bytes that a model holds. `attention` tells the bytes that an attention call holds in addition."""
+    """Counts the bytes that a model's tensors hold at once. attention: the bytes that one attention call holds."""
 
     def __init__(self, inputs: list[Tensor], attention: AttentionWeight) -> None:
         super().__init__(inputs)
@@ -123,7 +130,7 @@ class HeldByModel(Held):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         # Models of transformers ask whether all tokens are of one document, or whether any is not. Tensors on "meta"
-        # have no values, so the answer is made up here: all are.
+        # have no values to answer from. So "all" gets the answer True here, and "any" False.
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return not self.is_any_asked
         self.is_any_asked = func is torch.ops.aten.any.default
@@ -134,8 +141,11 @@ class HeldByModel(Held):
 def weigh_activations(
     decoder: Decoder, batch: int, num_positions: int, dtype: torch.dtype, attention: AttentionWeight
 ) -> dict[str, int]:
-    """The most bytes that a forward and backward hold, for each name in ACTIVATIONS, on a rank that has `num_positions`
-    of each sequence. Parameters, gradients and optimiser state are not included."""
+    """The most bytes that a rank holds at once in a forward and backward, for each name in ACTIVATIONS.
+
+    Parameters, gradients and optimiser state are not included. num_positions: the positions of each sequence that the
+    rank has. attention: what one attention call holds on it.
+    """
     peak = partial(_peak, decoder, batch, num_positions, dtype, attention)
     num_bytes = {}
     for name, is_checkpointed in (("kept", False), ("checkpointed", True)):
@@ -158,7 +168,7 @@ def _peak(
     module = decoder.make(num_layers, is_checkpointed)
     module.to(dtype)
     for parameter in module.parameters():
-        # In training a backward finds gradients, and adds to them.
+        # The gradients exist before the backward, which adds to them. `model_memory` counts them as states.
         parameter.grad = torch.empty_like(parameter)
     tokens = torch.empty(batch, num_positions, dtype=torch.int64, device="meta")
     with torch.device("meta"), HeldByModel([tokens], attention) as held:
@@ -171,20 +181,21 @@ class ModelMemory(NamedTuple):
 
     states: int  # bytes of parameters, gradients and AdamW's two moments
     activations: int
-    working: int  # bytes of parameters in the activations' dtype, or that FSDP gathers
+    working: int  # bytes of parameters copied to the activations' dtype, or gathered by FSDP2
     total: int
 
 
 def model_memory(decoder: Decoder, activations: int, num_shards: int, itemsize: int) -> ModelMemory:
-    """The memory of a rank. Its states are in float32 (float64 if activations are).
+    """The memory of a rank in training. States (parameters, gradients and optimiser state) are float32, or float64 if
+    activations are float64.
 
-    activations: the bytes of activations. itemsize: the bytes of one number of them. num_shards: over how many ranks
-    FSDP2 cuts the states.
+    activations: their bytes. itemsize: the bytes of one number in activations. num_shards: over how many ranks FSDP2
+    cuts the states; 1 without FSDP2.
     """
     width = max(FLOAT, itemsize)
     states = 4 * width * -(-decoder.num_parameters // num_shards)
     working = 0
-    if num_shards > 1:  # the parameters of this block and the next, and one block's gradients
+    if num_shards > 1:  # whole are the parameters of two blocks, and the gradients of one
         working = 3 * decoder.block_parameters * itemsize
     elif itemsize < width:
         working = decoder.num_parameters * itemsize

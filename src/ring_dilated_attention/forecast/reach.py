@@ -1,14 +1,18 @@
-"""Computes which positions can influence a query ("it has heard of them") after some layers, exactly.
+"""Computes exactly which positions can influence a query after some layers: those that the query "has heard of".
 
-Heads are mixed between layers, so a layer reads the phases of all its heads. Some queries are followed back through the
-layers. A set of positions is a binary tree: the halves of a node are sets of half as many positions, and equal sets are
-one node. If lengths and rates are powers of two, most segments look alike. So a trillion positions need hardly more
-nodes than a million, and no node is computed twice. (Sets as integers with a bit for each position took a minute and
-more from 16 million positions on.)
+In one layer a query hears of the keys that it sees. In the next layer it also hears of what these keys have heard of.
+So a query is followed back through the layers: its set of positions begins with itself, and each layer adds the keys
+that the positions in the set see.
 
-A branch takes a set of queries to the set of keys that they see. To do so it moves the set by 1, 2, 4, ... times the
-rate, one move after the other, and joins the moved set to the set before the move. Nothing moves over the border of a
-segment. A window has no borders; its moves add up to its width.
+Heads are mixed between layers. So a layer adds what any head sees, though each head reads only some positions.
+
+A set is a binary tree: a node is a set of 2**h positions, its two halves are sets of half as many positions, and equal
+sets are one node. If lengths and rates are powers of two, most segments look alike. So a trillion positions need hardly
+more nodes than a million.
+
+In a branch, the keys that a set of queries sees are found by moves. The set moves by 1, 2, 4, ... times the dilation
+rate, one move after the other, and after each move the set before and the set after it are joined. Nothing moves over
+the border of a segment. A sliding window has no borders: its moves add up to its width.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +27,7 @@ NONE, ALL = 0, 1  # the nodes of no positions and of all positions, at every hei
 
 
 class _Sets:
-    """Sets of 2**height positions as nodes. A node does not know its height; the caller gives it."""
+    """Sets of 2**height positions, as nodes of binary trees. A node does not know its height; the caller gives it."""
 
     def __init__(self) -> None:
         self.halves = [(NONE, NONE), (ALL, ALL)]
@@ -33,14 +37,14 @@ class _Sets:
         self.moved = cache(self._moved)
 
     def join(self, first: int, second: int) -> int:
-        """The node with these halves."""
+        """The node whose two halves are the nodes `first` and `second`."""
         node = self.nodes.setdefault((first, second), len(self.halves))
         if node == len(self.halves):
             self.halves.append((first, second))
         return node
 
     def of(self, start: int, stop: int, height: int) -> int:
-        """The set of the positions from `start` to `stop` - 1. Those outside 0 to 2**height - 1 are left out."""
+        """The set of the positions from `start` to `stop` - 1. Positions below 0 or from 2**height on are left out."""
         size = 2**height
         if stop <= 0 or start >= size:
             return NONE
@@ -72,9 +76,9 @@ class _Sets:
         return in_first + in_second
 
     def _moved(self, a: int, neighbour: int, height: int, move: "_Move") -> int:
-        """The positions that a move brings into the range of `a`, from `a` itself and from `neighbour`.
+        """What a move brings into the range of positions that `a` covers: from `a` itself, and from `neighbour`.
 
-        neighbour: the set of the positions beside this range, on the side from which positions come.
+        neighbour: the set of the next range of the same size, on the side from which positions come.
         """
         if height >= move.segment:
             neighbour = NONE  # nothing moves over the border of a segment
@@ -95,7 +99,8 @@ class _Sets:
 
 
 class _Move(NamedTuple):
-    """Every position goes 2**distance up or down, if it stays within its segment of 2**segment positions."""
+    """A move of all positions of a set by 2**distance, up or down. A position that would leave its segment of
+    2**segment positions is dropped."""
 
     distance: int
     segment: int
@@ -103,7 +108,7 @@ class _Move(NamedTuple):
 
 
 class _Branch(NamedTuple):
-    """A branch as moves: they take the queries that heads read to all keys that these queries see."""
+    """A branch as the positions that heads read, and as moves. The moves take queries to the keys that they see."""
 
     read: int  # the set of positions that heads read
     moves: list[_Move]
@@ -112,9 +117,12 @@ class _Branch(NamedTuple):
 def reach(
     pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int
 ) -> tuple[float, ...]:
-    """For each layer, the least share of its visible positions that a query of `queries_to_follow` has heard of.
+    """For each layer, the share of its visible positions that a query has heard of: the least over `queries_to_follow`.
 
-    Raises ValueError if a rate is no power of two, or the length of a segment or window shorter than the sequence.
+    If the pattern is causal, the positions up to the query are visible; otherwise all are.
+
+    Raises ValueError if a rate is not a power of two, or the length of a segment or window that is shorter than the
+    sequence. If the pattern is not causal, half the length of the window counts as its length.
     """
     for branch in pattern.branches:
         length = block_length(branch, is_causal=pattern.is_causal)
@@ -137,7 +145,7 @@ def reach(
 def heard_by_layer(
     pattern: DilatedPattern, seq_len: int, num_heads: int, queries: Sequence[int]
 ) -> Iterator[list[int]]:
-    """Yield, after each layer, how many positions each query has heard of. End when layers add nothing."""
+    """Yield, after each layer, how many positions each query has heard of. End when a layer adds nothing."""
     sets = _Sets()
     height = (seq_len - 1).bit_length()
     whole = sets.of(0, seq_len, height)
@@ -177,7 +185,7 @@ def _branch(
         segment = (min(branch.segment_length, seq_len) - 1).bit_length()
         rate = (branch.dilation_rate - 1).bit_length()
         if rate >= segment:
-            return _Branch(NONE, [])  # each phase has at most one row of a segment
+            return _Branch(NONE, [])  # a head reads at most one position of a segment
         farthest = 2**segment - 2**rate
         heads = pattern.heads_of(number, num_heads)
         phases = [pattern.phase_of(number, head, num_heads) or 0 for head in heads]
@@ -185,7 +193,7 @@ def _branch(
         read = sets.of(min(phases), max(phases) + 1, rate)
         for _ in range(rate, height):
             read = sets.join(read, read)
-    # Moves by 1, 2, 4, ... times the rate, one after the other, reach every multiple of the rate.
+    # Moves by 1, 2, 4, ... times the rate, one after the other, reach every multiple of the rate up to `farthest`.
     distances = []
     covered = 0
     while covered < farthest:
@@ -199,13 +207,14 @@ def _branch(
 
 
 def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> list[int]:
-    """The queries that may have heard of least: those at places 0 and `num_heads` of the first and the last segments.
+    """The queries that may have heard of least. Place k is the k-th position of a segment, counted from 0.
 
-    A query at place 0 hears of earlier segments only by wider branches. Place `num_heads` may be in a phase that no
-    head reads. For an early query each missing position is a larger share. The last segments may be shorter.
-
-    A window shows keys before a segment's start to queries less than the window's length after it. The last of these
-    queries are followed too. So are the last queries of the sequence, of which one is in no phase that heads read.
+    - Places 0 and `num_heads` of the first and the last segments. A query at place 0 hears of earlier segments only by
+      wider branches. Place `num_heads` may be in a phase that no head reads. For an early query each missing position
+      is a larger share, and the last segments may be shorter.
+    - With a window of w positions, places w - 2 and w - 1 of the same segments. A window shows keys before the start of
+      a segment only to the first w - 1 queries of the segment.
+    - With a window, also the last queries of the sequence, of which one is in no phase that heads read.
     """
     shortest = min(branch.segment_length for branch in pattern.branches)
     starts = {0, max(0, (seq_len - 1) // shortest - 1) * shortest}

@@ -1,13 +1,18 @@
-"""Suggests patterns for a sequence length and a budget of pairs of a query and a key, in pure integers.
+"""Suggests patterns for a sequence length and a budget of (query, key) pairs. Computes with integers alone.
 
-Four patterns are tried. Three follow LongNet's rule with a ratio a of 2, 4 or 8: segment lengths w_0 * a**i up to the
-whole sequence, with rates a**i. One has two branches: every position of w_0, and one in r of the whole sequence. It
-balances the keys of its branches, with no more phases than heads, so that every position is read: such a pattern
-recalled most of what dense attention did (docs/learning.md, "Recall at a distance").
+Four patterns are tried:
+
+- Three follow LongNet's rule with a ratio a of 2, 4 or 8. Segment lengths are w_0, w_0 * a, w_0 * a**2, ... up to the
+  whole sequence, and dilation rates are 1, a, a**2, ...
+- One has two branches: every position of segments of w_0, and one in r positions of the whole sequence. The rate r is
+  such that a query sees about as many keys in both branches. But r is at most the number of heads: then every position
+  is read by some head. Such a pattern recalled most of what dense attention did (docs/learning.md, "Recall at a
+  distance").
+
 In each pattern, w_0 is the largest power of two that keeps the pairs within the budget. A sliding window of w_0
 positions may take the place of the segments of w_0.
 
-Rates are powers of two. So are segment lengths, except that of a segment of the whole sequence.
+Rates are powers of two. So are segment lengths, except the length of the whole sequence.
 """
 
 from ..pattern import DilatedPattern
@@ -20,8 +25,10 @@ SHORTEST = 64
 def suggestions(
     seq_len: int, num_heads: int, most_pairs: float, *, is_causal: bool, window: bool = False
 ) -> list[tuple[DilatedPattern, str]]:
-    """Patterns with at most `most_pairs` pairs over all heads, each with the name of its rule. That with most pairs is
-    first. If dense attention has so few pairs, it is the only one.
+    """Patterns that have at most `most_pairs` (query, key) pairs over all heads, each with the name of its rule.
+
+    The pattern with most pairs is first. If dense attention has at most `most_pairs`, it is the only pattern. The list
+    is empty if no pattern has so few pairs.
 
     window: whether a sliding window takes the place of the segments of rate 1.
     """
@@ -45,10 +52,14 @@ def suggestions(
 def _pattern(
     ratio: int | None, first: int, seq_len: int, num_heads: int, *, is_causal: bool
 ) -> DilatedPattern:
-    """LongNet's branches with this ratio, or two branches for None. The first has segments of `first` positions."""
+    """The pattern of LongNet's rule with this ratio, or the pattern of two branches if `ratio` is None.
+
+    first: the length of the shortest segments.
+    """
     if ratio is not None:
         return DilatedPattern.longnet(seq_len, first_length=first, ratio=ratio, is_causal=is_causal)
-    # A query in a head's phase sees 0.5 to 1 times as many keys of the whole sequence as of its short segment.
+    # With this rate a query sees in the whole sequence 0.5 to 1 times as many keys as in its segment of `first`
+    # positions.
     rate = 2 ** ((seq_len - 1) // first).bit_length()
     rate = min(rate, 2 ** (num_heads.bit_length() - 1))
     return DilatedPattern((first, seq_len), (1, rate), is_causal=is_causal)
