@@ -1,7 +1,8 @@
-"""How the ranks of a run meet, exchange values and agree.
+"""How the ranks of a training run meet, exchange values and agree.
 
-Ranks of `rda train --ranks` meet in the launcher's folder, others at the address that torchrun or srun gives them. If
-one rank meets an error that a user can mend, all ranks raise it, and the first rank of each launcher reports it.
+Ranks of `rda train --ranks` meet in the launcher's folder, other ranks at the address that torchrun or srun gives them.
+
+If one rank meets an error that a user can mend, all ranks raise it. The first rank of each launcher reports it.
 """
 
 import json
@@ -27,7 +28,8 @@ T = TypeVar("T")
 def join_ranks(folder: Path | None, timeout: timedelta) -> None:
     """Join the process group, if there are several ranks.
 
-    folder: where the ranks of `rda train --ranks` meet; None under another launcher. timeout: for the messages of DDP.
+    folder: where the ranks of `rda train --ranks` meet; None under another launcher. timeout: how long a message of DDP
+    may take.
     """
     rank, num_ranks = started()
     if dist.is_initialized() or num_ranks == 1:
@@ -42,11 +44,13 @@ def join_ranks(folder: Path | None, timeout: timedelta) -> None:
 
 
 def store_of_launcher(rank: int, num_ranks: int) -> dist.Store:
-    """The store in which the ranks of this start meet under torchrun or srun, without the entries of earlier starts.
+    """The key-value store in which the ranks meet under torchrun or srun. Entries of earlier starts are hidden.
 
     torch 2.13 keeps one store for all starts of a torchrun, with the addresses of ranks that are dead. So the names of
-    entries begin with the number of the start. Several torchruns need not agree on this number, since each counts only
-    its own restarts. They need a new store for each start, and a ValueError says how to get it.
+    entries begin with the number of the start.
+
+    Several torchruns may disagree on this number, since each counts only its own restarts. So they need a new store for
+    each start. A ValueError says how to get it.
     """
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if is_torchruns and are_by_torchrun() and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
@@ -59,13 +63,16 @@ def store_of_launcher(rank: int, num_ranks: int) -> dist.Store:
 
 
 class Refusal(ValueError):
-    """Raised on every rank if one refuses. The text is empty where another rank of the same launcher reports it."""
+    """Raised on every rank if one rank refuses the run. The text is the reason.
+
+    The text is empty on a rank if another rank of the same launcher reports the reason.
+    """
 
 
 def together(parallel: ContextParallel, action: Callable[[], T]) -> T:
     """Call action() on every rank. Returns this rank's result.
 
-    If it raises a ValueError or an OSError on any of several ranks, all ranks raise a Refusal.
+    If action() raises a ValueError or an OSError on one of several ranks, all ranks raise a Refusal.
     """
     refusal, result = "", None
     try:
@@ -83,7 +90,7 @@ def together(parallel: ContextParallel, action: Callable[[], T]) -> T:
 
 
 def on_first(parallel: ContextParallel, action: Callable[[], Any]) -> Any:
-    """Call action() on the first rank alone. Returns its result on every rank. Errors are those of `together`.
+    """Call action() on the first rank alone. Returns its result on every rank. Raises what `together` raises.
 
     JSON must be able to hold the result.
     """
@@ -121,7 +128,10 @@ def name_of_rank() -> str:
 
 
 def refuse(reason: str) -> NoReturn:
-    """Raise a Refusal. Only the first rank of each launcher has the reason as its text, since the ranks of a launcher
-    write to one terminal. Processes that were started one by one may have different terminals: each has the reason."""
+    """Raise a Refusal on this rank.
+
+    The ranks of a launcher write to one terminal, so only the first of them has the reason as its text. Processes that
+    were started one by one may have different terminals, so each of them has the reason.
+    """
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     raise Refusal(reason if is_first else "")

@@ -1,8 +1,10 @@
-"""Checkpoints of a run, written whole or not at all and loaded again (`models/saved_run.py` describes the files).
+"""Writes the checkpoints of a run, whole or not at all, and loads them again.
 
-torch.distributed.checkpoint writes a checkpoint into a folder with another name, which is then flushed to the disk and
-renamed. The newest two checkpoints of a run stay, in case one is damaged. Older ones are deleted, file by file, if
-their state says that this run made them.
+`models/saved_run.py` describes the files. torch.distributed.checkpoint writes them into a folder with another name. The
+folder is then flushed to the disk, and gets the name of the checkpoint.
+
+The newest two checkpoints of a run stay, in case one is damaged. Older ones are deleted, file by file, if their state
+says that this run made them.
 """
 
 import json
@@ -43,7 +45,8 @@ def save_checkpoint(
 ) -> Path:
     """Write RUN/checkpoint-<step>, and then remove older checkpoints. Returns the path.
 
-    All ranks call this. The first rank writes all tensors. With is_cut each rank writes its shards of the tensors.
+    All ranks call this. is_cut: whether FSDP2 cuts the tensors over the ranks. Then each rank writes its shards of the
+    tensors. Otherwise the first rank writes all tensors.
 
     Raises ValueError if the checkpoint cannot be written. No older checkpoint is removed then.
     """
@@ -63,7 +66,7 @@ def save_checkpoint(
 
 
 def tensors_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """What a checkpoint holds: parameters by name, and the optimisers' state as "<field>/<parameter>"."""
+    """The tensors of a checkpoint by name: parameters, and the optimisers' state as "<field>/<parameter>"."""
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         for optimizer in optimizers:
@@ -73,7 +76,7 @@ def tensors_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, T
 
 
 def _begin(target: Path, unfinished: Path, run: str) -> None:
-    """Make the folder that becomes a checkpoint."""
+    """Make the folder in which a checkpoint is written. Raises ValueError if the checkpoint exists already."""
     if target.exists():
         raise ValueError(f"{target} is in the way: move it away")
     unfinished.mkdir(parents=True)
@@ -83,16 +86,16 @@ def _begin(target: Path, unfinished: Path, run: str) -> None:
 def _write(
     target: Path, unfinished: Path, tensors: dict[str, Tensor], rank: int, *, is_cut: bool
 ) -> dict[str, Any]:
-    """Write this rank's shards of the tensors, or all tensors on the first rank if they are not cut.
+    """Write this rank's shards of the tensors. If the tensors are not cut, the first rank writes all of them.
 
-    Returns the identity of the file that this rank wrote, by the file's name; no entry if it wrote none.
+    Returns the size and the digest of the file that this rank wrote, by the file's name; {} if it wrote none.
     """
     if rank > 0 and not is_cut:
         return {}
     writer = HuggingFaceStorageWriter(str(unfinished), save_distributed=True)
     try:
         with warnings.catch_warnings():
-            # the warning says what no_dist=True asks for
+            # torch warns that it saves without torch.distributed, which is what no_dist=True asks for.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             save(tensors, storage_writer=writer, no_dist=not is_cut)
     except CheckpointException as error:
@@ -106,10 +109,10 @@ def _write(
 def _finish(target: Path, unfinished: Path, state: dict[str, Any], files: dict[str, Any]) -> None:
     """Write the state, flush all files to the disk, give the checkpoint its name, and remove older checkpoints.
 
-    files: the identities of the files with the checkpoint's tensors, by name.
+    files: the size and digest of each file with tensors of the checkpoint, by name.
     """
     (unfinished / saved_run.STATE_FILE).write_text(signed(files, state))
-    # Also flush the metrics: a run whose metrics are empty after a crash of the host would not go on.
+    # Also flush the metrics. If a crash of the host left the file of metrics empty, the run would not go on.
     for path in (*target.parent.glob(METRICS_FILE), *unfinished.iterdir(), unfinished):
         flush(path)
     unfinished.rename(target)
@@ -167,7 +170,7 @@ def _is_of_run(checkpoint: Path, run: str) -> bool:
 
 
 def _remove_superfluous(target: Path, run: str) -> None:
-    """Remove unfinished checkpoints, and this run's checkpoints older than `target`, except the newest of them."""
+    """Remove unfinished checkpoints. Of this run's checkpoints older than `target`, remove all but the newest."""
     step = saved_run.step_of(target)
     older = [
         path for path in saved_run.find_checkpoints(target.parent) if saved_run.step_of(path) < step
@@ -185,7 +188,8 @@ def _remove(folder: Path) -> None:
     with suppress(OSError):
         for path in folder.glob(saved_run.SHARDS):
             path.unlink(missing_ok=True)
-        # The mark is last: with it, an interrupted removal of an unfinished checkpoint can be taken up again.
+        # The mark is removed last. If this removal is interrupted, the mark tells the next one that the folder is an
+        # unfinished checkpoint.
         for name in (saved_run.STATE_FILE, MARK_FILE):
             (folder / name).unlink(missing_ok=True)
         folder.rmdir()

@@ -50,7 +50,7 @@ class Document:
         return len(self.content) - self.num_held_out
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same in the document of a resumed run."""
+        """The name, the sizes and the sha256 of the document. In a resumed run the sha256 must be the same."""
         return {
             "name": self.name,
             "num_bytes": len(self.content),
@@ -59,9 +59,9 @@ class Document:
         }
 
     def train_windows(self, seed: int, step: int, length: int, number: int) -> bytearray:
-        """The bytes of a step's windows, `number` windows of `length` bytes, one after the other.
+        """The bytes of the windows that a step reads: `number` windows of `length` bytes, one after the other.
 
-        The windows depend on the arguments and the document alone: a resumed run reads the same windows.
+        The windows depend on the arguments and the document alone, so a resumed run reads the same windows.
         """
         windows, view = bytearray(), memoryview(self.content)
         for i in range(number):

@@ -1,4 +1,4 @@
-"""Writes files whole or not at all, and never over a file that somebody else made. The file imports no torch."""
+"""Writes files whole or not at all, and never over a file that somebody else made. Imports no torch."""
 
 import json
 import os
@@ -17,10 +17,10 @@ HEAD_BYTES = 4096  # each file of a run has the run's name in its first HEAD_BYT
 def write_whole(
     path: Path, content: bytes, is_mine: Callable[[BinaryIO], bool], maker: str
 ) -> None:
-    """Write a whole file, and make its folder if there is none. If that fails, all is left as it was.
+    """Write a file, and make its folder if there is none. If writing fails, everything is left as it was.
 
-    A ValueError refuses to replace a file for which is_mine(the open file) is false. maker: who makes such files, for
-    the message.
+    Raises ValueError if there is a file at `path` for which is_mine(the open file) is false. maker: the program whose
+    files may be replaced, for the message.
     """
     check_mine(path, is_mine, maker)
     with folder_made(path.parent), named_in_errors(path), replaced(path) as unfinished:
@@ -38,14 +38,16 @@ def named_in_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Yields the path of a new file to write to. At the end this file replaces the file at `path`. If `path` is a
-    symbolic link, its target is replaced."""
+    """Yields the path of a new file to write to. At the end the new file replaces the file at `path`.
+
+    If `path` is a symbolic link, the file that it leads to is replaced.
+    """
     place = Path(os.path.realpath(path))
     unfinished = place.with_name(f"unfinished-{secrets.token_hex(8)}-{place.name}")
     try:
         unfinished.touch(exist_ok=False)
         yield unfinished
-        # A file that only its owner may read stays so.
+        # The new file gets the mode of the old one. So a file that only its owner may read stays so.
         if place.exists():
             unfinished.chmod(stat.S_IMODE(place.stat().st_mode))
         flush(unfinished)
@@ -75,8 +77,11 @@ def folder_made(folder: Path) -> Iterator[Path]:
 
 
 def check_mine(path: Path, is_mine: Callable[[BinaryIO], bool], maker: str) -> None:
-    """Raise ValueError if there is a file at `path` that may not be replaced: is_mine(the open file) is false, or it
-    cannot be opened. maker: who makes files that may be replaced, for the message."""
+    """Raise ValueError if a file at `path` may not be replaced: if it cannot be opened, or is_mine(the open file) is
+    false.
+
+    maker: the program whose files may be replaced, for the message.
+    """
     remedy = "Move it away, or choose another place."
     try:
         if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
@@ -100,7 +105,7 @@ def in_words(error: BaseException) -> str:
 
 
 class LossyStderr:
-    """Writes to stderr, and drops text that cannot be written: the work is worth more than its progress bar."""
+    """Writes to stderr, and drops text that cannot be written: a progress bar must not end the work that it shows."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stderr, name)
@@ -116,8 +121,10 @@ class LossyStderr:
 
 
 def mentions(run: str) -> Callable[[BinaryIO], bool]:
-    """A function that tells whether an open file belongs to a run. run: the run's name, 32 random letters, which each
-    of its files has in the first HEAD_BYTES."""
+    """Return a function that tells whether an open file belongs to a run.
+
+    run: the name of the run, 32 random hex digits. Each file of the run has it in the first HEAD_BYTES bytes.
+    """
     return lambda file: run.encode() in file.read(HEAD_BYTES)
 
 
@@ -131,7 +138,7 @@ def json_object(text: str | bytes) -> dict[str, Any]:
 
 
 def flush(path: Path) -> None:
-    """Write a file, or a folder's list of names, to the disk."""
+    """Make sure that a file, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

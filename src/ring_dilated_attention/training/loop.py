@@ -48,9 +48,11 @@ def train(
     stop: StopRequest,
     shown: Callable[[int], AbstractContextManager[Callable[[Step], None]]] = unseen,
 ) -> dict[str, Any]:
-    """Train to the last step, or to the first step boundary after a request to stop. Returns the run's record.
+    """Train to the last step. After a request to stop, train only to the end of the current step. Returns the run's
+    record.
 
-    shown: makes a context from the number of steps that are done. The context yields a function to call after a step.
+    shown: called with the number of steps that are done already. It returns a context that shows progress, and that
+    yields a function to call after each step.
     """
     options = run.hyperparameters
     torch.manual_seed(options.seed)
@@ -94,7 +96,7 @@ def train(
 
 
 def make_model(run: Run, parallel: ContextParallel, *, is_cut: bool) -> tuple[LongNetLM, nn.Module]:
-    """The model, and a module that computes its loss and whose backward averages gradients over the ranks.
+    """Returns the model, and a module that computes its loss. The module's backward averages gradients over the ranks.
 
     is_cut: whether FSDP2 cuts the parameters over the ranks.
     """
@@ -109,7 +111,7 @@ def make_model(run: Run, parallel: ContextParallel, *, is_cut: bool) -> tuple[Lo
 
 
 def scored_record(run: Run, state: dict[str, Any], model: LongNetLM) -> dict[str, Any]:
-    """The run's record, with the scores of a complete one."""
+    """The run's record. If the run is complete, its scores on the held-out bytes are added."""
     record = make_record(run.folder, state, sum(x.numel() for x in model.parameters()))
     if record["status"] == "complete":
         held_out = record["held_out_bits_per_byte"] = held_out_bits_per_byte(model, run.document)
@@ -125,9 +127,11 @@ def take_step(
     optimizers: list[Optimizer],
     parallel: ContextParallel,
 ) -> float:
-    """Train the model on the windows of a step, which it reads as packed documents.
+    """Train the model on the windows of one step. A window is a piece of the document; the model reads the windows as
+    packed documents.
 
-    Returns the mean loss in nats: over this rank's windows, if each rank reads whole windows; otherwise over all.
+    Returns a mean loss in nats. If each rank reads windows of its own, it is the mean over these windows. Otherwise it
+    is the mean over all windows.
     """
     options = run.hyperparameters
     phase = options.phase_of(step)
@@ -143,7 +147,7 @@ def take_step(
     else:
         tokens = parallel.shard(tokens_of(windows))
     borders = torch.arange(0, len(windows) + 1, phase.length, dtype=torch.int32)
-    with sharing:  # the backward too is in the block: it may run layers again
+    with sharing:  # for the backward too, which may run layers again
         with torch.autocast("cpu", torch.bfloat16, enabled=options.dtype == "bfloat16"):
             loss = loss_of(tokens.long(), borders)
         nats = loss.item()
@@ -156,10 +160,10 @@ def take_step(
 
 
 def has_whole_windows(options: Hyperparameters, phase: Phase, parallel: ContextParallel) -> bool:
-    """Whether each rank reads whole windows of its own. Otherwise each window is cut, and ranks share it.
+    """Whether each rank reads whole windows of its own. Otherwise each window is cut, and all ranks share it.
 
-    Windows of --seq-len are shared. Shorter windows are dealt out whole, if each rank gets the same number of them: on
-    the short shards of a short window, messages take longer than attention.
+    Windows of --seq-len are always shared. Shorter windows are not shared if each rank can get the same number of them:
+    in a short window, messages between ranks take longer than attention.
     """
     is_short = phase.length < options.seq_len
     return is_short and phase.batch_size % parallel.world_size == 0
@@ -167,7 +171,8 @@ def has_whole_windows(options: Hyperparameters, phase: Phase, parallel: ContextP
 
 @contextmanager
 def not_shared(loss_of: nn.Module) -> Iterator[None]:
-    """In this block the model reads whole sequences, which no other rank shares. Gradients are still averaged."""
+    """In this block each rank's model reads whole sequences and shares them with no other rank. Gradients are still
+    averaged."""
     shared = {}
     for module in loss_of.modules():
         if isinstance(module, (LongNetLM, MultiheadDilatedAttention)):
@@ -194,8 +199,10 @@ def load(
 
 
 def make_optimizers(model: nn.Module, options: Hyperparameters) -> list[Optimizer]:
-    """Muon for the matrices of blocks, and AdamW for the rest. A group of parameters has its peak learning rate under
-    "peak"."""
+    """Returns Muon for the matrices of blocks, and AdamW for all other parameters.
+
+    Each group of parameters has its peak learning rate under the key "peak".
+    """
     matrices, others, vectors = [], [], []
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
@@ -217,7 +224,11 @@ def make_optimizers(model: nn.Module, options: Hyperparameters) -> list[Optimize
 
 
 def share_of_peak(options: Hyperparameters, step: int) -> float:
-    """The learning rate as a share of its peak: a linear warm-up, then a cosine of the positions read, down to 5 %."""
+    """The learning rate of a step as a share of its peak.
+
+    The rate rises linearly in the warm-up. Then it falls to 5 % along a cosine. Its progress is measured in positions,
+    since steps read different numbers of positions.
+    """
     if step < options.warmup_steps:
         return (step + 1) / options.warmup_steps
     first, now, last = map(
@@ -228,14 +239,18 @@ def share_of_peak(options: Hyperparameters, step: int) -> float:
 
 
 def average_gradients(loss_of: NextTokenLoss, parallel: ContextParallel) -> nn.Module:
-    """The loss under DDP. DDP averages gradients over ranks, and `loss_of` scales each rank's loss for that."""
+    """Put the loss under DDP, which averages gradients over ranks. `loss_of` scales each rank's loss for that.
+
+    Returns the module to call. On one rank it is `loss_of` itself.
+    """
     wrapped = (
         loss_of
         if parallel.world_size == 1
         else DistributedDataParallel(loss_of, gradient_as_bucket_view=True)
     )
-    # One backward whose gradients are dropped: DDP orders its buckets anew after its first backward. Without this, a
-    # resumed run would add gradients in another order than a run without a break, and round otherwise.
+    # Run one backward and drop its gradients, because DDP orders its buckets anew after the first backward. Without
+    # this, a resumed run would add gradients in another order than a run without a break, and rounding errors would
+    # differ.
     borders = torch.tensor([0, 2 * parallel.world_size], dtype=torch.int32)
     tokens = parallel.shard(tokens_of(bytearray(2 * parallel.world_size)))
     wrapped(tokens.long(), borders).backward()
@@ -254,13 +269,13 @@ def check_finite(is_finite: bool, what: str, step: int) -> None:
 
 
 def check_parameters(model: nn.Module, parallel: ContextParallel, step: int) -> None:
-    """Raise TrainingDiverged on every rank if a parameter is not finite: its checkpoint would replace a good one.
+    """Raise TrainingDiverged on every rank if a parameter is not finite. Then no checkpoint replaces a good one.
 
-    With --fsdp ranks hold different parameters, so all ranks must call this.
+    With --fsdp each rank holds other parts of the parameters, so all ranks must call this.
     """
     is_finite = True
     for parameter in model.parameters():
-        if hasattr(parameter, "to_local"):  # it is a DTensor, a class whose import takes a second
+        if hasattr(parameter, "to_local"):  # a DTensor; to import its class takes a second
             parameter = parameter.to_local()
         is_finite = is_finite and bool(parameter.isfinite().all())
     check_finite(all(values_of_all(parallel, is_finite)), "a parameter is not finite", step)

@@ -44,7 +44,7 @@ def physical_bytes() -> int:
 def _resident(field: str) -> int:
     """The bytes that this process has in memory (field "VmRSS"), or has had at most ("VmHWM"). Only on Linux.
 
-    The maximum that getrusage tells is no substitute: a process may inherit it from its parent.
+    getrusage also tells a maximum, but a process may inherit it from its parent.
     """
     kilobytes = next(_values(Path("/proc/self/status"), field)).split()[0]
     return int(kilobytes) * 1024
@@ -55,7 +55,7 @@ peak_resident_bytes = partial(_resident, "VmHWM")
 
 
 def _values(path: Path, field: str) -> Iterator[str]:
-    """The values of all lines "field: value" in a file of /proc. There are none on systems other than Linux."""
+    """Yield the value of each line "field: value" in a file of /proc. Yields nothing on systems without /proc."""
     with suppress(OSError):
         for line in path.read_text().splitlines():
             name, _, value = line.partition(":")

@@ -32,8 +32,10 @@ class Step(NamedTuple):
 class Metrics(AbstractContextManager["Metrics"]):
     """Appends steps to the metrics of a run. Only the first rank writes.
 
-    The lines of steps after `step`, at which the run goes on, are dropped. A ValueError refuses a file that another run
-    made, unless `run`, the name of this run, is None.
+    step: the step from which the run goes on. Lines of later steps are dropped.
+
+    run: the name of this run. Raises ValueError if another run made the file. If `run` is None, a file of any run is
+    replaced.
     """
 
     def __init__(self, folder: Path, run: str | None, step: int, rank: int) -> None:
@@ -43,7 +45,7 @@ class Metrics(AbstractContextManager["Metrics"]):
         path, is_ours = folder / METRICS_FILE, partial(is_of, run=run)
         check_mine(path, is_ours, "this run")
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        # the lines that are whole, of the steps up to the checkpoint
+        # Keep the lines that are whole and of a step up to the checkpoint.
         kept = [
             f"{line}\n" for line in lines if json_object(line).get("step") in range(1, step + 1)
         ]
@@ -53,7 +55,7 @@ class Metrics(AbstractContextManager["Metrics"]):
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if self.file is None:
             return
-        with suppress(OSError):  # all steps are flushed; if the disk is full, `error` says so
+        with suppress(OSError):  # each step was flushed; `error` tells of a full disk
             self.file.close()
         # A run that fails before its first checkpoint cannot go on. Leave the folder as it was, for the next try.
         if error is not None and not any(self.folder.glob("checkpoint-*")):
@@ -67,7 +69,10 @@ class Metrics(AbstractContextManager["Metrics"]):
 
 
 def is_of(file: BinaryIO, run: str | None) -> bool:
-    """Whether an open file has the metrics of this run. If run is None: whether it has any run's, or is empty."""
+    """Whether an open file has the metrics of the run with the name `run`.
+
+    If `run` is None: whether the file has the metrics of any run, or is empty.
+    """
     if run is not None:
         return mentions(run)(file)
     line = file.readline(MOST_BYTES)

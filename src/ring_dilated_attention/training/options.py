@@ -1,4 +1,4 @@
-"""The hyperparameters of a run: a resumed run has the same ones. The file imports no torch."""
+"""The hyperparameters of a run. They stay the same when the run is resumed. Imports no torch."""
 
 import argparse
 from collections.abc import Callable
@@ -14,9 +14,9 @@ LONGEST = 2**40  # the longest segment, and the largest dilation rate
 MAX_INT64 = 2**63 - 1  # the largest integer of 64 bits, also of a tensor's stride
 # The range of learning rates. AdamW divides the rate by 1 - 0.9 in its first step: the result must fit float32.
 RANGE_OF_RATES = (1e-30, 1e30)
-# Short sequences teach most in the same time.
+# Most steps read short sequences, which teach the model most in the same time.
 DEFAULT_STEPS, DEFAULT_PHASES = 7, ("512:2:1080", "1024:2:300", "4096:2:36")
-DEFAULT_WINDOW = 128  # the sliding window that the default segments have beside them
+DEFAULT_WINDOW = 128  # the sliding window that is added to the default segments
 
 
 class Phase(NamedTuple):
@@ -46,7 +46,8 @@ def _option(
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """On the same machine with the same number of ranks, equal hyperparameters give the same result to the bit."""
+    """What decides the result of a run. On the same machine, with the same number of ranks, equal hyperparameters give
+    the same result to the bit."""
 
     data: tuple[str, ...] = _option(
         (),
@@ -144,7 +145,7 @@ class Hyperparameters:
         return number
 
     def phase_of(self, step: int) -> Phase:
-        """The phase of a step, counted from 0. After the last step it is the last phase."""
+        """The phase to which a step belongs; steps count from 0. Steps after the end belong to the last phase."""
         for phase in self.schedule:
             if step < phase.steps:
                 break
@@ -158,7 +159,7 @@ class Hyperparameters:
     def from_dict(cls, saved: dict[str, Any]) -> "Hyperparameters":
         """The inverse of `asdict`, also after JSON made lists of tuples.
 
-        A ValueError refuses what another version of this package saved.
+        Raises ValueError if another version of this package saved other fields.
         """
         names = {item.name for item in fields(cls)}
         if saved.keys() != names:
@@ -204,7 +205,7 @@ def add_hyperparameters(parser: argparse._ArgumentGroup, whole: Callable[[str], 
         kind = item.metadata["kind"]
         nargs = None
         if isinstance(item.default, tuple):
-            nargs = "*" if kind is int else "+"  # a window may stand without segments
+            nargs = "*" if kind is int else "+"  # --segment-lengths may be empty, with --window
         text = item.metadata["help"]
         if item.default not in ((), None):
             text += f" (default {_shown(item.default)})"
@@ -221,9 +222,10 @@ def add_hyperparameters(parser: argparse._ArgumentGroup, whole: Callable[[str], 
 def resolve(
     arguments: argparse.Namespace, before: Hyperparameters | None = None
 ) -> Hyperparameters:
-    """The hyperparameters that the command line asks for. A run that goes on keeps those that it had before.
+    """The hyperparameters that the command line asks for.
 
-    A ValueError refuses bad hyperparameters, and options that differ from `before`.
+    before: the hyperparameters of the run that goes on, which it keeps; None for a new run. Raises ValueError for bad
+    hyperparameters, and for options that differ from `before`.
     """
     options = {
         item.name: getattr(arguments, item.name)

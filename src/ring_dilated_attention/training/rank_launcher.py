@@ -1,8 +1,9 @@
 """Starts ranks by torch's elastic launcher, which torchrun uses too, and says which rank this process is.
 
-torchrun opens its store on every network interface, and unpickles what others send to it. Here the launcher's store is
-a file, and so is the store in which ranks meet: no other machine can reach them. This module imports torch only to
-start ranks.
+The launcher and the ranks each meet in a key-value store. torchrun opens its store on every network interface, and
+unpickles what others send to it. Here both stores are files, which no other machine can reach.
+
+This module imports torch only to start ranks.
 """
 
 import ctypes
@@ -42,9 +43,9 @@ class Place(NamedTuple):
 
 
 def started() -> Place:
-    """The place that torchrun or srun gives to this process, or rank 0 of 1 if neither started several.
+    """The place that torchrun or srun gives to this process, or rank 0 of 1 if neither started several processes.
 
-    Outside a job step (in a batch script) Slurm's variables describe the whole job.
+    Slurm's variables are read only in a job step. In a batch script they describe the whole job.
     """
     rank, size = "RANK", "WORLD_SIZE"
     is_under_torchrun = rank in os.environ and size in os.environ
@@ -64,7 +65,7 @@ def loopback_only() -> dict[str, str]:
 
 
 def share_of_cores(num_ranks: int) -> int:
-    """The most threads of a rank for which no two ranks share a core; 1 if there are fewer cores than ranks."""
+    """How many threads a rank may have if no two ranks share a core; 1 if there are fewer cores than ranks."""
     num_cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -72,19 +73,23 @@ def share_of_cores(num_ranks: int) -> int:
 
 
 class Ended(NamedTuple):
-    """How the ranks ended: the exit code of the command, and why they failed. The reason is "" if they did not fail, or
-    have printed it themselves."""
+    """How the ranks ended: the exit code of the command, and why the ranks failed.
+
+    The reason is "" if the ranks did not fail, or have printed the reason themselves.
+    """
 
     code: int
     reason: str = ""
 
 
 def launch(words: Sequence[str], num_ranks: int, num_restarts: int, seconds_to_save: int) -> Ended:
-    """Run `python <words> --launched FOLDER` on every rank until all have ended.
+    """Run `python <words> --launched FOLDER` on every rank until all ranks have ended. Returns how they ended.
 
-    The launcher passes SIGINT and SIGTERM on to the ranks, and kills them `seconds_to_save` later. If a rank ends with
-    another code than 0, the launcher ends the other ranks and starts all of them again, up to `num_restarts` times. So
-    a rank that wants no restart writes its exit code to a file in FOLDER (`leave_code`), and ends with 0.
+    FOLDER is temporary. The launcher passes SIGINT and SIGTERM on to the ranks, and kills them `seconds_to_save` later.
+
+    If a rank ends with another code than 0, the launcher ends the other ranks and starts all of them again, up to
+    `num_restarts` times. So a rank that wants no restart writes its exit code to a file in FOLDER (`leave_code`), and
+    ends with 0.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -102,7 +107,7 @@ def launch(words: Sequence[str], num_ranks: int, num_restarts: int, seconds_to_s
     }
     with tempfile.TemporaryDirectory(prefix="rda-train-") as folder:
         with named_in_errors(Path(folder)):
-            # this fails on a full disk, where torch's store would wait for ever
+            # If the disk is full, fail here: torch's store would wait for ever.
             Path(folder, "room").write_bytes(bytes(STORE_BYTES))
         config = LaunchConfig(
             min_nodes=1,
@@ -112,7 +117,7 @@ def launch(words: Sequence[str], num_ranks: int, num_restarts: int, seconds_to_s
             max_restarts=num_restarts,
             rdzv_backend="c10d",
             rdzv_endpoint=f"{folder}/launcher",
-            # Each keep-alive message makes the store's file longer, and there is no other launcher to read it.
+            # Send keep-alive messages rarely: each makes the store's file longer, and no other launcher reads them.
             rdzv_configs={"store_type": "file", "keep_alive_interval": 3600},
             signals_to_handle="SIGINT,SIGTERM",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
@@ -132,7 +137,8 @@ def launch(words: Sequence[str], num_ranks: int, num_restarts: int, seconds_to_s
 
 
 def leave_code(folder: Path, code: int) -> None:
-    """Tell the launcher the exit code of the command: this rank ends, and is not to be started again."""
+    """Write the exit code of the command to a file for the launcher. This rank then ends with 0, so that no restart
+    follows."""
     unfinished = folder / f"{CODE_FILE}-{os.getpid()}"
     unfinished.write_text(str(code))
     unfinished.replace(folder / CODE_FILE)  # other ranks must not find a part of the file
@@ -146,7 +152,7 @@ def leave_reason(reason: str, *, is_cause: bool) -> None:
     """
     timestamp = 0 if is_cause else int(time.time()) + LATER_SECONDS
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with suppress(OSError):  # if the disk is full, the launcher has only the exit code
+        with suppress(OSError):  # on a full disk the launcher knows only the exit code
             Path(path).write_text(json.dumps({"message": reason, "timestamp": timestamp}))
 
 
@@ -169,5 +175,6 @@ def end_with_launcher() -> None:
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):  # it ended before prctl
+    # If the launcher ended before prctl was called, this rank has another parent by now.
+    if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
         os.kill(os.getpid(), signal.SIGTERM)

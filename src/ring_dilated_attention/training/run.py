@@ -41,7 +41,7 @@ _STATE = {
 
 @dataclass(frozen=True)
 class Run:
-    """What to train, and in which folder. The run goes on from `checkpoint`; if this is None, it begins."""
+    """What to train, and in which folder. checkpoint: the checkpoint from which the run goes on; None for a new run."""
 
     hyperparameters: Hyperparameters
     document: Document
@@ -72,7 +72,10 @@ def prepare(arguments: argparse.Namespace) -> Run:
 
 
 def initial_state(run: Run) -> dict[str, Any]:
-    """The state that a run begins with, or that of its checkpoint: all that a checkpoint holds besides tensors."""
+    """The state with which training begins: that of the run's checkpoint, or that of a new run.
+
+    A state is all that a checkpoint holds besides tensors.
+    """
     if run.checkpoint is not None:
         return read_state(run.checkpoint)
     return {
@@ -86,7 +89,8 @@ def initial_state(run: Run) -> dict[str, Any]:
 
 
 def fingerprint(run: Run) -> dict[str, str]:
-    """What must be the same on all ranks, by name. The document is compared by its content, not by its path."""
+    """What must be the same on all ranks, as texts by name. The document is compared by its content, not by its
+    path."""
     fields = {
         flag(name): str(value)
         for name, value in asdict(run.hyperparameters).items()

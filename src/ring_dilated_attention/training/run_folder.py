@@ -12,15 +12,16 @@ from ..models.saved_run import MAKER, find_checkpoint
 from .files import check_mine, folder_made, write_whole
 
 LOCK_FILE, STARTS_FILE = ".rda-train.lock", ".rda-train.starts"
-OF_FILELOCK = re.compile(rb"\d+\n[^\n]+\n(\d+\n)?")  # process, host, perhaps a number
+OF_FILELOCK = re.compile(rb"\d+\n[^\n]+\n(\d+\n)?")  # the owner: process, host, perhaps a number
 MOST_STARTS = 3  # the most starts in a row without a new checkpoint
 
 
 @contextmanager
 def own_folder(folder: Path, seconds: float = 0) -> Iterator[Path]:
-    """Make a folder if it is not there, and keep other runs out of it. At the end a new folder is removed if empty.
+    """Keep other runs out of a folder during the block. The folder is made if it is not there.
 
-    Raises ValueError if another run owns the folder, and still owns it after `seconds`.
+    At the end a new folder is removed if it is empty. Raises ValueError if another run owns the folder, and still owns
+    it after `seconds`.
     """
     from filelock import FileLock, Timeout
 
@@ -36,18 +37,20 @@ def own_folder(folder: Path, seconds: float = 0) -> Iterator[Path]:
         try:
             yield folder
         finally:
-            path.unlink(missing_ok=True)  # while the lock is held: later it may be another run's
+            path.unlink(missing_ok=True)  # still locked: later the file may be another run's
             lock.release()
 
 
 def is_lock(file: BinaryIO) -> bool:
-    """Whether an open file is a lock: empty or, on a file system without flock, with filelock's note of its owner."""
+    """Whether an open file is a lock of filelock. A lock is empty or, on a file system without flock, names its
+    owner."""
     content = file.read(512)
     return not content or OF_FILELOCK.fullmatch(content) is not None
 
 
 def are_by_torchrun() -> bool:
-    """Whether an elastic launcher starts failed ranks again: torchrun with --max-restarts, or ours with --restarts."""
+    """Whether an elastic launcher starts failed ranks again: that of torchrun --max-restarts or of rda train
+    --restarts."""
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
@@ -57,7 +60,7 @@ def may_start_again(arguments: argparse.Namespace) -> bool:
 
 
 def count_start(folder: Path, *, anew: bool) -> None:
-    """Write down in the folder that a start has begun. anew: forget the starts before it.
+    """Write down in the folder that a start has begun. anew: whether to forget earlier starts.
 
     Raises ValueError if the last MOST_STARTS starts left no new checkpoint.
     """

@@ -1,4 +1,7 @@
-"""Scores a model in bits per byte: on any text, and on the held-out bytes of a run, in which every rank takes part."""
+"""Scores a model in bits per byte, on any text or on the held-out bytes of a run.
+
+All ranks of a run together score the held-out bytes.
+"""
 
 import gzip
 import math
@@ -27,8 +30,8 @@ class Score(NamedTuple):
 def score(model: LongNetLM, text: bytes, context: int) -> Iterator[Score]:
     """Measure the cross-entropy of a text that is cut into contexts. A context's first byte is not predicted.
 
-    Yields a Score for each chunk of a context. The model reads CHUNK bytes at a time through caches, whose memory does
-    not grow with the context.
+    The model reads CHUNK bytes at a time, and keeps what it has read in caches. Their memory does not grow with the
+    context. Yields a Score for each chunk of a context.
     """
     caches = model.make_caches(1, max_len=context)
     for start in range(0, len(text), context):
@@ -52,7 +55,7 @@ def score(model: LongNetLM, text: bytes, context: int) -> Iterator[Score]:
 def held_out_bits_per_byte(model: LongNetLM, document: Document) -> float:
     """Mean bits per byte over the held-out bytes. Each of them is predicted once.
 
-    A context begins with the last byte of the context before it, which it does not predict.
+    The held-out bytes are cut into contexts. Each context also has the byte before it, which is only read.
     """
     parallel = model.parallel or ContextParallel()
     content = document.content
@@ -67,7 +70,7 @@ def held_out_bits_per_byte(model: LongNetLM, document: Document) -> float:
 
 
 def gzip_bits_per_byte(document: Document) -> float:
-    """Bits per held-out byte if gzip compresses these bytes as one stream, to compare a model's loss with.
+    """Bits per held-out byte if gzip compresses these bytes as one stream. A model's loss is compared with this number.
 
     gzip looks back at most 32 KiB.
     """

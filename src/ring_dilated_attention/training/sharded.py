@@ -31,8 +31,9 @@ def sharded_model(
     for block in model.each_block():
         model.reset_block(block.to_empty(device="cpu"))
         fully_shard(block, mesh=mesh)
-    # reshard_after_forward: otherwise parameters outside of blocks stay whole after a `loss` without a backward
+    # Without reshard_after_forward, the parameters outside of blocks would stay whole after a `loss` without a
+    # backward.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    # so that `loss`, like `forward`, gathers the parameters outside of blocks
+    # Let `loss`, like `forward`, gather the parameters outside of blocks.
     register_fsdp_forward_method(model, "loss")
     return model

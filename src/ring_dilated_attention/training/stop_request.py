@@ -7,16 +7,16 @@ from contextlib import suppress
 from types import FrameType
 
 STDERR = 2  # for os.write: a signal may come while sys.stderr is in use
-# Slurm signals the launcher and its ranks, and the launcher passes the signal on. A rank that gets two signals within
-# this time was asked once.
+# Slurm signals the launcher and its ranks, and the launcher passes the signal on. So a rank may get one request as two
+# signals. Signals within this time count as one request.
 TWICE_SECONDS = 1
 _NOTICE = b"\nrda train: stopping after this step, to save; a second time stops at once\n"
 
 
 class StopRequest:
-    """A context in which SIGINT and SIGTERM are requests to stop. Another request, a second later, ends the process.
+    """A context in which SIGINT and SIGTERM only ask the training to stop. A second request ends the process.
 
-    says: whether this rank prints a notice.
+    A signal within TWICE_SECONDS of the first counts as the same request. says: whether this rank prints a notice.
     """
 
     def __init__(self, *, says: bool = True) -> None:
@@ -31,8 +31,8 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        # After an error SIGTERM is still only noted: when a rank is lost, an elastic launcher ends the others by
-        # SIGTERM while they still say how to go on.
+        # After an error SIGTERM is still only noted. When a rank is lost, an elastic launcher ends the other ranks by
+        # SIGTERM, while they still tell the user how to go on.
         signal.signal(signal.SIGINT, self._previous[signal.SIGINT])
         if kind is None:
             signal.signal(signal.SIGTERM, self._previous[signal.SIGTERM])
