@@ -66,10 +66,10 @@ def _prepare(torch: Any) -> None:
 
 
 class _AfterTorch:
-    """A finder in sys.meta_path that calls `_prepare` when torch is imported later than this package.
+    """Waits for torch to be imported, and then calls `_prepare`. Used if this package is imported before torch.
 
-    A program may look for torch by importlib.util.find_spec without importing it. So the finder stays in sys.meta_path
-    until torch's own code has run.
+    It is a finder in sys.meta_path. A program may ask for torch's spec (importlib.util.find_spec) without importing
+    torch. So the finder is not removed when it is first asked, but only when torch's code has run.
     """
 
     @classmethod

@@ -1,1 +1,1 @@
-"""What `rda` does for a user, a module per subcommand."""
+"""The subcommands of `rda`, each in a module or package of its own."""

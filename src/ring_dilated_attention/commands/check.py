@@ -87,7 +87,7 @@ class Trial(NamedTuple):
 
     @property
     def cases(self) -> list[Case]:
-        """Those of `CASES` that the trial can run.
+        """The entries of `CASES` that the trial can run.
 
         For a cache, every case is made causal and has one document. With all_to_all, each rank takes some heads: a case
         can run only if its key/value heads divide among the ranks.

@@ -19,7 +19,7 @@ from .terminal import guarded, leaving_at_once, say
 class Subcommand(NamedTuple):
     module: str
     summary: str
-    extra: str = "commands"  # the extra of `pip install` that brings its packages
+    extra: str = "commands"  # the extra of `pip install` that brings the packages it needs
 
 
 SUBCOMMANDS = {
@@ -105,6 +105,6 @@ def run(arguments: list[str], asked: str, command: str) -> int:
         parsed.argv = arguments[1:]
         check_installed(["rich"], SUBCOMMANDS[asked].extra)
         return int(chosen.run(parsed))
-    except ValueError as error:  # its text is for the user; other errors keep their traceback
+    except ValueError as error:  # the text is for the user; other errors keep their traceback
         say(f"{command}: {error}")
         return 2

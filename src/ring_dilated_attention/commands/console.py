@@ -18,7 +18,7 @@ from .terminal import say
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
 
-UNLIMITED = 10_000  # the width of a table in letters, so large that rich cuts none
+UNLIMITED = 10_000  # the width of a table in letters, so large that rich cuts nothing
 SECONDS_BETWEEN_LINES = 10.0
 PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 
@@ -83,7 +83,7 @@ def progress(total: int | None, unit: str) -> "Iterator[Progress]":
 
 
 class Progress:
-    """A bar on a terminal; elsewhere a line every ten seconds, so that a log stays short.
+    """Shows progress: on a terminal as a bar, elsewhere as a line every ten seconds, so that a log stays short.
 
     Call `note` with a text about what is done now, and then `update` with the number done since the last `update`.
     """

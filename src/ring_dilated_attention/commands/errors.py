@@ -89,13 +89,15 @@ def defined(
 def tolerances(case: Case, dtype: torch.dtype, device: str = "cpu") -> dict[str, float]:
     """The largest relative L2 error that each of out, lse, dq, dk and dv may have, by name.
 
-    It is twice the error of torch's CPU attention in this dtype under the same mask, plus `FLOOR` (`FLOOR_ON_GPU`).
+    It is twice the error of torch's CPU attention in this dtype under the same mask, plus the floor in `FLOOR` or, on a
+    GPU, in `FLOOR_ON_GPU`.
     """
     inputs, dout, _ = make_inputs(case, dtype)
     expected = defined(case, inputs, dout, None)
     leaves = [x.to(dtype).requires_grad_() for x in inputs]
     count = multiplicity(case.pattern, case.seq_len, case.num_heads, case.documents)
-    # The mask is a bias: log M, if a query sees a key M times. It is float32 at least: log 2 is not exact in bfloat16.
+    # The mask is added to the scores: it is log M, if a query sees a key M times. It is float32 at least, since log 2
+    # is not exact in bfloat16.
     bias = count.to(torch.promote_types(dtype, torch.float32)).log().unsqueeze(0)
     query, key, value = (x.transpose(1, 2) for x in leaves)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -121,7 +123,7 @@ def measure(
 ) -> Squares:
     """Make the call on this rank, and compare its results with the definition. Every rank of `parallel` must call this.
 
-    through_lse: whether the loss uses lse too. Then some kernels compute the backward in another way
+    through_lse: whether the loss uses lse too. If so, some kernels compute the backward in another way
     (`kernels/lse_gradient.py`).
 
     Returns the `Squares` of out, lse, dq, dk and dv.

@@ -41,8 +41,8 @@ class Launch(NamedTuple):
     # rank k runs on the k-th core that this process may use, and nowhere else (Linux)
     is_pinned: bool = False
     has_gpus: bool = False  # rank k takes the k-th GPU
-    # torch.distributed's backend. The process group is then bound to the rank's GPU. None: one of TRANSPORTS, and a
-    # group that is not bound.
+    # A backend of torch.distributed, for a process group that is bound to the rank's GPU. None: one of TRANSPORTS, for
+    # a group that is not bound.
     transport: str | None = None
     seconds: float = 60  # ranks that still run after this time are ended
 
@@ -60,7 +60,8 @@ def run_ranks(
     """
     start = multiprocessing.get_context("forkserver")
     start.set_forkserver_preload(_PRELOADED)
-    resource_tracker.ensure_running()  # first: its start unblocks SIGINT, which is blocked below
+    # Start the tracker before SIGINT is blocked below, since its start unblocks SIGINT.
+    resource_tracker.ensure_running()
     with tempfile.TemporaryDirectory() as folder:
         processes, pipes = [], []
         try:
@@ -126,7 +127,7 @@ def _rank(
     import torch
     import torch.distributed as dist
 
-    # Ctrl-C also reaches the starting process, which ends this one
+    # Ctrl-C also reaches the process that started this rank, and that process ends this rank.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=_end_with_the_starter, daemon=True).start()
     try:

@@ -1,6 +1,6 @@
 """Ends commands without a traceback after Ctrl-C, on a closed stream or on a full disk.
 
-It also prints letters that a terminal lacks. This module imports no torch.
+If a terminal lacks a letter, the letter's number is printed. This module imports no torch.
 """
 
 import io

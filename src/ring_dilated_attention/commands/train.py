@@ -55,7 +55,8 @@ if TYPE_CHECKING:
 
 FAILED_EXIT_CODE, USER_ERROR_EXIT_CODE = 1, 2
 PACKAGES = ("filelock", "numpy", "rich", "safetensors")
-# A rank that lost another waits so long before it ends. So the rank that failed ends first, and the launcher names it.
+# A rank that lost another waits for this time before it ends. So the rank that failed ends first, and is the one that
+# the launcher names.
 GRACE_SECONDS = 10
 # Words in the errors that a rank meets if another rank has ended. They come from gloo, in DDP's all-reduce of
 # gradients, or from a store of torch.distributed.
@@ -211,8 +212,8 @@ def train(arguments: Namespace, run: Run | None) -> int:
             (folder / STARTS_FILE).unlink(missing_ok=True)
     if arguments.launched is None or code == FAILED_EXIT_CODE:
         return code
-    # If a run is complete or interrupted, only the first rank leaves the code: its report may still fail when the
-    # others have ended.
+    # If the run is complete or interrupted, only the first rank leaves the code. It writes the report, and may still
+    # fail when the other ranks have ended.
     if code not in (0, INTERRUPTED_EXIT_CODE) or parallel.rank == 0:
         leave_code(arguments.launched, code)
     return 0
@@ -328,7 +329,7 @@ def code_after_loss(arguments: Namespace) -> int:
     Under `rda train --ranks` this waits up to GRACE_SECONDS, so that the rank that failed ends first. If a rank leaves
     a code for the command meanwhile, that code is returned. Otherwise FAILED_EXIT_CODE is returned.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # an elastic launcher ends this rank by SIGTERM
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # let an elastic launcher's SIGTERM end this rank
     deadline = time.monotonic() + GRACE_SECONDS
     while arguments.launched is not None and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,1 +1,1 @@
-"""Predicts what a job would compute, send, hold in memory and take in time, without running the job."""
+"""Predicts what a call or a training would compute, send, hold in memory and take in time, without running it."""

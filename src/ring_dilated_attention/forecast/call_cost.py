@@ -26,7 +26,7 @@ from .clock import Hardware, StepTime, model_step
 
 MOST_TIMED = 64  # the most ranks of a call whose time is modelled
 DOZEN = 12
-FLOPS_PER_PAIR = 7 * 2  # and per head dim: 2 products forward, 5 backward, 2 FLOPs each
+FLOPS_PER_PAIR = 7 * 2  # per number of a head: 2 products forward, 5 backward, 2 FLOPs each
 
 
 class PlannedCall(NamedTuple):
@@ -111,8 +111,8 @@ def _count(job: Job, num_dealers: int) -> Counted:
 def picked_ranks(counted: Counted) -> list[int]:
     """The ranks whose sent and held bytes are computed: all ranks if there are at most a dozen.
 
-    Otherwise they are the first two, the last two and the middle one, and two ranks each of those that compute, receive
-    and hold most.
+    Otherwise they are the first two, the middle one and the last two, the two ranks that compute most, the two that
+    receive most, and the two that hold most.
     """
     num_ranks, job = counted.job.num_ranks, counted.job
     if num_ranks <= DOZEN:

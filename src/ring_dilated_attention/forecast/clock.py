@@ -225,7 +225,7 @@ class _Rank:
 
 
 def _row_bytes(name: str, plan: Plan, sizes: Sizes) -> int:
-    """The bytes that one position takes, over all heads, in a tensor that is named as "key" or "lse"."""
+    """The bytes that one position takes, over all heads, in a tensor. name: such as "key" or "lse"."""
     num_heads = plan.num_kv_heads if name in ("key", "value", "dk", "dv") else plan.num_heads
     if name in ("lse", "dlse"):
         return num_heads * sizes.sum_itemsize
@@ -277,8 +277,8 @@ class Network:
         return sends, receives
 
     def _carry(self, sender: int, receiver: int) -> None:
-        """Carry the first message in the sender's queue, which is also the first in the receiver's: set when it
-        arrives."""
+        """Carry the first message in the sender's queue, which is also the first in the receiver's: compute when
+        it arrives."""
         sent = self.leaving[sender].popleft()
         received = self.coming[receiver].popleft()
         assert sent.num_bytes == received.num_bytes, (sender, sent, receiver, received)

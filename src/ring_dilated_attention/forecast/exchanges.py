@@ -8,8 +8,8 @@ from .call_cost import Exchange, Figures, PlannedCall, forecast
 from .clock import Hardware, time_text
 
 WORTH_IT = 0.95  # advise another exchange only if a step takes at most this share of the time
-# zigzag_documents makes a ring of all ranks for each document. It is tried only if documents * ranks**2 is at most this
-# number.
+# The sharding zigzag_documents makes a ring of all ranks for each document. It is tried only if documents * ranks**2 is
+# at most this number.
 MOST_DOCUMENT_WORK = 2**17
 
 

@@ -29,11 +29,11 @@ class Training(NamedTuple):
     batch: int
     itemsize: int  # the bytes of one number in activations
     kernel: str
-    activations: tuple[str, ...] = ACTIVATIONS  # the choices of ACTIVATIONS to try
+    activations: tuple[str, ...] = ACTIVATIONS  # which ways to hold activations are compared
 
 
 class Mesh(NamedTuple):
-    """`data` groups of `sequence` devices that share a sequence."""
+    """`data` groups of devices. The `sequence` devices of a group share each sequence."""
 
     data: int
     sequence: int

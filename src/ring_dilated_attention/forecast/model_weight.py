@@ -189,13 +189,13 @@ def model_memory(decoder: Decoder, activations: int, num_shards: int, itemsize: 
     """The memory of a rank in training. States (parameters, gradients and optimiser state) are float32, or float64 if
     activations are float64.
 
-    activations: their bytes. itemsize: the bytes of one number in activations. num_shards: over how many ranks FSDP2
-    cuts the states; 1 without FSDP2.
+    activations: the bytes of activations. itemsize: the bytes of one number in activations. num_shards: over how many
+    ranks FSDP2 cuts the states; 1 without FSDP2.
     """
     width = max(FLOAT, itemsize)
     states = 4 * width * -(-decoder.num_parameters // num_shards)
     working = 0
-    if num_shards > 1:  # whole are the parameters of two blocks, and the gradients of one
+    if num_shards > 1:  # held whole: the parameters of two blocks, the gradients of one
         working = 3 * decoder.block_parameters * itemsize
     elif itemsize < width:
         working = decoder.num_parameters * itemsize

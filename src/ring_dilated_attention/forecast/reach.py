@@ -117,12 +117,13 @@ class _Branch(NamedTuple):
 def reach(
     pattern: DilatedPattern, seq_len: int, num_heads: int, num_layers: int
 ) -> tuple[float, ...]:
-    """For each layer, the share of its visible positions that a query has heard of: the least over `queries_to_follow`.
+    """For each layer, the least share of positions that a query has heard of.
 
-    If the pattern is causal, the positions up to the query are visible; otherwise all are.
+    A share of 0.25 means: some query has heard of only a quarter of the positions that are visible to it. Visible are
+    all positions, or those up to the query if the pattern is causal. Only `queries_to_follow` are examined.
 
-    Raises ValueError if a rate is not a power of two, or the length of a segment or window that is shorter than the
-    sequence. If the pattern is not causal, half the length of the window counts as its length.
+    Raises ValueError if a rate is not a power of two, or if a segment or window is shorter than the sequence and its
+    length is not a power of two. A window that is not causal counts with half its length.
     """
     for branch in pattern.branches:
         length = block_length(branch, is_causal=pattern.is_causal)

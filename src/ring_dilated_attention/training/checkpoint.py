@@ -66,7 +66,8 @@ def save_checkpoint(
 
 
 def tensors_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by name: parameters, and the optimisers' state as "<field>/<parameter>"."""
+    """The tensors of a checkpoint by name: parameters such as "head.weight", and for each parameter the optimiser's
+    state, such as "exp_avg/head.weight"."""
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         for optimizer in optimizers:

@@ -147,7 +147,7 @@ def take_step(
     else:
         tokens = parallel.shard(tokens_of(windows))
     borders = torch.arange(0, len(windows) + 1, phase.length, dtype=torch.int32)
-    with sharing:  # for the backward too, which may run layers again
+    with sharing:  # around the backward too: it may run layers again
         with torch.autocast("cpu", torch.bfloat16, enabled=options.dtype == "bfloat16"):
             loss = loss_of(tokens.long(), borders)
         nats = loss.item()
@@ -226,8 +226,8 @@ def make_optimizers(model: nn.Module, options: Hyperparameters) -> list[Optimize
 def share_of_peak(options: Hyperparameters, step: int) -> float:
     """The learning rate of a step as a share of its peak.
 
-    The rate rises linearly in the warm-up. Then it falls to 5 % along a cosine. Its progress is measured in positions,
-    since steps read different numbers of positions.
+    The rate rises linearly in the warm-up. Then it falls to 5 % along a cosine over the positions that have been read:
+    steps read different numbers of positions.
     """
     if step < options.warmup_steps:
         return (step + 1) / options.warmup_steps
@@ -249,8 +249,7 @@ def average_gradients(loss_of: NextTokenLoss, parallel: ContextParallel) -> nn.M
         else DistributedDataParallel(loss_of, gradient_as_bucket_view=True)
     )
     # Run one backward and drop its gradients, because DDP orders its buckets anew after the first backward. Without
-    # this, a resumed run would add gradients in another order than a run without a break, and rounding errors would
-    # differ.
+    # this, a resumed run would add gradients in another order than a run without a break, and would round differently.
     borders = torch.tensor([0, 2 * parallel.world_size], dtype=torch.int32)
     tokens = parallel.shard(tokens_of(bytearray(2 * parallel.world_size)))
     wrapped(tokens.long(), borders).backward()
@@ -259,7 +258,7 @@ def average_gradients(loss_of: NextTokenLoss, parallel: ContextParallel) -> nn.M
 
 
 def tokens_of(windows: bytearray) -> Tensor:
-    """The bytes of windows as tokens (1, N) uint8, a view."""
+    """The bytes of windows as tokens (1, N) of dtype uint8. The tensor shares the memory of `windows`."""
     return torch.frombuffer(windows, dtype=torch.uint8)[None]
 
 
@@ -269,9 +268,10 @@ def check_finite(is_finite: bool, what: str, step: int) -> None:
 
 
 def check_parameters(model: nn.Module, parallel: ContextParallel, step: int) -> None:
-    """Raise TrainingDiverged on every rank if a parameter is not finite. Then no checkpoint replaces a good one.
+    """Raise TrainingDiverged on every rank if a parameter is not finite.
 
-    With --fsdp each rank holds other parts of the parameters, so all ranks must call this.
+    It is called before a checkpoint is written, which would replace a good one. With --fsdp each rank holds other parts
+    of the parameters, so all ranks must call this.
     """
     is_finite = True
     for parameter in model.parameters():

@@ -125,7 +125,7 @@ class Hyperparameters:
                 raise ValueError(
                     f"{what}: leave it out, or raise --steps for more steps of that length"
                 )
-        self.model_config()  # this refuses bad widths and branches
+        self.model_config()  # raises ValueError for bad widths and branches
 
     @property
     def schedule(self) -> tuple[Phase, ...]:

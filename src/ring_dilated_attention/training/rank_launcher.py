@@ -29,8 +29,8 @@ LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 LAUNCHER = "RDA_TRAIN_LAUNCHER"  # the variable with the process id of `rda train --ranks`
 RESTART = "TORCHELASTIC_RESTART_COUNT"  # how often the elastic launcher of this host started its ranks again
 PR_SET_PDEATHSIG = 1  # a constant of linux/prctl.h
-SECONDS_TO_SAVE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torch's variable: how long ranks have to save
-CODE_FILE = "exit-code"  # a file in the launcher's folder
+SECONDS_TO_SAVE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # torch's variable: how many seconds to save
+CODE_FILE = "exit-code"  # the file in FOLDER (see `launch`) with the command's exit code
 # A rank that lost another adds this to its timestamp, so that the rank that failed has the earliest timestamp.
 LATER_SECONDS = 3600
 
@@ -157,8 +157,11 @@ def leave_reason(reason: str, *, is_cause: bool) -> None:
 
 
 def cause(error: "ChildFailedError") -> str:
-    """Which rank failed first, and why: the reason that it wrote by `leave_reason`, else the signal that ended it, or
-    its exit code."""
+    """A text that says which rank failed first, and why.
+
+    The reason is the one that the rank wrote by `leave_reason`. If it wrote none, the text has the signal that ended
+    the rank, or the rank's exit code.
+    """
     rank, failure = error.get_first_failure()
     if Path(failure.error_file).exists():
         return f"rank {rank}: {failure.message}"

@@ -53,7 +53,7 @@ class Run:
 
 
 def prepare(arguments: argparse.Namespace) -> Run:
-    """The run that the command line asks for. A ValueError says to the user why it is refused."""
+    """The run that the command line asks for. Raises a ValueError that tells the user why the run is refused."""
     folder = arguments.run_folder or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     checkpoint = find_checkpoint(folder)
     state = None

@@ -12,7 +12,8 @@ from ..models.saved_run import MAKER, find_checkpoint
 from .files import check_mine, folder_made, write_whole
 
 LOCK_FILE, STARTS_FILE = ".rda-train.lock", ".rda-train.starts"
-OF_FILELOCK = re.compile(rb"\d+\n[^\n]+\n(\d+\n)?")  # the owner: process, host, perhaps a number
+# What filelock writes into a lock: the process id, the host, and perhaps a number.
+OF_FILELOCK = re.compile(rb"\d+\n[^\n]+\n(\d+\n)?")
 MOST_STARTS = 3  # the most starts in a row without a new checkpoint
 
 

@@ -70,7 +70,7 @@ def held_out_bits_per_byte(model: LongNetLM, document: Document) -> float:
 
 
 def gzip_bits_per_byte(document: Document) -> float:
-    """Bits per held-out byte if gzip compresses these bytes as one stream. A model's loss is compared with this number.
+    """The bits per byte that gzip needs for the held-out bytes as one stream. Users compare a model's loss with it.
 
     gzip looks back at most 32 KiB.
     """

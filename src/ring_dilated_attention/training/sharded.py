@@ -13,7 +13,11 @@ from ..ranks.context import ContextParallel
 def sharded_model(
     config: LongNetConfig, parallel: ContextParallel, *, activation_checkpointing: bool
 ) -> LongNetLM:
-    """A model whose parameters are cut over the ranks. A rank never holds more than its part and one whole block."""
+    """A model whose parameters are cut over the ranks.
+
+    While the model is made, a rank holds the embedding, the head and one block whole. Of the other blocks it holds only
+    its part.
+    """
     with torch.device("meta"):
         model = LongNetLM(
             config, parallel=parallel, activation_checkpointing=activation_checkpointing
@@ -31,7 +35,7 @@ def sharded_model(
     for block in model.each_block():
         model.reset_block(block.to_empty(device="cpu"))
         fully_shard(block, mesh=mesh)
-    # Without reshard_after_forward, the parameters outside of blocks would stay whole after a `loss` without a
+    # Without reshard_after_forward, the parameters outside of blocks would stay whole after a `loss` that has no
     # backward.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     # Let `loss`, like `forward`, gather the parameters outside of blocks.

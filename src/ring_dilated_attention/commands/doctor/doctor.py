@@ -151,8 +151,8 @@ def hardware_of(everyone: list[dict[str, Any]]) -> Hardware | None:
     # The time of the small message is nearly all latency. Subtract it from the time of the large message, which leaves
     # the time of the bytes. But if both took about as long, other programs disturbed the network: subtract nothing.
     bandwidth = LARGE_MESSAGE / (large - small) if large > 2 * small else LARGE_MESSAGE / large
-    # In each forward and backward, a call has one handshake and some work besides its tiles. `Hardware` has no field
-    # for that work, so its time is added to that of the handshake.
+    # In each forward and backward, a call has one handshake, and some work besides its tiles (blocks of queries x
+    # keys). `Hardware` has no field for that work, so its time is added to that of the handshake.
     handshake = max(
         one["messages"]["handshake_seconds"] + one["rates"]["around_seconds"] for one in everyone
     )

@@ -22,12 +22,12 @@ def load(options: Namespace) -> LongNetViT:
     try:
         torch.ones(1, device=options.device).cpu()
         model.to(options.device)
-    except (RuntimeError, AssertionError) as error:  # torch raises either
+    except (RuntimeError, AssertionError) as error:  # torch raises one or the other
         raise ValueError(
             f"--device {options.device} cannot be used: {first_line(error)}"
         ) from error
-    # Set the tile size after the model is made. It says how to read coordinates, and must not change the segment
-    # lengths.
+    # Set the tile size only now. It says how to read coordinates, and would have changed the segment lengths of the
+    # model if it had been given above.
     model.tile_size = options.tile_size or 256.0
     return model
 

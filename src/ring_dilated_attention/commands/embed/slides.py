@@ -22,7 +22,7 @@ def read_slide(path: Path, tile_size: float | None) -> tuple[Tensor, Tensor]:
     """Read a slide. Returns the features of its tiles (tiles, C), and their coordinates (tiles, 2).
 
     tile_size: the number of --tile-size; None if the user did not give it. Raises ValueError if the slide cannot be
-    read. Its message does not name the path, which the caller adds.
+    read. The message does not name the path, which the caller adds.
     """
     try:
         if path.suffix in (".h5", ".hdf5"):
@@ -63,7 +63,7 @@ def _arrays_of(
 
 
 def _array(arrays: Mapping[str, Any], what: str, names: Sequence[str]) -> Any:
-    """The array whose name comes first in `names`, of those that the file has. An array of HDF5 has not read its values
+    """The array of a file under the first of `names` that the file has. If the file is HDF5, its values are not read
     yet."""
     for name in names:
         if name in arrays:

@@ -55,7 +55,7 @@ def pairs_by_branch(pattern: DilatedPattern, seq_len: int, num_heads: int, head:
 
 
 def draw_pattern(pattern: DilatedPattern, seq_len: int, num_heads: int) -> "Figure":
-    """A figure with one panel for each head. It shows the keys (columns) that each query (row) sees.
+    """A figure with one panel for each head. A panel shows the keys (columns) that each query (row) sees.
 
     A pair has the colour of the first branch in which the query sees the key.
     """
