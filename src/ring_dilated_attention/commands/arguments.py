@@ -26,7 +26,8 @@ MOST_ENTRIES = 2**24  # the largest width or vocabulary: more is a typing mistak
 
 
 def count(text: str) -> int:
-    """The whole number of an option: 131072, 131,072, 64Ki, 1M, 1e6. Raises ArgumentTypeError for other texts."""
+    """Read the whole number of an option, such as 131072, 131,072, 64Ki, 1M or 1e6. Raises ArgumentTypeError for other
+    texts."""
     number = _parse(text)
     if number != number.to_integral_value():
         raise ArgumentTypeError(f"{text!r} is {float(number):g}, not a whole number ({RULE})")
@@ -34,7 +35,7 @@ def count(text: str) -> int:
 
 
 def amount(text: str) -> float:
-    """The real number of an option, in the notations that `count` reads. Raises ArgumentTypeError for other texts."""
+    """Read the real number of an option, in the notations of `count`. Raises ArgumentTypeError for other texts."""
     return float(_parse(text))
 
 

@@ -102,7 +102,7 @@ class Trial(NamedTuple):
         return cases
 
     def row(self, verdict: str, **others: Any) -> Row:
-        """The trial as a row of the table. verdict: passed, failed or cannot run. others: more columns."""
+        """The trial as a row of the table. verdict: passed, failed or cannot run. others: further columns by name."""
         row = {"backend": self.backend, "exchange": self.exchange, "num_ranks": self.num_ranks}
         dtype = str(self.dtype).removeprefix("torch.")
         return row | {"dtype": dtype, "verdict": verdict} | others

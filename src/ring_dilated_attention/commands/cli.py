@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def split_off(arguments: list[str]) -> tuple[list[str], str]:
-    """The arguments, and the subcommand that they begin with, or "".
+    """Returns the arguments, and the subcommand that they begin with ("" without arguments).
 
     argparse takes only one argument as a subcommand, so the two words of "plan model" are joined to one argument.
     """
@@ -98,7 +98,7 @@ def run(arguments: list[str], asked: str, command: str) -> int:
             subparser.epilog = chosen.EXAMPLES
     try:
         for word in arguments:
-            # argparse would take --option=-- for an option with an empty list of values
+            # argparse would take --option=-- for an option with no values.
             if word.startswith("--") and word.endswith("=--"):
                 parser.error(f"{word}: -- is no value")
         parsed = parser.parse_args(arguments)

@@ -40,7 +40,7 @@ def run(arguments: Namespace) -> int:
         context = min(arguments.context or in_training, len(text))
     if context < 2:
         raise ValueError(
-            f"{arguments.file}: no context has 2 bytes, and its first byte is not predicted"
+            f"{arguments.file}: no context has 2 bytes, and the first byte of a context is not predicted"
         )
     with leaving_at_once("rda evaluate"):
         from ..models.longnet import LongNetLM

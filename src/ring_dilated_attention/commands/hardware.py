@@ -29,9 +29,9 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 FLOPS = "FLOPs in a second; 500 TFLOP/s are 5e14"
 BYTES = "bytes in a second, one way; 50 GB/s are 5e10"
 SECONDS = "seconds; 5 µs are 5e-6"
-# For each field: the least number, the largest, and the unit. A number outside is refused, because the user probably
-# meant another unit. The least rates are low for the sake of tiny tensors on a busy machine: examples/video.py reached
-# only 5e7 FLOP/s.
+# For each field: the least number, the largest, and the unit. A number outside this range is refused, because the user
+# probably meant another unit. The least rates are low for the sake of tiny tensors on a busy machine: examples/video.py
+# reached only 5e7 FLOP/s.
 NUMBERS = {
     "flops_per_second": (1e6, 1e17, FLOPS),
     "backward_flops_per_second": (1e6, 1e17, FLOPS),

@@ -212,8 +212,8 @@ def train(arguments: Namespace, run: Run | None) -> int:
             (folder / STARTS_FILE).unlink(missing_ok=True)
     if arguments.launched is None or code == FAILED_EXIT_CODE:
         return code
-    # If the run is complete or interrupted, only the first rank leaves the code. It writes the report, and may still
-    # fail when the other ranks have ended.
+    # Pass the exit code on to the launcher. After an error every rank does so. Otherwise only the first rank does,
+    # because it may still fail when it reports the run.
     if code not in (0, INTERRUPTED_EXIT_CODE) or parallel.rank == 0:
         leave_code(arguments.launched, code)
     return 0

@@ -75,8 +75,8 @@ class Counted(NamedTuple):
     places: list[JobCount]
 
     def by_rank(self, column: Callable[[JobCount], Sequence[int]]) -> list[int]:
-        """Returns a number for each rank, in the order of ranks. column: a function that gets these numbers from a
-        count."""
+        """Returns a number for each rank, in the order of ranks. column: a function that reads these numbers from a
+        `JobCount`."""
         size = len(self.places)
         return [
             column(self.places[rank % size])[rank // size] for rank in range(self.job.num_ranks)

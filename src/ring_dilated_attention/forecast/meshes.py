@@ -115,7 +115,7 @@ def plan_mesh(training: Training, mesh: Mesh, hardware: Hardware, memory_bytes: 
         num_shards = mesh.num_ranks if is_cut else 1
         memory = model_memory(decoder, held[activations], num_shards, training.itemsize)
         times = 3  # the backward computes twice as many products as the forward
-        if activations != "kept":  # the backward runs the forward again, but not its attention
+        if activations != "kept":  # the backward repeats the forward, except the attention
             times += 1
         matrices_seconds = times * product_flops / hardware.flops_per_second
         gradients_seconds = _gradient_seconds(training, mesh, hardware, is_cut=is_cut)
@@ -144,7 +144,7 @@ def _attention(
 ) -> tuple[Exchange, str, Figures, AttentionWeight]:
     """Find the exchange and the sharding in which the attention of one layer is fastest.
 
-    Returns both, the figures of the call, and the bytes of the call on the rank that holds most.
+    Returns both, the figures of the call, and the bytes that the call holds on the rank that holds most.
     """
     decoder = training.decoder
     heads = decoder.num_heads, decoder.num_kv_heads

@@ -4,7 +4,8 @@ In one layer a query hears of the keys that it sees. In the next layer it also h
 So a query is followed back through the layers: its set of positions begins with itself, and each layer adds the keys
 that the positions in the set see.
 
-Heads are mixed between layers. So a layer adds what any head sees, though each head reads only some positions.
+Heads are mixed between layers. So a layer adds what any head sees, though each head reads only every r-th position of
+a segment, from its phase on (r is the dilation rate).
 
 A set is a binary tree: a node is a set of 2**h positions, its two halves are sets of half as many positions, and equal
 sets are one node. If lengths and rates are powers of two, most segments look alike. So a trillion positions need hardly
@@ -108,7 +109,8 @@ class _Move(NamedTuple):
 
 
 class _Branch(NamedTuple):
-    """A branch as the positions that heads read, and as moves. The moves take queries to the keys that they see."""
+    """A branch, as the set of positions that heads read, and as moves. The moves take a set of queries to the keys that
+    the queries see."""
 
     read: int  # the set of positions that heads read
     moves: list[_Move]
@@ -129,7 +131,7 @@ def reach(
         length = block_length(branch, is_causal=pattern.is_causal)
         if (length < seq_len and length.bit_count() > 1) or branch.dilation_rate.bit_count() > 1:
             raise ValueError(
-                f"only powers of two can be followed, got {branch}; a w of the whole sequence may be any number"
+                f"only powers of two can be followed, got {branch}; a segment of the whole sequence may have any length"
             )
     queries = queries_to_follow(pattern, seq_len, num_heads)
     least: list[float] = []

@@ -86,7 +86,7 @@ def load_document(data: Sequence[str], seq_len: int, num_held_out: int) -> Docum
 
 
 def source_files(paths: Iterable[Path]) -> list[Path]:
-    """The paths outside the skipped folders, in an order that does not depend on the file system."""
+    """The paths outside SKIPPED_FOLDERS, in an order that does not depend on the file system."""
     return sorted(
         (path for path in paths if not SKIPPED_FOLDERS & set(path.parts)), key=Path.as_posix
     )

@@ -137,7 +137,7 @@ class Hyperparameters:
         return sum(phase.steps for phase in self.schedule)
 
     def positions_before(self, step: int) -> int:
-        """The positions that all steps before this one read."""
+        """The number of positions that all steps before this one read."""
         number = 0
         for phase in self.schedule:
             number += phase.num_positions * max(0, min(step, phase.steps))

@@ -1,7 +1,7 @@
 """Starts ranks by torch's elastic launcher, which torchrun uses too, and says which rank this process is.
 
-The launcher and the ranks each meet in a key-value store. torchrun opens its store on every network interface, and
-unpickles what others send to it. Here both stores are files, which no other machine can reach.
+The launcher has a key-value store, and the ranks find each other in a second one. torchrun opens its store on every
+network interface, and unpickles what others send to it. Here both stores are files, which no other machine can reach.
 
 This module imports torch only to start ranks.
 """

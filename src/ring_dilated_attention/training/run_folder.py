@@ -38,7 +38,7 @@ def own_folder(folder: Path, seconds: float = 0) -> Iterator[Path]:
         try:
             yield folder
         finally:
-            path.unlink(missing_ok=True)  # still locked: later the file may be another run's
+            path.unlink(missing_ok=True)  # before the release: later it may be another run's file
             lock.release()
 
 

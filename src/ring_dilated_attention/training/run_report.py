@@ -33,7 +33,7 @@ def write_report(record: dict[str, Any]) -> None:
 
 
 def summary(record: dict[str, Any]) -> str:
-    """The memory, the losses and the speed of the run."""
+    """A text with the memory, the losses and the speed of the run."""
     peak = max(row["resident_peak"] for row in record["ranks"])
     losses = record["bits_per_byte"]
     lines = [

@@ -35,8 +35,8 @@ def sharded_model(
     for block in model.each_block():
         model.reset_block(block.to_empty(device="cpu"))
         fully_shard(block, mesh=mesh)
-    # Without reshard_after_forward, the parameters outside of blocks would stay whole after a `loss` that has no
-    # backward.
+    # Without reshard_after_forward, a `loss` that has no backward would leave the parameters outside of blocks whole,
+    # on every rank.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     # Let `loss`, like `forward`, gather the parameters outside of blocks.
     register_fsdp_forward_method(model, "loss")

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from types import FrameType
 
-STDERR = 2  # for os.write: a signal may come while sys.stderr is in use
+STDERR = 2  # written to by os.write, since a signal may come while sys.stderr is in use
 # Slurm signals the launcher and its ranks, and the launcher passes the signal on. So a rank may get one request as two
 # signals. Signals within this time count as one request.
 TWICE_SECONDS = 1

@@ -13,7 +13,7 @@ from .slides import read_slide
 
 
 def load(options: Namespace) -> LongNetViT:
-    """The model on its device. Raises ValueError if the weights or the device cannot be used."""
+    """Load the model onto its device. Raises ValueError if the weights or the device cannot be used."""
     model = load_slide_encoder(
         options.weights,
         max_wsi_size=options.max_wsi_size,

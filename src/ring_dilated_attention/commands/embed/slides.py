@@ -79,10 +79,10 @@ def _tensor(array: Any) -> Tensor:
 
 
 def find_slides(paths: list[Path]) -> dict[str, Path]:
-    """Each slide's file, by its name without suffix. A folder stands for the slides in it.
+    """Find the slides among files and in folders. Returns the file of each slide by the slide's name: the file's name
+    without its suffix.
 
-    Raises:
-        ValueError: if two slides have one name, or there are none.
+    Raises ValueError if two slides have the same name, or if there are no slides.
     """
     slides: dict[str, Path] = {}
     for path in paths:

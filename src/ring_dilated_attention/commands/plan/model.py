@@ -93,7 +93,7 @@ def decoder_of(arguments: Namespace, pattern: DilatedPattern) -> Decoder:
         if not arguments.is_causal:
             sizes.append("--not-causal")
         if sizes:
-            raise ValueError(f"--config says it already: leave out {', '.join(sizes)}")
+            raise ValueError(f"--config gives these already: leave out {', '.join(sizes)}")
         return transformers_decoder(arguments.config, pattern)
     if arguments.layers is None or arguments.embed_dim is None:
         raise ValueError("a model needs --layers and --embed-dim, or --config")
