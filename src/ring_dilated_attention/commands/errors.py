@@ -27,9 +27,9 @@ QUANTITIES = ("out", "lse", "dq", "dk", "dv")
 FLOOR = {
     dtype: torch.finfo(dtype).eps * (8 if dtype == torch.float64 else 0.25) for dtype in DTYPES
 }
-# On a GPU the floor of float32 is larger: exp2 and log2 are approximate (2 ulp each, PTX ISA), and torch's
-# memory-efficient op computes one float32 product from three tf32 products. An op that took only one tf32 product would
-# be off by 1e-4 or more, and would fail.
+# On a GPU the floor of float32 is larger, for two reasons. exp2 and log2 are approximate (2 ulp each, PTX ISA). And
+# torch's memory-efficient op computes one float32 product from three tf32 products. An op with a single tf32 product
+# would be off by 1e-4 or more, far beyond this floor.
 FLOOR_ON_GPU = FLOOR | {torch.float32: 4 * torch.finfo(torch.float32).eps}
 
 
@@ -73,7 +73,7 @@ def make_inputs(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, T
 def defined(
     case: Case, inputs: Sequence[Tensor], dout: Tensor, dlse: Tensor | None
 ) -> dict[str, Tensor]:
-    """Compute out, lse, dq, dk and dv by the definition. Returns them by name.
+    """Compute out, lse, dq, dk and dv by the definition (`reference.py`). Returns them by name.
 
     dlse: the gradient of lse; None for a loss that does not use lse.
     """

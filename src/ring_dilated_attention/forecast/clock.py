@@ -31,7 +31,7 @@ from ..plan.step import STAGES, CallFacts, Compute, Deal, Post, Sizes, Wait
 
 
 class Hardware(NamedTuple):
-    """The rates of a rank's device and of its network, one way.
+    """The rates of a rank's device and of its network. `bytes_per_second` is for each of the two directions.
 
     If `gpus_per_host` is given, the network inside a host has rates of its own.
     """

@@ -62,10 +62,8 @@ def alternatives(
 
 
 def _rank_of(row: Alternative) -> tuple[float, ...]:
-    """The key to sort by: alternatives with a time come first, by time; then the others, by balance.
-
-    Of equal alternatives the one that sends least comes first.
-    """
+    """The key by which alternatives are sorted. Alternatives with a time come first, the fastest in front. The others
+    follow, the best balanced in front. Of equal alternatives, the one that sends least comes first."""
     if row.figures.step is None:
         return (1, -row.figures.balance, row.figures.most_sent)
     return (0, row.figures.seconds, row.figures.most_sent)

@@ -88,7 +88,8 @@ def ranked_meshes(
 
 
 def _rank_of(plan: MeshPlan) -> tuple[bool, float]:
-    """The key to sort by: plans that fit the memory, the fastest first; then the others, the smallest first."""
+    """The key by which plans are sorted. Plans that fit the memory come first, the fastest of them in front. The others
+    follow, those with the least memory in front."""
     if plan.fits:
         return False, -plan.tokens_per_second
     return True, plan.memory.total

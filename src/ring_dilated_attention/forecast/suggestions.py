@@ -1,18 +1,18 @@
 """Suggests patterns for a sequence length and a budget of (query, key) pairs. Computes with integers alone.
 
-Four patterns are tried:
+In a branch (w, r) of a pattern, every r-th position of a segment of w positions attends. Four patterns are tried:
 
-- Three follow LongNet's rule with a ratio a of 2, 4 or 8. Segment lengths are w_0, w_0 * a, w_0 * a**2, ... up to the
-  whole sequence, and dilation rates are 1, a, a**2, ...
-- One has two branches: every position of segments of w_0, and one in r positions of the whole sequence. The rate r is
-  such that a query sees about as many keys in both branches. But r is at most the number of heads: then every position
-  is read by some head. Such a pattern recalled most of what dense attention did (docs/learning.md, "Recall at a
-  distance").
+- Three follow LongNet's rule with a ratio a of 2, 4 or 8. w is w_0, w_0 * a, w_0 * a**2, ... up to the whole sequence,
+  and r is 1, a, a**2, ...
+- One has two branches: w_0 with r = 1, and the whole sequence with an r for which a query sees about as many keys in
+  both branches. But r is at most the number of heads, so that some head reads each position.
+
+A pattern of two such branches recalled most of what dense attention did (docs/learning.md, "Recall at a distance").
 
 In each pattern, w_0 is the largest power of two that keeps the pairs within the budget. A sliding window of w_0
 positions may take the place of the segments of w_0.
 
-Rates are powers of two. So are segment lengths, except the length of the whole sequence.
+All r are powers of two, and all w, except the w of the whole sequence.
 """
 
 from ..pattern import DilatedPattern

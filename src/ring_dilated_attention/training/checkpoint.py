@@ -189,8 +189,8 @@ def _remove(folder: Path) -> None:
     with suppress(OSError):
         for path in folder.glob(saved_run.SHARDS):
             path.unlink(missing_ok=True)
-        # The mark is removed last. If this removal is interrupted, the mark tells the next one that the folder is an
-        # unfinished checkpoint.
+        # The mark is removed last. If this removal is interrupted, the mark tells the next removal that the folder is
+        # an unfinished checkpoint.
         for name in (saved_run.STATE_FILE, MARK_FILE):
             (folder / name).unlink(missing_ok=True)
         folder.rmdir()

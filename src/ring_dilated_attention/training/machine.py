@@ -37,7 +37,7 @@ def versions() -> dict[str, str]:
 
 
 def physical_bytes() -> int:
-    """The memory of this machine."""
+    """The bytes of memory that this machine has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -14,7 +14,7 @@ METRICS_FILE = "metrics.jsonl"
 class Step(NamedTuple):
     """The figures of one training step."""
 
-    run: str  # the name of the run, by which the run recognises its own file
+    run: str  # the name of the run, by which the run recognises its metrics
     step: int  # from 1
     bits_per_byte: float  # the loss
     held_out_bits_per_byte: float | None  # None: the step was not followed by an evaluation

@@ -98,7 +98,8 @@ def examined_with(rank: int, num_ranks: int, seconds: float) -> list[dict[str, A
 
     Raises RuntimeError if not all ranks join, or if a rank fails.
     """
-    # Set before torch is imported: otherwise its log shows forty lines of C++ frames for the one-line error below.
+    # Set before torch is imported: otherwise torch prints forty lines of C++ frames beside the one-line error that is
+    # raised below.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     import torch
     import torch.distributed as dist
