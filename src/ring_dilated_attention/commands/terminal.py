@@ -89,7 +89,7 @@ def say(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
-        drop_unwritten(sys.stderr)  # only stderr: if nobody reads stdout, the command must end
+        drop_unwritten(sys.stderr)  # leave stdout: if nobody reads it, the command must end
 
 
 def drop_unwritten(*streams: TextIO) -> None:

@@ -66,7 +66,7 @@ MakeDecoder = Callable[[int, bool], DecoderWithLoss]
 
 
 class Decoder(NamedTuple):
-    """A decoder's sizes, counted in the module itself."""
+    """The sizes of a decoder. The last three are counted in the module that `make` makes."""
 
     name: str
     make: MakeDecoder

@@ -45,7 +45,7 @@ class _Sets:
         return node
 
     def of(self, start: int, stop: int, height: int) -> int:
-        """The set of the positions from `start` to `stop` - 1. Positions below 0 or from 2**height on are left out."""
+        """The set of the positions from `start` to `stop` - 1. Positions outside 0 to 2**height - 1 are left out."""
         size = 2**height
         if stop <= 0 or start >= size:
             return NONE
@@ -192,7 +192,8 @@ def _branch(
         farthest = 2**segment - 2**rate
         heads = pattern.heads_of(number, num_heads)
         phases = [pattern.phase_of(number, head, num_heads) or 0 for head in heads]
-        # Under every phase rule the phases that heads read are consecutive.
+        # Under every phase rule the phases that heads read are consecutive. So `read` is one range in each 2**rate
+        # positions, repeated over the sequence.
         read = sets.of(min(phases), max(phases) + 1, rate)
         for _ in range(rate, height):
             read = sets.join(read, read)
@@ -210,14 +211,15 @@ def _branch(
 
 
 def queries_to_follow(pattern: DilatedPattern, seq_len: int, num_heads: int) -> list[int]:
-    """The queries that may have heard of least. Place k is the k-th position of a segment, counted from 0.
+    """The queries that may have heard of the least share of positions. Place k is the k-th position of a segment, from
+    0.
 
-    - Places 0 and `num_heads` of the first and the last segments. A query at place 0 hears of earlier segments only by
-      wider branches. Place `num_heads` may be in a phase that no head reads. For an early query each missing position
-      is a larger share, and the last segments may be shorter.
-    - With a window of w positions, places w - 2 and w - 1 of the same segments. A window shows keys before the start of
-      a segment only to the first w - 1 queries of the segment.
-    - With a window, also the last queries of the sequence, of which one is in no phase that heads read.
+    - Places 0 and `num_heads` of several segments. A query at place 0 hears of earlier segments only by wider branches.
+      Place `num_heads` may be in a phase that no head reads.
+    - The segments are the first, in which each missing position is a larger share, and the last, which may be shorter.
+    - With a window of w positions, also places w - 2 and w - 1 of these segments. The window shows keys before the
+      start of a segment only to the first w - 1 queries of the segment.
+    - With a window, also the last queries of the sequence. One of them is in no phase that heads read.
     """
     shortest = min(branch.segment_length for branch in pattern.branches)
     starts = {0, max(0, (seq_len - 1) // shortest - 1) * shortest}

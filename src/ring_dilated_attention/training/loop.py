@@ -147,7 +147,8 @@ def take_step(
     else:
         tokens = parallel.shard(tokens_of(windows))
     borders = torch.arange(0, len(windows) + 1, phase.length, dtype=torch.int32)
-    with sharing:  # around the backward too: it may run layers again
+    # The backward is in the block too, since with activation checkpointing it runs layers again.
+    with sharing:
         with torch.autocast("cpu", torch.bfloat16, enabled=options.dtype == "bfloat16"):
             loss = loss_of(tokens.long(), borders)
         nats = loss.item()
@@ -275,7 +276,8 @@ def check_parameters(model: nn.Module, parallel: ContextParallel, step: int) -> 
     """
     is_finite = True
     for parameter in model.parameters():
-        if hasattr(parameter, "to_local"):  # a DTensor; to import its class takes a second
+        # Only a DTensor has `to_local`. isinstance would need its class, whose import takes a second.
+        if hasattr(parameter, "to_local"):
             parameter = parameter.to_local()
         is_finite = is_finite and bool(parameter.isfinite().all())
     check_finite(all(values_of_all(parallel, is_finite)), "a parameter is not finite", step)

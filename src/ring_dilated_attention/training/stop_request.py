@@ -31,8 +31,8 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        # After an error SIGTERM is still only noted. When a rank is lost, an elastic launcher ends the other ranks by
-        # SIGTERM, while they still tell the user how to go on.
+        # After an error SIGTERM still does not end the process. If a rank is lost, an elastic launcher sends SIGTERM to
+        # the other ranks, and they must have time to tell the user how to go on.
         signal.signal(signal.SIGINT, self._previous[signal.SIGINT])
         if kind is None:
             signal.signal(signal.SIGTERM, self._previous[signal.SIGTERM])
