@@ -65,10 +65,10 @@ class Exchange(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """What every rank of a job computes and receives.
+    """What every rank of a job (an attention call with its shards) computes and receives.
 
     places: the counts of the ranks. If no heads are dealt, there is one count for all ranks. If groups of ranks deal
-    heads, entry i counts the i-th rank of every group: in groups of 2, entry 0 is of the ranks 0, 2, 4, ...
+    heads, entry i counts the i-th rank of every group. In groups of 2, entry 0 counts the ranks 0, 2, 4, ...
     """
 
     job: Job

@@ -138,8 +138,8 @@ def timed(parallel: ContextParallel, device: str, *actions: Callable[[], object]
 
 
 def messages(parallel: ContextParallel, device: str) -> dict[str, float]:
-    """Measure messages while all ranks send. Returns seconds: of a handshake, in which all ranks hear of each other,
-    and of a small and a large message to the next rank."""
+    """Time three messages while all ranks send. Returns their seconds by name: of a handshake, in which all ranks hear
+    of each other, of a small message to the next rank, and of a large one."""
     link = getattr(parallel.ranks, "all", None)
     assert isinstance(link, GroupLink)
     [handshake] = timed(parallel, "cpu", lambda: meet(parallel))

@@ -26,8 +26,8 @@ def load(options: Namespace) -> LongNetViT:
         raise ValueError(
             f"--device {options.device} cannot be used: {first_line(error)}"
         ) from error
-    # Set the tile size only now. It says how to read coordinates, and would have changed the segment lengths of the
-    # model if it had been given above.
+    # The model was made with the tile size 256 of the published weights, which sets its segment lengths. The user's
+    # tile size only says how to read coordinates.
     model.tile_size = options.tile_size or 256.0
     return model
 

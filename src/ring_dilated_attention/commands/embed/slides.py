@@ -63,7 +63,7 @@ def _arrays_of(
 
 
 def _array(arrays: Mapping[str, Any], what: str, names: Sequence[str]) -> Any:
-    """The array of a file under the first of `names` that the file has. If the file is HDF5, its values are not read
+    """The array of a file under the first of `names` that the file has. The values of an HDF5 array are not read
     yet."""
     for name in names:
         if name in arrays:
