@@ -1,1 +1,1 @@
-"""Dilated attention in the models and trainers of other libraries. The rest of the package does not import this."""
+"""Dilated attention in models and trainers of other libraries. The rest of the package does not import this folder."""

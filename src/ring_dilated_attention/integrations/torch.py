@@ -30,8 +30,10 @@ class ShardSequence(ParallelStyle):
         parallelize_module(model, mesh["cp"], ShardSequence())
         parallelize_module(model, mesh["cp"], {"encoder": ShardSequence(shard_inputs=True, unshard_outputs=True)})
 
-    A style makes one ContextParallel for each mesh, `style.contexts[mesh]`, which its modules share. Averaged over the
-    ranks, as DDP and FSDP2 do, what a backward computes is the gradient of the mean of the ranks' losses.
+    All modules that a style shards over one mesh share one ContextParallel, `style.contexts[mesh]`.
+
+    Average the gradients over the ranks, as DDP and FSDP2 do. The average is the gradient of the mean of the ranks'
+    losses.
 
     Args:
         sharding, exchange: as for `ContextParallel`.
@@ -87,8 +89,9 @@ class ShardHeads(ParallelStyle):
 
         parallelize_module(block, mesh["tp"], {"attention": ShardHeads()})
 
-    Inputs and outputs are whole, the same on every rank. A rank keeps only the parameters of its own heads, so
-    load a checkpoint before this. A head's phase depends on its number in the whole layer, as on one device.
+    Inputs and outputs are whole tensors, the same on every rank. A rank keeps only the parameters of its own heads, so
+    load a checkpoint before you call parallelize_module. Heads compute what they compute on one device: the phase of a
+    head (the positions that it reads in a segment) depends on its number in the whole layer.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -106,7 +109,7 @@ class ShardHeads(ParallelStyle):
             )
         groups = torch.arange(num_groups).tensor_split(size)[rank]
         module_of_rank = module.held(range(int(groups[0]) * ratio, (int(groups[-1]) + 1) * ratio))
-        # In place: parallelize_module keeps the module that it was given, with its hooks.
+        # Change the given module in place: parallelize_module keeps this module and its hooks.
         for name in ("_parameters", "_modules", "heads_held", "_split_sizes"):
             setattr(module, name, getattr(module_of_rank, name))
 
@@ -126,7 +129,10 @@ class ShardHeads(ParallelStyle):
 
 
 def _each(change: Callable[[Tensor], Tensor], nested: Any) -> Any:
-    """Apply `change` to every tensor (B, N, ...) in nested tuples, lists and dicts, once to each tensor."""
+    """Nested tuples, lists and dicts, with `change` applied to every tensor (B, N, ...) in them.
+
+    Other values stay as they are. A tensor that occurs twice is changed once.
+    """
     changed: dict[int, Tensor] = {}
 
     def apply(value: Any) -> Any:
@@ -146,16 +152,16 @@ def _each_input(change: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, tupl
 def check_averaged(module: nn.Module, parallel: ContextParallel, *, by_hand: bool = False) -> None:
     """Check, after DDP or fully_shard, that the ranks that share a sequence also average their gradients.
 
-    Call it outside of forwards. It does not check that gradients are averaged over replicas too, nor the groups of
-    FullyShardedDataParallel's hybrid strategies.
+    Call this function outside of a forward. Two things are not checked: whether gradients are averaged over replicas
+    too, and the process groups of FullyShardedDataParallel's hybrid strategies.
 
     Args:
-        by_hand: your loop, or DeepSpeed, averages the gradients of what neither DDP nor fully_shard has wrapped, and
-            of what they were told to ignore.
+        by_hand: say True if your own loop, or DeepSpeed, averages some gradients. Parameters that DDP and fully_shard
+            left out, or were told to ignore, are then not refused.
 
     Raises:
-        ValueError: if DDP's group or the mesh of a parameter lacks some of these ranks; or, unless `by_hand`, if DDP or
-            fully_shard left some parameters out, or ignores them.
+        ValueError: if the process group of DDP, or the mesh of a parameter, lacks a rank that shares a sequence. Unless
+            `by_hand`, also if DDP and fully_shard left out a parameter, or were told to ignore it.
     """
     sharing = set(parallel.ranks.members)
     check_meshes(module, parallel)
@@ -202,7 +208,7 @@ def _averaged_by(wrapper: Any) -> Iterator[nn.Parameter]:
 def check_meshes(module: nn.Module, parallel: ContextParallel) -> None:
     """Raise ValueError if FSDP2 shards a parameter over a mesh that lacks some of the ranks that share a sequence.
 
-    Plain tensors are skipped: FSDP2's parameters are plain in a forward.
+    Parameters that are plain tensors are skipped. During a forward FSDP2's parameters are plain tensors too.
     """
     sharing = set(parallel.ranks.members)
     if not sharing or not any(isinstance(child, FSDPModule) for child in module.modules()):
@@ -228,15 +234,18 @@ def replace_attention(
 ) -> nn.Module:
     """Replace the self-attention of every nn.TransformerEncoderLayer and nn.TransformerDecoderLayer in a module.
 
-    In place: parameters stay the same objects under the same names, so that optimizers and checkpoints still fit. Call
-    the module without src_mask and tgt_mask: the pattern decides on causality. A decoder's cross-attention stays. The
-    module is returned.
+    The module is changed in place and returned. Its parameters stay the same objects under the same names, so that
+    optimizers and checkpoints still fit. A decoder's cross-attention stays.
+
+    Call the module without src_mask and tgt_mask: the pattern decides on causality.
 
     Args:
         pattern: who attends whom.
-        rotary: as for MultiheadDilatedAttention; it has no parameters. None keeps the rotary embedding of the replaced
-            attention (torch's has none). A MultiheadDilatedAttention also keeps its sub_layernorm and backend.
+        rotary: as for MultiheadDilatedAttention. Rotary embeddings have no parameters. None keeps what the replaced
+            attention has (torch's has no rotary embedding).
         parallel: the ranks that share the sequences, as for MultiheadDilatedAttention.
+
+    If the replaced attention is a MultiheadDilatedAttention already, its sub_layernorm and its backend are kept.
 
     Raises:
         ValueError: if there is no such layer, or one cannot be replaced (dropout, batch_first=False, extra key/value
@@ -259,7 +268,8 @@ def replace_attention(
         layer.self_attn = attention
     for child in module.modules():
         if isinstance(child, nn.TransformerEncoder):
-            child.use_nested_tensor = False  # the fast path would call torch's attention
+            # With nested tensors torch takes a fast path, which calls torch's attention instead of ours.
+            child.use_nested_tensor = False
     return module
 
 
@@ -270,7 +280,10 @@ def _dilated(
     rotary: bool | float | None,
     parallel: ContextParallel | None,
 ) -> nn.Module:
-    """A MultiheadDilatedAttention with the parameters of a layer's attention."""
+    """The MultiheadDilatedAttention that replaces the attention of the layer of this name, with the same parameters.
+
+    Raises ValueError for an attention that cannot be replaced.
+    """
     name = f"{layer}.self_attn".lstrip(".")
     if why := _why_not(name, attention):
         raise ValueError(f"{name} {why}.")
@@ -313,9 +326,10 @@ def _why_not(name: str, attention: Any) -> str | None:
 
 
 def held_heads(module: nn.Module, num_held: int, num_heads: int) -> range | None:
-    """The query heads of a layer that this rank computes under tensor parallelism (`ColwiseParallel`); None for all.
+    """The numbers of the query heads that this rank computes under tensor parallelism (`ColwiseParallel`).
 
-    The shards of the layer's parameters tell which heads these are. A ValueError if the shards do not tell.
+    None if it computes all heads of the layer. The shards of the layer's parameters tell which heads this rank has.
+    Raises ValueError if they do not tell.
     """
     if num_held == num_heads:
         return None

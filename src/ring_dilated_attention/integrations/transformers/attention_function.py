@@ -1,8 +1,10 @@
 """Dilated attention as transformers calls it: an attention function, and the mask function that goes with it.
 
+transformers passes tensors (B, H, M, D), and every keyword that a model has. Keywords in REFUSED would change the
+attention: they are refused. All other keywords are ignored, since they do not change it.
+
 B batch, H query heads, G key/value heads, M query rows, S key rows (M, or more where a cache holds some), D head dim,
-T rows that are not padding. transformers passes tensors (B, H, M, D), and every keyword that a model has. Keywords that
-change attention are refused by name (REFUSED); other keywords are ignored, since they do not change it.
+T rows that are not padding.
 """
 
 from collections.abc import Sequence
@@ -59,14 +61,19 @@ def attend(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """out (B, M, H, D), and None in the place of attention weights.
+    """The attention of one layer: out (B, M, H, D), and None in the place of attention weights.
 
     Args:
         attention_mask: what `make_mask` returned.
-        position_ids: (1 or B, M). A document begins where they start anew.
-        cu_seq_lens_q: borders of documents, used instead of position_ids. Under `parallel` those of the whole sequence.
-        parallel: the ranks that share the sequence; the rows are then this rank's shard.
-        sliding_window, s_aux: the layer's window and learned sinks (H,), if the model keeps its own attention.
+        position_ids: (1 or B, M). Where the positions start anew, another packed document begins.
+        cu_seq_lens_q: the borders of packed documents, used instead of position_ids. Under `parallel` these are the
+            borders in the whole sequence.
+        parallel: the ranks that share the sequence. The rows are then this rank's shard.
+        sliding_window, s_aux: the layer's window and learned sinks (H,). They are allowed only if the config has no
+            pattern, so that the model keeps its own attention.
+
+    Raises:
+        ValueError: for a mask, a keyword or a shape that dilated attention does not take.
     """
     try:
         is_own = is_as_trained(module.config)
@@ -77,7 +84,8 @@ def attend(
             is_causal = getattr(module, "is_causal", True)
         pattern = layer_pattern(module.config, sliding_window, is_causal=bool(is_causal))
         num_heads = query_BHMD.shape[1]
-        if not is_own:  # a head's phase depends on its number in the layer
+        if not is_own:
+            # Tensor parallelism may give this rank only some heads. What a head reads depends on its number among all.
             num_heads = getattr(module.config, "num_attention_heads", num_heads)
         heads = held_heads(module, query_BHMD.shape[1], num_heads) or range(num_heads)
         bounded: BoundedLayer | None = getattr(key_BGSD, MARK, None)
@@ -92,7 +100,8 @@ def attend(
                 "Leave out attention_mask, and generate from one document per row."
             )
     except ValueError as error:
-        if parallel is not None:  # otherwise the other ranks wait for this one
+        if parallel is not None:
+            # Tell the other ranks why this one refuses: otherwise they would wait for this rank.
             refuse(parallel.key, str(error))
         raise
     if bounded is not None:
@@ -128,7 +137,10 @@ def attend(
 def _attend_cached(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float | None
 ) -> Tensor:
-    """Attention of new queries to all rows of a cache: softmax(scores + bias), where bias is the log of `_counts`."""
+    """Attention of new queries to all rows of a cache: softmax(scores + bias) @ value, as (B, M, H, D).
+
+    bias: the float mask that `make_mask` returned.
+    """
     bias = bias.to(query.dtype)
     is_grouped = query.shape[1] != key.shape[1]
     out = F.scaled_dot_product_attention(
@@ -142,7 +154,10 @@ def _attend_cached(
 def _attend_padded(
     dilated: Any, rows_BMHD: Sequence[Tensor], valid_BM: Tensor, position_ids: Tensor | None
 ) -> Tensor:
-    """Each entry of the batch becomes a document of its own length. The output is 0 at padding."""
+    """Attention over a batch with padding, (B, M, H, D), which is 0 at padding.
+
+    The entries of the batch are packed without their padding: each becomes a document of one sequence.
+    """
     if not torch.compiler.is_compiling() and valid_BM.all():
         return dilated(*rows_BMHD)
     _check_one_run(valid_BM)
@@ -157,7 +172,7 @@ def _attend_padded(
 
 
 def _check_one_document(valid_BM: Tensor, position_ids: Tensor | None) -> None:
-    """Refuse rows whose positions do not increase by 1. The first position may be any number."""
+    """Raise ValueError if position_ids do not increase by 1 in some batch entry. The first one may be any number."""
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] == 1:
         return
     resets = (position_ids.diff() != 1) & valid_BM[:, 1:] & valid_BM[:, :-1]
@@ -172,7 +187,10 @@ def _check_one_document(valid_BM: Tensor, position_ids: Tensor | None) -> None:
 
 
 def find_borders(position_ids: Tensor, batch: int, num_rows: int) -> Tensor | None:
-    """The borders of documents in the flattened batch, int32. None if no row has positions that start anew."""
+    """The borders of packed documents in the flattened batch of B * M rows, int32.
+
+    A document begins wherever position_ids do not increase by 1. None if they always increase by 1.
+    """
     if position_ids.dim() != 2 or position_ids.shape[1] != num_rows:
         raise ValueError(
             f"position_ids of shape {tuple(position_ids.shape)} for {num_rows} rows: pass (1 or batch, rows), from "
@@ -237,7 +255,7 @@ def _check_mask(
 
 
 def _check_one_run(valid_BM: Tensor) -> None:
-    """Refuse padding between the tokens of a row. Padding may stand on the left and on the right of all tokens."""
+    """Raise ValueError if a batch entry has padding between its tokens. Padding on either side of them is allowed."""
     starts = F.pad(valid_BM, (1, 0))[:, :-1].logical_not() & valid_BM
     if torch.compiler.is_compiling():
         torch._assert_async((starts.sum(1) <= 1).all(), PADDED_IN_COMPILED_CODE)
@@ -268,16 +286,20 @@ def make_mask(
     use_vmap: bool = False,
     **_: Any,
 ) -> Tensor | None:
-    """What `attend` needs to know of padding and of a cache, made once for all layers. One of these:
+    """The mask that `attend` takes, made once for all layers. It tells of padding, and of earlier rows in a cache.
 
-    None           no padding, no cache
-    (B, M) bool    False at padding. A static cache may have more rows, which are not written yet
-    (B, M) uint8   0 at padding. The rows follow those of a BoundedCache
-    (H, M, S) or   The rows follow those of another cache. log(count), where `count` branches let the query see the row:
-    (B * H, M, S)  -inf for none, log 2 for two. The layout of torch's attention masks of three dims
+    None           There is no padding, and no cache holds earlier rows.
+    (B, M) bool    True at tokens, False at padding. No cache holds earlier rows. A static cache has more rows than M:
+                   the others are not written yet.
+    (B, M) uint8   1 at tokens, 0 at padding. A BoundedCache holds earlier rows.
+    (H, M, S) or   A float mask that is added to the scores. Another cache holds earlier rows. An entry is log(n) if n
+    (B * H, M, S)  branches of the pattern let the query see the key: -inf for none, 0 for one, log 2 for two. The
+                   layout is that of torch's attention masks of three dims.
     """
     if attention_mask is not None and attention_mask.dim() != 2:
-        return attention_mask  # made by an earlier call: for a static cache generate calls this too
+        # Return a mask that is made already. With a static cache `generate` makes it, and the model's forward passes it
+        # to this function again.
+        return attention_mask
     is_bounded = (
         kv_length == q_length and not isinstance(q_offset, Tensor) and kv_offset == q_offset > 0
     )
@@ -290,7 +312,7 @@ def make_mask(
             "self-attention; cross-attention and encoders with a cache are not supported."
         )
     if not is_own:
-        # a config without a pattern is refused, also where no mask is needed
+        # called for its error: a config without a pattern is refused even if no mask is needed
         pattern_of(config, is_causal=True)
     elif kv_length != q_length:
         raise ValueError(
@@ -332,14 +354,17 @@ def make_mask(
 def _counts(
     pattern: DilatedPattern, num_heads: int, query_BM: Tensor, key_BS: Tensor, valid_BS: Tensor
 ) -> Tensor:
-    """The number of branches in which a query sees a row, (B * H, M, S), from their positions in the document."""
+    """How many branches of the pattern let a query see a key, (B * H, M, S) int16.
+
+    query_BM and key_BS are positions within the document. valid_BS is False at padding.
+    """
     query_BM1 = query_BM[:, :, None]
     key_B1S = key_BS[:, None]
     counts = torch.zeros(1, dtype=torch.int16, device=query_BM.device)
     for i, branch in enumerate(pattern.branches):
         length, rate = branch.segment_length, branch.dilation_rate
         phases = [pattern.phase_of(i, head, num_heads) for head in range(num_heads)]
-        # A head that does not run the branch reads phase -1, which no position has.
+        # A head that does not run this branch gets the phase -1, which no position has: it reads nothing.
         phases_H1 = torch.tensor([-1 if s is None else s for s in phases], device=query_BM.device)[
             :, None
         ]
@@ -353,7 +378,10 @@ def _counts(
 def _refuse_rules(
     mask_function: Any, kv_offset: int, local_size: int | None, use_vmap: bool
 ) -> None:
-    """Refuse all masks but causal ones, bidirectional ones, and those of packed documents (known by position_ids)."""
+    """Raise ValueError for a mask that is neither causal nor bidirectional, and for a cache that dropped rows.
+
+    Masks of packed documents are allowed too: `attend` finds the documents by position_ids.
+    """
     if local_size is not None:
         raise ValueError(
             f"a layer asks for a sliding window or chunks of {local_size}: that is another pattern, and its cache "

@@ -18,24 +18,25 @@ MARK = "bounded_layer"  # the attribute of a key tensor that holds its BoundedLa
 
 
 class BoundedCache(Cache):
-    """A cache of constant size: about w / r rows per branch, key/value head and phase (`DilatedCache`).
+    """A cache whose size does not grow with the sequence.
 
         model.generate(ids, cache=BoundedCache(model), max_new_tokens=1_000_000)
 
     transformers before 5.24 calls the argument `past_key_values`.
 
-    Generation gives the same tokens as with transformers' own caches, which keep all positions. Several
-    calls of generate may continue one sequence; `reset()` begins anew with a batch of the same size.
+    For a branch of segment length w and dilation rate r the cache holds about w / r rows per key/value head and phase
+    (see `DilatedCache`). Generation gives the same tokens as with transformers' own caches, which keep all positions.
+    Several calls of generate may continue one sequence. `reset()` begins a new one, with a batch of the same size.
 
     Args:
         model: a transformers model with dilated attention.
-        max_len: the most positions of a sequence, if that is known: no buffer is larger.
+        max_len: the largest number of positions in a sequence, if it is known. No buffer is larger.
         keep: how many positions `crop` can take back after a segment has ended. Assisted generation and prompt lookup
             need as many as a draft has tokens.
 
     Raises:
-        ValueError: for a model without a pattern; for Phi-3 and Phi-MoE, whose `generate` replaces a cache beyond some
-            length, unless `max_len` is at most that.
+        ValueError: for a model without a pattern. Also for Phi-3 and Phi-MoE, unless `max_len` is at most their
+            original_max_position_embeddings: beyond this length their `generate` replaces the cache.
     """
 
     def __init__(self, model: Any, *, max_len: int | None = None, keep: int = 0) -> None:
@@ -59,7 +60,8 @@ class BoundedCache(Cache):
 
 
 class BoundedLayer(CacheLayerMixin):
-    """The cache of one layer. `update` only marks the new keys; the attention function then calls `attend`."""
+    """The cache of one layer. transformers calls `update`, which stores nothing: it attaches the layer to the new keys.
+    The attention function finds the layer there, and calls `attend`, which stores the keys and values."""
 
     is_sliding = False
     is_croppable = True
@@ -72,7 +74,7 @@ class BoundedLayer(CacheLayerMixin):
         self.num_positions = 0  # the positions in the cache, padding included
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Does nothing: the first `attend` allocates, since it knows which heads this rank has."""
+        """Do nothing. The first `attend` allocates the buffers, since it knows which heads this rank has."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -119,7 +121,7 @@ class BoundedLayer(CacheLayerMixin):
         )
         if valid_BM is None or valid_BM.all():
             out = attend(*rows_BMHD)
-        else:  # move each entry's rows before its padding, and the output's rows back
+        else:  # move each entry's tokens before its padding; move the output's rows back
             first_B1 = valid_BM.int().argmax(1, keepdim=True)
             places_M = torch.arange(num_rows, device=valid_BM.device)
             moved_BMHD = [_taken(x, (places_M + first_B1) % num_rows) for x in rows_BMHD]
@@ -130,9 +132,9 @@ class BoundedLayer(CacheLayerMixin):
         return out
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """The number of keys of a mask, and their offset: those of the new rows alone.
+        """The number of keys in a mask, and the position of the first key. Only the new rows are counted as keys.
 
-        Keys and queries then have the same offset, by which `make_mask` recognises this cache.
+        So the keys begin at the same position as the queries. By this `make_mask` recognises a BoundedCache.
         """
         return query_length, self.num_positions
 

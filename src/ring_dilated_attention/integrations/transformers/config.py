@@ -11,13 +11,15 @@ from ...pattern import DilatedPattern
 
 NAME = "dilated"
 FIELD = "dilated_attention"
-# The attention of tiny copies: the first two in `check_model`, the third in `check_ranks`.
+# Names of attention functions for tiny copies, small models that are run to check a model. `check_model` uses the first
+# two, and `check_ranks` the third.
 SEEN = "dilated_seen"
 ALONE = "dilated_alone"
 REPLAYED = "dilated_replayed"
-AS_TRAINED = "as_trained"  # the attention that a model was trained with, in `context_parallel`
+# The name under `context_parallel` if a model keeps the attention that it was trained with.
+AS_TRAINED = "as_trained"
 LISTS = {"segment_lengths", "dilation_rates"}
-# The model decides whether its attention is causal.
+# is_causal is left out: the model decides whether its attention is causal.
 FIELDS = {item.name for item in fields(DilatedPattern)} - {"is_causal"}
 
 
@@ -47,12 +49,12 @@ class PatternField:
             )
         config.__dict__[FIELD] = to_fields(value)
         config.__dict__["attn_implementation"] = NAME  # the name that is saved in config.json
-        # The attention that is computed, for this config and not for its sub-configs.
+        # Choose the attention that is computed. The key "" means this config, and none of its sub-configs.
         config._attn_implementation = {"": NAME}
 
 
 def pattern_of(config: Any, *, is_causal: bool) -> DilatedPattern:
-    """The pattern of a config. A ValueError if there is none, or it is not valid."""
+    """The pattern of a config. Raises ValueError if the config has no pattern, or one that is not valid."""
     values = getattr(config, FIELD, None)
     if values is None:
         raise ValueError(
@@ -68,16 +70,19 @@ def is_as_trained(config: Any) -> bool:
 
 
 def layer_pattern(config: Any, window: int | None, *, is_causal: bool) -> DilatedPattern:
-    """The pattern of one layer: the config's. If the model keeps its own attention: the layer's window, or dense
-    attention without a window.
+    """The pattern of one layer. This is the config's pattern, if it has one.
 
-    window: as transformers gives it to attention: a query sees the keys less than `window` positions away.
+    Otherwise the model keeps its own attention, and the pattern is the layer's window. Without a window it is dense
+    attention.
+
+    window: as transformers passes it: a query sees the keys less than `window` positions away.
     """
     if not is_as_trained(config):
         return pattern_of(config, is_causal=is_causal)
     if not window:
         return _made({**DENSE, "is_causal": is_causal})
-    if not is_causal:  # in our window a query sees the keys at most window // 2 away
+    if not is_causal:
+        # In a DilatedPattern that is not causal, a query sees the keys at most window // 2 positions away.
         window = max(2 * (window - 1), 1)
     return _made({**WINDOWED, "window": window, "is_causal": is_causal})
 
@@ -96,7 +101,7 @@ DENSE = DilatedPattern.dense().as_dict()
 WINDOWED = DilatedPattern.sliding(1).as_dict()
 
 
-# Patterns by the fields of configs. Compiled code cannot make a pattern, but can read one from here.
+# The patterns made so far, by their fields. Compiled code cannot make a pattern, but can read one from this dict.
 _patterns: dict[tuple, DilatedPattern] = {}
 
 
@@ -120,6 +125,6 @@ def to_fields(value: Any) -> dict[str, Any]:
     values = value.as_dict()
     del values["is_causal"]
     for is_causal in (False, True):
-        # made before anything is compiled
+        # Make the pattern now, since compiled code cannot make one.
         pattern_of(SimpleNamespace(**{FIELD: values}), is_causal=is_causal)
     return values

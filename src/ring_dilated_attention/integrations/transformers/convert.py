@@ -39,10 +39,10 @@ def register() -> None:
 
 
 def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> None:
-    """Give a model of transformers dilated attention, in place. Its parameters stay as they are; its function changes.
+    """Give a model of transformers dilated attention, in place. The parameters stay as they are.
 
-    A model trained with dense attention predicts worse until it is trained with the pattern. Its function stays the
-    same only if one segment at rate 1 holds the whole sequence.
+    The model then computes another function, unless one segment at rate 1 holds the whole sequence. A model that was
+    trained with dense attention predicts worse until it is trained with the pattern.
 
     Args:
         model: a PreTrainedModel that takes its attention from transformers' attention interface.
@@ -50,7 +50,7 @@ def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> 
             is causal: is_causal=False fits any model; True needs a causal one.
 
     Raises:
-        ValueError: for a model that cannot be converted, which is left as it was.
+        ValueError: for a model that cannot be converted. The model is then unchanged.
     """
     register()
     name = type(model).__name__
@@ -71,7 +71,7 @@ def convert_to_dilated(model: Any, pattern: DilatedPattern | dict[str, Any]) -> 
 
 
 def check_as_trained(model: Any) -> None:
-    """Raise ValueError unless this package's attention is the one that a model was trained with."""
+    """Raise ValueError unless this package computes the attention that a model was trained with."""
     register()
     config = copy.deepcopy(model.config)
     config._attn_implementation = AS_TRAINED
@@ -79,7 +79,11 @@ def check_as_trained(model: Any) -> None:
 
 
 def switch_attention(model: Any, name: str) -> list[tuple[Any, str]]:
-    """Give a model this attention of transformers' interface. Returns its configs, and the attention that each had."""
+    """Switch a model to the attention that transformers knows by this name.
+
+    Returns the model's configs, each with the name of the attention that it had before. Raises ValueError if the model
+    does not switch.
+    """
     configs = [child.config for child in model.modules() if isinstance(child, PreTrainedModel)]
     before = [(config, config._attn_implementation) for config in configs]
     model.set_attn_implementation(name)

@@ -1,7 +1,7 @@
-"""Context parallelism for models of transformers, also under its Trainer: each rank is given the whole sample and
-computes its shard.
+"""Context parallelism for models of transformers, also under its Trainer. Every rank is given the whole sample, and
+computes its shard of it.
 
-T rows of a slice, E width.
+The loss of a shard is summed slice by slice: T rows of a slice, E width of hidden states.
 """
 
 import inspect
@@ -24,29 +24,34 @@ from .probe_ranks import check_ranks
 from .sample import IGNORED_LABEL, label_shift, no_loss, whole_sample
 
 OWN_LABEL = 0  # the label of the row on which a model's own loss is checked
-# Rotary embeddings whose angles depend on the largest position of a call.
+# The rope_types of rotary embeddings whose angles depend on the largest position of a call.
 BY_LENGTH = {"dynamic", "longrope"}
 
 
 def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
-    """From now on a forward of the model is given the whole sample on every rank, and computes this rank's shard of it.
-    The `remove()` of the returned handle undoes this.
+    """Make a model compute shards: from now on its forward takes the whole sample, and computes this rank's shard.
 
         context_parallel(model, ContextParallel(mesh["cp"]))
-        loss = model(input_ids=ids, labels=labels).loss     # (B, N) on every rank, the same on all that share it
+        loss = model(input_ids=ids, labels=labels).loss     # ids (B, N), the same on all ranks that share the sample
+
+    Returns a handle. Its `remove()` makes the model compute whole sequences again.
+
+    Inputs: documents may be packed (position_ids that start anew, or cu_seq_lens_q). Padding is allowed only on the
+    right, in a causal model, with labels of -100.
+
+    Outputs: every rank returns the loss of the whole sample. Logits and hidden states are this rank's rows;
+    `parallel.unshard` joins the rows of all ranks, for a loss of your own too. With labels no logits are returned: they
+    are computed for some rows at a time, and again in backward.
+
+    Gradients: average them over the ranks, as DDP, FSDP2 and DeepSpeed do. The average is the gradient of the mean of
+    the ranks' losses. To a trainer ranks look like replicas.
 
     A model without a pattern in its config keeps the attention that it was trained with: each layer's window and sinks.
 
-    The loss is that of the whole sample, on every rank. Averaged over the ranks, as DDP, FSDP2 and DeepSpeed do, what a
-    backward computes is the gradient of the mean of the ranks' losses: to a trainer ranks look like replicas. Other
-    outputs (logits, hidden states) are this rank's rows. `parallel.unshard` joins them, for a loss of your own too.
-    With labels no logits are returned: the loss makes them for some rows at a time, and backward makes them again.
-    Documents may be packed (position_ids that start anew, or cu_seq_lens_q). Padding is allowed only on the right, in a
-    causal model, with labels of -100.
-
     Raises:
-        ValueError: if our attention is not the model's; if the model takes no position_ids; if the model computes
-            something from the whole sequence outside of attention, as a classifier of sequences does.
+        ValueError: if this package does not compute the model's attention, or if the model takes no position_ids. Also
+            if the model computes something from the whole sequence outside of attention, as a classifier of sequences
+            does.
     """
     if not isinstance(parallel, ContextParallel):
         raise ValueError(f"parallel must be a ContextParallel, got {parallel!r}.")
@@ -73,7 +78,7 @@ def context_parallel(model: Any, parallel: ContextParallel) -> "ShardedForward":
     try:
         if parallel.world_size > 1:
             check_ranks(model, ShardedForward)
-    except BaseException:  # also after Ctrl-C, the model must be as it was
+    except BaseException:  # also after Ctrl-C the model must be as before
         handle.remove()
         raise
     return handle
@@ -83,10 +88,11 @@ SHARDED = "sharded_forward"
 
 
 class ShardedForward:
-    """The hooks of `context_parallel`: before and after a model's forward, and where its hidden states are made.
+    """The hooks of `context_parallel`: before a model's forward, after it, and after its decoder.
 
-    A slice's logits come from the model's own forward: its decoder is replaced by one that returns the slice's hidden
-    states. So whatever a model does to its logits (NanoChat caps them, Cohere scales them) is done.
+    The decoder computes the hidden states of this rank's rows. The loss takes some rows at a time: a slice. To get the
+    logits of a slice, the model's forward is called once more, with a decoder that only returns the slice's hidden
+    states. So the model changes its logits as it always does: NanoChat caps them, Cohere scales them.
     """
 
     def __init__(self, model: Any, parallel: ContextParallel) -> None:
@@ -102,7 +108,8 @@ class ShardedForward:
         self.attention_before: list[tuple[Any, str]] = []
         self.attention = model.config._attn_implementation  # the attention that forwards must have
         decoder = model.get_decoder()
-        if not isinstance(decoder, PreTrainedModel):  # ModernBERT's decoder is its last layer
+        if not isinstance(decoder, PreTrainedModel):
+            # ModernBERT's get_decoder() returns the model's last layer.
             decoder = model.base_model
         [self.decoder] = [name for name, module in model.named_modules() if module is decoder]
         self.hooks = [
@@ -131,13 +138,14 @@ class ShardedForward:
             config._attn_implementation = implementation
         setattr(self.model, SHARDED, None)
 
-    @torch.compiler.disable  # ranks send messages in it
+    @torch.compiler.disable  # ranks send messages here, which cannot be compiled
     def before(
         self, model: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        """Replace the arguments of a forward by those of this rank's shard.
+        """Replace the arguments of a forward, the whole sample, by this rank's shard of them.
 
-        With labels the model computes its own loss of two rows only, the second with a label: see `after`.
+        If there are labels, they are replaced by labels for two rows, of which only the second has one. From these two
+        rows the model computes a loss of its own, which `after` checks.
         """
         with self.parallel.ranks.refusing():
             check_meshes(model, self.parallel)
@@ -151,7 +159,7 @@ class ShardedForward:
         self.num_labels = sample.num_labels
         self.largest_position = sample.tensors["position_ids"].max()
         shard: dict[str, Any] = self.parallel.shard_batch(sample.tensors)
-        # Register this hook anew, so that it runs after the hooks of FSDP2 and ZeRO 3, which watch hidden states.
+        # Register `sum_loss` anew, so that it runs after the hooks of FSDP2 and ZeRO 3, which watch hidden states too.
         self.hooks[0].remove()
         self.hooks[0] = model.get_submodule(self.decoder).register_forward_hook(self.sum_loss)
         self.labels = shard.pop("labels", None)
@@ -182,12 +190,19 @@ class ShardedForward:
 
     @torch.compiler.disable
     def join(self, pooler: nn.Module, args: tuple) -> tuple:
-        """Give a pooler the rows of the whole sequence. (`check_ranks` refuses a pooler that is given one row.)"""
+        """Replace the rows that a pooler is given, (B, N, E), by the rows of all ranks.
+
+        Other inputs stay. (A pooler that is given one row of each sequence is refused by `check_ranks`.)
+        """
         return (self.parallel.unshard(args[0]), *args[1:]) if args and args[0].dim() == 3 else args
 
     @torch.compiler.disable
     def sum_loss(self, decoder: nn.Module, args: tuple, output: Any) -> Any:
-        """Sum the loss of this rank's rows. The decoder then hands on two rows, by which `after` checks the loss."""
+        """Sum the loss over this rank's rows, and keep the sum for `after`.
+
+        Returns the decoder's output with two rows in place of all. The model then computes a loss of these two rows,
+        which `after` checks.
+        """
         if self.labels is None:
             return output
         hidden = output.last_hidden_state
@@ -202,7 +217,7 @@ class ShardedForward:
     def _loss(
         self, arguments: dict[str, Any], output: Any, hidden_TE: Tensor, labels_T: Tensor
     ) -> Tensor:
-        """The sum of the cross-entropies of a slice, from the logits that the model's own forward makes of it."""
+        """The sum of the cross-entropies of a slice. The model's forward makes its logits from its hidden states."""
         output = replace(output, last_hidden_state=hidden_TE[None])
         model = _with(self.model, self.decoder, lambda *_, **__: output)
         output = type(self.model).forward(model, **arguments)
@@ -214,7 +229,10 @@ class ShardedForward:
 
     @torch.compiler.disable
     def after(self, model: nn.Module, args: tuple, output: Any) -> Any:
-        """Replace the model's own loss, which is only checked, by that of the whole sample."""
+        """Replace the model's loss, which is that of one label, by the loss of the whole sample.
+
+        The model's loss is only checked: it must be the cross-entropy of this label.
+        """
         if self.labels is None:
             return output
         ranks = self.parallel.ranks
@@ -229,7 +247,7 @@ class ShardedForward:
 
 
 def _check_loss(model: nn.Module, output: Any) -> None:
-    """Refuse a model whose own loss of one label is not the cross-entropy of that label."""
+    """Raise ValueError if the loss that a model computes for one label is not the cross-entropy of this label."""
     loss = output.loss
     row = output.logits.flatten(0, -2)[1 - label_shift(model)]
     row = row.float() if loss is None else row.to(loss)
@@ -245,7 +263,7 @@ def _check_loss(model: nn.Module, output: Any) -> None:
 def _drop_position(
     rotary: nn.Module, args: tuple, angles: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """The cosines and sines without those of the position that `add_position` added."""
+    """Remove from the cosines and sines the last position, which `add_position` added."""
     return tuple(x[..., :-1, :] for x in angles)
 
 
@@ -269,9 +287,9 @@ def _refuse_noise(model: Any) -> None:
 
 
 def _with(module: Any, path: str, new: Any) -> Any:
-    """A module that shares all with `module`, except that the submodule at `path` is `new`.
+    """A second module with the parameters and attributes of `module`, in which the submodule at `path` is `new`.
 
-    `copy` is not used, since FSDP2's modules refuse it.
+    Parameters are shared, not copied. `copy.copy` is not used, since FSDP2's modules refuse it.
     """
     name, _, rest = path.partition(".")
     if rest:

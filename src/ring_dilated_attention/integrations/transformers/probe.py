@@ -1,8 +1,10 @@
-"""Checks that the positions of a transformers model see each other only in dilated attention, by running a tiny copy.
+"""Checks that dilated attention can replace a model's attention, by running a tiny copy of the transformers model.
 
-The copy has the model's layers, but narrower ones. First each position is alone in its segment, and the input is
-changed at a middle position, the first and the last in turn. If the output changes elsewhere, positions met outside of
-dilated attention. Then one segment holds all positions: the outputs must be those of the model's own attention.
+The copy has the model's layers, but narrower ones. It is run in two ways.
+
+1. Each position sees only itself in attention. The input is changed at one position: a middle one, then the first, then
+   the last. If the output changes at other positions too, the model mixes positions outside of our attention.
+2. Dilated attention has one segment with all positions. The output must then be that of the model's own attention.
 """
 
 import copy
@@ -35,7 +37,7 @@ NARROW = {
 }
 # The largest windows in a copy of a model that keeps its own attention: shorter than ROWS.
 WINDOWS = {r"\w*sliding_window|local_attention": 4}
-MOST = 200_000_000  # the most parameters of a copy; that of Qwen3-30B-A3B has 190 million
+MOST = 200_000_000  # the largest number of parameters of a copy; the copy of Qwen3-30B-A3B has 190 million
 # What a model may raise if it cannot run with any attention but its own.
 FAILURES: tuple[type[Exception], ...] = (
     ArithmeticError,
@@ -56,7 +58,7 @@ def watch_models() -> None:
 
 def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
     """Check a model when it gets its first child: its class and config are known by then."""
-    # Not isinstance, which may read attributes: a module of another class may have none yet.
+    # isinstance is not used: it may read attributes, and a module of another class may have none yet.
     if not issubclass(type(module), PreTrainedModel) or module._modules:
         return
     config = module.__dict__.get("config")
@@ -64,7 +66,7 @@ def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
     if asked == NAME:
         check_model(type(module), module.config)
     elif getattr(config, FIELD, None) is not None and asked in ("sdpa", "eager"):
-        # This model is a part, and the model around it has set the implementation of the part.
+        # This model is a part of a larger one, which has set another attention for this part.
         raise ValueError(
             f"{type(module).__name__} would have attn_implementation={asked!r}, and its config has a pattern. Pass "
             f"attn_implementation={NAME!r} (for a part {{'text_config': {NAME!r}}}), or set config.{FIELD} = None."
@@ -74,7 +76,7 @@ def _check_made(module: nn.Module, name: str, child: nn.Module | None) -> None:
 def attend_seen(
     module: nn.Module, query_BHMD: Tensor, *args: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """`attend` for tiny copies: stores the number of rows in the module that called it."""
+    """`attend` for tiny copies. It also stores the number of rows in the module that calls it, as a mark."""
     setattr(module, SEEN, query_BHMD.shape[2])
     return attend(module, query_BHMD, *args, **options)
 
@@ -88,10 +90,11 @@ def attend_alone(
 
 
 def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
-    """Check models of this class and config. Returns whether their attention is causal.
+    """Check models of this class and config, once. Returns whether their attention is causal.
 
     Raises:
-        ValueError: if the config has no pattern, or dilated attention cannot replace the model's, with the reason.
+        ValueError: if dilated attention cannot replace the model's attention, with the reason. Also for a config with
+            `attn_implementation="dilated"` and no valid pattern.
     """
     name, heads = kind.__name__, getattr(config, "num_attention_heads", None)
     if why := _why_another(config):
@@ -101,7 +104,8 @@ def check_model(kind: type[PreTrainedModel], config: Any) -> bool:
         pattern.check_heads(heads, getattr(config, "num_key_value_heads", None) or heads)
     key = kind, repr(config.to_dict())  # not JSON, which cannot hold all that users put in configs
     if key not in _causal:
-        # Some classes of transformers do not run alone, and their base does. A user's class may differ from its base.
+        # Some of transformers' classes do not run by themselves: their base model is tried next. For a user's class no
+        # base is tried, since the class may compute something else.
         base = (
             MODEL_MAPPING.get(type(config), ())
             if kind.__module__.startswith("transformers.")
@@ -121,8 +125,8 @@ _causal: dict[tuple[type, str], bool] = {}
 def for_copies(name: str) -> Iterator[None]:
     """The context in which copies are made and run: on the CPU, in float32, without autocast and without gradients.
 
-    Around it the model may be made on the device "meta", in another dtype, under autocast. torch's random numbers are
-    the same afterwards as without the copies.
+    A model may be checked while its user makes it on the device "meta", in another dtype or under autocast: none of
+    this applies to its copy. torch's random numbers are the same afterwards as without the copies.
     """
     with ExitStack() as stack:
         here = (
@@ -179,7 +183,7 @@ class UnfitError(ValueError):
 
 
 def _check_copies(name: str, kinds: list[type], config: Any) -> bool:
-    """The result of `_check_copy` for the first class whose copy runs. A ValueError with the reason if none runs."""
+    """The result of `_check_copy` for the first class whose copy runs. Raises ValueError if no copy runs."""
     first: Exception | None = None
     for kind in kinds:
         try:
@@ -206,7 +210,7 @@ def _check_copy(name: str, model: Any) -> bool:
     whole, modules = _trace(model, SEEN), dict(model.named_modules())
     callers = {at: module for at, module in modules.items() if hasattr(module, SEEN)}
     other = _past_ours(model, callers)
-    # Find an attention module that does not use ours: it is inside no caller of ours, and has no caller inside.
+    # Find an attention module that does not call our attention: it is in no module that calls it, and contains none.
     if other is None:
         inside = tuple(f"{caller}." for caller in callers)
         named = [
@@ -243,31 +247,38 @@ def _check_copy(name: str, model: Any) -> bool:
 
 
 def _past_ours(model: Any, callers: dict[str, nn.Module]) -> str | None:
-    """The innermost module that mixes positions by itself, or None: one row of its input changes, and several rows of
-    its output do."""
+    """The name of the innermost module that mixes positions outside of our attention, or None.
+
+    Such a module changes several rows of its output when one row of its input changes.
+    """
     rows = next((getattr(module, SEEN) for module in callers.values()), ROWS)
 
     def meet(x: Tensor | None, y: Tensor | None) -> bool:
         if x is None or y is None or x.dim() != 2 or x.shape[1] != rows or x.shape != y.shape:
             return False
         change_N = (x - y).abs().amax(0)
-        # Smaller changes do not count: otherwise experts of a large model would seem to mix positions.
+        # Smaller changes are taken for rounding: otherwise experts of a large model would seem to mix positions.
         rounding = 1e-5 * y.abs().max()
         return int((change_N > (1e-3 * change_N.max()).clamp(min=rounding)).sum()) > 1
 
     before = _trace(model, ALONE)
     for after in (_trace(model, ALONE, place) for place in PLACES):
-        for at, (given, output) in before.items():  # an expert may run in only one of the two runs
+        for at, (given, output) in before.items():
+            # a module may be missing in `after`: an expert may run for the unchanged input only
             if at in after and meet(output, after[at][1]) and not meet(given, after[at][0]):
                 return at
     return None
 
 
 def _trace(model: Any, attention: str, changed: int | None = None) -> Trace:
-    """Run the model. Returns the first input and output tensor of each module, by name, in the order in which they end.
+    """Run a copy. Returns by module name the module's first input tensor and first output tensor.
 
-    attention: its name in transformers' interface, such as SEEN. changed: the position whose token (or first layer's
-    input) is changed.
+    Modules come in the order in which they finish.
+
+    Args:
+        attention: the name of an attention function in transformers' interface, such as SEEN.
+        changed: the position at which the input is changed; None changes nothing. A model of tokens gets another token
+            there. In other models the input of the first layer is changed.
     """
     found: Trace = {}
 
@@ -301,8 +312,10 @@ def _trace(model: Any, attention: str, changed: int | None = None) -> Trace:
 
 
 def first_tensor(nested: Any) -> Tensor | None:
-    """The first floating tensor in nested containers, or None. Its features are summed with different weights, which is
-    enough to see which positions change."""
+    """The first floating tensor (..., E) in nested containers, summed over its E features; None if there is no tensor.
+
+    Each feature has another weight in the sum, so that a change at a position changes the sum of this position.
+    """
     leaves = (
         x
         for x in tree_leaves(nested)
@@ -312,7 +325,10 @@ def first_tensor(nested: Any) -> Tensor | None:
 
 
 def tiny_copy(kind: type, config: Any) -> Any:
-    """A model of this class with at most 4 heads, which keep their width. Other sizes are at most those of NARROW."""
+    """A small model of this class, with random weights.
+
+    It has at most 4 heads, of the same width as before. Its other sizes are at most those in NARROW.
+    """
     config = copy.deepcopy(config)
     heads, hidden = (
         getattr(config, "num_attention_heads", None),
@@ -340,8 +356,9 @@ def tiny_copy(kind: type, config: Any) -> Any:
     model = kind(config).float().eval()
     # under accelerate's init_empty_weights parameters are made on "meta"
     model._apply(lambda x: torch.empty_like(x, device="cpu") if x.is_meta else x)
-    torch.default_generator.manual_seed(0)  # only the CPU's: `fork_rng` restores no GPU's
-    for parameter in model.parameters():  # from_pretrained leaves them uninitialised
+    # Only the CPU's generator is seeded: `for_copies` does not restore the generators of GPUs.
+    torch.default_generator.manual_seed(0)
+    for parameter in model.parameters():  # within from_pretrained they are not initialised
         parameter.normal_(
             std=parameter[0].numel() ** -0.5
         ) if parameter.dim() > 1 else parameter.uniform_(0.5, 1)
@@ -354,7 +371,7 @@ def inputs_of_copy(model: Any, changed: int | None) -> dict[str, Tensor]:
         special = {value for field, value in vars(config).items() if field.endswith("_token_id")}
         ids = ([x for x in range(config.vocab_size) if x not in special] * ROWS)[-ROWS:]
         if changed is not None:
-            # its neighbour's token, which is another token even in the smallest vocabulary
+            # take the neighbour's token: it is another one, even in the smallest vocabulary
             ids[changed] = ids[changed ^ 1]
         return {name: torch.tensor([ids])}
     side = getattr(config, "image_size", 32)

@@ -1,8 +1,11 @@
-"""Checks that ranks compute the same function of a transformers model as one device does, by running a tiny copy.
+"""Checks that ranks compute the same function of a transformers model as one device, by running a tiny copy.
 
-The copy is given the whole input, then each half of it, as two ranks would be. With a half, attention returns this half
-of what it returned with the whole. So the results differ only if the model uses the whole input outside of attention:
-angles of a rotary embedding that depend on the length, the mean of all rows, a head that takes the last row.
+1. The copy is given the whole input. The output of each attention call is kept.
+2. The copy is given the first half of the input, then the second, as two ranks would be. Attention does not compute
+   anything: it returns the same half of the output that was kept.
+
+The results differ only if the model uses the whole input outside of attention. Examples are rotary angles that depend
+on the length, a mean over all rows, and a head that takes the last row.
 
 B batch, H query heads, G key/value heads, M rows, D head dim.
 """
@@ -23,16 +26,17 @@ from .config import REPLAYED
 from .probe import FAILURES, ROWS, UnfitError, first_tensor, for_copies, inputs_of_copy, tiny_copy
 
 NUM_RANKS = 2
-# The length in a copy's rope parameters beyond which angles change. The whole input is longer, and a half is shorter.
+# Some rotary embeddings change their angles beyond a length in the config. In a copy this length is SHORT: the whole
+# input is longer, and a half is shorter.
 SHORT = ROWS * 3 // 4
 _fit: set[tuple[type, str, bool]] = set()
 
 
 def check_ranks(model: Any, sharded: Callable[[Any, Any], Any]) -> None:
-    """Check that ranks compute the same function of a model as one device. A class with a config is checked once.
+    """Check that ranks compute the same function of a model as one device. Each class is checked once for a config.
 
     Args:
-        sharded: makes a model compute the shard of a context's rank (`ShardedForward`).
+        sharded: `ShardedForward`, which makes a model compute a rank's shard.
 
     Raises:
         ValueError: if ranks would compute another function than one device, with the reason.
@@ -62,7 +66,7 @@ def check_ranks(model: Any, sharded: Callable[[Any, Any], Any]) -> None:
 
 
 def _shortened(config: Any) -> Any:
-    """A copy of a config in which all lengths beyond which the angles of rotary embeddings change are SHORT."""
+    """A copy of a config, with SHORT as the length beyond which rotary embeddings change their angles."""
     config = copy.deepcopy(config)
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [x for x in parameters.values() if isinstance(x, dict)]
@@ -77,7 +81,7 @@ def _shortened(config: Any) -> Any:
 
 
 class Recording(ContextParallel):
-    """A context whose one shard is the whole input. It keeps the inputs and the output of each attention call."""
+    """A ContextParallel of one rank with the whole input. It keeps the inputs and the output of each attention call."""
 
     def __init__(self, rank: int = 0, num_ranks: int = 1) -> None:
         ranks = Ranks(cut_of(num_ranks, "contiguous", 1, None))
@@ -101,7 +105,10 @@ class Recording(ContextParallel):
 
 
 class Replaying(Recording):
-    """The context of a rank with half of the input. Its attention returns this half of the output that `whole` kept."""
+    """The ContextParallel of a rank with one half of the input.
+
+    Its attention computes nothing. It returns this rank's half of the output that `whole` kept.
+    """
 
     def __init__(self, rank: int, whole: Recording) -> None:
         super().__init__(rank, NUM_RANKS)
@@ -124,7 +131,7 @@ class Replaying(Recording):
 
 
 class OtherRowsError(Exception):
-    """On a rank, the attention is given other rows than it is given on one device."""
+    """A rank's attention is given rows that are not its half of the rows on one device."""
 
 
 def attend_replayed(
@@ -135,7 +142,7 @@ def attend_replayed(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of tiny copies. It calls `attend` of the context that the model was given."""
+    """The attention function of tiny copies: calls `attend` of the Recording that the model was given as `parallel`."""
     parallel: Recording | None = options.pop("parallel", None)
     if parallel is None:
         raise UnfitError(
@@ -153,7 +160,8 @@ def _check_halves(name: str, model: Any, sharded: Callable[[Any, Any], Any]) -> 
     for rank in range(NUM_RANKS):
         outputs, result = _run(model, Replaying(rank, whole), inputs, sharded)
         for module, output in outputs.items():
-            all_rows = whole_outputs.get(module)  # an expert may run in only one of the two runs
+            # None if this module ran for the half only, as an expert may
+            all_rows = whole_outputs.get(module)
             if all_rows is None or all_rows.dim() != 2 or all_rows.shape[1] != ROWS:
                 continue
             if not _is_half(output, all_rows, rank):
@@ -179,8 +187,11 @@ def _check_halves(name: str, model: Any, sharded: Callable[[Any, Any], Any]) -> 
 def _run(
     model: Any, parallel: Recording, inputs: dict[str, Tensor], sharded: Any
 ) -> tuple[dict[str, Tensor], Any]:
-    """Run the model. Returns the first output of each module, by name, in the order in which modules end; and what the
-    model returns, or None if its attention was given other rows than on one device."""
+    """Run the model. Returns two things: the first output tensor of each module, by name, and the model's output.
+
+    Modules come in the order in which they finish. The model's output is None if its attention was given other rows
+    than on one device.
+    """
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str, module: nn.Module, args: tuple, output: Any) -> None:
@@ -202,7 +213,7 @@ def _run(
 
 
 def _is_half(x: Tensor, whole: Tensor, rank: int) -> bool:
-    """Whether x is a rank's half of a tensor, or the tensor itself."""
+    """Whether x is this rank's half of the tensor `whole`, or all of it."""
     if x.dim() != whole.dim():
         return False
     for dim, length in enumerate(x.shape):

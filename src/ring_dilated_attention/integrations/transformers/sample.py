@@ -12,9 +12,10 @@ from ...ranks.context import ContextParallel
 from .attention_function import find_borders
 
 IGNORED_LABEL = -100  # transformers and torch ignore this label
-# Losses in which the label of a position is for its own token, not for the next one.
+# Losses that compare a position with its own label, not with the label of the next position.
 TOKEN_LOSSES = ("ForMaskedLM", "ForTokenClassification")
-# Arguments that are not passed on: they are replaced, repeat cu_seq_lens_q, or do not apply to a shard.
+# Arguments that the forward of a shard is not given. Some are replaced, some tell the same as cu_seq_lens_q, and the
+# others do not apply to a shard.
 DROPPED = {
     "attention_mask",
     "cu_seq_lens_q",
@@ -26,22 +27,23 @@ DROPPED = {
     "return_dict",
     "seq_idx",
 }
-# The names of a cache: the first since transformers 5.24, the others before.
+# The arguments by which a model is given a cache: the first since transformers 5.24, the others before.
 CACHES = {"cache", "past_key_values", "cache_params"}
 CUT = ("input_ids", "token_type_ids", "position_ids")
 LABELS = ("labels", "shift_labels")
 
 
 class Sample(NamedTuple):
-    """The arguments of a forward. num_labels: the number of labels in the whole sample; its loss is divided by it."""
+    """The arguments of a forward, and the number of labels."""
 
-    tensors: dict[str, Tensor]  # the tensors that are cut
+    tensors: dict[str, Tensor]  # the tensors that are cut into shards
     others: dict[str, Any]  # arguments that are passed on as they are
+    # the number by which the summed loss of the whole sample is divided
     num_labels: int | Tensor
 
 
 def whole_sample(model: Any, parallel: ContextParallel, arguments: dict[str, Any]) -> Sample:
-    """The whole sample with which a model's forward was called. A ValueError for arguments that cannot be cut."""
+    """The whole sample, from the arguments of a model's forward. Raises ValueError for arguments that cannot be cut."""
     if CACHES & {*arguments} or arguments.get("logits_to_keep"):
         remedy = "remove() the handle that it returned, then generate."
         raise ValueError(
@@ -90,7 +92,7 @@ def whole_sample(model: Any, parallel: ContextParallel, arguments: dict[str, Any
 
 
 def label_shift(model: Any) -> int:
-    """1 if the label of a position is for the next token, 0 if it is for the position's own token.
+    """1 if the model's loss compares a position with the label of the next one, and 0 if with its own label.
 
     Raises ValueError for a model whose loss is no sum over positions.
     """
@@ -120,7 +122,7 @@ def _positions_of_model(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def _refuse_padding(mask: Tensor | None, labels: Tensor | None, model: Any) -> None:
-    """Refuse padding that other positions would see: all but padding on the right in a causal model."""
+    """Raise ValueError for padding that other positions would see. They see none on the right in a causal model."""
     if mask is None:
         return
     is_valid = mask.bool()
@@ -139,7 +141,7 @@ def _refuse_padding(mask: Tensor | None, labels: Tensor | None, model: Any) -> N
 
 
 def _count(labels: Tensor, num_items: int | Tensor | None) -> int | Tensor:
-    """The number of labels by which the loss is divided."""
+    """The number by which the loss is divided: num_items, which a trainer passes, or else the number of labels."""
     num_labels = int((labels != IGNORED_LABEL).sum())
     least = min(num_labels, 1)  # without a label the loss is 0
     count = num_labels if num_items is None else num_items

@@ -1,4 +1,4 @@
-"""transformers' Trainer for sequences that ranks share: the ranks of a sequence get the same samples."""
+"""For transformers' Trainer: the ranks that share a sequence get the same samples."""
 
 from typing import Any
 
@@ -64,8 +64,11 @@ class SameSample:
         return sharded
 
     def _same(self, loader: Any) -> Any:
-        """Make a loader give samples to groups of ranks, not to processes. Groups are ordered by their lowest ranks."""
-        # imported here, because only Trainer needs accelerate
+        """The loader, changed to give different samples to groups of ranks, not to single ranks.
+
+        A group is the ranks that share a sequence. Groups are ordered by their lowest ranks.
+        """
+        # Only Trainer needs accelerate, so it is imported here.
         from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 
         parallel = self._sharded().parallel
@@ -85,7 +88,10 @@ class SameSample:
         )
 
     def _evaluated(self, loader: Any) -> Any:
-        """Refuse a smaller last batch: Trainer would weigh it as if the ranks of a group had different samples."""
+        """The loader. Raises ValueError if its last batch would be smaller than the others.
+
+        Trainer would weigh such a batch as if each rank of a group had samples of its own.
+        """
         if (
             self._sharded().parallel.world_size > 1
             and loader.total_dataset_length % loader.total_batch_size
