@@ -1,4 +1,7 @@
-"""Which documents the ranks hold together, and which rows this rank holds. One agreement serves all layers."""
+"""Where packed documents begin and end in a sequence, and which of its rows each rank holds.
+
+A model's ranks agree on this once in a forward. All layers then use the result.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +18,7 @@ from ..ranks.ranks import ALONE
 
 @dataclass(frozen=True)
 class Documents:
-    """The borders of documents, the shards of all ranks, and the shard of this rank."""
+    """The borders of packed documents in the whole sequence, the shards of all ranks, and the shard of this rank."""
 
     borders: tuple[int, ...]
     shards: tuple[Shard, ...]
@@ -23,7 +26,7 @@ class Documents:
 
     @property
     def last_rows(self) -> list[int]:
-        """The local rows that hold the last position of a document."""
+        """The rows of this rank that hold the last position of a document, as indices into its shard."""
         rows = []
         for row, (start, stop) in zip(first_rows(self.shard), self.shard, strict=False):
             for end in self.borders:
@@ -48,17 +51,18 @@ def agree_on_documents(
     fields: dict[str, object] | None = None,
     failure: str | None = None,
 ) -> Documents:
-    """The documents of a call that all ranks make together.
+    """Agree with the other ranks on the documents of a call, and return them. All ranks must call this.
 
     Args:
         call: the name of the call, for errors.
-        x: this rank's rows, (batch, N, ...); anything if there is a failure.
-        cu_seqlens: global borders of packed documents, for a batch of 1.
+        x: this rank's rows, (batch, N, ...). Not read if there is a failure.
+        cu_seqlens: the borders of packed documents in the whole sequence, for a batch of 1.
         fields: other values that must be the same on all ranks, by name.
-        failure: why this rank refuses the call, if it does.
+        failure: why this rank refuses the call; None if it does not.
 
     Raises:
-        ValueError: on every rank, if one rank refuses, if fields differ, or if borders and lengths do not fit.
+        ValueError: on every rank, if one rank refuses the call, if the fields of two ranks differ, or if the borders do
+            not fit the number of rows.
     """
     if not (parallel is None or isinstance(parallel, ContextParallel)):
         raise ValueError(f"parallel must be a ContextParallel or None, got {parallel!r}.")
@@ -79,7 +83,8 @@ def agree_on_documents(
         borders = tuple(packed)
     else:
         borders = (0, total) if total else (0,)
-    if parallel is None:  # one shard; torch.compile would warn of the cache of `make_shards`
+    if parallel is None:
+        # There is one shard. `ranks.shards` is not called: torch.compile would warn of the cache of `make_shards`.
         shards: tuple[Shard, ...] = ((Span(0, total),) if total else (),)
     else:
         shards = ranks.shards(lengths, None if packed is None else borders)
@@ -87,7 +92,7 @@ def agree_on_documents(
 
 
 def why_not_dense(**tensors: Any) -> str | None:
-    """Why one of these is no dense tensor with data, or None."""
+    """None if all these are dense tensors with data. Otherwise a text that says which one is not, and why."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             return f"{name} must be a tensor, got {type(x).__name__}"
@@ -97,13 +102,15 @@ def why_not_dense(**tensors: Any) -> str | None:
 
 
 def why_no_tokens(tokens_BN: Any, setting: str, num_tokens: int) -> str | None:
-    """Why a model with `num_tokens` embeddings cannot take these tokens, or None. setting: what the model calls this
-    number."""
+    """Why a model cannot take these tokens, or None.
+
+    Tokens must be integers from 0 to num_tokens - 1. setting: the model's name for num_tokens, such as "vocab_size".
+    """
     if not isinstance(tokens_BN, Tensor):
         return f"tokens must be a tensor of integers (batch, N), got {type(tokens_BN).__name__}"
     if tokens_BN.dim() != 2 or not is_integral(tokens_BN):
         return f"tokens have shape {tuple(tokens_BN.shape)} and dtype {tokens_BN.dtype}: pass integers (batch, N)"
-    # On a GPU the kernel of torch's embedding asserts that tokens are in range. A check here would wait for the GPU.
+    # Tokens on a GPU are not checked here: the CPU would have to wait for them. There torch's embedding kernel checks.
     if tokens_BN.device.type == "cpu" and tokens_BN.numel() and not torch.compiler.is_compiling():
         low, high = tokens_BN.long().aminmax()  # torch has no aminmax of uint16
         if low < 0 or high >= num_tokens:

@@ -92,11 +92,11 @@ class LongNetBlock(nn.Module):
 
 
 class LongNetLM(nn.Module):
-    """Tokens (B, N) to logits (B, N, V), on one device or, with `parallel`, on this rank's shard of the positions.
+    """A language model: tokens (B, N) to logits (B, N, V). With `parallel` these are one rank's shard of the positions.
 
-    Under `parallel` a loss of your own must not be a mean over each rank's logits. Ranks hold different numbers of
-    terms, so the average of DDP and FSDP2 would silently be a wrong gradient. Call `loss`, or give
-    `parallel.mean_loss` the sum and the number of this rank's terms.
+    Under `parallel` do not take the mean of a loss over each rank's logits. Ranks may hold different numbers of labels.
+    Then a mean of their means is wrong, and so is the gradient that DDP and FSDP2 average. Call `loss`, or give
+    `parallel.mean_loss` the sum of this rank's losses and their number.
 
     Args:
         activation_checkpointing: keep only each block's input and attention, and recompute the rest in backward.
@@ -127,19 +127,22 @@ class LongNetLM(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """MAGNETO's decoder: gain sqrt(log(2 * num_layers)) on value, output and feed-forward weights."""
+        """Draw all parameters anew, as MAGNETO does in a decoder.
+
+        Weights of values, outputs and feed-forwards have the gain sqrt(log(2 * num_layers)).
+        """
         self.reset_ends()
         for block in self.each_block():
             self.reset_block(block)
 
     def reset_ends(self) -> None:
-        """Draw the parameters outside of blocks anew."""
+        """Draw the parameters before and after the blocks anew: embedding, last LayerNorm and head."""
         nn.init.normal_(self.embedding.weight)
         nn.init.normal_(self.head.weight, std=HEAD_STD)
         self.final_layernorm.reset_parameters()
 
     def reset_block(self, block: LongNetBlock) -> None:
-        """Draw a block's parameters anew, with the gain of LongNet's depth (sub-LN)."""
+        """Draw the parameters of one block anew, with MAGNETO's gain for this number of layers."""
         gain = math.sqrt(math.log(2 * self.config.num_layers))
         block.attention_layernorm.reset_parameters()
         block.attention.reset_parameters(gain=gain)
@@ -147,9 +150,10 @@ class LongNetLM(nn.Module):
         block.ffn.reset_parameters(gain=gain)
 
     def forward(self, tokens_BN: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Integer tokens (B, N) -> logits (B, N, V) of the token after each of them.
+        """Integer tokens (B, N) -> logits (B, N, V). The logits at a position predict the next token.
 
-        cu_seqlens: as for `dilated_attention`: packed documents, batch 1. No document sees another.
+        cu_seqlens: the borders of packed documents, as for `dilated_attention`, for a batch of 1. No document sees
+            another one.
         """
         documents = self._agree(tokens_BN, cu_seqlens)
         return self.head(self._hidden(tokens_BN, documents, cu_seqlens))
@@ -157,7 +161,7 @@ class LongNetLM(nn.Module):
     def make_caches(
         self, batch: int, *, max_len: int | None = None, keep: int = 0
     ) -> list[DilatedCache]:
-        """A cache for each layer, for `append`. The arguments are those of `DilatedCache`."""
+        """One empty cache for each layer, for `append`. The arguments are those of `DilatedCache`."""
         return [
             block.attention.make_cache(batch, max_len=max_len, keep=keep)
             for block in self.each_block()
@@ -166,11 +170,13 @@ class LongNetLM(nn.Module):
     def append(
         self, tokens_BN: Tensor, caches: Sequence[DilatedCache], lengths: Tensor | None = None
     ) -> Tensor:
-        """Append tokens to caches. Returns their final hidden states (B, N, E), from which `head` computes logits.
+        """Append tokens (B, N) to caches. Returns the tokens' last hidden states (B, N, E), the input of `head`.
+
+        Call this under torch.no_grad().
 
         Args:
-            caches: those of `make_caches`. Call this under torch.no_grad().
-            lengths: (B,) how many of its N tokens each batch entry appends; the rest is padding.
+            caches: one for each layer, as `make_caches` returns them.
+            lengths: (B,) how many of its N tokens each batch entry appends. The other tokens are padding.
         """
         if len(caches) != len(self.blocks):
             raise ValueError(
@@ -195,25 +201,31 @@ class LongNetLM(nn.Module):
         stop: Collection[int] = (),
         caches: Sequence[DilatedCache] | None = None,
     ) -> Iterator[Tensor]:
-        """Draw the tokens that follow, and yield (B,) at a time. Memory and time per token do not grow with length.
+        """Continue prompts. Yields (B,) int64 again and again: the next token of each of the B prompts.
+
+        Memory and time per token do not grow with length.
 
         Args:
-            tokens: (B, N), or prompts of different lengths; at least one token each.
-            max_new_tokens: how many to draw for each prompt.
-            temperature: divides the logits; 0 takes the likeliest token.
-            seed: an integer of 64 bits. Row b draws as it would alone with seed + b. None takes a seed from torch.
+            tokens: (B, N), or a list of prompts of different lengths. A prompt has at least one token.
+            max_new_tokens: the number of tokens to draw for each prompt.
+            temperature: divides the logits. 0 takes the likeliest token.
+            seed: an integer of 64 bits; None takes a seed from torch. Prompt b is continued as it would be alone with
+                seed + b.
             stop: tokens that end a row. After one of them the row gets STOPPED (-1) until all rows have ended.
-            caches: those of `make_caches`, by default new ones. They may hold earlier tokens. Afterwards
-                they also hold each row's prompt and its drawn tokens except the last.
+            caches: one for each layer, as `make_caches` returns them; by default new ones. Caches may hold earlier
+                tokens. Afterwards they also hold each row's prompt and its drawn tokens except the last.
 
         Raises:
-            ValueError: before the first token, for bad arguments; at any token, for logits that are NaN or inf.
+            ValueError: before the first token, for bad arguments. At any token, for logits that are NaN or inf.
         """
         return generate(self, tokens, max_new_tokens, Sampling(temperature, seed), stop, caches)
 
     @staticmethod
     def from_run(folder: str | Path, *, parallel: ContextParallel | None = None) -> "LongNetLM":
-        """The model of a run of `rda train`, from its newest checkpoint. A ValueError if it has none to be read."""
+        """The model of a run of `rda train`, from the run's newest checkpoint.
+
+        Raises ValueError if the run has no checkpoint, or if the newest one cannot be read.
+        """
         try:
             from safetensors import SafetensorError
 
@@ -226,8 +238,8 @@ class LongNetLM(nn.Module):
         try:
             state = check_whole(checkpoint)
             model = LongNetLM(LongNetConfig.of_run(state["hyperparameters"]), parallel=parallel)
-            # A checkpoint has no record of its pattern. The model's record is right: it was made from the checkpoint's
-            # hyperparameters.
+            # The model's state_dict records its pattern, and the checkpoint does not. The model's record is kept: its
+            # pattern came from the checkpoint's hyperparameters.
             read = read_shards(checkpoint, dict(model.named_parameters()))
             model.load_state_dict(model.state_dict() | read, strict=True)
         except (KeyError, OSError, SafetensorError, RuntimeError) as error:
@@ -244,11 +256,14 @@ class LongNetLM(nn.Module):
     ) -> Tensor:
         """Mean cross-entropy, in nats, of predicting every token but the first of each sequence or packed document.
 
-        Under `parallel` the label of a shard's last position is the first token of the next shard. Every rank
-        returns the mean over all ranks. Averaged over the ranks, as DDP and FSDP2 do, what a backward computes is the
-        gradient of that mean. DDP and FSDP2 hook `forward`: wrap the model in `NextTokenLoss` first.
+        Under `parallel` the label of a shard's last position is the first token of the next shard. Every rank returns
+        the mean over all ranks. Average the gradients over the ranks, as DDP and FSDP2 do. The average is the gradient
+        of this mean.
 
-        over, step_count: as for `ContextParallel.mean_loss`: replicas of other lengths, and micro-batches of one step.
+        DDP and FSDP2 hook `forward`, not this method: wrap the model in `NextTokenLoss` first.
+
+        over, step_count: as for `ContextParallel.mean_loss`. `over` is for replicas with sequences of other lengths,
+            `step_count` for micro-batches of one step.
         """
         if over is not None and self.parallel is None:
             raise ValueError(
@@ -261,7 +276,7 @@ class LongNetLM(nn.Module):
         labels_BN = self._labels(tokens_BN, documents)
         hidden_BNE = self._hidden(tokens_BN, documents, cu_seqlens)
         num_rows = loss_slice_rows(self.config.vocab_size)
-        # On a rank without positions the sum is 0, and connected to every parameter.
+        # On a rank without positions the sum is 0. It still depends on every parameter, so that each gets a gradient.
         local_sum = sum_in_slices(self._cross_entropy, hidden_BNE, labels_BN, num_rows)
         if self.parallel is not None:
             local_count = (labels_BN != IGNORED_LABEL).sum()
@@ -286,20 +301,20 @@ class LongNetLM(nn.Module):
         return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL, reduction="sum")
 
     def _agree(self, tokens_BN: Tensor, cu_seqlens: Tensor | None) -> Documents:
-        """The documents of all ranks. A ValueError on every rank if the tokens or borders of one rank do not fit."""
+        """The documents of all ranks. Raises ValueError on every rank if one rank's tokens or borders do not fit."""
         failure = why_no_tokens(tokens_BN, "vocab_size", self.config.vocab_size)
         return agree_on_documents(
             "LongNetLM", tokens_BN, parallel=self.parallel, cu_seqlens=cu_seqlens, failure=failure
         )
 
     def each_block(self) -> Iterator[LongNetBlock]:
-        """The blocks, from the embedding to the logits."""
+        """The blocks, the one after the embedding first."""
         for block in self.blocks:
             assert isinstance(block, LongNetBlock)
             yield block
 
     def _labels(self, tokens_BN: Tensor, documents: Documents) -> Tensor:
-        """The next token of each position; IGNORED_LABEL at the last position of a document."""
+        """The labels (B, N): at each position the next token, and IGNORED_LABEL at the last position of a document."""
         if self.parallel is None:
             next_BN = tokens_BN.long().roll(-1, 1)
         else:
@@ -333,9 +348,9 @@ class NextTokenLoss(nn.Module):
 def shift_left(
     parallel: ContextParallel, x: Tensor, fill: int, documents: tuple[int, ...] | None = None
 ) -> Tensor:
-    """For each position of x (B, N_local) the integer at the next position, which may be another rank's.
+    """The integers x (B, N_local) shifted by one position: each position gets the integer of the next one.
 
-    The last position of the sequence gets `fill`.
+    The next position may lie on another rank. The last position of the sequence gets `fill`.
     """
     ranks = parallel.ranks
     ranks.check_all_here("shift_left")
@@ -346,16 +361,17 @@ def shift_left(
         shards = ranks.shards(lengths, documents)
         shard = shards[ranks.rank]
         with ranks.all_or_none():
-            # Each rank tells the integers at the first position of each of its spans.
+            # A shard consists of spans of consecutive positions. Each rank tells all ranks the first integer of each
+            # of its spans, which is the next integer for the span before.
             record = torch.zeros(max(2, *map(len, shards)), batch, dtype=torch.int64, device="cpu")
             for first_B, row, _ in zip(record, first_rows(shard), shard, strict=False):
                 first_B.copy_(x[:, row])
             records = ranks.records(record, "the exchange of labels")
-    firsts: dict[int, Tensor] = {}  # the integer at a global position
+    firsts: dict[int, Tensor] = {}  # the first integers of spans, by their global positions
     for spans, record in zip(shards, records, strict=True):
         for span, first_B in zip(spans, record, strict=False):
             firsts[span.start] = first_B
-    shifted = x.roll(-1, dims=1)  # correct except in the last row of each span
+    shifted = x.roll(-1, dims=1)  # correct except at the last position of each span
     for row, span in zip(first_rows(shard), shard, strict=False):
         last = row + span.stop - span.start - 1
         shifted[:, last] = firsts[span.stop].to(x) if span.stop in firsts else fill

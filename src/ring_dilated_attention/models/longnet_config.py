@@ -5,7 +5,7 @@ from typing import Any
 
 from ..pattern import DilatedPattern, is_finite_number, is_integer
 
-# The fields that are hyperparameters of `rda train` too.
+# The fields that `rda train` has among its hyperparameters.
 OF_A_RUN = (
     "segment_lengths",
     "dilation_rates",
@@ -44,7 +44,7 @@ class LongNetConfig:
     heads: str = "all"
 
     def __post_init__(self) -> None:
-        # refuses bad branches; JSON gives lists, the pattern makes tuples of them
+        # Making the pattern refuses bad branches. It also turns lists, which JSON gives, into tuples.
         pattern = self.pattern
         object.__setattr__(self, "segment_lengths", pattern.segment_lengths)
         object.__setattr__(self, "dilation_rates", pattern.dilation_rates)

@@ -26,7 +26,7 @@ from .torchscale.networks import LongNetEncoder
 DILATION_RATES = (1, 2, 4, 8, 16)
 NUM_HEADS = 16
 FEWEST_CROWDED = 16  # no warning for a slide of fewer tiles: they may rightly lie in few cells
-MOST_TILES_OF_A_SIDE = 2**31  # its square is the longest segment of a pattern
+MOST_TILES_OF_A_SIDE = 2**31  # no pattern takes a segment of more than 2**62 tiles, the square
 
 
 class PublishedSize(NamedTuple):
@@ -44,19 +44,26 @@ PUBLISHED = {
 
 
 def checked_size(name: str, number: Any) -> float:
-    """A number as Python's int or float, since numpy's numbers overflow. ValueError unless positive and finite."""
+    """A number as Python's int or float, since numpy's numbers overflow.
+
+    Raises ValueError, with this name, unless the number is positive and finite.
+    """
     if not is_finite_number(number) or number <= 0:
         raise ValueError(f"{name}={number!r} must be a number, positive and finite.")
     return int(number) if isinstance(number, Integral) else float(number)
 
 
 def segment_lengths_for(max_wsi_size: int = 262_144, tile_size: float = 256) -> tuple[int, ...]:
-    """GigaPath's five segment lengths, from 2^10 to the largest 2^k up to a square slide's number of tiles.
+    """GigaPath's five segment lengths. The longest is about the number of tiles of a square slide.
+
+    By default the slide has 1024 x 1024 = 2^20 tiles, and the lengths are 2^10, 2^12.5, 2^15, 2^17.5 and 2^20, rounded
+    down. The first exponent is always 10. The last is the largest integer at which the length is at most the number of
+    tiles. The exponents are evenly spaced.
 
     Args:
-        max_wsi_size: the side of that slide, in pixels. The original code has 262,144 as its default, and 250,000 in
-            its fine-tuning scripts: the two give different functions. The published weights do not say which they need.
-        tile_size: pixels of a tile's side. The published weights are used with 256.
+        max_wsi_size: the side of the slide, in pixels. The original code has the default 262,144, but 250,000 in its
+            fine-tuning scripts. The two give different functions, and the published weights do not say which they need.
+        tile_size: the side of a tile, in pixels. The published weights are used with 256.
 
     Raises:
         ValueError: for sizes that are not positive and finite, or a slide with no tile or over 2**31 tiles on a side.
@@ -79,18 +86,22 @@ class LongNetViT(nn.Module):
         model.load_state_dict(torch.load("slide_encoder.pth", weights_only=True)["model"])
         embedding = model.eval()(features, coords, all_layer_embed=True)[-1]
 
-    Gradients are exact. There is neither dropout nor stochastic depth, while by default the original code trains with
-    dropout 0.25 and stochastic depth up to 0.1. Under `parallel` all ranks return the same embeddings. Averaged over
-    the ranks, as DDP and FSDP2 do, what a backward computes is the gradient of the mean of the ranks' losses.
+    Training differs from the original code in two ways. Gradients are the exact derivative of the forward. And there is
+    neither dropout nor stochastic depth: by default the original code has dropout 0.25 and stochastic depth up to 0.1.
+
+    Under `parallel` all ranks return the same embeddings. Average the gradients over the ranks, as DDP and FSDP2 do.
+    The average is the gradient of the mean of the ranks' losses.
 
     Args:
-        in_chans: features of a tile.
-        slide_ngrids: cells of the grid along each axis: coordinates go from 0 to slide_ngrids * tile_size.
+        in_chans: the number of features of a tile.
+        slide_ngrids: the number of grid cells along each axis. Coordinates go from 0 to slide_ngrids * tile_size.
         tile_size: the distance from one tile to the next, in the units of the coordinates.
-        segment_lengths, dilation_rates: the branches; `segment_lengths_for` has the published ones.
+        segment_lengths, dilation_rates: the branches. `segment_lengths_for` returns the published segment lengths.
         global_pool: return the mean of the tiles, not the class token. GigaPath's pretraining did not train that token.
-        padding: "torchscale" includes zero rows in the softmax, as the published weights need. "exact" leaves them out.
-        parallel: the ranks that share each slide; contiguous shards of its tiles, as `parallel.shard` cuts them.
+        padding: "torchscale" includes in the softmax the rows of zeros with which torchscale fills up segments. The
+            published weights need them. "exact" leaves them out.
+        parallel: the ranks that share each slide. They have contiguous shards of its tiles, as `parallel.shard` cuts
+            them.
         activation_checkpointing: keep only each layer's input and attention, and recompute the rest in backward.
     """
 
@@ -144,14 +155,14 @@ class LongNetViT(nn.Module):
         self.global_pool = global_pool
         self.parallel = parallel
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
-        # under its published name
+        # The parameters are then named as in published weights: patch_embed.proj.weight and patch_embed.proj.bias.
         self.patch_embed = nn.ModuleDict({"proj": nn.Linear(in_chans, embed_dim)})
         self.encoder = LongNetEncoder(
             config, parallel=parallel, activation_checkpointing=activation_checkpointing
         )
         if padding == "torchscale":
-            # Keep no record of the pattern in the state_dict: published weights have none. Their segments follow from
-            # the size of a slide.
+            # Do not record the pattern in the state_dict: published weights have no such record. Their segment lengths
+            # are computed from the size of a slide.
             self.encoder.trained_with = None
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.reset_parameters()
@@ -170,8 +181,8 @@ class LongNetViT(nn.Module):
     ) -> "LongNetViT":
         """A model of a published size, with random weights: "gigapath" (12 x 768) or "gigapath-flash" (12 x 384).
 
-        `max_wsi_size` and `tile_size` are as for `segment_lengths_for`. Setting model.tile_size afterwards changes
-        where tiles lie, but not the segments.
+        `max_wsi_size` and `tile_size` are as for `segment_lengths_for`. If model.tile_size is set afterwards, tiles lie
+        in other cells of the grid, but the segment lengths stay.
         """
         if not isinstance(name, str) or name not in PUBLISHED:
             raise ValueError(
@@ -190,7 +201,10 @@ class LongNetViT(nn.Module):
         )
 
     def reset_parameters(self) -> None:
-        """As published: Xavier for every linear map, a standard deviation of 0.02 for the class token."""
+        """Draw all parameters anew, as the original code does.
+
+        Linear maps are drawn by Xavier's rule, and the class token with a standard deviation of 0.02.
+        """
         nn.init.normal_(self.cls_token, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -200,14 +214,16 @@ class LongNetViT(nn.Module):
                 module.reset_parameters()
 
     def forward(self, x: Tensor, coords: Tensor, all_layer_embed: bool = False) -> list[Tensor]:
-        """Features of tiles (B, L, C) at (B, L, 2) to slide embeddings, each (B, E).
+        """Features of tiles (B, L, C), with coordinates (B, L, 2), to a list of slide embeddings, each (B, E).
 
         Args:
-            x: floating, of any dtype. Under `parallel` this rank's tiles.
-            coords: x and y of each tile, in pixels: integers, or floating numbers of at least 32 bits, since shorter
-                ones skip pixels. FSDP's `MixedPrecisionPolicy` shortens floating numbers, but not integers.
-            all_layer_embed: return depth + 1 embeddings: of the first layer's input and of each layer's output, pooled
-                *without* the encoder's last LayerNorm. By default return one embedding, with that LayerNorm.
+            x: floating, of any dtype. Under `parallel` these are this rank's tiles.
+            coords: x and y of each tile, in pixels. Integers, or floating numbers of at least 32 bits: 16 bits cannot
+                hold every pixel. Pass integers under FSDP's `MixedPrecisionPolicy`, which casts floating numbers to 16
+                bits.
+            all_layer_embed: by default return one embedding, from the encoder's output after its last LayerNorm. True
+                returns depth + 1 embeddings, *without* that LayerNorm: one from the first layer's input, and one from
+                each layer's output.
 
         Raises:
             ValueError: for input that does not fit, on every rank of `parallel`: features of another width, no tiles,
@@ -215,8 +231,8 @@ class LongNetViT(nn.Module):
         """
         num_tiles = self._check(x, coords, all_layer_embed)
         if self.parallel is None:
-            warn_of_forgotten_parallel(num_tiles)  # tiles, without the class token
-        # Ranks without the class token take an empty slice of it: they too need a gradient for it.
+            warn_of_forgotten_parallel(num_tiles)  # the class token is not counted
+        # Only one rank uses the class token. The others take an empty slice of it, so that it has a gradient there too.
         class_token = self.cls_token.expand(len(x), -1, -1)[:, : self._num_class]
         positions = self._positions(cells_of(coords, self.tile_size))
         tiles_BLE = self.patch_embed["proj"](x.to(self.cls_token.dtype)) + positions
@@ -233,8 +249,10 @@ class LongNetViT(nn.Module):
         return [self.norm(x_BE) for x_BE in pooled.to(tokens_BNE.dtype).unbind()]
 
     def _pool(self, num_tiles: int, x_BNE: Tensor) -> Tensor:
-        """The mean of all tiles, or the class token, (B, E). Under `parallel` the term of this rank: the terms of all
-        ranks add up to it."""
+        """The mean of all tiles, or the class token, (B, E).
+
+        Under `parallel` this is one rank's part of the mean or of the token. The sum over the ranks is the whole.
+        """
         wide = torch.promote_types(x_BNE.dtype, torch.float32)
         if self.global_pool:
             return x_BNE[:, self._num_class :].sum(1, dtype=wide) / num_tiles
@@ -246,10 +264,10 @@ class LongNetViT(nn.Module):
         return int(self.parallel is None or self.parallel.rank == 0)
 
     def _positions(self, cells: Tensor) -> Tensor:
-        """The sine-cosine embedding of cells (x, y), (..., 2), as (..., E) in the weights' dtype.
+        """The sine-cosine embeddings (..., E) of grid cells (..., 2), in the weights' dtype. A cell is (x, y).
 
-        The first half is for y, the second for x. Each has the sines, then the cosines, of the E / 4 angles
-        cell * 10000^(-k / (E / 4)), k = 0, 1, ....
+        The first E / 2 numbers are for y, the other E / 2 for x. Each half has E / 4 sines, then E / 4 cosines. Their
+        angles for y are y * 10000^(-k / (E / 4)), with k = 0, 1, ...; for x likewise.
         """
         num_frequencies = self.cls_token.shape[-1] // 4
         exponents = (
@@ -261,10 +279,10 @@ class LongNetViT(nn.Module):
         return torch.cat((table[y], table[x]), -1)
 
     def _check(self, x: Tensor, coords: Tensor, all_layer_embed: bool) -> int:
-        """The number of tiles over all ranks. A ValueError on every rank if the input of one does not fit."""
+        """The number of tiles of all ranks. Raises ValueError on every rank if the input of one does not fit."""
         failure = why_not_dense(features=x, coords=coords) or self._shape_failure(x, coords)
         if torch.compiler.is_exporting() and failure is None and self.parallel is None:
-            # an exported graph has no branch on values: it takes tiles as they are
+            # An exported graph cannot branch on values, so the values of the tiles are not checked.
             return x.shape[1]
         ranks = ALONE if self.parallel is None else self.parallel.ranks
         batch, num_own = (0, 0) if failure else x.shape[:2]
@@ -275,7 +293,8 @@ class LongNetViT(nn.Module):
         }
         tile_counts = ranks.handshake(num_own, fields, failure)
         ranks.warn_of_uneven(tile_counts)
-        ranks.expect_lengths((tile_counts[0] + 1, *tile_counts[1:]))  # rank 0 has the class token
+        # Rank 0 has one position more than tiles, the class token: do not warn of it.
+        ranks.expect_lengths((tile_counts[0] + 1, *tile_counts[1:]))
         if not sum(tile_counts):
             raise ValueError(
                 f"no tiles: features have shape {tuple(x.shape)}, and an empty slide has no embedding"
@@ -308,7 +327,8 @@ class LongNetViT(nn.Module):
 
     def _tile_failure(self, x: Tensor, coords: Tensor, first: int) -> str | None:
         """What is wrong with the first wrong tile, or None. This rank's tiles are numbered from `first`."""
-        dtype = self.cls_token.dtype  # features beyond the range of this dtype become inf
+        # Features are cast to this dtype, and become inf if they are beyond its range.
+        dtype = self.cls_token.dtype
         is_finite_BL = x.detach().to(dtype).isfinite().all(-1)
         wrong = (~is_finite_BL).nonzero().tolist()
         if wrong:
@@ -330,12 +350,15 @@ class LongNetViT(nn.Module):
 
 
 def cells_of(coords: Tensor, tile_size: float) -> Tensor:
-    """The cell of each tile along x and y, (..., 2), float64 on the CPU. NaN and inf stay."""
+    """The grid cell (x, y) in which each tile lies, (..., 2), float64 on the CPU. NaN and inf stay."""
     return (coords.detach().to("cpu", torch.float64) / tile_size).floor()
 
 
 def crowded(coords_L2: Tensor, tile_size: float) -> str | None:
-    """A sentence if a slide has more than twice as many tiles as cells with a tile, or None."""
+    """A warning if a slide's tiles lie in so few cells that tile_size seems wrong, or None.
+
+    This is so if there are more than two tiles for each cell that has a tile.
+    """
     x, y = cells_of(coords_L2, tile_size).unbind(-1)
     num_tiles, num_cells = len(coords_L2), len((x * MOST_TILES_OF_A_SIDE + y).unique())
     if num_tiles < FEWEST_CROWDED or num_tiles <= 2 * num_cells:
@@ -349,7 +372,13 @@ def crowded(coords_L2: Tensor, tile_size: float) -> str | None:
 
 
 def _tile(wrong: Sequence[Sequence[int]], first: int, num_slides: int) -> str:
-    """The name of the first wrong tile. Its slide is numbered only within a batch."""
+    """The name of the first wrong tile, such as "tile 7 of slide 1 (and 2 more)".
+
+    Args:
+        wrong: the slide and the tile of each wrong tile.
+        first: the number of this rank's first tile in the whole slide.
+        num_slides: the size of the batch. A slide is named only if there are several.
+    """
     slide, tile = wrong[0]
     name = f"tile {first + tile}"
     if num_slides > 1:

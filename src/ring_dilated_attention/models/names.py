@@ -11,7 +11,7 @@ INFIXES = ("_fsdp_wrapped_module.", "_fpw_module.", "_checkpoint_wrapped_module.
 
 
 class Mapped(NamedTuple):
-    """The tensors of a checkpoint by a model's names, and the names in the checkpoint that the model does not have."""
+    """The tensors of a checkpoint by a model's names. `left`: the names in the checkpoint that the model does not have."""
 
     state_dict: dict[str, Tensor]
     left: list[str]
@@ -20,8 +20,8 @@ class Mapped(NamedTuple):
 def map_names(state_dict: Mapping[str, Any], model: nn.Module, prefix: str = "") -> Mapped:
     """Rename the tensors of a checkpoint as a model names them. Also returns the names that the model does not have.
 
-    Drops what wrappers add to names (DDP's "module.", torch.compile's "_orig_mod.", FSDP's and fairscale's), and
-    `prefix`, such as "encoder." for a part of a larger model.
+    Wrappers add to names: DDP "module.", torch.compile "_orig_mod.", FSDP and fairscale others. These additions are
+    dropped, and so is `prefix`, such as "encoder." if the model is a part of a larger one.
     """
     expected = {f"{prefix}{name}": name for name in model.state_dict()}
     mapped: dict[str, Tensor] = {}

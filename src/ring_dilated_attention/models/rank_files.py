@@ -1,6 +1,7 @@
-"""Reads checkpoints of which each rank wrote a part, on any number of ranks: safetensors, never a pickle.
+"""Reads checkpoints of which each rank wrote a part: safetensors, never a pickle.
 
-torch.distributed.checkpoint finds the parts that this rank needs. Ranks send no messages to read a checkpoint.
+Any number of ranks can read them. torch.distributed.checkpoint finds the parts that a rank needs, without messages
+between ranks.
 """
 
 import warnings
@@ -13,19 +14,20 @@ from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorage
 
 
 def read_shards(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The checkpoint's tensors with the names, dtypes and shapes of `like`; of a DTensor, this rank's part.
+    """Read from a checkpoint the tensors that `like` names, in the dtypes and shapes of `like`.
 
-    Raises ValueError if the checkpoint lacks a tensor of `like`, has it in another shape, or cannot be read.
+    For a DTensor in `like` only this rank's part is read. Raises ValueError if the checkpoint lacks a tensor, has it in
+    another shape, or cannot be read.
     """
     found = {name: torch.empty_like(x, requires_grad=False) for name, x in like.items()}
     reader = HuggingFaceStorageReader(str(checkpoint))
     try:
-        reader.read_metadata()  # `load` would log a traceback of its errors
+        reader.read_metadata()  # find errors here: `load` would also log a traceback
     except Exception as error:  # a damaged header may raise any error
         raise ValueError(f"{checkpoint} cannot be read: {type(error).__name__}: {error}") from error
     try:
         with warnings.catch_warnings():
-            # the warning says what no_dist=True asks for
+            # torch warns that the call is not distributed, which is just what no_dist=True asks for.
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             load(dict(found), storage_reader=reader, no_dist=True)
     except CheckpointException as error:

@@ -1,4 +1,7 @@
-"""Saves memory by what backward computes again: a layer except its attention, and the loss of some rows at a time."""
+"""Saves memory: the forward keeps fewer tensors, and backward computes them again.
+
+This is done for layers, except their attention, and for the logits of a loss, some rows at a time.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ..attention import save_attention
 
-# The logits of a loss are formed this many at a time, so that a long shard never holds (N, V) of them.
+# The loss computes about this many logits at a time: all (N, V) logits of a long shard would take too much memory.
 LOSS_SLICE_LOGITS = 2**20
-# A slice has at least this many rows: each slice adds a (V, E) gradient of the head, which is slow for few rows.
+# A slice has at least this many rows. Each slice adds its (V, E) gradient to the head's, so many small slices are slow.
 LOSS_SLICE_ROWS = 1024
 
 
@@ -21,7 +24,11 @@ def check_checkpointing(value: bool) -> None:
 
 
 def run_layer(layer: nn.Module, x: Tensor, *more: Any, recompute: bool) -> Tensor:
-    """`layer(x, *more)`. With `recompute` only its input and attention are kept; backward computes the rest again."""
+    """`layer(x, *more)`.
+
+    With `recompute` the forward keeps only the layer's input and the results of its attention. Backward computes the
+    other tensors again.
+    """
     if not (recompute and torch.is_grad_enabled()):
         return layer(x, *more)
     return checkpoint(
@@ -30,7 +37,7 @@ def run_layer(layer: nn.Module, x: Tensor, *more: Any, recompute: bool) -> Tenso
 
 
 def loss_slice_rows(vocab_size: int) -> int:
-    """The number of rows whose logits exist at the same time."""
+    """The number of rows in a slice of a loss. Only the logits of one slice exist at a time."""
     return max(LOSS_SLICE_ROWS, LOSS_SLICE_LOGITS // vocab_size)
 
 
@@ -44,7 +51,7 @@ def sum_in_slices(
 ) -> Tensor:
     """The sum of `loss(x_TE, labels_T)` over slices of T = `rows` rows. Backward computes each slice again.
 
-    is_random: whether the loss draws random numbers, which must be the same when it is computed again.
+    is_random: whether the loss draws random numbers. Backward then draws the same numbers.
     """
     total = x_BNE.new_zeros((), dtype=torch.float32)
     for hidden_and_labels in zip(

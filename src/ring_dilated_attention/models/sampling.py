@@ -45,7 +45,7 @@ class Sampling:
             )
 
     def generators(self, batch: int, device: torch.device) -> list[torch.Generator]:
-        """One generator for each row, so that what a row draws does not depend on the others."""
+        """One generator for each row, so that the tokens drawn for a row do not depend on the other rows."""
         seed = int(torch.randint(2**62, ())) if self.seed is None else int(self.seed)
         return [torch.Generator(device).manual_seed(seed + b) for b in range(batch)]
 
@@ -71,7 +71,7 @@ class Sampling:
     def weights(self, logits_BV: Tensor) -> Tensor:
         """Probabilities (B, V), in float64."""
         wide_BV = logits_BV.double()
-        # Now the largest is 0, so that none becomes inf when divided by a small temperature.
+        # Subtract the largest logit. All are then at most 0, and none becomes inf when divided by a small temperature.
         shifted_BV = wide_BV - wide_BV.amax(-1, keepdim=True)
         return (shifted_BV / float(self.temperature)).softmax(-1)
 
@@ -87,8 +87,8 @@ def generate(
 ) -> Iterator[Tensor]:
     """See `LongNetLM.generate`.
 
-    All arguments are checked before the first prompt is appended. Then each step draws a token for each row from the
-    hidden state of the row's last token, and appends the new token to the caches.
+    All arguments are checked before any prompt is appended to the caches. Then each step makes logits from the hidden
+    state of each row's last token, draws the row's next token, and appends this token to the caches.
     """
     if not is_integer(max_new_tokens) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens!r} must be an integer of at least 0.")
@@ -105,14 +105,14 @@ def generate(
     if caches is None:
         caches = model.make_caches(batch, max_len=max(lengths) + max_new_tokens)
     for cache in caches:  # check before any prompt is appended
-        if cache.batch == batch:  # another batch size is refused by the layer
+        if cache.batch == batch:  # `model.append` refuses caches of another batch size
             check_append(cache.plan, cache.position.tolist(), lengths)
     hidden_BE = prefill(model, pad_sequence(prompts, batch_first=True), lengths, caches)
     generators = sampling.generators(batch, device)
     has_stopped_B = torch.zeros(batch, dtype=torch.bool, device=device)
     stop_S = torch.tensor([int(token) for token in stop], dtype=torch.int64, device=device)
     for step in range(max_new_tokens):
-        # The logits of a row that has stopped mean nothing, and `draw` refuses NaN: any finite number will do.
+        # The logits of a row that has stopped have no meaning. They are set to 0, since `draw` would refuse NaN.
         logits_BV = model.head(hidden_BE).masked_fill(has_stopped_B[:, None], 0)
         drawn_B = sampling.draw(logits_BV, generators)
         yield drawn_B.masked_fill(has_stopped_B, STOPPED)
@@ -129,7 +129,11 @@ def generate(
 def prefill(
     model: "LongNetLM", tokens_BN: Tensor, lengths: Sequence[int], caches: Sequence[DilatedCache]
 ) -> Tensor:
-    """Append prompts of these lengths, slice by slice. Returns the hidden state of each prompt's last token, (B, E)."""
+    """Append prompts to the caches, PREFILL_SLICE tokens at a time.
+
+    lengths: the number of tokens of each prompt; the others in tokens_BN are padding. Returns the hidden state of each
+    prompt's last token, (B, E).
+    """
     last: dict[int, Tensor] = {}
     for start in range(0, max(lengths), PREFILL_SLICE):
         slice_BN = tokens_BN[:, start : start + PREFILL_SLICE]
@@ -148,7 +152,7 @@ def prefill(
 def prompts_of(
     tokens: Tensor | Sequence[Sequence[int] | Tensor], vocab_size: int, device: torch.device
 ) -> list[Tensor]:
-    """Prompts as int64 tensors of one dim. A ValueError for a prompt that is not one or more tokens of the model."""
+    """The prompts as int64 tensors of one dim. Raises ValueError for an empty prompt, and for tokens out of range."""
     remedy = "Pass tokens (batch, N), or a list of prompts. A prompt of bytes is list(prompt)."
     if isinstance(tokens, (str, bytes)) or len(tokens) == 0:
         raise ValueError(f"there is no prompt in tokens={reprlib.repr(tokens)}. {remedy}")

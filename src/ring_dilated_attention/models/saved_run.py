@@ -24,7 +24,7 @@ _NAME = re.compile(r"checkpoint-([0-9]+)")
 
 
 def find_checkpoints(run_folder: Path) -> list[Path]:
-    """The folders of a run that have the name of a checkpoint, the newest first."""
+    """The folders of a run's checkpoints, known by their names, the newest first."""
     found = [path for path in run_folder.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
     return sorted(found, key=step_of, reverse=True)
 
@@ -48,14 +48,14 @@ def step_of(checkpoint: Path) -> int:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The state of a run in a checkpoint. A ValueError names a file that is not as it was written."""
+    """The state of a run, from the state.json of a checkpoint. Raises ValueError if this file is missing or damaged."""
     return dict(_read_state_file(checkpoint)["state"])
 
 
 def check_whole(checkpoint: Path) -> dict[str, Any]:
-    """The state of a run in a checkpoint, after all files of the checkpoint have been verified.
+    """Verify all files of a checkpoint by their sizes and digests. Returns the state of the run from its state.json.
 
-    A ValueError names a file that is not as it was written.
+    Raises ValueError, with the file's name, if one is missing or damaged, or does not belong to the checkpoint.
     """
     content = _read_state_file(checkpoint)
     # torch would read every safetensors file in the folder, so no other file may be there
@@ -100,7 +100,7 @@ def digest(content: dict[str, Any]) -> str:
 
 
 def identity(path: Path) -> dict[str, Any]:
-    """The size and digest of a file."""
+    """The size of a file in bytes, and its sha256."""
     with open(path, "rb") as file:
         return {
             "bytes": path.stat().st_size,

@@ -15,7 +15,9 @@ from .names import map_names
 
 
 def read_weights(path: Path | str) -> dict[str, Tensor]:
-    """The tensors of a .safetensors file or a file of torch.save. They may be nested, under "model" or the like.
+    """The tensors of a .safetensors file, or of a file of torch.save, by name.
+
+    In a file of torch.save they may be nested, as {"model": tensors} or under "state_dict" or "module".
 
     Raises:
         ValueError: for a file that is damaged, needs more than weights_only=True, or holds no tensors by name.
@@ -46,8 +48,12 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
 
 
 def load_tensors(path: Path, *, is_mapped: bool = False) -> Any:
-    """What torch.save wrote. A ValueError refuses unsafe pickles and wrong checksums; damage may raise any error."""
-    is_zip = zipfile.is_zipfile(path)  # torch's older format has no checksums, and cannot be mapped
+    """The content of a file of torch.save. is_mapped: map the file into memory, and do not read it at once.
+
+    Raises ValueError for a pickle that could run code, and for a wrong checksum. A damaged file may raise any error.
+    """
+    # Files of torch's older format are no zip files. They have no checksums, and cannot be mapped.
+    is_zip = zipfile.is_zipfile(path)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped and is_zip)
     except pickle.UnpicklingError as error:
@@ -82,8 +88,8 @@ def load_slide_encoder(
         max_wsi_size, tile_size: as for `segment_lengths_for`; the weights do not tell them.
 
     Raises:
-        ValueError: if the weights are not those of a published size, which alone tells their number of heads, or if
-            some of their numbers are not finite.
+        ValueError: if the weights are not those of a published size. The number of heads is known only for these sizes,
+            since weights do not tell it. Also if some weights are not finite.
     """
     weights = read_weights(path)
     names = {(1, 1, size.embed_dim): name for name, size in PUBLISHED.items()}
@@ -114,7 +120,7 @@ def load_slide_encoder(
             "have a prefix, save them without it"
         )
     for name, x in mapped.state_dict.items():
-        if name.endswith("_extra_state"):  # bytes of a text, not weights
+        if name.endswith("_extra_state"):  # the record of a pattern, as bytes, not weights
             continue
         if not x.is_floating_point():
             raise ValueError(f"{path}: {name} is {x.dtype}, expected floating numbers")

@@ -1,1 +1,4 @@
-"""torchscale's LongNet: its networks with its parameter names, and attention that counts torchscale's zero rows."""
+"""torchscale's LongNet: networks with torchscale's parameter names, and attention with torchscale's padding.
+
+torchscale pads with rows of zeros. They take part in the softmax, as published weights need.
+"""

@@ -7,7 +7,7 @@ from typing import Any
 from ...pattern import DilatedPattern, is_integer
 
 PADDINGS = ("torchscale", "exact")
-# The fields that are settings of torchscale's too, and torchscale's names for them.
+# The fields of TorchscaleConfig that torchscale has among its settings, with torchscale's names for them.
 TORCHSCALE_NAMES = {
     "segment_lengths": "segment_length",
     "dilation_rates": "dilated_ratio",
@@ -17,7 +17,8 @@ TORCHSCALE_NAMES = {
     "ffn_dim": "encoder_ffn_embed_dim",
     "normalize_output": "normalize_output",
 }
-# What every published encoder has. Any other value makes another function or other parameters, and is refused.
+# torchscale's settings that are the same in every published encoder. Any other value changes the function or the
+# parameters, and is refused.
 PUBLISHED_SETTINGS: dict[str, Any] = {
     "decoder_layers": None,
     "encoder_normalize_before": True,
@@ -39,11 +40,12 @@ class TorchscaleConfig:
     """The settings that decide the parameters and the function of a `LongNetEncoder`.
 
     Args:
-        segment_lengths, dilation_rates: the branches; heads read phases by torchscale's blocked rule. For
-            any other pattern pass a `DilatedPattern` in place of both, with padding="exact".
-        normalize_output: a LayerNorm after the last layer. GigaPath's encoders have it, LongViT's has not.
-        padding: "torchscale" counts the zero rows that torchscale pads with, as published weights need. "exact" does
-            not: take it for an encoder of your own.
+        segment_lengths, dilation_rates: the branches, with torchscale's rule for heads (phase="blocked"). For any other
+            pattern pass a `DilatedPattern` in place of both, with padding="exact".
+        normalize_output: whether there is a LayerNorm after the last layer. GigaPath's encoders have it, LongViT's has
+            not.
+        padding: torchscale fills up segments with rows of zeros, which take part in the softmax. "torchscale" counts
+            these rows, as published weights need. "exact" leaves them out: take it for an encoder of your own.
     """
 
     segment_lengths: Sequence[int] | DilatedPattern
@@ -57,7 +59,7 @@ class TorchscaleConfig:
     padding: str = "torchscale"
 
     def __post_init__(self) -> None:
-        pattern = self.pattern  # this refuses bad branches
+        pattern = self.pattern  # making the pattern refuses bad branches
         if isinstance(self.segment_lengths, DilatedPattern):
             if self.dilation_rates or self.padding != "exact":
                 raise ValueError(
@@ -93,13 +95,18 @@ class TorchscaleConfig:
     def from_torchscale(
         cls, settings: Mapping[str, Any], *, padding: str = "torchscale"
     ) -> "TorchscaleConfig":
-        """From torchscale's EncoderConfig, as the dict that `vars` makes of it, or from the keywords that made it.
+        """The config of an encoder that torchscale would make from these settings.
 
-        The settings dropout, attention_dropout, activation_dropout and drop_path_rate are not read: this encoder has
-        no dropout. torchscale's dilated attention has its attention dropout in eval mode too.
+        Four settings are not read, since this encoder has no dropout: dropout, attention_dropout, activation_dropout
+        and drop_path_rate. With attention_dropout torchscale's outputs differ from ours even in eval mode: its dilated
+        attention applies this dropout there too.
+
+        Args:
+            settings: torchscale's names and values: `vars(encoder_config)`, or the keywords of an EncoderConfig.
+            padding: as for `TorchscaleConfig`.
 
         Raises:
-            ValueError: for a setting that no published encoder has, by its name.
+            ValueError: for a setting with a value that no published encoder has, and if the branches are missing.
         """
         for name, published in PUBLISHED_SETTINGS.items():
             value = settings.get(name, published)
@@ -133,7 +140,7 @@ class TorchscaleConfig:
 
 
 def _integers(name: str, text: str) -> list[int]:
-    """Integers from text such as "[1024, 2048]", which torchscale evaluates."""
+    """The integers in a text such as "[1024, 2048]". torchscale's settings may be such texts."""
     try:
         return [int(number) for number in text.strip().strip("[]()").split(",") if number.strip()]
     except ValueError:

@@ -1,9 +1,12 @@
-"""Dilated attention with torchscale's zero rows in the softmax: `dilated_attention`, and a gate on its output.
+"""Dilated attention with torchscale's padding: rows of zeros that take part in the softmax.
+
+A zero row is a key of score 0 and value 0. Query t of head h sees C(t, h) of them. `dilated_attention` computes out and
+lse without the zero rows, and then a gate includes them:
 
     out' = out * sigmoid(lse - log C)         lse' = log(exp(lse) + C)
 
-C(t, h): the number of zero rows (keys of score 0 and value 0) that query t of head h sees. Misaligned branches (see
-`zero_rows.py`) are computed one by one, over rows that are padded with zeros as torchscale pads them.
+In a misaligned branch (see `zero_rows.py`) torchscale moves rows to other positions. Each such branch is computed by a
+call of its own, over rows that are padded with zeros as torchscale pads them.
 
 B batch, N positions of this rank, H heads, G key/value heads, D head dim, P rows of this rank with its zero rows.
 """
@@ -33,11 +36,16 @@ from .zero_rows import (
     padded_segment,
 )
 
-Borders = tuple[int, ...]  # rank c has the positions from borders[c] to borders[c + 1] - 1
+# Where each rank's shard begins: rank c has the positions from borders[c] to borders[c + 1] - 1.
+Borders = tuple[int, ...]
 
 
 class Padding(NamedTuple):
-    """The rows of zeros in a misaligned branch. Each rank pads the segments that end among its rows."""
+    """Where rows lie in a misaligned branch after torchscale has added zero rows to every segment.
+
+    `borders` are the shards of the rows, and `padded_borders` those of the padded rows. A rank adds the zero rows of
+    each segment that ends in its shard.
+    """
 
     branch: Branch
     borders: Borders
@@ -51,26 +59,26 @@ class Padding(NamedTuple):
 
     @property
     def padded_positions(self) -> range:
-        """The positions of this rank's rows among all padded rows, zero rows included."""
+        """This rank's part of the padded rows, zero rows included, as positions among all padded rows."""
         return range(*self.padded_borders[self.ranks.rank : self.ranks.rank + 2])
 
 
 class BranchCall(NamedTuple):
-    """The branches that one call of `dilated_attention` computes, and the zero keys that the call leaves out."""
+    """One call of `dilated_attention`: some branches of the pattern, and the log C that its gate needs."""
 
     pattern: DilatedPattern
-    log_num_zero_keys_NH: (
-        Tensor | None
-    )  # for padded rows, if there is a padding. None if no query sees a zero key
+    # log C; (P, H) if there is a padding. None if the gate is not needed, since C is 0 for every query.
+    log_num_zero_keys_NH: Tensor | None
     padding: Padding | None  # None if the branches are not misaligned
 
 
 def zero_rows(
     pattern: DilatedPattern, num_heads: int, documents: Documents, like: Tensor, ranks: Ranks
 ) -> list[BranchCall]:
-    """Count the zero rows for `torchscale_attention`, whose tensors have the dtype and the device of `like`.
+    """Split a pattern into calls of `dilated_attention`, and count the zero rows that queries see in each call.
 
-    Returns the calls that compute the pattern, for the shards of one sequence. All layers of a model use them.
+    Returns the calls for one sequence, which all layers of a model can use. `like` has the dtype and the device of the
+    queries.
     """
 
     def call_of(
@@ -84,7 +92,7 @@ def zero_rows(
         if length and not pattern.is_causal:  # causal patterns hide the zero rows
             counts_NH = _num_zero_keys(call_pattern, num_heads, length, positions_N)
             if counts_NH is not None:
-                # on the device and in the dtype of lse
+                # the device and the dtype that lse will have
                 logs_NH = counts_NH.log().to(
                     like.device, torch.promote_types(like.dtype, torch.float32)
                 )
@@ -122,15 +130,18 @@ def torchscale_attention(
     """`dilated_attention` with the zero rows that torchscale pads with, as its published weights were trained.
 
     The output is torchscale's, with one exception: torchscale drops a branch whose lse rounds to 0. In float32 this
-    happens where a query sees one zero row, and all its other scores are below about -17. The gradient is the
-    derivative of this forward. torchscale's gradient takes the weights of the branches as constants.
+    happens where a query sees one zero row, and all its other scores are below about -17. The gradient is not
+    torchscale's, which takes the weights of the branches as constants. Here it is the derivative of the forward.
+
+    The arguments parallel and return_lse, the result and the errors are those of `dilated_attention`.
 
     Args:
-        pattern: with phase="blocked", torchscale's rule, and heads="all".
-        counted: what `zero_rows` made for this pattern, sequence and number of heads; by default it is made here.
+        pattern: with phase="blocked", which is torchscale's rule, and heads="all".
+        counted: the calls that `zero_rows` returned for this pattern, sequence and number of heads. By default they are
+            made here.
 
-    parallel, return_lse, the result and the errors are those of `dilated_attention`. If a rate does not divide its
-    segment length, and there are several segments, shards must be contiguous, and the context made without lengths.
+    If a dilation rate does not divide its segment length, and there are several segments, `parallel` must have
+    contiguous shards, and be made without lengths.
     """
     refuse_others("torchscale_attention", others)
     ranks = parallel.ranks if isinstance(parallel, ContextParallel) else ALONE
@@ -148,7 +159,7 @@ def torchscale_attention(
     for call in counted:
         rows = [query, key, value]
         if call.padding is not None:
-            with ranks.refusing():  # if `_pad` fails on one rank, all ranks raise
+            with ranks.refusing():  # if `_pad` raises an error on one rank, all ranks raise it
                 rows = [_pad(x, call.padding) for x in rows]
         q, k, v = rows
         out, lse = dilated_attention(q, k, v, call.pattern, parallel=parallel, return_lse=True)
@@ -165,7 +176,7 @@ def torchscale_attention(
 
 
 def pattern_failure(pattern: DilatedPattern) -> str | None:
-    """Why a pattern is not torchscale's, or None."""
+    """Why torchscale cannot have this pattern, as a text; None if it can."""
     if failure := why_no_pattern(pattern):
         return failure
     if pattern.phase == "blocked" and pattern.heads == "all" and pattern.window is None:
@@ -180,7 +191,10 @@ def pattern_failure(pattern: DilatedPattern) -> str | None:
 def _num_zero_keys(
     pattern: DilatedPattern, num_heads: int, length: int, positions_N: Tensor
 ) -> Tensor | None:
-    """C (N, H), float64 on the CPU, of the queries at these positions. None if the last segments have no zero rows."""
+    """C (N, H), float64 on the CPU: how many zero rows after the last row the queries at these positions see.
+
+    Only queries in the last segment of a branch see such rows. None if no branch has any.
+    """
     counts_NH = torch.zeros(len(positions_N), num_heads, dtype=torch.float64, device="cpu")
     has_zeros = False
     for i, branch in enumerate(pattern.branches):
@@ -211,7 +225,7 @@ def _padding(branch: Branch, documents: Documents, ranks: Ranks) -> Padding:
 
 
 def _pad(x: Tensor, padding: Padding) -> Tensor:
-    """Rows (B, N, ...) with the zero rows after each segment, (B, P, ...)."""
+    """This rank's rows (B, N, ...) with zero rows added after each segment that ends in its shard: (B, P, ...)."""
     padded_positions = padding.padded_positions
     positions_N = _arange(padding.positions, x.device)
     rows_N = padded_position(padding.branch, positions_N) - padded_positions.start
@@ -220,7 +234,7 @@ def _pad(x: Tensor, padding: Padding) -> Tensor:
 
 
 def _without_lone_zeros(lse_BPH: Tensor, padding: Padding) -> Tensor:
-    """lse, with -inf for zero rows that see only themselves: their lse is 0, which torchscale takes for "no key"."""
+    """lse, with -inf at zero rows that see only themselves: their lse is 0, and torchscale drops a branch of lse 0."""
     segment_length, rate, _ = padding.branch
     if segment_length > rate:
         return lse_BPH
@@ -230,7 +244,10 @@ def _without_lone_zeros(lse_BPH: Tensor, padding: Padding) -> Tensor:
 
 
 def _cut(x: Tensor, padding: Padding) -> Tensor:
-    """The rows at this rank's positions, (B, N, ...), from the padded rows (B, P, ...) of all ranks."""
+    """The rows at this rank's positions, (B, N, ...), taken from the padded rows (B, P, ...) of all ranks.
+
+    Position t is here the t-th padded row, as in torchscale, which cuts off the rows beyond the sequence's length.
+    """
     if padding.ranks.world_size == 1:
         return x[:, : padding.borders[-1]]
     return CutAnew.apply(x, padding.ranks, padding.padded_borders, padding.borders)
@@ -241,12 +258,14 @@ def _arange(positions: range, device: torch.device | str) -> Tensor:
 
 
 def _merged(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge partials, each an out (B, N, H, D) and an lse (B, N, H), to one. As `run.merge` does, but not in place, so
-    that autograd can differentiate it."""
+    """Merge the results of several calls: out (B, N, H, D) and lse (B, N, H) over the keys of all calls.
+
+    `run.merge` does the same in place, which autograd cannot differentiate.
+    """
     if len(outs) == 1:
         return outs[0], lses[0]
     all_lses = torch.stack(lses)
-    # Where all partials are empty, the differences would be NaN.
+    # Where a query sees no key in any call, all lse are -inf, and their differences would be NaN.
     is_empty_BNH = (all_lses == -torch.inf).all(0)
     lse_BNH = all_lses.masked_fill(is_empty_BNH, 0).logsumexp(0)
     merged_BNHD = torch.zeros_like(outs[0], dtype=lse_BNH.dtype)
@@ -256,10 +275,10 @@ def _merged(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class CutAnew(torch.autograd.Function):
-    """Moves rows of a sequence between ranks, from shards with the borders `before` to shards with the borders `after`.
+    """Moves rows between ranks, from shards with the borders `before` to shards with the borders `after`.
 
     forward on rank c:    x (B, before[c + 1] - before[c], ...) -> y (B, after[c + 1] - after[c], ...)
-    backward on rank c:   dy -> dx, 0 at positions that no rank has afterwards
+    backward on rank c:   dy -> dx, by the same move back; 0 at positions that no rank has after the forward
     """
 
     @staticmethod
@@ -274,9 +293,10 @@ class CutAnew(torch.autograd.Function):
 
 
 def _cut_anew(x: Tensor, ranks: Ranks, before: Borders, after: Borders, moment: str) -> Tensor:
-    """This rank's rows at the borders `after`. Each rank sends every rank the rows that the other has afterwards.
+    """This rank's rows after the move from the borders `before` to the borders `after`.
 
-    Rows of positions that no rank has before are zeros.
+    Each rank sends to every rank those rows that the other rank has after the move. A position that no rank has before
+    the move gets zeros.
     """
     ranks.check_all_here(moment)
     ranks.agree(x.shape[1], rows_fields(moment, x, 1))
@@ -301,8 +321,10 @@ def _cut_anew(x: Tensor, ranks: Ranks, before: Borders, after: Borders, moment: 
 
 
 def _common(before: Borders, source: int, after: Borders, target: int) -> tuple[int, int]:
-    """The start and stop of the positions that rank `source` has before and rank `target` has afterwards. They are
-    equal if there are no such positions."""
+    """The start and stop of the positions that rank `source` has before the move, and rank `target` after it.
+
+    Start and stop are equal if there are no such positions.
+    """
     start = max(before[source], after[target])
     stop = min(before[source + 1], after[target + 1])
     return start, max(start, stop)

@@ -27,7 +27,8 @@ from ..recompute import check_checkpointing, run_layer
 from .architecture import TorchscaleConfig
 from .gate import torchscale_attention, zero_rows
 
-# A function of (query, key, value, pattern). Other tensors are in a functools.partial, where FSDP does not cast them.
+# The attention of a layer: a function of (query, key, value, pattern). Any other tensors that it needs are bound by
+# functools.partial: FSDP casts the arguments of a module to its dtype, but not bound tensors.
 Attend = Callable[..., Tensor]
 
 # Without gradients the feed-forward computes about this many hidden numbers at a time.
@@ -56,7 +57,7 @@ class SelfAttention(NumberedModule):
         value = self.v_proj(x_BNE).unflatten(-1, heads)
         with called_by(self.parallel, self._number):
             out_BNE = attend(query, key, value, self.pattern).flatten(2)
-        del query, key, value  # without gradients these are two thirds of what this layer holds
+        del query, key, value  # without gradients these are two thirds of the layer's memory
         return self.out_proj(self.inner_attn_ln(out_BNE))
 
 
@@ -78,7 +79,7 @@ class TorchscaleFeedForward(nn.Module):
 
     def _rows(self, x: Tensor) -> Tensor:
         hidden = self.fc1(x)
-        # torchscale too computes GELU in float32.
+        # GELU is computed in float32, as in torchscale.
         wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
         return self.fc2(self.ffn_layernorm(F.gelu(wide).to(hidden.dtype)))
 
@@ -110,14 +111,14 @@ class Layer(nn.Module):
 
 
 class LongNetEncoder(nn.Module):
-    """torchscale's LongNetEncoder: every query sees keys before and after it, and by default torchscale's padding too.
+    """torchscale's LongNetEncoder. Its attention is not causal: a query sees keys before and after it.
 
-    This padding is rows of zeros in the softmax, which published weights need. Without it, an encoder of your own is
-    `LongNetEncoder(TorchscaleConfig(DilatedPattern(...), padding="exact"))`.
+    By default rows of zeros, with which torchscale pads segments, take part in the softmax. Published weights need
+    them. An encoder of your own does not: `LongNetEncoder(TorchscaleConfig(DilatedPattern(...), padding="exact"))`.
 
     Args:
-        config: the settings; `TorchscaleConfig.from_torchscale` reads those of torchscale.
-        parallel: inputs and outputs are then the local shards of sequences that the ranks hold together.
+        config: the settings. `TorchscaleConfig.from_torchscale` makes a config from torchscale's settings.
+        parallel: the ranks that share the sequences. Inputs and outputs are then this rank's shards.
         activation_checkpointing: keep only each layer's input and attention, and recompute the rest in backward.
     """
 
@@ -152,8 +153,8 @@ class LongNetEncoder(nn.Module):
         """Embeddings (B, N, E) to states (B, N, E).
 
         Args:
-            collect: a function of states (B, N, E). The forward then returns a list: the function's values for the
-                embeddings and for each layer's output, before the last LayerNorm.
+            collect: a function of a tensor (B, N, E), such as a mean over N. If given, it is called on the embeddings
+                and on each layer's output, before the last LayerNorm. The forward then returns the list of its values.
 
         Raises:
             ValueError: for input that does not fit, on every rank of `parallel`.
@@ -186,7 +187,8 @@ class LongNetEncoder(nn.Module):
 
     def _why_not(self, embeddings: Any) -> str | None:
         """Why this rank's embeddings do not fit, or None."""
-        is_meta = getattr(embeddings, "is_meta", False)  # forecasts use tensors without data
+        # Forecasts of memory run the encoder on tensors without data.
+        is_meta = getattr(embeddings, "is_meta", False)
         if not is_meta and (failure := why_not_dense(embeddings=embeddings)):
             return failure
         if not embeddings.is_floating_point():

@@ -1,14 +1,18 @@
 """Where torchscale pads a sequence with rows of zeros, and how many of them a query sees. Integers only.
 
 torchscale (microsoft/torchscale, component/dilated_attention.py) cuts a sequence of L positions into segments of
-w = min(segment_length, L). It fills up the last segment to w with zero rows, and then each segment to a multiple of r.
-So a query sees m = ceil(w / r) rows of its phase. A zero row has score 0 and value 0, and takes part in the softmax.
-(Causal patterns hide zero rows: they come last.)
+w = min(segment_length, L) positions. It fills up the last segment to w with zero rows. Then it fills up every segment
+to a multiple of the dilation rate r. A head reads the rows of one phase, every r-th row of a segment. So each query
+sees m = ceil(w / r) rows, zero rows included. A zero row has score 0 and value 0, and takes part in the softmax. (In a
+causal pattern no query sees zero rows: they come last.)
 
-A branch is called *misaligned* here if r does not divide w and there are several segments. Each segment then has w
-positions but takes m * r places in the output, and torchscale does not move the rows back: the rows of segment i come
-out i * (m * r - w) positions later, and rows beyond L are lost. The places between hold the outputs of the zero rows.
-So a misaligned branch is an aligned one, with segments of m * r, over the *padded* rows.
+A branch is called *misaligned* here if r does not divide w and there are several segments. Example: w = 5, r = 2 and
+L = 10. Each segment of 5 rows is padded to 6, and torchscale does not remove the padding from the output. So the rows
+of the second segment, at positions 5 to 9, come out at 6 to 10. Position 5 gets the output of a zero row, and the row
+at 10 is lost, since the output is cut to L rows.
+
+In general segment i comes out i * (m * r - w) positions later. So a misaligned branch is computed as an aligned one,
+with segments of m * r rows, over the *padded* rows: the rows of the sequence with the zero rows between them.
 """
 
 from typing import TypeVar
@@ -21,7 +25,7 @@ Position = TypeVar("Position", int, Tensor)
 
 
 def is_misaligned(branch: Branch, length: int) -> bool:
-    """Whether rows of a sequence of this length come out at other positions."""
+    """Whether torchscale moves rows of a sequence of this length to other positions (see above)."""
     return branch.segment_length % branch.dilation_rate != 0 and length > branch.segment_length
 
 
@@ -31,19 +35,21 @@ def padded_segment(branch: Branch) -> int:
 
 
 def padded_position(branch: Branch, position: Position) -> Position:
-    """The position among the padded rows of a misaligned branch that a row of the sequence gets."""
+    """The position among the padded rows of a misaligned branch of the row at this position in the sequence."""
     num_zeros = padded_segment(branch) - branch.segment_length
     return position + position // branch.segment_length * num_zeros
 
 
 def last_segment_start(branch: Branch, length: int) -> int:
-    """The position where the last segment begins. If the branch is not misaligned, only queries from there on see zero
-    rows."""
+    """The position where the last segment begins.
+
+    If the branch is not misaligned, only the last segment has zero rows.
+    """
     return (length - 1) // branch.segment_length * branch.segment_length
 
 
 def num_zero_keys(branch: Branch, length: int, phase: int) -> int:
-    """How many zero rows a query of this phase sees in the last segment."""
+    """How many zero rows a query in the last segment sees, if its head reads this phase."""
     segment_length = min(branch.segment_length, length)
     num_rows = length - last_segment_start(branch, length)
     num_seen = -(-segment_length // branch.dilation_rate)
