@@ -11,7 +11,7 @@ INFIXES = ("_fsdp_wrapped_module.", "_fpw_module.", "_checkpoint_wrapped_module.
 
 
 class Mapped(NamedTuple):
-    """The tensors of a checkpoint by a model's names. `left`: the names in the checkpoint that the model does not have."""
+    """The tensors of a checkpoint by a model's names. `left`: the names in the checkpoint that the model lacks."""
 
     state_dict: dict[str, Tensor]
     left: list[str]

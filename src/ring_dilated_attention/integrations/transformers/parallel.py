@@ -104,7 +104,7 @@ class ShardedForward:
         self.num_labels: int | Tensor = 0  # the number of labels in the whole sample
         self.local_sum: Any = None  # the sum of the losses of this rank's labels
         self.largest_position: Any = None  # the largest position of the whole sequence
-        # if AS_TRAINED replaced the attention of configs: each config, and the attention that it had
+        # If `context_parallel` switched the model to AS_TRAINED: each config, and its attention before that.
         self.attention_before: list[tuple[Any, str]] = []
         self.attention = model.config._attn_implementation  # the attention that forwards must have
         decoder = model.get_decoder()
