@@ -201,7 +201,7 @@ class LongNetLM(nn.Module):
         stop: Collection[int] = (),
         caches: Sequence[DilatedCache] | None = None,
     ) -> Iterator[Tensor]:
-        """Continue prompts. Yields (B,) int64 again and again: the next token of each of the B prompts.
+        """Continue B prompts: yield (B,) int64, the next token of each prompt, then the one after it, and so on.
 
         Memory and time per token do not grow with length.
 

@@ -91,6 +91,6 @@ def switch_attention(model: Any, name: str) -> list[tuple[Any, str]]:
         for config, implementation in before:
             config._attn_implementation = implementation
         raise ValueError(
-            f"{type(model).__name__} chooses its attention itself, past transformers' interface. Use another model."
+            f"{type(model).__name__} chooses its attention itself, not by transformers' interface. Use another model."
         )
     return before

@@ -254,9 +254,9 @@ def _check_loss(model: nn.Module, output: Any) -> None:
     expected = F.cross_entropy(row, row.new_tensor(OWN_LABEL).long())
     if loss is None or not torch.isclose(loss, expected, rtol=1e-4, atol=1e-6, equal_nan=True):
         raise ValueError(
-            f"the loss of {type(model).__name__} for one label is {loss}, and the cross-entropy of its logits is "
-            f"{expected}: ranks compute no other loss. Leave out what adds to it (output_router_logits, a "
-            "loss_function), or call the model without labels and use parallel.mean_loss."
+            f"the loss of {type(model).__name__} for one label is {loss}, but the cross-entropy of its logits is "
+            f"{expected}. Over ranks only the cross-entropy is computed. Leave out terms that the model adds to it "
+            "(output_router_logits, a loss_function), or call the model without labels and use parallel.mean_loss."
         )
 
 

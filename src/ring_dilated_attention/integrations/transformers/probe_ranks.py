@@ -172,8 +172,8 @@ def _check_halves(name: str, model: Any, sharded: Callable[[Any, Any], Any]) -> 
                 )
         if result is None:
             raise UnfitError(
-                f"{name}: attention is given other rows by two ranks than by one, so that ranks would compute another "
-                "function. Use another model, or compute it on one device."
+                f"{name}: on two ranks its attention is given other rows than on one device, so that ranks would "
+                "compute another function. Use another model, or compute it on one device."
             )
         for field, value in result.items():
             if isinstance(value, Tensor) and not _is_half(value, whole_result[field], rank):

@@ -52,7 +52,7 @@ def whole_sample(model: Any, parallel: ContextParallel, arguments: dict[str, Any
     ids = arguments.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         raise ValueError(
-            "under context_parallel a model needs input_ids, (batch, N), the whole of them."
+            "under context_parallel pass input_ids of shape (batch, N): whole sequences on every rank."
         )
     num_positions = ids.shape[1]
     lengths = parallel.cut.default_lengths(num_positions)

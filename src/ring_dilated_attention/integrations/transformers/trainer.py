@@ -83,8 +83,8 @@ class SameSample:
                 sampler.process_index = groups.index(min(members))
                 return loader
         raise ValueError(
-            f"samples are dealt by a {type(loader).__name__}, which takes no groups of ranks: pass Trainer "
-            'accelerator_config={"dispatch_batches": False}.'
+            f"Trainer uses a {type(loader).__name__}, which cannot give the same samples to a group of ranks: pass "
+            'Trainer accelerator_config={"dispatch_batches": False}.'
         )
 
     def _evaluated(self, loader: Any) -> Any:
