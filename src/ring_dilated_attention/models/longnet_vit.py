@@ -26,7 +26,8 @@ from .torchscale.networks import LongNetEncoder
 DILATION_RATES = (1, 2, 4, 8, 16)
 NUM_HEADS = 16
 FEWEST_CROWDED = 16  # no warning for a slide of fewer tiles: they may rightly lie in few cells
-MOST_TILES_OF_A_SIDE = 2**31  # no pattern takes a segment of more than 2**62 tiles, the square
+# A square slide then has at most 2**62 tiles. This is the longest segment that a pattern takes.
+MOST_TILES_OF_A_SIDE = 2**31
 
 
 class PublishedSize(NamedTuple):
@@ -293,7 +294,7 @@ class LongNetViT(nn.Module):
         }
         tile_counts = ranks.handshake(num_own, fields, failure)
         ranks.warn_of_uneven(tile_counts)
-        # Rank 0 has one position more than tiles, the class token: do not warn of it.
+        # Rank 0 also holds the class token, so it has one position more than tiles: do not warn of this.
         ranks.expect_lengths((tile_counts[0] + 1, *tile_counts[1:]))
         if not sum(tile_counts):
             raise ValueError(
