@@ -1,1 +1,4 @@
-"""`python -m benchmarks`: cases that measure, each with a correctness gate, a JSON record and a table made from it."""
+"""`python -m benchmarks`: a case measures one thing, such as time against length, after a check of correctness.
+
+Each case writes a JSON record. Tables and pages are made from the records.
+"""

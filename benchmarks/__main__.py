@@ -1,8 +1,8 @@
-"""`python -m benchmarks CASE ...`, from a clone."""
+"""Runs `python -m benchmarks CASE ...`, in a clone of the repository."""
 
 import sys
 
-if __name__ == "__main__":  # not in the processes that a case starts
+if __name__ == "__main__":  # false in the processes that a case starts: they import this file
     from .command import main
 
     sys.exit(main())

@@ -39,7 +39,8 @@ from .record import (
     write_record,
 )
 
-# Each case has a SUMMARY, MINUTES, settings FULL and QUICK, `run(settings, step)`, which makes rows, and `table(rows)`.
+# Each case is a module with a SUMMARY, the MINUTES that it takes, and two settings, FULL and QUICK. Its
+# `run(settings, step)` returns the rows of the record, and its `table(rows)` makes text of them.
 CASES: dict[str, ModuleType] = {
     "flops": flops,
     "linear": linear,
@@ -52,7 +53,7 @@ CASES: dict[str, ModuleType] = {
     "main_job": main_job,
     "peers": peers,
 }
-# What makes the table of each record.
+# The function that makes a table of a record's rows, by the name of the case.
 TABLES = {name: case.table for name, case in CASES.items()}
 TABLES |= {"gpu": parts.table, "multi_gpu": parts.table}
 RESULTS = Path(__file__).with_name("results")
@@ -170,7 +171,7 @@ def run(arguments: argparse.Namespace) -> int:
 def check(
     arguments: argparse.Namespace, names: Sequence[str], folder: Path, *, is_kept: bool
 ) -> None:
-    """Raise ValueError, before anything is measured, for what cannot be run or written."""
+    """Raise ValueError, before anything is measured, if a case cannot be run, or a record or page not be written."""
     for name in names:
         if name not in CASES:
             raise ValueError(f"unknown case {name!r}; choose from {', '.join(CASES)}")
@@ -202,7 +203,7 @@ def check(
 
 
 def check_can_hold(folder: Path) -> None:
-    """Raise ValueError unless the folder, or the nearest of its parents that is there, takes new files."""
+    """Raise ValueError unless new files can be written to the folder. If it does not exist, its parents are checked."""
     for path in (folder, *folder.parents):
         if path.exists():
             break

@@ -1,4 +1,4 @@
-"""Dense attention against a fixed pattern, length by length: below which length dense attention is the faster call."""
+"""Dense attention and a fixed pattern at several lengths: below which length is dense attention faster?"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -56,7 +56,10 @@ def _row(
 
 
 def first_faster(speed_up: Mapping[int, float]) -> int | None:
-    """The smallest measured length from which on the pattern is faster at every measured length."""
+    """The smallest measured length such that the pattern is faster there and at all greater ones, or None.
+
+    speed_up: at each length, the time of dense attention over the pattern's.
+    """
     first = None
     for n, factor in sorted(speed_up.items(), reverse=True):
         if factor <= 1:

@@ -1,6 +1,6 @@
-"""What the GPU cases ask of a device. On a CPU, which stands in at tiny sizes, the same questions have humbler answers.
+"""Time, memory and kernels of calls on a GPU. With `--quick` the same functions measure tiny sizes on a CPU.
 
-Nothing else in `python -m benchmarks` calls torch.cuda, so this is what a first run on a GPU has to prove.
+All measuring by torch.cuda is in this file. So it is the part of the benchmarks that only a run on a GPU can test.
 """
 
 import os
@@ -21,7 +21,7 @@ from ring_dilated_attention.ranks.processes import recorded_waits
 
 from .measure import allocated
 
-# What nvidia-smi is asked: the clocks as the case leaves them, and what limits them.
+# The fields of nvidia-smi for a record: the clocks at the end of a case, and the limits on them.
 _QUESTIONS = (
     "driver_version",
     "clocks.sm",
@@ -33,19 +33,19 @@ _QUESTIONS = (
 
 
 def synchronize(device: str) -> None:
-    """Wait for the device. Raises what went wrong on it since."""
+    """Wait until the device is idle. Raises the errors of the kernels that ran on it."""
     if device != "cpu":
         torch.cuda.synchronize(device)
 
 
 def release(device: str) -> None:
-    """Give cached memory back, so that what comes next is not short of it."""
+    """Give back the memory that torch has cached, so that the next measurement can use it."""
     if device != "cpu":
         torch.cuda.empty_cache()
 
 
 class Mark:
-    """A moment in the device's own time: on a GPU an event in its stream, which the host does not wait for."""
+    """A moment in the work of a device. On a GPU this is an event in its stream: the host does not wait for it."""
 
     def __init__(self, device: str) -> None:
         self._event = None if device == "cpu" else torch.cuda.Event(enable_timing=True)
@@ -54,14 +54,14 @@ class Mark:
         self._time = time.perf_counter()
 
     def since(self, start: "Mark") -> float:
-        """Seconds; on a GPU to be asked after `synchronize`."""
+        """The seconds from `start` to this mark. On a GPU call `synchronize` before."""
         if self._event is None or start._event is None:
             return self._time - start._time
         return start._event.elapsed_time(self._event) / 1000
 
 
 def peak_bytes(device: str, function: Callable[[], object]) -> int:
-    """What a function takes from torch's allocator at its peak, beyond what was held before."""
+    """The peak of the bytes that torch has allocated while a function runs, less those allocated before it."""
     if device == "cpu":
         return allocated(function).peak_bytes
     synchronize(device)
@@ -73,7 +73,7 @@ def peak_bytes(device: str, function: Callable[[], object]) -> int:
 
 
 class Kernel(NamedTuple):
-    """What ran on the device under one name, copies and fills included."""
+    """All launches of one kernel in a call. Copies and fills of memory count as kernels too."""
 
     name: str
     launches: int
@@ -81,7 +81,11 @@ class Kernel(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """One call: what the device ran, the longest first (nothing on a CPU), and which of torch's attention ops."""
+    """What the profiler found in one call.
+
+    `kernels`: what ran on the GPU, the longest first; empty on a CPU. `attention_ops`: torch's attention ops that were
+    called, by name.
+    """
 
     kernels: tuple[Kernel, ...]
     attention_ops: tuple[str, ...]
@@ -92,7 +96,7 @@ class Profile(NamedTuple):
 
 
 def profiled(device: str, function: Callable[[], object]) -> Profile:
-    # else it writes to stderr when it starts and stops
+    # Without this the profiler writes to stderr when it starts and stops.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU] + ([] if device == "cpu" else [ProfilerActivity.CUDA])
     with profile(activities=activities) as found:
@@ -116,14 +120,14 @@ def profiled(device: str, function: Callable[[], object]) -> Profile:
 
 
 def meet(parallel: ContextParallel) -> None:
-    """All ranks go on together. Whoever waits leaves the core to whoever is alone."""
+    """Wait for all ranks, so that they go on together. A waiting rank does not use its core."""
     parallel.ranks.handshake(0, {"call": "start together"})
 
 
 def timed(
     device: str, parallel: ContextParallel, action: Callable[[], object], *, repeats: int = 5
 ) -> float:
-    """The median seconds of an action that all ranks begin together. The first one warms up."""
+    """The median seconds of `repeats` runs of an action, after one to warm up. All ranks begin each run together."""
     seconds = []
     for _ in range(1 + repeats):
         meet(parallel)
@@ -135,10 +139,11 @@ def timed(
 
 
 def exposed(device: str, parallel: ContextParallel, step: Callable[[], object]) -> dict[str, float]:
-    """The seconds of a step, and those in which this rank did nothing but exchange messages.
+    """The seconds of a step, and its "exposed" seconds: those in which this rank only exchanged messages.
 
-    On gloo these are the waits of the process. Waits of NCCL do not stop a process, and the profiler tells when the
-    device ran kernels of NCCL alone. Handshakes go over gloo in both cases.
+    With gloo the process itself waits for messages, and these waits are the exposed seconds. With NCCL the process does
+    not wait. There exposed seconds are those in which the device ran kernels of NCCL and no others, by the profiler.
+    Handshakes go over gloo in both cases, and are exposed too.
     """
     meet(parallel)
     with recorded_waits(parallel.ranks) as waits:
@@ -155,7 +160,8 @@ def exposed(device: str, parallel: ContextParallel, step: Callable[[], object]) 
     if device == "cpu":
         return found
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        meet(parallel)  # the profilers of the ranks do not begin at the same time
+        # The profilers of the ranks start at different times. Begin the step together.
+        meet(parallel)
         step()
         synchronize(device)
     assert profiled.profiler is not None
@@ -169,7 +175,10 @@ def exposed(device: str, parallel: ContextParallel, step: Callable[[], object]) 
 
 
 def uncovered(spans: Iterable[tuple[int, int]], covers: Iterable[tuple[int, int]]) -> int:
-    """The time in which one span lasts at least, and no cover."""
+    """The total time that is within a span, and within no cover. Both are (begin, end), and may overlap.
+
+    Example: the span (0, 10) and the cover (4, 6) leave 8.
+    """
     events = sorted(
         (moment, kind, change)
         for kind, given in enumerate((spans, covers))
@@ -185,14 +194,17 @@ def uncovered(spans: Iterable[tuple[int, int]], covers: Iterable[tuple[int, int]
 
 
 class Ceilings(NamedTuple):
-    """The most that was measured on this device: of a matrix product, and of a copy (bytes read and written)."""
+    """The highest rates measured on this device: FLOPs of a matrix product, and bytes read plus written of a copy."""
 
     flops_per_second: float
     bytes_per_second: float
 
 
 def ceilings(device: str, dtype: torch.dtype, *, rows: int = 8192, repeats: int = 10) -> Ceilings:
-    """A rows x rows product and a copy of 16 such matrices (2 GiB for 8,192 rows of 16 bits), the best of `repeats`."""
+    """Measure a product of two rows x rows matrices, and a copy of 16 such matrices. The best of `repeats` counts.
+
+    With 8,192 rows of 16-bit numbers the copy has 2 GiB.
+    """
     x, y = (torch.randn(rows, rows, device=device, dtype=dtype) for _ in range(2))
     source = torch.randn(16, rows, rows, device=device, dtype=dtype)
     target = torch.empty_like(source)
@@ -203,7 +215,7 @@ def ceilings(device: str, dtype: torch.dtype, *, rows: int = 8192, repeats: int 
 
 def _times(device: str, function: Callable[[], object], repeats: int) -> list[float]:
     marks = []
-    for _ in range(1 + repeats):  # the first warms up
+    for _ in range(1 + repeats):  # the first run warms up
         marks.append(Mark(device))
         function()
     marks.append(Mark(device))
@@ -212,7 +224,7 @@ def _times(device: str, function: Callable[[], object], repeats: int) -> list[fl
 
 
 def describe() -> dict[str, Any]:
-    """The GPU, its driver and its libraries, for a record."""
+    """The name and properties of the GPU, its driver and its libraries, for a record."""
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "name": found.name,

@@ -1,7 +1,8 @@
-"""Error against the number of ranks: the same call on 1 to 64 simulated ranks, each against one device in float64.
+"""Error against the number of ranks. The same call runs on 1 to 64 simulated ranks, and on one device in float64.
 
-Inputs are rounded to the dtype before both. Simulated ranks run the plans, the merges and the messages of real ones.
-The call in float64 passes the gate against the definition, as the calls in other dtypes do.
+Both calls get the same inputs, rounded to the dtype of the ranks. Simulated ranks run in one process: their plans,
+merges and messages are those of real ranks. All calls, also the one in float64, are compared with the definition at a
+small size (the gate).
 """
 
 from collections.abc import Callable
@@ -88,7 +89,7 @@ def _row(
 def _call(
     case: Case, rounded: torch.dtype, dtype: torch.dtype, parallel: ContextParallel | None
 ) -> dict[str, Tensor]:
-    """out, lse and gradients of inputs that were rounded to one dtype, computed in another."""
+    """Compute out, lse and gradients in `dtype`, from inputs that were first rounded to the dtype `rounded`."""
     inputs, dout, _ = make_inputs(case, rounded)
     query, key, value = leaves = [x.to(dtype).requires_grad_() for x in inputs]
     out, lse = dilated_attention(

@@ -1,4 +1,4 @@
-"""What a fresh process pays: CPU seconds of the import and of the first call, and the time of a small call after it."""
+"""The costs in a fresh process: CPU seconds of the import and of the first call, and the time of a later small call."""
 
 import json
 import subprocess
@@ -16,7 +16,8 @@ from .record import branches, markdown, tensors
 
 SUMMARY = "CPU seconds of the import and of the first call; a small call's time"
 MINUTES = 1
-# What a user's script would do, and nothing else. It has one thread, so that a small call's time is the host's.
+# A user's smallest script. It has one thread, so that the time of a small call is the time of Python and torch around
+# the kernels.
 SCRIPT = """
 import json, sys, time
 seq_len, num_heads, head_dim, lengths, rates, num_calls = json.loads(sys.argv[1])
@@ -45,7 +46,7 @@ NAMES = ("import_torch", "import", "first_call", "small_forward")
 class Settings(NamedTuple):
     processes: int = 9
     num_calls: int = 101
-    # So short that a call is the host's work: preparing, dispatching, merging.
+    # So short that a call is mostly preparing, dispatching and merging, not attention.
     sizes: Sizes = Sizes(64, 4, 16)
     branches: tuple[tuple[int, ...], tuple[int, ...]] = ((32, 64), (1, 2))
 

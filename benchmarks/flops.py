@@ -1,9 +1,14 @@
-"""The share of the FLOP-bound speed-up over dense attention that is kept (NATTEN's measure).
+"""How much of the possible speed-up over dense attention is reached (NATTEN's measure).
 
-share = (time of dense / our time) * (our FLOPs / FLOPs of dense), where dense is torch's attention at the same length.
+A pattern needs fewer FLOPs than dense attention, say a quarter. Then it could be 4 times as fast. If it is 3 times as
+fast, its share is 75%:
 
-Torch's causal CPU kernel computes whole blocks of 512 keys, so part of a causal row is lost to work that no pair needs,
-and more of it in short segments than in dense attention. That part is known from the plan, and reported by itself.
+    share = (time of dense / our time) * (our FLOPs / FLOPs of dense)
+
+Dense is torch's attention at the same length.
+
+Torch's causal CPU kernel computes whole blocks of 512 keys, also the parts of blocks that the mask hides. In short
+segments this loss is greater than in dense attention. It is computed from the plan, and has a column of its own.
 """
 
 from collections.abc import Callable
@@ -78,13 +83,13 @@ def _rows(
     ours: list[Times],
     passed: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    """One row for the forward, and one for both ways."""
+    """Two rows: one for the forward, one for forward and backward."""
     plan = _plan(pattern, sizes)
     dense_plan = _plan(DilatedPattern((sizes.seq_len,), (1,), is_causal=pattern.is_causal), sizes)
     ratio = plan.pairs / dense_plan.pairs
     rounding = computed_pairs(plan) / plan.pairs
     dense_rounding = computed_pairs(dense_plan) / dense_plan.pairs
-    # what would be left of the share if rounding were the only loss
+    # the share if whole blocks of keys were the only loss
     kept = dense_rounding / rounding
     rows = []
     for stage in ("forward", "forward + backward"):
@@ -109,7 +114,10 @@ def _rows(
 
 
 def computed_pairs(plan: Plan) -> int:
-    """(query, key) pairs that torch's CPU kernel computes: causal tiles in whole blocks of keys."""
+    """The number of (query, key) pairs that torch's CPU kernel computes for a plan.
+
+    A tile is a block of queries x keys. In a causal tile the kernel computes whole blocks of keys.
+    """
     total = 0
     for tile in [*plan.local, *(tile for hop in plan.hops for tile in hop.tiles)]:
         if tile.mask != sight.FULL:
@@ -120,7 +128,10 @@ def computed_pairs(plan: Plan) -> int:
 
 
 def causal_pairs(num_rows: int) -> int:
-    """Pairs of one causal square: for each block of queries the keys up to its end, rounded up to blocks of keys."""
+    """The number of pairs that the kernel computes for num_rows queries and as many keys, under a causal mask.
+
+    For each block of queries these are the keys up to the block's end, rounded up to whole blocks of keys.
+    """
     block = query_block(num_rows)
     total = 0
     for start in range(0, num_rows, block):

@@ -1,4 +1,7 @@
-"""No speed without a green gate: the same branches, heads and dtype at a small size, checked against the definition."""
+"""The gate: before a call is timed, the same branches, heads and dtype are checked at a small size.
+
+The result is compared with the definition of dilated attention. If the error is too large, nothing is timed.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +19,11 @@ SMALL = 256
 
 
 class GateError(AssertionError):
-    """The call whose speed was to be measured computes something else, or a case missed a target that it must hold."""
+    """A call that was to be timed gives wrong results, or a case misses a target that it must reach."""
 
 
 def small_case(sizes: Sizes, pattern: DilatedPattern) -> Case:
-    """The same call at about SMALL positions, sequence and segments divided by one number."""
+    """The same call at about SMALL positions. Sequence and segments are divided by the same number."""
     small, seq_len = scaled_down(pattern, sizes.seq_len, SMALL)
     heads = sizes.num_heads
     return Case("the gate", small, seq_len, sizes.batch, heads, heads, sizes.head_dim)
@@ -35,7 +38,7 @@ def gate_squares(
     device: str = "cpu",
     through_lse: bool = True,
 ) -> Squares:
-    """One rank's part of the gate."""
+    """One rank's part of the gate: sums of squares of its errors and of the expected values."""
     return measure(
         small_case(sizes, pattern), sizes.dtype, backend, device, parallel, through_lse=through_lse
     )
@@ -48,7 +51,9 @@ def gate(
     *,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """What goes into a row. `ranks` holds every rank's part; None measures here, on one CPU.
+    """Check a call at a small size. Returns the entry "gate" of a record's row.
+
+    ranks: the parts of all ranks, from `gate_squares`. None computes the call in this process, on the CPU.
 
     Raises:
         GateError: if the tolerance is exceeded.
@@ -61,7 +66,7 @@ def gate(
 def judged(
     case: Case, dtype: torch.dtype, ranks: Sequence[Squares], *, device: str = "cpu"
 ) -> dict[str, Any]:
-    """The gate of a call that was measured by all its ranks. Raises GateError if the tolerance is exceeded."""
+    """The entry "gate" of a row, from the parts of all ranks. Raises GateError if the tolerance is exceeded."""
     result = worst([case], dtype, [[squares] for squares in ranks], device)
     if not result.passed:
         raise GateError(

@@ -1,4 +1,4 @@
-"""Time against length at a fixed pattern: the exponent of a power law, which should be 1."""
+"""Time against length at a fixed pattern. Time grows as length to the power of an exponent, which should be 1."""
 
 import math
 import statistics
@@ -46,7 +46,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
 
 
 def exponent(seconds_at: dict[int, float]) -> float:
-    """The slope of log time over log length, by least squares."""
+    """The exponent: the slope of log(time) over log(length), by least squares. seconds_at: the time at each length."""
     x = [math.log(n) for n in seconds_at]
     y = [math.log(t) for t in seconds_at.values()]
     return statistics.linear_regression(x, y).slope

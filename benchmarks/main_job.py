@@ -1,4 +1,7 @@
-"""The main job, `make run` after its installation: seconds of training, bits per byte, and seconds of longer.py."""
+"""The main job, `make run` without the installation: train a small model, then run examples/longer.py with it.
+
+Measures the seconds of training, the model's bits per byte, and the seconds of longer.py.
+"""
 
 import json
 import subprocess
@@ -21,8 +24,8 @@ LONGER = Path(__file__).parents[1] / "examples" / "longer.py"
 
 
 class Settings(NamedTuple):
-    options: str = ""  # of `rda train --ranks 2`
-    lengths: tuple[int, ...] = (8192, 32_768, 131_072)  # of longer.py
+    options: str = ""  # further options of `rda train --ranks 2`
+    lengths: tuple[int, ...] = (8192, 32_768, 131_072)  # for longer.py
 
 
 FULL = Settings()

@@ -1,4 +1,4 @@
-"""Seconds, and the exact peak of torch's allocator. One place for what a clock and a profiler are asked."""
+"""Measures calls on the CPU: seconds by the clock, and by the profiler the peak memory and the bytes sent."""
 
 import os
 import statistics
@@ -24,12 +24,13 @@ from ring_dilated_attention.plan.sharding import ShardSpec, make_shards
 from ring_dilated_attention.ranks.context import ContextParallel
 from ring_dilated_attention.ranks.watching import Worker
 
-# What the profiler calls the elements of a message. Control messages are int64 and uint8, and not counted.
+# The bytes of an element, by the profiler's name of its dtype. Messages of int64 and uint8 control the exchange: they
+# are not counted.
 _ITEMSIZE = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2}
 
 
 class Sizes(NamedTuple):
-    """Of query, key and value; the same on every rank."""
+    """The sizes of query, key and value of a call. seq_len is the whole sequence's, over all ranks."""
 
     seq_len: int
     num_heads: int
@@ -42,7 +43,7 @@ class Sizes(NamedTuple):
 
 
 def call_json(sizes: Sizes, pattern: DilatedPattern) -> dict[str, Any]:
-    """How a row about a call begins."""
+    """The entries of a record's row that describe a call."""
     branches = {
         "segment_lengths": pattern.segment_lengths,
         "dilation_rates": pattern.dilation_rates,
@@ -62,19 +63,19 @@ class Times(NamedTuple):
 
 
 def seconds_of(times: Iterable[Times], stage: str) -> list[float]:
-    """stage: "forward", or anything else for both ways."""
+    """The seconds of a stage: "forward" for the forward alone, any other text for forward and backward."""
     return [t.forward if stage == "forward" else t.both for t in times]
 
 
 class Allocated(NamedTuple):
-    """What a function took from torch's CPU allocator at its peak, inputs excluded, and the bytes of data it sent."""
+    """The peak of the memory that a function allocated, without its inputs, and the bytes of data that it sent."""
 
     peak_bytes: int
     sent_bytes: int
 
 
 def dense_call(sizes: Sizes, *, is_causal: bool) -> Callable[[], Times]:
-    """Torch's attention on the same tensors: forward and backward, timed."""
+    """A function that runs and times one forward and backward of torch's attention, on random tensors."""
     inputs, dout = make_tensors(sizes)
 
     def forward() -> Tensor:
@@ -87,7 +88,10 @@ def dense_call(sizes: Sizes, *, is_causal: bool) -> Callable[[], Times]:
 def dilated_call(
     sizes: Sizes, pattern: DilatedPattern, parallel: ContextParallel | None = None
 ) -> Callable[[], Times]:
-    """`dilated_attention`: forward and backward, timed. Under `parallel`, on this rank's shard of the sequence."""
+    """A function that runs and times one forward and backward of `dilated_attention`, on random tensors.
+
+    Under `parallel` the tensors are this rank's shard of the sequence.
+    """
     inputs, dout = make_tensors(sizes, parallel)
     return lambda: _time(lambda: attend(inputs, pattern, parallel), inputs, dout)
 
@@ -104,7 +108,7 @@ def attend(
 def make_tensors(
     sizes: Sizes, parallel: ContextParallel | None = None, *, device: str = "cpu"
 ) -> tuple[list[Tensor], Tensor]:
-    """query, key and value, and the gradient of out. Random; each rank makes its own rows, on the device itself."""
+    """Random query, key and value, and a random gradient of out. Under `parallel` these are this rank's rows alone."""
     length = sizes.seq_len if parallel is None else len(parallel.positions(sizes.seq_len))
     generator = torch.Generator(device).manual_seed(0)
     shape = (sizes.batch, length, sizes.num_heads, sizes.head_dim)
@@ -117,13 +121,13 @@ def make_tensors(
 def by_turns(
     calls: Mapping[str, Callable[[], Times]], repeats: int, step: Callable[[str], None]
 ) -> dict[str, list[Times]]:
-    """The times of each call. They run by turns, so that a change of the clock speed meets all alike."""
+    """The times of each call, by name. Calls run in turn, so that a change of the CPU's clock affects all of them."""
     times: dict[str, list[Times]] = {name: [] for name in calls}
     for repeat in range(1 + repeats):
         for name, call in calls.items():
             step(name)
             measured = call()
-            if repeat > 0:  # the first one warms up
+            if repeat > 0:  # the first run warms up
                 times[name].append(measured)
     return times
 
@@ -137,8 +141,8 @@ def _time(forward: Callable[[], Tensor], inputs: list[Tensor], dout: Tensor) -> 
 
 
 def allocated(function: Callable[[], object]) -> Allocated:
-    """Run it once under the profiler, whose allocator events are exact, kernel scratch included."""
-    # else it writes to stderr when it starts and stops
+    """Run a function once under the profiler, which sees every allocation, also the scratch memory of kernels."""
+    # Without this the profiler writes to stderr when it starts and stops.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True)
     with mock.patch.object(Worker, "submit", _at_once), profiler as profiled:
@@ -157,14 +161,17 @@ def allocated(function: Callable[[], object]) -> Allocated:
 
 
 def _at_once(worker: Worker, function: Callable[[], Any]) -> Future[Any]:
-    """In place of a thread of ours, in which the profiler sees no messages."""
+    """Run a function in this thread, in place of `Worker.submit`: the profiler sees no messages of other threads."""
     future: Future[Any] = Future()
     future.set_result(function())
     return future
 
 
 def _sent_bytes(event: Any) -> float:
-    """Bytes that an event of the profiler sends to other ranks of the world, of collectives the fewest that do."""
+    """The bytes that this rank sends to other ranks in an event of the profiler.
+
+    For a collective this is the smallest number that any implementation must send.
+    """
     sent = {
         "c10d::alltoall_base_": 1,
         "c10d::_reduce_scatter_base_": 1,
@@ -181,15 +188,17 @@ def _sent_bytes(event: Any) -> float:
         return num_bytes * others
     if event.name() == "c10d::_reduce_scatter_base_":
         return num_bytes * others / (others + 1)
-    if event.name() == "c10d::alltoall_base_":  # with rows for each rank, or equal shares
+    if event.name() == "c10d::alltoall_base_":  # an empty list of rows means equal shares
         rows = event.concrete_inputs()[4] or [1] * (others + 1)
         return num_bytes * (1 - rows[dist.get_rank()] / sum(rows))
     return num_bytes
 
 
 def flops_of(plan: Plan, batch: int, head_dim: int) -> tuple[int, int]:
-    """Floating-point operations of a forward and of its backward: 2 and 5 matrix products, of 2 * D operations for each
-    pair."""
+    """The floating-point operations of a forward, and of its backward.
+
+    They are 2 and 5 matrix products. A product has 2 * head_dim operations for each (query, key) pair.
+    """
     product = 2 * head_dim * batch * plan.pairs
     return 2 * product, 5 * product
 
@@ -197,7 +206,7 @@ def flops_of(plan: Plan, batch: int, head_dim: int) -> tuple[int, int]:
 def planned_bytes(
     sizes: Sizes, pattern: DilatedPattern, num_ranks: int, sharding: str = "contiguous"
 ) -> list[int]:
-    """What each rank sends by its plan, forward and backward."""
+    """The bytes that each rank sends in a forward and backward, according to its plan."""
     shards = make_shards(sharding, ShardSpec(sharding, num_ranks).default_lengths(sizes.seq_len))
     of_call = step.Sizes(sizes.batch, sizes.head_dim, sizes.dtype.itemsize)
     of_ranks = []

@@ -1,6 +1,6 @@
-"""Benchmarks for machines that are rarely at hand: many parts, each in processes of its own and with a limit.
+"""Benchmarks of many parts, for machines with GPUs. Each part has processes of its own, and a limit of seconds.
 
-A part that fails leaves a row that says so, and the others go on. The record is written whenever a part ends.
+If a part fails, a row says so, and the next part runs. The record is written after each part.
 """
 
 import argparse
@@ -16,13 +16,14 @@ from .record import is_record, make_record, markdown, write_record
 
 MAKER = "python -m benchmarks"
 
-# part, what, passed (None: nothing to judge), found (in words), and what was measured
+# A row of a record. "part": the part's name. "what": what was measured or checked. "passed": None if nothing can fail.
+# "found": the result in words. Other entries are the numbers.
 Row = dict[str, Any]
 VERDICTS = {None: "", True: "passed", False: "FAILED"}
 
 
 class Part(NamedTuple):
-    """`run` is given the settings and starts processes that may take so many seconds. It returns rows."""
+    """A part of a benchmark. `run(settings, seconds)` returns its rows; `seconds` is the limit for its processes."""
 
     name: str
     seconds: float
@@ -30,7 +31,7 @@ class Part(NamedTuple):
 
 
 def parser_of(name: str, description: str, quick: str) -> argparse.ArgumentParser:
-    """A parser with --quick, which says what it runs, and --results."""
+    """A parser with the options --quick and --results. quick: what --quick runs, for its help."""
     parser = argparse.ArgumentParser(prog=f"{MAKER} {name}", description=description)
     quick_help = f"{quick}; writes nothing unless --results is given"
     parser.add_argument("--quick", action="store_true", help=quick_help)
@@ -41,7 +42,13 @@ def parser_of(name: str, description: str, quick: str) -> argparse.ArgumentParse
 
 
 def folder_of(name: str, arguments: argparse.Namespace, why_not: str | None) -> Path | None:
-    """Where the record goes, if anywhere. A ValueError says why not quick ones cannot run here, or whose file it is."""
+    """The folder for the record, or None if none is written. Without --results this is so for --quick.
+
+    why_not: why a run without --quick is not possible on this machine, or None.
+
+    Raises:
+        ValueError: if the run is not possible, or if a file that is not a record has the record's name.
+    """
     folder: Path | None = arguments.results
     if not arguments.quick:
         if why_not is not None:
@@ -66,7 +73,7 @@ def run_part(part: Part, settings: Any) -> list[Row]:
     begun = time.monotonic()
     try:
         rows = part.run(settings, part.seconds)
-    except Exception as error:  # noqa: BLE001  whatever it is, the other parts go on
+    except Exception as error:  # noqa: BLE001  after any error the next part runs
         rows = [failed_row(error)]
     seconds = time.monotonic() - begun
     return [{"part": part.name, **row, "part_seconds": seconds} for row in rows]
@@ -75,7 +82,10 @@ def run_part(part: Part, settings: Any) -> list[Row]:
 def run_parts(
     name: str, parts: Sequence[Part], settings: Any, folder: Path | None, *, is_quick: bool
 ) -> list[Row]:
-    """The rows of all parts. The first row with "cards" says which cards they are."""
+    """Run the parts, and write the record after each one. Returns the rows of all parts.
+
+    The first row with an entry "cards" describes the GPUs, for the record.
+    """
     rows: list[Row] = []
     step = stepper(name)
     for part in parts:
@@ -89,7 +99,7 @@ def run_parts(
 
 
 def print_rows(rows: Sequence[Row]) -> int:
-    """The exit status: 1 if a row failed."""
+    """Print all rows. Returns the exit status: 1 if a row failed, else 0."""
     for row in rows:
         print(f"{VERDICTS[row['passed']]:6} {row['part']}: {row['what']}: {row['found']}")
     return 1 if any(row["passed"] is False for row in rows) else 0

@@ -1,4 +1,4 @@
-"""What is measured now, on stderr: one line of a terminal, or else a line every ten seconds at most."""
+"""Prints to stderr what is measured now. A terminal has one line for it; other outputs get a line every ten seconds."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ SECONDS = 10
 
 
 def stepper(name: str) -> Callable[[str], None]:
-    """A function that is called with what comes next."""
+    """A function that prints a text: it is called before each measurement, with a name of this measurement."""
     last = 0.0
 
     def step(text: str) -> None:

@@ -1,7 +1,9 @@
-"""Peak memory per rank on 1, 2, 4 and 8 ranks, beside the tensors that any call needs, and beside one rank's peak.
+"""Peak memory per rank on 1, 2, 4 and 8 ranks.
 
-A row holds the largest of the ranks' peaks, forward alone and with backward, inputs included. `of_one_rank` is p times
-the peak over one rank's peak: 1 if a rank holds n/p of everything.
+The peak is compared with two numbers: the size of the tensors that any call needs, and the peak of one rank alone.
+
+A row holds the largest peak of all p ranks, inputs included, for a forward alone and for a forward and backward. Its
+entry `of_one_rank` is p * peak / (peak of one rank alone). This is 1 if each rank holds 1/p of everything.
 """
 
 from collections.abc import Callable
@@ -20,11 +22,11 @@ from .record import branches, markdown, tensors
 
 SUMMARY = "peak memory per rank on 1, 2, 4 and 8 ranks"
 MINUTES = 15
-NUM_TENSORS = 8  # query, key, value and out, and their gradients
+NUM_TENSORS = 8  # the tensors that any call needs: query, key, value and out, and their gradients
 
 
 class Setup(NamedTuple):
-    """What runs, and p times the peak over one rank's peak that it may have at most."""
+    """A call that is measured. target: the largest `of_one_rank` that it should have."""
 
     sizes: Sizes
     pattern: DilatedPattern
@@ -53,7 +55,7 @@ QUICK = Settings(
 
 
 class Found(NamedTuple):
-    """One rank's part: the gate, and its peaks in bytes, inputs included."""
+    """The results of one rank: its part of the gate, its peaks in bytes with inputs, and the bytes that it sent."""
 
     squares: Squares
     forward: int
@@ -91,7 +93,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
 def measure_rank(worker: Worker, sizes: Sizes, pattern: DilatedPattern) -> Found:
     parallel = ContextParallel(exchange="ring")
     squares = gate_squares(sizes, pattern, parallel)
-    # what is made once is not the call's
+    # a small call before, since the first call also allocates what later calls use again
     dilated_call(sizes._replace(seq_len=256), pattern, parallel)()
     inputs, _ = make_tensors(sizes, parallel)
     held = sum(x.nbytes for x in inputs)

@@ -1,4 +1,7 @@
-"""Records: what a case found, on which hardware with which versions, as JSON, and the page made from all of them."""
+"""Records of cases, and the page made from all records.
+
+A record is a JSON file with the rows that a case measured, the hardware, and the versions of torch and Python.
+"""
 
 import datetime
 import json
@@ -15,11 +18,12 @@ from ring_dilated_attention.training.files import MOST_BYTES, json_object, write
 from ring_dilated_attention.training.machine import hardware, versions
 
 Record = dict[str, Any]
-Table = Callable[[list[dict[str, Any]]], str]  # what makes a case's table of the rows of its record
+# A function that makes the table of a case from the rows of its record.
+Table = Callable[[list[dict[str, Any]]], str]
 
-# By which a record and a page are known for those that may be made anew.
+# The keys by which a file is known as a record, and HEAD, by which it is known as the page. No other file is replaced.
 RECORDED = {"case", "command", "date", "commit", "hardware", "versions", "rows"}
-# The record of a benchmark whose code is gone has its table as text, and the last commit that holds the code.
+# The record of a benchmark whose code was removed also has its table as text, and the last commit with the code.
 RETIRED = RECORDED | {"last_commit_with_code", "table"}
 HEAD = "# Benchmarks\n\nMade by `python -m benchmarks --page` from the records in `results/`."
 NOT_RUN_ANY_MORE = """\
@@ -30,8 +34,8 @@ that were made at the time. Each names the last commit that holds its code: chec
 def make_record(
     name: str, rows: list[dict[str, Any]], *, is_quick: bool, gpu: Mapping[str, Any] | None = None
 ) -> Record:
-    """gpu: what `device.describe` says of the one that was measured."""
-    # Ranks may have other numbers of threads than this process: their rows say how many.
+    """The record of a case, from its rows. gpu: the properties of the GPU, from `device.describe`."""
+    # Only of this process: the rows of ranks say how many threads each rank had.
     machine = hardware() | {"threads_of_this_process": torch.get_num_threads()}
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {
@@ -55,7 +59,7 @@ def write_record(record: Record, folder: Path) -> Path:
 
 
 def is_record(file: BinaryIO) -> bool:
-    """Whether a file is a record, so that another may take its place."""
+    """Whether a file is a record of `python -m benchmarks`. Only then may a new record replace it."""
     record = json_object(file.read(MOST_BYTES))
     return record.keys() in (RECORDED, RETIRED) and str(record["command"]).startswith(
         "python -m benchmarks"
@@ -63,10 +67,10 @@ def is_record(file: BinaryIO) -> bool:
 
 
 def read_record(path: Path) -> Record:
-    """A record that was written before.
+    """Read a record from its file.
 
     Raises:
-        ValueError: if the file is none.
+        ValueError: if the file is not a record.
     """
     with path.open("rb") as file:
         if not is_record(file):
@@ -75,10 +79,10 @@ def read_record(path: Path) -> Record:
 
 
 def page_of(folder: Path) -> Path:
-    """README.md beside the folder of records.
+    """The path of the page: README.md in the parent of the folder of records.
 
     Raises:
-        ValueError: if it is somebody else's.
+        ValueError: if this file exists, and was not made by `python -m benchmarks`.
     """
     page = folder.parent / "README.md"
     if not page.exists():
@@ -93,13 +97,15 @@ def page_of(folder: Path) -> Path:
 
 
 def is_page(file: BinaryIO) -> bool:
-    """Whether a file is a page, by how it begins."""
+    """Whether a file is a page of records. It is known by its first lines."""
     return file.read(len(HEAD)) == HEAD.encode()
 
 
 def write_page(folder: Path, tables: Mapping[str, Table]) -> Path:
-    """Make the page: a table for each record. A record that was renamed, as linear.other-cpu.json, stays beside new
-    ones: of another machine, say."""
+    """Write the page, with a table for each record. Returns its path.
+
+    A case may have several records. Rename one, say to linear.other-cpu.json, and the next run does not replace it.
+    """
     texts = [
         f"{HEAD} Timed attention passed a correctness gate first: the same",
         "branches, heads and dtype at a small size against the definition in float64.",
@@ -124,7 +130,7 @@ def write_page(folder: Path, tables: Mapping[str, Table]) -> Path:
 
 
 def records_of(name: str, folder: Path) -> list[Record]:
-    """The records of a case; that of this clone first."""
+    """All records of a case. The one that was not renamed comes first."""
     return [
         read_record(path)
         for path in sorted(folder.glob(f"{name}.*json"), key=lambda path: len(path.name))
@@ -132,7 +138,7 @@ def records_of(name: str, folder: Path) -> list[Record]:
 
 
 def retired_names(folder: Path) -> list[str]:
-    """The cases whose records are there, and whose code is gone."""
+    """The names of cases that have records in the folder, and whose code was removed."""
     names = set()
     for path in folder.glob("*.json"):
         record = json_object(path.read_bytes())
@@ -142,7 +148,7 @@ def retired_names(folder: Path) -> list[str]:
 
 
 def table_of(record: Record, tables: Mapping[str, Table]) -> str:
-    """The record's table: as text, or made of its rows."""
+    """The table of a record: the text in the record, or else made from its rows."""
     if "table" in record:
         return str(record["table"])
     return tables[record["case"]](record["rows"])
@@ -165,7 +171,7 @@ def provenance(record: Record) -> str:
 
 
 def markdown(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """A table, aligned in the source too; all columns but the first to the right."""
+    """A markdown table, with columns aligned in the text too. All columns but the first are aligned to the right."""
     lines = [headers, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
     rule = ["-" * (widths[0] + 2)] + ["-" * (width + 1) + ":" for width in widths[1:]]
@@ -181,7 +187,7 @@ def markdown(headers: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def for_terminal(text: str) -> str:
-    """What `markdown` made, without its bars and its rule."""
+    """A text in which tables of `markdown` have no bars, and no rule below the headers."""
     lines = [
         line
         for line in text.splitlines()
@@ -198,7 +204,7 @@ def for_terminal(text: str) -> str:
 
 
 def branches(row: dict[str, Any]) -> str:
-    """A row's pattern in words."""
+    """The pattern of a row as text, such as "(2048, 4096)/(1, 2) causal"."""
     is_whole = [w == WHOLE_DOCUMENT for w in row["segment_lengths"]]
     lengths = [
         "whole" if whole else str(w)
@@ -213,17 +219,17 @@ def branches(row: dict[str, Any]) -> str:
 
 
 def tensors(row: dict[str, Any]) -> str:
-    """Heads and dtype of a row in words."""
+    """The heads and the dtype of a row as text, such as "12 heads of 64, float32"."""
     return f"{row['num_heads']} heads of {row['head_dim']}, {row['dtype']}"
 
 
 def seconds(found: dict[str, float]) -> str:
-    """Median with the spread, as a table shows it."""
+    """A median with the smallest and the largest value, as text: "1.14 (1.02 to 1.42)"."""
     return f"{found['median']:.3g} ({found['min']:.3g} to {found['max']:.3g})"
 
 
 def not_measured(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Paragraphs that give each reason once, with the candidates that it stopped; none if all were measured."""
+    """A list of the reasons why candidates were not measured, each once with its candidates. Empty if all were."""
     stopped: dict[str, set[str]] = {}
     for row in rows:
         if "reason" in row:
@@ -237,7 +243,7 @@ def not_measured(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _commit() -> str | None:
-    """The commit, "-dirty" if code was changed since: other records and documents do not matter."""
+    """The commit of this clone, with "-dirty" if code in src or benchmarks was changed. None outside of a clone."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parents[1]), *arguments]

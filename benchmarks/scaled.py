@@ -1,4 +1,4 @@
-"""The same call at a size that can be checked densely. Pure integers, no torch."""
+"""Scales a pattern down to a length at which it can be compared with the definition. Pure integers, no torch."""
 
 from dataclasses import replace
 
@@ -6,9 +6,10 @@ from ring_dilated_attention.pattern import WHOLE_DOCUMENT, DilatedPattern
 
 
 def scaled_down(pattern: DilatedPattern, seq_len: int, most: int) -> tuple[DilatedPattern, int]:
-    """Sequence and segments divided by one number, so that at most about `most` positions remain; rates stay.
+    """Divide sequence and segments by the same number, so that about `most` positions remain. Dilation rates stay.
 
-    A segment that had a row for every phase keeps one; one that is the whole document remains it.
+    A segment of the whole document stays one. Other segments keep at least as many positions as the rate, if they had
+    so many: then each phase (the position modulo the rate) still has a row.
 
     Returns:
         The pattern, and its number of positions.

@@ -1,9 +1,10 @@
-"""Two ranks of one thread against one rank of one thread, and what this machine allows at most.
+"""Parallel efficiency of two ranks, and the highest efficiency that this machine allows (the ceiling).
 
-Parallel efficiency is T1 / (2 T2). The ceiling is the same figure for two processes that share nothing: each computes
-half of the heads on one device. All three are timed in turn, in the same two processes, each on a core of its own.
-Beside the time of two ranks stands the share of it in which a rank only waits, in hops and handshakes. Two cores say
-nothing on more ranks.
+Each rank has one thread. T1 is the time of one rank, and T2 that of two ranks. Parallel efficiency is T1 / (2 T2). For
+the ceiling T2 is the time of two processes that exchange nothing: each computes half of the heads over all positions.
+
+The three setups are timed in turn, in the same two processes, each on a core of its own. The waiting share is the part
+of T2 in which a rank only waits for messages. All this is for two cores: it does not tell how more ranks scale.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ WAITING = "waiting share of two ranks"
 
 class Settings(NamedTuple):
     sizes: Sizes = Sizes(32_768, 4, 64)
-    # with the sharding and the number of repeats
+    # (pattern, sharding, number of repeats)
     patterns: tuple[tuple[DilatedPattern, str, int], ...] = (
         (DilatedPattern((2048, 32_768), (1, 16)), "contiguous", 9),
         (DilatedPattern((32_768,), (1,)), "contiguous", 2),
@@ -61,7 +62,7 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
 
 
 def _rank(worker: Worker, settings: Settings) -> list[tuple[Squares, dict[str, list[float]]]]:
-    """This rank's part of the gate, its seconds in each setup and its waiting share, for each pattern."""
+    """For each pattern: this rank's part of the gate, and its seconds in each setup and waiting share by repeat."""
     results = []
     for pattern, sharding, repeats in settings.patterns:
         parallel = ContextParallel(exchange="ring", sharding=sharding)
@@ -69,7 +70,7 @@ def _rank(worker: Worker, settings: Settings) -> list[tuple[Squares, dict[str, l
         calls = _calls(worker, settings.sizes, pattern, parallel)
         times: dict[str, list[float]] = {name: [] for name in (*SETUPS, WAITING)}
         for _ in range(repeats):
-            for setup, call in calls.items():  # the gate was the warm-up
+            for setup, call in calls.items():  # no run to warm up: the gate was a call already
                 if worker.rank == 0:
                     worker.report(f"{branches(call_json(settings.sizes, pattern))}, {setup}")
                 meet(parallel)
@@ -119,7 +120,7 @@ def _row(
 
 
 def _slowest(ranks: list[dict[str, list[float]]], name: str) -> list[float]:
-    """The larger figure of the ranks that took part, repeat by repeat."""
+    """For each repeat the largest value of a setup over the ranks that ran it."""
     took_part = [times[name] for times in ranks if times[name]]
     return [max(of_repeat) for of_repeat in zip(*took_part, strict=True)]
 

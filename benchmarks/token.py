@@ -1,4 +1,7 @@
-"""A token against the bytes that it must read: the time of a call over that of a torch reduction of as many bytes."""
+"""The time of one token in generation. Its query must read keys and values from a cache.
+
+This time is compared with the time in which torch sums up as many bytes, which is about the least that reading costs.
+"""
 
 import math
 import random
@@ -29,7 +32,8 @@ STATES = ("as the call before left them", "emptied before each call")
 
 
 class Settings(NamedTuple):
-    sizes: Sequence[tuple[Sizes, int]] = (  # and key/value heads
+    # (sizes, number of key/value heads)
+    sizes: Sequence[tuple[Sizes, int]] = (
         (Sizes(0, 12, 64, batch=8), 12),
         (Sizes(0, 12, 64, torch.bfloat16, batch=8), 12),
         (Sizes(0, 12, 64, batch=8), 4),
@@ -38,8 +42,9 @@ class Settings(NamedTuple):
     patterns: tuple[DilatedPattern, ...] = (PAPER, WIDE)
     num_residues: int = 32
     repeats: int = 7
-    flushed_bytes: int = 2**30  # more than the caches of the CPU hold
-    # so many times fewer places and repeats where they are emptied, which takes long
+    # To empty the CPU's caches, so much memory is written: more than they hold.
+    flushed_bytes: int = 2**30
+    # Emptying takes long. So calls with emptied caches have this many times fewer positions and repeats.
     flushed_share: int = 4
 
 
@@ -72,9 +77,11 @@ def _rows(
     cache = DilatedCache(
         pattern, sizes.batch, sizes.num_heads, num_kv_heads, sizes.head_dim, dtype=sizes.dtype
     )
-    cache.memory.normal_()  # rows of no sequence: the cache can be put at any position without a prefill
+    # Random rows, not those of a sequence: so the cache can stand at any position without a prefill.
+    cache.memory.normal_()
     call = token_call(cache)
-    period = math.lcm(*pattern.segment_lengths)  # after which the work of a token repeats itself
+    # Tokens that are so many positions apart read equally many rows.
+    period = math.lcm(*pattern.segment_lengths)
     positions = [widest + residue for residue in stratified(period, settings.num_residues)]
     longest = max(bytes_read(cache, position) for position in positions)
     numbers = torch.randn(longest // 4 + 1)
@@ -111,13 +118,13 @@ def _rows(
 
 
 def cached_gate(sizes: Sizes, pattern: DilatedPattern, num_kv_heads: int) -> dict[str, Any]:
-    """The gate of calls with a cache: at a small size, appended in chunks and token by token."""
+    """The gate of calls with a cache. At a small size tokens are appended several at a time, and one by one."""
     case = small_case(sizes, pattern)._replace(num_kv_heads=num_kv_heads)
     return judged(case, sizes.dtype, [measure_cached(case, sizes.dtype, "auto", "cpu")])
 
 
 def token_call(cache: DilatedCache) -> Callable[[int], Tensor]:
-    """A call that appends one token at a position."""
+    """A function that appends one token to the cache at a position, and returns its attention."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for num_heads in (cache.plan.num_heads, cache.plan.num_kv_heads, cache.plan.num_kv_heads):
@@ -135,7 +142,7 @@ def token_call(cache: DilatedCache) -> Callable[[int], Tensor]:
 
 
 def bytes_read(cache: DilatedCache, position: int) -> int:
-    """Bytes of the keys and values that the token at a position reads, its own included."""
+    """The bytes of keys and values that the token at a position reads. Its own key and value are counted too."""
     rows = 0
     for buffers in cache.plan.of_position(position):
         rows += len(buffers.kv_heads) * (len(buffers.seen(position)) + 1)
@@ -143,7 +150,7 @@ def bytes_read(cache: DilatedCache, position: int) -> int:
 
 
 def stratified(period: int, num_strata: int) -> list[int]:
-    """A residue of each of equal parts of a period, at the same random places every time."""
+    """Integers below `period`: a random one from each of `num_strata` equal parts, the same ones at every call."""
     draw = random.Random(0)
     borders = [period * i // num_strata for i in range(num_strata + 1)]
     return [draw.randrange(a, b) for a, b in pairwise(borders) if a < b]
@@ -152,7 +159,11 @@ def stratified(period: int, num_strata: int) -> list[int]:
 def _by_turns(
     first: Callable[[], object], second: Callable[[], object], repeats: int, flush: Tensor | None
 ) -> tuple[float, float]:
-    """Median seconds of two functions, by turns. Each finds the CPU's caches in the same state."""
+    """The median seconds of two functions, which run in turn.
+
+    Before each timed run the CPU's caches are emptied by writing to `flush`. Without `flush` the function is run once
+    before, so that the caches hold what it reads.
+    """
     seconds: tuple[list[float], list[float]] = ([], [])
     for repeat in range(1 + repeats):
         for function, of_function in zip((first, second), seconds, strict=True):
@@ -162,13 +173,16 @@ def _by_turns(
                 flush.add_(1)
             began = time.perf_counter()
             function()
-            if repeat > 0:  # the first one warms up
+            if repeat > 0:  # the first run warms up
                 of_function.append(time.perf_counter() - began)
     return statistics.median(seconds[0]), statistics.median(seconds[1])
 
 
 def _seconds_at_a_border(call: Callable[[int], object], border: int, repeats: int) -> float:
-    """A call that reads next to nothing, at a border of all segments: what calls cost by themselves."""
+    """The median seconds of a call that reads next to nothing, since all segments begin at its position.
+
+    This is the cost of a call by itself.
+    """
     seconds = []
     for _ in range(repeats):
         began = time.perf_counter()
@@ -178,7 +192,7 @@ def _seconds_at_a_border(call: Callable[[int], object], border: int, repeats: in
 
 
 def cpu_cache_bytes() -> int | None:
-    """The last level's, where the system says."""
+    """The size of the CPU's largest cache in bytes, or None if the system does not tell."""
     sizes = [
         path.read_text().strip()
         for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")

@@ -1,1 +1,1 @@
-"""One GPU, in nine minutes: is what it computes right, and how fast, with how much memory?"""
+"""A benchmark of one GPU in nine minutes: are the results right, and how much time and memory do calls take?"""

@@ -1,4 +1,7 @@
-"""`python -m benchmarks gpu`: one part after the other, each in a process of its own, with a record after each."""
+"""`python -m benchmarks gpu`: runs one part after the other, each in a process of its own.
+
+The record is written anew after each part.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,7 +22,10 @@ NAME = "gpu"
 def reported(
     settings: Settings, seconds: float, function: Callable[[Worker, Settings], None]
 ) -> list[Row]:
-    """The rows that a function reported, also where it failed or its time was up."""
+    """Run a function in a new process. Returns the rows that it reported, and a row for its failure if it failed.
+
+    seconds: after this time the process is ended, which counts as a failure.
+    """
     rows: list[Row] = []
     launch = Launch(1, num_threads=torch.get_num_threads(), seconds=seconds)
     try:
@@ -30,16 +36,16 @@ def reported(
 
 
 def tested(settings: Settings, seconds: float) -> list[Row]:
-    """Values and gradients of all features, poisoned memory, streams, graphs, compilation."""
+    """The tests of the kernels: values and gradients of all features, poisoned memory, streams, graphs, compilation."""
     return run_tests(settings, seconds, settings.tests)
 
 
 def shared(settings: Settings, seconds: float) -> list[Row]:
-    """Two processes on one card, whose messages go through the host."""
+    """The tests of two processes on one card. Their messages go through the host's memory."""
     return run_tests(settings, seconds, settings.tests_of_ranks)
 
 
-# With the most seconds of each: nine minutes together, and five to the end of "share".
+# Each part with its limit in seconds. All limits together are nine minutes. Up to the end of "share" they are five.
 PARTS = (
     Part("card", 30, partial(reported, function=card)),
     Part("right", 100, tested),

@@ -1,4 +1,4 @@
-"""The card itself, and whether what it computes is right: by the tests, at great lengths, over ranks that share it."""
+"""Describes the card, and checks its results: by the tests, in a very long call, and with one rank of NCCL."""
 
 import math
 import re
@@ -28,7 +28,7 @@ CLONE = Path(__file__).parents[2]
 
 
 def card(worker: Worker, settings: Settings) -> None:
-    """What the card is, the most that it can do, and what `auto` takes."""
+    """Report the card, its measured ceilings, and the kernel that backend="auto" chooses."""
     facts = {"name": "a CPU in its place"} if settings.is_quick else describe()
     most = ceilings(settings.device, settings.dtype, rows=settings.ceiling_rows)
     worker.report(
@@ -59,7 +59,7 @@ def card(worker: Worker, settings: Settings) -> None:
 
 
 def run_tests(settings: Settings, seconds: float, tests: Sequence[str]) -> list[Row]:
-    """Runs them by pytest. A row for each that failed, and one for all, also where time was up before the end."""
+    """Run tests by pytest, for so many seconds at most. Returns a row for each failed test, and one for all tests."""
     options = ["-v", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts="]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     rows: list[Row] = []
@@ -89,7 +89,10 @@ def run_tests(settings: Settings, seconds: float, tests: Sequence[str]) -> list[
 
 
 def beyond(worker: Worker, settings: Settings) -> None:
-    """More than 2**31 elements: the last segments of a long call against a call of these alone."""
+    """Compare the last segments of a very long call with a call of these segments alone.
+
+    In the long call every tensor has more than 2**31 elements, so that 32-bit indices would overflow.
+    """
     sizes = settings.beyond
     pattern = DilatedPattern(*TWO if not settings.is_quick else settings.branches[0])
     unit = math.lcm(*pattern.segment_lengths)
@@ -113,7 +116,7 @@ def beyond(worker: Worker, settings: Settings) -> None:
 
 
 def both_ways(inputs: list[Tensor], dout: Tensor, pattern: DilatedPattern) -> list[Tensor]:
-    """out, dq, dk, dv."""
+    """The results of a forward and backward: out, dq, dk, dv."""
     query, key, value = inputs
     out = dilated_attention(query, key, value, pattern)
     assert isinstance(out, Tensor)
@@ -121,7 +124,7 @@ def both_ways(inputs: list[Tensor], dout: Tensor, pattern: DilatedPattern) -> li
 
 
 def one_rank(worker: Worker, settings: Settings) -> None:
-    """A group of NCCL with one rank."""
+    """Compare a call over an NCCL group of one rank with a call without a group. They must be equal to the bit."""
     if not settings.is_quick:
         dist.destroy_process_group()
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)

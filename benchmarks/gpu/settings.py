@@ -1,4 +1,4 @@
-"""What is run on the card, and the tiny sizes that rehearse it on a CPU."""
+"""The sizes and patterns that are run on the card, and tiny ones (QUICK) to try the same code on a CPU."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ TWO = ((2048, 4096), (1, 2))
 
 
 class Tile(NamedTuple):
-    """What one of torch's attention ops is called with: so many segments of so many rows."""
+    """The sizes of one call of torch's attention op: a batch of segments, each of `rows` queries and keys."""
 
     segments: int
     rows: int
@@ -24,20 +24,21 @@ class Settings(NamedTuple):
     num_heads: int = 12
     head_dims: tuple[int, ...] = (64, 128)
     branches: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (TWO, PAPER)
-    # Repeats by length. Beyond `dense_at_most` dense attention takes its time there, scaled by FLOPs.
+    # (length, repeats). Dense attention is too slow beyond `dense_at_most`. There its time is scaled from that length,
+    # in proportion to the FLOPs.
     lengths: tuple[tuple[int, int], ...] = ((32_768, 10), (131_072, 3), (1_048_576, 3))
     dense_at_most: int = 131_072
     tiles: tuple[Tile, ...] = (Tile(64, 2048, 64), Tile(16, 8192, 64), Tile(64, 2048, 128))
     memory: Sizes = Sizes(524_288, 12, 64, torch.float16)
     memory_bytes: float = 8e9
-    # q, k, v, out and gradients with more than 2**31 elements each
+    # query, key, value, out and each gradient have more than 2**31 elements
     beyond: Sizes = Sizes(1_050_624, 16, 128, torch.float16)
     small_lengths: tuple[int, ...] = (1024, 4096, 16_384, 32_768)
     model_length: int = 2**20
     model_width: int = 768
     model_layers: int = 12
     ceiling_rows: int = 8192
-    # tests of the default path, by pytest
+    # test files that pytest runs
     tests: tuple[str, ...] = (
         "tests/kernels/test_cuda.py",
         "tests/kernels/test_row_kernels.py",

@@ -1,6 +1,13 @@
-"""Torch's attention ops, the share of the speed-up that FLOPs allow, small calls, memory, and a step of a model.
+"""Speed and memory on one card, in five parts.
 
-share = (time of dense / our time) * (our pairs / pairs of dense)
+- ops: torch's attention ops, each by itself.
+- share: how much of the speed-up over dense attention is reached that FLOPs allow. pairs = (query, key) pairs.
+
+      share = (time of dense / our time) * (our pairs / pairs of dense)
+
+- small: calls so short that the host's work counts.
+- memory: the peak of one call.
+- model: one step of a language model.
 """
 
 import statistics
@@ -32,13 +39,16 @@ from ..parts import Row
 from ..record import branches
 from .settings import PAPER, Settings, Tile
 
-# Matrix products for each (query, key) pair, 2 * D operations each: two forward, five backward.
+# The number of matrix products, each with 2 * D operations for a (query, key) pair. A backward has 5 more.
 PRODUCTS = {"forward": 2, "both": 7}
 TARGETS = {"forward": 0.70, "both": 0.60}
 
 
 class Op(NamedTuple):
-    """One of torch's attention ops. `implementation`: of flash attention in torch's registry; "" is torch's own."""
+    """One of torch's attention ops.
+
+    implementation: the name of another flash attention in torch's registry; "" is torch's own.
+    """
 
     backend: SDPBackend
     implementation: str = ""
@@ -55,7 +65,7 @@ OPS = {
 
 @contextmanager
 def chosen(name: str) -> Iterator[None]:
-    """Torch uses this op and no other. An implementation that is not installed is an error."""
+    """A context in which torch's attention uses this op and no other. Raises if the op is not installed."""
     op = OPS[name]
     with ExitStack() as stack:
         stack.enter_context(sdpa_kernel(op.backend))
@@ -66,7 +76,7 @@ def chosen(name: str) -> Iterator[None]:
 
 
 class Timed(NamedTuple):
-    """Of each repeat: the device's seconds, and the host's until it had queued both ways."""
+    """The seconds of each repeat: on the device, and on the host until it had queued the forward and the backward."""
 
     times: list[Times]
     host_seconds: list[float]
@@ -79,7 +89,7 @@ def timed(
     dout: Tensor,
     repeats: int,
 ) -> Timed:
-    """Forward and backward, once to warm up and then so often. The host runs ahead of the device."""
+    """Time `repeats` forwards and backwards of a call, after one to warm up. The host does not wait for the device."""
     marks, host_seconds = [], []
     for _ in range(1 + repeats):
         began = time.perf_counter()
@@ -104,7 +114,10 @@ def median_of(found: Timed, stage: str) -> float:
 
 
 def ops(worker: Worker, settings: Settings) -> None:
-    """Each op on the tiles that dilated attention calls it with: its error beside float32's op, and its speed."""
+    """Report the error and the speed of each of torch's attention ops, at sizes that dilated attention calls it with.
+
+    The error is the difference to the same call in float32.
+    """
     for tile in settings.tiles:
         for is_causal in (False, True):
             sizes = Sizes(
@@ -140,7 +153,7 @@ def op_row(
             measured = timed(
                 settings.device, lambda: dense(inputs, is_causal=is_causal), inputs, dout, 5
             )
-    except Exception as error:  # noqa: BLE001  an op that is not there is no failure
+    except Exception as error:  # noqa: BLE001  an op that is not installed is no failure
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return {"passed": None, "found": f"does not run: {reason[:200]}"}
     errors = []
@@ -165,7 +178,10 @@ def op_row(
 
 
 def share(worker: Worker, settings: Settings) -> None:
-    """Shorter sequences first, so that dense attention is known when a length needs it."""
+    """Report the share of the possible speed-up over dense attention, for each length, head dim and pattern.
+
+    At the longest lengths dense attention is not run. Its time is scaled from a shorter length, which comes before.
+    """
     fastest: dict[tuple[int, bool], tuple[int, dict[str, tuple[str, float]]]] = {}
     for seq_len, repeats in settings.lengths:
         for head_dim in settings.head_dims:
@@ -189,11 +205,11 @@ def share(worker: Worker, settings: Settings) -> None:
 def fastest_dense(
     settings: Settings, inputs: list[Tensor], dout: Tensor, repeats: int, is_causal: bool
 ) -> dict[str, tuple[str, float]]:
-    """For each stage, the fastest op and its median seconds."""
+    """For each stage (forward, both) the op in which dense attention is fastest, and its median seconds."""
     medians: dict[str, Timed] = {}
     for name in OPS:
         if name == "memory-efficient" and not settings.is_quick:
-            continue  # never the fastest, and slow at these lengths
+            continue  # this op is never the fastest, and slow at these lengths
         try:
             with chosen(name):
                 medians[name] = timed(
@@ -203,7 +219,7 @@ def fastest_dense(
                     dout,
                     repeats,
                 )
-        except Exception:  # noqa: BLE001  the part on ops says why it does not run
+        except Exception:  # noqa: BLE001  the part "ops" reports why an op does not run
             release(settings.device)
     fastest = {}
     for stage in PRODUCTS:
@@ -263,7 +279,7 @@ def share_row(
 
 
 def small(worker: Worker, settings: Settings) -> None:
-    """What the host spends on a call, what it launches, and whether it beats dense attention."""
+    """Report for short calls the seconds of the device and of the host, and the launches, beside dense attention."""
     for seq_len in settings.small_lengths:
         sizes = Sizes(seq_len, settings.num_heads, settings.head_dims[0], settings.dtype)
         inputs, dout = make_tensors(sizes, device=settings.device)
@@ -299,7 +315,7 @@ def small_call(
 
 
 def memory(worker: Worker, settings: Settings) -> None:
-    """Beside query, key, value and dout, which are made inside: forward and backward of half a million positions."""
+    """Report the peak memory of a forward and backward over half a million positions, inputs included."""
     sizes = settings.memory
     branches_of = settings.branches[0] if settings.is_quick else PAPER
     pattern = DilatedPattern(*branches_of)
@@ -309,7 +325,7 @@ def memory(worker: Worker, settings: Settings) -> None:
         out = attend(inputs, pattern, None)
         return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
-    call()  # what is made once is not a later call's
+    call()  # the first call also allocates what later calls use again
     release(settings.device)
     peak = peak_bytes(settings.device, call)
     tensor = sizes.seq_len * sizes.num_heads * sizes.head_dim * sizes.dtype.itemsize
@@ -325,7 +341,7 @@ def memory(worker: Worker, settings: Settings) -> None:
 
 
 def model(worker: Worker, settings: Settings) -> None:
-    """One step of a LongNetLM, recomputing activations: seconds, and the peak of torch's allocator."""
+    """Report the seconds and the peak memory of one step of a LongNetLM that recomputes activations."""
     pattern = settings.branches[0] if settings.is_quick else PAPER
     width = settings.model_width
     config = LongNetConfig(

@@ -1,4 +1,4 @@
-"""`python -m benchmarks multi_gpu`: one part after the other, each in processes of its own."""
+"""`python -m benchmarks multi_gpu`: runs one part after the other, each in processes of its own."""
 
 from collections.abc import Sequence
 from functools import partial

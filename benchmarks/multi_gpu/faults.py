@@ -1,4 +1,4 @@
-"""A rank that fails in the middle of a hop: what the others are told, and when."""
+"""A rank fails in the middle of a hop (an exchange with its neighbours). Which errors do other ranks get, and when?"""
 
 import os
 import time
@@ -19,15 +19,15 @@ from ..measure import attend
 from ..parts import Row
 from .settings import KILLED_WAITING, RAISES, Settings
 
-SLACK_SECONDS = 5  # in which a busy machine tears down what a fault broke
+SLACK_SECONDS = 5  # beyond the timeout: a busy machine needs time to close connections
 
 
 class StruckError(Exception):
-    """The failing rank's own error."""
+    """The error that the failing rank raises."""
 
 
 def fault(settings: Settings, seconds: float, kind: str) -> list[Row]:
-    """The last rank fails in the middle of a hop: what the others said, and after how many seconds."""
+    """Let the last rank fail in the middle of a hop. Returns a row with the errors of the others, and their seconds."""
     reports: dict[tuple[int, str], Any] = {}
 
     def on_report(rank: int, report: tuple[str, Any]) -> None:
@@ -55,7 +55,7 @@ def fault(settings: Settings, seconds: float, kind: str) -> list[Row]:
             "error": error,
             "message": message,
             "seconds": when - struck,
-            # from its error until its device was idle
+            # the seconds from this rank's error until its device was idle
             "device_seconds": reports.get((rank, "device")),
         }
         others.append(other)
@@ -72,8 +72,11 @@ def fault(settings: Settings, seconds: float, kind: str) -> list[Row]:
 
 
 def is_told(settings: Settings, kind: str, other: Row) -> bool:
-    """Whether a rank heard of the fault in time. If it waits for its device, it is enough that something ended it."""
-    if kind == KILLED_WAITING:  # NCCL's watchdog ends the messages, or the process
+    """Whether another rank got an ExchangeError in time.
+
+    A rank that waits for its device cannot be told. For this kind of fault it is enough that the wait ended.
+    """
+    if kind == KILLED_WAITING:  # NCCL's watchdog ends the messages on the device, or the process
         return other["device_seconds"] is not None or other["message"] == "died without a word"
     is_in_time = other["seconds"] <= settings.timeout + SLACK_SECONDS
     return (
@@ -101,7 +104,7 @@ def _fault(worker: Worker, settings: Settings, kind: str, folder: Path) -> None:
         worker.report(("error", (type(error).__name__, str(error), begun)))
         synchronize(device)
         worker.report(("device", time.monotonic() - begun))
-    # A process that ends closes its connections. The others must hear of the fault before.
+    # A process that ends closes its connections, which is another fault. So wait until all ranks have had their error.
     (folder / str(worker.rank)).touch()
     num_survivors = num_ranks if kind == RAISES else num_ranks - 1
     until = time.monotonic() + settings.timeout + SLACK_SECONDS

@@ -17,7 +17,7 @@ SMALL, HANDSHAKE, PAIRS = "small", "handshake", "all pairs at once"
 
 
 def network(settings: Settings, seconds: float) -> list[Row]:
-    """Latencies; large messages of two neighbours alone, of all neighbours at once, of all pairs."""
+    """Measure latencies, and large messages: of two neighbours alone, of all neighbours at once, and of all pairs."""
     ranks = settings.run_ranks(seconds, _network)
     has_arrived = all(arrived for _, arrived in ranks)
     slowest = {}
@@ -42,7 +42,7 @@ def network(settings: Settings, seconds: float) -> list[Row]:
 
 
 def _network(worker: Worker, settings: Settings) -> tuple[dict[str, float], bool]:
-    """The seconds of each exchange, and whether all bytes arrived."""
+    """On one rank: the seconds of each exchange by name, and whether all bytes arrived."""
     parallel = ContextParallel(exchange="ring")
     assert isinstance(parallel.ranks, Processes)
     link = parallel.ranks.all

@@ -1,4 +1,4 @@
-"""Whether the cards are there, and whether attention and a model over all of them compute what they should."""
+"""Checks that all cards answer, and that attention and a model over all cards give correct results."""
 
 import os
 import subprocess
@@ -60,7 +60,10 @@ def _there(worker: Worker, settings: Settings) -> Row:
 
 
 def right(settings: Settings, seconds: float, way: str) -> list[Row]:
-    """Out, lse and all gradients over all ranks, against the definition in float64: the worst of all cases."""
+    """Compare out, lse and all gradients over all ranks with the definition in float64.
+
+    way: the exchange, or "2-D mesh". Returns a row for each dtype, with the largest error of all cases.
+    """
     ranks = settings.run_ranks(seconds, _right, way)
     rows = []
     for i, dtype in enumerate(settings.dtypes):
@@ -75,7 +78,10 @@ def right(settings: Settings, seconds: float, way: str) -> list[Row]:
 
 
 def cases(settings: Settings) -> list[Case]:
-    """No length divides among the ranks. Heads do. Each case comes twice: the second call repeats the first."""
+    """The calls that are checked, each twice: the second call may use again what the first one made.
+
+    The length is a prime, so ranks have shards of different lengths. The number of heads is a multiple of the ranks'.
+    """
     n = settings.seq_len
     num_kv_heads = 2 * settings.num_ranks
     sizes = (n, 1, 2 * num_kv_heads, num_kv_heads, settings.head_dim)
@@ -93,7 +99,7 @@ def cases(settings: Settings) -> list[Case]:
 
 
 def _right(worker: Worker, settings: Settings, way: str) -> list[list[Squares]]:
-    """This rank's part of each case, for each dtype."""
+    """For each dtype and case this rank's sums of squares: of the errors, and of the expected values."""
     group = None
     exchange = way
     if way == "2-D mesh":
@@ -116,9 +122,10 @@ def _right(worker: Worker, settings: Settings, way: str) -> list[list[Squares]]:
 
 
 def model(settings: Settings, seconds: float) -> list[Row]:
-    """A step of a LongNetLM. All ranks may err twice as much as one rank, against one in float64.
+    """Compare a step of a LongNetLM on all ranks with one in float64 on the CPU.
 
-    The group is that of `init_process_group("nccl", device_id=...)`, and nobody calls `torch.cuda.set_device`.
+    The error may be twice that of one rank. As in many users' scripts, the group is made by
+    `init_process_group("nccl", device_id=...)`, and no code calls `torch.cuda.set_device`.
     """
     transport = settings.usual_transport
     ranks = settings.run_ranks(seconds, _model, transport=transport)
@@ -138,7 +145,10 @@ def model(settings: Settings, seconds: float) -> list[Row]:
 
 
 def _model(worker: Worker, settings: Settings) -> tuple[dict[str, tuple[float, float]], list[int]]:
-    """Relative errors of loss and gradients, on one rank and on all. The cards on which this rank has a context."""
+    """The relative errors of loss and gradients, on one rank and on all ranks.
+
+    Also returns the cards on which this rank has a CUDA context.
+    """
     device = settings.device(worker.rank)
     parallel = ContextParallel(sharding="zigzag", exchange="ring")
     one_rank = _model_step(settings, device, torch.float32)
@@ -150,7 +160,8 @@ def _model(worker: Worker, settings: Settings) -> tuple[dict[str, tuple[float, f
             float((step[i] - exact[i]).norm() / exact[i].norm()) for step in (one_rank, all_ranks)
         )
         errors[name] = (of_one, of_all)
-    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)  # absent from a CPU's torch
+    # torch without CUDA has no such function.
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     cards = []
     for card in range(torch.cuda.device_count()):
         if has_context is not None and has_context(card):
@@ -161,7 +172,7 @@ def _model(worker: Worker, settings: Settings) -> tuple[dict[str, tuple[float, f
 def _model_step(
     settings: Settings, device: str, dtype: torch.dtype, parallel: ContextParallel | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The loss and all gradients of a model, in float64 on the CPU."""
+    """The loss and all gradients of a step, computed on `device` in `dtype`, and returned in float64 on the CPU."""
     n = settings.seq_len
     num_heads = 2 * settings.num_ranks
     config = LongNetConfig((n // 8, n), (1, 4), embed_dim=16 * num_heads, num_heads=num_heads)
@@ -174,6 +185,6 @@ def _model_step(
     loss = longnet.loss(batch["tokens"].to(device))
     loss.backward()
     gradient = torch.cat([x.grad.flatten() for x in longnet.parameters() if x.grad is not None])
-    if parallel is not None:  # the mean, as DDP and FSDP2 take it
+    if parallel is not None:  # average the gradients over the ranks, as DDP and FSDP2 do
         gradient = all_reduce(parallel.ranks, gradient) / parallel.world_size
     return loss.detach().cpu().double(), gradient.cpu().double()

@@ -1,4 +1,4 @@
-"""What is run, on how many ranks, and for how long."""
+"""The sizes, exchanges and limits of the benchmark of several GPUs, and tiny ones (QUICK) for two CPU ranks."""
 
 import os
 from collections.abc import Callable
@@ -18,22 +18,23 @@ RAISES = "raises"
 class Settings(NamedTuple):
     num_ranks: int
     has_gpus: bool = True
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)  # the last is timed
-    seq_len: int = 251  # of what is compared with the definition: a prime
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)  # timed calls take the last
+    seq_len: int = 251  # the length of calls that are compared with the definition: a prime
     head_dim: int = 64
-    # of timed calls. They have a few more, if need be: heads divide among the ranks
+    # Timed calls have at least so many heads. The number is rounded up to a multiple of the number of ranks.
     least_heads: int = 12
-    length: int = 16_384  # of each rank in timed calls
+    length: int = 16_384  # the positions of each rank in timed calls
     message_bytes: int = 2**28
-    fault_rows: int = 8192  # of each rank; with 16 heads of 64 in float32 a chunk has 64 MiB
-    timeout: float = 10  # seconds, of the context in which a rank fails
+    # The positions of each rank when a rank fails. Its keys and values, 16 heads of 64 in float32, then have 64 MiB.
+    fault_rows: int = 8192
+    timeout: float = 10  # in seconds, of the ContextParallel when a rank fails
     ways: tuple[str, ...] = ("ring", "all_gather", "all_to_all", "2-D mesh")
-    # with limits
+    # each kind of fault, with the limit of its part in seconds
     faults: tuple[tuple[str, float], ...] = ((KILLED, 40), (KILLED_WAITING, 60), (RAISES, 40))
 
     @property
     def sizes(self) -> Sizes:
-        """Of timed calls."""
+        """The sizes of timed calls."""
         heads_of_rank = -(-self.least_heads // self.num_ranks)
         num_heads = self.num_ranks * heads_of_rank
         return Sizes(self.num_ranks * self.length, num_heads, self.head_dim, self.dtypes[-1])
@@ -47,7 +48,10 @@ class Settings(NamedTuple):
 
     @property
     def usual_transport(self) -> str:
-        """As users name it: a group without the CPU. On two CPU ranks "cuda:gloo" is such a group too."""
+        """The backend that most users name. Its group cannot send CPU tensors.
+
+        In a run on CPU ranks "cuda:gloo" makes such a group.
+        """
         return "nccl" if self.has_gpus else "cuda:gloo"
 
     def run_ranks(
@@ -58,7 +62,10 @@ class Settings(NamedTuple):
         transport: str | None = None,
         **options: Any,
     ) -> list[Any]:
-        """function(worker, settings, *args) on every rank."""
+        """Call function(worker, settings, *args) on every rank. Returns the results, in the order of ranks.
+
+        seconds: the limit. Raises RankFailedError if a rank fails, or if the time is up.
+        """
         num_threads = 1
         if self.has_gpus:
             num_threads = max(1, (os.cpu_count() or 1) // self.num_ranks)

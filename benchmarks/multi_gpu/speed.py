@@ -1,4 +1,4 @@
-"""A forward and backward over all cards: right at full size, and how fast beside one card."""
+"""A forward and backward over all cards: are the results right at full size, and how fast is it beside one card?"""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +26,7 @@ QUANTITIES = ("out", "dq", "dk", "dv")
 
 
 def patterns(settings: Settings) -> dict[str, tuple[DilatedPattern, str]]:
-    """By name, with the sharding. All ranks share a segment."""
+    """The patterns that are timed, by name, each with its sharding. All ranks share the longest segment."""
     n = settings.sizes.seq_len
     dense = DilatedPattern((n,), (1,), is_causal=True)
     dilated = DilatedPattern((settings.length // 4, n), (1, 8))
@@ -34,9 +34,10 @@ def patterns(settings: Settings) -> dict[str, tuple[DilatedPattern, str]]:
 
 
 def speed(settings: Settings, seconds: float, way: str) -> list[Row]:
-    """A forward and backward over all ranks: compared with one rank at full size, then timed beside it.
+    """Compare a forward and backward over all ranks with one rank at full size, then time both.
 
-    The ceiling is that of ranks which share nothing: each computes its share of the heads, over the whole length.
+    The ceiling is the speed of ranks that exchange nothing. Each then computes the whole length for its share of the
+    heads.
     """
     ranks = settings.run_ranks(seconds, _speed, way)
     rows = []
@@ -85,21 +86,21 @@ def _row(settings: Settings, name: str, pattern: DilatedPattern, ranks: list[Row
 
 
 def _flops(settings: Settings, pattern: DilatedPattern, seq_len: int) -> int:
-    """Of a forward and backward over a length, on one rank."""
+    """The floating-point operations of a forward and backward of this length on one rank."""
     num_heads = settings.sizes.num_heads
     job = Job(pattern, make_shards("contiguous", (seq_len,)), num_heads, num_heads)
     return sum(flops_of(make_plan(job, 0), 1, settings.head_dim))
 
 
 def _step(x: Tensor, pattern: DilatedPattern, parallel: ContextParallel | None) -> list[Tensor]:
-    """out, dq, dk, dv of query, key, value and the gradient of out."""
+    """A forward and backward: out, dq, dk, dv. x: query, key, value and the gradient of out, stacked."""
     inputs = [x[i].requires_grad_() for i in range(3)]
     out = attend(inputs, pattern, parallel)
     return [out.detach(), *torch.autograd.grad(out, inputs, x[3])]
 
 
 def _speed(worker: Worker, settings: Settings, way: str) -> dict[str, Row]:
-    """By pattern: this rank's errors, its seconds in each setup, and what of a step is exposed."""
+    """For each pattern this rank's errors, its seconds in each setup, and its exposed seconds (see `exposed`)."""
     sizes, device = settings.sizes, settings.device(worker.rank)
     of_patterns: dict[str, Row] = {}
     for name, (pattern, sharding) in patterns(settings).items():
@@ -107,7 +108,8 @@ def _speed(worker: Worker, settings: Settings, way: str) -> dict[str, Row]:
         whole = torch.randn(
             4, 1, sizes.seq_len, sizes.num_heads, sizes.head_dim, dtype=sizes.dtype, device=device
         )
-        dist.broadcast(whole, 0)  # query, key, value and the gradient of out, alike on all ranks
+        # All ranks get the same query, key, value and gradient of out.
+        dist.broadcast(whole, 0)
         positions = parallel.positions(sizes.seq_len).to(device)
         local = whole[:, :, positions].contiguous()
         errors = {}

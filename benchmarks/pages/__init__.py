@@ -1,1 +1,1 @@
-"""Pages made from the records: docs/evidence.html with its pictures, and docs/reports.md."""
+"""Makes two pages from the records: docs/evidence.html with its pictures, and docs/reports.md."""

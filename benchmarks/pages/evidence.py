@@ -1,4 +1,4 @@
-"""docs/evidence.html: one page of pictures made from the records, without scripts, other files or a network."""
+"""Makes docs/evidence.html: pictures of the records on one page, which needs no scripts, other files or network."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ TEMPLATES = Path(__file__).parent
 
 
 class Section(NamedTuple):
-    """One figure of the page. Without `svg` there is no record, and `caption` says how to make it."""
+    """One figure of the page. If there is no record for it, `svg` is empty, and `caption` says so."""
 
     name: str
     title: str
@@ -30,7 +30,7 @@ class Section(NamedTuple):
     table: str = ""
 
 
-# Each figure: the case of its record, its title, and what draws it.
+# Each figure: the case whose record it shows, its title, and the function that draws it.
 FIGURES: tuple[tuple[str, str, Callable[[figures.Rows], figures.Drawn]], ...] = (
     ("ranks", "Memory per rank", figures.memory),
     ("linear", "Time against length", figures.time),
@@ -43,12 +43,12 @@ def write_evidence(path: Path, folder: Path, tables: Mapping[str, Table]) -> Pat
     """Make the page from the records in `folder`.
 
     Args:
-        tables: what makes a record's table, by the name of its case.
+        tables: the functions that make tables of records, by the names of cases.
 
     Raises:
-        ValueError: if the file is somebody else's, or a record is none.
+        ValueError: if the file exists and is not this page, or if a file in `folder` is not a record.
     """
-    check_mine(path, is_evidence, MAKER)  # before anything is drawn
+    check_mine(path, is_evidence, MAKER)  # refuse another file before anything is drawn
     style = (TEMPLATES / "evidence.css").read_text()
     page = render("evidence.html.jinja", head=HEAD, style=style, sections=sections(folder, tables))
     write_whole(path, page.encode(), is_evidence, MAKER)
@@ -56,12 +56,12 @@ def write_evidence(path: Path, folder: Path, tables: Mapping[str, Table]) -> Pat
 
 
 def is_evidence(file: BinaryIO) -> bool:
-    """Whether a file is this page, by how it begins."""
+    """Whether a file is this page. It is known by its first lines."""
     return file.read(len(HEAD)) == HEAD.encode()
 
 
 def render(template: str, **values: Any) -> str:
-    """A template of this folder. What it names must be given."""
+    """The text of a template in this folder, with the values in it. A name without a value is an error."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         undefined=StrictUndefined,
@@ -93,7 +93,7 @@ def sections(folder: Path, tables: Mapping[str, Table]) -> Iterator[Section]:
 
 
 def as_html(markdown: str) -> str:
-    """Paragraphs, lists and tables, as the records' tables have them, as HTML."""
+    """A record's table and the text around it as HTML. The markdown may have paragraphs, lists and tables."""
     made = []
     for block in markdown.split("\n\n"):
         lines = block.splitlines()
@@ -116,6 +116,6 @@ def _row(cells: list[str], tag: str) -> str:
 
 
 def marked_up(text: str) -> str:
-    """Text as HTML, with its code in backticks and its words in asterisks."""
+    """A line of markdown as HTML: `code` in backticks, and *words* in asterisks."""
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
     return re.sub(r"(?<!\w)\*(\w[^*]*)\*", r"<em>\1</em>", text)

@@ -1,6 +1,7 @@
-"""The pictures of docs/evidence.html, each from one record: drawn narrow, so that a phone shows them at full size.
+"""The pictures of docs/evidence.html, each from one record. They are narrow: a phone shows them at full size.
 
-Colours stand for names of the page's style sheet (`COLOURS`), which has other values in the dark.
+In the SVG a colour is replaced by a variable of the page's style sheet (`COLOURS`). In dark mode the variable has
+another value.
 """
 
 import re
@@ -18,7 +19,7 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from ..record import branches, tensors
 
-# What is drawn, and the name in the style sheet that takes its place.
+# Each colour as it is drawn, and the variable of the style sheet that replaces it.
 COLOURS = {
     "#1f2328": "--ink",
     "#8a9099": "--faint",
@@ -29,7 +30,7 @@ COLOURS = {
     "#8c5bb0": "--fourth",
 }
 INK, FAINT, PAPER, *SERIES = COLOURS
-WIDTH = 3.9  # inches; 9 points are then 11 pixels on a phone of 390
+WIDTH = 3.9  # in inches: on a phone 390 pixels wide, text of 9 points is 11 pixels high
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "benchmarks",
@@ -51,7 +52,7 @@ STYLE: dict[Any, Any] = {
 
 
 class Drawn(NamedTuple):
-    """A picture, and what it shows: a caption of a sentence or two, and the same for those who do not see it."""
+    """A picture, its caption of a sentence or two, and an alternative text for readers who cannot see it."""
 
     figure: Figure
     caption: str
@@ -62,7 +63,10 @@ Rows = Sequence[dict[str, Any]]
 
 
 def svg(name: str, draw: Callable[[], Drawn]) -> tuple[str, Drawn]:
-    """The picture as SVG that stands within a page, in colours of its style sheet. `name` begins the ids in it."""
+    """A picture as SVG for use within a page, with colours of the page's style sheet. Returns it with what was drawn.
+
+    All ids in the SVG begin with `name`, so that those of two pictures differ.
+    """
     with matplotlib.rc_context(STYLE):
         drawn, content = draw(), StringIO()
         drawn.figure.savefig(
@@ -82,7 +86,7 @@ def svg(name: str, draw: Callable[[], Drawn]) -> tuple[str, Drawn]:
 
 
 def memory(rows: Rows) -> Drawn:
-    """The largest peak of a rank against the number of ranks, with what 1/p of one rank's peak would be."""
+    """The largest peak memory of a rank against the number of ranks p. A line shows 1/p of one rank's peak."""
     figure, axes = _axes(3.4, "ranks p", "peak memory per rank, MB")
     groups = [
         list(group) for _, group in groupby(rows, lambda row: (branches(row), row["seq_len"]))
@@ -130,7 +134,7 @@ def memory(rows: Rows) -> Drawn:
 
 
 def time(rows: Rows) -> Drawn:
-    """Seconds against length on logarithmic axes, with the line of the fitted exponent."""
+    """Seconds against length on logarithmic axes, with a line of the fitted exponent."""
     figure, axes = _axes(3.2, "positions n", "seconds")
     n = [row["seq_len"] for row in rows]
     for key, label, colour, marker in (
@@ -169,8 +173,8 @@ def time(rows: Rows) -> Drawn:
 
 
 def peers(rows: Rows) -> Drawn:
-    """CPU seconds of others over ours, and whether what they compute is right."""
-    timed = [row for row in rows if "ratio" in row and row["version"]]  # of other libraries
+    """CPU seconds of other libraries, divided by ours. A cross marks a library that is wrong for some input."""
+    timed = [row for row in rows if "ratio" in row and row["version"]]  # our rows have no version
     figure = _figure(0.24 * len(timed) + 1.1)
     axes = figure.add_subplot(xlabel="CPU seconds, theirs over ours", xscale="log")
     axes.axvline(1, color=INK, linewidth=0.8)
@@ -216,12 +220,12 @@ def _ratio_text(row: Mapping[str, Any]) -> str:
 
 
 def _wrong(row: Mapping[str, Any]) -> list[str]:
-    """The kinds of input for which a peer computes something else without a word."""
+    """The kinds of input for which another library gives a wrong result without an error."""
     return [name for name, found in row["inputs"].items() if found["verdict"] == "wrong"]
 
 
 def text(rows: Rows) -> Drawn:
-    """Held-out bits per byte while a language model learns."""
+    """Held-out bits per byte of a language model against the CPU seconds of its training."""
     length = rows[0]["settings"]["seq_len"]
     names = ["dense" if list(row["segment_lengths"]) == [length] else branches(row) for row in rows]
     found = [(name, row["curve"]) for name, row in zip(names, rows, strict=True)]
@@ -236,7 +240,10 @@ def text(rows: Rows) -> Drawn:
 def _curves(
     panels: Mapping[str, Sequence[tuple[str, Sequence[Sequence[float]]]]], column: int, label: str
 ) -> Figure:
-    """Lines against CPU seconds; those of one name have one colour, and dense attention the ink in each picture."""
+    """A figure with a panel for each entry of `panels`, in which lines show a column of curves against CPU seconds.
+
+    Lines of the same name have the same colour. Dense attention has the colour of text.
+    """
     figure = _figure(2.2 * len(panels) + 0.9)
     names = list(dict.fromkeys(["dense", *(n for p in panels.values() for n, _ in p)]))
     looks: list[tuple[str, Any]] = [
@@ -290,7 +297,7 @@ def _axes(height: float, x_label: str, y_label: str) -> tuple[Figure, Axes]:
 
 
 def _log_ticks(axes: Axes, x: Sequence[float], y: Sequence[float]) -> None:
-    """Logarithmic axes, whose ticks are numbers as people write them."""
+    """Make both axes logarithmic, with plain numbers such as 1,000 at the ticks."""
     axes.set(xscale="log", yscale="log")
     for axis, ticks in ((axes.xaxis, x), (axes.yaxis, y)):
         axis.set_major_locator(FixedLocator(list(ticks)))

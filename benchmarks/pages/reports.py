@@ -1,4 +1,4 @@
-"""docs/reports.md: the tables and promises of the five reports, with ours beside them from the records."""
+"""Makes docs/reports.md: tables and promises of five reports on dilated attention, with our records beside them."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ def write_reports(path: Path, folder: Path) -> Path:
     """Make the page from the records in `folder`.
 
     Raises:
-        ValueError: if a record that the page quotes is missing, or if the file is somebody else's.
+        ValueError: if a record that the page quotes is missing, or if the file exists and is not this page.
     """
     check_mine(path, is_reports, MAKER)
     if missing := [name for name in NEEDED if not (folder / f"{name}.json").exists()]:
@@ -40,7 +40,7 @@ def write_reports(path: Path, folder: Path) -> Path:
 
 
 def is_reports(file: BinaryIO) -> bool:
-    """Whether a file is this page, by how it begins."""
+    """Whether a file is this page. It is known by its first lines."""
     return file.read(len(HEAD)) == HEAD.encode()
 
 
@@ -49,7 +49,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def cells(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What makes a cell of a length and a number of ranks, and the tables of ours."""
+    """Values for the template's tables. Functions such as `ms` make the cell of a length and a number of ranks."""
     found = {(row["heads"], row["seq_len"], row["ranks"]): row for row in rows}
 
     def ms(n: int, p: int, heads: str = "split") -> str:
@@ -104,7 +104,7 @@ def cells(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def said(records: Mapping[str, Record]) -> dict[str, Any]:
-    """The figures that stand within sentences."""
+    """The numbers that the template has within sentences, as text."""
     rows = {name: record["rows"] for name, record in records.items()}
     eight = [row for row in rows["ranks"] if row["ranks"] == 8]
     million = rows["million"][0]

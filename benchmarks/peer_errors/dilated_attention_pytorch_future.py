@@ -1,6 +1,6 @@
 """dilated-attention-pytorch 0.2.0: with is_causal=True the first output changes with the last token.
 
-Each head's output is divided by its sum over all positions. (xformers' operator is stood in for by torch's SDPA.)
+The cause: each head's output is divided by its sum over all positions. (torch's SDPA replaces xformers' operator here.)
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""LongNet 0.5.7 from the package index: out has n / dilation_rate rows, not n; the skipped rows are nowhere.
+"""LongNet 0.5.7 from the package index: out has n / dilation_rate rows, not n. It lacks the rows that dilation skips.
 
-(The packages' __init__ files, which import much that is not needed, are passed over.)
+(The packages' __init__ files are not run, since they import much that is not needed here.)
 """
 
 import sys

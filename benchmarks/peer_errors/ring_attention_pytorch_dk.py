@@ -1,6 +1,7 @@
-"""ring-attention-pytorch 0.5.20, from torchrun --nproc-per-node 2: the gradients of keys and values are mixed.
+"""ring-attention-pytorch 0.5.20: the gradients of keys and values are mixed. Run by torchrun --nproc-per-node 2.
 
-`ring_pass` returns what was received and what was sent; the backward uses the two as dk and dv.
+The cause: `ring_pass` returns the tensor that it received and the one that it sent. The backward takes these two for dk
+and dv.
 """
 
 import torch

@@ -1,6 +1,7 @@
-"""torchscale at 4d1e0e8, from torchrun --nproc-per-node 2: causal attention over two ranks leaves out the own shard.
+"""torchscale at 4d1e0e8: over two ranks, causal attention leaves out the keys of a rank's own shard.
 
-`gather_kv` keeps the keys of earlier ranks only; on rank 0, which has none, they are zeros.
+Run by torchrun --nproc-per-node 2. The cause: `gather_kv` keeps only the keys of earlier ranks. Rank 0 has no earlier
+rank, and gets zeros.
 """
 
 import torch

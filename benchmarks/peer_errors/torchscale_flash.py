@@ -1,4 +1,4 @@
-"""For the other scripts: torchscale's DilatedAttention with torch's CPU op for flash_attn, and without projections."""
+"""torchscale's DilatedAttention without projections, for the other scripts. torch's CPU op replaces flash_attn."""
 
 from types import SimpleNamespace
 

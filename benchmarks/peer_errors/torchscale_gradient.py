@@ -1,6 +1,7 @@
-"""torchscale at 4d1e0e8, one device: the gradient of the queries is not that of its own forward.
+"""torchscale at 4d1e0e8 on one device: the gradient of the queries is not the derivative of torchscale's forward.
 
-`scattering` computes the weights of the branches under no_grad, so that what depends on q and k through them is lost.
+The cause: `scattering` computes the weights of the branches under no_grad. They depend on q and k, and this part of the
+gradient is lost.
 """
 
 import torch

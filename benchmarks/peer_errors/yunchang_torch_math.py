@@ -1,6 +1,7 @@
-"""yunchang 0.6.4, from torchrun --nproc-per-node 2: AttnType.TORCH_MATH over a ring merges with wrong weights.
+"""yunchang 0.6.4: with AttnType.TORCH_MATH the ring merges its chunks with wrong weights.
 
-`pytorch_attn_forward` returns zeros as the log-sum-exp, by which the ring weights its chunks.
+Run by torchrun --nproc-per-node 2. The cause: the weights come from the log-sum-exp of each chunk, and
+`pytorch_attn_forward` returns zeros for it.
 """
 
 import torch

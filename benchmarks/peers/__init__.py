@@ -1,8 +1,10 @@
-"""Beside its peers: is each right in what it claims to compute, and what does it cost beside this library?
+"""Compares other libraries (peers) with this one. Are a peer's results right, and what do its calls cost?
 
-Each peer runs in an environment that is made for it (benchmarks/.environments), unless torch has all that it needs.
-torchscale is not in the package index as a version with LongNet: TORCHSCALE_CHECKOUT names a clone. What cannot be
-installed or run leaves a row with the reason. A peer that is wrong leaves a row too, and is measured all the same.
+A peer is right if it computes what it claims to compute. A peer that is wrong is measured all the same. If a peer
+cannot be installed or run, its row has the reason.
+
+Each peer runs in a Python environment that is made for it in benchmarks/.environments, unless torch alone is enough.
+The package index has no version of torchscale with LongNet: set TORCHSCALE_CHECKOUT to the folder of a clone.
 """
 
 import json
@@ -32,7 +34,7 @@ class Settings(NamedTuple):
 
 
 FULL = Settings()
-# What torch alone runs, in moments.
+# Only the peers that need no environment, at tiny sizes: they take a few seconds.
 QUICK = Settings(
     tuple(
         peer
@@ -66,10 +68,10 @@ def run(settings: Settings, step: Callable[[str], None]) -> list[dict[str, Any]]
 
 
 def found_of(peer: Peer, settings: examine.Settings) -> dict[str, Any]:
-    """What was found by running a peer, or the reason why nothing was.
+    """The results of running a peer, as entries of its row. If it cannot be run, the row has the reason.
 
     Raises:
-        GateError: if the peer is this library, and something is not right.
+        GateError: if the peer is this library, and one of its results is not right.
     """
     try:
         if peer.needs and not os.environ.get(peer.needs):
@@ -96,7 +98,7 @@ def found_of(peer: Peer, settings: examine.Settings) -> dict[str, Any]:
 
 
 def shown(peer: Peer, name: str) -> list[str]:
-    """What a script that shows an error says: lines with what was found and what it should be."""
+    """Run a script of benchmarks/peer_errors. Returns the lines that say what was found and what it should be."""
     launcher = (
         ["-m", "torch.distributed.run", "--nproc-per-node", str(peer.ranks)]
         if peer.ranks > 1
@@ -104,6 +106,6 @@ def shown(peer: Peer, name: str) -> list[str]:
     )
     try:
         said = run_in(peer.environment, [*launcher, str(SCRIPTS / f"{name}.py")], 120)
-    except NotThereError as error:  # what the peer was found to do stays in its row
+    except NotThereError as error:  # the peer's row keeps its other results
         return [f"not run: {error}"]
     return [line for line in said.splitlines() if "should be" in line]

@@ -1,7 +1,7 @@
-"""How each peer is called: a function of a call that returns the peer's attention.
+"""How each peer is called. An adapter is given the sizes of a call, and returns the peer's attention as a function.
 
-Tensors are (B, N, H, D), of the rows that this rank owns. What an adapter sets up stays as long as its process. The
-number of its lines is in the peer's row.
+This function takes query, key and value (B, N, H, D), with the rows that this rank owns. Changes that an adapter makes,
+such as stand-ins for packages, stay until its process ends. The peer's row has the adapter's number of lines.
 """
 
 import importlib
@@ -27,15 +27,15 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Call(NamedTuple):
-    """What is asked of a peer. `documents` are the borders of packed documents."""
+    """A call that a peer is to compute. `documents`: the borders of packed documents, or None."""
 
     pattern: DilatedPattern
-    seq_len: int  # of all ranks
+    seq_len: int  # the whole sequence's, over all ranks
     num_heads: int
     head_dim: int
     documents: tuple[int, ...] | None
     sharding: str
-    lasting: ExitStack  # closed after the last call
+    lasting: ExitStack  # for contexts that an adapter enters: they are left after the last call
 
 
 def this_library(call: Call) -> Attend:
@@ -105,14 +105,15 @@ def flex(call: Call) -> Attend:
 def torchscale_attention(
     pattern: DilatedPattern, num_heads: int, head_dim: int, *, seq_parallel: bool = False
 ) -> Any:
-    """LongNet's official module without its projections: (B, N, H * D) three times -> (B, N, H * D), None.
+    """LongNet's official module without its projections: query, key, value (B, N, H * D) -> (B, N, H * D), None.
 
-    Its forward is this library's under phase="blocked" where each segment length divides the sequence and each rate its
-    segment length; else it counts padding as keys. Its backward leaves out the gradient of the branches' weights.
+    The forward equals this library's with phase="blocked", if each segment length divides the length of the sequence,
+    and each rate its segment length. Otherwise the module counts padding as keys. Its backward leaves out the gradient
+    of the branches' weights.
     """
     dilated: Any = importlib.import_module("torchscale.component.dilated_attention")
     multihead: Any = importlib.import_module("torchscale.component.multihead_attention")
-    # the flash_attn package is not there; torch's op takes its place
+    # The flash_attn package is not installed. torch's op replaces it.
     if multihead.flash_attn_func is None:
         multihead.flash_attn_func = stand_ins.flash
     arguments = SimpleNamespace(
@@ -171,7 +172,7 @@ def ring_attention_pytorch(call: Call) -> Attend:
     package: Any = importlib.import_module("ring_attention_pytorch.ring_flash_attention")
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Of G key/value heads its query head h reads h % G, ours h // (H / G).
+        # The peer's query head h reads key/value head h % G, and ours reads h // (H / G). Reorder the query heads.
         order = torch.arange(call.num_heads).view(k.shape[2], -1).T.flatten()
         out = package.ring_flash_attn(
             q[:, :, order], k, v, causal=call.pattern.is_causal, ring_reduce_col=True
@@ -221,7 +222,8 @@ def torch_context_parallel(call: Call) -> Attend:
     call.lasting.enter_context(
         parallel.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[0])
     )
-    functional: Any = torch.nn.functional  # within the context it holds another function
+    # The context has replaced scaled_dot_product_attention in this module.
+    functional: Any = torch.nn.functional
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = (x.transpose(1, 2) for x in (q, k, v))

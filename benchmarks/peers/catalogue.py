@@ -1,4 +1,4 @@
-"""Who the peers are: where each comes from, what it claims to compute, and which inputs its interface can express."""
+"""The list of peers: where each comes from, what it claims to compute, and which inputs its interface can express."""
 
 import inspect
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from ring_dilated_attention.pattern import DilatedPattern
 from . import adapters
 
 TORCH_VERSION = "2.13.0"
-SEQ_LEN = 4096  # to which the patterns belong; for others they are scaled
+SEQ_LEN = 4096  # the patterns below are for this length; for another length they are scaled
 DENSE = DilatedPattern.dense()
 DILATED = DilatedPattern((1024, 4096), (1, 4))
 BLOCKED = DilatedPattern((1024, 4096), (1, 4), phase="blocked")
@@ -20,9 +20,11 @@ SPLIT = DilatedPattern((1024, 4096), (1, 4), heads="split")
 
 
 class Environment(NamedTuple):
-    """What pip installs, command by command, after torch. `checkout` names a variable that holds a folder.
+    """A Python environment for peers.
 
-    prepare: a line of Python that is run there before anything is checked or timed.
+    installs: the arguments of pip install, command by command. torch is installed before them.
+    checkout: the environment variable that holds the folder of a clone, or "".
+    prepare: a line of Python that is run in the environment before anything is checked or timed.
     """
 
     installs: tuple[str, ...] = ()
@@ -30,7 +32,8 @@ class Environment(NamedTuple):
     prepare: str = ""
 
 
-# Peers whose requirements agree, or that are installed without them, share an environment. "" is that of the command.
+# Peers share an environment if their requirements agree, or if they are installed without requirements. "" is the
+# environment in which `python -m benchmarks` runs.
 ENVIRONMENTS = {
     "": Environment(),
     "rings": Environment(
@@ -45,20 +48,21 @@ ENVIRONMENTS = {
     ),
     "deepspeed": Environment(
         ("numpy setuptools wheel ninja", "--no-build-isolation deepspeed==0.19.8"),
-        # It compiles this at its first use, for a minute and more. If that is ended by a time limit, later ones hang.
+        # DeepSpeed compiles this op at its first use, which takes a minute or more. If a time limit ends the process
+        # meanwhile, later processes hang.
         prepare="from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as B; B().is_compatible() and B().load()",
     ),
 }
 
 
 class Peer(NamedTuple):
-    """One row.
+    """A library, or one way to call it: one row of the table.
 
-    pattern: what it claims to compute, at the measured size.
-    beside: what this library computes where costs are compared, if that is not the same.
-    lacks: inputs that its interface cannot express.
-    not_run: inputs that it has a function for, which nothing stands in for here.
-    stands_in: what is replaced here, and by what.
+    pattern: what the peer claims to compute, at SEQ_LEN positions.
+    beside: the pattern that this library computes where costs are compared, if it is not the same.
+    lacks: inputs that the peer's interface cannot express.
+    not_run: inputs that the peer takes by a function that needs a GPU, and has no stand-in here.
+    stands_in: what a stand-in replaces, and by what.
     shown_by: scripts in benchmarks/peer_errors that show a wrong result.
     """
 
@@ -67,10 +71,10 @@ class Peer(NamedTuple):
     adapter: Callable[[adapters.Call], adapters.Attend]
     pattern: DilatedPattern
     environment: str = ""
-    needs: str = ""  # a variable that must be set
+    needs: str = ""  # an environment variable that must be set
     ranks: int = 1
     sharding: str = "contiguous"
-    is_causal: bool = False  # where it is measured
+    is_causal: bool = False  # whether the calls that are timed are causal
     dtype: torch.dtype = torch.float32
     has_backward: bool = True
     beside: DilatedPattern | None = None
@@ -81,7 +85,7 @@ class Peer(NamedTuple):
 
     @property
     def lines(self) -> int:
-        """Lines of its adapter, without its first line, comments and blank lines."""
+        """The number of lines of the peer's adapter, without its first line, comments and blank lines."""
         function = self.adapter.func if isinstance(self.adapter, partial) else self.adapter
         lines = [line.strip() for line in inspect.getsource(function).splitlines()]
         return len([line for line in lines if line and not line.startswith("#")]) - 1

@@ -1,4 +1,4 @@
-"""The environments that peers run in: made by pip in benchmarks/.environments, or symbolic links by the user."""
+"""The Python environments of peers, in benchmarks/.environments: made by pip, or links that a user has put there."""
 
 import os
 import re
@@ -14,14 +14,14 @@ FOLDER = ROOT / "benchmarks" / ".environments"
 
 
 class NotThereError(Exception):
-    """A peer cannot be installed. The message is the reason."""
+    """A peer cannot be installed or run. The message is the reason."""
 
 
 def python_of(name: str) -> str:
-    """The interpreter of an environment, which is made if it is not there.
+    """The path of an environment's Python. The environment is made if it does not exist.
 
     Raises:
-        NotThereError: with the last line of what went wrong.
+        NotThereError: if it cannot be made, with the last line of the error.
     """
     if not name:
         return sys.executable
@@ -41,20 +41,20 @@ def python_of(name: str) -> str:
 
 
 def variables_of(name: str) -> dict[str, str]:
-    """The environment variables of a process there: this clone, and the checkout if there is one."""
+    """The variables for a process in an environment. Python then finds this clone, and a checkout if there is one."""
     checkout = os.environ.get(ENVIRONMENTS[name].checkout, "")
     folders = [str(ROOT / "src"), str(ROOT), *filter(None, [checkout])]
     place = FOLDER / name
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(folders),
         "PATH": os.pathsep.join([str(place / "bin"), os.environ.get("PATH", "")]),
-        # not in an environment that is only linked here
+        # Compiled extensions go to a folder of ours, not into an environment that is only linked.
         "TORCH_EXTENSIONS_DIR": str(FOLDER / "extensions"),
     }
 
 
 def last_line(text: str) -> str:
-    """The last line that names an exception, or else the last that says something."""
+    """The last line of a text that names an exception, or else its last line that is not empty."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (named or lines or ["died without a word"])[-1]
@@ -69,10 +69,10 @@ def _run(*command: str) -> None:
 
 
 def run_in(name: str, arguments: Sequence[str], seconds: float) -> str:
-    """What Python prints there.
+    """Run Python with these arguments in an environment. Returns what it prints.
 
     Raises:
-        NotThereError: with the last line of what went wrong.
+        NotThereError: if it fails or takes longer than `seconds`, with the last line of the error.
     """
     try:
         done = subprocess.run(

@@ -1,6 +1,7 @@
-"""One peer: whether it is right, input by input, and what it costs beside this library, by turns in the same processes.
+"""Examines one peer: are its results right for each kind of input, and what do its calls cost beside this library's?
 
-Run as a program, in the peer's environment: it prints what it found as JSON, on its last line.
+Peer and library are timed in turn in the same processes. Run as a program, in the peer's environment, this file prints
+the results as JSON on its last line.
 """
 
 import json
@@ -36,13 +37,18 @@ from .adapters import Attend, Call, this_library
 from .catalogue import SEQ_LEN, Peer
 from .environments import last_line
 
-# A peer is right where its error is at most this many times what this library allows itself: twice the error of torch's
-# attention in the same dtype under the same mask, plus a floor.
+# This library may have twice the error of torch's attention in the same dtype under the same mask, plus a floor. A peer
+# is right if its error is at most FACTOR times as large.
 FACTOR = 5
 
 
 class Settings(NamedTuple):
-    """repeats: of what is timed. seconds: of one small call, and of all that is measured at the full size."""
+    """How peers are examined.
+
+    inputs: the kinds of input, as `small` makes them.
+    repeats: how often a call is timed.
+    seconds: two limits, for the check of one kind of input, and for all measurements of cost.
+    """
 
     sizes: Sizes = Sizes(SEQ_LEN, 4, 64)
     inputs: tuple[str, ...] = ("full", "causal", "uneven", "grouped", "packed", "16 bits")
@@ -51,7 +57,10 @@ class Settings(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What one rank measured: CPU seconds by turn, the peak beside the inputs and bytes sent, theirs and ours."""
+    """The costs that one rank measured. In each pair the peer's come first, and then this library's.
+
+    seconds: CPU seconds of each turn. peak_bytes: the peak without the inputs. sent_bytes: in forward and backward.
+    """
 
     seconds: tuple[list[float], list[float]]
     peak_bytes: tuple[int, int]
@@ -60,16 +69,20 @@ class Found(NamedTuple):
 
 
 def examine(peer: Peer, settings: Settings) -> dict[str, Any]:
-    """Everything about a peer that is found by running it."""
+    """Check a peer for each kind of input, and measure its costs. Returns the entries of its row."""
     return {"inputs": {name: check(peer, settings, name) for name in settings.inputs}} | cost(
         peer, settings
     )
 
 
 def check(peer: Peer, settings: Settings, name: str) -> dict[str, Any]:
-    """How a peer takes one kind of input: "right", "wrong" without a word, or not at all.
+    """Check a peer with one kind of input. Returns the "verdict", with errors or a reason.
 
-    Not at all: "refused", "crashed" or "hung", with the reason, or "not offered" by its interface.
+    right         The results are right.
+    wrong         The results are wrong, and the peer raises no error.
+    refused       The peer raises an error. Other failures are "crashed" and "hung".
+    not offered   The peer's interface cannot express this input.
+    not run       The peer needs a GPU for this input, and has no stand-in.
     """
     if name in peer.lacks or name in peer.not_run:
         return {"verdict": "not run" if name in peer.not_run else "not offered"}
@@ -101,11 +114,11 @@ def check(peer: Peer, settings: Settings, name: str) -> dict[str, Any]:
 
 
 def small(peer: Peer, sizes: Sizes, name: str) -> tuple[Case, torch.dtype]:
-    """A call that can be checked densely, with one kind of input, and its dtype."""
+    """A call with one kind of input, and its dtype. It is so small that the definition can be computed."""
     case = small_case(sizes, measured(peer, sizes))
     is_causal = name == "causal" or "full" in peer.lacks
     case = case._replace(name=name, pattern=replace(case.pattern, is_causal=is_causal))
-    if name == "uneven":  # one position more than what divides by anything
+    if name == "uneven":  # one position more than a number that ranks and segments divide
         case = case._replace(seq_len=case.seq_len + 1)
     elif name == "grouped":
         case = case._replace(num_kv_heads=case.num_heads // 2)
@@ -117,14 +130,17 @@ def small(peer: Peer, sizes: Sizes, name: str) -> tuple[Case, torch.dtype]:
 
 
 def positions(peer: Peer, seq_len: int, worker: Worker) -> Tensor:
-    """The positions that a rank owns, in the order of its rows."""
+    """The positions of a rank's rows, in their order."""
     if peer.sharding == "stripe":
         return torch.arange(worker.rank, seq_len, worker.world_size)
     return ContextParallel(sharding=peer.sharding).positions(seq_len)
 
 
 def _check(worker: Worker, peer: Peer, case: Case, dtype: torch.dtype) -> Squares | str:
-    """This rank's difference to the definition of what the peer claims to compute."""
+    """Compare this rank's results with the definition of what the peer claims to compute.
+
+    Returns for each quantity the sums of squares of errors and of expected values; or a text if out has a wrong shape.
+    """
     inputs, dout, _ = make_inputs(case, dtype)
     expected = defined(case, inputs, dout, None)
     rows = positions(peer, case.seq_len, worker)
@@ -152,23 +168,26 @@ def _check(worker: Worker, peer: Peer, case: Case, dtype: torch.dtype) -> Square
 
 
 def reason_of(error: Exception) -> str:
-    """The last line of the first rank's report."""
+    """The last line of what the first failed rank reported, for a row."""
     return last_line(str(error).partition("\nrank ")[0]).removeprefix("rank 0: ")[:300]
 
 
 def measured(peer: Peer, sizes: Sizes, pattern: DilatedPattern | None = None) -> DilatedPattern:
-    """What the peer claims to compute where its cost is measured, or another pattern of the catalogue there."""
+    """The peer's pattern, or another one of the catalogue, scaled to the length at which costs are measured."""
     scaled, _ = scaled_down(pattern or peer.pattern, SEQ_LEN, sizes.seq_len)
     return replace(scaled, is_causal=peer.is_causal)
 
 
 def own_pattern(peer: Peer, sizes: Sizes) -> DilatedPattern:
-    """What this library computes beside it."""
+    """The pattern that this library computes where its costs are compared with the peer's."""
     return measured(peer, sizes, peer.beside)
 
 
 def cost(peer: Peer, settings: Settings) -> dict[str, Any]:
-    """CPU seconds, memory and bytes of a peer and of this library, or the reason why there are none; and our gate."""
+    """CPU seconds, memory and bytes sent, of a peer and of this library, and this library's gate.
+
+    If the peer cannot be measured, the entry "reason" says why.
+    """
     sizes = settings.sizes._replace(dtype=peer.dtype)
     try:
         launch = Launch(peer.ranks, num_threads=1, seconds=settings.seconds[1])
@@ -233,7 +252,7 @@ def _cost(worker: Worker, peer: Peer, sizes: Sizes, repeats: int) -> Found:
             return time.process_time() - start
 
         def traffic(attend: Attend) -> tuple[int, list[int]]:
-            seconds(attend)  # what is made once is not the call's
+            seconds(attend)  # the first call also allocates what later calls use again
             outs: list[Tensor] = []
             dist.barrier()
             forward = allocated(lambda: outs.append(attend(*leaves)))
@@ -249,13 +268,13 @@ def _cost(worker: Worker, peer: Peer, sizes: Sizes, repeats: int) -> Found:
         peaks, sent = zip(*map(traffic, attends), strict=True)
         times: tuple[list[float], list[float]] = ([], [])
         for repeat in range(repeats):
-            for who in (0, 1) if repeat % 2 else (1, 0):  # neither always comes after the other
+            for who in (0, 1) if repeat % 2 else (1, 0):  # each comes first in every second turn
                 times[who].append(seconds(attends[who]))
     return Found(times, (peaks[0], peaks[1]), (sent[0], sent[1]), passed)
 
 
 def encoded(peer: Peer, settings: Settings) -> str:
-    """For the command line of this file, run as a program."""
+    """The argument for this file when it is run as a program: a peer and settings, as text."""
     return pickle.dumps((peer, settings)).hex()
 
 

@@ -1,4 +1,4 @@
-"""The table of the peers: who is right with which inputs, how far off, and at what cost."""
+"""Makes the tables of the peers: which inputs each gets right, its errors, and its costs."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -91,7 +91,7 @@ def _cost(row: Row) -> tuple[str, ...]:
 
 
 def _cheaper(rows: Sequence[Row]) -> list[str]:
-    """In which peers cost less than this library, in the same call."""
+    """A line that names the peers whose calls cost less than this library's: in bytes sent, memory or CPU time."""
 
     def names(found: Iterable[Row]) -> str:
         return ", ".join(row["peer"] for row in found) or "none"
@@ -132,7 +132,7 @@ def _shown(rows: Sequence[Row]) -> Iterable[str]:
 
 
 def _stood_in(rows: Sequence[Row]) -> Iterable[str]:
-    """Each stand-in once, with its peers."""
+    """A line for each stand-in, with the peers that use it."""
     found: dict[str, list[str]] = {}
     for row in rows:
         found.setdefault(row["stands_in"], []).append(row["peer"])
@@ -140,7 +140,7 @@ def _stood_in(rows: Sequence[Row]) -> Iterable[str]:
 
 
 def _reasons(rows: Sequence[Row]) -> Iterable[str]:
-    """Each reason once, with the inputs that it stopped."""
+    """A line for each reason why a peer could not be run, with the inputs for which it was the reason."""
     for row in rows:
         found: dict[str, list[str]] = {}
         for name, result in row["inputs"].items():
@@ -154,5 +154,5 @@ def _reasons(rows: Sequence[Row]) -> Iterable[str]:
 
 
 def _short(reason: str) -> str:
-    """Its first sentence, without places in files and numbers of ports, which differ from run to run."""
+    """The first sentence of a reason, without line numbers of files and ports, which differ from run to run."""
     return re.sub(r"\[[^ ]*:\d+\] |\[[\d.]+\]:\d+", "", reason).split(". ")[0].rstrip(". ")

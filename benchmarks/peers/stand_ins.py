@@ -1,6 +1,6 @@
-"""What stands in, on a CPU, for packages that peers import and that need a GPU: torch's CPU attention op, mostly.
+"""Stand-ins on a CPU for packages that peers import and that need a GPU. Most of them call torch's CPU attention op.
 
-A stand-in is installed in the process of the peer alone, and the peer's row says so.
+A stand-in exists only in the peer's process. The peer's row says that it was used.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ def flash(
     scale: float | None,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """out (B, M, H, D) and lse (B, H, M), as torchscale expects them of flash_attn."""
+    """out (B, M, H, D) and lse (B, H, M), in the form in which torchscale expects them from flash_attn."""
     suffix = "_for_cpu" if query.device.type == "cpu" else ""
     op = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{suffix}")
     rows = (x.transpose(1, 2) for x in (query, key, value))
@@ -71,7 +71,7 @@ def _flash_attn_backward(
     deterministic: bool = False,
     rng_state: None = None,
 ) -> None:
-    """Writes dq, dk and dv."""
+    """Compute the gradients, and write them into dq, dk and dv."""
     _check(q, k, causal, dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
     groups = q.shape[2] // k.shape[2]
     rows = [x.transpose(1, 2) for x in (dout, q, _repeated(k, groups), _repeated(v, groups), out)]
@@ -86,7 +86,7 @@ def _repeated(x: Tensor, groups: int) -> Tensor:
 
 
 def _check(q: Tensor, k: Tensor, causal: bool, *unused: Any) -> None:
-    """Refuse what the op does not do, rather than to compute something else."""
+    """Fail for options that torch's op does not have: otherwise it would compute something else."""
     assert unused in ((0, -1, -1, 0.0, None), (0, -1, -1, None, None)), (
         f"the stand-in has no {unused}"
     )
@@ -136,7 +136,7 @@ def _varlen(*_: object) -> None:
 
 
 def flash_attn() -> None:
-    """A module flash_attn, of the interface of 2.8 as far as ring-flash-attn and yunchang use it."""
+    """Install a module flash_attn, with those functions of version 2.8 that ring-flash-attn and yunchang use."""
     interface = {
         "_flash_attn_forward": _flash_attn_forward,
         "_flash_attn_backward": _flash_attn_backward,
@@ -147,7 +147,7 @@ def flash_attn() -> None:
 
 
 def xformers() -> None:
-    """A module xformers.ops with its memory-efficient attention, which has no CPU operator."""
+    """Install a module xformers.ops with memory-efficient attention, for which xformers has no CPU operator."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, op: None, attn_bias: object) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -166,9 +166,13 @@ def xformers() -> None:
 
 
 def packages(*names: str) -> None:
-    """Installed packages whose __init__ is not run, so that a module in them can be imported without all others."""
+    """Make empty modules of installed packages, without running their __init__.
+
+    A module in a package can then be imported without everything that the package's __init__ imports.
+    """
     for name in names:
-        spec = importlib.util.find_spec(name)  # its parent is a stand-in by now
+        # To find "a.b" this imports "a", which is an empty module by now.
+        spec = importlib.util.find_spec(name)
         assert spec is not None, f"{name} is not installed"
         _module(name, __path__=list(spec.submodule_search_locations or ()))
 
