@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GateError as failure:
         print(failure, file=sys.stderr)
         return 1
-    except ValueError as failure:  # what cannot be run or written
+    except ValueError as failure:  # a case cannot be run, or a file not be written
         print(failure, file=sys.stderr)
         return 2
     except OSError as failure:

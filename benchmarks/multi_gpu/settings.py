@@ -48,9 +48,9 @@ class Settings(NamedTuple):
 
     @property
     def usual_transport(self) -> str:
-        """The backend that most users name. Its group cannot send CPU tensors.
+        """The backend of a group as most users make it: such a group cannot send CPU tensors.
 
-        In a run on CPU ranks "cuda:gloo" makes such a group.
+        Without GPUs a group with the backend "cuda:gloo" cannot send them either.
         """
         return "nccl" if self.has_gpus else "cuda:gloo"
 

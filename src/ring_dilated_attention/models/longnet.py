@@ -1,6 +1,7 @@
 """LongNetLM: a decoder-only transformer over dilated attention, from tokens to logits and to the loss.
 
-Shape suffixes: B batch, N positions (the local ones under `parallel`), E embedding, V vocabulary, T rows of B times N.
+Shape suffixes: B batch, N positions (this rank's under `parallel`), E embedding, V vocabulary, T rows of a slice of the
+loss.
 """
 
 import math

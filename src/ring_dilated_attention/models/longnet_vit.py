@@ -31,7 +31,7 @@ MOST_TILES_OF_A_SIDE = 2**31
 
 
 class PublishedSize(NamedTuple):
-    """The size of a slide encoder whose weights are published. All have 16 heads."""
+    """The size of a slide encoder whose weights are published. All published encoders have 16 heads."""
 
     in_chans: int
     embed_dim: int
@@ -148,7 +148,7 @@ class LongNetViT(nn.Module):
         )
         if embed_dim % 4:
             raise ValueError(
-                f"embed_dim={embed_dim} is not a multiple of 4: sin and cos of x and y take quarters."
+                f"embed_dim={embed_dim} is not a multiple of 4: sin and cos of x and y take a quarter each."
             )
         self.in_chans = in_chans
         self.slide_ngrids = slide_ngrids

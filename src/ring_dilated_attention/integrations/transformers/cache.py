@@ -46,8 +46,8 @@ class BoundedCache(Cache):
         if most is not None and (max_len is None or max_len > most):
             raise ValueError(
                 f"beyond {most} positions (original_max_position_embeddings) the angles of {type(model).__name__} "
-                "change, also those of keys in a cache, and its generate goes on with a DynamicCache, which grows. "
-                f"Generate without a BoundedCache, or at most so many: BoundedCache(model, max_len={most})."
+                "change, also for keys that are in a cache. Its generate then replaces the cache by a DynamicCache, "
+                f"which grows. Use no BoundedCache, or one with this limit: BoundedCache(model, max_len={most})."
             )
         super().__init__(
             layers=[BoundedLayer(config, max_len, keep) for _ in range(config.num_hidden_layers)]

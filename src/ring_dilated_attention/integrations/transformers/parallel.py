@@ -221,7 +221,7 @@ class ShardedForward:
         output = replace(output, last_hidden_state=hidden_TE[None])
         model = _with(self.model, self.decoder, lambda *_, **__: output)
         output = type(self.model).forward(model, **arguments)
-        if not hasattr(output, "logits"):  # such as BertForPreTraining
+        if not hasattr(output, "logits"):  # BertForPreTraining has none of this name
             raise no_loss(self.model)
         logits = output.logits.flatten(0, -2)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -28,7 +28,8 @@ from ...pattern import DilatedPattern
 from .attention_function import attend
 from .config import ALONE, FIELD, NAME, SEEN, is_as_trained, pattern_of
 
-ROWS, PLACES = 8, (4, 0, -1)  # the length of a copy's input, and where it is changed
+# The number of positions in a copy's input, and the positions at which the input is changed.
+ROWS, PLACES = 8, (4, 0, -1)
 WHOLE = DilatedPattern.dense()
 # The largest values of these config fields in a copy. Smaller values change widths, and not the structure.
 NARROW = {

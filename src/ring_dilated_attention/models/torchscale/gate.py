@@ -111,7 +111,8 @@ def zero_rows(
         calls.append(call_of([padded_branch], padded_length, positions_P, padding))
     if aligned:
         spans = [_arange(range(start, stop), "cpu") for start, stop in documents.shard]
-        positions_N = torch.cat([_arange(range(0), "cpu"), *spans])  # a shard may be empty
+        # `cat` needs a tensor, and an empty shard has no spans.
+        positions_N = torch.cat([_arange(range(0), "cpu"), *spans])
         calls.insert(0, call_of(aligned, length, positions_N, None))
     return calls
 

@@ -3,7 +3,8 @@
 Every published encoder is given embeddings and returns states. It has LayerNorms before attention and feed-forward,
 sub-LayerNorms inside both (MAGNETO, arXiv 2210.06423), and GELU.
 
-Shape suffixes: B batch, N positions (the local ones under `parallel`), E embedding, T rows of B times N.
+Shape suffixes: B batch, N positions (this rank's under `parallel`), E embedding, T rows that a feed-forward computes at
+a time.
 """
 
 import math
