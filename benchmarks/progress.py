@@ -1,4 +1,4 @@
-"""Prints to stderr what is measured now. A terminal has one line for it; other outputs get a line every ten seconds."""
+"""Prints to stderr what is measured now. A terminal shows it in one line. A file gets at most a line in ten seconds."""
 
 import sys
 import time

@@ -235,7 +235,10 @@ def _pad(x: Tensor, padding: Padding) -> Tensor:
 
 
 def _without_lone_zeros(lse_BPH: Tensor, padding: Padding) -> Tensor:
-    """lse, with -inf at zero rows that see only themselves: their lse is 0, and torchscale drops a branch of lse 0."""
+    """lse, with -inf at zero rows that see only themselves.
+
+    The lse of such a row is 0. torchscale drops a branch wherever its lse is 0.
+    """
     segment_length, rate, _ = padding.branch
     if segment_length > rate:
         return lse_BPH
