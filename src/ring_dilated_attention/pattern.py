@@ -1,11 +1,14 @@
 """Who attends whom: branches, phases and causality (LongNet, arXiv 2307.02486, section 2). Pure integers, no torch.
 
-Position t of a document lies in segment t // w of a branch (w, r) and has phase (t mod w) mod r. A query head reads one
-phase per branch: query i sees key j iff both lie in the same segment and have this phase (and j <= i if causal). A pair
-that several branches contain counts once per branch.
+A branch is a pair (segment length w, dilation rate r). Position t of a document lies in segment t // w of the branch
+and has phase (t mod w) mod r. Each query head reads one phase of the branch. Query i of this head sees key j if i and j
+lie in the same segment and both have the phase that the head reads. In a causal pattern, also j <= i. If two branches
+let query i see key j, the key counts twice in the softmax.
 
-A sliding window is one branch more. Query i sees the w positions up to its own, or, if not causal, those at most w // 2
-away. Apart from phases, `Branch.in_reach` computes this for two positions, and `plan/sight.py` for ranges of them.
+A sliding window of w positions is one more branch, without phases. In a causal pattern query i sees positions
+i - w + 1 to i. Otherwise it sees all positions that are at most w // 2 away.
+
+`Branch.in_reach` tests segments, windows and causality for two positions. `plan/sight.py` does so for ranges.
 """
 
 import json
@@ -55,16 +58,20 @@ class Branch(NamedTuple):
 
 
 class HeadGroup(NamedTuple):
-    """Query heads that one strided view can serve, with the key/value heads that they read."""
+    """Query heads whose rows can be read through one strided view, and the key/value heads that they attend to.
+
+    If phase_step is 0, all heads of the group read the same phase. If it is 1, the group is a *diagonal*: each head
+    reads the phase after that of the head before.
+    """
 
     query_heads: range
     kv_heads: range  # The j-th query head reads kv_heads[j // (len(query_heads) // len(kv_heads))].
     phase: int  # The j-th query head reads phase + j * phase_step.
-    phase_step: int  # 0, or 1 on a diagonal.
+    phase_step: int  # 0: all heads read the same phase. 1: a diagonal.
 
     @property
     def phases(self) -> range:
-        """The phases of its heads: one for all of them, or one for each."""
+        """The phases that the heads of the group read: a single phase, or on a diagonal one for each head."""
         num_phases = len(self.query_heads) if self.phase_step else 1
         return range(self.phase, self.phase + num_phases)
 
@@ -76,14 +83,15 @@ HeadGroups = tuple[HeadGroup, ...]
 class DilatedPattern:
     """The attention pattern: all branches, the phase rule and causality. Hashable.
 
-    `DilatedPattern.longnet` makes branches by the paper's rule, `DilatedPattern.dense` makes dense attention, and
-    `DilatedPattern.sliding` a sliding window alone.
+    `DilatedPattern.longnet` makes branches by the paper's rule. `DilatedPattern.dense` makes dense attention, and
+    `DilatedPattern.sliding` a sliding window without other branches.
 
     Args:
         segment_lengths: w of each branch, in positions. The sequence length need not be a multiple of it.
         dilation_rates: r of each branch.
-        window: one branch more, a sliding window. Causal: a query sees the `window` positions up to its own (Mistral,
-            Gemma). Not causal: those at most `window // 2` away (ModernBERT). All heads run it. None: no window.
+        window: the length of a sliding window, which all heads run as one more branch. Causal: a query sees the
+            last `window` positions, its own among them (Mistral, Gemma). Not causal: a query sees all positions at
+            most `window // 2` away (ModernBERT). None: no window.
         is_causal: a query sees no later key.
         phase: which phase head h of H reads. "modulo" is the paper's h mod r, "blocked" is torchscale's
             h // ceil(H / r).
@@ -96,7 +104,7 @@ class DilatedPattern:
     """
 
     segment_lengths: Sequence[int]  # Stored as a tuple, like dilation_rates.
-    # The default is refused, with an error that says what is missing.
+    # Without a default Python would raise its own TypeError. With () the error below says what is missing.
     dilation_rates: Sequence[int] = ()
     _: KW_ONLY
     window: int | None = None
@@ -135,14 +143,15 @@ class DilatedPattern:
 
     @cached_property
     def text(self) -> str:
-        """The pattern as a string, since custom ops cannot take a pattern. `from_text` reads it.
+        """The pattern as a JSON string, from which `from_text` makes the pattern again. Custom ops take strings only.
 
-        The text is not a field, because FSDP rebuilds a dataclass among a module's inputs from its fields.
+        The text is a cached property and no field. FSDP copies a dataclass among a module's inputs by calling its
+        constructor with all fields, and this constructor takes no text.
         """
         return json.dumps(self.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields by name, as JSON has them: `DilatedPattern(**values)` is the pattern again."""
+        """All fields by name, as JSON has them: lists for tuples. `DilatedPattern(**values)` is an equal pattern."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
@@ -153,7 +162,11 @@ class DilatedPattern:
 
     @classmethod
     def sliding(cls, window: int, *, is_causal: bool = False) -> "DilatedPattern":
-        """A sliding window alone: the `window` positions up to a query, or those at most `window // 2` away."""
+        """A pattern with a sliding window and no other branch.
+
+        Causal: a query sees the last `window` positions, its own among them. Not causal: a query sees all positions
+        at most `window // 2` away.
+        """
         return cls((), (), window=window, is_causal=is_causal)
 
     @classmethod
@@ -170,12 +183,17 @@ class DilatedPattern:
     ) -> "DilatedPattern":
         """LongNet's rule: segment lengths and rates grow alike, w_i = w_0 * a**i and r_i = a**i, up to max_len.
 
-        On average a query sees about w_0 / a**i keys of branch i, and fewer than w_0 * a / (a - 1) in all. So the work
-        is linear in the length (arXiv 2307.02486, section 2.4). The paper's experiments (section 4.1) have other rates:
-        lengths (2048, 4096, 8192, 16384, 32768) with rates (1, 2, 4, 6, 12). Give those to `DilatedPattern` itself. If
-        a branch has more phases than there are heads, some phases are read by no head; `explain` lists them. A
-        causal query at the start of a long segment sees few keys, because shorter segments start there too (unless
-        the long one's length was cut). A `window` shows it the keys before.
+        In branch i a segment has w_0 rows of each phase. Only one query in a**i has the phase that a head reads, so a
+        query sees w_0 / a**i keys on average. Over all branches that is fewer than w_0 * a / (a - 1) keys. So the work
+        is linear in the length (arXiv 2307.02486, section 2.4).
+
+        The paper's experiments (section 4.1) have other rates: lengths (2048, 4096, 8192, 16384, 32768) with rates
+        (1, 2, 4, 6, 12). For those, call `DilatedPattern` itself.
+
+        If a branch has more phases than there are heads, some phases are read by no head. `explain` lists these phases.
+
+        A long segment usually starts where a segment of every shorter branch starts. In a causal pattern, a query right
+        after such a start sees few keys. A `window` lets this query see the keys before the start.
 
         Args:
             max_len: the longest segment length; a longer sequence has several such segments.
@@ -237,7 +255,7 @@ class DilatedPattern:
             )
 
     def heads_of(self, branch: int, num_heads: int) -> range:
-        """The query heads that run this branch."""
+        """The query heads that run this branch: all of them, or under heads="split" the branch's own group."""
         if self.heads == "all":
             return range(num_heads)
         size, larger = divmod(num_heads, len(self.branches))
@@ -256,14 +274,15 @@ class DilatedPattern:
     def head_groups(
         self, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None
     ) -> HeadGroups:
-        """The heads of a branch, cut into as few strided views as possible.
+        """The query heads that run a branch, cut into as few strided views as possible.
 
-        Heads of equal phase form one view. Heads of consecutive phases form one too (a diagonal, one row further for
-        each head), unless query heads share key/value heads.
+        Heads that read the same phase form one view. So do heads that read consecutive phases (a diagonal): the view's
+        first row is one position later for each head. If query heads share key/value heads, there are no diagonals.
 
         Args:
-            held: the query heads that the tensor holds, if not all. Query heads that share a key/value head are all
-                held or none. Groups number heads from held.start. A phase follows from a head's number in the layer.
+            held: the query heads of the layer that the tensors hold (tensor parallelism); None for all. It contains
+                all or none of the query heads that share a key/value head. The returned groups count heads from
+                held.start. Which phase a head reads depends on its number in the layer.
         """
         rate = self.branches[branch].dilation_rate
         groups = self.phase_groups(branch, num_heads, num_kv_heads, held)
@@ -284,8 +303,10 @@ class DilatedPattern:
     def phase_groups(
         self, branch: int, num_heads: int, num_kv_heads: int, held: range | None = None
     ) -> HeadGroups:
-        """As `head_groups` without diagonals. Within a group each key/value head serves equally many query heads.
-        held: None for all heads."""
+        """The query heads that run a branch, in groups that read the same phase.
+
+        Within a group, each key/value head is shared by equally many query heads. held: as in `head_groups`.
+        """
         groups: list[HeadGroup] = []
         for phase, heads in self._heads_by_phase(branch, num_heads):
             _, held_heads = _within(heads, held)
@@ -293,7 +314,7 @@ class DilatedPattern:
         return tuple(groups)
 
     def _heads_by_phase(self, branch: int, num_heads: int) -> list[tuple[int, range]]:
-        """The phases that query heads read in a branch, each with its heads."""
+        """The phases that query heads read in a branch, each with the heads that read it."""
         rate = self.branches[branch].dilation_rate
         if self.heads == "split":
             return [(branch % rate, self.heads_of(branch, num_heads))]
@@ -306,15 +327,16 @@ class DilatedPattern:
         ]
 
     def cache_rows(self, num_heads: int, num_kv_heads: int, max_len: int | None = None) -> int:
-        """Rows of keys (and as many of values) that a cache of this pattern must hold for one sequence of any length.
+        """How many rows of keys a cache of this pattern must hold for one sequence. It holds as many rows of values.
 
             sum over branches (w, r), key/value heads and the phases s that their query heads read
                 of ceil((min(w, max_len) - s) / r)
 
-        Each term is the size of one buffer: the most rows in it that the current or a later query can see at a time.
+        Each term of the sum is the size of one buffer. The buffer holds the rows of one branch, key/value head and
+        phase that the current or a later query can still see. The size does not grow with the sequence.
 
         Args:
-            max_len: the length of the longest sequence, if it is known.
+            max_len: the length of the longest sequence; None if it is not known.
 
         Raises:
             ValueError: if the pattern is not causal, or cannot run on these heads.
@@ -332,17 +354,20 @@ class DilatedPattern:
         return num_rows
 
     def without_keys(self, num_heads: int, lengths: Sequence[int] | None = None) -> tuple[int, int]:
-        """How many (query, head) pairs are in no branch (out is 0 there), and how many pairs were counted.
+        """Count the (query, head) pairs without any key: in no branch has the query a phase that the head reads.
+
+        There out is 0. Returns this number, and how many (query, head) pairs were looked at.
 
         Args:
-            lengths: of the documents; by default one period of the pattern. If the period is above 2^20 positions,
-                only the first 2^20 of each document are looked at (fewer if heads read more than 64 combinations of
-                phases).
+            lengths: the lengths of the documents; by default one document, as long as one period of the pattern. If
+                the period is above 2^20 positions, only the first 2^20 of each document are looked at. (Fewer, if
+                heads read more than 64 combinations of phases.)
         """
         if self.window is not None:  # in a window every query sees itself
             return 0, num_heads * sum(lengths if lengths is not None else [1])
         longest = max(lengths) if lengths is not None else math.inf
-        # (t mod w) mod r has the period r if r divides w, or if no document is longer than w. Else the period is w.
+        # The phase (t mod w) mod r repeats after r positions if r divides w, or if no document is longer than w.
+        # Otherwise it repeats after w positions.
         period = math.lcm(*(w if w % r and w < longest else r for w, r, _ in self.branches))
         branches = range(len(self.branches))
         heads = Counter(
@@ -362,11 +387,11 @@ class DilatedPattern:
         return count, num_heads * sum(lengths)
 
     def _seen(self, phases: Iterable[int | None], length: int) -> bytearray:
-        """For each position 1 if a head that reads these phases sees a key from there, and 0 if it sees none."""
+        """For each position, 1 if a query there sees any key, else 0. phases: what the head reads in each branch."""
         seen = bytearray(length)
         for (w, r, _), phase in zip(self.branches, phases, strict=True):
             if phase is not None:
-                # if r divides w, all segments have the same rows: t mod r == phase
+                # If r divides w, every segment has the rows t mod r == phase. So the document is one long segment.
                 segment = w if w % r else length
                 for start in range(0, length, segment):
                     rows = range(start + phase, min(start + segment, length), r)
@@ -374,8 +399,10 @@ class DilatedPattern:
         return seen
 
     def explain(self, num_heads: int, lengths: Sequence[int] | None = None) -> str:
-        """One line per branch: which heads read which phases, and which phases no head reads. A last line gives the
-        share of queries without keys, if documents of these `lengths` have any (see `without_keys`)."""
+        """One line per branch: which heads read which phases, and which phases no head reads.
+
+        If some queries see no key, a last line gives their share. lengths: of the documents, as in `without_keys`.
+        """
         self.check_heads(num_heads, num_heads)
         lines = []
         for i, branch in enumerate(self.branches):
@@ -392,7 +419,8 @@ class DilatedPattern:
             )
             note = "; every phase is read"
             there = [s for s in read if s in phases]
-            if len(there) < len(phases):  # a list of all `phases` may be too large for memory
+            # The lengths are compared, because a list of all `phases` may be too large for memory.
+            if len(there) < len(phases):
                 is_split = self.heads == "split" and there
                 unread = f"all but {there[0]}" if is_split else _shorten(phases[len(there) :])
                 note = f"; phases that no head reads: {unread}"
@@ -415,7 +443,7 @@ class DilatedPattern:
 def _integers(name: str, values: Iterable[int], *, may_be_empty: bool = False) -> tuple[int, ...]:
     try:
         entries = tuple(values)
-    except TypeError:  # also of a 0-dimensional array, although it is an Iterable
+    except TypeError:  # not iterable; numpy's 0-dimensional arrays end here too
         entries = None
     if entries is None or isinstance(values, (str, bytes, Mapping, Set)):
         raise ValueError(f"{name} must be a list of positive integers, got {values!r}.")
@@ -439,7 +467,7 @@ def _integers(name: str, values: Iterable[int], *, may_be_empty: bool = False) -
 
 
 def why_no_pattern(value: object) -> str | None:
-    """Why a value is no DilatedPattern, as a sentence, or None if it is one."""
+    """An error message if a value is not a DilatedPattern, else None."""
     if isinstance(value, DilatedPattern):
         return None
     remedy = "DilatedPattern(segment_lengths=[2048, 4096], dilation_rates=[1, 2]) makes one"
@@ -447,7 +475,7 @@ def why_no_pattern(value: object) -> str | None:
 
 
 def is_integer(value: object) -> bool:
-    """Whether a value is an integer (one of numpy's or torch's too) and not a bool."""
+    """Whether a value is an integer and not a bool. Integers of numpy and torch count too."""
     try:
         index(value)  # type: ignore[arg-type]  # fails for all other types
     except TypeError:
@@ -456,7 +484,10 @@ def is_integer(value: object) -> bool:
 
 
 def is_finite_number(value: object) -> bool:
-    """Whether a value is a number, not a bool, that a float holds. torch.compile cannot trace math.isfinite."""
+    """Whether a value is a finite real number and not a bool. An integer too large for a float is not finite.
+
+    This does not call math.isfinite, because torch.compile cannot trace that function.
+    """
     try:
         return (
             isinstance(value, Real) and not isinstance(value, bool) and abs(float(value)) < math.inf
@@ -466,7 +497,11 @@ def is_finite_number(value: object) -> bool:
 
 
 def _within(heads: range, held: range | None) -> tuple[int, range]:
-    """The number of `heads` before the first one in `held`; and the heads in `held`, numbered from held.start."""
+    """Keep those of `heads` that are in `held`, renumbered to count from held.start; None keeps all.
+
+    Returns how many of `heads` come before the first kept one, and the kept ones. An example: heads 0, 2, 4, 6 and
+    held 4..7 give 2 and the heads 0, 2.
+    """
     if held is None:
         return 0, heads
     inside = [i for i, head in enumerate(heads) if head in held]
@@ -477,7 +512,10 @@ def _within(heads: range, held: range | None) -> tuple[int, range]:
 
 
 def _aligned(heads: range, phase: int, ratio: int) -> list[HeadGroup]:
-    """Cut heads of one phase so that, within a group, each key/value head serves equally many query heads."""
+    """Cut query heads of one phase into groups. In a group, equally many query heads share each key/value head.
+
+    ratio: how many query heads of the layer share a key/value head.
+    """
     groups: list[HeadGroup] = []
     for kv_head, sharing in groupby(heads, key=lambda head: head // ratio):
         query_heads = list(sharing)
@@ -499,7 +537,7 @@ def _aligned(heads: range, phase: int, ratio: int) -> list[HeadGroup]:
 
 
 def _shorten(numbers: Sequence[int]) -> str:
-    """Numbers as text: all if they are few, else the first four and the last."""
+    """Numbers as text: all of them if there are at most 8, else the first four, the last and how many there are."""
     if len(numbers) > _MOST_LISTED:
         return f"{', '.join(map(str, numbers[:4]))}, ... {numbers[-1]} ({len(numbers)} of them)"
     return ", ".join(map(str, numbers)) or "none"

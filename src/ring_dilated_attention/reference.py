@@ -18,6 +18,7 @@ def multiplicity(
     """M[h, i, j]: the number of branches in which query i of head h sees key j. (H, N, N), int64.
 
     A branch counts if the key is in reach of the query (`Branch.in_reach`) and both have the phase that the head reads.
+    documents: the borders (0, ..., N) of packed documents; None for one document.
     """
     borders = torch.tensor(documents if documents is not None else (0, seq_len))
     position = torch.arange(seq_len)
@@ -46,12 +47,18 @@ def dilated_attention_reference(
     scale: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out[i] = softmax_j(q_i k_j * scale + log M[h, i, j]) v_j and lse[i], the logsumexp of the same terms.
+    """out[i] = sum over j of softmax_j(q_i k_j * scale + log M[h, i, j]) v_j, and lse[i], the logsumexp of these terms.
 
-    sinks_H: for each head the score of a further key, whose value is 0.
+    M is `multiplicity`. A sink takes part in the softmax like one more key, whose value is 0.
+
+    Args:
+        cu_seqlens: the borders (0, ..., N) of packed documents; None for one document.
+        scale: the default is D**-0.5.
+        sinks_H: the score of the sink of each head; None for no sinks.
 
     Returns:
-        out (B, N, H, D) and lse (B, N, H) in the input's dtype; 0 and -inf where a query has no key, and no sink.
+        out (B, N, H, D) and lse (B, N, H) in the input's dtype. A query without keys has out = 0 and lse = -inf, unless
+        there are sinks.
     """
     seq_len, num_heads, head_dim = query_BNHD.shape[1:]
     key_BNHD = key_BNGD.repeat_interleave(num_heads // key_BNGD.shape[2], dim=2)
@@ -67,7 +74,8 @@ def dilated_attention_reference(
         count_HNN = pad(count_HNN, (0, 1), value=1)
         value_BNHD = pad(value_BNHD, (0, 0, 0, 0, 0, 1))
     largest = score_BHNN.detach().amax(-1, keepdim=True)
-    largest = largest.masked_fill(largest == -torch.inf, 0)  # a row without keys
+    # A query without keys has only scores of -inf. Subtracting -inf from them would give NaN.
+    largest = largest.masked_fill(largest == -torch.inf, 0)
     weight_BHNN = count_HNN * torch.exp(score_BHNN - largest)
     total = weight_BHNN.sum(-1, keepdim=True)
     covered = total > 0

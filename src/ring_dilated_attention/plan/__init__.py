@@ -1,1 +1,1 @@
-"""Who owns what, where rows lie, who shares them, and what each rank does with them. Integers only, no torch."""
+"""Plans: which positions each rank owns, which rows it sends and receives, and what it computes. No torch."""

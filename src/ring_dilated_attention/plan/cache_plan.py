@@ -3,11 +3,13 @@
 In a branch (w, r) a query at position t sees rows of its own segment only. So after t positions the cache keeps the
 rows from the start of segment t // w on, and drops those of earlier segments.
 
-    w = 8, r = 2, phase 1     position     8  9 10 11 12 13 14 15 | 16
-                              row number      4     5     6    7  |
-                              slot            0     1     2    3  |     capacity 4: row 8 will take slot 0 again
+A *rolling buffer* holds the rows of one phase. These rows have numbers 0, 1, ... through all segments. Row c is in slot
+c mod capacity, so that a new row overwrites the oldest one. An example, with a capacity of 4:
 
-The rows of a phase have numbers 0, 1, ... through all segments. Row c is in slot c mod capacity of a *rolling buffer*.
+    w = 8, r = 2, phase 1     position     8  9 10 11 12 13 14 15 | 16 17
+                              row number      4     5     6    7  |     8
+                              slot            0     1     2    3  |     0
+
 A sliding window of w positions has a buffer of w rows.
 """
 
@@ -28,7 +30,10 @@ from .sight import mask_between
 
 
 class Buffers(NamedTuple):
-    """The rolling buffers of one branch and phase, one for each K/V head. Equally many query heads share each."""
+    """The rolling buffers of one branch and phase, one for each key/value head.
+
+    Equally many query heads share each key/value head.
+    """
 
     number: int  # the number of the branch
     segment_length: int
@@ -37,7 +42,7 @@ class Buffers(NamedTuple):
     query_heads: range
     kv_heads: range
     capacity: int
-    offset: int  # the buffer of kv_heads[k] is `capacity` rows of the cache from offset + k * capacity on
+    offset: int  # the buffer of kv_heads[k] begins at row offset + k * capacity of the cache
     is_window: bool = False
 
     @property
@@ -49,7 +54,7 @@ class Buffers(NamedTuple):
         return -(-(self.segment_length - self.phase) // self.rate)
 
     def before(self, position: int) -> int:
-        """How many rows of the phase lie before a position. The next row has this number."""
+        """How many rows of the phase lie before a position. The first row at or after it has this number."""
         segment, rest = divmod(position, self.segment_length)
         return segment * self.rows_per_segment + max(0, -(-(rest - self.phase) // self.rate))
 
@@ -64,7 +69,7 @@ class Buffers(NamedTuple):
         return range(self.before(position - position % self.segment_length), self.before(position))
 
     def slots(self, numbers: range) -> Iterator[range]:
-        """The slots of rows: one run, or two if the rows wrap around the end of the buffer."""
+        """The slots of the rows with these numbers: one range, or two if the rows wrap around the buffer's end."""
         assert len(numbers) <= self.capacity
         if numbers:
             first = numbers.start % self.capacity
@@ -76,17 +81,18 @@ class Buffers(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CachePlan:
-    """All rolling buffers of a pattern, and which rows they must hold at a position."""
+    """All rolling buffers of a pattern. The methods say which rows a buffer holds once a sequence has t positions."""
 
     pattern: DilatedPattern
-    num_heads: int  # this, num_kv_heads and held are as in `job.Job`
+    num_heads: int  # num_heads, num_kv_heads and held are as in `job.Job`
     num_kv_heads: int
     held: range | None
     max_len: int | None  # the most positions that a sequence may have
-    keep: int  # how many positions can always be taken back, even into a segment that has ended
+    keep: int  # how many positions `crop` can always take back, even into a segment that has ended
     buffers: tuple[Buffers, ...]
-    of_phase: dict[tuple[int, int], list[Buffers]]  # `buffers` again, by branch and phase
-    lengths: tuple[int, ...]  # of segments that have buffers; without the window
+    of_phase: dict[tuple[int, int], list[Buffers]]  # the same buffers, by (branch, phase)
+    # the segment lengths of the branches that have buffers, without the window
+    lengths: tuple[int, ...]
 
     @property
     def heads(self) -> range:
@@ -103,32 +109,38 @@ class CachePlan:
         return sum(len(x.kv_heads) * x.capacity for x in self.buffers)
 
     def of_position(self, position: int) -> Iterator[Buffers]:
-        """The buffers that have the phase of a position, in the order of branches."""
+        """The buffers to which the row at a position belongs, in the order of branches."""
         for number, (length, rate, _) in enumerate(self.pattern.branches):
             yield from self.of_phase.get((number, position % length % rate), ())
 
     def kept(self, buffers: Buffers, position: int, floor: int = 0) -> range:
-        """The numbers of the rows that are kept after `position` positions, if nobody goes back below `floor`.
+        """The numbers of the rows that a buffer keeps once the sequence has `position` positions.
 
-        They are the rows of the segment at `position`, and of the segments that can be reached by going back up to
-        `keep` positions.
+        These are the rows that the next query sees. A caller may also take back up to `keep` positions, but not below
+        `floor`. So the rows that a query sees after that are kept too.
         """
         return range(buffers.seen(max(position - self.keep, floor)).start, buffers.before(position))
 
     def floor(self, position: int) -> int:
-        """The lowest position to which one can go back from `position`.
+        """The shortest length to which a sequence of `position` positions can be taken back.
 
-        That is the latest start of any branch's current segment, or `position - keep` if this is lower. A window has no
-        segments: once `position - keep` reaches the window's length, the lowest position is `position - keep`.
+        In each branch `position` lies in a segment. The sequence can be taken back to the latest start of these
+        segments, because all rows since then are kept. It can also be taken back by `keep` positions.
+
+        A window has no segments. It adds no limit while `position - keep` is below the window's length, because the
+        rows from 0 on are still there. From then on the limit is `position - keep`.
         """
-        # 0 if there are no buffers
+        # The default is used if there are no buffers.
         youngest = max((position - position % length for length in self.lengths), default=0)
         if self.pattern.window is not None and position - self.keep >= self.pattern.window:
             youngest = position
         return max(0, min(youngest, position - self.keep))
 
     def kept_of(self, shard: Shard, position: int) -> Iterator[tuple[Buffers, range, Span]]:
-        """The kept rows that lie in each span of a shard."""
+        """For each buffer and each span of a shard: the numbers of the kept rows in the span, if there are any.
+
+        position: the number of positions of the sequence.
+        """
         for buffers in self.buffers:
             kept = self.kept(buffers, position)
             for span in shard:
@@ -139,7 +151,7 @@ class CachePlan:
                     yield buffers, numbers, span
 
 
-# typed: otherwise the plan kept for 1 would be returned for 1.0 and True, which must be refused
+# typed=True: 1 == 1.0 == True, so the plan cached for max_len=1 would be returned for 1.0 and True, which are refused.
 @lru_cache(maxsize=64, typed=True)
 def plan_cache(
     pattern: DilatedPattern,
@@ -151,8 +163,9 @@ def plan_cache(
 ) -> CachePlan:
     """Plan the rolling buffers of a pattern; ValueError if it is not causal, or if heads or sizes are impossible.
 
-    A buffer has room for the most rows that it must hold at any one time: those among the first
-    segment_length + max(keep, 1) - 1 positions. With keep = 0, all buffers together have `pattern.cache_rows` rows.
+    With keep = 0 or 1 a buffer has room for the rows of one segment. Then all buffers together have
+    `pattern.cache_rows` rows. Each further position that can be taken back adds one position to those whose rows must
+    fit: segment_length + keep - 1 positions.
     """
     if max_len is not None and (not is_integer(max_len) or max_len < 1):
         raise ValueError(
@@ -162,7 +175,8 @@ def plan_cache(
         raise ValueError(
             f"keep={keep!r} must be an integer of at least 0, the positions that can be taken back."
         )
-    pattern.cache_rows(num_heads, num_kv_heads)  # raises ValueError for what no cache can serve
+    # This call is only for its ValueError: the pattern is not causal, or cannot run on these heads.
+    pattern.cache_rows(num_heads, num_kv_heads)
     all_buffers: list[Buffers] = []
     of_phase: dict[tuple[int, int], list[Buffers]] = {}
     offset = 0
@@ -183,7 +197,7 @@ def plan_cache(
                 is_window=is_window,
             )
             buffers = empty._replace(capacity=empty.before(longest))
-            # a segment has no row of a phase >= its length
+            # A segment of 2 positions has only the phases 0 and 1, however large the rate is.
             if group.phase < length and buffers.capacity:
                 all_buffers.append(buffers)
                 of_phase.setdefault((number, group.phase), []).append(buffers)
@@ -204,11 +218,13 @@ def plan_cache(
 
 @lru_cache(maxsize=16)  # the layers of a model share the plan, and so its program
 def plan_append(plan: CachePlan, position: int, num_new: int) -> Plan:
-    """The work of `num_new` rows from a position on, planned as rank 1 of two: rank 0 owns all rows before.
+    """The plan for appending `num_new` rows at a position. A tile is a block of queries times keys.
 
-    The planner makes the tiles among the new rows. The cached rows take the place of rank 0's chunks.
+    `make_plan` makes the tiles of new queries times new keys. It is told that there are two ranks: rank 0 owns the
+    positions before, and rank 1 owns the new rows. This function adds the tiles of new queries times cached keys.
     """
-    period = math.lcm(*plan.lengths)  # the plan among new rows depends on position mod period only
+    # All segments start again after `period` positions. So only position mod period matters for the tiles of new rows.
+    period = math.lcm(*plan.lengths)
     shards = make_shards("contiguous", (position % period, num_new))
     whole = make_plan(
         Job(plan.pattern, shards, plan.num_heads, plan.num_kv_heads, None, plan.held), 1
@@ -221,8 +237,9 @@ def plan_append(plan: CachePlan, position: int, num_new: int) -> Plan:
 
 
 def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Tile]:
-    """The tiles of new rows times all cached rows that they see, in the segment at `position` or in a window."""
-    # These pieces count row numbers. `Piece.row` is the slot of a cached row, or the index of a new row in the call.
+    """The tiles of new queries times cached keys, in the segment that holds `position` or in the window."""
+    # Here start and stop of a `Piece` are not positions but row numbers of the phase. `Piece.row` is the slot of the
+    # first cached row, or the index of the first new row in the call.
     seen = buffers.seen(position)
     keys: list[Piece] = []
     number = seen.start
@@ -242,7 +259,7 @@ def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Til
         queries = [Piece(seen.stop, seen.stop + num_queries, row)] if num_queries else []
 
     for query, key in product(queries, keys):
-        # in a segment all new rows come after all cached rows, so every query sees every key
+        # In a segment all new rows come after all cached rows, so every query sees every key. In a window some do not.
         mask = mask_between(buffers.branch, query.start, key.start, is_causal=True)
         if mask is None:
             continue
@@ -254,7 +271,7 @@ def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Til
 
 
 def check_append(plan: CachePlan, positions: Sequence[int], counts: Sequence[int]) -> None:
-    """Raise ValueError if a sequence would become longer than the cache was made for."""
+    """Raise ValueError if sequence i, of positions[i] positions, would exceed max_len with counts[i] more."""
     for row, (position, count) in enumerate(zip(positions, counts, strict=True)):
         if plan.max_len is not None and position + count > plan.max_len:
             raise ValueError(
@@ -267,7 +284,10 @@ def check_append(plan: CachePlan, positions: Sequence[int], counts: Sequence[int
 def check_crop(
     plan: CachePlan, positions: Sequence[int], floors: Sequence[int], counts: Sequence[int]
 ) -> None:
-    """Raise ValueError if `counts` cannot be taken back: a sequence has fewer positions, or would need dropped rows."""
+    """Raise ValueError if counts[i] positions cannot be taken back from sequence i, of positions[i] positions.
+
+    A sequence cannot be taken back below 0, nor below floors[i]: the rows that it would need there were dropped.
+    """
     for row, (position, floor, count) in enumerate(zip(positions, floors, counts, strict=True)):
         if count < 0 or count > position:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Pauses Python's search for garbage while many small objects are made. No torch."""
+"""Pauses Python's garbage collector while many small objects are made. No torch."""
 
 import gc
 from collections.abc import Iterator
@@ -7,7 +7,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Turn the search off. Plans and counts make no garbage, and the search would double the time of a large plan."""
+    """Turn the garbage collector off inside a `with` block, or while a decorated function runs.
+
+    Plans and counts make no reference cycles, so there is nothing to collect. With the collector on, making a large
+    plan takes twice as long.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,13 +1,21 @@
 """What ranks compute and must receive, counted from the positions that they own. Pure integers, no torch.
 
 A phase s of rate r has B(x) = ceil((x - s) / r) rows before position x of a segment. Let a rank own the positions a to
-b - 1 of a segment of n positions, with a row of a head's phase among them. For this head the rank
+b - 1 of a segment of n positions, with a row of a head's phase among them. Then for this head the rank computes
 
-    computes    B(b) (B(b) + 1) / 2 - B(a) (B(a) + 1) / 2 pairs if the pattern is causal, else (B(b) - B(a)) B(n)
-    receives    the rows of others before its own last one if the pattern is causal, else those of all others
+    causal          B(b) (B(b) + 1) / 2 - B(a) (B(a) + 1) / 2 (query, key) pairs
+    not causal      (B(b) - B(a)) B(n) pairs
 
-B(x) of two phases differs by at most one row. So a sum over phases needs two numbers: how many phases there are, and
-how many of them have one row more. Bisecting the sorted phases gives the second.
+and receives the key and value rows of this phase that other ranks own:
+
+    causal          those before the rank's own last row
+    not causal      all of them
+
+B(x) of two phases differs by at most one row. At rate 4 and x = 6, phases 0 and 1 have two rows, and phases 2 and 3
+have one. So a sum over phases needs two numbers: how many phases there are, and how many of them have one row more.
+The second number is found by bisection, as the phases are sorted.
+
+A *chunk* is the key and value rows of a segment that one rank sends to the others.
 """
 
 from bisect import bisect_left
@@ -28,17 +36,21 @@ Pieces = Sequence[tuple[int, int]]  # (start, stop), counted from the start of t
 
 
 class SegmentShare(NamedTuple):
-    """What a rank may send of a segment of which it has rows, and what it receives. Other ranks may have rows of it."""
+    """How much a rank sends and receives for one segment that does not lie in one of its spans.
+
+    If no other rank has rows of the segment, the rank need not send its chunks.
+    """
 
     place: tuple[int, int]  # the branch, and the position at which the segment starts
-    # the size of each chunk that the rank may send of this segment, in units of B * D elements
+    # the sizes of the rank's chunks of this segment (or of the chunk that a window's ring carries), in units of B * D
+    # elements
     rows: tuple[int, ...]
-    # the size of the keys and values that the rank receives from others, in the same units
+    # the size of the keys and values that the rank receives from other ranks, in units of B * D elements
     received: int
 
 
 class Phases:
-    """Sums over phases of one rate. A phase that several heads have is given and counted several times."""
+    """Sums over the phases that the heads of a branch read. If three heads read phase 0, then 0 counts three times."""
 
     def __init__(self, phases: Sequence[int], rate: int) -> None:
         self.phases = sorted(phases)
@@ -51,23 +63,23 @@ class Phases:
         return self.num * rows + bisect_left(self.phases, rest)
 
     def triangles(self, x: int) -> int:
-        """The sum of B(x) (B(x) + 1) / 2."""
+        """The sum over the phases of B(x) (B(x) + 1) / 2."""
         rows, rest = divmod(x, self.rate)
         of_all = self.num * (rows * (rows + 1) // 2)
         return of_all + bisect_left(self.phases, rest) * (rows + 1)
 
     def products(self, x: int, y: int) -> int:
-        """The sum of B(x) B(y)."""
+        """The sum over the phases of B(x) B(y)."""
         a, rest_a = divmod(x, self.rate)
         b, rest_b = divmod(y, self.rate)
-        # how many phases have one row more than a, and than b
+        # B(x) is a, or a + 1 for the first more_a of the sorted phases. B(y) is b, or b + 1 for the first more_b.
         more_a = bisect_left(self.phases, rest_a)
         more_b = bisect_left(self.phases, rest_b)
-        # Both groups are the first of the sorted phases, so min(more_a, more_b) phases have (a + 1) (b + 1).
+        # So the product is (a + 1) (b + 1) for the first min(more_a, more_b) phases.
         return self.num * a * b + a * more_b + b * more_a + min(more_a, more_b)
 
     def pairs(self, pieces: Pieces, length: int, *, is_causal: bool) -> int:
-        """(query, key) pairs of the queries in pieces of a segment."""
+        """(query, key) pairs of the queries in some pieces of a segment. length: that of the segment."""
         total = 0
         for start, stop in pieces:
             if is_causal:
@@ -77,7 +89,8 @@ class Phases:
         return total
 
     def pairs_within(self, branch: Branch, length: int, *, is_causal: bool) -> int:
-        """(query, key) pairs of a section of whole segments, or of a document that a window slides over."""
+        """(query, key) pairs among `length` positions that a rank owns: whole segments, or a part of a document in
+        which a window slides."""
         total = 0
         for meeting in meetings(branch, length, is_causal=is_causal):
             size = len(meeting.queries)
@@ -92,7 +105,8 @@ class Phases:
     def own_and_foreign(
         self, pieces: Pieces, length: int, *, is_causal: bool
     ) -> tuple[list[int], int]:
-        """Rows of each piece of a segment, and the rows of others that queries in the pieces need."""
+        """For a rank that owns these pieces of a segment: its number of rows in each piece, and the number of rows of
+        other ranks that its queries need. Both numbers are summed over the phases."""
         rows = [self.rows(stop) - self.rows(start) for start, stop in pieces]
         first, end = pieces[0]
         # a single piece that has a row of every phase
@@ -101,7 +115,8 @@ class Phases:
 
         foreign = 0
         for num_phases, phase in self._alike(chain((length,), *pieces)):
-            # how many rows of the phase are own, and how many come up to the end of the last piece that has one
+            # num_own: the rows of the phase in the pieces. last: the rows, of any rank, up to the end of the last piece
+            # that has a row of the phase.
             num_own = 0
             last = 0
             for start, stop in pieces:
@@ -116,7 +131,8 @@ class Phases:
         return rows, foreign
 
     def _alike(self, positions: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """Group phases with equally many rows before each of these positions: (number of phases, one of them)."""
+        """Group the phases that have equally many rows before each of these positions. Yields the number of phases of
+        each group, and one of them."""
         marks = {0, self.num, *(bisect_left(self.phases, x % self.rate) for x in positions)}
         for lo, hi in pairwise(sorted(marks)):
             yield hi - lo, self.phases[lo]
@@ -136,7 +152,7 @@ class Counter:
         self.pattern = job.pattern
         self.borders = job.borders
 
-        # of each branch
+        # An entry for each branch: the phase of every query head, and the phases at which key/value heads are read.
         self.queries: list[Phases] = []
         self.keys: list[Phases] = []
         for branch, (_, rate, _) in enumerate(self.pattern.branches):
@@ -153,13 +169,14 @@ class Counter:
         self.window = window_of(job, ShardIndex(job.shards))
 
     def of(self, rank: int) -> tuple[int, list[SegmentShare]]:
-        """The (query, key) pairs that a rank computes, and its share of each segment that others may have rows of."""
+        """The number of (query, key) pairs that a rank computes, and what it sends and receives for each segment."""
         pairs = 0
         shares: list[SegmentShare] = []
         is_causal = self.pattern.is_causal
         for number, branch in enumerate(self.pattern.branches):
             queries = self.queries[number]
-            own_pieces: dict[Span, list[tuple[int, int]]] = {}  # of segments that others share
+            # The rank's pieces of each segment that goes on outside a span.
+            own_pieces: dict[Span, list[tuple[int, int]]] = {}
             for span in sorted(self.job.shards[rank]):
                 for start, stop, segment in own_sections(span, self.borders, branch):
                     if segment is None:
@@ -188,27 +205,37 @@ class Counter:
                 for ring in rings:
                     if rank in ring.ranks:
                         place = (window.number, ring.origin)
-                        size = sum(chunk.size for chunk in ring.chunks)  # only the owner has one
+                        # Only the owner of the rows has a chunk with rows. The others have empty ones.
+                        size = sum(chunk.size for chunk in ring.chunks)
                         is_owner = bool(ring.keys[ring.place_of(rank)])
                         shares.append(SegmentShare(place, (size,), 0 if is_owner else size))
         return pairs, shares
 
 
 class Segment(NamedTuple):
-    """A segment that ranks share, or rows that a window sees on other ranks."""
+    """What all ranks together hold and receive of one segment, or of some rows that a window sees on other ranks.
 
-    sharers: int  # the number of ranks with rows of it
-    # the size of the largest first chunk of any rank, then of the largest second chunk, if any
+    Sizes are in units of B * D elements.
+    """
+
+    sharers: int  # the number of ranks that share the segment
+    # A rank has one or two chunks of the segment. largest[0] is the size of the largest first chunk of any rank.
     largest: tuple[int, ...]
-    received: int  # the size of all that the sharers receive together
+    received: int  # the size of all keys and values that ranks receive
 
 
 NO_SEGMENT = Segment(0, (), 0)
 
 
 class JobCount(NamedTuple):
-    """Counts by rank, and segments by (branch, start). buffers: about the size of each rank's buffer of chunks. The
-    chunks of a plan may be smaller or larger, where a ring has only some heads, or only a part, of a segment."""
+    """The counts of a job. `pairs`, `received` and `buffers` have an entry for each rank.
+
+    pairs: the (query, key) pairs that the rank computes.
+    received: the size of the keys and values that the rank receives.
+    buffers: about the size of the rank's buffer of chunks. A plan may need a smaller or a larger buffer, because it
+        splits the heads of a segment among several rings.
+    segments: the key is (branch, start of the segment).
+    """
 
     pairs: list[int]
     received: list[int]
@@ -218,7 +245,7 @@ class JobCount(NamedTuple):
 
 @without_collection()
 def count_ranks(counter: Counter) -> JobCount:
-    """The counts of every rank and segment of a job."""
+    """Count all ranks and segments of a job."""
     pairs: list[int] = []
     received: list[int] = []
     shares_of_ranks: list[list[SegmentShare]] = []

@@ -1,7 +1,8 @@
-"""How ranks exchange heads for positions (DeepSpeed-Ulysses, arXiv 2309.14509). Pure integers, no torch.
+"""How ranks deal heads: they exchange heads for positions (DeepSpeed-Ulysses, arXiv 2309.14509). No torch.
 
-Before the attention each rank gets all positions of its group, but only its share of the heads. Afterwards it gets its
-own positions of all heads again.
+Before the attention each rank has all heads of its own positions. The exchange gives the rank all positions of its
+group of ranks, but only some of the heads. After the attention a second exchange brings back its own positions, with
+all heads.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ class Dealing(NamedTuple):
 
     place: int  # this rank's place in the group
     lengths: tuple[int, ...]  # the number of positions of every rank of the group
-    # (place of the owner, local row at which the run begins there, number of rows) of each run of consecutive positions
+    # The group's positions in order, as runs that one rank owns. Each run is (the owner's place in the group, the
+    # owner's local row at which the run begins, number of rows).
     runs: tuple[tuple[int, int, int], ...]
 
     @property
@@ -24,10 +26,12 @@ class Dealing(NamedTuple):
 
 
 def deal(shards: Sequence[Shard], place: int) -> tuple[Dealing, Shard]:
-    """The dealing of the rank at `place`, given the shards of its group; and one shard of all the group's positions."""
-    spans: list[
-        tuple[Span, int, int]
-    ] = []  # each with the place of its owner, and its first row there
+    """How the rank at a place in its group deals heads, and one shard with all positions of the group.
+
+    shards: those of the group's ranks.
+    """
+    # each span with its owner's place in the group, and the owner's local row at which it begins
+    spans: list[tuple[Span, int, int]] = []
     for owner, shard in enumerate(shards):
         for span, row in zip(shard, first_rows(shard), strict=False):
             spans.append((span, owner, row))
@@ -38,7 +42,7 @@ def deal(shards: Sequence[Shard], place: int) -> tuple[Dealing, Shard]:
 
 
 def check_dealing(num_kv_heads: int, world_size: int) -> None:
-    """Raise ValueError unless the key/value heads divide among `world_size` ranks."""
+    """Raise ValueError unless each of `world_size` ranks can get equally many key/value heads."""
     if num_kv_heads % world_size:
         raise ValueError(
             f"all_to_all deals heads to ranks, and {num_kv_heads} key/value heads do not divide among {world_size} "

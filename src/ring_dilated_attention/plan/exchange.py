@@ -1,4 +1,12 @@
-"""A rank's plan under each exchange, and which exchange a call uses under "auto". Pure integers, no torch."""
+"""A rank's plan under each exchange, and which exchange a call uses under "auto". Pure integers, no torch.
+
+An exchange is a way in which ranks get keys and values from each other. A chunk is one rank's key and value rows of a
+segment that several ranks share.
+
+    ring            chunks travel from rank to rank, one hop at a time, while ranks compute
+    all_gather      every rank sends its chunks to all ranks that need them, in one round
+    all_to_all      ranks deal heads: each gets all positions of some heads (`dealing.py`)
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -14,30 +22,35 @@ from .step import Sizes
 
 EXCHANGES = ("ring", "all_gather", "all_to_all")
 
-# Chunks up to this size cost less in one round than in several hops.
+# Chunks up to this size take less time in one round (all_gather) than in several hops (ring).
 SMALL_CHUNK_BYTES = 64 * 1024
-# Ranks of a ring send while they compute. Ranks that deal heads wait, so they must send fewer bytes by this factor.
+# Ranks of a ring send while they compute, but ranks that deal heads wait until all has been sent. So all_to_all is
+# chosen only if a rank sends at most 1 / ALL_TO_ALL_SAVING of the bytes that it would receive in the ring.
 ALL_TO_ALL_SAVING = 3
 
 
 class RankPlan(NamedTuple):
-    """What a rank does under an exchange. dealing: how it deals heads before and after its work, or None. plan: its
-    work on the heads that it then has."""
+    """What a rank does under an exchange.
+
+    plan: the tiles that it computes and the chunks that it sends, for the heads that it has after dealing.
+    dealing: how it deals heads before and after that; None if heads are not dealt.
+    """
 
     plan: Plan
     dealing: Dealing | None
 
     @property
     def num_rows(self) -> int:
-        """The number of positions that the rank owns."""
+        """The number of positions that the rank owns (before heads are dealt)."""
         if self.dealing is None:
             return self.plan.num_rows
         return self.dealing.lengths[self.dealing.place]
 
     def bytes_sent(self, sizes: Sizes, *, backward: bool = False, has_dlse: bool = False) -> int:
-        """Bytes that this rank sends in one forward, or in one backward (chunks again, and their gradients).
+        """Bytes that this rank sends in one forward, or in one backward. has_dlse: lse has a gradient.
 
-        Gradients travel in the accumulator's type: float32, or float64 for float64 inputs.
+        In backward the chunks are sent again, and their gradients too. Gradients are sent in float32, or in float64
+        for float64 inputs.
         """
         plan, dealing = self
         chunks, grads = plan.sent(backward=backward)
@@ -74,8 +87,12 @@ def dealers(exchange: str, job: Job, inner: int) -> int:
 
 
 def dealt(job: Job, size: int, place: int) -> tuple[Job, list[Dealing]]:
-    """If groups of `size` ranks deal heads: the job of the ranks at `place` in their groups, and their dealings, one
-    for each group. ValueError if heads cannot be dealt."""
+    """The job that is left once groups of `size` neighbouring ranks have dealt their heads.
+
+    All ranks at the same place of their groups get the same heads. Together they have all positions, so they share a
+    job of these heads, with one shard for each group. Returns this job for the ranks at `place`, and how each of these
+    ranks deals heads, by group. ValueError if heads cannot be dealt.
+    """
     check_dealing(job.num_kv_held, size)
     share = len(job.held_heads) // size
     held = job.held_heads[place * share : (place + 1) * share]
@@ -95,8 +112,11 @@ class Choice(NamedTuple):
 
 @lru_cache(maxsize=256)
 def choose_exchange(job: Job, sizes: Sizes) -> Choice:
-    """The exchange for a forward. The choice goes by bytes, memory, hops and kernel calls: many small calls can cost
-    more time than sending fewer bytes saves."""
+    """Choose the exchange for a forward, with the reason as text.
+
+    The choice weighs bytes, memory, hops and kernel calls. Kernel calls count because all_to_all may send fewer bytes
+    than the ring but make many small calls, which can cost more time than is saved.
+    """
     counted = count_ranks(Counter(job))
     unit = sizes.unit * sizes.itemsize
     received = unit * max(counted.received)
@@ -126,7 +146,8 @@ def choose_exchange(job: Job, sizes: Sizes) -> Choice:
             "ring",
             f"{ring}; {num_kv_held} key/value heads cannot be dealt to {job.num_ranks} ranks",
         )
-    # The rank that sends most to deal heads has the most or the fewest positions.
+    # The bytes that a rank sends to deal heads are linear in its number of positions. So the rank that sends most has
+    # the most or the fewest positions.
     heads = (len(job.held_heads), num_kv_held)
     by_longest = dealt_bytes(lengths, lengths.index(max(lengths)), heads, sizes, backward=False)
     by_shortest = dealt_bytes(lengths, lengths.index(min(lengths)), heads, sizes, backward=False)
@@ -156,12 +177,16 @@ def dealt_bytes(
     backward: bool,
     has_dlse: bool = False,
 ) -> int:
-    """Bytes that a rank sends where heads are dealt for positions (all_to_all, or the inner axis of a 2-D mesh).
+    """Bytes that a rank sends to deal heads (all_to_all, or the inner axis of a 2-D mesh).
 
-    Forward: query, key and value of its own positions, and out and lse of others'. Backward: dout, query, key,
-    value, out, lse (and dlse) of its own positions, and dq, dk, dv of the others'.
+    Forward: query, key and value of its own positions, then out and lse of the other ranks' positions. Backward: dout,
+    query, key, value, out, lse (and dlse) of its own positions, then dq, dk, dv of the other ranks' positions.
 
-    lengths, heads: every rank's number of positions, and (query heads, key/value heads), of the group that deals.
+    Args:
+        lengths: how many positions each rank of the group owns.
+        rank: the rank's place in the group.
+        heads: (query heads, key/value heads) before they are dealt.
+        has_dlse: lse has a gradient.
     """
     size = len(lengths)
     own = lengths[rank]

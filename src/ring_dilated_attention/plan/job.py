@@ -1,4 +1,4 @@
-"""Job: the sizes, shards and heads of an attention call. Pure integers, no torch."""
+"""Job: the pattern, shards and heads of an attention call. Pure integers, no torch."""
 
 from typing import Any, NamedTuple
 
@@ -7,13 +7,13 @@ from .sharding import Shard, shard_length
 
 
 class Job(NamedTuple):
-    """What the plans of all ranks of a call share."""
+    """The facts of a call that are the same on every rank. A rank's plan follows from these and its number."""
 
     pattern: DilatedPattern
     shards: tuple[Shard, ...]  # the shard of every rank (`sharding.make_shards`)
     num_heads: int  # query heads of the layer
     num_kv_heads: int  # key/value heads of the layer
-    # global borders (0, ..., n) of packed documents; None for one document
+    # the borders (0, ..., n) of packed documents in the whole sequence; None for one document
     documents: tuple[int, ...] | None = None
     held: range | None = None  # the query heads of the layer that the tensors hold; None for all
 
@@ -27,7 +27,7 @@ class Job(NamedTuple):
 
     @property
     def borders(self) -> tuple[int, ...]:
-        """`documents`, but (0, n) for one document."""
+        """The borders of the documents, (0, ..., n). For a single document they are (0, n)."""
         return (0, self.seq_len) if self.documents is None else self.documents
 
     @property
@@ -40,8 +40,14 @@ class Job(NamedTuple):
 
 
 def held_heads(num_held: int, ratio: int, heads_held: Any, num_heads: Any) -> range:
-    """The layer's query heads that tensors hold: all, or those that the caller names. `ratio` heads share a K/V head.
-    ValueError if heads_held are not consecutive heads of num_heads, or divide a group that shares a K/V head."""
+    """The layer's query heads that the caller's tensors hold (tensor parallelism): heads_held, or by default all.
+
+    num_held: the number of query heads in the tensors. ratio: how many query heads share a key/value head.
+
+    Raises:
+        ValueError: unless heads_held are consecutive heads of num_heads, as many as num_held, and whole groups of heads
+            that share a key/value head.
+    """
     if heads_held is None and num_heads is None:
         return range(num_held)
     if (

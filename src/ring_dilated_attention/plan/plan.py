@@ -1,10 +1,12 @@
 """The types of a plan: one rank's tiles, messages and hops. Pure integers, no torch; `planner.py` makes plans.
 
-A *tile* is one call of a kernel: some query rows times some key rows. Both are strided views.
-A segment inside one span of a shard is local: its tile has the same rows on both sides. A segment that straddles shards
-has a *ring*, the ranks that share it. Each rank packs its dilated rows of the segment, its *chunk*, into a flat
-buffer, and the chunks travel along the ring. At hop s the rank at place i of g
-places meets the chunk of place (i - s) mod g.
+A *tile* is one call of a kernel: some query rows times some key rows. Both are strided views. A segment inside one span
+of a shard is local: its tile has the same rows on both sides.
+
+A segment that straddles shards has a *ring*: the ranks that share it, in order. A rank's number in this order is its
+*place*. Each rank packs its key and value rows that the dilation selects, its *chunk*, into a flat buffer. The chunks
+travel along the ring. At hop 1 a rank gets the chunk of the place before its own, at hop 2 that of two places before,
+and so on. The rank *meets* a chunk at a hop if it needs the chunk's rows.
 
 Sizes and offsets of buffers are in units of B * D elements, so that a plan holds for any batch and head dim.
 """
@@ -20,15 +22,16 @@ from .sight import FULL, pairs_under
 
 
 class Tile(NamedTuple):
-    """Query rows times key rows, by one kernel call."""
+    """Some query rows times some key rows, computed by one kernel call."""
 
     query: Rows
     key: Rows | Block
     mask: str  # which of the keys a query row sees (`sight.py`)
-    # no earlier tile has results for the query rows, so results are written, not added
+    # Whether no earlier tile has results for these query rows. Then results are written, otherwise added.
     first_query: bool
-    first_key: bool  # the same for the key rows
-    # a copy of the key rows in the buffer of own chunks, which kernels read faster
+    # Whether no earlier tile has gradients for these key rows.
+    first_key: bool
+    # Where this rank's chunks hold a copy of the key rows, if they do. Kernels read the copy faster.
     packed: Block | None = None
 
     def __str__(self) -> str:
@@ -42,15 +45,18 @@ class Tile(NamedTuple):
         return of_one * len(self.query.heads) * self.query.segments
 
     def split(self, max_rows: int, fewest_heads: int) -> Iterator["Tile"]:
-        """Split the tile into tiles of at most max_rows query rows and at most max_rows key rows, over all heads and
-        segments. But each has at least `fewest_heads` key/value heads, counted over segments, even if it then has more
-        rows. Query heads that share keys stay together."""
+        """Split the tile into smaller tiles, along segments and heads.
+
+        Each has at most max_rows query rows and at most max_rows key rows, summed over its heads and segments. But it
+        has at least `fewest_heads` key/value heads, counted once for each segment, even if these have more rows. Query
+        heads that share a key/value head stay together.
+        """
         query = self.query
         key = self.key
         num_heads = len(query.heads)
         num_kv_heads = len(key.heads)
 
-        # how many query heads, counted over segments, have max_rows rows together
+        # how many query heads, counted once for each segment, have max_rows rows together
         most = max_rows // max(query.num_rows, key.num_rows)
         heads = max(fewest_heads, most * num_kv_heads // num_heads)
         segments = query.segments
@@ -65,7 +71,7 @@ class Tile(NamedTuple):
                 yield self._replace(query=q, key=k).of_heads(lo, min(lo + heads, num_kv_heads))
 
     def of_heads(self, lo: int, hi: int) -> "Tile":
-        """Key/value heads lo..hi-1, with the query heads that share them."""
+        """The part of the tile with key/value heads lo..hi-1 and the query heads that share them."""
         ratio = len(self.query.heads) // len(self.key.heads)
         query = self.query.of_heads(lo * ratio, hi * ratio)
         packed = self.packed and self.packed.of_heads(lo, hi)
@@ -80,45 +86,56 @@ class Message(NamedTuple):
     size: int
     owner: int  # the rank that packed the chunk
     is_gradient: bool = False
-    packed: int = 0  # where an own chunk lies in the buffer of own chunks
+    packed: int = 0  # for a chunk of this rank: where it lies in the buffer of this rank's chunks
 
 
 class Hop(NamedTuple):
-    """What one rank does at one hop. Peers are ranks of the group. The chunks arrive before the tiles are computed.
-    An own chunk that is sent after hop 1 is packed again, because its buffer then holds chunks of other ranks. Finished
-    gradients go home to the chunk's owner, and unfinished ones to the rank that meets the chunk at the next hop."""
+    """What one rank does at one hop.
+
+    The rank first receives chunks, then computes the tiles of its queries times these chunks. It may send its own chunk
+    after hop 1. It then packs this chunk again, because the buffer already holds chunks of other ranks.
+
+    In backward each rank adds its part to the gradient of a received chunk. If the next rank needs the chunk too, the
+    sum goes to that rank. Otherwise the sum is finished and goes to the chunk's owner.
+    """
 
     sends: tuple[Message, ...] = ()  # chunks
-    receives: tuple[Message, ...] = ()
-    tiles: tuple[Tile, ...] = ()  # own queries times received chunks
-    grad_starts: tuple[Message, ...] = ()  # where gradients of received chunks start from zero
+    receives: tuple[Message, ...] = ()  # chunks
+    tiles: tuple[Tile, ...] = ()  # this rank's queries times received chunks
+    # received chunks to whose gradients no other rank has added yet
+    grad_starts: tuple[Message, ...] = ()
     grad_sends: tuple[Message, ...] = ()  # gradients of received chunks
-    # gradients of the chunks of the next hop, and finished ones of own chunks
+    # sums for the chunks that arrive at the next hop, and finished gradients of this rank's chunks
     grad_receives: tuple[Message, ...] = ()
-    # own chunks, each with the rank that meets it at this hop; only `gathered` uses them
+    # this rank's chunks, each with the rank that meets it at this hop; only `gathered` uses this field
     targets: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """One rank's work. Every hop but the last swaps the buffers of own and received chunks: both have one size."""
+    """The work of one rank in one attention call.
+
+    There are two buffers of chunks. A hop sends chunks from one and receives into the other. At the next hop the two
+    buffers change roles, so both have the same size. (With a single hop they do not change roles.)
+    """
 
     rank: int
     num_rows: int
     num_heads: int
     num_kv_heads: int
     local: tuple[Tile, ...]
-    # own key/value rows, each with its block in the buffer of own chunks
+    # this rank's key/value rows that are packed, each with its block in the buffer of this rank's chunks
     packs: tuple[tuple[Rows, Block], ...]
     hops: tuple[Hop, ...]
-    # sizes, in units of B * D elements, of the buffers of this rank's chunks, received chunks and returned gradients
+    # The sizes of three buffers, in units of B * D elements. They hold this rank's chunks, received chunks, and
+    # gradients that other ranks send.
     chunk_size: int
     received_size: int
     home_size: int
-    # whether the tiles that write (and do not add) cover every query row, and every key row
+    # Whether the tiles with `Tile.first_query` have all query rows, and those with `Tile.first_key` all key rows.
     query_covered: bool
     key_covered: bool
-    cached: tuple[Tile, ...] = ()  # own queries times rows of a cache (one rank, forward only)
+    cached: tuple[Tile, ...] = ()  # queries times rows of a cache (one rank, forward only)
 
     @property
     def tiles(self) -> Iterator[Tile]:
@@ -130,18 +147,21 @@ class Plan:
 
     @property
     def pairs(self) -> int:
-        """(query, key) pairs of all tiles, per batch entry."""
+        """Number of (query, key) pairs of all tiles (for one batch entry)."""
         return sum(tile.pairs for tile in self.tiles)
 
     def packs_of(self, message: Message) -> Iterator[tuple[Rows, Block]]:
-        """The own rows in the chunk of a message, each with its block. Offsets count from the start of the chunk."""
+        """The rows that this rank packed into the chunk of a message, and the block of the chunk where they lie.
+
+        The offsets of these blocks count from the start of the chunk.
+        """
         stop = message.packed + message.size
         for rows, block in self.packs:
             if message.packed <= block.offset < stop:
                 yield rows, block._replace(offset=block.offset - message.packed)
 
     def sent(self, *, backward: bool = False) -> tuple[int, int]:
-        """(K and V, dK and dV) that this rank sends, in units of B * D elements."""
+        """How much this rank sends: (keys and values, their gradients), in units of B * D elements."""
         chunks = sum(m.size for hop in self.hops for m in hop.sends)
         grads = sum(m.size for hop in self.hops for m in hop.grad_sends)
         return chunks, grads if backward else 0
@@ -149,11 +169,13 @@ class Plan:
 
 @lru_cache(maxsize=256)
 def gathered(plan: Plan) -> Plan:
-    """The plan of the same work with one hop (all_gather): an owner sends its chunk to all ranks that meet it, and they
-    send its gradients back.
+    """The plan of the same work with one hop (all_gather).
 
-    This sends as many bytes as a ring, and waits once instead of g - 1 times. But a rank holds all chunks that it
-    meets, and their gradients. Chunks lie in the order of their owners, then of hops.
+    The owner of a chunk sends it to all ranks that need it, and each of them sends a gradient of it back. All ranks
+    together send as many bytes as in a ring. A rank waits once, where in a ring of g ranks it waits up to g - 1 times.
+    But it holds all chunks that it needs at the same time, and their gradients.
+
+    In the buffer, chunks are sorted by owner. Chunks of the same owner keep the order of the hops.
     """
     if not plan.hops:
         return plan
@@ -162,24 +184,24 @@ def gathered(plan: Plan) -> Plan:
     received.sort(key=lambda x: x[0].owner)
     targets = sorted((m for hop in plan.hops for m in hop.targets), key=lambda m: m.peer)
 
-    # Where each chunk lies: all are held at the same time.
+    # Give each received chunk a place of its own in the buffer, since all are held at the same time.
     chunks: list[Message] = []
     received_size = 0
-    # by hop: each message with its new offset
+    # for each hop of the ring: its messages, each with its new offset in the buffer
     moved: list[list[tuple[Message, int]]] = [[] for _ in plan.hops]
     for message, s in received:
         chunks.append(Message(message.owner, received_size, message.size, message.owner))
         moved[s].append((message, received_size))
         received_size += message.size
 
-    # The gradients of own chunks, which come home from the ranks that met them.
+    # Each rank that received this rank's chunk sends a gradient of the chunk back.
     gradients: list[Message] = []
     home_size = 0
     for target in targets:
         gradients.append(target._replace(offset=home_size, is_gradient=True))
         home_size += target.size
 
-    # A tile reads the chunk in which its block lies.
+    # Move the keys of tiles to the new offsets. To find a tile's chunk, look in which old slice the tile's block lies.
     tiles: list[Tile] = []
     for hop, moved_chunks in zip(plan.hops, moved, strict=True):
         for tile in hop.tiles:

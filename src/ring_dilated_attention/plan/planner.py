@@ -1,4 +1,9 @@
-"""Make a rank's plan from pattern and shards: local tiles, rings (see `rings.py`) and hops. Pure integers, no torch."""
+"""Make a rank's plan from pattern and shards. Pure integers, no torch.
+
+A *tile* is a block of queries times keys. The plan lists the tiles of the rank's own queries and own keys. For
+segments that other ranks share, it lists what the rank sends, receives and computes at each hop of their rings
+(`rings.py`). `plan.py` has the types.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
@@ -19,7 +24,7 @@ from .window_maker import window_of
 @lru_cache(maxsize=256)
 @without_collection()
 def make_plan(job: Job, rank: int) -> Plan:
-    """Plan one rank's work."""
+    """The plan of a rank: the tiles that it computes, and the chunks that it packs, sends and receives."""
     job.pattern.check_heads(job.num_heads, job.num_kv_heads)
     planner = planner_of(job)
     local, rings = planner.local_and_rings(rank)
@@ -52,7 +57,7 @@ def make_plan(job: Job, rank: int) -> Plan:
 
 
 class _Planner:
-    """What the plans of all ranks of a job share, and the methods that make one."""
+    """Makes the parts of a rank's plan. It keeps what the plans of all ranks of a job share."""
 
     def __init__(self, job: Job) -> None:
         self.pattern = job.pattern
@@ -69,24 +74,30 @@ class _Planner:
         # cached, because all ranks of a ring ask for the same rings
         self.rings_of = cache(RingMaker(job, self.index, self.groups).rings)
         self.window = window_of(job, self.index)
-        # cached, because rows lie alike in many chunks: their tiles are the same
+        # Cached, because the rows often lie at the same offsets in many chunks. Their tiles are then the same.
         self.tiles_of = lru_cache(maxsize=1024)(self.make_tiles)
 
     def covers(self) -> tuple[bool, bool]:
-        """Whether the tiles that write, not add, together write all query rows; and whether they write all key rows."""
-        # The tiles of the first branch write. Under "split" each branch has heads of its own, so its tiles write too.
+        """Whether the tiles with `Tile.first_query` have all query rows, and those with `Tile.first_key` all key rows.
+
+        At rate 1 every row is in a tile of its branch. At a higher rate some rows are in none.
+        """
+        # The first branch's tiles are the first for its heads. Under "split" each branch has heads of its own, so its
+        # tiles are the first too.
         rates = [branch.dilation_rate for branch in self.pattern.branches]
         first_rates = rates[:1] if self.pattern.heads == "all" else rates
         is_covered = set(first_rates) == {1}
         return is_covered, is_covered and (self.pattern.heads == "all" or not self.shares_kv)
 
     def local_and_rings(self, rank: int) -> tuple[list[Tile], list[Ring]]:
-        """The tiles of own queries and own keys, of all branches, and the rings of this rank."""
+        """The tiles of the rank's own queries and own keys in all branches, and the rings of which it is a member."""
         tiles: list[Tile] = []
-        rings: dict[tuple[int, int], tuple[Ring, ...]] = {}  # by branch and origin
+        rings: dict[tuple[int, int], tuple[Ring, ...]] = {}  # by (branch, origin)
         for number, branch in enumerate(self.pattern.branches):
-            sections: list[tuple[Piece, Span | None]] = []  # each with `Section.segment`
-            own_pieces: dict[Span, list[Piece]] = {}  # of segments that go on outside a span
+            # What the rank owns, in pieces. The segment is None for whole segments, as in `Section.segment`.
+            sections: list[tuple[Piece, Span | None]] = []
+            # The rank's pieces of each segment that goes on outside a span.
+            own_pieces: dict[Span, list[Piece]] = {}
             for span in self.shards[rank]:
                 for start, stop, segment in own_sections(span, self.borders, branch):
                     piece = self.index.piece(span, start, stop)
@@ -97,10 +108,11 @@ class _Planner:
             for piece, segment in sections:
                 if segment is None:
                     tiles += self.section_tiles(number, piece)
-                elif segment in own_pieces:  # only at its first piece: `pop` takes it out
+                elif segment in own_pieces:
                     rings[number, segment.start] = self.rings_of(number, *segment)
+                    # `pop`: the segment is done once, even if the rank has two pieces of it.
                     pieces = sorted(own_pieces.pop(segment))
-                    # Each piece times itself comes first: these tiles write where the others add.
+                    # Each piece times itself comes first, because these tiles may write and the others add.
                     pairs = sorted(product(pieces, pieces), key=lambda pair: pair[0] != pair[1])
                     for query, key in pairs:
                         mask = self.mask(number, query, key)
@@ -119,7 +131,10 @@ class _Planner:
         return tiles, own_rings
 
     def section_tiles(self, number: int, piece: Piece) -> Iterator[Tile]:
-        """The tiles of own queries times own keys in a section: in whole segments, or for a window in a document."""
+        """The tiles of own queries times own keys in a section, as positions of this rank.
+
+        A section is one or more whole segments. For a window it is what the rank owns of a document without a gap.
+        """
         branch = self.pattern.branches[number]
         is_causal = self.pattern.is_causal
         for meeting in meetings(branch, piece.length, is_causal=is_causal):
@@ -145,11 +160,13 @@ class _Planner:
     ) -> Iterator[Tile]:
         """The tiles of own queries times own keys under a mask, for all heads.
 
-        origin: where the segment starts. again: how often a tile comes, and how many positions further each time.
+        number: the branch. origin: where the segment starts. again: (n, step) repeats each tile n times, each time
+        `step` positions further on. So one tile has many segments.
         """
         rate = self.pattern.branches[number].dilation_rate
 
-        # The first branch writes, and later ones add to what it wrote. Under "split" each branch has heads of its own.
+        # Tiles of the first branch write, and those of later branches add. Under "split" tiles of all branches write,
+        # since each branch has heads of its own. But branches may share key/value heads.
         is_split = self.pattern.heads == "split"
         first_query = query == key and (number == 0 or is_split)
         first_key = query == key and (number == 0 or (is_split and not self.shares_kv))
@@ -163,7 +180,10 @@ class _Planner:
                 yield Tile(queries, keys, mask, first_query=first_query, first_key=first_key)
 
     def rows_of(self, ring: Ring, place: int) -> Iterator[tuple[Piece, Rows, Block]]:
-        """The key/value rows that the rank at a place packs into its chunk, each with its piece and block."""
+        """The key/value rows that the rank at a place of a ring packs into its chunk.
+
+        Each comes with the piece of the segment that it is from, and its block in the chunk.
+        """
         rate = self.pattern.branches[ring.branch].dilation_rate
         for entry in ring.chunks[place].entries:
             yield ring.keys[place][entry.piece], entry.band.kv_rows(rate), entry.block
@@ -171,7 +191,7 @@ class _Planner:
     def packs(
         self, rank: int, rings: Sequence[Ring], offsets: Sequence[int]
     ) -> list[tuple[Rows, Block]]:
-        """The rows that a rank packs, and where they lie in its buffer."""
+        """The rows that a rank packs for all its rings, each with its block in the rank's buffer of chunks."""
         packs: list[tuple[Rows, Block]] = []
         for ring, offset in zip(rings, offsets, strict=False):
             place = ring.place_of(rank)
@@ -189,13 +209,16 @@ class _Planner:
         offset: int,
         rank: int,
     ) -> tuple[Tile, ...]:
-        """The tiles of a piece's queries times an entry's keys, whose chunk lies in the buffer from `offset` on."""
+        """The tiles of a piece's queries times a part of another rank's chunk.
+
+        number: the branch. entry: the part of the chunk. offset: where the chunk begins in the buffer.
+        """
         rate = self.pattern.branches[number].dilation_rate
         query_bands = make_bands(entry.band.group, query, origin, rate)
 
         tiles: list[Tile] = []
         for query_band, key_band in matches(query_bands, [entry.band]):
-            # the heads of the block that the tile reads
+            # The block may have more heads than the tile. `start` is the first one that the tile reads.
             start = key_band.lo - entry.band.lo if key_band.group.phase_step else 0
             block = entry.block._replace(
                 offset=offset + entry.block.offset,
@@ -204,18 +227,19 @@ class _Planner:
             )
             rows = query_band.query_rows(rate)
 
-            # The tiles of a chunk come after the local tiles: local tiles write, and these add.
+            # Tiles with received chunks add their results, since the rank computes its local tiles before.
             tile = Tile(rows, block, mask, first_query=False, first_key=False)
             tiles += self.blocks_of(tile, rank)
         return tuple(tiles)
 
     def blocks_of(self, tile: Tile, rank: int) -> Iterator[Tile]:
-        """Cut a tile into blocks of heads, so that a kernel's result is small beside the tensor to which it is added.
+        """Cut a tile into blocks of heads, so that the kernel's result for a block takes little memory.
 
-        A result takes at most a third of one local tensor, unless blocks would then have fewer than 4 key/value heads,
-        too few for the kernel's threads. A first tile of all rows stays whole: its result becomes the accumulator.
+        The result of a block is at most a third of the rank's query. But a block has at least 4 key/value heads, which
+        the kernel's threads need. A tile of all rows that comes first stays whole, because its result becomes the
+        accumulator.
         """
-        # both sizes count rows of one head
+        # local_size, size: a position with 8 heads counts as 8 rows
         local_size = shard_length(self.shards[rank]) * self.num_heads
         size = len(tile.query.heads) * tile.query.num_rows * tile.query.segments
         num_kv_heads = len(tile.key.heads)
@@ -230,7 +254,7 @@ class _Planner:
             yield tile.of_heads(lo, hi)
 
     def hops(self, rank: int, rings: Sequence[Ring], offsets: Sequence[int]) -> list[Hop]:
-        """What the rank sends, receives and computes at every hop, over all its rings, in the order of the rings."""
+        """What the rank sends, receives and computes at every hop, in all its rings together."""
         last = 0
         for ring in rings:
             for ranges in ring.needed:
@@ -248,14 +272,18 @@ class _Planner:
                 place.add_hop(s, lists)
             hops.append(Hop(*map(tuple, lists.values())))
 
-        # At the last hops of a ring only other ranks may have something to do.
+        # Drop the last hops if this rank does nothing then. Other ranks of its rings may still exchange chunks.
         while hops and not any(hops[-1]):
             hops.pop()
         return hops
 
 
 class _PlaceInRing:
-    """What a rank does at its place of one ring, hop by hop. Its chunks lie in the buffers from `offset` on."""
+    """What a rank does at its place of one ring, hop by hop.
+
+    At hop s the chunk of place c is *due* at place c + s: the rank there receives it, if it needs it (`rings.py`). The
+    ring's chunks lie in the buffers from `offset` on. last: the last hop of all rings of the rank.
+    """
 
     def __init__(self, planner: _Planner, ring: Ring, rank: int, offset: int, last: int) -> None:
         self.planner = planner
@@ -264,8 +292,9 @@ class _PlaceInRing:
         self.offset = offset
         self.place = ring.place_of(rank)
 
-        # For each hop from 0 to last + 1, whether a chunk is needed by the rank at which it is due. own: this rank's
-        # chunk. here, after, before: the chunk that is due at this place, at the next place, at the previous place.
+        # Four lists of booleans, for hops 0 to last + 1: does the rank at which a chunk is due need the chunk?
+        # own: the chunk is this rank's, wherever it is due at that hop.
+        # here, after, before: the chunk is the one that is due at this place, the next place or the previous place.
         self.own = [ring.meets(self.place, s) for s in range(last + 2)]
         self.here = self._needed_at(self.place, last)
         self.after = self._needed_at(self.place + 1, last)
@@ -276,7 +305,10 @@ class _PlaceInRing:
         return [self.ring.meets((place - s) % num_places, s) for s in range(last + 2)]
 
     def message(self, peer: int, place: int, *, is_gradient: bool = False) -> Message:
-        """The message to or from a peer with the chunk of the rank at a place, or with the chunk's gradient."""
+        """The message to or from a peer that carries a place's chunk, or the chunk's gradient.
+
+        place: that of the rank that packed the chunk.
+        """
         place %= len(self.ring.ranks)
         return Message(
             peer,
@@ -288,7 +320,7 @@ class _PlaceInRing:
         )
 
     def tiles_with(self, owner: int) -> Iterator[Tile]:
-        """The tiles of own queries times the chunk of the rank at the place `owner`."""
+        """The tiles of this rank's queries times the chunk of the rank at place `owner` of the ring."""
         ring = self.ring
         for query in ring.queries[self.place]:
             for entry in ring.chunks[owner].entries:
@@ -299,7 +331,7 @@ class _PlaceInRing:
                     )
 
     def add_hop(self, s: int, lists: dict[str, list]) -> None:
-        """Add what the rank does at hop s to the lists of a `Hop`."""
+        """Add what the rank does in this ring at hop s to `lists`: one list for each field of `Hop`."""
         place = self.place
         own = self.own
         here = self.here
@@ -310,12 +342,12 @@ class _PlaceInRing:
         previous = ranks[place - 1]
 
         if after[s] and (s == 1 or here[s - 1]):
-            # The chunk of the hop before, or at hop 1 this rank's own chunk, goes to the next place.
+            # Send on the chunk that was received at the hop before, or at hop 1 this rank's own chunk.
             lists["sends"].append(self.message(following, place + 1 - s))
 
         if own[s]:
-            # Another rank meets this rank's chunk. If a range of hops begins, this rank sends the chunk. If the range
-            # ends, the chunk's gradient comes back.
+            # A rank `target` needs this rank's chunk at this hop. If the place before the target's did not need the
+            # chunk, this rank sends it. If the place after does not need it, the target returns the chunk's gradient.
             target = ranks[(place + s) % len(ranks)]
             lists["targets"].append(self.message(target, place))
             if s > 1 and not own[s - 1]:
@@ -324,7 +356,8 @@ class _PlaceInRing:
                 lists["grad_receives"].append(self.message(target, place, is_gradient=True))
 
         if here[s]:
-            # The chunk that is due here arrives, the tiles read it, and its gradient leaves.
+            # This rank needs the chunk that is due here. It receives the chunk, computes with it, and sends the chunk's
+            # gradient on.
             due = (place - s) % len(ranks)
             owner = ranks[due]
             is_first = s == 1 or not before[s - 1]
@@ -336,13 +369,17 @@ class _PlaceInRing:
             lists["grad_sends"].append(self.message(home, due, is_gradient=True))
 
         if before[s] and here[s + 1]:
-            # The gradient of the chunk that is due here at the next hop comes from the previous place.
+            # The chunk that is due here at the next hop was due at the previous place now. That rank sends the sum of
+            # the chunk's gradient so far.
             coming = self.message(previous, place - s - 1, is_gradient=True)
             lists["grad_receives"].append(coming)
 
 
 def offsets_of(rings: Sequence[Ring]) -> list[int]:
-    """Where each ring's chunks lie in a rank's buffer, and the size of the buffer."""
+    """The offset of each ring's chunks in a rank's buffer, and last the size of the buffer.
+
+    Each ring has room for its largest chunk.
+    """
     largest = [max(chunk.size for chunk in ring.chunks) for ring in rings]
     return list(accumulate(largest, initial=0))
 

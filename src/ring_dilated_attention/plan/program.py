@@ -6,9 +6,15 @@ This file alone decides the order of steps: on one device, in a ring (arXiv 2310
 (`plan.gathered`) and with heads dealt to ranks. A whole program is made before its first step is carried out.
 `print(program)` shows it, a step to a line (docs/how_it_works.md).
 
-Beside its shards a rank holds two buffers of chunks, swapped at every hop. BUFFERS[(s + 1) % 2] holds the chunks of hop
-s, counted from 0. Backward has two more buffers, of gradients. A rank keeps nothing else that it receives, except dealt
-heads.
+A *tile* is one kernel call: a block of queries times keys. A *chunk* is the keys and values of one rank that travel
+along a ring of ranks, one *hop* at a time. An *accumulator* is out, lse, dq, dk or dv before it has its final dtype.
+
+A rank holds two buffers of chunks, BUFFERS. In this file hops count from 0. Hop 0 sends from BUFFERS[0] and receives
+into BUFFERS[1], hop 1 the other way round, and so on. Backward has two more buffers, GRADIENTS, for the gradients of
+chunks. A rank keeps nothing else that it receives, except the heads that are dealt to it.
+
+A kernel may *keep* its results: it writes the results of many tiles first, and then gathers them into the accumulator
+in one pass over its rows. Otherwise each result is merged or added as soon as it is computed.
 """
 
 from bisect import bisect_left
@@ -35,19 +41,20 @@ _INPUTS = {
     "forward": ("query", "key", "value"),
     "backward": ("dout", "query", "key", "value", "out", "lse"),
 }
-Tiles = Sequence[tuple[Tile, str]]  # each with where its keys are, as in `Compute.keys`
+Tiles = Sequence[tuple[Tile, str]]  # (tile, where its keys are: as in `Compute.keys`)
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 
-# A program of more tiles (times batch entries) is made again for each call. Keeping it would take much memory, and
-# making it takes less time than computing its tiles.
+# Programs are cached only if they have at most this many tiles (times batch entries). A larger one would take much
+# memory. Making it again for each call takes less time than computing its tiles.
 MOST_KEPT_TILES = 1000
 
-# The most rows of a FROM_END tile that are copied in reverse order at a time, if the kernel has no `Packing.max_rows`.
+# A tile with the mask FROM_END is computed from copies of its rows in reverse order. This is the most rows that are
+# copied at a time if the kernel does not set `Packing.max_rows`.
 MOST_TURNED_ROWS = 2**18
 
 
 class Program(tuple[Step, ...]):
-    """The steps of one rank in one stage."""
+    """The steps of one rank in one stage (forward or backward)."""
 
     __slots__ = ()
 
@@ -56,21 +63,21 @@ class Program(tuple[Step, ...]):
 
 
 def program_of(plan: Plan, stage: str, facts: CallFacts) -> Program:
-    """The result of `make_program`, kept for the next call with the same plan and facts."""
+    """As `make_program`, but cached: the next call with the same plan and facts gets the same program."""
     if plan.num_tiles * facts.batch > MOST_KEPT_TILES:
         return make_program(plan, stage, facts)
     return _kept(plan, stage, facts)
 
 
 def make_program(plan: Plan, stage: str, facts: CallFacts) -> Program:
-    """The program of a plan's rank for one of STAGES."""
+    """The program by which a rank carries out its plan. stage: one of STAGES."""
     maker = _Maker(plan, stage, facts)
     make_steps = maker.forward if stage == "forward" else maker.backward
     if facts.dealing is None:
         make_steps()
         return Program(maker.made)
 
-    # Heads are dealt for positions before the work, and back after it.
+    # Before the work the ranks exchange positions for heads, and afterwards back.
     inputs = _INPUTS[stage]
     if facts.has_dlse:
         inputs += ("dlse",)
@@ -87,8 +94,7 @@ _kept = lru_cache(maxsize=64)(make_program)
 
 
 class _Maker:
-    """Lists the steps of a stage, and remembers which accumulators exist, which hold gathered results, and which
-    gradients are on their way."""
+    """Lists the steps of a stage. Its attributes remember which accumulators and messages there are so far."""
 
     def __init__(self, plan: Plan, stage: str, facts: CallFacts) -> None:
         self.plan = plan
@@ -96,21 +102,25 @@ class _Maker:
         self.facts = facts
         self.made: list[Step] = []
 
-        # Names of the accumulators that exist, and of those into which results have been gathered.
+        # The names of the accumulators that exist, and of those into which kept results have been gathered.
         self.started: set[str] = set()
         self.gathered: set[str] = set()
 
-        # Names of the buffers into which own chunks are packed again, to be sent at this hop.
+        # The names of buffers for this rank's chunks that are sent at the current hop, if that is not hop 0.
         self.late: list[str] = []
 
-        # The steps that wait for gradients of the current chunks, from the rank that had these chunks before.
+        # The steps that wait for the gradients of this hop's chunks. The rank that had the chunks before sends them.
         self.arriving: list[steps.Wait] = []
 
     def put(self, *new_steps: Step) -> None:
         self.made += new_steps
 
     def forward(self) -> None:
-        """out and lse of this rank's queries: own tiles while the first chunks travel, then the tiles of each hop."""
+        """List the steps that compute out and lse of this rank's queries.
+
+        While the first chunks travel, the rank computes its own queries times its own keys. Then, at each hop, it
+        computes its queries times the chunks that have arrived, while the next chunks travel.
+        """
         plan = self.plan
         self.start_hop(0)
         cached = [(tile, CACHED_ROWS) for tile in plan.cached]
@@ -126,10 +136,13 @@ class _Maker:
         self.finish("out", "lse")
 
     def backward(self) -> None:
-        """dq, dk, dv of this rank's rows. `out` and `lse` are over all keys, and so is p = exp(score - lse).
+        """List the steps that compute dq, dk and dv of this rank's rows.
 
-        The chunks travel again, and their gradients follow one hop behind (`rings.py`). The owner of a chunk adds the
-        gradients from its own queries.
+        `out` and `lse` from forward cover all keys. So each tile has its final weights p = exp(score - lse), and the
+        gradients of tiles are only added up.
+
+        The chunks travel again, and their gradients follow one hop behind (`rings.py`). When the gradient of a chunk
+        returns to the chunk's owner, the owner adds it to the gradients from its own queries.
         """
         plan = self.plan
         self.start_hop(0)
@@ -141,7 +154,8 @@ class _Maker:
             self.start_hop(s + 1)
             arrived = BUFFERS[(s + 1) % 2]
 
-            # sums: the buffer of the gradients of this hop's chunks. other: of the gradients that arrive meanwhile.
+            # sums: the buffer in which the gradients of this hop's chunks add up.
+            # other: the buffer into which gradients are received meanwhile.
             sums = GRADIENTS[s % 2]
             other = GRADIENTS[(s + 1) % 2]
             if s == 0:
@@ -153,7 +167,8 @@ class _Maker:
             if s + 1 == len(plan.hops):
                 self.put(steps.Free((arrived,)))
 
-            self.put(*leaving)  # from here on `other` may be overwritten
+            # Wait until the gradients of the hop before have been sent from `other`. Then it may be overwritten.
+            self.put(*leaving)
             if s == 0:
                 self.put(steps.Take(other, plan.home_size, is_sum=True))
             leaving = self.send_gradients(s, sums, other)
@@ -162,12 +177,15 @@ class _Maker:
         self.finish("dq", "dk", "dv")
 
     def own_tiles(self) -> list[tuple[Tile, str]]:
-        """The tiles of own queries and own keys, each with where its keys are."""
+        """The tiles of this rank's queries and keys. Each comes with the name of where its keys are read from."""
         return [(tile, OWN_CHUNKS if tile.packed else OWN_ROWS) for tile in self.plan.local]
 
     def start_hop(self, s: int) -> None:
-        """Start to send the chunks of hop s from one buffer and to receive chunks into the other buffer. Own chunks are
-        packed before the first hop. After the last hop, the buffer from which chunks were sent is freed."""
+        """Start to send and to receive the chunks of hop s, from one buffer into the other.
+
+        Before hop 0 this rank's chunks are packed. If there is no hop s, all chunks have been sent, and the buffer from
+        which the last ones were sent is freed.
+        """
         plan = self.plan
         sent_from = BUFFERS[s % 2]
         received_in = BUFFERS[(s + 1) % 2]
@@ -185,7 +203,7 @@ class _Maker:
         sends: list[BufferSlice] = []
         for message in hop.sends:
             if s > 0 and message.owner == plan.rank:
-                # The buffer of own chunks now holds chunks of other ranks.
+                # Pack this rank's chunk again: both buffers now hold chunks of other ranks.
                 name = f"own chunk sent late at hop {s + 1}, {message.packed}"
                 self.put(steps.Pack(name, message.size, tuple(plan.packs_of(message))))
                 self.late.append(name)
@@ -199,7 +217,7 @@ class _Maker:
             self.put(steps.Post(moment, moment, tuple(sends), receives))
 
     def arrive(self, s: int) -> None:
-        """Wait until hop s has sent and received its chunks."""
+        """Wait until the chunks of hop s have been sent and received."""
         hop = self.plan.hops[s]
         if hop.sends or hop.receives:
             self.put(steps.Wait(self.moment(s)))
@@ -210,12 +228,14 @@ class _Maker:
         return f"{self.stage}, hop {s + 1}, keys and values"
 
     def send_gradients(self, s: int, sums: str, other: str) -> list[steps.Wait]:
-        """Start to send the gradients of hop s. Returns the waits until they are sent.
+        """Start to send the gradients of hop s. Returns the steps that wait until they are sent.
 
-        Finished gradients go to the owners of their chunks, unfinished ones to the next rank. (A chunk's
-        gradient is finished when every rank has added its part.) A rank receives both kinds into the same buffer, so
-        they are two posts: the owner adds a finished gradient to dk and dv before an unfinished one arrives. Every rank
-        starts the posts in this order, so that no message waits for one that the peer starts later.
+        A finished gradient goes to the owner of its chunk. An unfinished one goes to the next rank, which adds to it.
+
+        The two kinds are sent in two posts, finished gradients first. A rank receives both kinds into the same slice of
+        a buffer: so it first adds the finished gradient to dk and dv, and only then receives the unfinished one. All
+        ranks start the posts in the same order. Otherwise two ranks could each wait for a message that the other has
+        not started.
         """
         hop = self.plan.hops[s]
         moment = f"backward, hop {s + 1}, gradients"
@@ -257,7 +277,7 @@ class _Maker:
             self.put(steps.Start(name, is_covered))
 
     def finish(self, *names: str) -> None:
-        """Turn accumulators into results, unless they have the results' dtype already (`gathers_once`)."""
+        """Round accumulators to the dtype of the results. Under `gathers_once` they have this dtype already."""
         if self.gathers_once:
             return
         for name in names:
@@ -267,11 +287,11 @@ class _Maker:
 
     @property
     def gathers_once(self) -> bool:
-        """Whether results are kept, and one pass (for each block of heads) gathers all of them."""
+        """Whether results are kept and all of a head are gathered in a single pass. With hops there are more passes."""
         return self.facts.kept_rows is not None and not self.plan.hops
 
     def partials(self, tiles: Tiles) -> None:
-        """Compute the partials of tiles. Merge them one by one, or, if results are kept, all at once."""
+        """Compute tiles' partials (out and lse over a tile's keys), and merge them: at once, if results are kept."""
         for kv_heads, block in self.head_blocks(tiles, ("out",)):
             for call, entry, keys in block:
                 self.put(steps.Compute(call, entry, "partial", keys, self.copied(call, keys)))
@@ -282,10 +302,10 @@ class _Maker:
         self.gathered.add("out")
 
     def all_gradients(self, tiles: Tiles, names: tuple[str, ...], sums: str = OWN_ROWS) -> None:
-        """Compute the gradients of tiles. Add them one by one, or, if results are kept, all at once.
+        """Compute the gradients of tiles and add them up: one by one, or all at once if results are kept.
 
-        names: the gradients of this rank's own rows. If dk and dv are not among them, the keys are those of a received
-        chunk: its dk and dv are added one by one to the buffer `sums`.
+        names: the gradients that are added to accumulators of this rank. With dk and dv, the keys are this rank's own.
+        Without, the keys are a received chunk's. Then dk and dv are added one by one to the buffer `sums`.
         """
         for kv_heads, block in self.head_blocks(tiles, names):
             if block and self.facts.kept_rows is not None:
@@ -303,7 +323,7 @@ class _Maker:
                         how = self.how(name, call.key, call.first_key, entry, "add")
                         self.put(steps.Add(name, call, entry, how))
                     else:
-                        # wait as late as possible for the sums to which other ranks have added
+                        # Wait only now for the sums of other ranks: the kernel's call before did not need them.
                         self.await_gradients()
                         self.put(steps.Add(name, call, entry, "add", sums))
 
@@ -311,19 +331,20 @@ class _Maker:
         self.gathered.update(names)
 
     def gather(self, names: tuple[str, ...], kv_heads: range) -> None:
-        """If results are kept, merge or add all of them."""
+        """If results are kept, merge or add all that are kept so far."""
         if self.facts.kept_rows is not None:
             self.put(steps.Gather(names, kv_heads, adds=names[0] in self.gathered))
 
     def head_blocks(
         self, tiles: Tiles, names: tuple[str, ...]
     ) -> Iterator[tuple[range, list[tuple[Tile, int | None, str]]]]:
-        """Blocks of key/value heads, each with the kernel's calls for its part of the tiles: (call, batch entry, where
-        the keys are).
+        """Cut the work of tiles into blocks of key/value heads.
 
-        There is one block, unless results are kept. Then there are so many that one keeps about `kept_rows` rows, or as
-        many as there are heads. This method also makes the accumulators of kept results. If there are no tiles, it
-        yields blocks only the first time, so that every row is written.
+        Yields the heads of each block, and the kernel's calls for these heads: (call, batch entry, where the keys are).
+
+        There is one block, unless results are kept. Then a block is so small that about `kept_rows` rows of results are
+        kept at a time. (A block has at least one head.) This method also makes the accumulators of kept results. If
+        there are no tiles, a block without calls is yielded the first time: gathering it fills the accumulators.
         """
         num_heads = self.plan.num_kv_heads
         num_blocks = 1
@@ -351,11 +372,11 @@ class _Maker:
             yield range(lo, hi), block
 
     def rows_kept(self, tile: Tile) -> int:
-        """How many rows (of one head) all kept tensors of a tile have together, for one batch entry."""
+        """How many rows of D elements are kept for a tile, in all its tensors together, for one batch entry."""
         query = tile.query.num_rows * len(tile.query.heads)
         if self.stage == "forward":
             return query * tile.query.segments
-        # query rows of dq and of the copies of dout and out; key rows of dk and dv
+        # dq and the copies of dout and out have a row for each query, dk and dv for each key.
         key = tile.key.num_rows * len(tile.key.heads)
         return (3 * query + 2 * key) * tile.query.segments
 
@@ -371,12 +392,14 @@ class _Maker:
         return tile.of_heads(first // share, last // share)
 
     def calls(self, tile: Tile, keys: str) -> Iterator[tuple[Tile, int | None]]:
-        """The kernel's calls for a tile, each with its batch entry, or None for all entries at once. A tile is split if
-        its rows are copied, or if it has too many rows for one call of backward."""
+        """The kernel's calls for a tile, each with its batch entry, or None for all entries at once.
+
+        A large tile is split into several calls if its rows are copied, or if the kernel's backward takes fewer rows.
+        """
         facts = self.facts
         if tile.mask == FROM_END or self.copied(tile, keys):
             max_rows = facts.packing.max_rows if facts.packing else MOST_TURNED_ROWS
-            # in backward each thread of a kernel computes whole heads
+            # In backward each of the kernel's threads computes whole heads, so a call needs several.
             fewest_heads = 4 if self.stage == "backward" else 1
             calls = tile.split(max_rows // facts.batch, fewest_heads)
         else:
@@ -384,7 +407,8 @@ class _Maker:
 
         for call in calls:
             rows = call.query
-            # If the segments fill all rows, every two neighbouring segments are equally far apart, across entries too.
+            # One call can take all batch entries if one stride leads from each segment to the next, also from the last
+            # segment of an entry to the first of the next. This holds if the segments fill an entry without a rest.
             fills = self.plan.num_rows == rows.segments * rows.segment_step
             if facts.batch == 1 or rows.segments == 1 or (facts.folds and fills):
                 yield call, None
@@ -393,7 +417,7 @@ class _Maker:
                     yield call, entry
 
     def calls_of_size(self, tile: Tile) -> Iterator[Tile]:
-        """The tile, split along segments, then heads, if it has more rows than `CallFacts.most_rows`."""
+        """The tile in calls of at most `CallFacts.most_rows` rows: split along segments and heads if it has more."""
         most_rows = self.facts.most_rows
         if most_rows is None or self.stage == "forward":
             yield tile
@@ -401,7 +425,7 @@ class _Maker:
 
         query = tile.query
         padded_rows = query.num_rows + -query.num_rows % steps.ROW_BLOCK
-        # how many heads, counted over segments, a call may have
+        # how many query heads, counted once for each segment, a call may have
         most_heads = max(most_rows // (padded_rows * self.facts.batch), 1)
         if len(query.heads) * query.segments <= most_heads:
             yield tile
@@ -409,13 +433,13 @@ class _Maker:
             yield from tile.split(most_heads * max(query.num_rows, tile.key.num_rows), 1)
 
     def copied(self, tile: Tile, keys: str) -> tuple[str, ...]:
-        """The tensors whose rows are copied for a tile, as `step.Packing` says."""
+        """The names of the tensors whose rows are copied before the kernel reads them. `step.Packing` has the rule."""
         packing = self.facts.packing
         if packing is None:
             return ()
 
         if self.facts.itemsize < 4:
-            # A few new rows read the whole cache once: copying the cache would take longer than reading it.
+            # The new rows read the cache only once. Copying it first would take longer than reading it in place.
             if keys == CACHED_ROWS:
                 return ()
             return tuple(name for name in _INPUTS[self.stage] if name != "lse")
@@ -439,8 +463,11 @@ class _Maker:
         return tuple(names)
 
     def how(self, name: str, rows: Rows, is_first: bool, entry: int | None, otherwise: str) -> str:
-        """How a tile's result enters its accumulator, as in `step.Merge`. A first result that has all rows becomes the
-        accumulator ("adopt"). otherwise: the answer ("merge" or "add") for a result that is not the first."""
+        """How a tile's result gets into its accumulator: "keep", "adopt", "write", or else `otherwise`.
+
+        `step.Merge` explains these words. name: the accumulator. rows: the rows of the result. is_first: no earlier
+        tile has results for these rows. otherwise: "merge" or "add", for a result that is not the first.
+        """
         if self.facts.kept_rows is not None:
             return "keep"
 
@@ -455,5 +482,5 @@ class _Maker:
 
 
 def _slices(name: str, messages: Iterable[Message]) -> tuple[BufferSlice, ...]:
-    """Messages that lie in a buffer at their offsets."""
+    """The slices of the buffer `name` in which messages lie, each at the message's offset."""
     return tuple(BufferSlice(name, message.offset, message) for message in messages)

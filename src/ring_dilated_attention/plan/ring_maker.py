@@ -1,4 +1,4 @@
-"""Find the rings of a straddling segment: which ranks share which of its heads. Pure integers, no torch.
+"""Find the rings of a segment that straddles shards: which ranks share which heads. Pure integers, no torch.
 
 An example: a segment of 8 positions at rate 4. Rank 0 owns two positions, and rank 1 six. Head h of 4 reads phase h:
 
@@ -8,7 +8,7 @@ An example: a segment of 8 positions at rate 4. Rank 0 owns two positions, and r
     head 2           | x           x        rows on rank 1 alone
     head 3           |    x           x     rows on rank 1 alone
 
-Heads 0 and 1 have a ring of both ranks. Heads 2 and 3 have none: nothing of theirs is sent.
+Heads 0 and 1 have a ring of both ranks. Heads 2 and 3 have no ring: none of their rows is sent.
 """
 
 from bisect import bisect_right
@@ -46,7 +46,7 @@ class ShardIndex:
         return Piece(start, stop, self.first_row[span] + start - span.start)
 
     def pieces(self, start: int, stop: int) -> dict[int, list[Piece]]:
-        """The pieces of positions start..stop-1, by rank, in the order of positions."""
+        """Positions start..stop-1, cut where the owner or its span changes: the pieces of each rank, in order."""
         pieces_of_ranks: dict[int, list[Piece]] = {}
         position = start
         while position < stop:
@@ -58,22 +58,22 @@ class ShardIndex:
 
 
 class RingMaker:
-    """Makes the rings of the segments of a job."""
+    """Makes the rings of the segments of a job. (`window_maker.py` makes those of a sliding window.)"""
 
     def __init__(self, job: Job, index: ShardIndex, groups: list[HeadGroups]) -> None:
         self.pattern = job.pattern
         self.index = index
-        self.groups = groups  # of each branch
+        self.groups = groups  # the head groups of each branch
 
     def rings(self, branch: int, origin: int, stop: int) -> tuple[Ring, ...]:
-        """The rings of segment origin..stop-1."""
+        """The rings of the segment of positions origin..stop-1."""
         rate = self.pattern.branches[branch].dilation_rate
         rings: list[Ring] = []
         for pieces_of_ranks, groups in self.members(branch, origin, stop):
             ranks = tuple(pieces_of_ranks)
             pieces = tuple(map(tuple, pieces_of_ranks.values()))
 
-            # one object for all chunks in which rows lie alike
+            # If the rows of two ranks lie at the same offsets, both ranks have the same Chunk object.
             chunk_of: dict[tuple, Chunk] = {}
             for together, hops in self._carried_together(pieces):
                 chunks: list[Chunk] = []
@@ -104,17 +104,21 @@ class RingMaker:
     def _carried_together(
         self, pieces: tuple[tuple[Piece, ...], ...]
     ) -> Iterator[tuple[slice, tuple[Hops, ...]]]:
-        """Which pieces of each place travel together, as a slice, and the hops at which they are needed, by place.
+        """Decide which pieces of a rank travel together, in one chunk.
 
-        One slice of all pieces, unless a causal pattern needs the pieces of a rank at different hops. Then there is a
-        slice for each i: the i-th pieces of all places travel in a ring of their own.
+        Usually all pieces of a rank do, and there is one ring. But in a causal pattern other ranks may need the pieces
+        of a rank at different hops. Then there is a ring for the first pieces of all ranks, one for the second pieces,
+        and so on.
+
+        pieces: those of each place of the ring. Yields for each ring a slice of a rank's pieces, and for each place the
+        ranges of hops at which its chunk is needed.
         """
         if self.pattern.is_causal:
             needed = causal_hops([[piece.start for piece in of_place] for of_place in pieces])
         else:
             needed = [[all_hops(len(pieces))] * len(of_place) for of_place in pieces]
 
-        # if all pieces of each place are needed at the same hops
+        # One ring, if for every place all its pieces are needed at the same hops.
         if all(len(set(of_place)) == 1 for of_place in needed):
             hops = tuple(of_place[0] for of_place in needed)
             if any(hops):
@@ -129,8 +133,13 @@ class RingMaker:
     def members(
         self, branch: int, origin: int, stop: int
     ) -> Iterator[tuple[dict[int, list[Piece]], list[HeadGroup]]]:
-        """Group the heads whose rows the same ranks need: yield these ranks, each with its pieces, and the heads.
-        If a rank has rows of a phase, it needs all rows of that phase; if causal, only those before its last piece."""
+        """Group the heads of a segment whose rows the same ranks need.
+
+        A rank that has rows of a phase needs all other rows of this phase. In a causal pattern it needs only the rows
+        before its own last piece.
+
+        Yields for each group of heads the ranks, each with its pieces, and the heads.
+        """
         rate = self.pattern.branches[branch].dilation_rate
         pieces_of_ranks = self.index.pieces(origin, stop)
 
@@ -141,7 +150,7 @@ class RingMaker:
 
         @cache
         def sharers(phase: int) -> tuple[tuple[int, Piece | None], ...]:
-            """The ranks with rows of a phase. If causal, each with its last piece that has one."""
+            """The ranks that have rows of a phase. If causal, each comes with its last piece that has such a row."""
             last_pieces: dict[int, Piece | None] = {}
             for rank, pieces in pieces_of_ranks.items():
                 for piece in pieces:
@@ -151,7 +160,7 @@ class RingMaker:
 
         groups_of_sharers: dict[tuple, list[HeadGroup]] = {}
         for group in self.groups[branch]:
-            # neighbouring heads of the group whose phases have the same sharers
+            # Split the group into runs of neighbouring heads whose phases have the same sharers.
             first = 0
             for same_sharers, phases_alike in groupby(group.phases, key=sharers):
                 stop = first + len(list(phases_alike))
@@ -160,7 +169,7 @@ class RingMaker:
                 first = stop
 
         for same_sharers, groups in groups_of_sharers.items():
-            if len(same_sharers) < 2:  # all in one shard
+            if len(same_sharers) < 2:  # a single rank has all rows, so none is sent
                 continue
 
             phases = {phase for group in groups for phase in group.phases}

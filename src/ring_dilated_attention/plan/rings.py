@@ -1,16 +1,21 @@
 """Rings: which ranks share a straddling segment, what a chunk holds, and when it is needed. Pure integers, no torch.
 
-At hop s the chunk of the rank at place c of a ring is due at place c + s. It is sent there only if the rank at that
-place needs it, so a chunk travels during *ranges* of hops. The owner sends it to the first rank of a range, and inside
-the range each rank passes it on. If the pattern is causal and shards are contiguous, no chunk goes from the last place
-to the first: the ring is a line. Under zigzag only the ranks below the owner need the later piece of its shard. The
-owner sends this piece straight to rank 0, at the hop at which the earlier piece arrives there.
+A *ring* is the ranks that share a segment, in order. A rank's number in this order is its *place*. A *chunk* is one
+rank's key and value rows of the segment. At hop s the chunk of place c is *due* at place c + s (modulo the number of
+places). It is sent there only if the rank at that place needs it.
+
+So a chunk travels during *ranges* of hops. Say that a chunk is needed at hops 1, 2, 3 and 6. Its owner sends it at hop
+1, and the two ranks that get it pass it on at hops 2 and 3. At hop 6 the owner sends it again.
+
+If the pattern is causal and shards are contiguous, only later ranks need a chunk. So no chunk goes from the last place
+to the first: the ring is a line. Under zigzag each rank owns two pieces, an early and a late one. Only the lower ranks
+need the late piece. So its owner sends it straight to rank 0, at the hop at which the early piece is due there.
 
 In backward the gradient of a chunk follows one hop behind. The gradient starts from zero at the first rank of each
 range, and the last rank of the range sends it to the owner.
 
-Where pieces are shorter than the rate, a rank may have rows of some phases only. Heads then share a ring only if the
-same ranks hold their phases, so that a rank has queries for every row that it receives.
+If a rank owns fewer positions of a segment than the dilation rate, it has no rows of some phases. Heads share a ring
+only if the same ranks have rows of their phases. So a rank has queries for every row that it receives.
 """
 
 from bisect import bisect_left
@@ -24,8 +29,10 @@ from .rows import Band, Block, Piece, make_bands
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A band of heads in a chunk, and the block that holds its rows. piece: the index of the band's piece among the
-    rank's pieces in `Ring.keys`."""
+    """The rows of some neighbouring heads (a band) in one piece of a rank's shard, as a block of the rank's chunk.
+
+    piece: the index of the piece among the rank's pieces in `Ring.keys`.
+    """
 
     piece: int
     band: Band
@@ -34,7 +41,10 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """One rank's packed rows of a straddling segment. Chunks in which rows lie alike are one object."""
+    """One rank's key and value rows of a straddling segment, packed without gaps.
+
+    Ranks whose rows lie at the same offsets share one Chunk object.
+    """
 
     size: int
     entries: tuple[Entry, ...]
@@ -45,20 +55,24 @@ Hops = tuple[tuple[int, int], ...]  # ranges of hops: (first, last)
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """Some heads of a straddling segment of a branch, and the ranks that hold rows of these heads, in order. For a
-    window: some rows of one rank, and that rank with the ranks whose queries see them (`window_maker.py`)."""
+    """The ranks that share some heads of a straddling segment, in order, and what they send each other.
+
+    A sliding window has rings too. Such a ring is one rank and the ranks whose queries see some of its rows
+    (`window_maker.py`).
+    """
 
     branch: int
-    origin: int  # the position where the segment starts, or the rows that a window sees
-    lane: int  # the number of this ring among those with this origin
+    origin: int  # the position where the segment starts; for a window, where the rows that are sent start
+    lane: int  # the number of this ring among the rings of the same branch and origin
     ranks: tuple[int, ...]
-    queries: tuple[tuple[Piece, ...], ...]  # of each rank
-    keys: tuple[tuple[Piece, ...], ...]  # of each rank; `Entry.piece` is an index of these
-    chunks: tuple[Chunk, ...]  # of each rank
-    needed: tuple[Hops, ...]  # for each rank, the hops at which its chunk is needed
+    # The four fields below have an entry for each rank of the ring, by place.
+    queries: tuple[tuple[Piece, ...], ...]
+    keys: tuple[tuple[Piece, ...], ...]
+    chunks: tuple[Chunk, ...]
+    needed: tuple[Hops, ...]  # the hops at which the rank's chunk is needed where it is due
 
     def meets(self, chunk: int, s: int) -> bool:
-        """Whether a chunk is needed by the rank at which it is due at hop s."""
+        """Whether the rank at which a chunk is due at hop s needs the chunk. chunk: its owner's place."""
         for first, last in self.needed[chunk]:  # noqa: SIM110 (`any` takes three times as long)
             if first <= s <= last:
                 return True
@@ -71,8 +85,10 @@ class Ring:
 def make_chunk(
     groups: Sequence[HeadGroup], pieces: Sequence[Piece], first: int, origin: int, rate: int
 ) -> Chunk:
-    """One rank's rows of a segment, packed: a block for each piece, head group and band. first: the number of the
-    first piece."""
+    """The chunk of a rank that owns these pieces of a segment, with a block for each piece, head group and band.
+
+    first: the index of the first of these pieces in `Ring.keys`. origin: where the segment starts.
+    """
     entries: list[Entry] = []
     size = 0
     for (number, piece), group in product(enumerate(pieces, first), groups):
@@ -85,21 +101,23 @@ def make_chunk(
 
 
 def causal_hops(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
-    """The hops at which each piece is needed where it is due, by place of the ring and piece.
+    """For a causal pattern, the hops at which each piece is needed at the place where it is due.
 
-    A place needs the pieces that start before its own last piece. starts: where each place's pieces start, ascending.
+    A rank needs a piece of another rank if the piece starts before the rank's own last piece.
+
+    starts: for each place of the ring, where its pieces start, ascending. The returned lists are in the same order.
     """
     num_places = len(starts)
     hops: list[list[Hops]] = [[()] * len(of_place) for of_place in starts]
-    # Later pieces come first: a place that needs a piece also needs all earlier pieces, so places are only added.
+    # The loop goes from the latest piece to the earliest. The earlier a piece, the more places need it.
     pieces = [
         (start, place, i)
         for place, of_place in enumerate(starts)
         for i, start in enumerate(of_place)
     ]
-    # places that need none of the pieces so far
+    # the places that need none of the pieces so far, sorted by the start of their last piece
     waiting = sorted(range(num_places), key=lambda place: starts[place][-1])
-    needed_by: list[tuple[int, int]] = []  # ranges of places that need the piece
+    needed_by: list[tuple[int, int]] = []  # the ranges of places that need the current piece
     for start, place, i in sorted(pieces, reverse=True):
         while waiting and starts[waiting[-1]][-1] > start:
             _add_place(needed_by, waiting.pop())
@@ -113,7 +131,7 @@ def all_hops(num_places: int) -> Hops:
 
 
 def _add_place(ranges: list[tuple[int, int]], place: int) -> None:
-    """Add a place to ranges of places, (first, last) in ascending order."""
+    """Add a place to ascending ranges of places, (first, last). Ranges that then touch become one."""
     i = bisect_left(ranges, (place, place))
     first = last = place
     if i < len(ranges) and ranges[i][0] == place + 1:
@@ -125,7 +143,11 @@ def _add_place(ranges: list[tuple[int, int]], place: int) -> None:
 
 
 def _hops(ranges: Sequence[tuple[int, int]], place: int, num_places: int) -> Hops:
-    """The hops at which a place's chunk is due in these ranges of places: first at places above it, then below it."""
+    """The ranges of hops at which a place's chunk is due at the places of some ranges.
+
+    An example: of 8 places, the chunk of place 2 is due at places 3 and 4 at hops 1 and 2. At place 0 it is due at hop
+    6. So the ranges (0, 0) and (3, 4) of places give the ranges (1, 2) and (6, 6) of hops.
+    """
     above: list[tuple[int, int]] = []
     below: list[tuple[int, int]] = []
     for first, last in ranges:

@@ -1,16 +1,18 @@
-"""The rounds of messages in which all ranks learn what each rank says.
+"""The rounds of messages in which every rank learns what every other rank has to say (the dissemination algorithm).
 
-They are the rounds of the dissemination algorithm, which serves any number of ranks.
+In round k = 0, 1, ... each rank passes all that it knows to the rank 2^k further on. Before round k it knows what 2^k
+ranks say, itself included. So a rank sends one message in each of ceil(log2 p) rounds:
 
-In round k = 0, 1, ... a rank passes what it knows to the rank 2^k further on. Before round k it knows what 2^k ranks
-say, itself included. So each of 2, 3, 4, 5 and 8 ranks sends 1, 2, 2, 3 and 3 messages. If each sent to all others, it
-would send 1, 2, 3, 4 and 7. With 2 or 3 ranks these numbers are the same. Then each rank sends to all others, in one
-round.
+    ranks                               2   3   4   5   8
+    messages that a rank sends          1   2   2   3   3
+    if it sent to all others directly   1   2   3   4   7
+
+With 2 or 3 ranks both numbers are the same. So each rank then sends to all others directly, in a single round.
 """
 
 from collections.abc import Iterator
 
-MOST_AT_ONCE = 3  # the most ranks of which each sends to all others in one round
+MOST_AT_ONCE = 3  # with at most this many ranks, each sends to all others in a single round
 
 
 def num_rounds(num_ranks: int) -> int:
@@ -19,7 +21,7 @@ def num_rounds(num_ranks: int) -> int:
 
 
 def rounds_of(rank: int, num_ranks: int) -> Iterator[list[tuple[int, int]]]:
-    """Whom a rank sends to, and from whom it receives, in each message of each round."""
+    """For each round, a list of (rank to send to, rank to receive from): one pair for each message of the rank."""
     steps = [2**number for number in range((num_ranks - 1).bit_length())]
     for some in [steps] if 1 < num_ranks <= MOST_AT_ONCE else [[step] for step in steps]:
         yield [((rank + step) % num_ranks, (rank - step) % num_ranks) for step in some]

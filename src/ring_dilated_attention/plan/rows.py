@@ -1,7 +1,8 @@
 """Where rows lie: the rows that heads read in a piece of a segment, as strided views. Pure integers, no torch.
 
-A *piece* is what one span of a shard holds of a segment. One head reads every r-th row of it, where r is the dilation
-rate. A *band* is a range of neighbouring heads of a head group whose rows together form one strided view.
+A shard is the positions that one rank owns, and a *span* is a run of consecutive positions of it. A *piece* is the part
+of a segment that lies in one span. One head reads every r-th row of a piece, where r is the dilation rate. A *band* is
+some neighbouring heads whose rows in a piece together form one strided view.
 """
 
 from bisect import bisect_left, bisect_right
@@ -51,7 +52,11 @@ class Rows(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Heads start..stop-1 of a block of a chunk: keys (B, num_heads, num_rows, D) at `offset`, then as many values."""
+    """Heads start..stop-1 of a block in a flat buffer.
+
+    The whole block is the keys (B, num_heads, num_rows, D), from unit `offset` of the buffer on, and then the values in
+    the same shape. A unit is B * D elements.
+    """
 
     offset: int
     num_heads: int
@@ -71,7 +76,8 @@ class Block(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Positions start..stop-1 of one segment that lie in one span of a shard, from local row `row` on."""
+    """Positions start..stop-1 of a segment, all in one span of a shard. Position `start` is local row `row` of the
+    rank."""
 
     start: int
     stop: int
@@ -92,7 +98,10 @@ class Piece(NamedTuple):
 
 
 class Band(NamedTuple):
-    """Heads lo..hi-1 of a head group whose rows in a piece form one strided view, from local row `first` on."""
+    """Heads number lo..hi-1 of a head group, whose rows in a piece form one strided view.
+
+    Each head has num_rows rows in the piece. The first row of head lo is the rank's local row `first`.
+    """
 
     group: HeadGroup
     lo: int
@@ -102,7 +111,10 @@ class Band(NamedTuple):
 
     @property
     def kv_heads(self) -> range:
-        """The band's K/V heads. On a diagonal (`pattern.head_groups`) each query head has its own."""
+        """The key/value heads of the band. If the head group is a diagonal, each query head has its own.
+
+        Otherwise the band has all heads of the group. (`pattern.HeadGroup` explains diagonals.)
+        """
         if self.group.phase_step:
             return self.group.kv_heads[self.lo : self.hi]
         return self.group.kv_heads
@@ -128,19 +140,21 @@ class Band(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Positions start..stop-1 of one document in a span of a shard: whole segments, or a piece of one segment."""
+    """Positions start..stop-1 of one document in a span of a shard: either whole segments, or a piece of a segment."""
 
     start: int
     stop: int
-    # If this is a piece of a segment that goes on outside the span: where that segment begins and ends.
+    # Where the segment begins and ends, if this is a piece of a segment that goes on outside the span.
     segment: Span | None = None
 
 
 def own_sections(span: Span, borders: Sequence[int], branch: Branch) -> Iterator[Section]:
-    """Cut a span at the borders of documents, and of segments of which the span holds only a part.
+    """Cut a span into sections: at the borders of documents, and where a segment lies only partly in the span.
 
-    Neighbouring whole segments are one section. The last segment of a document may be shorter. A window has
-    no segments: each document's positions are one section.
+    An example: segments of 8 positions and a span 5..27 in one document give the sections 5..7 (a piece), 8..23 (two
+    whole segments) and 24..27 (a piece). A window has no segments: the span's part of each document is one section.
+
+    borders: those of the documents, (0, ..., n).
     """
     for i in range(bisect_right(borders, span.start) - 1, bisect_left(borders, span.stop)):
         document = borders[i]
@@ -164,11 +178,14 @@ def own_sections(span: Span, borders: Sequence[int], branch: Branch) -> Iterator
             yield Section(last, stop, Span(last, min(last + length, end)))
 
 
-@lru_cache(maxsize=1024)  # the same piece of queries meets many chunks
+@lru_cache(maxsize=1024)  # called with the same piece of queries for each received chunk
 def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> tuple[Band, ...]:
-    """Cut a head group into bands for a piece. Heads without rows in the piece are left out."""
+    """Cut a head group into bands for a piece. Heads without rows in the piece are left out.
+
+    origin: where the segment starts. rate: the dilation rate of the branch.
+    """
     bands: list[Band] = []
-    # heads of one phase are one band; on a diagonal each head reads a phase of its own
+    # Heads that read the same phase are one band. On a diagonal each head reads another phase.
     heads_at_once = 1 if group.phase_step else len(group.query_heads)
     for j, phase in enumerate(group.phases):
         # how many positions of the piece come before its first row of the phase
@@ -178,7 +195,7 @@ def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> tuple[
         if num_rows <= 0:
             continue
 
-        # a head joins the last band if its rows begin one after those of the head before, and are equally many
+        # A head joins the band of the head before if it has as many rows, and its first row is one position later.
         last = bands[-1] if bands else None
         if last and (last.hi, last.num_rows, last.first + j - last.lo) == (j, num_rows, row):
             bands[-1] = last._replace(hi=j + 1)
@@ -190,12 +207,15 @@ def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> tuple[
 def cut_apart(
     keys: Iterable[Piece], queries: Iterable[tuple[Piece, int]]
 ) -> tuple[list[Piece], list[list[Piece]]]:
-    """Cut pieces of keys of a window, and pieces of queries that see some of them, at each other's borders. Then, for
-    every two pieces, all queries see all keys, or none, or both are equally long and the mask is a triangle
-    (`sight.mask_between`).
+    """Cut pieces of a sliding window so that each piece of queries has a simple mask over each piece of keys.
 
-    queries: each piece with the distance from a key to the last query that sees the key. If the queries come before the
-    keys: minus the distance to the first such query. The cut queries are returned in the order of `queries`.
+    After the cuts, all queries of a piece see all keys of the other piece, or none of them. Or both pieces are equally
+    long, and the mask is a triangle (`sight.mask_between`).
+
+    queries: (piece, reach) pairs. Reach is the distance from a key to the last query that sees it. For a piece before
+    the keys, reach is negative: minus the distance to the first query that sees the key.
+
+    Returns the cut keys, and the cut pieces of each piece of queries.
     """
     queries = list(queries)
     cuts = {x - reach for piece, reach in queries for x in (piece.start, piece.stop)}
@@ -205,7 +225,7 @@ def cut_apart(
 
 
 def heads_between(group: HeadGroup, lo: int, hi: int) -> HeadGroup:
-    """Heads lo..hi-1 of a group on a diagonal. A group of one phase is returned whole."""
+    """Heads number lo..hi-1 of a diagonal. A group whose heads all read the same phase is returned whole."""
     if not group.phase_step:
         return group
     return HeadGroup(
@@ -214,7 +234,10 @@ def heads_between(group: HeadGroup, lo: int, hi: int) -> HeadGroup:
 
 
 def matches(queries: Sequence[Band], keys: Sequence[Band]) -> Iterator[tuple[Band, Band]]:
-    """Each pair of a query band and a key band, cut to the heads that both have. All bands are of one head group."""
+    """Yield each pair of a query band and a key band, cut to the heads that both have, unless there are none.
+
+    All bands are of the same head group.
+    """
     for q, k in product(queries, keys):
         lo = max(q.lo, k.lo)
         hi = min(q.hi, k.hi)
@@ -223,7 +246,7 @@ def matches(queries: Sequence[Band], keys: Sequence[Band]) -> Iterator[tuple[Ban
 
 
 def _few(entries: Sequence[object], between: str = " ") -> str:
-    """Up to four entries; of a longer list the first two and the last."""
+    """A list as text: up to four entries. Of a longer list, the first two, "..." and the last."""
     return between.join(
         map(str, entries if len(entries) <= 4 else [*entries[:2], "...", entries[-1]])
     )

@@ -1,9 +1,12 @@
 """Which rank owns which positions: global position <-> (rank, local index). Pure integers, no torch.
 
-A shard is a tuple of spans (start, stop) of global positions, in local order. Contiguous shards have one span. Zigzag
-shards have two: the sequence is cut into 2p near-equal slices, and rank k holds slices k and 2p-1-k. Under a causal
-pattern every rank then has about the same work: one slice that sees few keys and one that sees many. Under
-"zigzag_documents" each packed document is cut by itself in this way, and a shard has up to two spans of each document.
+A *shard* is the positions that one rank owns: a tuple of spans (start, stop), in the order of the rank's rows. A
+*sharding* is the rule that makes the shards:
+
+    contiguous          Each shard has one span.
+    zigzag              The sequence is cut into 2p near-equal slices, and rank k owns slices k and 2p-1-k. In a causal
+                        pattern one of them sees few keys and the other many, so all ranks have about the same work.
+    zigzag_documents    Each packed document is cut as in zigzag. A shard has up to two spans of each document.
 """
 
 from bisect import bisect_left, bisect_right
@@ -21,12 +24,12 @@ class Span(NamedTuple):
 
 
 Shard = tuple[Span, ...]
-Borders = tuple[int, ...] | None  # (0, ..., n) of packed documents
+Borders = tuple[int, ...] | None  # borders (0, ..., n) of packed documents; None: one document
 
 
 @lru_cache(maxsize=64)
 def split_lengths(seq_len: int, num_slices: int, align: int = 1) -> tuple[int, ...]:
-    """Cut seq_len positions into near-equal slices whose borders are multiples of `align` (the last may be ragged)."""
+    """The lengths of near-equal slices of seq_len positions. Each slice begins at a multiple of `align` or is empty."""
     size, larger = divmod(-(-seq_len // align), num_slices)
     borders = [min((i * size + min(i, larger)) * align, seq_len) for i in range(num_slices + 1)]
     return tuple(b - a for a, b in pairwise(borders))
@@ -44,7 +47,8 @@ def _zigzag_shards(lengths: Sequence[int], documents: Borders) -> tuple[Shard, .
     borders = accumulate(split_lengths(sum(lengths), 2 * num_shards), initial=0)
     slices = [Span(a, b) for a, b in pairwise(borders)]
 
-    # The last rank's two slices are neighbours, but stay two spans: as chunks they travel at different hops.
+    # The two slices of the last rank are neighbours. They stay two spans, since other ranks need them at different
+    # hops of a ring.
     pairs = [(slices[k], slices[-1 - k]) for k in range(num_shards)]
     return tuple(tuple(span for span in pair if span.start < span.stop) for pair in pairs)
 
@@ -56,10 +60,10 @@ def _document_shards(lengths: Sequence[int], documents: Borders) -> tuple[Shard,
 class Sharding(NamedTuple):
     """A rule by which ranks share a sequence."""
 
-    # (every rank's number of positions, borders of packed documents) -> every rank's shard. A rule that does not take
-    # lengths uses only how many numbers there are, and their sum.
+    # (number of positions of every rank, borders of packed documents) -> the shard of every rank. If takes_lengths is
+    # False, only the number of ranks and the sum of their positions matter: the rule fixes the lengths itself.
     shards: Callable[[Sequence[int], Borders], tuple[Shard, ...]]
-    # whether a ShardSpec may set align or lengths, and so cut shards that are not near-equal
+    # whether the caller may choose how many positions each rank owns (`ShardSpec.align` and `ShardSpec.lengths`)
     takes_lengths: bool = False
     needs_documents: bool = False
 
@@ -80,16 +84,19 @@ def sharding_of(name: str) -> Sharding:
 
 
 def make_shards(sharding: str, lengths: Sequence[int]) -> tuple[Shard, ...]:
-    """Every rank's shard, given every rank's number of positions; ValueError if the sharding gives other numbers."""
+    """The shard of every rank.
+
+    lengths: the number of positions of every rank. ValueError if the sharding gives the ranks other numbers.
+    """
     return ShardSpec(sharding, len(lengths)).shards_of(lengths)
 
 
 @lru_cache(maxsize=64)
 def deal_documents(documents: Borders, seq_len: int, num_ranks: int) -> tuple[Shard, ...]:
-    """The shard of every rank if each document is cut as zigzag by itself; ValueError without documents.
+    """The shard of every rank if each document is cut as in zigzag. ValueError without documents.
 
-    Some slices of a document are longer by one. Which ones depends on where the document starts, so that the positions
-    of many short documents are spread over all ranks.
+    The slices of a document are not all equally long: some have one position more. Which ones depends on where the
+    document starts. So if there are many short documents, their positions are spread over all ranks.
     """
     if documents is None:
         raise ValueError(
@@ -116,20 +123,22 @@ def deal_documents(documents: Borders, seq_len: int, num_ranks: int) -> tuple[Sh
 
 
 class ShardSpec(NamedTuple):
-    """How ranks cut a sequence. `ContextParallel` takes the same sharding, align and lengths."""
+    """How a sequence is cut into the shards of ranks. `ContextParallel` takes the same sharding, align and lengths."""
 
     sharding: str
     num_shards: int  # the number of ranks
     align: int = 1
     lengths: tuple[int, ...] | None = None
-    inner: int = 1  # how many neighbouring ranks' shards are slices of one larger shard (2-D mesh; otherwise 1)
+    # On a 2-D mesh the sharding makes one larger shard for each group of `inner` neighbouring ranks, which cut it into
+    # slices. Otherwise 1.
+    inner: int = 1
 
     @property
     def needs_documents(self) -> bool:
         return sharding_of(self.sharding).needs_documents
 
     def default_lengths(self, seq_len: int, documents: Borders = None) -> tuple[int, ...]:
-        """How many positions of a sequence every rank owns; ValueError if `lengths` adds up to another length."""
+        """The number of positions of every rank. ValueError if the spec's `lengths` do not add up to seq_len."""
         if self.lengths is not None:
             if sum(self.lengths) != seq_len:
                 raise ValueError(
@@ -146,7 +155,10 @@ class ShardSpec(NamedTuple):
         return tuple(lengths)
 
     def shards_of(self, lengths: Sequence[int], documents: Borders = None) -> tuple[Shard, ...]:
-        """Every rank's shard, given every rank's number of positions; ValueError if this spec gives other numbers."""
+        """The shard of every rank.
+
+        lengths: the number of positions of every rank. ValueError if this spec gives the ranks other numbers.
+        """
         return _shards_of(self, tuple(lengths), documents)
 
 
@@ -191,7 +203,7 @@ def slice_shard(shard: Shard, lengths: Sequence[int]) -> tuple[Shard, ...]:
 
 
 def joined(spans: Iterable[Span]) -> Shard:
-    """A shard of these spans. Neighbours are joined, so that a segment inside the shard lies inside one span."""
+    """A shard of these spans. Spans that touch become one span, so that a segment in the shard lies in one span."""
     shard: list[Span] = []
     for start, stop in spans:
         if start == stop:
@@ -203,7 +215,10 @@ def joined(spans: Iterable[Span]) -> Shard:
 
 
 def order_by_host(hosts: Sequence[str]) -> tuple[int, ...]:
-    """The order of ranks: those of one host side by side, and hosts in the order of their lowest ranks."""
+    """An order of the ranks in which the ranks of a host are side by side. hosts: the host of every rank.
+
+    Hosts come in the order of their lowest ranks.
+    """
     first_seen = {host: rank for rank, host in reversed(list(enumerate(hosts)))}
     return tuple(sorted(range(len(hosts)), key=lambda rank: (first_seen[hosts[rank]], rank)))
 
@@ -213,7 +228,7 @@ def shard_length(shard: Shard) -> int:
 
 
 def first_rows(shard: Shard) -> Iterator[int]:
-    """The local row at which each span begins; then the length of the shard."""
+    """Yield the local row at which each span begins, and last the length of the shard."""
     return accumulate((span.stop - span.start for span in shard), initial=0)
 
 
@@ -237,16 +252,19 @@ def check_documents(borders: Sequence[int], seq_len: int) -> None:
             )
 
 
-@lru_cache(maxsize=64)  # a batch's borders come again in every layer
+@lru_cache(maxsize=64)  # every layer of a model calls this with the same borders
 def documents_of(borders: Borders, seq_len: int) -> Borders:
-    """The borders of packed documents, checked; None for one document."""
+    """The same borders, once checked. ValueError if they are invalid. None for one document."""
     if borders is not None:
         check_documents(borders, seq_len)
     return borders
 
 
 def document_positions(shard: Shard, documents: Sequence[int]) -> list[range]:
-    """Positions of a shard's rows within their documents, as ranges in local order. documents: borders (0, ..., n)."""
+    """The position of each row of a shard within the row's own document, as ranges in the order of the rows.
+
+    documents: the borders (0, ..., n).
+    """
     ranges = []
     for start, stop in shard:
         for i in range(bisect_right(documents, start) - 1, bisect_left(documents, stop)):

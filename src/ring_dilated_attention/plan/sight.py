@@ -1,25 +1,28 @@
 """Who sees whom in a branch, as queries times keys under a mask. Pure integers, no torch.
 
-`Branch.in_reach` defines for two positions whether one sees the other. This file says it for sections of positions, as
-kernels compute it. Planner, counts and forecast use it. The dilation is left out here: of a section, a head reads every
-r-th position (`rows.py`).
+`Branch.in_reach` says whether a query at one position sees a key at another. This file says the same for *sections*,
+which are ranges of positions, in the form that kernels compute. It ignores the dilation: a head reads only every r-th
+position of a section (`rows.py`).
 
-A *mask* is one of three. Query i of a section sees
+A *mask* is one of three. With CAUSAL and FROM_END there are as many keys as queries. Query i sees
 
     FULL        all keys
-    CAUSAL      keys 0..i, of as many keys as queries
-    FROM_END    keys i and later, of as many keys as queries (a kernel computes it as causal, in reverse order)
+    CAUSAL      keys 0..i
+    FROM_END    keys i and later (a kernel reverses the rows and computes CAUSAL)
 
-A segment's mask is full, or causal. A sliding window is cut into blocks. A causal window of w has blocks of w rows:
+In a segment the mask is FULL or CAUSAL. A sliding window is cut into blocks. A causal window of w positions has blocks
+of w positions. A query sees
 
-    query i of a block      sees keys 0..i of its block (CAUSAL)
-                            and the keys of the block before that are less than w away (FROM_END, w - 1 of each)
+    its own block       CAUSAL
+    the block before    FROM_END: the first w - 1 queries of a block times the last w - 1 keys of the block before
 
-A centred window of w has blocks of h = w // 2 rows:
+A window that is not causal has blocks of w // 2 positions. A query sees
 
-    query i of a block      sees its block (FULL), keys of the block before (FROM_END) and of the next block (CAUSAL)
+    its own block       FULL
+    the block before    FROM_END
+    the next block      CAUSAL
 
-A block may begin anywhere, since a window is the same everywhere. So each rank begins at its first row.
+Blocks may begin at any position, because a window is the same everywhere. So each rank's blocks begin at its first row.
 """
 
 from collections.abc import Iterator
@@ -33,7 +36,10 @@ FROM_END = "causal from the end"
 
 
 class Meeting(NamedTuple):
-    """Positions of queries times positions of keys, `number` times in all, each time `step` positions further."""
+    """A range of queries times a range of keys, under a mask.
+
+    It is repeated: there are `number` such pairs of ranges, each `step` positions further on than the one before.
+    """
 
     queries: range
     keys: range
@@ -48,7 +54,7 @@ class Meeting(NamedTuple):
 
 
 def pairs_under(mask: str, num_queries: int, num_keys: int) -> int:
-    """How many (query, key) pairs a mask leaves."""
+    """In how many (query, key) pairs the query sees the key under a mask."""
     if mask == FULL:
         return num_queries * num_keys
     assert num_queries == num_keys
@@ -56,9 +62,10 @@ def pairs_under(mask: str, num_queries: int, num_keys: int) -> int:
 
 
 def meetings(branch: Branch, length: int, *, is_causal: bool) -> Iterator[Meeting]:
-    """Who sees whom among positions 0..length-1, counted from the border of a segment, or from a window's first row.
+    """Who sees whom among positions 0..length-1 of a branch. A segment, or a block of a window, begins at position 0.
 
-    The meetings of a section with itself come first: each position is in exactly one of them.
+    First come the segments or blocks with themselves: each position is in exactly one of these. For a window, what
+    queries see in other blocks comes after that.
     """
     size = block_length(branch, is_causal=is_causal)
     number, rest = divmod(length, size)
@@ -73,17 +80,18 @@ def meetings(branch: Branch, length: int, *, is_causal: bool) -> Iterator[Meetin
 
 
 def block_length(branch: Branch, *, is_causal: bool) -> int:
-    """The length of a segment, or of a block of a window: the sections that meet themselves."""
+    """The length of a segment, or of a window's block."""
     if branch.is_window and not is_causal:
         return max(branch.window_reach(is_causal=False), 1)
     return branch.segment_length
 
 
 def _crossings(size: int, reach: int, length: int, is_causal: bool) -> Iterator[Meeting]:
-    """What a window sees across the borders of its blocks."""
+    """What the queries of a window's block see in the blocks before and after. size: the length of a block."""
     if reach == 0:
         return
-    number = (length - reach) // size  # of borders that have `reach` positions after them
+    # the number of borders between blocks that are followed by at least `reach` positions
+    number = (length - reach) // size
     if number:
         before = range(size - reach, size)
         after = range(size, size + reach)
@@ -91,7 +99,8 @@ def _crossings(size: int, reach: int, length: int, is_causal: bool) -> Iterator[
         if not is_causal:
             yield Meeting(before, after, CAUSAL, number, size)
     border = (number + 1) * size
-    # If the last block is short, with m queries: the m farthest keys under a triangle, and all nearer keys.
+    # The last block may be short, with m queries. They see the m farthest of the `reach` keys before under a triangle,
+    # and the nearer keys without a mask.
     if border < length:
         before = range(border - reach, border)
         after = range(border, length)
@@ -104,10 +113,11 @@ def _crossings(size: int, reach: int, length: int, is_causal: bool) -> Iterator[
 
 
 def mask_between(branch: Branch, query: int, key: int, *, is_causal: bool) -> str | None:
-    """The mask between two sections of one segment, or of a window, that begin at these positions; None if no query
-    sees a key.
+    """The mask for a section of queries and a section of keys. None if no query sees a key.
 
-    Two different sections do not overlap. Sections of a window have been cut apart (`rows.cut_apart`).
+    query, key: where the sections begin. Both lie in the same segment or, for a window, in the same document. They are
+    the same section, or do not overlap. Sections of a window have been cut so that one mask is enough
+    (`rows.cut_apart`).
     """
     if not branch.is_window:
         if is_causal and key >= query:

@@ -3,6 +3,10 @@
 Steps name tensors: "query", "key", "value", "out", "lse", the gradients "dout", "dlse", "dq", "dk", "dv", the buffers
 of chunks below, and the memory of a cache, "cached key" and "cached value" (B, rows, G, D). Sizes of buffers are in
 units of B * D elements.
+
+A *tile* is one kernel call: a block of queries times keys. Its *partial* is out and lse over the tile's keys alone. A
+*chunk* is the keys and values of one rank that travel to other ranks. An *accumulator* is out, lse, dq, dk or dv while
+tiles are merged or added into it.
 """
 
 from collections.abc import Callable
@@ -15,45 +19,56 @@ from .rows import Block, Rows
 OWN_ROWS = "own rows"  # a tile reads its keys from the tensor "key", not from a buffer
 CACHED_ROWS = "cached rows"
 OWN_CHUNKS, RECEIVED = BUFFERS = ("own chunks of K and V", "received chunks of K and V")
-ROW_BLOCK = 128  # `Traits.most_rows` counts rows in blocks of this size
+ROW_BLOCK = 128  # `Traits.most_rows` rounds numbers of rows up to a multiple of this
 GRADIENTS = ("dK and dV of received chunks", "dK and dV that arrive")
 STAGES = ("forward", "backward")
 
 
 class Packing(NamedTuple):
-    """Which rows a kernel reads from copies, in which the rows lie side by side.
-    Rows of 16 bits are copied to float32, so that a tile's results are not rounded, except if the keys are cached rows.
-    Other rows are copied only where that is faster: in a forward, if they lie `distance` bytes apart or more, and if
-    each head of a segment has at least num_bytes / itemsize query rows in the tile, and as many key rows."""
+    """When rows are copied before a kernel reads them. In a copy the rows lie side by side in memory.
+
+    Inputs of 16 bits are always copied, to float32. So the results of a tile are float32 too and are not rounded. (The
+    exception are tiles with the rows of a cache.)
+
+    Inputs of 32 or 64 bits are copied only in forward, and only where that is faster. The rows must lie at least
+    `distance` bytes apart. And each head of a segment must have at least num_bytes / itemsize query rows and key rows
+    in the tile.
+    """
 
     distance: int
     num_bytes: int
-    # The most rows that are copied at a time. A larger tile is split by heads and segments. If one head of one segment
-    # has more rows than max_rows, they are copied only if they have 16 bits.
+    # The most rows that are copied at a time. A larger tile is split along heads and segments. If a single head of a
+    # single segment has more rows, they are copied only if they have 16 bits.
     max_rows: int
 
 
 class CallFacts(NamedTuple):
-    """The facts of a call on which its program depends, beside the plan. packing is a trait of the kernel."""
+    """The facts of a call on which its program depends, beside the plan."""
 
     rounds_results: bool = False  # a tile's results have 16 bits, and its accumulators are float32
     batch: int = 1
-    # one stride steps through batch entries and segments; if not, a tile of several segments takes a call per entry
+    # Whether batch entries lie in memory right after one another, like segments. If so, one kernel call can take the
+    # segments of all entries. If not, a tile of several segments takes a call for each entry.
     folds: bool = True
-    dealing: Dealing | None = None  # how heads are dealt before and after
-    has_dlse: bool = False  # lse has a gradient (backward)
-    packing: Packing | None = None
+    # how heads are dealt before and after the work; None if they are not
+    dealing: Dealing | None = None
+    has_dlse: bool = False  # whether lse has a gradient (backward)
+    packing: Packing | None = None  # a trait of the kernel (`Traits.packing`)
     # bytes from one position to the next in query, and in key and value
     distances: tuple[int, int] = (0, 0)
     itemsize: int = 4  # bytes of an element of query, key and value
     most_rows: int | None = None  # the most rows of a call in backward (`Traits.most_rows`)
-    # How many rows (of one head) of tiles' results are kept until one pass over the rows gathers them. None: each
-    # result is merged or added as soon as it is computed.
+    # How many rows of D elements of tiles' results are kept, before one pass merges or adds them all. None: each result
+    # is merged or added as soon as it is computed.
     kept_rows: int | None = None
 
 
 class Sizes(NamedTuple):
-    """itemsize: bytes of an element of query, key and value. num_threads: CPU kernel threads, each with scratch."""
+    """The sizes from which bytes follow.
+
+    itemsize: bytes of an element of query, key and value.
+    num_threads: the threads of a CPU kernel, each of which needs scratch memory.
+    """
 
     batch: int
     head_dim: int
@@ -67,20 +82,22 @@ class Sizes(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Elements of one unit of a plan's sizes."""
+        """A plan counts sizes in units of B * D elements. This is B * D."""
         return self.batch * self.head_dim
 
 
 class Deal(NamedTuple):
-    """Exchange a tensor between ranks. to_heads: a rank gives its positions of all heads, and gets all positions of its
-    own heads. Not to_heads: the way back."""
+    """Exchange a tensor between ranks.
+
+    to_heads: the rank has all heads of its own positions, and gets some heads of all positions. False: the way back.
+    """
 
     name: str
     to_heads: bool
 
 
 class Pack(NamedTuple):
-    """Copy into a new buffer, without gaps, this rank's key and value rows that the dilation selects."""
+    """Copy this rank's key and value rows that the dilation selects into a new buffer, without gaps."""
 
     name: str
     size: int
@@ -88,7 +105,7 @@ class Pack(NamedTuple):
 
 
 class Take(NamedTuple):
-    """Allocate an unfilled buffer. is_sum: the buffer has the accumulators' dtype."""
+    """Allocate an unfilled buffer. is_sum: it has the dtype of accumulators, else that of query, key and value."""
 
     name: str
     size: int
@@ -102,7 +119,7 @@ class Free(NamedTuple):
 
 
 class BufferSlice(NamedTuple):
-    """Where a message lies: in the buffer `name`, from `start` on."""
+    """The place of a message in memory: the buffer `name`, from unit `start` on."""
 
     name: str
     start: int
@@ -113,17 +130,18 @@ class BufferSlice(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Start to send and to receive."""
+    """Start to send and to receive messages."""
 
-    ticket: str  # names the post in its `Wait`
-    moment: str  # names the post in an error
+    ticket: str  # the name by which a `Wait` refers to this post
+    moment: str  # the text by which an error refers to this post
     sends: tuple[BufferSlice, ...]
     receives: tuple[BufferSlice, ...]
-    is_apart: bool = False  # sends and receives have a `Wait` each
+    # whether the program waits for the sent messages and for the received ones at different times
+    is_apart: bool = False
 
 
 class Wait(NamedTuple):
-    """Wait until a post has sent, has received, or both. A second wait returns at once."""
+    """Wait until the messages of a post have been sent, have been received, or both. A second wait returns at once."""
 
     ticket: str
     sent: bool = True
@@ -131,14 +149,16 @@ class Wait(NamedTuple):
 
 
 class Zero(NamedTuple):
-    """Set the sums in a slice of a buffer to zero."""
+    """Set a slice of a buffer to zero: the sums of a chunk's gradients."""
 
     where: BufferSlice
 
 
 class Start(NamedTuple):
-    """Make an accumulator; "out" means out and lse. is_covered: every row is written before anything is added to it, so
-    the accumulator is not filled. is_result: the accumulator is written only once, so it has the dtype of the result.
+    """Make an accumulator. The name "out" stands for out and lse.
+
+    is_covered: every row is written before anything is added to it, so the accumulator need not be filled with zeros.
+    is_result: the accumulator is written only once, so it has the dtype of the result.
     """
 
     name: str
@@ -150,23 +170,28 @@ class Compute(NamedTuple):
     """Run the kernel on a tile."""
 
     tile: Tile
-    entry: int | None  # the batch entry, or None for all at once
+    entry: int | None  # the batch entry, or None for all batch entries in one call
     what: str  # "partial" (out and lse) or "gradients" (dq, dk and dv)
     keys: str  # the buffer that holds the keys and values, or OWN_ROWS, or CACHED_ROWS
-    # tensors whose rows the kernel reads from copies, side by side and in the accumulators' dtype
+    # names of the tensors whose rows are first copied: then they lie side by side and have the accumulators' dtype
     copied: tuple[str, ...] = ()
 
 
 class Copy(NamedTuple):
-    """Copy each tile's rows of dout, out and lse to tensors of its own, which the next `Compute` steps read."""
+    """For each tile, copy its rows of dout, out and lse to new tensors. The next `Compute` steps read these."""
 
-    calls: tuple[tuple[Tile, int | None], ...]  # tiles, each with its batch entry as in `Compute`
+    calls: tuple[tuple[Tile, int | None], ...]  # (tile, batch entry or None), as in `Compute`
     kv_heads: range
 
 
 class Merge(NamedTuple):
-    """Merge a tile's partial into out and lse. how: "adopt" it as the accumulator, "write" it, "merge" it, or "keep" it
-    until it is gathered."""
+    """Merge the partial of the last computed tile into the accumulators out and lse. how:
+
+    adopt       the partial has all rows, and becomes the accumulator
+    write       the partial is written into its rows, since nothing is there yet
+    merge       the partial is merged with what is there
+    keep        the partial is kept until a `Gather` step
+    """
 
     tile: Tile
     entry: int | None
@@ -174,8 +199,10 @@ class Merge(NamedTuple):
 
 
 class Add(NamedTuple):
-    """Add a tile's gradient to dq, dk or dv, or to the buffer `sums` of chunks' gradients. how: "adopt", "write", "add"
-    or "keep", as in `Merge`."""
+    """Add a gradient of the last computed tile to dq, dk or dv, or to the buffer `sums` of chunks' gradients.
+
+    how: "adopt", "write", "add" or "keep", as in `Merge`.
+    """
 
     name: str
     tile: Tile
@@ -185,8 +212,11 @@ class Add(NamedTuple):
 
 
 class Gather(NamedTuple):
-    """Merge all kept partials, or add all kept gradients, in one pass over the rows of these heads. "out" means out and
-    lse. adds: the accumulators hold earlier results, which must not be lost."""
+    """Merge all kept partials, or add all kept gradients, in one pass over the rows of some heads.
+
+    names: the accumulators; "out" stands for out and lse. adds: the accumulators already hold results, to which the
+    kept ones are added.
+    """
 
     names: tuple[str, ...]
     kv_heads: range
@@ -194,13 +224,16 @@ class Gather(NamedTuple):
 
 
 class Unpack(NamedTuple):
-    """Add the finished gradient of an own chunk to the rows of dk and dv that the chunk was packed from."""
+    """Add the finished gradient of this rank's chunk to dk and dv, in the rows from which the chunk was packed."""
 
     where: BufferSlice
 
 
 class Finish(NamedTuple):
-    """Turn an accumulator into a result: out and gradients in the input's dtype, lse in float32 or float64."""
+    """Round an accumulator to the dtype of the result: that of query for out and gradients, and float32 for lse.
+
+    If the inputs are float64, lse is float64 too.
+    """
 
     name: str
 
@@ -208,14 +241,14 @@ class Finish(NamedTuple):
 class Traits(NamedTuple):
     """The traits of a kernel on which programs and memory depend."""
 
-    # (query, key, dout or None, threads) -> bytes that a call of the kernel allocates beside its results, and frees.
+    # (query, key, dout or None, threads) -> the bytes of scratch memory that a call of the kernel allocates and frees.
     scratch: Callable[[Any, Any, Any, int], int]
-    # which rows the kernel reads from copies; None if it needs none
+    # when rows are copied before the kernel reads them; None: never
     packing: Packing | None = None
-    # (head dim, whether lse has a gradient) -> the most query rows, over all heads and segments, in a call of backward.
-    # The rows of each head of a segment are rounded up to a multiple of ROW_BLOCK. None: there is no limit.
+    # (head dim, whether lse has a gradient) -> the most query rows in a call of backward, summed over heads and
+    # segments. For this sum the rows of a head in a segment are rounded up to a multiple of ROW_BLOCK. None: no limit.
     most_rows: Callable[[int, bool], int] | None = None
-    # the most bytes of results that are kept at a time, if results are kept (`Kernel.merging`)
+    # If the kernel merges the results of many tiles at once (`Kernel.merging`): the most bytes of results until then.
     kept_bytes: int = 2**29
 
 

@@ -1,9 +1,11 @@
 """Find which rows a sliding window sees in other spans, and the rings that carry them. Pure integers, no torch.
 
-A *portion* is what one span holds of one document. Most of its queries see rows of the portion only
-(`sight.meetings`). The first queries also see the last rows of the portions before it. If the window is centred, the
-last queries also see the first rows of the portions after it. A rank sends only rows that other ranks see, in rings of
-their owner and the ranks that see them. In most jobs a ring has two ranks, and all rows travel at its first hop.
+A span is a run of consecutive positions that one rank owns. A *portion* is the part of a document in one span. Most
+queries of a portion see rows of the same portion only (`sight.meetings`). The first queries also see the last rows of
+the portions before. If the window is not causal, the last queries also see the first rows of the portions after.
+
+A rank sends only the rows that other ranks see. A ring carries such rows: its members are the rank that owns the rows
+and the ranks that see them. In most jobs a ring has two ranks, and all its rows travel at hop 1.
 """
 
 from bisect import bisect_left, bisect_right
@@ -28,13 +30,13 @@ class Portion(NamedTuple):
     document: Span
 
 
-# What other portions see of a portion: its keys, and for each other portion the queries that see some of them. Both are
-# cut into pieces by `cut_apart`.
+# What other portions see of a portion: the portion's keys, and for each other portion its queries. Keys and queries are
+# pieces as `cut_apart` cuts them.
 Sight = tuple[list[Piece], list[tuple[Portion, list[Piece]]]]
 
 
 class Crossing(NamedTuple):
-    """Queries of one portion times keys of another, and the rank that owns the keys."""
+    """Queries of one portion times keys of another portion, under a mask. owner: the rank that owns the keys."""
 
     query: Piece
     key: Piece
@@ -43,7 +45,7 @@ class Crossing(NamedTuple):
 
 
 class WindowMaker:
-    """Makes the rings of a window, and finds what the spans of one rank see of each other."""
+    """Makes the rings of a window, and finds what a rank's queries see in other spans than their own."""
 
     def __init__(self, job: Job, index: ShardIndex) -> None:
         self.job = job
@@ -75,7 +77,7 @@ class WindowMaker:
         return Portion(rank, self.index.piece(span, start, stop), document)
 
     def before(self, portion: Portion) -> Iterator[Portion]:
-        """The portions of the same document with positions at most `reach` before this one."""
+        """The earlier portions of the same document with a position at most `reach` before this portion's first one."""
         if portion.piece.start == portion.document.start:
             return
         least = max(portion.document.start, portion.piece.start - self.reach)
@@ -86,7 +88,7 @@ class WindowMaker:
             i -= 1
 
     def after(self, portion: Portion) -> Iterator[Portion]:
-        """The portions of the same document with positions at most `reach` after this one."""
+        """The later portions of the same document with a position at most `reach` after this portion's last one."""
         stop = min(portion.document.stop, portion.piece.stop + self.reach)
         i = bisect_left(self.index.starts, portion.piece.stop)
         while i < len(self.index.owners) and self.index.starts[i] < stop:
@@ -95,7 +97,10 @@ class WindowMaker:
             i += 1
 
     def seen_by(self, portion: Portion) -> Iterator[tuple[Portion, int]]:
-        """The other portions whose queries see rows of this one, each with its distance, as `cut_apart` takes them."""
+        """The other portions whose queries see rows of this portion.
+
+        Each comes with its reach as in `cut_apart`: negative for the portions before this one.
+        """
         for other in self.after(portion):
             yield other, self.reach
         if not self.is_causal:
@@ -119,7 +124,7 @@ class WindowMaker:
         return seen if self.is_causal else [*seen, *self.after(portion)]
 
     def crossings(self, rank: int) -> Iterator[Crossing]:
-        """What a rank's queries see of other portions, of the same rank and of other ranks."""
+        """What a rank's queries see in other portions than their own. These may be of the same rank or of others."""
         for portion in self.portions(rank):
             for seen in self.seen_from(portion):
                 keys, queries = self.sight_of(seen)
@@ -130,14 +135,16 @@ class WindowMaker:
                         yield Crossing(query, key, mask, seen.rank)
 
     def rings(self, rank: int) -> Iterator[tuple[tuple[int, int], tuple[Ring, ...]]]:
-        """The rings of a rank's rows and of the rows that it sees, by branch and origin. The rank may be in none of the
-        rings."""
+        """The rings that carry rows of a rank's portions, or of portions that its queries see.
+
+        Yields them by (branch, start of the portion). Some of these rings may be without this rank.
+        """
         for portion in self.portions(rank):
             for other in (portion, *self.seen_from(portion)):
                 yield (self.number, other.piece.start), self.rings_of(other)
 
     def _rings(self, portion: Portion) -> tuple[Ring, ...]:
-        """The rings that carry rows of a portion: one for each run of rows that the same ranks see."""
+        """The rings that carry rows of a portion: one for each run of neighbouring rows that the same ranks see."""
         keys, queries = self.sight_of(portion)
 
         def seers(key: Piece) -> tuple[int, ...]:
@@ -153,10 +160,10 @@ class WindowMaker:
     def _ring(
         self, portion: Portion, keys: tuple[Piece, ...], ranks_that_see: Sequence[int]
     ) -> Ring:
-        """The ring that carries rows of a portion to these ranks."""
+        """The ring that carries some rows (`keys`) of a portion to the ranks that see them."""
         ranks = sorted((portion.rank, *ranks_that_see))
 
-        # pieces of queries, by rank; the owner of the rows has none
+        # The pieces of queries of each rank of the ring that see the rows. The owner of the rows has none.
         seeing: dict[int, list[Piece]] = {rank: [] for rank in ranks}
         _, queries = self.sight_of(portion)
         for other, pieces in queries:
@@ -166,7 +173,7 @@ class WindowMaker:
                 if any(self.mask(query, key) for key in keys):
                     seeing[other.rank].append(query)
 
-        # only the owner has keys
+        # Only the owner of the rows has keys and a chunk with rows. The other ranks have empty ones.
         is_owner = [rank == portion.rank for rank in ranks]
         chunk = make_chunk(self.groups, keys, 0, portion.piece.start, 1)
         hops = all_hops(len(ranks))
