@@ -162,7 +162,7 @@ class DilatedPattern:
 
     @classmethod
     def sliding(cls, window: int, *, is_causal: bool = False) -> "DilatedPattern":
-        """A pattern with a sliding window and no other branch.
+        """A sliding window of `window` positions, and no other branch.
 
         Causal: a query sees the last `window` positions, its own among them. Not causal: a query sees all positions
         at most `window // 2` away.
@@ -354,9 +354,9 @@ class DilatedPattern:
         return num_rows
 
     def without_keys(self, num_heads: int, lengths: Sequence[int] | None = None) -> tuple[int, int]:
-        """Count the (query, head) pairs without any key: in no branch has the query a phase that the head reads.
+        """How many (query, head) pairs see no key, and how many pairs were looked at.
 
-        There out is 0. Returns this number, and how many (query, head) pairs were looked at.
+        A query sees no key if there is no branch in which it has the phase that the head reads. Its out is then 0.
 
         Args:
             lengths: the lengths of the documents; by default one document, as long as one period of the pattern. If

@@ -1,16 +1,20 @@
 """Appends new rows to a cache. New rows attend to cached rows and to each other. The cache then keeps those new rows
 that a later query can see.
 
-Three rows are appended at position 12, in a branch of w = 8 and r = 2. A head of phase 0 reads two of them:
+A *buffer* holds the cached rows of one branch, phase and key/value head. Row number c of the phase lies in slot c mod
+capacity (`plan/cache_plan.py`).
 
-    position    8   10  |  12   14      the segment 8..15; new from 12 on
-    number      4    5  |   6    7      of the row in its phase
-    slot        0    1  |   2    3      of the head's buffer, which has a capacity of 4
+An example: three rows are appended at position 12, in a branch of w = 8 and r = 2. A head of phase 0 reads two of them:
 
-    queries 12, 14 x keys 8, 10         whole, from the slots 0 and 1: the plan's `cached` tiles
-    queries 12, 14 x keys 12, 14        causal, from the new rows: the plan's `local` tiles
+                        cached  |   new
+    position            8   10  |  12   14
+    row number          4    5  |   6    7
+    slot                0    1  |   2    3      the capacity is 4
 
-Then the rows 6 and 7 are written to the slots 2 and 3. If only one row is appended, it is written first, and its query
+    queries 12, 14 x keys 8, 10         every query sees every key (the plan's `cached` tiles)
+    queries 12, 14 x keys 12, 14        causal (the plan's `local` tiles)
+
+Then rows 6 and 7 are written to slots 2 and 3. If only one row is appended, it is written first, and its query
 reads it from its slot.
 
 P partials, B batch, M new positions, H query heads, G key/value heads, C slots of a buffer, L rows of a buffer, m query
@@ -45,14 +49,16 @@ def append(
     progress: Tensor,
     lengths: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """out (B, M, H, D) and lse (B, M, H) of the new rows. Each batch entry goes on from its own position.
+    """Append M new rows to every sequence of a cache. Returns out (B, M, H, D) and lse (B, M, H) of these rows.
 
-    The host waits for the GPU, because it must read the positions.
+    Each sequence of the batch goes on from its own position. The host waits for the GPU, because it must read the
+    positions.
 
     Args:
-        memory: written to.
-        progress: (2, B) int64, updated: the positions so far, and the lowest position that `crop` may go back to.
-        lengths: (B,) how many of its M rows each entry appends; the rest is padding, with out 0 and lse -inf.
+        memory: the keys and values of the cache. The new rows are written into it.
+        progress: (2, B) int64: the number of positions of each sequence so far, and the fewest to which `crop` may take
+            it back. Both are updated.
+        lengths: (B,) how many of its M rows each sequence appends. The other rows are padding: out is 0, lse is -inf.
 
     Raises:
         ValueError: before anything is written, if a sequence becomes too long.
@@ -61,7 +67,7 @@ def append(
     query, key, value = map(with_unit_stride, (query, key, value))
     batch, num_new = query.shape[:2]
 
-    # by batch entry
+    # One number for each sequence of the batch.
     positions, floors = progress.tolist()
     counts = [num_new] * batch if lengths is None else lengths.tolist()
     if min(counts) < 0 or max(counts) > num_new:
@@ -71,7 +77,8 @@ def append(
     check_append(plan, positions, counts)
     runs = list(_alike(positions, counts))
 
-    # A single row is written before it attends. If plan.keep > 0 and the call fails, `crop` may need the old row.
+    # A single row is written before it attends, and overwrites an old row. If plan.keep > 0 and this call fails, `crop`
+    # may still go back to where the old row is seen. So keep a copy of the old row.
     written_over: list[tuple[Tensor, Tensor]] = []
     for entries, position, count in runs:
         if count == 1 and plan.keep > 0:
@@ -96,12 +103,12 @@ def append(
                 position,
             )
             results.append(result)
-    except BaseException:  # also Ctrl-C: a call that fails must lose nothing
+    except BaseException:  # Ctrl-C too: if the call fails, the cache must be as it was
         for slot, rows in written_over:
             slot.copy_(rows)
         raise
 
-    # Several rows are written last, because they overwrite others: no run can fail now.
+    # Runs of several new rows are written only now, since they overwrite old rows. All computations have succeeded.
     for entries, position, count in runs:
         if count > 1:
             write(plan, key[entries, :count], value[entries, :count], memory[:, entries], position)
@@ -114,7 +121,7 @@ def append(
         new_floors.append(max(floor, plan.floor(end)))
     progress.copy_(torch.tensor([ends, new_floors], device="cpu"))
 
-    # Mostly all entries have one position and number of rows. Then the results need no copy.
+    # Usually all sequences have the same position and number of new rows. Then the results need no copy.
     if len(runs) == 1 and counts == [num_new] * batch:
         return results[0]
 
@@ -132,12 +139,12 @@ def append(
 
 
 def _alike(positions: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[slice, int, int]]:
-    """Runs of batch entries that share a position and a number of new rows. Entries without new rows are left out.
+    """Yield runs of neighbouring batch entries with the same position and the same number of new rows.
 
-    Each run is appended by itself:
+    Each run is (its entries, the position, the number of new rows). Entries without new rows are left out. An example:
 
         positions    12  12  12  40  40
-        counts        1   1   1   1   0       entries 0 to 2 at 12, and entry 3 at 40, one row each
+        counts        1   1   1   1   0       two runs: entries 0 to 2 at position 12, and entry 3 at position 40
     """
     start = 0
     for (position, count), run in groupby(zip(positions, counts, strict=True)):
@@ -148,7 +155,7 @@ def _alike(positions: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[sl
 
 
 def buffer_view(memory: Tensor, buffers: Buffers) -> Tensor:
-    """Keys and values of buffers, (2, B, G, C, D)."""
+    """A view of the memory: the keys and values of some buffers, (2, B, G, C, D)."""
     _, batch, _, head_dim = memory.shape
     num_heads = len(buffers.kv_heads)
     capacity = buffers.capacity
@@ -167,15 +174,17 @@ def _one(
     memory: Tensor,
     t: int,
 ) -> tuple[Tensor, Tensor]:
-    """out (B, 1, H, D) and lse (B, 1, H) of the row at position t. The row is written first, so that it sees itself.
+    """Append a single row at position t: out (B, 1, H, D) and lse (B, 1, H) of the row.
 
-    There is no plan and no program: the buffers that have the phase of t are read, one after the other.
+    The row is written to its buffers first, so that its query sees it there. Then the buffers are read one after the
+    other. This needs no `Plan` and no program of steps.
     """
     batch, _, num_heads, head_dim = query.shape
     buffers_of_row = list(plan.of_position(t))
     branches = sorted({buffers.number for buffers in buffers_of_row})
 
-    # One partial for each branch. A head without keys in a branch keeps (0, -inf), the identity of a merge.
+    # One partial (out and lse) for each branch. A head without keys in a branch keeps (0, -inf): merging this partial
+    # changes nothing.
     shape = (max(len(branches), 1), batch, num_heads)
     dtype = accumulator_dtype(query.dtype)
     outs_PBHD = torch.zeros((*shape, head_dim), dtype=dtype, device=query.device)
@@ -183,13 +192,14 @@ def _one(
 
     new_2BGD = torch.stack((key[:, 0], value[:, 0]))
     for buffers in buffers_of_row:
-        # Write the row. It sees rows up to its own number.
+        # Write the row into its slot.
         number = buffers.before(t)
         slot = number % buffers.capacity
         both_2BGCD = buffer_view(memory, buffers)
         both_2BGCD[:, :, :, slot] = new_2BGD[:, :, _slice(buffers.kv_heads)]
 
-        # Query heads that share a key/value head are rows of one tile, so that its keys are read once.
+        # The m query heads that share a key/value head are given to the kernel like m query rows of one head. So the
+        # kernel reads the keys once.
         heads = _slice(buffers.query_heads)
         num_kv_heads = len(buffers.kv_heads)
         partial = branches.index(buffers.number)
@@ -197,7 +207,8 @@ def _one(
         out_BGmD = outs_PBHD[partial, :, heads].view(batch, num_kv_heads, -1, head_dim)
         lse_BGm = lses_PBH[partial, :, heads].view(batch, num_kv_heads, -1)
 
-        # Rows that wrap around the end of the buffer are two tiles.
+        # The rows that the query sees, itself included. If they wrap around the end of the buffer, there are two kernel
+        # calls.
         numbers = range(buffers.seen(t).start, number + 1)
         for i, slots in enumerate(buffers.slots(numbers)):
             k_BGLD, v_BGLD = both_2BGCD[:, :, :, _slice(slots)]
@@ -226,21 +237,22 @@ def _many(
     memory: Tensor,
     t: int,
 ) -> tuple[Tensor, Tensor]:
-    """out (B, M, H, D) and lse (B, M, H) of M new rows, the first at position t."""
+    """out (B, M, H, D) and lse (B, M, H) of M new rows, the first at position t. Nothing is written to the memory."""
     rank_plan = RankPlan(plan_append(plan, t, query.shape[1]), None)
     options = executor.ExecutorOptions(kernel, scale)
 
-    # Cached tiles count rows from the start of the memory, so each key/value head is a view of the whole memory.
+    # The memory has no dim of heads: a cached tile finds the rows of a head by their offset from the start of the
+    # memory. The executor expects that dim, so each head becomes a view of the whole memory.
     # (2, B, rows, D) -> keys and values, (B, rows, G, D) each
     cached = memory.unsqueeze(3).expand(-1, -1, -1, plan.num_kv_held, -1).unbind(0)
     return executor.forward(rank_plan, options, query, key, value, cached=cached)
 
 
 def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -> None:
-    """Write the new rows that a later query can see. The first row of key and value is position t."""
+    """Write those new rows into the memory that a later query can see. The first row of key and value is position t."""
     end = t + key.shape[1]
     for buffers in plan.buffers:
-        # the kept rows that are new
+        # the numbers of the rows that are kept and new
         kept = plan.kept(buffers, end)
         numbers = range(max(kept.start, buffers.before(t)), kept.stop)
 
@@ -250,9 +262,10 @@ def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -
 
 
 def rows_at(x_BNHD: Tensor, buffers: Buffers, numbers: range, first: int) -> Tensor:
-    """The rows with these numbers in their phase, (B, G, L, D), of a tensor whose row 0 is position `first`.
+    """Pick rows from a tensor of keys or values: those of the buffers' phase that have these numbers. (B, G, L, D).
 
-    As in `Buffers.position_of`, row c of a phase with k rows in each segment is row c mod k of segment c // k.
+    Row 0 of the tensor is position `first`. If a segment has k rows of the phase, row number c is row c mod k of
+    segment c // k, as in `Buffers.position_of`.
     """
     number_L = torch.arange(numbers.start, numbers.stop, device=x_BNHD.device)
     segment_L = number_L // buffers.rows_per_segment
@@ -274,31 +287,33 @@ def place(buffers: Buffers, numbers: range, memory: Tensor, both_2BGLD: Tensor) 
 
 
 def placed(buffers: Buffers, numbers: range, memory: Tensor) -> Tensor:
-    """Keys and values of the rows with these numbers, from their slots: (2, B, G, L, D)."""
+    """Read the keys and values of the rows with these numbers from their slots: (2, B, G, L, D)."""
     buffer_2BGCD = buffer_view(memory, buffers)
-    runs = [buffer_2BGCD[:, :, :, :0]]  # so that there is a tensor even without rows
+    runs = [buffer_2BGCD[:, :, :, :0]]  # `cat` needs a tensor even if there are no rows
     for slots in buffers.slots(numbers):
         runs.append(buffer_2BGCD[:, :, :, _slice(slots)])
     return torch.cat(runs, dim=3)
 
 
 def packed(plan: CachePlan, shard: Shard, position: int, key: Tensor, value: Tensor) -> Tensor:
-    """The rows of a shard (B, N, G, D) that a cache of the whole sequence keeps, as a flat tensor.
+    """Copy those rows of a rank's shard that a cache of the whole sequence keeps, into a flat tensor.
 
-    For each buffer and span come the keys (B, G, L, D), then the values. position: the length of the whole sequence.
+    For each buffer and span of the shard come the keys (B, G, L, D), then the values.
+
+    key, value: (B, N, G, D), the rows of the shard. position: the length of the whole sequence.
     """
     first_row = dict(zip(shard, first_rows(shard), strict=False))
     flat_rows = [key.new_empty(0)]
     for buffers, numbers, span in plan.kept_of(shard, position):
         for x in (key, value):
-            # from the first row of the span on
+            # `rows_at` gets the rows from the start of the span on.
             rows_BGLD = rows_at(x[:, first_row[span] :], buffers, numbers, span.start)
             flat_rows.append(rows_BGLD.flatten())
     return torch.cat(flat_rows)
 
 
 def packed_size(plan: CachePlan, shard: Shard, position: int, like: Tensor) -> int:
-    """The number of elements that `packed` returns, for keys like `like` (B, N, G, D)."""
+    """The number of elements of the tensor that `packed` returns. like: a key tensor (B, N, G, D)."""
     num_rows = 0
     for buffers, numbers, _ in plan.kept_of(shard, position):
         num_rows += len(buffers.kv_heads) * len(numbers)
@@ -307,7 +322,7 @@ def packed_size(plan: CachePlan, shard: Shard, position: int, like: Tensor) -> i
 
 
 def unpack(plan: CachePlan, shard: Shard, position: int, flat: Tensor, memory: Tensor) -> None:
-    """Write the rows that `packed` returned into the memory of a cache."""
+    """Write the rows in `flat`, which `packed` made for this shard, into the memory of a cache."""
     _, batch, _, head_dim = memory.shape
     for buffers, numbers, _ in plan.kept_of(shard, position):
         # keys and values (2, B, G, L, D) of one buffer and span

@@ -23,20 +23,23 @@ class DilatedCache:
     of about w / r rows, however long the sequence is. The constructor allocates all memory.
 
     Args:
-        pattern: who attends whom; causal.
+        pattern: the attention pattern. It must be causal.
         batch, num_heads, num_kv_heads, head_dim: the sizes of the query (B, N, H, D) and the key (B, N, G, D). With
             `heads_held`, the numbers of heads are those of the layer.
-        dtype, device: those of the inputs; torch's defaults, if not given.
-        max_len: the most positions of a sequence, if that number is known. No buffer has more rows, which saves memory
-            if segments are longer. A dense pattern (one segment for everything) needs max_len.
-        keep: how many positions `crop` can take back even if segments have ended since.
-        heads_held: which of the num_heads query heads the tensors hold (tensor parallelism), as range(3, 6). Every
+        dtype, device: the dtype and device of query, key and value. The defaults are torch's.
+        max_len: the most positions that a sequence may have; None for any number. No buffer gets more rows, which saves
+            memory if segments are longer. A dense pattern (one segment for everything) needs max_len.
+        keep: how many positions `crop` can always take back, even into a segment that has ended.
+        heads_held: the query heads of the layer that the tensors hold (tensor parallelism), as range(3, 6). Every
             call must pass the same range.
 
-    num_rows: the rows of keys (and as many of values) that are allocated for one sequence. With keep=0 and all heads
-        they are pattern.cache_rows(num_heads, num_kv_heads, max_len). num_bytes: all bytes that are allocated.
-    position: (B,) int64 on the device: the positions that each sequence has. plan: the CachePlan. dtype, head_dim: as
-        above.
+    Attributes:
+        num_rows: how many rows of keys are allocated for one sequence, and as many rows of values. With keep=0 and all
+            heads this is pattern.cache_rows(num_heads, num_kv_heads, max_len).
+        num_bytes: the bytes that the cache allocates.
+        position: (B,) int64 on the device: the number of positions of each sequence so far.
+        plan: the CachePlan.
+        dtype, head_dim: as above.
 
     Raises:
         ValueError: for a pattern that is not causal, for invalid sizes, or if there is too little memory.
@@ -74,16 +77,16 @@ class DilatedCache:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}.")
 
-        self.device = torch.empty(0, device=device).device  # "cuda" with its index
+        self.device = torch.empty(0, device=device).device  # with an index: "cuda:0" for "cuda"
         self._refuse_what_does_not_fit()
 
-        # Keys and values of all buffers: (2, B, rows, D).
-        # One tensor for all buffers: if an op writes to a *list* of tensors, compiled code copies them at every call.
+        # The keys and values of all buffers in one tensor, (2, B, rows, D). A list of tensors would be slow: if a
+        # custom op writes to such a list, compiled code copies all its tensors at every call.
         self.memory = torch.empty(
             2, batch, self.num_rows, head_dim, dtype=self.dtype, device=self.device
         )
 
-        # (2, B): the positions so far, and the lowest position that `crop` may go back to.
+        # (2, B): the number of positions of each sequence so far, and the fewest to which `crop` may take it back.
         self.progress = torch.zeros(2, batch, dtype=torch.int64, device=self.device)
 
     @classmethod
@@ -100,14 +103,16 @@ class DilatedCache:
         keep: int = 0,
         heads_held: range | None = None,
     ) -> "DilatedCache | None":
-        """A cache of the sequence that the ranks of `parallel` share. One rank alone can go on with this cache.
+        """Make a cache of a sequence whose rows the ranks of `parallel` own. A rank can then go on with it alone.
 
-        Every rank must make the call. Only rows that a later query can see are sent.
+        Every rank must make the call. Only rows that a later query can see are sent. Returns the cache, or None on
+        ranks that do not get one.
 
         Args:
             key, value: (B, N, G, D), this rank's rows, as they were passed to `dilated_attention`.
-            num_heads: the number of query heads; with `heads_held`, that of the layer.
-            to: the rank (`parallel.rank`) that gets the cache; the others get None. By default every rank gets one.
+            num_heads: the number of query heads. With `heads_held`, all query heads of the layer.
+            to: the only rank (`parallel.rank`) that gets a cache. By default every rank gets one.
+            pattern, max_len, keep, heads_held: as in `DilatedCache`.
 
         Raises:
             ValueError: on every rank, if one rank refuses the call or the ranks' arguments differ.
@@ -130,8 +135,10 @@ class DilatedCache:
                 )
 
             batch, length, num_kv_heads, _ = key.shape
-            if isinstance(heads_held, range) and heads_held:  # if empty, `_plan` refuses it
-                num_kv_heads = num_kv_heads * num_heads // len(heads_held)  # of the layer
+            # key has only the heads that are held. Compute the key/value heads of the whole layer. (`_plan` raises a
+            # ValueError if heads_held is an empty range.)
+            if isinstance(heads_held, range) and heads_held:
+                num_kv_heads = num_kv_heads * num_heads // len(heads_held)
             plan = _plan(pattern, num_heads, num_kv_heads, max_len, keep, heads_held)
             cache = cls._of(plan, batch, key) if gets_one else None
 
@@ -152,7 +159,7 @@ class DilatedCache:
         shards = ranks.shards(lengths)
         check_append(plan, [0], [position])
 
-        # How many elements come from each rank.
+        # How many elements this rank receives from each rank.
         counts = [0] * len(shards)
         if gets_one:
             counts = [packed_size(plan, shard, position, key) for shard in shards]
@@ -189,7 +196,7 @@ class DilatedCache:
         return self.progress[0]
 
     def next_positions(self, num_new: int) -> Tensor:
-        """(B, num_new) int64, on the device: the positions of the next rows."""
+        """The positions that the next num_new rows of each sequence will have: (B, num_new) int64 on the device."""
         return self.position[:, None] + torch.arange(num_new, device=self.device)
 
     def __repr__(self) -> str:
@@ -202,22 +209,24 @@ class DilatedCache:
         return f"DilatedCache(batch={self.batch}, {heads}, {self.dtype}, {self.device}, {limits}: {size})"
 
     def reset(self, rows: Sequence[int] | Tensor | None = None) -> None:
-        """Begin a new sequence in every batch entry, or only in the entries `rows`."""
+        """Begin a new, empty sequence in every batch entry, or only in the entries whose numbers `rows` gives."""
         entries = slice(None) if rows is None else self._entries("reset", rows)
         self.progress[:, entries] = 0
 
     def crop(self, count: int | Sequence[int] | Tensor) -> None:
         """Take back the last `count` positions of every sequence, or count[i] of sequence i.
 
-        The last `keep` positions can be taken back. So can all positions since the latest start of a segment.
+        The last `keep` positions can always be taken back. All positions since the last border between segments, in any
+        branch, can be taken back too.
 
         Raises:
-            ValueError: if a sequence has fewer positions, or needs rows that were dropped. The cache is as it was.
+            ValueError: if a sequence has fewer positions, or would need rows that were dropped. The cache then stays as
+                it was.
         """
         try:
             counts = torch.as_tensor(count).flatten().tolist()
         except (TypeError, ValueError, RuntimeError):
-            # not a number, or a number that does not fit into 64 bits
+            # `count` is not a number, or does not fit into 64 bits. It is refused below.
             counts = [count]
         if not all(map(is_integer, counts)):
             raise ValueError(f"crop({counts}): positions are taken back in whole numbers.")
@@ -232,11 +241,14 @@ class DilatedCache:
         positions, floors = self.progress.tolist()
         check_crop(self.plan, positions, floors, counts)
 
-        # Rows after the new position stay in their slots until others take their place.
+        # Only the number of positions changes. The rows that were taken back stay in memory until they are overwritten.
         self.progress[0] -= torch.tensor(counts, device=self.device)
 
     def fork(self, rows: Sequence[int] | Tensor) -> "DilatedCache":
-        """A new cache whose entry i goes on from entry rows[i] of this one: for beams, or answers to one prompt."""
+        """A new cache whose sequence i begins as a copy of this cache's sequence rows[i]. This cache is not changed.
+
+        An example: after a prompt of one sequence, fork([0, 0, 0]) allows three different answers.
+        """
         entries = self._entries("fork", rows)
         new = self._of(self.plan, len(entries), self.memory)
 
@@ -245,7 +257,8 @@ class DilatedCache:
         return new
 
     def state_dict(self) -> dict[str, Any]:
-        """The sequences so far, for `load_state_dict` and torch.save: only rows that can still be seen, on the CPU."""
+        """The sequences so far, for torch.save and `load_state_dict`. It holds only rows that can still be seen, on the
+        CPU."""
         progress = self.progress.to("cpu", copy=True)
         rows: list[Tensor] = []
         for b, (position, floor) in enumerate(progress.T.tolist()):
@@ -258,12 +271,14 @@ class DilatedCache:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was called. A state of one sequence is loaded into every batch entry.
+        """Replace the sequences of this cache by those of a `state_dict`.
 
-        The caches may differ in max_len and keep. `crop` can take back what both caches could.
+        If the state has a single sequence, it is loaded into every batch entry. The saved cache may have had another
+        max_len or keep. `crop` can then take back the positions that both caches could take back.
 
         Raises:
-            ValueError: if the state is of another pattern, shape or dtype, or too long. The cache is as it was.
+            ValueError: if the state is of another pattern, shape or dtype, or too long. This cache then stays as it
+                was.
         """
         of = state.get("cache") if isinstance(state, dict) else state
         if of != self._described():
@@ -280,14 +295,15 @@ class DilatedCache:
         if not _fit(progress, saved):
             raise ValueError(f"the state is damaged: progress {progress} does not fit the rows.")
 
-        # The saved rows are those that a cache with the state's `keep`, and without max_len, would keep.
+        # Which rows were saved depends on the saved cache's `keep`, but not on its max_len. So a plan with this `keep`
+        # tells which rows they are.
         plan = self.plan
         limit = plan.max_len
         source = plan_cache(
             plan.pattern, plan.num_heads, plan.num_kv_heads, None, state.get("keep"), plan.held
         )
 
-        # For each saved sequence: its number of positions, and the lowest position that `crop` may go back to.
+        # For each saved sequence: its number of positions, and the fewest to which `crop` may take it back.
         places = progress.T.tolist()
         for b, (position, floor) in enumerate(places):
             if limit is not None and position > limit:
@@ -311,7 +327,10 @@ class DilatedCache:
         self.progress.copy_(torch.tensor([positions, floors]))
 
     def _rows_of(self, b: int, position: int, floor: int) -> Tensor:
-        """The kept rows of a batch entry, (2, rows, D), buffer by buffer."""
+        """The keys and values of a batch entry that are kept, (2, rows, D), one buffer after the other.
+
+        position: the number of positions of the sequence. floor: the fewest to which `crop` may take it back.
+        """
         entry = self.memory[:, b : b + 1]  # (2, 1, rows, D)
         rows = [entry[:, 0, :0].cpu()]
         for buffers in self.plan.buffers:
@@ -321,24 +340,28 @@ class DilatedCache:
         return torch.cat(rows, dim=1)
 
     def _put_rows(self, b: int, rows: Tensor, source: CachePlan, position: int, floor: int) -> None:
-        """Write rows into their slots. `_rows_of` made them in a cache whose plan was `source`."""
+        """Write rows of a saved sequence into the slots of batch entry b.
+
+        `_rows_of` returned these rows, with the same position and floor, in a cache whose plan was `source`.
+        """
         entry = self.memory[:, b : b + 1]  # (2, 1, rows, D)
         by_buffer = rows[:, None].split(_sizes(source, position, floor), dim=2)
         targets = {(x.number, x.phase, x.kv_heads): x for x in self.plan.buffers}
         for buffers, both in zip(source.buffers, by_buffer, strict=True):
             saved = source.kept(buffers, position, floor)
-            if not saved:  # then this cache may lack such a buffer: its max_len may be small
+            # Skip a buffer of which no row was saved. This cache may not have it at all, if its max_len is small.
+            if not saved:
                 continue
             target = targets[buffers.number, buffers.phase, buffers.kv_heads]
 
-            # This cache may keep fewer rows than were saved: the last ones.
+            # Write only the saved rows that this cache keeps too: the last ones, if its `keep` is smaller.
             first = max(saved.start, self.plan.kept(target, position, floor).start)
             numbers = range(first, saved.stop)
             both_2BGLD = both.unflatten(2, (len(buffers.kv_heads), len(saved)))
             place(target, numbers, entry, both_2BGLD[..., first - saved.start :, :])
 
     def _described(self) -> dict[str, Any]:
-        """What two caches must share so that one can load the other's state, in plain types that torch.load takes."""
+        """What must be equal in two caches so that one can load the other's state, in types that torch.load accepts."""
         plan = self.plan
         return self.pattern.as_dict() | {
             "num_heads": plan.num_heads,
@@ -349,11 +372,15 @@ class DilatedCache:
         }
 
     def _entries(self, call: str, rows: Sequence[int] | Tensor) -> Tensor:
-        """The numbers of batch entries as a tensor; ValueError for anything else."""
+        """Numbers of batch entries as an int64 tensor. ValueError if `rows` are not such numbers.
+
+        call: the method that was called with `rows`, for the message.
+        """
         if isinstance(rows, Tensor):
             rows = rows.tolist()
         entries = list(rows) if isinstance(rows, Iterable) else [None]
-        if not all(map(is_integer, entries)):  # a mask would be read as the entries 0 and 1
+        # False and True are refused: a boolean mask would otherwise be read as the entries 0 and 1.
+        if not all(map(is_integer, entries)):
             text = f"{call}({rows}) takes the numbers of batch entries, as [0, 2]."
             raise ValueError(f"{text} For a mask, pass mask.nonzero().flatten().")
         if not all(0 <= row < self.batch for row in entries):
@@ -362,7 +389,7 @@ class DilatedCache:
 
     @classmethod
     def _of(cls, plan: CachePlan, batch: int, like: Tensor) -> "DilatedCache":
-        """A cache with this plan, and the dtype, device and head dim of a tensor."""
+        """A new, empty cache with this plan. It has the dtype, device and head dim of the tensor `like`."""
         return cls(
             plan.pattern,
             batch,
@@ -380,7 +407,7 @@ class DilatedCache:
         return 2 * self.batch * self.num_rows * self.head_dim * self.dtype.itemsize
 
     def _refuse_what_does_not_fit(self) -> None:
-        """Raise ValueError if there is too little free memory. Otherwise the system might end the process, or swap."""
+        """Raise ValueError if there is too little free memory. Without this check the system might kill the process."""
         free = free_bytes(self.device)
         if free is None or self._bytes_of_rows() <= free:
             return
@@ -405,7 +432,7 @@ def _plan(
     keep: int,
     heads_held: range | None,
 ) -> CachePlan:
-    """The plan of a cache. Raises ValueError if there can be none."""
+    """The plan of a cache. Raises ValueError if the pattern or a size is invalid."""
     if failure := why_no_pattern(pattern):
         raise ValueError(f"{failure}.")
 
@@ -419,7 +446,7 @@ def _plan(
 
 
 def _sizes(plan: CachePlan, position: int, floor: int) -> list[int]:
-    """How many rows are kept in each of the plan's groups of buffers."""
+    """How many rows of a sequence are kept in each of `plan.buffers`, over their key/value heads."""
     sizes: list[int] = []
     for buffers in plan.buffers:
         num_kept = len(plan.kept(buffers, position, floor))
@@ -428,7 +455,7 @@ def _sizes(plan: CachePlan, position: int, floor: int) -> list[int]:
 
 
 def _fit(progress: Any, rows: Any) -> bool:
-    """Whether a saved progress is well-formed, and describes as many sequences as `rows` has."""
+    """Whether the saved `progress` is valid for len(rows) sequences: shape, dtype and values."""
     if not isinstance(rows, list) or not all(map(is_tensor, (progress, *rows))):
         return False
     if progress.shape != (2, len(rows)) or progress.dtype != torch.int64:
@@ -439,7 +466,7 @@ def _fit(progress: Any, rows: Any) -> bool:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that can still be allocated, or None if that is unknown."""
+    """How many bytes can still be allocated on a device, or None if that is unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":

@@ -1,5 +1,8 @@
 """Carries out a program (`plan/program.py`) on one rank's tensors.
 
+A tile is a block of queries times keys that the kernel computes in one call. A chunk is the keys and values of one rank
+that travel to other ranks.
+
 An example: a forward on the later of two ranks that share a causal segment. `print(program)` shows the steps on the
 left. Each is carried out by the method of its name.
 
@@ -9,8 +12,8 @@ left. Each is carried out by the method of its name.
     compute  own queries x own chunk          meanwhile the kernel computes a partial, (B, H, M, D) and (B, H, M)
     start    out                              the accumulators out (B, N, H, D) and lse (B, N, H)
     merge    write                            the partial is written into its rows of out and lse
-    wait     hop 1, keys and values
-    compute  own queries x received chunk
+    wait     hop 1, keys and values           the other rank's rows have arrived
+    compute  own queries x received chunk     a second partial
     merge    merge                            the second partial is merged with the first by their lse
     finish   out, lse                         the accumulators are rounded to the dtypes of the results
 
@@ -43,8 +46,9 @@ from .views import accumulator_dtype, block_views, folds, rows_view, with_unit_s
 class ExecutorOptions(NamedTuple):
     """The options by which a rank carries out its programs.
 
-    link: connects ranks that exchange chunks. dealer: connects ranks that deal heads to each other. factor: multiplies
-    dq before dq is rounded, so that float16 can hold dq. program: makes a stage's program.
+    kernel: computes tiles. scale: multiplies the scores. link: sends and receives chunks. dealer: exchanges heads for
+    positions between ranks. factor: multiplies dq before it is rounded, because dq alone may overflow float16. program:
+    makes the program of a stage.
     """
 
     kernel: Kernel
@@ -64,11 +68,11 @@ def forward(
     *,
     cached: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
-    """out (B, N, H, D) and lse (B, N, H) of this rank's queries, given its own rows of query, key and value.
+    """Compute out (B, N, H, D) and lse (B, N, H) of this rank's queries, given its own rows of query, key and value.
 
-    out has the query's dtype. lse is float32, or float64 for float64.
+    out has the query's dtype. lse is float32, or float64 if query is float64.
 
-    cached: keys and values that the plan's cached tiles read, each (B, rows, G, D).
+    cached: the keys and the values of a cache, each (B, rows, G, D).
     """
     tensors = {"query": query, "key": key, "value": value}
     if cached:
@@ -81,21 +85,22 @@ def forward(
 def backward(
     rank_plan: RankPlan, options: ExecutorOptions, rows: BackwardRows
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq (B, N, H, D), dk and dv (B, N, G, D) of this rank's rows.
+    """Compute dq (B, N, H, D), dk and dv (B, N, G, D) of this rank's rows.
 
-    rows: the tensors of all positions of this rank: (B, N, H, D) or (B, N, G, D), but lse and dlse (B, N, H).
+    rows: the inputs of backward for this rank's rows. lse and dlse are (B, N, H), key and value (B, N, G, D), and the
+    others (B, N, H, D).
     """
     tensors = {name: x for name, x in rows._asdict().items() if x is not None}
     results = _Executor("backward", rank_plan, options, tensors).carry_out()
     return results["dq"], results["dk"], results["dv"]
 
 
-# Each accumulator has the shape of an input.
+# The input whose shape each accumulator has.
 _LIKE = {"out": "query", "dq": "query", "dk": "key", "dv": "value"}
 
 
 class _Executor:
-    """Carries out one stage of one call. `alive` holds all tensors by their names in the program:
+    """Carries out one stage (forward or backward) of one call. `alive` holds all tensors by their names in the program:
 
         query, out, dout, dq          (B, N, H, D)
         lse, dlse                     (B, N, H)
@@ -103,7 +108,8 @@ class _Executor:
         cached key, cached value      (B, rows, G, D)
         buffers of chunks             (units · B · D,)
 
-    While heads are dealt, N counts the positions of the whole group, and H and G the heads of this rank (`to_heads`).
+    If heads are dealt, the rank exchanges its tensors before the work (`to_heads`). Then N is the number of positions
+    of the whole group of ranks, and H and G count only the heads that this rank got.
     """
 
     def __init__(
@@ -125,29 +131,29 @@ class _Executor:
         # Results of the current tile, by name: out, dq (B, H, M, D), lse (B, H, M), dk and dv (B, G, L, D).
         self.results: dict[str, Tensor] = {}
 
-        # The kernel's functions that merge or add the results of many tiles at once, or None. `kept` holds the
-        # results of tiles until then, by the name of the tensor that they go into.
+        # Functions that merge or add the results of many tiles at once, if the kernel has any. Until they are called,
+        # `kept` holds the results, by the name of the accumulator.
         self.merging = self.kernel.merging(query)
         self.kept: dict[str, list[TileRows]] = {}
 
-        # Copies of (dout, out, lse) for each of the next tiles: (B, H, M, D) twice, and (B, H, M or more).
+        # For each of the next tiles, copies of its rows of dout and out, (B, H, M, D), and of lse, (B, H, M or more).
         self.laid_out: deque[tuple[Tensor, ...]] = deque()
 
-        # By ticket of a post: the messages that it sends, and those that it receives.
+        # For each ticket of a `Post` step: the messages that are sent, and those that are received.
         self.posted: dict[str, tuple[Pending, Pending]] = {}
 
     def carry_out(self) -> dict[str, Tensor]:
-        """Run all steps, and return `alive`."""
+        """Make the program, carry out all its steps, and return `alive`."""
         traits = self.kernel.TRAITS
         itemsize = self.dtype.itemsize
         has_dlse = "dlse" in self.alive
 
-        # Which rows the kernel reads from copies.
+        # When rows are copied before the kernel reads them; None: never.
         packing = traits.packing
         if itemsize == 2 and self.kernel.takes_short_rows(self.dtype):
             packing = None
 
-        # How many rows of results are kept until they are gathered.
+        # How many rows of results are kept before they are merged or added at once.
         kept_rows = None
         if self.merging is not None:
             kept_rows = traits.kept_bytes // (self.head_dim * itemsize)
@@ -171,7 +177,7 @@ class _Executor:
         return self.alive
 
     def distances(self) -> tuple[int, int]:
-        """Bytes from one position to the next in query, and in key and value; after dealing, if heads are dealt."""
+        """Bytes from one position to the next: in query, and in key and value. If heads are dealt: after that."""
         itemsize = self.dtype.itemsize
         if self.dealing is not None:
             row = self.head_dim * itemsize
@@ -182,10 +188,13 @@ class _Executor:
         value = self.alive["value"].stride(1)
         return query * itemsize, min(key, value) * itemsize
 
-    # Views of the tensors in `alive`.
+    # The methods up to `query_heads` return views of the tensors in `alive`, or numbers of heads.
 
     def rows(self, name: str, rows: Rows, entry: int | None) -> Tensor:
-        """A view of a tile's rows, (B, heads, M, D), or (B, heads, M) of lse. entry: a batch entry, or None for all."""
+        """A view of a tile's rows in the tensor `name`: (B, heads, M, D), or (B, heads, M) for lse and dlse.
+
+        entry: a batch entry, or None for all.
+        """
         x = self.alive[name]
         if entry is not None:
             x = x[entry : entry + 1]
@@ -196,7 +205,7 @@ class _Executor:
         return block_views(buffer, block, self.batch, self.head_dim)
 
     def slice_of(self, where: BufferSlice) -> Tensor:
-        """A message in its buffer: (units · B · D,)."""
+        """A view of the slice of a buffer in which a message lies: (units · B · D,)."""
         unit = self.batch * self.head_dim
         buffer = self.alive[where.name]
         return buffer.narrow(0, where.start * unit, where.message.size * unit)
@@ -206,10 +215,10 @@ class _Executor:
         ratio = self.plan.num_heads // self.plan.num_kv_heads
         return range(kv_heads.start * ratio, kv_heads.stop * ratio)
 
-    # One method for each step. First those of the exchange.
+    # From here on, each public method that takes a step carries it out. First the steps of the exchange between ranks.
 
     def deal(self, step: steps.Deal) -> None:
-        """Exchange a tensor (B, N, H, D) for (B, T, h, D), or back: see `to_heads` below."""
+        """Exchange a tensor (B, N, H, D) with other ranks for (B, T, h, D), or back: see `to_heads` below."""
         dealing = self.dealing
         dealer = self.options.dealer
         assert dealing is not None
@@ -231,7 +240,7 @@ class _Executor:
         self.alive[step.name] = buffer
 
     def take(self, step: steps.Take) -> None:
-        """Make a buffer that messages, or sums, will fill."""
+        """Make an unfilled buffer, for messages that are received or for sums of gradients."""
         dtype = self.sum_dtype if step.is_sum else self.dtype
         self.alive[step.name] = self.flat(step.size, dtype)
 
@@ -241,12 +250,12 @@ class _Executor:
         return torch.empty(num_elements, dtype=dtype, device=self.device)
 
     def free(self, step: steps.Free) -> None:
-        """Drop tensors. A buffer that this rank did not need was never made."""
+        """Drop tensors. A name without a tensor is skipped, since not every rank makes all buffers."""
         for name in step.names:
             self.alive.pop(name, None)
 
     def post(self, step: steps.Post) -> None:
-        """Start to send and to receive. The link keeps the tensors until their messages have arrived."""
+        """Start to send and to receive messages. The link keeps the tensors alive until all messages have arrived."""
         link = self.options.link
         assert link is not None
         sends = [(self.slice_of(where), where.message) for where in step.sends]
@@ -259,7 +268,7 @@ class _Executor:
             self.posted[step.ticket] = both, both
 
     def wait(self, step: steps.Wait) -> None:
-        """Wait until a post has sent, has received, or both."""
+        """Wait until the messages of a post have been sent, have been received, or both."""
         sent, received = self.posted[step.ticket]
         if step.sent:
             sent.wait()
@@ -267,24 +276,25 @@ class _Executor:
             received.wait()
 
     def zero(self, step: steps.Zero) -> None:
-        """Set the sums of a chunk's gradients to zero. This is the first rank that adds to them."""
+        """Set the gradient of a chunk to zero, because this rank is the first that adds to it."""
         self.slice_of(step.where).zero_()
 
     def unpack(self, step: steps.Unpack) -> None:
-        """Add the gradient of an own chunk, which has come home, to dk and dv."""
+        """Add the gradient of this rank's chunk, which other ranks have computed, to dk and dv."""
         arrived = self.slice_of(step.where)
         for rows, block in self.plan.packs_of(step.where.message):
             gradients = self.block(arrived, block)  # (B, G, L, D) each
             for name, gradient in zip(("dk", "dv"), gradients, strict=True):
                 self.rows(name, rows, None).add_(gradient)
 
-    # The kernel's calls, and the tensors that they read.
+    # The calls of the kernel, and the tensors that it reads.
 
     def compute(self, step: steps.Compute) -> None:
-        """Compute a tile's partial, or its gradients, and put the tensors into `results`."""
+        """Compute a tile's partial (out, lse) or its gradients (dq, dk, dv), and put them into `results`."""
         tile = step.tile
         scale = self.options.scale
-        is_causal = tile.mask != FULL  # FROM_END too, since `copied` has reversed the rows
+        # FROM_END counts as causal: `copied` has reversed the rows, and so the mask is causal.
+        is_causal = tile.mask != FULL
         if step.what == "partial":
             query = self.tile_rows(step, "query")  # (B, H, M, D)
             key, value = self.keys(step)  # (B, G, L, D)
@@ -295,23 +305,23 @@ class _Executor:
             dq, dk, dv = self.kernel.backward(rows, is_causal, scale)
             self.results = {"dq": dq, "dk": dk, "dv": dv}
 
-        # Put the rows back in their order. All results have them in dim 2.
+        # For FROM_END the rows were reversed. Put the rows of the results, dim 2, back in their order.
         if tile.mask == FROM_END:
             self.results = {name: result.flip(2) for name, result in self.results.items()}
 
     def tile_rows(self, step: steps.Compute, name: str) -> Tensor:
-        """A tile's query rows of query, dout or out (B, H, M, D), or of lse or dlse (B, H, M)."""
+        """The query rows of a tile in the tensor `name`: query, dout or out (B, H, M, D), or lse or dlse (B, H, M)."""
         return self.copied(step, name, self.rows(name, step.tile.query, step.entry))
 
     def keys(self, step: steps.Compute) -> tuple[Tensor, Tensor]:
-        """Keys and values of a tile, (B, G, L, D) each: own rows, rows of a cache, or a block of a buffer of chunks."""
+        """Keys and values of a tile, (B, G, L, D) each: from this rank's tensors, from a cache or from a chunk."""
         tile = step.tile
         if step.keys in (OWN_ROWS, CACHED_ROWS):
             assert isinstance(tile.key, Rows)
             names = ("key", "value") if step.keys == OWN_ROWS else ("cached key", "cached value")
             key, value = (self.rows(name, tile.key, step.entry) for name in names)
         else:
-            # a received chunk, or this rank's own
+            # The block of a received chunk, or of this rank's own chunk.
             block = tile.key if isinstance(tile.key, Block) else tile.packed
             assert block is not None
             key, value = self.block(self.alive[step.keys], block)
@@ -321,7 +331,10 @@ class _Executor:
         return key, value
 
     def copied(self, step: steps.Compute, name: str, rows: Tensor) -> Tensor:
-        """The rows, in reverse order for a FROM_END tile. The rows are copied if the step says so, or if reversed."""
+        """The rows as the kernel reads them: reversed if the mask is FROM_END, and copied if `step.copied` has `name`.
+
+        Reversed rows are always a copy.
+        """
         if step.tile.mask == FROM_END:
             rows = with_unit_stride(rows.flip(2))
         if name not in step.copied:
@@ -329,7 +342,7 @@ class _Executor:
         return rows.new_empty(rows.shape, dtype=self.sum_dtype).copy_(rows)
 
     def backward_rows(self, step: steps.Compute) -> BackwardRows:
-        """The inputs of a tile's backward."""
+        """The inputs of the kernel's backward for a tile."""
         dlse = self.tile_rows(step, "dlse") if "dlse" in self.alive else None  # (B, H, M)
         query = self.tile_rows(step, "query")  # (B, H, M, D)
 
@@ -341,7 +354,7 @@ class _Executor:
                 num_rows = step.tile.query.num_rows
                 dout = dout.flip(2)
                 out = out.flip(2)
-                # The rows that pad lse stay after the others.
+                # lse may have rows of padding at the end, which must stay there.
                 lse = torch.cat((lse[..., :num_rows].flip(2), lse[..., num_rows:]), dim=2)
 
         key, value = self.keys(step)  # (B, G, L, D)
@@ -356,8 +369,10 @@ class _Executor:
         )
 
     def copy(self, step: steps.Copy) -> None:
-        """Copy each tile's rows of dout, out and lse to tensors of its own. dout and out are (B, H, M, D), and have the
-        heads of a position side by side in memory. lse is (B, H, M or more)."""
+        """Copy the rows of dout, out and lse of each of the next tiles to new tensors in `laid_out`.
+
+        dout and out are (B, H, M, D), and all heads of a position lie side by side in memory. lse is (B, H, M or more).
+        """
         assert self.merging is not None
         dout_BNHD = self.alive["dout"]
         out_BNHD = self.alive["out"]
@@ -373,7 +388,7 @@ class _Executor:
             sizes = (2, batch, num_rows, num_heads, self.head_dim)
             dout, out = out_BNHD.new_empty(sizes).transpose(2, 3)  # (B, H, M, D) each
 
-            # The kernel reads lse in blocks of rows. The rows added after the last are inf: exp(score - lse) is 0.
+            # The kernel reads lse in blocks of rows. Fill the last block with inf, so that exp(score - lse) is 0 there.
             added_rows = -num_rows % self.merging.lse_multiple
             lse = lse_BNH.new_empty((batch, num_heads, num_rows + added_rows))
             if added_rows:
@@ -385,17 +400,18 @@ class _Executor:
         heads = self.query_heads(step.kv_heads)
         self.merging.lay_out(dout_BNHD, out_BNHD, lse_BNH, tiles, heads)
 
-    # Accumulators, and the results that are written, merged or added to them.
+    # The accumulators (out, lse, dq, dk, dv), and the results of tiles that are written, merged or added to them.
 
     def start(self, step: steps.Start) -> None:
-        """Make an accumulator. A row to which tiles only add starts as a sum of nothing: 0, or -inf for lse."""
+        """Make an accumulator. Its rows start as 0, or -inf for lse, unless tiles write every row first."""
         like = self.alive[_LIKE[step.name]]
         make = torch.empty if step.is_covered else torch.zeros
         dtype = self.dtype if step.is_result else self.sum_dtype
         self.alive[step.name] = make(like.shape, dtype=dtype, device=self.device)
 
         if step.name == "out":
-            # float64 until `finish`: with lse rounded to float32 at each of 700 merges, gradients were off by 7e-6.
+            # lse is float64 until `finish`, because each merge rounds it. In float32, after 700 merges, gradients were
+            # wrong by 7e-6.
             dtype = self.sum_dtype if step.is_result else torch.float64
             lse = torch.empty(like.shape[:3], dtype=dtype, device=self.device)  # (B, N, H)
             if not step.is_covered:
@@ -412,7 +428,7 @@ class _Executor:
 
         if step.how == "adopt":
             self.adopt("out", partial_out)
-            # lse is copied even if it is float64: later tiles are merged into the copy
+            # copy=True: later tiles are merged into this tensor in place, so it must not be the kernel's own.
             lse = partial_lse.transpose(1, 2).to(  # (B, M, H)
                 torch.float64, copy=True, memory_format=torch.contiguous_format
             )
@@ -434,7 +450,7 @@ class _Executor:
             self.adopt(step.name, result)
             return
 
-        # the rows whose gradient it is
+        # the rows of query, key or value to which the gradient belongs
         rows = step.tile.query if step.name == "dq" else step.tile.key
         if step.how == "keep":
             assert isinstance(rows, Rows)
@@ -444,7 +460,7 @@ class _Executor:
         if isinstance(rows, Rows):
             total = self.rows(step.name, rows, step.entry)
         else:
-            # keys and values of a chunk: their gradients lie in a buffer in the same way
+            # The gradient of a chunk lies in its buffer as the chunk does: dk as the keys, dv as the values.
             dk, dv = self.block(self.alive[step.sums], rows)
             total = dk if step.name == "dk" else dv
 
@@ -454,18 +470,20 @@ class _Executor:
             total.add_(result)
 
     def adopt(self, name: str, result_BHMD: Tensor) -> None:
-        """Take a tile's result, which has all rows, as the accumulator. The accumulator is contiguous, so that later
-        tiles can view it, and so that outputs of custom ops have the strides of their fake tensors. Most results need
-        no copy."""
+        """Take the result of a tile that has all rows as the accumulator.
+
+        The accumulator must be contiguous, for the views of later tiles, and because the outputs of a custom op must
+        have the strides that its fake version returns. Most results are contiguous already, so nothing is copied.
+        """
         shape = self.alive[_LIKE[name]].shape
         self.alive[name] = result_BHMD.transpose(1, 2).contiguous().view(shape)
 
     def keep(self, name: str, rows: Rows, entry: int | None, *tensors: Tensor) -> None:
-        """Keep a tile's result until it is gathered."""
+        """Keep a tile's result until the next `Gather` step."""
         self.kept.setdefault(name, []).append(TileRows(rows, entry, tensors))
 
     def gather(self, step: steps.Gather) -> None:
-        """Merge or add all kept results of some heads."""
+        """Merge all kept partials into out and lse, or add all kept gradients to dq, dk and dv, for some heads."""
         assert self.merging is not None
         heads = self.query_heads(step.kv_heads)
         if step.names == ("out",):
@@ -480,24 +498,25 @@ class _Executor:
             gradients = self.kept.pop(name, [])
             heads_of_sum = heads if name == "dq" else step.kv_heads
             sums.append(GradientSum(self.alive[name], gradients, heads_of_sum))
-        # With hops, dq is complete only at the end: `finish` multiplies dq by `options.factor`.
+        # In a ring, gradients of later hops are still added to dq. Then `finish` multiplies dq by `options.factor`.
         factor = 1.0 if self.plan.hops else self.options.factor
         self.merging.add(sums, factor, adds=step.adds)
 
     def finish(self, step: steps.Finish) -> None:
         """Round an accumulator to the dtype of the result."""
         if step.name == "dq" and self.options.factor != 1:
-            # before dq is rounded, so that float16 can hold dq
+            # Multiply before dq is rounded below: without the factor dq may overflow float16.
             self.alive["dq"].mul_(self.options.factor)
 
         dtype = self.sum_dtype if step.name == "lse" else self.dtype
         self.alive[step.name] = self.alive[step.name].to(dtype)
 
 
-# Heads are dealt for positions, and back (plan/dealing.py). A rank then has all T positions of its group, but only
-# h = H / p of the heads. n is the number of positions of one rank. lse and dlse have no dim D.
+# The two functions below exchange heads for positions, and back (plan/dealing.py). Before, a rank has all H heads of
+# its own N positions. In between it has h = H / p heads of all T positions of its group of p ranks. n is the number of
+# positions of another rank of the group. lse and dlse have no dim D.
 #
-# Two ranks own two positions each, of two heads. "1.3" is the row of head 1 at position 3:
+# An example: two ranks own two positions each, with two heads. "1.3" is the row of head 1 at position 3:
 #
 #                 rank 0                    rank 1
 #     before      0.0 1.0   0.1 1.1         0.2 1.2   0.3 1.3
@@ -505,23 +524,26 @@ class _Executor:
 
 
 def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> Tensor:
-    """Exchange (B, N, H, D), this rank's positions of all heads, for (B, T, h, D), all positions of this rank's heads
-    in the order of the sequence."""
+    """Give (B, N, H, D), all heads of this rank's positions, and get (B, T, h, D), this rank's heads of all positions.
+
+    The positions that are returned are in the order of the sequence. moment: the text by which an error refers to this
+    exchange.
+    """
     batch, _, num_heads, *dims = x_BNHD.shape
     share = num_heads // dealing.size
 
-    # For each rank its heads, of all positions of this rank: (B · N · h · D,).
+    # What each rank gets from this rank: the other rank's heads of this rank's positions, (B · N · h · D,).
     leaving = [x.flatten() for x in x_BNHD.split(share, dim=2)]
     sizes = [batch * length * share * math.prod(dims) for length in dealing.lengths]
     received = dealer.all_to_all_single(leaving, sizes, x_BNHD, moment)
-    del leaving  # before the results are made: they need as much memory
+    del leaving  # Free this memory before the results are made, which need as much.
 
-    # By place in the group, the rows from that rank: (B, n, h, D).
+    # What each rank has sent: this rank's heads of the other rank's positions, (B, n, h, D).
     rows_of_place: list[Tensor] = []
     for x, length in zip(received, dealing.lengths, strict=True):
         rows_of_place.append(x.view(batch, length, share, *dims))
 
-    # A group may own no position at all: the empty rows make `cat` work.
+    # Start with an empty tensor, since `cat` needs at least one: the group may own no position at all.
     in_order = [rows_of_place[0][:, :0]]
     for place, first, num_rows in dealing.runs:
         in_order.append(rows_of_place[place].narrow(1, first, num_rows))
@@ -529,22 +551,22 @@ def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> T
 
 
 def to_positions(x_BThD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> Tensor:
-    """The way back: exchange (B, T, h, D) for (B, N, H, D)."""
+    """The way back from `to_heads`: give (B, T, h, D), and get (B, N, H, D)."""
     batch, _, share, *dims = x_BThD.shape
     runs = x_BThD.split([num_rows for _, _, num_rows in dealing.runs], dim=1)
 
-    # By place in the group, the runs of that rank's positions: (B, rows, h, D) each.
+    # For each rank of the group, the runs of consecutive positions that it owns: (B, rows, h, D) each.
     rows_of_place = [[x_BThD[:, :0]] for _ in dealing.lengths]
     for (place, _, _), rows in zip(dealing.runs, runs, strict=True):
         rows_of_place[place].append(rows)
 
-    # For each rank its positions, of this rank's heads: (B · n · h · D,).
+    # What each rank gets from this rank: this rank's heads of the other rank's positions, (B · n · h · D,).
     leaving = [torch.cat(rows, dim=1).flatten() for rows in rows_of_place]
     num_own = dealing.lengths[dealing.place]
     sizes = [batch * num_own * share * math.prod(dims)] * dealing.size
     received = dealer.all_to_all_single(leaving, sizes, x_BThD, moment)
     del leaving
 
-    # From each rank its heads, of this rank's positions: (B, N, h, D).
+    # What each rank has sent: the other rank's heads of this rank's positions, (B, N, h, D).
     heads_of_place = [x.view(batch, num_own, share, *dims) for x in received]
     return torch.cat(heads_of_place, dim=2)

@@ -1,4 +1,4 @@
-"""The methods that the executor and `DilatedCache.gather` call on the objects that connect ranks."""
+"""Protocols of the objects that connect ranks: the methods that the executor and `DilatedCache.gather` call."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ class Pending(Protocol):
         """Return when the messages have been sent and received. A second call returns at once."""
 
 
-Messages = Sequence[tuple[Tensor, Message]]  # each message of a plan with its contiguous tensor
+Messages = Sequence[tuple[Tensor, Message]]  # (contiguous tensor to send or to fill, message)
 
 
 class Link(Protocol):
@@ -27,7 +27,7 @@ class Link(Protocol):
     def carry_apart(
         self, sends: Messages, receives: Messages, moment: str
     ) -> tuple[Pending, Pending]:
-        """As `carry`, but returns two: the messages that are sent, and those that are received."""
+        """As `carry`, but one can wait for the two kinds apart: returns the sent messages, and the received ones."""
 
 
 class Dealer(Protocol):
@@ -36,10 +36,14 @@ class Dealer(Protocol):
     def all_to_all_single(
         self, tensors: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
     ) -> list[Tensor]:
-        """Send a flat tensor to every rank and receive one from each, of the given sizes. Tensors may be empty."""
+        """Send the flat tensor tensors[i] to rank i, for every rank i of the group. Tensors may be empty.
+
+        Returns the flat tensors received from all ranks, with sizes[i] elements from rank i. like: a tensor of the
+        same dtype and device. moment: the text by which an error refers to this exchange.
+        """
 
 
 class ContextProtocol(Protocol):
     """The part of `ContextParallel` that `DilatedCache.gather` uses."""
 
-    ranks: Any  # the class `ranks.ranks.Ranks` says what each method does
+    ranks: Any  # an object of the class `ranks.ranks.Ranks`, which describes the methods

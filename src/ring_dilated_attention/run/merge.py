@@ -1,7 +1,9 @@
-"""Merges partials (out, lse): a monoid with the identity (0, -inf).
+"""Merges partials. A partial is (out, lse) of queries over some of their keys. (0, -inf) is a partial over no keys.
 
-The last three functions read or write the rows of many tiles at once. They define what `kernels/rows_at_once.py`
-computes in one kernel each. B batch, N positions, H query heads, G key/value heads, M rows of a tile, D head dim.
+A *tile* is a block of queries times keys that a kernel computes in one call. The last three functions read or write the
+rows of many tiles at once. `kernels/rows_at_once.py` computes the same in one GPU kernel each.
+
+B batch, N positions, H query heads, G key/value heads, M rows of a tile, D head dim.
 """
 
 from collections.abc import Sequence
@@ -14,36 +16,41 @@ from .views import accumulator_dtype, rows_view
 
 
 def merge_(out: Tensor, lse: Tensor, partial_out: Tensor, partial_lse: Tensor) -> None:
-    """Merge a partial into (out, lse), in place. Shapes (..., D) and (...); `out` is in the accumulator's dtype.
+    """Merge a partial into (out, lse), in place. out is (..., D), float32 or float64. lse is (...).
 
     Each merge rounds lse, and the errors add up in p = exp(score - lse). For many merges pass lse in float64, whatever
     the dtype of the partial.
 
-    Two partials over disjoint multisets of keys, naively:
+    A key that is in both partials counts twice. The formula of a merge is:
 
         lse' = log(exp(lse) + exp(partial_lse))
         out' = out * exp(lse - lse') + partial_out * exp(partial_lse - lse')
 
-    The two weights add up to 1, so out' is a linear interpolation by sigmoid(partial_lse - lse): one pass over out.
+    The two weights add up to 1, and the second one is sigmoid(partial_lse - lse). So out' is a linear interpolation,
+    which `lerp_` computes in one pass over out.
     """
-    # (-inf) - (-inf) is NaN; an empty partial has no weight.
+    # A partial over no keys has weight 0. If lse is -inf too, the difference is NaN, which masked_fill_ replaces.
     weight = torch.sigmoid(partial_lse - lse).masked_fill_(partial_lse == -torch.inf, 0)
     out.lerp_(partial_out.to(out.dtype), weight.to(out.dtype).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, partial_lse.to(lse.dtype)))
 
 
 def merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Partials (P, ..., D) and (P, ...) merged at once: out (..., D) and lse (...)."""
+    """Merge P partials at once: outs (P, ..., D) and lses (P, ...) to out (..., D) and lse (...)."""
     lse = lses.logsumexp(0)
-    weights = (lses - lse).exp_().masked_fill_(lses == -torch.inf, 0)  # (-inf) - (-inf) is NaN
+    # A partial over no keys has weight 0. The difference may be (-inf) - (-inf), which is NaN.
+    weights = (lses - lse).exp_().masked_fill_(lses == -torch.inf, 0)
     return (weights.to(outs.dtype).unsqueeze(-1) * outs).sum(0), lse
 
 
 def merge_rows(
     out_BNHD: Tensor, lse_BNH: Tensor, partials: Sequence[TileRows], heads: range, *, adds: bool
 ) -> None:
-    """Write the merged partials of some heads into out and lse. If `adds`, out and lse hold a partial too. A row that
-    no partial covers gets (0, -inf)."""
+    """Merge the partials of tiles, and write the result into some heads of out and lse.
+
+    adds: out and lse already hold a partial, which is merged with the others. Otherwise a row that is in no tile gets
+    out = 0 and lse = -inf.
+    """
     sum_BNHD = torch.zeros_like(out_BNHD, dtype=accumulator_dtype(out_BNHD.dtype))
     sum_lse_BNH = torch.full_like(lse_BNH, -torch.inf, dtype=torch.float64)
     if adds:
@@ -58,8 +65,11 @@ def merge_rows(
 
 
 def add_rows(sums: Sequence[GradientSum], factor: float, *, adds: bool) -> None:
-    """Write the sums of some heads' gradients into dq (times factor), dk and dv, or into dq alone. If `adds`, these
-    hold sums already. A row that no gradient covers gets 0."""
+    """Add up the gradients of tiles, and write each sum into some heads of dq, dk or dv.
+
+    sums: for dq, dk and dv in this order, or for dq alone. factor: multiplies the new gradients of dq. adds: dq, dk and
+    dv already hold sums, to which the new ones are added. Otherwise a row that is in no tile gets 0.
+    """
     for i, (total_BNHD, gradients, heads) in enumerate(sums):
         sum_BNHD = torch.zeros_like(total_BNHD, dtype=accumulator_dtype(total_BNHD.dtype))
         for tile in gradients:
@@ -75,8 +85,10 @@ def add_rows(sums: Sequence[GradientSum], factor: float, *, adds: bool) -> None:
 def lay_out_rows(
     dout_BNHD: Tensor, out_BNHD: Tensor, lse_BNH: Tensor, tiles: Sequence[TileRows], heads: range
 ) -> None:
-    """Copy rows of dout, out and lse to the tensors of every tile, where lse may have more rows. All rows are of these
-    heads."""
+    """Copy each tile's rows of dout, out and lse into the three tensors of the tile.
+
+    A tile's tensor for lse may have more rows than the tile. Those are left as they are. heads: the heads of all tiles.
+    """
     for tile in tiles:
         for target, x in zip(tile.tensors, (dout_BNHD, out_BNHD, lse_BNH), strict=True):
             target[:, :, : tile.rows.num_rows] = _view(x, tile)

@@ -10,42 +10,46 @@ from ..plan.rows import Block, Rows
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32, or float64 for float64."""
+    """The dtype in which results of tiles are added up: float32, or float64 if the inputs are float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device. It is copied to a GPU from pinned memory: otherwise the host would wait until the GPU has
-    done all its work."""
+    """Copy a tensor to a device. A copy to a GPU goes through pinned memory, so that the host need not wait for the GPU
+    to finish its earlier work."""
     if device.type == "cuda" and x.device.type == "cpu" and not torch.compiler.is_compiling():
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
 
 
 def with_unit_stride(x: Tensor) -> Tensor:
-    """x with a last stride of 1, as kernels need it. (`contiguous` does not change the strides of a single number.)"""
+    """x itself if its last stride is 1, as kernels need it, else a contiguous copy.
+
+    `x.contiguous()` would not do: if x has a single element, it returns x with any stride.
+    """
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def rows_view(x_BNHD: Tensor, rows: Rows) -> Tensor:
     """The rows as a view (B·S, heads, M, D), or (B·S, heads, M) if the tensor is (B, N, H).
 
-    Nothing is copied: batch and segments must share one stride (`folds`), unless one of them is 1.
+    Nothing is copied. So if there are several batch entries and several segments, one stride must lead from each
+    segment to the next, across batch entries too (`folds`).
     """
     heads, first, shift, step, num_rows, segments, segment_step = rows
     batch = x_BNHD.shape[0]
     # the strides of the tensor
     entry, position, head, *_ = x_BNHD.stride()
 
-    # One stride for batch entries and segments. It is set even if that dim has size 1: torch may have any stride there,
-    # and kernels compare strides.
+    # The stride of the first dim. It is set here even if that dim has size 1: torch may have any stride there, and
+    # kernels compare strides.
     if segments > 1 or batch == 1:
         assert batch == 1 or entry == segments * segment_step * position, (
             "batch and segments are two strides"
         )
         entry = segment_step * position
 
-    # the strides of (B·S, heads, M, D), without the last one if the tensor is (B, N, H)
+    # The strides of (B·S, heads, M, D). If the tensor is (B, N, H), the last one is dropped below.
     strides = (entry, heads.step * head + shift * position, step * position, 1)
     offset = x_BNHD.storage_offset() + first * position + heads.start * head
     sizes = (batch * segments, len(heads), num_rows, *x_BNHD.shape[3:])
@@ -53,7 +57,10 @@ def rows_view(x_BNHD: Tensor, rows: Rows) -> Tensor:
 
 
 def folds(x_BN: Tensor) -> bool:
-    """Whether batch and segments share one stride, if the segments fill the positions."""
+    """Whether each batch entry begins in memory where the one before ends.
+
+    If the segments also fill an entry without a rest, one stride leads from each segment to the next, across entries.
+    """
     return x_BN.shape[0] == 1 or x_BN.stride(0) == x_BN.shape[1] * x_BN.stride(1)
 
 
@@ -61,7 +68,7 @@ def block_views(buffer: Tensor, block: Block, batch: int, head_dim: int) -> tupl
     """Keys and values (or their gradients) of a block of a flat buffer, each (B, heads, M, D)."""
     unit = batch * head_dim
     start = block.offset * unit
-    size = 2 * block.num_heads * block.num_rows * unit  # of keys and values
+    size = 2 * block.num_heads * block.num_rows * unit  # of keys and values together
 
     both = buffer[start : start + size]
     both_2BGMD = both.view(2, batch, block.num_heads, block.num_rows, head_dim)
