@@ -27,7 +27,7 @@ HEAD_RULES = ("all", "split")
 
 # A segment of this length is the whole document: no sequence has as many positions, and int64 still holds it.
 WHOLE_DOCUMENT = 2**62
-_MOST_LISTED = 8  # phases that `explain` writes out
+_MOST_LISTED = 8  # `explain` writes out all phases if they are at most this many
 
 
 class Branch(NamedTuple):
@@ -145,8 +145,8 @@ class DilatedPattern:
     def text(self) -> str:
         """The pattern as a JSON string, from which `from_text` makes the pattern again. Custom ops take strings only.
 
-        The text is a cached property and no field. FSDP copies a dataclass among a module's inputs by calling its
-        constructor with all fields, and this constructor takes no text.
+        The text must not be a field. To copy a dataclass among a module's inputs, FSDP calls the constructor with all
+        fields, and this constructor takes no text.
         """
         return json.dumps(self.as_dict())
 
@@ -359,9 +359,9 @@ class DilatedPattern:
         A query sees no key if there is no branch in which it has the phase that the head reads. Its out is then 0.
 
         Args:
-            lengths: the lengths of the documents; by default one document, as long as one period of the pattern. If
-                the period is above 2^20 positions, only the first 2^20 of each document are looked at. (Fewer, if
-                heads read more than 64 combinations of phases.)
+            lengths: the lengths of the documents. By default there is one document, as long as the period after which
+                the phases of all branches repeat. If the period is above 2^20 positions, only the first 2^20 of each
+                document are looked at. (Fewer, if heads read more than 64 combinations of phases.)
         """
         if self.window is not None:  # in a window every query sees itself
             return 0, num_heads * sum(lengths if lengths is not None else [1])
@@ -391,7 +391,7 @@ class DilatedPattern:
         seen = bytearray(length)
         for (w, r, _), phase in zip(self.branches, phases, strict=True):
             if phase is not None:
-                # If r divides w, every segment has the rows t mod r == phase. So the document is one long segment.
+                # If r divides w, every segment has the rows t mod r == phase. So treat the document as one segment.
                 segment = w if w % r else length
                 for start in range(0, length, segment):
                     rows = range(start + phase, min(start + segment, length), r)

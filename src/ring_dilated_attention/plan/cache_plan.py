@@ -116,8 +116,8 @@ class CachePlan:
     def kept(self, buffers: Buffers, position: int, floor: int = 0) -> range:
         """The numbers of the rows that a buffer keeps once the sequence has `position` positions.
 
-        These are the rows that the next query sees. A caller may also take back up to `keep` positions, but not below
-        `floor`. So the rows that a query sees after that are kept too.
+        These are the rows that the next query sees. Up to `keep` positions may also be taken back, but not below
+        `floor`. So the rows that a query would see then are kept too.
         """
         return range(buffers.seen(max(position - self.keep, floor)).start, buffers.before(position))
 
@@ -127,10 +127,10 @@ class CachePlan:
         In each branch `position` lies in a segment. The sequence can be taken back to the latest start of these
         segments, because all rows since then are kept. It can also be taken back by `keep` positions.
 
-        A window has no segments. It adds no limit while `position - keep` is below the window's length, because the
-        rows from 0 on are still there. From then on the limit is `position - keep`.
+        A window has no segments. It adds no limit while `position - keep` is below the window's length, because all
+        rows since position 0 are still there. From then on the limit is `position - keep`.
         """
-        # The default is used if there are no buffers.
+        # `lengths` is empty for a pattern without segments: then 0.
         youngest = max((position - position % length for length in self.lengths), default=0)
         if self.pattern.window is not None and position - self.keep >= self.pattern.window:
             youngest = position
@@ -163,9 +163,8 @@ def plan_cache(
 ) -> CachePlan:
     """Plan the rolling buffers of a pattern; ValueError if it is not causal, or if heads or sizes are impossible.
 
-    With keep = 0 or 1 a buffer has room for the rows of one segment. Then all buffers together have
-    `pattern.cache_rows` rows. Each further position that can be taken back adds one position to those whose rows must
-    fit: segment_length + keep - 1 positions.
+    With keep = 0 or 1 a buffer has room for the rows of segment_length positions, and all buffers together have
+    `pattern.cache_rows` rows. With a larger keep a buffer has room for the rows of segment_length + keep - 1 positions.
     """
     if max_len is not None and (not is_integer(max_len) or max_len < 1):
         raise ValueError(
@@ -238,8 +237,8 @@ def plan_append(plan: CachePlan, position: int, num_new: int) -> Plan:
 
 def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Tile]:
     """The tiles of new queries times cached keys, in the segment that holds `position` or in the window."""
-    # Here start and stop of a `Piece` are not positions but row numbers of the phase. `Piece.row` is the slot of the
-    # first cached row, or the index of the first new row in the call.
+    # The pieces below count rows of the phase: start and stop are row numbers, not positions. `row` is the slot of a
+    # cached row, or the index of a new row in the call.
     seen = buffers.seen(position)
     keys: list[Piece] = []
     number = seen.start

@@ -36,14 +36,14 @@ Pieces = Sequence[tuple[int, int]]  # (start, stop), counted from the start of t
 
 
 class SegmentShare(NamedTuple):
-    """How much a rank sends and receives for one segment that does not lie in one of its spans.
+    """How much a rank sends and receives for one segment of which it owns a part.
 
-    If no other rank has rows of the segment, the rank need not send its chunks.
+    If it turns out that no other rank has rows of the segment, the rank does not send its chunks.
     """
 
     place: tuple[int, int]  # the branch, and the position at which the segment starts
-    # the sizes of the rank's chunks of this segment (or of the chunk that a window's ring carries), in units of B * D
-    # elements
+    # The sizes of the rank's chunks of this segment, in units of B * D elements. For a window: the size of the one
+    # chunk that the ring carries.
     rows: tuple[int, ...]
     # the size of the keys and values that the rank receives from other ranks, in units of B * D elements
     received: int
@@ -109,7 +109,7 @@ class Phases:
         other ranks that its queries need. Both numbers are summed over the phases."""
         rows = [self.rows(stop) - self.rows(start) for start, stop in pieces]
         first, end = pieces[0]
-        # a single piece that has a row of every phase
+        # A single piece that is at least as long as the rate has a row of every phase. Then there is a short formula.
         if len(pieces) == 1 and end - first >= self.rate:
             return rows, self.rows(first) if is_causal else self.rows(length) - rows[0]
 
@@ -175,7 +175,7 @@ class Counter:
         is_causal = self.pattern.is_causal
         for number, branch in enumerate(self.pattern.branches):
             queries = self.queries[number]
-            # The rank's pieces of each segment that goes on outside a span.
+            # The rank's pieces of each segment that lies only partly in a span of the rank.
             own_pieces: dict[Span, list[tuple[int, int]]] = {}
             for span in sorted(self.job.shards[rank]):
                 for start, stop, segment in own_sections(span, self.borders, branch):

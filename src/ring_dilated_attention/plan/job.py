@@ -7,7 +7,7 @@ from .sharding import Shard, shard_length
 
 
 class Job(NamedTuple):
-    """The facts of a call that are the same on every rank. A rank's plan follows from these and its number."""
+    """The facts of a call that are the same on every rank. They and the rank's number determine a rank's plan."""
 
     pattern: DilatedPattern
     shards: tuple[Shard, ...]  # the shard of every rank (`sharding.make_shards`)

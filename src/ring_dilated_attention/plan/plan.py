@@ -92,8 +92,8 @@ class Message(NamedTuple):
 class Hop(NamedTuple):
     """What one rank does at one hop.
 
-    The rank first receives chunks, then computes the tiles of its queries times these chunks. It may send its own chunk
-    after hop 1. It then packs this chunk again, because the buffer already holds chunks of other ranks.
+    The rank first receives chunks, then computes the tiles of its queries times these chunks. If the rank sends a chunk
+    of its own later than at hop 1, it packs this chunk again, because the buffer then holds chunks of other ranks.
 
     In backward each rank adds its part to the gradient of a received chunk. If the next rank needs the chunk too, the
     sum goes to that rank. Otherwise the sum is finished and goes to the chunk's owner.
@@ -184,7 +184,7 @@ def gathered(plan: Plan) -> Plan:
     received.sort(key=lambda x: x[0].owner)
     targets = sorted((m for hop in plan.hops for m in hop.targets), key=lambda m: m.peer)
 
-    # Give each received chunk a place of its own in the buffer, since all are held at the same time.
+    # Give each received chunk its own offset in the buffer, since all are held at the same time.
     chunks: list[Message] = []
     received_size = 0
     # for each hop of the ring: its messages, each with its new offset in the buffer

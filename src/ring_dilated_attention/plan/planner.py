@@ -65,7 +65,7 @@ class _Planner:
         self.borders = job.borders
         self.num_heads = len(job.held_heads)
         self.shares_kv = job.num_heads != job.num_kv_heads
-        self.groups: list[HeadGroups] = []  # of each branch
+        self.groups: list[HeadGroups] = []  # the head groups of each branch
         for branch in range(len(job.pattern.branches)):
             self.groups.append(
                 job.pattern.head_groups(branch, job.num_heads, job.num_kv_heads, job.held)
@@ -74,7 +74,7 @@ class _Planner:
         # cached, because all ranks of a ring ask for the same rings
         self.rings_of = cache(RingMaker(job, self.index, self.groups).rings)
         self.window = window_of(job, self.index)
-        # Cached, because the rows often lie at the same offsets in many chunks. Their tiles are then the same.
+        # Cached, because in many chunks the rows lie at the same offsets. Tiles with such chunks are the same.
         self.tiles_of = lru_cache(maxsize=1024)(self.make_tiles)
 
     def covers(self) -> tuple[bool, bool]:
@@ -96,7 +96,7 @@ class _Planner:
         for number, branch in enumerate(self.pattern.branches):
             # What the rank owns, in pieces. The segment is None for whole segments, as in `Section.segment`.
             sections: list[tuple[Piece, Span | None]] = []
-            # The rank's pieces of each segment that goes on outside a span.
+            # The rank's pieces of each segment that lies only partly in a span of the rank.
             own_pieces: dict[Span, list[Piece]] = {}
             for span in self.shards[rank]:
                 for start, stop, segment in own_sections(span, self.borders, branch):
@@ -110,9 +110,9 @@ class _Planner:
                     tiles += self.section_tiles(number, piece)
                 elif segment in own_pieces:
                     rings[number, segment.start] = self.rings_of(number, *segment)
-                    # `pop`: the segment is done once, even if the rank has two pieces of it.
+                    # `pop` takes the segment out, so that it is done once even if the rank has two pieces of it.
                     pieces = sorted(own_pieces.pop(segment))
-                    # Each piece times itself comes first, because these tiles may write and the others add.
+                    # Each piece times itself comes first: these results may be written, and the others are added.
                     pairs = sorted(product(pieces, pieces), key=lambda pair: pair[0] != pair[1])
                     for query, key in pairs:
                         mask = self.mask(number, query, key)
@@ -131,9 +131,9 @@ class _Planner:
         return tiles, own_rings
 
     def section_tiles(self, number: int, piece: Piece) -> Iterator[Tile]:
-        """The tiles of own queries times own keys in a section, as positions of this rank.
+        """The tiles of own queries times own keys in a piece of this rank's shard.
 
-        A section is one or more whole segments. For a window it is what the rank owns of a document without a gap.
+        The piece is one or more whole segments. For a window it is the part of a document in one span.
         """
         branch = self.pattern.branches[number]
         is_causal = self.pattern.is_causal
@@ -239,7 +239,7 @@ class _Planner:
         the kernel's threads need. A tile of all rows that comes first stays whole, because its result becomes the
         accumulator.
         """
-        # local_size, size: a position with 8 heads counts as 8 rows
+        # Both sizes are numbers of rows of one head: a position with 8 heads has 8 such rows.
         local_size = shard_length(self.shards[rank]) * self.num_heads
         size = len(tile.query.heads) * tile.query.num_rows * tile.query.segments
         num_kv_heads = len(tile.key.heads)
@@ -305,9 +305,9 @@ class _PlaceInRing:
         return [self.ring.meets((place - s) % num_places, s) for s in range(last + 2)]
 
     def message(self, peer: int, place: int, *, is_gradient: bool = False) -> Message:
-        """The message to or from a peer that carries a place's chunk, or the chunk's gradient.
+        """The message that carries a chunk, or the chunk's gradient, to or from a peer.
 
-        place: that of the rank that packed the chunk.
+        place: the place of the chunk's owner in the ring.
         """
         place %= len(self.ring.ranks)
         return Message(

@@ -41,7 +41,7 @@ _INPUTS = {
     "forward": ("query", "key", "value"),
     "backward": ("dout", "query", "key", "value", "out", "lse"),
 }
-Tiles = Sequence[tuple[Tile, str]]  # (tile, where its keys are: as in `Compute.keys`)
+Tiles = Sequence[tuple[Tile, str]]  # each tile with the name of where its keys are (`Compute.keys`)
 _RESULTS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 
 # Programs are cached only if they have at most this many tiles (times batch entries). A larger one would take much
@@ -106,7 +106,7 @@ class _Maker:
         self.started: set[str] = set()
         self.gathered: set[str] = set()
 
-        # The names of buffers for this rank's chunks that are sent at the current hop, if that is not hop 0.
+        # The names of the buffers of this rank's chunks that are packed again, to be sent at the current hop.
         self.late: list[str] = []
 
         # The steps that wait for the gradients of this hop's chunks. The rank that had the chunks before sends them.
@@ -287,7 +287,10 @@ class _Maker:
 
     @property
     def gathers_once(self) -> bool:
-        """Whether results are kept and all of a head are gathered in a single pass. With hops there are more passes."""
+        """Whether results are kept, and all results of a head are gathered in a single pass.
+
+        With hops there is a pass for each hop.
+        """
         return self.facts.kept_rows is not None and not self.plan.hops
 
     def partials(self, tiles: Tiles) -> None:
@@ -381,7 +384,7 @@ class _Maker:
         return (3 * query + 2 * key) * tile.query.segments
 
     def of_heads(self, tile: Tile, lo: int, hi: int) -> Tile | None:
-        """The part of a tile that has key/value heads lo..hi-1, if any."""
+        """The part of a tile that has key/value heads lo..hi-1. None if the tile has none of these heads."""
         ratio = self.plan.num_heads // self.plan.num_kv_heads
         heads = tile.query.heads
         first = bisect_left(heads, lo * ratio)
@@ -394,7 +397,8 @@ class _Maker:
     def calls(self, tile: Tile, keys: str) -> Iterator[tuple[Tile, int | None]]:
         """The kernel's calls for a tile, each with its batch entry, or None for all entries at once.
 
-        A large tile is split into several calls if its rows are copied, or if the kernel's backward takes fewer rows.
+        A large tile is split into several calls if its rows are copied, or if it has more rows than one call of the
+        kernel's backward takes.
         """
         facts = self.facts
         if tile.mask == FROM_END or self.copied(tile, keys):

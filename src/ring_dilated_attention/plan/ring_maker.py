@@ -34,7 +34,7 @@ class ShardIndex:
                 self.first_row[span] = row
                 owners.append((span, rank))
 
-        self.owners = sorted(owners)  # no two spans begin at one position
+        self.owners = sorted(owners)  # in the order of positions
         self.starts = [span.start for span, _ in self.owners]
 
     def owner(self, position: int) -> tuple[Span, int]:

@@ -234,9 +234,9 @@ def heads_between(group: HeadGroup, lo: int, hi: int) -> HeadGroup:
 
 
 def matches(queries: Sequence[Band], keys: Sequence[Band]) -> Iterator[tuple[Band, Band]]:
-    """Yield each pair of a query band and a key band, cut to the heads that both have, unless there are none.
+    """Yield each pair of a query band and a key band, cut to the heads that both have.
 
-    All bands are of the same head group.
+    Pairs without a common head are left out. All bands are of the same head group.
     """
     for q, k in product(queries, keys):
         lo = max(q.lo, k.lo)

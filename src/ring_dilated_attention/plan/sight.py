@@ -64,8 +64,8 @@ def pairs_under(mask: str, num_queries: int, num_keys: int) -> int:
 def meetings(branch: Branch, length: int, *, is_causal: bool) -> Iterator[Meeting]:
     """Who sees whom among positions 0..length-1 of a branch. A segment, or a block of a window, begins at position 0.
 
-    First come the segments or blocks with themselves: each position is in exactly one of these. For a window, what
-    queries see in other blocks comes after that.
+    First come the meetings of each segment or block with itself: each position is in exactly one of these. For a
+    window, the meetings of neighbouring blocks come after them.
     """
     size = block_length(branch, is_causal=is_causal)
     number, rest = divmod(length, size)
@@ -99,8 +99,8 @@ def _crossings(size: int, reach: int, length: int, is_causal: bool) -> Iterator[
         if not is_causal:
             yield Meeting(before, after, CAUSAL, number, size)
     border = (number + 1) * size
-    # The last block may be short, with m queries. They see the m farthest of the `reach` keys before under a triangle,
-    # and the nearer keys without a mask.
+    # The last block may be short, with m queries. The mask over the m farthest of the `reach` keys before it is a
+    # triangle. All m queries see all nearer keys.
     if border < length:
         before = range(border - reach, border)
         after = range(border, length)

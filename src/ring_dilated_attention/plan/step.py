@@ -19,7 +19,7 @@ from .rows import Block, Rows
 OWN_ROWS = "own rows"  # a tile reads its keys from the tensor "key", not from a buffer
 CACHED_ROWS = "cached rows"
 OWN_CHUNKS, RECEIVED = BUFFERS = ("own chunks of K and V", "received chunks of K and V")
-ROW_BLOCK = 128  # `Traits.most_rows` rounds numbers of rows up to a multiple of this
+ROW_BLOCK = 128  # `Traits.most_rows` counts rows rounded up to a multiple of this
 GRADIENTS = ("dK and dV of received chunks", "dK and dV that arrive")
 STAGES = ("forward", "backward")
 
@@ -45,7 +45,7 @@ class Packing(NamedTuple):
 class CallFacts(NamedTuple):
     """The facts of a call on which its program depends, beside the plan."""
 
-    rounds_results: bool = False  # a tile's results have 16 bits, and its accumulators are float32
+    rounds_results: bool = False  # whether tiles' results have 16 bits, unlike the accumulators
     batch: int = 1
     # Whether batch entries lie in memory right after one another, like segments. If so, one kernel call can take the
     # segments of all entries. If not, a tile of several segments takes a call for each entry.
@@ -248,7 +248,7 @@ class Traits(NamedTuple):
     # (head dim, whether lse has a gradient) -> the most query rows in a call of backward, summed over heads and
     # segments. For this sum the rows of a head in a segment are rounded up to a multiple of ROW_BLOCK. None: no limit.
     most_rows: Callable[[int, bool], int] | None = None
-    # If the kernel merges the results of many tiles at once (`Kernel.merging`): the most bytes of results until then.
+    # For a kernel that merges the results of many tiles at once (`Kernel.merging`): the most bytes of results to keep.
     kept_bytes: int = 2**29
 
 

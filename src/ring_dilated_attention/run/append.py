@@ -207,8 +207,8 @@ def _one(
         out_BGmD = outs_PBHD[partial, :, heads].view(batch, num_kv_heads, -1, head_dim)
         lse_BGm = lses_PBH[partial, :, heads].view(batch, num_kv_heads, -1)
 
-        # The rows that the query sees, itself included. If they wrap around the end of the buffer, there are two kernel
-        # calls.
+        # The query sees these rows, its own included. If they wrap around the end of the buffer, the kernel is called
+        # twice.
         numbers = range(buffers.seen(t).start, number + 1)
         for i, slots in enumerate(buffers.slots(numbers)):
             k_BGLD, v_BGLD = both_2BGCD[:, :, :, _slice(slots)]
@@ -306,7 +306,7 @@ def packed(plan: CachePlan, shard: Shard, position: int, key: Tensor, value: Ten
     flat_rows = [key.new_empty(0)]
     for buffers, numbers, span in plan.kept_of(shard, position):
         for x in (key, value):
-            # `rows_at` gets the rows from the start of the span on.
+            # Row 0 of what `rows_at` gets must be the first row of the span.
             rows_BGLD = rows_at(x[:, first_row[span] :], buffers, numbers, span.start)
             flat_rows.append(rows_BGLD.flatten())
     return torch.cat(flat_rows)

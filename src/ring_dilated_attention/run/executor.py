@@ -177,7 +177,7 @@ class _Executor:
         return self.alive
 
     def distances(self) -> tuple[int, int]:
-        """Bytes from one position to the next: in query, and in key and value. If heads are dealt: after that."""
+        """Bytes from one position to the next in query, and in key and value. Dealt tensors are contiguous."""
         itemsize = self.dtype.itemsize
         if self.dealing is not None:
             row = self.head_dim * itemsize
@@ -215,7 +215,7 @@ class _Executor:
         ratio = self.plan.num_heads // self.plan.num_kv_heads
         return range(kv_heads.start * ratio, kv_heads.stop * ratio)
 
-    # From here on, each public method that takes a step carries it out. First the steps of the exchange between ranks.
+    # Each kind of step is carried out by the method of its name. First the steps of the exchange between ranks.
 
     def deal(self, step: steps.Deal) -> None:
         """Exchange a tensor (B, N, H, D) with other ranks for (B, T, h, D), or back: see `to_heads` below."""
@@ -472,8 +472,8 @@ class _Executor:
     def adopt(self, name: str, result_BHMD: Tensor) -> None:
         """Take the result of a tile that has all rows as the accumulator.
 
-        The accumulator must be contiguous, for the views of later tiles, and because the outputs of a custom op must
-        have the strides that its fake version returns. Most results are contiguous already, so nothing is copied.
+        The accumulator must be contiguous. Later tiles are added through views of it, and the outputs of a custom op
+        must have the strides that its fake version returns. Most results are contiguous already and are not copied.
         """
         shape = self.alive[_LIKE[name]].shape
         self.alive[name] = result_BHMD.transpose(1, 2).contiguous().view(shape)

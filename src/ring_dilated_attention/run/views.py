@@ -25,7 +25,7 @@ def on_device(x: Tensor, device: torch.device) -> Tensor:
 def with_unit_stride(x: Tensor) -> Tensor:
     """x itself if its last stride is 1, as kernels need it, else a contiguous copy.
 
-    `x.contiguous()` would not do: if x has a single element, it returns x with any stride.
+    `x.contiguous()` would not do: if the last dim has size 1, it may return x as it is, with another stride.
     """
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
