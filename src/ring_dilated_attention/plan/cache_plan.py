@@ -63,7 +63,7 @@ class Buffers(NamedTuple):
         return segment * self.segment_length + self.phase + row * self.rate
 
     def seen(self, position: int) -> range:
-        """The numbers of the earlier rows that a query at a position sees. The query must have this phase."""
+        """The numbers of the earlier rows that a query at a position sees. The position must have this phase."""
         if self.is_window:
             return range(max(position - self.branch.window_reach(is_causal=True), 0), position)
         return range(self.before(position - position % self.segment_length), self.before(position))

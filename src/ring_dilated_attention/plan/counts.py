@@ -38,7 +38,7 @@ Pieces = Sequence[tuple[int, int]]  # (start, stop), counted from the start of t
 class SegmentShare(NamedTuple):
     """How much a rank sends and receives for one segment of which it owns a part.
 
-    If it turns out that no other rank has rows of the segment, the rank does not send its chunks.
+    If it turns out that no other rank has rows of the segment, the rank does not send its chunks (its own rows).
     """
 
     place: tuple[int, int]  # the branch, and the position at which the segment starts
@@ -115,8 +115,8 @@ class Phases:
 
         foreign = 0
         for num_phases, phase in self._alike(chain((length,), *pieces)):
-            # num_own: the rows of the phase in the pieces. last: the rows, of any rank, up to the end of the last piece
-            # that has a row of the phase.
+            # num_own counts the rows of the phase that the rank owns. last counts the rows of all ranks, up to the end
+            # of the rank's last piece with a row of the phase.
             num_own = 0
             last = 0
             for start, stop in pieces:

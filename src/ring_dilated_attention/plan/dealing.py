@@ -12,7 +12,7 @@ from .sharding import Shard, Span, first_rows, joined, shard_length
 
 
 class Dealing(NamedTuple):
-    """How one rank deals heads within its group."""
+    """How one rank exchanges heads for positions within its group of ranks."""
 
     place: int  # this rank's place in the group
     lengths: tuple[int, ...]  # the number of positions of every rank of the group
@@ -26,9 +26,9 @@ class Dealing(NamedTuple):
 
 
 def deal(shards: Sequence[Shard], place: int) -> tuple[Dealing, Shard]:
-    """How the rank at a place in its group deals heads, and one shard with all positions of the group.
+    """How a rank exchanges heads for positions within its group, and one shard with all positions of the group.
 
-    shards: those of the group's ranks.
+    shards: the shards of the group's ranks. place: the rank's number in the group.
     """
     # each span with its owner's place in the group, and the owner's local row at which it begins
     spans: list[tuple[Span, int, int]] = []

@@ -67,7 +67,7 @@ class RankPlan(NamedTuple):
 def plan_exchange(exchange: str, job: Job, rank: int, inner: int = 1) -> RankPlan:
     """A rank's plan under one of EXCHANGES; ValueError if heads cannot be dealt.
 
-    inner: the number of neighbouring ranks that deal heads to each other (the last axis of a 2-D mesh).
+    inner: how many neighbouring ranks exchange heads for positions (the last axis of a 2-D mesh); 1 for none.
     """
     size = dealers(exchange, job, inner)
     dealing = None
@@ -82,7 +82,7 @@ def plan_exchange(exchange: str, job: Job, rank: int, inner: int = 1) -> RankPla
 
 
 def dealers(exchange: str, job: Job, inner: int) -> int:
-    """How many neighbouring ranks deal heads to each other; 1 if heads are not dealt."""
+    """How many neighbouring ranks deal heads (exchange heads for positions); 1 if heads are not dealt."""
     return job.num_ranks if exchange == "all_to_all" else inner
 
 

@@ -132,7 +132,8 @@ class Plan:
     chunk_size: int
     received_size: int
     home_size: int
-    # Whether the tiles with `Tile.first_query` have all query rows, and those with `Tile.first_key` all key rows.
+    # Whether every query row is in a tile with `first_query`, and every key row in a tile with `first_key`. Then the
+    # accumulators need not be filled with zeros.
     query_covered: bool
     key_covered: bool
     cached: tuple[Tile, ...] = ()  # queries times rows of a cache (one rank, forward only)

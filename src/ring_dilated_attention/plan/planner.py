@@ -78,9 +78,10 @@ class _Planner:
         self.tiles_of = lru_cache(maxsize=1024)(self.make_tiles)
 
     def covers(self) -> tuple[bool, bool]:
-        """Whether the tiles with `Tile.first_query` have all query rows, and those with `Tile.first_key` all key rows.
+        """Whether every query row is in a tile that is the first for the row, and whether every key row is in one.
 
-        At rate 1 every row is in a tile of its branch. At a higher rate some rows are in none.
+        Only tiles with `Tile.first_query` or `Tile.first_key` count. At rate 1 every row is in a tile of its branch. At
+        a higher rate some rows are in none.
         """
         # The first branch's tiles are the first for its heads. Under "split" each branch has heads of its own, so its
         # tiles are the first too.

@@ -345,9 +345,11 @@ class _Maker:
 
         Yields the heads of each block, and the kernel's calls for these heads: (call, batch entry, where the keys are).
 
-        There is one block, unless results are kept. Then a block is so small that about `kept_rows` rows of results are
-        kept at a time. (A block has at least one head.) This method also makes the accumulators of kept results. If
-        there are no tiles, a block without calls is yielded the first time: gathering it fills the accumulators.
+        If results are kept until they are gathered, a block is so small that about `kept_rows` rows are kept at a time.
+        (But a block has at least one head.) Otherwise there is a single block.
+
+        If results are kept, this method also makes the accumulators. If there are no tiles, it yields a block without
+        calls the first time: to gather its results fills the accumulators.
         """
         num_heads = self.plan.num_kv_heads
         num_blocks = 1

@@ -41,9 +41,9 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """One rank's key and value rows of a straddling segment, packed without gaps.
+    """One rank's key and value rows of a segment that several ranks share, packed without gaps.
 
-    Ranks whose rows lie at the same offsets share one Chunk object.
+    If the rows of two ranks lie at the same offsets in their chunks, the ranks have the same Chunk object.
     """
 
     size: int
@@ -55,7 +55,7 @@ Hops = tuple[tuple[int, int], ...]  # ranges of hops: (first, last)
 
 @dataclass(frozen=True, eq=False)
 class Ring:
-    """The ranks that share some heads of a straddling segment, in order, and what they send each other.
+    """The ranks that share a segment (for some of its heads), in order, and the chunks that they send each other.
 
     A sliding window has rings too. Such a ring is one rank and the ranks whose queries see some of its rows
     (`window_maker.py`).
@@ -85,7 +85,7 @@ class Ring:
 def make_chunk(
     groups: Sequence[HeadGroup], pieces: Sequence[Piece], first: int, origin: int, rate: int
 ) -> Chunk:
-    """The chunk of a rank that owns these pieces of a segment, with a block for each piece, head group and band.
+    """The chunk of a rank that owns these pieces of a segment, with a block for each piece and band of heads.
 
     first: the index of the first of these pieces in `Ring.keys`. origin: where the segment starts.
     """

@@ -62,10 +62,10 @@ def pairs_under(mask: str, num_queries: int, num_keys: int) -> int:
 
 
 def meetings(branch: Branch, length: int, *, is_causal: bool) -> Iterator[Meeting]:
-    """Who sees whom among positions 0..length-1 of a branch. A segment, or a block of a window, begins at position 0.
+    """Who sees whom among positions 0..length-1 of a branch, as meetings: queries times keys under a mask.
 
-    First come the meetings of each segment or block with itself: each position is in exactly one of these. For a
-    window, the meetings of neighbouring blocks come after them.
+    A segment, or a block of a window, begins at position 0. First come the meetings of each segment or block with
+    itself: each position is in exactly one of these. For a window, the meetings of neighbouring blocks come after them.
     """
     size = block_length(branch, is_causal=is_causal)
     number, rest = divmod(length, size)
@@ -87,7 +87,10 @@ def block_length(branch: Branch, *, is_causal: bool) -> int:
 
 
 def _crossings(size: int, reach: int, length: int, is_causal: bool) -> Iterator[Meeting]:
-    """What the queries of a window's block see in the blocks before and after. size: the length of a block."""
+    """What the queries of a window's block see in the blocks before and after.
+
+    size: the length of a block. reach: how many positions a query sees back (and forward, if not causal).
+    """
     if reach == 0:
         return
     # the number of borders between blocks that are followed by at least `reach` positions

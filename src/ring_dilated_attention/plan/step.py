@@ -19,7 +19,8 @@ from .rows import Block, Rows
 OWN_ROWS = "own rows"  # a tile reads its keys from the tensor "key", not from a buffer
 CACHED_ROWS = "cached rows"
 OWN_CHUNKS, RECEIVED = BUFFERS = ("own chunks of K and V", "received chunks of K and V")
-ROW_BLOCK = 128  # `Traits.most_rows` counts rows rounded up to a multiple of this
+# Before a number of rows is compared with `Traits.most_rows`, it is rounded up to a multiple of this.
+ROW_BLOCK = 128
 GRADIENTS = ("dK and dV of received chunks", "dK and dV that arrive")
 STAGES = ("forward", "backward")
 

@@ -62,7 +62,10 @@ class WindowMaker:
         self.sight_of = cache(self._sight)
 
     def portions(self, rank: int) -> Iterator[Portion]:
-        """A rank's portions at the ends of its spans. Only these can see rows of other portions, or be seen by them."""
+        """The portions (parts of documents) at both ends of each span of a rank.
+
+        Only these portions can see rows of other portions, or be seen by them.
+        """
         borders = self.job.borders
         for span in self.job.shards[rank]:
             # the documents in which the span begins and ends
@@ -97,9 +100,9 @@ class WindowMaker:
             i += 1
 
     def seen_by(self, portion: Portion) -> Iterator[tuple[Portion, int]]:
-        """The other portions whose queries see rows of this portion.
+        """Yield (other portion, reach) for the other portions whose queries see rows of this portion.
 
-        Each comes with its reach as in `cut_apart`: negative for the portions before this one.
+        For the portions before this one, reach is negative, as `cut_apart` takes it.
         """
         for other in self.after(portion):
             yield other, self.reach

@@ -262,10 +262,10 @@ def write(plan: CachePlan, key: Tensor, value: Tensor, memory: Tensor, t: int) -
 
 
 def rows_at(x_BNHD: Tensor, buffers: Buffers, numbers: range, first: int) -> Tensor:
-    """Pick rows from a tensor of keys or values: those of the buffers' phase that have these numbers. (B, G, L, D).
+    """Pick the rows with these numbers from a tensor of keys or values. Returns (B, G, L, D).
 
-    Row 0 of the tensor is position `first`. If a segment has k rows of the phase, row number c is row c mod k of
-    segment c // k, as in `Buffers.position_of`.
+    Rows are numbered within the phase of the buffers. If a segment has k rows of the phase, row number c is row c mod k
+    of segment c // k, as in `Buffers.position_of`. first: the position of row 0 of the tensor.
     """
     number_L = torch.arange(numbers.start, numbers.stop, device=x_BNHD.device)
     segment_L = number_L // buffers.rows_per_segment

@@ -235,7 +235,7 @@ class DilatedCache:
             counts *= self.batch
         if len(counts) != self.batch:
             raise ValueError(
-                f"crop({counts}) has {len(counts)} numbers, and the batch {self.batch} entries."
+                f"crop({counts}) has {len(counts)} numbers, and the batch has {self.batch} entries."
             )
 
         positions, floors = self.progress.tolist()

@@ -148,12 +148,12 @@ class _Executor:
         itemsize = self.dtype.itemsize
         has_dlse = "dlse" in self.alive
 
-        # When rows are copied before the kernel reads them; None: never.
+        # `packing` says when rows are copied before the kernel reads them. None: never.
         packing = traits.packing
         if itemsize == 2 and self.kernel.takes_short_rows(self.dtype):
             packing = None
 
-        # How many rows of results are kept before they are merged or added at once.
+        # The number of rows of results that are kept before one pass merges or adds them all.
         kept_rows = None
         if self.merging is not None:
             kept_rows = traits.kept_bytes // (self.head_dim * itemsize)
@@ -177,7 +177,10 @@ class _Executor:
         return self.alive
 
     def distances(self) -> tuple[int, int]:
-        """Bytes from one position to the next in query, and in key and value. Dealt tensors are contiguous."""
+        """Bytes from one position to the next in query, and in key and value.
+
+        If heads are dealt, the tensors after that count. They are contiguous.
+        """
         itemsize = self.dtype.itemsize
         if self.dealing is not None:
             row = self.head_dim * itemsize

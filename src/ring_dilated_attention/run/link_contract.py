@@ -19,10 +19,10 @@ Messages = Sequence[tuple[Tensor, Message]]  # (contiguous tensor to send or to 
 
 
 class Link(Protocol):
-    """Carries the messages of a plan."""
+    """Sends and receives the messages of a plan."""
 
     def carry(self, sends: Messages, receives: Messages, moment: str) -> Pending:
-        """Start sending and receiving. `moment` is quoted in errors."""
+        """Start to send and to receive. Returns what to wait for. moment: the text by which errors refer to this."""
 
     def carry_apart(
         self, sends: Messages, receives: Messages, moment: str
@@ -31,7 +31,7 @@ class Link(Protocol):
 
 
 class Dealer(Protocol):
-    """Connects ranks that deal heads for positions."""
+    """Connects ranks that exchange heads for positions."""
 
     def all_to_all_single(
         self, tensors: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
