@@ -497,10 +497,10 @@ def is_finite_number(value: object) -> bool:
 
 
 def _within(heads: range, held: range | None) -> tuple[int, range]:
-    """Keep those of `heads` that are in `held`, renumbered to count from held.start; None keeps all.
+    """Keep those of `heads` that are in `held` (None keeps all). Kept heads are numbered from held.start.
 
-    Returns how many of `heads` come before the first kept one, and the kept ones. An example: heads 0, 2, 4, 6 and
-    held 4..7 give 2 and the heads 0, 2.
+    Returns how many of `heads` come before the first kept one, and the kept heads. An example: if `heads` are 0, 2, 4,
+    6 and `held` is 4..7, then heads 4 and 6 are kept. Their new numbers are 0 and 2, and two heads come before.
     """
     if held is None:
         return 0, heads

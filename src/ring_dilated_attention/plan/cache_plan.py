@@ -258,7 +258,8 @@ def _cached_tiles(buffers: Buffers, position: int, num_new: int) -> Iterator[Til
         queries = [Piece(seen.stop, seen.stop + num_queries, row)] if num_queries else []
 
     for query, key in product(queries, keys):
-        # In a segment all new rows come after all cached rows, so every query sees every key. In a window some do not.
+        # In a segment all new rows come after all cached rows, so every query sees every key. In a window some cached
+        # rows are too far from some new rows.
         mask = mask_between(buffers.branch, query.start, key.start, is_causal=True)
         if mask is None:
             continue

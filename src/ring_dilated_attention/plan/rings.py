@@ -69,10 +69,13 @@ class Ring:
     queries: tuple[tuple[Piece, ...], ...]
     keys: tuple[tuple[Piece, ...], ...]
     chunks: tuple[Chunk, ...]
-    needed: tuple[Hops, ...]  # the hops at which the rank's chunk is needed where it is due
+    needed: tuple[Hops, ...]  # the ranges of hops at which another rank needs the rank's chunk
 
     def meets(self, chunk: int, s: int) -> bool:
-        """Whether the rank at which a chunk is due at hop s needs the chunk. chunk: its owner's place."""
+        """Whether a chunk is needed at hop s, when it is due at place chunk + s (modulo the number of places).
+
+        chunk: the place of its owner.
+        """
         for first, last in self.needed[chunk]:  # noqa: SIM110 (`any` takes three times as long)
             if first <= s <= last:
                 return True
@@ -126,7 +129,7 @@ def causal_hops(starts: Sequence[Sequence[int]]) -> list[list[Hops]]:
 
 
 def all_hops(num_places: int) -> Hops:
-    """The hops at which a chunk is due at the other places of a ring, if all of them need it."""
+    """The range of hops at which a chunk is needed, if all other ranks of the ring need it."""
     return ((1, num_places - 1),)
 
 

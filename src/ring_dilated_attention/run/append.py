@@ -207,8 +207,8 @@ def _one(
         out_BGmD = outs_PBHD[partial, :, heads].view(batch, num_kv_heads, -1, head_dim)
         lse_BGm = lses_PBH[partial, :, heads].view(batch, num_kv_heads, -1)
 
-        # The query sees these rows, its own included. If they wrap around the end of the buffer, the kernel is called
-        # twice.
+        # The query sees these rows, its own row included. If they wrap around the end of the buffer, there are two
+        # calls of the kernel.
         numbers = range(buffers.seen(t).start, number + 1)
         for i, slots in enumerate(buffers.slots(numbers)):
             k_BGLD, v_BGLD = both_2BGCD[:, :, :, _slice(slots)]

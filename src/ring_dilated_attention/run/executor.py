@@ -515,22 +515,18 @@ class _Executor:
         self.alive[step.name] = self.alive[step.name].to(dtype)
 
 
-# The two functions below exchange heads for positions, and back (plan/dealing.py). Before, a rank has all H heads of
-# its own N positions. In between it has h = H / p heads of all T positions of its group of p ranks. n is the number of
-# positions of another rank of the group. lse and dlse have no dim D.
-#
-# An example: two ranks own two positions each, with two heads. "1.3" is the row of head 1 at position 3:
-#
-#                 rank 0                    rank 1
-#     before      0.0 1.0   0.1 1.1         0.2 1.2   0.3 1.3
-#     to_heads    0.0 0.1 0.2 0.3           1.0 1.1 1.2 1.3
-
-
 def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> Tensor:
-    """Give (B, N, H, D), all heads of this rank's positions, and get (B, T, h, D), this rank's heads of all positions.
+    """Exchange heads for positions within a group of p ranks (plan/dealing.py).
 
-    The positions that are returned are in the order of the sequence. moment: the text by which an error refers to this
-    exchange.
+    The rank gives (B, N, H, D), all H heads of its own N positions. It gets (B, T, h, D), h = H / p heads of all T
+    positions of the group, in the order of the sequence. lse and dlse have no dim D. In the comments, n is the number
+    of positions of another rank of the group. moment: the text by which an error refers to this exchange.
+
+    An example: two ranks own two positions each, with two heads. "1.3" is the row of head 1 at position 3:
+
+                    rank 0                    rank 1
+        before      0.0 1.0   0.1 1.1         0.2 1.2   0.3 1.3
+        after       0.0 0.1 0.2 0.3           1.0 1.1 1.2 1.3
     """
     batch, _, num_heads, *dims = x_BNHD.shape
     share = num_heads // dealing.size
@@ -554,7 +550,8 @@ def to_heads(x_BNHD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> T
 
 
 def to_positions(x_BThD: Tensor, dealing: Dealing, dealer: Dealer, moment: str) -> Tensor:
-    """The way back from `to_heads`: give (B, T, h, D), and get (B, N, H, D)."""
+    """The way back from `to_heads`: the rank gives (B, T, h, D), some heads of all positions of its group, and gets
+    (B, N, H, D), all heads of its own positions."""
     batch, _, share, *dims = x_BThD.shape
     runs = x_BThD.split([num_rows for _, _, num_rows in dealing.runs], dim=1)
 
