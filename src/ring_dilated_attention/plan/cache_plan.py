@@ -54,7 +54,7 @@ class Buffers(NamedTuple):
         return -(-(self.segment_length - self.phase) // self.rate)
 
     def before(self, position: int) -> int:
-        """How many rows of the phase lie before a position. The first row at or after it has this number."""
+        """How many rows of the phase lie before a position. The next row of the phase has this number."""
         segment, rest = divmod(position, self.segment_length)
         return segment * self.rows_per_segment + max(0, -(-(rest - self.phase) // self.rate))
 
@@ -63,7 +63,10 @@ class Buffers(NamedTuple):
         return segment * self.segment_length + self.phase + row * self.rate
 
     def seen(self, position: int) -> range:
-        """The numbers of the earlier rows that a query at a position sees. The position must have this phase."""
+        """The numbers of the earlier rows that a query at a position sees.
+
+        The position must have the phase of these buffers.
+        """
         if self.is_window:
             return range(max(position - self.branch.window_reach(is_causal=True), 0), position)
         return range(self.before(position - position % self.segment_length), self.before(position))
@@ -151,7 +154,7 @@ class CachePlan:
                     yield buffers, numbers, span
 
 
-# typed=True: 1 == 1.0 == True, so the plan cached for max_len=1 would be returned for 1.0 and True, which are refused.
+# typed=True, since 1 == True: otherwise max_len=True would get the plan that is cached for max_len=1, and not an error.
 @lru_cache(maxsize=64, typed=True)
 def plan_cache(
     pattern: DilatedPattern,
@@ -215,7 +218,8 @@ def plan_cache(
     )
 
 
-@lru_cache(maxsize=16)  # the layers of a model share the plan, and so its program
+# Cached, so that all layers of a model share one plan, and the program that is made from it.
+@lru_cache(maxsize=16)
 def plan_append(plan: CachePlan, position: int, num_new: int) -> Plan:
     """The plan for appending `num_new` rows at a position. A tile is a block of queries times keys.
 

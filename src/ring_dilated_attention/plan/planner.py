@@ -95,7 +95,8 @@ class _Planner:
         tiles: list[Tile] = []
         rings: dict[tuple[int, int], tuple[Ring, ...]] = {}  # by (branch, origin)
         for number, branch in enumerate(self.pattern.branches):
-            # What the rank owns, in pieces. The segment is None for whole segments, as in `Section.segment`.
+            # The pieces of the sequence that the rank owns. Each comes with the segment of which it is a part, or with
+            # None if it is one or more whole segments.
             sections: list[tuple[Piece, Span | None]] = []
             # The rank's pieces of each segment that lies only partly in a span of the rank.
             own_pieces: dict[Span, list[Piece]] = {}

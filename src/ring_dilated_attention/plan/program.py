@@ -287,9 +287,9 @@ class _Maker:
 
     @property
     def gathers_once(self) -> bool:
-        """Whether results are kept, and all results of a head are gathered in a single pass.
+        """Whether each row of the accumulators is written only once: all its results are kept, and merged together.
 
-        With hops there is a pass for each hop.
+        With hops it is not so: each hop merges its results into the accumulators.
         """
         return self.facts.kept_rows is not None and not self.plan.hops
 
@@ -307,8 +307,9 @@ class _Maker:
     def all_gradients(self, tiles: Tiles, names: tuple[str, ...], sums: str = OWN_ROWS) -> None:
         """Compute the gradients of tiles and add them up: one by one, or all at once if results are kept.
 
-        names: the gradients that are added to accumulators of this rank. With dk and dv, the keys are this rank's own.
-        Without, the keys are a received chunk's. Then dk and dv are added one by one to the buffer `sums`.
+        names: the gradients that are added to this rank's accumulators. They are dq, dk and dv if the keys are this
+        rank's own, and dq alone if the keys are a received chunk's. Then dk and dv are added one by one to the buffer
+        `sums`, which travels on.
         """
         for kv_heads, block in self.head_blocks(tiles, names):
             if block and self.facts.kept_rows is not None:
@@ -413,8 +414,8 @@ class _Maker:
 
         for call in calls:
             rows = call.query
-            # One call can take all batch entries if one stride leads from each segment to the next, also from the last
-            # segment of an entry to the first of the next. This holds if the segments fill an entry without a rest.
+            # One call can take all batch entries if all segments are equally far apart in memory, also the last segment
+            # of an entry and the first of the next. This holds if the segments fill an entry without a rest.
             fills = self.plan.num_rows == rows.segments * rows.segment_step
             if facts.batch == 1 or rows.segments == 1 or (facts.folds and fills):
                 yield call, None

@@ -178,7 +178,8 @@ def own_sections(span: Span, borders: Sequence[int], branch: Branch) -> Iterator
             yield Section(last, stop, Span(last, min(last + length, end)))
 
 
-@lru_cache(maxsize=1024)  # called with the same piece of queries for each received chunk
+# Cached, because it is called with the same piece of queries for each received chunk.
+@lru_cache(maxsize=1024)
 def make_bands(group: HeadGroup, piece: Piece, origin: int, rate: int) -> tuple[Band, ...]:
     """Cut a head group into bands for a piece. Heads without rows in the piece are left out.
 

@@ -252,7 +252,7 @@ def check_documents(borders: Sequence[int], seq_len: int) -> None:
             )
 
 
-@lru_cache(maxsize=64)  # every layer of a model calls this with the same borders
+@lru_cache(maxsize=64)  # cached, because every layer of a model calls this with the same borders
 def documents_of(borders: Borders, seq_len: int) -> Borders:
     """The same borders, once checked. ValueError if they are invalid. None for one document."""
     if borders is not None:

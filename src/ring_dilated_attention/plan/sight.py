@@ -49,7 +49,10 @@ class Meeting(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """How many (query, key) pairs there are for a head that reads every position."""
+        """In how many (query, key) pairs the query sees the key, if a head reads every position.
+
+        The pairs of all `number` repetitions are counted.
+        """
         return self.number * pairs_under(self.mask, len(self.queries), len(self.keys))
 
 

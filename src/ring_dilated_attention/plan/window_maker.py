@@ -30,8 +30,8 @@ class Portion(NamedTuple):
     document: Span
 
 
-# What other portions see of a portion: the portion's keys, and for each other portion its queries. Keys and queries are
-# pieces as `cut_apart` cuts them.
+# A portion's keys, cut into pieces; and for each other portion with queries that see some of these keys, its queries,
+# cut into pieces. `rows.cut_apart` cuts both.
 Sight = tuple[list[Piece], list[tuple[Portion, list[Piece]]]]
 
 

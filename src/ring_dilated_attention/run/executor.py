@@ -177,9 +177,9 @@ class _Executor:
         return self.alive
 
     def distances(self) -> tuple[int, int]:
-        """Bytes from one position to the next in query, and in key and value.
+        """Bytes from one position to the next in query, and in key and value, as the kernel gets these tensors.
 
-        If heads are dealt, the tensors after that count. They are contiguous.
+        If heads are dealt, the kernel gets the contiguous tensors that `to_heads` returns.
         """
         itemsize = self.dtype.itemsize
         if self.dealing is not None:

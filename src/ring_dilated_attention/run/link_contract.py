@@ -22,7 +22,7 @@ class Link(Protocol):
     """Sends and receives the messages of a plan."""
 
     def carry(self, sends: Messages, receives: Messages, moment: str) -> Pending:
-        """Start to send and to receive. Returns what to wait for. moment: the text by which errors refer to this."""
+        """Start to send and to receive messages. moment: the text by which an error refers to them."""
 
     def carry_apart(
         self, sends: Messages, receives: Messages, moment: str
