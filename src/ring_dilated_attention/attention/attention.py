@@ -1,7 +1,9 @@
-"""The call `dilated_attention`: checks its inputs, then handshake, plan and execution.
+"""The call `dilated_attention`. It checks its inputs, makes sure that all ranks make the same call, and runs the call.
 
-Forward, backward and appending to a cache are custom ops, which torch.compile does not look into. They take tensors,
-and most other arguments as one text (`Call.text`). B batch, N positions, H query heads, G key/value heads, D head dim.
+Forward, backward and appending to a cache are custom ops, which torch.compile does not look into. An op takes its
+tensors as they are, and most other arguments as one string (`Call.text`).
+
+B batch, N positions, H query heads, G key/value heads, D head dim.
 """
 
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -76,11 +78,12 @@ def dilated_attention(
         backend: "auto", "cpu" or "sdpa" (CUDA; `torch.nn.attention.sdpa_kernel` selects among torch's ops). No GPU has
             run "sdpa" yet.
         return_lse: also return the logsumexp of the scores, sinks included; gradients flow through it too.
-        heads_held, num_heads: for tensors that hold some heads of a layer (tensor parallelism): which query heads, as
-            range(3, 6), and how many the layer has. A head's phase follows from its number in the layer.
-        cache: holds the sequences so far. The N rows are appended at `cache.position`. The call has no gradient.
-        lengths: with a cache, (B,) integers: how many of its N rows each batch entry appends. The rest is padding, with
-            out = 0 and lse = -inf (or the sink).
+        heads_held, num_heads: for tensors that hold only some heads of a layer (tensor parallelism). heads_held says
+            which query heads, as range(3, 6); num_heads is the number of query heads in the layer. A head's number in
+            the layer decides which of every r positions it reads in a branch of dilation rate r.
+        cache: holds the sequences so far. The call appends its N rows at `cache.position`, and has no gradient.
+        lengths: with a cache, (B,) integers: how many of its N rows each batch entry appends. Its other rows are
+            padding, with out = 0 and lse = -inf (or the sink).
 
     Returns:
         out (B, N, H, D) in the input's dtype, or (out, lse) with lse (B, N, H) in float32 (float64 for float64).
@@ -88,9 +91,9 @@ def dilated_attention(
     Raises:
         ValueError: for inputs that do not fit, on every rank of `parallel`, before anything is sent.
         ExchangeError: if another rank dies or does not make the call, within the timeout of `parallel`.
-        TypeError: for any other keyword argument. `others` only catches them, to say for those of torch's attention
-            (`is_causal`) what to pass instead.
-        NotImplementedError: for second derivatives, and for those of torch.func (`grad`, `vjp`, `jvp`).
+        TypeError: for any other keyword argument. For an argument of torch's attention, such as `is_causal`, the error
+            says what to pass instead.
+        NotImplementedError: for second derivatives, and for derivatives by torch.func (`grad`, `vjp`, `jvp`).
     """
     try:
         refuse_others("dilated_attention", others)
@@ -113,7 +116,7 @@ def dilated_attention(
         # A call with cu_seqlens gets no warning: its borders state the length of the sequence.
         if parallel is None and cache is None and cu_seqlens is None:
             warn_of_forgotten_parallel(query.shape[1])
-    except Exception as error:  # of any kind: the other ranks would wait for this one
+    except Exception as error:  # any error: without `refuse` the other ranks would wait for this one
         if isinstance(parallel, NamedContext):
             refuse(parallel.key, str(error) or type(error).__name__)
         raise
@@ -124,7 +127,7 @@ def dilated_attention(
             refuse_transforms(error)
             raise
         if parallel is not None and torch.compiler.is_compiling():
-            # The compiler drops a call whose results nothing uses. This line uses them.
+            # The compiler drops a call whose results nothing uses. This line uses one of the results.
             parallel.ranks.compiled_calls.add_(state[0])
     elif torch.compiler.is_compiling():
         out, lse = _append(
@@ -138,7 +141,7 @@ def dilated_attention(
             cache.plan.max_len,
             cache.plan.keep,
         )
-    else:  # without the op: its overhead would be a quarter of a token's time where little is cached
+    else:  # not the op `_append`: with a short cache its overhead would be a quarter of the time of a token
         out, lse = append(
             cache.plan,
             call.backend,
@@ -177,7 +180,7 @@ def _ranks(call: Call) -> Ranks:
 def _run_forward(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, call: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, and a tensor on the CPU that holds the `ForwardState` of this forward for its backward."""
+    """out, lse, and the `ForwardState` that the backward will need, as a tensor on the CPU. call: a `Call.text`."""
     arguments = Call.from_text(call)
     out, lse, state = _ranks(arguments).forward(arguments, query, key, value, cu_seqlens)
     return out, lse, state.tensor
@@ -216,7 +219,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     query, key, value, _, ctx.call = inputs
     ctx.save_for_backward(query, key, value, *output)
     key = Call.from_text(ctx.call).context
-    ctx.context = context_named(key) if key else None  # the context must live as long as the graph
+    ctx.context = context_named(key) if key else None  # keeps the context alive as long as the graph
     ctx.mark_non_differentiable(output[-1])
     ctx.set_materialize_grads(False)
 
@@ -227,7 +230,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor
         query, key, value, out, lse, state = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
     except RuntimeError as error:
-        # For example, a saved tensor was changed in place. The other ranks would wait for this one.
+        # For example, a saved tensor was changed in place. Tell the other ranks, which wait for this one.
         if ctx.context is not None and not isinstance(error, ExchangeError):
             refuse(ctx.context.key, str(error))
         raise
@@ -249,7 +252,10 @@ def _append(
     query: Tensor, key: Tensor, value: Tensor, memory: Tensor, progress: Tensor, lengths: Tensor | None,
     call: str, max_len: int | None, keep: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`append` as one op, so that compiled code has one graph for all tokens and writes to `memory` in place."""
+    """`append` as an op for compiled code: `memory` is written in place, and one graph serves tokens at any position.
+
+    call: a `Call.text`. Returns out and lse of the appended rows.
+    """
     arguments = Call.from_text(call)
     num_kv_heads = arguments.num_kv_heads(key.shape[2])
     plan = plan_cache(

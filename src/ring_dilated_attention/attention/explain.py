@@ -37,8 +37,8 @@ def explain(
     """Which kernel and exchange `dilated_attention` would use on these tensors, and why. Sends nothing.
 
     Args:
-        lengths: the number of positions of every rank. By default the lengths that `parallel` was made with. If it
-            has none, every rank is taken to have as many as this one, since no other rank is asked.
+        lengths: the number of positions of each rank. The default is the lengths that `parallel` was made with. If
+            `parallel` has no lengths, all ranks are assumed to have as many positions as this rank.
 
     Raises:
         ValueError: where `dilated_attention` would raise one.

@@ -7,20 +7,23 @@ from typing import Any
 import torch
 
 Code = Callable[..., Any]
-# by the op's name; kept, because what is registered for an op lasts only as long as its Library
+# Each op's Library, by the op's name. Without its Library torch forgets what was registered for the op.
 _libraries: dict[str, torch.library.Library] = {}
 
 
 def define_op(
     name: str, function: Code, fake: Code, backward: Code | None = None, save: Code | None = None
 ) -> Any:
-    """Define and return the op torch.ops.ring_dilated_attention.<name>. The function must neither write to an argument
-    nor return one. `fake`, `backward` and `save` are as torch.library's register_fake and register_autograd take them.
+    """Define and return the op torch.ops.ring_dilated_attention.<name>.
+
+    The function must neither write to an argument nor return an argument. `fake` is what torch.library.register_fake
+    takes; `backward` and `save` are what torch.library.register_autograd takes.
 
     `torch.library.custom_op` tells dynamo not to trace the function. For that it imports torch._dynamo at the first
     call, which takes a second or two. This op tells dynamo only if something else has imported torch._dynamo.
     """
-    untraced: list[Code] = []  # not functools.cache: dynamo would warn of it
+    # The function as dynamo leaves it alone, made at the first call. (Dynamo would warn of functools.cache.)
+    untraced: list[Code] = []
 
     def run(*args: Any) -> Any:
         if "torch._dynamo" not in sys.modules:
@@ -29,7 +32,7 @@ def define_op(
             untraced.append(torch.compiler.disable(function))
         return untraced[0](*args)
 
-    _libraries.pop(name, None)  # made by an earlier import of the same module
+    _libraries.pop(name, None)  # removes the op if an earlier import of the same module has defined it
     library = _libraries[name] = torch.library.Library("ring_dilated_attention", "FRAGMENT")
     schema = torch.library.infer_schema(function, mutates_args=())
     library.define(name + schema, tags=torch.Tag.pt2_compliant_tag)

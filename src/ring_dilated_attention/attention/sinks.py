@@ -1,7 +1,7 @@
-"""Adds to the softmax of each query a key with a score of its own and the value 0: an attention sink.
+"""Attention sinks. A sink is one more key in the softmax of each query, with a given score and the value 0.
 
-A learned sink is a logit for each head (gpt-oss). torchscale's C rows of zeros are C keys of score 0 and value 0, which
-have the same effect as one sink of log C.
+In gpt-oss the score is a learned logit for each head. torchscale pads keys and values with C rows of zeros, which is C
+keys of score 0 and value 0. They have the same effect as one sink with the score log C.
 """
 
 import torch
@@ -10,17 +10,18 @@ from torch import Tensor
 
 
 def with_sinks(out_BNHD: Tensor, lse_BNH: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """The results of a softmax with one more key. Naively:
+    """out and lse of the softmax with one more key, the sink. Naively:
 
         out' = out * exp(lse) / (exp(lse) + exp(sink))
         lse' = log(exp(lse) + exp(sink))
 
-    sinks: the key's score, of a shape that broadcasts to (B, N, H). Where it is -inf, nothing changes.
+    sinks: the sink's score, of a shape that broadcasts to (B, N, H). Where it is -inf, nothing changes.
     """
-    # The mask avoids (-inf) - (-inf) for a query without keys.
+    # A score of -inf is replaced by 0: for a query without keys, lse - sink would be (-inf) - (-inf), which is NaN.
     is_none = sinks == -torch.inf
     sinks = sinks.to(lse_BNH.dtype).masked_fill(is_none, 0)
-    # Not sigmoid(x): its gradient computes 1 - weight, which rounds to 0 where the sink has hardly any weight.
+    # sigmoid(x) as logsigmoid(x).exp(). The gradient of sigmoid itself computes 1 - weight, which rounds to 0 where
+    # the sink has hardly any weight.
     weight_BNH = F.logsigmoid((lse_BNH - sinks).masked_fill(is_none, torch.inf)).exp()
     out = (out_BNHD * weight_BNH.unsqueeze(-1)).to(out_BNHD.dtype)
     return out, torch.where(is_none, lse_BNH, torch.logaddexp(lse_BNH, sinks))

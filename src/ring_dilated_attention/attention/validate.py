@@ -18,8 +18,8 @@ from ..run.dilated_cache import DilatedCache
 from .op import define_op
 from .sinks import why_no_sinks
 
-# Arguments of other attention functions (torch's scaled_dot_product_attention and flex_attention, flash_attn), and what
-# to do here instead.
+# Arguments of other attention functions, each with what to do here instead. The functions are torch's
+# scaled_dot_product_attention and flex_attention, and those of flash_attn.
 _NONE = "torch's kernels have none"
 _SEEN = "the pattern says which keys a query sees, and cu_seqlens separates documents"
 ARGUMENTS_OF_TORCH = {
@@ -45,7 +45,8 @@ ARGUMENTS_OF_TORCH = {
 
 
 def refuse_others(call: str, others: Mapping[str, object]) -> None:
-    """Raise TypeError for arguments that a call does not have. For those in `ARGUMENTS_OF_TORCH` it says a remedy."""
+    """Raise TypeError if a caller passed `others`: arguments that `call` does not have. For those in
+    `ARGUMENTS_OF_TORCH` the error says what to do instead."""
     for name in others:
         remedy = ARGUMENTS_OF_TORCH.get(name)
         raise TypeError(f"{call} has no argument {name!r}" + (f": {remedy}." if remedy else "."))
@@ -62,10 +63,10 @@ def on_host(cu_seqlens: Any) -> Any:
 
 
 def autocast(x: Any) -> Any:
-    """x in the dtype that torch's own attention has under autocast: floating types except float64 are converted."""
+    """x in the dtype that torch's own attention would give it under autocast. float64 and integers stay as they are."""
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
-    # is_autocast_available rules out "meta" too, but torch 2.11 cannot compile that function
+    # is_autocast_enabled raises for "meta". is_autocast_available would say so, but torch 2.11 cannot compile it.
     device = x.device.type
     if not x.is_meta and torch.is_autocast_enabled(device):
         return x.to(torch.get_autocast_dtype(device))
@@ -82,7 +83,7 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
 
 
 def refuse_transforms(error: RuntimeError) -> None:
-    """Raise NotImplementedError if torch's error is about torch.func, since torch's text does not say what to do."""
+    """If torch's error is about torch.func, raise a NotImplementedError that says what to do. Torch's text does not."""
     if "functorch transforms" in str(error):
         raise NotImplementedError(
             "dilated attention cannot be differentiated by torch.func (grad, vjp, jacrev): take backward() or "
@@ -110,7 +111,10 @@ def call_of(
     num_heads: Any,
     sinks: Any = None,
 ) -> Call:
-    """Check the arguments, as far as no other rank is needed, and return their `Call`. tensors: query, key, value."""
+    """Check the arguments of an attention call and return its `Call`. Checks that need other ranks come later.
+
+    tensors: query, key and value.
+    """
     _check_tensors(dict(zip(("query", "key", "value"), tensors, strict=True)))
     refuse_tangents(*tensors)
     check_objects(pattern, parallel, backend)
@@ -127,7 +131,8 @@ def call_of(
     has_sinks = sinks is not None
     if has_sinks and (failure := why_no_sinks(sinks, query)):
         raise ValueError(f"{failure}.")
-    if parallel is None and num_held > 256 and num_held > seq_len:  # a shard may be that short
+    # Under `parallel` there is no warning: a shard may have fewer positions than heads.
+    if parallel is None and num_held > 256 and num_held > seq_len:
         warnings.warn(
             f"query has {num_held} heads and {seq_len} positions: (batch, heads, seq, head_dim) was probably meant. "
             "The layout is (batch, seq, heads, head_dim).",
@@ -143,7 +148,7 @@ def call_of(
 
 
 def why_no_rows(name: str, x: Any) -> str | None:
-    """Why x is no tensor of four dimensions, as a sentence, or None if it is one."""
+    """Why x is not a tensor of four dimensions, as a sentence, or None if x is such a tensor."""
     layout = "(batch, seq, heads, head_dim)"
     if not isinstance(x, Tensor):
         return (
@@ -213,14 +218,14 @@ def check_cache(
                 f"cache and {name} cannot go together: a cache holds one whole sequence for each batch entry. Leave "
                 f"out {name}, or fill the cache from ranks with DilatedCache.gather."
             )
-    if call.pattern.text != cache.pattern.text:  # as texts: torch.compile cannot compare windows
+    if call.pattern.text != cache.pattern.text:  # compared as texts: torch.compile cannot compare windows
         raise ValueError(
             f"the cache is of {cache.pattern}, the call of {call.pattern}. Make a cache for each pattern."
         )
     pairs: dict[str, tuple[object, object]] = {
         "batch": (cache.batch, query.shape[0]),
         "heads": (cache.plan.num_heads, call.num_heads),
-        # torch.compile cannot compare ranges
+        # The ends of the ranges of heads are compared, since torch.compile cannot compare ranges.
         "first head held": (cache.plan.heads.start, call.heads.start),
         "last head held": (cache.plan.heads.stop - 1, call.heads.stop - 1),
         "key/value heads": (cache.plan.num_kv_held, key.shape[2]),
@@ -278,8 +283,11 @@ def check_heads(embed_dim: int, num_heads: int, num_kv_heads: int) -> None:
 
 
 def valid_lengths(mask_BN: Tensor, batch: int, num_positions: int) -> Tensor:
-    """The number of valid positions of each row of a mask (B, N), True at padding: (B,). ValueError unless the padding
-    follows the valid positions."""
+    """The number of valid positions in each row of a mask: (B,) int64. mask_BN: (B, N), True at padding.
+
+    Raises:
+        ValueError: for a mask that does not fit, and unless the padding of each row follows its valid positions.
+    """
     if mask_BN.shape != (batch, num_positions):
         shape = tuple(mask_BN.shape)
         raise ValueError(

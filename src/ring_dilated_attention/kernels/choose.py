@@ -19,8 +19,11 @@ def reasons(query: Tensor) -> dict[str, str | None]:
 
 
 def choose(backend: str, query: Tensor) -> Kernel:
-    """The backend asked for, or under "auto" the first that can serve the tensor. A ValueError gives the reasons why
-    the named backend, or under "auto" every one, cannot serve it."""
+    """The kernel of the named backend. Under "auto" it is the first kernel that can serve the tensor.
+
+    Raises:
+        ValueError: if the named backend, or under "auto" every backend, cannot serve the tensor. It says why.
+    """
     check_backend(backend)
     if backend != "auto":
         if reason := BACKENDS[backend].why_not(query):

@@ -16,9 +16,11 @@ from ..plan.step import Traits
 
 
 class BackwardRows(NamedTuple):
-    """The inputs of a tile's backward. out and lse are over all keys, not the tile's alone: so p = exp(score - lse) is
-    the global weight, and the sum over tiles is the exact gradient. lse may have more rows than query
-    (`Merging.lse_multiple`)."""
+    """The inputs of a tile's backward. out and lse are over all keys, not only over those of the tile.
+
+    So p = exp(score - lse) is a key's weight among all keys, and the gradients of the tiles add up to the exact one.
+    lse may have more rows than query (`Merging.lse_multiple`).
+    """
 
     dout: Tensor
     dlse: Tensor | None  # the gradient of lse, or None for zero
@@ -30,9 +32,10 @@ class BackwardRows(NamedTuple):
 
 
 class TileRows(NamedTuple):
-    """Tensors of a tile, each (B, H, M, D) or (B, H, M), and `rows`: where their rows lie in a (B, N, H, D) tensor.
+    """Tensors of a tile, and where their rows lie in a (B, N, H, D) tensor.
 
-    entry: the batch entry of the rows, or None for all.
+    rows: the positions and heads of the rows. entry: their batch entry, or None for all entries. tensors: each
+    (B, H, M, D) or (B, H, M).
     """
 
     rows: Rows
@@ -54,35 +57,36 @@ class Merging(NamedTuple):
     merge: Callable[..., None]
     add: Callable[..., None]
     lay_out: Callable[..., None]
-    # `Kernel.backward` gets lse with rows of inf at the end, so that the number of rows is a multiple of this.
+    # The caller adds rows of inf to the end of lse, so that `Kernel.backward` gets a multiple of this number of rows.
     lse_multiple: int = 1
 
 
 class Kernel(Protocol):
-    """A backend. It returns the results of a tile. The caller merges partials and adds up gradients."""
+    """A backend. It returns a tile's partial (out and lse) or gradients. The caller merges partials, and adds up
+    gradients."""
 
     NAME: str
     TRAITS: Traits
-    # From a (B, N, H, D) tensor to the backend's ops, each with the reason why it cannot run dense attention on the
-    # tensor, or None if it can. The first op with None runs. `ops` is None for a backend with one op.
+    # A function of a (B, N, H, D) tensor. It returns the backend's ops by name. Each has the reason why it cannot run
+    # dense attention on the tensor, or None if it can. The first op that can, runs. A backend with one op has ops=None.
     ops: Callable[[Tensor], dict[str, str | None]] | None
 
     def why_not(self, query: Tensor) -> str | None:
         """The reason why this backend cannot serve the tensor, or None."""
 
     def takes_short_rows(self, dtype: torch.dtype) -> bool:
-        """Whether the kernel computes tiles of this 16-bit dtype as they are. If not, and `TRAITS.packing` is set, it
-        gets float32 copies of the tiles."""
+        """Whether the kernel computes tiles of this 16-bit dtype as they are. If it does not, and `TRAITS.packing` is
+        set, the caller gives it float32 copies of the tiles."""
 
     def merging(self, query: Tensor) -> Merging | None:
-        """Functions that merge or add the results of many tiles in one pass. None: each result is merged or added as
-        soon as it is computed."""
+        """Functions that merge or add the results of many tiles in one pass. If it returns None, the caller merges or
+        adds each result as soon as it is computed."""
 
     def forward(
         self, q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """out (B, H, M, D) in the input's dtype and lse (B, H, M), float32 or float64. Rows of a cache come as
-        they are, whatever `takes_short_rows` returns."""
+        """out (B, H, M, D) in the input's dtype, and lse (B, H, M), float32 or float64. Keys and values from a cache
+        are never copied to float32 before, even if `takes_short_rows` is False."""
 
     def backward(
         self, rows: BackwardRows, is_causal: bool, scale: float

@@ -1,4 +1,5 @@
-"""Computes a tile's forward (its partial: out and lse) and backward by torch's CPU flash attention.
+"""Computes forward and backward of a tile (some queries and the keys that they attend to) by torch's CPU flash
+attention.
 
 Names are those of `contract.py`.
 """
@@ -35,10 +36,10 @@ def merging(query: Tensor) -> None:
 
 
 def takes_short_rows(dtype: torch.dtype) -> bool:
-    """Whether torch's attention multiplies rows of this dtype on the CPU's matrix unit (AMX): bfloat16, three times as
-    fast as in float32. Nobody has shown that float16 gains there, and its partials would be less exact.
+    """Whether torch's attention multiplies rows of this dtype on the CPU's matrix unit (AMX).
 
-    Unmeasured: no machine that ran this had such a unit.
+    It is True only for bfloat16, which such a unit multiplies three times as fast as float32. Whether float16 gains is
+    not known, and its partials (out and lse of a tile) would be less exact. No machine with such a unit has run this.
     """
     if dtype != torch.bfloat16 or not torch.cpu._is_amx_tile_supported():
         return False
@@ -48,8 +49,11 @@ def takes_short_rows(dtype: torch.dtype) -> bool:
 
 @cache
 def short_rows_fail() -> bool:
-    """Whether torch's attention raises for 16-bit rows. On a CPU with a matrix unit (AMX) torch packs the rows for
-    it by code that needs torch's AVX512 capability (pack_vnni2). ATEN_CPU_CAPABILITY=avx2 chooses a lower one."""
+    """Whether torch's attention raises for 16-bit rows.
+
+    On a CPU with a matrix unit (AMX) torch packs the rows by code that needs torch's AVX512 capability (pack_vnni2).
+    A user can choose a lower capability by ATEN_CPU_CAPABILITY=avx2. Then torch raises.
+    """
     return (
         torch.cpu._is_amx_tile_supported() and torch.backends.cpu.get_cpu_capability() != "AVX512"
     )
@@ -62,7 +66,7 @@ def forward(
     assert q_BHMD.stride(-1) == k_BGLD.stride(-1) == v_BGLD.stride(-1) == 1
     assert min(q_BHMD.numel(), k_BGLD.numel()) > 0  # an empty tensor kills the process
     dtype = q_BHMD.dtype
-    # These are rows of a cache. All other 16-bit rows were copied to float32 before (`takes_short_rows`).
+    # Only the rows of a cache are copied here. The caller has copied all other 16-bit rows (`takes_short_rows`).
     if dtype.itemsize == 2 and short_rows_fail():
         q_BHMD = q_BHMD.float()
         k_BGLD = k_BGLD.float()

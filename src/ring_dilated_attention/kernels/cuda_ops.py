@@ -37,16 +37,17 @@ class Op(NamedTuple):
     """What `aten._scaled_dot_product_<name>_attention` and its backward take."""
 
     is_enabled: Callable[[], bool]  # Whether torch's own switch is on.
-    capabilities: dict[torch.dtype, tuple[int, int]]  # The least for each dtype.
+    capabilities: dict[torch.dtype, tuple[int, int]]  # The least compute capability for each dtype.
     max_head_dim: float
-    # The arguments of the backward op after value.
+    # Makes the arguments that the backward op takes after value.
     backward_arguments: Callable[[Tensor, Tensor, int, bool], tuple[Any, ...]]
-    # The arguments between value and dropout: no bias, with lse.
+    # The arguments that the forward op takes between value and dropout: no bias, and that lse is returned.
     forward_arguments: tuple[Any, ...] = (None, True)
-    refuses: Callable[[TileFacts], str | None] = lambda tile: None  # For other reasons.
+    # Returns a reason of the op's own why it cannot compute a tile, or None.
+    refuses: Callable[[TileFacts], str | None] = lambda tile: None
     max_batch: float = 65_535  # The most blocks along a CUDA grid's second and third dimension.
-    takes_groups: bool = False  # Fewer key/value heads than query heads.
-    takes_strides: bool = False  # out and dout may have any strides.
+    takes_groups: bool = False  # Whether it takes fewer key/value heads than query heads.
+    takes_strides: bool = False  # Whether out and dout may have any strides.
 
     def why_not(self, tile: TileFacts) -> str | None:
         """The reason why the op cannot compute the tile, or None."""
@@ -114,7 +115,7 @@ def _cudnn_refuses(tile: TileFacts) -> str | None:
 def _flash_arguments(
     out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal: bool
 ) -> tuple[Any, ...]:
-    # the two None: no borders of documents
+    # The two None say that there are no borders of packed documents.
     return (
         out_BHMD,
         lse_BHM,
@@ -142,7 +143,7 @@ def _cudnn_arguments(
         out_BHMD,
         lse_BHM.unsqueeze(-1),
         *_seeds(lse_BHM),
-        *(None, None, None),  # no bias, no documents
+        *(None, None, None),  # no bias, no borders of packed documents
         out_BHMD.shape[2],
         num_keys,
         0.0,
@@ -187,17 +188,18 @@ OPS = {
 
 
 def lse_multiple(name: str | None) -> int:
-    """An op's backward needs a multiple of so many rows of lse. Added rows have lse = inf, so that exp(s - lse) = 0."""
+    """The backward of the named op needs lse with a multiple of this number of rows. The caller adds rows of inf, so
+    that their weights exp(score - lse) are 0."""
     return 32 if name == "efficient" and not torch.version.hip else 1
 
 
-# The major compute capabilities on which torch prefers cuDNN to flash, and so do we (docs/decisions.md).
+# The major compute capabilities on which torch tries cuDNN before flash. `in_order` does the same (docs/decisions.md).
 _CUDNN_FIRST = (9, 10)
 
 
 def in_order(tile: TileFacts) -> tuple[str, ...]:
     """The names of OPS, in the order in which they are tried. The first op that takes a tile runs it."""
-    # In generation the number of keys grows with every token, and cuDNN makes a plan for each number of keys.
+    # In generation cuDNN comes last: the number of keys grows with every token, and cuDNN plans anew for each number.
     is_of_token = tile.num_rows < 128 and tile.num_keys != tile.num_rows
     if tile.capability[0] in _CUDNN_FIRST and not is_of_token:
         return "cudnn", "flash", "efficient"

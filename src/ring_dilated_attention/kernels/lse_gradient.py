@@ -1,11 +1,12 @@
-"""Carry the gradient of lse into backward ops that have no argument for it.
+"""Carry dlse, the gradient of lse, into backward ops that have no argument for it.
 
-The ops compute ds = p * (dp - delta) with delta = rowsum(dout * out), and a gradient of lse adds p * dlse to ds. So
-one column is added: q, k and v are 0 in it, out is -dlse and dout is 1. Only delta changes: it becomes delta - dlse.
+The ops compute ds = p * (dp - delta) with delta = rowsum(dout * out). A gradient of lse adds p * dlse to ds, as if
+delta were delta - dlse. So we add one column to the op's inputs. q, k and v are 0 in this column, out is -dlse and
+dout is 1. Only delta changes, by -dlse.
 
-dlse is float32. 16-bit inputs would round it (GradScaler begins with 65,536, beyond float16), so they take three
-columns. dout is the same power of 2 in all three. out is -dlse / dout in the first column, rounded. The second column
-has the error of that rounding, itself rounded, and the third column the error of the second.
+dlse is float32, and a single column of 16 bits would round it. (GradScaler begins with 65,536, which is beyond
+float16.) So 16-bit inputs get three columns. dout is the same power of 2 in all three. The first column of out has
+-dlse / dout, rounded to 16 bits. The second has the error of that rounding, and the third the error of the second.
 """
 
 import torch
@@ -19,7 +20,10 @@ def num_columns(dtype: torch.dtype) -> int:
 
 
 def with_dlse_columns(rows: BackwardRows, width: int) -> BackwardRows:
-    """The rows with `width` more columns, of which the first carry dlse. The caller must pass the scale explicitly."""
+    """The rows with `width` more columns, of which the first one or three carry dlse (`num_columns`).
+
+    The caller must pass `scale` to the op, whose default would follow from the larger head dim.
+    """
     assert rows.dlse is not None
     zeros = (0, width)
     head_dim = rows.query.shape[-1]
@@ -30,7 +34,7 @@ def with_dlse_columns(rows: BackwardRows, width: int) -> BackwardRows:
     factor = torch.ones_like(rows.dlse)
     count = num_columns(out.dtype)
     if count > 1:
-        # The limits keep the power of 2 a normal float16.
+        # With exponents from -14 to 15 the power of 2 is a normal float16.
         exponent = torch.frexp(rest).exponent.clamp(-14, 15)
         factor = torch.ldexp(factor, exponent)
 

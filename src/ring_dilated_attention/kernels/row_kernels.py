@@ -3,9 +3,11 @@
 
 Unverified: no GPU has run them. They were run in Triton's interpreter, and compiled for NVIDIA GPUs.
 
-A table says where the rows of tiles lie. A tile has FIELDS numbers, then a pointer and three strides for each of its
-tensors (`rows_at_once.py`). The tensors of a tile are (B, H, M, D), where segments count as batch entries. The tensors
-of all positions are (B, N, H, D). A program computes BN rows of one head.
+A tile is some query rows and the key rows that they attend to. A table of numbers says where the rows of tiles lie. For
+each tile it has FIELDS numbers, then a pointer and three strides for each tensor of the tile (`rows_at_once.py`).
+
+The tensors of a tile are (B, H, M, D), where segments count as batch entries. The tensors of all positions are
+(B, N, H, D). A program computes BN rows of one head.
 """
 
 import torch
@@ -22,8 +24,8 @@ DTYPES = {
 
 @triton.jit
 def write_kernel(table, numbers, NUM: tl.constexpr, OFFSET: tl.constexpr):
-    """Write the numbers to the table. They are arguments, so that no copy from the host has to be waited for, or
-    captured in a CUDA graph."""
+    """Write the numbers to the table on the GPU. Numbers passed as arguments need no copy from the host, for which the
+    host would wait, and which a CUDA graph would capture."""
     for i in tl.static_range(NUM):
         tl.store(table + i, (numbers[i] >> 1) - OFFSET)
 
@@ -59,7 +61,7 @@ def _pointers(fields, b_N, k, m_N, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Pointers to rows of a tile's tensor, whose pointer and strides are at `fields`."""
     pointer = tl.load(fields).to(tl.pointer_type(DTYPE))
     stride_b, stride_h, stride_m = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
-    if ALIGNED > 1:  # ALIGNED elements are 16 bytes, and every row begins at a multiple of 16 bytes
+    if ALIGNED > 1:  # ALIGNED elements have 16 bytes, and every row begins at a multiple of 16 bytes
         pointer = tl.multiple_of(pointer, 16)
         stride_b = tl.multiple_of(stride_b, ALIGNED)
         stride_h = tl.multiple_of(stride_h, ALIGNED)
@@ -69,7 +71,8 @@ def _pointers(fields, b_N, k, m_N, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _block(num_rows, first_head, num_block_heads, BN: tl.constexpr):
-    """The batch entry, the head and the rows of a program. Neighbouring programs have equal rows of different heads."""
+    """The batch entry, the head and the first row of this program. Neighbouring programs compute the same rows of
+    neighbouring heads."""
     program = tl.program_id(0)
     head = first_head + program % num_block_heads
     num_blocks = (num_rows + BN - 1) // BN
@@ -86,7 +89,8 @@ def merge_kernel(
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
     ADDS: tl.constexpr,
 ):  # fmt: skip
-    """Write out and lse of each row: all its partials, merged. With ADDS what out and lse hold is merged too.
+    """Merge all partials (out and lse of a tile) of each row, and write the row's out and lse. With ADDS, the values
+    that out and lse hold before are merged too.
 
     Naively lse = log(sum over partials of exp(lse_p)) and out = sum of exp(lse_p - lse) out_p. Here the largest lse so
     far is subtracted before exp. With ADDS the weights are float64, as in `run/merge.py`.
@@ -138,10 +142,11 @@ def add_kernel(
     factor, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
     ADDS: tl.constexpr,
 ):  # fmt: skip
-    """Write dq, dk and dv of each row: the sum of the tiles' gradients, in dq times factor. With ADDS the sum is added
-    to what dq, dk and dv hold.
+    """Add up the tiles' gradients of each row, and write the sums to dq, dk and dv. The sum for dq is multiplied by
+    `factor`. With ADDS, the sums are added to the values that dq, dk and dv hold before.
 
-    Programs along the second dimension are for dq, dk and dv. num_block_heads: the number of query heads computed.
+    The second number of a program says whether it computes dq, dk or dv. num_block_heads: the number of query heads
+    that are computed.
     """
     which, ratio = tl.program_id(1), num_heads // num_kv_heads
     first_head = first_kv_head * ratio

@@ -16,11 +16,11 @@ from torch import Tensor
 from ..plan.rows import Rows
 from .contract import GradientSum, TileRows
 
-FIELDS = 12  # The numbers of a tile that precede those of its tensors.
-# Numbers that one launch of `write_kernel` writes: twelve tiles of a forward have 240. GPUs allow 4 KB of arguments.
+FIELDS = 12  # How many numbers of a tile stand in its table before the pointers and strides of its tensors.
+# How many numbers a launch of `write_kernel` writes. Twelve tiles of a forward have 240. GPUs allow 4 KB of arguments.
 NUMBERS = 256
-# A number x is passed as 2 x + ODD. Otherwise Triton would compile a kernel for each kind of argument: 1, multiples of
-# 16, numbers of 32 bits.
+# A number x is passed as 2 x + ODD, which is odd and has more than 32 bits. Otherwise Triton would compile
+# `write_kernel` again for each kind of argument: the number 1, multiples of 16, numbers of 32 bits.
 ODD = 2**41 + 1
 
 
@@ -164,7 +164,7 @@ def _launch(
 
 
 def _on_device(x: Tensor) -> AbstractContextManager[Any]:
-    """In this context the tensor's device is the current one, on which Triton launches."""
+    """A context manager that makes the tensor's GPU the current one, since Triton launches on the current GPU."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
@@ -190,8 +190,11 @@ def _dtype(tiles: Sequence[TileRows], total: Tensor) -> torch.dtype:
 def _constants(
     head_dim: int, dtype: torch.dtype, numbers_of_tiles: Sequence[Sequence[int]], num_large: int
 ) -> dict[str, Any]:
-    """The constants that a kernel is compiled with. num_large: how many of a tile's tensors have the dim D; they come
-    first. ALIGNED: the number of elements in 16 bytes if all their rows begin at multiples of 16 bytes, else 1."""
+    """The constants that a kernel is compiled with.
+
+    num_large: how many of a tile's tensors have the dim D. These are the first of its tensors. ALIGNED in the result:
+    the number of elements in 16 bytes, if every row of these tensors begins at a multiple of 16 bytes, else 1.
+    """
     from .row_kernels import DTYPES
 
     bits = 0
@@ -212,11 +215,11 @@ def _constants(
 def _numbers(tile: TileRows) -> list[int]:
     """The numbers of a tile in a table, as `row_kernels.py` reads them."""
     rows, entry, tensors = tile
-    # the range of batch entries: all, or one
+    # The range of the batch entries that the tile has: all entries, or one.
     entries = (0, 2**31 - 1) if entry is None else (entry, entry + 1)
     numbers = [*entries, *_geometry(rows)]
 
-    # Of each tensor: the pointer, and the strides of its first three dims.
+    # Each tensor adds its pointer and the strides of its first three dims.
     for x in tensors:
         strides = x.stride()
         assert len(strides) == 3 or strides[3] == 1
@@ -228,7 +231,7 @@ def _numbers(tile: TileRows) -> list[int]:
 def _geometry(rows: Rows) -> tuple[int, ...]:
     heads, first, shift, step, num_rows, segments, segment_step = rows
     last = first + (len(heads) - 1) * shift + (segments - 1) * segment_step + (num_rows - 1) * step
-    if segments == 1:  # no row reaches the next
+    if segments == 1:  # a step that no row index reaches, so that all rows are in segment 0
         segment_step = 2**31 - 1
     return (
         first,
@@ -245,7 +248,7 @@ def _geometry(rows: Rows) -> tuple[int, ...]:
 
 
 def _table(numbers_of_tiles: Iterable[Iterable[int]], device: torch.device) -> Tensor:
-    """The numbers as an int64 tensor on the device, written by a kernel that has the numbers as arguments."""
+    """The numbers as an int64 tensor on the device. `write_kernel` writes them there."""
     from .row_kernels import write_kernel
 
     numbers = [number for tile in numbers_of_tiles for number in tile]

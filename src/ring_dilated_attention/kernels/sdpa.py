@@ -1,12 +1,14 @@
-"""Computes a tile's forward (its partial: out and lse) and backward by torch's CUDA attention ops: flash,
-memory-efficient and cuDNN.
+"""Computes forward and backward of a tile (some queries and the keys that they attend to) by torch's CUDA attention
+ops: flash, memory-efficient and cuDNN.
 
 Unverified: no GPU has run it. It is written from the ops' schemas and sources, and tested on meta tensors and with
 stand-ins that keep to the ops' contracts.
 
 The first op of `cuda_ops.in_order` that takes a tile runs it. `torch.nn.attention.sdpa_kernel([...])` enables ops as
-usual, but does not change their order, even with set_priority. FlashAttention 3 and 4 run in the place of torch's flash
-after the caller has called `torch.nn.attention.activate_flash_attention_impl`. Names are those of `contract.py`.
+usual, but does not change their order, even with set_priority. After a call of
+`torch.nn.attention.activate_flash_attention_impl` FlashAttention 3 or 4 runs in the place of torch's flash.
+
+Names are those of `contract.py`.
 """
 
 from typing import Any
@@ -35,7 +37,7 @@ def why_not(query: Tensor) -> str | None:
         return f"serves CUDA tensors, got {query.device}"
     if query.dtype not in DTYPES:
         return f"serves {', '.join(map(str, DTYPES))}, got {query.dtype}"
-    # The compiler cannot trace whether ops are enabled. The call itself will ask again.
+    # Under torch.compile assume that an op is enabled, since the compiler cannot trace this. The call checks it again.
     if torch.compiler.is_compiling():
         return None
     against = _against(_any_tile(query))
@@ -61,7 +63,8 @@ def merging(query: Tensor) -> Merging | None:
 
 
 def ops(query: Tensor) -> dict[str, str | None]:
-    """As `contract.py` says. An active FlashAttention is named: "flash, FA3"."""
+    """torch's ops by name, in the order in which they are tried. Each has the reason why it cannot run dense attention
+    on the tensor, or None if it can. If FlashAttention 3 is active, the name of flash is "flash, FA3"."""
     q_BHMD = query.transpose(1, 2)
     active = current_flash_attention_impl()
     reasons: dict[str, str | None] = {}
@@ -73,7 +76,10 @@ def ops(query: Tensor) -> dict[str, str | None]:
 
 
 def _any_tile(query: Tensor) -> TileFacts:
-    """A tile by which ops are checked before a call. Its length is equal on all ranks: all refuse a call, or none."""
+    """The facts of a small tile of the query's dtype, heads and head dim, by which ops are checked before a call.
+
+    It has two rows on every rank, however many positions a rank has. So either all ranks refuse the call, or none.
+    """
     q_BHMD = query.transpose(1, 2)
     return _tile(q_BHMD, q_BHMD)._replace(batch=1, num_rows=2, num_keys=2)
 
@@ -105,7 +111,7 @@ def _first(tile: TileFacts) -> str | None:
 
 
 def _choose(tile: TileFacts) -> str:
-    """The first op that takes the tile. Tiles of one call may go to different ops."""
+    """The name of the first op that takes the tile. Tiles of one call may go to different ops."""
     name = _first(tile)
     if name is not None:
         return name
@@ -157,12 +163,15 @@ def forward(
 
 
 def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The op may differ from forward's: every backward uses only out and lse of a forward's results."""
+    """dq (B, H, M, D), dk and dv (B, G, L, D) of this tile.
+
+    The op may be another than in the forward, since every op's backward takes only out and lse from a forward.
+    """
     _, _, num_rows, head_dim = rows.query.shape
     _, num_kv_heads, num_keys, _ = rows.key.shape
     if rows.dlse is not None:
         width = num_columns(rows.query.dtype)
-        # head_dim + width fills whole 16 bytes, so that _aligned need not pad these tensors again
+        # With this width a row fills whole 16 bytes, so that `_aligned` need not pad these tensors again.
         width += -(head_dim + width) % (16 // rows.query.element_size())
         rows = with_dlse_columns(rows, width)
 
@@ -172,7 +181,7 @@ def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor,
         # these ops need tensors that are contiguous as (B, M, H, D)
         dout, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, out))
 
-    # lse (B, H, M or more), contiguous. If it was laid out for this op, it has the added rows already.
+    # lse must be contiguous, with a multiple of `lse_multiple` rows. If it has too few, rows of inf are added.
     lse = rows.lse
     wanted = num_rows + -num_rows % lse_multiple(name)
     if lse.shape[2] < wanted:

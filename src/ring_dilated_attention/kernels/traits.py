@@ -1,4 +1,8 @@
-"""The traits of each kernel. This file does not import torch, so that planning needs no torch."""
+"""What planning must know of each kernel: its scratch memory, the longest tile, and when copies pay.
+
+This file does not import torch, so that planning needs no torch. A tile is some query rows and the key rows that they
+attend to.
+"""
 
 from typing import Any
 
@@ -8,7 +12,7 @@ KEY_BLOCK = 512
 
 
 def query_block(num_rows: int) -> int:
-    """Query rows that torch's CPU flash attention takes at a time."""
+    """The number of query rows that torch's CPU flash attention takes at a time."""
     if num_rows >= 768:
         return 256
     return 64 if num_rows >= 192 else 32
@@ -30,9 +34,12 @@ def cpu_scratch(query: Any, key: Any, dout: Any, num_threads: int) -> int:
 
 
 def cuda_scratch(query: Any, key: Any, dout: Any, num_threads: int) -> int:
-    """Bytes that torch's CUDA ops allocate and free within a call, according to their sources. Flash's backward sums up
-    dq, and a number for each row, in float32 and padded. cuDNN takes about as much (undocumented). Nothing was
-    measured."""
+    """Bytes that torch's CUDA ops allocate and free within a call, for a tile's tensors (B, H, M, D). dout: None in
+    forward.
+
+    Flash's backward allocates a padded float32 tensor for dq, and one for a number of each row. cuDNN is assumed to
+    need about as much, which is undocumented. These are numbers from torch's sources. Nothing was measured.
+    """
     if dout is None:
         return 0
     batch, num_heads, num_rows, head_dim = query.shape
@@ -40,9 +47,9 @@ def cuda_scratch(query: Any, key: Any, dout: Any, num_threads: int) -> int:
     return batch * num_heads * num_rows * (padded_head_dim(head_dim) + 1) * 4
 
 
-# Flash's backward indexes its accumulator of dq, whose rows and head dims are padded, by 32-bit integers. With
-# more numbers it writes out of bounds, so longer tiles are cut. Other ops have no such limit, but tiles of this size do
-# not slow them down.
+# The most numbers in the accumulator of dq of flash's backward. Its rows and head dims are padded, and its indices have
+# 32 bits. With more numbers flash would write out of bounds, so longer tiles are cut. Other ops have no such limit, but
+# tiles of this size do not slow them down.
 MOST_PADDED = 2**31
 
 
@@ -51,13 +58,14 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def most_flash_rows(head_dim: int, has_dlse: bool) -> int:
-    # dlse takes three more columns (`lse_gradient.py`), which are then padded to a multiple of 8
+    # A gradient of lse takes three more columns (`lse_gradient.py`). The columns are then padded to a multiple of 8.
     width = head_dim + 3 if has_dlse else head_dim
     return MOST_PADDED // padded_head_dim(width + -width % 8)
 
 
-# Measured for torch's CPU flash attention (benchmarks/results/packing.json): a copy pays where each row lies on another
-# page of memory, and segments are so long that several blocks of queries read the same keys.
+# When a tile's rows are first copied side by side, for torch's CPU flash attention. A copy pays if every row lies on a
+# memory page of its own, and if segments are so long that several blocks of queries read the same keys. Measured in
+# benchmarks/results/packing.json.
 CPU_PACKING = Packing(distance=4096, num_bytes=4096, max_rows=2**16)
 
 TRAITS = {

@@ -17,7 +17,7 @@ from .multihead import MultiheadDilatedAttention
 from .padded import ValidRows
 from .rotary import RotaryTable, check_positions
 
-MOST_COLUMNS = 1000  # the most that a picture has
+MOST_COLUMNS = 1000  # the most columns that a picture has
 
 
 def attention_weights(
@@ -29,15 +29,18 @@ def attention_weights(
     positions: Tensor | RotaryTable | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The weights (B, Q, H, N) of all positions of x (B, N, E) in the softmax of some queries of a layer.
+    """The attention weights (B, Q, H, N) of some queries of a layer over all positions of its input x (B, N, E).
 
-    out[i] = sum_j weight[i, j] value[j], where out comes before `sub_layernorm` and `out_proj`. So the weight is the
-    derivative of an entry of out[i] with respect to the same entry of value[j]. A query at padding has zeros. The
-    weights of one layer alone can mislead, because the layers before it have mixed positions: see `influence` too.
+    out[i] = sum_j weight[i, j] value[j], where out is the result of the attention before `sub_layernorm` and
+    `out_proj`. So weight[i, j] is the derivative of an entry of out[i] with respect to the same entry of value[j].
+    The weights of a query at padding are 0.
+
+    The weights of one layer alone can mislead, because the layers before it have mixed positions. `influence` looks
+    through all layers.
 
     Args:
         x: the input of the attention itself, on one device. (In a layer with norm_first it is the output of the norm.)
-        queries: (Q,) integers: the positions of the queries. Every D queries take one backward, and its memory.
+        queries: (Q,) integers, the positions of the queries. Time grows with Q: one backward computes D queries.
         key_padding_mask, positions, cu_seqlens: what the layer itself is called with.
     """
     if not isinstance(attention, MultiheadDilatedAttention):
@@ -86,7 +89,7 @@ def attention_weights(
         if key_padding_mask is not None:
             out = rows.unpack(out.flatten(2)).view_as(value)
     weights = []
-    # One backward gives the weights of D queries: each query has a dim of the heads to itself.
+    # One backward gives the weights of D queries. The k-th of them puts its gradient of 1 into head dim k alone.
     for some in queries.long().split(query.shape[3]):
         dims = torch.arange(len(some), device=out.device)
         dout = torch.zeros_like(out)
@@ -97,16 +100,17 @@ def attention_weights(
 
 
 def influence(output: Callable[[Tensor], Tensor], x: Tensor, *, num_steps: int = 16) -> Tensor:
-    """How much each position of x moves an output through all layers, (B, N): integrated gradients
-    (arXiv 1703.01365). With enough steps the influences add up to output(x) - output(zeros). A warning says if their
-    sum is off by more than a tenth.
+    """How much each position of x moves an output through all layers: (B, N), by integrated gradients
+    (arXiv 1703.01365).
 
         influence(lambda x: model(x)[:, label], recordings)
 
-    The gradient at x alone would be small if the output is saturated, however much a position contributes to it.
+    The gradients at several points between zeros and x are averaged. With enough points the influences add up to
+    output(x) - output(zeros). A warning says if their sum is off by more than a tenth. The gradient at x alone would
+    mislead: it is small wherever the output is saturated, even at positions that matter.
 
     Args:
-        output: from x to one number for each batch entry. Several numbers of an entry are summed.
+        output: a function from x to one number for each batch entry. Several numbers of an entry are summed.
         x: floating, (B, N) or (B, N, channels).
         num_steps: the number of points between zeros and x. Each takes one forward and backward.
     """

@@ -56,13 +56,13 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         parallel: the ranks that share sequences; inputs and outputs are then shards. Use `parallel.mean_loss`: a mean
             over each shard alone gives ranks wrong weights, and no error says so.
         backend: as for `dilated_attention`.
-        heads_held: which of the num_heads query heads this module holds (tensor parallelism), as range(3, 6). A head's
-            phase follows from its number in the layer. The outputs of modules that together hold all heads add up to
-            the layer's. The module with head 0 adds out_proj's bias. `held` makes such modules.
+        heads_held: which of the num_heads query heads this module holds (tensor parallelism), as range(3, 6). `held`
+            makes such modules. If several of them together hold all heads, their outputs add up to the output of the
+            whole layer. Only the module that holds head 0 adds out_proj's bias.
 
     The module can replace the attention of nn.TransformerEncoderLayer (`layer.self_attn = module`), and so work in
-    nn.TransformerEncoder. ValueErrors refuse dropout, attention masks, attention weights, cross-attention and extra
-    key/value rows.
+    nn.TransformerEncoder. Dropout, attention masks, attention weights, cross-attention and extra key/value rows are
+    not supported: asking for them raises an error.
     """
 
     in_proj_bias: nn.Parameter | None
@@ -117,7 +117,8 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
             raise ValueError(
                 f"sub_layernorm=True takes its mean over all {num_heads} heads, and {some}"
             )
-        # nn.TransformerEncoderLayer reads these two. The second stops its fast path, which would bypass `forward`.
+        # nn.TransformerEncoderLayer reads these two attributes. `_qkv_same_embed_dim` = False switches off its fast
+        # path, which would bypass `forward`.
         self.batch_first = True
         self._qkv_same_embed_dim = False
 
@@ -142,8 +143,8 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         self.register_load_state_dict_pre_hook(check_before_loading)
 
     def reset_parameters(self, *, gain: float = 1.0) -> None:
-        """Xavier initialisation of each projection. `gain` scales only those of value and output (MAGNETO, arXiv
-        2210.06423)."""
+        """Initialise each projection by Xavier's rule. `gain` scales the weights of the value and the output projection
+        only (MAGNETO, arXiv 2210.06423)."""
         weights = [*self.in_proj_weight.split(self._split_sizes), self.out_proj.weight]
         for weight, weight_gain in zip(weights, (1.0, 1.0, gain, gain), strict=True):
             nn.init.xavier_normal_(weight, gain=weight_gain)
@@ -172,7 +173,7 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
             parallel=self.parallel,
             backend=self.backend,
             heads_held=heads,
-            device="meta",  # draws no random numbers: ranks with different heads keep the same generator state
+            device="meta",  # draws no random numbers, so that ranks with different heads keep one generator state
             dtype=weight.dtype,
         ).to_empty(device=weight.device)
         ratio = self.num_heads // self.num_kv_heads
@@ -212,19 +213,21 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         lengths: Tensor | None = None,
         **others: object,
     ) -> tuple[Tensor, None]:
-        """(B, N, E) three times -> (B, N, E), and None in the place of attention weights, which torch's module returns.
+        """The output (B, N, E) for query, key and value of shape (B, N, E), and None where torch's module returns
+        attention weights.
 
         Args:
             key_padding_mask: bool (B, N), True at padding, which must follow the valid positions of each row. Each row
                 becomes a document of its own length; padded positions are zeros before `out_proj`.
             is_causal: the hint that torch passes. True needs a causal pattern. With False and None the pattern decides.
-            positions: integer (N,), the place of each row for `rotary`, or the `rotary_table` of these places, which
+            positions: integer (N,), the positions by which `rotary` rotates the rows, or their `rotary_table`, which
                 the layers of a model can share. None means 0, 1, ... within each document, counted over all ranks
-                under `parallel`. With a cache, None means from `cache.position` on. Only the table of
-                `cache.next_positions(N)` can be passed instead.
+                under `parallel`. With a cache, None means from `cache.position` on, and the only other choice is
+                the `rotary_table` of `cache.next_positions(N)`.
             cu_seqlens: borders of packed documents, as for `dilated_attention`; the batch must be 1.
-            cache: a cache that only this layer uses (`make_cache`). The N rows are appended to the sequences in it.
-            lengths: with a cache, (B,): how many of its N rows each batch entry appends. Other rows have no meaning.
+            cache: a cache that only this layer uses (`make_cache`). The call appends its N rows to it.
+            lengths: with a cache, (B,) integers: how many of its N rows each batch entry appends. The outputs of its
+                other rows have no meaning.
         """
         try:
             refuse_others(type(self).__name__, others)
@@ -234,16 +237,16 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
             check_positions(positions, query, self.head_dim, self.rotary_base, cache is not None)
             table = self._table(query, positions, cu_seqlens, cache)
             heads = None if key_padding_mask is not None else self._heads(query, key, value, table)
-        except RefusedError:  # raised on all ranks alike
+        except RefusedError:  # all ranks raise it, so none of them waits for this one
             raise
-        except Exception as error:  # of any kind: the other ranks would wait for this one
+        except Exception as error:  # any error: without `refuse` the other ranks would wait for this one
             if self.parallel is not None:
                 refuse(self.parallel.key, str(error) or type(error).__name__)
             raise
         if heads is None:
             assert key_padding_mask is not None
             if self.parallel is None:
-                # Warn here: `_forward_padded` passes cu_seqlens, and with them `dilated_attention` does not warn.
+                # `dilated_attention` will not warn, because `_forward_padded` passes it cu_seqlens.
                 warn_of_forgotten_parallel(query.shape[1])
             return self._forward_padded(query, key, value, key_padding_mask, table), None
         return self.out_proj(self._attend(heads, cu_seqlens, cache, lengths)), None
@@ -265,10 +268,11 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         )
 
     def rotary_table(self, positions: Tensor) -> RotaryTable:
-        """The table that `forward` takes as `positions`, which layers with one head dim and base can share.
+        """The rotary angles at these positions, as a table that `forward` takes as `positions`. Layers with the same
+        head dim and base can share it.
 
-        positions: integer (N,), the place of each of this rank's rows, on the device of the inputs; or (B, N), if the
-                   places of batch entries differ (`cache.next_positions(N)`).
+        positions: integer (N,), the position of each of this rank's rows in its document, on the device of the inputs;
+                   or (B, N), if batch entries are at different positions (`cache.next_positions(N)`).
         """
         if self.rotary_base is None:
             raise ValueError("this module has no rotary embeddings: construct it with rotary=True")
@@ -299,7 +303,8 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
     def _heads(
         self, query_BNE: Tensor, key_BNE: Tensor, value_BNE: Tensor, table: RotaryTable | None
     ) -> Heads:
-        """query, key and value of the heads held, (B, N, H or G, D), after the projections and the rotation."""
+        """query (B, N, H, D), key and value (B, N, G, D) after the projections and the rotation. H and G count the
+        heads that this module holds."""
         if query_BNE is key_BNE and key_BNE is value_BNE:
             projected = F.linear(query_BNE, self.in_proj_weight, self.in_proj_bias).split(
                 self._split_sizes, dim=-1
@@ -322,7 +327,7 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         cache: DilatedCache | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """What comes between the projections: attention and `subln`. Returns (B, N, H D)."""
+        """The attention and, if there is one, `sub_layernorm`: the input (B, N, H D) of `out_proj`."""
         with called_by(self.parallel, self._number):
             out_BNHD = dilated_attention(
                 *heads,
@@ -350,7 +355,7 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         rows = packed_rows(mask_BN, query_BNE)
         if table is not None:
             table = rows.pack_table(table)
-        # a tensor that is passed as several inputs is packed once
+        # Pack a tensor only once if it is passed as several inputs.
         packed_query = rows.pack(query_BNE)
         packed_key = packed_query if key_BNE is query_BNE else rows.pack(key_BNE)
         packed_value = packed_key if value_BNE is key_BNE else rows.pack(value_BNE)
@@ -408,7 +413,8 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         cache: DilatedCache | None,
         lengths: Tensor | None,
     ) -> None:
-        """Check arguments that `_table` reads, or that `dilated_attention` is not given. The call checks the others."""
+        """Raise ValueError for a mask that does not go together with the other arguments, and for cu_seqlens that
+        `_table` could not read. `dilated_attention` checks the other arguments."""
         if cu_seqlens is not None and mask is not None:
             raise ValueError(
                 "key_padding_mask and cu_seqlens both describe the documents: pass one of them"

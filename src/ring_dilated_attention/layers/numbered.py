@@ -1,4 +1,4 @@
-"""Numbers the modules of a context, so that ranks can check that the same module makes a call on all of them."""
+"""Gives each module of a `ContextParallel` a number, so that ranks can check that all call from the same module."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ from ..ranks.context import ContextParallel
 
 
 class NumberedModule(nn.Module):
-    """A module that makes calls over ranks. Ranks compare its number, so that all of them call from the same one."""
+    """A module whose calls run over several ranks. Before a call the ranks compare the numbers of their modules, and
+    raise an error if they differ."""
 
     parallel: ContextParallel | None = None
     _number: int | None = None

@@ -42,7 +42,8 @@ class ValidRows:
 
 
 class AllRows:
-    """All rows, packed: `ValidRows` for compiled code, in which no shape depends on the mask.
+    """All rows of a padded batch, packed. Compiled code uses this class and not `ValidRows`, because here no shape
+    depends on the mask.
 
     Each row becomes two documents: its valid positions, and its padding, set to zero. Each row gets one more position
     of padding, because no document may be empty.
@@ -73,7 +74,11 @@ class AllRows:
 
 
 def packed_rows(mask_BN: Tensor, x_BNE: Tensor) -> ValidRows | AllRows:
-    """The packing of tensors like x by a mask (B, N), True at padding. ValueError for a mask that does not fit."""
+    """An object that packs tensors like x (B, N, E) by a mask (B, N), True at padding.
+
+    Raises:
+        ValueError: for a mask that does not fit.
+    """
     if torch.compiler.is_compiling():
         return AllRows(mask_BN, x_BNE)
     return ValidRows(mask_BN, x_BNE)

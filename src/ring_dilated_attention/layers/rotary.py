@@ -18,7 +18,9 @@ DEFAULT_ROTARY_BASE = 10_000.0
 
 
 class RotaryTable:
-    """cos_ND and sin_ND, each (N, D/2) or (B, N, D/2), of the angle by which each pair of each row is rotated.
+    """The cosines and sines of the angles by which rows are rotated: one angle for each of the D/2 pairs of a row.
+
+    cos_ND, sin_ND: (N, D/2), or (B, N, D/2) if batch entries are at different positions.
 
     The class is not a tuple, because FSDP would cast the tensors of a tuple to the 16-bit dtype of the parameters.
     """
@@ -60,7 +62,7 @@ def rotary_table(positions: Tensor, head_dim: int, base: float, dtype: torch.dty
 
 
 def rotate(x_BNHD: Tensor, table: RotaryTable) -> Tensor:
-    """Rotate the pairs (x[i], x[i + D/2]) by their angles, in the table's dtype. The result has x's dtype."""
+    """x with each pair (x[i], x[i + D/2]) rotated by its angle, computed in the table's dtype. It has x's dtype."""
     first, second = x_BNHD.to(table.cos_ND.dtype).chunk(2, dim=-1)
     cos = table.cos_ND.unsqueeze(-2)
     sin = table.sin_ND.unsqueeze(-2)
@@ -91,7 +93,10 @@ def check_positions(
     base: float | None,
     has_cache: bool,
 ) -> None:
-    """Raise ValueError unless a layer with these rotary embeddings takes these positions for the rows of x."""
+    """Raise ValueError unless a layer can take these `positions` for its input x (B, N, E).
+
+    base: the base of the layer's rotary embeddings, or None if it has none.
+    """
     if positions is None:
         return
     if base is None:
@@ -121,7 +126,10 @@ def check_positions(
 def document_positions(
     num_positions: int, cu_seqlens: Tensor | None, device: torch.device
 ) -> Tensor:
-    """0, 1, ... within each packed document, (N,) int64, of a sequence that one device holds."""
+    """The position of each row within its own packed document: 0, 1, ..., and again from 0 at each border. (N,) int64.
+
+    One device holds the sequence.
+    """
     positions_N = torch.arange(num_positions, device=device)
     if cu_seqlens is None:
         return positions_N
@@ -130,8 +138,10 @@ def document_positions(
 
 
 def _run_positions(x: Tensor, cu_seqlens: Tensor | None, parallel: str) -> Tensor:
-    """The positions of this rank's rows in their documents, (N,) int64 on the CPU. It is run as an op, because the
-    compiler cannot trace code that sends messages."""
+    """The position of each of this rank's rows within its own document: (N,) int64 on the CPU.
+
+    It sends messages, which the compiler cannot trace, and is therefore run as an op. parallel: the context's key.
+    """
     ranks = context_named(parallel).ranks
     borders = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
     fields: dict[str, object] = {

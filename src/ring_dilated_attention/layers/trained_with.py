@@ -25,7 +25,7 @@ class RemembersPattern(nn.Module):
     def set_extra_state(self, state: Tensor) -> None:
         """Raise ValueError unless the weights were trained with this module's pattern and rotary base."""
         try:
-            # `state` may have been cast with the weights
+            # `state` may have been cast to a floating dtype together with the weights.
             stored = json.loads(bytes(state.to(torch.uint8).tolist()))
             pattern = DilatedPattern(**stored["pattern"])
             base = stored["rotary_base"]
@@ -44,14 +44,18 @@ class RemembersPattern(nn.Module):
 
 
 def check_before_loading(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """A pre-hook of load_state_dict. Raise ValueError for weights of another pattern, before any is copied. Weights
-    that do not say their pattern are loaded with a warning, which Python shows once for all modules."""
+    """A pre-hook of load_state_dict. It raises ValueError for weights that were trained with another pattern or rotary
+    base, before any weight is copied.
+
+    If the weights do not say their pattern, a warning says so. Python shows this warning once for all modules.
+    """
     holder: Any = module
     name = f"{prefix}_extra_state"
     if not isinstance(module, RemembersPattern):
         holder = module.trained_with
         name = f"{prefix}trained_with._extra_state"
-    if holder is None:  # published weights: the pattern follows from the size of each input
+    # A model of published weights has no pattern of its own. Its pattern follows from the size of each input.
+    if holder is None:
         return
     if name in state:
         holder.set_extra_state(state[name])
