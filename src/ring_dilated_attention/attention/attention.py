@@ -116,7 +116,8 @@ def dilated_attention(
         # A call with cu_seqlens gets no warning: its borders state the length of the sequence.
         if parallel is None and cache is None and cu_seqlens is None:
             warn_of_forgotten_parallel(query.shape[1])
-    except Exception as error:  # any error: without `refuse` the other ranks would wait for this one
+    except Exception as error:
+        # After an error of any kind tell the other ranks, which would otherwise wait for this one.
         if isinstance(parallel, NamedContext):
             refuse(parallel.key, str(error) or type(error).__name__)
         raise
@@ -219,7 +220,8 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     query, key, value, _, ctx.call = inputs
     ctx.save_for_backward(query, key, value, *output)
     key = Call.from_text(ctx.call).context
-    ctx.context = context_named(key) if key else None  # keeps the context alive as long as the graph
+    # Keep the context alive as long as the graph.
+    ctx.context = context_named(key) if key else None
     ctx.mark_non_differentiable(output[-1])
     ctx.set_materialize_grads(False)
 

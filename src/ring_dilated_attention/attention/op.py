@@ -32,7 +32,8 @@ def define_op(
             untraced.append(torch.compiler.disable(function))
         return untraced[0](*args)
 
-    _libraries.pop(name, None)  # removes the op if an earlier import of the same module has defined it
+    # Remove the op if an earlier import of the same module has defined it.
+    _libraries.pop(name, None)
     library = _libraries[name] = torch.library.Library("ring_dilated_attention", "FRAGMENT")
     schema = torch.library.infer_schema(function, mutates_args=())
     library.define(name + schema, tags=torch.Tag.pt2_compliant_tag)

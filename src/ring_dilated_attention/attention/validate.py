@@ -218,7 +218,8 @@ def check_cache(
                 f"cache and {name} cannot go together: a cache holds one whole sequence for each batch entry. Leave "
                 f"out {name}, or fill the cache from ranks with DilatedCache.gather."
             )
-    if call.pattern.text != cache.pattern.text:  # compared as texts: torch.compile cannot compare windows
+    # Patterns are compared as texts, since torch.compile cannot compare their windows.
+    if call.pattern.text != cache.pattern.text:
         raise ValueError(
             f"the cache is of {cache.pattern}, the call of {call.pattern}. Make a cache for each pattern."
         )

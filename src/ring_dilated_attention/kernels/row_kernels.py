@@ -61,7 +61,8 @@ def _pointers(fields, b_N, k, m_N, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Pointers to rows of a tile's tensor, whose pointer and strides are at `fields`."""
     pointer = tl.load(fields).to(tl.pointer_type(DTYPE))
     stride_b, stride_h, stride_m = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
-    if ALIGNED > 1:  # ALIGNED elements have 16 bytes, and every row begins at a multiple of 16 bytes
+    # If ALIGNED > 1, every row begins at a multiple of 16 bytes, and ALIGNED elements have 16 bytes.
+    if ALIGNED > 1:
         pointer = tl.multiple_of(pointer, 16)
         stride_b = tl.multiple_of(stride_b, ALIGNED)
         stride_h = tl.multiple_of(stride_h, ALIGNED)

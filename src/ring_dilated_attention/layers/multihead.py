@@ -239,7 +239,8 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
             heads = None if key_padding_mask is not None else self._heads(query, key, value, table)
         except RefusedError:  # all ranks raise it, so none of them waits for this one
             raise
-        except Exception as error:  # any error: without `refuse` the other ranks would wait for this one
+        except Exception as error:
+            # After an error of any kind tell the other ranks, which would otherwise wait for this one.
             if self.parallel is not None:
                 refuse(self.parallel.key, str(error) or type(error).__name__)
             raise
