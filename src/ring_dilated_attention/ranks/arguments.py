@@ -33,7 +33,7 @@ def check_arguments(mesh: DeviceMesh | None, exchange: str, timeout: timedelta) 
 def cut_of(
     num_ranks: int, sharding: str, align: int, lengths: Sequence[int] | None, inner: int = 1
 ) -> ShardSpec:
-    """How num_ranks ranks share a sequence. inner: the length of a 2-D mesh's last axis.
+    """The rule by which num_ranks ranks share a sequence. inner: the length of a 2-D mesh's last axis, else 1.
 
     Raises:
         ValueError: for unknown names, and for numbers that do not fit.

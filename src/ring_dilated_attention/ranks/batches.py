@@ -35,7 +35,7 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
     else:
         layouts, documents = _send_layouts(ranks, layouts, documents, source)
 
-    # Borders of documents stay whole, and have no dim of positions.
+    # The tensors share one number of positions, so the first of them tells it. cu_seqlens has no positions.
     shape = next(shape for name, (shape, _) in layouts.items() if name != BORDERS)
     lengths = ranks.lengths_of(shape[_position_dim(shape)], documents)
     shards = ranks.note_cut(lengths, documents)
@@ -52,7 +52,7 @@ def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[s
 
 
 def _compare_samples(ranks: Ranks, layouts: Layouts, fingerprints: dict[str, int]) -> None:
-    """Raise ValueError on every rank unless all were given the same sample."""
+    """Raise ValueError on every rank unless all ranks were given the same sample."""
     fields: dict[str, object] = {
         "call": "shard_batch",
         "shapes of the batch": layouts,
@@ -75,7 +75,7 @@ def fingerprint(x: Tensor) -> int:
     """A 64-bit hash of a tensor's bytes. Different bytes hardly ever have the same hash."""
     raw = x.detach().contiguous().flatten().view(torch.uint8)
     words = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
-    # The factor is odd, so that all words have different numbers.
+    # A different number for each word: its place times an odd factor, modulo 2^64.
     place = torch.arange(1, words.numel() + 1, device=x.device) * -7046029254386353131
     mixed = (words ^ (words >> 31)) * -4417276706812531889 + place
     return int(((mixed ^ (mixed >> 29)) * (place | 1)).sum())
@@ -124,7 +124,7 @@ def _check_batch(batch: Any, ranks: Ranks, source: int | None) -> None:
         )
     seq_len = max(lengths.values())
     documents = documents_of(borders_of(batch.get(BORDERS)), seq_len)
-    ranks.lengths_of(seq_len, documents)  # raises ValueError
+    ranks.lengths_of(seq_len, documents)  # raises ValueError if the sequence cannot be cut
 
 
 def _position_dim(shape: Sequence[int]) -> int:
@@ -138,7 +138,7 @@ def _rows(name: str, x: Tensor, shard: Shard) -> Tensor:
 def _send_layouts(
     ranks: Ranks, layouts: Layouts, documents: Borders, source: int
 ) -> tuple[Layouts, Borders]:
-    """The layouts and the borders of the source's batch, on every rank."""
+    """Send every rank the source's layouts (shape and dtype of each tensor) and borders of documents. Returns both."""
     text = b""
     if ranks.rank == source:
         text = json.dumps([layouts, documents]).encode()
@@ -158,9 +158,9 @@ def _send_rows(
     shards: Sequence[Shard],
     source: int,
 ) -> Tensor:
-    """This rank's rows of a tensor, which the source rank sends. No rank gets more than its own rows.
+    """This rank's rows of one tensor of the batch. The source rank has the tensor, and sends each rank only its rows.
 
-    whole: the tensor on the source, None on the other ranks. shape, dtype: those of the whole tensor.
+    whole: the tensor on the source, None on the other ranks. shape, dtype: of the whole tensor.
     """
     like = torch.empty(0, dtype=getattr(torch, dtype.removeprefix("torch.")))
     local_shape = list(shape)

@@ -1,5 +1,5 @@
-"""`Call`: the arguments of an attention call, without its tensors. `ForwardState`: what the backward of a call takes
-from its forward."""
+"""`Call` holds the arguments of an attention call, without its tensors. `ForwardState` holds what the call's forward
+passes to its backward, beside tensors."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,8 +21,8 @@ MOST_SHOWN_BORDERS = 64
 class Call:
     """The arguments of an attention call.
 
-    needs_grad: which of query, key and value need a gradient, as "qkv". heads: which of the layer's num_heads query
-    heads the tensors hold. context: `ContextParallel.key`, or "" on one device.
+    needs_grad: the first letters of those of query, key and value that need a gradient, as "qv". heads: which of the
+    layer's num_heads query heads the tensors hold. context: the key of the `ContextParallel`, or "" on one device.
     """
 
     pattern: DilatedPattern
@@ -33,11 +33,11 @@ class Call:
     heads: range
     num_heads: int
     context: str = ""
-    has_sinks: bool = False  # if so, out depends on lse, and lse has a gradient too
+    has_sinks: bool = False  # sinks make out depend on lse, so that lse has a gradient too
 
     @property
     def text(self) -> str:
-        """The call as a string, since custom ops cannot take a `Call`. `from_text` reads it."""
+        """The call as a string, since custom ops cannot take a `Call`. `from_text` turns it into a `Call` again."""
         # torch.compile may turn integers into symbols, which a text cannot hold: `index` makes them numbers again.
         start = index(self.heads.start)
         stop = index(self.heads.stop)
@@ -74,12 +74,13 @@ class Call:
 
     @property
     def kernel_scale(self) -> float:
-        """The scale that kernels get. It is positive: for a masked score, -inf * 0 would be NaN and -inf * -1 +inf."""
+        """The scale that kernels get, which is always positive. With a scale of 0 or -1 they would turn the score -inf
+        of a masked key into NaN or +inf."""
         return abs(self.scale) if abs(self.scale) >= LEAST_SCALE else 1.0
 
     @property
     def factor(self) -> float:
-        """scale / kernel_scale, which is 1 for ordinary scales. Query and dq are multiplied by this factor."""
+        """scale / kernel_scale, by which query and dq are multiplied. It is 1 or -1, unless the scale is 0 or tiny."""
         return self.scale / self.kernel_scale
 
     def scaled(self, query: Tensor) -> Tensor:
@@ -87,9 +88,9 @@ class Call:
 
 
 class ForwardState(NamedTuple):
-    """What a call's backward takes from its forward. So the backward need not choose a kernel or read borders again.
+    """What a call's forward passes to its backward, which then need not choose a kernel or read cu_seqlens again.
 
-    number: the number of the call, which ranks compare. kernel: the kernel's name. borders: those of packed documents.
+    number: the number of the forward on this context, which ranks compare. borders: cu_seqlens as numbers.
     """
 
     number: int
@@ -105,7 +106,8 @@ class ForwardState(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        """This state as an int64 tensor on the CPU, which the forward's custom op returns. `from_tensor` reads it."""
+        """This state as an int64 tensor on the CPU, which the forward's custom op can return. `from_tensor` turns it
+        into a state again."""
         return torch.tensor(
             [self.number, list(BACKENDS).index(self.kernel), *(self.borders or ())], device="cpu"
         )
@@ -117,7 +119,7 @@ class ForwardState(NamedTuple):
 
 
 def borders_of(cu_seqlens: Any) -> Borders:
-    """cu_seqlens as numbers. Raises ValueError unless it can hold borders; `documents_of` checks the numbers."""
+    """The numbers in cu_seqlens. Raises ValueError for a wrong dtype or shape. `documents_of` checks the numbers."""
     if cu_seqlens is None:
         return None
     validate_cu_seqlens(cu_seqlens, 1)
@@ -125,7 +127,8 @@ def borders_of(cu_seqlens: Any) -> Borders:
 
 
 def borders_field(borders: Borders) -> object:
-    """Borders as ranks compare them and as an error shows them: if there are many, their number and a hash."""
+    """What ranks compare of the borders of documents, and what an error shows. Up to 64 borders it is the borders
+    themselves, else their number and a hash."""
     if borders is None or len(borders) <= MOST_SHOWN_BORDERS:
         return borders
     return len(borders), hash(borders)

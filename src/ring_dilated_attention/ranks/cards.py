@@ -16,9 +16,11 @@ def number_of_card(
     """The number of a process's GPU.
 
     Args:
-        bound: the GPU that init_process_group(device_id=...) was given, if any. The process takes this GPU.
-        current: torch's current GPU. If it is not 0, the process has chosen it by torch.cuda.set_device, and takes it.
-        environment: otherwise the process takes the GPU with its number on this host, which its launcher sets here.
+        bound: the GPU that init_process_group(device_id=...) was given, or None. The process takes this GPU if there
+            is one.
+        current: torch's current GPU. If it is not 0, torch.cuda.set_device has chosen it, and the process takes it.
+        environment: the environment variables. In all other cases the process takes the GPU with the process's number
+            on this host, which its launcher puts here. Without this number it takes `current`.
         count: the number of GPUs that the process sees. It is 1 if the launcher shows each process only one GPU.
     """
     if bound is not None and bound.index is not None:
@@ -30,7 +32,7 @@ def number_of_card(
 
 
 def card_of(group: dist.ProcessGroup | None) -> torch.device:
-    """The GPU of this process, as `number_of_card` says. `group` may be bound to a GPU."""
+    """The GPU of this process, as `number_of_card` chooses it. `group` may be bound to a GPU."""
     bound = None if group is None else group.bound_device_id
     number = number_of_card(
         bound, torch.cuda.current_device(), os.environ, torch.cuda.device_count()

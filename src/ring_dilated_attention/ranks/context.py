@@ -1,4 +1,4 @@
-"""ContextParallel: the ranks that share a sequence, how the sequence is cut, and the handshake of a call."""
+"""ContextParallel: the ranks that share a sequence, how the sequence is cut, and what ranks send outside attention."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -25,30 +25,33 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
 class ContextParallel(NamedContext):
-    """Shares a sequence among the ranks of a group: each holds its shard of the positions, and all heads.
+    """Shares a sequence among the ranks of a group. Each rank holds some of the positions, its shard, with all heads.
 
     All ranks of the group make the context at the same time. Every rank runs every forward and every backward, even if
-    it owns no position. A backward runs only if the loss depends on the output of its forward: a rank that has no use
+    its shard is empty. A backward runs only if the loss depends on the output of its forward. So a rank that has no use
     for the output adds 0 * out.sum() to its loss. (A forward runs even if nothing uses its output, compiled or not.)
 
-    Ranks are numbered so that those of one host are neighbours. (On a 2-D mesh, its rows on one host are neighbours.)
-    `rank`: this process's number, below `world_size`. `name`: the context's name in errors, the same on every rank.
+    `rank` is this process's number, below `world_size`. It may differ from the number in the group, because ranks of
+    one host are numbered as neighbours. (On a 2-D mesh, rows of one host are neighbours.) `name` is the context's name
+    in errors, the same on every rank.
 
     Copies of a module (EMA, nn.TransformerEncoder) hold the same context. Until `close` a context belongs to the thread
-    of its first call; all ranks refuse calls in other threads. In a forked process (a DataLoader's worker) only
-    `positions` works; calls in which other ranks take part raise ValueError. torch.compile(fullgraph=True) takes
-    `dilated_attention` and `MultiheadDilatedAttention`. Make other calls that talk to ranks (`shard`, `shard_batch`,
-    `unshard`, `mean_loss`, LongNetLM's loss) outside compiled code.
+    of its first call. A call in another thread raises ValueError on all ranks. In a forked process (a DataLoader's
+    worker) only `positions` works. Calls in which other ranks take part raise ValueError there.
+
+    torch.compile(fullgraph=True) takes `dilated_attention` and `MultiheadDilatedAttention`. Make the other calls that
+    need all ranks (`shard`, `shard_batch`, `unshard`, `mean_loss`, LongNetLM's loss) outside compiled code.
 
     Args:
         group: a ProcessGroup, a DeviceMesh, or None: all ranks, or one process if torch.distributed is not initialised.
-            Over a 2-D mesh heads are dealt (all-to-all) along the last axis, and chunks travel along the first.
-        sharding: "contiguous" shards in rank order; "zigzag" gives rank k slices k and 2p-1-k of 2p near-equal ones.
-            "zigzag_documents" does so in each packed document. Every call then needs cu_seqlens, and those that have
-            no such argument raise ValueError: DilatedCache.gather, ShardSequence(shard_inputs=True), and transformers'
-            context_parallel.
-        exchange: "ring", "all_gather" (all at once), "all_to_all" (heads for positions), or "auto", which chooses by
-            bytes, memory, hops and kernel calls.
+            On a 2-D mesh the ranks along the last axis trade heads for positions (all-to-all), and the ranks along the
+            first axis send each other keys and values.
+        sharding: "contiguous": shards follow each other in the order of ranks. "zigzag": the sequence is cut into 2p
+            near-equal slices, and rank k of p gets slices k and 2p-1-k. "zigzag_documents": the same in each packed
+            document. Every call then needs cu_seqlens. Calls without this argument raise ValueError:
+            DilatedCache.gather, ShardSequence(shard_inputs=True), and transformers' context_parallel.
+        exchange: how keys and values travel. "ring": from rank to rank. "all_gather": to all ranks at once.
+            "all_to_all": ranks trade heads for positions. "auto" chooses by bytes, memory, hops and kernel calls.
         timeout: how long a rank waits for another before it raises. (gloo notices a dead rank at once. With NCCL that
             depends on its watchdog.)
         align: the borders of contiguous shards are multiples of this number.
@@ -92,7 +95,7 @@ class ContextParallel(NamedContext):
         self._take(ranks, exchange)
 
     def _take(self, ranks: Ranks, exchange: str) -> None:
-        """Set the attributes of a context of these ranks."""
+        """Set the attributes that this context takes from `ranks`."""
         self.ranks = ranks
         self.cut = ranks.cut
         self.sharding = ranks.cut.sharding
@@ -122,11 +125,13 @@ class ContextParallel(NamedContext):
     def shard(self, x: Tensor, dim: int = 1, *, cu_seqlens: Tensor | None = None) -> Tensor:
         """This rank's rows of a whole tensor that every rank holds.
 
+        All ranks call `shard`, with tensors of one shape. Under "zigzag_documents" they also pass cu_seqlens, the
+        borders of packed documents. `shard` warns if the length and content of a tensor show that it is a shard
+        already. (`shard_batch` also checks that all ranks hold the same sample.)
+
         Every rank gets the gradient of the whole tensor: all ranks' gradients of their rows, joined and divided by the
-        number of ranks. Averaged over the ranks, what a backward computes is the gradient of the mean of the ranks'
-        losses. All ranks call `shard`, with tensors of one shape. Under "zigzag_documents" they also pass cu_seqlens,
-        the borders of packed documents. (`shard_batch` also checks that all ranks hold the same sample.) `shard` warns
-        if the length and content of a tensor show that it is a shard already.
+        number of ranks. If gradients of parameters are then averaged over the ranks, as DDP does, they are those of
+        the mean of the ranks' losses.
 
         Raises:
             ValueError: on every rank, if shapes or documents differ.
@@ -157,30 +162,31 @@ class ContextParallel(NamedContext):
     def shard_batch(
         self, batch: Mapping[str, Tensor] | None, *, source: int | None = None
     ) -> dict[str, Tensor]:
-        """This rank's rows of one sample of a data loader: tokens, labels, position ids, masks, borders of documents.
+        """This rank's rows of one sample of a data loader. The sample is a dict of tensors: tokens, labels, masks, ...
 
             local = parallel.shard_batch(batch)              # every rank has the batch; they check that it is the same
             local = parallel.shard_batch(batch, source=0)    # rank 0 has the batch, and sends each rank only its rows
 
-        Tensors (B, N, ...) and (N,) are cut along N; "cu_seqlens" stays whole. Tensors may be on the CPU. "positions",
-        (N_local,) int64, is added unless the batch has it: each row's position within its document.
+        Tensors (B, N, ...) and (N,) are cut along N. "cu_seqlens", the borders of packed documents, stays whole.
+        Tensors may be on the CPU. The result also has "positions", (N_local,) int64: each row's position within its
+        document. If the batch has "positions" already, they are cut like the other tensors.
 
         Args:
             batch: tensors by name, the same on all ranks. With `source`, other ranks may pass None.
-            source: the rank that sends its batch. None: all ranks have the batch, and compare its fingerprints.
+            source: the rank that sends its batch. None: all ranks have the batch, and compare hashes of it.
 
         Raises:
-            ValueError: on every rank, if ranks were given different samples (a sampler left at its default gives each
-                rank its own), or tensors that cannot be cut.
+            ValueError: on every rank, for tensors that cannot be cut, and if ranks were given different samples. (A
+                sampler left at its default gives each rank a sample of its own.)
         """
         return shard_batch(self.ranks, batch, source)
 
     def unshard(self, x: Tensor, dim: int = 1, *, cu_seqlens: Tensor | None = None) -> Tensor:
-        """The whole tensor, on every rank, from all ranks' rows (cu_seqlens: as for `shard`).
+        """The whole tensor, on every rank, joined from the ranks' rows x. cu_seqlens: as for `shard`.
 
-        Ranks may compute different losses from the whole tensor: the gradient of a rank's rows is the sum of all ranks'
-        gradients of them. So every rank runs the backward. A rank that has no use for the whole tensor x adds
-        0 * x.sum() to its loss.
+        Ranks may compute different losses from the whole tensor. So the backward adds up all ranks' gradients of the
+        whole tensor, and gives each rank its rows of the sum. Every rank must run the backward. A rank that has no use
+        for the whole tensor y adds 0 * y.sum() to its loss.
         """
         self.ranks.check_all_here("unshard")
         with self.ranks.refusing():
@@ -203,20 +209,20 @@ class ContextParallel(NamedContext):
 
             loss = parallel.mean_loss(F.cross_entropy(logits, labels, reduction="sum"), (labels != -100).sum())
 
-        Ranks hold different numbers of terms, so a mean of their means would be wrong. Averaged over the ranks, as DDP
-        and FSDP2 do, what a backward computes is the gradient of the mean of the ranks' losses, here of this mean.
-        Whatever you do to the result, do it on every rank: a factor on one rank alone would scale only that rank's
-        terms.
+        Ranks hold different numbers of terms, so the mean of the ranks' means would be wrong. A backward computes
+        gradients that still have to be averaged over the ranks, as DDP and FSDP2 do. The averages are the gradients of
+        this mean. Whatever you do to the result, do it on every rank: a factor on one rank alone would scale only that
+        rank's terms.
 
         Args:
             local_sum: the sum of the loss over this rank's positions, a scalar tensor. A rank that owns no position
                 passes 0 times an output of the model.
             local_count: the number of terms in `local_sum`. If no rank has a term, the loss and its gradients are 0.
-            over: a context of more ranks, as a rule those of all replicas. The mean is then over the terms of all these
-                ranks, and gradients averaged over these ranks are those of the mean. Without `over`, replicas with
-                different numbers of terms get a mean of means.
-            step_count: this rank's number of terms in all micro-batches of one step. The losses of the micro-batches,
-                and their gradients, then add up to those of the step's mean. Do not divide them further.
+            over: a context of more ranks, as a rule the ranks of all data-parallel replicas. The mean is then over the
+                terms of all these ranks, and gradients must be averaged over the same ranks. Without `over`, each
+                replica has its own mean, and averaged gradients are those of a mean of means.
+            step_count: this rank's number of terms in all micro-batches of one step. The losses of the micro-batches
+                then add up to the step's mean, and their gradients to its gradients. Do not divide them further.
 
         Raises:
             ValueError: on every rank, for a sum or a number of terms that cannot be right, and if `over` lacks some of
@@ -229,8 +235,9 @@ class ContextParallel(NamedContext):
         fields: dict[str, object] = {"call": "mean_loss over more ranks"}
         if not failure:
             fields["over"] = f"{over.name} of ranks {over.ranks.members}"
-        # `agree` tells all ranks of this context if one of them refuses `over`. Then none of them calls `over`, and
-        # they break its connections: ranks of other contexts, which may already wait in `over`, fail and do not hang.
+        # If one rank of this context refuses `over`, `agree` raises on all of them, and none of them takes part in
+        # `over`. Ranks of other contexts may already wait in `over`. `all_or_none` breaks its connections, so that
+        # they fail and do not hang.
         with nullcontext() if failure or over is self else over.ranks.all_or_none():
             self.ranks.agree(0, fields, failure)
         return mean_loss(over.ranks, local_sum, local_count, step_count)
@@ -247,7 +254,7 @@ class ContextParallel(NamedContext):
         return None
 
     def positions(self, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
-        """The positions, within their documents, of the rows that `shard` gives this rank: (N_local,) int64 on the CPU.
+        """The position of each of this rank's rows within its document: (N_local,) int64 on the CPU. Sends nothing.
 
         Args:
             seq_len: the length of the whole sequence.
@@ -262,8 +269,8 @@ class ContextParallel(NamedContext):
         return self.ranks.positions(self.ranks.lengths_of(seq_len, borders), borders)
 
     def abandon(self, reason: str) -> None:
-        """Break the connections after an error between calls, so that the other ranks fail at once and do not wait.
+        """Break the context's connections, so that the other ranks fail at once and do not wait for this one.
 
-        A call that fails breaks the connections by itself.
+        Call it after an error of this rank between two calls. A call that fails breaks the connections by itself.
         """
         self.ranks.abandon(reason)

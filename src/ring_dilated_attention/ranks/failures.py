@@ -1,10 +1,11 @@
-"""`ExchangeError`, for a message that does not come, and the words for its reason and its usual cause."""
+"""`ExchangeError`, which is raised if a message does not come, and the texts in it: the reason and its usual cause."""
 
 import re
 
 NOT_MADE = "did not enter making a ContextParallel"
 
-# Why a rank that still runs may not take part in a call. Keys are parts of the error's text. The first in it counts.
+# Why a rank that still runs may not take part in a call. A cause is named if the error's text has the words beside it.
+# If several fit, the first is named.
 _USUAL_CAUSES = {
     "did not enter backward": "A rank runs the backward of a call only if its loss depends on the output of that call.",
     NOT_MADE: (
@@ -19,13 +20,14 @@ _USUAL_CAUSES = {
 
 
 class ExchangeError(RuntimeError):
-    """A rank died, is stuck, or gave up. The context stays broken: make a new ContextParallel of the ranks left."""
+    """A rank died, is stuck, or gave up. The context stays broken: make a new ContextParallel of the ranks that are
+    left."""
 
 
 def usual_cause(absence: str, reason: str) -> str:
-    """The usual cause of an error that comes after the timeout, as a sentence; "" for other errors.
+    """The usual cause of a timeout, as a sentence; "" for other errors.
 
-    absence: the error's text on what is missing. reason: what the transport says.
+    absence: which rank did not do what, as the error says it. reason: the text of gloo or NCCL.
     """
     if not re.search("[Tt]imed out|timeout", reason):
         return ""
@@ -36,7 +38,7 @@ def usual_cause(absence: str, reason: str) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """The transport's error without its source line and its advice."""
+    """The text of an error of gloo or NCCL, without the line of source code and the advice in it."""
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
     reason = re.sub(r"^\[\S+:\d+\] ", "", first_line).split(". This is typically")[0].rstrip(".")
     if re.search("onnection (closed|reset|refused)", reason) and "that rank" not in reason:

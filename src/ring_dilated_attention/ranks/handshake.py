@@ -1,5 +1,8 @@
-"""Checks that all ranks make the same call: before each call they compare fingerprints of it. Only if the fingerprints
-differ do ranks send each other the call's fields, first as records of one fixed size."""
+"""Checks that all ranks make the same call. A call has fields, such as its pattern, its shape and its dtype.
+
+Before each call the ranks compare one number, a hash of all fields. Only if the hashes differ do they send each other
+more: first a record (a tensor with a hash of each field), then the field that differs as text.
+"""
 
 import hashlib
 
@@ -7,30 +10,32 @@ import torch
 
 from .link import GroupLink
 
-_NUM_FIELDS = 16  # a record has room for this many fields; no call compares more
+_NUM_FIELDS = 16  # a record has room for this many fields, and no call has more
 _NOT_THIS_RANK = torch.iinfo(torch.int64).min
-# The names of the last fields. A module's number can be compared only if all ranks have made equally many modules.
+# The names of the last two fields of a call. A rank numbers its modules as it makes them. So the number of the module
+# that calls can be compared only if all ranks have made equally many modules.
 NUM_MODULES = "the number of modules made with this context"
 CALLER = "which module calls (numbered as modules were made with this context)"
 
 
 class RefusedError(ValueError):
-    """Raised on all ranks alike: one of them refuses a call, or their calls differ. Nothing was sent."""
+    """One rank refuses a call, or the calls of the ranks differ. All ranks raise it, before any tensor is sent."""
 
 
 def agree(
     control: GroupLink, length: int, fields: dict[str, object], failure: str | None
 ) -> tuple[int, ...]:
-    """Every rank's number of positions, once it is clear that all make the same call. The numbers are gathered only if
-    some rank's number differs from that of its last call of this kind.
+    """Check that all ranks make the same call. Returns every rank's `length`.
+
+    Ranks send each other their lengths only if one of them has another length than at the last call of this kind.
 
     Args:
         length: this rank's number of positions, or any other number that ranks tell each other.
-        fields: what must be the same on all ranks, by name. Fingerprints are compared; only a mismatch is sent as text.
-        failure: why this rank refuses the call, if it does.
+        fields: what must be the same on all ranks, by name.
+        failure: why this rank refuses the call, or None if it does not.
 
     Raises:
-        ValueError: on every rank, if any refuses or fields differ.
+        ValueError: on every rank, if any rank refuses or fields differ.
     """
     moment = str(fields.get("call", "the call that this rank refuses"))
     kind = moment.rstrip(" 0123456789")
@@ -50,9 +55,10 @@ def agree(
 def _raise_alike(
     control: GroupLink, fields: dict[str, object], failure: str | None, moment: str
 ) -> None:
-    """Raise RefusedError, which says which rank refuses or which field differs.
+    """Raise RefusedError on all ranks. Its text says which rank refuses, or which field differs.
 
-    If the first field that differs is `NUM_MODULES`, return: ranks no longer compare which module calls.
+    If the first field that differs is `NUM_MODULES`, no error is raised. From then on ranks do not compare any more
+    which module calls.
     """
     assert len(fields) <= _NUM_FIELDS, "records of two lengths would meet"
     marks = [_fingerprint(value) for value in fields.values()]
@@ -60,7 +66,8 @@ def _raise_alike(
     records = control.records(
         torch.tensor([failure is not None, *marks, *padding], device="cpu"), moment
     )
-    refuses, *columns = torch.stack(records).T.tolist()  # each with an entry for every rank
+    # `refuses` and each column have an entry for every rank. A column is for one field.
+    refuses, *columns = torch.stack(records).T.tolist()
     if any(refuses):
         texts = control.texts(failure or "", moment)
         reasons = {

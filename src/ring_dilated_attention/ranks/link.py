@@ -1,5 +1,8 @@
-"""Sends messages between the ranks of one process group. All other messages are sent by torch itself: by DTensor
-(integrations/torch.py), and by FSDP2 and its sharded checkpoints (training/sharded.py)."""
+"""Sends the package's messages between the ranks of one process group.
+
+All other messages are sent by torch itself: by DTensor (integrations/torch.py), and by FSDP2 and its sharded
+checkpoints (training/sharded.py).
+"""
 
 import time
 import weakref
@@ -22,7 +25,7 @@ from .watching import Handle, Progress, Sentinel, Worker, with_threads
 
 _WATCH_SECONDS = 0.1
 _GRACE_SECONDS = 1.0
-# Messages to one peer of at most this many bytes each are sent as one.
+# Messages of at most this many bytes each are joined into one, if they go to the same peer.
 _SHORT_BYTES = 64 * 1024
 _UNUSED_TAG = 1  # Every other message has tag 0.
 _TEXT_BYTES = 1024
@@ -30,7 +33,8 @@ Addressed = Sequence[tuple[Tensor, int]]  # tensors, each with its peer
 
 
 class WaitTimes(NamedTuple):
-    """When this rank began and ended its wait for messages, in seconds: *exposed* communication."""
+    """When this rank began and ended a wait for messages, in seconds of time.perf_counter. Communication that
+    computation hides does not show here."""
 
     moment: str
     start: float
@@ -38,7 +42,7 @@ class WaitTimes(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A message to post. operation: dist.isend or dist.irecv. description: how an error names the message."""
+    """A send or receive to start. operation: dist.isend or dist.irecv. description: how an error names the message."""
 
     operation: Callable[..., dist.Work | None]
     tensor: Tensor
@@ -48,7 +52,7 @@ class Transfer(NamedTuple):
 
 @dataclass(eq=False)
 class GroupPending:
-    """Messages in flight, with their tensors. A handle is awaited once: gloo hangs on a second wait."""
+    """Messages that have been started, with their tensors. `wait` waits once for each: gloo hangs on a second wait."""
 
     link: "GroupLink"
     moment: str
@@ -72,9 +76,9 @@ class GroupPending:
 
 
 class GroupLink:
-    """Messages within one process group. Ranks and peers are numbers, in the order of `members`.
+    """Messages within one process group. A rank or peer is a number: its index in `members`, which has global ranks.
 
-    Both ranks of a pair must post their messages in the same order, as plans do: NCCL has no tags.
+    Two ranks must start the messages between them in the same order, since NCCL has no tags. Plans keep this order.
     """
 
     def __init__(
@@ -90,7 +94,8 @@ class GroupLink:
         self.reorder(members)
         self.failure: str | None = None
         self.links = links  # All links of the context: if one breaks, all do.
-        self.agreed: dict[str, tuple[int, ...]] = {}  # Lengths, by the kind of call (handshake.py).
+        # For each kind of call: the `length` of every rank at the last call (handshake.py).
+        self.agreed: dict[str, tuple[int, ...]] = {}
         # False once ranks have made different numbers of modules, so that modules cannot be compared by their numbers.
         self.counts_modules = True
         links.append(self)
@@ -98,23 +103,24 @@ class GroupLink:
         self.backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._pending: weakref.WeakSet[GroupPending] = weakref.WeakSet()
         self._worker: Worker | None = None
-        self._sentinels: dict[int, Sentinel] = {}  # By the peer's rank in the group.
+        # A watcher for each peer (watching.py), by the peer's rank in torch's group.
+        self._sentinels: dict[int, Sentinel] = {}
         self.waits: list[WaitTimes] | None = None  # None unless waits are recorded.
 
     def open(self) -> None:
-        """Make one NCCL call on all ranks: torch does not define what happens if only some ranks make the first one."""
+        """Make the first NCCL call, on all ranks. torch does not define what happens if only some ranks make it."""
         if self.backends.get("cuda") == "nccl":
             dist.all_reduce(torch.zeros(1, device=card_of(self.group)), group=self.group)
 
     def reorder(self, members: Sequence[int]) -> None:
         """Put the group's members, given by their global ranks, into this order."""
         self.members = list(members)
-        # at i: the rank of members[i] in torch's group
+        # order[i] is the rank of members[i] in torch's group.
         self.order = [dist.get_group_rank(self.group, member) for member in members]
         self.rank = self.order.index(dist.get_rank(self.group))
 
     def on_gloo(self, x: Tensor) -> bool:
-        """Whether gloo sends a tensor. gloo also sends those of a device that has no backend in this group."""
+        """Whether gloo sends a tensor: if it is the backend for the tensor's device, or if the device has none here."""
         return self.backends.get(x.device.type, "gloo") == "gloo"
 
     # Waiting for messages, and what follows if one does not come.
@@ -122,8 +128,9 @@ class GroupLink:
     def wait_for(self, pending: GroupPending) -> None:
         """Wait for messages, one after the other. On gloo another thread waits, and this thread watches the peer.
 
-        When a connection breaks, gloo ends the waits for messages that have not begun. The wait for one that has begun
-        lasts until its timeout (signalException in gloo/transport/tcp/pair.cc). So a `Sentinel` notices the break.
+        gloo alone would notice a broken connection too late. It then ends the waits for messages that have not begun.
+        But the wait for a message that is under way lasts until its timeout (signalException in
+        gloo/transport/tcp/pair.cc). A `Sentinel` notices the break at once.
         """
         handles = tuple(pending.handles)
         progress = Progress()
@@ -148,7 +155,8 @@ class GroupLink:
         if peer not in self._sentinels:
             self._sentinels[peer] = Sentinel(partial(self._receive_nothing, peer))
         error = self._sentinels[peer].error
-        # A peer may close its connection after its last message. This rank may notice that first: so wait.
+        # A peer may close its connection after its last message has been sent. This rank may notice the closing before
+        # the message, so it gives the message another second.
         if (
             error is not None
             and not progress.ended.wait(_GRACE_SECONDS)
@@ -157,7 +165,8 @@ class GroupLink:
             self.fail(moment, handles[num_done].description, error)
 
     def fail(self, moment: str, description: str, error: Exception) -> NoReturn:
-        """Raise ExchangeError, and break all groups of the context: others may wait for this rank in any of them."""
+        """Raise ExchangeError, and break all groups of the context, since other ranks may wait for this rank in any of
+        them."""
         if self.failure is None:
             reason = reason_of(error)
             place = f"(group {self.name!r}, rank {self.members[self.rank]})"
@@ -185,9 +194,9 @@ class GroupLink:
     def _disconnect(self) -> None:
         """Close gloo's connections.
 
-        One receive that times out closes all of them. Abort, shutdown and destroying the group close none. No message
-        is sent with the tag of this receive, because one of another size would end the process. Every peer is tried,
-        because a receive over a broken connection does not time out.
+        Abort, shutdown and destroying the group leave them open. But if a receive times out, gloo closes all
+        connections of the group. So this rank starts a receive that nobody answers, and lets it time out after 1 ms. It
+        tries this with every peer, because a receive over a connection that is already broken does not time out.
         """
         if self.backends.get("cpu") != "gloo":
             return
@@ -196,7 +205,10 @@ class GroupLink:
                 self._receive_nothing(self.order[peer]).wait(timedelta(milliseconds=1))
 
     def _receive_nothing(self, peer: int) -> dist.Work:
-        """A receive that nobody answers. peer: the peer's rank in the group."""
+        """Start a receive that nobody answers. peer: the peer's rank in torch's group.
+
+        Its tag is one that no message has. A message of another size with the same tag would end the process.
+        """
         return self.group.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG)
 
     def close(self) -> None:
@@ -206,12 +218,13 @@ class GroupLink:
         self._worker = None
         with_threads.discard(self)
         self.failure = self.failure or "it was closed"
-        with suppress(ValueError, AssertionError):  # if torch.distributed is already shut down
+        # torch raises these errors if torch.distributed is already shut down.
+        with suppress(ValueError, AssertionError):
             dist.destroy_process_group(self.group)
         del self.group
 
     def end_threads(self) -> None:
-        """End the waits of threads, and with them the threads."""
+        """End the threads of this link, by ending what they wait for."""
         self._disconnect()
         self._sentinels.clear()
         self._worker = None
@@ -221,8 +234,8 @@ class GroupLink:
     def exchange(self, sends: Addressed, receives: Addressed, moment: str) -> GroupPending:
         """Start sending and receiving contiguous tensors, each with its peer. Errors quote `moment`.
 
-        Receives are posted first. A gloo sender waits for a notice that the receiver has posted its receive. If this
-        rank posted its sends first, its notices would queue behind its data: messages would go one way at a time.
+        Receives are started first. A gloo sender waits until its peer notifies it that the receive has started. If this
+        rank started its sends first, its notices would queue behind its data, and data would flow one way at a time.
         """
         transfers = []
         for x, peer in receives:
@@ -234,7 +247,7 @@ class GroupLink:
         return self._post(transfers, moment)
 
     def carry(self, sends: Messages, receives: Messages, moment: str) -> GroupPending:
-        """`exchange`, for messages of a plan."""
+        """Start sending and receiving the messages of a plan (`exchange`)."""
         sends_to_peers = [(x, message.peer) for x, message in sends]
         receives_from_peers = [(x, message.peer) for x, message in receives]
         return self.exchange(sends_to_peers, receives_from_peers, moment)
@@ -242,19 +255,20 @@ class GroupLink:
     def carry_apart(
         self, sends: Messages, receives: Messages, moment: str
     ) -> tuple[GroupPending, GroupPending]:
-        """`carry`, but with one wait for the sends and another for the receives, returned in this order.
+        """Like `carry`, but returns two objects to wait for: one for the sends, and one for the receives.
 
-        On NCCL sends and receives are one batch with one wait. In two batches every rank's receives would stand behind
-        its sends in NCCL's stream, and all ranks of a ring would wait for ever.
+        On NCCL both are the same object, because sends and receives must be one batch. In two batches every rank's
+        receives would stand behind its sends in NCCL's stream, and all ranks of a ring would wait for ever.
         """
         if all(self.on_gloo(x) for x, _ in (*sends, *receives)):
-            received = self.carry((), receives, moment)  # first, as in `exchange`
+            # Receives are started first, for the reason that `exchange` gives.
+            received = self.carry((), receives, moment)
             return self.carry(sends, (), moment), received
         both = self.carry(sends, receives, moment)
         return both, both
 
     def _post(self, transfers: Sequence[Transfer], moment: str) -> GroupPending:
-        """Post messages, in one batch unless gloo sends them."""
+        """Start messages: one by one if gloo sends all of them, else in one batch."""
         if self.failure:
             raise ExchangeError(
                 f"this group has failed before ({self.failure}). Make a new ContextParallel."
@@ -264,7 +278,7 @@ class GroupLink:
         self._pending.add(pending)
         joined = self._join_short(transfers, pending)
         pending.tensors = [transfer.tensor for transfer in joined]
-        if on_gloo:  # one by one, so that an error names one of them
+        if on_gloo:  # one by one, so that an error can name the message that failed
             for transfer in joined:
                 pending.handles += self._post_batch([transfer], moment)
         else:
@@ -292,7 +306,7 @@ class GroupLink:
 
     def _join_short(self, transfers: Sequence[Transfer], pending: GroupPending) -> list[Transfer]:
         """The transfers, with short messages between the same two ranks joined into one. Both ranks know the sizes of
-        all messages, and join the same ones."""
+        their messages, so both join the same messages."""
         joined: dict[tuple[object, ...], list[Transfer]] = {}
         for number, transfer in enumerate(transfers):
             own_number = number if transfer.tensor.nbytes > _SHORT_BYTES else None
@@ -307,12 +321,16 @@ class GroupLink:
         return result
 
     def _needs_host(self, x: Tensor) -> bool:
-        """Whether host memory must carry a tensor: gloo cannot send CUDA tensors. (No GPU has run this.)"""
+        """Whether a tensor must be sent from a copy in host memory: gloo cannot send CUDA tensors. (No GPU has run
+        this.)"""
         return x.is_cuda and self.on_gloo(x)
 
     def _as_one(self, tensors: Sequence[Tensor], is_sent: bool, pending: GroupPending) -> Tensor:
-        """The tensor to send or receive in the place of `tensors`: the only one itself, or a buffer. The buffer is on
-        the host if gloo sends for a GPU. What is received in a buffer is copied to `tensors` after the wait."""
+        """One tensor to send or receive in the place of `tensors`.
+
+        If there is only one tensor, it is that tensor, unless it must go through host memory. Otherwise it is a
+        buffer. `GroupPending.wait` copies a received buffer to `tensors`.
+        """
         first = tensors[0]
         on_host = self._needs_host(first)
         if len(tensors) == 1 and not on_host:
@@ -326,7 +344,8 @@ class GroupLink:
         one = torch.empty(sum(sizes), dtype=first.dtype, device=device, pin_memory=pin_memory)
         for x, copy in zip(tensors, one.split(sizes), strict=True):
             if is_sent:
-                copy.copy_(x.view(-1))  # a copy to the host waits for the kernels that write x
+                # If the copy goes to the host, it waits for the kernels that write x.
+                copy.copy_(x.view(-1))
             else:
                 pending.copies.append((x.view(-1), copy))
         return one
@@ -334,9 +353,9 @@ class GroupLink:
     # The messages of handshakes.
 
     def records(self, record: Tensor, moment: str) -> list[Tensor]:
-        """Every rank's record (all of one shape and dtype). No rank returns before all ranks have entered.
+        """Every rank's record (all of one shape and dtype). No rank returns before all ranks have called this.
 
-        All messages are point to point, so that an error can name the rank that did not enter.
+        All messages are point to point, so that an error can name the rank that did not call.
         """
         known = record[None]  # known[i] is the record of the rank i places before this one
         for peers in rounds_of(self.rank, self.world_size):
@@ -346,7 +365,8 @@ class GroupLink:
         return [known[(self.rank - peer) % self.world_size] for peer in range(self.world_size)]
 
     def largest(self, record: Tensor, moment: str) -> Tensor:
-        """The largest of all ranks' records, entry by entry. No rank returns before all ranks have entered."""
+        """For each entry of a record, the largest number that a rank has there. No rank returns before all ranks have
+        called this."""
         for number, peers in enumerate(rounds_of(self.rank, self.world_size)):
             others = self._pass_on(record, peers, moment, is_first=number == 0)
             record = torch.stack([record, *others]).amax(0)
@@ -355,7 +375,10 @@ class GroupLink:
     def _pass_on(
         self, known: Tensor, peers: list[tuple[int, int]], moment: str, *, is_first: bool
     ) -> list[Tensor]:
-        """One round. peers: pairs (target, source). Sends `known` to each target. Returns what each source sends."""
+        """Run one round of messages: send `known` to each target, and return what each source sends.
+
+        peers: pairs (target, source).
+        """
 
         def description(peer: int) -> str:
             absence = f"rank {self.members[peer]} did not enter {moment}"
@@ -373,7 +396,7 @@ class GroupLink:
     def texts(self, text: str, moment: str) -> list[str]:
         """Every rank's text, up to 1,024 bytes each."""
         record = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device="cpu")
-        # A name may hold surrogates, which UTF-8 cannot encode.
+        # The text may quote a name with surrogates, which UTF-8 cannot encode.
         encoded = text.encode(errors="backslashreplace")[:_TEXT_BYTES]
         record[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")
         texts = []
@@ -400,7 +423,8 @@ class GroupLink:
     def all_to_all_single(
         self, tensors: Sequence[Tensor], sizes: Sequence[int], like: Tensor, moment: str
     ) -> list[Tensor]:
-        """As `link_contract.Dealer` says."""
+        """Send a flat tensor to each rank and receive one from each, of the given sizes. Returns the received tensors,
+        in the order of ranks. `like` gives their dtype and device."""
         received = list(
             torch.empty(sum(sizes), dtype=like.dtype, device=like.device).split(list(sizes))
         )

@@ -1,6 +1,6 @@
-"""Finds a context by its key. Custom ops take the key, a string, since they cannot take the context itself.
+"""Finds a `ContextParallel` by its key. Custom ops take the key, a string, since they cannot take the context itself.
 
-A call on one device imports this file, but none that sends messages.
+A call on one device imports this file too. So it imports no file that sends messages.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -36,17 +36,18 @@ def context_named(key: str) -> NamedContext:
 
 
 def refuse(key: str, reason: str) -> None:
-    """Tell the other ranks why this one refuses their call. Raises a ValueError, as they do."""
+    """Tell the other ranks why this rank refuses the call that they make. Raises a ValueError on all ranks."""
     context_named(key).ranks.agree(0, {}, reason)
 
 
-# torch.compile runs `refuse` while it traces, so that the other ranks hear of a refused call at once. The line does
-# what torch.compiler.assume_constant_result does, which would import dynamo (a second or two) in every program.
+# Makes torch.compile run `refuse` while it traces, so that the other ranks hear of a refused call at once. It does the
+# same as torch.compiler.assume_constant_result, which would import dynamo (a second or two) in every program.
 refuse.__dict__["_dynamo_marked_constant"] = True
 
 
 def called_by(parallel: NamedContext | None, number: int | None) -> AbstractContextManager[None]:
-    """A context manager: in its block the module with this number makes the calls. Compiled code does not say which."""
+    """A context manager that tells `parallel` that the module with this number makes the calls in its block. Compiled
+    code does not tell it."""
     if parallel is None or torch.compiler.is_compiling():
         return nullcontext()
     return parallel.ranks.called_by(number)

@@ -1,4 +1,5 @@
-"""Connects several processes that share sequences: their groups, in the order of ranks, and a call's handshake."""
+"""Connects several processes that share sequences. It makes their process groups, and checks before each call that all
+of them make the same call (the handshake)."""
 
 import os
 import warnings
@@ -37,8 +38,9 @@ _num_groups: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = We
 def _group_name(members: Sequence[int]) -> str:
     """A name for the next group of these ranks, made from the ranks and the number of groups that they have made.
 
-    torch's own names do not work. Before 2.14 they come again after a group of some ranks was closed, and lead to its
-    closed ports. Since 2.14 they count groups that other ranks did not make: ranks would wait under different names.
+    torch's own names do not work. Before torch 2.14 a name is given again after a group of some ranks was closed, and
+    the new group then finds the closed ports of the old one. From 2.14 on a name has the number of groups that this
+    rank has made. Ranks that made different numbers of groups would wait for each other under different names.
     """
     ranks = tuple(sorted(members))
     assert dist.group.WORLD is not None
@@ -51,7 +53,8 @@ def _group_name(members: Sequence[int]) -> str:
 
 @contextmanager
 def _groups_named(name: str) -> Iterator[None]:
-    """A context manager: a group that this thread makes in its block gets this name. torch has no option for that."""
+    """A context manager that gives this name to a group that this thread makes in its block. torch has no option for
+    that."""
     here = current_thread()
     with _naming:
         torch_name: Any = getattr(distributed_c10d, "_process_group_name", None)
@@ -67,10 +70,11 @@ def _groups_named(name: str) -> Iterator[None]:
 
 
 def backends_with_cpu(default: str) -> str | None:
-    """The default group's backends with one for tensors on the CPU added, or None if the default group has one.
+    """The backends for a new group: those of torch's default group, and gloo for tensors on the CPU. None if the
+    default group already has a backend for the CPU.
 
-    After `init_process_group("nccl")` the default group is "cuda:nccl". But counts of losses, token ids and masks are
-    on the CPU.
+    After `init_process_group("nccl")` the default group has only "cuda:nccl". But counts of losses, token ids and masks
+    are on the CPU.
     """
     devices = [pair.partition(":")[0] for pair in default.split(",")]
     if "cpu" in devices:
@@ -92,21 +96,24 @@ def _side_by_side(members: Sequence[int], hosts: Sequence[str], inner: int) -> l
 
 
 class Processes(Ranks):
-    """The processes of a group, with communicators of their own: a message that fails breaks none of the user's.
+    """The processes of a group. They make communicators of their own, so that a message that fails breaks none of the
+    user's.
 
-    control: all ranks, for handshakes over gloo. all: all ranks, for data, also on the CPU. inner: the ranks that deal
-    heads to each other on a 2-D mesh. outer: the ranks that exchange chunks.
+    control: connects all ranks, for handshakes over gloo.
+    all: connects all ranks, for data on any device.
+    inner: on a 2-D mesh, connects the ranks that trade heads for positions.
+    outer: connects the ranks that send each other keys and values.
     """
 
     def __init__(self, members: list[int], timeout: timedelta) -> None:
-        """Make the control group. All ranks do so, even with bad arguments: `connect` compares them over it."""
+        """Make the control group. A rank with bad arguments makes it too, so that `connect` can tell the others."""
         super().__init__(ShardSpec("contiguous", len(members)))
         self.timeout = timeout
         self.world_size = len(members)
         self.opened: list[GroupLink] = []  # all communicators: if one breaks, all do
         self.owner: Thread | None = None
         self.process = os.getpid()
-        # what `expect_lengths` was given
+        # Numbers of rows of which `warn_of_uneven` does not warn (`expect_lengths`).
         self.expected_lengths: deque[tuple[int, ...]] = deque(maxlen=16)
         self.control = self._open("control", "gloo", members)
 
@@ -147,12 +154,14 @@ class Processes(Ranks):
             self.inner = self._open("heads", backends, members[row * cut.inner :][: cut.inner])
             chunks = members[column :: cut.inner]
             self.outer = self._open("chunks", backends, chunks) if len(chunks) > 1 else None
-        # Wait for all ranks: one that closed its context now would break connections that a slower rank still makes.
+        # Wait until all ranks are here. If a rank closed its context before, it would break connections that a slower
+        # rank is still making.
         agree(self.control, 0, {"call": "the end of making a ContextParallel"}, None)
 
     def _hosts(self) -> list[str]:
-        """Every rank's host name. Also closes contexts that all ranks have dropped without `close`. Ranks close a group
-        together, because NCCL ends a communicator by a collective call."""
+        """Every rank's host name. Also closes the contexts that all ranks have dropped without `close`, which ranks
+        tell each other in the same messages. Ranks must close a group together, because NCCL ends a communicator by a
+        collective call."""
         hosts = []
         dropped_by_rank = []
         for text in self.control.texts(
@@ -167,7 +176,7 @@ class Processes(Ranks):
         return hosts
 
     def _open(self, purpose: str, backend: str | None, members: list[int]) -> GroupLink:
-        """A communicator of these global ranks, in this order."""
+        """Make a communicator of these global ranks, in this order. Returns its link."""
         name = _group_name(members)
         try:
             with _groups_named(f"ring_dilated_attention:{name}"):
@@ -206,9 +215,11 @@ class Processes(Ranks):
     def agree(
         self, length: int, fields: dict[str, object], failure: str | None = None
     ) -> tuple[int, ...]:
-        # Checked before the lock: if it was held at the fork, it stays locked in the forked process for ever.
+        # A forked process must raise before it takes the lock. If the lock was held at the fork, it is never released
+        # there.
         self.check_all_here(str(fields.get("call", "a call")))
-        with self.turn:  # another thread's refusal must not mix with a handshake of the owner
+        # Take turns, since another thread, whose call is refused here, also sends messages.
+        with self.turn:
             failure = self._why_other_thread() or failure
             owner = {
                 "the name of the calling thread (Thread(name=...) sets it)": self.owner
@@ -217,8 +228,11 @@ class Processes(Ranks):
             return agree(self.control, length, fields | owner, failure)
 
     def _why_other_thread(self) -> str | None:
-        """Why this thread may not make a call, or None if it may. Calls of two threads would take each other's
-        messages. A thread of autograd may: the owner waits for it in the backward."""
+        """Why this thread may not make a call, or None if it may.
+
+        Only the owner may, the thread that made the first call: calls of two threads would receive each other's
+        messages. A thread of autograd may too, because the owner waits for it in the backward.
+        """
         here = current_thread()
         self.owner = self.owner or here
         if here is self.owner or (
@@ -241,7 +255,8 @@ class Processes(Ranks):
         if lengths in self.expected_lengths or self.warn_of_whole(lengths):
             return
         near_equal = self.cut.default_lengths(seq_len)
-        # what torch.chunk cuts, with 0 for the chunks that are missing at the end
+        # The lengths that torch.chunk would cut are no mistake either. It may make fewer chunks than there are ranks;
+        # the last ranks then have length 0.
         size = max(-(-seq_len // self.world_size), 1)
         starts = [min(rank * size, seq_len) for rank in range(self.world_size + 1)]
         chunked = tuple(stop - start for start, stop in pairwise(starts))
@@ -326,11 +341,13 @@ class Processes(Ranks):
         self.opened.clear()
 
 
-_dropped: dict[str, list[GroupLink]] = {}  # by name: contexts that were dropped without `close`
+# The links of contexts that were dropped without `close`, by the context's name.
+_dropped: dict[str, list[GroupLink]] = {}
 
 
 def note_dropped(opened: list[GroupLink], name: str, process: int) -> None:
-    """The finaliser of a context: keeps its links until the next context is made, which closes them on all ranks."""
+    """Runs when a context is dropped. It keeps the context's links, which are closed when all ranks make the next
+    context."""
     if not opened:
         return
     _dropped[name] = opened
@@ -341,8 +358,8 @@ def note_dropped(opened: list[GroupLink], name: str, process: int) -> None:
 
 @contextmanager
 def recorded_waits(ranks: Ranks) -> Iterator[list[WaitTimes]]:
-    """A context manager: yields a list, to which each wait of this rank for messages is appended as it ends. Waits in
-    handshakes count too."""
+    """A context manager that yields a list. Each wait of this rank for messages in its block is appended to the list,
+    also the waits in handshakes."""
     waits: list[WaitTimes] = []
     links = ranks.opened if isinstance(ranks, Processes) else []
     for link in links:

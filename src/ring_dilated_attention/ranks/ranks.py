@@ -1,4 +1,8 @@
-"""Runs a call on ranks that share a sequence: handshake, choice of the exchange, plan, program."""
+"""Runs an attention call on ranks that share a sequence.
+
+First the ranks check that all of them make the same call (the handshake). Then each rank chooses how keys and values
+travel (the exchange), makes its plan, and carries it out.
+"""
 
 import warnings
 import weakref
@@ -21,7 +25,8 @@ from ..run.executor import ExecutorOptions
 from ..run.link_contract import Dealer, Link
 from .call import Call, ForwardState
 
-# What connects a rank, in one call, with the others of its ring and with the ranks that deal heads to each other.
+# A rank's connections in one call. The link connects it with the ranks of its ring. The dealer connects it with the
+# ranks that trade heads for positions. None: the call does not need this connection.
 Links = tuple[Link | None, Dealer | None]
 
 
@@ -29,7 +34,7 @@ class Ranks:
     """The ranks that share sequences. This class is for one process alone; subclasses override what differs.
 
     rank: the number of this process. name: the context's name in errors, "" for one process. calls: the number of
-    forwards so far, the same on every rank.
+    forwards that were not refused, the same on every rank.
     """
 
     rank = 0
@@ -39,7 +44,7 @@ class Ranks:
     def __init__(self, cut: ShardSpec) -> None:
         self.cut = cut
         self.calls = 0
-        # the lengths of the shards of the sequence that was cut last
+        # The length of every rank's shard of the sequence that was cut last.
         self.lengths_cut_last: tuple[int, ...] = ()
         self.warned: set[str] = set()  # What `warn_once` has warned of.
         self.num_modules = 0  # The number of modules made with this context.
@@ -58,7 +63,8 @@ class Ranks:
     # How a sequence is cut.
 
     def lengths_of(self, seq_len: int, documents: Borders = None) -> tuple[int, ...]:
-        """The number of rows that each rank gets of a sequence of this length."""
+        """The number of rows that each rank gets of a sequence of this length. documents: the borders of packed
+        documents, or None."""
         return self.cut.default_lengths(seq_len, documents)
 
     def shards(self, lengths: Sequence[int], documents: Borders = None) -> tuple[Shard, ...]:
@@ -66,7 +72,7 @@ class Ranks:
         return self.cut.shards_of(lengths, documents)
 
     def note_cut(self, lengths: tuple[int, ...], documents: Borders) -> tuple[Shard, ...]:
-        """Remember the lengths of the sequence that is cut now. Returns `shards`."""
+        """Remember the lengths of the shards of a sequence that is being cut, for warnings. Returns the shards."""
         self.lengths_cut_last = lengths
         shards = self.shards(lengths, documents)
         if len(shards) > 1:
@@ -74,7 +80,7 @@ class Ranks:
         return shards
 
     def positions(self, lengths: Sequence[int], borders: Borders = None) -> Tensor:
-        """The positions, within their documents, of this rank's rows: (N_local,) int64 on the CPU."""
+        """The position of each of this rank's rows within its document: (N_local,) int64 on the CPU."""
         seq_len = sum(lengths)
         documents = documents_of(borders, seq_len)
         shard = self.shards(lengths, documents)[self.rank]
@@ -88,7 +94,7 @@ class Ranks:
     def agree(
         self, length: int, fields: dict[str, object], failure: str | None = None
     ) -> tuple[int, ...]:
-        """Every rank's number of rows, once it is clear that all make the same call (`handshake.agree`)."""
+        """Check that all ranks make the same call (`handshake.agree`). Returns every rank's number of rows."""
         if failure:
             raise ValueError(failure)
         return (length,)
@@ -96,16 +102,17 @@ class Ranks:
     def handshake(
         self, length: int, fields: dict[str, object], failure: str | None = None
     ) -> tuple[int, ...]:
-        """`agree`, with a warning if every rank seems to have the whole sequence."""
+        """Do what `agree` does, and warn if every rank seems to have the whole sequence."""
         lengths = self.agree(length, fields, failure)
         self.warn_of_whole(lengths)
         return lengths
 
     @contextmanager
     def all_or_none(self, *agreed: type[Exception]) -> Iterator[None]:
-        """In this block an error of this rank alone (out of memory, say) breaks connections: other ranks fail at once.
+        """A context manager. If this rank raises an error in its block (out of memory, say), it breaks the connections,
+        so that other ranks fail at once.
 
-        agreed: errors that all ranks raise alike, and that break nothing.
+        agreed: types of errors that all ranks raise together. They break nothing.
         """
         try:
             yield
@@ -117,7 +124,8 @@ class Ranks:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """In this block, which precedes a handshake, an error is told to the other ranks, which wait for this one."""
+        """A context manager for checks before a handshake. If one fails, the other ranks, which wait in the handshake,
+        are told why, and raise too."""
         try:
             yield
         except Exception as error:
@@ -125,8 +133,8 @@ class Ranks:
             raise
 
     def check_all_here(self, method: str) -> None:
-        """Raise ValueError if other ranks cannot take part in a call: `simulate.one_rank` runs this rank alone, or this
-        process was forked. method: the call's name, for the error."""
+        """Raise ValueError if other ranks cannot take part in a call, either because `simulate.one_rank` runs this rank
+        alone, or because this process was forked. method: the call's name, for the error."""
 
     # Warnings of lengths that look like a mistake.
 
@@ -138,7 +146,7 @@ class Ranks:
         return False
 
     def expect_lengths(self, lengths: Sequence[int]) -> None:
-        """Do not warn of these numbers of rows: a model added rows of its own to its shards (a class token)."""
+        """Never warn of these numbers of rows. A model that adds rows to its shards (a class token) calls this."""
 
     def warn_once(self, what: str, text: str, stacklevel: int = 3) -> None:
         if what not in self.warned:
@@ -148,13 +156,14 @@ class Ranks:
     # Which module calls.
 
     def number_module(self) -> int:
-        """The number of a new module of this context. Ranks compare the numbers of the modules that call (`caller`)."""
+        """A number for a new module of this context. Before a call ranks compare the numbers of the calling modules."""
         self.num_modules += 1
         return self.num_modules
 
     @contextmanager
     def called_by(self, number: int | None) -> Iterator[None]:
-        """In this block `caller` is the number of the module that makes the calls. After it `caller` is None."""
+        """A context manager: in its block `caller` is the number of the module that makes the calls, and after it
+        None."""
         self.caller = number
         try:
             yield
@@ -182,7 +191,7 @@ class Ranks:
         return Choice("none", "one rank: nothing to send")
 
     def links(self, exchange: str, job: Job) -> Links:
-        """The link and the dealer of this rank in a call with this exchange; see `Links`."""
+        """This rank's link and dealer in a call with this exchange. `Links` says what they are."""
         return None, None
 
     def abandon(self, reason: str) -> None:
@@ -196,7 +205,7 @@ class Ranks:
     def forward(
         self, call: Call, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor, ForwardState]:
-        """out (B, N, H, D), lse (B, N, H), and what the backward takes from this forward."""
+        """out (B, N, H, D), lse (B, N, H), and the state that the backward needs."""
         number = self.calls + 1 if self.name else 0  # one process alone needs no number
         with self.all_or_none(ValueError), self.refusing():
             state = ForwardState.of(number, call, query, cu_seqlens)
@@ -215,8 +224,11 @@ class Ranks:
     def run(
         self, call: Call, stage: str, state: ForwardState, tensors: dict[str, Any]
     ) -> Sequence[Tensor]:
-        """Do the handshake, then plan the call, and carry out the plan. tensors: query, key and value by name, or all
-        `BackwardRows`. Returns the results of the stage."""
+        """Do the handshake, then plan the call, and carry out the plan.
+
+        stage: "forward" or "backward". tensors, by name: query, key and value, or in a backward all `BackwardRows`.
+        Returns out and lse, or in a backward dq, dk and dv.
+        """
         query = tensors["query"]
         key = tensors["key"]
         with self.all_or_none(ValueError), self.refusing():
@@ -231,15 +243,15 @@ class Ranks:
                 return executor.forward(rank_plan, options, **tensors)
             uses_lse = call.return_lse or call.has_sinks
             if rank_plan.dealing is not None and tensors["dlse"] is None and uses_lse:
-                # dlse is None if this rank's loss does not use lse. Other ranks' losses may, and every rank must take
-                # part in dealing dlse: send zeros.
+                # dlse is None if this rank's loss does not use lse. The losses of other ranks may use it. Then all
+                # ranks trade their heads of dlse for positions, and this rank sends zeros.
                 tensors["dlse"] = torch.zeros_like(tensors["lse"])
             return executor.backward(rank_plan, options, BackwardRows(**tensors))
 
     def route(
         self, call: Call, state: ForwardState, query: Tensor, key: Tensor, lengths: Sequence[int]
     ) -> tuple[RankPlan, ExecutorOptions]:
-        """Choose the exchange and plan. Returns the plan, and the options by which it is carried out."""
+        """Choose the exchange, and make the plan. Returns the plan, and the options by which it is carried out."""
         documents = documents_of(state.borders, sum(lengths))
         num_kv_heads = call.num_kv_heads(key.shape[2])
         shards = self.shards(lengths, documents)
@@ -264,7 +276,10 @@ _sharing: "weakref.WeakSet[Ranks]" = weakref.WeakSet()
 
 
 def warn_of_forgotten_parallel(num_rows: int) -> None:
-    """Warn once if a call without `parallel` has as many rows as the shard that an open context cut last."""
+    """Warn once if a call without `parallel` has as many rows as this rank's shard of the sequence that was cut last.
+
+    Contexts that are closed do not count.
+    """
     if torch.compiler.is_compiling():
         return
     for ranks in _sharing:

@@ -11,7 +11,7 @@ from .ranks import Ranks
 
 
 def all_reduce(ranks: Ranks, x: Tensor, call: str = "all_reduce") -> Tensor:
-    """The sum of all ranks' tensors, without a gradient. Each rank gathers all of them: they must be small."""
+    """The sum of all ranks' tensors, without a gradient. Each rank gathers all these tensors, so they must be small."""
     ranks.check_all_here(call)
     fields: dict[str, object] = {
         "call": call,
@@ -31,7 +31,7 @@ def mean_loss(
     local_count: int | Tensor,
     step_count: int | Tensor | None = None,
 ) -> Tensor:
-    """As `ContextParallel.mean_loss`, over these ranks."""
+    """The mean of a loss over these ranks, as `ContextParallel.mean_loss` describes it."""
     call = "mean_loss" if step_count is None else "mean_loss with step_count"
     ranks.check_all_here(call)
     with ranks.refusing():
@@ -92,7 +92,7 @@ class GlobalMean(torch.autograd.Function):
     forward, on every rank:  L = (s_0 + ... + s_{p-1}) / n, and 0 if n = 0
     backward, on rank k:     ds_k = dL * p / n, and 0 if n = 0
 
-    Averaged over the ranks, what a backward computes is the gradient of the mean of the ranks' losses.
+    The factor p is there because gradients of parameters are later averaged over the ranks, which divides by p.
     """
 
     @staticmethod
@@ -111,9 +111,9 @@ class GlobalMean(torch.autograd.Function):
 
 
 class SumOverRanks(torch.autograd.Function):
-    """Forward: the sum of all ranks' tensors, on each. Backward: the sum of all ranks' gradients.
+    """Forward: every rank gets the sum of all ranks' tensors. Backward: each gets the sum of all ranks' gradients.
 
-    Averaged over the ranks, what a backward computes is the gradient of the mean of the ranks' losses.
+    If gradients of parameters are then averaged over the ranks, they are those of the mean of the ranks' losses.
     """
 
     @staticmethod

@@ -1,4 +1,5 @@
-"""A context's `shard` and `unshard`: each rank's rows of a whole tensor, and the whole from them, with gradients."""
+"""`ContextParallel.shard` and `unshard`, with gradients. They cut each rank's rows out of a whole tensor, and join all
+ranks' rows to the whole tensor."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +24,7 @@ def check_dim(call: str, x: Any, dim: Any) -> None:
 
 
 def rows_fields(call: str, x: Tensor, dim: int) -> dict[str, object]:
-    """What must be the same on all ranks before they gather each other's rows."""
+    """What must be the same on all ranks before they gather each other's rows, by name, for the handshake."""
     return {
         "call": call,
         "dim": dim,
@@ -34,7 +35,7 @@ def rows_fields(call: str, x: Tensor, dim: int) -> dict[str, object]:
 
 
 def forward_fields(call: str, x: Tensor, dim: int) -> dict[str, object]:
-    """`rows_fields`, and whether a backward will follow: all ranks run it, or none."""
+    """`rows_fields`, and whether a backward will follow, which must be the same on all ranks too."""
     return rows_fields(call, x, dim) | {"gradients": x.requires_grad and torch.is_grad_enabled()}
 
 
@@ -42,18 +43,19 @@ def own_rows(x: Tensor, shard: Shard, dim: int) -> Tensor:
     rows_of_spans = [x.narrow(dim, span.start, span.stop - span.start) for span in shard]
     if not rows_of_spans:
         rows_of_spans = [x.narrow(dim, 0, 0)]
-    return torch.cat(rows_of_spans, dim=dim)  # a copy: a view would keep the whole tensor alive
+    # Copy the rows, since a view would keep the whole tensor alive.
+    return torch.cat(rows_of_spans, dim=dim)
 
 
 def _all_rows(x: Tensor, ranks: Ranks, shards: Sequence[Shard], dim: int, moment: str) -> Tensor:
-    """The whole tensor, from each rank's rows x."""
+    """Gather all ranks' rows, and return the whole tensor. x: this rank's rows."""
     lengths = [shard_length(shard) for shard in shards]
     with ranks.all_or_none():
         return whole_of(ranks.gather(x, lengths, dim, moment), shards, dim)
 
 
 def whole_of(rows_by_rank: Sequence[Tensor], shards: Sequence[Shard], dim: int) -> Tensor:
-    """The whole tensor, from every rank's rows."""
+    """The whole tensor, joined from every rank's rows in the order of positions."""
     rows_of_span: dict[Span, Tensor] = {}
     for shard, rows in zip(shards, rows_by_rank, strict=True):
         lengths = [span.stop - span.start for span in shard]
@@ -113,7 +115,7 @@ class UnshardRows(torch.autograd.Function):
             received = ctx.ranks.scatter(
                 [rows.flatten() for rows in rows_by_rank], sizes, grad, moment
             )
-            # Summed in float32: 16 bits would round after each rank.
+            # Sum in float32. A sum in 16 bits would be rounded after each rank.
             total = grad.new_zeros(
                 shape.numel(), dtype=torch.promote_types(grad.dtype, torch.float32)
             )

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 
 class Handle(NamedTuple):
-    """A message to wait for, how an error names it, and the peer that it goes to or comes from."""
+    """A message to wait for. description: how an error names the message. peer: the rank that it goes to or comes
+    from."""
 
     work: dist.Work
     description: str
@@ -26,7 +27,8 @@ _threads: "weakref.WeakSet[Thread]" = weakref.WeakSet()
 
 
 def start_thread(function: Callable[..., None], *args: object) -> Thread:
-    # Named, since an unnamed thread would use up a number of "Thread-N". Ranks compare the names of user threads.
+    # The thread gets a name. Without one it would use up a number of "Thread-N", and ranks, which compare the names of
+    # the user's threads, might find different numbers.
     thread = Thread(target=_run, args=(function, *args), daemon=True, name="rda")
     thread.start()
     _threads.add(thread)
@@ -34,14 +36,15 @@ def start_thread(function: Callable[..., None], *args: object) -> Thread:
 
 
 def _run(function: Callable[..., None], *args: object) -> None:
-    # A message writes into its profiler event as it ends. torch's profiler frees the event when the profiler stops.
+    # Record no profiler events in this thread. A message writes to its event as it ends, but torch's profiler frees all
+    # events when the profiler stops.
     if hasattr(torch.autograd, "_enable_record_function"):
-        torch.autograd._enable_record_function(False)  # for this thread only
+        torch.autograd._enable_record_function(False)
     function(*args)
 
 
 def _forget() -> None:
-    """In a forked process, forget threads and connections: they are the parent's, and must not end with the child."""
+    """In a forked process, forget the threads and connections of the parent process: the child must not end them."""
     with_threads.clear()
     _threads.clear()
 
@@ -69,7 +72,7 @@ class Sentinel:
         self.error: RuntimeError | None = None
         posted = Event()
         start_thread(self._watch, receive, posted)
-        posted.wait()  # so that no `close` comes before the receive
+        posted.wait()  # until the receive has started, so that no `close` comes before it
 
     def _watch(self, receive: Callable[[], dist.Work], posted: Event) -> None:
         try:
@@ -115,4 +118,5 @@ class Worker:
     def _serve(queue: SimpleQueue[Callable[[], None] | None]) -> None:
         while (function := queue.get()) is not None:
             function()
-            del function  # free its messages now: the next function may come much later
+            # Free the function's messages now, since the next function may come much later.
+            del function

@@ -1,4 +1,4 @@
-"""Imitates ranks in one process: all ranks of a sequence, or one rank of any job. Measures what ranks send and hold."""
+"""Imitates ranks in one process, either all ranks of a job or one of them. Measures what each rank sends and holds."""
 
 from .all_ranks import all_ranks
 from .measuring import measuring

@@ -1,7 +1,7 @@
 """Runs all ranks of a sequence in one process, with the plans and programs of real ranks. Nothing is sent.
 
-Each rank is a thread. Only one thread runs at a time, until it has to wait for a message. What a message would carry
-is copied from the sender's buffer into the receiver's.
+Each rank is a thread. Only one thread runs at a time, until it has to wait for a message. A message is a copy from the
+sender's buffer into the receiver's.
 """
 
 import threading
@@ -28,7 +28,7 @@ from ..run import executor
 from ..run.executor import ExecutorOptions
 from ..run.link_contract import Messages, Pending
 
-Given = Sequence[Tensor | None]  # the rows of query, key and value, or all `BackwardRows`
+Given = Sequence[Tensor | None]  # one rank's rows of query, key and value, or in backward of all `BackwardRows`
 
 
 class Simulated(ContextParallel):
@@ -60,16 +60,19 @@ def all_ranks(
     return Simulated(SimulatedRanks(cut_of(num_ranks, sharding, align, lengths)))
 
 
-# For each (sender, receiver): tensors, each with an event that is set when the tensor has been delivered.
+# For each (sender, receiver): tensors that wait for delivery, each with an event that is set when it is delivered.
 Posted = defaultdict[tuple[int, int], deque[tuple[Tensor, threading.Event]]]
 
 
 class _Stopped(RuntimeError):
-    """Another rank has failed."""
+    """Stops the thread of a rank because another rank has failed."""
 
 
 class Wires:
-    """What the simulated ranks share: sends that lack a receive, receives that lack a send, and whose turn it is."""
+    """What the threads of the simulated ranks share. A thread runs only while it holds the lock `turn`.
+
+    sends: those that wait for their receive. receives: those that wait for their send.
+    """
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
@@ -80,7 +83,10 @@ class Wires:
         self.bytes_sent: Counter[int] = Counter()
 
     def post(self, pair: tuple[int, int], tensor: Tensor, is_send: bool) -> threading.Event:
-        """Post a send or a receive. A pair's k-th send is delivered into its k-th receive, once both are posted."""
+        """Start a send or a receive between a pair (sender, receiver). Returns an event that is set on delivery.
+
+        A pair's k-th send is copied into its k-th receive, as soon as both have started.
+        """
         sends = self.sends[pair]
         receives = self.receives[pair]
         done = threading.Event()
@@ -94,7 +100,7 @@ class Wires:
         return done
 
     def wait(self, event: threading.Event) -> None:
-        """Let other ranks run until the event is set."""
+        """Return when the event is set. Until then other ranks run."""
         if event.is_set():
             return
         if self.error is None:
@@ -108,7 +114,7 @@ class Wires:
 
 
 class SimulatedPending:
-    """Messages of a simulated rank. Their tensors are kept until the rank has waited for them, as on a real rank."""
+    """Messages that a simulated rank has started. Their tensors are kept until `wait` returns, as on a real rank."""
 
     def __init__(self, wires: Wires, events: list[threading.Event], tensors: list[Tensor]) -> None:
         self.wires = wires
@@ -139,9 +145,11 @@ class SimulatedLink:
 
 @contextmanager
 def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Run the block on a stream, in a thread that `run_in_turn` started. Afterwards the thread stays on the stream's
-    GPU: going back to GPU 0, where threads begin, would open a CUDA context there, of half a GB. (No GPU has run
-    this.)"""
+    """A context manager that runs its block on a stream, in a thread that `run_in_turn` started.
+
+    Afterwards the thread stays on the stream's GPU. A thread begins on GPU 0, but going back there would open a CUDA
+    context of half a GB on that GPU. (No GPU has run this.)
+    """
     torch.cuda.set_device(stream.device)
     with torch.cuda.stream(stream):
         yield
@@ -151,7 +159,8 @@ def run_in_turn(world_size: int, work: Callable[[int, SimulatedLink], Any]) -> l
     """Call work(rank, link) for every rank, each in a thread. Returns the results in the order of ranks."""
     wires = Wires()
     results = [None] * world_size
-    # A new thread has the first device and its default stream, which does not wait for the caller's stream.
+    # The threads run on the caller's stream. A new thread would use the first GPU and its default stream, which does
+    # not wait for the caller's stream.
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def one(rank: int) -> None:
@@ -183,7 +192,7 @@ class SimulatedRanks(Ranks):
 
     def __init__(self, cut: ShardSpec) -> None:
         super().__init__(cut)
-        # Makes, from a rank's link and rows, the context manager in which the rank runs its part of a call.
+        # Called with a rank's link and rows. It returns the context manager in which the rank runs its part of a call.
         self.around: Callable[[SimulatedLink, Given], AbstractContextManager[Any]] = (
             lambda link, rows: nullcontext()
         )
@@ -200,7 +209,8 @@ class SimulatedRanks(Ranks):
     def run(
         self, call: Call, stage: str, state: ForwardState, tensors: dict[str, Any]
     ) -> list[Tensor]:
-        """Run a stage on every rank, with its rows of the tensors. Returns the results for all positions."""
+        """Run a stage ("forward" or "backward") on every rank, with the rank's rows of the tensors. Returns the results
+        for all positions."""
         key = tensors["key"]
         seq_len = key.shape[1]
         tensors = tensors | {"query": call.scaled(tensors["query"])}
@@ -229,7 +239,9 @@ class SimulatedRanks(Ranks):
 
 def _rows_of(x: Tensor, shard: Shard) -> Tensor:
     """A rank's rows of a full (B, N, ...) tensor: a view if the rows are one span of a batch of 1, else a copy.
-    The result is contiguous, as on a real rank: otherwise a batch would take more kernel calls (`views.folds`)."""
+
+    The result is contiguous, as on a real rank. If it were not, a batch would take more kernel calls (`views.folds`).
+    """
     if len(shard) == 1:
         return x[:, shard[0].start : shard[0].stop].contiguous()
     return torch.cat([x[:, :0], *(x[:, start:stop] for start, stop in shard)], dim=1)

@@ -28,15 +28,15 @@ class MemoryUse(NamedTuple):
 
 @contextmanager
 def measuring(parallel: ContextParallel) -> Iterator[list[MemoryUse]]:
-    """What each simulated rank sends and holds in the calls of a `with` block.
+    """A context manager that measures the calls in its block. It yields a list with a `MemoryUse` for each rank.
 
         with simulate.measuring(parallel) as ranks:
             dilated_attention(query, key, value, pattern, parallel=parallel)
         print(*ranks, sep="\\n")
 
     A rank holds its rows of query, key and value. In backward it also holds its rows of out, lse and out's gradient.
-    Tensors that the rank makes count too: buffers, accumulators, partials. The memory that a kernel allocates and frees
-    within a call is not seen; `rda plan` lists it.
+    Tensors that the rank makes count too: buffers, accumulators, and the results of kernels. The memory that a kernel
+    allocates and frees within a call does not count; `rda plan` lists it.
 
     Raises:
         ValueError: unless all ranks are simulated. (`python -m benchmarks ranks` measures real ranks.)
@@ -66,9 +66,10 @@ def measuring(parallel: ContextParallel) -> Iterator[list[MemoryUse]]:
 
 
 class Held(TorchDispatchMode):
-    """Counts bytes: of the given rows, and of every storage that an op of this thread returns, while the storage lives.
+    """Counts the bytes that exist at once in this thread: the given rows, and all storages that ops return and that are
+    still alive.
 
-    Memory that an op allocates and frees inside one call is not seen: a kernel's scratch, a cast to the dtype of a sum.
+    Memory that an op allocates and frees within itself does not count, as a kernel's scratch or a cast inside a sum.
     """
 
     def __init__(self, rows: Given) -> None:
@@ -89,7 +90,8 @@ class Held(TorchDispatchMode):
         )
         known = {storage._cdata for storage in given}
         for storage in made:
-            if storage._cdata not in known:  # otherwise it is a view, or was written in place
+            # A result with the storage of an argument is a view, or was written in place. It has no new memory.
+            if storage._cdata not in known:
                 known.add(storage._cdata)
                 self._hold(storage.nbytes())
                 weakref.finalize(storage, self._hold, -storage.nbytes()).atexit = False

@@ -1,4 +1,5 @@
-"""Runs one rank of a job of any size, by its own plan. Keys and values of other ranks are made when they are needed.
+"""Runs one rank of a job of any size, by the plan that this rank would have in the job. What the other ranks would send
+is made on the spot: the keys and values of a chunk (the rows that one rank sends to others).
 
 B batch, G key/value heads, M rows of one head, D head dim.
 """
@@ -25,9 +26,11 @@ from .all_ranks import Simulated
 
 
 class GlobalChunk(NamedTuple):
-    """The chunk that a message carries: rows of the rank `owner`, or their gradient.
+    """The chunk that a message carries: keys and values of the rank `owner`, or their gradients.
 
-    origin, lane: as in `plan/rings.py`. rows: by global position, each with the block of the chunk that holds them.
+    branch, origin, lane: which ring the chunk belongs to (`plan/rings.py`).
+    size: the chunk's numbers, for a batch of 1 and a head dim of 1.
+    rows: pairs. The first says the global positions and heads of some rows, the second where they lie in the chunk.
     """
 
     owner: int
@@ -39,7 +42,7 @@ class GlobalChunk(NamedTuple):
 
 
 def chunk_finder(job: Job, rank: int) -> Callable[[Message], GlobalChunk]:
-    """A function from a message of the rank's plan to the chunk that the message carries."""
+    """A function that tells which chunk a message of the rank's plan carries."""
     planner = planner_of(job)
     _, rings = planner.local_and_rings(rank)
     ring_at = dict(zip(offsets_of(rings), rings, strict=False))
@@ -56,9 +59,10 @@ def chunk_finder(job: Job, rank: int) -> Callable[[Message], GlobalChunk]:
 
 
 class OtherRanks:
-    """What the other ranks send to the rank that runs, and what they take from it. A subclass makes keys and values.
+    """Stands for all ranks but the one that runs. A subclass defines the keys and values that they send.
 
-    The other ranks contribute no gradients unless the subclass overrides `gradient_home`.
+    They add nothing to the gradients of the running rank's keys and values, unless the subclass overrides
+    `gradient_home`.
     """
 
     def keys_and_values(self, positions_GM: Tensor, heads_G1: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,11 +70,17 @@ class OtherRanks:
         raise NotImplementedError
 
     def take_gradient(self, chunk: GlobalChunk, gradient: Tensor) -> None:
-        """Called with what this rank adds to the gradient of another rank's chunk, laid out by `chunk.rows`. Copy
-        `gradient` to keep it."""
+        """Called when the running rank sends its part of the gradient of another rank's chunk. A subclass may override
+        it, to look at the gradient.
+
+        gradient: flat, laid out by `chunk.rows`. Its memory is used again, so copy it to keep it.
+        """
 
     def gradient_home(self, chunk: GlobalChunk) -> Tensor | None:
-        """The sum of the other ranks' contributions to the gradient of this rank's chunk, or None for zero."""
+        """The sum of what the other ranks add to the gradient of a chunk of the running rank, or None for zero.
+
+        The sum is a flat tensor, laid out by `chunk.rows`.
+        """
         return None
 
 
@@ -103,14 +113,15 @@ def one_rank(
 
 
 class Delivered:
-    """Messages that have already arrived."""
+    """Messages that have already been delivered, so that there is nothing to wait for."""
 
     def wait(self) -> None:
         pass
 
 
 class OneRankLink:
-    """Delivers at once what `others` makes, and hands `others` the gradients that this rank sends."""
+    """The link of the running rank. Its receives get at once what `others` makes, and `others` gets the gradients that
+    the rank sends."""
 
     def __init__(
         self, rank: int, others: OtherRanks, chunk_of: Callable[[Message], GlobalChunk]
@@ -126,7 +137,9 @@ class OneRankLink:
         for x, message in receives:
             if not message.is_gradient:
                 self._make_chunk(x, self.chunk_of(message))
-            else:  # what others add to the gradient of another rank's chunk is not needed here
+            else:
+                # Only the gradient of an own chunk gets what the other ranks add. For the gradient of another rank's
+                # chunk, the running rank starts from zero.
                 is_home = message.owner == self.rank
                 gradient = self.others.gradient_home(self.chunk_of(message)) if is_home else None
                 x.zero_() if gradient is None else x.copy_(gradient)
@@ -152,14 +165,15 @@ class OneRankLink:
 
 
 def grid(rows: Rows) -> tuple[Tensor, Tensor]:
-    """Positions (G, M) and key/value heads (G, 1) of a chunk's rows."""
+    """The positions (G, M) and the key/value heads (G, 1) of some rows."""
     heads = torch.arange(rows.heads.start, rows.heads.stop, rows.heads.step).unsqueeze(1)
     first = rows.first + torch.arange(len(rows.heads)).unsqueeze(1) * rows.shift
     return first + torch.arange(rows.num_rows) * rows.step, heads
 
 
 class OneRank(Ranks):
-    """One rank of a larger job, on its own rows. All ranks have equally many rows, unless the cut has lengths."""
+    """One rank of a larger job, which runs on its own rows. All ranks are taken to have equally many rows, unless the
+    context was made with `lengths`."""
 
     name = "simulated"
 

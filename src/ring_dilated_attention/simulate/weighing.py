@@ -1,7 +1,10 @@
-"""Weighs an attention call on one rank: its programs are carried out on tensors of the device "meta", which have sizes
-and no data, and the bytes that exist at once are counted.
+"""Counts the bytes that one rank holds in an attention call, without computing it.
 
-B batch (in a tile: segments too), N positions, H query heads, G key/value heads, M query rows, L key rows, D head dim.
+The rank's programs (the steps of its forward and backward) are carried out on tensors of the device "meta", which have
+sizes but no data. The bytes that exist at once are counted.
+
+A tile is some query rows and the key rows that they attend to. B batch (in a tile: segments too), N positions, H query
+heads, G key/value heads, M query rows, L key rows, D head dim.
 """
 
 from collections import Counter
@@ -39,15 +42,17 @@ from ..run import executor
 from ..run.executor import ExecutorOptions
 from .measuring import Held
 
-# With more hops, only two hops of each kind are weighed.
+# If a plan has more hops (exchanges with neighbours in a ring), only two hops of each kind are weighed.
 MOST_HOPS = 64
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by itemsize
 
 
 class AttentionWeight(NamedTuple):
-    """The most bytes that a rank holds in a forward, and in its backward; and the bytes that it is given in each.
+    """Bytes that one rank holds in a call.
 
-    Given are query, key and value; in the backward also out, lse and out's gradient.
+    forward, backward: the most bytes that it holds at once in the forward, and in the backward.
+    given_forward: the bytes of query, key and value.
+    given_backward: the bytes of query, key, value, out, lse and out's gradient.
     """
 
     forward: int
@@ -61,7 +66,8 @@ class AttentionWeight(NamedTuple):
 
 
 class MetaKernel:
-    """Makes results of the shapes, dtypes and strides that `kernels/contract.py` states, and a kernel's scratch."""
+    """Stands for a kernel. It makes results of the shapes, dtypes and strides that `kernels/contract.py` states, and
+    allocates the kernel's scratch, but computes nothing."""
 
     ops: Callable[[Tensor], dict[str, str | None]] | None = None
 
@@ -74,11 +80,12 @@ class MetaKernel:
         return None
 
     def takes_short_rows(self, dtype: torch.dtype) -> bool:
-        """False for the CPU, as if it had no matrix unit, whichever CPU runs this: then 16-bit rows are copied."""
+        """False for "cpu", so that 16-bit rows are copied to float32, as on a CPU without a matrix unit. The bytes then
+        do not depend on the machine that counts them."""
         return self.NAME != "cpu"
 
     def merging(self, query: Tensor) -> Merging | None:
-        """For "sdpa" functions that do nothing, since the kernels in Triton allocate no memory. None for "cpu"."""
+        """Functions that do nothing for "sdpa", since its kernels in Triton allocate no memory. None for "cpu"."""
         if self.NAME != "sdpa":
             return None
         return Merging(_nothing, _nothing, _nothing)
@@ -101,17 +108,17 @@ class MetaKernel:
         return gradients
 
     def _take_scratch(self, q_BHMD: Tensor, k_BGLD: Tensor, dout_BHMD: Tensor | None) -> None:
-        """Allocate and free the kernel's scratch, while the results exist."""
+        """Allocate the kernel's scratch and free it at once. The results already exist, so the peak has both."""
         num_bytes = self.TRAITS.scratch(q_BHMD, k_BGLD, dout_BHMD, self.num_threads)
         q_BHMD.new_empty(num_bytes, dtype=torch.uint8)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Merge, add or lay out rows of tensors that have no data."""
+    """Stands for merging, adding or laying out rows. The tensors have no data, so there is nothing to do."""
 
 
 def _empty_like(x_BHMD: Tensor) -> Tensor:
-    """An empty tensor of this shape. The heads of a row lie side by side in memory, as in what kernels return."""
+    """An empty tensor of this shape. The heads of a row lie side by side in memory, as in the results of kernels."""
     batch, num_heads, num_rows, head_dim = x_BHMD.shape
     return x_BHMD.new_empty(batch, num_rows, num_heads, head_dim).transpose(1, 2)
 
@@ -154,11 +161,12 @@ def weigh_attention(rank_plan: RankPlan, sizes: Sizes, kernel: str) -> Attention
 
 
 def brief_program(plan: Plan, stage: str, facts: CallFacts) -> Iterator[Step]:
-    """The program with only two kernel calls of each kind, beside those whose results are kept. Steps that neither
-    allocate nor free memory are left out too.
+    """A shorter program of the stage ("forward" or "backward") with the same peak of memory.
 
-    Two show the peak: the second runs while the results of the first are held. Calls are of one kind if they have equal
-    sizes and strides, equal uses of their results, and buffers of equal size beside them.
+    It has only two kernel calls of each kind, and all calls whose results are kept. Two calls are enough for the peak:
+    the second runs while the results of the first are held. Calls are of one kind if they have equal sizes and strides,
+    equal uses of their results, and buffers of equal size beside them. Steps that neither allocate nor free memory are
+    left out.
     """
     program = make_program(plan, stage, facts)
     buffers: dict[str, int] = {}
@@ -187,7 +195,7 @@ def brief_program(plan: Plan, stage: str, facts: CallFacts) -> Iterator[Step]:
 
 
 def _kind(tile: Tile) -> tuple[object, ...]:
-    """A key that is equal for tiles whose rows differ only in where they lie."""
+    """A key to group tiles by. It is equal for tiles that differ only in where their rows lie."""
     query = tile.query._replace(first=0, heads=range(len(tile.query.heads)))
     if isinstance(tile.key, Rows):
         return query, tile.key._replace(first=0, heads=range(len(tile.key.heads)))
@@ -195,7 +203,10 @@ def _kind(tile: Tile) -> tuple[object, ...]:
 
 
 def _with_few_hops(plan: Plan) -> Plan:
-    """The plan. If it has more than MOST_HOPS hops, it keeps only two of each kind, and the last."""
+    """The plan itself, or, if it has more than MOST_HOPS hops, a plan with only two hops of each kind and the last hop.
+
+    Hops are of one kind if their tiles are, and if this rank sends chunks of its own of equal sizes.
+    """
     if len(plan.hops) <= MOST_HOPS:
         return plan
     num_hops = Counter[tuple]()
