@@ -28,7 +28,8 @@ from ..run import executor
 from ..run.executor import ExecutorOptions
 from ..run.link_contract import Messages, Pending
 
-Given = Sequence[Tensor | None]  # one rank's rows of query, key and value, or in backward of all `BackwardRows`
+# One rank's rows: those of query, key and value, or in a backward those of all `BackwardRows`.
+Given = Sequence[Tensor | None]
 
 
 class Simulated(ContextParallel):
