@@ -60,8 +60,9 @@ def dilated_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Exact dilated attention (LongNet, arXiv 2307.02486): one softmax over the keys of all branches.
 
-    out[i] = softmax_j(q_i k_j * scale + log M[h, i, j]) v_j, where M[h, i, j] is the number of branches in which query
-    i of head h sees key j. A (query, head) that no branch covers has out = 0 and lse = -inf (or the sink).
+    A branch of the pattern is a segment length with a dilation rate. out[i] = softmax_j(q_i k_j * scale +
+    log M[h, i, j]) v_j, where M[h, i, j] is the number of branches in which query i of head h sees key j. If a query of
+    a head sees no key in any branch, it has out = 0 and lse = -inf (or the sink).
 
     Args:
         query: (B, N, H, D), float64, float32, bfloat16 or float16. Under `parallel` this rank's rows.
@@ -164,7 +165,7 @@ def save_attention() -> tuple[Any, Any]:
 
         checkpoint(block, x, use_reentrant=False, context_fn=save_attention)
 
-    Without this `context_fn`, the recomputation makes ranks send all chunks a second time.
+    Without this `context_fn` the recomputation would make ranks send their keys and values a second time.
     """
 
     def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

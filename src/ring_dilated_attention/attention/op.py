@@ -22,7 +22,7 @@ def define_op(
     `torch.library.custom_op` tells dynamo not to trace the function. For that it imports torch._dynamo at the first
     call, which takes a second or two. This op tells dynamo only if something else has imported torch._dynamo.
     """
-    # The function as dynamo leaves it alone, made at the first call. (Dynamo would warn of functools.cache.)
+    # Holds the function that dynamo does not trace, once it has been made. (Dynamo would warn of functools.cache.)
     untraced: list[Code] = []
 
     def run(*args: Any) -> Any:

@@ -44,7 +44,8 @@ class TileRows(NamedTuple):
 
 
 class GradientSum(NamedTuple):
-    """A tensor (B, N, H, D), the tiles' gradients whose sum is written to it, and the heads that are written."""
+    """The gradients of tiles, and where their sum is written. total: the tensor (B, N, H, D) that gets the sum.
+    heads: those of its heads that are written."""
 
     total: Tensor
     gradients: Sequence[TileRows]

@@ -17,7 +17,7 @@ from .traits import MOST_PADDED, padded_head_dim
 
 
 class TileFacts(NamedTuple):
-    """The facts of a tile on which the choice of an op depends."""
+    """What the choice of an op for a tile depends on."""
 
     dtype: torch.dtype
     device: torch.device
@@ -34,9 +34,10 @@ class TileFacts(NamedTuple):
 
 
 class Op(NamedTuple):
-    """What `aten._scaled_dot_product_<name>_attention` and its backward take."""
+    """One attention op of torch, `aten._scaled_dot_product_<name>_attention`: the tiles that it and its backward take,
+    and their arguments."""
 
-    is_enabled: Callable[[], bool]  # Whether torch's own switch is on.
+    is_enabled: Callable[[], bool]  # Whether the op is switched on in torch.
     capabilities: dict[torch.dtype, tuple[int, int]]  # The least compute capability for each dtype.
     max_head_dim: float
     # Makes the arguments that the backward op takes after value.
@@ -45,7 +46,8 @@ class Op(NamedTuple):
     forward_arguments: tuple[Any, ...] = (None, True)
     # Returns a reason of the op's own why it cannot compute a tile, or None.
     refuses: Callable[[TileFacts], str | None] = lambda tile: None
-    max_batch: float = 65_535  # The most blocks along a CUDA grid's second and third dimension.
+    # The most batch entries. A CUDA grid has at most so many blocks along its second and third dimension.
+    max_batch: float = 65_535
     takes_groups: bool = False  # Whether it takes fewer key/value heads than query heads.
     takes_strides: bool = False  # Whether out and dout may have any strides.
 
@@ -169,14 +171,15 @@ OPS = {
         takes_groups=True,
         takes_strides=True,
     ),
-    "efficient": Op(  # its backward assumes that out's row stride is H * D
+    "efficient": Op(  # takes_strides is False: its backward assumes that out's row stride is H * D
         torch.backends.cuda.mem_efficient_sdp_enabled,
         {torch.float32: (5, 0), torch.float16: (5, 0), torch.bfloat16: (8, 0)},
         max_head_dim=math.inf,
         backward_arguments=_efficient_arguments,
         max_batch=math.inf,  # the op splits larger batches itself
     ),
-    "cudnn": Op(  # its backward asserts that the strides of out and dout are the same (pytorch#176915)
+    # takes_strides is False: its backward asserts that the strides of out and dout are the same (pytorch#176915).
+    "cudnn": Op(
         torch.backends.cuda.cudnn_sdp_enabled,
         _SM80,
         max_head_dim=128,  # some versions take 256 on some GPUs, and not always backward

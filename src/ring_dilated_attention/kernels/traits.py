@@ -37,8 +37,9 @@ def cuda_scratch(query: Any, key: Any, dout: Any, num_threads: int) -> int:
     """Bytes that torch's CUDA ops allocate and free within a call, for a tile's tensors (B, H, M, D). dout: None in
     forward.
 
-    Flash's backward allocates a padded float32 tensor for dq, and one for a number of each row. cuDNN is assumed to
-    need about as much, which is undocumented. These are numbers from torch's sources. Nothing was measured.
+    According to torch's sources flash's backward allocates two float32 tensors: dq with padded rows and head dims, and
+    one with a number for each row. cuDNN is assumed to need about as much; its needs are not documented. Nothing was
+    measured.
     """
     if dout is None:
         return 0

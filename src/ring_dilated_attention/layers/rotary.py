@@ -34,7 +34,7 @@ class RotaryTable:
         return RotaryTable(self.cos_ND[rows], self.sin_ND[rows], self.base)
 
     def check(self, rows: Sequence[int], head_dim: int, base: float) -> None:
-        """Raise ValueError unless the table was made for these rows (B, N)."""
+        """Raise ValueError unless the table was made for inputs with `rows` = (B, N) and this head dim and base."""
         *batch, num_rows, half = self.cos_ND.shape
         found = (num_rows, 2 * half, self.base)
         needed = (rows[1], head_dim, base)

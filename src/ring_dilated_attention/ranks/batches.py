@@ -20,7 +20,7 @@ Layouts = dict[str, tuple[list[int], str]]  # the shape and the dtype of each te
 
 
 def shard_batch(ranks: Ranks, batch: Batch | None, source: int | None) -> dict[str, Tensor]:
-    """As `ContextParallel.shard_batch`."""
+    """This rank's rows of a batch. `ContextParallel.shard_batch` describes it."""
     ranks.check_all_here("shard_batch")
     with ranks.refusing():
         _check_batch(batch, ranks, source)

@@ -19,7 +19,8 @@ CALLER = "which module calls (numbered as modules were made with this context)"
 
 
 class RefusedError(ValueError):
-    """One rank refuses a call, or the calls of the ranks differ. All ranks raise it, before any tensor is sent."""
+    """One rank refuses a call, since its arguments are wrong, or the calls of the ranks differ. All ranks raise this
+    error, before any tensor is sent."""
 
 
 def agree(

@@ -29,7 +29,7 @@ class NamedContext:
 
 
 def context_named(key: str) -> NamedContext:
-    """The context that an op was called with."""
+    """The context with this key. Raises RuntimeError if it exists no more."""
     if key not in _contexts:
         raise RuntimeError(f"the ContextParallel {key!r} is gone. Keep it as long as it is in use.")
     return _contexts[key]

@@ -173,11 +173,13 @@ class Ranks:
     # What ranks send to each other.
 
     def records(self, record: Tensor, moment: str) -> list[Tensor]:
-        """Every process's record, all of one shape and dtype, on the CPU."""
+        """Send this process's record to all others, and return every process's record. A record is a tensor on the CPU,
+        of the same shape and dtype in all processes."""
         return [record]
 
     def gather(self, x: Tensor, lengths: Sequence[int], dim: int, moment: str) -> list[Tensor]:
-        """All processes' tensors, which differ only in their length along `dim`."""
+        """Send this process's tensor to all others, and return every process's tensor. They may differ only in their
+        length along `dim`, given by `lengths`."""
         return [x]
 
     def scatter(
@@ -266,7 +268,7 @@ class Ranks:
     def fields(
         self, call: Call, stage: str, state: ForwardState, query: Tensor, key: Tensor
     ) -> dict[str, object]:
-        """What must be the same on all ranks, by name."""
+        """What must be the same on all ranks in a call, by name, for the handshake."""
         return {}
 
 

@@ -63,9 +63,9 @@ def end_all_threads() -> None:
 
 
 class Sentinel:
-    """Watches a peer by a receive that nobody answers, which fails as soon as the connection does.
+    """Watches the connection to a peer. It starts a receive that nobody answers. If the connection breaks, this fails.
 
-    Each peer gets one sentinel and keeps it, because gloo keeps every receive: a second sentinel would add another.
+    Each peer gets one sentinel and keeps it. A second sentinel would start a second receive, and gloo keeps every one.
     """
 
     def __init__(self, receive: Callable[[], dist.Work]) -> None:

@@ -1,5 +1,7 @@
-"""Runs one rank of a job of any size, by the plan that this rank would have in the job. What the other ranks would send
-is made on the spot: the keys and values of a chunk (the rows that one rank sends to others).
+"""Runs one rank of a job of any size, by the plan that this rank would have in the job. The keys and values that the
+other ranks would send are made when they are needed.
+
+A chunk is the keys and values that one rank sends to others, packed into one flat tensor.
 
 B batch, G key/value heads, M rows of one head, D head dim.
 """
@@ -100,7 +102,8 @@ def one_rank(
         sharding, align, lengths: how the ranks share the sequence, as `ContextParallel` takes them.
 
     Raises:
-        ValueError: for a rank outside 0 to num_ranks - 1, for `others` of another type, and what `all_ranks` refuses.
+        ValueError: for a rank outside 0 to num_ranks - 1, for `others` of another type, and for arguments that
+            `all_ranks` refuses.
     """
     cut = cut_of(num_ranks, sharding, align, lengths)
     if not is_integer(rank) or not 0 <= rank < num_ranks:
