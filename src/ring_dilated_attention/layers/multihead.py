@@ -111,7 +111,8 @@ class MultiheadDilatedAttention(NumberedModule, RemembersPattern):
         self.heads_held = range(num_heads) if heads_held is None else heads_held
         num_held = len(self.heads_held) if isinstance(heads_held, range) else num_heads
         ratio = num_heads // num_kv_heads
-        held_heads(num_held, ratio, self.heads_held, num_heads)  # raises ValueError if they do not fit
+        # Raises ValueError if the heads do not fit the layer.
+        held_heads(num_held, ratio, self.heads_held, num_heads)
         if sub_layernorm and num_held < num_heads:
             some = f"heads_held={heads_held} are {num_held} of them: leave out one of the two"
             raise ValueError(
