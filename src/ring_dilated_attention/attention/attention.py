@@ -60,9 +60,12 @@ def dilated_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Exact dilated attention (LongNet, arXiv 2307.02486): one softmax over the keys of all branches.
 
-    A branch of the pattern is a segment length with a dilation rate. out[i] = softmax_j(q_i k_j * scale +
-    log M[h, i, j]) v_j, where M[h, i, j] is the number of branches in which query i of head h sees key j. If a query of
-    a head sees no key in any branch, it has out = 0 and lse = -inf (or the sink).
+    A branch of the pattern is a segment length with a dilation rate. M[h, i, j] is the number of branches in which
+    query i of head h sees key j:
+
+        out[i] = softmax_j(q_i k_j * scale + log M[h, i, j]) v_j
+
+    If a query sees no key in any branch, it has out = 0 and lse = -inf (or the sink).
 
     Args:
         query: (B, N, H, D), float64, float32, bfloat16 or float16. Under `parallel` this rank's rows.
@@ -143,7 +146,7 @@ def dilated_attention(
             cache.plan.max_len,
             cache.plan.keep,
         )
-    else:  # not the op `_append`: with a short cache its overhead would be a quarter of the time of a token
+    else:  # without the op `_append`: with a short cache its overhead would be a quarter of a token's time
         out, lse = append(
             cache.plan,
             call.backend,

@@ -1,4 +1,4 @@
-"""Defines custom ops. Unlike `torch.library.custom_op` this does not import torch's compiler."""
+"""Defines custom ops without importing torch's compiler, which `torch.library.custom_op` would import."""
 
 import sys
 from collections.abc import Callable

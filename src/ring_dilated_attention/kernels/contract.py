@@ -18,7 +18,7 @@ from ..plan.step import Traits
 class BackwardRows(NamedTuple):
     """The inputs of a tile's backward. out and lse are over all keys, not only over those of the tile.
 
-    So p = exp(score - lse) is a key's weight among all keys, and the gradients of the tiles add up to the exact one.
+    So p = exp(score - lse) is a key's weight among all keys, and the tiles' gradients add up to the exact gradient.
     lse may have more rows than query (`Merging.lse_multiple`).
     """
 
@@ -45,7 +45,7 @@ class TileRows(NamedTuple):
 
 class GradientSum(NamedTuple):
     """The gradients of tiles, and where their sum is written. total: the tensor (B, N, H, D) that gets the sum.
-    heads: those of its heads that are written."""
+    heads: which heads of `total` are written."""
 
     total: Tensor
     gradients: Sequence[TileRows]
@@ -76,8 +76,8 @@ class Kernel(Protocol):
         """The reason why this backend cannot serve the tensor, or None."""
 
     def takes_short_rows(self, dtype: torch.dtype) -> bool:
-        """Whether the kernel computes tiles of this 16-bit dtype as they are. If it does not, and `TRAITS.packing` is
-        set, the caller gives it float32 copies of the tiles."""
+        """Whether the kernel computes short rows (rows of this 16-bit dtype) as they are. If it does not, and
+        `TRAITS.packing` is set, the caller gives it float32 copies of a tile's rows."""
 
     def merging(self, query: Tensor) -> Merging | None:
         """Functions that merge or add the results of many tiles in one pass. If it returns None, the caller merges or

@@ -32,7 +32,7 @@ def why_not(query: Tensor) -> str | None:
 
 
 def merging(query: Tensor) -> None:
-    """None: each result is merged as soon as it is computed, while it is in the CPU's cache."""
+    """Return None: the caller then merges each result as soon as it is computed, while it is in the CPU's cache."""
 
 
 def takes_short_rows(dtype: torch.dtype) -> bool:

@@ -182,7 +182,8 @@ OPS = {
     "cudnn": Op(
         torch.backends.cuda.cudnn_sdp_enabled,
         _SM80,
-        max_head_dim=128,  # some versions take 256 on some GPUs, and not always backward
+        # Some versions of cuDNN take head dim 256 on some GPUs, but not always in a backward.
+        max_head_dim=128,
         backward_arguments=_cudnn_arguments,
         refuses=_cudnn_refuses,
         takes_groups=True,

@@ -24,8 +24,8 @@ DTYPES = {
 
 @triton.jit
 def write_kernel(table, numbers, NUM: tl.constexpr, OFFSET: tl.constexpr):
-    """Write the numbers to the table on the GPU. Numbers passed as arguments need no copy from the host, for which the
-    host would wait, and which a CUDA graph would capture."""
+    """Write the numbers to the table on the GPU. They are passed as arguments, because the host would wait for a copy
+    to the GPU, and a CUDA graph would capture the copy."""
     for i in tl.static_range(NUM):
         tl.store(table + i, (numbers[i] >> 1) - OFFSET)
 
@@ -91,7 +91,7 @@ def merge_kernel(
     ADDS: tl.constexpr,
 ):  # fmt: skip
     """Merge all partials (out and lse of a tile) of each row, and write the row's out and lse. With ADDS, the values
-    that out and lse hold before are merged too.
+    that out and lse already hold are merged too.
 
     Naively lse = log(sum over partials of exp(lse_p)) and out = sum of exp(lse_p - lse) out_p. Here the largest lse so
     far is subtracted before exp. With ADDS the weights are float64, as in `run/merge.py`.
@@ -144,10 +144,10 @@ def add_kernel(
     ADDS: tl.constexpr,
 ):  # fmt: skip
     """Add up the tiles' gradients of each row, and write the sums to dq, dk and dv. The sum for dq is multiplied by
-    `factor`. With ADDS, the sums are added to the values that dq, dk and dv hold before.
+    `factor`. With ADDS, the sums are added to the values that dq, dk and dv already hold.
 
-    The second number of a program says whether it computes dq, dk or dv. num_block_heads: the number of query heads
-    that are computed.
+    A program's number along the second dimension of the grid says whether it computes dq, dk or dv. num_block_heads:
+    the number of query heads that are computed.
     """
     which, ratio = tl.program_id(1), num_heads // num_kv_heads
     first_head = first_kv_head * ratio

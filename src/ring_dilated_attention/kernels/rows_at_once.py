@@ -1,6 +1,8 @@
 """Launches the Triton kernels of `row_kernels.py`: one merges the partials of many tiles, one adds up their gradients,
 and one copies the rows that a backward reads. `run/merge.py` defines what each function computes, in plain torch.
 
+A tile is some query rows and the key rows that they attend to. Its partial is the out and lse of its queries.
+
 Unverified: no GPU has run it. B batch, N positions, H query heads, G key/value heads, D head dim.
 """
 

@@ -156,7 +156,7 @@ def forward(
     op = getattr(aten, f"_scaled_dot_product_{name}_attention")
     out, lse = op(q, k, v, *OPS[name].forward_arguments, 0.0, is_causal, scale=scale)[:2]
 
-    # The memory-efficient op pads lse to multiples of 32 rows, and cuDNN's is (B, H, M, 1).
+    # The memory-efficient op pads lse to multiples of 32 rows, and cuDNN returns an lse (B, H, M, 1).
     if lse.dim() == 4:
         lse = lse.squeeze(3)
     return out.narrow(3, 0, head_dim), lse.narrow(2, 0, num_rows)

@@ -23,7 +23,7 @@ def cpu_scratch(query: Any, key: Any, dout: Any, num_threads: int) -> int:
     dout: None in forward.
 
     Each thread holds a block of scores. Backward also holds a block of the scores' gradients, and copies dout unless
-    the heads of each row, and the rows, lie side by side."""
+    dout is contiguous as (B, M, H, D)."""
     *_, num_rows, head_dim = query.shape
     queries = min(query_block(num_rows), num_rows)
     scores = queries * min(KEY_BLOCK, key.shape[2])

@@ -139,7 +139,8 @@ def influence(output: Callable[[Tensor], Tensor], x: Tensor, *, num_steps: int =
 def draw_influence(path: Path | str, influence: Tensor, signal: Tensor | None = None) -> None:
     """Write a picture of how large the influence (N,) of positions is, below the signal (N,). This needs matplotlib.
 
-    If several positions share a column of the picture, it shows their largest value (of a signal, also the smallest).
+    If several positions share a column of the picture, the column shows the largest influence among them, and both the
+    smallest and the largest value of the signal.
     """
     try:
         from matplotlib.figure import Figure

@@ -32,14 +32,15 @@ class RemembersPattern(nn.Module):
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
             raise ValueError(
                 "the weights' '_extra_state' does not say with which pattern they were trained: it is damaged, of "
-                "another version, or was averaged with the weights, as by an EMA: average floats alone. If you know "
-                "the pattern, leave the names that end in '_extra_state' out of the state_dict"
+                "another version, or was averaged with the weights, as by an EMA. An EMA must leave integer tensors as "
+                "they are. If you know the pattern, leave the names that end in '_extra_state' out of the state_dict"
             ) from error
         if (pattern, base) != (self.pattern, self.rotary_base):
             raise ValueError(
                 f"the weights were trained with {pattern} and rotary_base={base}, and this module has {self.pattern} "
-                f"and rotary_base={self.rotary_base}: it would be another function. Give it those of the weights; or, "
-                "if you mean to train on, leave the names that end in '_extra_state' out of the state_dict"
+                f"and rotary_base={self.rotary_base}: it would be another function. Give the module the pattern and the "
+                "rotary base of the weights. If you mean to train the weights further with those of the module, leave "
+                "the names that end in '_extra_state' out of the state_dict"
             )
 
 

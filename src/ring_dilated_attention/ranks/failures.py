@@ -27,7 +27,7 @@ class ExchangeError(RuntimeError):
 def usual_cause(absence: str, reason: str) -> str:
     """The usual cause of a timeout, as a sentence; "" for other errors.
 
-    absence: which rank did not do what, as the error says it. reason: the text of gloo or NCCL.
+    absence: the part of the error's text that says which rank did not do what. reason: the text of gloo or NCCL.
     """
     if not re.search("[Tt]imed out|timeout", reason):
         return ""

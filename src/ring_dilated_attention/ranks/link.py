@@ -120,7 +120,8 @@ class GroupLink:
         self.rank = self.order.index(dist.get_rank(self.group))
 
     def on_gloo(self, x: Tensor) -> bool:
-        """Whether gloo sends a tensor: if it is the backend for the tensor's device, or if the device has none here."""
+        """Whether gloo sends a tensor. It does if it is the backend for the tensor's device, or if that device has no
+        backend in this group."""
         return self.backends.get(x.device.type, "gloo") == "gloo"
 
     # Waiting for messages, and what follows if one does not come.

@@ -46,8 +46,8 @@ refuse.__dict__["_dynamo_marked_constant"] = True
 
 
 def called_by(parallel: NamedContext | None, number: int | None) -> AbstractContextManager[None]:
-    """A context manager that tells `parallel` that the module with this number makes the calls in its block. Compiled
-    code does not tell it."""
+    """A context manager that tells `parallel` which module makes the calls in its block, by the module's number. Under
+    torch.compile it does nothing."""
     if parallel is None or torch.compiler.is_compiling():
         return nullcontext()
     return parallel.ranks.called_by(number)

@@ -96,8 +96,8 @@ def _side_by_side(members: Sequence[int], hosts: Sequence[str], inner: int) -> l
 
 
 class Processes(Ranks):
-    """The processes of a group. They make communicators of their own, so that a message that fails breaks none of the
-    user's.
+    """The processes of a group. They make communicators of their own, so that a failing message breaks no communicator
+    of the user.
 
     control: connects all ranks, for handshakes over gloo.
     all: connects all ranks, for data on any device.
@@ -187,7 +187,7 @@ class Processes(Ranks):
                     use_local_synchronization=len(members) != dist.get_world_size(),
                     group_desc=f"ring_dilated_attention:{purpose}",
                 )
-            assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+            assert isinstance(group, dist.ProcessGroup)  # since this rank is a member
             self.name = self.name or f"context {name[:12]}"
             link = GroupLink(group, f"{purpose} of {self.name}", members, self.opened)
             link.open()

@@ -213,7 +213,7 @@ class Ranks:
             state = ForwardState.of(number, call, query, cu_seqlens)
         tensors = {"query": query, "key": key, "value": value}
         out, lse = self.run(call, "forward", state, tensors)
-        self.calls = number  # not reached after a refused call, which counts on no rank
+        self.calls = number  # a refused call does not come here, and counts on no rank
         return out, lse, state
 
     def backward(

@@ -113,7 +113,8 @@ class GlobalMean(torch.autograd.Function):
 class SumOverRanks(torch.autograd.Function):
     """Forward: every rank gets the sum of all ranks' tensors. Backward: each gets the sum of all ranks' gradients.
 
-    If gradients of parameters are then averaged over the ranks, they are those of the mean of the ranks' losses.
+    If gradients of parameters are then averaged over the ranks, the averages are the gradients of the mean of the
+    ranks' losses.
     """
 
     @staticmethod

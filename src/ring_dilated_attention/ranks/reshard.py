@@ -68,7 +68,7 @@ class ShardRows(torch.autograd.Function):
     """The rows of a whole tensor x that every rank holds. p: the number of ranks.
 
     forward on rank k:   x (.., N, ..) -> y_k (.., N_k, ..), the rows of rank k
-    backward:            dx = (dy_0, ..., dy_{p-1}) / p, of all ranks' rows, the same on every rank
+    backward:            dx = (dy_0, ..., dy_{p-1}) / p, joined from all ranks' rows, the same on every rank
     """
 
     @staticmethod

@@ -63,7 +63,7 @@ def end_all_threads() -> None:
 
 
 class Sentinel:
-    """Watches the connection to a peer. It starts a receive that nobody answers. If the connection breaks, this fails.
+    """Watches the connection to a peer: it starts a receive that nobody answers. If the connection breaks, it fails.
 
     Each peer gets one sentinel and keeps it. A second sentinel would start a second receive, and gloo keeps every one.
     """

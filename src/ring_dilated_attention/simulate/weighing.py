@@ -124,7 +124,8 @@ def _empty_like(x_BHMD: Tensor) -> Tensor:
 
 
 class MetaDealer:
-    """Returns empty tensors of the sizes that other ranks would send."""
+    """Stands for the connection to the ranks that trade heads for positions. It returns empty tensors of the sizes that
+    these ranks would send."""
 
     def all_to_all_single(
         self, tensors: Any, sizes: Any, like: Tensor, moment: str
