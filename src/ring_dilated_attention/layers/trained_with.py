@@ -38,7 +38,7 @@ class RemembersPattern(nn.Module):
         if (pattern, base) != (self.pattern, self.rotary_base):
             raise ValueError(
                 f"the weights were trained with {pattern} and rotary_base={base}, and this module has {self.pattern} "
-                f"and rotary_base={self.rotary_base}: it would be another function. Give the module the pattern and the "
+                f"and rotary_base={self.rotary_base}: it would be another function. Give the module the pattern and "
                 "rotary base of the weights. If you mean to train the weights further with those of the module, leave "
                 "the names that end in '_extra_state' out of the state_dict"
             )
