@@ -13,7 +13,7 @@ from .rotary import RotaryTable
 
 
 class ValidRows:
-    """The rows that are not padding, packed.
+    """The rows of a padded batch that are not padding, packed one after the other.
 
     cu_seqlens: the borders of the documents, or None if no position is valid, since then there is no document.
     """

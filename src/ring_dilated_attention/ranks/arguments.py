@@ -20,8 +20,8 @@ def check_arguments(mesh: DeviceMesh | None, exchange: str, timeout: timedelta) 
         raise ValueError(f"exchange={exchange!r} is unknown; choose one of {('auto', *EXCHANGES)}.")
     if mesh is not None and mesh.ndim == 2 and exchange not in ("auto", "ring", "all_gather"):
         raise ValueError(
-            f"exchange={exchange!r} cannot run on a 2-D mesh, whose last axis deals heads already; choose how "
-            "chunks travel along the first axis: 'auto', 'ring' or 'all_gather'."
+            f"exchange={exchange!r} cannot run on a 2-D mesh: the ranks along its last axis trade heads for positions "
+            "already. Choose how keys and values travel along the first axis: 'auto', 'ring' or 'all_gather'."
         )
     if not isinstance(timeout, timedelta) or not LEAST_TIMEOUT <= timeout <= MOST_TIMEOUT:
         limits = "from a millisecond to ten years"

@@ -64,10 +64,10 @@ def _compare_samples(ranks: Ranks, layouts: Layouts, fingerprints: dict[str, int
         if "ranks disagree on samples" not in str(error):
             raise
         raise ValueError(
-            f"{error} The numbers are fingerprints: ranks that share a sequence were given different samples. Give "
-            "all of them the same one (a DistributedSampler with num_replicas and rank of the data-parallel axis, "
-            "or shuffle=False and one seed; under transformers' Trainer, SameSample), or let one rank deal it out: "
-            "shard_batch(batch, source=0)."
+            f"{error} The numbers are hashes: ranks that share a sequence were given different samples. Give all of "
+            "them the same sample (a DistributedSampler with num_replicas and rank of the data-parallel axis, or "
+            "shuffle=False and one seed; under transformers' Trainer, SameSample). Or let one rank send the others "
+            "their rows: shard_batch(batch, source=0)."
         ) from error
 
 

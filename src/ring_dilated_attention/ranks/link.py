@@ -76,7 +76,7 @@ class GroupPending:
 
 
 class GroupLink:
-    """Messages within one process group. A rank or peer is a number: its index in `members`, which has global ranks.
+    """Sends messages within one process group. A rank or peer is an index of `members`, which has the global ranks.
 
     Two ranks must start the messages between them in the same order, since NCCL has no tags. Plans keep this order.
     """
@@ -93,10 +93,11 @@ class GroupLink:
         self.world_size = len(members)
         self.reorder(members)
         self.failure: str | None = None
-        self.links = links  # All links of the context: if one breaks, all do.
+        self.links = links  # All links of the context. If one breaks, all are broken.
         # For each kind of call: the `length` of every rank at the last call (handshake.py).
         self.agreed: dict[str, tuple[int, ...]] = {}
-        # False once ranks have made different numbers of modules, so that modules cannot be compared by their numbers.
+        # Whether ranks compare which module calls. It is False once they have made different numbers of modules, since
+        # modules can then not be compared by their numbers.
         self.counts_modules = True
         links.append(self)
         # The backend of each type of device. (dist.get_backend has one text for all types.)
@@ -354,7 +355,8 @@ class GroupLink:
     # The messages of handshakes.
 
     def records(self, record: Tensor, moment: str) -> list[Tensor]:
-        """Every rank's record (all of one shape and dtype). No rank returns before all ranks have called this.
+        """Send this rank's record to all others, and return every rank's record. All have one shape and dtype. No rank
+        returns before all ranks have called this.
 
         All messages are point to point, so that an error can name the rank that did not call.
         """
@@ -395,7 +397,7 @@ class GroupLink:
         return received
 
     def texts(self, text: str, moment: str) -> list[str]:
-        """Every rank's text, up to 1,024 bytes each."""
+        """Send this rank's text to all others, and return every rank's text. Texts are cut to 1,024 bytes."""
         record = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device="cpu")
         # The text may quote a name with surrogates, which UTF-8 cannot encode.
         encoded = text.encode(errors="backslashreplace")[:_TEXT_BYTES]
@@ -411,7 +413,8 @@ class GroupLink:
         return [peer for peer in range(self.world_size) if peer != self.rank]
 
     def all_gather(self, x: Tensor, lengths: Sequence[int], dim: int, moment: str) -> list[Tensor]:
-        """All ranks' tensors, which differ only in their length along `dim`."""
+        """Send this rank's tensor to all others, and return every rank's tensor. They may differ only in their length
+        along `dim`, given by `lengths`."""
         x = x.contiguous()
         gathered = []
         for peer, length in enumerate(lengths):

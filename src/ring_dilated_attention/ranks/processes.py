@@ -38,9 +38,9 @@ _num_groups: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = We
 def _group_name(members: Sequence[int]) -> str:
     """A name for the next group of these ranks, made from the ranks and the number of groups that they have made.
 
-    torch's own names do not work. Before torch 2.14 a name is given again after a group of some ranks was closed, and
-    the new group then finds the closed ports of the old one. From 2.14 on a name has the number of groups that this
-    rank has made. Ranks that made different numbers of groups would wait for each other under different names.
+    torch's own names do not work. Before torch 2.14 a new group may get the name of a closed group, and then finds the
+    closed ports of that group. From 2.14 on a name has the number of all groups that a rank has made. If two ranks have
+    made different numbers of groups, they would wait for each other under different names.
     """
     ranks = tuple(sorted(members))
     assert dist.group.WORLD is not None
@@ -110,7 +110,7 @@ class Processes(Ranks):
         super().__init__(ShardSpec("contiguous", len(members)))
         self.timeout = timeout
         self.world_size = len(members)
-        self.opened: list[GroupLink] = []  # all communicators: if one breaks, all do
+        self.opened: list[GroupLink] = []  # all links of the context; if one breaks, all are broken
         self.owner: Thread | None = None
         self.process = os.getpid()
         # Numbers of rows of which `warn_of_uneven` does not warn (`expect_lengths`).

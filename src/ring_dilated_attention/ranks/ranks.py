@@ -68,7 +68,7 @@ class Ranks:
         return self.cut.default_lengths(seq_len, documents)
 
     def shards(self, lengths: Sequence[int], documents: Borders = None) -> tuple[Shard, ...]:
-        """Every process's shard, given every process's number of rows."""
+        """Every process's shard (the positions that it holds), given every process's number of rows."""
         return self.cut.shards_of(lengths, documents)
 
     def note_cut(self, lengths: tuple[int, ...], documents: Borders) -> tuple[Shard, ...]:
@@ -189,7 +189,7 @@ class Ranks:
         return list(tensors)
 
     def choose(self, job: Job, sizes: Sizes) -> Choice:
-        """The exchange of a call, and why."""
+        """The exchange of a call (how keys and values travel), and why it was chosen."""
         return Choice("none", "one rank: nothing to send")
 
     def links(self, exchange: str, job: Job) -> Links:

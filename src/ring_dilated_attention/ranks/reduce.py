@@ -56,7 +56,8 @@ def mean_loss(
 
 
 def _numbers(local_sum: Any, local_count: Any, step_count: Any) -> Tensor:
-    """The sum, its number of terms, and the number of terms in the step: float64, (3,), on the CPU."""
+    """The arguments of `mean_loss` on this rank, checked: the sum, its number of terms, and the number of terms in the
+    step, as a float64 tensor (3,) on the CPU."""
     if not _is_one_number(local_sum) or not local_sum.is_floating_point():
         got = repr(local_sum)
         if isinstance(local_sum, Tensor):

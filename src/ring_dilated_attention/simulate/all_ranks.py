@@ -28,7 +28,7 @@ from ..run import executor
 from ..run.executor import ExecutorOptions
 from ..run.link_contract import Messages, Pending
 
-# One rank's rows: those of query, key and value, or in a backward those of all `BackwardRows`.
+# One rank's rows of query, key and value, or in a backward its rows of each tensor in `BackwardRows`.
 Given = Sequence[Tensor | None]
 
 
@@ -187,7 +187,7 @@ def run_in_turn(world_size: int, work: Callable[[int, SimulatedLink], Any]) -> l
 
 
 class SimulatedRanks(Ranks):
-    """All ranks in this process, on full tensors."""
+    """Runs all ranks in this process. Calls take and return full tensors, and each rank gets its rows of them."""
 
     name = "simulated"
 
