@@ -132,7 +132,7 @@ def dilated_attention(
             refuse_transforms(error)
             raise
         if parallel is not None and torch.compiler.is_compiling():
-            # The compiler drops a call whose results nothing uses. This line uses one of the results.
+            # The compiler drops a call whose results nothing uses. Use one of them, so that it keeps this call.
             parallel.ranks.compiled_calls.add_(state[0])
     elif torch.compiler.is_compiling():
         out, lse = _append(

@@ -87,7 +87,7 @@ class Kernel(Protocol):
         self, q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
         """out (B, H, M, D) in the input's dtype, and lse (B, H, M), float32 or float64. Keys and values from a cache
-        are never copied to float32 before, even if `takes_short_rows` is False."""
+        come in the cache's dtype: the caller does not copy them to float32, even if `takes_short_rows` is False."""
 
     def backward(
         self, rows: BackwardRows, is_causal: bool, scale: float

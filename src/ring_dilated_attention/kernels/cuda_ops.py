@@ -44,7 +44,7 @@ class Op(NamedTuple):
     backward_arguments: Callable[[Tensor, Tensor, int, bool], tuple[Any, ...]]
     # The arguments that the forward op takes between value and dropout: no bias, and that lse is returned.
     forward_arguments: tuple[Any, ...] = (None, True)
-    # Returns a reason of the op's own why it cannot compute a tile, or None.
+    # Says why the op cannot compute a tile, for reasons that only this op has, or returns None.
     refuses: Callable[[TileFacts], str | None] = lambda tile: None
     # The most batch entries. A CUDA grid has at most so many blocks along its second and third dimension.
     max_batch: float = 65_535

@@ -58,7 +58,8 @@ def _indices(tile, entry, head, row_N):
 
 @triton.jit
 def _pointers(fields, b_N, k, m_N, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointers to rows of a tile's tensor, whose pointer and strides are at `fields`."""
+    """Pointers to the rows (b_N, k, m_N) of one tensor of a tile. fields: where the table has the tensor's pointer and
+    strides."""
     pointer = tl.load(fields).to(tl.pointer_type(DTYPE))
     stride_b, stride_h, stride_m = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
     # If ALIGNED > 1, every row begins at a multiple of 16 bytes, and ALIGNED elements have 16 bytes.

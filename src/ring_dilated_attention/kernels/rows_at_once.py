@@ -194,7 +194,7 @@ def _constants(
 ) -> dict[str, Any]:
     """The constants that a kernel is compiled with.
 
-    num_large: how many of a tile's tensors have the dim D. These are the first of its tensors. ALIGNED in the result:
+    num_large: how many of a tile's tensors have the dim D. They come before its other tensors. ALIGNED in the result is
     the number of elements in 16 bytes, if every row of these tensors begins at a multiple of 16 bytes, else 1.
     """
     from .row_kernels import DTYPES

@@ -64,9 +64,9 @@ def most_flash_rows(head_dim: int, has_dlse: bool) -> int:
     return MOST_PADDED // padded_head_dim(width + -width % 8)
 
 
-# When a tile's rows are first copied side by side, for torch's CPU flash attention. A copy pays if every row lies on a
-# memory page of its own, and if segments are so long that several blocks of queries read the same keys. Measured in
-# benchmarks/results/packing.json.
+# Which rows are copied, so that they lie side by side, before torch's CPU flash attention reads them. A copy pays if
+# every row lies on a memory page of its own, and if segments are so long that several blocks of queries read the same
+# keys. Measured in benchmarks/results/packing.json.
 CPU_PACKING = Packing(distance=4096, num_bytes=4096, max_rows=2**16)
 
 TRAITS = {
