@@ -33,7 +33,7 @@ class Call:
     heads: range
     num_heads: int
     context: str = ""
-    has_sinks: bool = False  # sinks make out depend on lse, so that lse has a gradient too
+    has_sinks: bool = False  # with sinks the final out is computed from lse, so lse has a gradient
 
     @property
     def text(self) -> str:

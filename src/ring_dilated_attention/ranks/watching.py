@@ -27,8 +27,8 @@ _threads: "weakref.WeakSet[Thread]" = weakref.WeakSet()
 
 
 def start_thread(function: Callable[..., None], *args: object) -> Thread:
-    # The thread gets a name. Without one it would use up a number of "Thread-N", and ranks, which compare the names of
-    # the user's threads, might find different numbers.
+    # The thread gets a name, since it would otherwise use up a number of "Thread-N". Ranks compare the names of the
+    # user's threads, and these numbers could then differ.
     thread = Thread(target=_run, args=(function, *args), daemon=True, name="rda")
     thread.start()
     _threads.add(thread)
@@ -63,7 +63,8 @@ def end_all_threads() -> None:
 
 
 class Sentinel:
-    """Watches the connection to a peer: it starts a receive that nobody answers. If the connection breaks, it fails.
+    """Watches the connection to a peer. For this it starts a receive that nobody answers, which ends with an error when
+    the connection breaks.
 
     Each peer gets one sentinel and keeps it. A second sentinel would start a second receive, and gloo keeps every one.
     """

@@ -206,7 +206,8 @@ def _kind(tile: Tile) -> tuple[object, ...]:
 def _with_few_hops(plan: Plan) -> Plan:
     """The plan itself, or, if it has more than MOST_HOPS hops, a plan with only two hops of each kind and the last hop.
 
-    Hops are of one kind if their tiles are, and if this rank sends chunks of its own of equal sizes.
+    Hops are of one kind if they have tiles of the same kinds (`_kind`), and if this rank sends keys and values of its
+    own in messages of the same sizes.
     """
     if len(plan.hops) <= MOST_HOPS:
         return plan
