@@ -4,9 +4,10 @@ The ops compute ds = p * (dp - delta) with delta = rowsum(dout * out). A gradien
 delta were delta - dlse. So we add one column to the op's inputs. q, k and v are 0 in this column, out is -dlse and
 dout is 1. Only delta changes, by -dlse.
 
-dlse is float32, and a single column of 16 bits would round it. (GradScaler begins with 65,536, which is beyond
-float16.) So 16-bit inputs get three columns. dout is the same power of 2 in all three. The first column of out has
--dlse / dout, rounded to 16 bits. The second has the error of that rounding, and the third the error of the second.
+dlse is float32, and a single column of 16 bits would round it. So 16-bit inputs get three columns, whose products
+dout * out add up to -dlse. dout is the same power of 2 in all three, because -dlse itself may be beyond float16
+(GradScaler begins with 65,536). out has -dlse / dout, rounded to 16 bits, in the first column, the error of this
+rounding in the second, and the error that is then left in the third.
 """
 
 import torch

@@ -215,8 +215,8 @@ class Processes(Ranks):
     def agree(
         self, length: int, fields: dict[str, object], failure: str | None = None
     ) -> tuple[int, ...]:
-        # A forked process must raise before it takes the lock. If the lock was held at the fork, it is never released
-        # there.
+        # A forked process must raise before it takes the lock. If another thread held the lock at the fork, the forked
+        # process would wait for it for ever.
         self.check_all_here(str(fields.get("call", "a call")))
         # Take turns, since another thread, whose call is refused here, also sends messages.
         with self.turn:
