@@ -323,8 +323,8 @@ class GroupLink:
         return result
 
     def _needs_host(self, x: Tensor) -> bool:
-        """Whether a tensor must be sent from a copy in host memory: gloo cannot send CUDA tensors. (No GPU has run
-        this.)"""
+        """Whether a tensor must be sent and received by way of host memory, since gloo cannot send CUDA tensors. (No
+        GPU has run this.)"""
         return x.is_cuda and self.on_gloo(x)
 
     def _as_one(self, tensors: Sequence[Tensor], is_sent: bool, pending: GroupPending) -> Tensor:
