@@ -51,7 +51,8 @@ class ContextParallel(NamedContext):
             document. Every call then needs cu_seqlens. Calls without this argument raise ValueError:
             DilatedCache.gather, ShardSequence(shard_inputs=True), and transformers' context_parallel.
         exchange: how keys and values travel. "ring": from rank to rank. "all_gather": to all ranks at once.
-            "all_to_all": ranks trade heads for positions. "auto" chooses by bytes, memory, hops and kernel calls.
+            "all_to_all": ranks trade heads for positions. "auto" chooses by the bytes sent, the memory, the number of
+            hops from rank to rank, and the number of kernel calls.
         timeout: how long a rank waits for another before it raises. (gloo notices a dead rank at once. With NCCL that
             depends on its watchdog.)
         align: the borders of contiguous shards are multiples of this number.

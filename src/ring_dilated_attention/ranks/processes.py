@@ -159,9 +159,11 @@ class Processes(Ranks):
         agree(self.control, 0, {"call": "the end of making a ContextParallel"}, None)
 
     def _hosts(self) -> list[str]:
-        """Every rank's host name. Also closes the contexts that all ranks have dropped without `close`, which ranks
-        tell each other in the same messages. Ranks must close a group together, because NCCL ends a communicator by a
-        collective call."""
+        """Every rank's host name. Also closes the contexts that all ranks have dropped without `close`.
+
+        For this, ranks send each other the names of the contexts that they have dropped. They must close a group
+        together, because NCCL ends a communicator by a collective call.
+        """
         hosts = []
         dropped_by_rank = []
         for text in self.control.texts(
