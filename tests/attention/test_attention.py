@@ -12,7 +12,6 @@ from drawn import patterns
 from helpers import keys_seen, randn, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ring_dilated_attention import (
@@ -50,7 +49,7 @@ STRIDES = {
 }
 
 
-def arranged(x: Tensor, strides: str) -> Tensor:
+def arranged(x, strides):
     y = STRIDES[strides](x).detach()
     assert torch.equal(x, y)
     return y
@@ -574,7 +573,7 @@ def test_the_compiler_does_not_look_into_an_op():
 # merge.py: (out, lse) is a commutative monoid.
 
 
-def merged(*partials: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def merged(*partials):
     """The merge of partials from left to right. Merging is in place, so that the first is copied."""
     out, lse = (x.clone() for x in partials[0])
     for partial in partials[1:]:

@@ -313,7 +313,7 @@ def test_every_argument_of_torch_is_taken_or_named():
     assert names - {"return_lse", "kernel_options", "return_aux"} <= {*taken, *ARGUMENTS_OF_TORCH}
 
 
-def warnings_of(call) -> list[str]:
+def warnings_of(call):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()

@@ -11,24 +11,28 @@ cache made under autocast takes what calls there are given; compiled code notice
 import contextlib
 import copy
 import functools
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from fuzz import Trial, broken
 from fuzz_calls import arranged, results, why_not_refused
-from fuzz_modules import draw_module, turned
-from fuzz_oracle import NAMES, answer_to, difference, draw_call, sizes_of_terms, tensors_of, why_off
+from fuzz_modules import by_hand, draw_module
+from fuzz_oracle import (
+    NAMES,
+    answer_to,
+    borders_of,
+    difference,
+    draw_call,
+    sizes_of_terms,
+    tensors_of,
+    why_off,
+)
 from helpers import poisoned_memory
 from padded import padded_branches, padded_reference
 from torch import Tensor
 
-from ring_dilated_attention import DilatedPattern, MultiheadDilatedAttention, dilated_attention
+from ring_dilated_attention import DilatedPattern, dilated_attention
 from ring_dilated_attention.attention import attention
 from ring_dilated_attention.layers import multihead
 from ring_dilated_attention.models import LongNetConfig, LongNetLM, torchscale_attention
@@ -39,37 +43,30 @@ WIDE = [torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float
 SHORT = [torch.bfloat16, torch.bfloat16, torch.float16]
 
 
-def prepare(folder: Path) -> None:
-    pass
-
-
-def try_case(rng: random.Random, folder: Path) -> Trial:
+def try_case(rng, folder):
     kinds = [try_call, try_mixed, try_module, try_cache, try_model, try_gated, try_compiled]
     torch.manual_seed(rng.randrange(2**31))
     with poisoned_memory():
         return rng.choices(kinds, [10, 3, 5, 3, 4, 3, 0.3])[0](rng)
 
 
-def under(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", dtype)
-
-
 @contextlib.contextmanager
-def not_under(dtype: torch.dtype) -> Iterator[None]:
-    with under(dtype), torch.autocast("cpu", enabled=False):
+def under(dtype, is_off=False):
+    off = torch.autocast("cpu", enabled=False) if is_off else contextlib.nullcontext()
+    with torch.autocast("cpu", dtype), off:
         yield
 
 
-def taken(given: torch.dtype, short: torch.dtype) -> torch.dtype:
+def taken(given, short):
     """The type that autocast makes of a type."""
     return given if given == torch.float64 else short
 
 
-def names(dtype: torch.dtype) -> str:
+def names(dtype):
     return str(dtype).removeprefix("torch.")
 
 
-def try_call(rng: random.Random) -> Trial:
+def try_call(rng):
     """One type of inputs, or several that autocast makes one; backward inside or outside."""
     given, short = rng.choice(WIDE), rng.choice(SHORT)
     how = rng.choice(["plain", "plain", "checkpointed", "twice"])
@@ -78,123 +75,85 @@ def try_call(rng: random.Random) -> Trial:
     call = draw_call(rng, dtypes=[dtype])
     inputs, dout, dlse = tensors_of(call)
     leaves = arranged(rng, call, [x.to(given) for x in inputs])
-    attend = functools.partial(
-        dilated_attention, pattern=call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale
-    )
+    attend = functools.partial(dilated_attention, **call.rules)
 
-    def cast_here(*given: Tensor, **more: Any) -> Any:
-        with not_under(short) if is_off else under(short):
+    def cast_here(*given, **more):
+        with under(short, is_off):
             return attend(*given, **more)
 
     if is_inside:
-        with not_under(short) if is_off else under(short):
+        with under(short, is_off):
             found = results(call, leaves, attend, dout, dlse, how)
     else:
         found = results(call, leaves, cast_here, dout, dlse, how)
-    by_hand = [x.detach().to(dtype).requires_grad_(x.requires_grad) for x in leaves]
-    right = results(call, by_hand, attend, dout, dlse)
+    by_casts = [x.detach().to(dtype).requires_grad_(x.requires_grad) for x in leaves]
+    right = results(call, by_casts, attend, dout, dlse)
     complaint = None
     for name, x in found.items():
         wanted = given if name.startswith("d") else right[name].dtype
-        if x.dtype != wanted:
-            complaint = complaint or f"{name} is {x.dtype}, not {wanted}"
-        elif not torch.equal(x, right[name].to(wanted)):
-            complaint = complaint or f"{name} is not that of a call with inputs that were cast"
+        complaint = complaint or why_another(name, x, right[name].to(wanted))
     complaint = complaint or difference(call, right, answer_to(call, inputs, dout, dlse))
     where = "off" if is_off else f"{names(given)} to {names(dtype)}"
-    return Trial(
-        f"call, {where}",
-        f"{call} from {given} under {short}, {how}, inside: {is_inside}",
-        complaint,
-    )
+    description = f"{call} from {given} under {short}, {how}, inside: {is_inside}"
+    return Trial(f"call, {where}", description, complaint)
 
 
-def try_mixed(rng: random.Random) -> Trial:
+def try_mixed(rng):
     """Inputs of several types: one that all can be, or refused, as without autocast."""
     short = rng.choice(SHORT)
     dtypes = [rng.choice(WIDE) for _ in range(3)]
     call = draw_call(rng, dtypes=[torch.float32])._replace(needs_grad="")
     inputs = [x.to(dtype) for x, dtype in zip(tensors_of(call)[0], dtypes, strict=True)]
-    attend = functools.partial(
-        dilated_attention, pattern=call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale
-    )
+    attend = functools.partial(dilated_attention, **call.rules)
     kinds = {taken(dtype, short) for dtype in dtypes}
     description = f"{call} of {dtypes} under {short}"
 
-    def attempt() -> Any:
+    def attempt():
         with under(short):
             return attend(*inputs)
 
     if len(kinds) > 1:
         return Trial("mixed, refused", description, why_not_refused(attempt))
-    out, right = attempt(), attend(*(x.to(next(iter(kinds))) for x in inputs))
-    complaint = (
-        None
-        if out.dtype == right.dtype and torch.equal(out, right)
-        else "out is not that of one type"
-    )
+    [dtype] = kinds
+    complaint = why_another("out", attempt(), attend(*(x.to(dtype) for x in inputs)))
     return Trial("mixed, computed", description, complaint)
 
 
-def why_far(
-    name: str,
-    found: Tensor,
-    expected: Tensor,
-    dtype: torch.dtype,
-    tolerance: float,
-    size: float | None = None,
-) -> str | None:
+def why_another(name, found, right):
+    """What is wrong with a result that should be another to the bit, or None."""
+    if found.dtype != right.dtype:
+        return f"{name} is {found.dtype}, not {right.dtype}"
+    return None if torch.equal(found, right) else f"{name} is not that of the other call"
+
+
+def why_far(name, found, expected, dtype, tolerance, size=None):
     """In the L2 norm, relative to `size`: by default that of `expected`, which then is nothing that may cancel."""
     if found.dtype != dtype or found.shape != expected.shape:
         return f"{name} is {found.dtype} {tuple(found.shape)}, not {dtype} {tuple(expected.shape)}"
     found, expected = found.detach().double(), expected.detach().double()
-    if found.isnan().any():
-        return f"{name} has NaN"
     error = float((found - expected).norm())
     if size is None:
         size = float(expected.norm())
     allowed = tolerance * size + 1e-6
-    return (
-        None
-        if error <= allowed
-        else f"{name} is off by {error:.1e}, where {allowed:.1e} is allowed"
-    )
+    # NaN is not below it
+    return None if error <= allowed else f"{name} is off by {error:.1e}: {allowed:.1e} is allowed"
 
 
-def cast_by_hand(
-    module: MultiheadDilatedAttention, x: Tensor, dtype: torch.dtype, documents: Tensor | None
-) -> Tensor:
-    """The module with all casts that autocast makes, written out."""
-    dim = module.head_dim
-    sizes = (module.num_heads * dim, module.num_kv_heads * dim, module.num_kv_heads * dim)
-    bias = module.in_proj_bias
-    joined = F.linear(
-        x.to(dtype), module.in_proj_weight.to(dtype), None if bias is None else bias.to(dtype)
-    )
-    q, k, v = (y.unflatten(-1, (-1, dim)) for y in joined.split(sizes, dim=-1))
-    if module.rotary_base is not None:
-        positions = torch.arange(x.shape[1])
-        if documents is not None:
-            positions = (
-                positions - documents[torch.searchsorted(documents, positions, right=True) - 1]
-            )
-        angles = positions.double()[:, None] * module.rotary_base ** (
-            -torch.arange(0, dim, 2).double() / dim
-        )
-        q, k = (turned(y.double(), angles).to(dtype) for y in (q, k))
-    out = dilated_attention(q, k, v, module.pattern, cu_seqlens=documents)
-    assert isinstance(out, Tensor)
-    out = out.flatten(2)
-    if module.sub_layernorm is not None:
-        norm = module.sub_layernorm
-        out = F.layer_norm(
-            out.to(norm.weight.dtype), out.shape[-1:], norm.weight, norm.bias, norm.eps
-        ).to(dtype)
-    last = module.out_proj
-    return F.linear(out, last.weight.to(dtype), None if last.bias is None else last.bias.to(dtype))
+def why_gradients_far(module, found, expected, tolerance):
+    """Relative to the largest of them: a bias of keys has no gradient but for rounding, of the size of the others."""
+    largest = max(float(y.norm()) for y in expected)
+    for (name, weight), x, y in zip(module.named_parameters(), found, expected, strict=True):
+        if complaint := why_far(f"gradient of {name}", x, y, weight.dtype, tolerance, largest):
+            return complaint
+    return None
 
 
-def try_module(rng: random.Random) -> Trial:
+def attend_in_documents(query, key, value, pattern, cu_seqlens):
+    borders = borders_of(cu_seqlens)
+    return dilated_attention(query, key, value, pattern, cu_seqlens=borders, return_lse=True)
+
+
+def try_module(rng):
     module = draw_module(rng).to(rng.choice([torch.float32, torch.float32, torch.float64]))
     given, short = module.in_proj_weight.dtype, rng.choice(SHORT)
     dtype = taken(given, short)
@@ -203,35 +162,26 @@ def try_module(rng: random.Random) -> Trial:
     documents, more = None, {}
     how = rng.choice(["plain", "packed", "padded"])
     if how == "packed":
-        x, documents = x[:1], torch.tensor([0, num_positions], dtype=torch.int32)
+        x, documents = x[:1], (0, num_positions)
         if num_positions > 1:
-            documents = torch.tensor(
-                [0, rng.randint(1, num_positions - 1), num_positions], dtype=torch.int32
-            )
-        more["cu_seqlens"] = documents
+            documents = (0, rng.randint(1, num_positions - 1), num_positions)
+        more["cu_seqlens"] = borders_of(documents)
     elif how == "padded":  # by nothing, which takes the same way
         more["key_padding_mask"] = torch.zeros(batch, num_positions, dtype=torch.bool)
     with under(short):
         found = module(x, x, x, **more)[0]
-    expected = cast_by_hand(module, x, dtype, documents)
+    expected = by_hand(module, x, documents, attend=attend_in_documents, dtype=dtype)
     eps = torch.finfo(dtype).eps
     # The last rounding may fall otherwise, where rotations were rounded once more, and a norm passes it on.
     complaint = why_far("out", found, expected, dtype, 8 * eps)
-    parameters = dict(module.named_parameters())
     dout = torch.randn_like(found)
-    grads = [torch.autograd.grad(y, parameters.values(), dout) for y in (found, expected)]
-    largest = max(float(g.norm()) for g in grads[1])
-    for name, actual, right in zip(parameters, *grads, strict=True):
-        # A bias of keys has no gradient but for rounding, which is of the size of the others.
-        complaint = complaint or why_far(
-            f"gradient of {name}", actual, right, given, 32 * eps, largest
-        )
-    return Trial(
-        f"module, {how}, {names(given)}", f"{module}, {tuple(x.shape)} under {short}", complaint
-    )
+    grads = [torch.autograd.grad(y, [*module.parameters()], dout) for y in (found, expected)]
+    complaint = complaint or why_gradients_far(module, *grads, 32 * eps)
+    description = f"{module}, {tuple(x.shape)} under {short}"
+    return Trial(f"module, {how}, {names(given)}", description, complaint)
 
 
-def try_cache(rng: random.Random) -> Trial:
+def try_cache(rng):
     """A cache of a module that was made under autocast, and one that was not."""
     module = draw_module(rng).float()
     lengths = [min(w, 1000) for w in module.pattern.segment_lengths]
@@ -254,13 +204,12 @@ def try_cache(rng: random.Random) -> Trial:
                 outs.append(module(rows, rows, rows, cache=cache)[0])
                 start += rows.shape[1]
     complaint = None if cache.dtype == short else f"the cache is {cache.dtype}"
-    complaint = complaint or why_far(
-        "out", torch.cat(outs, 1), expected, short, 16 * torch.finfo(short).eps
-    )
+    tolerance = 16 * torch.finfo(short).eps
+    complaint = complaint or why_far("out", torch.cat(outs, 1), expected, short, tolerance)
     return Trial("cache, computed", f"{module}, {tuple(x.shape)} under {short}", complaint)
 
 
-def try_model(rng: random.Random) -> Trial:
+def try_model(rng):
     """A language model's loss and gradients are near those in float64, and recomputing changes no bit of them."""
     short = rng.choice([torch.bfloat16, torch.float16])
     lengths, rates = [rng.choice([4, 7, 16]), 64], [1, rng.choice([1, 2, 3])]
@@ -271,43 +220,30 @@ def try_model(rng: random.Random) -> Trial:
     recomputed = LongNetLM(config, activation_checkpointing=True)
     recomputed.load_state_dict(model.state_dict())
     exact = copy.deepcopy(model).double()
-    losses = []
-    for one in (model, recomputed):
-        with under(short):
+    losses, grads = [], []
+    for one in (model, recomputed, exact):
+        with under(short, is_off=one is exact):
             losses.append(one.loss(tokens))
-        losses[-1].backward()
-    expected = exact.loss(tokens)
-    expected.backward()
+        grads.append(torch.autograd.grad(losses[-1], [*one.parameters()]))
     tolerance = 12 * torch.finfo(short).eps
-    complaint = why_far("loss", losses[0], expected, torch.float32, tolerance)
-    largest = max(float(y.grad.norm()) for y in exact.parameters())
-    for (name, x), y in zip(model.named_parameters(), exact.parameters(), strict=True):
-        complaint = complaint or why_far(
-            f"gradient of {name}", x.grad, y.grad, x.dtype, 4 * tolerance, largest
-        )
-        if not torch.equal(x.grad, recomputed.get_parameter(name).grad):
-            complaint = complaint or f"recomputing changes the gradient of {name}"
+    complaint = why_far("loss", losses[0], losses[2], torch.float32, tolerance)
+    complaint = complaint or why_gradients_far(model, grads[0], grads[2], 4 * tolerance)
+    for x, y in zip(*grads[:2], strict=True):
+        complaint = complaint or why_another("a gradient of recomputing", y, x)
     return Trial("language model", f"{config}, {tuple(tokens.shape)} under {short}", complaint)
 
 
-def sizes_of_gated(
-    inputs: Sequence[Tensor], pattern: DilatedPattern, dout: Tensor, lse: Tensor
-) -> dict[str, Tensor]:
+def sizes_of_gated(inputs, pattern, dout, lse):
     """`sizes_of` over padded rows, branch by branch. Keys of padding are zero: they count in lse alone."""
     length, num_heads, head_dim = inputs[0].shape[1:]
     total = {name: torch.zeros_like(dout) for name in NAMES} | {"lse": torch.zeros_like(lse)}
     for rows_P, is_row_P, one in padded_branches(pattern, length):
-        num_rows = len(rows_P)
-        cropped = num_rows - length  # places beyond the sequence, which are no result
+        cropped = len(rows_P) - length  # places beyond the sequence, which are no result
         padded = [x[:, rows_P] * is_row_P[:, None, None] for x in inputs]
-        count = multiplicity(one, num_rows, num_heads)
-        dout_P, lse_P = (
-            F.pad(dout, (0, 0, 0, 0, 0, cropped)),
-            F.pad(lse, (0, 0, 0, cropped), value=torch.inf),
-        )
-        sizes = sizes_of_terms(
-            count, head_dim**-0.5, padded, dout_P, torch.zeros_like(lse_P), lse_P
-        )
+        dout_P = F.pad(dout, (0, 0, 0, 0, 0, cropped))
+        lse_P = F.pad(lse, (0, 0, 0, cropped), value=torch.inf)
+        count, dlse_P = multiplicity(one, len(rows_P), num_heads), torch.zeros_like(lse_P)
+        sizes = sizes_of_terms(count, head_dim**-0.5, padded, dout_P, dlse_P, lse_P)
         for name in ("out", "lse"):
             total[name] += sizes[name][:, :length]
         for name in ("dq", "dk", "dv"):
@@ -315,7 +251,7 @@ def sizes_of_gated(
     return total
 
 
-def try_gated(rng: random.Random) -> Trial:
+def try_gated(rng):
     """torchscale's attention, zero rows and misplaced ones included, against the definition over padded rows."""
     num_heads, seq_len, short = rng.randint(1, 5), rng.randint(1, 40), rng.choice(SHORT)
     branches = [(rng.randint(1, 30), rng.randint(1, 7)) for _ in range(rng.randint(1, 3))]
@@ -336,21 +272,16 @@ def try_gated(rng: random.Random) -> Trial:
     for name, actual, value in zip(NAMES, results_here, values, strict=True):
         dtype = short if name == "out" else torch.float32
         complaint = complaint or why_off(name, actual, value, sizes[name], dtype, short)
-    return Trial(
-        f"gated, {'causal' if is_causal else 'not causal'}",
-        f"{pattern}, {out.shape} under {short}",
-        complaint,
-    )
+    kind = "gated, causal" if is_causal else "gated, not causal"
+    return Trial(kind, f"{pattern}, {out.shape} under {short}", complaint)
 
 
-def try_compiled(rng: random.Random) -> Trial:
+def try_compiled(rng):
     """A compiled call that is made under autocast and without, by turns; a module's too."""
     call = draw_call(rng, dtypes=[torch.float32])._replace(needs_grad="qkv", outputs="both")
     inputs, dout, dlse = tensors_of(call)
     short = rng.choice(SHORT)
-    attend = functools.partial(
-        dilated_attention, pattern=call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale
-    )
+    attend = functools.partial(dilated_attention, **call.rules)
     complaint = None
     try:
         compiled = torch.compile(attend, fullgraph=True, backend=rng.choice(["eager", "aot_eager"]))
@@ -360,18 +291,13 @@ def try_compiled(rng: random.Random) -> Trial:
                 found = results(call, leaves[0], compiled, dout, dlse)
                 right = results(call, leaves[1], attend, dout, dlse)
             for name in NAMES:
-                if found[name].dtype != right[name].dtype or not torch.equal(
-                    found[name], right[name]
-                ):
-                    complaint = (
-                        complaint or f"{name}, autocast {is_on}: another than without compilation"
-                    )
+                complaint = complaint or why_another(name, found[name], right[name])
     finally:
         torch._dynamo.reset()
     return Trial("compiled call", f"{call} under {short}", complaint)
 
 
-def _cast_float64_too(x: Any) -> Any:
+def _cast_float64_too(x):
     is_wide = (
         isinstance(x, Tensor) and x.dtype == torch.float64 and torch.is_autocast_enabled("cpu")
     )
@@ -381,11 +307,11 @@ def _cast_float64_too(x: Any) -> Any:
 _autocast = attention.autocast
 
 
-def _ungated(out: Tensor, lse: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+def _ungated(out, lse, _):
     return out, lse
 
 
-BREAKAGES: dict[str, Callable[[], Any]] = {
+BREAKAGES = {
     "float64 is cast": broken("autocast", _cast_float64_too, attention),
     "a cache has the parameters' type": broken("autocast", lambda x: x, multihead),
     "zero rows are not counted": broken("with_sinks", _ungated, gates),

@@ -12,16 +12,13 @@ B batch, N positions of a whole sequence, M rows of one call, H query heads, G k
 
 import io
 import math
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from fuzz import Trial, broken, nothing
 from fuzz_calls import why_not_refused
-from fuzz_oracle import DTYPES, STRIDES, Answer, Call, answer_to, difference, draw_call, tensors_of
+from fuzz_oracle import DTYPES, STRIDES, Answer, answer_to, difference, draw_call, tensors_of
 from helpers import poisoned_memory
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -36,11 +33,7 @@ NUM_ACTIONS = 12
 MOST_FRAMES = 6  # graphs of one compiled function, each a fraction of a second
 
 
-def prepare(folder: Path) -> None:
-    pass
-
-
-def try_case(rng: random.Random, folder: Path) -> Trial:
+def try_case(rng, folder):
     compiler = rng.choice(COMPILERS) if rng.random() < 0.06 else None
     mode = rng.choice([torch.no_grad, torch.no_grad, torch.inference_mode])
     with poisoned_memory(), mode():
@@ -51,7 +44,7 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
                 torch._dynamo.reset()
 
 
-def why_changed(cache: DilatedCache, attempt: Callable[[], object]) -> str | None:
+def why_changed(cache, attempt):
     """Why what cannot be was not refused as it should be, or None."""
     memory, progress = cache.memory.clone(), cache.progress.clone()
     complaint = why_not_refused(attempt)
@@ -61,13 +54,13 @@ def why_changed(cache: DilatedCache, attempt: Callable[[], object]) -> str | Non
     return complaint
 
 
-def causal(call: Call) -> Call:
+def causal(call):
     """As a call with a cache can be: causal, of whole sequences, without a gradient."""
     pattern = replace(call.pattern, is_causal=True)
     return call._replace(pattern=pattern, documents=None, needs_grad="", outputs="both")
 
 
-def draw_limits(rng: random.Random, call: Call) -> dict[str, Any]:
+def draw_limits(rng, call):
     """max_len and keep; segments that never end need the first."""
     is_endless = any(branch.segment_length > 1000 for branch in call.pattern.branches)
     lengths = [call.seq_len, call.seq_len + rng.randint(1, 9)]
@@ -83,39 +76,39 @@ class Held:
 
     heads: slice
     kv_heads: slice
-    held: dict[str, Any]  # what calls say of them
-    cache: DilatedCache
+    held: dict  # what the cache is told of them
+    cache: DilatedCache | None = None
 
-    def of_layer(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def of_layer(self, inputs):
         return [inputs[0][:, :, self.heads], *(x[:, :, self.kv_heads] for x in inputs[1:])]
 
+    def new_cache(self, call, batch, limits):
+        sizes = (call.pattern, batch, call.num_heads, call.num_kv_heads, call.head_dim)
+        return DilatedCache(*sizes, dtype=call.dtype, **self.held, **limits)
 
-def draw_caches(rng: random.Random, call: Call, limits: dict[str, Any]) -> list[Held]:
+
+def draw_caches(rng, call, limits):
     """One cache of all heads, or two of some."""
-    ratio, num_kv_heads = call.num_heads // call.num_kv_heads, call.num_kv_heads
-    border = (
-        rng.randint(1, num_kv_heads - 1)
-        if num_kv_heads > 1 and rng.random() < 0.5
-        else num_kv_heads
-    )
+    ratio, border = call.num_heads // call.num_kv_heads, call.num_kv_heads
+    if call.num_kv_heads > 1 and rng.random() < 0.5:
+        border = rng.randint(1, call.num_kv_heads - 1)
     several = []
-    for start, stop in ((0, border), (border, num_kv_heads)):
+    for start, stop in ((0, border), (border, call.num_kv_heads)):
         if start == stop:
             continue
         heads, held = range(start * ratio, stop * ratio), {}
         if len(heads) < call.num_heads or rng.random() < 0.2:
             held = {"heads_held": heads}
-        sizes = (call.pattern, call.batch, call.num_heads, num_kv_heads, call.head_dim)
-        made = DilatedCache(*sizes, dtype=call.dtype, **held, **limits)
-        more = held and {**held, "num_heads": call.num_heads}
-        several.append(Held(slice(heads.start, heads.stop), slice(start, stop), more, made))
+        one = Held(slice(heads.start, heads.stop), slice(start, stop), held)
+        one.cache = one.new_cache(call, call.batch, limits)
+        several.append(one)
     return several
 
 
 class Conversation:
     """What every entry of the batch has been told so far, beside caches that should know it."""
 
-    def __init__(self, rng: random.Random, compiler: str | None) -> None:
+    def __init__(self, rng, compiler):
         self.rng, self.compiler = rng, compiler
         self.call = causal(draw_call(rng, dtypes=DTYPES, sinks=True))
         self.limits = draw_limits(rng, self.call)
@@ -131,40 +124,34 @@ class Conversation:
         self.only_tokens = compiler is not None and rng.random() < 0.5
         self.dynamic = rng.choice([None, None, True])
         self.attends = [self._attend(one) for one in self.several]
-        self.said: list[str] = []
+        self.said = []
 
-    def _attend(self, one: Held) -> Attend:
-        sinks = None if self.call.sinks is None else self.call.sinks.detach()[one.heads]
+    def _attend(self, one):
+        rules = {"scale": self.call.scale, "return_lse": True, **one.held}
+        if one.held:
+            rules["num_heads"] = self.call.num_heads
+        if self.call.has_sinks:
+            rules["sinks"] = self.call.sinks.detach()[one.heads]
 
-        def attend(
-            q: Tensor, k: Tensor, v: Tensor, cache: DilatedCache, lengths: Tensor | None
-        ) -> Any:
-            rules = {"scale": self.call.scale, "return_lse": True, **one.held, "sinks": sinks}
-            return dilated_attention(
-                q, k, v, self.call.pattern, cache=cache, lengths=lengths, **rules
-            )
+        def attend(q, k, v, cache, lengths):
+            more = {"cache": cache, "lengths": lengths, **rules}
+            return dilated_attention(q, k, v, self.call.pattern, **more)
 
         if self.counter is None:
             return attend
         return torch.compile(attend, backend=self.counter, fullgraph=True, dynamic=self.dynamic)
 
     @property
-    def batch(self) -> int:
+    def batch(self):
         return len(self.sources)
 
-    def actions(self) -> list[Callable[[], str | None]]:
+    def actions(self):
         if self.only_tokens:
             return [self.append]
-        return [self.append] * 7 + [
-            self.crop,
-            self.crop,
-            self.fork,
-            self.load,
-            self.reset,
-            self.refuse,
-        ]
+        others = [self.crop, self.crop, self.fork, self.load, self.reset, self.refuse]
+        return [self.append] * 7 + others
 
-    def append(self) -> str | None:
+    def append(self):
         """Rows for every entry; of its own number each, if it is ragged. What follows them is NaN."""
         left = [self.call.seq_len - position for position in self.positions]
         most = 1 if self.only_tokens else self.rng.choice([1, 1, 1, 2, 5, 17, 40])
@@ -174,59 +161,47 @@ class Conversation:
             return None
         counts = [self.rng.randint(0, min(num_new, n)) if is_ragged else num_new for n in left]
         self.said.append(f"append {counts} of {num_new}")
-        given = [
-            torch.full((self.batch, num_new, *x.shape[2:]), math.nan, dtype=x.dtype)
-            for x in self.inputs
-        ]
         spans = list(zip(self.sources, self.positions, counts, strict=True))
-        for b, (source, start, count) in enumerate(spans):
-            for x, whole in zip(given, self.inputs, strict=True):
+        given = []
+        for whole in self.inputs:
+            x = whole.new_full((self.batch, num_new, *whole.shape[2:]), math.nan)
+            for b, (source, start, count) in enumerate(spans):
                 x[b, :count] = whole[source, start : start + count]
-        lengths = (
-            torch.tensor(counts, dtype=self.rng.choice([torch.int64, torch.int32]))
-            if is_ragged
-            else None
-        )
-        outs, lses = [], []
+            given.append(x)
+        lengths = None
+        if is_ragged:
+            lengths = torch.tensor(counts, dtype=self.rng.choice([torch.int64, torch.int32]))
+        results = []
         for one, attend in zip(self.several, self.attends, strict=True):
-            rows = [
-                self.rng.choice(STRIDES)(x) if self.compiler is None else x
-                for x in one.of_layer(given)
-            ]
-            out, lse = attend(*rows, one.cache, lengths)
-            outs.append(out)
-            lses.append(lse)
+            rows = one.of_layer(given)
+            if self.compiler is None:
+                rows = [self.rng.choice(STRIDES)(x) for x in rows]
+            results.append(attend(*rows, one.cache, lengths))
         self.positions = [start + count for _, start, count in spans]
         self.highest = list(map(max, self.highest, self.positions))
-        return self._why_wrong(torch.cat(outs, 2), torch.cat(lses, 2), spans)
+        out, lse = (torch.cat(x, 2) for x in zip(*results, strict=True))
+        return self._why_wrong(out, lse, spans)
 
-    def _why_wrong(
-        self, out: Tensor, lse: Tensor, spans: Sequence[tuple[int, int, int]]
-    ) -> str | None:
-        def rows_of(x: Tensor) -> Tensor:
+    def _why_wrong(self, out, lse, spans):
+        def rows_of(x):
             return torch.cat([x[source, start : start + count] for source, start, count in spans])
 
-        alone = [(b, 0, count) for b, (_, _, count) in enumerate(spans)]
-        found = {"out": out, "lse": lse}
-        picked = {
-            name: torch.cat([x[b, :count] for b, _, count in alone]) for name, x in found.items()
-        }
-        values = {name: rows_of(self.answer.values[name]) for name in found}
-        complaint = difference(
-            self.call, picked, Answer(values, {n: rows_of(self.answer.sizes[n]) for n in found})
+        is_row = torch.tensor([count for _, _, count in spans])[:, None] > torch.arange(
+            out.shape[1]
         )
-        for b, _, count in alone:
-            is_nothing = self.call.has_sinks or (lse[b, count:] == -torch.inf).all()
-            if not complaint and (out[b, count:].any() or not is_nothing):
-                complaint = f"padding of entry {b} is not nothing"
+        found = {"out": out, "lse": lse}
+        values, sizes = ({name: rows_of(x[name]) for name in found} for x in self.answer)
+        rows = {name: x[is_row] for name, x in found.items()}
+        complaint = difference(self.call, rows, Answer(values, sizes))
+        is_nothing = self.call.has_sinks or (lse[~is_row] == -torch.inf).all()
+        if out[~is_row].any() or not is_nothing:
+            complaint = complaint or "padding is not nothing"
         for one in self.several:
-            if not complaint and one.cache.position.tolist() != self.positions:
-                complaint = (
-                    f"positions are {one.cache.position.tolist()}, and should be {self.positions}"
-                )
+            if (found := one.cache.position.tolist()) != self.positions:
+                complaint = complaint or f"positions are {found}, and should be {self.positions}"
         return complaint
 
-    def crop(self) -> str | None:
+    def crop(self):
         """What the contract allows must be taken back; more may be refused, and then nothing has changed."""
         pattern, keep = self.call.pattern, self.limits["keep"]
         floors = []
@@ -236,14 +211,11 @@ class Conversation:
             else:
                 youngest = max((high // w * w for w in pattern.segment_lengths), default=0)
                 floors.append(max(0, min(high - keep, youngest)))
-        if self.rng.random() < 0.3:
-            counts = [self.rng.randint(0, position) for position in self.positions]
-        else:
-            most = [
-                max(0, position - floor)
-                for position, floor in zip(self.positions, floors, strict=True)
-            ]
-            counts = [self.rng.randint(0, n) for n in most]
+        most = self.positions
+        if self.rng.random() >= 0.3:
+            pairs = zip(self.positions, floors, strict=True)
+            most = [max(0, position - floor) for position, floor in pairs]
+        counts = [self.rng.randint(0, n) for n in most]
         self.said.append(f"crop {counts}")
         targets = [position - count for position, count in zip(self.positions, counts, strict=True)]
         must = all(target >= floor for target, floor in zip(targets, floors, strict=True))
@@ -266,7 +238,7 @@ class Conversation:
             self.positions = targets
         return None
 
-    def fork(self) -> str | None:
+    def fork(self):
         entries = [self.rng.randrange(self.batch) for _ in range(self.rng.randint(1, 3))]
         if self.compiler is not None:  # another batch is another graph
             entries = [self.rng.randrange(self.batch) for _ in range(self.batch)]
@@ -281,7 +253,7 @@ class Conversation:
             setattr(self, name, [getattr(self, name)[entry] for entry in entries])
         return None
 
-    def load(self) -> str | None:
+    def load(self):
         """A state that goes through a file, into a cache of other limits."""
         limits = {**self.limits, "keep": self.rng.choice([self.limits["keep"], 0, 30])}
         self.said.append(f"load into keep={limits['keep']}")
@@ -289,26 +261,16 @@ class Conversation:
             file = io.BytesIO()
             torch.save(one.cache.state_dict(), file)
             file.seek(0)
-            sizes = (
-                self.call.pattern,
-                self.batch,
-                self.call.num_heads,
-                self.call.num_kv_heads,
-                self.call.head_dim,
-            )
-            held = one.held and {"heads_held": one.held["heads_held"]}
-            one.cache = DilatedCache(*sizes, dtype=self.call.dtype, **held, **limits)
+            one.cache = one.new_cache(self.call, self.batch, limits)
             one.cache.load_state_dict(torch.load(file, weights_only=True))
         # What can be taken back is what both could.
         self.limits = {**limits, "keep": min(limits["keep"], self.limits["keep"])}
         return None
 
-    def reset(self) -> str | None:
-        rows = (
-            None
-            if self.rng.random() < 0.3
-            else [b for b in range(self.batch) if self.rng.random() < 0.5]
-        )
+    def reset(self):
+        rows = None
+        if self.rng.random() >= 0.3:
+            rows = [b for b in range(self.batch) if self.rng.random() < 0.5]
         self.said.append(f"reset {rows}")
         for one in self.several:
             one.cache.reset(rows)
@@ -316,17 +278,15 @@ class Conversation:
             self.positions[b] = self.highest[b] = 0
         return None
 
-    def refuse(self) -> str | None:
+    def refuse(self):
         """A call that cannot be: a ValueError, and nothing has changed."""
         one, attend = self.rng.choice(list(zip(self.several, self.attends, strict=True)))
-        kinds = ["negative", "more than there are"]
-        room = (
-            None if self.limits["max_len"] is None else self.limits["max_len"] - max(self.positions)
-        )
-        if room is not None and room < 60:
+        kinds, max_len = ["negative", "more than there are"], self.limits["max_len"]
+        if max_len is not None and max_len - max(self.positions) < 60:
             kinds.append("beyond max_len")
-        kind = self.rng.choice(kinds)
-        num_new = room + 1 if kind == "beyond max_len" and room is not None else 2
+        kind, num_new = self.rng.choice(kinds), 2
+        if kind == "beyond max_len":
+            num_new = max_len - max(self.positions) + 1
         counts = [num_new] * self.batch
         if kind != "beyond max_len":
             counts[self.rng.randrange(self.batch)] = -1 if kind == "negative" else 3
@@ -335,7 +295,7 @@ class Conversation:
         return why_changed(one.cache, lambda: attend(*rows, one.cache, torch.tensor(counts)))
 
 
-def try_sequence(rng: random.Random, compiler: str | None) -> Trial:
+def try_sequence(rng, compiler):
     talk = Conversation(rng, compiler)
     complaint = None
     for _ in range(NUM_ACTIONS):
@@ -347,29 +307,25 @@ def try_sequence(rng: random.Random, compiler: str | None) -> Trial:
     # (With dynamic=True torch takes a scale for a symbol at first, and begins anew.)
     most = len(talk.several) * (2 if talk.dynamic else 1)
     if talk.counter is not None and talk.only_tokens and talk.counter.frame_count > most:
-        complaint = (
-            complaint
-            or f"{talk.counter.frame_count} graphs for tokens alone, of {len(talk.several)} caches"
-        )
+        complaint = complaint or f"{talk.counter.frame_count} graphs for tokens alone, not {most}"
     heads = "all heads" if not talk.several[0].held else f"{len(talk.several)} parts of the heads"
     how = f"sequence, {heads}, {f'compiled, {compiler}' if compiler else talk.call.dtype}"
-    return Trial(
-        how, f"{talk.call}, {talk.limits}, {[p.held for p in talk.several]}: {talk.said}", complaint
-    )
+    held = [one.held for one in talk.several]
+    return Trial(how, f"{talk.call}, {talk.limits}, {held}: {talk.said}", complaint)
 
 
 _write, _from_text = append.write, RankCall.from_text
 
 
-def _write_all_but_one(plan: Any, key: Tensor, value: Tensor, memory: Tensor, t: int) -> None:
+def _write_all_but_one(plan, key, value, memory, t):
     _write(plan, key[:, :-1], value[:, :-1], memory, t)
 
 
-def _unscaled(text: str) -> RankCall:
+def _unscaled(text):
     return replace(_from_text(text), scale=1.0)
 
 
-BREAKAGES: dict[str, Callable[[], Any]] = {
+BREAKAGES = {
     "the last row of a chunk is not written": broken("write", _write_all_but_one, append),
     "what was dropped is taken back": broken("check_crop", nothing, dilated_cache),
     "compiled code forgets the scale": broken("from_text", staticmethod(_unscaled), RankCall),

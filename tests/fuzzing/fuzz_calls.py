@@ -5,22 +5,15 @@ that the definition does not send it; and what cannot be is refused with a Value
 Uninitialised memory is NaN.
 """
 
-import contextlib
 import functools
 import math
-import random
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import torch
 from fuzz import Trial, broken, nothing
 from fuzz_modules import MODULE_BREAKAGES, try_language_model, try_module
-from fuzz_oracle import NAMES, STRIDES, Call, answer_to, difference, draw_call, tensors_of
+from fuzz_oracle import NAMES, STRIDES, answer_to, difference, draw_call, tensors_of
 from helpers import poisoned_memory
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ring_dilated_attention import (
@@ -32,45 +25,29 @@ from ring_dilated_attention import (
 from ring_dilated_attention.attention import validate
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.reference import multiplicity
-from ring_dilated_attention.run import executor
-
-Attend = Callable[..., Any]
 
 
-def prepare(folder: Path) -> None:
-    pass
-
-
-def try_case(rng: random.Random, folder: Path) -> Trial:
+def try_case(rng, folder):
     kinds = [try_call, try_module, try_language_model, try_nan, try_hostile, try_heads_held]
     with poisoned_memory():
         return rng.choices(kinds, [10, 3, 1, 1, 3, 1])[0](rng)
 
 
-def try_call(rng: random.Random) -> Trial:
+def try_call(rng):
     call = draw_call(rng, sinks=True)
     how = rng.choice(["plain", "plain", "checkpointed", "keywords", "twice"])
-    return Trial(f"call, {call.dtype}, {how}", str(call), judge_call(rng, call, how))
-
-
-def judge_call(rng: random.Random, call: Call, how: str, **more: Any) -> str | None:
     inputs, dout, dlse = tensors_of(call)
     leaves = arranged(rng, call, inputs)
     before = [x.detach().clone() for x in leaves]
-    attend = functools.partial(
-        dilated_attention,
-        pattern=call.pattern,
-        cu_seqlens=call.cu_seqlens,
-        scale=call.scale,
-        **more,
-    )
+    attend = functools.partial(dilated_attention, **call.rules)
     found = results(call, leaves, attend, dout, dlse, how)
-    if not all(torch.equal(x, y) for x, y in zip(before, leaves, strict=True)):
-        return "the inputs were changed"
-    return difference(call, found, answer_to(call, inputs, dout, dlse))
+    complaint = difference(call, found, answer_to(call, inputs, dout, dlse))
+    if not all(map(torch.equal, before, leaves)):
+        complaint = "the inputs were changed"
+    return Trial(f"call, {call.dtype}, {how}", str(call), complaint)
 
 
-def arranged(rng: random.Random, call: Call, inputs: Sequence[Tensor]) -> list[Tensor]:
+def arranged(rng, call, inputs):
     """The inputs with any strides; those that need a gradient want one."""
     leaves = [rng.choice(STRIDES)(x).detach() for x in inputs]
     return [
@@ -78,19 +55,13 @@ def arranged(rng: random.Random, call: Call, inputs: Sequence[Tensor]) -> list[T
     ]
 
 
-def results(
-    call: Call,
-    leaves: Sequence[Tensor],
-    attend: Attend,
-    dout: Tensor,
-    dlse: Tensor,
-    how: str = "plain",
-) -> dict[str, Tensor]:
+def results(call, leaves, attend, dout, dlse, how="plain"):
     """out, lse and the gradients that are wanted, by name."""
-    sinks = call.sinks
-    attend = functools.partial(
-        attend, return_lse=True, **({} if sinks is None else {"sinks": sinks})
-    )
+    wanted = {f"d{name}": x for name, x in zip("qkv", leaves, strict=True) if x.requires_grad}
+    more = {"return_lse": True}
+    if (sinks := call.sinks) is not None:
+        wanted["dsinks"] = more["sinks"] = sinks
+    attend = functools.partial(attend, **more)
     if how == "twice":
         attend(*leaves)  # nothing of it is used
     if how == "checkpointed":
@@ -100,24 +71,14 @@ def results(
     found = {"out": out, "lse": lse}
     if not call.needs_grad:
         return found
-    roots = {"both": [(out, dout), (lse, dlse)], "out": [(out, dout)], "lse": [(lse, dlse)]}[
+    roots, douts = {"both": ([out, lse], [dout, dlse]), "out": (out, dout), "lse": (lse, dlse)}[
         call.outputs
     ]
-    wanted = [x for x in leaves if x.requires_grad]
-    if sinks is not None:
-        wanted.append(sinks)
-    grads = torch.autograd.grad(
-        [x for x, _ in roots], wanted, [g for _, g in roots], materialize_grads=True
-    )
-    names = [
-        name for name, letter in zip(NAMES[2:], "qkv", strict=True) if letter in call.needs_grad
-    ]
-    if sinks is not None:
-        names.append("dsinks")
-    return found | dict(zip(names, grads, strict=True))
+    grads = torch.autograd.grad(roots, [*wanted.values()], douts, materialize_grads=True)
+    return found | dict(zip(wanted, grads, strict=True))
 
 
-def try_heads_held(rng: random.Random) -> Trial:
+def try_heads_held(rng):
     """The heads of a layer in two groups."""
     call = draw_call(rng, dtypes=[torch.float64])
     ratio = call.num_heads // call.num_kv_heads
@@ -131,9 +92,7 @@ def try_heads_held(rng: random.Random) -> Trial:
         leaves = arranged(rng, call, [inputs[0][:, :, heads], *(x[:, :, own] for x in inputs[1:])])
         attend = functools.partial(
             dilated_attention,
-            pattern=call.pattern,
-            cu_seqlens=call.cu_seqlens,
-            scale=call.scale,
+            **call.rules,
             heads_held=range(start * ratio, stop * ratio),
             num_heads=call.num_heads,
         )
@@ -146,7 +105,7 @@ def try_heads_held(rng: random.Random) -> Trial:
     return Trial("heads held", str(call))
 
 
-def try_nan(rng: random.Random) -> Trial:
+def try_nan(rng):
     """A NaN or inf in one row of one input reaches no other batch entry, head, segment or phase than its own.
 
     (Within them it may: kernels multiply by weights of 0, where the causal mask is. Of a window it may reach the blocks
@@ -160,9 +119,7 @@ def try_nan(rng: random.Random) -> Trial:
     head = rng.randrange(inputs[which].shape[2])
     answer = answer_to(call, inputs, dout, dlse)
     inputs[which][b, t, head] = rng.choice([math.nan, math.inf, -math.inf])
-    out, lse = dilated_attention(
-        *inputs, call.pattern, cu_seqlens=call.cu_seqlens, scale=call.scale, return_lse=True
-    )
+    out, lse = dilated_attention(*inputs, **call.rules, return_lse=True)
     pattern = replace(call.pattern, is_causal=False)
     if pattern.window is not None:
         pattern = replace(pattern, window=min(4 * pattern.window, 2**62))
@@ -183,7 +140,7 @@ def try_nan(rng: random.Random) -> Trial:
 
 
 # What cannot be, by the argument that is spoilt: of `dilated_attention`, given right ones.
-HOSTILE: dict[str, list[Callable[[dict[str, Any]], Any]]] = {
+HOSTILE = {
     "query": [
         lambda a: None,
         lambda a: a["query"].tolist(),
@@ -237,28 +194,20 @@ HOSTILE: dict[str, list[Callable[[dict[str, Any]], Any]]] = {
 }  # fmt: skip
 
 
-def try_hostile(rng: random.Random) -> Trial:
-    """What cannot be is a ValueError, and says something."""
-    name, description, attempt = spoilt(rng)
-    return Trial(f"refused: {name}", description, why_not_refused(attempt))
-
-
-def spoilt(rng: random.Random) -> tuple[str, str, Callable[[], Any]]:
-    """A right call with one argument that is not."""
+def try_hostile(rng):
+    """What cannot be is a ValueError, and says something: a right call with one argument that is not."""
     call = draw_call(rng)
     name = rng.choice(list(HOSTILE))
     number = rng.randrange(len(HOSTILE[name]))
-    arguments: dict[str, Any] = dict(
-        zip(("query", "key", "value"), tensors_of(call)[0], strict=True)
-    )
-    arguments |= {"pattern": call.pattern, "cu_seqlens": call.cu_seqlens, "scale": call.scale}
+    arguments = dict(zip(("query", "key", "value"), tensors_of(call)[0], strict=True)) | call.rules
     if name == "cu_seqlens" and rng.random() < 0.8:
         arguments |= {k: arguments[k][:1] for k in ("query", "key", "value")}
     arguments[name] = HOSTILE[name][number](arguments)
-    return name, f"{name} {number} of {call}", lambda: dilated_attention(**arguments)
+    complaint = why_not_refused(lambda: dilated_attention(**arguments))
+    return Trial(f"refused: {name}", f"{name} {number} of {call}", complaint)
 
 
-def why_not_refused(attempt: Callable[[], Any]) -> str | None:
+def why_not_refused(attempt):
     try:
         attempt()
     except ValueError as error:
@@ -268,24 +217,16 @@ def why_not_refused(attempt: Callable[[], Any]) -> str | None:
     return "it is taken"
 
 
-def _forward_without_causality(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    return _forward(q, k, v, False, scale)
-
-
 _forward = cpu.forward
 _with_columns = cpu.with_dlse_columns
 
 
-def _dlse_of_float16(rows: Any, width: int) -> Any:
+def _forward_without_causality(q, k, v, is_causal, scale):
+    return _forward(q, k, v, False, scale)
+
+
+def _dlse_of_float16(rows, width):
     return _with_columns(rows._replace(dlse=rows.dlse.half().to(rows.dlse.dtype)), width)
-
-
-@contextlib.contextmanager
-def steps_broken(kind: type, replacement: Callable) -> Iterator[None]:
-    with mock.patch.object(executor._Executor, kind.__name__.lower(), replacement):
-        yield
 
 
 CALL_BREAKAGES = {

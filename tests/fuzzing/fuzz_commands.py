@@ -9,7 +9,6 @@ import contextlib
 import io
 import json
 import os
-import random
 import re
 import shutil
 import traceback
@@ -70,7 +69,7 @@ class Output(NamedTuple):
     error: str
 
 
-def captured(words: list[str]) -> Output:
+def captured(words):
     streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2)]
     with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
         try:
@@ -87,13 +86,13 @@ def captured(words: list[str]) -> Output:
     return Output(code, *texts)
 
 
-def listing() -> dict[str, bytes | None]:
+def listing():
     """Every file with its content, and every folder."""
     paths = sorted(Path().rglob("*"))
     return {ascii(str(path)): path.read_bytes() if path.is_file() else None for path in paths}
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder):
     """A finished run, to be resumed; slides and an encoder."""
     start = folder / "start"
     for name, content in THEIRS.items():
@@ -109,7 +108,7 @@ def prepare(folder: Path) -> None:
     torch.save({"model": LongNetViT(5, 32, 1, 16, **branches).state_dict()}, "encoder.pth")
 
 
-def try_case(rng: random.Random, folder: Path) -> Trial:
+def try_case(rng, folder):
     shutil.copytree(folder.parent / "start", folder / "here")
     os.chdir(folder / "here")
     name = rng.choice(["train", *COMMANDS])
@@ -126,7 +125,7 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
     return Trial(f"{name} {output.code}", f"rda {name} {shown}: {last}", complaint)
 
 
-def judge(output: Output, before: dict, after: dict) -> str | None:
+def judge(output, before, after):
     """What is wrong with how a command ended, or None."""
     # 1: some slides could not be embedded, and each is named
     if output.code not in (0, 1, 2) or (output.code == 1 and "slide" not in output.error):
@@ -146,7 +145,7 @@ def judge(output: Output, before: dict, after: dict) -> str | None:
     return why_no_json(output.out) if output.out.startswith("{") else None
 
 
-def why_no_sentence(output: Output) -> str | None:
+def why_no_sentence(output):
     """Why a refused command's output is not what it should be: a sentence, or the usage and one; None if it is."""
     if output.out:
         return f"it is refused, and prints {output.out[:200]!r}"
@@ -164,8 +163,8 @@ def why_no_sentence(output: Output) -> str | None:
     return None
 
 
-def why_no_json(text: str) -> str | None:
-    def refuse(name: str) -> None:
+def why_no_json(text):
+    def refuse(name):
         raise ValueError(name)
 
     try:

@@ -4,14 +4,11 @@ B batch, N positions, E embedding, H query heads, G key/value heads, D head dim.
 """
 
 import itertools
-import random
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from fuzz import Trial, broken
-from fuzz_oracle import draw_pattern
-from torch import Tensor
+from fuzz_oracle import borders_of, draw_pattern
 
 from ring_dilated_attention import MultiheadDilatedAttention
 from ring_dilated_attention.layers import padded
@@ -22,9 +19,7 @@ from ring_dilated_attention.reference import dilated_attention_reference
 TOLERANCE = 1e-10
 
 
-def draw_module(
-    rng: random.Random, *, head_multiple: int = 1, **more: Any
-) -> MultiheadDilatedAttention:
+def draw_module(rng, *, head_multiple=1, **more):
     num_kv_heads = head_multiple * rng.randint(1, 3)
     num_heads = num_kv_heads * rng.randint(1, 2)
     torch.manual_seed(rng.randrange(2**31))
@@ -45,91 +40,84 @@ def draw_module(
 
 
 def by_hand(
-    module: MultiheadDilatedAttention,
-    x_BNE: Tensor,
-    positions: Tensor,
-    documents: tuple[int, ...] | None,
-) -> Tensor:
-    """What the module's docstring says, from its parameters."""
+    module,
+    x_BNE,
+    documents=None,
+    positions=None,
+    attend=dilated_attention_reference,
+    dtype=torch.float64,
+):
+    """What the module's docstring says, from its parameters, with the casts that autocast makes to a type."""
+    if positions is None:
+        borders = documents or (0, x_BNE.shape[1])
+        positions = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(borders)])
+
+    def linear(x, weight, bias):
+        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
     dim = module.head_dim
     widths = (module.num_heads * dim, module.num_kv_heads * dim, module.num_kv_heads * dim)
-    q, k, v = F.linear(x_BNE, module.in_proj_weight, module.in_proj_bias).split(widths, dim=-1)
-    heads = [x.unflatten(-1, (-1, dim)) for x in (q, k, v)]
+    joined = linear(x_BNE, module.in_proj_weight, module.in_proj_bias)
+    heads = [x.unflatten(-1, (-1, dim)) for x in joined.split(widths, dim=-1)]
     if module.rotary_base is not None:
         angles = positions.double()[:, None] * module.rotary_base ** (
             -torch.arange(0, dim, 2).double() / dim
         )
-        heads[:2] = [turned(x, angles) for x in heads[:2]]
-    out, _ = dilated_attention_reference(*heads, module.pattern, cu_seqlens=documents)
+        heads[:2] = [turned(x.double(), angles).to(dtype) for x in heads[:2]]
+    out, _ = attend(*heads, module.pattern, cu_seqlens=documents)
     out = out.flatten(2)
     if module.sub_layernorm is not None:
         norm = module.sub_layernorm
-        out = F.layer_norm(out, out.shape[-1:], norm.weight, norm.bias, norm.eps)
-    return F.linear(out, module.out_proj.weight, module.out_proj.bias)
+        wide = out.to(norm.weight.dtype)
+        out = F.layer_norm(wide, out.shape[-1:], norm.weight, norm.bias, norm.eps)
+    return linear(out, module.out_proj.weight, module.out_proj.bias)
 
 
-def turned(x: Tensor, angles_ND: Tensor) -> Tensor:
+def turned(x, angles_ND):
     first, second = x.chunk(2, dim=-1)
     cos, sin = angles_ND.cos()[:, None], angles_ND.sin()[:, None]
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
-def try_module(rng: random.Random) -> Trial:
+def try_module(rng):
     module = draw_module(rng)
     batch, num_positions = rng.randint(1, 3), rng.randint(1, 40)
     how = rng.choice(["plain", "plain", "padded", "packed", "positions", "three inputs"])
     x = torch.randn(batch, num_positions, module.embed_dim, dtype=torch.float64)
-    positions, more = torch.arange(num_positions), {}
+    documents, positions, more = None, None, {}
+    if how == "packed":
+        x, inner = x[:1], {rng.randint(1, num_positions) for _ in range(3)} - {num_positions}
+        documents = (0, *sorted(inner), num_positions)
+        more["cu_seqlens"] = borders_of(documents)
+    if how == "positions" and module.rotary_base is not None:
+        positions = torch.tensor([rng.randrange(10**6) for _ in range(num_positions)])
+        more["positions"] = positions
     if how == "padded":
         lengths = [rng.randint(0, num_positions) for _ in range(batch)]
         lengths[0] = max(lengths[0], 1)  # a mask that is True everywhere is refused
-        more["key_padding_mask"] = torch.stack([positions >= length for length in lengths])
-        expected = torch.cat(
-            [padded_by_hand(module, x[b : b + 1], n) for b, n in enumerate(lengths)]
-        )
-    elif how == "packed":
-        x, documents = (
-            x[:1],
-            (
-                0,
-                *sorted({rng.randint(1, num_positions) for _ in range(3)} - {num_positions}),
-                num_positions,
-            ),
-        )
-        more["cu_seqlens"] = torch.tensor(documents, dtype=torch.int32)
-        starts = [max(s for s in documents[:-1] if s <= t) for t in range(num_positions)]
-        expected = by_hand(module, x, positions - torch.tensor(starts), documents)
+        more["key_padding_mask"] = torch.arange(num_positions) >= torch.tensor(lengths)[:, None]
+        several = [padded_by_hand(module, x[b : b + 1], n) for b, n in enumerate(lengths)]
+        expected = torch.cat(several)
     else:
-        if how == "positions" and module.rotary_base is not None:
-            positions = torch.tensor([rng.randrange(10**6) for _ in range(num_positions)])
-            more["positions"] = positions
-        expected = by_hand(module, x, positions, None)
+        expected = by_hand(module, x, documents, positions)
     inputs = [x.clone() for _ in range(3)] if how == "three inputs" else [x] * 3
     found, _ = module(*inputs, **more)
     complaint = why_unequal("out", found, expected)
-    parameters = dict(module.named_parameters())
-    weights = torch.randn_like(found)
-    grads = [
-        torch.autograd.grad(y, parameters.values(), weights, materialize_grads=True)
-        for y in (found, expected)
-    ]
-    for name, actual, right in zip(parameters, *grads, strict=True):
-        complaint = complaint or why_unequal(f"gradient of {name}", actual, right)
-    return Trial(
-        f"module, {how}", f"{module}, batch {batch}, {num_positions} positions, {more}", complaint
-    )
+    complaint = complaint or why_gradients_unequal(module, found, expected)
+    description = f"{module}, batch {batch}, {num_positions} positions, {more}"
+    return Trial(f"module, {how}", description, complaint)
 
 
-def padded_by_hand(module: MultiheadDilatedAttention, x_1NE: Tensor, length: int) -> Tensor:
+def padded_by_hand(module, x_1NE, length):
     """The valid positions alone; padded ones come out as zeros (or what the norm makes of none) before out_proj."""
     rest = torch.zeros(1, x_1NE.shape[1] - length, module.embed_dim, dtype=x_1NE.dtype)
     outs = [F.linear(rest, module.out_proj.weight, module.out_proj.bias)]
     if length:
-        outs.insert(0, by_hand(module, x_1NE[:, :length], torch.arange(length), None))
+        outs.insert(0, by_hand(module, x_1NE[:, :length]))
     return torch.cat(outs, dim=1)
 
 
-def why_unequal(name: str, found: Tensor, expected: Tensor) -> str | None:
+def why_unequal(name, found, expected):
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return f"{name} is {found.dtype} {tuple(found.shape)}, not {expected.dtype} {tuple(expected.shape)}"
     found, expected = found.detach(), expected.detach()
@@ -142,7 +130,20 @@ def why_unequal(name: str, found: Tensor, expected: Tensor) -> str | None:
     )
 
 
-def draw_language_model(rng: random.Random, *, head_multiple: int = 1) -> LongNetLM:
+def why_gradients_unequal(module, found, expected):
+    """Of all parameters, for a random gradient of the output."""
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    dout = torch.randn_like(expected) if expected.dim() else None
+    grads = [
+        torch.autograd.grad(y, parameters, dout, materialize_grads=True) for y in (found, expected)
+    ]
+    for name, actual, right in zip(names, *grads, strict=True):
+        if complaint := why_unequal(f"gradient of {name}", actual, right):
+            return complaint
+    return None
+
+
+def draw_language_model(rng, *, head_multiple=1):
     num_heads = head_multiple * rng.choice([1, 2, 4])
     pattern = draw_pattern(rng, num_heads)
     torch.manual_seed(rng.randrange(2**31))
@@ -160,13 +161,13 @@ def draw_language_model(rng: random.Random, *, head_multiple: int = 1) -> LongNe
     return LongNetLM(config, activation_checkpointing=rng.random() < 0.5).double()
 
 
-def try_language_model(rng: random.Random) -> Trial:
+def try_language_model(rng):
     """The loss is the cross-entropy of the logits; packed documents are as if each were alone; nothing sees later."""
     model = draw_language_model(rng)
     num_positions = rng.randint(2, 40)
     tokens = torch.randint(model.config.vocab_size, (1, num_positions))
     borders = sorted({0, num_positions, *(rng.randint(1, num_positions) for _ in range(2))})
-    cu_seqlens = torch.tensor(borders, dtype=torch.int32)
+    cu_seqlens = borders_of(borders)
     if max(b - a for a, b in itertools.pairwise(borders)) < 2:
         borders, cu_seqlens = [0, num_positions], None
     alone = [model(tokens[:, a:b]) for a, b in itertools.pairwise(borders)]
@@ -186,24 +187,15 @@ def try_language_model(rng: random.Random) -> Trial:
     complaint = complaint or why_unequal(
         "logits before a change", model(later)[:, :border], model(tokens)[:, :border]
     )
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    grads = [
-        torch.autograd.grad(y, parameters, materialize_grads=True)
-        for y in (loss.double(), expected)
-    ]
-    for name, actual, right in zip(names, *grads, strict=True):
-        complaint = complaint or why_unequal(f"gradient of {name}", actual, right)
-    return Trial(
-        "language model",
-        f"{model.config}, {num_positions} positions, documents {borders}",
-        complaint,
-    )
+    complaint = complaint or why_gradients_unequal(model, loss.double(), expected)
+    description = f"{model.config}, {num_positions} positions, documents {borders}"
+    return Trial("language model", description, complaint)
 
 
 _lengths = padded.valid_lengths
 
 
-def _all_valid(mask: Tensor, batch: int, num_positions: int) -> Tensor:
+def _all_valid(mask, batch, num_positions):
     return torch.full_like(_lengths(mask, batch, num_positions), num_positions)
 
 

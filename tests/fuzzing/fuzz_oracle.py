@@ -6,8 +6,6 @@ The bound is elementwise: an entry may be off by BOUND times the dtype's eps tim
 it is made of. (A difference to a sum that nearly cancels says little where it is relative to the sum.)
 """
 
-import random
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +20,7 @@ BOUND = 24.0
 LARGEST = 60_000.0  # float16 ends at 65,504; beyond this the true number may round to infinity
 # Queries times a scale of 1e-40 are subnormal, and hold a few bits. What is that small may be anything that small.
 SMALLEST = {torch.float64: 0.0, torch.float32: 1e-32, torch.bfloat16: 1e-32, torch.float16: 0.0}
-STRIDES: list[Callable[[Tensor], Tensor]] = [
+STRIDES = [
     lambda x: x,
     lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
@@ -53,7 +51,7 @@ class Call(NamedTuple):
     has_sinks: bool = False
 
     @property
-    def sinks(self) -> Tensor | None:
+    def sinks(self):
         """A logit for each head, of which one may be no sink at all."""
         if not self.has_sinks:
             return None
@@ -63,16 +61,26 @@ class Call(NamedTuple):
         return sinks.to(self.dtype).requires_grad_()
 
     @property
-    def cu_seqlens(self) -> Tensor | None:
-        return None if self.documents is None else torch.tensor(self.documents, dtype=torch.int32)
+    def cu_seqlens(self):
+        return borders_of(self.documents)
 
     @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
+    def rules(self):
+        """What `dilated_attention` is given beside tensors."""
+        return {"pattern": self.pattern, "cu_seqlens": self.cu_seqlens, "scale": self.scale}
+
+    @property
+    def shapes(self):
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         return tuple((self.batch, self.seq_len, h, self.head_dim) for h in heads)
 
 
-def draw_pattern(rng: random.Random, num_heads: int) -> DilatedPattern:
+def borders_of(documents):
+    """As `cu_seqlens` takes them."""
+    return None if documents is None else torch.tensor(documents, dtype=torch.int32)
+
+
+def draw_pattern(rng, num_heads):
     heads = rng.choice(["all", "all", "split"])
     num_branches = rng.randint(1, min(3, num_heads) if heads == "split" else 4)
     lengths = [
@@ -93,13 +101,7 @@ def draw_pattern(rng: random.Random, num_heads: int) -> DilatedPattern:
     )
 
 
-def draw_call(
-    rng: random.Random,
-    *,
-    dtypes: Sequence[torch.dtype] = DTYPES,
-    head_multiple: int = 1,
-    sinks: bool = False,
-) -> Call:
+def draw_call(rng, *, dtypes=DTYPES, head_multiple=1, sinks=False):
     num_kv_heads = head_multiple * rng.randint(1, 3)
     num_heads = num_kv_heads * rng.randint(1, 3)
     seq_len = rng.choice(
@@ -134,11 +136,11 @@ def draw_call(
     )
 
 
-def tensors_of(call: Call) -> tuple[list[Tensor], Tensor, Tensor]:
+def tensors_of(call):
     """query, key, value and the gradient of out in the call's dtype, and the gradient of lse as its results have it."""
     generator = torch.Generator().manual_seed(call.seed)
 
-    def draw(*shape: int) -> Tensor:
+    def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     inputs = [draw(*shape).to(call.dtype) for shape in call.shapes]
@@ -154,7 +156,7 @@ class Answer(NamedTuple):
     sizes: dict[str, Tensor]
 
 
-def answer_to(call: Call, inputs: Sequence[Tensor], dout: Tensor, dlse: Tensor) -> Answer:
+def answer_to(call, inputs, dout, dlse):
     """out, lse and the gradients that the loss has. What the loss does not depend on has none."""
     leaves = [x.double().clone().requires_grad_() for x in inputs]
     sinks = None if call.sinks is None else call.sinks.detach().double().requires_grad_()
@@ -176,18 +178,14 @@ def answer_to(call: Call, inputs: Sequence[Tensor], dout: Tensor, dlse: Tensor) 
     return Answer(values, sizes)
 
 
-def sizes_of(
-    call: Call, inputs: Sequence[Tensor], dout: Tensor, dlse: Tensor, lse: Tensor
-) -> dict[str, Tensor]:
+def sizes_of(call, inputs, dout, dlse, lse):
     """Like the formulas of attention and its gradient, with absolute values in the place of all terms."""
     scale = call.head_dim**-0.5 if call.scale is None else call.scale
     count = multiplicity(call.pattern, call.seq_len, call.num_heads, call.documents)
     return sizes_of_terms(count, scale, inputs, dout, dlse, lse)
 
 
-def sizes_of_terms(
-    count: Tensor, scale: float, inputs: Sequence[Tensor], dout: Tensor, dlse: Tensor, lse: Tensor
-) -> dict[str, Tensor]:
+def sizes_of_terms(count, scale, inputs, dout, dlse, lse):
     """As `sizes_of`. count (H, N, N) tells how often a query sees a key. lse may be of more keys than these."""
     ratio = inputs[0].shape[2] // inputs[1].shape[2]
     q, k, v = inputs[0], *(x.repeat_interleave(ratio, dim=2) for x in inputs[1:])
@@ -212,7 +210,7 @@ def sizes_of_terms(
     return dict(zip(NAMES, (out, number.transpose(1, 2), dq, *grouped), strict=True))
 
 
-def difference(call: Call, found: dict[str, Tensor], answer: Answer) -> str | None:
+def difference(call, found, answer):
     """What is wrong with some of the results, or None."""
     for name, x in found.items():
         dtype = torch.promote_types(call.dtype, torch.float32) if name == "lse" else call.dtype
@@ -222,9 +220,7 @@ def difference(call: Call, found: dict[str, Tensor], answer: Answer) -> str | No
     return None
 
 
-def why_off(
-    name: str, x: Tensor, value: Tensor, size: Tensor, dtype: torch.dtype, computed_in: torch.dtype
-) -> str | None:
+def why_off(name, x, value, size, dtype, computed_in):
     """What is wrong with a result that should be `value` in `dtype`, and was computed in another type perhaps."""
     if x.dtype != dtype or x.shape != value.shape:
         return f"{name} is {x.dtype} {tuple(x.shape)}, and should be {dtype} {tuple(value.shape)}"

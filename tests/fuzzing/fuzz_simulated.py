@@ -2,36 +2,23 @@
 
 import functools
 import itertools
-import random
-from pathlib import Path
-from typing import Any
 
-from fuzz import Trial, nothing
-from fuzz_calls import CALL_BREAKAGES, arranged, results, steps_broken
+from fuzz import Trial, broken, nothing
+from fuzz_calls import CALL_BREAKAGES, arranged, results
 from fuzz_oracle import answer_to, difference, draw_call, tensors_of
 from helpers import poisoned_memory
 
 from ring_dilated_attention import dilated_attention, simulate
-from ring_dilated_attention.plan import step
+from ring_dilated_attention.run import executor
 
 
-def prepare(folder: Path) -> None:
-    pass
-
-
-def try_case(rng: random.Random, folder: Path) -> Trial:
+def try_case(rng, folder):
     call = draw_call(rng, sinks=True)
     world_size = rng.choice([1, 2, 2, 3, 4, 5, 8])
     cut = draw_cut(rng, world_size, call.seq_len)
     with poisoned_memory():
         parallel = simulate.all_ranks(world_size, **cut)
-        attend = functools.partial(
-            dilated_attention,
-            pattern=call.pattern,
-            cu_seqlens=call.cu_seqlens,
-            scale=call.scale,
-            parallel=parallel,
-        )
+        attend = functools.partial(dilated_attention, **call.rules, parallel=parallel)
         inputs, dout, dlse = tensors_of(call)
         found = results(call, arranged(rng, call, inputs), attend, dout, dlse)
         complaint = difference(call, found, answer_to(call, inputs, dout, dlse))
@@ -39,7 +26,7 @@ def try_case(rng: random.Random, folder: Path) -> Trial:
     return Trial(f"{world_size} ranks, {how}", f"{call} over {world_size} ranks, {cut}", complaint)
 
 
-def draw_cut(rng: random.Random, world_size: int, seq_len: int) -> dict[str, Any]:
+def draw_cut(rng, world_size, seq_len):
     """Arguments of a context: where shards begin. Some may be empty."""
     how = rng.choice(["", "", "zigzag", "align", "lengths"])
     if how == "zigzag":
@@ -52,5 +39,5 @@ def draw_cut(rng: random.Random, world_size: int, seq_len: int) -> dict[str, Any
     return {}
 
 
-RING_BREAKAGES = {"gradients do not come home": lambda: steps_broken(step.Unpack, nothing)}
+RING_BREAKAGES = {"gradients do not come home": broken("unpack", nothing, executor._Executor)}
 BREAKAGES = CALL_BREAKAGES | RING_BREAKAGES

@@ -1,28 +1,18 @@
 """100 cases of every kind of `make fuzz`, fewer of slow ones, and proofs that cases notice what they are there for."""
 
-import json
-
 import pytest
 import torch
-from fuzz import KINDS, fuzz, lines_of
+from fuzz import KINDS, fuzz
 from fuzz_oracle import why_off
-from helpers import ROOT
 
 SEED = 20251122
-FEWER = {
-    "simulated": 50,
-    "ranks": 30,
-    "commands": 40,
-    "caches": 50,
-    "losses": 20,
-    "torchscale": 40,
-}
+FEWER = {"simulated": 50, "ranks": 30, "commands": 40, "caches": 50, "losses": 20, "torchscale": 40}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_found(kind):
     found = fuzz(kind, SEED, range(FEWER.get(kind, 100)))
-    assert found.failures == []
+    assert not found.failures
     assert len(found.outcomes) > 5  # cases of many sorts, and not 100 times the same refusal
 
 
@@ -57,11 +47,3 @@ def test_a_case_can_be_made_again():
     again = fuzz("calls", SEED, range(22, 25))
     assert again.outcomes <= first.outcomes
     assert sum(again.outcomes.values()) == 3
-
-
-def test_the_page_says_what_was_run():
-    """docs/reliability.md quotes the record, whose every case was clean."""
-    record = json.loads((ROOT / "benchmarks/results/fuzz.json").read_text())
-    page = (ROOT / "docs/reliability.md").read_text()
-    assert "\n".join(lines_of(record)) in page
-    assert not any(row["failures"] for row in record["rows"])

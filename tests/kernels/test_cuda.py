@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ring_dilated_attention import (
-    ContextParallel,
     DilatedCache,
     DilatedPattern,
     dilated_attention,
@@ -45,32 +44,30 @@ MAIN = torch.bfloat16 if HAS_GPU else torch.float32
 N, SHORT, LONG = (419, 64, 3001) if HAS_GPU else (37, 8, 61)
 
 
-def require(dtype: torch.dtype = MAIN) -> None:
+def require(dtype=MAIN):
     reason = choose.reasons(torch.empty(1, 1, 1, 16, device=DEVICE, dtype=dtype))[BACKEND]
     if reason is not None:
         pytest.skip(f"{BACKEND} {reason}")
 
 
-def assert_right(case: Case, dtype: torch.dtype, parallel: ContextParallel | None = None) -> None:
+def assert_right(case, dtype, parallel=None):
     """out, lse and all gradients, also through lse, within the tolerances of `rda check`."""
     require(dtype)
     found = worst([case], dtype, [[measure(case, dtype, BACKEND, DEVICE, parallel)]], DEVICE)
     assert found.passed, found
 
 
-def make(*shape: int, dtype: torch.dtype = MAIN) -> Tensor:
+def make(*shape, dtype=MAIN):
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
-def make_inputs(
-    seq_len: int = N, heads=(4, 2, 2), head_dim: int = 64, batch: int = 1, dtype: torch.dtype = MAIN
-):
+def make_inputs(seq_len=N, heads=(4, 2, 2), head_dim=64, batch=1, dtype=MAIN):
     """query, key, value, and the gradient of out."""
     tensors = [make(batch, seq_len, h, head_dim, dtype=dtype) for h in (*heads, heads[0])]
     return tensors[:3], tensors[3]
 
 
-def both_ways(inputs, dout, pattern, backend=BACKEND) -> list[Tensor]:
+def both_ways(inputs, dout, pattern, backend=BACKEND):
     """out, dq, dk, dv."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = dilated_attention(*leaves, pattern, backend=backend)
@@ -283,7 +280,7 @@ def test_a_graph_replays_both_ways():
     inputs, dout = make_inputs(batch=2)
     leaves = [x.clone().requires_grad_() for x in inputs]
 
-    def call() -> list[Tensor]:
+    def call():
         out, lse = dilated_attention(*leaves, PATTERN, backend=BACKEND, return_lse=True)
         return [
             out.detach(),
@@ -387,7 +384,7 @@ def test_a_call_on_cuda_tensors_compiles_whole(has_cache, backend, monkeypatch):
 # One token with a cache.
 
 
-def append_all(inputs, steps) -> tuple[list[Tensor], DilatedCache]:
+def append_all(inputs, steps):
     """out and lse of rows that are appended in these steps, and the cache."""
     batch, _, num_heads, head_dim = inputs[0].shape
     cache = DilatedCache(

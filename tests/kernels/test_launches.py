@@ -35,7 +35,7 @@ SELECT = {
 class Launches(dict):
     """In the place of a kernel in Triton: counts its launches."""
 
-    def __init__(self, name: str, counts: Counter) -> None:
+    def __init__(self, name, counts):
         self.name, self.counts = name, counts
 
     def __getitem__(self, grid):
@@ -47,7 +47,7 @@ class Launches(dict):
 
 
 @pytest.fixture
-def launched(monkeypatch) -> Counter:
+def launched(monkeypatch):
     """As on an H100 with Triton, whatever this machine is. Returns what is launched."""
     counts = Counter()
     names = ("write_kernel", "merge_kernel", "add_kernel", "lay_out_kernel")
@@ -66,7 +66,7 @@ def launched(monkeypatch) -> Counter:
 class Counted(TorchDispatchMode):
     """Counts ops that launch a kernel: all but views and new tensors."""
 
-    def __init__(self, counts: Counter) -> None:
+    def __init__(self, counts):
         super().__init__()
         self.counts = counts
 
@@ -87,7 +87,7 @@ def rank_plan(num_rows, num_heads=12):
     return plan_exchange("none", job, 0)
 
 
-def counted(counts, stage, num_rows, dtype) -> tuple[int, int]:
+def counted(counts, stage, num_rows, dtype):
     """Calls of attention in a stage, and all other kernels. The fake tensors are on the CPU: a build of torch for CPUs
     cannot index others."""
     with FakeTensorMode():
