@@ -8,11 +8,12 @@ Uninitialised memory is NaN.
 import functools
 import math
 from dataclasses import replace
+from types import FunctionType
 
 import torch
 from fuzz import Trial, broken, nothing
 from fuzz_modules import MODULE_BREAKAGES, try_language_model, try_module
-from fuzz_oracle import NAMES, STRIDES, answer_to, difference, draw_call, tensors_of
+from fuzz_oracle import NAMES, STRIDES, answer_to, borders_of, difference, draw_call, tensors_of
 from helpers import poisoned_memory
 from torch.utils.checkpoint import checkpoint
 
@@ -140,9 +141,14 @@ def try_nan(rng):
 
 
 # What cannot be, by the argument that is spoilt: of `dilated_attention`, given right ones.
+def borders(*numbers):
+    """cu_seqlens of these and the length of the sequence."""
+    return lambda a: borders_of((*numbers, a["query"].shape[1]))
+
+
 HOSTILE = {
     "query": [
-        lambda a: None,
+        None,
         lambda a: a["query"].tolist(),
         lambda a: a["query"][0],
         lambda a: a["query"].int(),
@@ -163,35 +169,35 @@ HOSTILE = {
         lambda a: a["key"].float() if a["key"].dtype == torch.float64 else a["key"].double(),
         lambda a: a["key"].unsqueeze(0),
         lambda a: torch.cat([a["key"]] * (a["query"].shape[2] // a["key"].shape[2] + 1), dim=2),
-        lambda a: object(),
+        object(),
     ],
-    "value": [lambda a: a["value"][:, :-1], lambda a: a["value"][..., :0], lambda a: "value", lambda a: 1.0],
-    "pattern": [lambda a: None, lambda a: [(4, 1)], lambda a: "dense", lambda a: DilatedPattern],
-    "parallel": [lambda a: "x", lambda a: 2, lambda a: ContextParallel, lambda a: torch.nn.Identity()],
+    "value": [lambda a: a["value"][:, :-1], lambda a: a["value"][..., :0], "value", 1.0],
+    "pattern": [None, [(4, 1)], "dense", DilatedPattern],
+    "parallel": ["x", 2, ContextParallel, torch.nn.Identity()],
     "cu_seqlens": [
         lambda a: [0, a["query"].shape[1]],
         lambda a: torch.tensor([0, a["query"].shape[1]]),
-        lambda a: torch.tensor([], dtype=torch.int32),
-        lambda a: torch.tensor([0], dtype=torch.int32),
-        lambda a: torch.tensor(0, dtype=torch.int32),
-        lambda a: torch.tensor([0, a["query"].shape[1]], dtype=torch.int32, device="meta"),
-        lambda a: torch.tensor([1, a["query"].shape[1]], dtype=torch.int32),
-        lambda a: torch.tensor([0, a["query"].shape[1] + 1], dtype=torch.int32),
-        lambda a: torch.tensor([0, 0, a["query"].shape[1]], dtype=torch.int32),
-        lambda a: torch.tensor([0, -3, a["query"].shape[1]], dtype=torch.int32),
-        lambda a: torch.tensor([[0, a["query"].shape[1]]], dtype=torch.int32),
-        lambda a: torch.tensor([0, a["query"].shape[1]], dtype=torch.int32).to_sparse(),
+        torch.tensor([], dtype=torch.int32),
+        torch.tensor([0], dtype=torch.int32),
+        torch.tensor(0, dtype=torch.int32),
+        lambda a: borders(0)(a).to("meta"),
+        borders(1),
+        lambda a: borders(0)(a) + torch.tensor([0, 1], dtype=torch.int32),
+        borders(0, 0),
+        borders(0, -3),
+        lambda a: borders(0)(a)[None],
+        lambda a: borders(0)(a).to_sparse(),
     ],
-    "scale": [
-        lambda a: math.nan, lambda a: math.inf, lambda a: 10**400, lambda a: "1", lambda a: True, lambda a: 1j,
-        lambda a: torch.tensor(1.0), lambda a: [1.0],
-    ],
-    "backend": [lambda a: "x", lambda a: None, lambda a: 3, lambda a: "sdpa", lambda a: ["cpu"]],
-    "heads_held": [
-        lambda a: range(0), lambda a: 3, lambda a: range(a["query"].shape[2]), lambda a: [0], lambda a: slice(0, 1),
-    ],
-    "num_heads": [lambda a: 7, lambda a: True, lambda a: "4", lambda a: 0],
-}  # fmt: skip
+    "scale": [math.nan, math.inf, 10**400, "1", True, 1j, torch.tensor(1.0), [1.0]],
+    "backend": ["x", None, 3, "sdpa", ["cpu"]],
+    "heads_held": [range(0), 3, lambda a: range(a["query"].shape[2]), [0], slice(0, 1)],
+    "num_heads": [7, True, "4", 0],
+}
+
+
+def hostile(name, number, arguments):
+    value = HOSTILE[name][number]
+    return value(arguments) if isinstance(value, FunctionType) else value
 
 
 def try_hostile(rng):
@@ -202,7 +208,7 @@ def try_hostile(rng):
     arguments = dict(zip(("query", "key", "value"), tensors_of(call)[0], strict=True)) | call.rules
     if name == "cu_seqlens" and rng.random() < 0.8:
         arguments |= {k: arguments[k][:1] for k in ("query", "key", "value")}
-    arguments[name] = HOSTILE[name][number](arguments)
+    arguments[name] = hostile(name, number, arguments)
     complaint = why_not_refused(lambda: dilated_attention(**arguments))
     return Trial(f"refused: {name}", f"{name} {number} of {call}", complaint)
 

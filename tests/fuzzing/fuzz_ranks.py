@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from fuzz import Trial, broken, nothing
-from fuzz_calls import HOSTILE, arranged, results
+from fuzz_calls import HOSTILE, arranged, hostile, results
 from fuzz_modules import by_hand, draw_language_model, draw_module, why_unequal
 from fuzz_oracle import NAMES, Answer, answer_to, borders_of, difference, draw_call, tensors_of
 from fuzz_simulated import RING_BREAKAGES, draw_cut
@@ -110,7 +110,7 @@ class Desk:
                 right = arguments.get(name)
                 # borders: of all rows
                 whole = {"query": tensors_of(call)[0][0]} if name == "cu_seqlens" else {}
-                arguments[name] = HOSTILE[name][number](arguments | whole)
+                arguments[name] = hostile(name, number, arguments | whole)
                 shape = getattr(arguments[name], "shape", None)
                 if isinstance(right, Tensor) and shape == right.shape and not right.numel():
                     arguments[name] = None  # on a rank without rows, a part of them is all
