@@ -58,11 +58,6 @@ def test_weights_are_those_of_the_layers_own_call(pattern):
         torch.testing.assert_close(attended(module, weights, x), out)
     assert not weights[1, :, :, 30:].any()
     assert not weights[1, 30:].any()
-    with pytest.raises(ValueError, match="only rotary embeddings read them"):
-        attention_weights(layer(pattern), x, [0], positions=times)
-    borders = torch.tensor([0, 45], dtype=torch.int32)
-    with pytest.raises(ValueError, match="pass one of them"):
-        attention_weights(module, x, [0], key_padding_mask=mask, cu_seqlens=borders)
 
 
 def test_queries_are_a_list_a_range_or_a_tensor():
@@ -70,31 +65,46 @@ def test_queries_are_a_list_a_range_or_a_tensor():
     expected = attention_weights(module, x, torch.tensor([1, 2, 3]))
     for queries in ([1, 2, 3], range(1, 4), torch.tensor([1, 2, 3], dtype=torch.uint8)):
         assert torch.equal(attention_weights(module, x, queries), expected)
-    for queries in ([[1, 2]], [True], [1.0], None, [8], [-1], torch.tensor([1.0])):
-        with pytest.raises(
-            ValueError, match="queries must be integers below 8 and at least 0, the"
-        ):
-            attention_weights(module, x, queries)
-    other = nn.TransformerEncoderLayer(24, 4, batch_first=True)
-    with pytest.raises(ValueError, match=r"got TransformerEncoderLayer: .* pass layer\.self_attn"):
-        attention_weights(other, x, [0])
-    shared = layer(PATTERNS[0], parallel=ContextParallel())
-    with pytest.raises(ValueError, match="attention_weights is for one device"):
-        attention_weights(shared, x, [0])
+
+
+MASK, BORDERS = torch.zeros(1, 8, dtype=torch.bool), torch.tensor([0, 8], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(
+            ({"queries": queries}, "queries must be integers below 8 and at least 0, the")
+            for queries in ([[1, 2]], [True], [1.0], None, [8], [-1], torch.tensor([1.0]))
+        ),
+        (
+            {"module": nn.TransformerEncoderLayer(24, 4, batch_first=True)},
+            r"got TransformerEncoderLayer: .* pass layer\.self_attn",
+        ),
+        (
+            {"module": layer(PATTERNS[0], parallel=ContextParallel())},
+            "attention_weights is for one device",
+        ),
+        ({"positions": torch.arange(8)}, "only rotary embeddings read them"),
+        ({"key_padding_mask": MASK, "cu_seqlens": BORDERS}, "pass one of them"),
+    ],
+)
+def test_refusals(options, message):
+    given = {"module": layer(PATTERNS[0]), "x": randn(1, 8, 24), "queries": [0], **options}
+    with pytest.raises(ValueError, match=message):
+        attention_weights(given.pop("module"), given.pop("x"), given.pop("queries"), **given)
 
 
 @pytest.mark.parametrize("channels", [(), (3,)])
 def test_influence_is_where_the_output_looks(channels):
-    x = torch.randn(2, 30, *channels)
-    weight = torch.zeros(30)
-    weight[[4, 21]] = torch.tensor([2.0, -1.0])
+    x, weight = torch.randn(2, 30, *channels), torch.randn(30)
 
-    def output(x):
-        return (x.reshape(2, 30, -1)[..., 0] * weight).sum(1)
+    def first_channel(x):
+        return x.reshape(2, 30, -1)[..., 0]
 
     with torch.no_grad():
-        found = influence(output, x)
-    torch.testing.assert_close(found, x.reshape(2, 30, -1)[..., 0] * weight)
+        found = influence(lambda x: (first_channel(x) * weight).sum(1), x)
+    torch.testing.assert_close(found, first_channel(x) * weight)
 
 
 @pytest.mark.filterwarnings("ignore:the influences are .* off")  # with the coarse steps
