@@ -2,13 +2,13 @@
 
 import inspect
 import re
-import warnings
 from datetime import timedelta
 from fractions import Fraction
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import message_of
 from torch.nn.attention.flex_attention import flex_attention
 
 from ring_dilated_attention import (
@@ -47,57 +47,68 @@ def integers(*numbers, dtype=torch.int32):
 
 
 @pytest.mark.parametrize(
-    ("segment_lengths", "dilation_rates", "fragments"),
+    ("segment_lengths", "dilation_rates", "rules", "fragments"),
     [
         (
             (8, 16),
             (1,),
+            {},
             "segment_lengths has 2 ... dilation_rates has 1 ... (8, 16) and (1,) ... as many",
         ),
-        ((), (), "segment_lengths is empty ... dense attention is DilatedPattern.dense()"),
-        ((8,), [], "dilation_rates is empty ... one entry per branch"),
-        ((8, 0), (1, 2), "segment_lengths must be at least 1 ... got 0 ... [8, 0]"),
-        ((8, 16), (1, -2), "dilation_rates must be at least 1 ... got -2 ... [1, -2]"),
-        (("8",), (1,), "segment_lengths must hold integers ... got '8'"),
-        ((8,), (True,), "dilation_rates must hold integers ... got True"),
-        ("8", (1,), "segment_lengths must be a list of positive integers ... got '8'"),
+        ((), (), {}, "segment_lengths is empty ... dense attention is DilatedPattern.dense()"),
+        ((8,), [], {}, "dilation_rates is empty ... one entry per branch"),
+        ((8, 0), (1, 2), {}, "segment_lengths must be at least 1 ... got 0 ... [8, 0]"),
+        ((8, 16), (1, -2), {}, "dilation_rates must be at least 1 ... got -2 ... [1, -2]"),
+        (("8",), (1,), {}, "segment_lengths must hold integers ... got '8'"),
+        ((8,), (True,), {}, "dilation_rates must hold integers ... got True"),
+        ("8", (1,), {}, "segment_lengths must be a list of positive integers ... got '8'"),
         (
             [(2048, 1), (4096, 2)],
             (),
+            {},
             "segment_lengths must hold integers, got (2048, 1) ... two lists: DilatedPattern([2048, 4096], [1, 2])",
         ),
+        ({8: 1}, (1,), {}, "segment_lengths must be a list of positive integers ... got {8: 1}"),
+        ((8,), (1,), {"is_causal": 1}, "is_causal must be True or False ... got 1"),
         (
-            {8: 1, 16: 2},
-            (1, 2),
-            "segment_lengths must be a list of positive integers ... got {8: 1, 16: 2}",
+            (8,),
+            (1,),
+            {"phase": "shifted"},
+            "phase='shifted' is unknown ... " + " ... ".join(PHASE_RULES),
+        ),
+        ((8,), (1,), {"heads": "some"}, "heads='some' is unknown ... all ... split"),
+        (
+            (8,),
+            (1,),
+            {"heads": "split", "phase": "blocked"},
+            "heads='split' has its own phase rule ... phase='blocked' ... Leave",
         ),
     ],
 )
-def test_segment_lengths_and_dilation_rates(segment_lengths, dilation_rates, fragments):
-    """Catches an entry that is taken for another (True for 1, "8" for 8), and a zip that drops the longer's rest."""
-    refused(lambda: DilatedPattern(segment_lengths, dilation_rates), fragments)
+def test_patterns(segment_lengths, dilation_rates, rules, fragments):
+    """Catches an entry that is taken for another (True for 1, "8" for 8), a zip that drops the longer's rest, and a
+    name that is accepted and ignored."""
+    refused(lambda: DilatedPattern(segment_lengths, dilation_rates, **rules), fragments)
 
 
 @pytest.mark.parametrize("call", [dilated_attention, explain, torchscale_attention])
 def test_what_is_no_tensor_and_no_pattern(call):
     """Each says what was meant and what makes it."""
     own = DilatedPattern((8,), (1,), phase="blocked")
-    for other in ([[[[1.0]]]], None):
-        got = f"must be a tensor (batch, seq, heads, head_dim), got {type(other).__name__}"
-        for name in ("query", "key", "value"):
+    for name in ("query", "key", "value"):
+        for other in ([[[[1.0]]]], None):
             given = {**dict(zip(("query", "key", "value"), tensors(), strict=True)), name: other}
-            with pytest.raises(
-                ValueError, match=re.escape(f"{name} {got}: torch.as_tensor makes one")
-            ):
-                call(**given, pattern=own)
-    with pytest.raises(
-        ValueError, match=r"got 3 dimensions: \(8, 4, 16\); unsqueeze\(0\) adds a batch"
-    ):
-        call(*tensors((8, 4, 16)), own)
+            got = (
+                f"{name} must be a tensor (batch, seq, heads, head_dim), got {type(other).__name__}"
+            )
+            said = message_of(lambda given=given: call(**given, pattern=own))
+            assert f"{got}: torch.as_tensor makes one" in said
+    said = message_of(lambda: call(*tensors((8, 4, 16)), own))
+    assert "got 3 dimensions: (8, 4, 16); unsqueeze(0) adds a batch" in said
     for other in ([(8, 1)], None):
-        said = f"pattern must be a DilatedPattern, got {other!r}. DilatedPattern(segment_lengths=[2048, 4096], "
-        with pytest.raises(ValueError, match=re.escape(said)):
-            call(*tensors(), other)
+        said = message_of(lambda other=other: call(*tensors(), other))
+        made = "DilatedPattern(segment_lengths=[2048, 4096], "
+        assert f"pattern must be a DilatedPattern, got {other!r}. {made}" in said
 
 
 def test_what_is_a_number():
@@ -113,122 +124,79 @@ def test_what_is_a_number():
         assert torch.equal(dilated_attention(*inputs, DENSE, scale=scale), quarter)
 
 
-@pytest.mark.parametrize(
-    ("rules", "fragments"),
-    [
-        ({"is_causal": 1}, "is_causal must be True or False ... got 1"),
-        ({"phase": "shifted"}, "phase='shifted' is unknown ... " + " ... ".join(PHASE_RULES)),
-        ({"heads": "some"}, "heads='some' is unknown ... all ... split"),
-        (
-            {"heads": "split", "phase": "blocked"},
-            "heads='split' has its own phase rule ... phase='blocked' ... Leave",
-        ),
-    ],
-)
-def test_rules_of_the_pattern(rules, fragments):
-    """Catches a name that is accepted and ignored."""
-    refused(lambda: DilatedPattern((8,), (1,), **rules), fragments)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "fragments"),
-    [
-        (
-            lambda: [torch.randn(8, 4, 16)] * 3,
-            "query must be (batch, seq, heads, head_dim) ... 3 dim ... (8, 4, 16)",
-        ),
-        (
-            lambda: [*tensors()[:2], torch.randn(2, 1, 8, 4, 16)],
-            "value must be (batch, seq, heads, head_dim) ... 5 dimensions ... (2, 1, 8, 4, 16)",
-        ),
-        (
-            lambda: tensors(key=(2, 8, 4, 16)),
-            "query (1, 8, 4, 16) ... key (2, 8, 4, 16) ... agree in batch",
-        ),
-        (
-            lambda: tensors(key=(1, 9, 4, 16)),
-            "query (1, 8, 4, 16) ... key (1, 9, 4, 16) ... self-attention",
-        ),
-        (
-            lambda: tensors(key=(1, 8, 4, 8)),
-            "query (1, 8, 4, 16) ... key (1, 8, 4, 8) ... head_dim",
-        ),
-        (
-            lambda: tensors(key=(1, 8, 4, 32)),
-            "query (1, 8, 4, 16) ... key (1, 8, 4, 32) ... head_dim",
-        ),
-        (
-            lambda: tensors(query=(1, 8, 4, 1), key=(1, 8, 2, 16)),
-            "query (1, 8, 4, 1) ... key (1, 8, 2, 16) ... head_dim",
-        ),
-        (
-            lambda: tensors(value=(1, 8, 4, 8)),
-            "key (1, 8, 4, 16) ... value (1, 8, 4, 8) ... must have the same shape",
-        ),
-        (
-            lambda: tensors(key=(1, 8, 3, 16)),
-            "4 query heads cannot share 3 key/value heads ... 4 mod 3 is not 0 ... multiple",
-        ),
-        (
-            lambda: tensors(key=(1, 8, 8, 16)),
-            "4 query heads cannot share 8 key/value heads ... 4 mod 8",
-        ),
-        (lambda: tensors(query=(0, 8, 4, 16)), "query (0, 8, 4, 16) has an empty batch"),
-        (lambda: tensors(query=(1, 8, 0, 16)), "query (1, 8, 0, 16) has an empty ... heads"),
-        (lambda: tensors(query=(1, 8, 4, 0)), "query (1, 8, 4, 0) has an empty ... head_dim"),
-        (
-            lambda: [tensors()[0], *tensors(dtype=torch.float64)[1:]],
-            "share one dtype ... query has torch.float32 ... key has torch.float64 ... .to()",
-        ),
-        (
-            lambda: [tensors()[0], *tensors(device="meta")[1:]],
-            "share one device ... query has cpu ... key has meta ... .to()",
-        ),
-        (
-            lambda: [x.long() for x in tensors()],
-            "no backend can run this ... float32 ... bfloat16 ... got torch.int64",
-        ),
-    ],
-)
-def test_query_key_value(inputs, fragments):
-    """Catches a shape, dtype or device that torch would broadcast, cast, or refuse in words of its own."""
-    made = inputs()
-    refused(lambda: dilated_attention(*made, DENSE), fragments)
-    refused(lambda: explain(*made, DENSE), fragments)
-
-
-@pytest.mark.parametrize(
-    ("cu_seqlens", "batch", "fragments"),
-    [
-        (
-            integers(0, 5, 5, 8),
-            1,
-            "must increase ... got 5 then 5 ... entries 1 and 2 ... empty documents: cu_seqlens.unique_cons",
-        ),
-        (integers(0, 6, 3, 8), 1, "must increase ... got 6 then 3 ... entries 1 and 2"),
-        (integers(1, 5, 8), 1, "must start at 0 ... [1, 5, 8]"),
-        (integers(0, 5, 7), 1, "end at the length of the sequence, 8 ... [0, 5, 7]"),
-        (integers(0), 1, "borders (0, ..., N) ... got 1 entries"),
-        (integers(0, 8).to("meta"), 1, "borders (0, ..., N) ... on meta"),
-        (integers(0, 1, 2, 3, 4, 5, 6, 7), 1, "[0, 1, ..., 7] ... 8 entries"),
-        (
-            integers(0, 8, dtype=torch.int64),
-            1,
-            "1-D int32 tensor ... got torch.int64 (2,) ... tensor(...).int()",
-        ),
-        ([0, 8], 1, "1-D int32 tensor ... got [0, 8] ... torch.tensor("),
-        (integers(0, 8), 2, "batch must be 1, got 2 ... Flatten it"),
-    ],
-)
-def test_cu_seqlens(cu_seqlens, batch, fragments):
-    """Catches borders that would silently drop tokens, mix documents, or belong to a padded batch."""
-    inputs = tensors((batch, 8, 4, 16))
-    refused(lambda: dilated_attention(*inputs, DENSE, cu_seqlens=cu_seqlens), fragments)
+SPARSE = torch.zeros(1, 8, 4, 16).to_sparse()
+TWO_SHAPES = "query (1, 8, 4, 16) ... key {} ... {}"
 
 
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
     [
+        (
+            {"query": (8, 4, 16)},
+            "query must be (batch, seq, heads, head_dim) ... 3 dim ... (8, 4, 16)",
+        ),
+        (
+            {"value": (2, 1, 8, 4, 16)},
+            "value must be (batch, seq, heads, head_dim) ... 5 dimensions ... (2, 1, 8, 4, 16)",
+        ),
+        ({"key": (2, 8, 4, 16)}, TWO_SHAPES.format((2, 8, 4, 16), "agree in batch")),
+        ({"key": (1, 9, 4, 16)}, TWO_SHAPES.format((1, 9, 4, 16), "self-attention")),
+        ({"key": (1, 8, 4, 8)}, TWO_SHAPES.format((1, 8, 4, 8), "head_dim")),
+        ({"key": (1, 8, 4, 32)}, TWO_SHAPES.format((1, 8, 4, 32), "head_dim")),
+        (
+            {"query": (1, 8, 4, 1), "key": (1, 8, 2, 16)},
+            "query (1, 8, 4, 1) ... key (1, 8, 2, 16) ... head_dim",
+        ),
+        (
+            {"value": (1, 8, 4, 8)},
+            "key (1, 8, 4, 16) ... value (1, 8, 4, 8) ... must have the same shape",
+        ),
+        (
+            {"key": (1, 8, 3, 16)},
+            "4 query heads cannot share 3 key/value heads ... 4 mod 3 is not 0 ... multiple",
+        ),
+        ({"key": (1, 8, 8, 16)}, "4 query heads cannot share 8 key/value heads ... 4 mod 8"),
+        ({"query": (0, 8, 4, 16)}, "query (0, 8, 4, 16) has an empty batch"),
+        ({"query": (1, 8, 0, 16)}, "query (1, 8, 0, 16) has an empty ... heads"),
+        ({"query": (1, 8, 4, 0)}, "query (1, 8, 4, 0) has an empty ... head_dim"),
+        (
+            {"key": torch.zeros(1, 8, 4, 16, dtype=torch.float64)},
+            "share one dtype ... query has torch.float32 ... key has torch.float64 ... .to()",
+        ),
+        (
+            {"key": torch.zeros(1, 8, 4, 16, device="meta")},
+            "share one device ... query has cpu ... key has meta ... .to()",
+        ),
+        (
+            {"query": torch.zeros(1, 8, 4, 16, dtype=torch.int64)},
+            "no backend can run this ... float32 ... bfloat16 ... got torch.int64",
+        ),
+        ({"query": SPARSE}, "query must be a dense tensor"),
+        ({"key": SPARSE}, "key must be a dense tensor"),
+        ({"value": SPARSE}, "value must be a dense tensor"),
+        ({"cu_seqlens": integers(0, 8).to_sparse()}, "cu_seqlens must be a dense tensor"),
+        (
+            {"cu_seqlens": integers(0, 5, 5, 8)},
+            "must increase ... got 5 then 5 ... entries 1 and 2 ... empty documents: cu_seqlens.unique_cons",
+        ),
+        (
+            {"cu_seqlens": integers(0, 6, 3, 8)},
+            "must increase ... got 6 then 3 ... entries 1 and 2",
+        ),
+        ({"cu_seqlens": integers(1, 5, 8)}, "must start at 0 ... [1, 5, 8]"),
+        ({"cu_seqlens": integers(0, 5, 7)}, "end at the length of the sequence, 8 ... [0, 5, 7]"),
+        ({"cu_seqlens": integers(0)}, "borders (0, ..., N) ... got 1 entries"),
+        ({"cu_seqlens": integers(0, 8).to("meta")}, "borders (0, ..., N) ... on meta"),
+        ({"cu_seqlens": integers(0, 1, 2, 3, 4, 5, 6, 7)}, "[0, 1, ..., 7] ... 8 entries"),
+        (
+            {"cu_seqlens": integers(0, 8, dtype=torch.int64)},
+            "1-D int32 tensor ... got torch.int64 (2,) ... tensor(...).int()",
+        ),
+        ({"cu_seqlens": [0, 8]}, "1-D int32 tensor ... got [0, 8] ... torch.tensor("),
+        (
+            {"query": (2, 8, 4, 16), "cu_seqlens": integers(0, 8)},
+            "batch must be 1, got 2 ... Flatten it",
+        ),
         ({"scale": "1"}, "scale must be a finite number ... got '1'"),
         ({"scale": 1e39}, "scale=1e+39 is beyond 3.4e+38 ... Pass float64 tensors"),
         ({"scale": float("nan")}, "scale must be a finite number ... got nan"),
@@ -242,10 +210,18 @@ def test_cu_seqlens(cu_seqlens, batch, fragments):
         ),
     ],
 )
-def test_other_arguments(arguments, fragments):
-    """Catches a name without its list, a backend that falls back in silence, and a pattern that cannot be dealt."""
-    arguments = {"pattern": DENSE, **arguments}
-    refused(lambda: dilated_attention(*tensors(), **arguments), fragments)
+def test_calls(arguments, fragments):
+    """Catches what torch would broadcast, cast, or refuse in words of its own; borders that would drop tokens or mix
+    documents; a backend that falls back in silence. A tuple is a tensor of that shape."""
+    given = {"query": (1, 8, 4, 16), "pattern": DENSE, **arguments}
+    given.setdefault("key", given["query"])
+    given.setdefault("value", given["key"])
+    for name in ("query", "key", "value"):
+        if isinstance(given[name], tuple):
+            given[name] = torch.randn(given[name])
+    refused(lambda: dilated_attention(**given), fragments)
+    if arguments.keys() <= {"query", "key", "value"}:
+        refused(lambda: explain(**given), fragments)
 
 
 def test_a_backend_asked_for_by_name_says_why_it_cannot_run():
@@ -313,30 +289,16 @@ def test_every_argument_of_torch_is_taken_or_named():
     assert names - {"return_lse", "kernel_options", "return_aux"} <= {*taken, *ARGUMENTS_OF_TORCH}
 
 
-def warnings_of(call):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    return [str(warning.message) for warning in caught]
-
-
 def test_heads_and_positions_that_look_swapped():
     """Catches (batch, heads, seq, head_dim), which would attend over heads. One warning, at the caller's line."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    said = r"12 positions.*257 heads|257 heads.*12 positions"
+    with pytest.warns(UserWarning, match=said) as caught:
         dilated_attention(*tensors((1, 12, 257, 4)), DENSE)
-    (warning,) = caught
+    [warning] = caught
     assert warning.filename == __file__
-    message = str(warning.message)
-    for fragment in (
-        "257 heads",
-        "12 positions",
-        "(batch, heads, seq, head_dim)",
-        "(batch, seq, heads, head_dim)",
-    ):
-        assert fragment in message
-    assert warnings_of(lambda: dilated_attention(*tensors((1, 12, 256, 4)), DENSE)) == []
-    assert warnings_of(lambda: dilated_attention(*tensors((1, 257, 257, 4)), DENSE)) == []
+    assert "(batch, seq, heads, head_dim)" in str(warning.message)
+    for shape in ((1, 12, 256, 4), (1, 257, 257, 4)):  # a warning would be an error here
+        dilated_attention(*tensors(shape), DENSE)
 
 
 SPLIT = DilatedPattern((8, 8), (1, 1), heads="split")
@@ -407,14 +369,6 @@ def test_contexts_and_what_they_give(call, fragments):
     refused(call, fragments)
 
 
-@pytest.mark.parametrize("which", ["query", "key", "value", "cu_seqlens"])
-def test_sparse_tensors(which):
-    names = ("query", "key", "value")
-    given = dict(zip(names, tensors(), strict=True)) | {"cu_seqlens": integers(0, 8)}
-    given[which] = given[which].to_sparse()
-    refused(lambda: dilated_attention(**given, pattern=DENSE), f"{which} must be a dense tensor")
-
-
 def test_explain_names_the_choice_and_why_not_the_others():
     """Catches an explanation that does not say why a backend cannot run, or that names what the call would not use."""
     explanation = explain(*tensors(), DENSE)
@@ -426,23 +380,37 @@ def test_explain_names_the_choice_and_why_not_the_others():
     query, key, value = tensors()
     with torch.autocast("cpu", torch.bfloat16):  # the call takes these tensors too
         in_bfloat16 = explain(query, key.bfloat16(), value.bfloat16(), DENSE)
-    assert in_bfloat16.kernel == explanation.kernel
     assert in_bfloat16.reasons.keys() - explanation.reasons.keys() == {"16-bit rows"}
-    text = str(explanation)
-    assert "kernel: cpu" in text
-    assert all(f"{name}: " in text for name in BACKENDS)
+    for name in BACKENDS:
+        assert f"{name}: " in str(explanation)
 
 
-def test_explain_of_a_pattern_says_which_phases_nobody_reads():
+@pytest.mark.parametrize(
+    ("lengths", "rates", "rules", "num_heads", "fragments"),
+    [
+        (
+            (64, 8),
+            (12, 1),
+            {},
+            8,
+            "branch 0 (w=64, r=12): all 8 heads ... phases that no head reads: 8, 9, 10, 11"
+            " ... branch 1 (w=8, r=1) ... every phase is read",
+        ),
+        # ceil(5 / 4) = 2 heads of each phase
+        ((64,), (4,), {"phase": "blocked"}, 5, "phases that no head reads: 3"),
+        (
+            (64, 64, 1),
+            (4, 4, 4),
+            {"heads": "split"},
+            3,
+            "heads 1..1 read phases 1; phases that no head reads: all but 1"
+            " ... heads 2..2 read phases 2; phases that no head reads: 0; r > w",
+        ),
+    ],
+)
+def test_explain_of_a_pattern_says_which_phases_nobody_reads(
+    lengths, rates, rules, num_heads, fragments
+):
     """Catches phases that are lost in silence: fewer heads than phases, or blocked heads that do not divide."""
-    text = DilatedPattern((64, 8), (12, 1)).explain(8)
-    assert "branch 0 (w=64, r=12): all 8 heads" in text
-    assert "phases that no head reads: 8, 9, 10, 11" in text
-    assert "branch 1 (w=8, r=1)" in text
-    assert "every phase is read" in text
-    # ceil(5 / 4) = 2 heads of each phase
-    blocked = DilatedPattern((64,), (4,), phase="blocked").explain(5)
-    assert "phases that no head reads: 3" in blocked
-    split = DilatedPattern((64, 64, 1), (4, 4, 4), heads="split").explain(3)
-    assert "heads 1..1 read phases 1; phases that no head reads: all but 1" in split
-    assert "heads 2..2 read phases 2; phases that no head reads: 0; r > w" in split
+    text = DilatedPattern(lengths, rates, **rules).explain(num_heads)
+    assert [x for x in fragments.split(" ... ") if x not in text] == []

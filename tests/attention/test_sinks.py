@@ -43,42 +43,36 @@ def test_value_and_gradients(pattern, num_ranks):
 
 def test_a_sink_that_outweighs_all_keys():
     """Catches an overflow: the sink alone remains, and out is 0."""
-    query, key, value = (x.detach().float() for x in tensors(2, 2))
-    out, lse = dilated_attention(
-        query, key, value, PATTERNS[0], sinks=torch.full((2,), 1e4), return_lse=True
-    )
-    assert torch.equal(out, torch.zeros_like(out))
-    assert torch.equal(lse, torch.full_like(lse, 1e4))
+    rows, sinks = [x.detach().float() for x in tensors(2, 2)], torch.full((2,), 1e4)
+    out, lse = dilated_attention(*rows, PATTERNS[0], sinks=sinks, return_lse=True)
+    assert not out.any()
+    assert (lse == 1e4).all()
 
 
 def test_the_gradient_of_a_sink_of_hardly_any_weight():
     """Catches 1 - weight, of which rounding leaves nothing."""
-    query, key, value = (x.detach().float() for x in tensors(2, 2))
+    rows = [x.detach().float() for x in tensors(2, 2)]
     sinks = torch.full((2,), -18.0).requires_grad_()
-    out = dilated_attention(query, key, value, PATTERNS[0], sinks=sinks)
+    out = dilated_attention(*rows, PATTERNS[0], sinks=sinks)
     (found,) = torch.autograd.grad(out.sum(), sinks)
     exact = sinks.detach().double().requires_grad_()
-    wide = (x.double() for x in (query, key, value))
-    out, _ = dilated_attention_reference(*wide, PATTERNS[0], sinks_H=exact)
+    out, _ = dilated_attention_reference(*(x.double() for x in rows), PATTERNS[0], sinks_H=exact)
     (expected,) = torch.autograd.grad(out.sum(), exact)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=0)
+
+
+MUST = "sinks must have one floating-point number for each of the 4 query heads, got torch"
 
 
 @pytest.mark.parametrize(
     ("sinks", "message"),
     [
         (1.0, "sinks must be a tensor of 4 numbers, one for each query head, got 1.0."),
-        (
-            torch.zeros(2),
-            "sinks must have one floating-point number for each of the 4 query heads, got torch.float32 of shape (2,).",
-        ),
-        (
-            torch.zeros(4, dtype=torch.int64),
-            "sinks must have one floating-point number for each of the 4 query heads, got torch.int64 of shape (4,).",
-        ),
+        (torch.zeros(2), f"{MUST}.float32 of shape (2,)."),
+        (torch.zeros(4, dtype=torch.int64), f"{MUST}.int64 of shape (4,)."),
         (torch.zeros(4, device="meta"), "sinks are on meta, query is on cpu: move them."),
     ],
 )
 def test_what_is_no_sink(sinks, message):
     call = lambda: dilated_attention(*tensors(4, 2), PATTERNS[0], sinks=sinks)  # noqa: E731
-    assert message_of(call, ValueError) == message
+    assert message_of(call) == message
