@@ -1,7 +1,5 @@
 """In 16 bits only inputs and results are rounded: partial results are not, however many ranks make them."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -12,14 +10,18 @@ from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.kernels.contract import BackwardRows
 from ring_dilated_attention.kernels.lse_gradient import num_columns, with_dlse_columns
 
-PATTERNS = [
-    (DilatedPattern.dense(is_causal=True), "zigzag"),
-    (DilatedPattern((64, 512), (1, 4)), "contiguous"),
-]
 
-
-def errors(pattern, sharding, dtype, num_ranks):
-    """out and gradients of one rank and of many, and the exact ones rounded once: each against float64."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("pattern", "sharding"),
+    [
+        (DilatedPattern.dense(is_causal=True), "zigzag"),
+        (DilatedPattern((64, 512), (1, 4)), "contiguous"),
+    ],
+)
+def test_errors_do_not_grow_with_the_number_of_ranks(pattern, sharding, dtype, monkeypatch):
+    """Catches partial results, or sums of gradients, that are rounded to 16 bits."""
+    monkeypatch.setattr(cpu, "takes_short_rows", lambda dtype: False)
     generator = torch.Generator().manual_seed(1)
     *inputs, dout = (torch.randn(1, 512, 4, 16, generator=generator).to(dtype) for _ in range(4))
 
@@ -29,38 +31,29 @@ def errors(pattern, sharding, dtype, num_ranks):
         return out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))
 
     exact = call(torch.float64)
-    many = call(dtype, simulate.all_ranks(num_ranks, sharding=sharding))
-    for name, x, *found in zip(
-        ("out", "dq", "dk", "dv"), exact, call(dtype), many, exact, strict=True
-    ):
-        yield name, *(relative(squares(y.to(dtype), x)) for y in found)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("pattern", "sharding"), PATTERNS)
-def test_errors_do_not_grow_with_the_number_of_ranks(pattern, sharding, dtype, monkeypatch):
-    """Catches partial results, or sums of gradients, that are rounded to 16 bits."""
-    monkeypatch.setattr(cpu, "takes_short_rows", lambda dtype: False)
-    for name, one, many, least in errors(pattern, sharding, dtype, 16):
+    several = (call(dtype), call(dtype, simulate.all_ranks(16, sharding=sharding)), exact)
+    for name, x, *found in zip(("out", "dq", "dk", "dv"), exact, *several, strict=True):
+        # of one rank and of many, and the exact ones rounded once
+        one, many, least = (relative(squares(y.to(dtype), x)) for y in found)
         assert many <= 1.02 * one, (name, one, many)
         # ds is of the rounded out
         assert one <= (1.05 if name in ("out", "dv") else 1.3) * least, (name, one, least)
 
 
-class Machine(SimpleNamespace):
-    """A CPU that says what it has, in place of torch's questions."""
+@pytest.fixture
+def machine(monkeypatch):
+    """Makes this CPU say that it is another: by default a Xeon with a matrix unit."""
 
-    def pretend(self, monkeypatch):
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: self.amx)
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: self.capability)
-        monkeypatch.setattr(torch.backends.mkldnn, "enabled", self.mkldnn)
+    def pretend(amx=True, capability="AVX512", mkldnn=True):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", mkldnn)
 
-
-XEON = {"amx": True, "capability": "AVX512", "mkldnn": True}
+    return pretend
 
 
 @pytest.mark.parametrize(
-    ("change", "taken"),
+    ("facts", "taken"),
     [
         ({}, (torch.bfloat16,)),
         ({"amx": False}, ()),
@@ -69,35 +62,30 @@ XEON = {"amx": True, "capability": "AVX512", "mkldnn": True}
     ],
     ids=str,
 )
-def test_who_takes_rows_of_16_bits(change, taken, monkeypatch):
-    Machine(**XEON | change).pretend(monkeypatch)
+def test_who_takes_rows_of_16_bits(facts, taken, machine):
+    machine(**facts)
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         assert cpu.takes_short_rows(dtype) == (dtype in taken)
+    query = torch.empty(1, 8, 2, 8, dtype=torch.bfloat16)
+    how = "as they are" if taken else "copied in float32"
+    assert how in str(explain(query, query, query, DilatedPattern((8,), (1,))))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_with_a_matrix_unit_errors_stay_within_twice_those_of_torch(num_ranks, monkeypatch):
+def test_with_a_matrix_unit_errors_stay_within_twice_those_of_torch(
+    num_ranks, machine, monkeypatch
+):
     """The rows reach torch's kernel as they are. (Here it then computes without the unit.)"""
     dtype = torch.bfloat16
-    Machine(**XEON).pretend(monkeypatch)
+    machine()
     seen, forward = set(), cpu.forward
     monkeypatch.setattr(cpu, "forward", lambda q, *rest: seen.add(q.dtype) or forward(q, *rest))
-    found = []
     cases = [case for case in CASES if num_ranks == 1 or case.sharding == "contiguous"]
     parallel = None if num_ranks == 1 else simulate.all_ranks(num_ranks)
-    for case in cases:
-        found.append(measure(case, dtype, "cpu", "cpu", parallel))
+    found = [measure(case, dtype, "cpu", "cpu", parallel) for case in cases]
     result = worst(cases, dtype, [found])
     assert result.passed, result
     assert seen == {dtype}
-    query = torch.empty(1, 8, 2, 8, dtype=dtype)
-    assert "as they are" in str(explain(query, query, query, DilatedPattern((8,), (1,))))
-
-
-def test_explain_says_that_rows_are_copied(monkeypatch):
-    Machine(**XEON | {"amx": False}).pretend(monkeypatch)
-    query = torch.empty(1, 8, 2, 8, dtype=torch.bfloat16)
-    assert "copied in float32" in str(explain(query, query, query, DilatedPattern((8,), (1,))))
 
 
 @pytest.mark.parametrize("size", [1e-8, 1.0, 1e6])

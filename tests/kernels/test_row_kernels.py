@@ -120,25 +120,24 @@ def test_merging(case, dtype, adds):
     results = []
     for function in (rows_at_once.merge_rows, merge.merge_rows):
         out, lse = before.clone(), lse_before.clone()
-        for heads in (range(half, num_heads), range(half)):
-            if heads:
-                own = [tile for x in partials if (tile := within(x, heads))]
-                function(out, lse, own, heads, adds=adds)
+        for heads in filter(None, (range(half, num_heads), range(half))):
+            function(out, lse, within(partials, heads), heads, adds=adds)
         results.append((out, lse))
     (out, lse), (expected_out, expected_lse) = results
     assert_close(out, expected_out, sum_dtype)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-9 if adds else 1e-6)
 
 
-def within(tile, heads):
-    """The part of a tile that has these heads."""
-    its = tile.rows.heads
-    lo, hi = (sum(head < border for head in its) for border in (heads.start, heads.stop))
-    if lo == hi:
-        return None
-    return TileRows(
-        tile.rows.of_heads(lo, hi), tile.entry, tuple(x[:, lo:hi] for x in tile.tensors)
-    )
+def within(tiles, heads):
+    """The parts of tiles that have these heads."""
+    parts = []
+    for rows, entry, tensors in tiles:
+        lo, hi = (sum(head < end for head in rows.heads) for end in (heads.start, heads.stop))
+        if lo < hi:
+            parts.append(
+                TileRows(rows.of_heads(lo, hi), entry, tuple(x[:, lo:hi] for x in tensors))
+            )
+    return parts
 
 
 @run
@@ -148,26 +147,23 @@ def within(tile, heads):
 def test_adding(case, dtype, adds):
     """Catches gradients of keys that go to other heads, a factor of dq on dk, and a sum that is not added to."""
     _, num_rows, num_heads, num_kv_heads, head_dim, batch = case
+    ratio, half = num_heads // num_kv_heads, num_kv_heads // 2
     gradients = [tiles_of(case, dtype, side) for side in ("query", "key", "key")]
-    sizes = (num_heads, num_kv_heads, num_kv_heads)
     sum_dtype = torch.float32 if adds else dtype
-    before = [torch.randn(batch, num_rows, h, head_dim).to(sum_dtype) for h in sizes]
-    half = num_kv_heads // 2
+    before = [
+        torch.randn(batch, num_rows, h, head_dim).to(sum_dtype)
+        for h in (num_heads, num_kv_heads, num_kv_heads)
+    ]
     for names in (3, 1):
         results = []
         for function in (rows_at_once.add_rows, merge.add_rows):
             totals = [x.clone() for x in before[:names]]
-            for kv_heads in (range(half, num_kv_heads), range(half)):
-                if not kv_heads:
-                    continue
-                ratio = num_heads // num_kv_heads
-                query_heads = range(kv_heads.start * ratio, kv_heads.stop * ratio)
-                sums = []
-                for total, tiles, heads in zip(
-                    totals, gradients, (query_heads, kv_heads, kv_heads), strict=False
-                ):
-                    own = [tile for x in tiles if (tile := within(x, heads))]
-                    sums.append(GradientSum(total, own, heads))
+            for kv in filter(None, (range(half, num_kv_heads), range(half))):
+                groups = [range(kv.start * ratio, kv.stop * ratio), kv, kv]
+                sums = [
+                    GradientSum(total, within(tiles, heads), heads)
+                    for total, tiles, heads in zip(totals, gradients, groups, strict=False)
+                ]
                 function(sums, 1.0 if adds else 0.3, adds=adds)
             results.append(totals)
         for found, expected in zip(*results, strict=True):

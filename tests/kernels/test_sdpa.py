@@ -90,19 +90,15 @@ LONG = {"batch": 1, "num_heads": 32, "num_rows": 2**19, "head_dim": 128}
     [
         # by compute capability, dtype and head dim
         ({"capability": (6, 1)}, {"dtype": torch.float32}, "efficient"),  # Pascal
-        ({"capability": (7, 5)}, {"dtype": torch.float16}, "efficient"),
         ({}, {"dtype": torch.float32}, "efficient"),
-        ({}, {"dtype": torch.float16}, "flash"),
         ({}, {"head_dim": 256}, "flash"),
         ({}, {"head_dim": 257}, "efficient"),
-        ({}, {"head_dim": 200}, "flash"),
         ({"capability": (8, 6)}, {"head_dim": 192}, "flash"),
         ({"capability": (8, 6)}, {"head_dim": 200}, "efficient"),
         ({"capability": (8, 9)}, {"head_dim": 224}, "efficient"),
         ({"capability": (9, 0)}, {"head_dim": 224}, "flash"),
         ({"capability": (12, 0)}, {"head_dim": 224}, "efficient"),
         ({"capability": (12, 0)}, {"head_dim": 225}, "flash"),
-        ({"capability": (12, 0)}, {"head_dim": 128}, "flash"),
         ({"capability": (9, 0)}, {"dtype": torch.float32}, "efficient"),
         ({"capability": (9, 0)}, {"head_dim": 128}, "cudnn"),
         ({"capability": (10, 3)}, {"dtype": torch.float16}, "cudnn"),
