@@ -48,7 +48,16 @@ sys.path += map(str, Path(__file__).parents[1:3])
 
 from distributed import START
 
-KINDS = ("commands", "calls", "simulated", "ranks", "losses", "caches", "autocast")
+KINDS = (
+    "commands",
+    "calls",
+    "simulated",
+    "ranks",
+    "losses",
+    "caches",
+    "torchscale",
+    "autocast",
+)
 SECONDS_PER_CASE = 60
 MOST_TO_NOTICE = 2000  # cases, to notice that the program is broken
 BYTES_BEYOND_TORCH = 4 * 10**9

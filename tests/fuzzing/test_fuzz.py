@@ -6,7 +6,14 @@ from fuzz import KINDS, fuzz
 from fuzz_oracle import why_off
 
 SEED = 20251122
-FEWER = {"simulated": 50, "ranks": 30, "commands": 40, "caches": 50, "losses": 20}
+FEWER = {
+    "simulated": 50,
+    "ranks": 30,
+    "commands": 40,
+    "caches": 50,
+    "losses": 20,
+    "torchscale": 40,
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -23,6 +30,7 @@ def test_nothing_is_found(kind):
         ("simulated", "gradients do not come home"),
         ("ranks", "the mean of each shard"),
         ("caches", "compiled code forgets the scale"),
+        ("torchscale", "misplaced rows stay"),
         ("autocast", "a cache has the parameters' type"),
         ("autocast", "zero rows are not counted"),
     ],
