@@ -24,9 +24,9 @@ CONFIG = LongNetConfig(
 make_tokens = partial(helpers.make_tokens, CONFIG.vocab_size)
 
 
-def make(config=CONFIG, seed=0, **options):
-    torch.manual_seed(seed)
-    model = LongNetLM(config, **options).double()
+def make(**options):
+    torch.manual_seed(0)
+    model = LongNetLM(CONFIG, **options).double()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.1)
@@ -98,69 +98,36 @@ def test_slices_of_the_loss_have_many_rows(vocab_size, rows):
     assert seen == [rows, 6]
 
 
-def test_the_loss_adds_little_to_the_activations():
-    """At most an eighth of what a step holds without it, where that is much beside 1,024 rows of logits."""
-    config = LongNetConfig((64,), (1,), vocab_size=1536, num_layers=4, embed_dim=64, num_heads=2)
-    model, tokens = LongNetLM(config), make_tokens(1, 8192)
-    documents = model._agree(tokens, None)
-    without = allocated(lambda: model._hidden(tokens, documents, None).sum().backward()).peak_bytes
-    assert allocated(lambda: model.loss(tokens).backward()).peak_bytes < without * 9 / 8
-
-
-def test_activation_checkpointing_changes_nothing_but_memory():
-    tokens, results = make_tokens(2, 37), []
-    for checkpointing in (False, True):
-        model = make(activation_checkpointing=checkpointing)
-        loss = model.loss(tokens)
-        loss.backward()
-        results.append([loss.detach(), *(x.grad for x in model.parameters())])
-    for plain, recomputed in zip(*results, strict=True):
-        assert torch.equal(plain, recomputed)
+def test_activation_checkpointing_holds_less():
+    tokens = make_tokens(1, 2048)
+    models = [make(activation_checkpointing=checkpointing) for checkpointing in (True, False)]
+    less, most = (allocated(lambda m=m: m.loss(tokens).backward()).peak_bytes for m in models)
+    assert less < 0.8 * most
 
 
 def test_magneto_gain():
     """Value, output and feed-forward weights grow with depth, sqrt(log(2 * layers)); query and key do not."""
-    shallow, deep = (LongNetLM(LongNetConfig((8,), (1,), num_layers=layers)) for layers in (1, 8))
-
-    def std(x):
-        return x.detach().std().item()
-
-    def ratio(weight_of):
-        return std(weight_of(deep.blocks[0])) / std(weight_of(shallow.blocks[0]))
-
     gain = math.sqrt(math.log(16) / math.log(2))
-    assert ratio(lambda block: block.attention.in_proj_weight[:256]) == pytest.approx(1, abs=0.05)
-    assert ratio(lambda block: block.attention.in_proj_weight[256:]) == pytest.approx(
-        gain, rel=0.05
-    )
-    for weight_of in (
-        lambda b: b.attention.out_proj.weight,
-        lambda b: b.ffn.fc1.weight,
-        lambda b: b.ffn.fc2.weight,
-    ):
-        assert ratio(weight_of) == pytest.approx(gain, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"embed_dim": 25}, "embed_dim=25 over num_heads=4 is a head dim of 6.25"),
-        ({"embed_dim": 12}, "is a head dim of 3: it must be an even integer"),
-        ({"num_layers": 2.0}, "num_layers=2.0 must be an integer"),
-        ({"vocab_size": True}, "vocab_size=True must be an integer"),
-        ({"num_kv_heads": 0}, "num_kv_heads=0 must be an integer of at least 1"),
-        ({"rotary_base": 10**400}, "rotary_base=1000"),  # no float holds it
-        ({"num_kv_heads": 3}, "4 query heads cannot share 3"),
-    ],
-)
-def test_config_refusals(options, message):
-    with pytest.raises(ValueError, match=message):
-        LongNetConfig((8,), (1,), **options)
+    stds = []
+    for layers in (1, 8):
+        block = LongNetLM(LongNetConfig((8,), (1,), num_layers=layers)).blocks[0]
+        query_and_key, value = block.attention.in_proj_weight.detach().split((256, 128))
+        grown = (value, block.attention.out_proj.weight, block.ffn.fc1.weight, block.ffn.fc2.weight)
+        stds.append([weight.std().item() for weight in (query_and_key, *grown)])
+    ratios = [deep / shallow for shallow, deep in zip(*stds, strict=True)]
+    assert ratios == pytest.approx([1] + [gain] * 4, rel=0.05)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: config_of(embed_dim=25), "embed_dim=25 over num_heads=4 is a head dim of 6.25"),
+        (lambda: config_of(embed_dim=12), "is a head dim of 3: it must be an even integer"),
+        (lambda: config_of(num_layers=2.0), "num_layers=2.0 must be an integer"),
+        (lambda: config_of(vocab_size=True), "vocab_size=True must be an integer"),
+        (lambda: config_of(num_kv_heads=0), "num_kv_heads=0 must be an integer of at least 1"),
+        (lambda: config_of(rotary_base=10**400), "rotary_base=1000"),  # no float holds it
+        (lambda: config_of(num_kv_heads=3), "4 query heads cannot share 3"),
         (lambda: LongNetLM(None), "config must be a LongNetConfig, got None"),
         (lambda: make(parallel="x"), "parallel must be a ContextParallel or None, got 'x'"),
         (lambda: make(activation_checkpointing="no"), "must be True or False, got 'no'"),
@@ -168,11 +135,16 @@ def test_config_refusals(options, message):
         (lambda: make().loss(torch.arange(5)), r"shape \(5,\) and dtype torch.int64"),
         (lambda: make().loss(torch.zeros(1, 5)), "dtype torch.float32: pass integers"),
         (lambda: make().loss([[0, 1, 2]]), "tokens must be a tensor of integers .*, got list"),
+        (lambda: make(backend="sdpa")(make_tokens(1, 9)), "backend='sdpa'"),
     ],
 )
 def test_what_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def config_of(**options):
+    return LongNetConfig((8,), (1,), **options)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -216,43 +188,29 @@ def test_texts_without_a_label(step_count):
         assert not any(parameter.grad.any() for parameter in model.parameters())
 
 
-def test_activation_checkpointing_holds_less():
-    tokens = make_tokens(1, 2048)
-    plain, recomputed = (
-        make(activation_checkpointing=checkpointing) for checkpointing in (False, True)
-    )
-    less, most = (
-        allocated(lambda m=m: m.loss(tokens).backward()).peak_bytes for m in (recomputed, plain)
-    )
-    assert less < 0.8 * most
-
-
 BORDERS = (0, 17, 18, 41)  # a document of one token predicts nothing
 
 
-def packed():
-    """Tokens of several documents in one row, and where they meet."""
-    return make_tokens(1, BORDERS[-1]), torch.tensor(BORDERS, dtype=torch.int32)
-
-
-def documents_one_by_one():
-    """Loss and gradients of one device that runs each document by itself: the mean over their labels."""
-    tokens, _ = packed()
+def documents_one_by_one(tokens, borders):
+    """Loss, gradients and logits of one device that runs each document by itself: the mean over their labels."""
     model = make()
-    documents = [tokens[:, start:stop] for start, stop in pairwise(BORDERS) if stop - start > 1]
-    num_labels = sum(document.shape[1] - 1 for document in documents)
-    loss = (
-        sum(model.loss(document) * (document.shape[1] - 1) for document in documents) / num_labels
-    )
+    documents = [tokens[:, start:stop] for start, stop in pairwise(borders)]
+    sums = [model.loss(x) * (x.shape[1] - 1) for x in documents]  # a document of one token has 0
+    loss = sum(sums) / (borders[-1] - len(documents))
     loss.backward()
-    logits = torch.cat([model(tokens[:, start:stop]) for start, stop in pairwise(BORDERS)], dim=1)
+    logits = torch.cat([model(x) for x in documents], dim=1)
     return loss.detach(), {name: x.grad for name, x in model.named_parameters()}, logits.detach()
 
 
-def compare_with_documents_one_by_one(model, local, cu_seqlens, own_rows):
-    expected_loss, gradients, logits = documents_one_by_one()
-    loss_of = NextTokenLoss(model)
-    loss_of = DistributedDataParallel(loss_of) if torch.distributed.is_initialized() else loss_of
+def compare_with_documents_one_by_one(tokens, borders, parallel=None, checkpointing=False):
+    model = make(parallel=parallel, activation_checkpointing=checkpointing)
+    cu_seqlens = None if len(borders) == 2 else torch.tensor(borders, dtype=torch.int32)
+    is_sharded = torch.distributed.is_initialized()
+    own_rows = parallel.shard if is_sharded else lambda x: x
+    expected_loss, gradients, logits = documents_one_by_one(tokens, borders)
+    loss_of, local = NextTokenLoss(model), own_rows(tokens)
+    if is_sharded:
+        loss_of = DistributedDataParallel(loss_of)
     loss = loss_of(local, cu_seqlens)
     loss.backward()
     torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=1e-12)
@@ -268,112 +226,77 @@ def compare_with_documents_one_by_one(model, local, cu_seqlens, own_rows):
     model.blocks[1].register_forward_pre_hook(lambda _, arguments: seen.append(arguments[1]))
     with torch.no_grad():
         torch.testing.assert_close(model(local, cu_seqlens), own_rows(logits), rtol=1e-9, atol=1e-9)
-    positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise(BORDERS)])
+    positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise(borders)])
     [table] = seen  # attention cannot tell: rotary sees differences only
     expected = rotary_table(own_rows(positions[None])[0], 6, CONFIG.rotary_base, torch.float64)
     assert torch.equal(table.cos_ND, expected.cos_ND)
     assert torch.equal(table.sin_ND, expected.sin_ND)
+    return loss.detach()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("simulated", [None, 3])
 def test_packed_documents_equal_documents_one_by_one(simulated, checkpointing):
     """Catches attention, rotary positions or a label that crosses the border of a document."""
-    cp = None if simulated is None else simulate.all_ranks(simulated)
-    model = make(parallel=cp, activation_checkpointing=checkpointing)
-    compare_with_documents_one_by_one(model, *packed(), lambda logits: logits)
+    parallel = None if simulated is None else simulate.all_ranks(simulated)
+    compare_with_documents_one_by_one(make_tokens(1, 41), BORDERS, parallel, checkpointing)
 
 
-def rank_packs_documents(rank, world_size, options):
-    cp = ContextParallel(**options)
-    tokens, cu_seqlens = packed()
-    model = make(parallel=cp, activation_checkpointing=world_size == 2)
-    compare_with_documents_one_by_one(model, cp.shard(tokens), cu_seqlens, cp.shard)
-    with pytest.raises(ValueError, match="cu_seqlens must be a 1-D int32 tensor"):
-        model.loss(cp.shard(tokens), cu_seqlens.long() if rank == 0 else cu_seqlens)
-    with pytest.raises(ValueError, match=r"the length of the sequence, 41"):
-        model.loss(cp.shard(tokens), cu_seqlens[:-1])
-    if world_size > 1:
-        with pytest.raises(
-            ValueError, match=r"disagree on cu_seqlens: rank 0 has \[0, 41\], rank 1 has \[0, 17,"
-        ):
-            model.loss(cp.shard(tokens), cu_seqlens[[0, -1]] if rank == 0 else cu_seqlens)
+def rank_compares(rank, world_size, cuts):
+    for number, options in enumerate(cuts):
+        parallel, is_even = ContextParallel(**options), number % 2 == 0
+        compare_with_documents_one_by_one(make_tokens(1, 41), BORDERS, parallel, is_even)
+        loss = compare_with_documents_one_by_one(make_tokens(2, 41), (0, 41), parallel, not is_even)
+        losses = [torch.empty_like(loss) for _ in range(world_size)]
+        torch.distributed.all_gather(losses, loss)
+        assert all(torch.equal(loss, other) for other in losses)
+        parallel.close()
 
 
 @pytest.mark.parametrize(
-    ("world_size", "options"),
+    ("world_size", "cuts"),
     [
-        (1, {}),
-        (2, {}),
-        (2, {"sharding": "zigzag"}),
-        (2, {"lengths": (17, 24)}),
-        (3, {"lengths": (18, 0, 23)}),
-        (3, {"sharding": "zigzag"}),
+        (2, [{}, {"sharding": "zigzag"}, {"lengths": (17, 24)}, {"lengths": (20, 21)}]),
+        (3, [{"lengths": (18, 0, 23)}, {"sharding": "zigzag"}, {"lengths": (0, 30, 11)}]),
     ],
 )
-def test_packed_documents_on_p_ranks(world_size, options):
-    """Documents that end inside a shard, at its border, and at one that an empty rank shares; refused alike by all."""
-    run(world_size, rank_packs_documents, options)
+def test_loss_and_gradients_on_p_ranks_are_those_on_one(world_size, cuts):
+    """Documents that end inside a shard, at its border, and at one that an empty rank shares; and texts in a batch,
+    whose labels cross the borders of shards, also over a rank that owns nothing. DDP takes the mean."""
+    run(world_size, rank_compares, cuts)
 
 
 def refuse_on_every_rank(rank, world_size):
     model = make(parallel=ContextParallel())
-    tokens = make_tokens(1, 8)
-    with pytest.raises(
-        ValueError,
-        match="rank 1 refused the call: tokens have shape" if rank != 1 else "tokens have",
-    ):
-        model.loss(tokens if rank != 1 else tokens.double())
-    with pytest.raises(ValueError, match="ranks disagree on batch: rank 0 has 1, rank 1 has 2"):
-        model.loss(make_tokens(1 + rank, 8))
+    tokens, is_odd = make_tokens(1, 8), rank == 1
     x = torch.zeros(1, 8, 24, dtype=torch.float64)
-    layer = model.blocks[0].attention
-    with pytest.raises(ValueError, match="attn_mask: the pattern decides"):
-        layer(x, x, x, attn_mask=torch.zeros(8, 8) if rank == 1 else None)
+    attend, mask = model.blocks[0].attention, torch.zeros(8, 8) if is_odd else None
+    borders = torch.tensor([0, 5, 16], dtype=torch.int32)
+    ends = borders[[0, 2]]
+    for call, said in (
+        (
+            lambda: model.loss(tokens.double() if is_odd else tokens),
+            "tokens have" if is_odd else "rank 1 refused the call: tokens have shape",
+        ),
+        (
+            lambda: model.loss(make_tokens(1 + rank, 8)),
+            "ranks disagree on batch: rank 0 has 1, rank 1 has 2",
+        ),
+        (lambda: attend(x, x, x, attn_mask=mask), "attn_mask: the pattern decides"),
+        (
+            lambda: model.loss(tokens, borders if is_odd else borders.long()),
+            "cu_seqlens must be a 1-D int32 tensor",
+        ),
+        (lambda: model.loss(tokens, borders[:-1]), "the length of the sequence, 16"),
+        (
+            lambda: model.loss(tokens, borders if is_odd else ends),
+            r"disagree on cu_seqlens: rank 0 has \[0, 16\], rank 1 has \[0, 5, 16\]",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
     model.loss(tokens)  # nothing was left over on the wire
 
 
 def test_bad_input_of_one_rank_is_an_error_on_all():
     run(2, refuse_on_every_rank)
-
-
-def compare_with_one_rank(rank, world_size, lengths, checkpointing):
-    tokens = make_tokens(2, sum(lengths))
-    alone = make()
-    expected = alone.loss(tokens)
-    expected.backward()
-    start = sum(lengths[:rank])
-    local = tokens[:, start : start + lengths[rank]]
-    model = make(parallel=ContextParallel(), activation_checkpointing=checkpointing)
-    loss_of = DistributedDataParallel(NextTokenLoss(model))
-    loss = loss_of(local)
-    loss.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-    losses = [torch.empty_like(loss) for _ in range(world_size)]
-    torch.distributed.all_gather(losses, loss.detach())
-    assert all(torch.equal(loss, other) for other in losses)
-    for name, parameter in alone.named_parameters():
-        gradient = model.get_parameter(name).grad
-        torch.testing.assert_close(
-            gradient, parameter.grad, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: n + text
-        )
-    with torch.no_grad():
-        torch.testing.assert_close(
-            model(local), alone(tokens)[:, start : start + lengths[rank]], rtol=1e-9, atol=1e-9
-        )
-
-
-@pytest.mark.parametrize(
-    ("lengths", "checkpointing"),
-    [((20, 21), False), ((20, 21), True), ((17, 0, 24), False), ((0, 30, 1), True)],
-)
-def test_loss_and_gradients_on_p_ranks_are_those_on_one(lengths, checkpointing):
-    """Labels cross the borders (also over a rank that owns nothing), segments straddle them, DDP takes the mean."""
-    run(len(lengths), compare_with_one_rank, lengths, checkpointing)
-
-
-def test_the_backend_reaches_attention():
-    tokens = make_tokens(1, 9)
-    assert torch.equal(make(backend="cpu")(tokens), make()(tokens))
-    with pytest.raises(ValueError, match="backend='sdpa'"):
-        make(backend="sdpa")(tokens)
