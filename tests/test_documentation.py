@@ -66,6 +66,8 @@ def test_a_block_is_run_or_says_why_not(found):
     else:
         assert not found.mark
         assert found.language in ("python", "toml", "text", "")
+    # or a reader of the site must scroll
+    assert not found.language or max(map(len, found.text.splitlines())) <= 100
 
 
 @pytest.mark.parametrize("found", [x for x in UNMARKED if x.language == "python"], ids=name_of)
@@ -84,19 +86,13 @@ def test_commands_run(found, capsys):
 
 
 def test_commands_that_are_not_run_exist():
-    """Make targets, subcommands of rda, benchmarks and files that commands name."""
+    """Make targets and subcommands of rda."""
     makefile = (ROOT / "Makefile").read_text()
     for found in EVERY:
-        # what the page tells to save as files
-        saved = {x.mark.removeprefix("block: ") for x in blocks(found.page)}
         for line in commands(found) if found.language == "shell" else []:
-            program, *words = shlex.split(line, comments=True) if "$'" not in line else [""]
-            assert program != "make" or f"\n{words[0]}:" in makefile
-            assert program != "rda" or words[0] in SUBCOMMANDS
-            for word in words:
-                assert not word.endswith(".py") or word in saved or (ROOT / word).is_file()
-            if words[:2] == ["-m", "benchmarks"]:
-                assert (ROOT / "benchmarks" / f"{words[2]}.py").is_file()
+            program, word, *_ = [*line.split(), "", ""]
+            assert program != "make" or f"\n{word}:" in makefile
+            assert program != "rda" or word in SUBCOMMANDS
 
 
 @pytest.mark.parametrize("found", [x for x in UNMARKED if x.language == "toml"], ids=name_of)
@@ -134,13 +130,6 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target.relative_to(ROOT).as_posix())
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_code_fits_its_column(page):
-    """Catches code that a reader of the site must scroll to see; not what programs print."""
-    for found in blocks(page):
-        assert not found.language or max(map(len, found.text.splitlines())) <= 100
-
-
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "README.md", "docs/reliability.md"])
 def test_tests_and_files_that_a_page_names_exist(page):
     text = text_of(page).partition("\n## With a GPU\n")[0]
@@ -175,11 +164,3 @@ def test_versions_are_those_of_the_package():
     version = ring_dilated_attention.__version__
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## {version}" in text_of("CHANGELOG.md")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    python, torch = project["requires-python"], project["dependencies"][0].removeprefix("torch")
-    said = f"Python {python} or newer, and PyTorch {torch} or newer".replace(">=", "")
-    for page in ("docs/start.md", "docs/site/package_index.md"):
-        assert said in (ROOT / page).read_text()
-    for pin in (ROOT / "tests/integrations/versions.txt").read_text().splitlines():
-        if "==" in pin:
-            assert pin.replace("==", " ").lower() in text_of("docs/platforms.md").lower()

@@ -42,18 +42,12 @@ def test_the_example(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"slide.npz", "slide.png"}
 
 
-def refusal_of_example(monkeypatch, capsys, *arguments):
-    """What it prints before it exits with 2."""
-    monkeypatch.setattr(sys, "argv", [EXAMPLE, *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(EXAMPLE, run_name="__main__")
-    assert ended.value.code == 2
-    return capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["slide.npz", "slide.png"])
 def test_the_example_overwrites_nothing(name, tmp_path, monkeypatch, capsys):
     (tmp_path / name).write_text("mine")
-    said = refusal_of_example(monkeypatch, capsys, "--folder", tmp_path)
+    monkeypatch.setattr(sys, "argv", [EXAMPLE, "--folder", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(EXAMPLE, run_name="__main__")
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
-    assert f"{name} is there already: move it away, or choose another --folder" in said
+    said = f"{name} is there already: move it away, or choose another --folder"
+    assert said in capsys.readouterr().err
