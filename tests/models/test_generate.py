@@ -1,12 +1,12 @@
 """Layers and the language model with caches: what is computed token by token is what one call computes."""
 
 from fractions import Fraction
-from functools import partial
 
-import helpers
 import numpy as np
 import pytest
+import test_model
 import torch
+from test_model import make_tokens
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -15,28 +15,32 @@ from ring_dilated_attention import (
     MultiheadDilatedAttention,
     simulate,
 )
-from ring_dilated_attention.models import LongNetConfig, LongNetLM
 from ring_dilated_attention.models.sampling import STOPPED, Sampling
 
 CAUSAL = DilatedPattern((8, 32), (1, 3), is_causal=True)
-CONFIG = LongNetConfig(
-    (8, 32), (1, 3), vocab_size=50, num_layers=2, embed_dim=24, num_heads=4, num_kv_heads=2
-)
-make_tokens = partial(helpers.make_tokens, CONFIG.vocab_size)
+PREFILL_SLICE = "ring_dilated_attention.models.sampling.PREFILL_SLICE"
+EXACT = {"rtol": 1e-11, "atol": 1e-11}
 
 
-def make(config=CONFIG, **options):
-    torch.manual_seed(0)
-    model = LongNetLM(config, **options).double()
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            nn.init.normal_(parameter, std=0.1)
+def make():
+    model = test_model.make()
     nn.init.normal_(model.head.weight)  # else all tokens are about as likely
     return model
 
 
 def joined(steps):
     return torch.stack(list(steps), dim=1)
+
+
+def layer(dtype=torch.float64, **options):
+    torch.manual_seed(0)
+    return MultiheadDilatedAttention(24, 4, CAUSAL, dtype=dtype, **options)
+
+
+def through_a_cache(module, x, cache, rows):
+    """Appended in so many rows at a time."""
+    outs = [module(y, y, y, cache=cache)[0] for y in x.split(rows, dim=1)]
+    return torch.cat(outs, dim=1)
 
 
 # The layer.
@@ -53,139 +57,91 @@ def joined(steps):
 )
 def test_a_layer_goes_on_where_it_was(options):
     """Catches angles that start again at 0, and a projection that a cached call leaves out."""
-    torch.manual_seed(0)
-    module = MultiheadDilatedAttention(24, 4, CAUSAL, dtype=torch.float64, **options)
+    module = layer(**options)
     x = torch.randn(2, 50, 24, dtype=torch.float64)
     with torch.no_grad():
         expected = module(x, x, x)[0]
         cache = module.make_cache(2, max_len=50, keep=3)
-        outs = [module(y, y, y, cache=cache)[0] for y in x.split([1, 1, 20, 1, 27], dim=1)]
-        torch.testing.assert_close(torch.cat(outs, dim=1), expected, rtol=1e-11, atol=1e-11)
+        found = through_a_cache(module, x, cache, [1, 1, 20, 1, 27])
+        torch.testing.assert_close(found, expected, **EXACT)
         cache.reset()
         module(x[:, :9], x[:, :9], x[:, :9], cache=cache, lengths=torch.tensor([9, 4]))
         y = torch.stack([x[0, 9:12], x[1, 4:7]])
         out = module(y, y, y, cache=cache)[0]
-    torch.testing.assert_close(
-        out, torch.stack([expected[0, 9:12], expected[1, 4:7]]), rtol=1e-11, atol=1e-11
-    )
+    torch.testing.assert_close(out, torch.stack([expected[0, 9:12], expected[1, 4:7]]), **EXACT)
 
 
 def test_heads_of_a_layer_on_several_ranks():
     """Catches a cache of a module that holds some heads: their outputs add up to the layer's, token by token too."""
-    torch.manual_seed(0)
-    module = MultiheadDilatedAttention(
-        24, 4, CAUSAL, dtype=torch.float64, rotary=True, num_kv_heads=2
-    )
+    module = layer(rotary=True, num_kv_heads=2)
     x = torch.randn(1, 40, 24, dtype=torch.float64)
     with torch.no_grad():
-        expected, total = module(x, x, x)[0], 0
-        for some in (module.held(range(2)), module.held(range(2, 4))):
-            cache = some.make_cache(1)
-            total = total + torch.cat(
-                [some(y, y, y, cache=cache)[0] for y in x.split([30, *[1] * 10], dim=1)], dim=1
-            )
-    torch.testing.assert_close(total, expected, rtol=1e-11, atol=1e-11)
+        total = sum(
+            through_a_cache(some, x, some.make_cache(1), [30] + [1] * 10)
+            for some in (module.held(range(2)), module.held(range(2, 4)))
+        )
+        torch.testing.assert_close(total, module(x, x, x)[0], **EXACT)
 
 
 def test_angles_of_far_positions_are_exact():
     """Catches positions in float32: 2^24 + 1 is none of its numbers, and neighbours would get the same angle."""
-    module = MultiheadDilatedAttention(
-        8, 2, DilatedPattern((8,), (1,), is_causal=True), rotary=True
-    )
-    x, far = torch.randn(1, 8, 8), 2**24
+    module, x, far = layer(torch.float32, rotary=True), torch.randn(1, 8, 24), 2**25
     with torch.no_grad():
         cache = module.make_cache(1)
-        cache.progress.fill_(far)  # a segment begins there, so that nothing before it is seen
-        outs = [module(y, y, y, cache=cache)[0] for y in x.split(1, dim=1)]
+        cache.progress.fill_(far)  # segments begin there, and what is before them is not seen
+        found = through_a_cache(module, x, cache, 1)
         expected = module(x, x, x, positions=far + torch.arange(8))[0]
-    torch.testing.assert_close(torch.cat(outs, dim=1), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_under_autocast():
-    """Catches a cache of the parameters' type, which calls in autocast's refuse: a model could not write there."""
-    torch.manual_seed(0)
-    module, x = MultiheadDilatedAttention(24, 4, CAUSAL, rotary=True), torch.randn(1, 30, 24)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        cache, expected = module.make_cache(1), module(x, x, x)[0]
-        outs = [module(y, y, y, cache=cache)[0] for y in x.split([20, *[1] * 10], dim=1)]
-        assert len(list(make().float().generate([[1, 2]], 3))) == 3
-    assert cache.dtype == torch.bfloat16
-    # The rows of a cache are read in bfloat16, by a kernel that rounds weights to it. Other rows are read in float32.
-    torch.testing.assert_close(torch.cat(outs, dim=1), expected, rtol=0.016, atol=0.005)
-    assert module.make_cache(1).dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_what_a_layer_refuses():
-    module = MultiheadDilatedAttention(24, 4, CAUSAL, rotary=True)
+    module = layer(torch.float32, rotary=True)
     x, cache = torch.randn(1, 3, 24), module.make_cache(1)
     with pytest.raises(ValueError, match="has no gradient"):
         module(x, x, x, cache=cache)
-    with torch.no_grad():
-        for options, message in (
-            (
-                {"cache": cache, "positions": torch.arange(3)},
-                "positions and cache: rows are appended at cache.position",
-            ),
-            (
-                {"cache": cache, "key_padding_mask": torch.zeros(1, 3, dtype=torch.bool)},
-                "say with lengths",
-            ),
-            ({"lengths": torch.tensor([3])}, "there is none: pass cache"),
-            (
-                {"cache": cache, "cu_seqlens": torch.tensor([0, 3], dtype=torch.int32)},
-                "cache and cu_seqlens",
-            ),
-        ):
-            with pytest.raises(ValueError, match=message):
-                module(x, x, x, **options)
-        shared = MultiheadDilatedAttention(24, 4, CAUSAL, parallel=simulate.all_ranks(2))
-        with pytest.raises(
-            ValueError, match=r"cache and parallel cannot go together.*DilatedCache\.gather"
-        ):
-            shared(x, x, x, cache=cache)
+    shared = layer(torch.float32, parallel=simulate.all_ranks(2))
+    borders, hidden = torch.tensor([0, 3], dtype=torch.int32), torch.zeros(1, 3, dtype=torch.bool)
+    for attend, options, message in (
+        (module, {"positions": torch.arange(3)}, "positions and cache: rows are appended at cache"),
+        (module, {"key_padding_mask": hidden}, "say with lengths"),
+        (module, {"cu_seqlens": borders}, "cache and cu_seqlens"),
+        (module, {"cache": None, "lengths": torch.tensor([3])}, "there is none: pass cache"),
+        (shared, {}, r"cache and parallel cannot go together.*DilatedCache\.gather"),
+    ):
+        with torch.no_grad(), pytest.raises(ValueError, match=message):
+            attend(x, x, x, **{"cache": cache, **options})
     assert cache.position.tolist() == [0]
 
 
 # The model.
 
 
-def test_the_model_goes_on_where_it_was():
-    model, tokens = make(), make_tokens(2, 70)
-    expected = model(tokens).detach()
-    caches = model.make_caches(2)
-    with torch.no_grad():
-        outs = [
-            model.head(model.append(x, caches)) for x in tokens.split([30, 1, 1, 1, 20, 17], dim=1)
-        ]
-    torch.testing.assert_close(torch.cat(outs, dim=1), expected, rtol=1e-11, atol=1e-11)
-
-
 def test_one_graph_for_all_tokens_of_a_model():
-    """Catches a position that is read on the host, and becomes a constant of the graph."""
-    model, tokens = make(), make_tokens(1, 30)
+    """The logits of one call, appended to a cache by many. Catches a position that is read on the host, and becomes a
+    constant of the graph."""
+    model, tokens = make(), make_tokens(2, 46)
     counter = CompileCounterWithBackend("aot_eager")
     append = torch.compile(model.append, fullgraph=True, backend=counter)
     with torch.no_grad():
         expected = model(tokens)
         for _ in range(2):
-            caches = model.make_caches(1)
-            out = torch.cat([model.head(append(x, caches)) for x in tokens.split(1, dim=1)], dim=1)
-            torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
+            caches = model.make_caches(2)
+            outs = [model.append(x, caches) for x in tokens[:, :40].split([30, 10], dim=1)]
+            outs += [append(x, caches) for x in tokens[:, 40:].split(1, dim=1)]
+            torch.testing.assert_close(model.head(torch.cat(outs, dim=1)), expected, **EXACT)
     assert counter.frame_count == 1
 
 
 def test_generated_is_what_recomputing_gives(monkeypatch):
     """Prompts of different lengths in one batch, longer than a slice of the prefill; over borders of all segments."""
-    monkeypatch.setattr("ring_dilated_attention.models.sampling.PREFILL_SLICE", 11)
+    monkeypatch.setattr(PREFILL_SLICE, 11)
     model, tokens = make(), make_tokens(3, 40)
     prompts = [tokens[0, :13], tokens[1, :40].tolist(), tokens[2, :1]]
     found = joined(model.generate(prompts, 30, temperature=0))
     assert found.shape == (3, 30)
     for prompt, row in zip(prompts, found, strict=True):
-        sequence = torch.as_tensor(prompt)[None]
-        for token in row:
-            assert token == model(sequence)[0, -1].argmax()
-            sequence = torch.cat([sequence, token.view(1, 1)], dim=1)
+        logits = model(torch.cat([torch.as_tensor(prompt), row])[None])[0]
+        assert torch.equal(logits[len(prompt) - 1 : -1].argmax(-1), row)
     assert len(set(found.flatten().tolist())) > 5  # it did not say one thing only
     assert torch.is_grad_enabled()
 
@@ -194,74 +150,68 @@ def test_a_row_draws_as_it_would_alone():
     """Catches draws that depend on who else is in the batch, and a seed that changes nothing."""
     model, tokens = make(), make_tokens(2, 20)
     prompts = [tokens[0, :7], tokens[1]]
-    both = joined(model.generate(prompts, 25, seed=5))
-    assert torch.equal(both, joined(model.generate(prompts, 25, seed=5)))
+    both = joined(model.generate(prompts, 8, seed=5))
+    assert torch.equal(both, joined(model.generate(prompts, 8, seed=5)))
     for b in range(2):
         assert torch.equal(
-            both[b : b + 1], joined(model.generate(prompts[b : b + 1], 25, seed=5 + b))
+            both[b : b + 1], joined(model.generate(prompts[b : b + 1], 8, seed=5 + b))
         )
-    assert not torch.equal(both, joined(model.generate(prompts, 25, seed=6)))
+    assert not torch.equal(both, joined(model.generate(prompts, 8, seed=6)))
     torch.manual_seed(0)
-    unseeded = [joined(model.generate(prompts, 25)) for _ in range(2)]
+    unseeded = [joined(model.generate(prompts, 8)) for _ in range(2)]
     assert not torch.equal(*unseeded)
 
 
-def test_it_streams():
+def test_it_streams(monkeypatch):
     """Catches tokens that come when all are drawn: the first does not wait for the others."""
-    model = make()
-    calls = []
+    model, calls = make(), []
     append = model.append
-    model.append = lambda *x: (calls.append(len(calls)), append(*x))[1]
+    monkeypatch.setattr(model, "append", lambda *x: (calls.append(x), append(*x))[1])
     steps = model.generate(make_tokens(1, 5), 10**9, seed=0)
-    next(steps)
-    assert len(calls) == 1
-    next(steps)
-    assert len(calls) == 2
+    for number in (1, 2):
+        next(steps)
+        assert len(calls) == number
     steps.close()
 
 
-def test_stop():
-    """A row ends with the token that stops it, and the iteration with the last row."""
-    model, tokens = make(), make_tokens(3, 10)
-    free = joined(model.generate(tokens, 40, seed=3))
-    stop = {int(free[0, 4]), int(free[1, 9]), int(free[2, 2])}
-    found = joined(model.generate(tokens, 40, seed=3, stop=stop))
-    ends = [next(i for i, token in enumerate(row.tolist()) if token in stop) for row in free]
-    assert found.shape[1] == max(ends) + 1
-    for b, end in enumerate(ends):
-        assert torch.equal(found[b, : end + 1], free[b, : end + 1])
-        assert (found[b, end + 1 :] == STOPPED).all()
-
-
-def test_after_stop_caches_hold_what_was_shown(monkeypatch):
-    """Catches rows that have stopped and go on writing tokens into their caches that nobody was shown.
+@pytest.mark.parametrize("rows", [(0, 2), (0, 1, 2)])
+def test_after_stop_caches_hold_what_was_shown(rows, monkeypatch):
+    """A row ends with the token that stops it, and the iteration with the last row. Catches rows that have stopped and
+    go on writing tokens into their caches that nobody was shown.
 
     A second turn of a chat is what a fresh model draws after the same tokens, row by row.
     """
-    monkeypatch.setattr("ring_dilated_attention.models.sampling.PREFILL_SLICE", 4)
+    monkeypatch.setattr(PREFILL_SLICE, 4)
     model, tokens = make(), make_tokens(3, 40)
     prompts = [tokens[0, :13], tokens[1, :7], tokens[2, :10]]
-    free = joined(model.generate(prompts, 30, seed=3))
-    stop = (int(free[0, 11]), int(free[2, 2]))
+    free = joined(model.generate(prompts, 20, seed=3))
+    stop = {int(free[b, place]) for b, place in ((0, 11), (1, 9), (2, 2)) if b in rows}
     caches = model.make_caches(3, keep=2)
     found = joined(model.generate(prompts, 20, seed=3, stop=stop, caches=caches))
-    shown = [row[row != STOPPED] for row in found]
-    assert len({len(row) for row in shown}) > 1
+    shown = []
+    for row in free:
+        stops = [i for i, token in enumerate(row.tolist()) if token in stop]
+        shown.append(row[: stops[0] + 1] if stops else row)
+    lengths = [len(row) for row in shown]
+    assert len(set(lengths)) > 1
+    assert found.shape[1] == max(lengths)
+    for b in range(3):
+        assert torch.equal(found[b, : lengths[b]], shown[b])
+        assert (found[b, lengths[b] :] == STOPPED).all()
     for cache in caches:
-        assert cache.position.tolist() == [
-            len(p) + len(row) - 1 for p, row in zip(prompts, shown, strict=True)
-        ]
+        held = [len(p) + length - 1 for p, length in zip(prompts, lengths, strict=True)]
+        assert cache.position.tolist() == held
     added = [tokens[b, 30 : 31 + 3 * b] for b in range(3)]
     second = [torch.cat([row[-1:], more]) for row, more in zip(shown, added, strict=True)]
-    answer = joined(model.generate(second, 25, temperature=0, caches=caches))
+    answer = joined(model.generate(second, 12, temperature=0, caches=caches))
     for b in range(3):
         alone = torch.cat([prompts[b], shown[b], added[b]])
-        assert torch.equal(answer[b : b + 1], joined(model.generate([alone], 25, temperature=0)))
+        assert torch.equal(answer[b : b + 1], joined(model.generate([alone], 12, temperature=0)))
 
 
 def test_a_prompt_that_does_not_fit_is_in_no_cache(monkeypatch):
     """Catches slices of a prompt that stay in the caches when a later one is refused."""
-    monkeypatch.setattr("ring_dilated_attention.models.sampling.PREFILL_SLICE", 4)
+    monkeypatch.setattr(PREFILL_SLICE, 4)
     model, tokens = make(), make_tokens(2, 10)
     caches = model.make_caches(2, max_len=9)
     for prompts, message in (
@@ -305,50 +255,27 @@ def test_logits_that_are_no_numbers():
         next(steps)
 
 
-def test_caches_go_on():
-    """A prefix that is computed once: what is drawn after it is what is drawn after all of it."""
-    model, tokens = make(), make_tokens(1, 30)
-    caches = model.make_caches(1)
-    with torch.no_grad():
-        model.append(tokens[:, :22], caches)
-    states = [cache.state_dict() for cache in caches]
-    several = model.make_caches(2, max_len=60)
-    for cache, state in zip(several, states, strict=True):
-        cache.load_state_dict(state)
-    found = joined(model.generate([tokens[0, 22:], tokens[0, 22:25]], 20, seed=1, caches=several))
-    expected = joined(model.generate([tokens[0], tokens[0, :25]], 20, seed=1))
-    assert torch.equal(found, expected)
-    # the last token that was drawn is in no cache yet
-    assert several[0].position.tolist() == [49, 44]
+WEIGHTS = torch.tensor([[1 / 8, 1 / 2, 1 / 8, 1 / 4]])
 
 
 def test_weights():
-    """On probabilities 1/2, 1/4, 1/8, 1/8."""
-    logits = torch.tensor([[1 / 8, 1 / 2, 1 / 8, 1 / 4]]).log()
-
-    def weights(**options):
-        return Sampling(**options).weights(logits).tolist()[0]
-
-    assert weights() == pytest.approx([1 / 8, 1 / 2, 1 / 8, 1 / 4])
-    assert weights(temperature=0.5) == pytest.approx([x / 22 for x in (1, 16, 1, 4)])
-    assert weights(temperature=1e-310) == [0, 1, 0, 0]  # logits over that are beyond float64
+    for temperature, expected in (
+        (1.0, WEIGHTS[0].tolist()),
+        (0.5, [x / 22 for x in (1, 16, 1, 4)]),
+        (1e-310, [0, 1, 0, 0]),  # logits over that are beyond float64
+    ):
+        [found] = Sampling(temperature=temperature).weights(WEIGHTS.log()).tolist()
+        assert found == pytest.approx(expected)
 
 
 def test_draws_follow_the_weights():
     """Catches a generator that is made anew at every token, and a temperature of 0 that draws."""
-    logits = torch.tensor([[1 / 8, 1 / 2, 1 / 8, 1 / 4]]).log()
     sampling = Sampling(seed=0)
     generators = sampling.generators(1, torch.device("cpu"))
-    counts = (
-        torch.bincount(
-            torch.cat([sampling.draw(logits, generators) for _ in range(4000)]), minlength=4
-        )
-        / 4000
-    )
-    torch.testing.assert_close(
-        counts, torch.tensor([1 / 8, 1 / 2, 1 / 8, 1 / 4]), rtol=0, atol=0.03
-    )
-    assert Sampling(temperature=0).draw(logits, []).tolist() == [1]
+    drawn = torch.cat([sampling.draw(WEIGHTS.log(), generators) for _ in range(4000)])
+    shares = torch.bincount(drawn, minlength=4)[None] / 4000
+    torch.testing.assert_close(shares, WEIGHTS, rtol=0, atol=0.03)
+    assert Sampling(temperature=0).draw(WEIGHTS, []).tolist() == [1]
 
 
 @pytest.mark.parametrize(
@@ -386,12 +313,11 @@ def test_nothing_is_drawn_of_nothing():
 
 
 def test_numbers_of_other_kinds():
-    """Catches a Fraction and numpy's integers, which are numbers, in torch's words."""
+    """Catches a Fraction and numpy's numbers in torch's words."""
     model = make()
     expected = joined(model.generate([[1, 2]], 5, temperature=0.5, seed=3))
-    for temperature, prompts in ((Fraction(1, 2), np.array([[1, 2]])), (np.float32(0.5), [[1, 2]])):
-        options = {"temperature": temperature, "seed": np.int64(3), "stop": (np.int64(49),)}
-        assert torch.equal(joined(model.generate(prompts, 5, **options)), expected)
+    options = {"temperature": Fraction(1, 2), "seed": np.int64(3), "stop": (np.int64(49),)}
+    assert torch.equal(joined(model.generate(np.array([[1, 2]]), 5, **options)), expected)
     # numpy compares a float32 as float32, in which the largest float is inf: it warned, and let inf pass.
     with pytest.raises(ValueError, match="must be 0"):
         model.generate([[1]], 1, temperature=np.float32("inf"))
