@@ -37,14 +37,6 @@ DEEPSPEED = block("docs/migrating.md", "DeepSpeed")
 FAIRSCALE = block("docs/fairscale.md", "FairScale")
 CLASSES = block("docs/migrating.md", "RingDilatedAttention")
 
-BY_HAND = """
-weights = torch.load("weights.pt")
-query, key, value = (F.linear(x, weights[f"{n}_proj.weight"], weights[f"{n}_proj.bias"]) for n in "qkv")
-query, key, value = (x.unflatten(2, (4, 8)) for x in (query, key, value))
-ATTENTION
-out = F.layer_norm(out.flatten(2), (32,), weights["norm.weight"], weights["norm.bias"])
-out = F.linear(out, weights["out_proj.weight"], weights["out_proj.bias"])
-"""
 CAUSAL = ("is_causal=False", "is_causal=True")
 UNDIVIDED = (" / len(pattern.branches)", "")
 SHARDED = (
@@ -178,27 +170,14 @@ def test_the_module_with_weights_of_torchscale(tmp_path, monkeypatch):
     """Its projections around the definition."""
     monkeypatch.chdir(tmp_path)
     case = Case("module", MODULE)
-    projections = torch.nn.ModuleDict(
-        {f"{name}_proj": torch.nn.Linear(32, 32) for name in ("q", "k", "v", "out")}
-    )
+    given, names = case.given(), case.given()
+    projections = torch.nn.ModuleDict({f"{x}_proj": torch.nn.Linear(32, 32) for x in "qkv"})
+    projections["out_proj"] = torch.nn.Linear(32, 32)
     torch.save(projections.state_dict(), "torchscale.pt")
-    query, key, value = (
-        projections[f"{name}_proj"](case.given()["x"]).unflatten(2, (4, 8)) for name in "qkv"
-    )
-    names = case.given()
+    rows = (projections[f"{x}_proj"](given["x"]).unflatten(2, (4, 8)) for x in "qkv")
     exec(IMPORTS + case.snippet, names)
-    whole = by_definition(query, key, value, names["attention"].pattern)
-    assert relative_error(names["out"], projections["out_proj"](whole.float().flatten(2))) < 1e-6
-
-
-def test_ours_between_projections_and_norm_of_dilated_attention_pytorch(tmp_path, monkeypatch):
-    """With weights that have the names and shapes of its module."""
-    monkeypatch.chdir(tmp_path)
-    case = Case("weights", BY_HAND, (("ATTENTION", CASES[5].snippet),), dtype=torch.float64)
-    layers = {f"{name}_proj": torch.nn.Linear(32, 32) for name in ("q", "k", "v", "out")}
-    layers["norm"] = torch.nn.LayerNorm(32)
-    torch.save(torch.nn.ModuleDict(layers).double().state_dict(), "weights.pt")
-    assert off_the_definition(case) < 1e-7
+    whole = by_definition(*rows, names["attention"].pattern).float().flatten(2)
+    assert relative_error(names["out"], projections["out_proj"](whole)) < 1e-6
 
 
 def test_the_check_prints_an_error(tmp_path, monkeypatch, capsys):
