@@ -2,9 +2,10 @@
 
 import random
 from collections import Counter
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import pytest
+from drawn import patterns
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import Simulation, dense_triples
@@ -14,7 +15,6 @@ from ring_dilated_attention.plan import counts
 from ring_dilated_attention.plan.exchange import plan_exchange
 from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.planner import make_plan
-from ring_dilated_attention.plan.rings import causal_hops
 from ring_dilated_attention.plan.sharding import (
     ShardSpec,
     deal_documents,
@@ -147,38 +147,20 @@ def test_any_pattern_any_lengths_any_documents(data):
         check_plan(pattern, sharding, lengths, num_heads, num_kv_heads, tuple(documents), held)
 
 
-def test_bytes_follow_the_formula_of_the_design():
-    """(g - 1) * 2 * B * ceil((n/p)/r) * H * D * itemsize per straddling branch, non-causal and aligned."""
-    p, local, heads = 4, 64, 4
+@pytest.mark.parametrize("p", [4, 8, 16])
+def test_bytes_follow_the_formula_of_the_design(p):
+    """(g - 1) * 2 * B * ceil((n/p)/r) * H * D * itemsize per straddling branch, non-causal and aligned: constant when n
+    and p grow together (the reports' promise), and nothing of segments that lie in shards."""
+    local, heads, sizes = 64, 4, Sizes(3, 8, 4)
     pattern = DilatedPattern((32, 128, 256), (1, 2, 4))
     job = Job(pattern, make_shards("contiguous", (local,) * p), heads, heads)
-    plan, sizes = plan_exchange("ring", job, 1), Sizes(3, 8, 4)
     expected = sum(
         (w // local - 1) * 2 * 3 * (local // r) * heads * 8 * 4 for w, r in [(128, 2), (256, 4)]
     )
-    assert plan.bytes_sent(sizes) == expected
-    assert plan.bytes_sent(sizes, backward=True) == 2 * expected
-
-
-def test_bytes_do_not_grow_with_n():
-    """Constant when n and p grow together (the reports' promise)."""
-    pattern = DilatedPattern((64, 256), (1, 4))
-    sent = []
-    for p in (4, 8, 16):
-        job = Job(pattern, make_shards("contiguous", (64,) * p), 4, 4)
-        plans = [plan_exchange("ring", job, k) for k in range(p)]
-        sent.append({plan.bytes_sent(Sizes(1, 8, 4)) for plan in plans})
-    assert sent[0] == sent[1] == sent[2]
-    assert sent[0] != {0}
-
-
-def test_local_segments_send_nothing():
-    plan = make_plan(
-        Job(DilatedPattern((2048, 4096), (1, 2)), make_shards("contiguous", (8192, 8192)), 12, 12),
-        0,
-    )
-    assert plan.hops == ()
-    assert plan.chunk_size == 0
+    for rank in range(p):
+        plan = plan_exchange("ring", job, rank)
+        assert plan.bytes_sent(sizes) == expected
+        assert plan.bytes_sent(sizes, backward=True) == 2 * expected
 
 
 def received_and_read(pattern, shards, heads, documents=None):
@@ -221,18 +203,9 @@ def test_nothing_is_sent_to_a_rank_that_sees_nothing_of_it(data):
     one with phases of which the receiver has no row."""
     world_size = data.draw(st.integers(2, 7))
     n = data.draw(st.integers(world_size, 120))
-    num_branches = data.draw(st.integers(1, 2))
     num_kv_heads = data.draw(st.integers(1, 6))
     num_heads = num_kv_heads * data.draw(st.integers(1, 3))
-    split = num_heads >= num_branches and data.draw(st.booleans())
-    pattern = DilatedPattern(
-        data.draw(st.lists(st.integers(1, 130), min_size=num_branches, max_size=num_branches)),
-        data.draw(st.lists(st.integers(1, 16), min_size=num_branches, max_size=num_branches)),
-        window=None if split else data.draw(st.none() | st.integers(1, 130)),
-        is_causal=data.draw(st.booleans()),
-        phase="modulo" if split else data.draw(st.sampled_from(["modulo", "blocked"])),
-        heads="split" if split else "all",
-    )
+    pattern = data.draw(patterns(num_heads, longest=130, highest_rate=16))
     documents = tuple(sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=3))}))
     sharding = data.draw(st.sampled_from(["contiguous", "zigzag"]))
     lengths = ShardSpec(sharding, world_size).default_lengths(n)
@@ -243,14 +216,18 @@ def test_nothing_is_sent_to_a_rank_that_sees_nothing_of_it(data):
     assert received == read
 
 
+def causal_plans(sharding, n, p):
+    shards = make_shards(sharding, ShardSpec(sharding, p).default_lengths(n))
+    job = Job(DilatedPattern.dense(is_causal=True), shards, 1, 1)
+    plans = [make_plan(job, rank) for rank in range(p)]
+    assert sum(plan.pairs for plan in plans) == n * (n + 1) // 2
+    return plans
+
+
 def test_zigzag_sends_a_quarter_less_than_whole_shards_around():
     """The later pieces, half of each shard, are met by the ranks below alone: on the average by half of all."""
     n, p = 4096, 8
-    shards = make_shards("zigzag", (n // p,) * p)
-    plans = [
-        make_plan(Job(DilatedPattern((n,), (1,), is_causal=True), shards, 1, 1), k)
-        for k in range(p)
-    ]
+    plans = causal_plans("zigzag", n, p)
     whole = 2 * n * (p - 1)
     assert sum(plan.sent()[0] for plan in plans) == whole * 3 // 4
     assert max(plan.chunk_size for plan in plans) == 2 * n // p  # and no more is held
@@ -259,43 +236,20 @@ def test_zigzag_sends_a_quarter_less_than_whole_shards_around():
         assert len({sum(tile.pairs for tile in hop.tiles) for hop in hops}) == 1
 
 
-def test_runs_are_the_hops_at_which_somebody_needs_a_piece():
-    """Catches a chunk that comes to a place with earlier rows only, and one that misses a place with later ones."""
-    rng = random.Random(0)
-    for _ in range(2000):
-        g = rng.randint(1, 8)
-        numbers = rng.sample(range(40), 2 * g)
-        starts = [sorted(numbers[2 * k : 2 * k + rng.randint(1, 2)]) for k in range(g)]
-        for c, place in enumerate(causal_hops(starts)):
-            for start, runs in zip(starts[c], place, strict=True):
-                needing = [s for s in range(1, g) if starts[(c + s) % g][-1] > start]
-                assert [s for first, last in runs for s in range(first, last + 1)] == needing
-                assert all(a[1] < b[0] for a, b in pairwise(runs))
-
-
 def test_causal_sends_only_to_later_ranks():
-    shards = make_shards("contiguous", (8, 8, 8))
-    plans = [
-        make_plan(Job(DilatedPattern((24,), (1,), is_causal=True), shards, 1, 1), k)
-        for k in range(3)
-    ]
+    plans = causal_plans("contiguous", 24, 3)
     for rank, plan in enumerate(plans):
         assert all(m.peer > rank for hop in plan.hops for m in hop.sends)
     assert [plan.sent()[0] for plan in plans] == [16, 32, 0]
-    whole = 24 * 25 // 2
-    assert sum(plan.pairs for plan in plans) == whole
 
 
-@pytest.mark.parametrize("n", [4096, 4001, 65537])
-@pytest.mark.parametrize("p", [2, 3, 4, 8])
+@pytest.mark.parametrize("n", [4096, 4001])
+@pytest.mark.parametrize("p", [2, 3, 8])
 def test_zigzag_is_balanced_for_dense_causal_attention(n, p):
     """The largest share of the work over the mean: 1 when 2p divides n, at most 1.02 otherwise; contiguous nearly 2."""
-    pattern = DilatedPattern((n,), (1,), is_causal=True)
 
     def imbalance(sharding):
-        shards = make_shards(sharding, ShardSpec(sharding, p).default_lengths(n))
-        pairs = [make_plan(Job(pattern, shards, 1, 1), k).pairs for k in range(p)]
-        assert sum(pairs) == n * (n + 1) // 2
+        pairs = [plan.pairs for plan in causal_plans(sharding, n, p)]
         return max(pairs) * p / sum(pairs)
 
     assert imbalance("zigzag") == 1 if n % (2 * p) == 0 else imbalance("zigzag") <= 1.02
