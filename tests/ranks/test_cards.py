@@ -1,7 +1,8 @@
 """One process, several GPUs: a rank works on its own alone. No GPU here: torch.cuda's answers are stand-ins."""
 
 from contextlib import nullcontext
-from threading import current_thread, main_thread
+from functools import partial
+from threading import get_ident
 from types import SimpleNamespace
 
 import pytest
@@ -58,23 +59,30 @@ def test_the_first_call_on_nccl_is_of_all_ranks(monkeypatch, backends, bound, ca
     assert sent == [(1, torch.device(card), link.group) for card in cards]
 
 
-@pytest.fixture
-def deeds(monkeypatch):
-    """What threads do with torch.cuda, each time with the thread's name."""
-    done: list[tuple] = []
+def test_the_threads_of_simulated_ranks_have_the_card_and_the_stream_of_their_caller(monkeypatch):
+    """Catches threads on the default stream, whose kernels may run before those that make their inputs. And threads
+    that go back to GPU 0 when they have computed: each process then has half a GB there. A stand-in plays CUDA."""
+    deeds = []
 
     def noted(*what):
-        done.append((current_thread() is main_thread(), *what))
+        deeds.append((get_ident(), *what))
         return nullcontext()
 
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(device=THIRD))
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: noted("set_device", device))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: noted("stream", stream.device))
-    return done
-
-
-def test_the_thread_of_a_simulated_rank_has_the_card_of_its_caller(deeds, monkeypatch):
-    """Catches a thread that goes back to GPU 0 when it has computed: each process then has half a GB there."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    run_in_turn(1, lambda rank, link: deeds.append(("computes",)))
-    assert deeds == [(False, "set_device", THIRD), (False, "stream", THIRD), ("computes",)]
+    current = SimpleNamespace(device=THIRD)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda: current if get_ident() == caller else None
+    )
+    monkeypatch.setattr(torch.cuda, "set_device", partial(noted, "set_device"))
+    monkeypatch.setattr(torch.cuda, "stream", partial(noted, "stream"))
+    caller = get_ident()
+    run_in_turn(3, lambda rank, link: noted("computes"))
+    for i in range(0, 9, 3):
+        thread = deeds[i][0]
+        assert thread != caller
+        assert deeds[i : i + 3] == [
+            (thread, "set_device", THIRD),
+            (thread, "stream", current),
+            (thread, "computes"),
+        ]
+    assert len(deeds) == 9

@@ -14,115 +14,92 @@ from ring_dilated_attention.simulate import OtherRanks
 from ring_dilated_attention.simulate.one_rank import grid
 
 
-def reference(pattern, full, dout, documents=None):
-    """out, lse and the three gradients, by the definition."""
-    leaves = [x.detach().double().requires_grad_() for x in full]
-    out, lse = dilated_attention_reference(*leaves, pattern, cu_seqlens=documents)
-    return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout.double())
-
-
-class Known(OtherRanks):
-    """Keys and values of tensors that are there, and the sums of what is sent to them."""
+class Others(OtherRanks):
+    """Keys and values of tensors that are there. Gradients that leave are summed: by position, and for each chunk. If
+    `comes_home`, each chunk's sum comes home."""
 
     def __init__(self, key, value):
         self.full, self.sums = (key, value), (torch.zeros_like(key), torch.zeros_like(value))
+        self.of_chunk, self.comes_home = {}, False
 
     def keys_and_values(self, positions_GM, heads_G1):
         key, value = (x[:, positions_GM, heads_G1] for x in self.full)
         return key, value
 
     def take_gradient(self, chunk, gradient):
-        for rows, block in chunk.rows:
-            positions, heads = grid(rows)
-            batch, _, _, head_dim = self.full[0].shape
-            for total, grads in zip(
-                self.sums, block_views(gradient, block, batch, head_dim), strict=True
-            ):
-                for b in range(batch):
-                    total[b].index_put_(
-                        (positions, heads.expand_as(positions)), grads[b], accumulate=True
-                    )
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("context", [{}, {"sharding": "zigzag"}, {"lengths": (7, 0, 40, 13)}])
-def test_contributions_of_all_ranks_add_up(is_causal, context):
-    """Each rank alone, in float64: zigzag shards, uneven ones, packed documents, a batch. Their contributions to the
-    gradients of all keys add up to the gradients of the definition."""
-    n, p, batch = (60 if "lengths" in context else 64), 4, (2 if context else 1)
-    documents = None if batch > 1 else [0, 23, n]
-    cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32)
-    torch.manual_seed(0)
-    pattern = DilatedPattern((8, 30, 64), (1, 2, 5), is_causal=is_causal)
-    full = [torch.randn(batch, n, h, 8, dtype=torch.float64) for h in (4, 2, 2)]
-    dout = torch.randn(batch, n, 4, 8, dtype=torch.float64)
-    out, _, dq, dk, dv = reference(pattern, full, dout, documents)
-    others = Known(*full[1:])
-    for rank in range(p):
-        parallel = simulate.one_rank(rank, p, others, **context)
-        own = torch.cat(
-            [
-                torch.arange(*span)
-                for span in parallel.cut.shards_of(parallel.cut.default_lengths(n))[rank]
-            ]
-            or [torch.arange(0)]
-        )
-        local = [x[:, own].requires_grad_() for x in full]
-        mine = dilated_attention(*local, pattern, parallel=parallel, cu_seqlens=cu_seqlens)
-        torch.testing.assert_close(mine, out[:, own], rtol=0, atol=1e-12)
-        grads = torch.autograd.grad(mine, local, dout[:, own])
-        torch.testing.assert_close(grads[0], dq[:, own], rtol=0, atol=1e-12)
-        for total, grad in zip(others.sums, grads[1:], strict=True):
-            total[:, own] += grad
-    torch.testing.assert_close(others.sums, (dk, dv), rtol=0, atol=1e-12)
-
-
-class ComesHome(Known):
-    """Adds up what is sent to each chunk, and gives it to the rank that owns the chunk."""
-
-    def __init__(self, key, value):
-        super().__init__(key, value)
-        self.of_chunk = {}
-
-    def take_gradient(self, chunk, gradient):
+        if self.comes_home:
+            return
         place = (chunk.owner, chunk.branch, chunk.origin, chunk.lane)
         self.of_chunk[place] = self.of_chunk.get(place, 0) + gradient
+        batch, _, _, head_dim = self.full[0].shape
+        for rows, block in chunk.rows:
+            positions, heads = grid(rows)
+            places = (positions, heads.expand_as(positions))
+            grads_of_both = block_views(gradient, block, batch, head_dim)
+            for total, grads in zip(self.sums, grads_of_both, strict=True):
+                for b in range(batch):
+                    total[b].index_put_(places, grads[b], accumulate=True)
 
     def gradient_home(self, chunk):
+        if not self.comes_home:
+            return super().gradient_home(chunk)
         return self.of_chunk.get((chunk.owner, chunk.branch, chunk.origin, chunk.lane))
 
 
-PATTERNS = [
-    (DilatedPattern((32, 128, 256), (1, 3, 65), is_causal=True), 4),
-    (DilatedPattern((32, 128, 256), (1, 3, 33)), 2),
-    (DilatedPattern((100, 150), (1, 9), is_causal=True, phase="blocked"), 1),
+# pattern, ranks, positions, key/value heads, batch, documents, context
+SHORT = ((8, 30, 64), (1, 2, 5))
+CASES = [
+    *(
+        (DilatedPattern(*SHORT, is_causal=is_causal), 4, *rest)
+        for is_causal in (False, True)
+        for rest in (
+            (64, 2, 1, [0, 23, 64], {}),
+            (64, 2, 1, [0, 41, 64], {"sharding": "zigzag"}),
+            (60, 2, 2, None, {"lengths": (7, 0, 40, 13)}),
+        )
+    ),
+    (DilatedPattern((32, 128, 256), (1, 3, 65), is_causal=True), 8, 256, 4, 1, None, {}),
+    (DilatedPattern((32, 128, 256), (1, 3, 33)), 8, 256, 2, 1, None, {}),
+    (
+        DilatedPattern((100, 150), (1, 9), is_causal=True, phase="blocked"),
+        *(8, 256, 1, 2, None, {"sharding": "zigzag"}),
+    ),
     # phases of one branch begin on different ranks
-    (DilatedPattern((32, 256), (1, 95), is_causal=True), 4),
+    (DilatedPattern((32, 256), (1, 95), is_causal=True), 8, 256, 4, 1, None, {}),
 ]
 
 
-@pytest.mark.parametrize(("pattern", "num_kv_heads"), PATTERNS)
-def test_gradients_that_come_home_make_those_of_the_definition(pattern, num_kv_heads):
-    """Each rank alone: out, lse and dq, and then dk and dv with what all other ranks contribute."""
-    n, p = 256, 8
+@pytest.mark.parametrize(
+    ("pattern", "num_ranks", "n", "num_kv_heads", "batch", "documents", "context"), CASES
+)
+def test_each_rank_alone(pattern, num_ranks, n, num_kv_heads, batch, documents, context):
+    """Each rank alone: out, lse and dq. The ranks' contributions to the gradients of all keys add up to those of the
+    definition, and so do those of each chunk, that come home to its owner."""
     torch.manual_seed(0)
-    full = [torch.randn(1, n, h, 8, dtype=torch.float64) for h in (4, num_kv_heads, num_kv_heads)]
-    dout = torch.randn(1, n, 4, 8, dtype=torch.float64)
-    expected = reference(pattern, full, dout)
-    away, home = Known(*full[1:]), ComesHome(*full[1:])
-    # what leaves in the first pass comes home in the second
-    away.take_gradient = home.take_gradient
-    for others in (away, home):
-        for rank in range(p):
-            parallel = simulate.one_rank(rank, p, others)
+    heads = (4, num_kv_heads, num_kv_heads)
+    full = [torch.randn(batch, n, h, 8, dtype=torch.float64).requires_grad_() for h in heads]
+    dout = torch.randn(batch, n, 4, 8, dtype=torch.float64)
+    out, lse = dilated_attention_reference(*full, pattern, cu_seqlens=documents)
+    expected = [out.detach(), lse.detach(), *torch.autograd.grad(out, full, dout)]
+    cu_seqlens = None if documents is None else torch.tensor(documents, dtype=torch.int32)
+    full = [x.detach() for x in full]
+    others = Others(*full[1:])
+    for comes_home in (False, True):
+        others.comes_home = comes_home
+        for rank in range(num_ranks):
+            parallel = simulate.one_rank(rank, num_ranks, others, **context)
             own = parallel.positions(n)
             local = [x[:, own].requires_grad_() for x in full]
-            out, lse = dilated_attention(*local, pattern, parallel=parallel, return_lse=True)
-            if others is home:
-                home.take_gradient = lambda chunk, gradient: None
-            found = (out, lse, *torch.autograd.grad(out, local, dout[:, own]))
-            for x, exact in zip(found if others is home else found[:3], expected, strict=False):
+            options = {"parallel": parallel, "cu_seqlens": cu_seqlens, "return_lse": True}
+            out, lse = dilated_attention(*local, pattern, **options)
+            found = [out, lse, *torch.autograd.grad(out, local, dout[:, own])]
+            if not comes_home:
+                for total, grad in zip(others.sums, found[3:], strict=True):
+                    total[:, own] += grad
+                found = found[:3]
+            for x, exact in zip(found, expected, strict=False):
                 torch.testing.assert_close(x, exact[:, own], rtol=0, atol=1e-12)
+        torch.testing.assert_close(others.sums, tuple(expected[3:]), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
