@@ -3,8 +3,9 @@
 All tests run with uninitialised memory filled with NaN.
 """
 
+import copy
 import io
-from functools import partial
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,11 +18,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import config as inductor_config
 
 from benchmarks.measure import allocated
-from ring_dilated_attention import ContextParallel, DilatedCache, DilatedPattern, dilated_attention
+from ring_dilated_attention import DilatedCache, DilatedPattern, dilated_attention
 from ring_dilated_attention.kernels import cpu
 from ring_dilated_attention.ranks.call import Call
 from ring_dilated_attention.reference import dilated_attention_reference, multiplicity
-from ring_dilated_attention.run import dilated_cache as cache_module
 
 pytestmark = pytest.mark.usefixtures("nan_in_new_memory")
 PATTERN = DilatedPattern((4, 12), (1, 3), is_causal=True)
@@ -29,6 +29,23 @@ PATTERN = DilatedPattern((4, 12), (1, 3), is_causal=True)
 
 def make(pattern, batch, num_heads, num_kv_heads, head_dim, dtype=torch.float64, **limits):
     return DilatedCache(pattern, batch, num_heads, num_kv_heads, head_dim, dtype=dtype, **limits)
+
+
+@contextmanager
+def refused(cache, fragment, error=ValueError):
+    """The call is refused with these words, and the cache is as it was."""
+    memory, progress = cache.memory.clone(), cache.progress.clone()
+    with pytest.raises(error, match=fragment):
+        yield
+    assert torch.equal(cache.memory.nan_to_num(7), memory.nan_to_num(7))
+    assert torch.equal(cache.progress, progress)
+
+
+def in_slices(inputs, pattern, cache, size):
+    """out and lse of a whole sequence, from calls with so many positions each."""
+    slices = zip(*(x.split(size, dim=1) for x in inputs), strict=True)
+    found = [dilated_attention(*x, pattern, cache=cache, return_lse=True) for x in slices]
+    return [torch.cat(x, dim=1) for x in zip(*found, strict=True)]
 
 
 class Sequence:
@@ -57,13 +74,42 @@ class Sequence:
     def cache(self, **limits):
         return make(self.pattern, *self.sizes, **limits)
 
-    def append(self, cache, start, stop):
+    def of_heads(self, heads):
+        """The same for some query heads, and the key/value heads that they read."""
+        ratio = self.inputs[0].shape[2] // self.inputs[1].shape[2]
+        kv_heads = slice(heads.start // ratio, heads.stop // ratio)
+        part, query_heads = copy.copy(self), slice(heads.start, heads.stop)
+        cuts = (query_heads, kv_heads, kv_heads)
+        part.inputs = [x[:, :, s] for x, s in zip(self.inputs, cuts, strict=True)]
+        part.exact = [x[:, :, query_heads] for x in self.exact]
+        return part
+
+    def append(self, cache, start, stop, attend=dilated_attention, **of):
         """The call with rows start..stop-1, compared."""
         rows = (x[:, start:stop] for x in self.inputs)
-        found = dilated_attention(
-            *rows, self.pattern, cache=cache, scale=self.scale, return_lse=True
-        )
-        self.check(found, slice(None), start, stop)
+        options = {"cache": cache, "scale": self.scale, "return_lse": True, **of}
+        self.check(attend(*rows, self.pattern, **options), slice(None), start, stop)
+
+    def append_some(self, cache, counts, sources=range(4)):
+        """The call with so many rows of each entry, which goes on with this sequence. NaN pads them."""
+        positions, longest = cache.position.tolist(), max(counts) or 2
+        entries = list(zip(sources, positions, counts, strict=False))
+        rows = [
+            torch.full((len(counts), longest, *x.shape[2:]), torch.nan, dtype=x.dtype)
+            for x in self.inputs
+        ]
+        for b, (source, start, count) in enumerate(entries):
+            for x, whole in zip(rows, self.inputs, strict=True):
+                x[b, :count] = whole[source, start : start + count]
+        lengths = torch.tensor(counts) if min(counts) < longest else None
+        options = {"cache": cache, "lengths": lengths, "return_lse": True}
+        out, lse = dilated_attention(*rows, self.pattern, **options)
+        for b, (source, start, count) in enumerate(entries):
+            self.check((out[b, :count], lse[b, :count]), source, start, start + count)
+            assert (out[b, count:] == 0).all()
+            assert (lse[b, count:] == -torch.inf).all()
+        moved = [position + count for position, count in zip(positions, counts, strict=True)]
+        assert cache.position.tolist() == moved
 
     def check(self, found, entries, start, stop):
         for x, y in zip(found, self.exact, strict=True):
@@ -120,192 +166,95 @@ def test_any_way_of_appending_equals_one_call(sequence, data):
             cache = cache.fork(range(batch))
 
 
-def test_within_open_segments_everything_can_be_taken_back():
-    """Catches a refusal where no row was dropped, and none where one was: w = 12 is open from 48 on, w = 4 from 56."""
-    sequence = Sequence(seq_len=60)
-    cache = sequence.cache()
-    sequence.append(cache, 0, 59)
-    with pytest.raises(
-        ValueError, match=r"crop\(4\).* back to 55,.*take back 3 or fewer.*keep=4 \(it has keep=0\)"
-    ):
-        cache.crop(4)
-    assert cache.position.tolist() == [59]
-    cache.crop(3)
-    sequence.append(cache, 56, 60)
-    with pytest.raises(ValueError, match=r"crop\(1\)"):  # 60 ends a segment of each branch
-        cache.crop(1)
-
-
 def test_rows_of_different_progress():
-    """Catches a batch entry that is written or read at another's position, and padding that is read: it is NaN."""
+    """Catches a batch entry that is written or read at another's position, padding that is read (it is NaN), rows of an
+    earlier sequence that a new one sees, and beams that write into each other's memory."""
     sequence = Sequence(batch=4, seq_len=50, num_heads=4, head_dim=8)
-    cache, positions = sequence.cache(keep=3), [0] * 4
-    for counts in (
-        [7, 0, 30, 7],
-        [1, 1, 1, 1],
-        [0, 20, 1, 5],
-        [1, 0, 1, 1],
-        [12, 13, 2, 0],
-        [0, 0, 0, 0],
-        [0, 0, 1, 0],
-        [1, 1, 1, 1],
-    ):
-        longest = max(counts, default=0) or 2
-        rows = [
-            torch.full((4, longest, *x.shape[2:]), torch.nan, dtype=torch.float64)
-            for x in sequence.inputs
-        ]
-        for b, (position, count) in enumerate(zip(positions, counts, strict=True)):
-            for x, whole in zip(rows, sequence.inputs, strict=True):
-                x[b, :count] = whole[b, position : position + count]
-        lengths = torch.tensor(counts)
-        out, lse = dilated_attention(*rows, PATTERN, cache=cache, lengths=lengths, return_lse=True)
-        for b, (position, count) in enumerate(zip(positions, counts, strict=True)):
-            sequence.check((out[b, :count], lse[b, :count]), b, position, position + count)
-            assert (out[b, count:] == 0).all()
-            assert (lse[b, count:] == -torch.inf).all()
-        positions = [position + count for position, count in zip(positions, counts, strict=True)]
-        assert cache.position.tolist() == positions
+    cache = sequence.cache(keep=3)
+    sequence.append_some(cache, [7, 0, 30, 7])
+    sequence.append_some(cache, [1, 1, 1, 1])
+    sequence.append_some(cache, [0, 20, 1, 5])
+    sequence.append_some(cache, [12, 13, 2, 0])
+    sequence.append_some(cache, [0, 0, 0, 0])
+    assert cache.position.tolist() == [20, 34, 34, 13]
     cache.crop([3, 0, 1, 2])
-    assert cache.position.tolist() == [
-        positions[0] - 3,
-        positions[1],
-        positions[2] - 1,
-        positions[3] - 2,
-    ]
-
-
-def test_reset_and_fork():
-    """Catches rows of an earlier sequence that a new one sees, and beams that write into each other's memory."""
-    sequence = Sequence(batch=3, seq_len=40)
-    cache = sequence.cache()
-    sequence.append(cache, 0, 25)
+    sequence.append_some(cache, [1, 1, 1, 1])
     cache.reset([1])
-    assert cache.position.tolist() == [25, 0, 25]
-    rows = [torch.cat([x[:1, 25:26], x[1:2, :1], x[2:, 25:26]]) for x in sequence.inputs]
-    out = dilated_attention(*rows, PATTERN, cache=cache)
-    for b, position in enumerate((25, 0, 25)):
-        torch.testing.assert_close(out[b, 0], sequence.exact[0][b, position])
-    beams = cache.fork([2, 2, 0, 1])
-    assert beams.position.tolist() == [26, 26, 26, 1]
-    noise = [randn(4, 3, *x.shape[2:]) for x in sequence.inputs]
-    first = dilated_attention(*noise, PATTERN, cache=beams)
-    apart = torch.cat(
-        [
-            dilated_attention(*(x[b : b + 1] for x in noise), PATTERN, cache=cache.fork([e]))
-            for b, e in enumerate([2, 2, 0, 1])
-        ]
-    )
-    torch.testing.assert_close(first, apart, rtol=1e-12, atol=1e-12)
-    rows = [torch.cat([x[:1, 26:27], x[1:2, 1:2], x[2:, 26:27]]) for x in sequence.inputs]
-    out = dilated_attention(*rows, PATTERN, cache=cache)  # as if no beam had written
-    for b, position in enumerate((26, 1, 26)):
-        torch.testing.assert_close(out[b, 0], sequence.exact[0][b, position])
+    assert cache.position.tolist() == [18, 0, 34, 12]
+    sequence.append_some(cache, [1, 2, 1, 0])
+    sources = [2, 2, 0, 1]
+    beams = cache.fork(sources)
+    assert beams.position.tolist() == [35, 35, 19, 2]
+    sequence.append_some(beams, [3, 0, 1, 3], sources)
+    sequence.append_some(cache, [5, 5, 0, 5])  # as if no beam had written
+    sequence.append_some(beams, [1, 4, 0, 2], sources)
     cache.reset()
-    sequence.append(cache, 0, 40)
+    sequence.append(cache, 0, 50)
 
 
 def test_a_prefix_is_saved_and_loaded():
     """Catches a state that torch.load refuses, that holds more than is still seen, or that cannot begin a batch."""
     sequence = Sequence(seq_len=45)
-    cache = sequence.cache(keep=2)
+    cache, plan = sequence.cache(keep=2), sequence.cache(keep=2).plan
     sequence.append(cache, 0, 33)
     file = io.BytesIO()
     torch.save(cache.state_dict(), file)
     file.seek(0)
     state = torch.load(file, weights_only=True)
-    plan = cache.plan
-    assert state["rows"][0].shape == (
-        2,
-        sum(len(r.kv_heads) * len(plan.kept(r, 33)) for r in plan.buffers),
-        4,
-    )
+    num_rows = sum(len(x.kv_heads) * len(plan.kept(x, 33)) for x in plan.buffers)
+    assert state["rows"][0].shape == (2, num_rows, 4)
     batch = make(PATTERN, 3, 2, 2, 4, max_len=100)
     batch.load_state_dict(state)
-    rows = (x[:, 33:45].expand(3, -1, -1, -1) for x in sequence.inputs)
-    out = dilated_attention(*rows, PATTERN, cache=batch)
-    torch.testing.assert_close(
-        out, sequence.exact[0][:, 33:].expand(3, -1, -1, -1), rtol=1e-11, atol=1e-11
-    )
-
-
-def test_a_short_prefix_goes_into_a_short_cache():
-    """Catches buffers that only one of the two caches has: a sequence of one position has no row of phase 1."""
-    pattern = DilatedPattern((4,), (2,), is_causal=True)
-    sequence = Sequence(pattern, seq_len=2)
-    for first, second in ((1, None), (None, 1), (1, 2), (2, 1)):
-        cache = sequence.cache(max_len=first)
-        sequence.append(cache, 0, 1)
-        other = sequence.cache(max_len=second)
-        other.load_state_dict(cache.state_dict())
-        if second != 1:
-            sequence.append(other, 1, 2)
-
-
-def test_branches_that_are_alike_are_saved_apart():
-    """Catches buffers that are mixed up: a key that two branches contain counts twice, and is held twice."""
-    sequence = Sequence(DilatedPattern((4, 4), (1, 1), is_causal=True), seq_len=12)
-    cache = sequence.cache()
-    sequence.append(cache, 0, 7)
-    other = sequence.cache(max_len=20)
-    other.load_state_dict(cache.state_dict())
-    sequence.append(other, 7, 12)
+    sequence.append_some(batch, [12, 12, 12], [0, 0, 0])
 
 
 @pytest.mark.parametrize(
-    ("pattern", "num_heads", "num_kv_heads", "shares"),
+    ("segment_lengths", "rates", "first", "second", "length", "longest"),
     [
-        (PATTERN, 4, 4, (range(1), range(1, 4))),
-        (
-            DilatedPattern((5, 17), (2, 4), is_causal=True, phase="blocked"),
-            6,
-            3,
-            (range(4), range(4, 6)),
-        ),
-        (
-            DilatedPattern((3, 8), (1, 3), is_causal=True, heads="split"),
-            4,
-            2,
-            (range(2), range(2, 4)),
-        ),
+        # buffers that only one of the two caches has: a sequence of one position has no row of phase 1
+        ((4,), (2,), 1, None, 1, 2),
+        ((4,), (2,), None, 1, 1, 1),
+        ((4,), (2,), 1, 2, 1, 2),
+        ((4,), (2,), 2, 1, 1, 1),
+        # a key that two branches contain counts twice, and is held twice
+        ((4, 4), (1, 1), None, 20, 7, 12),
+    ],
+)
+def test_a_state_goes_into_a_cache_of_other_limits(
+    segment_lengths, rates, first, second, length, longest
+):
+    sequence = Sequence(DilatedPattern(segment_lengths, rates, is_causal=True), seq_len=12)
+    cache, other = sequence.cache(max_len=first), sequence.cache(max_len=second)
+    sequence.append(cache, 0, length)
+    other.load_state_dict(cache.state_dict())
+    sequence.append(other, length, longest)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "num_heads", "num_kv_heads", "border"),
+    [
+        (PATTERN, 4, 4, 1),
+        (DilatedPattern((5, 17), (2, 4), is_causal=True, phase="blocked"), 6, 3, 4),
+        (DilatedPattern((3, 8), (1, 3), is_causal=True, heads="split"), 4, 2, 2),
     ],
     ids=str,
 )
-def test_heads_of_a_layer_on_several_ranks(pattern, num_heads, num_kv_heads, shares):
+def test_heads_of_a_layer_on_several_ranks(pattern, num_heads, num_kv_heads, border):
     """Catches phases that go by the head of the tensor and not of the layer, or buffers for heads of others."""
-    sequence, ratio, num_rows = (
-        Sequence(pattern, 2, 30, num_heads, num_kv_heads),
-        num_heads // num_kv_heads,
-        0,
-    )
-    for heads in shares:
-        kv = slice(heads.start // ratio, heads.stop // ratio)
-        slices = [
-            x[:, :, s]
-            for x, s in zip(sequence.inputs, (slice(heads.start, heads.stop), kv, kv), strict=True)
-        ]
-        of = {"heads_held": heads, "num_heads": num_heads}
-        cache = make(pattern, 2, num_heads, num_kv_heads, 4, heads_held=heads)
+    sequence = Sequence(pattern, 2, 30, num_heads, num_kv_heads)
+    num_rows = 0
+    for heads in (range(border), range(border, num_heads)):
+        part, of = sequence.of_heads(heads), {"heads_held": heads, "num_heads": num_heads}
+        cache = sequence.cache(heads_held=heads)
         num_rows += cache.num_rows
-        for start, stop in ((0, 7), (7, 8), (8, 9), (9, 23), (23, 24)):
-            rows = [x[:, start:stop] for x in slices]
-            found = dilated_attention(*rows, pattern, cache=cache, return_lse=True, **of)
-            for x, y in zip(found, sequence.exact, strict=True):
-                y = y[:, start:stop, heads.start : heads.stop]
-                torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
-            other = make(pattern, 2, num_heads, num_kv_heads, 4, heads_held=heads, keep=2)
-            other.load_state_dict(cache.state_dict())
-            cache = other.fork([0, 1])
-        rows = [x[:, 24:25] for x in slices]
-        unchanged(
-            cache, partial(dilated_attention, *rows, pattern, cache=cache), f"heads {num_heads}"
-        )
-        others = next(share for share in shares if share != heads)
-        if len(others) == len(heads):
-            of["heads_held"] = others
-            unchanged(
-                cache, partial(dilated_attention, *rows, pattern, cache=cache, **of), "head held"
-            )
+        for start, stop in ((0, 7), (7, 8), (8, 23), (23, 24)):
+            part.append(cache, start, stop, **of)
+        with refused(cache, f"heads {num_heads}"):
+            part.append(cache, 24, 25)
+        if len(heads) * 2 == num_heads:
+            of["heads_held"] = range(2, 4) if heads.start == 0 else range(2)
+            with refused(cache, "head held"):
+                part.append(cache, 24, 25, **of)
     assert num_rows == pattern.cache_rows(num_heads, num_kv_heads)  # together those of the layer
 
 
@@ -328,12 +277,7 @@ def test_a_token_moves_exactly_what_it_should(pattern, num_heads, num_kv_heads, 
     inputs = [randn(2, num_positions, h, 4) for h in (num_heads, num_kv_heads, num_kv_heads)]
 
     def run(tensors):
-        cache = make(pattern, 2, num_heads, num_kv_heads, 4)
-        slices = [x.split(size, dim=1) for x in tensors]
-        return torch.cat(
-            [dilated_attention(*rows, pattern, cache=cache) for rows in zip(*slices, strict=True)],
-            dim=1,
-        )
+        return in_slices(tensors, pattern, make(pattern, 2, num_heads, num_kv_heads, 4), size)[0]
 
     clean = run(inputs)
     for g in range(num_kv_heads):
@@ -395,12 +339,7 @@ def test_precision(dtype, size):
     inputs = [(torch.randn(2, 111, h, 48) * 2).to(dtype) for h in (6, 2, 2)]
     exact, exact_lse = dilated_attention_reference(*(x.double() for x in inputs), pattern)
     cache = make(pattern, 2, 6, 2, 48, dtype)
-    slices = [x.split(size, dim=1) for x in inputs]
-    results = [
-        dilated_attention(*rows, pattern, cache=cache, return_lse=True)
-        for rows in zip(*slices, strict=True)
-    ]
-    out, lse = (torch.cat(x, dim=1) for x in zip(*results, strict=True))
+    out, lse = in_slices(inputs, pattern, cache, size)
     assert (out.shape, out.dtype, lse.dtype) == (sizes, dtype, torch.float32)
     bias = multiplicity(pattern, 111, 6).double().log().float().expand(2, -1, -1, -1)
     heads_first = [x.transpose(1, 2) for x in inputs]
@@ -426,30 +365,11 @@ def test_short_rows_are_copied_where_torch_cannot_take_them(monkeypatch):
     flash = cpu._forward
     monkeypatch.setattr(cpu, "short_rows_fail", lambda: True)
     monkeypatch.setattr(cpu, "_forward", only_wide)
-    pattern = DilatedPattern((8, 16), (1, 2), is_causal=True)
     rows = [torch.randn(1, 20, 2, 8, dtype=torch.bfloat16) for _ in range(3)]
-    exact = dilated_attention_reference(*(x.double() for x in rows), pattern)[0]
-    cache = make(pattern, 1, 2, 2, 8, torch.bfloat16)
-    out = torch.cat(
-        [
-            dilated_attention(*x, pattern, cache=cache)
-            for x in zip(*(y.split(5, 1) for y in rows), strict=True)
-        ],
-        1,
-    )
+    exact = dilated_attention_reference(*(x.double() for x in rows), PATTERN)[0]
+    out, _ = in_slices(rows, PATTERN, make(PATTERN, 1, 2, 2, 8, torch.bfloat16), 5)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), exact, atol=0.05, rtol=0)
-
-
-def test_run_to_run_equal_to_the_bit():
-    """Catches results that depend on what was in the memory before."""
-    sequence, runs = Sequence(batch=2), []
-    cache = sequence.cache()
-    for _ in range(2):
-        cache.reset()
-        rows = zip(*(x.split(7, dim=1) for x in sequence.inputs), strict=True)
-        runs.append(torch.cat([dilated_attention(*x, PATTERN, cache=cache) for x in rows], dim=1))
-    assert torch.equal(*runs)
 
 
 def test_segments_longer_than_a_block_of_the_kernel():
@@ -502,34 +422,15 @@ def test_one_graph_for_all_tokens_and_nothing_of_a_buffers_size():
 
 def test_graphs_for_heads_that_two_ranks_hold():
     """Catches ranges that torch.compile cannot compare once it takes their ends for symbols: with a second part."""
-
-    def token(query, key, value, cache, heads):
-        return dilated_attention(
-            query, key, value, PATTERN, cache=cache, heads_held=heads, num_heads=4
-        )
-
-    compiled = torch.compile(token, fullgraph=True, backend="eager")
+    attend = torch.compile(dilated_attention, fullgraph=True, backend="eager")
     sequence = Sequence(num_heads=4)
     try:
         with torch.no_grad():
-            for start in (0, 2):
-                heads = range(start, start + 2)
+            for heads in (range(2), range(2, 4)):
                 cache = make(PATTERN, 1, 4, 2, 4, heads_held=heads)
-                query, key, value = (
-                    sequence.inputs[0],
-                    *(x[:, :, start // 2 : start // 2 + 1] for x in sequence.inputs[1:]),
-                )
                 for t in range(9):
-                    out = compiled(
-                        *(
-                            x[:, t : t + 1]
-                            for x in (query[:, :, heads.start : heads.stop], key, value)
-                        ),
-                        cache,
-                        heads,
-                    )
-                    expected = sequence.exact[0][:, t : t + 1, heads.start : heads.stop]
-                    torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
+                    of = {"heads_held": heads, "num_heads": 4}
+                    sequence.of_heads(heads).append(cache, t, t + 1, attend, **of)
     finally:
         torch._dynamo.reset()
 
@@ -544,17 +445,13 @@ def test_one_number_of_any_stride():
 
 def test_heads_that_read_no_phase():
     """Catches a maximum over no buffers: segments of 2 have no phase 2, which is all that the last head reads."""
-    pattern = DilatedPattern((2,), (3,), is_causal=True)
-    cache = make(pattern, 1, 3, 3, 4, heads_held=range(2, 3))
-    for num in (1, 5):
-        rows = [randn(1, num, 1, 4) for _ in range(3)]
-        out, lse = dilated_attention(
-            *rows, pattern, cache=cache, heads_held=range(2, 3), num_heads=3, return_lse=True
-        )
-        assert not out.any()
-        assert (lse == -torch.inf).all()
+    heads = range(2, 3)
+    sequence = Sequence(DilatedPattern((2,), (3,), is_causal=True), num_heads=3, num_kv_heads=3)
+    part, of = sequence.of_heads(heads), {"heads_held": heads, "num_heads": 3}
+    cache, other = (sequence.cache(heads_held=heads) for _ in range(2))
+    part.append(cache, 0, 1, **of)
+    part.append(cache, 1, 6, **of)
     cache.crop(6)
-    other = make(pattern, 1, 3, 3, 4, heads_held=range(2, 3))
     other.load_state_dict(cache.state_dict())
     assert other.position.tolist() == [0]
 
@@ -570,166 +467,38 @@ def test_the_op_keeps_its_promises():
         torch.library.opcheck(op, (*rows, cache.memory.zero_(), cache.progress, None, *limits))
 
 
-# Bad input.
-
-
-def unchanged(cache, call, *fragments, error=ValueError):
-    """The call is refused with these words, and the cache is as it was."""
-    memory, progress = cache.memory.clone(), cache.progress.clone()
-    with pytest.raises(error) as caught:
-        call()
-    message = str(caught.value)
-    assert all(fragment in message for fragment in fragments), (
-        f"{message!r} lacks one of {fragments}"
-    )
-    assert message.endswith(".")
-    assert torch.equal(cache.memory.nan_to_num(7), memory.nan_to_num(7))
-    assert torch.equal(cache.progress, progress)
-
-
-def test_bad_input():
-    """Catches a call that is accepted and computes something else, or that loses what was cached."""
-    sequence = Sequence(batch=2, num_heads=4)
-    cache = sequence.cache(max_len=30)
-    sequence.append(cache, 0, 26)
-
-    def call(x=None, pattern=PATTERN, **options):
-        rows = x or [y[:, 26:28] for y in sequence.inputs]
-        return lambda: dilated_attention(*rows, pattern, **{"cache": cache, **options})
-
-    other = DilatedPattern((4, 12), (1, 2), is_causal=True)
-    unchanged(
-        cache,
-        call(pattern=other),
-        "dilation_rates=(1, 3)",
-        "dilation_rates=(1, 2)",
-        "Make a cache for each",
-    )
-    unchanged(cache, call([x[:1] for x in sequence.inputs]), "made for batch 2", "has 1")
-    unchanged(cache, call([randn(2, 1, h, 4) for h in (2, 2, 2)]), "made for heads 4", "has 2")
-    unchanged(
-        cache, call([randn(2, 1, h, 4) for h in (4, 1, 1)]), "made for key/value heads 2", "has 1"
-    )
-    unchanged(cache, call([randn(2, 1, h, 8) for h in (4, 2, 2)]), "made for head dim 4", "has 8")
-    unchanged(
-        cache,
-        call([x[:, 26:28].float() for x in sequence.inputs]),
-        "made for dtype torch.float64",
-        "float32",
-    )
-    elsewhere = make(PATTERN, 2, 4, 2, 4, device="meta")
-    with pytest.raises(ValueError, match=r"made for device meta, and the call has cpu"):
-        call(cache=elsewhere)()
-    unchanged(
-        cache,
-        call([x[:, 26:31] for x in sequence.inputs]),
-        "max_len=30",
-        "has 26",
-        "5 more there would be 31",
-    )
-    unchanged(cache, call(cu_seqlens=torch.tensor([0, 2], dtype=torch.int32)), "cu_seqlens packs")
-    one = make(PATTERN, 1, 4, 2, 4)
-    unchanged(
-        one,
-        call(
-            [x[:1] for x in sequence.inputs],
-            cache=one,
-            cu_seqlens=torch.tensor([0, 40], dtype=torch.int32),
-        ),
-        "cache and cu_seqlens",
-        "Leave out cu_seqlens",
-    )
-    unchanged(cache, call(parallel=ContextParallel()), "cache and parallel", "DilatedCache.gather")
-    for i in range(3):
-        rows = [x[:, 26:28].clone().requires_grad_(i == j) for j, x in enumerate(sequence.inputs)]
-        unchanged(cache, call(rows), "has no gradient", "torch.no_grad()")
-    unchanged(cache, call(lengths=[1, 1]), "lengths must be an integer tensor (2,)", "[1, 1]")
-    unchanged(
-        cache,
-        call(lengths=torch.tensor([1])),
-        "lengths must be an integer tensor (2,)",
-        "torch.int64 (1,)",
-    )
-    unchanged(
-        cache,
-        call(lengths=torch.tensor([1.0, 1])),
-        "lengths must be an integer tensor (2,)",
-        "float32",
-    )
-    unchanged(cache, call(lengths=torch.tensor([1, 3])), "between 0 and the 2 rows", "[1, 3]")
-    unchanged(cache, call(lengths=torch.tensor([1, -1])), "between 0 and the 2 rows", "[1, -1]")
-    unchanged(cache, call(cache=None, lengths=torch.tensor([1, 1])), "there is none", "pass cache")
-    unchanged(cache, call(cache="cache"), "cache must be a DilatedCache or None", "'cache'")
-    unchanged(cache, lambda: cache.crop(27), "crop(27)", "has 26 positions")
-    unchanged(cache, lambda: cache.crop([2, 3]), "crop(3)", "row 1", "keep=3")
-    unchanged(cache, lambda: cache.crop([1, 1, 1]), "3 numbers", "2 entries")
-    unchanged(cache, lambda: cache.reset([2]), "reset([2])", "0 to 1")
-    unchanged(cache, lambda: cache.fork([0, -1]), "fork([0, -1])", "0 to 1")
-    unchanged(
-        cache,
-        lambda: cache.reset(torch.tensor([False, True])),
-        "reset([False, True])",
-        "nonzero().flatten()",
-    )
-    unchanged(cache, lambda: cache.reset([0.5]), "reset([0.5])", "numbers of batch entries")
-    unchanged(cache, lambda: cache.crop([1.0, 0.0]), "crop([1.0, 0.0])", "whole numbers")
-    with torch.no_grad():
-        # nothing is recorded: fine
-        call([x[:, 26:28].clone().requires_grad_() for x in sequence.inputs])()
-    assert cache.position.tolist() == [28, 28]
-
-
-def test_a_call_that_fails_loses_nothing(monkeypatch):
-    """Catches rows of some batch entries that are written while others can still fail; over the border of a segment,
-    what is written takes the place of what is seen."""
-    sequence = Sequence(batch=3)
-    cache = sequence.cache()
-    sequence.append(cache, 0, 18)
-    cache.crop([1, 0, 0])
-    rows = [torch.cat([x[:1, 17:31], x[1:, 18:32]]) for x in sequence.inputs]
-    progress, forward, calls = cache.progress.clone(), cpu.forward, []
-
-    def fails(*args):
-        calls.append(len(calls))
-        if len(calls) > 12:
-            raise MemoryError("no more")
-        return forward(*args)
-
-    monkeypatch.setattr(cpu, "forward", fails)
-    with pytest.raises(MemoryError, match="no more"):
-        dilated_attention(*rows, PATTERN, cache=cache)
-    monkeypatch.setattr(cpu, "forward", forward)
-    assert torch.equal(cache.progress, progress)
-    out = dilated_attention(*rows, PATTERN, cache=cache)
-    torch.testing.assert_close(out[:1], sequence.exact[0][:1, 17:31], rtol=1e-11, atol=1e-11)
-    torch.testing.assert_close(out[1:], sequence.exact[0][1:, 18:32], rtol=1e-11, atol=1e-11)
-
-
-@pytest.mark.parametrize("failing", [1, 3])
-def test_a_token_that_fails_loses_nothing_that_is_kept(failing, monkeypatch):
-    """Catches a row that can be gone back to, and over which a token was written that came to nothing: at the border
-    of both segments the buffer is full of what keep holds. At the third call the first entry is through."""
-    sequence = Sequence(batch=2)
+@pytest.mark.parametrize(
+    ("positions", "back", "num_new", "working"),
+    [
+        # over the border of a segment, what is written takes the place of what is seen
+        ([18, 18, 18], [1, 0, 0], 14, 12),
+        # at the border of both segments the buffer is full of what keep holds
+        ([24, 24], [0, 1], 1, 0),
+        ([24, 24], [0, 1], 1, 2),  # the first entry is through
+    ],
+)
+def test_a_call_that_fails_loses_nothing(positions, back, num_new, working, monkeypatch):
+    """Catches rows of some entries that are written while others can still fail, and a row that can be gone back to,
+    and over which a token was written that came to nothing."""
+    batch = len(positions)
+    sequence = Sequence(batch=batch)
     cache = sequence.cache(keep=1)
-    sequence.append(cache, 0, 24)
-    cache.crop([0, 1])
-    rows = [torch.cat([x[:1, 24:25], x[1:, 23:24]]) for x in sequence.inputs]
-    memory, forward, calls = cache.memory.clone(), cpu.forward, []
+    sequence.append(cache, 0, positions[0])
+    cache.crop(back)
+    works = iter([cpu.forward] * working)
 
     def fails(*args):
-        calls.append(len(calls))
-        if len(calls) == failing:
+        if (forward := next(works, None)) is None:
             raise KeyboardInterrupt
         return forward(*args)
 
-    monkeypatch.setattr(cpu, "forward", fails)
-    with pytest.raises(KeyboardInterrupt):
-        dilated_attention(*rows, PATTERN, cache=cache)
-    monkeypatch.setattr(cpu, "forward", forward)
-    assert cache.position.tolist() == [24, 23]
-    assert torch.equal(cache.memory.nan_to_num(7), memory.nan_to_num(7))
-    cache.crop([1, 0])
-    sequence.append(cache, 23, 24)
+    counts = [num_new] * batch
+    with monkeypatch.context() as patch, refused(cache, None, KeyboardInterrupt):
+        patch.setattr(cpu, "forward", fails)
+        sequence.append_some(cache, counts)
+    cache.crop([1 - number for number in back])
+    assert cache.position.tolist() == [positions[0] - 1] * batch
+    sequence.append(cache, positions[0] - 1, positions[0] + num_new)
 
 
 def test_no_position():
@@ -751,62 +520,7 @@ def test_a_state_stays_as_it_was_taken():
     state = cache.state_dict()
     sequence.append(cache, 5, 19)
     cache.load_state_dict(state)
-    assert cache.position.tolist() == [5, 5]
-    sequence.append(cache, 5, 19)
-
-
-def test_a_state_of_something_else_is_refused():
-    sequence = Sequence(batch=2)
-    cache = sequence.cache(max_len=30)
-    sequence.append(cache, 0, 10)
-    long = sequence.cache()
-    sequence.append(long, 0, 31)
-    unchanged(
-        cache,
-        lambda: cache.load_state_dict(long.state_dict()),
-        "has 31 positions",
-        "max_len=30",
-        "max_len=31",
-    )
-    other = make(PATTERN, 2, 2, 2, 8).state_dict()
-    unchanged(cache, lambda: cache.load_state_dict(other), "'head_dim': 8", "'head_dim': 4")
-    state = cache.state_dict()
-    unchanged(
-        cache,
-        lambda: cache.load_state_dict(state | {"rows": state["rows"] * 2}),
-        "4 sequences",
-        "needs 1 or 2",
-    )
-    short = state | {"rows": [state["rows"][0], state["rows"][1][:, 1:]]}
-    unchanged(cache, lambda: cache.load_state_dict(short), "damaged", "10 positions", "sequence 1")
-
-
-def test_caches_that_cannot_be(monkeypatch):
-    """Catches a refusal without its arithmetic, and memory that is asked for and not there."""
-    dense = DilatedPattern((2**40,), (1,), is_causal=True)
-    for make_it, fragments in (
-        (lambda: make(DilatedPattern((8,), (1,)), 1, 1, 1, 4), ("needs a causal pattern",)),
-        (lambda: make(PATTERN, 1, 3, 2, 4), ("3 query heads",)),
-        (
-            lambda: make(PATTERN, 1, 4, 2, 4, heads_held=range(1, 3)),
-            ("heads_held=range(1, 3)", "share a key/value head"),
-        ),
-        (
-            lambda: make(DilatedPattern.dense(is_causal=True), 1, 1, 1, 4),
-            ("bytes", "Give max_len, which no buffer"),
-        ),
-        (
-            lambda: make(dense, 2, 1, 1, 4),
-            ("2 * 2 * 1,099,511,627,776 * 4 * 8 = 140,737,488,355,328 bytes", "max_len"),
-        ),
-    ):
-        with pytest.raises(ValueError) as caught:
-            make_it()
-        assert all(fragment in str(caught.value) for fragment in fragments), str(caught.value)
-    assert make(dense, 2, 1, 1, 4, max_len=10).num_rows == 10
-    monkeypatch.setattr(cache_module, "free_bytes", lambda device: 1000)
-    with pytest.raises(ValueError, match=r"and 1,000 are free on cpu\. Give a smaller max_len"):
-        make(dense, 1, 1, 1, 4, max_len=100)
+    sequence.append_some(cache, [14, 14])
 
 
 def test_sizes_are_said():
@@ -814,6 +528,5 @@ def test_sizes_are_said():
     cache = make(PATTERN, 3, 4, 2, 8, torch.bfloat16, keep=2)
     assert cache.memory.shape == (2, 3, cache.num_rows, 8)
     assert cache.num_bytes == cache.memory.nbytes + cache.progress.nbytes
-    assert make(PATTERN, 3, 4, 2, 8).num_rows == PATTERN.cache_rows(4, 2) < cache.num_rows
     assert f"{cache.num_rows} rows, {cache.num_bytes:,} bytes" in repr(cache)
     assert DilatedCache(PATTERN, 1, 1, 1, 4).dtype == torch.get_default_dtype()
