@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from ring_dilated_attention.pattern import DilatedPattern
 from ring_dilated_attention.plan.cache_plan import (
-    Buffers,
     check_append,
     check_crop,
     plan_append,
@@ -207,42 +206,6 @@ def test_layers_share_the_program_of_a_chunk():
         program_of(plan_append(plan, 5000, 40), "forward", CallFacts()) for _ in range(2)
     )
     assert first is second
-
-
-@settings(max_examples=100, deadline=None)
-@given(calls(), st.integers(0, 9))
-def test_rows_have_places_of_their_own(call, keep):
-    """Catches two buffers that overlap, or memory that belongs to none; and another order by branches."""
-    plan = plan_cache(*call, None, keep)
-    numbers = [buffers.number for buffers in plan.buffers]
-    assert numbers == sorted(numbers)
-    places = [
-        buffers.offset + k * buffers.capacity + slot
-        for buffers in plan.buffers
-        for k in range(len(buffers.kv_heads))
-        for slot in range(buffers.capacity)
-    ]
-    assert sorted(places) == list(range(plan.num_rows))
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(1, 30), st.integers(1, 9), st.data())
-def test_numbers_of_rows(length, rate, data):
-    """Catches an error in the arithmetic that numbers rows, in segments that the rate does not divide."""
-    phase = data.draw(st.integers(0, min(rate, length) - 1))
-    buffers = Buffers(0, length, rate, phase, range(1), range(1), data.draw(st.integers(1, 12)), 0)
-    positions = [t for t in range(100) if t % length % rate == phase]
-    assert [t for t in range(100) if buffers.before(t + 1) > buffers.before(t)] == positions
-    assert [buffers.position_of(c) for c in range(len(positions))] == positions
-    for t in range(100):
-        assert buffers.before(t) == sum(j < t for j in positions)
-        assert [buffers.position_of(c) for c in buffers.seen(t)] == [
-            j for j in positions if t // length * length <= j < t
-        ]
-    first = data.draw(st.integers(0, 40))
-    numbers = range(first, first + data.draw(st.integers(0, buffers.capacity)))
-    slots = [slot for run in buffers.slots(numbers) for slot in run]
-    assert slots == [c % buffers.capacity for c in numbers]
 
 
 def test_the_papers_pattern():

@@ -181,21 +181,6 @@ def received_and_read(pattern, shards, heads, documents=None):
     return received, read
 
 
-@pytest.mark.parametrize(
-    ("w", "r", "world_size", "num_heads", "expected"),
-    [(8, 8, 8, 8, 0), (64, 16, 16, 16, 384), (64, 16, 64, 4, 96), (64, 12, 64, 12, 560)],
-)
-def test_phases_travel_apart_where_shards_are_shorter_than_rates(
-    w, r, world_size, num_heads, expected
-):
-    """As whole chunks they came to every rank with any row of the segment: 112, 1,920, 480 and 8,064 units."""
-    shards = make_shards("contiguous", (w // world_size,) * world_size)
-    assert received_and_read(DilatedPattern((w,), (r,)), shards, (num_heads, num_heads)) == (
-        expected,
-        expected,
-    )
-
-
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_nothing_is_sent_to_a_rank_that_sees_nothing_of_it(data):
