@@ -190,16 +190,10 @@ def fill(model: Any) -> Any:
     return model.eval()
 
 
-def made(
-    model_class: type,
-    config_class: type,
-    fields: dict[str, Any],
-    implementation: str,
-    pattern: Any = PATTERN,
-) -> Any:
+def made(model_class: type, config_class: type, fields: dict[str, Any], implementation: str) -> Any:
     config = config_class.from_dict(copy.deepcopy(fields))
     if implementation != "eager":
-        config.dilated_attention = pattern
+        config.dilated_attention = PATTERN
     config._attn_implementation = implementation if implementation != "dilated" else {"": "dilated"}
     return fill(model_class(config))
 
@@ -262,12 +256,10 @@ def refused(
     return sentences[0], sentences[1]
 
 
-def compare(
-    dense: Any, plain: Tensor, fields: dict[str, Any], pattern: dict[str, Any] = PATTERN
-) -> list[str]:
+def compare(dense: Any, plain: Tensor, fields: dict[str, Any]) -> list[str]:
     """float32 keeps 1e-7 of a number; two layers of sums of 32 lose less than a hundred times that."""
     model_class, config_class, inputs = type(dense), type(dense.config), inputs_of(dense)
-    found = first(made(model_class, config_class, fields, "dilated", pattern)(**inputs))
+    found = first(made(model_class, config_class, fields, "dilated")(**inputs))
     is_causal, way, expected = False, "under log M as its mask", plain
     if "input_ids" in inputs:
         other = inputs["input_ids"].clone()
@@ -292,7 +284,7 @@ def compare(
             f"by {error:.0e}, where dense attention differs by {matters:.0e}",
         ]
     converted = made(model_class, config_class, fields, "eager")
-    convert_to_dilated(converted, pattern)
+    convert_to_dilated(converted, PATTERN)
     return (
         ["equal", way]
         if torch.equal(first(converted(**inputs)), found)
@@ -300,14 +292,19 @@ def compare(
     )
 
 
+def written(path: Path, outcomes: dict[str, list[str]]) -> None:
+    """Into a committed list, in place of what it has of these architectures."""
+    everything = (json.loads(path.read_text()) if path.exists() else {}) | outcomes
+    path.write_text(json.dumps(dict(sorted(everything.items())), indent=0) + "\n")
+    counts = Counter(found for found, _ in everything.values())
+    print(counts, f"{time.process_time():.0f} CPU s", flush=True)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     share, shares = (int(x) for x in sys.argv[1].split("/")) if sys.argv[1:] else (0, 1)
-    outcomes = json.loads(LIST.read_text()) if LIST.exists() else {}
     todo = list(architectures().items())[share::shares]
-    outcomes.update({name: outcome(*names) for name, names in todo})
-    LIST.write_text(json.dumps(dict(sorted(outcomes.items())), indent=0) + "\n")
-    print(Counter(found for found, _ in outcomes.values()), f"{time.process_time():.0f} CPU s")
+    written(LIST, {name: outcome(*names) for name, names in todo})
 
 
 if __name__ == "__main__":

@@ -13,15 +13,13 @@ that attends across sequences, one whose positions meet elsewhere, or one that i
 import copy
 import json
 import sys
-import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
-from census import LIST, MOST, configs, fill, inputs_of, said
+from census import LIST, MOST, configs, fill, inputs_of, said, written
 from distributed import run
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AttentionInterface
@@ -186,15 +184,9 @@ def over_ranks(names: list[str]) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    begun = time.perf_counter()
     chosen = [*architectures_as_trained()]
     for share in [int(word) for word in sys.argv[1:]] or range(SHARES):
-        found = over_ranks(chosen[share::SHARES])
-        outcomes = json.loads(LIST_AS_TRAINED.read_text()) if LIST_AS_TRAINED.exists() else {}
-        outcomes.update(found)
-        LIST_AS_TRAINED.write_text(json.dumps(dict(sorted(outcomes.items())), indent=0) + "\n")
-        counts = Counter(found for found, _ in outcomes.values())
-        print(counts, f"{time.perf_counter() - begun:.0f} s", flush=True)
+        written(LIST_AS_TRAINED, over_ranks(chosen[share::SHARES]))
 
 
 if __name__ == "__main__":

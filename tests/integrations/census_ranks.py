@@ -8,14 +8,12 @@ anew and compares. Of the models in architectures.json that are "equal", and of 
 
 import copy
 import json
-import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from census import LIST, configs, inputs_of, made, said
+from census import LIST, configs, inputs_of, made, said, written
 from distributed import run
 from torch import Tensor
 from transformers import CONFIG_MAPPING
@@ -50,23 +48,15 @@ def rotary(config: Any) -> list[dict[str, Any]]:
         return []
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     half = int(width * rope.get("partial_rotary_factor", 1.0)) // 2
-    factors = {
-        "short_factor": [1.0] * half,
-        "long_factor": [4.0] * half,
-        "short_mscale": 1.0,
-        "long_mscale": 1.2,
-    }
-    dynamic = {**rope, "rope_type": "dynamic", "factor": 4.0}
-    long = {
-        **rope,
-        "rope_type": "longrope",
-        "factor": 4.0,
-        **factors,
-        "original_max_position_embeddings": SHORT,
-    }
+    long = {"short_factor": [1.0] * half, "long_factor": [4.0] * half}
+    long |= {"short_mscale": 1.0, "long_mscale": 1.2, "original_max_position_embeddings": SHORT}
+    rope = {**rope, "factor": 4.0}
     return [
-        {"rope_parameters": dynamic, "max_position_embeddings": SHORT},
-        {"rope_parameters": long, "original_max_position_embeddings": SHORT},
+        {"rope_parameters": {**rope, "rope_type": "dynamic"}, "max_position_embeddings": SHORT},
+        {
+            "rope_parameters": {**rope, "rope_type": "longrope", **long},
+            "original_max_position_embeddings": SHORT,
+        },
     ]
 
 
@@ -142,16 +132,9 @@ def over_two_ranks(names: list[str]) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    begun, outcomes = time.perf_counter(), {}
     names = [*architectures_over_ranks()]
     for share in range(SHARES):
-        outcomes.update(over_two_ranks(names[share::SHARES]))
-        print(
-            Counter(found for found, _ in outcomes.values()),
-            f"{time.perf_counter() - begun:.0f} s",
-            flush=True,
-        )
-    LIST_OVER_RANKS.write_text(json.dumps(dict(sorted(outcomes.items())), indent=0) + "\n")
+        written(LIST_OVER_RANKS, over_two_ranks(names[share::SHARES]))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Three steps of a small LongNetLM on one device, which every trainer must repeat on many."""
 
+import os
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss
 
@@ -30,19 +32,37 @@ def optimizer_of(model):
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
 
 
-def steps_of_one_rank():
-    model = make_loss()
-    optimizer = optimizer_of(model)
+def environment(rank, world_size, **more):
+    """As torchrun sets it, for libraries that look there."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, **more}
+    # never opened: torch.distributed is initialised
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x.clone()
+
+
+def take_steps(model, optimizer, loss_of, backward, batches):
+    """The steps of a loop of one's own, where `backward` computes the gradients of a loss."""
     losses, norms = [], []
-    for batch in SAMPLES.split(PER_STEP):
-        loss = model(batch)
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        losses.append(loss.item())
+    for batch in batches:
+        loss = loss_of(batch)
+        backward(loss)
+        norms.append(float(whole(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))))
         optimizer.step()
         optimizer.zero_grad()
-    assert min(norms) > MAX_NORM  # or clipping would not be seen
-    return Steps(losses, norms, {name: x.detach() for name, x in model.named_parameters()})
+        losses.append(loss.item())
+    return Steps(losses, norms, {name: whole(x.detach()) for name, x in model.named_parameters()})
+
+
+def steps_of_one_rank():
+    model = make_loss()
+    batches = SAMPLES.split(PER_STEP)
+    steps = take_steps(model, optimizer_of(model), model, torch.Tensor.backward, batches)
+    assert min(steps.norms) > MAX_NORM  # or clipping would not be seen
+    return steps
 
 
 def assert_same(found):

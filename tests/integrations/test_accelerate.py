@@ -3,21 +3,17 @@
 Every function whose name starts with `rank` runs on every rank, and every rank asserts.
 """
 
-import os
-
 import pytest
 from accelerate import Accelerator
 from distributed import LIKE_NCCL, RankFailedError, over_gloo, run
-from steps import MAX_NORM, PER_STEP, SAMPLES, Steps, assert_same, make_loss, optimizer_of
+from steps import PER_STEP, SAMPLES, assert_same, environment, make_loss, optimizer_of, take_steps
 from torch.utils.data import DataLoader
 
 from ring_dilated_attention import ContextParallel
 
 
 def rank_takes_steps(rank, world_size, own_loader):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    # never opened: torch.distributed is initialised
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    environment(rank, world_size)
     accelerator = Accelerator(cpu=True)
     parallel = ContextParallel(sharding="zigzag")
     model = make_loss(parallel)
@@ -25,18 +21,13 @@ def rank_takes_steps(rank, world_size, own_loader):
     loader = DataLoader(SAMPLES, batch_size=PER_STEP)
     if not own_loader:
         loader = accelerator.prepare(loader)
-    losses, norms = [], []
-    for tokens in loader:
-        loss = model(parallel.shard_batch({"tokens": tokens})["tokens"])
-        accelerator.backward(loss)
-        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    parameters = {
-        name: x.detach() for name, x in accelerator.unwrap_model(model).named_parameters()
-    }
-    assert_same(Steps(losses, norms, parameters))
+
+    def loss_of(tokens):
+        return model(parallel.shard_batch({"tokens": tokens})["tokens"])
+
+    found = take_steps(model, optimizer, loss_of, accelerator.backward, loader)
+    names = {name.removeprefix("module."): x for name, x in found.parameters.items()}
+    assert_same(found._replace(parameters=names))
 
 
 def test_a_loader_that_accelerate_does_not_deal_from():

@@ -3,8 +3,6 @@
 Every function whose name starts with `rank` runs on every rank, and every rank asserts.
 """
 
-import os
-
 import torch
 from distributed import run
 from steps import (
@@ -14,6 +12,7 @@ from steps import (
     SAMPLES,
     Steps,
     assert_same,
+    environment,
     make_loss,
     optimizer_of,
 )
@@ -48,7 +47,7 @@ def steps(engine, samples_of):
 
 
 def rank_takes_steps(rank, world_size, stages, sharding, replicas):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    environment(rank, world_size)
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)

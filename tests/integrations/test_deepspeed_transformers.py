@@ -1,9 +1,8 @@
 """Models of transformers made under ZeRO 3, which divides their parameters while they are made."""
 
-import os
-
 import pytest
 from distributed import run
+from steps import environment
 from tiny import PATTERN, SIZES
 from transformers import BloomConfig, BloomModel, LlamaConfig, LlamaForCausalLM
 
@@ -11,7 +10,7 @@ from ring_dilated_attention.integrations.transformers import register
 
 
 def rank_makes_models(rank, world_size):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    environment(rank, world_size)
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)

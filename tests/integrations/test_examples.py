@@ -9,19 +9,18 @@ import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import LIKE_NCCL, over_gloo, preload, run
+from helpers import ROOT
 from safetensors import safe_open
 
 from ring_dilated_attention.models import LongNetConfig, LongNetLM, NextTokenLoss
 from ring_dilated_attention.models.rank_files import read_shards
 
-ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
 # What each needs, and on how many processes it runs.
 CASES = {
@@ -69,13 +68,8 @@ def output_of(example, num_processes, folder):
         return run(num_processes, rank_runs, example, TOY[example], folder)[0]
     launcher = [sys.executable]
     if num_processes > 1:
-        launcher += [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(num_processes),
-        ]
+        words = f"-m torch.distributed.run --standalone --nproc-per-node {num_processes}"
+        launcher += words.split()
     done = subprocess.run(
         [*launcher, EXAMPLES / f"{example}.py", *TOY.get(example, ())],
         cwd=folder,
@@ -115,8 +109,7 @@ def test_runs_in_a_minute(example, tmp_path):
     if example == "train_fsdp2":
         [(norm, expected)] = re.findall(r"first gradient ([\d.]+); on one rank ([\d.]+)", output)
         assert float(norm) == pytest.approx(float(expected), rel=1e-4)
-        check_parts(tmp_path / "saved" / "step-000015", output)
-        check_read_again(tmp_path, float(re.findall(r"step 15: loss ([\d.]+)", output)[0]))
+        check_parts(tmp_path, output)
     losses = [float(x) for x in re.findall(r"loss'?:? '?([\d.]+)", output)]
     assert len(losses) >= 3
     assert losses[-1] < losses[0] - 0.3
@@ -146,41 +139,20 @@ def test_runs_after_the_usual_call(tmp_path):
     assert re.search(r"step 1: loss [\d.]+", printed)
 
 
-def check_parts(checkpoint, output):
-    """What four processes wrote as two replicas is read by one, and has about the loss of the last step."""
+def check_parts(folder, output):
+    """What four processes wrote as two replicas is read by one, and has about the loss of the last step. Three go on
+    with it."""
+    checkpoint = folder / "saved" / "step-000015"
     assert {path.suffix for path in checkpoint.iterdir()} == {".safetensors"}
-    model = NextTokenLoss(
-        LongNetLM(LongNetConfig((64, 256), (1, 4), embed_dim=64, num_layers=2, num_heads=4))
-    )
+    config = LongNetConfig((64, 256), (1, 4), embed_dim=64, num_layers=2, num_heads=4)
+    model = NextTokenLoss(LongNetLM(config))
     written = read_shards(checkpoint, dict(model.named_parameters()))
     model.load_state_dict(model.state_dict() | written)
     last = float(re.findall(r"step 15: loss ([\d.]+)", output)[0])
     tokens = (torch.arange(128)[None] * 7) % 256
     assert model(tokens).item() == pytest.approx(last, abs=0.3)  # a step later, of another sample
-
-
-def narrow_rank(rank, world_size, *args):
-    def narrow(*lengths_and_rates, **options):
-        return LongNetConfig(*lengths_and_rates, **{**options, "embed_dim": 32})
-
-    with (
-        mock.patch("ring_dilated_attention.models.LongNetConfig", narrow),
-        pytest.raises(SystemExit) as caught,
-    ):
-        rank_runs(rank, world_size, *args)
-    return str(caught.value)
-
-
-def check_read_again(folder, last):
-    """What four processes wrote, three go on with. A model of another width is refused in a sentence."""
     words = ("--seq-len", "128", "--steps", "5", "--checkpoints", "saved")
-    for said in run(2, narrow_rank, "train_fsdp2", words, folder):
-        assert re.fullmatch(
-            r"saved/step-000015 does not fit this model: Size mismatch between saved .* for .*",
-            said,
-        )
     output = run(3, rank_runs, "train_fsdp2", words, folder)[0]
     assert "wrote saved/step-000020" in output
-    [(step, loss)] = re.findall(r"step (\d+): loss ([\d.]+)", output)
-    assert int(step) == 20
+    [loss] = re.findall(r"step 20: loss ([\d.]+)", output)
     assert float(loss) < last  # a model from the seed has more after five steps

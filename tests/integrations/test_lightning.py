@@ -3,27 +3,28 @@
 Every function whose name starts with `rank` runs on every rank, and every rank asserts.
 """
 
-import os
-
 import lightning
 import pytest
 import torch
 from distributed import RankFailedError, run
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.pytorch.strategies import ModelParallelStrategy
-from steps import MAX_NORM, PER_STEP, SAMPLES, Steps, assert_same, make_loss, optimizer_of
+from steps import (
+    MAX_NORM,
+    PER_STEP,
+    SAMPLES,
+    Steps,
+    assert_same,
+    environment,
+    make_loss,
+    optimizer_of,
+    take_steps,
+    whole,
+)
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from ring_dilated_attention import ContextParallel
-
-
-def whole(model):
-    found = {name: x.detach() for name, x in model.named_parameters()}
-    return {
-        name: x.full_tensor() if isinstance(x, DTensor) else x.clone() for name, x in found.items()
-    }
 
 
 class Module(lightning.LightningModule):
@@ -52,23 +53,18 @@ class Module(lightning.LightningModule):
         self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
     ):
         norm = torch.nn.utils.clip_grad_norm_(self.loss_of.parameters(), gradient_clip_val)
-        self.norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
+        self.norms.append(float(whole(norm)))
 
     def configure_optimizers(self):
         return optimizer_of(self)
 
 
-def environment(rank, world_size):
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE="2"
-    )
-    # never opened: torch.distributed is initialised
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    os.environ.update(TORCHELASTIC_RUN_ID="test", GROUP_RANK="0")
+# beside what torchrun sets for each
+OF_TORCHRUN = {"LOCAL_WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": 0}
 
 
 def rank_of_trainer(rank, world_size, sharded, own_sampler=True):
-    environment(rank, world_size)
+    environment(rank, world_size, **OF_TORCHRUN)
     strategy = "ddp"
     if sharded:
         strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=world_size)
@@ -86,7 +82,8 @@ def rank_of_trainer(rank, world_size, sharded, own_sampler=True):
     )
     module = Module(sharded)
     trainer.fit(module, DataLoader(SAMPLES, batch_size=PER_STEP))
-    assert_same(Steps(module.losses, module.norms, whole(module.loss_of)))
+    parameters = {name: whole(x.detach()) for name, x in module.loss_of.named_parameters()}
+    assert_same(Steps(module.losses, module.norms, parameters))
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -103,7 +100,7 @@ def test_the_default_sampler_is_caught():
 
 def rank_of_fabric(rank, world_size):
     """Two replicas of sequences that two ranks share each; parameters are sharded over all four."""
-    environment(rank, world_size)
+    environment(rank, world_size, **OF_TORCHRUN)
     made = []
 
     def parallelize(model, mesh):
@@ -123,17 +120,13 @@ def rank_of_fabric(rank, world_size):
     [parallel] = made
     optimizer = fabric.setup_optimizers(optimizer_of(model))
     replica = fabric.strategy.device_mesh.get_local_rank("data_parallel")
-    losses, norms = [], []
-    for batch in SAMPLES.split(PER_STEP):
-        loss = model(parallel.shard(batch[replica : replica + 1]))
-        fabric.backward(loss)
-        norms.append(
-            float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).full_tensor())
-        )
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(fabric.all_reduce(loss.detach()).item())
-    assert_same(Steps(losses, norms, whole(model._forward_module)))
+    batches = (batch[replica : replica + 1] for batch in SAMPLES.split(PER_STEP))
+    found = take_steps(
+        model, optimizer, lambda batch: model(parallel.shard(batch)), fabric.backward, batches
+    )
+    losses = [fabric.all_reduce(torch.tensor(loss)).item() for loss in found.losses]
+    parameters = {name.rpartition("module.")[2]: x for name, x in found.parameters.items()}
+    assert_same(Steps(losses, found.norms, parameters))
 
 
 def test_fabric():

@@ -5,14 +5,11 @@ import json
 from collections import Counter
 
 import pytest
-from census import LIST, PATTERN, architectures, compare, first, inputs_of, made, outcome
+from census import LIST, architectures, outcome
 from census_as_trained import LIST_AS_TRAINED, architectures_as_trained, over_ranks
 from census_as_trained import SHARES as SHARES_AS_TRAINED
 from census_ranks import LIST_OVER_RANKS, architectures_over_ranks, over_two_ranks
 from census_ranks import SHARES as SHARES_OVER_RANKS
-from transformers import LlamaConfig, LlamaModel
-
-from ring_dilated_attention.integrations.transformers import register
 
 SHARES = 24
 COMMITTED = json.loads(LIST.read_text())
@@ -60,19 +57,3 @@ def test_all_are_named_as_trained():
 def test_as_trained_as_committed(share):
     names = [*architectures_as_trained()][share::SHARES_AS_TRAINED]
     assert over_ranks(names) == {name: AS_TRAINED[name] for name in names}
-
-
-def test_another_function_is_noticed():
-    """Proof that the comparison can fail: the phases of another rule."""
-    register()
-    fields = LlamaConfig(
-        vocab_size=99,
-        hidden_size=32,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-    ).to_dict()
-    dense = made(LlamaModel, LlamaConfig, fields, "eager")
-    plain = first(dense(**inputs_of(dense)))
-    assert compare(dense, plain, fields) == ["equal", "under log M as its mask"]
-    assert compare(dense, plain, fields, {**PATTERN, "phase": "blocked"})[0] == "another function"

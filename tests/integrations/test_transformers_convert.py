@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import message_of
 from tiny import GROUPED, PATTERN, SIZES, make, tokens
 from torch import nn
 from transformers import (
@@ -15,92 +16,62 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from ring_dilated_attention import ContextParallel, DilatedPattern
-from ring_dilated_attention.integrations.transformers import context_parallel, convert_to_dilated
+from ring_dilated_attention import DilatedPattern
+from ring_dilated_attention.integrations.transformers import convert_to_dilated
 
 
 def test_converted():
     """The same parameters, under the same names, and the function of a model that was made so."""
-    for pattern in (
-        PATTERN,
-        DilatedPattern((4, 9), (1, 3)),
-        DilatedPattern((4, 9), (1, 3), is_causal=True),
+    ids, lengths = tokens(2, 20), ((4, 9), (1, 3))
+    model, blocked = make("llama", None), {**PATTERN, "phase": "blocked"}
+    before = {name: x.data_ptr() for name, x in model.named_parameters()}
+    for pattern, same in (
+        (PATTERN, PATTERN),
+        (blocked, blocked),
+        (DilatedPattern(*lengths), PATTERN),
+        (DilatedPattern(*lengths, is_causal=True), PATTERN),
     ):
-        model = make("llama", None)
-        before = {name: x.data_ptr() for name, x in model.named_parameters()}
         convert_to_dilated(model, pattern)
         assert {name: x.data_ptr() for name, x in model.named_parameters()} == before
-        ids = tokens(2, 20)
-        assert torch.equal(model(ids).logits, make("llama")(ids).logits)
-    convert_to_dilated(model, {**PATTERN, "phase": "blocked"})
-    assert torch.equal(
-        model(ids).logits, make("llama", {**PATTERN, "phase": "blocked"})(ids).logits
-    )
+        assert torch.equal(model(ids).logits, make("llama", same)(ids).logits)
 
 
-def test_at_a_prompt():
-    """As a list's sort does: what changes in place returns nothing. A model would print pages."""
-    model = make("llama", None)
-    assert convert_to_dilated(model, PATTERN) is None
-    assert len(repr(context_parallel(model, ContextParallel()))) < 100
+WINDOWED = {"use_sliding_window": True, "max_window_layers": 1}
+BOTH_WAYS, CAUSAL = DilatedPattern((4, 9), (1, 3)), DilatedPattern((4, 9), (1, 3), is_causal=True)
 
 
-def test_one_segment_is_the_dense_model():
-    """Nothing is lost where a segment at rate 1 holds everything."""
-    model, ids = make("llama", None), tokens(2, 20)
-    expected = model(ids, use_cache=False).logits
-    convert_to_dilated(model, DilatedPattern.dense())
-    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-9, atol=1e-9)
-
-
-REFUSED = {
-    "another library's": (
-        lambda: nn.Linear(4, 4),
-        "must be a PreTrainedModel of transformers, got Linear",
-    ),
-    "sliding window": (
-        lambda: MistralForCausalLM(MistralConfig(**SIZES, **GROUPED)),
-        "MistralForCausalLM has sliding_window=4096: a sliding window is another pattern",
-    ),
-    "some sliding layers": (
-        lambda: Qwen3ForCausalLM(
-            Qwen3Config(**SIZES, **GROUPED, use_sliding_window=True, max_window_layers=1)
+@pytest.mark.parametrize(
+    ("make_model", "pattern", "said"),
+    [
+        (lambda: nn.Linear(4, 4), BOTH_WAYS, "be a PreTrainedModel of transformers, got Linear"),
+        (
+            lambda: MistralForCausalLM(MistralConfig(**SIZES, **GROUPED)),
+            BOTH_WAYS,
+            "MistralForCausalLM has sliding_window=4096: a sliding window is another pattern",
         ),
-        "Qwen3ForCausalLM has layers of sliding_attention: dilated attention replaces full_attention alone",
-    ),
-    "too few heads": (
-        lambda: make("llama", None),
-        "gives each of 5 branches its own heads, but there are only 4",
-    ),
-    "another causality": (
-        lambda: make("bert", None),
-        "the pattern has is_causal=True, but the attention of",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-def test_refused(kind):
-    make_model, said = REFUSED[kind]
+        (
+            lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, **GROUPED, **WINDOWED)),
+            BOTH_WAYS,
+            "Qwen3ForCausalLM has layers of sliding_attention: dilated attention replaces full_at",
+        ),
+        (
+            lambda: make("llama", None),
+            DilatedPattern([2] * 5, [1] * 5, heads="split"),
+            "gives each of 5 branches its own heads, but there are only 4",
+        ),
+        (lambda: make("bert", None), CAUSAL, "has is_causal=True, but the attention of"),
+    ],
+)
+def test_refused(make_model, pattern, said):
     model = make_model()
-    before = (
-        str(getattr(model, "config", None)),
-        getattr(getattr(model, "config", None), "_attn_implementation", None),
-    )
-    five = DilatedPattern([2] * 5, [1] * 5, heads="split")
-    pattern = (
-        five
-        if kind == "too few heads"
-        else DilatedPattern((4, 9), (1, 3), is_causal=kind == "another causality")
-    )
-    with pytest.raises(ValueError) as caught:
-        convert_to_dilated(model, pattern)
-    assert said in str(caught.value)
-    after = (
-        str(getattr(model, "config", None)),
-        getattr(getattr(model, "config", None), "_attn_implementation", None),
-    )
-    assert after == before
+
+    def state():
+        config = getattr(model, "config", None)
+        return str(config), getattr(config, "_attn_implementation", None)
+
+    before = state()
+    assert said in message_of(lambda: convert_to_dilated(model, pattern))
+    assert state() == before
 
 
 def test_a_model_that_cannot_be_given_another_attention():

@@ -1,11 +1,12 @@
 """The loss in slices of rows, against the model's own: for each kind of head, on one process and on two ranks."""
 
-import pytest
+from unittest import mock
+
 import torch
 import transformers
 from distributed import run
 from helpers import message_of
-from test_transformers_ranks import loss_and_gradients
+from test_transformers_ranks import NEAR, loss_and_gradients
 from tiny import PATTERN, SIZES, make, tokens
 from torch.distributed.fsdp import fully_shard
 from transformers import (
@@ -59,31 +60,25 @@ def sample(length=19):
 
 
 def in_small_slices():
-    recompute.LOSS_SLICE_LOGITS, recompute.LOSS_SLICE_ROWS = 1, ROWS
+    return mock.patch.multiple(recompute, LOSS_SLICE_LOGITS=1, LOSS_SLICE_ROWS=ROWS)
 
 
-@pytest.fixture
-def small_slices(monkeypatch):
-    monkeypatch.setattr(recompute, "LOSS_SLICE_LOGITS", 1)
-    monkeypatch.setattr(recompute, "LOSS_SLICE_ROWS", ROWS)
-
-
+@in_small_slices()
 def rank_trains_heads(rank, world_size):
-    in_small_slices()
     parallel = ContextParallel(sharding="zigzag")
     for kind in HEADS:
         model, batch = make_head(kind), sample()
-        for more in ({}, {"num_items_in_batch": 50}):
-            expected = loss_and_gradients(model, {**batch, **more})
-            handle = context_parallel(model, parallel)
-            found = loss_and_gradients(model, {**batch, **more}, parallel)
-            error = 1e-5 if kind == "experts" else 1e-6  # transformers computes losses in float32
-            torch.testing.assert_close(
-                found, expected, rtol=error, atol=error, msg=lambda m, k=kind: f"{k} {m}"
-            )
-            assert model(**batch).logits is None
-            assert model(batch["input_ids"]).logits.shape[1] < 19
-            handle.remove()
+        batches = (batch, {**batch, "num_items_in_batch": 50})
+        expected = [loss_and_gradients(model, each) for each in batches]
+        handle = context_parallel(model, parallel)
+        found = [loss_and_gradients(model, each, parallel) for each in batches]
+        error = 1e-5 if kind == "experts" else 1e-6  # transformers computes losses in float32
+        torch.testing.assert_close(
+            found, expected, rtol=error, atol=error, msg=lambda m, k=kind: f"{k} {m}"
+        )
+        assert model(**batch).logits is None
+        assert model(batch["input_ids"]).logits.shape[1] < 19
+        handle.remove()
 
 
 def test_heads_on_two_ranks():
@@ -91,9 +86,10 @@ def test_heads_on_two_ranks():
     run(2, rank_trains_heads, seconds=180)
 
 
+@in_small_slices()
 def rank_shards_the_head(rank, world_size):
-    in_small_slices()
-    expected, parallel = loss_and_gradients(make("llama"), sample()), ContextParallel()
+    loss, gradients = loss_and_gradients(make("llama"), sample())
+    parallel = ContextParallel()
     for paths in (("lm_head",), ("lm_head", "model", "")):
         model = make("llama")
         context_parallel(model, parallel)
@@ -101,10 +97,10 @@ def rank_shards_the_head(rank, world_size):
             fully_shard(model.get_submodule(path), reshard_after_forward=True)
         out = model(**sample())
         out.loss.backward()
-        torch.testing.assert_close(out.loss.detach(), expected[0], rtol=2e-6, atol=2e-7)
+        torch.testing.assert_close(out.loss.detach(), loss, **NEAR)
         if "" in paths:
             found = [x.grad.full_tensor() for x in model.parameters()]
-            torch.testing.assert_close(found, expected[1], rtol=2e-6, atol=2e-7)
+            torch.testing.assert_close(found, gradients, **NEAR)
 
 
 def test_a_head_that_is_sharded_alone():
@@ -112,10 +108,10 @@ def test_a_head_that_is_sharded_alone():
     run(2, rank_shards_the_head, seconds=120)
 
 
-def test_autocast_and_dropout(small_slices):
+@in_small_slices()
+def test_autocast_and_dropout():
     """Backward draws again what forward drew."""
     model = make("llama", dtype=torch.float32).train()
-    model.model.norm.register_forward_hook(lambda *_: None)
     model.lm_head = torch.nn.Sequential(torch.nn.Dropout(0.5), model.lm_head)
     context_parallel(model, ContextParallel())
     parameter, step = model.lm_head[1].weight, 1e-2
@@ -126,12 +122,13 @@ def test_autocast_and_dropout(small_slices):
 
     [gradient] = torch.autograd.grad(loss(), [parameter])
     direction = gradient / gradient.norm()
+    losses = []
     with torch.no_grad():
+        for move in (step, -2 * step):
+            parameter += move * direction
+            losses.append(loss())
         parameter += step * direction
-        above = loss()
-        parameter -= 2 * step * direction
-        difference = (above - loss()) / (2 * step)
-        parameter += step * direction
+    difference = (losses[0] - losses[1]) / (2 * step)
     torch.testing.assert_close(difference, gradient.norm(), rtol=1e-2, atol=0)
     with torch.autocast("cpu", torch.bfloat16):
         loss().backward()
@@ -154,25 +151,20 @@ def test_all_logits_never_exist():
 def test_refused():
     """What adds to a loss, or computes another: by a sentence, and never in silence."""
     register()
-    experts = make_head("experts")
-    context_parallel(experts, ContextParallel())
-    assert "output_router_logits" in message_of(
-        lambda: experts(**sample(), output_router_logits=True)
-    )
+    experts, model, body = make_head("experts"), make("llama"), make("llama").model
+    two_heads = BertForPreTraining(BertConfig(**SIZES, dilated_attention=PATTERN))
+    for each in (experts, model, two_heads.eval(), body):
+        context_parallel(each, ContextParallel())
     assert experts(**sample()).loss.isfinite()
+    said = message_of(lambda: experts(**sample(), output_router_logits=True))
+    assert "output_router_logits" in said
     experts.config.output_router_logits = True
-    assert "output_router_logits" in message_of(lambda: experts(**sample()))
-    model = make("llama")
-    context_parallel(model, ContextParallel())
     model.loss_function = lambda logits, **_: logits.square().mean()
-    assert "a loss_function" in message_of(lambda: model(**sample()))
-    assert "LlamaModel computes no loss of single positions" in message_of(
-        lambda: (context_parallel(model.model, ContextParallel()), model.model(**sample()))
-    )
-    config = BertConfig(**SIZES, dilated_attention=PATTERN)
-    two_heads = BertForPreTraining(config).eval()
-    context_parallel(two_heads, ContextParallel())
-    assert "BertForPreTraining computes no loss of single positions: call it" in message_of(
-        lambda: two_heads(**sample())
-    )
+    for each, said in (
+        (experts, "output_router_logits"),
+        (model, "a loss_function"),
+        (body, "LlamaModel computes no loss of single positions"),
+        (two_heads, "BertForPreTraining computes no loss of single positions: call it"),
+    ):
+        assert said in message_of(lambda m=each: m(**sample()))
     assert two_heads(sample()["input_ids"]).prediction_logits.isfinite().all()

@@ -23,45 +23,24 @@ from ring_dilated_attention.simulate.weighing import weigh_attention
 
 CONFIGS = sorted((ROOT / "tests" / "data" / "configs").glob("*.json"))
 WINDOWED = ("gemma2", "gemma3_text")  # whose layers ask for windows: they are refused
+# Of a family, those that its config has.
 SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
-    "vocab_size": 99,
-    "head_dim": 8,
+    "head_dim": 32,
+    "vocab_size": 256,
+    "sliding_window": None,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 
 
-def build(fields, **more):
-    config = CONFIG_MAPPING[fields["model_type"]](
-        **{k: v for k, v in fields.items() if k != "model_type"}, **more
-    )
-    return AutoModelForCausalLM.from_config(config)
-
-
-def config_of(family, sizes=SIZES):
-    """head_dim of those that must say it; gpt_neox has no grouped queries."""
-    grouped = {} if family == "gpt_neox" else {"num_key_value_heads": sizes["num_key_value_heads"]}
-    own = {"head_dim": sizes["head_dim"]} if hasattr(CONFIG_MAPPING[family](), "head_dim") else {}
-    plain = {
-        name: x for name, x in sizes.items() if name not in ("num_key_value_heads", "head_dim")
-    }
-    return {"model_type": family, **plain, **grouped, **own}
-
-
-def dilated(fields, seq_len):
-    register()
-    pattern = {"segment_lengths": [32, seq_len], "dilation_rates": [1, 4]}
-    windows = (
-        {"sliding_window": None}
-        if hasattr(CONFIG_MAPPING[fields["model_type"]](), "sliding_window")
-        else {}
-    )
-    return build(
-        fields, dilated_attention=pattern, pad_token_id=0, bos_token_id=1, eos_token_id=2, **windows
-    )
+def build(model_type, **fields):
+    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**fields))
 
 
 def decoder_of(folder, fields, pattern):
@@ -82,7 +61,7 @@ def test_public_models_have_the_parameters_that_are_counted(path, tmp_path):
     if fields.get("sliding_window"):
         fields["sliding_window"] = None
     with torch.device("meta"):
-        num_parameters = sum(x.numel() for x in build(fields).parameters())
+        num_parameters = sum(x.numel() for x in build(**fields).parameters())
     assert decoder_of(tmp_path, fields, pattern).num_parameters == num_parameters
 
 
@@ -96,9 +75,8 @@ def test_public_models_have_the_parameters_that_are_counted(path, tmp_path):
     ],
 )
 def test_models_that_cannot_be_weighed_are_refused(fields, message, tmp_path):
-    with pytest.raises(
-        ValueError, match=rf"^--config \S+json, with dilated attention: .*{message}"
-    ):
+    said = rf"^--config \S+json, with dilated attention: .*{message}"
+    with pytest.raises(ValueError, match=said):
         decoder_of(tmp_path, fields, DilatedPattern((32,), (1,), is_causal=True))
 
 
@@ -138,19 +116,16 @@ def measured(model, seq_len):
 def test_a_step_holds_what_is_weighed(family, activations, monkeypatch, tmp_path):
     """Within 5 %, with three layers, of which two are weighed."""
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
-    n, sizes = (
-        1024,
-        {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3, "head_dim": 32},
-    )
-    fields = config_of(family, {**SIZES, **sizes, "vocab_size": 256})
-    model = dilated(fields, n)
+    register()
+    n, known = 1024, CONFIG_MAPPING[family]()
+    fields = {name: x for name, x in SIZES.items() if hasattr(known, name)}
+    fields["model_type"] = family
+    rules = {"segment_lengths": [32, n], "dilation_rates": [1, 4]}
+    model = build(**fields, dilated_attention=rules)
     if activations == "checkpointed":
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": save_attention})
-    pattern = DilatedPattern((32, n), (1, 4), is_causal=True)
-    more = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    if "sliding_window" in model.config.to_dict():
-        more["sliding_window"] = None
-    decoder = decoder_of(tmp_path, fields | more, pattern)
+    pattern = DilatedPattern(**rules, is_causal=True)
+    decoder = decoder_of(tmp_path, fields, pattern)
     job = Job(pattern, make_shards("contiguous", (n,)), decoder.num_heads, decoder.num_kv_heads)
     sizes = Sizes(1, decoder.head_dim, 4, torch.get_num_threads())
     attention = weigh_attention(plan_exchange("none", job, 0), sizes, "cpu")

@@ -4,7 +4,6 @@ Every function whose name starts with `rank` runs on every rank, and every rank 
 """
 
 import copy
-import os
 from functools import partial
 from unittest import mock
 
@@ -13,10 +12,12 @@ import torch
 import torch.distributed as dist
 from distributed import LIKE_NCCL, RankFailedError, over_gloo, run
 from helpers import message_of
-from tiny import DECODERS, PATTERN, SIZES, make, tokens
+from steps import environment
+from tiny import DECODERS, NO_DROPOUT, PATTERN, SIZES, filled, make, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     DataCollatorWithFlattening,
     RobertaConfig,
@@ -25,7 +26,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from ring_dilated_attention import ContextParallel, DilatedPattern, save_attention
+from ring_dilated_attention import ContextParallel, save_attention
 from ring_dilated_attention.integrations.transformers import (
     BoundedCache,
     SameSample,
@@ -35,6 +36,7 @@ from ring_dilated_attention.integrations.transformers import (
 from ring_dilated_attention.ranks.reduce import all_reduce
 
 LENGTHS = {"plain": 19, "short": 3}
+NEAR = {"rtol": 2e-6, "atol": 2e-7}  # transformers computes losses in float32
 
 
 def batches(name):
@@ -76,9 +78,8 @@ def rank_trains(rank, world_size, names):
             handle = context_parallel(model, parallel)
             for kind, batch in kinds.items():
                 found = loss_and_gradients(model, batch, parallel)
-                # transformers computes losses in float32
                 torch.testing.assert_close(
-                    found, expected[kind], rtol=2e-6, atol=2e-7, msg=lambda m, k=kind: f"{k} {m}"
+                    found, expected[kind], **NEAR, msg=lambda m, k=kind: f"{k} {m}"
                 )
             out = model(kinds["plain"]["input_ids"])
             assert out.loss is None
@@ -98,51 +99,31 @@ def test_loss_and_gradients_of_one_rank(world_size):
     run(world_size, rank_trains, names, seconds=180)
 
 
-def rank_trains_without_cpu(rank, world_size):
-    with over_gloo():
-        rank_trains(rank, world_size, ["llama"])
+def check_parameters(found, expected, error):
+    for (name, x), y in zip(expected.named_parameters(), found.parameters(), strict=True):
+        assert (y.grad - x.grad).norm() < error * x.grad.norm(), name
 
 
-def test_a_group_without_a_backend_for_the_cpu():
-    """The same after `init_process_group("nccl")`, for which "cuda:gloo" stands in."""
-    run(2, rank_trains_without_cpu, seconds=180, backend=LIKE_NCCL)
-
-
-def rewarded(model, unshard):
-    """A reward: the last position of the whole sequence."""
-    hidden = unshard(model(input_ids=tokens(2, 19)).last_hidden_state)
-    return (hidden[:, -1].mean(-1) - 1).square().mean()
-
-
-def preferred(model, unshard):
-    """DPO: the log-likelihoods of two answers of different lengths, beside those of a frozen reference."""
-    scores = []
-    for ids in (tokens(1, 19), tokens(1, 14, seed=2)):
-        log_probabilities = unshard(model(input_ids=ids).logits).log_softmax(-1)[:, :-1]
-        scores.append(log_probabilities.gather(-1, ids[:, 1:, None]).sum())
-    return -torch.nn.functional.logsigmoid(0.1 * (scores[0] - scores[1] - 3.0))
-
-
-def rank_has_a_loss_of_the_whole(rank, world_size):
+def rank_rewards(rank, world_size):
+    """By the last position of the whole sequence."""
     parallel = ContextParallel(sharding="zigzag")
-    for loss_of in (rewarded, preferred):
-        expected, found = make("llama"), make("llama")
-        if loss_of is rewarded:
-            expected, found = expected.model, found.model
-        right = loss_of(expected, lambda x: x)
-        right.backward()
-        context_parallel(found, parallel)
-        replica = torch.nn.parallel.DistributedDataParallel(found)
-        loss = loss_of(replica, parallel.unshard)
-        loss.backward()
-        torch.testing.assert_close(loss, right, rtol=1e-9, atol=0)
-        for (name, x), y in zip(expected.named_parameters(), found.parameters(), strict=True):
-            assert (y.grad - x.grad).norm() < 1e-8 * x.grad.norm(), name
+    expected, found = make("llama").model, make("llama").model
+    context_parallel(found, parallel)
+    losses = []
+    for model, unshard in (
+        (expected, lambda x: x),
+        (DistributedDataParallel(found), parallel.unshard),
+    ):
+        hidden = unshard(model(input_ids=tokens(2, 19)).last_hidden_state)
+        losses.append((hidden[:, -1].mean(-1) - 1).square().mean())
+        losses[-1].backward()
+    torch.testing.assert_close(*losses, rtol=1e-9, atol=0)
+    check_parameters(found, expected, 1e-8)
 
 
 def test_losses_of_the_whole_sequence():
-    """Rewards and preferences under DDP. Catches gradients of the body that are 1 / ranks of those of one process."""
-    run(2, rank_has_a_loss_of_the_whole, seconds=120)
+    """Under DDP. Catches gradients of the body that are 1 / ranks of those of one process."""
+    run(2, rank_rewards, seconds=120)
 
 
 def rank_drops_another_layer(rank, world_size):
@@ -168,11 +149,9 @@ def rank_has_unequal_replicas(rank, world_size):
     sum(expected(ids, labels=ids, num_items_in_batch=total).loss for ids in samples).backward()
     context_parallel(found, ContextParallel(mesh["cp"]))
     ids = samples[mesh.get_local_rank("dp")]
-    replica = torch.nn.parallel.DistributedDataParallel(found)
-    replica(ids, labels=ids, num_items_in_batch=total / 2).loss.backward()
-    for (name, x), y in zip(expected.named_parameters(), found.parameters(), strict=True):
-        # transformers computes losses in float32
-        assert (y.grad - x.grad).norm() < 1e-6 * x.grad.norm(), name
+    loss = DistributedDataParallel(found)(ids, labels=ids, num_items_in_batch=total / 2).loss
+    loss.backward()
+    check_parameters(found, expected, 1e-6)
 
 
 def test_unequal_replicas():
@@ -182,25 +161,16 @@ def test_unequal_replicas():
 
 def rank_counts_positions(rank, world_size):
     register()
-    torch.manual_seed(0)
-    no_dropout = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
-    config = RobertaConfig(
-        **SIZES, **no_dropout, max_position_embeddings=40, dilated_attention=PATTERN
-    )
-    model = RobertaForMaskedLM(config).double().eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.15) if parameter.dim() > 1 else None
+    sizes = {**SIZES, **NO_DROPOUT, "max_position_embeddings": 40}
+    model = filled(RobertaForMaskedLM(RobertaConfig(**sizes, dilated_attention=PATTERN)))
     plain = {"input_ids": tokens(2, 19), "labels": tokens(2, 19, seed=2)}
-    assert (plain["input_ids"] == config.pad_token_id).any()  # a token that RoBERTa counts over
-    for batch in (plain, {**plain, "position_ids": torch.arange(2, 21)[None]}):
-        expected = loss_and_gradients(model, batch)
-        parallel = ContextParallel(sharding="zigzag")
-        handle = context_parallel(model, parallel)
-        torch.testing.assert_close(
-            loss_and_gradients(model, batch, parallel), expected, rtol=2e-6, atol=2e-7
-        )
-        handle.remove()
-        parallel.close()
+    assert (plain["input_ids"] == model.config.pad_token_id).any()  # which RoBERTa counts over
+    batches = (plain, {**plain, "position_ids": torch.arange(2, 21)[None]})
+    expected = [loss_and_gradients(model, batch) for batch in batches]
+    parallel = ContextParallel(sharding="zigzag")
+    context_parallel(model, parallel)
+    found = [loss_and_gradients(model, batch, parallel) for batch in batches]
+    torch.testing.assert_close(found, expected, **NEAR)
 
 
 def test_positions_that_do_not_begin_at_0():
@@ -222,9 +192,8 @@ def rank_shards_parameters(rank, world_size):
             context_parallel(model, parallel)
         out = model(**batch)
         out.loss.backward()
-        torch.testing.assert_close(out.loss.detach(), loss, rtol=2e-6, atol=2e-7)
         found = [x.grad.full_tensor() for x in model.parameters()]
-        torch.testing.assert_close(found, gradients, rtol=2e-6, atol=2e-7)
+        torch.testing.assert_close((out.loss.detach(), found), (loss, gradients), **NEAR)
         parallel.close()
 
 
@@ -234,23 +203,17 @@ def test_parameters_sharded_over_the_same_ranks():
 
 
 def rank_checkpoints_and_compiles(rank, world_size):
-    batch = batches("llama")["borders"]
+    batch, parallel = batches("llama")["borders"], ContextParallel()
     expected = loss_and_gradients(make("llama"), batch)
-    parallel = ContextParallel()
-    model = make("llama").train()
-    context_parallel(model, parallel)
+    model, compiled = make("llama").train(), make("llama")
+    for each in (model, compiled):
+        context_parallel(each, parallel)
     model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": save_attention})
-    calls = parallel.ranks.calls
-    torch.testing.assert_close(
-        loss_and_gradients(model, batch, parallel), expected, rtol=2e-6, atol=2e-7
-    )
-    assert parallel.ranks.calls - calls == 2  # one for each layer
-    compiled = make("llama")
-    context_parallel(compiled, parallel)
     compiled.compile(backend="aot_eager")
-    torch.testing.assert_close(
-        loss_and_gradients(compiled, batch, parallel), expected, rtol=2e-6, atol=2e-7
-    )
+    calls = parallel.ranks.calls
+    torch.testing.assert_close(loss_and_gradients(model, batch, parallel), expected, **NEAR)
+    assert parallel.ranks.calls - calls == 2  # one for each layer
+    torch.testing.assert_close(loss_and_gradients(compiled, batch, parallel), expected, **NEAR)
 
 
 def test_checkpointed_and_compiled():
@@ -259,59 +222,45 @@ def test_checkpointed_and_compiled():
 
 
 def rank_has_bad_input(rank, world_size):
-    model = make("llama")
-    parallel = ContextParallel()
+    model, parallel, ids = make("llama"), ContextParallel(), tokens(1, 12)
     handle = context_parallel(model, parallel)
-    ids = tokens(1, 12)
-    message = message_of(lambda: model(tokens(1, 12, seed=rank), labels=ids))
-    assert "were given different samples" in message
-    assert "under transformers' Trainer, SameSample" in message
-    mask = torch.ones(1, 12, dtype=torch.int64)
+    mask, no_cache = torch.ones(1, 12, dtype=torch.int64), "context_parallel takes no cache"
     mask[0, :3] = 0
-    given = {
-        "a cache": ({"cache": object()}, "context_parallel takes no cache"),
-        "a cache, as before 5.24": (
-            {"past_key_values": object()},
-            "context_parallel takes no cache",
-        ),
-        "left padding": (
-            {"attention_mask": mask},
-            "attention_mask of shape (1, 12): ranks share whole sequences",
-        ),
-        "labels of padding": (
-            {"attention_mask": mask.flip(1), "labels": ids},
-            "labels of padded positions must be",
-        ),
-        "another tensor": (
-            {"pixel_values": torch.zeros(1, 3)},
-            "pixel_values: it is not known how to cut this tensor",
-        ),
-        "no items": (
-            {"labels": ids, "num_items_in_batch": 0},
-            "num_items_in_batch=0: the mean of a loss needs one",
-        ),
-        "a list": ({"position_ids": list(range(12))}, "'list' object has no attribute"),
-    }
-    for kind, (more, said) in given.items():
+    of_padding = {"attention_mask": mask.flip(1), "labels": ids}
+    no_items = {"labels": ids, "num_items_in_batch": 0}
+    two = ids.expand(2, -1)
+    given = [
+        ({"cache": object()}, no_cache),
+        ({"past_key_values": object()}, no_cache),  # as before 5.24
+        ({"attention_mask": mask}, "attention_mask of shape (1, 12): ranks share whole sequences"),
+        (of_padding, "labels of padded positions must be"),
+        ({"pixel_values": torch.zeros(1, 3)}, "pixel_values: it is not known how to cut this ten"),
+        (no_items, "num_items_in_batch=0: the mean of a loss needs one"),
+        ({"position_ids": list(range(12))}, "'list' object has no attribute"),
+    ]
+    calls = []
+    for more, said in given:
         for ranks in ((0, 1), (1,)):  # also where the other rank sees nothing wrong
             more_here = more if rank in ranks else {}
-            message = message_of(
-                lambda more_here=more_here: model(**{"input_ids": ids, **more_here})
-            )
-            assert said in message, (kind, message)
-    two = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]).expand(2, -1)
-    message = message_of(lambda: model(ids.expand(2, -1), position_ids=two))
-    assert "cu_seqlens must start at 0 and end at the length of the sequence, 12" in message
-    assert "1 positions over 2 ranks are (1, 0)" in message_of(lambda: model(ids[:, :1]))
-    assert "then generate" in message_of(lambda: model.generate(ids, max_new_tokens=2))
-    assert "remove() the first handle" in message_of(lambda: context_parallel(model, parallel))
+            calls.append((partial(model, ids, **more_here), said))
+    of_another = partial(model, tokens(1, 12, seed=rank), labels=ids)
+    packed = partial(model, two, position_ids=(torch.arange(12) % 4).expand(2, -1))
+    calls += [
+        (of_another, "were given different samples"),
+        (of_another, "under transformers' Trainer, SameSample"),
+        (packed, "cu_seqlens must start at 0 and end at the length of the sequence, 12"),
+        (partial(model, ids[:, :1]), "1 positions over 2 ranks are (1, 0)"),
+        (partial(model.generate, ids, max_new_tokens=2), "then generate"),
+        (partial(context_parallel, model, parallel), "remove() the first handle"),
+    ]
+    for call, said in calls:
+        message = message_of(call)
+        assert said in message, message
     assert model(ids, labels=ids).loss.isfinite()
+    without_labels = {"input_ids": ids, "labels": ids * 0 - 100}
     for more in ({}, {"num_items_in_batch": 0}, {"num_items_in_batch": 5}):
-        loss, gradients = loss_and_gradients(
-            model, {"input_ids": ids, "labels": ids * 0 - 100, **more}, parallel
-        )
-        assert not loss
-        assert not any(x.any() for x in gradients)
+        loss, gradients = loss_and_gradients(model, {**without_labels, **more}, parallel)
+        assert not any(x.any() for x in (loss, *gradients))
     handle.remove()
     assert model.generate(ids, max_new_tokens=2).shape == (1, 14)
     copied = copy.deepcopy(model)
@@ -328,38 +277,26 @@ def test_bad_input():
 def rank_shards_heads(rank, world_size):
     """torch's own tensor parallelism: each rank holds half of the heads, with the phases of the whole layer."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+    plan["self_attn.o_proj"] = RowwiseParallel()
+    ids, mask = tokens(2, 19), torch.ones(2, 19, dtype=torch.int64)
+    mask[0, :5] = 0
+    batch = {"input_ids": ids, "attention_mask": mask}
+    greedy = {**batch, "max_new_tokens": 8, "do_sample": False}
     for kind in ({**PATTERN, "phase": "modulo"}, {**PATTERN, "heads": "split"}):
         model = make("llama", kind, torch.float32)
-        names, ids = set(model.state_dict()), tokens(2, 19)
-        mask = torch.ones(2, 19, dtype=torch.int64)
-        mask[0, :5] = 0
-        expected = model(ids, attention_mask=mask, labels=ids)
-        expected.loss.backward()
-        gradients = {name: x.grad.clone() for name, x in model.named_parameters()}
-        model.zero_grad()
-        with torch.no_grad():
-            written = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
-        plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {
-            "self_attn.o_proj": RowwiseParallel()
-        }
+        names = set(model.state_dict())
+        written = model.generate(**greedy)
+        expected = loss_and_gradients(model, {**batch, "labels": ids})
         for layer in model.model.layers:
             parallelize_module(layer, mesh, plan)
-        out = model(ids, attention_mask=mask, labels=ids)
-        torch.testing.assert_close(out.loss, expected.loss, rtol=1e-6, atol=1e-6)
-        out.loss.backward()
-        for name, x in model.named_parameters():
-            grad = x.grad.full_tensor() if hasattr(x.grad, "full_tensor") else x.grad
-            torch.testing.assert_close(grad, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
+        loss, gradients = loss_and_gradients(model, {**batch, "labels": ids})
+        gradients = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in gradients]
+        torch.testing.assert_close(loss, expected[0], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(gradients, expected[1], rtol=1e-4, atol=1e-6)
         assert set(model.state_dict()) == names
-        with torch.no_grad():
-            for cache in (None, BoundedCache(model)):
-                more = {
-                    "attention_mask": mask,
-                    "past_key_values": cache,
-                    "max_new_tokens": 8,
-                    "do_sample": False,
-                }
-                assert torch.equal(model.generate(ids, **more), written)
+        for cache in (None, BoundedCache(model)):
+            assert torch.equal(model.generate(**greedy, past_key_values=cache), written)
 
 
 def test_tensor_parallel_heads():
@@ -381,41 +318,31 @@ def samples(count):
     ]
 
 
-def trained(rank, world_size, folder, kind=Trainer, *, samples_per_step=4, parallel=None, **more):
+QUIET = {"report_to": [], "disable_tqdm": True, "log_level": "error"}
+ON_CPU = {"use_cpu": True, "ddp_backend": "gloo", **QUIET}
+
+
+def trained(rank, world_size, folder, kind=Trainer, *, parallel=None, **more):
     """What Trainer logs, and the parameters afterwards. As many samples a step, whatever the number of processes."""
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
-    # never opened: torch.distributed is initialised
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    environment(rank, world_size)
     model = make("llama", dtype=torch.float32)
     groups = world_size
     if parallel is not None:
         context_parallel(model, parallel)
         groups //= parallel.world_size
-    arguments = TrainingArguments(
-        output_dir=folder,
-        use_cpu=True,
-        ddp_backend="gloo",
-        per_device_train_batch_size=samples_per_step // 2 // groups,
-        gradient_accumulation_steps=2,
-        per_device_eval_batch_size=1,
-        eval_strategy="epoch",
-        num_train_epochs=2,
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        log_level="error",
-        **more,
-    )
+    arguments = {
+        **ON_CPU,
+        "per_device_train_batch_size": 2 // groups,
+        "gradient_accumulation_steps": 2,
+    }
+    arguments |= {"per_device_eval_batch_size": 1, "eval_strategy": "epoch", "num_train_epochs": 2}
+    arguments |= {"learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", **more}
+    arguments = TrainingArguments(output_dir=folder, **arguments)
     trainer = kind(model=model, args=arguments, train_dataset=samples(8), eval_dataset=samples(4))
     trainer.train()
-    logs = [
-        entry[name]
-        for entry in trainer.state.log_history
-        for name in ("loss", "grad_norm", "eval_loss")
-        if name in entry
-    ]
+    names = ("loss", "grad_norm", "eval_loss")
+    history = trainer.state.log_history
+    logs = [entry[name] for entry in history for name in names if name in entry]
     return logs, {name: x.detach().tolist() for name, x in trainer.model.named_parameters()}
 
 
@@ -426,23 +353,20 @@ def same(found, expected):
 
 
 def rank_of_trainer(rank, world_size, kind, folder):
-    parallel, trainer = None, Trainer
     if kind == "sequence, without the CPU":
         group = dist.new_group(backend="gloo")
         # accelerate gathers tensors of its device, with NCCL from card to card
         gather = partial(dist.all_gather, group=group)
         with over_gloo(), mock.patch.object(dist, "all_gather", gather):
             return rank_of_trainer(rank, world_size, "sequence", folder)
-    if kind == "sequence":
-        parallel, trainer = ContextParallel(sharding="zigzag"), SequenceTrainer
-    elif kind == "data x sequence":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-        parallel, trainer = ContextParallel(mesh["cp"]), SequenceTrainer
-    elif kind == "checkpointed":
-        return trained(rank, world_size, folder, gradient_checkpointing=True)
-    elif kind == "unpaired":
-        parallel = ContextParallel()
-    return trained(rank, world_size, folder, trainer, parallel=parallel)
+    group = None
+    if kind == "data x sequence":
+        group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))["cp"]
+    if "sequence" in kind or kind == "unpaired":
+        trainer = Trainer if kind == "unpaired" else SequenceTrainer
+        parallel = ContextParallel(group, sharding="zigzag" if group is None else "contiguous")
+        return trained(rank, world_size, folder, trainer, parallel=parallel)
+    return trained(rank, world_size, folder, gradient_checkpointing=kind == "checkpointed")
 
 
 @pytest.fixture(scope="module")
@@ -478,31 +402,25 @@ def test_trainer_that_deals_different_samples_to_the_ranks_of_a_sequence(tmp_pat
 
 
 def rank_asks_too_much_of_trainer(rank, world_size, folder):
-    parallel = ContextParallel()
+    environment(rank, world_size)
     model = make("llama", dtype=torch.float32)
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    arguments = TrainingArguments(
-        output_dir=folder, use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True
-    )
+    arguments = TrainingArguments(output_dir=folder, **ON_CPU)
     trainer = SequenceTrainer(
         model=model, args=arguments, train_dataset=samples(8), eval_dataset=samples(9)
     )
-    assert "call context_parallel(model, ...)" in message_of(trainer.get_train_dataloader)
-    context_parallel(model, parallel)
-    arguments.label_smoothing_factor = 0.1
-    assert "label_smoothing_factor=0.1: Trainer would compute" in message_of(
-        trainer.get_train_dataloader
-    )
-    arguments.label_smoothing_factor = 0.0
-    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch: outputs.logits.sum()
-    assert "compute_loss_func would be given whole labels" in message_of(
-        trainer.get_train_dataloader
-    )
-    trainer.compute_loss_func = None
-    assert "9 samples are no multiple of the 8 of a step" in message_of(trainer.get_eval_dataloader)
+    loader, held_out = trainer.get_train_dataloader, trainer.get_eval_dataloader
+    assert "call context_parallel(model, ...)" in message_of(loader)
+    context_parallel(model, ContextParallel())
+    of_whole_labels = lambda outputs, labels, num_items_in_batch: outputs.logits.sum()  # noqa: E731
+    for where, name, value, said in (
+        (arguments, "label_smoothing_factor", 0.1, "label_smoothing_factor=0.1: Trainer would com"),
+        (trainer, "compute_loss_func", of_whole_labels, "compute_loss_func would be given whole"),
+    ):
+        with mock.patch.object(where, name, value):
+            assert said in message_of(loader)
+    assert "9 samples are no multiple of the 8 of a step" in message_of(held_out)
     arguments.per_device_eval_batch_size = 3
-    assert len(trainer.get_eval_dataloader()) == 3
+    assert len(held_out()) == 3
     assert "each rank has its shard of them" in message_of(lambda: trainer.predict(samples(3)))
     assert trainer.evaluate()["eval_loss"] > 0
     dist.barrier()
@@ -510,9 +428,3 @@ def rank_asks_too_much_of_trainer(rank, world_size, folder):
 
 def test_what_trainer_cannot_do(tmp_path):
     run(2, rank_asks_too_much_of_trainer, str(tmp_path), seconds=120)
-
-
-def test_a_pattern_object_in_the_config():
-    model = make("llama", DilatedPattern((4, 9), (1, 3)))
-    rules = {"window": None, "phase": "modulo", "heads": "all"}
-    assert model.config.dilated_attention == {**PATTERN, **rules}

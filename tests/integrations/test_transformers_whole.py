@@ -11,7 +11,7 @@ import torch.distributed as dist
 from distributed import run
 from helpers import message_of
 from test_transformers_ranks import batches, loss_and_gradients
-from tiny import PATTERN, SIZES, make, tokens
+from tiny import NO_DROPOUT, PATTERN, SIZES, filled, make, tokens, with_norm
 from torch import nn
 from transformers import (
     AlbertConfig,
@@ -54,13 +54,6 @@ PHI |= {
 }
 
 
-def filled(model, dtype=torch.float64):
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.15) if parameter.dim() > 1 else None
-    return model.to(dtype).eval()
-
-
 def llama(kind=LlamaForCausalLM, **more):
     register()
     return filled(kind(LlamaConfig(**SIZES, pad_token_id=0, dilated_attention=PATTERN, **more)))
@@ -73,7 +66,6 @@ def phi(**more):
 
 ROTARY = {
     "dynamic": lambda: llama(rope_parameters=DYNAMIC, max_position_embeddings=SHORT),
-    "longrope": lambda: llama(rope_parameters=LONG),
     "phi": phi,
 }
 
@@ -81,33 +73,29 @@ ROTARY = {
 def rank_rotates(rank, world_size):
     for name, make_model in ROTARY.items():
         # dynamic NTK remembers the longest sequence that it saw
-        whole, shared = (make_model(), make_model())
+        whole, shared = make_model(), make_model()
         context = ContextParallel(sharding="zigzag")
         handle = context_parallel(shared, context)
         # longer than before, and back to the lengths of pretraining
         for length in (19, 9, 30, 14, 19):
             ids = tokens(2, length)
-            logits = context.unshard(shared(ids).logits)
-            torch.testing.assert_close(
-                logits, whole(ids).logits, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: n + m
-            )
-        for kind, batch in batches(name).items():
-            found = loss_and_gradients(shared, batch, context)
-            expected = loss_and_gradients(whole, batch)
-            torch.testing.assert_close(
-                found, expected, rtol=2e-6, atol=5e-7, msg=lambda m, k=kind: f"{k} {m}"
-            )
+            logits, expected = context.unshard(shared(ids).logits), whole(ids).logits
+            torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
+        kinds = batches(name)
+
+        def check(model, kind, whole=whole, kinds=kinds, context=context):
+            found = loss_and_gradients(model, kinds[kind], context)
+            expected = loss_and_gradients(whole, kinds[kind])
+            torch.testing.assert_close(found, expected, rtol=2e-6, atol=5e-7)
+
+        for kind in kinds:
+            check(shared, kind)
         handle.remove()
-        ids = tokens(1, 19)
-        torch.testing.assert_close(shared(ids).logits, whole(ids).logits, rtol=0, atol=0)
-        compiled = make_model()
+        ids, compiled = tokens(1, 19), make_model()
+        assert torch.equal(shared(ids).logits, whole(ids).logits)
         context_parallel(compiled, context)
         compiled.compile(backend="aot_eager")
-        batch = batches(name)["plain"]
-        expected = loss_and_gradients(whole, batch)
-        torch.testing.assert_close(
-            loss_and_gradients(compiled, batch, context), expected, rtol=2e-6, atol=5e-7
-        )
+        check(compiled, "plain")
         context.close()
 
 
@@ -116,12 +104,10 @@ def test_angles_that_go_by_the_length():
     run(2, rank_rotates, seconds=240)
 
 
-def bert(kind=BertModel):
+def of_type(config_kind, kind, **more):
     register()
-    no_dropout = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
-    return filled(
-        kind(BertConfig(**SIZES, **no_dropout, pad_token_id=0, dilated_attention=PATTERN))
-    )
+    sizes = {**SIZES, **NO_DROPOUT, "pad_token_id": 0, **more}
+    return filled(kind(config_kind(**sizes, dilated_attention=PATTERN)))
 
 
 def gradients(model, outputs):
@@ -140,25 +126,19 @@ def averaged(grads):
 
 def rank_pools(rank, world_size):
     for sharding in ("contiguous", "zigzag"):
-        model, context, ids = bert(), ContextParallel(sharding=sharding), tokens(2, 19)
+        model, context = of_type(BertConfig, BertModel), ContextParallel(sharding=sharding)
+        ids = tokens(2, 19)
         expected = model(ids)
         grads = gradients(model, expected.pooler_output)
         context_parallel(model, context)
-        found = model(ids)
+        found, hidden = model(ids), context.shard(expected.last_hidden_state)
         torch.testing.assert_close(found.pooler_output, expected.pooler_output)
         torch.testing.assert_close(averaged(gradients(model, found.pooler_output)), grads)
-        torch.testing.assert_close(
-            found.last_hidden_state, context.shard(expected.last_hidden_state)
-        )
+        torch.testing.assert_close(found.last_hidden_state, hidden)
         context.close()
-    sizes = {**SIZES, "embedding_size": 32, "pad_token_id": 0, "attention_probs_dropout_prob": 0.0}
-    albert, context = (
-        filled(AlbertModel(AlbertConfig(**sizes, dilated_attention=PATTERN))),
-        ContextParallel(),
-    )
-    assert "AlbertModel computes pooler_output from all rows" in message_of(
-        lambda: context_parallel(albert, context)
-    )
+    albert, context = of_type(AlbertConfig, AlbertModel, embedding_size=32), ContextParallel()
+    said = message_of(lambda: context_parallel(albert, context))
+    assert "AlbertModel computes pooler_output from all rows" in said
     albert.pooler = None
     expected = albert(ids).last_hidden_state
     context_parallel(albert, context)
@@ -173,29 +153,22 @@ def test_poolers():
 def rank_scores(rank, world_size):
     context, ids = ContextParallel(sharding="zigzag"), tokens(2, 19)
     ids[1, 15:] = 0  # padding on the right
-    for model in (llama(LlamaForSequenceClassification), roberta()):
+
+    def join(module, args, output):
+        return replace(output, last_hidden_state=context.unshard(output.last_hidden_state))
+
+    sizes = {"max_position_embeddings": 40, "pad_token_id": 1}
+    roberta = of_type(RobertaConfig, RobertaForSequenceClassification, **sizes)
+    for model in (llama(LlamaForSequenceClassification), roberta):
         expected = model(ids).logits
         grads = gradients(model, expected)
         message = message_of(lambda m=model: context_parallel(m, context))
         assert f"{type(model).__name__} computes logits from all rows of its sequence" in message
         context_parallel(model.base_model, context)
-
-        def join(module, args, output):
-            return replace(output, last_hidden_state=context.unshard(output.last_hidden_state))
-
         model.base_model.register_forward_hook(join)
         found = model(ids).logits
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(averaged(gradients(model, found)), grads)
-
-
-def roberta():
-    register()
-    no_dropout = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
-    config = RobertaConfig(
-        **SIZES, **no_dropout, max_position_embeddings=40, dilated_attention=PATTERN
-    )
-    return filled(RobertaForSequenceClassification(config))
 
 
 def test_a_classifier_of_sequences():
@@ -210,19 +183,6 @@ class Divided(LlamaModel):
         output = super().forward(input_ids, position_ids=position_ids, **kwargs)
         output["last_hidden_state"] = output.last_hidden_state / output.last_hidden_state.shape[1]
         return output
-
-
-class Counting(nn.Module):
-    def forward(self, x):
-        return x * (1 + x.shape[1])
-
-
-class Scaled(LlamaModel):
-    """... and one with a module that goes by the length."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.norm = Counting()
 
 
 class Deaf(LlamaModel):
@@ -255,7 +215,9 @@ def rank_refuses(rank, world_size):
     context = ContextParallel()
     kinds = {
         Divided: "Divided computes last_hidden_state from all rows of its sequence",
-        Scaled: "Scaled: Counting (norm) computes something from all rows that it is given",
+        with_norm(
+            lambda x: x * (1 + x.shape[1])
+        ): "Applied (norm) computes something from all rows that",
         Deaf: "LlamaAttention is not given `parallel`, which the model was",
         Convolved: "Convolved: positions meet without dilated attention",
         Own: "Own: LlamaRotaryEmbedding (rotary_emb) computes something from all rows",
@@ -280,16 +242,18 @@ def rank_adds_noise(rank, world_size):
     model, ids = make("llama").train(), tokens(1, 12)
     context_parallel(model, ContextParallel())
     hook = activate_neftune(model, 5.0)
-    said = "neftune_noise_alpha=5.0: its noise is scaled by the length of the sequence"
+
+    def is_finite():
+        return bool(model(ids, labels=ids).loss.isfinite())
+
     if world_size > 1:
-        assert said in message_of(lambda: model(ids, labels=ids))
-    else:
-        assert model(ids, labels=ids).loss.isfinite()
-    model.eval()
-    assert model(ids, labels=ids).loss.isfinite()
+        said = "neftune_noise_alpha=5.0: its noise is scaled by the length of the sequence"
+        assert said in message_of(is_finite)
+        model.eval()
+    assert is_finite()
     model.train()
     deactivate_neftune(model, hook)
-    assert model(ids, labels=ids).loss.isfinite()
+    assert is_finite()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -299,14 +263,15 @@ def test_neftune(world_size):
 
 
 class Adapted(nn.Module):
-    """As PEFT's LoRA wraps a model, all of whose own parameters are frozen."""
+    """As PEFT wraps a model, all of whose own parameters are frozen: what it adds is trained."""
 
     def __init__(self, model):
         super().__init__()
         self.model = model.requires_grad_(False)
         torch.manual_seed(1)
         for layer in model.model.layers:
-            layer.self_attn.q_proj = Added(layer.self_attn.q_proj)
+            added = nn.Linear(32, 32, bias=False, dtype=torch.float64)
+            layer.self_attn.q_proj = nn.Sequential(layer.self_attn.q_proj, added)
 
     def get_base_model(self):
         return self.model
@@ -315,29 +280,15 @@ class Adapted(nn.Module):
         return self.model(**options)
 
 
-class Added(nn.Module):
-    def __init__(self, frozen):
-        super().__init__()
-        self.frozen, (rows, columns) = frozen, frozen.weight.shape
-        self.low_rank = nn.Sequential(
-            nn.Linear(columns, 2, bias=False), nn.Linear(2, rows, bias=False)
-        ).double()
-
-    def forward(self, x):
-        return self.frozen(x) + self.low_rank(x)
-
-
 def rank_adapts(rank, world_size):
     batch = batches("llama")["plain"]
     expected = loss_and_gradients(Adapted(make("llama")), batch)
-    assert len(expected[1]) == 4
+    assert len(expected[1]) == 2
     adapted, context = Adapted(make("llama")), ContextParallel(sharding="zigzag")
-    message = message_of(lambda: context_parallel(adapted, context))
-    assert "got Adapted. If it wraps one (DDP, PEFT), pass the model inside" in message
-    assert "get_base_model()" in message
-    ddp = nn.parallel.DistributedDataParallel(make("llama"))
-    message = message_of(lambda: context_parallel(ddp, context))
-    assert "got DistributedDataParallel. If it wraps one" in message
+    for wrapped in (adapted, nn.parallel.DistributedDataParallel(make("llama"))):
+        message = message_of(lambda w=wrapped: context_parallel(w, context))
+        assert f"got {type(wrapped).__name__}. If it wraps one (DDP, PEFT), pass the mo" in message
+        assert "get_base_model()" in message
     context_parallel(adapted.get_base_model(), context)
     torch.testing.assert_close(
         loss_and_gradients(adapted, batch, context), expected, rtol=2e-6, atol=2e-7

@@ -4,6 +4,7 @@ B batch, H query heads, M rows, D head dim.
 """
 
 import torch
+from torch import nn
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -12,6 +13,7 @@ from transformers import (
     BertConfig,
     GPTNeoXConfig,
     LlamaConfig,
+    LlamaModel,
     MistralConfig,
     Qwen3Config,
 )
@@ -29,15 +31,14 @@ SIZES = {
     "num_attention_heads": 4,
 }
 GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
+NO_DROPOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 
 CONFIGS = {
     "llama": lambda **more: LlamaConfig(**SIZES, num_key_value_heads=2, **more),
     "qwen3": lambda **more: Qwen3Config(**SIZES, **GROUPED, **more),
     "mistral": lambda **more: MistralConfig(**SIZES, **GROUPED, sliding_window=None, **more),
     "gpt_neox": lambda **more: GPTNeoXConfig(**SIZES, **more),
-    "bert": lambda **more: BertConfig(
-        **SIZES, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0, **more
-    ),
+    "bert": lambda **more: BertConfig(**SIZES, **NO_DROPOUT, **more),
 }
 DECODERS = [name for name in CONFIGS if name != "bert"]
 
@@ -48,13 +49,16 @@ def make(name, pattern=PATTERN, dtype=torch.float64, **more):
     config = CONFIGS[name](
         dilated_attention=pattern, pad_token_id=0, eos_token_id=None, bos_token_id=None, **more
     )
-    torch.manual_seed(0)
     kind = AutoModelForMaskedLM if name == "bert" else AutoModelForCausalLM
-    model = kind.from_config(config)
-    # larger than transformers', so that attention is far from uniform
+    return filled(kind.from_config(config)).to(dtype)
+
+
+def filled(model):
+    """With parameters larger than transformers', so that attention is far from uniform; the same in each."""
+    torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.15) if parameter.dim() > 1 else None
-    return model.to(dtype).eval()
+    return model.eval().double()
 
 
 def tokens(batch, length, seed=1):
@@ -90,3 +94,20 @@ AttentionInterface.register("by_definition", by_definition)
 AttentionMaskInterface.register(
     "by_definition", lambda *_, attention_mask=None, **__: attention_mask
 )
+
+
+class Applied(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
+
+
+def with_norm(function):
+    """A class of models as users write them: its last norm is replaced by a function of all rows."""
+
+    class Normed(LlamaModel):
+        def __init__(self, config):
+            super().__init__(config)
+            self.norm = Applied(function)
+
+    return Normed
