@@ -1,8 +1,5 @@
 """Which exchange "auto" takes, and why: from the plans of the ranks, so without processes."""
 
-import random
-import re
-
 import pytest
 import torch
 
@@ -10,12 +7,10 @@ from ring_dilated_attention import ContextParallel, DilatedPattern, explain
 from ring_dilated_attention.plan.exchange import (
     SMALL_CHUNK_BYTES,
     choose_exchange,
-    dealt_bytes,
     plan_exchange,
 )
 from ring_dilated_attention.plan.job import Job
-from ring_dilated_attention.plan.planner import make_plan
-from ring_dilated_attention.plan.sharding import ShardSpec, make_shards, shard_length
+from ring_dilated_attention.plan.sharding import ShardSpec, make_shards
 from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.ranks.processes import Processes
 
@@ -24,6 +19,18 @@ CAUSAL = DilatedPattern.dense(is_causal=True)
 ALIGNED = DilatedPattern((1024,), (1,), is_causal=True)
 # each third of 40 ranks is the first of a segment of three
 THIRDS = DilatedPattern((48, 48), (1, 2), is_causal=True, heads="split")
+# 1,024 rows of 8 heads of 64 numbers of 4 bytes: 2,097,152 bytes. Keys and values of seven other ranks: 14 times that.
+DEALT = "a rank sends up to 7,368,704 bytes, at most 1/3 of the ring's, and waits for them, holds them beside"
+DEALT += " the inputs and makes 1 kernel calls; in the ring a rank receives up to 29,360,128 bytes in 7 hops; "
+DEALT += "two chunks have about 8,388,608, and makes 15 kernel calls meanwhile"
+SENT = "in the ring a rank receives up to 2,097,152 bytes in 1 hop; two chunks have about 8,388,608; dealing"
+SENT += " heads would send 7,368,704 bytes while ranks wait"
+SMALL = "chunks of 14,336 bytes are small, and a rank receives 43,008, no more than two chunks or its own "
+SMALL += "keys and values: one round instead of 3 hops; in the ring a rank receives up to 43,008 bytes in 3 "
+SMALL += "hops; two chunks have about 28,672"
+NO_DEAL = "in the ring a rank receives up to 25,690,112 bytes in 7 hops; two chunks have about 7,340,032; 7 "
+NO_DEAL += "key/value heads cannot be dealt to 8 ranks"
+CALLS = "and makes 34 kernel calls meanwhile; dealing heads would send 15,790,080 bytes, but in 257 calls"
 NOTHING = "nothing is sent: every segment lies in one shard"
 SEVEN = {"heads": (7, 7)}  # which cannot be dealt to 8 ranks
 SIXTEEN = {"heads": (16, 16)}
@@ -41,10 +48,10 @@ def documents_from(start, step):
 @pytest.mark.parametrize(
     ("pattern", "p", "n", "options", "sizes", "exchange", "words"),
     [
-        (CAUSAL, 8, 8192, {}, (1, 64), "all_to_all", "makes 1 kernel calls; in the ring"),
+        (CAUSAL, 8, 8192, {}, (1, 64), "all_to_all", DEALT),
         # segments that align with shards, and not with zigzag's
         (ALIGNED, 8, 8192, {}, (1, 64), "ring", NOTHING),
-        (ALIGNED, 8, 8192, {"sharding": "zigzag"}, (1, 64), "ring", "to 2,097,152 bytes in 1 hop;"),
+        (ALIGNED, 8, 8192, {"sharding": "zigzag"}, (1, 64), "ring", SENT),
         # small chunks go at once
         (
             DilatedPattern((1024, 8192), (1, 512)),
@@ -62,10 +69,10 @@ def documents_from(start, step):
             SEVEN,
             (1, 64),
             "all_gather",
-            "one round instead",
+            SMALL,
         ),
         (DENSE, 3, 24, {"heads": (2, 2)}, (1, 8), "all_gather", "receives 2,048, no more than two"),
-        (DENSE, 8, 8192, SEVEN, (1, 64), "ring", "7 key/value heads cannot be dealt to 8 ranks"),
+        (DENSE, 8, 8192, SEVEN, (1, 64), "ring", NO_DEAL),
         (
             DENSE,
             8,
@@ -80,7 +87,7 @@ def documents_from(start, step):
         # documents that lie in shards, and dealt heads that have every document's tile on every rank
         (CAUSAL, 16, 16384, SIXTEEN | documents_from(1024, 1024), (1, 64), "ring", NOTHING),
         (CAUSAL, 16, 16384, SIXTEEN | documents_from(12288, 4096), (1, 64), "all_to_all", "holds"),
-        (CAUSAL, 16, 16384, SIXTEEN | documents_from(12288, 16), (1, 64), "ring", "in 257 calls"),
+        (CAUSAL, 16, 16384, SIXTEEN | documents_from(12288, 16), (1, 64), "ring", CALLS),
     ],
 )
 def test_what_is_chosen_and_why(pattern, p, n, options, sizes, exchange, words):
@@ -90,42 +97,6 @@ def test_what_is_chosen_and_why(pattern, p, n, options, sizes, exchange, words):
     choice = choose_exchange(job_of(pattern, p, n, **options), Sizes(*sizes, 4))
     assert choice.exchange == exchange, choice.reason
     assert words in choice.reason
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_each_figure_of_a_reason_is_that_of_the_plans(seed):
-    """Of random jobs: bytes, hops and calls of the rank that receives most, bytes of dealt heads, and about how much
-    chunks hold."""
-    rng = random.Random(seed)
-    p, n = rng.randint(2, 8), rng.randrange(200, 6000)
-    heads = rng.choice(((8, 8), (8, 4), (6, 3), (12, 2)))
-    lengths, rates = rng.sample(range(8, n), 2), rng.sample(range(1, 40), 2)
-    pattern = DilatedPattern(sorted(lengths), sorted(rates), is_causal=rng.random() < 0.5)
-    job = job_of(pattern, p, n, rng.choice(("contiguous", "zigzag")), heads)
-    sizes = Sizes(1, 64, 4)
-    reason, plans = choose_exchange(job, sizes).reason, [make_plan(job, rank) for rank in range(p)]
-    received = [[m.size for hop in plan.hops for m in hop.receives] for plan in plans]
-    totals = [sum(messages) for messages in received]
-    rows = tuple(map(shard_length, job.shards))
-    can_deal = heads[1] % p == 0
-    figures = {
-        r"in the ring a rank receives up to ([\d,]+) bytes": max(totals) * 64 * 4,
-        r"bytes in (\d+) hop": max(len(plan.hops) for plan in plans),
-        r"two chunks have about ([\d,]+)": 2 * max(plan.chunk_size for plan in plans) * 64 * 4,
-        r"chunks of ([\d,]+) bytes are small": max(map(max, filter(None, received))) * 64 * 4,
-        r"and makes (\d+) kernel calls meanwhile": plans[totals.index(max(totals))].num_tiles,
-        r"(?:would send|sends up to) ([\d,]+) bytes": max(
-            dealt_bytes(rows, k, heads, sizes, backward=False) for k in range(p)
-        ),
-        r"(?:in|inputs and makes) (\d+) (?:kernel )?calls(?! meanwhile)": (
-            plan_exchange("all_to_all", job, 0).plan.num_tiles if can_deal else None
-        ),
-    }
-    assert "in the ring a rank receives up to" in reason
-    for words, expected in figures.items():
-        for figure in re.findall(words, reason):
-            rel = 0.2 if words.startswith("two chunks") else 0
-            assert int(figure.replace(",", "")) == pytest.approx(expected, rel=rel), (words, reason)
 
 
 def unconnected(world_size, exchange):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import distributed
 import torch
 import torch.distributed as dist
+from definition import DENSE, PATIENCE, check_step
 from distributed import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,8 +25,7 @@ from ring_dilated_attention.plan.rounds import MOST_AT_ONCE
 from ring_dilated_attention.ranks.link import ExchangeError, GroupLink
 from ring_dilated_attention.ranks.processes import Processes
 
-DENSE = DilatedPattern((10**6,), (1,))
-CAUSAL = DilatedPattern((10**6,), (1,), is_causal=True)
+CAUSAL = DilatedPattern.dense(is_causal=True)
 FAILING_STEP = 2
 ROWS, HEAD_DIM = 64, 128  # per rank; the number of heads makes the size of a chunk
 
@@ -237,28 +237,20 @@ def go_on(rank: int, world_size: int, fault: Fault) -> None:
             received = torch.empty(1)
             works = [dist.isend(torch.full((1,), float(rank)), peer), dist.irecv(received, peer)]
             for work in works:
-                work.wait(timedelta(seconds=20))
+                work.wait(PATIENCE)
             assert received.item() == peer
     if fault.leaves_rank_alive:
         group = dist.group.WORLD
     elif fault.rank % 2:  # a group of the ranks that are left
-        group = dist.new_group(left, use_local_synchronization=True, timeout=timedelta(seconds=20))
+        group = dist.new_group(left, use_local_synchronization=True, timeout=PATIENCE)
     else:  # or a fresh start
         dist.destroy_process_group()
         store = dist.PrefixStore("after the fault", distributed.store)
         dist.init_process_group("gloo", store=store, rank=left.index(rank), world_size=len(left))
         group = dist.group.WORLD
-    cp = ContextParallel(group, timeout=timedelta(seconds=20))
+    cp = ContextParallel(group, timeout=PATIENCE)
     assert cp.world_size == len(left)
-    full = torch.randn(
-        1, 13, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    ).requires_grad_()
-    expected = dilated_attention(full, full, full, CAUSAL)
-    (gradient,) = torch.autograd.grad(expected.sin().sum(), full)
-    local = cp.shard(full.detach()).requires_grad_()
-    out = dilated_attention(local, local, local, CAUSAL, parallel=cp)
-    torch.testing.assert_close(out, cp.shard(expected))
-    torch.testing.assert_close(torch.autograd.grad(out.sin().sum(), local)[0], cp.shard(gradient))
+    check_step(cp)
 
 
 # What the others must have seen.

@@ -1,9 +1,10 @@
 """Borders of packed documents on ranks: what differs between them, or cannot be."""
 
 import time
-from datetime import timedelta
+from functools import partial
 
 import torch
+from definition import DENSE, PATIENCE
 from distributed import run
 from helpers import message_of
 
@@ -11,17 +12,14 @@ from ring_dilated_attention import ContextParallel, DilatedPattern, dilated_atte
 from ring_dilated_attention.layers import MultiheadDilatedAttention
 from ring_dilated_attention.models import LongNetConfig, LongNetLM
 
-PATIENCE = timedelta(seconds=20)
-
 
 def borders_that_cannot_be(n):
-    """Of a sequence of n positions."""
-    lists = [(0, n + 1), (0, n - 1), (1, n), (-1, n), (0, n, n), (0, 0, n), (n, 0), (0, n + 3, n)]
-    lists += [(0,), (n,), (), (0, -n)]
-    whole = torch.tensor([0, n])
-    others = [whole.to(dtype) for dtype in (torch.int64, torch.float32, torch.bool, torch.int16)]
-    others += [torch.tensor(n), whole.int()[None], whole.int().to("meta"), whole.int().to_sparse()]
-    return [torch.tensor(x, dtype=torch.int32) for x in lists] + [*others, [0, n], n, "x"]
+    """Of a sequence of n positions. (More of them on one device: test_messages.py.)"""
+    lists = [(0, n + 1), (0, n - 1), (1, n), (0, n, n), (n, 0), (0, n + 3, n), (n,), ()]
+    right = torch.tensor([0, n], dtype=torch.int32)
+    others = [right.long(), right.bool(), right[1], right[None], right.to("meta")]
+    others += [right.to_sparse(), [0, n], "x"]
+    return [torch.tensor(x, dtype=torch.int32) for x in lists] + others
 
 
 def rank_has_wrong_borders(rank, world_size):
@@ -42,19 +40,20 @@ def rank_has_wrong_borders(rank, world_size):
             parallel.shard_batch(batch | {"cu_seqlens": borders}, **options)
 
     right = torch.tensor([0, 4, n], dtype=torch.int32)
+    wrong = borders_that_cannot_be(n)
     others = [torch.tensor([0, 3, n], dtype=torch.int32), right[::2], None]
     calls = [attend, lambda y: layer(x, x, x, cu_seqlens=y), lambda y: model(tokens, y)]
     calls += [lambda y: model.loss(tokens, y), shard_batch]
     for number, call in enumerate(calls):
-        for i, wrong in enumerate(borders_that_cannot_be(n) + others):
+        for i, borders in enumerate(wrong + others):
             odd = (i + number) % world_size
-            message = message_of(lambda c=call, w=wrong, o=odd: c(w if rank == o else right))
+            message = message_of(partial(call, borders if rank == odd else right))
             assert "cu_seqlens" in message, (number, i, message)
             assert rank == odd or "rank" in message, (number, i, message)
         call(right)  # the context serves on
-    for i, wrong in enumerate(borders_that_cannot_be(n)):
-        for call in (*calls, lambda y, i=i: shard_batch(y, source=i % world_size)):
-            assert "cu_seqlens" in message_of(lambda c=call, w=wrong: c(w)), i
+    for call in (*calls, partial(shard_batch, source=1)):
+        for i, borders in enumerate(wrong):
+            assert "cu_seqlens" in message_of(partial(call, borders)), i
     assert attend(right).isfinite().all()
 
 
@@ -66,25 +65,24 @@ def test_borders_that_differ_or_cannot_be():
 
 def rank_writes_into_what_a_backward_needs(rank, world_size):
     parallel = ContextParallel(timeout=PATIENCE)
-    pattern = DilatedPattern((8,), (1,))
-    for what in ("borders", "query"):
-        borders = torch.tensor([0, 3, 8], dtype=torch.int32)
+
+    def step(borders, change):
         x = torch.randn(1, 4, 2, 4, requires_grad=True)
         query = x * 1
-        out = dilated_attention(query, x, x, pattern, parallel=parallel, cu_seqlens=borders)
-        if rank == 1:
-            with torch.no_grad():
-                (borders if what == "borders" else query).add_(1)
-        if what == "borders":  # the backward has what its forward read
-            out.sum().backward()
-            continue
-        start = time.monotonic()
-        message = message_of(lambda y=out: y.sum().backward())
-        assert "has been modified by an inplace operation" in message
-        assert rank == 1 or "rank 1 refused the call" in message
-        assert time.monotonic() - start < PATIENCE.total_seconds() / 2
-    x = torch.randn(1, 4, 2, 4, requires_grad=True)
-    dilated_attention(x, x, x, pattern, parallel=parallel).sum().backward()  # the context serves on
+        out = dilated_attention(query, x, x, DENSE, parallel=parallel, cu_seqlens=borders)
+        with torch.no_grad():
+            change(query)
+        out.sum().backward()
+
+    right = torch.tensor([0, 3, 8], dtype=torch.int32)
+    borders = right.clone()
+    step(borders, lambda query: borders.add_(rank))  # the backward has what its forward read
+    start = time.monotonic()
+    message = message_of(lambda: step(right, lambda query: query.add_(1) if rank else None))
+    assert "has been modified by an inplace operation" in message
+    assert rank == 1 or "rank 1 refused the call" in message
+    assert time.monotonic() - start < PATIENCE.total_seconds() / 2
+    step(right, lambda query: None)  # the context serves on
 
 
 def test_what_one_rank_alone_gets_wrong_before_a_backward_reaches_the_others():

@@ -1,8 +1,11 @@
 """What is really sent and computed, counted on the way, against the plan: to the byte and to the pair."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
+from definition import check_step, whole
 from distributed import run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +17,6 @@ from ring_dilated_attention.plan.job import Job
 from ring_dilated_attention.plan.step import Sizes
 from ring_dilated_attention.ranks import link
 from ring_dilated_attention.ranks.link import GroupLink
-from ring_dilated_attention.reference import dilated_attention_reference
 from ring_dilated_attention.run import executor
 
 # pattern, query heads, key/value heads, dtype, cut
@@ -100,11 +102,8 @@ def rank_counts(rank, world_size, exchange):
         group = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("outer", "inner"))
     for pattern, heads, kv_heads, dtype, cut in CASES:
         cp = ContextParallel(group, exchange="auto" if group else exchange, **cut)
-        local = [
-            cp.shard(torch.ones(BATCH, N, h, HEAD_DIM, dtype=dtype))
-            for h in (heads, kv_heads, kv_heads)
-        ]
-        leaves = [x.requires_grad_() for x in local]
+        sizes = [(BATCH, N, h, HEAD_DIM) for h in (heads, kv_heads, kv_heads)]
+        leaves = [cp.shard(torch.ones(size, dtype=dtype)).requires_grad_() for size in sizes]
         for has_dlse in (False, True):
             planned = plans_of(cp, exchange, pattern, heads, kv_heads, dtype.itemsize, has_dlse)
             counter.clear()
@@ -119,21 +118,11 @@ def rank_counts(rank, world_size, exchange):
 
 def plans_of(cp, exchange, pattern, heads, kv_heads, itemsize, has_dlse):
     """(bytes, pairs) of a forward and of a backward, as planned."""
-    shards, name = (
-        cp.cut.shards_of(cp.cut.default_lengths(N)),
-        "ring" if exchange == "mesh" else exchange,
-    )
-    rank_plan = plan_exchange(
-        name, Job(pattern, shards, heads, kv_heads), cp.rank, inner=cp.cut.inner
-    )
-    sizes = Sizes(BATCH, HEAD_DIM, itemsize)
-    return [
-        (
-            rank_plan.bytes_sent(sizes, backward=backward, has_dlse=has_dlse),
-            BATCH * rank_plan.plan.pairs,
-        )
-        for backward in (False, True)
-    ]
+    job = Job(pattern, cp.cut.shards_of(cp.cut.default_lengths(N)), heads, kv_heads)
+    name = "ring" if exchange == "mesh" else exchange
+    rank_plan = plan_exchange(name, job, cp.rank, inner=cp.cut.inner)
+    sent = partial(rank_plan.bytes_sent, Sizes(BATCH, HEAD_DIM, itemsize), has_dlse=has_dlse)
+    return [(sent(backward=x), BATCH * rank_plan.plan.pairs) for x in (False, True)]
 
 
 @pytest.mark.parametrize("exchange", ["ring", "all_gather", "all_to_all", "mesh"])
@@ -166,17 +155,8 @@ def rank_joins(rank, world_size, largest):
         return batch_isend_irecv(ops)
 
     GroupLink._post, dist.batch_isend_irecv, link._SHORT_BYTES = noted_post, counted_batch, largest
-    cp = ContextParallel(exchange="ring")
-    torch.manual_seed(0)
-    whole = [torch.randn(2, 60, 16, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    local = [cp.shard(x) for x in whole]
-    out = cp.unshard(dilated_attention(*local, SPARSE, parallel=cp))
-    out.square().sum().backward()
-    exact = dilated_attention_reference(*whole, SPARSE)[0]
-    gradients = torch.autograd.grad(exact.square().sum(), whole)
-    torch.testing.assert_close(out, exact)
-    for x, gradient in zip(whole, gradients, strict=True):
-        torch.testing.assert_close(x.grad, gradient)
+    inputs = whole(60, heads=(16, 16, 16), batch=2, head_dim=4)
+    check_step(ContextParallel(exchange="ring"), inputs, SPARSE)
     return sent
 
 

@@ -4,12 +4,12 @@ import gc
 import os
 import signal
 import traceback
-from datetime import timedelta
 from functools import partial
 from multiprocessing import current_process
 
 import pytest
 import torch
+from definition import PATIENCE, PATTERN
 from distributed import run
 from helpers import message_of
 from torch.utils.data import DataLoader
@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 from ring_dilated_attention import (
     ContextParallel,
     DilatedCache,
-    DilatedPattern,
     dilated_attention,
     explain,
 )
@@ -25,7 +24,6 @@ from ring_dilated_attention.models import LongNetConfig, LongNetLM
 from ring_dilated_attention.ranks import watching
 from ring_dilated_attention.training.agreement import values_of_all
 
-PATTERN = DilatedPattern((4, 16), (1, 2), is_causal=True)
 X = torch.ones(1, 8, 2, 8, requires_grad=True)
 TOKENS = torch.arange(17)[None]
 
@@ -72,7 +70,7 @@ def collate(cp, model, out, parent, rows):
 def rank_loads(rank, world_size):
     # so that it may start workers, as a rank of torchrun may
     current_process()._config["daemon"] = False
-    cp = ContextParallel(timeout=timedelta(seconds=20))
+    cp = ContextParallel(timeout=PATIENCE)
     model = LongNetLM(
         LongNetConfig((4, 16), (1, 2), embed_dim=8, num_layers=1, num_heads=2), parallel=cp
     )
@@ -93,7 +91,7 @@ def rank_loads(rank, world_size):
 def rank_closes_beside_a_worker(rank, world_size):
     current_process()._config["daemon"] = False
     for _ in range(6):
-        cp = ContextParallel(timeout=timedelta(seconds=20))
+        cp = ContextParallel(timeout=PATIENCE)
         attention(cp)
         worker = iter(
             DataLoader(range(99), num_workers=1, collate_fn=list, multiprocessing_context="fork")
@@ -116,7 +114,7 @@ def test_a_worker_of_a_data_loader():
 
 
 def rank_forks(rank, world_size):
-    contexts = [ContextParallel(timeout=timedelta(seconds=20))]
+    contexts = [ContextParallel(timeout=PATIENCE)]
     expected = attention(contexts[0])
     child = os.fork()
     if child == 0:

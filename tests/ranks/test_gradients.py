@@ -29,7 +29,7 @@ BORDERS = torch.tensor([0, 9, N], dtype=torch.int32)
 class Net(nn.Module):
     """Patches of the whole -> shard -> layers -> unshard -> head. Called with the name of a loss, a row of `LOSSES`."""
 
-    def __init__(self, parallel=None, cu_seqlens=None):
+    def __init__(self, parallel, cu_seqlens):
         super().__init__()
         torch.manual_seed(0)
         self.parallel, self.cu_seqlens = parallel, cu_seqlens
@@ -41,17 +41,10 @@ class Net(nn.Module):
         self.double()
 
     def cut(self, x):
-        return x if self.parallel is None else self.parallel.shard(x, cu_seqlens=self.cu_seqlens)
+        return self.parallel.shard(x, cu_seqlens=self.cu_seqlens)
 
     def join(self, x):
-        return x if self.parallel is None else self.parallel.unshard(x, cu_seqlens=self.cu_seqlens)
-
-    def mean(self, local_sum, local_count):
-        return (
-            local_sum / local_count
-            if self.parallel is None
-            else self.parallel.mean_loss(local_sum, local_count)
-        )
+        return self.parallel.unshard(x, cu_seqlens=self.cu_seqlens)
 
     def hidden(self, video):
         x = self.cut(self.patches(video).transpose(1, 2))
@@ -67,7 +60,7 @@ def tokens(net, video, labels):
     """On shards."""
     own = net.cut(labels)
     logits = net.head(net.hidden(video))
-    return net.mean(
+    return net.parallel.mean_loss(
         F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum"), own.numel()
     )
 
@@ -93,13 +86,7 @@ def preference(net, video, labels):
         if not scores:
             scores.append(-net.join(nats).sum())
         else:
-            scores.append(
-                -(
-                    nats.sum()
-                    if net.parallel is None
-                    else SumOverRanks.apply(nats.sum(), net.parallel.ranks)
-                )
-            )
+            scores.append(-SumOverRanks.apply(nats.sum(), net.parallel.ranks))
     reference = 0.3
     return -F.logsigmoid(0.1 * (scores[0] - scores[1] - reference))
 
@@ -108,31 +95,21 @@ def both(net, video, labels):
     """One loss on shards and one on the whole."""
     own, hidden = net.cut(labels), net.hidden(video)
     terms = F.cross_entropy(net.head(hidden).flatten(0, 1), own.flatten(), reduction="sum")
-    return net.mean(terms, own.numel()) + net.head(net.join(hidden)[:, -1]).square().sum()
+    return (
+        net.parallel.mean_loss(terms, own.numel())
+        + net.head(net.join(hidden)[:, -1]).square().sum()
+    )
 
 
 def apart(net, video, labels):
     """Each rank has the loss of some positions of the whole, and their mean is the loss of all."""
     logits = net.head(net.join(net.hidden(video)))
-    rank, size = (0, 1) if net.parallel is None else (net.parallel.rank, net.parallel.world_size)
-    return (
-        F.cross_entropy(logits[:, rank::size].mT, labels[:, rank::size], reduction="sum")
-        * size
-        / labels.numel()
-    )
+    rank, size = net.parallel.rank, net.parallel.world_size
+    own = F.cross_entropy(logits[:, rank::size].mT, labels[:, rank::size], reduction="sum")
+    return own * size / labels.numel()
 
 
-def one_rank(net, video, labels):
-    """One rank alone has a loss, and the others add nothing."""
-    joined = net.join(net.hidden(video))
-    if net.parallel is None:
-        return net.head(joined[:, 0]).square().sum()
-    return net.head(joined[:, 0]).square().sum() * (
-        net.parallel.world_size if net.parallel.rank == 1 else 0
-    )
-
-
-LOSSES = {f.__name__: f for f in (tokens, whole, reward, pooled, preference, both, apart, one_rank)}
+LOSSES = {f.__name__: f for f in (tokens, whole, reward, pooled, preference, both, apart)}
 CUTS = {
     "contiguous": {},
     "zigzag": {"sharding": "zigzag"},
@@ -160,31 +137,28 @@ def rank_follows_the_rule(rank, world_size, cut, losses, wrappers):
     if "lengths" in options and world_size == 2:
         options["lengths"] = (N, 0)
     parallel = ContextParallel(timeout=PATIENCE, **options)
+    groups = [dist.new_group([member]) for member in range(world_size)]
     for loss, wrapper in itertools.product(losses, wrappers):
-        alone = Net(cu_seqlens=cu_seqlens)
-        expected = alone(loss, video.requires_grad_(), labels)
-        expected.backward()
-        dx, video.grad = video.grad, None
+        alone = Net(ContextParallel(groups[rank]), cu_seqlens)
         net = Net(parallel, cu_seqlens)
         model = wrapped(net, wrapper)
-        found = model(loss, video, labels)
+        of_one, of_rank = (video.clone().requires_grad_() for _ in range(2))
+        expected = alone(loss, of_one, labels)
+        expected.backward()
+        found = model(loss, of_rank, labels)
         found.backward()
         mean = found.detach().clone()
         dist.all_reduce(mean)
         torch.testing.assert_close(mean / world_size, expected.detach(), rtol=1e-12, atol=0)
-        gradients = dict(net.named_parameters(), video=video)
-        for name, parameter in dict(alone.named_parameters(), video=torch.empty(0)).items():
-            right = dx if name == "video" else parameter.grad
-            grad = gradients[name].grad
+        pairs = dict(net.named_parameters(), video=of_rank)
+        for name, parameter in dict(alone.named_parameters(), video=of_one).items():
+            right, grad = parameter.grad, pairs[name].grad
             grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone()
             if wrapper is None or name == "video":
                 dist.all_reduce(grad)
                 grad /= world_size
             error = ((grad - right).norm() / right.norm()).item()
-            assert error < 1e-11, (
-                f"{loss}, {wrapper}, {name}: off by {error:.1e}, {(grad.norm() / right.norm()):.3f}"
-            )
-        video.grad = None
+            assert error < 1e-11, (loss, wrapper, name, error, grad.norm() / right.norm())
     parallel.close()
 
 
@@ -223,18 +197,22 @@ def rank_has_other_gradients(rank, world_size):
         weights = torch.randn(world_size, *shape, generator=generator, dtype=torch.float64)
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.complex128):
             given = weights.to(dtype)
-            rows = parallel.shard(
-                torch.zeros(shape, dtype=dtype), dim, cu_seqlens=cu_seqlens
-            ).requires_grad_()
-            parallel.unshard(rows, dim, cu_seqlens=cu_seqlens).backward(given[rank])
             wide = given.to(torch.promote_types(dtype, torch.float32))
+            full = torch.zeros(shape, dtype=dtype, requires_grad=True)
+            rows = parallel.shard(full, dim, cu_seqlens=cu_seqlens)
+            own = parallel.shard(given[0], dim, cu_seqlens=cu_seqlens)
+            [grad] = torch.autograd.grad(rows, full, own)  # all of it, on every rank
+            torch.testing.assert_close(grad, (wide[0] / world_size).to(dtype))
+            rows = rows.detach().requires_grad_()
+            parallel.unshard(rows, dim, cu_seqlens=cu_seqlens).backward(given[rank])
             right = parallel.shard(wide.sum(0).to(dtype), dim, cu_seqlens=cu_seqlens)
             torch.testing.assert_close(rows.grad, right)
         parallel.close()
 
 
 def test_losses_that_differ_between_ranks():
-    """Catches rows that come back in another order, 16-bit sums that round at each rank, and a rank without rows."""
+    """Catches a gradient that is a rank's own part, rows in another order, 16-bit sums that round at each rank, and a
+    rank without rows."""
     run(3, rank_has_other_gradients)
 
 

@@ -37,23 +37,32 @@ def test_counts_keep_their_value(count):
     assert ContextParallel().mean_loss(total, 1, step_count=count).item() == 3.0 / float(count)
 
 
-def test_what_is_no_count_is_told_with_its_name():
+ONE = torch.ones(1)
+NO_NUMBERS = [torch.tensor(1j), ONE.to("meta"), ONE.to_sparse()]
+NO_COUNTS = ["x", {}, [3], True, 1j, -0.5, 10**400, math.nan, math.inf, *NO_NUMBERS]
+NO_COUNTS += [torch.tensor(x) for x in (True, -3, math.nan, [1, 2], [])]
+NO_SUMS = [None, "x", 3.0, [ONE], torch.tensor(3), torch.tensor(True), torch.ones(2), torch.ones(0)]
+
+
+def test_what_is_no_number_is_told_with_its_name():
     """Catches torch's own errors ("Could not infer dtype of NoneType"), which name no argument."""
-    one = torch.ones(1)
-    wrong = ["x", b"3", {}, [], [3], {3}, True, 1j, -1, -0.5, 10**400, math.nan, math.inf, object()]
-    wrong += [torch.tensor(x) for x in (True, 1j, -3, math.nan, [1, 2], [])]
-    for count in [*wrong, one.to("meta"), one.to_sparse()]:
+    mean_loss, total = ContextParallel().mean_loss, torch.ones(())
+    for count in [*NO_COUNTS, None]:
         with pytest.raises(ValueError, match="local_count must be one number of at least 0"):
-            ContextParallel().mean_loss(torch.ones(()), count)
+            mean_loss(total, count)
+    for count in NO_COUNTS:
         with pytest.raises(ValueError, match="step_count must be one number of at least 0"):
-            ContextParallel().mean_loss(torch.ones(()), 1, step_count=count)
-    with pytest.raises(ValueError, match="local_count must be one number of at least 0"):
-        ContextParallel().mean_loss(torch.ones(()), None)
-    sums = [None, "x", 3.0, [one], torch.tensor(3), torch.tensor(True), torch.tensor(1j)]
-    sums += [torch.ones(2), torch.ones(0), one.to("meta"), one.to_sparse()]
-    for total in sums:
+            mean_loss(total, 1, step_count=count)
+    for no_sum in NO_SUMS + NO_NUMBERS:
         with pytest.raises(ValueError, match="local_sum must be one number"):
-            ContextParallel().mean_loss(total, 3)
+            mean_loss(no_sum, 3)
+
+
+def contexts():
+    """A mesh of two replicas of two ranks, a context of this replica's, and one of all ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    groups = (mesh["cp"], None)
+    return mesh, *(ContextParallel(group, timeout=PATIENCE) for group in groups)
 
 
 class Tagger(nn.Module):
@@ -88,11 +97,7 @@ def close(model, expected):
 
 
 def rank_has_unequal_replicas(rank, world_size):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    parallel, everyone = (
-        ContextParallel(mesh["cp"], timeout=PATIENCE),
-        ContextParallel(timeout=PATIENCE),
-    )
+    mesh, parallel, everyone = contexts()
     replica = mesh.get_local_rank("dp")
     for is_step, kind in ((False, "DDP"), (True, "DDP"), (True, "FSDP2")):
         micro_batches = [0, 1] if is_step else [0]
@@ -131,11 +136,7 @@ def test_unequal_replicas_and_micro_batches():
 
 
 def rank_trains_a_language_model(rank, world_size):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    parallel, everyone = (
-        ContextParallel(mesh["cp"], timeout=PATIENCE),
-        ContextParallel(timeout=PATIENCE),
-    )
+    mesh, parallel, everyone = contexts()
     texts = [[torch.randint(40, (1, length)) for length in lengths] for lengths in LENGTHS]
     total = sum(text.shape[1] - 1 for lengths in texts for text in lengths)
     torch.manual_seed(0)
@@ -193,72 +194,41 @@ def test_a_sample_without_a_label(world_size):
 
 
 def rank_is_given_what_cannot_be(rank, world_size):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    parallel, everyone = (
-        ContextParallel(mesh["cp"], timeout=PATIENCE),
-        ContextParallel(timeout=PATIENCE),
-    )
-    replicas = ContextParallel(mesh["dp"], timeout=PATIENCE)
-    one, odd = torch.ones(()), rank == 1
-    steps = (
-        (0, "4 terms in this micro-batch and step_count=0 in all"),
-        (
-            -1 if odd else 3,
-            "step_count must be one number of at least 0 (the terms in the sum), got -1",
-        ),
-        (
-            3 if odd else None,
-            "ranks disagree on call: rank 0 has mean_loss, rank 1 has mean_loss with step_count",
-        ),
-    )
-    for step_count, said in steps:
-        call = partial(parallel.mean_loss, one, 1, over=everyone, step_count=step_count)
-        assert said in message_of(call)
-    found = message_of(lambda: parallel.mean_loss(one, 1, over=replicas))
+    mesh, parallel, everyone = contexts()
+    replicas, another = ContextParallel(mesh["dp"], timeout=PATIENCE), contexts()[2]
+    one, odd = torch.ones(()), rank % 2 == 1
     theirs, missing = [rank % 2, rank % 2 + 2], rank + 1 - 2 * (rank % 2)
-    assert (
-        f"over is a context of ranks {theirs}, and lacks the ranks [{missing}] of this one" in found
-    )
-    assert "pass a context of all ranks whose gradients are averaged" in found
-    assert parallel.mean_loss(one, 1, over=everyone) == 1
-    if rank < 2:
-        wrong = "over must be a ContextParallel of all ranks whose terms count, got 'mesh'"
-        assert wrong in message_of(
-            lambda: parallel.mean_loss(one, 1, over="mesh" if odd else everyone)
+    lacks = f"over is a context of ranks {theirs}, and lacks the ranks [{missing}] of this one"
+    no_step = "step_count must be one number of at least 0 (the terms in the sum), got -1"
+    unlike = "ranks disagree on call: rank {} has mean_loss, rank {} has mean_loss with step_count"
+    for over, step_count, said in (
+        (everyone, 0, "4 terms in this micro-batch and step_count=0 in all"),
+        (everyone, -1 if rank == 1 else 3, no_step),
+        (everyone, 3 if rank == 1 else None, unlike.format(0, 1)),
+        (replicas, None, lacks),
+        (replicas, None, "pass a context of all ranks whose gradients are averaged"),
+        (another if odd else None, None, "ranks disagree on call"),
+    ):
+        assert said in message_of(
+            partial(parallel.mean_loss, one, 1, over=over, step_count=step_count)
         )
-    else:  # they wait for rank 1, which has no way to tell them
-        message_of(lambda: parallel.mean_loss(one, 1, over=everyone), ExchangeError)
+    assert parallel.mean_loss(one, 1, over=everyone) == 1
+    own, all_ranks = f"{parallel.name} of ranks [0, 1]", f"{everyone.name} of ranks [0, 1, 2, 3]"
+    mistakes = {
+        "mesh": "over must be a ContextParallel of all ranks whose terms count, got 'mesh'",
+        parallel: f"disagree on over: rank 0 has {all_ranks}, rank 1 has {own}",
+    }
+    for mistake, said in mistakes.items():
+        over = contexts()[2] if mistake == "mesh" else everyone
+        attempt = partial(parallel.mean_loss, one, 1, over=mistake if rank == 1 else over)
+        if rank < 2:
+            assert said in message_of(attempt)
+            assert parallel.mean_loss(one, 1) == 1  # the context that agreed is whole
+        else:  # they wait for ranks 0 and 1, which have no way to tell them
+            message_of(attempt, ExchangeError)
+            break
 
 
 def test_numbers_and_contexts_that_cannot_be():
-    """Catches an error that one rank raises alone: the others would wait for it."""
+    """Catches an error that one rank raises alone, and ranks that wait in different contexts until they time out."""
     run(4, rank_is_given_what_cannot_be, seconds=15)
-
-
-def rank_passes_another_context(rank, world_size):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    parallel, everyone = (
-        ContextParallel(mesh["cp"], timeout=PATIENCE),
-        ContextParallel(timeout=PATIENCE),
-    )
-    another, one = ContextParallel(timeout=PATIENCE), torch.ones(())
-    found = message_of(lambda: parallel.mean_loss(one, 1, over=another if rank % 2 else None))
-    assert "ranks disagree on call" in found
-    assert parallel.mean_loss(one, 1, over=everyone) == 1
-    if rank < 2:
-        found = message_of(
-            lambda: parallel.mean_loss(one, 1, over=parallel if rank == 1 else everyone)
-        )
-        own = f"{parallel.name} of ranks [0, 1]"
-        assert (
-            f"disagree on over: rank 0 has {everyone.name} of ranks [0, 1, 2, 3], rank 1 has {own}"
-            in found
-        )
-        assert parallel.mean_loss(one, 1) == 1  # the context that agreed is whole
-    else:  # they wait for ranks 0 and 1, which have no way to tell them
-        message_of(lambda: parallel.mean_loss(one, 1, over=everyone), ExchangeError)
-
-
-def test_another_context_on_one_rank():
-    """Catches ranks that wait in different contexts until they time out."""
-    run(4, rank_passes_another_context, seconds=15)
