@@ -234,9 +234,13 @@ def rank_cannot_copy_its_rows(rank, world_size):
     message = message_of(lambda: attend(*[vast if rank else x] * 3))
     assert ("rank 1 refused the call" in message) == (rank == 0), message
     assert "allocate" in message
+
+    def fail(_):
+        raise RuntimeError("no memory left")
+
     for place, name, used in ((attention, "with_unit_stride", 0), (torch, "zeros_like", 1)):
         results, right = attend(x, x, x, return_lse=True), getattr(place, name)
-        setattr(place, name, no_memory if rank else right)
+        setattr(place, name, fail if rank else right)
         message = message_of(lambda y=results[used]: y.sum().backward())
         setattr(place, name, right)
         assert ("rank 1 refused the call" in message) == (rank == 0), message
