@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 PHASE_RULES = ("modulo", "blocked")
 HEAD_RULES = ("all", "split")
 
-# A segment of this length is the whole document: no sequence has as many positions, and int64 still holds it.
+# As a segment length, this number means the whole document. No sequence has as many positions, and the number fits into
+# int64.
 WHOLE_DOCUMENT = 2**62
-_MOST_LISTED = 8  # `explain` writes out all phases if they are at most this many
+_MOST_LISTED = 8  # `explain` lists all phases if there are at most this many
 
 
 class Branch(NamedTuple):
@@ -60,13 +61,13 @@ class Branch(NamedTuple):
 class HeadGroup(NamedTuple):
     """Query heads whose rows can be read through one strided view, and the key/value heads that they attend to.
 
-    If phase_step is 0, all heads of the group read the same phase. If it is 1, the group is a *diagonal*: each head
-    reads the phase after that of the head before.
+    If phase_step is 0, all heads of the group read the same phase. If it is 1, the group is a *diagonal*: the phase of
+    each head is one higher than that of the head before.
     """
 
     query_heads: range
     kv_heads: range  # The j-th query head reads kv_heads[j // (len(query_heads) // len(kv_heads))].
-    phase: int  # The j-th query head reads phase + j * phase_step.
+    phase: int  # The j-th query head reads the phase `phase + j * phase_step`.
     phase_step: int  # 0: all heads read the same phase. 1: a diagonal.
 
     @property
@@ -87,14 +88,15 @@ class DilatedPattern:
     `DilatedPattern.sliding` a sliding window without other branches.
 
     Args:
-        segment_lengths: w of each branch, in positions. The sequence length need not be a multiple of it.
-        dilation_rates: r of each branch.
+        segment_lengths: the segment length w of each branch, in positions. The sequence length need not be a multiple
+            of w.
+        dilation_rates: the dilation rate r of each branch.
         window: the length of a sliding window, which all heads run as one more branch. Causal: a query sees the
             last `window` positions, its own among them (Mistral, Gemma). Not causal: a query sees all positions at
             most `window // 2` away (ModernBERT). None: no window.
-        is_causal: a query sees no later key.
-        phase: which phase head h of H reads. "modulo" is the paper's h mod r, "blocked" is torchscale's
-            h // ceil(H / r).
+        is_causal: whether queries see no later keys.
+        phase: the rule for which phase head h of H heads reads. "modulo": phase h mod r, as in the paper. "blocked":
+            phase h // ceil(H / r), as in torchscale.
         heads: "all" runs every branch on every head (LongNet). "split" gives branch i the i-th of near-equal
             contiguous groups of heads (sizes as torch.tensor_split). All heads of the group read phase i mod r.
 
@@ -104,7 +106,8 @@ class DilatedPattern:
     """
 
     segment_lengths: Sequence[int]  # Stored as a tuple, like dilation_rates.
-    # Without a default Python would raise its own TypeError. With () the error below says what is missing.
+    # Default to (), so that a call without rates raises the ValueError below, which says what is missing, and not
+    # Python's TypeError.
     dilation_rates: Sequence[int] = ()
     _: KW_ONLY
     window: int | None = None
@@ -139,14 +142,15 @@ class DilatedPattern:
         if self.heads == "split" and self.window is not None:
             rule = "heads='split' gives each branch its own heads, and all heads run a window"
             raise ValueError(f"{rule}, got window={self.window}. Leave heads at its default.")
-        _ = self.text  # computed now, because torch.compile cannot trace it
+        _ = self.text  # compute the text now, because torch.compile cannot trace that
 
     @cached_property
     def text(self) -> str:
-        """The pattern as a JSON string, from which `from_text` makes the pattern again. Custom ops take strings only.
+        """The pattern as a JSON string, from which `from_text` makes the pattern again. torch's custom ops take
+        strings, but not patterns.
 
-        The text must not be a field. To copy a dataclass among a module's inputs, FSDP calls the constructor with all
-        fields, and this constructor takes no text.
+        The text is not a field, because FSDP copies a dataclass among a module's inputs: it calls the constructor with
+        all fields, and this constructor takes no text.
         """
         return json.dumps(self.as_dict())
 
@@ -197,8 +201,10 @@ class DilatedPattern:
 
         Args:
             max_len: the longest segment length; a longer sequence has several such segments.
-            first_length: w_0, the segment length of the branch at rate 1. If it is >= max_len, this is the only branch.
-            ratio: a, the common ratio of lengths and rates. The last length is cut to max_len, but its rate is not.
+            first_length: w_0, the segment length of the branch at rate 1. If first_length >= max_len, there is no other
+                branch.
+            ratio: a, the common ratio of lengths and rates. The last length is cut to max_len, but the rate of the last
+                branch is not.
             window, is_causal, phase, heads: as in `DilatedPattern`.
 
         Raises:
@@ -280,14 +286,14 @@ class DilatedPattern:
         first row is one position later for each head. If query heads share key/value heads, there are no diagonals.
 
         Args:
-            held: the query heads of the layer that the tensors hold (tensor parallelism); None for all. It contains
-                all or none of the query heads that share a key/value head. The returned groups count heads from
-                held.start. Which phase a head reads depends on its number in the layer.
+            held: the query heads of the layer that the tensors hold (tensor parallelism); None for all. Query heads
+                that share a key/value head are all held or none. The returned groups count heads from held.start. Which
+                phase a head reads depends on the head's number in the layer.
         """
         rate = self.branches[branch].dilation_rate
         groups = self.phase_groups(branch, num_heads, num_kv_heads, held)
         if self.heads == "all" and num_heads == num_kv_heads:
-            block = -(-num_heads // rate)  # heads of one phase under the blocked rule
+            block = -(-num_heads // rate)  # how many heads read a phase under the blocked rule
             if self.phase == "modulo":
                 diagonal = [range(k, min(k + rate, num_heads)) for k in range(0, num_heads, rate)]
             else:
@@ -363,11 +369,11 @@ class DilatedPattern:
                 the phases of all branches repeat. If the period is above 2^20 positions, only the first 2^20 of each
                 document are looked at. (Fewer, if heads read more than 64 combinations of phases.)
         """
-        if self.window is not None:  # in a window every query sees itself
+        if self.window is not None:  # in a window every query sees its own position
             return 0, num_heads * sum(lengths if lengths is not None else [1])
         longest = max(lengths) if lengths is not None else math.inf
         # The phase (t mod w) mod r repeats after r positions if r divides w, or if no document is longer than w.
-        # Otherwise it repeats after w positions.
+        # Otherwise the phase repeats after w positions.
         period = math.lcm(*(w if w % r and w < longest else r for w, r, _ in self.branches))
         branches = range(len(self.branches))
         heads = Counter(
@@ -391,7 +397,8 @@ class DilatedPattern:
         seen = bytearray(length)
         for (w, r, _), phase in zip(self.branches, phases, strict=True):
             if phase is not None:
-                # If r divides w, every segment has the rows t mod r == phase. So treat the document as one segment.
+                # If r divides w, position t has the phase t mod r in every segment. So treat the document as one
+                # segment.
                 segment = w if w % r else length
                 for start in range(0, length, segment):
                     rows = range(start + phase, min(start + segment, length), r)
@@ -419,7 +426,7 @@ class DilatedPattern:
             )
             note = "; every phase is read"
             there = [s for s in read if s in phases]
-            # The lengths are compared, because a list of all `phases` may be too large for memory.
+            # Compare lengths, because a list of all `phases` may be too large for memory.
             if len(there) < len(phases):
                 is_split = self.heads == "split" and there
                 unread = f"all but {there[0]}" if is_split else _shorten(phases[len(there) :])
@@ -443,7 +450,7 @@ class DilatedPattern:
 def _integers(name: str, values: Iterable[int], *, may_be_empty: bool = False) -> tuple[int, ...]:
     try:
         entries = tuple(values)
-    except TypeError:  # not iterable; numpy's 0-dimensional arrays end here too
+    except TypeError:  # `values` is not iterable, as a number or a 0-dimensional numpy array
         entries = None
     if entries is None or isinstance(values, (str, bytes, Mapping, Set)):
         raise ValueError(f"{name} must be a list of positive integers, got {values!r}.")
@@ -477,7 +484,7 @@ def why_no_pattern(value: object) -> str | None:
 def is_integer(value: object) -> bool:
     """Whether a value is an integer and not a bool. Integers of numpy and torch count too."""
     try:
-        index(value)  # type: ignore[arg-type]  # fails for all other types
+        index(value)  # type: ignore[arg-type]  # raises TypeError for other types
     except TypeError:
         return False
     return not isinstance(value, bool)
@@ -499,7 +506,7 @@ def is_finite_number(value: object) -> bool:
 def _within(heads: range, held: range | None) -> tuple[int, range]:
     """Keep those of `heads` that are in `held` (None keeps all). Kept heads are numbered from held.start.
 
-    Returns how many of `heads` come before the first kept one, and the kept heads. An example: if `heads` are 0, 2, 4,
+    Returns how many of `heads` come before the first kept head, and the kept heads. An example: if `heads` are 0, 2, 4,
     6 and `held` is 4..7, then heads 4 and 6 are kept. Their new numbers are 0 and 2, and two heads come before.
     """
     if held is None:

@@ -74,7 +74,7 @@ def dilated_attention_reference(
         count_HNN = pad(count_HNN, (0, 1), value=1)
         value_BNHD = pad(value_BNHD, (0, 0, 0, 0, 0, 1))
     largest = score_BHNN.detach().amax(-1, keepdim=True)
-    # A query without keys has only scores of -inf. Subtracting -inf from them would give NaN.
+    # Subtract 0 if a query has no keys: all its scores are -inf, and (-inf) - (-inf) is NaN.
     largest = largest.masked_fill(largest == -torch.inf, 0)
     weight_BHNN = count_HNN * torch.exp(score_BHNN - largest)
     total = weight_BHNN.sum(-1, keepdim=True)

@@ -22,7 +22,7 @@ def choose(backend: str, query: Tensor) -> Kernel:
     """The kernel of the named backend. Under "auto" it is the first kernel that can serve the tensor.
 
     Raises:
-        ValueError: if the named backend, or under "auto" every backend, cannot serve the tensor. It says why.
+        ValueError: if the named backend, or under "auto" every backend, cannot serve the tensor. The message says why.
     """
     check_backend(backend)
     if backend != "auto":

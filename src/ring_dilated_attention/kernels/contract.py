@@ -16,14 +16,14 @@ from ..plan.step import Traits
 
 
 class BackwardRows(NamedTuple):
-    """The inputs of a tile's backward. out and lse are over all keys, not only over those of the tile.
+    """The inputs of a tile's backward. out and lse are over all keys, not only over the tile's keys.
 
     So p = exp(score - lse) is a key's weight among all keys, and the tiles' gradients add up to the exact gradient.
     lse may have more rows than query (`Merging.lse_multiple`).
     """
 
     dout: Tensor
-    dlse: Tensor | None  # the gradient of lse, or None for zero
+    dlse: Tensor | None  # the gradient of lse, or None if it is zero
     query: Tensor
     key: Tensor
     value: Tensor
@@ -34,8 +34,8 @@ class BackwardRows(NamedTuple):
 class TileRows(NamedTuple):
     """Tensors of a tile, and where their rows lie in a (B, N, H, D) tensor.
 
-    rows: the positions and heads of the rows. entry: their batch entry, or None for all entries. tensors: each
-    (B, H, M, D) or (B, H, M).
+    rows: which positions and heads the tensors contain. entry: the batch entry of the tensors, or None if they contain
+    all entries. tensors: each is (B, H, M, D), or (B, H, M) for lse.
     """
 
     rows: Rows
@@ -44,8 +44,8 @@ class TileRows(NamedTuple):
 
 
 class GradientSum(NamedTuple):
-    """The gradients of tiles, and where their sum is written. total: the tensor (B, N, H, D) that gets the sum.
-    heads: which heads of `total` are written."""
+    """The gradients of tiles, and where their sum is written. total: the tensor (B, N, H, D) to which the sum is
+    written. gradients: each tile's gradient. heads: the heads of `total` that are written."""
 
     total: Tensor
     gradients: Sequence[TileRows]
@@ -58,7 +58,8 @@ class Merging(NamedTuple):
     merge: Callable[..., None]
     add: Callable[..., None]
     lay_out: Callable[..., None]
-    # The caller adds rows of inf to the end of lse, so that `Kernel.backward` gets a multiple of this number of rows.
+    # `Kernel.backward` needs lse with a multiple of this number of rows, so the caller adds rows of inf to the end of
+    # lse.
     lse_multiple: int = 1
 
 
@@ -68,16 +69,17 @@ class Kernel(Protocol):
 
     NAME: str
     TRAITS: Traits
-    # A function of a (B, N, H, D) tensor. It returns the backend's ops by name. Each has the reason why it cannot run
-    # dense attention on the tensor, or None if it can. The first op that can, runs. A backend with one op has ops=None.
+    # Takes a (B, N, H, D) tensor and returns the backend's ops by name, each with the reason why the op cannot run
+    # dense attention on the tensor, or None if it can. The kernel runs the first op that can. A backend with a single
+    # op has ops=None.
     ops: Callable[[Tensor], dict[str, str | None]] | None
 
     def why_not(self, query: Tensor) -> str | None:
         """The reason why this backend cannot serve the tensor, or None."""
 
     def takes_short_rows(self, dtype: torch.dtype) -> bool:
-        """Whether the kernel computes short rows (rows of this 16-bit dtype) as they are. If it does not, and
-        `TRAITS.packing` is set, the caller gives it float32 copies of a tile's rows."""
+        """Whether the kernel takes rows of this 16-bit dtype as they are. If it does not, and `TRAITS.packing` is set,
+        the caller gives it float32 copies of a tile's rows."""
 
     def merging(self, query: Tensor) -> Merging | None:
         """Functions that merge or add the results of many tiles in one pass. If it returns None, the caller merges or

@@ -62,11 +62,13 @@ def short_rows_fail() -> bool:
 def forward(
     q_BHMD: Tensor, k_BGLD: Tensor, v_BGLD: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    # with other strides the op's results are wrong, without an error
+    # Check the strides, because with other strides the op returns wrong results without an error.
     assert q_BHMD.stride(-1) == k_BGLD.stride(-1) == v_BGLD.stride(-1) == 1
-    assert min(q_BHMD.numel(), k_BGLD.numel()) > 0  # an empty tensor kills the process
+    # Check that no tensor is empty, because an empty tensor kills the process.
+    assert min(q_BHMD.numel(), k_BGLD.numel()) > 0
     dtype = q_BHMD.dtype
-    # Only the rows of a cache are copied here. The caller has copied all other 16-bit rows (`takes_short_rows`).
+    # Copy the rows of a cache to float32. The caller has already copied all other 16-bit rows, because
+    # `takes_short_rows` returned False.
     if dtype.itemsize == 2 and short_rows_fail():
         q_BHMD = q_BHMD.float()
         k_BGLD = k_BGLD.float()

@@ -38,18 +38,20 @@ class Op(NamedTuple):
     and their arguments."""
 
     is_enabled: Callable[[], bool]  # Whether the op is switched on in torch.
-    capabilities: dict[torch.dtype, tuple[int, int]]  # The least compute capability for each dtype.
+    # The dtypes that the op takes, each with the least compute capability that it needs.
+    capabilities: dict[torch.dtype, tuple[int, int]]
     max_head_dim: float
-    # Makes the arguments that the backward op takes after value.
+    # Returns the arguments of the backward op that follow `value`.
     backward_arguments: Callable[[Tensor, Tensor, int, bool], tuple[Any, ...]]
-    # The arguments that the forward op takes between value and dropout: no bias, and that lse is returned.
+    # The arguments of the forward op between `value` and the dropout: no bias, and True so that lse is returned.
     forward_arguments: tuple[Any, ...] = (None, True)
-    # Says why the op cannot compute a tile, for reasons that only this op has, or returns None.
+    # Returns the reason why the op cannot compute a tile, for limits that only this op has, or None.
     refuses: Callable[[TileFacts], str | None] = lambda tile: None
-    # The most batch entries. A CUDA grid has at most so many blocks along its second and third dimension.
+    # The most batch entries of a call, because a CUDA grid has at most this many blocks along its second and third
+    # dimension.
     max_batch: float = 65_535
-    takes_groups: bool = False  # Whether it takes fewer key/value heads than query heads.
-    takes_strides: bool = False  # Whether out and dout may have any strides.
+    takes_groups: bool = False  # Whether the op takes fewer key/value heads than query heads.
+    takes_strides: bool = False  # Whether the op takes out and dout with any strides.
 
     def why_not(self, tile: TileFacts) -> str | None:
         """The reason why the op cannot compute the tile, or None."""
@@ -100,10 +102,11 @@ def _cudnn_refuses(tile: TileFacts) -> str | None:
     if torch.version.hip:
         return "is not part of ROCm"
     version = torch.backends.cudnn.version() or 0
-    # Older versions went out of bounds if M was not a multiple of 128 (pytorch#169849).
+    # Older versions of cuDNN went out of bounds if the number of rows was not a multiple of 128 (pytorch#169849).
     if version < 91501:
         return f"needs cuDNN 9.15.1 (91501) or later, got {version}"
-    # Torch never gives cuDNN a single key, and a single row gave NaN (cudnn-frontend#1072).
+    # Refuse a single key, which torch never gives to cuDNN, and a single row, for which cuDNN returned NaN
+    # (cudnn-frontend#1072).
     if 1 in (tile.num_rows, tile.num_keys):
         return f"takes two or more rows and keys, got {tile.num_rows} and {tile.num_keys}"
     if (
@@ -117,7 +120,7 @@ def _cudnn_refuses(tile: TileFacts) -> str | None:
 def _flash_arguments(
     out_BHMD: Tensor, lse_BHM: Tensor, num_keys: int, is_causal: bool
 ) -> tuple[Any, ...]:
-    # The two None say that there are no borders of packed documents.
+    # The two None mean that there are no borders of packed documents.
     return (
         out_BHMD,
         lse_BHM,
@@ -154,7 +157,7 @@ def _cudnn_arguments(
 
 
 def _seeds(like: Tensor) -> list[Tensor]:
-    # seed and offset of dropout: the op must be given them, but does not read them without dropout
+    # Return a seed and an offset of dropout: the op requires both arguments, but does not read them without dropout.
     return [like.new_empty((), dtype=torch.int64)] * 2
 
 
@@ -171,18 +174,19 @@ OPS = {
         takes_groups=True,
         takes_strides=True,
     ),
-    "efficient": Op(  # takes_strides is False: its backward assumes that out's row stride is H * D
+    # takes_strides is False, because the op's backward assumes that out has the row stride H * D.
+    "efficient": Op(
         torch.backends.cuda.mem_efficient_sdp_enabled,
         {torch.float32: (5, 0), torch.float16: (5, 0), torch.bfloat16: (8, 0)},
         max_head_dim=math.inf,
         backward_arguments=_efficient_arguments,
-        max_batch=math.inf,  # the op splits larger batches itself
+        max_batch=math.inf,  # because the op itself splits a larger batch
     ),
-    # takes_strides is False: its backward asserts that the strides of out and dout are the same (pytorch#176915).
+    # takes_strides is False, because the op's backward asserts that out and dout have equal strides (pytorch#176915).
     "cudnn": Op(
         torch.backends.cuda.cudnn_sdp_enabled,
         _SM80,
-        # Some versions of cuDNN take head dim 256 on some GPUs, but not always in a backward.
+        # Take no larger head dims: some versions of cuDNN take 256 on some GPUs, but not always in backward.
         max_head_dim=128,
         backward_arguments=_cudnn_arguments,
         refuses=_cudnn_refuses,
@@ -192,18 +196,19 @@ OPS = {
 
 
 def lse_multiple(name: str | None) -> int:
-    """The backward of the named op needs lse with a multiple of this number of rows. The caller adds rows of inf, so
-    that their weights exp(score - lse) are 0."""
+    """The backward of the named op needs lse with a multiple of this number of rows. The caller adds rows of inf, for
+    which the weights exp(score - lse) are 0."""
     return 32 if name == "efficient" and not torch.version.hip else 1
 
 
-# The major compute capabilities on which torch tries cuDNN before flash. `in_order` does the same (docs/decisions.md).
+# The major compute capabilities on which torch tries cuDNN before flash, and so does `in_order` (docs/decisions.md).
 _CUDNN_FIRST = (9, 10)
 
 
 def in_order(tile: TileFacts) -> tuple[str, ...]:
     """The names of OPS, in the order in which they are tried. The first op that takes a tile runs it."""
-    # In generation cuDNN comes last: the number of keys grows with every token, and cuDNN plans anew for each number.
+    # Try cuDNN last while tokens are generated, because the number of keys then grows with every token, and cuDNN makes
+    # a new plan for each number of keys.
     is_of_token = tile.num_rows < 128 and tile.num_keys != tile.num_rows
     if tile.capability[0] in _CUDNN_FIRST and not is_of_token:
         return "cudnn", "flash", "efficient"

@@ -35,7 +35,7 @@ def with_dlse_columns(rows: BackwardRows, width: int) -> BackwardRows:
     factor = torch.ones_like(rows.dlse)
     count = num_columns(out.dtype)
     if count > 1:
-        # With exponents from -14 to 15 the power of 2 is a normal float16.
+        # Keep the exponent between -14 and 15, so that the power of 2 is a normal float16.
         exponent = torch.frexp(rest).exponent.clamp(-14, 15)
         factor = torch.ldexp(factor, exponent)
 

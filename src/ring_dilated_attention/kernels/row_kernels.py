@@ -24,8 +24,8 @@ DTYPES = {
 
 @triton.jit
 def write_kernel(table, numbers, NUM: tl.constexpr, OFFSET: tl.constexpr):
-    """Write the numbers to the table on the GPU. They are passed as arguments, because the host would wait for a copy
-    to the GPU, and a CUDA graph would capture the copy."""
+    """Write the numbers to the table on the GPU. The numbers are passed as arguments, not copied to the GPU, because
+    the host would wait for a copy, and a CUDA graph would capture it."""
     for i in tl.static_range(NUM):
         tl.store(table + i, (numbers[i] >> 1) - OFFSET)
 
@@ -58,11 +58,12 @@ def _indices(tile, entry, head, row_N):
 
 @triton.jit
 def _pointers(fields, b_N, k, m_N, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointers to the rows (b_N, k, m_N) of one tensor of a tile. fields: where the table has the tensor's pointer and
-    strides."""
+    """Pointers to the rows (b_N, k, m_N) of one tensor of a tile. fields: the place in the table where the tensor's
+    pointer and strides stand."""
     pointer = tl.load(fields).to(tl.pointer_type(DTYPE))
     stride_b, stride_h, stride_m = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
-    # If ALIGNED > 1, every row begins at a multiple of 16 bytes, and ALIGNED elements have 16 bytes.
+    # Tell the compiler that every row begins at a multiple of 16 bytes. If so, ALIGNED is the number of elements in 16
+    # bytes, otherwise 1.
     if ALIGNED > 1:
         pointer = tl.multiple_of(pointer, 16)
         stride_b = tl.multiple_of(stride_b, ALIGNED)
@@ -91,11 +92,11 @@ def merge_kernel(
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
     ADDS: tl.constexpr,
 ):  # fmt: skip
-    """Merge all partials (out and lse of a tile) of each row, and write the row's out and lse. With ADDS, the values
-    that out and lse already hold are merged too.
+    """Merge all partials (out and lse of a tile) of each row, and write the row's out and lse. If ADDS is set, the
+    values that out and lse already hold are merged too.
 
     Naively lse = log(sum over partials of exp(lse_p)) and out = sum of exp(lse_p - lse) out_p. Here the largest lse so
-    far is subtracted before exp. With ADDS the weights are float64, as in `run/merge.py`.
+    far is subtracted before exp. If ADDS is set, the weights are float64, as in `run/merge.py`.
     """
     entry, head, start = _block(num_rows, first_head, num_block_heads, BN)
     row_N, column_D = start + tl.arange(0, BN), tl.arange(0, BD)
@@ -123,7 +124,7 @@ def merge_kernel(
             )
             its_N = tl.load(lse_N, mask=is_there_N, other=-float("inf")).to(largest_N.dtype)
             larger_N = tl.maximum(largest_N, its_N)
-            # (-inf) - (-inf) is NaN
+            # Subtract 0 instead of -inf, because (-inf) - (-inf) is NaN.
             subtracted_N = tl.where(larger_N == -float("inf"), 0.0, larger_N)
             before_N = tl.exp(largest_N - subtracted_N)
             weight_N = tl.exp(its_N - subtracted_N)
@@ -131,7 +132,8 @@ def merge_kernel(
             sum_ND = sum_ND * before_N.to(tl.float32)[:, None]
             sum_ND += partial_ND.to(tl.float32) * weight_N.to(tl.float32)[:, None]
             largest_N = larger_N
-    divisor_N = tl.where(sum_N == 0, 1.0, sum_N)  # a row without partials gets (0, -inf)
+    # Divide by 1 instead of 0, so that a row without partials gets out = 0 and lse = -inf.
+    divisor_N = tl.where(sum_N == 0, 1.0, sum_N)
     result_ND = sum_ND / divisor_N.to(tl.float32)[:, None]
     tl.store(out + place_ND, result_ND.to(out.dtype.element_ty), mask=is_place_ND)
     tl.store(lse + place_N, largest_N + tl.log(divisor_N), mask=is_row_N)
@@ -145,7 +147,7 @@ def add_kernel(
     ADDS: tl.constexpr,
 ):  # fmt: skip
     """Add up the tiles' gradients of each row, and write the sums to dq, dk and dv. The sum for dq is multiplied by
-    `factor`. With ADDS, the sums are added to the values that dq, dk and dv already hold.
+    `factor`. If ADDS is set, the sums are added to the values that dq, dk and dv already hold.
 
     A program's number along the second dimension of the grid says whether it computes dq, dk or dv. num_block_heads:
     the number of query heads that are computed.
@@ -156,7 +158,7 @@ def add_kernel(
     target, first_tile, num_tiles = dq, 0, num_dq
     is_needed = True
     if which > 0:
-        # A key/value head has a program for each of its query heads. Only the first of them computes.
+        # A key/value head has a program for each of its query heads. Only the first of these programs computes.
         is_needed = head % ratio == 0
         head = head // ratio
         num_heads = num_kv_heads

@@ -18,11 +18,13 @@ from torch import Tensor
 from ..plan.rows import Rows
 from .contract import GradientSum, TileRows
 
-FIELDS = 12  # How many numbers of a tile stand in its table before the pointers and strides of its tensors.
-# How many numbers a launch of `write_kernel` writes. Twelve tiles of a forward have 240. GPUs allow 4 KB of arguments.
+# How many numbers the table has for each tile before the pointers and strides of the tile's tensors.
+FIELDS = 12
+# How many numbers a launch of `write_kernel` writes. Twelve tiles of a forward have 240 numbers. GPUs allow 4 KB of
+# arguments.
 NUMBERS = 256
 # A number x is passed as 2 x + ODD, which is odd and has more than 32 bits. Otherwise Triton would compile
-# `write_kernel` again for each kind of argument: the number 1, multiples of 16, numbers of 32 bits.
+# `write_kernel` again for each kind of number: 1, multiples of 16, numbers of at most 32 bits.
 ODD = 2**41 + 1
 
 
@@ -85,7 +87,7 @@ def add_rows(sums: Sequence[GradientSum], factor: float, *, adds: bool) -> None:
     kv_heads = sums[-1].heads
     num_kv_heads = targets[-1].shape[2]
 
-    # The tiles of dq, then those of dk, then those of dv.
+    # List the tiles of dq, then the tiles of dk, then the tiles of dv.
     tiles: list[TileRows] = []
     counts: list[int] = []
     for x in sums:
@@ -93,7 +95,8 @@ def add_rows(sums: Sequence[GradientSum], factor: float, *, adds: bool) -> None:
         counts.append(len(x.gradients))
     numbers = list(map(_numbers, tiles))
 
-    # The kernel always takes three tensors. With dq alone, it does not touch the others.
+    # Pass three tensors, because the kernel always takes three. If dq is the only sum, the kernel does not touch the
+    # second and the third tensor.
     num_missing = 3 - len(sums)
     targets += targets[:1] * num_missing
     counts += [0] * num_missing
@@ -173,7 +176,7 @@ def _on_device(x: Tensor) -> AbstractContextManager[Any]:
 def _check(*targets: Tensor) -> None:
     for x in targets:
         assert x.is_contiguous()
-        assert x.shape[1] < 2**31  # rows are counted in 32 bits
+        assert x.shape[1] < 2**31  # because the kernels count rows in 32 bits
 
 
 def _block_rows(head_dim: int) -> int:
@@ -194,8 +197,9 @@ def _constants(
 ) -> dict[str, Any]:
     """The constants that a kernel is compiled with.
 
-    num_large: how many of a tile's tensors have the dim D. They come before its other tensors. ALIGNED in the result is
-    the number of elements in 16 bytes, if every row of these tensors begins at a multiple of 16 bytes, else 1.
+    num_large: how many of a tile's tensors have the dim D. These tensors come before the tile's other tensors. ALIGNED
+    in the result is the number of elements in 16 bytes, if every row of these tensors begins at a multiple of 16 bytes,
+    else 1.
     """
     from .row_kernels import DTYPES
 
@@ -217,11 +221,11 @@ def _constants(
 def _numbers(tile: TileRows) -> list[int]:
     """The numbers of a tile in a table, as `row_kernels.py` reads them."""
     rows, entry, tensors = tile
-    # The range of the batch entries that the tile has: all entries, or one.
+    # The tile has the batch entries from entries[0] to entries[1] - 1: all entries, or one.
     entries = (0, 2**31 - 1) if entry is None else (entry, entry + 1)
     numbers = [*entries, *_geometry(rows)]
 
-    # Each tensor adds its pointer and the strides of its first three dims.
+    # Append each tensor's pointer and the strides of its first three dims.
     for x in tensors:
         strides = x.stride()
         assert len(strides) == 3 or strides[3] == 1
@@ -233,7 +237,7 @@ def _numbers(tile: TileRows) -> list[int]:
 def _geometry(rows: Rows) -> tuple[int, ...]:
     heads, first, shift, step, num_rows, segments, segment_step = rows
     last = first + (len(heads) - 1) * shift + (segments - 1) * segment_step + (num_rows - 1) * step
-    if segments == 1:  # a step that no row index reaches, so that all rows are in segment 0
+    if segments == 1:  # set a step that no row index reaches, so that all rows are in segment 0
         segment_step = 2**31 - 1
     return (
         first,

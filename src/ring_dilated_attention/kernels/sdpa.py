@@ -37,7 +37,8 @@ def why_not(query: Tensor) -> str | None:
         return f"serves CUDA tensors, got {query.device}"
     if query.dtype not in DTYPES:
         return f"serves {', '.join(map(str, DTYPES))}, got {query.dtype}"
-    # Under torch.compile assume that an op is enabled, since the compiler cannot trace this. The call checks it again.
+    # Under torch.compile assume that an op is enabled, because the compiler cannot trace the check below. When the
+    # compiled call runs, it makes this check again.
     if torch.compiler.is_compiling():
         return None
     against = _against(_any_tile(query))
@@ -78,7 +79,8 @@ def ops(query: Tensor) -> dict[str, str | None]:
 def _any_tile(query: Tensor) -> TileFacts:
     """The facts of a small tile of the query's dtype, heads and head dim, by which ops are checked before a call.
 
-    It has two rows on every rank, however many positions a rank has. So either all ranks refuse the call, or none.
+    The tile has two rows on every rank, however many positions a rank has. So either all ranks refuse the call, or
+    none.
     """
     q_BHMD = query.transpose(1, 2)
     return _tile(q_BHMD, q_BHMD)._replace(batch=1, num_rows=2, num_keys=2)
@@ -118,7 +120,7 @@ def _choose(tile: TileFacts) -> str:
 
     size = f"{tile.batch} x {tile.num_heads} x {tile.num_rows} queries, {tile.num_keys} keys, head dim {tile.head_dim}"
     raise ValueError(
-        f"backend='sdpa' has no op for {size}: {_listed(_against(tile))}. Enable another."
+        f"backend='sdpa' has no op for {size}: {_listed(_against(tile))}. Enable another op."
     )
 
 
@@ -156,7 +158,8 @@ def forward(
     op = getattr(aten, f"_scaled_dot_product_{name}_attention")
     out, lse = op(q, k, v, *OPS[name].forward_arguments, 0.0, is_causal, scale=scale)[:2]
 
-    # The memory-efficient op pads lse to multiples of 32 rows, and cuDNN returns an lse (B, H, M, 1).
+    # Undo what ops do to lse: the memory-efficient op pads lse to a multiple of 32 rows, and cuDNN returns lse as
+    # (B, H, M, 1).
     if lse.dim() == 4:
         lse = lse.squeeze(3)
     return out.narrow(3, 0, head_dim), lse.narrow(2, 0, num_rows)
@@ -171,17 +174,17 @@ def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor,
     _, num_kv_heads, num_keys, _ = rows.key.shape
     if rows.dlse is not None:
         width = num_columns(rows.query.dtype)
-        # With this width a row fills whole 16 bytes, so that `_aligned` need not pad these tensors again.
+        # Widen the rows to a multiple of 16 bytes, so that `_aligned` need not pad these tensors again.
         width += -(head_dim + width) % (16 // rows.query.element_size())
         rows = with_dlse_columns(rows, width)
 
     name, q, k, v = _prepared(rows.query, rows.key, rows.value, is_backward=True)
     dout, out = map(_aligned, (rows.dout, rows.out))
     if not OPS[name].takes_strides:
-        # these ops need tensors that are contiguous as (B, M, H, D)
+        # Make out and dout contiguous as (B, M, H, D), because an op without `takes_strides` needs that.
         dout, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (dout, out))
 
-    # lse must be contiguous, with a multiple of `lse_multiple` rows. If it has too few, rows of inf are added.
+    # Make lse contiguous, with a multiple of `lse_multiple` rows. If lse has too few rows, add rows of inf.
     lse = rows.lse
     wanted = num_rows + -num_rows % lse_multiple(name)
     if lse.shape[2] < wanted:
@@ -192,8 +195,8 @@ def backward(rows: BackwardRows, is_causal: bool, scale: float) -> tuple[Tensor,
     arguments = OPS[name].backward_arguments(out, lse, num_keys, is_causal)
     gradients = op(dout, q, k, v, *arguments, scale=scale)[:3]
 
-    # (B, H, M, D), and (B, G, L, D) or (B, H, L, D)
+    # dq is (B, H, M, D). dk and dv are (B, G, L, D), or (B, H, L, D) if heads were expanded.
     dq, dk, dv = (gradient.narrow(3, 0, head_dim) for gradient in gradients)
-    if dk.shape[1] != num_kv_heads:  # sum over the heads that were expanded
+    if dk.shape[1] != num_kv_heads:  # sum over the query heads that share a key/value head
         dk, dv = (x.unflatten(1, (num_kv_heads, -1)).sum(2) for x in (dk, dv))
     return dq, dk, dv

@@ -38,8 +38,8 @@ def cuda_scratch(query: Any, key: Any, dout: Any, num_threads: int) -> int:
     forward.
 
     According to torch's sources flash's backward allocates two float32 tensors: dq with padded rows and head dims, and
-    one with a number for each row. cuDNN is assumed to need about as much; its needs are not documented. Nothing was
-    measured.
+    a tensor with one number for each row. cuDNN is assumed to need about as much; its needs are not documented. Nothing
+    was measured.
     """
     if dout is None:
         return 0
@@ -48,9 +48,9 @@ def cuda_scratch(query: Any, key: Any, dout: Any, num_threads: int) -> int:
     return batch * num_heads * num_rows * (padded_head_dim(head_dim) + 1) * 4
 
 
-# The most numbers in the accumulator of dq of flash's backward. Its rows and head dims are padded, and its indices have
-# 32 bits. With more numbers flash would write out of bounds, so longer tiles are cut. Other ops have no such limit, but
-# tiles of this size do not slow them down.
+# The most elements that the accumulator of dq in flash's backward may have, its padded rows and head dims included.
+# Flash finds elements by 32-bit indices, and with more elements it would write out of bounds, so larger tiles are
+# split. Other ops have no such limit, but tiles of this size do not slow them down.
 MOST_PADDED = 2**31
 
 
@@ -59,14 +59,14 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def most_flash_rows(head_dim: int, has_dlse: bool) -> int:
-    # A gradient of lse takes three more columns (`lse_gradient.py`). The columns are then padded to a multiple of 8.
+    # Count three more columns if lse has a gradient (`lse_gradient.py`). Then pad the columns to a multiple of 8.
     width = head_dim + 3 if has_dlse else head_dim
     return MOST_PADDED // padded_head_dim(width + -width % 8)
 
 
-# Which rows are copied, so that they lie side by side, before torch's CPU flash attention reads them. A copy pays if
-# every row lies on a memory page of its own, and if segments are so long that several blocks of queries read the same
-# keys. Measured in benchmarks/results/packing.json.
+# When rows are copied, to lie side by side, before torch's CPU flash attention reads them. A copy saves time if every
+# row lies on a memory page of its own, and if segments are so long that several blocks of queries read the same keys.
+# Measured in benchmarks/results/packing.json.
 CPU_PACKING = Packing(distance=4096, num_bytes=4096, max_rows=2**16)
 
 TRAITS = {
